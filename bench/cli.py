@@ -1,4 +1,5 @@
-"""How long the command line takes for what should be instant: help, completion, lists. CPU seconds, medians.
+"""How long the command line takes for what should be instant: help, completion, lists. CPU seconds,
+medians.
 
 Run `python bench/cli.py [REPEATS]`. Every measurement is a fresh process with the bytecode cached.
 """

@@ -95,7 +95,10 @@ def learn(row: Row, seed: int, steps: int, rate: float, threads: int) -> Outcome
     def named(datum: Datum, sample: SampledSequence) -> Datum:
         count, name = sample.length, sample.sequence_id
         before = datum.model_input.length - count
-        read = [PromptProvenanceSpan(sequence_id=name, offset=at, length=before + 1 - at) for at in (0, 1)]
+        read = [
+            PromptProvenanceSpan(sequence_id=name, offset=at, length=before + 1 - at)
+            for at in (0, 1)
+        ]
         drawn = [SampledProvenanceSpan(sequence_id=name, length=count - less) for less in (1, 0)]
         return datum.with_provenance([read[0], drawn[0]], [read[1], drawn[1]])
 
@@ -122,14 +125,19 @@ def saved(run: object, name: str) -> str:
 
 def table(seeds: Sequence[int], outcomes: dict[tuple[Row, int], Outcome]) -> str:
     """The rows as text."""
-    lines = [f"{'loss':20} {'age':>3}  {'  '.join(f'seed {seed}' for seed in seeds)}    mean  reward"]
+    lines = [
+        f"{'loss':20} {'age':>3}  {'  '.join(f'seed {seed}' for seed in seeds)}    mean  reward"
+    ]
     before = [outcomes[ROWS[0], seed].before for seed in seeds]
     lines.append(f"{'after the examples':20} {'':3}  {_cells(before)}  {np.mean(before):6.1%}")
     for row in ROWS:
         found = [outcomes[row, seed] for seed in seeds]
         accuracies = [outcome.accuracy for outcome in found]
         rewards = np.mean([outcome.reward for outcome in found])
-        lines.append(f"{row.loss:20} {row.age:3}  {_cells(accuracies)}  {np.mean(accuracies):6.1%}  {rewards:6.3f}")
+        lines.append(
+            f"{row.loss:20} {row.age:3}  {_cells(accuracies)}  {np.mean(accuracies):6.1%}  "
+            f"{rewards:6.3f}"
+        )
     return "\n".join(lines)
 
 
@@ -139,7 +147,9 @@ def _cells(values: Sequence[float]) -> str:
 
 def main() -> None:
     """Run all rows of all seeds."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps on rewards")
     parser.add_argument("--rate", type=float, default=7e-4, help="learning rate of those")
@@ -148,11 +158,17 @@ def main() -> None:
     given = parser.parse_args()
     jobs = [(row, seed) for seed in given.seeds for row in ROWS]
     with ProcessPoolExecutor(given.workers, mp_context=get_context("spawn")) as pool:
-        futures = {job: pool.submit(learn, *job, given.steps, given.rate, given.threads) for job in jobs}
+        futures = {
+            job: pool.submit(learn, *job, given.steps, given.rate, given.threads) for job in jobs
+        }
         outcomes = {}
         for (row, seed), future in futures.items():
             outcomes[row, seed] = future.result()
-            print(f"seed {seed}, {row.loss}, age {row.age}: {outcomes[row, seed]}", file=sys.stderr, flush=True)
+            print(
+                f"seed {seed}, {row.loss}, age {row.age}: {outcomes[row, seed]}",
+                file=sys.stderr,
+                flush=True,
+            )
     print(table(given.seeds, outcomes))
 
 

@@ -1,8 +1,9 @@
-"""Clients made side by side with async and await: a sampler, a training run, and a run restored from a checkpoint.
+"""Clients made side by side with async and await: a sampler, a training run, and a run restored
+from a checkpoint.
 
-Run it:  python examples/async_client_creation.py
-Settings: TINKER_CHECKPOINT_PATHS, a comma-separated list of sampler checkpoints: then one sampler is made of each, all
-at once; where to go: see common.py.
+Run it:  python examples/async_client_creation.py Settings: TINKER_CHECKPOINT_PATHS, a
+comma-separated list of sampler checkpoints: then one sampler is made of each, all at once; where to
+go: see common.py.
 """
 
 import asyncio
@@ -26,7 +27,9 @@ async def one_of_each(service: ServiceClient) -> None:
     print(f"✓ sampling client {sampler.sampling_session_id}")
     print(f"✓ LoRA training client {trainer.model_id}")
     # A method of a training client returns a future, which is awaited for the result.
-    saved = await trainer.save_state("async_demo_checkpoint", ttl_seconds=common.DAY, overwrite=True)
+    saved = await trainer.save_state(
+        "async_demo_checkpoint", ttl_seconds=common.DAY, overwrite=True
+    )
     print(f"✓ saved {saved.path}")
     restored = await service.create_training_client_from_state(saved.path)
     print(f"✓ restored as {restored.model_id}")

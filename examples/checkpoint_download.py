@@ -1,9 +1,9 @@
 """A checkpoint on your own disk: found or made, downloaded with progress, unpacked.
 
-Run it:  python examples/checkpoint_download.py
-Settings: TINKER_CHECKPOINT_PATH (else the first that can be downloaded; one is made where there is none),
-TINKER_OUTPUT_DIR (a directory for temporary files), FORCE=true (replace what is there), TINKEX_DEBUG=1 (more words);
-where to go: see common.py.
+Run it:  python examples/checkpoint_download.py Settings: TINKER_CHECKPOINT_PATH (else the first
+that can be downloaded; one is made where there is none), TINKER_OUTPUT_DIR (a directory for
+temporary files), FORCE=true (replace what is there), TINKEX_DEBUG=1 (more words); where to go: see
+common.py.
 """
 
 import tempfile
@@ -14,7 +14,9 @@ import common
 
 from tinkex import APIStatusError, DownloadError, RestClient, ServiceClient, download, types
 
-OUTPUT = Path(common.text("TINKER_OUTPUT_DIR", str(Path(tempfile.gettempdir()) / "tinkex_checkpoints")))
+OUTPUT = Path(
+    common.text("TINKER_OUTPUT_DIR", str(Path(tempfile.gettempdir()) / "tinkex_checkpoints"))
+)
 PAGE, PAGES = 10, 3
 GONE = (400, 403, 404)
 """How a server says that a checkpoint cannot be had; then the next one is tried."""
@@ -27,7 +29,9 @@ def debug(said: str) -> None:
 
 
 def can_be_fetched(rest: RestClient, path: str, tries: int, pause: float = 2.0) -> bool:
-    """Whether the server has an archive of a checkpoint; one that is being packed is given a little time."""
+    """Whether the server has an archive of a checkpoint; one that is being packed is given a little
+    time.
+    """
     for attempt in range(1, tries + 1):
         try:
             rest.get_checkpoint_archive_url_from_tinker_path(path, max_retries=1).result()
@@ -80,16 +84,25 @@ def main() -> None:
                 common.fail(f"TINKER_CHECKPOINT_PATH: {error}")
         else:
             path = first_listed(rest) or ""
-            print(f"the first that can be downloaded: {path}" if path else "nothing to download: making a checkpoint")
+            print(
+                f"the first that can be downloaded: {path}"
+                if path
+                else "nothing to download: making a checkpoint"
+            )
             path = path or new_checkpoint(rest)
         print(f"downloading {path} into {OUTPUT}")
         OUTPUT.mkdir(parents=True, exist_ok=True)
         try:
-            fetched = download(rest, path, OUTPUT, force=common.flag("FORCE"), progress=show_progress)
+            fetched = download(
+                rest, path, OUTPUT, force=common.flag("FORCE"), progress=show_progress
+            )
         except DownloadError as error:
             if error.reason != "exists":
                 raise
-            print("it is there already; FORCE=true would replace it. Fetching it beside that one instead")
+            print(
+                "it is there already; FORCE=true would replace it. Fetching it beside that one "
+                "instead"
+            )
             beside = Path(tempfile.mkdtemp(prefix="again-", dir=OUTPUT))
             fetched = download(rest, path, beside, progress=show_progress)
 
@@ -102,7 +115,10 @@ def main() -> None:
         {"adapter_config.json", "adapter_model.safetensors"} <= files.keys(),
         "the adapter and its settings are there",
     )
-    common.proof(all(size for name, size in files.items() if name != "checkpoint_complete"), "none of them is empty")
+    common.proof(
+        all(size for name, size in files.items() if name != "checkpoint_complete"),
+        "none of them is empty",
+    )
 
 
 if __name__ == "__main__":

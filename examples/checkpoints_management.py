@@ -14,7 +14,9 @@ PAGE = 50
 def show(checkpoint: Checkpoint) -> None:
     """Print one checkpoint."""
     size = "unknown size" if checkpoint.size_bytes is None else f"{checkpoint.size_bytes:,} bytes"
-    expires = "never" if checkpoint.expires_at is None else f"{checkpoint.expires_at:%Y-%m-%d %H:%M}"
+    expires = (
+        "never" if checkpoint.expires_at is None else f"{checkpoint.expires_at:%Y-%m-%d %H:%M}"
+    )
     print(f"- {checkpoint.checkpoint_id}\n  path    {checkpoint.tinker_path}")
     print(f"  type    {checkpoint.checkpoint_type}, {size}, public {checkpoint.public}")
     print(f"  created {checkpoint.time:%Y-%m-%d %H:%M}, expires {expires}")
@@ -22,7 +24,10 @@ def show(checkpoint: Checkpoint) -> None:
 
 def main() -> None:
     """List in three ways."""
-    with ServiceClient(base_url=common.BASE_URL) as service, RestClient(base_url=common.BASE_URL) as rest:
+    with (
+        ServiceClient(base_url=common.BASE_URL) as service,
+        RestClient(base_url=common.BASE_URL) as rest,
+    ):
         if not rest.list_user_checkpoints(limit=1).result().checkpoints:
             print("there are no checkpoints yet: saving one")
             client = service.create_lora_training_client(common.base_model(), rank=8).result()
@@ -48,7 +53,9 @@ def main() -> None:
         listed = rest.list_checkpoints(run_id).result().checkpoints
         for checkpoint in listed:
             show(checkpoint)
-        common.proof(all(one.training_run_id == run_id for one in listed), "all of them are this run's")
+        common.proof(
+            all(one.training_run_id == run_id for one in listed), "all of them are this run's"
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The command line from a program: a prompt from a file, samples into a file, as JSON.
 
-Run it:  python examples/cli_run_prompt_file.py
-Settings: TINKER_PROMPT, or TINKER_PROMPT_TOKENS (token ids, comma-separated) in its place; where to go: see common.py.
+Run it:  python examples/cli_run_prompt_file.py Settings: TINKER_PROMPT, or TINKER_PROMPT_TOKENS
+(token ids, comma-separated) in its place; where to go: see common.py.
 """
 
 import json
@@ -18,7 +18,11 @@ PROMPT = common.text("TINKER_PROMPT", "Hello from a prompt file")
 def prompt_text() -> str:
     """What goes into the prompt file: text, or a JSON list of token ids."""
     parts = [part.strip() for part in common.text("TINKER_PROMPT_TOKENS").split(",")]
-    return json.dumps([int(part) for part in parts]) if all(part.isdecimal() for part in parts) else PROMPT
+    return (
+        json.dumps([int(part) for part in parts])
+        if all(part.isdecimal() for part in parts)
+        else PROMPT
+    )
 
 
 def main() -> None:
@@ -35,7 +39,10 @@ def main() -> None:
         written = output.read_text(encoding="utf-8")
     print(f"output file {output}:\n{written}")
     samples = json.loads(written)
-    common.proof(samples["sequences"] and samples["sequences"][0]["tokens"], "the file is JSON, and has sequences")
+    common.proof(
+        samples["sequences"] and samples["sequences"][0]["tokens"],
+        "the file is JSON, and has sequences",
+    )
     common.proof(samples == result.data, "the program gets the same data back")
 
 

@@ -1,8 +1,8 @@
 """The command line from a program: `tinkex run` with a prompt.
 
-Run it:  python examples/cli_run_text.py
-Settings: TINKER_PROMPT, TINKER_MAX_TOKENS (64), TINKER_TEMPERATURE (0.7), TINKER_NUM_SAMPLES (1); where to go: see
-common.py. The key, if there is one, is passed on and never printed in full.
+Run it:  python examples/cli_run_text.py Settings: TINKER_PROMPT, TINKER_MAX_TOKENS (64),
+TINKER_TEMPERATURE (0.7), TINKER_NUM_SAMPLES (1); where to go: see common.py. The key, if there is
+one, is passed on and never printed in full.
 """
 
 import common
@@ -26,9 +26,15 @@ def main() -> None:
     common.section("What the command prints")
     result = run(words)
     common.section("What it returns")
-    print(f"command {result.command!r}, exit code {result.exit_code}, response {type(result.response).__name__}")
+    print(
+        f"command {result.command!r}, exit code {result.exit_code}, response "
+        f"{type(result.response).__name__}"
+    )
     common.proof(result.ok, "the command succeeded")
-    common.proof(len(result.response.sequences) == NUM_SAMPLES, f"{NUM_SAMPLES} sample(s), as an object to go on with")
+    common.proof(
+        len(result.response.sequences) == NUM_SAMPLES,
+        f"{NUM_SAMPLES} sample(s), as an object to go on with",
+    )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """What all examples share: settings from the environment, a little printing, and `proof`.
 
-Without any environment the examples run against the backend inside this process (`base_url="local"`) and its bundled
-model, with no key. These variables send them elsewhere:
+Without any environment the examples run against the backend inside this process
+(`base_url="local"`) and its bundled model, with no key. These variables send them elsewhere:
 
-    TINKER_BASE_URL    a server, e.g. http://127.0.0.1:8000; the hosted service if only a key is given
-    TINKER_API_KEY     its key; none is needed on this machine
-    TINKER_BASE_MODEL  the model; by default the one that the example is about, else the first that the server offers
+    TINKER_BASE_URL    a server, e.g. http://127.0.0.1:8000; the hosted service if only a key is
+    given TINKER_API_KEY     its key; none is needed on this machine TINKER_BASE_MODEL  the model;
+    by default the one that the example is about, else the first that the server offers
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CHECKPOINT_CACHE = Path(tempfile.gettempdir()) / "tinkex_checkpoints" / "default
 """Where one example leaves the path of a checkpoint for another."""
 DAY = 86_400
 
-# ── settings ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── settings ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def text(name: str, default: str = "") -> str:
@@ -72,7 +72,8 @@ def flag(name: str) -> bool:
 
 API_KEY = text("TINKER_API_KEY")
 BASE_URL = text("TINKER_BASE_URL") or (None if API_KEY else "local")
-"""What every client is given: an address, "local", or None, by which it finds the hosted service."""
+"""What every client is given: an address, "local", or None, by which it finds the hosted service.
+"""
 IS_LOCAL = BASE_URL == "local"
 
 
@@ -83,7 +84,9 @@ def offered_models() -> list[str]:
 
 
 def base_model(wanted: str = LLAMA) -> str:
-    """The model to use: the one in TINKER_BASE_MODEL, else the wanted one, else the first that the server offers."""
+    """The model to use: the one in TINKER_BASE_MODEL, else the wanted one, else the first that the
+    server offers.
+    """
     if named := text("TINKER_BASE_MODEL"):
         return named
     offered = offered_models()
@@ -103,7 +106,7 @@ def masked(words: list[str]) -> list[str]:
     return [mask_api_key(word) or "" if API_KEY and word == API_KEY else word for word in words]
 
 
-# ── printing ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── printing ──────────────────────────────────────────────────────────────────────────────────────
 
 _began = time.monotonic()
 
@@ -137,18 +140,22 @@ def skipped(reason: str) -> None:
 
 
 def run(main: Callable[[], object]) -> None:
-    """Run an example; an error of tinkex ends it with its message and status 1 instead of a traceback."""
+    """Run an example; an error of tinkex ends it with its message and status 1 instead of a
+    traceback.
+    """
     try:
         main()
     except TinkerError as error:
         fail(error.format() if error.hint is None else f"{error.format()}\nhint: {error.hint}")
 
 
-# ── what several examples do ─────────────────────────────────────────────────────────────────────────────────────
+# ── what several examples do ──────────────────────────────────────────────────────────────────────
 
 
 def tokenizer_of(model: str) -> tokenizers.Tokenizer:
-    """The model's tokenizer, by the library that is quick to import; `client.get_tokenizer()` is the usual way."""
+    """The model's tokenizer, by the library that is quick to import; `client.get_tokenizer()` is
+    the usual way.
+    """
     loaded: tokenizers.Tokenizer = tokenizers.get_or_load_tokenizer(
         tokenizers.get_tokenizer_id(model), backend="tokenizers"
     )
@@ -156,7 +163,9 @@ def tokenizer_of(model: str) -> tokenizers.Tokenizer:
 
 
 def next_token_datum(tokens: list[int]) -> Datum:
-    """An example to learn from: at every position the next token is the target, and all weigh the same."""
+    """An example to learn from: at every position the next token is the target, and all weigh the
+    same.
+    """
     targets = tokens[1:]
     return Datum(
         model_input=ModelInput.from_ints(tokens[:-1]),
@@ -168,14 +177,19 @@ def show_samples(sequences: list[SampledSequence], tokenizer: tokenizers.Tokeniz
     """Print samples as text, and return the texts."""
     texts = [tokenizer.decode(sequence.tokens, skip_special_tokens=True) for sequence in sequences]
     for index, (sequence, said) in enumerate(zip(sequences, texts, strict=True), 1):
-        print(f"Sample {index}: {said.strip()!r} ({len(sequence.tokens)} tokens, {sequence.stop_reason})")
+        print(
+            f"Sample {index}: {said.strip()!r} ({len(sequence.tokens)} tokens, "
+            f"{sequence.stop_reason})"
+        )
     return texts
 
 
 def trained_a_little(service: ServiceClient, model: str, rank: int = 8) -> TrainingClient:
     """A new run that has made one step, for examples that need something to save."""
     client = service.create_lora_training_client(model, rank=rank).result()
-    data = [next_token_datum(tokenizer_of(model).encode("The quick brown fox jumps over the lazy dog."))]
+    data = [
+        next_token_datum(tokenizer_of(model).encode("The quick brown fox jumps over the lazy dog."))
+    ]
     client.forward_backward(data, "cross_entropy")
     client.optim_step(AdamParams(learning_rate=1e-3)).result()
     return client

@@ -1,8 +1,9 @@
 """A file in a form: what becomes of its fields and its bytes, and how it is sent.
 
-Run it:  python examples/file_upload_multipart.py      (needs no server)
-Settings: TINKER_UPLOAD_FILE (examples/assets/sample_upload.bin by default), TINKER_UPLOAD_NOTE, TINKER_UPLOAD_ENDPOINT
-(a path to post the form to; the Tinker API has none); where to: see common.py.
+Run it:  python examples/file_upload_multipart.py      (needs no server) Settings:
+TINKER_UPLOAD_FILE (examples/assets/sample_upload.bin by default), TINKER_UPLOAD_NOTE,
+TINKER_UPLOAD_ENDPOINT (a path to post the form to; the Tinker API has none); where to: see
+common.py.
 """
 
 import re
@@ -27,7 +28,9 @@ def main() -> None:
     print(f"{FILE.name}: {FILE.stat().st_size} bytes")
 
     common.section("2. Transform: plain data, as JSON would have it")
-    fields = transform({"note": NOTE, "meta": {"source": "example", "tags": ["a", "b"]}, "public": False})
+    fields = transform(
+        {"note": NOTE, "meta": {"source": "example", "tags": ["a", "b"]}, "public": False}
+    )
     print(fields)
 
     common.section("3. Flatten: nested fields get bracketed names")
@@ -35,15 +38,20 @@ def main() -> None:
     names = re.findall(rb'form-data; name="([^"]+)"', body)
     print(", ".join(name.decode() for name in names))
     common.proof(
-        {b"note", b"meta[source]", b"meta[tags][]", b"file"} <= set(names), "all fields and the file are there"
+        {b"note", b"meta[source]", b"meta[tags][]", b"file"} <= set(names),
+        "all fields and the file are there",
     )
 
     common.section("4. Encode")
     boundary = content_type.partition("boundary=")[2]
     print(f"{content_type}\n{len(body)} bytes")
-    common.proof(f'filename="{FILE.name}"'.encode() in body, f"the file keeps its name: {FILE.name}")
+    common.proof(
+        f'filename="{FILE.name}"'.encode() in body, f"the file keeps its name: {FILE.name}"
+    )
     common.proof(FILE.read_bytes() in body, "its bytes are in it, unchanged")
-    common.proof(body.endswith(f"--{boundary}--\r\n".encode()), "the form ends with the closing boundary")
+    common.proof(
+        body.endswith(f"--{boundary}--\r\n".encode()), "the form ends with the closing boundary"
+    )
 
     common.section("5. The first 500 bytes")
     print(body[:500].decode(errors="replace").replace("\r\n", "\n"))

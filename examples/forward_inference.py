@@ -22,12 +22,16 @@ def main() -> None:
 
     print(f"output type: {output.loss_fn_output_type}")
     print(f"metrics:     {output.metrics}")
-    logprobs = output.loss_fn_outputs[0]["logprobs"].to_torch()  # to_numpy() where there is no torch
+    # to_numpy() where there is no torch
+    logprobs = output.loss_fn_outputs[0]["logprobs"].to_torch()
     print(f"shape {list(logprobs.shape)}, type {logprobs.dtype}")
     print(f"first 5: {[round(value, 4) for value in logprobs[:5].tolist()]}")
     print(f"mean {logprobs.mean():.4f}, min {logprobs.min():.4f}, max {logprobs.max():.4f}")
     count = datum.model_input.length
-    common.proof(list(logprobs.shape) == [count], f"one log-probability for each of the {count} predicted tokens")
+    common.proof(
+        list(logprobs.shape) == [count],
+        f"one log-probability for each of the {count} predicted tokens",
+    )
     common.proof(bool(logprobs.isfinite().all()), "all of them are finite")
 
 

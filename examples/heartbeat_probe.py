@@ -1,7 +1,8 @@
-"""Which route keeps a session alive: `session_heartbeat` does; `heartbeat`, which older texts name, is not there.
+"""Which route keeps a session alive: `session_heartbeat` does; `heartbeat`, which older texts name,
+is not there.
 
-Run it:  python examples/heartbeat_probe.py
-Where to go: see common.py. Clients send heartbeats by themselves; this is for whoever writes a server or a client.
+Run it:  python examples/heartbeat_probe.py Where to go: see common.py. Clients send heartbeats by
+themselves; this is for whoever writes a server or a client.
 """
 
 import common
@@ -23,7 +24,9 @@ def main() -> None:
         except NotFoundError as error:
             status = error.status_code
         print(f"POST /api/v1/heartbeat         -> {status}")
-    common.proof(answer.status_code == 200 and status == 404, "the first is there, the second is not")
+    common.proof(
+        answer.status_code == 200 and status == 404, "the first is there, the second is not"
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""The tokenizer of Kimi K2, which comes as a file for tiktoken: text to tokens and back, then a sample.
+"""The tokenizer of Kimi K2, which comes as a file for tiktoken: text to tokens and back, then a
+sample.
 
-Run it:  python examples/kimi_k2_sampling_live.py      (needs `pip install tiktoken`)
-Settings: TINKER_PROMPT ("Say hi"), TINKER_MAX_TOKENS (32), TINKER_TEMPERATURE (0.7), TINKER_NUM_SAMPLES (1),
+Run it:  python examples/kimi_k2_sampling_live.py      (needs `pip install tiktoken`) Settings:
+TINKER_PROMPT ("Say hi"), TINKER_MAX_TOKENS (32), TINKER_TEMPERATURE (0.7), TINKER_NUM_SAMPLES (1),
 TINKER_SAMPLE_TIMEOUT (60000 ms); where to go: see common.py.
 
-On a server without Kimi K2 there is nothing to show, and the example stops with status 0. The backend inside this
-process has no Kimi either, but needs no network: there a small file of the same form, made here, stands in for Kimi's,
-and the samples come from the bundled model.
+On a server without Kimi K2 there is nothing to show, and the example stops with status 0. The
+backend inside this process has no Kimi either, but needs no network: there a small file of the same
+form, made here, stands in for Kimi's, and the samples come from the bundled model.
 """
 
 import base64
@@ -36,14 +37,19 @@ def stand_in_files(directory: Path) -> dict[str, str]:
     """A tiktoken file as Kimi's, only smaller: every byte is a token, and a few pairs are merged."""
     pieces = [bytes([byte]) for byte in range(256)] + [b"Sa", b"Say", b" h", b" hi"]
     ranks = directory / "tiktoken.model"
-    ranks.write_text("".join(f"{base64.b64encode(piece).decode()} {rank}\n" for rank, piece in enumerate(pieces)))
+    ranks.write_text(
+        "".join(f"{base64.b64encode(piece).decode()} {rank}\n" for rank, piece in enumerate(pieces))
+    )
     config = directory / "tokenizer_config.json"
-    config.write_text(json.dumps({"added_tokens_decoder": {str(len(pieces)): {"content": "[BOS]"}}}))
+    config.write_text(
+        json.dumps({"added_tokens_decoder": {str(len(pieces)): {"content": "[BOS]"}}})
+    )
     return {"tiktoken_model_path": str(ranks), "tokenizer_config_path": str(config)}
 
 
 def round_trip(**files: Any) -> list[int]:
-    """Encode and decode the prompt by Kimi's tokenizer; without files of ours its own are fetched and kept.
+    """Encode and decode the prompt by Kimi's tokenizer; without files of ours its own are fetched
+    and kept.
 
     Nothing is returned when the tokenizer cannot be had.
     """
@@ -71,7 +77,9 @@ def main() -> None:
             model = common.base_model()
             print(f"model: {model}, with a small stand-in for Kimi's tokenizer")
             with tempfile.TemporaryDirectory() as directory:
-                ids = round_trip(**stand_in_files(Path(directory))) and common.tokenizer_of(model).encode(PROMPT)
+                ids = round_trip(**stand_in_files(Path(directory))) and common.tokenizer_of(
+                    model
+                ).encode(PROMPT)
         else:
             common.skipped(f"{model} is not among the models of this server")
             return
@@ -79,13 +87,22 @@ def main() -> None:
             return
 
         params = SamplingParams(
-            max_tokens=common.whole("TINKER_MAX_TOKENS", 32), temperature=common.number("TINKER_TEMPERATURE", 0.7)
+            max_tokens=common.whole("TINKER_MAX_TOKENS", 32),
+            temperature=common.number("TINKER_TEMPERATURE", 0.7),
         )
         sampler = service.create_sampling_client(base_model=model).result()
-        count, timeout = common.whole("TINKER_NUM_SAMPLES", 1), common.whole("TINKER_SAMPLE_TIMEOUT", 60_000) / 1000
-        response = sampler.sample(ModelInput.from_ints(ids), count, params, timeout=timeout).result()
+        count, timeout = (
+            common.whole("TINKER_NUM_SAMPLES", 1),
+            common.whole("TINKER_SAMPLE_TIMEOUT", 60_000) / 1000,
+        )
+        response = sampler.sample(
+            ModelInput.from_ints(ids), count, params, timeout=timeout
+        ).result()
         for index, sequence in enumerate(response.sequences, 1):
-            print(f"Sample {index}: {tokenizers.decode(sequence.tokens, model, backend='tokenizers')!r}")
+            print(
+                f"Sample {index}: "
+                f"{tokenizers.decode(sequence.tokens, model, backend='tokenizers')!r}"
+            )
     common.proof(response.sequences, f"{len(response.sequences)} sample(s) came back")
 
 

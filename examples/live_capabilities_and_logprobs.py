@@ -1,4 +1,5 @@
-"""Look at a server: the models it offers, its health, and the log-probabilities of a prompt's tokens.
+"""Look at a server: the models it offers, its health, and the log-probabilities of a prompt's
+tokens.
 
 Run it:  python examples/live_capabilities_and_logprobs.py
 Settings: TINKER_PROMPT; where to go: see common.py.
@@ -13,7 +14,10 @@ PROMPT = common.text("TINKER_PROMPT", "Hello from Tinkex!")
 
 def main() -> None:
     """Ask for capabilities and health, then score a prompt."""
-    with ServiceClient(base_url=common.BASE_URL) as service, HttpClient(base_url=common.BASE_URL) as http:
+    with (
+        ServiceClient(base_url=common.BASE_URL) as service,
+        HttpClient(base_url=common.BASE_URL) as http,
+    ):
         common.section("Server capabilities")
         with RestClient(base_url=common.BASE_URL) as rest:  # it needs no session
             capabilities = rest.get_server_capabilities().result()
@@ -41,7 +45,10 @@ def main() -> None:
             print(f"  {token:6d} {tokenizer.decode([token])!r:>12}  {said}")
     common.proof(len(logprobs) == len(tokens), f"one entry for each of the {len(tokens)} tokens")
     common.proof(logprobs[0] is None, "the first entry is none")
-    common.proof(all(value is not None and value <= 0 for value in logprobs[1:]), "the others are log-probabilities")
+    common.proof(
+        all(value is not None and value <= 0 for value in logprobs[1:]),
+        "the others are log-probabilities",
+    )
 
 
 if __name__ == "__main__":

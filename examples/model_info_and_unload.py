@@ -1,7 +1,8 @@
-"""The calls underneath, one by one: open a session, create a model, poll for it, ask about it, unload it.
+"""The calls underneath, one by one: open a session, create a model, poll for it, ask about it,
+unload it.
 
-Run it:  python examples/model_info_and_unload.py
-Where to go: see common.py. `ServiceClient` does all this by itself; here every request is made by its path.
+Run it:  python examples/model_info_and_unload.py Where to go: see common.py. `ServiceClient` does
+all this by itself; here every request is made by its path.
 
 Some servers cannot unload a model. That is said, and is no failure.
 """
@@ -17,10 +18,14 @@ POLLS = 60
 
 
 def awaited(http: HttpClient, receipt: dict[str, Any]) -> dict[str, Any]:
-    """The result behind a receipt: asked for each second while the server says that it is not ready."""
+    """The result behind a receipt: asked for each second while the server says that it is not
+    ready.
+    """
     for number in range(1, POLLS + 1):
         answer: dict[str, Any] = http.post(
-            "retrieve_future", types.FutureRetrieveRequest(request_id=receipt["request_id"]), max_retries=60
+            "retrieve_future",
+            types.FutureRetrieveRequest(request_id=receipt["request_id"]),
+            max_retries=60,
         ).result()
         print(f"  poll {number}: {answer.get('type') or 'ready'}")
         if answer.get("type") != "try_again":
@@ -52,7 +57,10 @@ def main() -> None:
         print(f"session {session['session_id']}")
 
         request = types.CreateModelRequest(
-            session_id=session["session_id"], model_seq_id=0, base_model=model, lora_config=LoraConfig(rank=32)
+            session_id=session["session_id"],
+            model_seq_id=0,
+            base_model=model,
+            lora_config=LoraConfig(rank=32),
         )
         created = awaited(http, http.post("create_model", request).result())
         model_id = created["model_id"]

@@ -1,11 +1,12 @@
 """Text and an image in one prompt; then a run resumed from a checkpoint, and unloaded.
 
-Run it:  python examples/multimodal_resume_and_cleanup.py
-Settings: TINKER_IMAGE_PATH (a PNG or JPEG; examples/assets/gradient_32x32.png by default),
-TINKER_IMAGE_EXPECTED_TOKENS (how many tokens the image takes), TINKER_CHECKPOINT_PATH (a training checkpoint to resume
-from); where to go: see common.py.
+Run it:  python examples/multimodal_resume_and_cleanup.py Settings: TINKER_IMAGE_PATH (a PNG or
+JPEG; examples/assets/gradient_32x32.png by default), TINKER_IMAGE_EXPECTED_TOKENS (how many tokens
+the image takes), TINKER_CHECKPOINT_PATH (a training checkpoint to resume from); where to go: see
+common.py.
 
-Without a model that sees, the first part is skipped, and says so: the bundled model reads text only.
+Without a model that sees, the first part is skipped, and says so: the bundled model reads text
+only.
 """
 
 from pathlib import Path
@@ -28,7 +29,9 @@ IMAGE = Path(common.text("TINKER_IMAGE_PATH", str(common.ASSETS / "gradient_32x3
 
 
 def expected_tokens() -> int | None:
-    """The setting for the image's tokens; unlike other numbers a bad one is an error, for the server trusts it."""
+    """The setting for the image's tokens; unlike other numbers a bad one is an error, for the
+    server trusts it.
+    """
     said = common.text("TINKER_IMAGE_EXPECTED_TOKENS")
     if not said:
         return None
@@ -38,7 +41,9 @@ def expected_tokens() -> int | None:
 
 
 def model_that_sees() -> str | None:
-    """A model that takes images: the one that is set or a preferred one, else any whose name says so."""
+    """A model that takes images: the one that is set or a preferred one, else any whose name says
+    so.
+    """
     offered = common.offered_models()
     known = [name for name in PREFERRED if name in offered]
     by_name = [
@@ -53,7 +58,11 @@ def sample_with_image(service: ServiceClient, model: str) -> None:
     """Ask a question about an image."""
     tokenizer = common.tokenizer_of(model)
     is_png = IMAGE.suffix.lower() == ".png"
-    image = ImageChunk(data=IMAGE.read_bytes(), format="png" if is_png else "jpeg", expected_tokens=expected_tokens())
+    image = ImageChunk(
+        data=IMAGE.read_bytes(),
+        format="png" if is_png else "jpeg",
+        expected_tokens=expected_tokens(),
+    )
     prompt = ModelInput.from_ints(tokenizer.encode("What is in this picture? ")).append(image)
     print(f"model {model}, image {IMAGE.name} ({len(image.data)} bytes)")
     sampler = service.create_sampling_client(base_model=model).result()
@@ -76,10 +85,14 @@ def resumed(service: ServiceClient, path: str) -> TrainingClient | None:
 
 
 def resume_from_somewhere(service: ServiceClient, rest: RestClient) -> tuple[str, TrainingClient]:
-    """Resume from the checkpoint that is set; else from the remembered one, a listed one, or a new one."""
+    """Resume from the checkpoint that is set; else from the remembered one, a listed one, or a new
+    one.
+    """
     if named := common.text("TINKER_CHECKPOINT_PATH"):
         client = resumed(service, named)
-        return (named, client) if client else common.fail("the checkpoint that was named does not do")
+        return (
+            (named, client) if client else common.fail("the checkpoint that was named does not do")
+        )
     cache = common.CHECKPOINT_CACHE
     if cache.is_file() and (remembered := cache.read_text().strip()):
         print(f"remembered in {cache}: {remembered}")
@@ -103,7 +116,10 @@ def resume_from_somewhere(service: ServiceClient, rest: RestClient) -> tuple[str
 
 def main() -> None:
     """Both parts."""
-    with ServiceClient(base_url=common.BASE_URL) as service, RestClient(base_url=common.BASE_URL) as rest:
+    with (
+        ServiceClient(base_url=common.BASE_URL) as service,
+        RestClient(base_url=common.BASE_URL) as rest,
+    ):
         common.section("Text and image")
         if model := model_that_sees():
             sample_with_image(service, model)
@@ -114,7 +130,10 @@ def main() -> None:
         path, client = resume_from_somewhere(service, rest)
         common.CHECKPOINT_CACHE.parent.mkdir(parents=True, exist_ok=True)
         common.CHECKPOINT_CACHE.write_text(path)
-        common.proof(client.get_info().model_id == client.model_id, "the run was resumed, optimizer state included")
+        common.proof(
+            client.get_info().model_id == client.model_id,
+            "the run was resumed, optimizer state included",
+        )
 
         common.section("Clean up")
         try:
@@ -123,7 +142,8 @@ def main() -> None:
         except TinkerError as error:
             print(f"this server does not unload models: {error.format()}")
         print(
-            "checkpoints are deleted by: tinkex checkpoint delete PATH PATH ... (see checkpoint_multi_delete_live.py)"
+            "checkpoints are deleted by: tinkex checkpoint delete PATH PATH ... (see "
+            "checkpoint_multi_delete_live.py)"
         )
 
 

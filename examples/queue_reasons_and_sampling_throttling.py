@@ -1,4 +1,5 @@
-"""Why a queue is paused, and how a client holds back: server reasons, a shared pause, a budget of bytes.
+"""Why a queue is paused, and how a client holds back: server reasons, a shared pause, a budget of
+bytes.
 
 Run it:  python examples/queue_reasons_and_sampling_throttling.py
 Settings: TINKER_PROMPT; where to go: see common.py.
@@ -37,13 +38,18 @@ def queue_reasons() -> None:
     def warn(queue_state: QueueState, queue_state_reason: str | None) -> None:
         logger.on_queue_state_change(queue_state, queue_state_reason, name="demo-sampler")
 
-    # Every request of a client is followed by such a tracker; here it is told by hand what a server would say.
+    # Every request of a client is followed by such a tracker; here it is told by hand what a server
+    # would say.
     tracker = QueueStateTracker([warn])
     tracker.heard("paused_rate_limit", "server says: running short on capacity")
-    tracker.heard("paused_rate_limit", "server says: running short on capacity")  # no news: nobody is told
+    # no news: nobody is told
+    tracker.heard("paused_rate_limit", "server says: running short on capacity")
     tracker.heard("active")
     events.detach("queue")
-    common.proof([state for state, _ in heard] == ["paused_rate_limit", "active"], "changes are told, and only those")
+    common.proof(
+        [state for state, _ in heard] == ["paused_rate_limit", "active"],
+        "changes are told, and only those",
+    )
 
 
 async def throttling() -> list[str]:
@@ -68,18 +74,26 @@ async def throttling() -> list[str]:
 
 def main() -> None:
     """Reasons, throttling, sizes, and a sample under all of it."""
-    logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="%(levelname)s %(message)s")
+    logging.basicConfig(
+        level=logging.WARNING, stream=sys.stdout, format="%(levelname)s %(message)s"
+    )
     common.section("Queue reasons")
     queue_reasons()
 
     common.section("Throttling")
     order = asyncio.run(throttling())
-    common.proof(order == ["first in", "first out", "second in", "second out"], "the second waits for the first")
+    common.proof(
+        order == ["first in", "first out", "second in", "second out"],
+        "the second waits for the first",
+    )
 
     common.section("Sizes")
     nine = ModelInput.from_ints(range(9))
     print(f"9 tokens count as {nine.estimated_bytes} bytes")
-    common.proof(nine.estimated_bytes == 90, "ten bytes a token (in Llama 3's tokens this prompt has nine: 90 bytes)")
+    common.proof(
+        nine.estimated_bytes == 90,
+        "ten bytes a token (in Llama 3's tokens this prompt has nine: 90 bytes)",
+    )
 
     common.section("A sample")
     with ServiceClient(base_url=common.BASE_URL) as service:

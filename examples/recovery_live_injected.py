@@ -1,7 +1,8 @@
-"""Recovery with a server: a run is said to be corrupted, once, and is made anew from its last checkpoint.
+"""Recovery with a server: a run is said to be corrupted, once, and is made anew from its last
+checkpoint.
 
-Run it:  python examples/recovery_live_injected.py
-Where to go: see common.py. A loop that just wants to go on uses `tinkex.resilient`; see docs/recovery.md.
+Run it:  python examples/recovery_live_injected.py Where to go: see common.py. A loop that just
+wants to go on uses `tinkex.resilient`; see docs/recovery.md.
 """
 
 import threading
@@ -17,7 +18,9 @@ class OneLie(RestClient):
 
     told = False
 
-    async def get_training_run(self, training_run_id: str, access_scope: object = "owned") -> TrainingRun:
+    async def get_training_run(
+        self, training_run_id: str, access_scope: object = "owned"
+    ) -> TrainingRun:
         """What the server says, with a fault put in once."""
         run = await super().get_training_run(training_run_id)
         if self.told:
@@ -29,7 +32,10 @@ class OneLie(RestClient):
 
 def main() -> None:
     """Save, lose, recover, save again."""
-    with ServiceClient(base_url=common.BASE_URL) as service, OneLie(base_url=common.BASE_URL) as rest:
+    with (
+        ServiceClient(base_url=common.BASE_URL) as service,
+        OneLie(base_url=common.BASE_URL) as rest,
+    ):
         client = common.trained_a_little(service, common.base_model())
         first = client.save_state("recovery-live-1", ttl_seconds=common.DAY).result().path
         print(f"saved {first}")
@@ -59,7 +65,10 @@ def main() -> None:
         source, second = paths
         print(f"saved {second}")
     common.proof(source == first, "it went on from the checkpoint that was saved")
-    common.proof(second.partition("/weights/")[0] != first.partition("/weights/")[0], "the second save is a new run's")
+    common.proof(
+        second.partition("/weights/")[0] != first.partition("/weights/")[0],
+        "the second save is a new run's",
+    )
 
 
 if __name__ == "__main__":

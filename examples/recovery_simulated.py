@@ -1,8 +1,10 @@
-"""Recovery without a server: a run is marked corrupted, a monitor notices, an executor makes it anew.
+"""Recovery without a server: a run is marked corrupted, a monitor notices, an executor makes it
+anew.
 
 Run it:  python examples/recovery_simulated.py      (needs no server)
 
-Stand-ins take the place of the service and of the client that looks runs up; the monitor and the executor are real.
+Stand-ins take the place of the service and of the client that looks runs up; the monitor and the
+executor are real.
 """
 
 import datetime as dt
@@ -84,10 +86,15 @@ def main() -> None:
     second = backend.save("0002")
     print(f"4. training goes on: saved {second.tinker_path}")
 
-    print(f"status: corrupted {backend.corrupted}, checkpoints {[one.checkpoint_id for one in backend.checkpoints]}")
+    print(
+        f"status: corrupted {backend.corrupted}, checkpoints "
+        f"{[one.checkpoint_id for one in backend.checkpoints]}"
+    )
     common.proof(checkpoint == first.tinker_path == new.restored_from, "it went on from 0001")
     common.proof(len(backend.checkpoints) == 2, "both checkpoints are on record")
-    common.proof(not backend.corrupted and not monitor.run_ids, "the run is well, and no longer watched")
+    common.proof(
+        not backend.corrupted and not monitor.run_ids, "the run is well, and no longer watched"
+    )
 
 
 if __name__ == "__main__":

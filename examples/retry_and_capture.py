@@ -1,4 +1,5 @@
-"""An operation that fails twice and then succeeds, with every attempt told; and exceptions that are reported.
+"""An operation that fails twice and then succeeds, with every attempt told; and exceptions that are
+reported.
 
 Run it:  python examples/retry_and_capture.py      (needs no server)
 Settings: with TINKER_API_KEY the exception is also reported as telemetry; where to: see common.py.

@@ -1,13 +1,14 @@
 """Run the examples one after the other, each in a process of its own.
 
-    python examples/run_all.py                     all of them, against the backend inside each process
-    python examples/run_all.py sampling_basic      only those that are named
-    python examples/run_all.py --from metrics_live --keep-going
-    python examples/run_all.py --list              what there is
+    python examples/run_all.py                     all of them, against the backend inside each
+    process python examples/run_all.py sampling_basic      only those that are named python
+    examples/run_all.py --from metrics_live --keep-going python examples/run_all.py --list
+    what there is
 
-It stops at the first example that fails, with that example's status, unless told to keep going. Parts that were skipped
-are listed at the end; a skip that is not known beforehand is a failure. With TINKER_BASE_URL and TINKER_API_KEY the
-examples run against a server; without, what they save goes into a directory that is removed afterwards.
+It stops at the first example that fails, with that example's status, unless told to keep going.
+Parts that were skipped are listed at the end; a skip that is not known beforehand is a failure.
+With TINKER_BASE_URL and TINKER_API_KEY the examples run against a server; without, what they save
+goes into a directory that is removed afterwards.
 """
 
 import argparse
@@ -41,7 +42,8 @@ ORDER = (
     "weights_inspection",
     "checkpoint_download",
     "checkpoint_multi_delete_live",
-    "multimodal_resume_and_cleanup",  # after the one above: it must not mind that its checkpoint was deleted
+    # after the one above: it must not mind that its checkpoint was deleted
+    "multimodal_resume_and_cleanup",
     "cli_run_text",
     "cli_run_prompt_file",
     "metrics_live",
@@ -71,9 +73,14 @@ class Outcome:
 
 
 def known_skips() -> set[str]:
-    """Which examples may skip something: what the server at hand cannot have, or the environment has switched off."""
+    """Which examples may skip something: what the server at hand cannot have, or the environment
+    has switched off.
+    """
     skips = {"multimodal_resume_and_cleanup"}
-    if os.environ.get("TINKER_BASE_URL", "").strip() or os.environ.get("TINKER_API_KEY", "").strip():
+    if (
+        os.environ.get("TINKER_BASE_URL", "").strip()
+        or os.environ.get("TINKER_API_KEY", "").strip()
+    ):
         skips.add("kimi_k2_sampling_live")
     if os.environ.get("TINKER_TELEMETRY", "").strip().lower() in {"0", "false", "no", "off"}:
         skips.add("telemetry_live")
@@ -127,7 +134,10 @@ def run_one(name: str, environment: dict[str, str]) -> Outcome:
     if late.is_set():
         print(f"{name} was stopped after {MOST_SECONDS} s", flush=True)
         status = TIMED_OUT
-    print(f"<== {time.strftime('%H:%M:%S')} {name}: status {status}, {duration(seconds)}\n", flush=True)
+    print(
+        f"<== {time.strftime('%H:%M:%S')} {name}: status {status}, {duration(seconds)}\n",
+        flush=True,
+    )
     return Outcome(name, status, seconds, skips)
 
 
@@ -166,9 +176,15 @@ def main() -> int:
     """Read the command line and run what it asks for."""
     parser = argparse.ArgumentParser(description="Run the examples, each in a process of its own.")
     parser.add_argument("names", nargs="*", metavar="NAME", help="which examples; all by default")
-    parser.add_argument("--from", dest="first", choices=ORDER, metavar="NAME", help="begin with this one")
-    parser.add_argument("--keep-going", action="store_true", help="go on after an example that failed")
-    parser.add_argument("--list", action="store_true", help="say what there is, in order, and run nothing")
+    parser.add_argument(
+        "--from", dest="first", choices=ORDER, metavar="NAME", help="begin with this one"
+    )
+    parser.add_argument(
+        "--keep-going", action="store_true", help="go on after an example that failed"
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="say what there is, in order, and run nothing"
+    )
     options = parser.parse_args()
     wanted = [name.removesuffix(".py").rpartition("/")[2] for name in options.names]
     if unknown := [name for name in wanted if name not in ORDER]:

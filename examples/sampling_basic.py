@@ -23,9 +23,12 @@ def main() -> None:
 
         prompt = ModelInput.from_ints(tokenizer.encode(PROMPT))
         params = SamplingParams(
-            max_tokens=common.whole("TINKER_MAX_TOKENS", 64), temperature=common.number("TINKER_TEMPERATURE", 0.7)
+            max_tokens=common.whole("TINKER_MAX_TOKENS", 64),
+            temperature=common.number("TINKER_TEMPERATURE", 0.7),
         )
-        print(f"Sampling {NUM_SAMPLES} sequence(s) from {model}: {PROMPT!r} ({prompt.length} tokens)")
+        print(
+            f"Sampling {NUM_SAMPLES} sequence(s) from {model}: {PROMPT!r} ({prompt.length} tokens)"
+        )
         # sample() returns at once; .result() waits. Inside a coroutine: await sampler.sample(...)
         response = sampler.sample(prompt, NUM_SAMPLES, params, timeout=TIMEOUT_MS / 1000).result()
 

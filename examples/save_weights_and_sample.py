@@ -1,9 +1,10 @@
-"""From training straight to sampling: the weights are saved and a sampling client is made of them in one call.
+"""From training straight to sampling: the weights are saved and a sampling client is made of them
+in one call.
 
-Run it:  python examples/save_weights_and_sample.py
-Settings: TINKER_PROMPT, TINKER_MAX_TOKENS (32), TINKER_LORA_RANK (8), TINKER_SAVE_TTL_SECONDS (a checkpoint with a name
-that expires after so many seconds, 3600 or more, instead of a sampler that lives as long as the session); where to go:
-see common.py.
+Run it:  python examples/save_weights_and_sample.py Settings: TINKER_PROMPT, TINKER_MAX_TOKENS (32),
+TINKER_LORA_RANK (8), TINKER_SAVE_TTL_SECONDS (a checkpoint with a name that expires after so many
+seconds, 3600 or more, instead of a sampler that lives as long as the session); where to go: see
+common.py.
 """
 
 import common
@@ -33,9 +34,13 @@ def main() -> None:
         client = service.create_lora_training_client(model, rank=RANK).result()
         sampler = sampler_of(service, client)
 
-        tokenizer = sampler.get_tokenizer(backend="tokenizers")  # the sampler knows which model is under it
+        # the sampler knows which model is under it
+        tokenizer = sampler.get_tokenizer(backend="tokenizers")
         print(f"tokenizer: {len(tokenizer)} tokens, of {sampler.get_base_model()}")
-        common.proof(sampler.get_base_model() == model, "the sampler's tokenizer was found through its base model")
+        common.proof(
+            sampler.get_base_model() == model,
+            "the sampler's tokenizer was found through its base model",
+        )
 
         prompt = ModelInput.from_ints(tokenizer.encode(PROMPT))
         params = SamplingParams(max_tokens=common.whole("TINKER_MAX_TOKENS", 32), temperature=0.7)

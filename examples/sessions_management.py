@@ -12,7 +12,10 @@ from tinkex import RestClient, ServiceClient
 def main() -> None:
     """Open a session with a run and a sampler in it, then look at what there is."""
     # A RestClient looks things up and opens no session of its own.
-    with ServiceClient(base_url=common.BASE_URL) as service, RestClient(base_url=common.BASE_URL) as rest:
+    with (
+        ServiceClient(base_url=common.BASE_URL) as service,
+        RestClient(base_url=common.BASE_URL) as rest,
+    ):
         model = common.base_model()
         trainer = service.create_lora_training_client(model, rank=8).result()
         sampler = service.create_sampling_client(base_model=model).result()
@@ -27,8 +30,12 @@ def main() -> None:
         details = rest.get_session(sessions[0], access_scope="accessible").result()
         print(f"training runs: {len(details.training_run_ids)} {details.training_run_ids}")
         print(f"samplers:      {len(details.sampler_ids)} {details.sampler_ids}")
-        ours = trainer.model_id in details.training_run_ids and sampler.sampling_session_id in details.sampler_ids
-        newest = f"{sessions[0]}:" in trainer.model_id  # others may have opened one since, where there are others
+        ours = (
+            trainer.model_id in details.training_run_ids
+            and sampler.sampling_session_id in details.sampler_ids
+        )
+        # others may have opened one since, where there are others
+        newest = f"{sessions[0]}:" in trainer.model_id
         common.proof(ours or not newest, "its run and its sampler are listed")
 
 

@@ -26,7 +26,9 @@ from tinkex.regularizers import (
 PROMPT = "The quick brown fox jumps over the lazy dog."
 
 
-def base_loss(data: list[Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+def base_loss(
+    data: list[Datum], logprobs: list[torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, float]]:
     """The mean negative log-likelihood of all tokens."""
     loss = -torch.cat(logprobs).mean()
     return loss, {"base_nll": float(loss.detach()), "base_perplexity": float(loss.detach().exp())}
@@ -38,8 +40,12 @@ def uniform(data: Sequence[Datum]) -> list[torch.Tensor]:
     return [torch.full((length,), -math.log(length)) for length in lengths]
 
 
-def rotated(data: Sequence[Datum], logprobs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Mapping[str, Any]]:
-    """Consistency with the same log-probabilities, rotated by one place; a plain function is a regularizer, too."""
+def rotated(
+    data: Sequence[Datum], logprobs: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, Mapping[str, Any]]:
+    """Consistency with the same log-probabilities, rotated by one place; a plain function is a
+    regularizer, too.
+    """
     pairs = [
         Datum(datum.model_input, {"original_logprobs": part.detach().roll(1)})
         for datum, part in zip(data, logprobs, strict=True)
@@ -58,7 +64,9 @@ TERMS = [
     RegularizerSpec(ElasticNet(l1_ratio=0.6), 0.002, "elastic_net"),
     RegularizerSpec(Entropy(mode="maximize", temperature=0.5), 0.001, "entropy"),
     RegularizerSpec(KLDivergence(compute_reference=uniform), 0.01, "kl_forward"),
-    RegularizerSpec(KLDivergence(compute_reference=uniform, direction="reverse"), 0.01, "kl_reverse"),
+    RegularizerSpec(
+        KLDivergence(compute_reference=uniform, direction="reverse"), 0.01, "kl_reverse"
+    ),
     RegularizerSpec(KLDivergence(compute_reference=uniform, symmetric=True), 0.005, "kl_symmetric"),
     RegularizerSpec(rotated, 0.02, "consistency"),
     RegularizerSpec(Orthogonality(), 0.003, "orthogonality"),
@@ -86,10 +94,15 @@ def main() -> None:
             print(f"{name:<32} {value:>12.6f}")
     print(f"optim_step: {stepped.metrics}")
     found = [output.metrics[name] for name in names if name in output.metrics]
-    common.proof(len(found) == 12, "the loss, its perplexity and all ten terms are among the metrics")
+    common.proof(
+        len(found) == 12, "the loss, its perplexity and all ten terms are among the metrics"
+    )
     common.proof(all(map(math.isfinite, found)), "all of them are finite")
     total = output.metrics["base_nll"] + output.metrics["regularizer_total"]
-    common.proof(math.isclose(output.metrics["loss:sum"], total, rel_tol=1e-4), "the loss is the sum of its parts")
+    common.proof(
+        math.isclose(output.metrics["loss:sum"], total, rel_tol=1e-4),
+        "the loss is the sum of its parts",
+    )
 
 
 if __name__ == "__main__":

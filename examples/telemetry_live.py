@@ -1,8 +1,9 @@
-"""Telemetry beside a sample: a reporter that sends events in the background, and a log line for every request.
+"""Telemetry beside a sample: a reporter that sends events in the background, and a log line for
+every request.
 
-Run it:  python examples/telemetry_live.py
-Settings: TINKER_PROMPT, TINKER_TELEMETRY (0 switches telemetry off, and this example with it); where to go: see
-common.py. On the hosted service a client reports by itself (`service.get_telemetry()`); elsewhere only who asks for it.
+Run it:  python examples/telemetry_live.py Settings: TINKER_PROMPT, TINKER_TELEMETRY (0 switches
+telemetry off, and this example with it); where to go: see common.py. On the hosted service a client
+reports by itself (`service.get_telemetry()`); elsewhere only who asks for it.
 """
 
 import logging
@@ -20,14 +21,18 @@ PROMPT = common.text("TINKER_PROMPT", "Write a single sentence about telemetry."
 def main() -> None:
     """Report the beginning and the end of a sample."""
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
-    logging.getLogger("tinkex.server").setLevel(logging.WARNING)  # it is in this process, and would tell the same
+    # it is in this process, and would tell the same
+    logging.getLogger("tinkex.server").setLevel(logging.WARNING)
     posts: list[str] = []
 
     def note(name: str, measurements: Mapping[str, float], metadata: Mapping[str, Any]) -> None:
         if str(metadata["path"]).endswith("telemetry"):
             posts.append(str(metadata["result"]))
 
-    with ServiceClient(base_url=common.BASE_URL) as service, HttpClient(base_url=common.BASE_URL) as http:
+    with (
+        ServiceClient(base_url=common.BASE_URL) as service,
+        HttpClient(base_url=common.BASE_URL) as http,
+    ):
         if not telemetry.is_enabled(http.config):
             common.skipped("telemetry is off: TINKER_TELEMETRY says so")
             return
@@ -47,7 +52,10 @@ def main() -> None:
         telemetry.detach(logger)
         events.detach("telemetry-posts")
         telemetry.stop(reporter)
-    common.proof(flushed and posts and set(posts) == {"ok"}, f"{len(posts)} telemetry request(s), all answered well")
+    common.proof(
+        flushed and posts and set(posts) == {"ok"},
+        f"{len(posts)} telemetry request(s), all answered well",
+    )
 
 
 if __name__ == "__main__":

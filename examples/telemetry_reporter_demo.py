@@ -1,4 +1,5 @@
-"""Everything a telemetry reporter does: events of four severities, an exception, flushing, draining, its end.
+"""Everything a telemetry reporter does: events of four severities, an exception, flushing,
+draining, its end.
 
 Run it:  python examples/telemetry_reporter_demo.py
 Settings: TINKER_PROMPT; where to go: see common.py.
@@ -13,7 +14,10 @@ PROMPT = common.text("TINKER_PROMPT", "Explain telemetry in one sentence.")
 
 def main() -> None:
     """Seven steps."""
-    with ServiceClient(base_url=common.BASE_URL) as service, HttpClient(base_url=common.BASE_URL) as http:
+    with (
+        ServiceClient(base_url=common.BASE_URL) as service,
+        HttpClient(base_url=common.BASE_URL) as http,
+    ):
         model = common.base_model()
         sampler = service.create_sampling_client(base_model=model).result()
         post = common.TelemetryPost(http)
@@ -46,13 +50,18 @@ def main() -> None:
         print("6. logged 5 more events")
 
         stopped = reporter.stop()
-        print(f"7. stopped: {str(stopped).lower()}; later events are dropped: {not reporter.log('too.late')}")
+        print(
+            f"7. stopped: {str(stopped).lower()}; later events are dropped: "
+            f"{not reporter.log('too.late')}"
+        )
     common.section("What was sent")
     for kind in dict.fromkeys(post.sent):
         print(f"{kind}: {post.sent.count(kind)}")
     common.proof(post.sent.count("GENERIC_EVENT") == 10, "ten events of our own")
     common.proof("UNHANDLED_EXCEPTION" in post.sent, "the exception")
-    common.proof(post.sent[0] == "SESSION_START" and post.sent[-1] == "SESSION_END", "SESSION_END came last")
+    common.proof(
+        post.sent[0] == "SESSION_START" and post.sent[-1] == "SESSION_END", "SESSION_END came last"
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The whole loop: tokens, a pass, an optimizer step, weights saved for sampling and, if wanted, a sample of them.
+"""The whole loop: tokens, a pass, an optimizer step, weights saved for sampling and, if wanted, a
+sample of them.
 
-Run it:  python examples/training_loop.py
-Settings: TINKER_PROMPT, TINKER_SAMPLE_AFTER_TRAIN (0; 1 samples from the trained weights), TINKER_SAMPLE_PROMPT; where
-to go: see common.py.
+Run it:  python examples/training_loop.py Settings: TINKER_PROMPT, TINKER_SAMPLE_AFTER_TRAIN (0; 1
+samples from the trained weights), TINKER_SAMPLE_PROMPT; where to go: see common.py.
 """
 
 import common
@@ -29,7 +29,9 @@ def main() -> None:
         metrics = passed.result().metrics
         common.step("forward_backward is done")
         print(f"[metrics] {metrics}")
-        common.proof("loss:sum" in metrics, f"the pass reports loss:sum ({metrics.get('loss:sum')})")
+        common.proof(
+            "loss:sum" in metrics, f"the pass reports loss:sum ({metrics.get('loss:sum')})"
+        )
         print(f"[metrics] {stepped.result().metrics}")
         common.step("optim_step is done")
 
@@ -37,7 +39,8 @@ def main() -> None:
         common.step("saved the weights for sampling")
         print(f"[result] {saved.path}")
         common.proof(
-            saved.path.endswith("/sampler_weights/sampler-weights"), "the checkpoint has the name it was given"
+            saved.path.endswith("/sampler_weights/sampler-weights"),
+            "the checkpoint has the name it was given",
         )
 
         if common.flag("TINKER_SAMPLE_AFTER_TRAIN"):

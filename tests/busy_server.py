@@ -1,4 +1,5 @@
-"""The life of a busy server with two keyed owners, and the questions that show what a later life still knows.
+"""The life of a busy server with two keyed owners, and the questions that show what a later life
+still knows.
 
 Run as a program (ROOT), it lives in ROOT/data and appends what it was answered to ROOT/heard.
 """
@@ -36,7 +37,9 @@ class Step:
     is_future: bool = True
 
     def of(self, session: str) -> tuple[str, Any]:
-        return self.path.replace("{s}", session), json.loads(json.dumps(self.body).replace("{s}", session))
+        return self.path.replace("{s}", session), json.loads(
+            json.dumps(self.body).replace("{s}", session)
+        )
 
 
 def story(owner: str) -> list[Step]:
@@ -60,17 +63,26 @@ def story(owner: str) -> list[Step]:
     steps.append(numbered("save_weights_for_sampler", path="drawn"))
     train(2)
     steps.append(numbered("save_weights_for_sampler", sampling_session_seq_id=0))
-    steps.append(numbered("load_weights", path="tinker://{s}:train:0/weights/early", optimizer=True))
+    steps.append(
+        numbered("load_weights", path="tinker://{s}:train:0/weights/early", optimizer=True)
+    )
     train(1)
     steps.append(numbered("save_weights", path="late"))
     recorded = {"record_stability_info": True, "num_samples": 2}
-    drawn = session | {"sampling_session_seq_id": 1, "model_path": "tinker://{s}:train:0/sampler_weights/drawn"}
+    drawn = session | {
+        "sampling_session_seq_id": 1,
+        "model_path": "tinker://{s}:train:0/sampler_weights/drawn",
+    }
     steps.append(Step("create_sampling_session", drawn, waits=True, is_future=False))
     steps += [
-        Step("asample", sample_json(f"{{s}}:sample:{number}", at, **recorded)) for number in (0, 1) for at in (0, 1)
+        Step("asample", sample_json(f"{{s}}:sample:{number}", at, **recorded))
+        for number in (0, 1)
+        for at in (0, 1)
     ]
     path = "tinker://{s}:train:0/weights/late"
-    steps.append(Step("load_weights", session | {"model_seq_id": 1, "path": path, "optimizer": True}))
+    steps.append(
+        Step("load_weights", session | {"model_seq_id": 1, "path": path, "optimizer": True})
+    )
     steps.append(Step("forward_backward", pass_json("{s}:train:1", 1, (first, 5, 7)), waits=True))
     return steps
 
@@ -145,7 +157,9 @@ async def live(server: Life, owners: dict[str, Owner], hear: Hear) -> None:
         await play(server, owner, hear)
         if owner.name == "bob":
             hear({"owner": owner.name, "what": "asked"})
-            await server.post(f"sessions/{owner.session}/finish", {"reason": {"type": "success"}}, owner.key)
+            await server.post(
+                f"sessions/{owner.session}/finish", {"reason": {"type": "success"}}, owner.key
+            )
             hear({"owner": owner.name, "what": "told"})
 
     await asyncio.gather(*(one(owner) for owner in owners.values()))
@@ -162,7 +176,9 @@ async def loaded(server: Life, owner: Owner, path: str) -> Any:
     made = await server.run("load_weights", body, owner.key)
     if "error" in made:
         return made
-    return await server.run("forward_backward", pass_json(f"{session}:train:0", 1, (9, 8, 7)), owner.key)
+    return await server.run(
+        "forward_backward", pass_json(f"{session}:train:0", 1, (9, 8, 7)), owner.key
+    )
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""Shared fixtures: a small random Llama with a real tokenizer, servers over it, in process and on a socket."""
+"""Shared fixtures: a small random Llama with a real tokenizer, servers over it, in process and on a
+socket."""
 
 from __future__ import annotations
 
@@ -22,9 +23,11 @@ if TYPE_CHECKING:
 
 
 def _own_places() -> None:
-    """Nothing is written outside the tests' own directories, nothing is fetched, no settings leak in.
+    """Nothing is written outside the tests' own directories, nothing is fetched, no settings leak
+    in.
 
-    Done on import, before any test module: some of these are read once, when a library is first imported.
+    Done on import, before any test module: some of these are read once, when a library is first
+    imported.
     """
     home = Path(tempfile.mkdtemp(prefix="tinkex-tests-"))
     atexit.register(shutil.rmtree, home, ignore_errors=True)
@@ -34,7 +37,8 @@ def _own_places() -> None:
         "HF_HOME": str(home / "hf"),
         "HF_HUB_CACHE": str(home / "hf" / "hub"),
         "HF_HUB_OFFLINE": "1",
-        "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin while they wait are a burden to everything else that runs
+        # threads that spin while they wait are a burden to everything else that runs
+        "OMP_WAIT_POLICY": "PASSIVE",
         "TINKEX_DATA_DIR": str(home / "data"),
         "TINKER_TELEMETRY": "0",
         "TOKENIZERS_PARALLELISM": "false",
@@ -42,14 +46,19 @@ def _own_places() -> None:
 
 
 _own_places()
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what is to run in the background
+# as shells start what is to run in the background
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long examples take to make says something of the machine, not of what is tested.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
 
-CORPUS = ["the cat sat on the mat and the dog ran", "hello world, how are you today?", "12 + 34 = 46"]
+CORPUS = [
+    "the cat sat on the mat and the dog ran",
+    "hello world, how are you today?",
+    "12 + 34 = 46",
+]
 
 
 @pytest.fixture(scope="session")
@@ -115,7 +124,9 @@ def embedded_url(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 @pytest.fixture(params=["socket", "embedded"])
 def base_url(request: pytest.FixtureRequest) -> str:
     """Both ways to reach a server."""
-    url: str = request.getfixturevalue("server_url" if request.param == "socket" else "embedded_url")
+    url: str = request.getfixturevalue(
+        "server_url" if request.param == "socket" else "embedded_url"
+    )
     return url
 
 

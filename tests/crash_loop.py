@@ -1,4 +1,5 @@
-"""The training, saving and sampling loop of the crash test, for either client. Run as a program; prints what it got."""
+"""The training, saving and sampling loop of the crash test, for either client. Run as a program;
+prints what it got."""
 
 from __future__ import annotations
 
@@ -17,15 +18,26 @@ def main() -> None:
         tinker.configure(patience=100, first_contact_patience=60)
 
     def datum(*tokens: int) -> Any:
-        return types.Datum(types.ModelInput.from_ints(list(tokens)), {"target_tokens": [t + 1 for t in tokens]})
+        return types.Datum(
+            types.ModelInput.from_ints(list(tokens)), {"target_tokens": [t + 1 for t in tokens]}
+        )
 
     def learnt(sample: Any) -> Any:
         drawn = len(sample.tokens)
-        tokens, advantages = [5, 6, 7, *sample.tokens], [0.0, 0.0, *(1.0 + at for at in range(drawn))]
+        tokens, advantages = (
+            [5, 6, 7, *sample.tokens],
+            [0.0, 0.0, *(1.0 + at for at in range(drawn))],
+        )
         logprobs = [0.0, 0.0, *sample.logprobs]
         inputs = {"target_tokens": tokens[1:], "logprobs": logprobs, "advantages": advantages}
-        prompts = [types.PromptProvenanceSpan(sequence_id=sample.sequence_id, offset=3 - n, length=n) for n in (3, 2)]
-        spans = [types.SampledProvenanceSpan(sequence_id=sample.sequence_id, length=drawn - less) for less in (1, 0)]
+        prompts = [
+            types.PromptProvenanceSpan(sequence_id=sample.sequence_id, offset=3 - n, length=n)
+            for n in (3, 2)
+        ]
+        spans = [
+            types.SampledProvenanceSpan(sequence_id=sample.sequence_id, length=drawn - less)
+            for less in (1, 0)
+        ]
         made = types.Datum(types.ModelInput.from_ints(tokens[:-1]), inputs)
         return made.with_provenance([prompts[0], spans[0]], [prompts[1], spans[1]])
 
@@ -34,14 +46,23 @@ def main() -> None:
     prompt = types.ModelInput.from_ints([5, 6, 7])
     passes, stepped, drawn, saved = [], [], [], []
     for step in range(steps):
-        passes.append(client.forward_backward([datum(1 + step, 2, 3), datum(4, 5)], "cross_entropy"))
+        passes.append(
+            client.forward_backward([datum(1 + step, 2, 3), datum(4, 5)], "cross_entropy")
+        )
         passes.append(client.forward_backward([datum(7, 8 + step)], "cross_entropy"))
         stepped.append(client.optim_step(types.AdamParams(learning_rate=0.01)))
         if step % 3 == 2:  # a sampler without a name, sampled from while the training goes on
-            sampler = client.save_weights_and_get_sampling_client(record_stability_info=True).result()
-            drawn += [sampler.sample(prompt, 2, types.SamplingParams(max_tokens=5, seed=seed)) for seed in (1, 2)]
+            sampler = client.save_weights_and_get_sampling_client(
+                record_stability_info=True
+            ).result()
+            drawn += [
+                sampler.sample(prompt, 2, types.SamplingParams(max_tokens=5, seed=seed))
+                for seed in (1, 2)
+            ]
             passes.append(
-                client.forward_backward([learnt(s) for s in drawn[-2].result().sequences], "stable_reinforce")
+                client.forward_backward(
+                    [learnt(s) for s in drawn[-2].result().sequences], "stable_reinforce"
+                )
             )
             saved.append(client.save_state(f"at-{step}").result().path)
         if step % 6 == 4:  # a named one
@@ -58,10 +79,15 @@ def main() -> None:
     results = [future.result() for future in passes]
     given = {
         "losses": [result.metrics["loss:sum"] for result in results],
-        "logprobs": [[list(out["logprobs"].tolist()) for out in result.loss_fn_outputs] for result in results],
+        "logprobs": [
+            [list(out["logprobs"].tolist()) for out in result.loss_fn_outputs] for result in results
+        ],
         "norms": [future.result().metrics for future in stepped],
         "samples": [
-            [(list(s.tokens), [float(p) for p in s.logprobs or ()]) for s in future.result().sequences]
+            [
+                (list(s.tokens), [float(p) for p in s.logprobs or ()])
+                for s in future.result().sequences
+            ]
             for future in drawn
         ],
         "saved": [path.rpartition("/")[2] for path in saved],

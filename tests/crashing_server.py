@@ -1,11 +1,15 @@
-"""A server in a process of its own that can kill itself at a chosen moment of its writing. Run as a program.
+"""A server in a process of its own that can kill itself at a chosen moment of its writing. Run as a
+program.
 
-`flush:N` dies just before (even N) or after (odd N) the N//2-th call of fsync, fdatasync, rename, replace, link,
-unlink, rmdir or mkdir. `write:N` dies in the middle of the N-th write, after some of its bytes. What of that is real:
+`flush:N` dies just before (even N) or after (odd N) the N//2-th call of fsync, fdatasync, rename,
+replace, link, unlink, rmdir or mkdir. `write:N` dies in the middle of the N-th write, after some of
+its bytes. What of that is real:
 
-- journals, results and JSON files: the write(2) itself is cut, the rest of its bytes never leaves the process;
-- SQLite: the statement is carried out, then the bytes that it changed in the write-ahead log are taken back from a
-  random place on, before anybody can have heard of it (a write to the database file itself is not cut);
+- journals, results and JSON files: the write(2) itself is cut, the rest of its bytes never leaves
+  the process;
+- SQLite: the statement is carried out, then the bytes that it changed in the write-ahead log are
+  taken back from a random place on, before anybody can have heard of it (a write to the database
+  file itself is not cut);
 - safetensors: the file is written whole, then cut off at a random place.
 """
 
@@ -98,7 +102,10 @@ def crash_in_write(cuts: Cuts) -> None:
             cursor = super().execute(*args)
             after = log.read_bytes() if log.exists() else b""
             if after != before and cuts.is_next():
-                first = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(before))
+                first = next(
+                    (i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b),
+                    len(before),
+                )
                 end = first + cuts.within(len(after) - first)
                 log.write_bytes(after[:end] + before[end:])
                 die()
@@ -129,7 +136,8 @@ def cutting(cuts: Cuts, save_file: Callable[..., None]) -> Callable[..., None]:
 
 
 def main() -> None:
-    """Serve: PORT DATA_DIR DEATH SEED [MODEL_DIR], where DEATH is `flush:N`, `write:N` or `never:0`."""
+    """Serve: PORT DATA_DIR DEATH SEED [MODEL_DIR], where DEATH is `flush:N`, `write:N` or
+    `never:0`."""
     port, data_dir = int(sys.argv[1]), Path(sys.argv[2])
     kind, _, number = sys.argv[3].partition(":")
     cuts = Cuts(int(number), random.Random(int(sys.argv[4])))

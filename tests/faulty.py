@@ -1,4 +1,5 @@
-"""A small server that answers as told: late, never, cut short, with any status. Real sockets on loopback."""
+"""A small server that answers as told: late, never, cut short, with any status. Real sockets on
+loopback."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ GREETINGS: dict[str, Any] = {
 
 
 class FaultyServer:
-    """Answers each path by its script, one answer per request; the last one stays. Greetings work by themselves."""
+    """Answers each path by its script, one answer per request; the last one stays. Greetings work
+    by themselves."""
 
     def __init__(self) -> None:
         self.base_url = ""
@@ -123,7 +125,9 @@ class FaultyServer:
             self.open_connections -= 1
             writer.close()
 
-    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int) -> bool:
+    async def _exchange(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int
+    ) -> bool:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         method, target, _ = head[0].split(" ", 2)
         pairs = (line.split(":", 1) for line in head[1:] if line)
@@ -131,7 +135,9 @@ class FaultyServer:
         body = await reader.readexactly(int(headers.get("content-length", "0")))
         if target.startswith("http://"):  # a request to a proxy names the whole address
             target = "/" + target.split("/", 3)[3]
-        seen = Seen(method, target.removeprefix("/api/v1/"), headers, body, time.monotonic(), number)
+        seen = Seen(
+            method, target.removeprefix("/api/v1/"), headers, body, time.monotonic(), number
+        )
         answer = self._answer(seen)
         while answer.until is not None and not answer.until():  # noqa: ASYNC110
             await asyncio.sleep(0.002)
@@ -178,7 +184,8 @@ def faulty_server() -> Iterator[FaultyServer]:
             task.cancel()
         await asyncio.sleep(0)
         for writer in exchanges.values():
-            writer.close()  # one that came at the last moment has not begun, and closes nothing by itself
+            # one that came at the last moment has not begun, and closes nothing by itself
+            writer.close()
         await asyncio.sleep(0)
 
     thread = threading.Thread(target=lambda: loop.run_until_complete(run()), daemon=True)

@@ -79,7 +79,11 @@ class _Handler(BaseHTTPRequestHandler):
         threading.Event().wait(sum(seconds for part, seconds in hub.stall.items() if part in path))
         for part, status in hub.refuse.items():
             if part in path:
-                return self._say(status, {"error": f"{hub.words} with {status}"}, **{"X-Error-Message": hub.words})
+                return self._say(
+                    status,
+                    {"error": f"{hub.words} with {status}"},
+                    **{"X-Error-Message": hub.words},
+                )
         if path.startswith("/lfs/"):
             hub.lfs[path.removeprefix("/lfs/").partition("/")[0]] = (
                 hub.lfs.get(path.removeprefix("/lfs/").partition("/")[0], b"") + body
@@ -88,7 +92,9 @@ class _Handler(BaseHTTPRequestHandler):
         if path.startswith("/complete/"):
             return self._say(200, {})
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
-            return self._say(401, {"error": "Invalid user token."}, **{"X-Error-Message": "Invalid user token."})
+            return self._say(
+                401, {"error": "Invalid user token."}, **{"X-Error-Message": "Invalid user token."}
+            )
         if path == "/api/whoami-v2":
             return self._say(200, hub.user)
         if path == "/api/validate-yaml":
@@ -112,7 +118,13 @@ class _Handler(BaseHTTPRequestHandler):
             found = hub.repos.get(repo, {}).get(branch, {}).get(name)
             return self._say(404, b"not here") if found is None else self._say(200, found)
         if path.endswith(".git/info/lfs/objects/batch"):
-            return self._say(200, {"transfer": "basic", "objects": [self._lfs(o) for o in json.loads(body)["objects"]]})
+            return self._say(
+                200,
+                {
+                    "transfer": "basic",
+                    "objects": [self._lfs(o) for o in json.loads(body)["objects"]],
+                },
+            )
         owner, name, action, *rest = path.removeprefix("/api/models/").split("/")
         repo = f"{owner}/{name}"
         if action == "branch":
@@ -123,7 +135,10 @@ class _Handler(BaseHTTPRequestHandler):
             return self._say(200, {})
         if action == "preupload":
             files = json.loads(body)["files"]
-            modes = [{"path": f["path"], "uploadMode": "lfs" if f["size"] > hub.lfs_from else "regular"} for f in files]
+            modes = [
+                {"path": f["path"], "uploadMode": "lfs" if f["size"] > hub.lfs_from else "regular"}
+                for f in files
+            ]
             return self._say(200, {"files": [{**mode, "shouldIgnore": False} for mode in modes]})
         if action == "commit":
             return self._commit(repo, "/".join(rest), body)
@@ -139,7 +154,9 @@ class _Handler(BaseHTTPRequestHandler):
         if self.hub.chunk_size is not None:
             count = -(-wanted["size"] // self.hub.chunk_size)
             header = {"chunk_size": str(self.hub.chunk_size)}
-            header |= {str(n): f"{self.hub.url}/lfs/{wanted['oid']}/{n}" for n in range(1, count + 1)}
+            header |= {
+                str(n): f"{self.hub.url}/lfs/{wanted['oid']}/{n}" for n in range(1, count + 1)
+            }
             href = f"{self.hub.url}/complete/{wanted['oid']}"
         return {**wanted, "actions": {"upload": {"href": href, "header": header}}}
 
@@ -152,10 +169,17 @@ class _Handler(BaseHTTPRequestHandler):
                 files[value["path"]] = base64.b64decode(value["content"])
             elif line["key"] == "lfsFile":
                 files[value["path"]] = self.hub.lfs[value["oid"]]
-        self.hub.commits.append({"repo": repo, "branch": branch, "query": urlsplit(self.path).query, **header["value"]})
+        self.hub.commits.append(
+            {"repo": repo, "branch": branch, "query": urlsplit(self.path).query, **header["value"]}
+        )
         url = f"{self.hub.url}/{repo}/commit/{'0' * 40}"
         self._say(
-            200, {"commitUrl": url, "commitOid": "0" * 40, "pullRequestUrl": f"{self.hub.url}/{repo}/discussions/1"}
+            200,
+            {
+                "commitUrl": url,
+                "commitOid": "0" * 40,
+                "pullRequestUrl": f"{self.hub.url}/{repo}/discussions/1",
+            },
         )
 
     do_GET = do_POST = do_PUT = do_HEAD = _serve

@@ -95,7 +95,8 @@ def blocks(page: Path) -> list[Block]:
 
 
 def program(page: Path) -> str:
-    """The blocks of a page that are run, each on the lines it has in the page, so that errors name these."""
+    """The blocks of a page that are run, each on the lines it has in the page, so that errors name
+    these."""
     lines = [""] * len(page.read_text(encoding="utf-8").splitlines())
     for block in blocks(page):
         if block.is_run:
@@ -123,7 +124,11 @@ class Run:
 def run(page: Path) -> Run:
     """Run a page, and compare what it prints with what it says it prints."""
     source, done = program(page), Run()
-    arrows = {number: found[1] for number, line in enumerate(source.splitlines(), 1) if (found := ARROW.search(line))}
+    arrows = {
+        number: found[1]
+        for number, line in enumerate(source.splitlines(), 1)
+        if (found := ARROW.search(line))
+    }
     namespace = types.ModuleType("page").__dict__
     for statement in ast.parse(source, name_of(page)).body:
         last = statement.end_lineno or statement.lineno
@@ -131,7 +136,9 @@ def run(page: Path) -> Run:
             value = _execute(statement, name_of(page), namespace)
         done.printed.append((last, output.getvalue()))
         shown = output.getvalue().splitlines() or ([] if value is None else [repr(value)])
-        expected = [arrows.pop(number) for number in range(statement.lineno, last + 1) if number in arrows]
+        expected = [
+            arrows.pop(number) for number in range(statement.lineno, last + 1) if number in arrows
+        ]
         _compare_arrows(f"{name_of(page)}:{statement.lineno}", expected, shown)
     assert not arrows, f"{name_of(page)}: nothing runs on the lines {sorted(arrows)}"
     _compare_outputs(page, done)
@@ -149,7 +156,9 @@ def _compare_arrows(place: str, expected: list[str], shown: list[str]) -> None:
     """Each of these must be a line of the output, in this order."""
     rest = iter(shown)
     for text in expected:
-        assert any(matches(text, line) for line in rest), f"{place}: expected {text!r}, printed {shown}"
+        assert any(matches(text, line) for line in rest), (
+            f"{place}: expected {text!r}, printed {shown}"
+        )
 
 
 def _compare_outputs(page: Path, done: Run) -> None:
@@ -157,9 +166,13 @@ def _compare_outputs(page: Path, done: Run) -> None:
     first = 0
     for block in blocks(page):
         if block.is_output:
-            assert before is not None, f"{name_of(page)}:{block.line}: an output without a program before it"
+            assert before is not None, (
+                f"{name_of(page)}:{block.line}: an output without a program before it"
+            )
             printed = done.between(first, before.last)
-            assert matches(block.text, printed), f"{name_of(page)}:{block.line}: it printed\n{printed}"
+            assert matches(block.text, printed), (
+                f"{name_of(page)}:{block.line}: it printed\n{printed}"
+            )
         before = block if block.is_run else None
         first = block.line
 
@@ -171,10 +184,16 @@ def matches(expected: str, text: str) -> bool:
         >>> matches("loss …", "loss 1.5"), matches("a\\n…\\nb", "a\\n1\\n2\\nb"), matches("a", "ab")
         (True, True, False)
     """
-    lines = [re.escape(line.rstrip()).replace(ANYTHING, ".*") for line in expected.strip("\n").split("\n")]
+    lines = [
+        re.escape(line.rstrip()).replace(ANYTHING, ".*")
+        for line in expected.strip("\n").split("\n")
+    ]
     rule = "\n".join(lines)
     rule = re.sub(r"(^|\n)\.\*(?=\n|$)", r"\1(?:.*\n)*.*", rule)
-    return re.fullmatch(rule, "\n".join(line.rstrip() for line in text.strip("\n").split("\n"))) is not None
+    return (
+        re.fullmatch(rule, "\n".join(line.rstrip() for line in text.strip("\n").split("\n")))
+        is not None
+    )
 
 
 @functools.cache
@@ -184,7 +203,10 @@ def messages() -> tuple[str, ...]:
     for path in (ROOT / "src" / "tinkex").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
-                parts = (str(part.value) if isinstance(part, ast.Constant) else ANYTHING for part in node.values)
+                parts = (
+                    str(part.value) if isinstance(part, ast.Constant) else ANYTHING
+                    for part in node.values
+                )
                 found.add("".join(parts))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.add(node.value)
@@ -204,7 +226,9 @@ def quoted_messages(page: Path) -> list[str]:
 
 def is_written(message: str) -> bool:
     """Whether the sources have this message; `…` stands for anything."""
-    pattern = re.compile(".*".join(re.escape(part.strip()) for part in message.split(ANYTHING)), re.DOTALL)
+    pattern = re.compile(
+        ".*".join(re.escape(part.strip()) for part in message.split(ANYTHING)), re.DOTALL
+    )
     return any(pattern.search(text) for text in messages())
 
 

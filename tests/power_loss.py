@@ -1,8 +1,10 @@
-"""A disk that is played from the records of `disk_recorder.c`, and what it may hold after a power loss.
+"""A disk that is played from the records of `disk_recorder.c`, and what it may hold after a power
+loss.
 
-A flush of a file makes its data safe, a flush of a directory the names in it: both in the order of the calls, and
-nothing else. Of what was not flushed, a file keeps the first writes (the last one perhaps in part) and a directory the
-first changes of its names; how many is up to chance. The memory of SQLite's processes (`-shm`) is no data.
+A flush of a file makes its data safe, a flush of a directory the names in it: both in the order of
+the calls, and nothing else. Of what was not flushed, a file keeps the first writes (the last one
+perhaps in part) and a directory the first changes of its names; how many is up to chance. The
+memory of SQLite's processes (`-shm`) is no data.
 """
 
 from __future__ import annotations
@@ -33,13 +35,16 @@ def records(log: Path) -> Iterator[Record]:
     while start < len(data):
         op, fd, at, first, second = HEADER.unpack_from(data, start)
         middle = start + HEADER.size + first
-        yield Record(chr(op), fd, at, data[start + HEADER.size : middle], data[middle : middle + second])
+        yield Record(
+            chr(op), fd, at, data[start + HEADER.size : middle], data[middle : middle + second]
+        )
         start = middle + second
 
 
 @dataclass(eq=False)
 class File:
-    """What is safe of a file, and the writes (an offset and bytes) and cuts (an offset and None) that are not."""
+    """What is safe of a file, and the writes (an offset and bytes) and cuts (an offset and None)
+    that are not."""
 
     safe: bytearray = field(default_factory=bytearray)
     pending: list[tuple[int, bytes | None]] = field(default_factory=list)
@@ -52,7 +57,11 @@ class File:
     def left(self, rng: random.Random | None) -> bytes:
         """The bytes after a power loss; without chance, the safe ones."""
         data = bytearray(self.safe)
-        kept = 0 if rng is None else rng.choice((0, len(self.pending), rng.randint(0, len(self.pending))))
+        kept = (
+            0
+            if rng is None
+            else rng.choice((0, len(self.pending), rng.randint(0, len(self.pending))))
+        )
         for at, piece in self.pending[:kept]:
             carry_out(data, at, piece)
         if rng is not None and kept < len(self.pending):
@@ -73,7 +82,8 @@ def carry_out(data: bytearray, at: int, piece: bytes | None) -> None:
 
 @dataclass(eq=False)
 class Directory:
-    """The names in a directory as the process sees them, those that are safe, and the changes that are not."""
+    """The names in a directory as the process sees them, those that are safe, and the changes that
+    are not."""
 
     now: dict[bytes, File | Directory] = field(default_factory=dict)
     safe: dict[bytes, File | Directory] = field(default_factory=dict)
@@ -82,7 +92,8 @@ class Directory:
 
 @dataclass(eq=False)
 class Change:
-    """A change of names, carried out as one: for each a directory, the name, and what it stands for from now on."""
+    """A change of names, carried out as one: for each a directory, the name, and what it stands for
+    from now on."""
 
     number: int
     parts: list[tuple[Directory, bytes, File | Directory | None]]
@@ -194,8 +205,17 @@ class Disk:
         found = [self.top]
         for directory in found:
             nodes = [*directory.now.values(), *directory.safe.values()]
-            nodes += [node for change in directory.pending for _, _, node in change.parts if node is not None]
-            found += [node for node in dict.fromkeys(nodes) if isinstance(node, Directory) and node not in found]
+            nodes += [
+                node
+                for change in directory.pending
+                for _, _, node in change.parts
+                if node is not None
+            ]
+            found += [
+                node
+                for node in dict.fromkeys(nodes)
+                if isinstance(node, Directory) and node not in found
+            ]
         return found
 
     def everything(self, target: Path) -> None:
@@ -207,7 +227,9 @@ class Disk:
                 carry_out(data, at, piece)
             return bytes(data)
 
-        _write(target, self.top, {directory: directory.now for directory in self._directories()}, whole)
+        _write(
+            target, self.top, {directory: directory.now for directory in self._directories()}, whole
+        )
 
 
 def _set(names: dict[bytes, File | Directory], name: bytes, node: File | Directory | None) -> None:
@@ -217,7 +239,9 @@ def _set(names: dict[bytes, File | Directory], name: bytes, node: File | Directo
         names[name] = node
 
 
-def _write(target: Path, top: Directory, names: dict[Directory, dict[bytes, File | Directory]], of: object) -> None:
+def _write(
+    target: Path, top: Directory, names: dict[Directory, dict[bytes, File | Directory]], of: object
+) -> None:
     assert callable(of)
     target.mkdir()
     for name, node in names[top].items():

@@ -1,7 +1,8 @@
-"""What a description allows, and what it does not: values made from JSON schemas, and good bodies broken in one place.
+"""What a description allows, and what it does not: values made from JSON schemas, and good bodies
+broken in one place.
 
-A text that begins with `@` stands for something of the server under test (`@model` for a live run); `@raw:` is put into
-the JSON as it is, for what no writer of JSON would write.
+A text that begins with `@` stands for something of the server under test (`@model` for a live run);
+`@raw:` is put into the JSON as it is, for what no writer of JSON would write.
 """
 
 from __future__ import annotations
@@ -83,7 +84,10 @@ def anything() -> st.SearchStrategy[Json]:
         st.sampled_from([*TEXTS, DEEP, DEEP_OBJECT]),
         st.text(st.characters(codec="utf-8"), max_size=8),
     )
-    return st.recursive(plain, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_names(), inner, max_size=3))
+    return st.recursive(
+        plain,
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_names(), inner, max_size=3),
+    )
 
 
 def _names() -> st.SearchStrategy[str]:
@@ -91,7 +95,8 @@ def _names() -> st.SearchStrategy[str]:
 
 
 def values(schema: Json, document: Json, name: str = "", depth: int = 0) -> st.SearchStrategy[Json]:
-    """Values of a schema's shape, with odd contents: it says what is allowed, the server must bear what is not."""
+    """Values of a schema's shape, with odd contents: it says what is allowed, the server must bear
+    what is not."""
     if "$ref" in schema:
         found = document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
         return values(found, document, name, depth)
@@ -102,7 +107,9 @@ def values(schema: Json, document: Json, name: str = "", depth: int = 0) -> st.S
     known = KNOWN.get(name, []) * 12
     match schema.get("type"):
         case "string" if "format" in schema:
-            return st.sampled_from(["2026-07-13T00:00:00Z", "0001-01-01T00:00:00+14:00", "9999-12-31", "2026-07-13"])
+            return st.sampled_from(
+                ["2026-07-13T00:00:00Z", "0001-01-01T00:00:00+14:00", "9999-12-31", "2026-07-13"]
+            )
         case "string" if schema.get("contentEncoding") == "base64":
             return st.sampled_from(["", "AAAA", "iVBORw0KGgo=", "/gABAg==", "*"])
         case "string":
@@ -110,14 +117,20 @@ def values(schema: Json, document: Json, name: str = "", depth: int = 0) -> st.S
         case "integer":
             return st.sampled_from([*known, *WHOLE, *range(20)])
         case "number":
-            return st.integers(0, 300) | st.sampled_from(REAL) | st.floats(allow_nan=False, allow_infinity=False)
+            return (
+                st.integers(0, 300)
+                | st.sampled_from(REAL)
+                | st.floats(allow_nan=False, allow_infinity=False)
+            )
         case "boolean":
             return st.booleans()
         case "null":
             return st.none()
         case "array":
             return (
-                st.lists(values(schema["items"], document, name, depth + 1), max_size=3) if "items" in schema else ANY
+                st.lists(values(schema["items"], document, name, depth + 1), max_size=3)
+                if "items" in schema
+                else ANY
             )
         case "object":
             return _objects(schema, document, name, depth)
@@ -129,18 +142,23 @@ ANY = st.deferred(anything)
 
 def _objects(schema: Json, document: Json, name: str, depth: int) -> st.SearchStrategy[Json]:
     needed = set(schema.get("required", ()))
-    fields = {key: values(one, document, key, depth + 1) for key, one in schema.get("properties", {}).items()}
+    fields = {
+        key: values(one, document, key, depth + 1)
+        for key, one in schema.get("properties", {}).items()
+    }
     rest = schema.get("additionalProperties")
     if not fields:
         keys = st.sampled_from(INPUTS) if name == "loss_fn_inputs" else _names()
-        return st.dictionaries(keys, values(rest, document, "", depth + 1) if rest else ANY, max_size=3)
+        return st.dictionaries(
+            keys, values(rest, document, "", depth + 1) if rest else ANY, max_size=3
+        )
     return st.fixed_dictionaries(
         {key: field for key, field in fields.items() if key in needed},
         optional={key: field for key, field in fields.items() if key not in needed},
     )
 
 
-# ── broken in one place ──────────────────────────────────────────────────────────────────────────────────────────
+# ── broken in one place ───────────────────────────────────────────────────────────────────────────
 
 WRONG: list[Json] = [
     None,
@@ -164,7 +182,20 @@ WRONG: list[Json] = [
     ["x"] * 40_000,
     DEEP,
     DEEP_OBJECT,
-    *(f"{RAW}{token}" for token in ("NaN", "-Infinity", "1e999", "9" * 5000, "01", '"\\ud800"', "'x'", "[1,]", "nul")),
+    *(
+        f"{RAW}{token}"
+        for token in (
+            "NaN",
+            "-Infinity",
+            "1e999",
+            "9" * 5000,
+            "01",
+            '"\\ud800"',
+            "'x'",
+            "[1,]",
+            "nul",
+        )
+    ),
 ]
 MISSING, EXTRA, TWICE = "missing", "extra", "twice"
 
@@ -173,7 +204,13 @@ def places(body: Json, here: Place = ()) -> Iterator[Place]:
     """Every place in a JSON value."""
     if here:
         yield here
-    items = body.items() if isinstance(body, dict) else enumerate(body) if isinstance(body, list) else ()
+    items = (
+        body.items()
+        if isinstance(body, dict)
+        else enumerate(body)
+        if isinstance(body, list)
+        else ()
+    )
     for key, item in items:
         yield from places(item, (*here, key))
 
@@ -206,7 +243,9 @@ def broken(body: Json, place: Place, how: Json) -> Json:
 @st.composite
 def breaks(draw: st.DrawFn, body: Json) -> tuple[Place, Json]:
     """A place of a body, and how to break it."""
-    return draw(st.sampled_from(sorted(places(body), key=str))), draw(st.sampled_from([MISSING, EXTRA, TWICE, *WRONG]))
+    return draw(st.sampled_from(sorted(places(body), key=str))), draw(
+        st.sampled_from([MISSING, EXTRA, TWICE, *WRONG])
+    )
 
 
 def written(body: Json) -> bytes:

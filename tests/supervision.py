@@ -1,4 +1,5 @@
-"""A server that is killed and started again, what its deaths left on disk, and the loop that must not notice."""
+"""A server that is killed and started again, what its deaths left on disk, and the loop that must
+not notice."""
 
 from __future__ import annotations
 
@@ -32,9 +33,11 @@ LOOP = Path(__file__).parent / "crash_loop.py"
 
 @dataclass(frozen=True)
 class Death:
-    """How a life ends: `flush` and `write` by its own hand at the n-th, `start` by ours, so long after it was started.
+    """How a life ends: `flush` and `write` by its own hand at the n-th, `start` by ours, so long
+    after it was started.
 
-    `clock` comes so many seconds after it can be reached, and so does `stop`, which is no death: it is told to stop.
+    `clock` comes so many seconds after it can be reached, and so does `stop`, which is no death: it
+    is told to stop.
     """
 
     kind: str = "never"
@@ -49,7 +52,8 @@ class Toll:
     lives: int = 0
     kills: int = 0
     torn: Counter[str] = field(default_factory=Counter)
-    """Kills that left something half done on disk, by what it was: one kill may have left several things."""
+    """Kills that left something half done on disk, by what it was: one kill may have left several
+    things."""
     mid_write: int = 0
     """Kills that left anything half done."""
 
@@ -62,10 +66,15 @@ class Toll:
 
 
 class Supervised:
-    """A server process that is started again whenever it dies; each life has its own way to die, the last has none."""
+    """A server process that is started again whenever it dies; each life has its own way to die,
+    the last has none."""
 
     def __init__(
-        self, data_dir: Path, deaths: Sequence[Death], model_dir: Path | None = None, rng: random.Random | None = None
+        self,
+        data_dir: Path,
+        deaths: Sequence[Death],
+        model_dir: Path | None = None,
+        rng: random.Random | None = None,
     ) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
@@ -99,8 +108,16 @@ class Supervised:
             death = self._deaths.pop(0) if self._deaths else Death()
             told = f"{death.kind}:{death.at:.0f}" if death.kind in ("flush", "write") else "never:0"
             model = [str(self._model_dir)] if self._model_dir else []
-            arguments = [str(self.port), str(self._data_dir), told, str(self._rng.randrange(1 << 30)), *model]
-            self._process = process = subprocess.Popen([sys.executable, str(PROGRAM), *arguments], env=os.environ)
+            arguments = [
+                str(self.port),
+                str(self._data_dir),
+                told,
+                str(self._rng.randrange(1 << 30)),
+                *model,
+            ]
+            self._process = process = subprocess.Popen(
+                [sys.executable, str(PROGRAM), *arguments], env=os.environ
+            )
             self.toll.lives += 1
             if death.kind in ("clock", "stop"):
                 self._wait()
@@ -109,7 +126,9 @@ class Supervised:
                 process.send_signal(signal.SIGTERM if death.kind == "stop" else signal.SIGKILL)
             code = process.wait()
             if not self._stopping.is_set():
-                assert code == (-signal.SIGTERM if death.kind == "stop" else -signal.SIGKILL), f"it ended with {code}"
+                assert code == (-signal.SIGTERM if death.kind == "stop" else -signal.SIGKILL), (
+                    f"it ended with {code}"
+                )
                 self._look()
 
     def _look(self) -> None:
@@ -129,7 +148,10 @@ class Supervised:
 
 @contextmanager
 def supervised(
-    data_dir: Path, deaths: Sequence[Death], model_dir: Path | None = None, rng: random.Random | None = None
+    data_dir: Path,
+    deaths: Sequence[Death],
+    model_dir: Path | None = None,
+    rng: random.Random | None = None,
 ) -> Iterator[Supervised]:
     server = Supervised(data_dir, deaths, model_dir, rng)
     server.start()
@@ -139,11 +161,12 @@ def supervised(
         server.stop()
 
 
-# ── what is on disk ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── what is on disk ───────────────────────────────────────────────────────────────────────────────
 
 
 def half_done(data_dir: Path) -> set[tuple[str, str]]:
-    """What a death left in the middle, as (kind, name): torn records, unfinished directories, a torn database log."""
+    """What a death left in the middle, as (kind, name): torn records, unfinished directories, a
+    torn database log."""
     found: set[tuple[str, str]] = set()
     for path in [*data_dir.glob("*/*/segment-*.log"), *data_dir.glob("runs/*/state-*/results.log")]:
         data = path.read_bytes()
@@ -195,10 +218,12 @@ def files_of(data_dir: Path) -> dict[str, str]:
     return found
 
 
-# ── the loop ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the loop ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def run_loop(base_url: str, client: str, model: str, steps: int, seconds: float = 400) -> dict[str, Any]:
+def run_loop(
+    base_url: str, client: str, model: str, steps: int, seconds: float = 400
+) -> dict[str, Any]:
     """What the loop was given, with `client` (the name of a package) against a server."""
     done = subprocess.run(
         [sys.executable, str(LOOP), base_url, client, model, str(steps)],

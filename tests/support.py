@@ -1,4 +1,5 @@
-"""What several tests need: a server on a socket, and the whole training loop written once for any client."""
+"""What several tests need: a server on a socket, and the whole training loop written once for any
+client."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ class Clock:
 
 
 def let_pass(seconds: float) -> None:
-    """Give others time, in small pieces: a machine that stands still for a moment takes one of them, not all."""
+    """Give others time, in small pieces: a machine that stands still for a moment takes one of
+    them, not all."""
     for _ in range(round(seconds / 0.01)):
         time.sleep(0.01)
 
@@ -64,8 +66,8 @@ def let_pass(seconds: float) -> None:
 def settled(value: Callable[[], T], looks: int = 25) -> T:
     """What a value comes to rest at; a failure when it goes on changing.
 
-    Many looks, a hundredth of a second apart: what is already under way when it is stopped may still arrive, and a
-    machine that stands still for a moment makes one look late, not all of them.
+    Many looks, a hundredth of a second apart: what is already under way when it is stopped may
+    still arrive, and a machine that stands still for a moment makes one look late, not all of them.
     """
     deadline, last, same = time.monotonic() + 5, value(), 0
     while same < looks:
@@ -79,8 +81,8 @@ def settled(value: Callable[[], T], looks: int = 25) -> T:
 def listening(port: int = 0) -> socket.socket:
     """A socket on a loopback port that asyncio answers through at once.
 
-    `socket.create_server` does not name the protocol, and asyncio then leaves small packets to be held back: 40 ms for
-    each answer.
+    `socket.create_server` does not name the protocol, and asyncio then leaves small packets to be
+    held back: 40 ms for each answer.
     """
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -90,7 +92,8 @@ def listening(port: int = 0) -> socket.socket:
 
 
 async def hold_the_door(listener: Any) -> None:
-    """Accept nobody any more, and let in who was accepted: asyncio loses them if the door is closed meanwhile."""
+    """Accept nobody any more, and let in who was accepted: asyncio loses them if the door is closed
+    meanwhile."""
     asyncio.get_running_loop().remove_reader(listener.fileno())
     for _ in range(3):
         await asyncio.sleep(0)
@@ -105,14 +108,17 @@ def serving(engine: Engine, data_dir: Path, port: int = 0, **options: Any) -> It
 
     listener = listening(port)
     app = create_app(engine, data_dir, **options)
-    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=1)
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=1
+    )
     server = uvicorn.Server(config)
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
     ready, stop, loop = threading.Event(), asyncio.Event(), asyncio.new_event_loop()
 
     async def main_loop() -> None:
         await server.on_tick(0)
-        await stop.wait()  # uvicorn's own looks ten times a second, and every test that has a server would wait for it
+        # uvicorn's own looks ten times a second, and every test that has a server would wait for it
+        await stop.wait()
         await hold_the_door(listener)
 
     server.main_loop = main_loop  # type: ignore[method-assign]
@@ -123,7 +129,8 @@ def serving(engine: Engine, data_dir: Path, port: int = 0, **options: Any) -> It
             await asyncio.sleep(0.005)
         ready.set()
         await task
-        for _ in range(3):  # one that was accepted at the last moment is there some turns of the loop later
+        # one that was accepted at the last moment is there some turns of the loop later
+        for _ in range(3):
             await asyncio.sleep(0)
             for transport in list(loop._transports.values()):  # type: ignore[attr-defined]
                 transport.abort()  # whoever reads no more would keep it open for what was not sent
@@ -213,7 +220,8 @@ def whole_loop(service: Any, types: Any) -> None:
 
 
 def custom_loss(client: Any, types: Any, data: list[Any]) -> None:
-    """A custom loss equal to cross-entropy must give cross-entropy's value and take a step of its own."""
+    """A custom loss equal to cross-entropy must give cross-entropy's value and take a step of its
+    own."""
     reference = client.forward(data, "cross_entropy").result(60).metrics["loss:sum"]
 
     def loss(_: list[Any], logprobs: list[Any]) -> tuple[Any, dict[str, float]]:
@@ -248,7 +256,9 @@ def assert_peft_agrees(client: Any, types: Any, model_dir: Path, adapter: Path) 
     """A training client must compute what peft computes with these files."""
     data = make_data(types, seed=9)
     output = client.forward(data, "cross_entropy").result(60)
-    for ours, theirs in zip(output.loss_fn_outputs, logprobs_by_peft(model_dir, adapter, data), strict=True):
+    for ours, theirs in zip(
+        output.loss_fn_outputs, logprobs_by_peft(model_dir, adapter, data), strict=True
+    ):
         np.testing.assert_allclose(ours["logprobs"].to_numpy(), theirs, rtol=2e-5, atol=2e-5)
 
 
@@ -272,7 +282,12 @@ class Wire:
         self.url = url
 
     def send(
-        self, path: str, body: Any = None, *, method: str = "POST", headers: dict[str, str] | None = None
+        self,
+        path: str,
+        body: Any = None,
+        *,
+        method: str = "POST",
+        headers: dict[str, str] | None = None,
     ) -> Heard:
         """One request; `body` is bytes, or anything JSON can write."""
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
@@ -312,7 +327,9 @@ class Wire:
         """A new session."""
         return str(self.post("create_session", {"tags": [], "sdk_version": "0.36.0"})["session_id"])
 
-    def model(self, session: str | None = None, number: int = 0, base_model: str = "fake", rank: int = 4) -> str:
+    def model(
+        self, session: str | None = None, number: int = 0, base_model: str = "fake", rank: int = 4
+    ) -> str:
         """A new training run."""
         body = {
             "session_id": session or self.session(),
@@ -323,10 +340,18 @@ class Wire:
         return str(self.run("create_model", body)["model_id"])
 
 
-def pass_json(model_id: str, seq_id: int | None, tokens: tuple[int, ...] = (1, 2, 3), **inputs: Any) -> dict[str, Any]:
+def pass_json(
+    model_id: str, seq_id: int | None, tokens: tuple[int, ...] = (1, 2, 3), **inputs: Any
+) -> dict[str, Any]:
     """A forward_backward request in JSON, targets one further on."""
-    tensors = {"target_tokens": {"data": [token + 1 for token in tokens], "dtype": "int64"}, **inputs}
-    datum = {"model_input": {"chunks": [{"tokens": list(tokens), "type": "encoded_text"}]}, "loss_fn_inputs": tensors}
+    tensors = {
+        "target_tokens": {"data": [token + 1 for token in tokens], "dtype": "int64"},
+        **inputs,
+    }
+    datum = {
+        "model_input": {"chunks": [{"tokens": list(tokens), "type": "encoded_text"}]},
+        "loss_fn_inputs": tensors,
+    }
     body = {"data": [datum], "loss_fn": "cross_entropy"}
     return {"model_id": model_id, "seq_id": seq_id, "forward_backward_input": body}
 
@@ -356,14 +381,22 @@ class Keyed(Wire):
         self.key = key
 
     def send(
-        self, path: str, body: Any = None, *, method: str = "POST", headers: dict[str, str] | None = None
+        self,
+        path: str,
+        body: Any = None,
+        *,
+        method: str = "POST",
+        headers: dict[str, str] | None = None,
     ) -> Heard:
         """One request, with the key."""
-        return super().send(path, body, method=method, headers={"X-API-Key": self.key, **(headers or {})})
+        return super().send(
+            path, body, method=method, headers={"X-API-Key": self.key, **(headers or {})}
+        )
 
 
 def silence() -> None:
-    """Take everybody off the bus of events: also whom an earlier test of this process has left there."""
+    """Take everybody off the bus of events: also whom an earlier test of this process has left
+    there."""
     from tinkex import events
 
     for known in events.handlers():

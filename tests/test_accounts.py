@@ -51,10 +51,12 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
 
 
 def ask(url: str, key: str | None) -> Heard:
-    return Wire(url).send("get_server_capabilities", method="GET", headers={} if key is None else {"X-API-Key": key})
+    return Wire(url).send(
+        "get_server_capabilities", method="GET", headers={} if key is None else {"X-API-Key": key}
+    )
 
 
-# ── keys ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── keys ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_key_is_kept_as_a_hash_only(store: Store, tmp_path: Path) -> None:
@@ -64,7 +66,13 @@ def test_a_key_is_kept_as_a_hash_only(store: Store, tmp_path: Path) -> None:
     store.rows("PRAGMA wal_checkpoint(TRUNCATE)")
     assert key.encode() not in (tmp_path / DATABASE).read_bytes()
     first = list_keys(store)[0]
-    assert (first.id, first.owner, first.name, first.last_used, first.revoked) == (number, "ada", "laptop", None, None)
+    assert (first.id, first.owner, first.name, first.last_used, first.revoked) == (
+        number,
+        "ada",
+        "laptop",
+        None,
+        None,
+    )
 
 
 @pytest.mark.covers("U45")
@@ -102,7 +110,9 @@ def test_a_revoked_key_no_longer_opens_anything_and_the_last_one_does_not_open_t
     assert has_keys(store)
 
 
-def test_the_key_of_the_environment_stands_beside_those_on_record(serve: Serve, store: Store) -> None:
+def test_the_key_of_the_environment_stands_beside_those_on_record(
+    serve: Serve, store: Store
+) -> None:
     _, key = create_key(store, "other", "ada")
     url = serve(api_key="tml-given")
     mine, hers = Keyed(url, "tml-given"), Keyed(url, key)
@@ -130,7 +140,7 @@ def test_a_program_with_its_own_backend_needs_no_key(tmp_path: Path, store: Stor
         assert service.get_server_capabilities().supported_models
 
 
-# ── tokens ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── tokens ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def said(token: str) -> dict[str, Any]:
@@ -141,7 +151,11 @@ def said(token: str) -> dict[str, Any]:
 
 def forge(token: str, **changes: Any) -> str:
     head, _, signature = token.split(".")
-    body = base64.urlsafe_b64encode(json.dumps({**said(token), **changes}).encode()).decode().rstrip("=")
+    body = (
+        base64.urlsafe_b64encode(json.dumps({**said(token), **changes}).encode())
+        .decode()
+        .rstrip("=")
+    )
     return f"{head}.{body}.{signature}"
 
 
@@ -149,7 +163,9 @@ MARK = 'Bearer error="invalid_token"'
 
 
 @pytest.mark.covers("U45")
-def test_a_token_stands_for_its_key(serve: Serve, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_stands_for_its_key(
+    serve: Serve, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(accounts, "TRUSTED_SECONDS", 0.0)
     number, key = create_key(store, "k", "ada@example.org")
     url = serve()
@@ -162,7 +178,14 @@ def test_a_token_stands_for_its_key(serve: Serve, store: Store, monkeypatch: pyt
     assert claims["exp"] - claims["iat"] == 3600
     session = Keyed(url, key).session()
     assert Keyed(url, token).get("sessions")["sessions"] == [session]
-    for wrong in (forge(token, sub="tml:user:local"), forge(token, exp=4e9), "eyJ.x", "eyJ.e30.x", token[:-2], "eyJ"):
+    for wrong in (
+        forge(token, sub="tml:user:local"),
+        forge(token, exp=4e9),
+        "eyJ.x",
+        "eyJ.e30.x",
+        token[:-2],
+        "eyJ",
+    ):
         heard = ask(url, wrong)
         assert (heard.status, heard.headers["www-authenticate"]) == (401, MARK), wrong
     revoke_key(store, number)
@@ -231,7 +254,12 @@ def test_the_official_client_goes_on_when_its_key_is_rotated(
     command = [sys.executable, "-c", OFFICIAL, serve(tokens=True)]
     variables = {**os.environ, "TINKER_CREDENTIAL_CMD": f"cat {kept}"}
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=variables,
     ) as client:
         assert client.stdin is not None
         assert client.stdout is not None
@@ -249,12 +277,15 @@ def test_the_official_client_goes_on_when_its_key_is_rotated(
 def test_the_secret_is_the_owners_alone_and_stays(tmp_path: Path, store: Store) -> None:
     first, again = Accounts(store, tmp_path, "tml-x"), Accounts(store, tmp_path, "tml-x")
     assert first.sign("a") == again.sign("a")
-    assert first.sign("a") != Accounts(store, tmp_path, "tml-y").sign("a")  # a new key ends the tokens of the old one
+    # a new key ends the tokens of the old one
+    assert first.sign("a") != Accounts(store, tmp_path, "tml-y").sign("a")
     assert stat.S_IMODE((tmp_path / SECRET_FILE).stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize("left", [b"", b"short", bytes(32)])
-def test_signing_key_that_is_not_whole_is_refused(tmp_path: Path, store: Store, left: bytes) -> None:
+def test_signing_key_that_is_not_whole_is_refused(
+    tmp_path: Path, store: Store, left: bytes
+) -> None:
     (tmp_path / SECRET_FILE).write_bytes(left)
     with pytest.raises(DataDirError, match=SECRET_FILE):
         Accounts(store, tmp_path)
@@ -293,7 +324,9 @@ def test_mark_of_a_keyed_directory_is_made_before_its_first_key(
 
 
 @pytest.mark.parametrize("tokens", [True, False])
-def test_clients_exchange_keys_when_the_server_wants_it(serve: Serve, store: Store, tokens: bool) -> None:
+def test_clients_exchange_keys_when_the_server_wants_it(
+    serve: Serve, store: Store, tokens: bool
+) -> None:
     _, key = create_key(store, "k", "ada")
     url = serve(tokens=tokens)
     with tinkex.ServiceClient(base_url=url, api_key=key) as service:
@@ -304,10 +337,14 @@ def test_clients_exchange_keys_when_the_server_wants_it(serve: Serve, store: Sto
                 rest.whoami().result(10)
             return
         me = rest.whoami().result(10)
-        assert (me.user_urn, me.org_urn, me.email) == ("tml:user:ada", "tml:organization:tinkex", None)
+        assert (me.user_urn, me.org_urn, me.email) == (
+            "tml:user:ada",
+            "tml:organization:tinkex",
+            None,
+        )
 
 
-# ── owners ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── owners ────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
@@ -323,7 +360,9 @@ def things(wire: Wire) -> dict[str, str]:
     session = wire.session()
     model = wire.model(session)
     saved = wire.run("save_weights", {"model_id": model, "path": "a", "seq_id": 1})["path"]
-    sampled = wire.run("save_weights_for_sampler", {"model_id": model, "path": "a", "seq_id": 2})["path"]
+    sampled = wire.run("save_weights_for_sampler", {"model_id": model, "path": "a", "seq_id": 2})[
+        "path"
+    ]
     body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "fake"}
     sampler = wire.post("create_sampling_session", body)["sampling_session_id"]
     drawn = wire.post("asample", sample_json(sampler))["request_id"]
@@ -357,19 +396,29 @@ def foreign(name: str, own: dict[str, str], its: dict[str, str]) -> list[Any]:
         "save_weights_for_sampler": [{"model_id": model, "path": "z", "seq_id": 9}],
         "save_weights_external": [{"model_id": model, "path": "z", "seq_id": 9}],
         "create_custom_loss": [
-            {"session_id": session, "custom_loss_seq_id": 0, "name": "x", "inputs": [], "graph": {"nodes": []}}
+            {
+                "session_id": session,
+                "custom_loss_seq_id": 0,
+                "name": "x",
+                "inputs": [],
+                "graph": {"nodes": []},
+            }
         ],
         "load_weights": [
             {"model_id": model, "path": own["saved"], "seq_id": 9, "optimizer": True},
             {"session_id": session, "model_seq_id": 6, "path": own["saved"], "optimizer": True},
         ],
         "weights_info": [{"tinker_path": its["saved"]}],
-        "create_sampling_session": [{"session_id": session, "sampling_session_seq_id": 7, "base_model": "fake"}],
+        "create_sampling_session": [
+            {"session_id": session, "sampling_session_seq_id": 7, "base_model": "fake"}
+        ],
         "join_sampling_session": [{"sampling_session_id": sampler}],
         "asample": [sample_json(sampler)],
         "stream_sample": [sample_json(sampler)],
         "retrieve_future": [{"request_id": its["request"]}, {"request_id": its["drawn"]}],
-        "retrieve_futures": [{"target": {"type": "sampling_session", "sampling_session_id": sampler}, "timeout": 0}],
+        "retrieve_futures": [
+            {"target": {"type": "sampling_session", "sampling_session_id": sampler}, "timeout": 0}
+        ],
         "cancel_future": [{"request_id": its["drawn"]}],
         "assign_session_project": [{"project_id": "mine"}],
         "set_checkpoint_ttl": [{"ttl_seconds": 7200}],
@@ -411,7 +460,11 @@ def test_nobody_can_do_anything_with_the_things_of_another(two: tuple[Keyed, Key
         for body in foreign(op.name, own, its):
             heard = bob.send(_path(op, its), body, method=op.method)
             # to cancel what is not there is no error, and does nothing
-            assert heard.status == (200 if op.name == "cancel_future" else 404), (op.name, body, heard)
+            assert heard.status == (200 if op.name == "cancel_future" else 404), (
+                op.name,
+                body,
+                heard,
+            )
             seen += 1
     assert seen >= 20
     ended = {
@@ -421,26 +474,38 @@ def test_nobody_can_do_anything_with_the_things_of_another(two: tuple[Keyed, Key
         "get_external_weights_urls",
     }  # the last has no export
     for op in [op for op in SERVED if op.name not in NOBODYS | ended]:
-        for body in foreign(op.name, its, its):  # and the owner can: nothing was refused for another reason
+        # and the owner can: nothing was refused for another reason
+        for body in foreign(op.name, its, its):
             heard = ada.send(_path(op, its), body, method=op.method)
             assert heard.status in (200, 302, 408), (op.name, body, heard)
 
 
 def _path(op: Operation, its: dict[str, str]) -> str:
-    parts = {"session_id": its["session"], "sampler_id": its["sampler"], "training_run_id": its["model"]}
+    parts = {
+        "session_id": its["session"],
+        "sampler_id": its["sampler"],
+        "training_run_id": its["model"],
+    }
     return op.path.format(**parts, kind="weights", name="a")
 
 
 def test_the_checkpoints_of_another_are_not_there(two: tuple[Keyed, Keyed]) -> None:
     ada, bob = two
     own, its = things(bob), things(ada)
-    for path in (its["saved"], its["saved"].replace("/a", "/never")):  # the two cannot be told apart
+    # the two cannot be told apart
+    for path in (its["saved"], its["saved"].replace("/a", "/never")):
         number, wanted = 3 + ("never" in path), {"path": path, "optimizer": True}
         into = bob.run("load_weights", {"model_id": own["model"], "seq_id": number, **wanted})
         assert "there is no checkpoint" in into["error"]
-        new = bob.run("load_weights", {"session_id": own["session"], "model_seq_id": number, **wanted})
+        new = bob.run(
+            "load_weights", {"session_id": own["session"], "model_seq_id": number, **wanted}
+        )
         assert "there is no checkpoint" in new["error"]
-    body = {"session_id": own["session"], "sampling_session_seq_id": 3, "model_path": its["sampled"]}
+    body = {
+        "session_id": own["session"],
+        "sampling_session_seq_id": 3,
+        "model_path": its["sampled"],
+    }
     refused = bob.send("create_sampling_session", body)
     assert refused.status == 400
     assert "there is no checkpoint" in refused.json["detail"]
@@ -448,14 +513,20 @@ def test_the_checkpoints_of_another_are_not_there(two: tuple[Keyed, Keyed]) -> N
     assert bob.send("asample", direct).status == 400
 
 
-def test_published_checkpoints_can_be_used_by_others(two: tuple[Keyed, Keyed], store: Store) -> None:
+def test_published_checkpoints_can_be_used_by_others(
+    two: tuple[Keyed, Keyed], store: Store
+) -> None:
     ada, bob = two
     own, its = things(bob), things(ada)
     store.rows("UPDATE checkpoints SET public = 1 WHERE owner = 'ada'")
     assert bob.post("weights_info", {"tinker_path": its["saved"]})["base_model"] == "fake"
     load = {"model_id": own["model"], "path": its["saved"], "seq_id": 3, "optimizer": True}
     assert "error" not in bob.run("load_weights", load)
-    body = {"session_id": own["session"], "sampling_session_seq_id": 3, "model_path": its["sampled"]}
+    body = {
+        "session_id": own["session"],
+        "sampling_session_seq_id": 3,
+        "model_path": its["sampled"],
+    }
     sampler = bob.post("create_sampling_session", body)["sampling_session_id"]
     assert "error" not in bob.run("asample", sample_json(sampler))
     store.rows("UPDATE checkpoints SET public = 0")
@@ -464,7 +535,9 @@ def test_published_checkpoints_can_be_used_by_others(two: tuple[Keyed, Keyed], s
 
 def test_a_sample_without_a_session_has_an_owner_too(two: tuple[Keyed, Keyed]) -> None:
     ada, bob = two
-    request = ada.post("asample", sample_json("", sampling_session_id=None, base_model="fake"))["request_id"]
+    request = ada.post("asample", sample_json("", sampling_session_id=None, base_model="fake"))[
+        "request_id"
+    ]
     assert bob.send("retrieve_future", {"request_id": request}).status == 404
     assert bob.send("cancel_future", {"request_id": request}).status == 200
     assert "error" not in ada.result(request)
@@ -490,9 +563,9 @@ def test_lists_hold_ones_own_things_only(two: tuple[Keyed, Keyed]) -> None:
     assert len(ada.post("checkpoints/search", {"owner": hers})["checkpoints"]) >= 2
     assert [entry["event"] for entry in bob.get("audit")["entries"]] == ["api_key_created"]
     assert bob.get("billing/usage/checkpoints/current")["data"] == []
-    assert [found["session_id"] for found in ada.post("sessions/search", {"owner": hers})["sessions"]] == [
-        its["session"]
-    ]
+    assert [
+        found["session_id"] for found in ada.post("sessions/search", {"owner": hers})["sessions"]
+    ] == [its["session"]]
 
 
 def test_what_is_made_carries_its_owner(two: tuple[Keyed, Keyed], store: Store) -> None:
@@ -510,7 +583,9 @@ def test_an_open_server_listens_to_this_machine_only(serve: Serve) -> None:
             assert connection.getresponse().status == 403
 
 
-def test_an_access_token_of_the_owner_opens_a_checkpoint_to_others(two: tuple[Keyed, Keyed]) -> None:
+def test_an_access_token_of_the_owner_opens_a_checkpoint_to_others(
+    two: tuple[Keyed, Keyed],
+) -> None:
     ada, bob = two
     own, its = things(bob), things(ada)
     wanted = {"session_id": own["session"], "path": its["saved"], "optimizer": True}

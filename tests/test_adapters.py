@@ -11,7 +11,13 @@ import pytest
 
 from support import MODEL, make_data
 from tinkex import LocalBackend, ServiceClient, types
-from tinkex.adapters import MemoryPlatform, PeftPlatform, SessionConfig, TinkexPlatform, TrainingPlatform
+from tinkex.adapters import (
+    MemoryPlatform,
+    PeftPlatform,
+    SessionConfig,
+    TinkexPlatform,
+    TrainingPlatform,
+)
 from tinkex.errors import TinkerError
 from tinkex.types import AdamParams, Datum, LoraConfig, ModelInput, SamplingParams
 
@@ -57,7 +63,9 @@ def loss_of(platform: TrainingPlatform[Any], session: Any, data: list[Datum] = D
     return platform.forward_backward(session, data, "cross_entropy").metrics["loss:sum"]
 
 
-def train(platform: TrainingPlatform[Any], session: Any, steps: int, params: AdamParams = STEP) -> list[float]:
+def train(
+    platform: TrainingPlatform[Any], session: Any, steps: int, params: AdamParams = STEP
+) -> list[float]:
     losses = []
     for _ in range(steps):
         losses.append(loss_of(platform, session))
@@ -67,7 +75,9 @@ def train(platform: TrainingPlatform[Any], session: Any, steps: int, params: Ada
 
 def logprobs_of(platform: TrainingPlatform[Any], session: Any) -> list[Any]:
     """The log-probabilities of the targets, without leaving a gradient behind."""
-    weightless = [policy(datum, np.zeros(datum.model_input.length), 1.0, loss="weights") for datum in DATA]
+    weightless = [
+        policy(datum, np.zeros(datum.model_input.length), 1.0, loss="weights") for datum in DATA
+    ]
     output = platform.forward_backward(session, weightless, "cross_entropy")
     platform.optim_step(session, AdamParams(learning_rate=1e-30))
     return [record["logprobs"].to_numpy() for record in output.loss_fn_outputs]
@@ -80,10 +90,12 @@ def policy(datum: Datum, logprobs: Any, advantage: float, loss: str = "advantage
     if loss == "weights":
         return Datum(datum.model_input, {**inputs, "weights": np.zeros(length, np.float32)})
     advantages = np.full(length, advantage, np.float32)
-    return Datum(datum.model_input, {**inputs, "logprobs": np.float32(logprobs), "advantages": advantages})
+    return Datum(
+        datum.model_input, {**inputs, "logprobs": np.float32(logprobs), "advantages": advantages}
+    )
 
 
-# ── every platform ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── every platform ────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("4.1/5")
@@ -146,12 +158,17 @@ def test_clipping_and_decay_are_those_of_the_step(platform: TrainingPlatform[Any
 
 @pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo"])
 @pytest.mark.parametrize("advantage", [1.0, -0.5])
-def test_policies_follow_their_advantages(platform: TrainingPlatform[Any], loss_fn: str, advantage: float) -> None:
+def test_policies_follow_their_advantages(
+    platform: TrainingPlatform[Any], loss_fn: str, advantage: float
+) -> None:
     session = platform.create_session(FRESH)
     before = logprobs_of(platform, session)
-    data = [policy(datum, logprobs, advantage) for datum, logprobs in zip(DATA, before, strict=True)]
+    data = [
+        policy(datum, logprobs, advantage) for datum, logprobs in zip(DATA, before, strict=True)
+    ]
     output = platform.forward_backward(session, data, loss_fn)
-    assert output.metrics["loss:sum"] == pytest.approx(-19 * advantage, rel=1e-4)  # every ratio is 1
+    # every ratio is 1
+    assert output.metrics["loss:sum"] == pytest.approx(-19 * advantage, rel=1e-4)
     platform.optim_step(session, STEP)
     change = sum((a - b).sum() for a, b in zip(logprobs_of(platform, session), before, strict=True))
     assert change * advantage > 0.01
@@ -172,10 +189,16 @@ def test_a_ratio_beyond_its_bound_pulls_no_more(platform: TrainingPlatform[Any])
     assert still is not None
     assert pulled["grad_norm:mean"] > 0.1
     assert still["grad_norm:mean"] == 0
-    wide = platform.forward_backward(session, data, "ppo", {"clip_high_threshold": 3.0}).metrics["loss:sum"]
+    wide = platform.forward_backward(session, data, "ppo", {"clip_high_threshold": 3.0}).metrics[
+        "loss:sum"
+    ]
     assert wide == pytest.approx(free, rel=1e-5)
-    worse = [policy(datum, logprobs - 0.5, -1.0) for datum, logprobs in zip(DATA, found, strict=True)]
-    assert platform.forward_backward(session, worse, "ppo").metrics["loss:sum"] == pytest.approx(19 * ratio, rel=1e-4)
+    worse = [
+        policy(datum, logprobs - 0.5, -1.0) for datum, logprobs in zip(DATA, found, strict=True)
+    ]
+    assert platform.forward_backward(session, worse, "ppo").metrics["loss:sum"] == pytest.approx(
+        19 * ratio, rel=1e-4
+    )
 
 
 @pytest.mark.covers("4.1/5")
@@ -191,7 +214,9 @@ def test_a_checkpoint_is_where_another_session_starts(platform: TrainingPlatform
     with pytest.raises((ValueError, TinkerError)):
         platform.save_checkpoint(session, "kept")
     with pytest.raises((ValueError, TinkerError, OSError)):
-        platform.create_session(SessionConfig(base_model=MODEL, checkpoint="tinker://nothing:train:0/weights/here"))
+        platform.create_session(
+            SessionConfig(base_model=MODEL, checkpoint="tinker://nothing:train:0/weights/here")
+        )
 
 
 def test_samples_are_of_the_weights_as_they_are(platform: TrainingPlatform[Any]) -> None:
@@ -207,9 +232,17 @@ def test_samples_are_of_the_weights_as_they_are(platform: TrainingPlatform[Any])
     [sequence] = platform.sample(session, prompt, 1, GREEDY).sequences
     assert sequence.tokens == taught[1:] != untaught
     output = platform.forward_backward(session, [datum], "cross_entropy")
-    np.testing.assert_allclose(sequence.logprobs or [], output.loss_fn_outputs[0]["logprobs"].to_numpy(), atol=1e-4)
-    stopped = platform.sample(session, prompt, 1, SamplingParams(max_tokens=5, temperature=0, stop=[40])).sequences[0]
-    assert (stopped.tokens, stopped.stop_reason, sequence.stop_reason) == ([20, 30, 40], "stop", "length")
+    np.testing.assert_allclose(
+        sequence.logprobs or [], output.loss_fn_outputs[0]["logprobs"].to_numpy(), atol=1e-4
+    )
+    stopped = platform.sample(
+        session, prompt, 1, SamplingParams(max_tokens=5, temperature=0, stop=[40])
+    ).sequences[0]
+    assert (stopped.tokens, stopped.stop_reason, sequence.stop_reason) == (
+        [20, 30, 40],
+        "stop",
+        "length",
+    )
 
 
 def test_samples_of_a_seed_are_always_the_same(platform: TrainingPlatform[Any]) -> None:
@@ -221,7 +254,9 @@ def test_samples_of_a_seed_are_always_the_same(platform: TrainingPlatform[Any]) 
     assert tokens == again
     assert len({tuple(found) for found in tokens}) == 4
     assert all(len(found) == 6 for found in tokens)
-    assert all(logprob < 0 for sequence in drawn[0].sequences for logprob in sequence.logprobs or [])
+    assert all(
+        logprob < 0 for sequence in drawn[0].sequences for logprob in sequence.logprobs or []
+    )
     best = platform.sample(session, prompt, 1, GREEDY).sequences[0].tokens
     narrow = SamplingParams(max_tokens=5, top_k=1, stop=[])
     assert platform.sample(session, prompt, 1, narrow).sequences[0].tokens == best
@@ -252,7 +287,15 @@ TOKENS = ModelInput.from_ints([5, 6])
         (Datum(TOKENS, {"target_tokens": [5, 6], "logprobs": [-1.0, -1.0]}), "ppo"),
         (Datum(ModelInput.from_ints([5] * 200), {"target_tokens": [5] * 200}), "cross_entropy"),
     ],
-    ids=["no-targets", "few-targets", "vocabulary", "few-weights", "not-a-number", "no-advantages", "too-long"],
+    ids=[
+        "no-targets",
+        "few-targets",
+        "vocabulary",
+        "few-weights",
+        "not-a-number",
+        "no-advantages",
+        "too-long",
+    ],
 )
 def test_data_at_fault_are_refused_and_leave_no_gradient(
     platform: TrainingPlatform[Any], datum: Datum, loss_fn: str
@@ -271,7 +314,7 @@ def test_a_setting_that_a_loss_has_not_is_refused(platform: TrainingPlatform[Any
         platform.forward_backward(session, DATA, "cross_entropy", {"surprise": 1.0})
 
 
-# ── what a session is made of ────────────────────────────────────────────────────────────────────────────────────
+# ── what a session is made of ─────────────────────────────────────────────────────────────────────
 
 
 def test_a_session_has_a_shape_or_a_checkpoint() -> None:
@@ -282,7 +325,9 @@ def test_a_session_has_a_shape_or_a_checkpoint() -> None:
 
 
 @pytest.mark.covers("4.1/5")
-def test_the_types_of_all_platforms_fit_the_protocol(ours: TinkexPlatform, theirs: PeftPlatform) -> None:
+def test_the_types_of_all_platforms_fit_the_protocol(
+    ours: TinkexPlatform, theirs: PeftPlatform
+) -> None:
     kept: list[TrainingPlatform[Any]] = [ours, theirs, MemoryPlatform()]
     assert all(isinstance(platform, TrainingPlatform) for platform in kept)
     assert not isinstance(object(), TrainingPlatform)
@@ -304,7 +349,11 @@ def test_memorys_gradients_are_true(loss_fn: str) -> None:
     session = platform.create_session(FRESH)
     inputs = {"target_tokens": [2, 3, 2], "weights": [1.0, -0.5, 2.0]}
     if loss_fn != "cross_entropy":
-        inputs = {"target_tokens": [2, 3, 2], "logprobs": [-1.5, -2.5, -9.0], "advantages": [1.0, -0.5, 2.0]}
+        inputs = {
+            "target_tokens": [2, 3, 2],
+            "logprobs": [-1.5, -2.5, -9.0],
+            "advantages": [1.0, -0.5, 2.0],
+        }
     data = [Datum(ModelInput.from_ints([1, 2, 1]), inputs)]
 
     def loss() -> float:
@@ -324,7 +373,9 @@ def test_memorys_gradients_are_true(loss_fn: str) -> None:
 
 
 @pytest.mark.parametrize("flag", ["train_attn", "train_mlp", "train_unembed"])
-def test_peft_has_our_shape(theirs: PeftPlatform, ours: TinkexPlatform, data_dir: Path, flag: str) -> None:
+def test_peft_has_our_shape(
+    theirs: PeftPlatform, ours: TinkexPlatform, data_dir: Path, flag: str
+) -> None:
     flags = dict.fromkeys(("train_attn", "train_mlp", "train_unembed"), False) | {flag: True}
     config = SessionConfig(base_model=MODEL, lora=LoraConfig(rank=3, seed=1, **flags))
     saved = [
@@ -333,7 +384,10 @@ def test_peft_has_our_shape(theirs: PeftPlatform, ours: TinkexPlatform, data_dir
     ]
     from safetensors.numpy import load_file
 
-    shapes = [{n: t.shape for n, t in load_file(path / "adapter_model.safetensors").items()} for path in saved]
+    shapes = [
+        {n: t.shape for n, t in load_file(path / "adapter_model.safetensors").items()}
+        for path in saved
+    ]
     assert shapes[0] == shapes[1]
     settings = [json.loads((path / "adapter_config.json").read_text()) for path in saved]
     for name in ("r", "lora_alpha", "base_model_name_or_path"):
@@ -346,7 +400,7 @@ def test_peft_takes_plain_names_only(theirs: PeftPlatform, name: str) -> None:
         theirs.save_checkpoint(theirs.create_session(FRESH), name)
 
 
-# ── ours and theirs ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── ours and theirs ───────────────────────────────────────────────────────────────────────────────
 
 
 def _directory(data_dir: Path, path: str) -> Path:
@@ -355,14 +409,18 @@ def _directory(data_dir: Path, path: str) -> Path:
     return data_dir / "checkpoints" / run.replace(":", "_") / kind / name
 
 
-def test_fresh_adapters_compute_the_same_before_the_first_step(ours: TinkexPlatform, theirs: PeftPlatform) -> None:
+def test_fresh_adapters_compute_the_same_before_the_first_step(
+    ours: TinkexPlatform, theirs: PeftPlatform
+) -> None:
     outputs = [
         ours.forward_backward(ours.create_session(FRESH), DATA, "cross_entropy"),
         theirs.forward_backward(theirs.create_session(FRESH), DATA, "cross_entropy"),
     ]
     assert outputs[0].metrics["loss:sum"] == pytest.approx(outputs[1].metrics["loss:sum"], rel=1e-5)
     for mine, other in zip(outputs[0].loss_fn_outputs, outputs[1].loss_fn_outputs, strict=True):
-        np.testing.assert_allclose(mine["logprobs"].to_numpy(), other["logprobs"].to_numpy(), atol=1e-4)
+        np.testing.assert_allclose(
+            mine["logprobs"].to_numpy(), other["logprobs"].to_numpy(), atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("loss_fn", ["cross_entropy", "importance_sampling", "ppo"])
@@ -371,7 +429,9 @@ def test_from_the_same_factors_both_take_the_same_steps(
 ) -> None:
     path = ours.save_checkpoint(ours.create_session(FRESH), "start")
     mine = ours.create_session(SessionConfig(base_model=MODEL, checkpoint=path))
-    other = theirs.create_session(SessionConfig(base_model=MODEL, checkpoint=str(_directory(data_dir, path))))
+    other = theirs.create_session(
+        SessionConfig(base_model=MODEL, checkpoint=str(_directory(data_dir, path)))
+    )
     data = DATA
     if loss_fn != "cross_entropy":
         logprobs = logprobs_of(theirs, theirs.create_session(FRESH))

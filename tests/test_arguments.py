@@ -1,4 +1,5 @@
-"""Arguments of records: unknown names get a suggestion, and values are checked when a record is made."""
+"""Arguments of records: unknown names get a suggestion, and values are checked when a record is
+made."""
 
 from __future__ import annotations
 
@@ -16,16 +17,28 @@ PARAMS = types.SamplingParams(max_tokens=1)
 @pytest.mark.parametrize(
     ("kind", "fields", "meant"),
     [
-        (types.AdamParams, {"lr": 0.1}, "AdamParams: unexpected keyword argument 'lr'; did you mean learning_rate?"),
+        (
+            types.AdamParams,
+            {"lr": 0.1},
+            "AdamParams: unexpected keyword argument 'lr'; did you mean learning_rate?",
+        ),
         (types.AdamParams, {"learning_rat": 0.1}, "did you mean learning_rate?"),
         (types.AdamParams, {"betas": (0.9, 0.99)}, "did you mean beta1 and beta2?"),
         (types.DimuonParams, {"lr": 0.1}, "DimuonParams: .*did you mean learning_rate?"),
         (types.SamplingParams, {"max_new_tokens": 5}, "did you mean max_tokens?"),
         (types.SamplingParams, {"stop_sequences": ["x"]}, "did you mean stop?"),
         (types.LoraConfig, {"r": 8}, "did you mean rank?"),
-        (types.LoraConfig, {"quux": 8}, "it takes rank, seed, train_unembed, train_mlp, train_attn"),
+        (
+            types.LoraConfig,
+            {"quux": 8},
+            "it takes rank, seed, train_unembed, train_mlp, train_attn",
+        ),
         (types.Datum, {"model_inputs": PROMPT}, "Datum: .*did you mean model_input?"),
-        (types.SampleRequest, {"prompt": PROMPT, "sampling_params": PARAMS, "n": 2}, "did you mean num_samples?"),
+        (
+            types.SampleRequest,
+            {"prompt": PROMPT, "sampling_params": PARAMS, "n": 2},
+            "did you mean num_samples?",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
@@ -71,7 +84,9 @@ def test_integers_fit_in_64_bits(kind: Any, field: str, value: Any) -> None:
 
 
 def test_sample_request_checks_its_parts() -> None:
-    with pytest.raises(TypeError, match=r"prompt must be a ModelInput, got a list: use ModelInput.from_ints"):
+    with pytest.raises(
+        TypeError, match=r"prompt must be a ModelInput, got a list: use ModelInput.from_ints"
+    ):
         types.SampleRequest(prompt=[1, 2], sampling_params=PARAMS)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"got a str: use ModelInput.from_text"):
         types.SampleRequest(prompt="hello", sampling_params=PARAMS)  # type: ignore[arg-type]
@@ -82,12 +97,18 @@ def test_sample_request_checks_its_parts() -> None:
     with pytest.raises(ValueError, match=r"max_tokens"):
         types.SampleRequest(prompt=PROMPT, sampling_params={"max_tokens": "x"})  # type: ignore[arg-type]
     given: Any = {"prompt": PROMPT.to_wire(), "sampling_params": {"max_tokens": 1}}
-    assert types.SampleRequest(**given) == types.SampleRequest(prompt=PROMPT, sampling_params=PARAMS)
+    assert types.SampleRequest(**given) == types.SampleRequest(
+        prompt=PROMPT, sampling_params=PARAMS
+    )
 
 
 def test_unsendable_number_names_its_field() -> None:
-    request = types.OptimStepRequest(model_id="m", optim_params=types.AdamParams(learning_rate=float("nan")))
-    with pytest.raises(ValueError, match=r"adam_params\.learning_rate is nan, which cannot be sent as JSON"):
+    request = types.OptimStepRequest(
+        model_id="m", optim_params=types.AdamParams(learning_rate=float("nan"))
+    )
+    with pytest.raises(
+        ValueError, match=r"adam_params\.learning_rate is nan, which cannot be sent as JSON"
+    ):
         to_json(request)
     with pytest.raises(ValueError, match=r"a\[1\]\.b is inf"):
         to_json({"a": [{"b": 1.0}, {"b": float("inf")}]})

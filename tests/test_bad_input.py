@@ -1,4 +1,5 @@
-"""Bad input through our client and the real engine: a clear error, and the next good call as if nothing had been."""
+"""Bad input through our client and the real engine: a clear error, and the next good call as if
+nothing had been."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def service(server_url: str) -> Iterator[ServiceClient]:
 @pytest.fixture(scope="module")
 def pair(service: ServiceClient) -> tuple[TrainingClient, TrainingClient]:
     """Two equal runs: one is only ever asked good things."""
-    clean, tried = (service.create_lora_training_client(MODEL, rank=2, seed=3).result() for _ in range(2))
+    clean, tried = (
+        service.create_lora_training_client(MODEL, rank=2, seed=3).result() for _ in range(2)
+    )
     return clean, tried
 
 
@@ -89,7 +92,12 @@ PASSES: dict[str, tuple[Callable[[], list[types.Datum]], str, dict[str, Any], li
         {"temperature": 0.5},
         ["cross_entropy", "'temperature'"],
     ),
-    "missing-advantages": (lambda: make_data(types), "importance_sampling", {}, ["datum 0", "missing"]),
+    "missing-advantages": (
+        lambda: make_data(types),
+        "importance_sampling",
+        {},
+        ["datum 0", "missing"],
+    ),
     "missing-targets": (
         lambda: [types.Datum(types.ModelInput.from_ints([1, 2]))],
         "cross_entropy",
@@ -108,7 +116,12 @@ PASSES: dict[str, tuple[Callable[[], list[types.Datum]], str, dict[str, Any], li
         {},
         ["datum 1", "'target_tokens'", str(VOCAB)],
     ),
-    "negative-target": (lambda: spoiled(target_tokens=[-1] * LENGTH), "cross_entropy", {}, ["datum 1", "-1"]),
+    "negative-target": (
+        lambda: spoiled(target_tokens=[-1] * LENGTH),
+        "cross_entropy",
+        {},
+        ["datum 1", "-1"],
+    ),
     "token-outside-the-vocabulary": (
         lambda: with_tokens([1, VOCAB + 5]),
         "cross_entropy",
@@ -138,7 +151,9 @@ PASSES: dict[str, tuple[Callable[[], list[types.Datum]], str, dict[str, Any], li
 
 
 @pytest.mark.parametrize("name", PASSES)
-def test_a_bad_pass_is_explained_and_changes_nothing(pair: tuple[TrainingClient, TrainingClient], name: str) -> None:
+def test_a_bad_pass_is_explained_and_changes_nothing(
+    pair: tuple[TrainingClient, TrainingClient], name: str
+) -> None:
     clean, tried = pair
     make, loss_fn, config, words = PASSES[name]
     half = make_data(types, seed=5)
@@ -177,7 +192,9 @@ def test_a_bad_step_is_explained_and_keeps_the_gradient(
     assert one_step(tried) == one_step(clean)
 
 
-def test_bad_checkpoints_change_nothing(pair: tuple[TrainingClient, TrainingClient], service: ServiceClient) -> None:
+def test_bad_checkpoints_change_nothing(
+    pair: tuple[TrainingClient, TrainingClient], service: ServiceClient
+) -> None:
     clean, tried = pair
     other = service.create_lora_training_client(MODEL, rank=4).result()
     path = other.save_state("other-rank").result(60).path
@@ -212,22 +229,33 @@ def test_a_rank_must_be_positive(service: ServiceClient, rank: int) -> None:
 
 PROMPT = types.ModelInput.from_ints([5, 6, 7])
 SAMPLES: dict[str, tuple[dict[str, Any], str]] = {
-    "beyond-the-window": ({"prompt": types.ModelInput.from_ints([1] * (CONTEXT + 1))}, rf"{CONTEXT + 1}.*{CONTEXT}"),
+    "beyond-the-window": (
+        {"prompt": types.ModelInput.from_ints([1] * (CONTEXT + 1))},
+        rf"{CONTEXT + 1}.*{CONTEXT}",
+    ),
     "no-room-left": (  # in the words that the cookbook's proxy looks for
         {"sampling_params": types.SamplingParams(max_tokens=CONTEXT)},
-        rf"Prompt length plus max_tokens exceeds .* 3 prompt tokens \+ {CONTEXT} max_tokens > {CONTEXT}",
+        rf"Prompt length plus max_tokens exceeds .* 3 prompt tokens \+ {CONTEXT} max_tokens > "
+        rf"{CONTEXT}",
     ),
     "empty-prompt": ({"prompt": types.ModelInput.empty()}, "empty"),
     "unknown-token": ({"prompt": types.ModelInput.from_ints([VOCAB])}, str(VOCAB)),
     "image": (
-        {"prompt": types.ModelInput(chunks=[types.ImageChunk(data=b"x", format="png", expected_tokens=1)])},
+        {
+            "prompt": types.ModelInput(
+                chunks=[types.ImageChunk(data=b"x", format="png", expected_tokens=1)]
+            )
+        },
         "not supported",
     ),
     "image-of-unknown-size": (
         {"prompt": types.ModelInput(chunks=[types.ImageChunk(data=b"x", format="png")])},
         "not supported",
     ),
-    "broken-audio": ({"prompt": types.ModelInput(chunks=[types.DmelChunk(dmel=b"")])}, "not supported"),
+    "broken-audio": (
+        {"prompt": types.ModelInput(chunks=[types.DmelChunk(dmel=b"")])},
+        "not supported",
+    ),
     "empty-stop": ({"sampling_params": types.SamplingParams(stop=[""], max_tokens=2)}, "stop"),
 }
 
@@ -242,7 +270,8 @@ def test_a_bad_sample_is_explained(service: ServiceClient, name: str) -> None:
         "sampling_params": types.SamplingParams(max_tokens=3, seed=1),
     }
     before = sampler.sample(**good).result(60)
-    # what does not fit the window is refused at once, as programs expect it; the rest fails when it is looked at
+    # what does not fit the window is refused at once, as programs expect it; the rest fails when it
+    # is looked at
     kind = tinkex.BadRequestError if str(CONTEXT) in words else tinkex.RequestFailedError
     with pytest.raises(kind, match=words) as caught:
         sampler.sample(**good | changes).result(60)
@@ -257,7 +286,9 @@ def test_malformed_messages_and_unknown_requests_change_nothing(
 ) -> None:
     clean, tried = pair
     wire = Wire(server_url)
-    malformed = wire.send("forward_backward", b"\xff\xfe", headers={"Content-Type": "application/x-protobuf"})
+    malformed = wire.send(
+        "forward_backward", b"\xff\xfe", headers={"Content-Type": "application/x-protobuf"}
+    )
     assert malformed.status == 400
     assert "malformed protobuf" in malformed.json["detail"]
     unknown = wire.send("retrieve_future", {"request_id": f"{tried.model_id}:9999"})

@@ -1,4 +1,5 @@
-"""Polls for many samples at once, cancelling, joining, unloading, and results announced before they are sent."""
+"""Polls for many samples at once, cancelling, joining, unloading, and results announced before they
+are sent."""
 
 from __future__ import annotations
 
@@ -36,13 +37,16 @@ HANDLERS_CONFIG = handlers.client_config
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Callable[..., Wire]]:
-    """Starts a server on the test's data directory, after the one before has ended; its polls are held."""
+    """Starts a server on the test's data directory, after the one before has ended; its polls are
+    held."""
     with ExitStack() as stack:
 
         def start(engine: FakeEngine | None = None, limits: Limits | None = None) -> Wire:
             stack.close()
             limits = limits or Limits(poll_seconds=15, gap_seconds=30)
-            return Wire(stack.enter_context(serving(engine or FakeEngine(), tmp_path, limits=limits)))
+            return Wire(
+                stack.enter_context(serving(engine or FakeEngine(), tmp_path, limits=limits))
+            )
 
         yield start
 
@@ -59,12 +63,20 @@ def wire(serve: Callable[..., Wire]) -> Wire:
 
 
 def sampler_of(wire: Wire, session: str | None = None) -> str:
-    body = {"session_id": session or wire.session(), "sampling_session_seq_id": 0, "base_model": "fake"}
+    body = {
+        "session_id": session or wire.session(),
+        "sampling_session_seq_id": 0,
+        "base_model": "fake",
+    }
     return str(wire.post("create_sampling_session", body)["sampling_session_id"])
 
 
 def asked(sampler: str, cursor: int = 0, clone: int = 0, **fields: Any) -> dict[str, Any]:
-    target = {"type": "sampling_session", "sampling_session_id": sampler, "cloned_sampler_id": clone}
+    target = {
+        "type": "sampling_session",
+        "sampling_session_id": sampler,
+        "cloned_sampler_id": clone,
+    }
     return {"target": target, "prev_cursor": cursor, "retrieved_request_ids": [], **fields}
 
 
@@ -72,7 +84,9 @@ def ids_of(answer: Any) -> list[str]:
     return [completion["request_id"] for completion in answer["completions"]]
 
 
-def carried(wire: Wire, body: dict[str, Any]) -> tuple[FuturesRetrieveResponse, dict[str, tuple[str, bytes]]]:
+def carried(
+    wire: Wire, body: dict[str, Any]
+) -> tuple[FuturesRetrieveResponse, dict[str, tuple[str, bytes]]]:
     """A batched poll with results in it."""
     heard = wire.send("retrieve_futures", body)
     assert heard.status == 200, heard
@@ -80,7 +94,9 @@ def carried(wire: Wire, body: dict[str, Any]) -> tuple[FuturesRetrieveResponse, 
     return codec.decode_batch(heard.body)
 
 
-def drain(wire: Wire, sampler: str, count: int, cursor: int = 0, **fields: Any) -> tuple[list[str], int]:
+def drain(
+    wire: Wire, sampler: str, count: int, cursor: int = 0, **fields: Any
+) -> tuple[list[str], int]:
     """Poll until so many samples have ended."""
     ended: list[str] = []
     while len(ended) < count:
@@ -114,7 +130,7 @@ class Gate:
             assert self.opened.wait(20)
 
 
-# ── the official form ────────────────────────────────────────────────────────────────────────────────────────────
+# ── the official form ─────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("S29")
@@ -124,12 +140,17 @@ def test_a_poll_names_what_has_ended_in_order_and_once(wire: Wire) -> None:
     ended, cursor = drain(wire, sampler, 5)
     assert sorted(ended) == sorted(sent)
     assert cursor == 5
-    assert wire.post("retrieve_futures", asked(sampler, 5, timeout=0)) == {"completions": [], "cursor": 5}
+    assert wire.post("retrieve_futures", asked(sampler, 5, timeout=0)) == {
+        "completions": [],
+        "cursor": 5,
+    }
     late = wire.post("asample", sample_json(sampler, 5))["request_id"]
     assert drain(wire, sampler, 1, 5) == ([late], 6)
 
 
-def test_the_first_number_is_one_and_an_answer_is_repeated_until_it_is_acknowledged(wire: Wire) -> None:
+def test_the_first_number_is_one_and_an_answer_is_repeated_until_it_is_acknowledged(
+    wire: Wire,
+) -> None:
     sampler = sampler_of(wire)
     request_id = wire.post("asample", sample_json(sampler, 0))["request_id"]
     first = wire.post("retrieve_futures", asked(sampler))
@@ -138,33 +159,42 @@ def test_the_first_number_is_one_and_an_answer_is_repeated_until_it_is_acknowled
     assert ids_of(first) == [request_id]
     assert wire.post("retrieve_futures", asked(sampler)) == first
     assert wire.post("retrieve_futures", asked(sampler, 1, timeout=0))["completions"] == []
-    assert len(wire.result(request_id)["sequences"]) == 1, "acknowledged, and still there to be fetched"
+    assert len(wire.result(request_id)["sequences"]) == 1, (
+        "acknowledged, and still there to be fetched"
+    )
 
 
 def test_a_poll_is_held_until_something_ends(serve: Callable[..., Wire]) -> None:
     gate = Gate("sample_start")
-    wire = serve(FakeEngine(fail=gate), Limits(poll_seconds=60))  # longer than a request may take here
+    # longer than a request may take here
+    wire = serve(FakeEngine(fail=gate), Limits(poll_seconds=60))
     sampler = sampler_of(wire)
     request_id = wire.post("asample", sample_json(sampler, 0))["request_id"]
     threading.Timer(0.3, gate.opened.set).start()
     assert ids_of(wire.post("retrieve_futures", asked(sampler))) == [request_id]
 
 
-def test_a_poll_with_nothing_to_say_ends_in_time_with_the_same_cursor(serve: Callable[..., Wire]) -> None:
+def test_a_poll_with_nothing_to_say_ends_in_time_with_the_same_cursor(
+    serve: Callable[..., Wire],
+) -> None:
     wire = serve(limits=Limits(poll_seconds=0.3))
     sampler = sampler_of(wire)
     began = time.monotonic()
     assert wire.post("retrieve_futures", asked(sampler)) == {"completions": [], "cursor": 0}
     assert time.monotonic() - began > 0.28
     patient = serve(limits=Limits(poll_seconds=60))  # longer than a request may take here
-    assert patient.post("retrieve_futures", asked(sampler_of(patient), timeout=0))["completions"] == []
+    assert (
+        patient.post("retrieve_futures", asked(sampler_of(patient), timeout=0))["completions"] == []
+    )
 
 
 def test_sizes_are_those_of_the_results(wire: Wire) -> None:
     sampler = sampler_of(wire)
     request_id = wire.post("asample", sample_json(sampler, 0, num_samples=3))["request_id"]
     [completion] = wire.post("retrieve_futures", asked(sampler))["completions"]
-    heard = wire.send("retrieve_future", {"request_id": request_id}, headers={"Accept": codec.PROTOBUF})
+    heard = wire.send(
+        "retrieve_future", {"request_id": request_id}, headers={"Accept": codec.PROTOBUF}
+    )
     assert completion["response_payload_uncompressed_size"] == len(heard.body) > 20
     assert len(codec.decode(SampleResponse, heard.body, codec.PROTOBUF).sequences) == 3
 
@@ -177,7 +207,9 @@ def test_failures_are_named_as_such(wire: Wire) -> None:
     assert completion == {"state": "failed", "request_id": bad}
     assert "65" in wire.result(bad)["error"]
     again = wire.post("asample", sample_json(sampler, 0, num_samples=2))["request_id"]
-    assert drain(wire, sampler, 1, 1) == ([again], 2), "another request under a used number has its place too"
+    assert drain(wire, sampler, 1, 1) == ([again], 2), (
+        "another request under a used number has its place too"
+    )
 
 
 def test_each_client_of_a_sampler_has_its_own_log(wire: Wire) -> None:
@@ -200,16 +232,23 @@ def test_unknown_samplers_and_unknown_cursors_are_refused(wire: Wire) -> None:
     assert wire.send("retrieve_futures", {"target": {"type": "other"}}).status == 400
 
 
-def test_a_cursor_of_an_earlier_life_hides_nothing(serve: Callable[..., Wire], monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a restart as many samples may have ended again as the client had acknowledged: they are other ones."""
+def test_a_cursor_of_an_earlier_life_hides_nothing(
+    serve: Callable[..., Wire], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a restart as many samples may have ended again as the client had acknowledged: they are
+    other ones."""
     monkeypatch.undo()
     before = serve()
     sampler = sampler_of(before)
-    sent = [before.post("asample", sample_json(sampler, number))["request_id"] for number in range(3)]
+    sent = [
+        before.post("asample", sample_json(sampler, number))["request_id"] for number in range(3)
+    ]
     named, cursor = drain(before, sampler, 3)
     assert sorted(named) == sorted(sent)
     after = serve()
-    later = [after.post("asample", sample_json(sampler, number))["request_id"] for number in range(3, 7)]
+    later = [
+        after.post("asample", sample_json(sampler, number))["request_id"] for number in range(3, 7)
+    ]
     assert sorted(drain(after, sampler, 4, cursor)[0])[-4:] == sorted(later)
 
 
@@ -233,7 +272,7 @@ def test_the_end_of_a_session_ends_its_polls(serve: Callable[..., Wire]) -> None
     assert "ended" in heard.json["detail"]
 
 
-# ── with the results in it ───────────────────────────────────────────────────────────────────────────────────────
+# ── with the results in it ────────────────────────────────────────────────────────────────────────
 
 
 def test_results_come_along(wire: Wire) -> None:
@@ -261,14 +300,18 @@ def test_results_that_came_along_are_kept_until_they_are_acknowledged(wire: Wire
     sampler = sampler_of(wire)
     request_id = wire.post("asample", sample_json(sampler, 0))["request_id"]
     first = carried(wire, asked(sampler, inline_bytes=1 << 20))
-    assert carried(wire, asked(sampler, inline_bytes=1 << 20)) == first, "the reply may have been lost"
+    assert carried(wire, asked(sampler, inline_bytes=1 << 20)) == first, (
+        "the reply may have been lost"
+    )
     assert wire.send("retrieve_future", {"request_id": request_id}).status == 200
     head, payloads = carried(wire, asked(sampler, 1, inline_bytes=1 << 20, timeout=0))
     assert (head.completions, head.cursor, payloads) == ([], 1, {})
     heard = wire.send("retrieve_future", {"request_id": request_id})
     assert heard.status == 410
     assert wire.post("asample", sample_json(sampler, 0))["request_id"] == request_id
-    assert wire.send("retrieve_future", {"request_id": request_id}).status == 410, "a late repetition is not drawn"
+    assert wire.send("retrieve_future", {"request_id": request_id}).status == 410, (
+        "a late repetition is not drawn"
+    )
 
 
 def test_a_batch_holds_what_fits_and_the_rest_comes_next(wire: Wire) -> None:
@@ -309,7 +352,9 @@ def test_a_result_that_is_too_large_comes_alone_or_is_only_named(wire: Wire) -> 
     wire.post("retrieve_futures", asked(sampler, 2, timeout=0))
     head, payloads = carried(wire, asked(sampler, 2, inline_bytes=0, timeout=0))
     assert (head.completions, payloads) == ([], {})
-    assert wire.send("retrieve_future", {"request_id": request_id}).status == 200, "it was only named the last time"
+    assert wire.send("retrieve_future", {"request_id": request_id}).status == 200, (
+        "it was only named the last time"
+    )
 
 
 def test_results_beyond_the_loops_share_are_encoded_in_a_thread(
@@ -323,7 +368,9 @@ def test_results_beyond_the_loops_share_are_encoded_in_a_thread(
     carried(wire, asked(sampler, inline_bytes=1 << 20))
     small = set(threads)
     threads.clear()
-    wire.post("asample", sample_json(sampler, 1, sampling_params={"max_tokens": 20}, num_samples=1000))
+    wire.post(
+        "asample", sample_json(sampler, 1, sampling_params={"max_tokens": 20}, num_samples=1000)
+    )
     head, payloads = carried(wire, asked(sampler, 1, inline_bytes=1 << 20))
     assert len(payloads) == len(head.completions) == 1
     assert not any(name.startswith("asyncio_") for name in small)
@@ -335,7 +382,7 @@ def test_results_beyond_the_loops_share_are_encoded_in_a_thread(
     assert all(name.startswith("asyncio_") for name in threads)
 
 
-# ── nothing is left ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── nothing is left ───────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass
@@ -348,7 +395,12 @@ class Inside:
     async def send(self, path: str, body: Any) -> tuple[int, bytes]:
         messages: list[Any] = []
         pending = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
-        scope: dict[str, Any] = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST"}
+        scope: dict[str, Any] = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+        }
         scope |= {"path": f"/api/v1/{path}", "raw_path": b"", "query_string": b"", "headers": []}
 
         async def receive() -> Any:
@@ -371,7 +423,12 @@ class Inside:
         return session, (await self.post("create_sampling_session", body))["sampling_session_id"]
 
 
-def inside(engine: FakeEngine, data_dir: Path, body: Callable[[Inside], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def inside(
+    engine: FakeEngine,
+    data_dir: Path,
+    body: Callable[[Inside], Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Run a test against an application whose state can be looked into."""
     made: list[Any] = []
 
@@ -405,7 +462,9 @@ def sizes(state: Any, engine: FakeEngine) -> dict[str, int]:
     }
 
 
-def test_two_thousand_samples_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_thousand_samples_leave_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = FakeEngine()
 
     async def body(server: Inside) -> None:
@@ -420,7 +479,9 @@ def test_two_thousand_samples_leave_nothing_behind(tmp_path: Path, monkeypatch: 
                 )
             )
             while seen < start + 100:
-                _, data = await server.send("retrieve_futures", asked(sampler, cursor, inline_bytes=4000))
+                _, data = await server.send(
+                    "retrieve_futures", asked(sampler, cursor, inline_bytes=4000)
+                )
                 head, payloads = codec.decode_batch(data)
                 cursor, seen = head.cursor, seen + len(payloads)
             most = max(most, len(server.state.promises))
@@ -436,7 +497,9 @@ def test_two_thousand_samples_leave_nothing_behind(tmp_path: Path, monkeypatch: 
     inside(engine, tmp_path, body, monkeypatch)
 
 
-def test_samples_fetched_one_by_one_make_no_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_fetched_one_by_one_make_no_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = FakeEngine()
 
     async def body(server: Inside) -> None:
@@ -470,7 +533,9 @@ class Clock:
         self.promises.sweep_logs(sessions)
 
 
-def test_logs_end_with_their_sessions_and_results_with_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logs_end_with_their_sessions_and_results_with_their_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def run() -> None:
         clock = Clock()
         monkeypatch.setattr("tinkex.server.runs.promises.time.monotonic", lambda: clock.now)
@@ -520,7 +585,9 @@ def test_a_result_that_expires_leaves_its_log(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.covers("U44")
-def test_results_that_a_client_reports_as_fetched_are_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_that_a_client_reports_as_fetched_are_freed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def body(server: Inside) -> None:
         promises = server.state.promises
         (_, sampler), (_, other) = await server.sampler(), await server.sampler()
@@ -546,23 +613,34 @@ def test_results_that_a_client_reports_as_fetched_are_freed(tmp_path: Path, monk
 def test_a_poll_with_timeout_0_is_answered_at_once(wire: Wire) -> None:
     sampler = sampler_of(wire)
     began = time.monotonic()
-    assert wire.post("retrieve_futures", asked(sampler, timeout=0.0)) == {"completions": [], "cursor": 0}
+    assert wire.post("retrieve_futures", asked(sampler, timeout=0.0)) == {
+        "completions": [],
+        "cursor": 0,
+    }
     name = wire.post("asample", sample_json(sampler, 0))["request_id"]
     assert ids_of(wire.post("retrieve_futures", asked(sampler))) == [name]
     again = wire.post("retrieve_futures", asked(sampler, timeout=0.0))
     assert (ids_of(again), again["cursor"]) == ([name], 1)
-    assert wire.post("retrieve_futures", asked(sampler, 1, timeout=0.0)) == {"completions": [], "cursor": 1}
+    assert wire.post("retrieve_futures", asked(sampler, 1, timeout=0.0)) == {
+        "completions": [],
+        "cursor": 1,
+    }
     assert time.monotonic() - began < 10  # others are held for 15 s
 
 
 @pytest.mark.covers("U44")
-def test_results_that_are_never_reported_are_freed_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_that_are_never_reported_are_freed_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By age: soon after they were read, after a day otherwise; and with their session."""
 
     async def body(server: Inside) -> None:
         promises = server.state.promises
         session, sampler = await server.sampler()
-        names = [(await server.post("asample", sample_json(sampler, number)))["request_id"] for number in range(3)]
+        names = [
+            (await server.post("asample", sample_json(sampler, number)))["request_id"]
+            for number in range(3)
+        ]
         for name in names:
             await promises.get(name).done.wait()
         await server.post("retrieve_futures", asked(sampler))
@@ -584,7 +662,7 @@ def test_results_that_are_never_reported_are_freed_in_the_end(tmp_path: Path, mo
     inside(FakeEngine(), tmp_path, body, monkeypatch)
 
 
-# ── cancelling ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── cancelling ────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_running_sample_can_be_cancelled(serve: Callable[..., Wire]) -> None:
@@ -598,7 +676,8 @@ def test_a_running_sample_can_be_cancelled(serve: Callable[..., Wire]) -> None:
     assert wire.post("cancel_future", {"request_id": request_id}) == {}
     assert wire.result(request_id) == {"error": "the request was cancelled", "category": "user"}
     wait_until(lambda: not engine.sampling())
-    assert ids_of(wire.post("retrieve_futures", asked(sampler, 0, timeout=0))) == []  # it has been read
+    # it has been read
+    assert ids_of(wire.post("retrieve_futures", asked(sampler, 0, timeout=0))) == []
     assert wire.post("asample", body)["request_id"] == request_id
     assert "cancelled" in wire.result(request_id)["error"]
     assert not engine.sampling()
@@ -610,10 +689,14 @@ def test_a_queued_sample_can_be_cancelled_and_never_starts(serve: Callable[..., 
     session = wire.session()
     model, sampler = wire.model(session), sampler_of(wire, session)
     step = wire.post("optim_step", step_json(model, 1))["request_id"]
-    first, second = (wire.post("asample", sample_json(sampler, number))["request_id"] for number in range(2))
+    first, second = (
+        wire.post("asample", sample_json(sampler, number))["request_id"] for number in range(2)
+    )
     wire.post("cancel_future", {"request_id": first})
     assert "cancelled" in wire.result(first)["error"]
-    assert [c["state"] for c in wire.post("retrieve_futures", asked(sampler, timeout=0))["completions"]] == []
+    assert [
+        c["state"] for c in wire.post("retrieve_futures", asked(sampler, timeout=0))["completions"]
+    ] == []
     gate.opened.set()
     assert "sequences" in wire.result(second)
     assert "metrics" in wire.result(step)
@@ -645,7 +728,9 @@ def test_cancelling_does_not_wait_for_what_else_is_queued() -> None:
         worker.start()
         try:
             request = SampleRequest(
-                prompt=ModelInput.from_ints([1]), num_samples=1, sampling_params=SamplingParams(max_tokens=10_000)
+                prompt=ModelInput.from_ints([1]),
+                num_samples=1,
+                sampling_params=SamplingParams(max_tokens=10_000),
             )
             sample = worker.sample("job", "s", request, 0)
             while not engine.sampling():  # noqa: ASYNC110
@@ -671,7 +756,7 @@ def test_cancelling_does_not_wait_for_what_else_is_queued() -> None:
     asyncio.run(run())
 
 
-# ── joining and unloading ────────────────────────────────────────────────────────────────────────────────────────
+# ── joining and unloading ─────────────────────────────────────────────────────────────────────────
 
 
 def test_clients_of_a_sampler_are_numbered_and_no_number_comes_twice(tmp_path: Path) -> None:
@@ -679,14 +764,27 @@ def test_clients_of_a_sampler_are_numbered_and_no_number_comes_twice(tmp_path: P
         wire = Wire(url)
         session = wire.session()
         sampler, other = sampler_of(wire, session), sampler_of(wire)
-        joined = [wire.post("join_sampling_session", {"sampling_session_id": sampler}) for _ in range(3)]
+        joined = [
+            wire.post("join_sampling_session", {"sampling_session_id": sampler}) for _ in range(3)
+        ]
         assert [answer["client_counter"] for answer in joined] == [1, 2, 3]
-        assert wire.post("join_sampling_session", {"sampling_session_id": other})["client_counter"] == 1
+        assert (
+            wire.post("join_sampling_session", {"sampling_session_id": other})["client_counter"]
+            == 1
+        )
         assert sampler_of(wire, session) == sampler, "the same sampler again is no new one"
-        assert wire.post("join_sampling_session", {"sampling_session_id": sampler})["client_counter"] == 4
+        assert (
+            wire.post("join_sampling_session", {"sampling_session_id": sampler})["client_counter"]
+            == 4
+        )
         assert wire.send("join_sampling_session", {"sampling_session_id": "nobody"}).status == 404
     with serving(FakeEngine(), tmp_path) as url:
-        assert Wire(url).post("join_sampling_session", {"sampling_session_id": sampler})["client_counter"] == 5
+        assert (
+            Wire(url).post("join_sampling_session", {"sampling_session_id": sampler})[
+                "client_counter"
+            ]
+            == 5
+        )
 
 
 def test_a_run_is_unloaded_after_what_was_asked_of_it(serve: Callable[..., Wire]) -> None:
@@ -700,7 +798,9 @@ def test_a_run_is_unloaded_after_what_was_asked_of_it(serve: Callable[..., Wire]
     refused = wire.send("optim_step", step_json(model, 3))
     assert refused.status == 410
     assert "create_training_client_from_state" in refused.json["detail"]
-    assert wire.post("optim_step", step_json(model, 2))["request_id"] == step, "the same request again is no news"
+    assert wire.post("optim_step", step_json(model, 2))["request_id"] == step, (
+        "the same request again is no news"
+    )
     gate.opened.set()
     assert wire.result(unload) == {"model_id": model, "type": "unload_model"}
     assert "metrics" in wire.result(step)
@@ -709,7 +809,10 @@ def test_a_run_is_unloaded_after_what_was_asked_of_it(serve: Callable[..., Wire]
         refused = wire.send("optim_step", step_json(model, number))
         assert refused.status == 410
         assert "create_training_client_from_state" in refused.json["detail"]
-    assert wire.run("unload_model", {"model_id": model}) == {"model_id": model, "type": "unload_model"}
+    assert wire.run("unload_model", {"model_id": model}) == {
+        "model_id": model,
+        "type": "unload_model",
+    }
     assert wire.send("unload_model", {"model_id": "nobody:train:0"}).status == 404
     assert wire.post("get_info", {"model_id": model})["lora_rank"] == 4
 
@@ -740,34 +843,52 @@ def test_a_run_of_an_earlier_life_counts_as_unloaded(tmp_path: Path) -> None:
     with serving(FakeEngine(), tmp_path) as url:
         model = Wire(url).model()
     with serving(FakeEngine(), tmp_path) as url:
-        assert Wire(url).run("unload_model", {"model_id": model}) == {"model_id": model, "type": "unload_model"}
+        assert Wire(url).run("unload_model", {"model_id": model}) == {
+            "model_id": model,
+            "type": "unload_model",
+        }
 
 
-# ── results that are announced ───────────────────────────────────────────────────────────────────────────────────
+# ── results that are announced ────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("accept", [codec.PROTOBUF, codec.JSON])
-def test_a_large_result_is_announced_to_who_can_be_told(serve: Callable[..., Wire], accept: str) -> None:
+def test_a_large_result_is_announced_to_who_can_be_told(
+    serve: Callable[..., Wire], accept: str
+) -> None:
     wire = serve(limits=Limits(announced_bytes=400))
     model = wire.model()
-    request_id = wire.post("forward_backward", pass_json(model, 1, tokens=tuple(range(200))))["request_id"]
+    request_id = wire.post("forward_backward", pass_json(model, 1, tokens=tuple(range(200))))[
+        "request_id"
+    ]
     headers = {"Accept": accept}
     asked_for = {"request_id": request_id, "allow_metadata_only": True}
     announced = wire.send("retrieve_future", asked_for, headers=headers)
     assert announced.headers["content-type"] == codec.JSON
     assert announced.json.keys() == {"status", "response_payload_size"}
     assert announced.json["status"] == "complete_metadata"
-    whole = wire.send("retrieve_future", asked_for | {"allow_metadata_only": False}, headers=headers)
+    whole = wire.send(
+        "retrieve_future", asked_for | {"allow_metadata_only": False}, headers=headers
+    )
     assert whole.headers["content-type"] == accept
     assert len(whole.body) == announced.json["response_payload_size"] > 400
     other = {"Accept": codec.JSON if accept == codec.PROTOBUF else codec.PROTOBUF}
     wire.send("retrieve_future", asked_for, headers=headers)
-    assert wire.send("retrieve_future", {"request_id": request_id}, headers=other).headers["content-type"] != accept
+    assert (
+        wire.send("retrieve_future", {"request_id": request_id}, headers=other).headers[
+            "content-type"
+        ]
+        != accept
+    )
     small = wire.post("optim_step", step_json(model, 2))["request_id"]
-    assert "metrics" in wire.post("retrieve_future", {"request_id": small, "allow_metadata_only": True})
+    assert "metrics" in wire.post(
+        "retrieve_future", {"request_id": small, "allow_metadata_only": True}
+    )
 
 
-def test_an_announced_result_is_encoded_once(serve: Callable[..., Wire], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_announced_result_is_encoded_once(
+    serve: Callable[..., Wire], monkeypatch: pytest.MonkeyPatch
+) -> None:
     times = list[float]()
     watch_encoder(monkeypatch, lambda: times.append(time.monotonic()))
     wire = serve(limits=Limits(poll_seconds=15, announced_bytes=10))
@@ -775,10 +896,14 @@ def test_an_announced_result_is_encoded_once(serve: Callable[..., Wire], monkeyp
     request_id = wire.post("asample", sample_json(sampler, 0))["request_id"]
     headers = {"Accept": codec.PROTOBUF}
     wire.post("retrieve_futures", asked(sampler))
-    wire.send("retrieve_future", {"request_id": request_id, "allow_metadata_only": True}, headers=headers)
+    wire.send(
+        "retrieve_future", {"request_id": request_id, "allow_metadata_only": True}, headers=headers
+    )
     heard = wire.send("retrieve_future", {"request_id": request_id}, headers=headers)
     assert len(times) == 1
-    assert wire.send("retrieve_future", {"request_id": request_id}, headers=headers).body == heard.body
+    assert (
+        wire.send("retrieve_future", {"request_id": request_id}, headers=headers).body == heard.body
+    )
     assert len(times) == 2, "once fetched, the bytes are not kept"
     for is_announced in (True, False):
         fields = {"request_id": request_id, "allow_metadata_only": is_announced}
@@ -794,7 +919,10 @@ def test_clients_are_told_what_this_server_can_do(wire: Wire) -> None:
     assert config["sample_join_sampling_session"] is True
     assert config["create_model_via_load_weights"] is True
     assert config["custom_loss_server_side"] is True
-    assert wire.post("client/dynamic_config", {"sdk_version": "0.36.0"})["sample_cancel_enabled"] is True
+    assert (
+        wire.post("client/dynamic_config", {"sdk_version": "0.36.0"})["sample_cancel_enabled"]
+        is True
+    )
 
 
 OFFICIAL = """
@@ -843,7 +971,9 @@ def test_the_official_client_can_poll_in_batches_and_join_and_cancel(
         answer = await real_poll(state, request)
         if request.timeout == 0:
             unheld.append(time.monotonic() - began)
-        freed.update(name for name in request.retrieved_request_ids if state.promises.get(name) is None)
+        freed.update(
+            name for name in request.retrieved_request_ids if state.promises.get(name) is None
+        )
         return answer
 
     async def cancel_future(state: Any, call: Any) -> Any:
@@ -854,9 +984,19 @@ def test_the_official_client_can_poll_in_batches_and_join_and_cancel(
     monkeypatch.setitem(handlers.HANDLERS, "client_config", client_config)
     monkeypatch.setattr(handlers, "poll", poll)
     wire = serve(FakeEngine(step_delay=0.001), Limits(poll_seconds=5))
-    environment = {**os.environ, "TINKER_BASE_URL": wire.url, "TINKER_API_KEY": "tml-any", "TINKER_TELEMETRY": "0"}
+    environment = {
+        **os.environ,
+        "TINKER_BASE_URL": wire.url,
+        "TINKER_API_KEY": "tml-any",
+        "TINKER_TELEMETRY": "0",
+    }
     run = subprocess.run(
-        [sys.executable, "-c", OFFICIAL], env=environment, capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", OFFICIAL],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
     assert run.returncode == 0, run.stderr[-3000:]
     assert "done with" in run.stdout

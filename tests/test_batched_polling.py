@@ -1,4 +1,5 @@
-"""The client's one poll for many samples: few requests, the same values, nothing lost and nothing left behind."""
+"""The client's one poll for many samples: few requests, the same values, nothing lost and nothing
+left behind."""
 
 from __future__ import annotations
 
@@ -70,22 +71,29 @@ def choose(service: ServiceClient, mode: str) -> None:
 
 
 def values(futures: list[Future[SampleResponse]]) -> list[Any]:
-    return [[(s.tokens, s.logprobs, s.stop_reason) for s in future.result(20).sequences] for future in futures]
+    return [
+        [(s.tokens, s.logprobs, s.stop_reason) for s in future.result(20).sequences]
+        for future in futures
+    ]
 
 
 def left_behind(sampler: SamplingClient) -> dict[str, int]:
     """What a client's poller still holds."""
     poller = sampler._poller
     assert poller is not None
-    held = {name: len(getattr(poller, name)) for name in ("_waiting", "_open", "_early", "_in_doubt")}
+    held = {
+        name: len(getattr(poller, name)) for name in ("_waiting", "_open", "_early", "_in_doubt")
+    }
     return {name: count for name, count in held.items() if count}
 
 
-# ── against our own server ───────────────────────────────────────────────────────────────────────────────────────
+# ── against our own server ────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("W20", "C68")
-def test_many_samples_take_far_fewer_requests_than_two_each(fake_url: Callable[..., str], paths: Counter[str]) -> None:
+def test_many_samples_take_far_fewer_requests_than_two_each(
+    fake_url: Callable[..., str], paths: Counter[str]
+) -> None:
     opened = threading.Event()
 
     def hold(method: str, subject: str) -> None:
@@ -93,7 +101,10 @@ def test_many_samples_take_far_fewer_requests_than_two_each(fake_url: Callable[.
 
     with ServiceClient(base_url=fake_url(FakeEngine(fail=hold))) as service:
         sampler = service.create_sampling_client(base_model="fake").result()
-        futures = [sampler.sample(PROMPT, 1, SamplingParams(max_tokens=10, seed=seed)) for seed in range(100)]
+        futures = [
+            sampler.sample(PROMPT, 1, SamplingParams(max_tokens=10, seed=seed))
+            for seed in range(100)
+        ]
         wait_until(lambda: sampler._poller is not None and len(sampler._poller._waiting) == 100)
         opened.set()
         assert len({tuple(future.result(20).sequences[0].tokens) for future in futures}) > 90
@@ -103,7 +114,9 @@ def test_many_samples_take_far_fewer_requests_than_two_each(fake_url: Callable[.
         wait_until(lambda: left_behind(sampler) == {})
 
 
-def test_all_ways_to_wait_give_the_same_values(fake_url: Callable[..., str], paths: Counter[str]) -> None:
+def test_all_ways_to_wait_give_the_same_values(
+    fake_url: Callable[..., str], paths: Counter[str]
+) -> None:
     url, drawn = fake_url(FakeEngine(step_delay=0.001)), {}
     for mode in ("inline", "official", "one by one"):
         with ServiceClient(base_url=url) as service:
@@ -112,7 +125,9 @@ def test_all_ways_to_wait_give_the_same_values(fake_url: Callable[..., str], pat
             paths.clear()
             many = [SamplingParams(max_tokens=3 + seed % 4, seed=seed) for seed in range(20)]
             drawn[mode] = values([sampler.sample(PROMPT, 2, params, True) for params in many])
-            expected = {"inline": (True, 0), "official": (True, 20), "one by one": (False, 20)}[mode]
+            expected = {"inline": (True, 0), "official": (True, 20), "one by one": (False, 20)}[
+                mode
+            ]
             assert (paths["retrieve_futures"] > 0, paths["retrieve_future"]) == expected
     assert drawn["inline"] == drawn["official"] == drawn["one by one"]
 
@@ -124,7 +139,9 @@ def test_results_too_large_to_come_along_are_fetched_by_themselves(
         sampler = service.create_sampling_client(base_model="fake").result()
         short = sampler.sample(PROMPT, 1, SamplingParams(max_tokens=2, seed=1)).result(10)
         assert (len(short.sequences[0].tokens), paths["retrieve_future"]) == (2, 0)
-        futures = [sampler.sample(PROMPT, 1, SamplingParams(max_tokens=60, seed=seed)) for seed in range(5)]
+        futures = [
+            sampler.sample(PROMPT, 1, SamplingParams(max_tokens=60, seed=seed)) for seed in range(5)
+        ]
         assert [len(future.result(10).sequences[0].tokens) for future in futures] == [60] * 5
         assert paths["retrieve_future"] == 5
         assert len(set(map(str, values(futures)))) == 5
@@ -140,7 +157,9 @@ def test_failures_come_along_too(fake_url: Callable[..., str], paths: Counter[st
 
 
 @pytest.mark.covers("W21")
-def test_nothing_is_polled_when_nobody_waits_any_more(fake_url: Callable[..., str], paths: Counter[str]) -> None:
+def test_nothing_is_polled_when_nobody_waits_any_more(
+    fake_url: Callable[..., str], paths: Counter[str]
+) -> None:
     with ServiceClient(base_url=fake_url(FakeEngine(step_delay=0.01))) as service:
         sampler = service.create_sampling_client(base_model="fake").result()
         endless = [sampler.sample(PROMPT, 1, SamplingParams(max_tokens=100_000)) for _ in range(3)]
@@ -161,14 +180,19 @@ def test_nothing_is_polled_when_nobody_waits_any_more(fake_url: Callable[..., st
         wait_until(lambda: left_behind(sampler) == {})
 
 
-def test_cancelled_samples_leave_nothing_behind_while_others_go_on(fake_url: Callable[..., str]) -> None:
-    """Those that were cancelled end on the server as well, and are told of, with nobody to take them."""
+def test_cancelled_samples_leave_nothing_behind_while_others_go_on(
+    fake_url: Callable[..., str],
+) -> None:
+    """Those that were cancelled end on the server as well, and are told of, with nobody to take
+    them."""
     with ServiceClient(base_url=fake_url(FakeEngine(step_delay=0.002))) as service:
         sampler = service.create_sampling_client(base_model="fake").result()
         kept = []
         for _ in range(10):
             doomed = [sampler.sample(PROMPT, 1, SamplingParams(max_tokens=1000)) for _ in range(5)]
-            kept += [sampler.sample(PROMPT, 1, SamplingParams(max_tokens=4, seed=3)) for _ in range(5)]
+            kept += [
+                sampler.sample(PROMPT, 1, SamplingParams(max_tokens=4, seed=3)) for _ in range(5)
+            ]
             time.sleep(0.01)
             for future in doomed:
                 future.future().cancel()
@@ -176,7 +200,7 @@ def test_cancelled_samples_leave_nothing_behind_while_others_go_on(fake_url: Cal
         wait_until(lambda: left_behind(sampler) == {})
 
 
-# ── faults ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── faults ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def result_of(number: int) -> SampleResponse:
@@ -220,7 +244,9 @@ class Samples:
             FutureFinished(request_id=name, content_type=codec.PROTOBUF, inline_size=len(data))
             for name, data in zip(names, payloads, strict=True)
         ]
-        body = codec.encode_batch(FuturesRetrieveResponse(completions=completions, cursor=cursor), payloads)
+        body = codec.encode_batch(
+            FuturesRetrieveResponse(completions=completions, cursor=cursor), payloads
+        )
         return Answer(body=body.data, content_type=codec.BATCH)
 
     def fetched(self) -> int:
@@ -262,7 +288,9 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=list(FAULTS))
-def test_when_a_poll_fails_every_sample_is_polled_for_by_itself(faulty: FaultyServer, fault: Answer) -> None:
+def test_when_a_poll_fails_every_sample_is_polled_for_by_itself(
+    faulty: FaultyServer, fault: Answer
+) -> None:
     samples = Samples(faulty)
     faulty.script("retrieve_futures", fault)
     with ServiceClient(base_url=faulty.base_url, api_key="tml-x") as service:
@@ -276,7 +304,9 @@ def test_when_a_poll_fails_every_sample_is_polled_for_by_itself(faulty: FaultySe
         wait_until(lambda: left_behind(sampler) == {})
 
 
-@pytest.mark.parametrize(("status", "again"), [(404, False), (405, False), (501, False), (500, True), (410, True)])
+@pytest.mark.parametrize(
+    ("status", "again"), [(404, False), (405, False), (501, False), (500, True), (410, True)]
+)
 def test_a_server_without_the_endpoint_is_never_asked_again(
     faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch, status: int, again: bool
 ) -> None:
@@ -291,7 +321,9 @@ def test_a_server_without_the_endpoint_is_never_asked_again(
     assert (samples.fetched() < 2) is again
 
 
-def test_a_cursor_of_an_earlier_life_is_given_up(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cursor_of_an_earlier_life_is_given_up(
+    faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(batch_polling, "REST_SECONDS", 0.0)
     samples = Samples(faulty)
     with ServiceClient(base_url=faulty.base_url, api_key="tml-x") as service:
@@ -308,13 +340,17 @@ def test_a_cursor_of_an_earlier_life_is_given_up(faulty: FaultyServer, monkeypat
     assert cursors[cursors.index(3) + 1] == 0
 
 
-def test_when_the_cursor_goes_back_every_sample_is_polled_for_by_itself(faulty: FaultyServer) -> None:
+def test_when_the_cursor_goes_back_every_sample_is_polled_for_by_itself(
+    faulty: FaultyServer,
+) -> None:
     samples = Samples(faulty)
     with ServiceClient(base_url=faulty.base_url, api_key="tml-x") as service:
         sampler = service.create_sampling_client(base_model="m").result()
         assert tokens([sampler.sample(PROMPT, 1, PARAMS) for _ in range(3)]) == [0, 1, 2]
         begun_anew = Answer(body={"completions": [], "cursor": 0})
-        faulty.script("retrieve_futures", begun_anew, Answer(body={"completions": [], "cursor": 0}, delay=0.2))
+        faulty.script(
+            "retrieve_futures", begun_anew, Answer(body={"completions": [], "cursor": 0}, delay=0.2)
+        )
         assert tokens([sampler.sample(PROMPT, 1, PARAMS) for _ in range(2)]) == [3, 4]
         assert samples.fetched() >= 1
 
@@ -347,8 +383,11 @@ def test_what_ends_before_its_receipt_comes_is_kept_for_it(faulty: FaultyServer)
         assert left_behind(sampler) == {}
 
 
-def test_what_nobody_will_ask_for_is_dropped_even_while_others_are_submitted(sampler: SamplingClient) -> None:
-    """A stream of samples never has a moment without a submission; what cancelled ones left must go all the same."""
+def test_what_nobody_will_ask_for_is_dropped_even_while_others_are_submitted(
+    sampler: SamplingClient,
+) -> None:
+    """A stream of samples never has a moment without a submission; what cancelled ones left must go
+    all the same."""
 
     async def run() -> list[int]:
         poller = batch_polling.BatchPoller(sampler._session.transport, "x", 0, inline=True)
@@ -366,7 +405,9 @@ def test_what_nobody_will_ask_for_is_dropped_even_while_others_are_submitted(sam
 
 
 @pytest.mark.parametrize("silent", ["restarted", "repeating"])
-def test_a_server_that_does_not_hold_its_polls_is_not_asked_in_a_hot_loop(faulty: FaultyServer, silent: str) -> None:
+def test_a_server_that_does_not_hold_its_polls_is_not_asked_in_a_hot_loop(
+    faulty: FaultyServer, silent: str
+) -> None:
     samples = Samples(faulty)
     body: Any = {"completions": [], "cursor": 0}
     if silent == "repeating":
@@ -401,7 +442,8 @@ def test_the_last_one_to_give_up_hangs_up(faulty: FaultyServer) -> None:
 def test_a_poll_that_never_speaks_of_a_sample_does_not_lose_it(
     faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch, answer: str
 ) -> None:
-    """A server that was restarted before the first cursor cannot be told from one that has nothing to say."""
+    """A server that was restarted before the first cursor cannot be told from one that has nothing
+    to say."""
     monkeypatch.setattr(batch_polling, "DOUBT_SECONDS", 0.2)
     samples = Samples(faulty)
     faulty.script("retrieve_futures", Answer(body={"completions": [], "cursor": 0}, delay=0.05))
@@ -455,8 +497,14 @@ def test_the_official_form_names_what_was_fetched(faulty: FaultyServer) -> None:
     assert samples.fetched() == 11
     polls = samples.polls()
     assert all("inline_bytes" not in poll or poll["inline_bytes"] is None for poll in polls)
-    assert polls[0]["target"] == {"type": "sampling_session", "sampling_session_id": "x", "cloned_sampler_id": 0}
-    assert {name for poll in polls for name in poll["retrieved_request_ids"]} >= {f"q{number}" for number in range(10)}
+    assert polls[0]["target"] == {
+        "type": "sampling_session",
+        "sampling_session_id": "x",
+        "cloned_sampler_id": 0,
+    }
+    assert {name for poll in polls for name in poll["retrieved_request_ids"]} >= {
+        f"q{number}" for number in range(10)
+    }
 
 
 # ── acknowledgements ─────────────────────────────────────────────────────────────────────────────
@@ -479,12 +527,16 @@ def official(faulty: FaultyServer) -> Samples:
 def acks(samples: Samples) -> list[tuple[int, list[str]]]:
     """The polls that were not to be held: cursor and reported requests."""
     return [
-        (poll["prev_cursor"], poll["retrieved_request_ids"]) for poll in samples.polls() if poll.get("timeout") == 0
+        (poll["prev_cursor"], poll["retrieved_request_ids"])
+        for poll in samples.polls()
+        if poll.get("timeout") == 0
     ]
 
 
 @pytest.mark.covers("U24")
-@pytest.mark.parametrize(("form", "reported"), [(official, ["q0"]), (Samples, [])], ids=["official", "inline"])
+@pytest.mark.parametrize(
+    ("form", "reported"), [(official, ["q0"]), (Samples, [])], ids=["official", "inline"]
+)
 def test_results_are_acknowledged_once_when_nothing_is_waited_for(
     faulty: FaultyServer, form: Callable[[FaultyServer], Samples], reported: list[str]
 ) -> None:
@@ -499,12 +551,20 @@ def test_results_are_acknowledged_once_when_nothing_is_waited_for(
         assert count == len(samples.polls())
         assert len(acks(samples)) == 1
         assert tokens([sampler.sample(PROMPT, 1, PARAMS) for _ in range(3)]) == [1, 2, 3]
-        wait_until(lambda: len(acks(samples)) == 2 and sampler._poller is not None and not sampler._poller._owes)
+        wait_until(
+            lambda: (
+                len(acks(samples)) == 2
+                and sampler._poller is not None
+                and not sampler._poller._owes
+            )
+        )
     assert len(acks(samples)) == 2  # nothing was left for the end
 
 
 @pytest.mark.covers("U24")
-def test_acknowledgement_that_failed_is_sent_again_when_the_client_is_collected(faulty: FaultyServer) -> None:
+def test_acknowledgement_that_failed_is_sent_again_when_the_client_is_collected(
+    faulty: FaultyServer,
+) -> None:
     samples = official(faulty)
     answer = faulty._scripts["retrieve_futures"][0]
     refuses = True
@@ -560,7 +620,7 @@ def test_closing_does_not_wait_long_for_an_acknowledgement(
     assert len(acks(samples)) == 1
 
 
-# ── many ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── many ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Memory:
@@ -572,7 +632,13 @@ class Memory:
         self.goes = asyncio.Event()
 
     async def send(
-        self, method: str, path: str, headers: Mapping[str, str], body: bytes | None, timeout: float, traffic: str
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes | None,
+        timeout: float,
+        traffic: str,
     ) -> Reply:
         name = path.removeprefix("/api/v1/")
         if name == "asample":
@@ -639,7 +705,9 @@ class Walked(dict[str, Any]):
             yield key, self[key]
 
 
-def test_a_poll_costs_what_has_ended_not_what_waits(memory: Callable[[int], tuple[Memory, SamplingClient]]) -> None:
+def test_a_poll_costs_what_has_ended_not_what_waits(
+    memory: Callable[[int], tuple[Memory, SamplingClient]],
+) -> None:
     exchange, sampler = memory(1)
     futures = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(200)]
     wait_until(lambda: sampler._poller is not None and len(sampler._poller._waiting) == 200)

@@ -1,10 +1,11 @@
-"""A bit of a data directory flips: no server that starts on it gives another number and says nothing.
+"""A bit of a data directory flips: no server that starts on it gives another number and says
+nothing.
 
-A busy server leaves two directories: one as kill -9 leaves it, one as a clean stop does. Again and again a bit of one
-of their files flips, every file in turn and then by chance, and a server starts and is asked for everything: keys,
-lists, results, samples, checkpoints, and passes that go on with the runs. It has to refuse to start and name the file,
-or to answer the same as without the flip, or to fail and name the file. Only SQLite's `-shm` is left out: it is made
-again at every start.
+A busy server leaves two directories: one as kill -9 leaves it, one as a clean stop does. Again and
+again a bit of one of their files flips, every file in turn and then by chance, and a server starts
+and is asked for everything: keys, lists, results, samples, checkpoints, and passes that go on with
+the runs. It has to refuse to start and name the file, or to answer the same as without the flip, or
+to fail and name the file. Only SQLite's `-shm` is left out: it is made again at every start.
 """
 
 from __future__ import annotations
@@ -59,15 +60,23 @@ class Questions:
 
     async def ask(self, name: str, path: str, owner: Owner, body: Any = None) -> Any:
         """A request, and its result if it is a future."""
-        status, answer = await self._server.send(path, body, owner.key, "GET" if body is None else "POST")
+        status, answer = await self._server.send(
+            path, body, owner.key, "GET" if body is None else "POST"
+        )
         if status == 200 and isinstance(answer, dict) and "request_id" in answer:
-            status, answer = await self._server.send("retrieve_future", {"request_id": answer["request_id"]}, owner.key)
-        self.answers[f"{owner.name}: {name}"] = answer if status == 200 else {"error": answer, "status": status}
+            status, answer = await self._server.send(
+                "retrieve_future", {"request_id": answer["request_id"]}, owner.key
+            )
+        self.answers[f"{owner.name}: {name}"] = (
+            answer if status == 200 else {"error": answer, "status": status}
+        )
         return answer
 
     async def all(self, owners: dict[str, Owner]) -> None:
         server = self._server
-        self.answers["keys"] = [[key.id, key.owner, key.name, key.revoked] for key in list_keys(server.state.store)]
+        self.answers["keys"] = [
+            [key.id, key.owner, key.name, key.revoked] for key in list_keys(server.state.store)
+        ]
         self.answers["open"] = (await server.send("training_runs", None, method="GET"))[0]
         for owner in owners.values():
             assert owner.session is not None
@@ -90,20 +99,44 @@ class Questions:
         """What was acknowledged, the same again, and what goes on from there."""
         steps = story(owner.name)
         for number, request_id in owner.taken.items():
-            if request_id and steps[number].path != "asample":  # a sample that was read is not kept for ever
-                await self.ask(f"result {number}", "retrieve_future", owner, {"request_id": request_id})
+            # a sample that was read is not kept for ever
+            if request_id and steps[number].path != "asample":
+                await self.ask(
+                    f"result {number}", "retrieve_future", owner, {"request_id": request_id}
+                )
         for number, step in enumerate(steps):
             await self.ask(f"again {number}", *_swapped(step.of(session), owner))
-        last = max(step.body["seq_id"] for step in steps if step.body.get("model_id") == "{s}:train:0")
-        await self.ask("next pass", "forward_backward", owner, pass_json(f"{session}:train:0", last + 1, (4, 5, 6)))
+        last = max(
+            step.body["seq_id"] for step in steps if step.body.get("model_id") == "{s}:train:0"
+        )
+        await self.ask(
+            "next pass",
+            "forward_backward",
+            owner,
+            pass_json(f"{session}:train:0", last + 1, (4, 5, 6)),
+        )
         for sampler in (0, 1):
-            await self.ask(f"sampler {sampler}", "asample", owner, sample_json(f"{session}:sample:{sampler}", 9))
+            await self.ask(
+                f"sampler {sampler}",
+                "asample",
+                owner,
+                sample_json(f"{session}:sample:{sampler}", 9),
+            )
         drawn = [number for number, step in enumerate(steps) if step.path == "asample"]
         for later, number in enumerate(drawn, 2):
             sample = owner.results[number]["sequences"][0] | {"id": f"{owner.taken[number]}:0"}
-            body = {"data": [datum(sample)], "loss_fn": "stable_reinforce", "loss_fn_config": {"kl_coeff": 0.0}}
+            body = {
+                "data": [datum(sample)],
+                "loss_fn": "stable_reinforce",
+                "loss_fn_config": {"kl_coeff": 0.0},
+            }
             request = {"model_id": f"{session}:train:1", "seq_id": later, "forward_only": True}
-            await self.ask(f"record {number}", "forward_backward", owner, request | {"forward_backward_input": body})
+            await self.ask(
+                f"record {number}",
+                "forward_backward",
+                owner,
+                request | {"forward_backward_input": body},
+            )
 
 
 def _swapped(request: tuple[str, Any], owner: Owner) -> tuple[str, Owner, Any]:
@@ -154,7 +187,11 @@ def judged(image: Path, flipped: Path, owners: dict[str, Owner], expected: dict[
     try:
         found, said = observe(image, owners)
     except (DataDirError, sqlite3.Error) as error:
-        return "refused" if flipped.name.partition("-")[0] in str(error) else f"silent about the file: {error!r}"
+        return (
+            "refused"
+            if flipped.name.partition("-")[0] in str(error)
+            else f"silent about the file: {error!r}"
+        )
     other = [name for name, answer in plain(found).items() if answer != plain(expected)[name]]
     if not other:
         return "harmless"
@@ -219,6 +256,9 @@ def test_flipped_bit_never_gives_another_number_silently(
         ends[end.partition(" ")[0].strip(":")] += 1
         shutil.rmtree(copy, ignore_errors=True)
     with capsys.disabled():
-        print(f"\nbit flips: {dict(ends)} of {count} in {len(files)} files, CRASH_SEED={seed}", flush=True)
+        print(
+            f"\nbit flips: {dict(ends)} of {count} in {len(files)} files, CRASH_SEED={seed}",
+            flush=True,
+        )
     assert not silent, f"CRASH_SEED={seed}\n" + "\n".join(silent)
     assert set(ends) == {"refused", "marked", "harmless"}

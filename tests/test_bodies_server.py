@@ -1,4 +1,5 @@
-"""Bodies of requests: how far they may grow, where they are expanded, and what is kept of them on disk."""
+"""Bodies of requests: how far they may grow, where they are expanded, and what is kept of them on
+disk."""
 
 from __future__ import annotations
 
@@ -59,13 +60,17 @@ def where(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     return seen
 
 
-@pytest.mark.parametrize("operation", ["optim_step", "session_heartbeat", "create_session", "retrieve_future"])
+@pytest.mark.parametrize(
+    "operation", ["optim_step", "session_heartbeat", "create_session", "retrieve_future"]
+)
 def test_a_small_body_that_opens_to_a_gigabyte_is_refused_off_the_loop(
     tmp_path: Path, where: list[tuple[str, int]], operation: str
 ) -> None:
     with serving(FakeEngine(), tmp_path) as url:
         wire = Wire(url)
-        body = padded(step_json(wire.model(), 1) | {"session_id": "x", "request_id": "x", "tags": []}, GIB)
+        body = padded(
+            step_json(wire.model(), 1) | {"session_id": "x", "request_id": "x", "tags": []}, GIB
+        )
         assert len(body) < 100_000
         began = time.monotonic()
         heard = wire.send(operation, body, headers=ZSTD)
@@ -76,7 +81,9 @@ def test_a_small_body_that_opens_to_a_gigabyte_is_refused_off_the_loop(
         assert all(thread != "loop" for thread, _ in where)
 
 
-def test_a_body_in_json_is_limited_even_where_data_come(tmp_path: Path, where: list[tuple[str, int]]) -> None:
+def test_a_body_in_json_is_limited_even_where_data_come(
+    tmp_path: Path, where: list[tuple[str, int]]
+) -> None:
     with serving(FakeEngine(), tmp_path) as url:
         wire = Wire(url)
         body = padded(pass_json(wire.model(), 1), GIB)
@@ -86,14 +93,19 @@ def test_a_body_in_json_is_limited_even_where_data_come(tmp_path: Path, where: l
         assert all(thread != "loop" for thread, _ in where)
 
 
-def test_others_are_answered_while_a_body_is_expanded(tmp_path: Path, where: list[tuple[str, int]]) -> None:
-    """The same pass with 100 MiB of spaces, several times; each of the others' requests is answered soon."""
+def test_others_are_answered_while_a_body_is_expanded(
+    tmp_path: Path, where: list[tuple[str, int]]
+) -> None:
+    """The same pass with 100 MiB of spaces, several times; each of the others' requests is answered
+    soon."""
     with serving(FakeEngine(), tmp_path) as url:
         wire = Wire(url)
         model = wire.model()
         bomb = padded(pass_json(model, 1), 100 << 20)
         senders = [
-            threading.Thread(target=wire.send, args=("forward_backward", bomb), kwargs={"headers": ZSTD})
+            threading.Thread(
+                target=wire.send, args=("forward_backward", bomb), kwargs={"headers": ZSTD}
+            )
             for _ in range(3)
         ]
         for sender in senders:
@@ -113,7 +125,9 @@ def test_small_bodies_are_decoded_at_once(where: list[tuple[str, int]], tmp_path
     with serving(FakeEngine(), tmp_path) as url:
         wire = Wire(url)
         body = zstd.compress(json.dumps(step_json(wire.model(), 1)).encode())
-        assert "metrics" in wire.result(wire.send("optim_step", body, headers=ZSTD).json["request_id"])
+        assert "metrics" in wire.result(
+            wire.send("optim_step", body, headers=ZSTD).json["request_id"]
+        )
         assert [thread for thread, _ in where] == ["loop"]
 
 
@@ -130,7 +144,8 @@ def test_a_body_is_journalled_as_it_was_sent_and_carried_out_again(tmp_path: Pat
     assert 0 < journal < 1 << 20
     with serving(FakeEngine(), tmp_path) as url:
         wire = Wire(url)
-        again = wire.send("forward_backward", passed(model), headers=ZSTD)  # the same request, so the same receipt
+        # the same request, so the same receipt
+        again = wire.send("forward_backward", passed(model), headers=ZSTD)
         assert again.json == first.json
         assert wire.result(again.json["request_id"]) == result
         plain = json.dumps(pass_json(model, 1)).encode() + b" " * (32 << 20)
@@ -152,7 +167,9 @@ def test_a_frame_is_limited_whether_or_not_it_says_its_size(declared: bool) -> N
         codec.decompress(body, "zstd", len(plain) - 1)
 
 
-def test_an_unreadable_body_is_looked_at_off_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_body_is_looked_at_off_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also for the number that it uses up."""
     seen: list[bool] = []
     original: Callable[..., Any] = codec.peek
@@ -199,7 +216,9 @@ def assert_opened(event: threading.Event) -> None:
     assert event.wait(20)
 
 
-def test_a_large_body_is_made_a_record_off_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_body_is_made_a_record_off_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     on_loop: list[tuple[bool, bool]] = []
     original = journal.encode
 

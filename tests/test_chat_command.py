@@ -1,4 +1,5 @@
-"""`tinkex chat`: answers as they come, commands, interruptions, and text that is never half a character."""
+"""`tinkex chat`: answers as they come, commands, interruptions, and text that is never half a
+character."""
 
 from __future__ import annotations
 
@@ -32,11 +33,15 @@ TINY = "tinkex/tiny"
 
 @pytest.fixture(scope="module")
 def engine() -> FakeEngine:
-    return FakeEngine((BaseModel(TINY, context_length=512, vocab_size=2048, arch="fake"),), longest_prompt=512)
+    return FakeEngine(
+        (BaseModel(TINY, context_length=512, vocab_size=2048, arch="fake"),), longest_prompt=512
+    )
 
 
 @pytest.fixture(scope="module")
-def service(engine: FakeEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceClient]:
+def service(
+    engine: FakeEngine, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServiceClient]:
     with (
         LocalBackend(data_dir=tmp_path_factory.mktemp("data"), engine=engine) as backend,
         ServiceClient(base_url=backend.base_url) as client,
@@ -45,7 +50,9 @@ def service(engine: FakeEngine, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 @pytest.fixture(autouse=True)
-def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: FakeEngine) -> Iterator[None]:
+def _own_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: FakeEngine
+) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     yield
@@ -81,7 +88,14 @@ def piped(service: ServiceClient) -> Callable[..., Result]:
     """Runs the command in this process, with text for its standard input."""
 
     def run(text: str, *arguments: str) -> Result:
-        given = ["chat", "--base-url", service.holder.config.base_url, "--max-tokens", "12", *arguments]
+        given = [
+            "chat",
+            "--base-url",
+            service.holder.config.base_url,
+            "--max-tokens",
+            "12",
+            *arguments,
+        ]
         return CliRunner().invoke(cli, given, input=text)
 
     return run
@@ -92,10 +106,12 @@ def plain_format() -> ChatFormat:
     return ChatFormat(Tokenizer(usual._tokenizer, usual._config, None))
 
 
-# ── text as it comes ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── text as it comes ──────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("text", ["naïve 日本語 😀👩‍👩‍👧 done", "é", "😀", "plain words, and\nlines", "ends so: 😀"])
+@pytest.mark.parametrize(
+    "text", ["naïve 日本語 😀👩‍👩‍👧 done", "é", "😀", "plain words, and\nlines", "ends so: 😀"]
+)
 def test_pieces_are_whole_characters_and_make_up_the_text(text: str) -> None:
     chat = ChatFormat(load_tokenizer(TINY, backend="tokenizers"))
     tokens, shown = chat.encode(text), AnswerText(chat)
@@ -142,7 +158,7 @@ def test_what_only_looks_like_an_end_is_shown_after_all() -> None:
     assert shown.end() == "\nUser"
 
 
-# ── a conversation ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── a conversation ────────────────────────────────────────────────────────────────────────────────
 
 
 def test_an_answer_is_shown_piece_by_piece_and_remembered(talk: Chat) -> None:
@@ -162,7 +178,10 @@ def test_commands_change_the_conversation(talk: Chat) -> None:
     assert talk.command("/save talk.jsonl") == "saved 4 messages to talk.jsonl"
     ((example,), bad) = read_examples("talk.jsonl")
     assert not bad
-    assert [message["role"] for message in example.messages] == ["system", *["user", "assistant"] * 2]
+    assert [message["role"] for message in example.messages] == [
+        "system",
+        *["user", "assistant"] * 2,
+    ]
     kept = list(talk.messages)
     talk.command("/undo")
     assert talk.messages == kept[:2]
@@ -201,7 +220,9 @@ def test_a_conversation_that_cannot_be_written_is_told_of(talk: Chat) -> None:
     assert talk.command("/save here") == "saved 1 message to here"
 
 
-def test_an_interrupt_ends_the_answer_and_keeps_the_conversation(talk: Chat, engine: FakeEngine) -> None:
+def test_an_interrupt_ends_the_answer_and_keeps_the_conversation(
+    talk: Chat, engine: FakeEngine
+) -> None:
     steps = 0
 
     def interrupt(method: str, subject: str) -> None:
@@ -246,15 +267,19 @@ def test_the_oldest_messages_make_room(talk: Chat, told: list[str]) -> None:
 
 
 @pytest.mark.parametrize("raw", [False, True])
-def test_a_message_that_fits_in_no_case_is_refused_with_its_length(talk: Chat, told: list[str], raw: bool) -> None:
+def test_a_message_that_fits_in_no_case_is_refused_with_its_length(
+    talk: Chat, told: list[str], raw: bool
+) -> None:
     talk.context, talk.raw = 40, raw
-    with pytest.raises(ValueError, match=r"^that is too long: \d+ tokens, of the 40 that the model takes in all$"):
+    with pytest.raises(
+        ValueError, match=r"^that is too long: \d+ tokens, of the 40 that the model takes in all$"
+    ):
         talk.ask("word " * 40, lambda piece: None)
     assert (talk.messages, told) == ([], [])
     assert talk.ask("word", lambda piece: None).text
 
 
-# ── at a terminal, and piped ─────────────────────────────────────────────────────────────────────────────────────
+# ── at a terminal, and piped ──────────────────────────────────────────────────────────────────────
 
 
 def converse(talk: Chat, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +291,9 @@ def test_a_backslash_continues_a_message_and_the_end_of_input_leaves(
     talk: Chat, told: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     converse(talk, "one\\\ntwo\n\n/frob\n/undo\nthree\n", monkeypatch)
-    assert [message["content"] for message in talk.messages if message["role"] == "user"] == ["three"]
+    assert [message["content"] for message in talk.messages if message["role"] == "user"] == [
+        "three"
+    ]
     assert told[1].startswith("there is no command /frob")
     assert told[2] == "taken back; 0 messages left"
     assert told[-1].startswith("(cut off: --max-tokens")
@@ -302,7 +329,9 @@ def test_each_piped_line_is_answered_in_one_conversation(piped: Callable[..., Re
     assert (first["message"], first["tokens"], first["finish_reason"]) == ("one", 12, "length")
     alone = json.loads(piped("two\n", "--format", "json", "--seed", "3").stdout)
     assert second["answer"] != alone["answer"]
-    again = json.loads(piped("one\n/reset\ntwo\n", "--format", "json", "--seed", "3").stdout.splitlines()[1])
+    again = json.loads(
+        piped("one\n/reset\ntwo\n", "--format", "json", "--seed", "3").stdout.splitlines()[1]
+    )
     assert again["answer"] == alone["answer"]
     plain = piped("two\n", "--seed", "3")
     assert plain.stdout.rstrip() == alone["answer"]
@@ -338,17 +367,27 @@ def test_raw_text_is_continued_without_memory(piped: Callable[..., Result]) -> N
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["nope/model"], "nope/model"), (["tinker://nope/sampler_weights/x"], "there is no checkpoint")],
+    [
+        (["nope/model"], "nope/model"),
+        (["tinker://nope/sampler_weights/x"], "there is no checkpoint"),
+    ],
 )
-def test_what_is_not_there_cannot_be_talked_to(piped: Callable[..., Result], arguments: list[str], words: str) -> None:
+def test_what_is_not_there_cannot_be_talked_to(
+    piped: Callable[..., Result], arguments: list[str], words: str
+) -> None:
     result = piped("hello\n", *arguments)
     assert result.exit_code == 1
     assert words in str(result.exception)
 
 
-def test_a_checkpoint_of_either_kind_can_be_talked_to(piped: Callable[..., Result], service: ServiceClient) -> None:
+def test_a_checkpoint_of_either_kind_can_be_talked_to(
+    piped: Callable[..., Result], service: ServiceClient
+) -> None:
     client = service.create_lora_training_client(TINY, rank=4).result()
-    for path in (client.save_state("a").result().path, client.save_weights_for_sampler("a").result().path):
+    for path in (
+        client.save_state("a").result().path,
+        client.save_weights_for_sampler("a").result().path,
+    ):
         result = piped("hello\n", path)
         assert result.exit_code == 0, result.output
         assert result.stdout.strip()
@@ -370,7 +409,14 @@ def test_a_stream_that_is_left_does_not_disturb_later_samples(embedded_url: str)
 @pytest.mark.timeout(120)
 def test_the_bundled_model_answers_and_stops(tmp_path: Path) -> None:
     shown = subprocess.run(
-        [str(Path(sys.executable).with_name("tinkex")), "chat", "--temperature", "0", "--format", "json"],
+        [
+            str(Path(sys.executable).with_name("tinkex")),
+            "chat",
+            "--temperature",
+            "0",
+            "--format",
+            "json",
+        ],
         input="Who is the mayor of Talmere?\n12 plus 30?\n",
         env={**os.environ, "TINKEX_DATA_DIR": str(tmp_path / "data"), "TINKEX_HUB_CACHE": "0"},
         capture_output=True,

@@ -17,9 +17,16 @@ from tinkex.client.rest import RestClient
 from tinkex.engine.api import BaseModel
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.database.store import DATABASE
-from tinkex.types import Checkpoint, CheckpointSearchCursor, CheckpointSearchRequest, UserSearchOwner
+from tinkex.types import (
+    Checkpoint,
+    CheckpointSearchCursor,
+    CheckpointSearchRequest,
+    UserSearchOwner,
+)
 
-BASES = tuple(BaseModel(name, context_length=512, vocab_size=128, arch="fake") for name in ("fake", "other"))
+BASES = tuple(
+    BaseModel(name, context_length=512, vocab_size=128, arch="fake") for name in ("fake", "other")
+)
 
 
 @pytest.fixture
@@ -28,16 +35,22 @@ def wire(tmp_path: Path) -> Iterator[Wire]:
         yield Wire(url)
 
 
-def save(wire: Wire, name: str, kind: str = "save_weights", base: str = "fake", **fields: Any) -> str:
+def save(
+    wire: Wire, name: str, kind: str = "save_weights", base: str = "fake", **fields: Any
+) -> str:
     session = str(
-        wire.post("create_session", {"tags": [], "sdk_version": "0.38.0", **fields.pop("session", {})})["session_id"]
+        wire.post(
+            "create_session", {"tags": [], "sdk_version": "0.38.0", **fields.pop("session", {})}
+        )["session_id"]
     )
     model = wire.model(session, base_model=base)
     return str(wire.run(kind, {"model_id": model, "path": name, "seq_id": 1, **fields})["path"])
 
 
 def search(wire: Wire, **fields: Any) -> list[str]:
-    return [found["tinker_path"] for found in wire.post("checkpoints/search", fields)["checkpoints"]]
+    return [
+        found["tinker_path"] for found in wire.post("checkpoints/search", fields)["checkpoints"]
+    ]
 
 
 @pytest.mark.covers("U39")
@@ -58,7 +71,11 @@ def test_a_search_matches_everything_that_is_asked(wire: Wire) -> None:
     assert search(wire, project_ids=["p-1"]) == [three]
     assert search(wire, project_ids=["default"]) == [two, one]
     assert search(wire, project_ids=[]) == []
-    assert search(wire, owner={"type": "user", "owner_urns": ["tml:user:local"]}) == [three, two, one]
+    assert search(wire, owner={"type": "user", "owner_urns": ["tml:user:local"]}) == [
+        three,
+        two,
+        one,
+    ]
     assert search(wire, owner={"type": "user", "owner_urns": ["tml:user:ada"]}) == []
     run = one.removeprefix("tinker://").split("/")[0]
     wire.send(f"training_runs/{run}/checkpoints/weights/one", method="DELETE")
@@ -75,11 +92,17 @@ def test_a_search_matches_everything_that_is_asked(wire: Wire) -> None:
         ({"checkpoint_type": "other"}, 400, "checkpoint_type"),
         ({"base_models": ["x"] * 201}, 400, "base_models"),
         ({"colour": "red"}, 400, "colour"),
-        ({"cursor": {"last_created_at": "2026-07-13T00:00:00", "last_checkpoint_uuid": "x"}}, 400, "time zone"),
+        (
+            {"cursor": {"last_created_at": "2026-07-13T00:00:00", "last_checkpoint_uuid": "x"}},
+            400,
+            "time zone",
+        ),
     ],
     ids=str,
 )
-def test_a_search_that_makes_no_sense_is_refused(wire: Wire, fields: dict[str, Any], status: int, words: str) -> None:
+def test_a_search_that_makes_no_sense_is_refused(
+    wire: Wire, fields: dict[str, Any], status: int, words: str
+) -> None:
     heard = wire.send("checkpoints/search", fields)
     assert heard.status == status
     assert words in heard.json["detail"]
@@ -89,7 +112,9 @@ def test_a_search_that_makes_no_sense_is_refused(wire: Wire, fields: dict[str, A
 
 
 @pytest.mark.covers("U39")
-def test_pages_of_checkpoints_leave_nothing_out_and_repeat_nothing(wire: Wire, tmp_path: Path) -> None:
+def test_pages_of_checkpoints_leave_nothing_out_and_repeat_nothing(
+    wire: Wire, tmp_path: Path
+) -> None:
     made = [save(wire, f"c{number}") for number in range(7)]
     with closing(sqlite3.connect(tmp_path / DATABASE)) as facts, facts:  # in the same microsecond
         facts.execute("UPDATE checkpoints SET created = 1700000000.123457")
@@ -98,7 +123,9 @@ def test_pages_of_checkpoints_leave_nothing_out_and_repeat_nothing(wire: Wire, t
     with RestClient(base_url=wire.url) as rest:
         while True:
             with pytest.warns(tinkex.ExperimentalWarning, match="search_checkpoints"):
-                page = rest.search_checkpoints(CheckpointSearchRequest(limit=3, cursor=cursor)).result(10)
+                page = rest.search_checkpoints(
+                    CheckpointSearchRequest(limit=3, cursor=cursor)
+                ).result(10)
             found += [checkpoint.tinker_path for checkpoint in page.checkpoints]
             assert {checkpoint.base_model for checkpoint in page.checkpoints} == {"fake"}
             cursor, pages = page.next_cursor, pages + 1

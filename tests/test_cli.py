@@ -39,7 +39,11 @@ def command() -> list[str]:
 
 def tool(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*command(), *arguments], env={**os.environ, **environment}, capture_output=True, text=True, timeout=60
+        [*command(), *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
 
 
@@ -52,7 +56,15 @@ def serve(tmp_path: Path, model_dir: Path) -> Iterator[Serve]:
     started: list[subprocess.Popen[str]] = []
 
     def begin(*arguments: str, **environment: str) -> subprocess.Popen[str]:
-        given = ["serve", "--port", "0", "--data-dir", str(tmp_path / "data"), "--model", f"{MODEL}={model_dir}"]
+        given = [
+            "serve",
+            "--port",
+            "0",
+            "--data-dir",
+            str(tmp_path / "data"),
+            "--model",
+            f"{MODEL}={model_dir}",
+        ]
         process = subprocess.Popen(
             [*command(), *given, *arguments],
             env={**os.environ, **environment},
@@ -94,7 +106,10 @@ def test_the_version() -> None:
 
 def test_the_package_can_be_run_as_a_module() -> None:
     shown = subprocess.run(
-        [sys.executable, "-m", "tinkex", "version", "--json"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "tinkex", "version", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert json.loads(shown.stdout)["version"] == tinkex.__version__
 
@@ -139,10 +154,19 @@ def loaded(*words: str, **environment: str) -> set[str]:
         (("checkpoint", "--help"), {}),
         (("completion", "zsh"), {}),
         ((), {"_TINKEX_COMPLETE": "bash_complete", "COMP_WORDS": "tinkex ", "COMP_CWORD": "1"}),
-        ((), {"_TINKEX_COMPLETE": "bash_complete", "COMP_WORDS": "tinkex checkpoint ", "COMP_CWORD": "2"}),
+        (
+            (),
+            {
+                "_TINKEX_COMPLETE": "bash_complete",
+                "COMP_WORDS": "tinkex checkpoint ",
+                "COMP_CWORD": "2",
+            },
+        ),
     ],
 )
-def test_help_and_completion_import_nothing_heavy(words: tuple[str, ...], environment: dict[str, str]) -> None:
+def test_help_and_completion_import_nothing_heavy(
+    words: tuple[str, ...], environment: dict[str, str]
+) -> None:
     modules = loaded(*words, **environment)
     assert "tinkex.cli.main" in modules
     assert not modules & HEAVY
@@ -270,7 +294,9 @@ def test_no_summary_of_a_command_is_cut() -> None:
     assert cut == []
 
 
-@pytest.mark.parametrize("words", [("train", "examples.jsonl", "--base-model", "x"), ("chat", "x"), ("demo",)])
+@pytest.mark.parametrize(
+    "words", [("train", "examples.jsonl", "--base-model", "x"), ("chat", "x"), ("demo",)]
+)
 def test_commands_that_train_and_talk_wait_as_long_as_they_are_told(
     words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,8 +328,12 @@ def test_the_help_of_serve() -> None:
         assert f"--{limit.name.replace('_', '-')} " in shown.stdout
 
 
-@pytest.mark.parametrize("arguments", [("nothing",), ("serve", "--nothing"), ("serve", "--port", "many")])
-def test_wrong_usage_is_one_error(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "arguments", [("nothing",), ("serve", "--nothing"), ("serve", "--port", "many")]
+)
+def test_wrong_usage_is_one_error(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(arguments).exit_code == 1
     shown = capsys.readouterr()
     assert shown.out == ""
@@ -332,7 +362,10 @@ def test_a_server_says_it_is_ready_serves_and_stops(serve: Serve, tmp_path: Path
     with tinkex.ServiceClient(base_url=url) as service:
         sampler = service.create_sampling_client(base_model=MODEL).result()
         prompt = tinkex.ModelInput.from_ints([5, 6])
-        assert len(sampler.sample(prompt, 1, tinkex.SamplingParams(max_tokens=2)).result(30).sequences) == 1
+        assert (
+            len(sampler.sample(prompt, 1, tinkex.SamplingParams(max_tokens=2)).result(30).sequences)
+            == 1
+        )
     stopped(process, signal.SIGINT)
 
 
@@ -343,7 +376,12 @@ def test_a_key_closes_the_server_and_a_signal_ends_it(serve: Serve) -> None:
     assert "secret" not in line
     wire = Wire(url.replace("0.0.0.0", "127.0.0.1"))
     assert wire.send("get_server_capabilities", method="GET").status == 401
-    assert wire.send("get_server_capabilities", method="GET", headers={"X-API-Key": "tml-secret"}).status == 200
+    assert (
+        wire.send(
+            "get_server_capabilities", method="GET", headers={"X-API-Key": "tml-secret"}
+        ).status
+        == 200
+    )
     assert wire.get("healthz") == {"status": "ok"}
     stopped(process, signal.SIGTERM)
 
@@ -356,7 +394,9 @@ def test_a_server_that_is_told_to_stop_finishes_what_it_has_begun(serve: Serve) 
     sampler = wire.post("create_sampling_session", body)["sampling_session_id"]
     params = {"max_tokens": 120, "stop": []}
     requests = [
-        wire.post("asample", sample_json(sampler, number, num_samples=128, sampling_params=params))["request_id"]
+        wire.post("asample", sample_json(sampler, number, num_samples=128, sampling_params=params))[
+            "request_id"
+        ]
         for number in range(3)
     ]
     with ThreadPoolExecutor() as pool:
@@ -387,7 +427,9 @@ def test_a_server_that_is_told_to_stop_twice_ends_at_once(serve: Serve) -> None:
     assert process.wait(20) == 130
 
 
-def test_keys_are_made_listed_and_revoked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_are_made_listed_and_revoked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     place = ("--data-dir", str(tmp_path / "data"))
 
     def key(*words: str) -> tuple[int, str, str]:
@@ -404,7 +446,12 @@ def test_keys_are_made_listed_and_revoked(tmp_path: Path, capsys: pytest.Capture
     assert shown.endswith("\tnever\tvalid\n")
     assert made.strip() not in shown
     known = json.loads(key("list", "--json")[1])["keys"][0]
-    assert (known["id"], known["owner"], known["name"], known["last_used"]) == (1, "ada", "laptop", None)
+    assert (known["id"], known["owner"], known["name"], known["last_used"]) == (
+        1,
+        "ada",
+        "laptop",
+        None,
+    )
     assert key("revoke", "1")[:2] == (0, "key 1 is revoked\n")
     assert "\trevoked " in key("list")[1]
     code, _, told = key("revoke", "1")
@@ -414,7 +461,9 @@ def test_keys_are_made_listed_and_revoked(tmp_path: Path, capsys: pytest.Capture
     assert json.loads(key("create", "x", "--json")[1])["owner"] == LOCAL_OWNER
 
 
-def test_a_key_on_record_closes_the_server_and_lets_it_listen_anywhere(serve: Serve, tmp_path: Path) -> None:
+def test_a_key_on_record_closes_the_server_and_lets_it_listen_anywhere(
+    serve: Serve, tmp_path: Path
+) -> None:
     key = tool("key", "create", "k", "--data-dir", str(tmp_path / "data")).stdout.strip()
     process = serve("--host", "0.0.0.0", "--log-format", "json", "--samples", "3")
     line, url = ready(process)
@@ -427,7 +476,11 @@ def test_a_key_on_record_closes_the_server_and_lets_it_listen_anywhere(serve: Se
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=20)
     lines = [json.loads(text) for text in errors.splitlines()]
-    assert [entry["status"] for entry in lines if entry["logger"] == "tinkex.server.access"] == [401, 200, 400]
+    assert [entry["status"] for entry in lines if entry["logger"] == "tinkex.server.access"] == [
+        401,
+        200,
+        400,
+    ]
     assert key not in errors
 
 
@@ -454,7 +507,9 @@ def test_other_machines_are_not_let_in_without_a_key(serve: Serve, host: str) ->
 
 
 @pytest.fixture
-def inside(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., str]]:
+def inside(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., str]]:
     """Runs a command that must fail, in this process; returns its one error."""
     handler = signal.getsignal(signal.SIGTERM)
 
@@ -482,12 +537,20 @@ def inside(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
         ("some/unknown-model", "some/unknown-model"),
     ],
 )
-def test_a_wrong_model_is_one_error(inside: Callable[..., str], tmp_path: Path, model: str, words: str) -> None:
-    assert words in inside("serve", "--port", "0", "--data-dir", str(tmp_path / "data"), "--model", model)
+def test_a_wrong_model_is_one_error(
+    inside: Callable[..., str], tmp_path: Path, model: str, words: str
+) -> None:
+    assert words in inside(
+        "serve", "--port", "0", "--data-dir", str(tmp_path / "data"), "--model", model
+    )
 
 
-def test_a_directory_without_a_model_is_one_error(inside: Callable[..., str], tmp_path: Path) -> None:
-    error = inside("serve", "--port", "0", "--data-dir", str(tmp_path / "data"), "--model", f"x={tmp_path}")
+def test_a_directory_without_a_model_is_one_error(
+    inside: Callable[..., str], tmp_path: Path
+) -> None:
+    error = inside(
+        "serve", "--port", "0", "--data-dir", str(tmp_path / "data"), "--model", f"x={tmp_path}"
+    )
     assert str(tmp_path) in error
 
 
@@ -499,7 +562,9 @@ def test_a_data_directory_that_cannot_be_used_is_one_error(
     assert str(tmp_path / "file") in inside("serve", "--port", "0", *given)
 
 
-def test_a_gpu_that_is_not_there_is_one_error(inside: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_is_not_there_is_one_error(
+    inside: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     error = inside("serve", "--port", "0", "--device", "cuda")
     assert "there is no GPU here that PyTorch can use" in error
@@ -531,7 +596,9 @@ def test_the_engine_computes_where_the_options_say(
     assert f"asked for {made}" in inside("serve", "--port", "0", *arguments)
 
 
-def test_errors_of_ours_come_with_their_hint(inside: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_ours_come_with_their_hint(
+    inside: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise tinkex.ConfigurationError("something is missing", hint="install it")
 

@@ -53,7 +53,9 @@ Command = Callable[..., Shown]
 
 
 @pytest.fixture
-def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
+def command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Command:
     """Runs a command in this process."""
     monkeypatch.setenv("HOME", str(tmp_path))
 
@@ -93,19 +95,23 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
 def run_id(url: str) -> str:
     """A run with two training checkpoints and one to sample from."""
     with tinkex.ServiceClient(base_url=url) as service:
-        client = service.create_lora_training_client(MODEL, rank=4, user_metadata={"who": "ada"}).result()
+        client = service.create_lora_training_client(
+            MODEL, rank=4, user_metadata={"who": "ada"}
+        ).result()
         for name in ("one", "two"):
             client.save_state(name).result()
         client.save_weights_for_sampler("three").result()
         return client.model_id
 
 
-# ── in general ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── in general ────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("1.16.1")
 @pytest.mark.parametrize("words", [(), ("-h",), ("--help",)])
-def test_help_is_for_the_asking_and_for_nothing_at_all(command: Command, words: tuple[str, ...]) -> None:
+def test_help_is_for_the_asking_and_for_nothing_at_all(
+    command: Command, words: tuple[str, ...]
+) -> None:
     shown = command(*words)
     assert (shown.code, shown.err) == (0, "")
     assert shown.out.startswith("Usage: tinkex ")
@@ -141,23 +147,47 @@ def test_every_command_has_help(command: Command) -> None:
     [
         (("nothing",), "tinkex", "No such command 'nothing'"),
         (("run", "nothing"), "tinkex run", "No such command 'nothing'"),
-        (("chekpoint", "list"), "tinkex", "No such command 'chekpoint'. Did you mean 'checkpoint'?"),
+        (
+            ("chekpoint", "list"),
+            "tinkex",
+            "No such command 'chekpoint'. Did you mean 'checkpoint'?",
+        ),
         (("checkpoint", "lst"), "tinkex checkpoint", "Did you mean 'list'?"),
         (("run", "list", "--nothing"), "tinkex run list", "--nothing"),
         (("run", "list", "--limit", "many"), "tinkex run list", "'many' is not a valid integer"),
         (("run", "list", "one", "two"), "tinkex run list", "(one two)"),
-        (("run", "list", "--format", "xml"), "tinkex run list", "'xml' is not one of 'table', 'json'"),
+        (
+            ("run", "list", "--format", "xml"),
+            "tinkex run list",
+            "'xml' is not one of 'table', 'json'",
+        ),
         (("run", "list", "--access-scope", "all"), "tinkex run list", "'all' is not one of"),
         (("checkpoint", "info"), "tinkex checkpoint info", "Missing argument 'PATH'"),
         (("run", "info"), "tinkex run info", "Missing argument 'RUN_ID'"),
-        (("checkpoint", "--output", "x", "list"), "tinkex checkpoint", "--output has no effect in front of"),
+        (
+            ("checkpoint", "--output", "x", "list"),
+            "tinkex checkpoint",
+            "--output has no effect in front of",
+        ),
         (("-f", "json", "serve"), "tinkex", "--format has no effect on `serve`"),
-        (("-f", "json", "train", "x"), "tinkex", "give --format after the command: `tinkex train --format"),
+        (
+            ("-f", "json", "train", "x"),
+            "tinkex",
+            "give --format after the command: `tinkex train --format",
+        ),
         (("run", "--seed", "x"), "tinkex run", "'x' is not a valid integer."),
         (("run", "--num-samples", "x"), "tinkex run", "'x' is not a whole number."),
         (("run", "--top-p", "x"), "tinkex run", "'x' is not a number."),
-        (("run", "--base-model", "x", "--prompt", "x", "--min-p", "2"), "tinkex run", "min_p must be in"),
-        (("run", "--base-model", "x", "--prompt", "x", "--logit-bias", "x"), "tinkex run", "takes ID=BIAS"),
+        (
+            ("run", "--base-model", "x", "--prompt", "x", "--min-p", "2"),
+            "tinkex run",
+            "min_p must be in",
+        ),
+        (
+            ("run", "--base-model", "x", "--prompt", "x", "--logit-bias", "x"),
+            "tinkex run",
+            "takes ID=BIAS",
+        ),
         (("run", "--top-p", "0"), "tinkex run", "0.0 is not in the range 0<x<=1"),
     ],
 )
@@ -174,9 +204,15 @@ def test_usage_error_is_told_with_a_pointer_to_the_help(
 
 
 @pytest.mark.covers("1.16.1", "1.16.5")
-def test_the_format_may_stand_anywhere_in_any_case(command: Command, here: str, run_id: str) -> None:
+def test_the_format_may_stand_anywhere_in_any_case(
+    command: Command, here: str, run_id: str
+) -> None:
     expected = command("run", "list", "--json").json
-    for words in (["-f", "json", "run", "list"], ["run", "list", "-f", "JSON"], ["run", "list", "--format=json"]):
+    for words in (
+        ["-f", "json", "run", "list"],
+        ["run", "list", "-f", "JSON"],
+        ["run", "list", "--format=json"],
+    ):
         found = command(*words).json
         assert [item["training_run_id"] for item in found["runs"]] == [
             item["training_run_id"] for item in expected["runs"]
@@ -210,14 +246,18 @@ def test_the_last_of_an_option_given_twice_wins(command: Command, here: str, run
         (("billing", "checkpoint-storage"), "storage"),
     ],
 )
-def test_every_command_computes_here_when_nothing_is_set(command: Command, words: tuple[str, ...], said: str) -> None:
+def test_every_command_computes_here_when_nothing_is_set(
+    command: Command, words: tuple[str, ...], said: str
+) -> None:
     shown = command(*words)
     assert said in shown.out + shown.err
 
 
 @pytest.mark.covers("Q-16", "1.16.1")
 @pytest.mark.parametrize("words", [("auth", "whoami"), ("model", "list", "--base-url", HOSTED_URL)])
-def test_a_missing_key_is_told_where_one_is_needed(command: Command, words: tuple[str, ...]) -> None:
+def test_a_missing_key_is_told_where_one_is_needed(
+    command: Command, words: tuple[str, ...]
+) -> None:
     shown = command(*words)
     assert shown.code == 1
     assert "api_key is required" in shown.err
@@ -226,7 +266,8 @@ def test_a_missing_key_is_told_where_one_is_needed(command: Command, words: tupl
 
 
 @pytest.mark.parametrize(
-    ("variable", "value"), [("TINKER_API_KEY", "tml-x"), ("TINKER_BASE_URL", "http://127.0.0.1:9"), (None, None)]
+    ("variable", "value"),
+    [("TINKER_API_KEY", "tml-x"), ("TINKER_BASE_URL", "http://127.0.0.1:9"), (None, None)],
 )
 def test_one_rule_says_where_commands_connect(
     monkeypatch: pytest.MonkeyPatch, variable: str | None, value: str | None
@@ -234,7 +275,10 @@ def test_one_rule_says_where_commands_connect(
     if variable is not None:
         assert value is not None
         monkeypatch.setenv(variable, value)
-    found = {Connection(None, None).config().base_url, Connection(None, None, 3.0).config().base_url}
+    found = {
+        Connection(None, None).config().base_url,
+        Connection(None, None, 3.0).config().base_url,
+    }
     assert found == {HOSTED_URL if variable == "TINKER_API_KEY" else value or "local"}
     assert Connection("tml-y", None).config().base_url in (HOSTED_URL, value)
     assert Connection(None, "http://127.0.0.1:8").config().base_url == "http://127.0.0.1:8"
@@ -254,7 +298,9 @@ def test_the_options_win_over_the_environment(
 
 
 @pytest.mark.covers("1.16.1")
-def test_a_server_that_does_not_answer_in_time_is_an_error(command: Command, faulty: FaultyServer) -> None:
+def test_a_server_that_does_not_answer_in_time_is_an_error(
+    command: Command, faulty: FaultyServer
+) -> None:
     faulty.script("sessions", Answer(body={"sessions": []}, delay=5))
     began = time.monotonic()
     shown = command("session", "list", "--timeout", "300")
@@ -319,13 +365,17 @@ def test_an_interrupted_command_ends_with_130(command: Command, faulty: FaultySe
     assert shown.err.endswith("stopped\n")
 
 
-# ── version ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── version ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("1.16.2", "1.16.5")
 def test_the_version_and_its_commit(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tinkex.cli.versions.commit", lambda: "abc1234")
-    assert command("version").out == command("--version").out == f"tinkex {tinkex.__version__} (abc1234)\n"
+    assert (
+        command("version").out
+        == command("--version").out
+        == f"tinkex {tinkex.__version__} (abc1234)\n"
+    )
     assert command("version", "--json").json == {"version": tinkex.__version__, "commit": "abc1234"}
     monkeypatch.setattr("tinkex.cli.versions.commit", lambda: None)
     assert command("version").out == f"tinkex {tinkex.__version__}\n"
@@ -340,7 +390,7 @@ def test_the_packages_it_works_with_are_listed(command: Command) -> None:
     assert "\nclick\t" in command("version", "--deps").out
 
 
-# ── sampling ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── sampling ──────────────────────────────────────────────────────────────────────────────────────
 
 SAMPLE = ("run", "--base-model", MODEL, "--max-tokens", "3", "--seed", "1")
 
@@ -364,13 +414,35 @@ def test_samples_are_printed_with_their_facts(command: Command, here: str) -> No
     assert shown.result.ok
 
 
-def test_changes_of_logits_are_options_of_run(command: Command, faulty: FaultyServer, tmp_path: Path) -> None:
+def test_changes_of_logits_are_options_of_run(
+    command: Command, faulty: FaultyServer, tmp_path: Path
+) -> None:
     (tmp_path / "prompt").write_text("[5, 6, 7]")
     faulty.script("create_sampling_session", Answer(body={"sampling_session_id": "s:sample:0"}))
     faulty.script("asample", Answer(400, {"detail": "enough"}))
-    options = ["--min-p", "0.1", "--repetition-penalty", "1.5", "--presence-penalty", "1", "--frequency-penalty", "-1"]
-    changes = ["--logit-bias", "5=2.5", "--logit-bias", "7=-100", "--bad-word", "no", "--bad-word", "never"]
-    command("run", "--base-model", "x", "--prompt-file", str(tmp_path / "prompt"), *options, *changes)
+    options = [
+        "--min-p",
+        "0.1",
+        "--repetition-penalty",
+        "1.5",
+        "--presence-penalty",
+        "1",
+        "--frequency-penalty",
+        "-1",
+    ]
+    changes = [
+        "--logit-bias",
+        "5=2.5",
+        "--logit-bias",
+        "7=-100",
+        "--bad-word",
+        "no",
+        "--bad-word",
+        "never",
+    ]
+    command(
+        "run", "--base-model", "x", "--prompt-file", str(tmp_path / "prompt"), *options, *changes
+    )
     sent = faulty.requests("asample")[0].json["sampling_params"]
     assert (sent["min_p"], sent["repetition_penalty"]) == (0.1, 1.5)
     assert (sent["presence_penalty"], sent["frequency_penalty"]) == (1.0, -1.0)
@@ -392,11 +464,22 @@ def test_json_has_stdout_for_itself(command: Command, here: str) -> None:
 
 @pytest.mark.covers("1.16.4")
 @pytest.mark.parametrize("text", ["[5, 6, 7]", '{"tokens": [5, 6, 7]}'])
-def test_a_prompt_file_may_hold_token_ids(command: Command, faulty: FaultyServer, tmp_path: Path, text: str) -> None:
+def test_a_prompt_file_may_hold_token_ids(
+    command: Command, faulty: FaultyServer, tmp_path: Path, text: str
+) -> None:
     (tmp_path / "prompt").write_text(text)
     faulty.script("create_sampling_session", Answer(body={"sampling_session_id": "s:sample:0"}))
     faulty.script("asample", Answer(400, {"detail": "enough"}))
-    command("run", "--base-model", "x", "--prompt-file", str(tmp_path / "prompt"), "--json", "--top-k", "-1")
+    command(
+        "run",
+        "--base-model",
+        "x",
+        "--prompt-file",
+        str(tmp_path / "prompt"),
+        "--json",
+        "--top-k",
+        "-1",
+    )
     sent = faulty.requests("asample")[0].json
     assert sent["prompt"]["chunks"][0]["tokens"] == [5, 6, 7]
     assert sent["num_samples"] == 1
@@ -408,7 +491,9 @@ def test_a_prompt_file_may_hold_token_ids(command: Command, faulty: FaultyServer
 
 @pytest.mark.covers("1.16.4")
 @pytest.mark.parametrize("text", ["Once upon", "[1, 2", '{"tokens": ["a"]}', "[true]", "[1.5]"])
-def test_any_other_prompt_file_is_text(command: Command, here: str, tmp_path: Path, text: str) -> None:
+def test_any_other_prompt_file_is_text(
+    command: Command, here: str, tmp_path: Path, text: str
+) -> None:
     (tmp_path / "prompt").write_text(text)
     from_file = command(*SAMPLE, "--prompt-file", str(tmp_path / "prompt"), "--json")
     assert from_file.json == command(*SAMPLE, "--prompt", text, "--json").json
@@ -479,21 +564,38 @@ def test_a_failure_is_told_in_the_words_of_who_called_and_not_of_the_wire(
 
 
 @pytest.mark.covers("1.16.4")
-def test_a_sample_that_takes_too_long_is_given_up(command: Command, faulty: FaultyServer, tmp_path: Path) -> None:
+def test_a_sample_that_takes_too_long_is_given_up(
+    command: Command, faulty: FaultyServer, tmp_path: Path
+) -> None:
     (tmp_path / "prompt").write_text("[1]")
     faulty.script("create_sampling_session", Answer(body={"sampling_session_id": "s:sample:0"}))
     faulty.script("asample", Answer(body={"request_id": "r"}))
-    faulty.script("retrieve_future", Answer(408, {"type": "try_again", "request_id": "r", "queue_state": "active"}))
-    shown = command("run", "--base-model", "x", "--prompt-file", str(tmp_path / "prompt"), "--timeout", "500")
+    faulty.script(
+        "retrieve_future",
+        Answer(408, {"type": "try_again", "request_id": "r", "queue_state": "active"}),
+    )
+    shown = command(
+        "run", "--base-model", "x", "--prompt-file", str(tmp_path / "prompt"), "--timeout", "500"
+    )
     assert shown.code == 1
     assert "no result within 0.5 s" in shown.err
     assert isinstance(shown.result.error, tinkex.APITimeoutError)
 
 
 @pytest.mark.covers("1.16.4")
-def test_tokens_that_cannot_be_read_are_told_in_brackets(command: Command, here: str, tmp_path: Path) -> None:
+def test_tokens_that_cannot_be_read_are_told_in_brackets(
+    command: Command, here: str, tmp_path: Path
+) -> None:
     (tmp_path / "prompt").write_text("[1, 2]")
-    words = ("run", "--base-model", "other/Model", "--prompt-file", str(tmp_path / "prompt"), "--max-tokens", "2")
+    words = (
+        "run",
+        "--base-model",
+        "other/Model",
+        "--prompt-file",
+        str(tmp_path / "prompt"),
+        "--max-tokens",
+        "2",
+    )
     shown = command(*words)
     assert shown.code == 0
     assert "\n[could not be decoded: " in shown.out
@@ -514,7 +616,7 @@ def test_the_pool_of_sampling_has_the_size_that_was_asked_for(
     assert {"sample": 3} in seen
 
 
-# ── saving ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── saving ────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("1.16.2", "1.16.3")
@@ -531,7 +633,10 @@ def test_a_checkpoint_is_saved_and_written_down(
     assert saved == shown.result.data
     assert saved.keys() == {"base_model", "model_id", "weights_path", "saved_at", "response"}
     assert saved["base_model"] == MODEL
-    assert saved["weights_path"] == f"tinker://{saved['model_id']}/sampler_weights/checkpoint-tinkex-tiny"
+    assert (
+        saved["weights_path"]
+        == f"tinker://{saved['model_id']}/sampler_weights/checkpoint-tinkex-tiny"
+    )
     assert saved["response"]["path"] == saved["weights_path"]
     assert len(saved["saved_at"]) == len("2026-01-01T00:00:00Z")
     info = command("checkpoint", "info", saved["weights_path"], "--json").json
@@ -539,15 +644,26 @@ def test_a_checkpoint_is_saved_and_written_down(
 
 
 @pytest.mark.covers("1.16.3")
-def test_a_training_checkpoint_can_be_the_beginning(command: Command, here: str, run_id: str, tmp_path: Path) -> None:
-    words = ("--model-path", f"tinker://{run_id}/weights/one", "--name", "again", "--output", str(tmp_path / "x"))
+def test_a_training_checkpoint_can_be_the_beginning(
+    command: Command, here: str, run_id: str, tmp_path: Path
+) -> None:
+    words = (
+        "--model-path",
+        f"tinker://{run_id}/weights/one",
+        "--name",
+        "again",
+        "--output",
+        str(tmp_path / "x"),
+    )
     saved = command("checkpoint", *words).result.data
     assert saved["weights_path"].endswith("/sampler_weights/again")
     assert saved["model_id"] != run_id
 
 
 @pytest.mark.covers("1.16.3")
-def test_nothing_is_written_when_saving_fails(command: Command, faulty: FaultyServer, tmp_path: Path) -> None:
+def test_nothing_is_written_when_saving_fails(
+    command: Command, faulty: FaultyServer, tmp_path: Path
+) -> None:
     assert "give --output" in command("checkpoint", "--base-model", "x").err
     place = tmp_path / "saved.json"
     assert "--base-model or --model-path" in command("checkpoint", "--output", str(place)).err
@@ -559,7 +675,7 @@ def test_nothing_is_written_when_saving_fails(command: Command, faulty: FaultySe
     assert not place.exists()
 
 
-# ── lists and looks ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── lists and looks ───────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("1.16.2", "1.16.5")
@@ -568,7 +684,11 @@ def test_checkpoints_are_listed(command: Command, here: str, run_id: str) -> Non
     lines = shown.out.splitlines()
     assert lines[0] == f"Checkpoints for {run_id} (3/3)"
     assert lines[1] == "ID\tType\tSize\tPublic\tCreated\tExpires\tPath"
-    assert {line.split("\t")[0] for line in lines[2:]} == {"weights/one", "weights/two", "sampler_weights/three"}
+    assert {line.split("\t")[0] for line in lines[2:]} == {
+        "weights/one",
+        "weights/two",
+        "sampler_weights/three",
+    }
     row = next(line.split("\t") for line in lines if line.startswith("weights/one\t"))
     assert (row[1], row[3], row[4], row[5]) == ("training", "No", "just now", "Never")
     assert row[6] == f"tinker://{run_id}/weights/one"
@@ -592,7 +712,9 @@ def test_checkpoints_are_listed(command: Command, here: str, run_id: str) -> Non
 
 
 @pytest.mark.covers("1.16.5")
-def test_lists_ask_for_the_pages_that_the_protocol_has(command: Command, faulty: FaultyServer) -> None:
+def test_lists_ask_for_the_pages_that_the_protocol_has(
+    command: Command, faulty: FaultyServer
+) -> None:
     cursor = {"offset": 0, "limit": 0, "total_count": 0}
     faulty.script("checkpoints", Answer(body={"checkpoints": [], "cursor": cursor}))
     faulty.script("training_runs", Answer(body={"training_runs": [], "cursor": cursor}))
@@ -609,12 +731,31 @@ def test_lists_ask_for_the_pages_that_the_protocol_has(command: Command, faulty:
 @pytest.mark.covers("1.16.2", "1.16.5")
 def test_a_checkpoint_is_looked_up(command: Command, here: str, run_id: str) -> None:
     path = f"tinker://{run_id}/weights/one"
-    lines = dict(line.split(": ", 1) for line in command("checkpoint", "info", path).out.splitlines())
+    lines = dict(
+        line.split(": ", 1) for line in command("checkpoint", "info", path).out.splitlines()
+    )
     assert list(lines)[:12] == [
-        *("ID", "Run ID", "Type", "Path", "Size", "Public", "Created", "Expires", "Base model", "LoRA", "Rank"),
+        *(
+            "ID",
+            "Run ID",
+            "Type",
+            "Path",
+            "Size",
+            "Public",
+            "Created",
+            "Expires",
+            "Base model",
+            "LoRA",
+            "Rank",
+        ),
         "Trains unembed",
     ]
-    assert (lines["ID"], lines["Run ID"], lines["Rank"], lines["LoRA"]) == ("weights/one", run_id, "4", "Yes")
+    assert (lines["ID"], lines["Run ID"], lines["Rank"], lines["LoRA"]) == (
+        "weights/one",
+        run_id,
+        "4",
+        "Yes",
+    )
     data = command("checkpoint", "info", path, "--json").json
     assert data["tinker_path"] == path
     assert (data["base_model"], data["is_lora"], data["lora_rank"]) == (MODEL, True, 4)
@@ -653,9 +794,14 @@ def test_runs_are_listed_and_looked_up(command: Command, here: str, run_id: str)
     }
     assert known["last_checkpoint"]["tinker_path"] == f"tinker://{run_id}/weights/two"
     text = command("run", "info", run_id).out
-    assert text.startswith(f"{run_id} ({MODEL})\nOwner: local\nLoRA: Yes\nRank: 4\nStatus: Finished\n")
+    assert text.startswith(
+        f"{run_id} ({MODEL})\nOwner: local\nLoRA: Yes\nRank: 4\nStatus: Finished\n"
+    )
     assert "Last training checkpoint: weights/two\n" in text
-    assert f"  Path: tinker://{run_id}/weights/two\nLast sampler checkpoint: sampler_weights/three\n" in text
+    assert (
+        f"  Path: tinker://{run_id}/weights/two\nLast sampler checkpoint: sampler_weights/three\n"
+        in text
+    )
     assert f"  Path: tinker://{run_id}/sampler_weights/three\nMetadata" in text
     assert text.endswith("Metadata: who=ada\n")
     assert command("run", "info", "nothing").code == 1
@@ -666,14 +812,21 @@ def test_models_are_listed_by_a_part_of_their_names(command: Command, here: str)
     found = command("model", "list", "MODEL", "--json").json
     assert found == {
         "models": [
-            {"model_name": "other/Model", "max_context_length": 64, "trainable": True, "sampleable": True},
+            {
+                "model_name": "other/Model",
+                "max_context_length": 64,
+                "trainable": True,
+                "sampleable": True,
+            },
         ]
     }
 
 
 @pytest.mark.covers("U38")
 def test_listing_models_makes_no_session(command: Command, faulty: FaultyServer) -> None:
-    faulty.script("get_server_capabilities", Answer(body={"supported_models": [{"model_name": "m"}]}))
+    faulty.script(
+        "get_server_capabilities", Answer(body={"supported_models": [{"model_name": "m"}]})
+    )
     assert command("model", "list").out.startswith("Models (1/1)\n")
     assert [seen.path for seen in faulty.seen] == ["get_server_capabilities"]
 
@@ -684,8 +837,12 @@ def test_sessions_are_listed_looked_up_and_finished(command: Command, here: str)
     assert session in command("session", "list").out.splitlines()
     data = command("session", "info", session, "--json").json
     assert (data["session_id"], data["training_run_ids"]) == (session, [])
-    assert command("session", "info", session).out.startswith(f"ID: {session}\nTraining runs: none\n")
-    shown = command("session", "finish", session, "--reason", "errored", "--detail", "it broke", "--json")
+    assert command("session", "info", session).out.startswith(
+        f"ID: {session}\nTraining runs: none\n"
+    )
+    shown = command(
+        "session", "finish", session, "--reason", "errored", "--detail", "it broke", "--json"
+    )
     assert shown.json == {
         "command": "session finish",
         "action": "finish",
@@ -710,12 +867,16 @@ def test_a_trace_is_fetched_or_its_address_shown(
     assert command("session", "export-trace", "s", "--url-only", "-o", "x").code == 1
 
 
-def test_the_trace_of_a_backend_inside_this_process_is_copied(command: Command, tmp_path: Path) -> None:
+def test_the_trace_of_a_backend_inside_this_process_is_copied(
+    command: Command, tmp_path: Path
+) -> None:
     target = tmp_path / "made" / "it.json"
     with tinkex.LocalBackend(engine=FakeEngine(), data_dir=tmp_path / "data") as backend:
         with tinkex.ServiceClient(base_url=backend.base_url) as service:
             session = service.create_lora_training_client("fake", rank=4).result().holder.session_id
-        shown = command("session", "export-trace", session, "-o", str(target), "--base-url", backend.base_url)
+        shown = command(
+            "session", "export-trace", session, "-o", str(target), "--base-url", backend.base_url
+        )
     assert (shown.code, shown.out) == (0, f"Wrote {target} ({size(target.stat().st_size)})\n")
     assert "create_model" in target.read_text()
     assert os.listdir(target.parent) == ["it.json"]
@@ -729,13 +890,20 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_asked(
     command: Command, faulty: FaultyServer, tmp_path: Path, words: tuple[str, ...]
 ) -> None:
     (tmp_path / "file").touch()
-    for place, reason in ((tmp_path, "Is a directory"), (tmp_path / "file" / "below" / "it", "Not a directory")):
+    for place, reason in (
+        (tmp_path, "Is a directory"),
+        (tmp_path / "file" / "below" / "it", "Not a directory"),
+    ):
         shown = command(*words, "--output", str(place))
-        assert (shown.code, shown.out, shown.err) == (1, "", f"Error: {place} cannot be written: {reason}\n")
+        assert (shown.code, shown.out, shown.err) == (
+            1,
+            "",
+            f"Error: {place} cannot be written: {reason}\n",
+        )
     assert faulty.seen == []
 
 
-# ── changes ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── changes ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("1.16.2", "1.16.5")
@@ -746,7 +914,10 @@ def test_checkpoints_are_published_and_kept_back(command: Command, here: str, ru
     shown = command("checkpoint", "unpublish", path, "--json")
     assert shown.json == shown.result.data == {"action": "unpublish", "path": path}
     assert command("checkpoint", "info", path, "--json").json["public"] is False
-    assert command("checkpoint", "publish", path, "--json").json == {"action": "publish", "path": path}
+    assert command("checkpoint", "publish", path, "--json").json == {
+        "action": "publish",
+        "path": path,
+    }
     assert command("checkpoint", "unpublish", path).out == f"Unpublished {path}\n"
 
 
@@ -764,7 +935,13 @@ def test_a_lifetime_is_set_and_removed(command: Command, here: str, run_id: str)
     assert command("checkpoint", "info", path, "--json").json["expires_at"] is not None
     assert path in command("checkpoint", "set-ttl", path, "--remove").out
     assert command("checkpoint", "info", path, "--json").json["expires_at"] is None
-    for wrong in ((), ("--ttl", "5", "--remove"), ("--ttl", "0"), ("--ttl", "1.5"), ("--ttl", "-3")):
+    for wrong in (
+        (),
+        ("--ttl", "5", "--remove"),
+        ("--ttl", "0"),
+        ("--ttl", "1.5"),
+        ("--ttl", "-3"),
+    ):
         assert command("checkpoint", "set-ttl", path, *wrong).code == 1
 
 
@@ -787,7 +964,7 @@ def test_paths_are_checked_before_anything_is_sent(
     assert faulty.seen == []
 
 
-# ── deleting ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── deleting ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
@@ -799,10 +976,13 @@ def doomed(url: str) -> list[str]:
 
 
 @pytest.mark.covers("1.16.2", "1.16.5", "1.16.6")
-def test_checkpoints_are_deleted_one_after_the_other(command: Command, here: str, doomed: list[str]) -> None:
+def test_checkpoints_are_deleted_one_after_the_other(
+    command: Command, here: str, doomed: list[str]
+) -> None:
     shown = command("checkpoint", "delete", *doomed[:2], "--yes")
     assert shown.out == "".join(
-        f"Deleting {number}/2: {path}\nDeleted {path}\n" for number, path in enumerate(doomed[:2], 1)
+        f"Deleting {number}/2: {path}\nDeleted {path}\n"
+        for number, path in enumerate(doomed[:2], 1)
     )
     assert shown.result.data == {
         "command": "checkpoint delete",
@@ -854,22 +1034,29 @@ def test_a_question_comes_first(
 
 
 @pytest.mark.covers("1.16.6")
-def test_one_wrong_path_and_nothing_is_deleted(command: Command, here: str, doomed: list[str]) -> None:
+def test_one_wrong_path_and_nothing_is_deleted(
+    command: Command, here: str, doomed: list[str]
+) -> None:
     assert command("checkpoint", "delete", *doomed, "tinker://wrong", "--yes").code == 1
     assert all(command("checkpoint", "info", path).code == 0 for path in doomed)
     assert command("checkpoint", "delete", "--yes").code == 1
 
 
-def test_the_checkpoints_of_a_run_are_chosen_by_type_and_time(command: Command, here: str, doomed: list[str]) -> None:
+def test_the_checkpoints_of_a_run_are_chosen_by_type_and_time(
+    command: Command, here: str, doomed: list[str]
+) -> None:
     chosen = doomed[0].split("/")[2]
     words = ("checkpoint", "delete", "--run-id", chosen, "--yes", "--json")
     assert command(*words, "--type", "sampler").json["paths"] == []
     assert command(*words, "--before", "2020-01-01").json["paths"] == []
-    assert sorted(command(*words, "--after", "2020-01-01", "--type", "training").json["paths"]) == doomed
+    assert (
+        sorted(command(*words, "--after", "2020-01-01", "--type", "training").json["paths"])
+        == doomed
+    )
     assert command("checkpoint", "delete", doomed[0], "--type", "sampler").code == 1
 
 
-# ── accounts ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── accounts ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_login_is_kept_for_its_owner_alone_and_forgotten(
@@ -891,7 +1078,11 @@ def test_a_login_is_kept_for_its_owner_alone_and_forgotten(
     assert file.stat().st_mode & 0o777 == 0o600
     assert file.parent.stat().st_mode & 0o777 == 0o700
     status = command("auth", "status", "--json").json
-    assert (status["credentials"], status["source"], status["accessible"]) == (True, str(file), True)
+    assert (status["credentials"], status["source"], status["accessible"]) == (
+        True,
+        str(file),
+        True,
+    )
     assert faulty.seen[-1].headers["x-api-key"] == "tml-secret"
     assert command("auth", "status", "--base-url", "local", "--json").json["credentials"] is False
     assert command("auth", "logout").out.startswith(f"Removed the key from {file}")
@@ -916,17 +1107,24 @@ def test_other_logins_stay_and_a_made_key_is_deleted_on_the_server(
 ) -> None:
     file = tmp_path / ".tinker" / "credentials.json"
     file.parent.mkdir()
-    keys = {"1": {"type": "generated", "key": "tml-made"}, "2": {"type": "manual", "key": "tml-other"}}
+    keys = {
+        "1": {"type": "generated", "key": "tml-made"},
+        "2": {"type": "manual", "key": "tml-other"},
+    }
     file.write_text(json.dumps({"version": 1, "default": "1", "keys": keys}))
     faulty.script("auth/apikey/me", Answer(body={}))
     assert command("auth", "logout").code == 0
-    assert [(seen.method, seen.headers["x-api-key"]) for seen in faulty.seen] == [("DELETE", "tml-made")]
+    assert [(seen.method, seen.headers["x-api-key"]) for seen in faulty.seen] == [
+        ("DELETE", "tml-made")
+    ]
     assert json.loads(file.read_text()) == {"version": 1, "keys": {"2": keys["2"]}}
     file.write_text("{")
     assert "cannot be read" in command("auth", "login", "--api-key", "tml-x").err
 
 
-def test_the_status_ends_with_one_when_the_server_is_not_to_be_had(command: Command, faulty: FaultyServer) -> None:
+def test_the_status_ends_with_one_when_the_server_is_not_to_be_had(
+    command: Command, faulty: FaultyServer
+) -> None:
     faulty.script("get_server_capabilities", Answer(401, {"detail": "no key"}))
     shown = command("auth", "status")
     assert (shown.code, shown.out) == (1, "Credentials: No\nServer accessible: No\n")
@@ -944,9 +1142,18 @@ def test_who_the_key_belongs_to_is_told_where_the_server_tells(command: Command,
 def test_usage_tells_free_storage_from_paid(command: Command, faulty: FaultyServer) -> None:
     def event(**info: Any) -> dict[str, Any]:
         hours = {"bucket_start": "2026-07-13T00:00:00Z", "bucket_end": "2026-07-13T01:00:00Z"}
-        return {**hours, "user_id": "u", "user_name": "ada", "event_info": {"type": "storage", **info}}
+        return {
+            **hours,
+            "user_id": "u",
+            "user_name": "ada",
+            "event_info": {"type": "storage", **info},
+        }
 
-    events = [event(gigabyte_hours=1.5), event(gigabyte_hours=10.0, free=True), event(gigabyte_hours=2.5, free=False)]
+    events = [
+        event(gigabyte_hours=1.5),
+        event(gigabyte_hours=10.0, free=True),
+        event(gigabyte_hours=2.5, free=False),
+    ]
     faulty.script("billing/usage/events", Answer(body={"data": events, "sessions": {}}))
     words = ("billing", "usage", "2026-07-13", "2026-07-14")
     rows = list(csv.DictReader(io.StringIO(command(*words, "--csv", "-").out)))
@@ -960,7 +1167,9 @@ def test_usage_tells_free_storage_from_paid(command: Command, faulty: FaultyServ
     assert "free" in command(*words).out
 
 
-def test_usage_is_shown_flat_and_as_csv(command: Command, here: str, run_id: str, tmp_path: Path) -> None:
+def test_usage_is_shown_flat_and_as_csv(
+    command: Command, here: str, run_id: str, tmp_path: Path
+) -> None:
     words = ("billing", "usage", "2020-01-01", "2020-01-03")
     assert command(*words).out.startswith("Usage (0 rows)\n")
     day = time.strftime("%Y-%m-%dT00:00:00Z", time.gmtime())
@@ -980,16 +1189,20 @@ def test_usage_is_shown_flat_and_as_csv(command: Command, here: str, run_id: str
     assert command("billing", "checkpoint-storage", "--csv", "-").out.startswith("project_id,")
 
 
-# ── inside this process ──────────────────────────────────────────────────────────────────────────────────────────
+# ── inside this process ───────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("1.16.1")
-def test_a_backend_of_this_process_is_a_server_like_any_other(command: Command, tmp_path: Path) -> None:
+def test_a_backend_of_this_process_is_a_server_like_any_other(
+    command: Command, tmp_path: Path
+) -> None:
     engine = FakeEngine((BaseModel(MODEL, 64, 1024, "fake"),))
     with tinkex.LocalBackend(data_dir=tmp_path / "data", engine=engine) as backend:
         shown = command(*SAMPLE, "--prompt", "x", "--json", "--base-url", backend.base_url)
         assert len(shown.json["sequences"][0]["tokens"]) == 3
-        assert command("run", "list", "--base-url", backend.base_url).out.startswith("Training runs (0/0)\n")
+        assert command("run", "list", "--base-url", backend.base_url).out.startswith(
+            "Training runs (0/0)\n"
+        )
 
 
 @pytest.mark.slow

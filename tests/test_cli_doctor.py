@@ -28,7 +28,8 @@ def no_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(
         doctor,
         "TORCH",
-        'print(\'{"version": "9", "threads": 2, "device": "cpu", "memory": null, "native": null, "products": true}\')',
+        'print(\'{"version": "9", "threads": 2, "device": "cpu", "memory": null, "native": null, '
+        '"products": true}\')',
     )
     monkeypatch.setenv("HOME", str(tmp_path))
 
@@ -59,14 +60,30 @@ def examine(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[
 
 def dated(**off: float) -> Answer:
     moment = dt.datetime.now(dt.UTC) + dt.timedelta(**off)
-    return Answer(body={"supported_models": []}, headers={"Date": format_datetime(moment, usegmt=True)})
+    return Answer(
+        body={"supported_models": []}, headers={"Date": format_datetime(moment, usegmt=True)}
+    )
 
 
-def test_a_healthy_machine_is_told_so(faulty: FaultyServer, port: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_healthy_machine_is_told_so(
+    faulty: FaultyServer, port: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     faulty.script("get_server_capabilities", dated())
     code, found = examine(capsys, "--port", port)
     assert code == 0
-    expected = ["python", "versions", "torch", "device", "cpu", "memory", "disk", "port", "key", "server", "clock"]
+    expected = [
+        "python",
+        "versions",
+        "torch",
+        "device",
+        "cpu",
+        "memory",
+        "disk",
+        "port",
+        "key",
+        "server",
+        "clock",
+    ]
     assert list(found) == expected
     assert {item["status"] for item in found.values()} == {"ok"}
     assert tinkex.__version__ in found["versions"]["detail"]
@@ -87,7 +104,9 @@ def test_a_dead_server_is_an_error_within_seconds(
     assert "whether the server runs" in found["server"]["fix"]
 
 
-def test_a_server_that_says_nothing_is_given_up(faulty: FaultyServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_says_nothing_is_given_up(
+    faulty: FaultyServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     faulty.script("get_server_capabilities", Answer(body={"supported_models": []}, delay=20))
     began = time.monotonic()
     code, found = examine(capsys, "--timeout", "300")
@@ -95,7 +114,9 @@ def test_a_server_that_says_nothing_is_given_up(faulty: FaultyServer, capsys: py
     assert (code, found["server"]["status"]) == (1, "error")
 
 
-def test_an_answer_that_makes_no_sense_is_an_error(faulty: FaultyServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_answer_that_makes_no_sense_is_an_error(
+    faulty: FaultyServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     for body in (b"<html>", b"[]"):
         faulty.script("get_server_capabilities", Answer(body=body))
         code, found = examine(capsys)
@@ -122,7 +143,8 @@ def test_without_key_and_address_commands_compute_here(capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(
-    ("seconds", "status", "code"), [(5, "ok", 0), (-5, "ok", 0), (90, "warning", 0), (-4000, "error", 1)]
+    ("seconds", "status", "code"),
+    [(5, "ok", 0), (-5, "ok", 0), (90, "warning", 0), (-4000, "error", 1)],
 )
 def test_a_clock_that_is_off_is_told(
     faulty: FaultyServer, capsys: pytest.CaptureFixture[str], seconds: float, status: str, code: int
@@ -184,7 +206,9 @@ def test_unusable_data_directory_is_told(
         lock = Lock(place, shared=False)
     else:
         place.write_text("not a directory")
-    monkeypatch.setenv("TINKEX_DATA_DIR", str(place / "below" if obstacle == "file-above" else place))
+    monkeypatch.setenv(
+        "TINKEX_DATA_DIR", str(place / "below" if obstacle == "file-above" else place)
+    )
     _, found = examine(capsys, *(["--base-url", "local"] if local else []))
     assert found["disk"]["status"] == ("error" if local else "warning")
     assert str(place) in found["disk"]["detail"]
@@ -197,7 +221,10 @@ def test_unusable_data_directory_is_told(
 
 
 def test_data_directory_is_tried_without_a_trace(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, faulty: FaultyServer, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    faulty: FaultyServer,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("TINKEX_DATA_DIR", str(tmp_path / "a" / "b"))
     assert examine(capsys)[1]["disk"]["status"] == "ok"
@@ -212,10 +239,15 @@ def test_an_old_python_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("safe", "told"), [("true", "and is slower: rows differ"), ("false", "change each other's last")]
+    ("safe", "told"),
+    [("true", "and is slower: rows differ"), ("false", "change each other's last")],
 )
 def test_a_cpu_that_goes_without_c_is_told_why(
-    safe: str, told: str, port: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    safe: str,
+    told: str,
+    port: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     script = doctor.TORCH.replace('"native": null', '"native": "rows differ"').replace("true", safe)
     monkeypatch.setattr(doctor, "TORCH", script)
@@ -228,5 +260,14 @@ def test_a_cpu_that_goes_without_c_is_told_why(
 @pytest.mark.slow
 def test_torch_itself_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    shown = subprocess.run([sys.executable, "-c", doctor.TORCH], capture_output=True, text=True, check=True)
-    assert json.loads(shown.stdout).keys() == {"version", "threads", "device", "memory", "native", "products"}
+    shown = subprocess.run(
+        [sys.executable, "-c", doctor.TORCH], capture_output=True, text=True, check=True
+    )
+    assert json.loads(shown.stdout).keys() == {
+        "version",
+        "threads",
+        "device",
+        "memory",
+        "native",
+        "products",
+    }

@@ -37,7 +37,11 @@ def safetensors(tensors: Mapping[str, tuple[str, Any]]) -> bytes:
     data = b""
     for name, (dtype, array) in tensors.items():
         raw = array.tobytes()
-        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [len(data), len(data) + len(raw)]}
+        header[name] = {
+            "dtype": dtype,
+            "shape": list(array.shape),
+            "data_offsets": [len(data), len(data) + len(raw)],
+        }
         data += raw
     text = json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + data
@@ -47,13 +51,17 @@ A = np.arange(6, dtype=np.float32).reshape(2, 3)
 B = np.ones(4, np.float32)
 FIRST = {
     "adapter_config.json": json.dumps(CONFIG).encode(),
-    "adapter_model.safetensors": safetensors({"a": ("F32", A), "b": ("F32", B), "gone": ("F32", B)}),
+    "adapter_model.safetensors": safetensors(
+        {"a": ("F32", A), "b": ("F32", B), "gone": ("F32", B)}
+    ),
     "optimizer.safetensors": safetensors({"exp_avg.a": ("F32", A)}),
     "checkpoint_complete": b"",
 }
 SECOND = {
     "adapter_config.json": json.dumps({**CONFIG, "r": 8}).encode(),
-    "adapter_model.safetensors": safetensors({"a": ("F32", A + 0.5), "b": ("F32", B), "new": ("F32", B)}),
+    "adapter_model.safetensors": safetensors(
+        {"a": ("F32", A + 0.5), "b": ("F32", B), "new": ("F32", B)}
+    ),
     "optimizer.safetensors": safetensors({"exp_avg.a": ("F32", A * 2)}),
 }
 
@@ -71,7 +79,10 @@ def packed(files: Mapping[str, bytes]) -> bytes:
 def offer(server: FaultyServer, path: str, data: bytes, **how: Any) -> str:
     """Let a server have a checkpoint; where its archive is fetched from."""
     name = path.rpartition("/")[2]
-    server.script(f"training_runs/r/checkpoints/weights/{name}/archive", Answer(302, b"", {"Location": f"/f/{name}"}))
+    server.script(
+        f"training_runs/r/checkpoints/weights/{name}/archive",
+        Answer(302, b"", {"Location": f"/f/{name}"}),
+    )
 
     def whole(seen: Seen) -> Answer:
         given = {"ETag": '"tag"'}
@@ -92,7 +103,9 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
         monkeypatch.setenv("TINKER_BASE_URL", made.base_url)
         offer(made, PATH, packed(FIRST))
         offer(made, OTHER, packed(SECOND))
-        made.script("weights_info", Answer(body={"base_model": "org/base", "is_lora": True, "lora_rank": 4}))
+        made.script(
+            "weights_info", Answer(body={"base_model": "org/base", "is_lora": True, "lora_rank": 4})
+        )
         yield made
 
 
@@ -124,7 +137,7 @@ def interrupted(place: Path, *words: str) -> Result:
         watching.join()
 
 
-# ── download ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── download ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("1.16.2", "1.16.5", "Q-15")
@@ -167,7 +180,10 @@ def test_an_interrupted_download_is_continued(
     assert interrupted(place, *words).exit_code == 130
     assert "stopped" in capsys.readouterr().err
     assert run(words).exit_code == 0
-    assert int(server.requests(fetched)[-1].headers["range"].removeprefix("bytes=").removesuffix("-")) > 0
+    assert (
+        int(server.requests(fetched)[-1].headers["range"].removeprefix("bytes=").removesuffix("-"))
+        > 0
+    )
     assert left_in(place) == ["it"]
 
 
@@ -183,7 +199,7 @@ def test_a_download_to_where_nothing_can_be_written_is_one_error(
     assert told.endswith(": Not a directory")
 
 
-# ── export ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── export ────────────────────────────────────────────────────────────────────────────────────────
 
 PEFT = ["adapter_config.json", "adapter_model.safetensors"]
 
@@ -198,7 +214,9 @@ def test_a_checkpoint_is_exported_without_what_only_training_needs(
     assert json.loads((place / "it" / PEFT[0]).read_text())["base_model_name_or_path"] == "org/base"
     assert (place / "it" / PEFT[1]).read_bytes() == FIRST[PEFT[1]]
     assert json.loads(capsys.readouterr().out) == result.data
-    assert result.data["size_bytes"] == sum(file.stat().st_size for file in (place / "it").iterdir())
+    assert result.data["size_bytes"] == sum(
+        file.stat().st_size for file in (place / "it").iterdir()
+    )
 
 
 @pytest.mark.parametrize("name", ["a.tar", "a.tar.gz", "a.TGZ", "a.zip"])
@@ -211,7 +229,9 @@ def test_an_export_may_be_an_archive(server: FaultyServer, place: Path, name: st
             files = {member: archive.read(member) for member in archive.namelist()}
     else:
         with tarfile.open(place / name) as tar:
-            files = {member.name: (tar.extractfile(member) or io.BytesIO()).read() for member in tar}
+            files = {
+                member.name: (tar.extractfile(member) or io.BytesIO()).read() for member in tar
+            }
     assert sorted(files) == PEFT
     assert json.loads(files[PEFT[0]])["base_model_name_or_path"] == "here/it"
     before = (place / name).read_bytes()
@@ -245,7 +265,9 @@ def test_a_failed_export_leaves_what_was_there(
     offer(server, PATH, packed({"weights.bin": b"x"}))
     assert run(["checkpoint", "export", PATH, "-o", str(place / "it"), "--force"]).exit_code == 1
     assert "holds no PEFT adapter" in capsys.readouterr().err
-    server.script("training_runs/r/checkpoints/weights/one/archive", Answer(404, {"detail": "gone"}))
+    server.script(
+        "training_runs/r/checkpoints/weights/one/archive", Answer(404, {"detail": "gone"})
+    )
     assert run(["checkpoint", "export", PATH, "-o", str(place / "it"), "--force"]).exit_code == 1
     assert "gone" in capsys.readouterr().err
     assert left_in(place) == ["it"]
@@ -271,11 +293,15 @@ def test_an_export_that_breaks_off_at_the_last_moment_leaves_what_was_there(
 
 
 @pytest.mark.slow
-def test_peft_reads_an_export_and_computes_the_same(server_url: str, model_dir: Path, place: Path) -> None:
+def test_peft_reads_an_export_and_computes_the_same(
+    server_url: str, model_dir: Path, place: Path
+) -> None:
     from support import MODEL, make_data, train
 
     with tinkex.ServiceClient(base_url=server_url) as service:
-        client = service.create_lora_training_client(MODEL, rank=4, seed=1, train_unembed=False).result()
+        client = service.create_lora_training_client(
+            MODEL, rank=4, seed=1, train_unembed=False
+        ).result()
         train(client, tinkex.types, make_data(tinkex.types), 2)
         path = client.save_state("exported").result().path
         words = ["checkpoint", "export", path, "-o", str(place), "--base-model", str(model_dir)]
@@ -283,7 +309,7 @@ def test_peft_reads_an_export_and_computes_the_same(server_url: str, model_dir: 
         assert_peft_agrees(client, tinkex.types, model_dir, place)
 
 
-# ── diff ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── diff ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def on_disk(directory: Path, files: Mapping[str, bytes]) -> Path:
@@ -293,7 +319,9 @@ def on_disk(directory: Path, files: Mapping[str, bytes]) -> Path:
     return directory
 
 
-def test_two_checkpoints_are_compared(server: FaultyServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_checkpoints_are_compared(
+    server: FaultyServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     local = on_disk(tmp_path / "second", SECOND)
     for second in (OTHER, str(local)):
         result = run(["checkpoint", "diff", PATH, second, "--json"])
@@ -311,12 +339,17 @@ def test_two_checkpoints_are_compared(server: FaultyServer, tmp_path: Path, caps
         assert data["summary"]["compared"] == 2
         assert data["summary"]["different"] == 1
         assert data["summary"]["norm"] == pytest.approx(norm)
-        assert data["summary"]["relative"] == pytest.approx(norm / np.sqrt(np.sum(A**2) + np.sum(B**2)))
+        assert data["summary"]["relative"] == pytest.approx(
+            norm / np.sqrt(np.sum(A**2) + np.sum(B**2))
+        )
         assert data["same"] is False
     run(["checkpoint", "diff", PATH, str(local)])
     text = capsys.readouterr().out
     assert "Config r: 4 -> 8\nOnly in the first: gone\nOnly in the second: new\n" in text
-    assert "Tensors that differ (1/1)\nTensor\tShape\tMax difference\tRelative\na\t2x3\t5.000e-01\t" in text
+    assert (
+        "Tensors that differ (1/1)\nTensor\tShape\tMax difference\tRelative\na\t2x3\t5.000e-01\t"
+        in text
+    )
     assert run(["checkpoint", "diff", PATH, str(local), "--exit-code"]).exit_code == 1
 
 
@@ -383,11 +416,12 @@ def test_what_is_no_checkpoint_is_told(tmp_path: Path, capsys: pytest.CaptureFix
     assert "holds no .safetensors files" in capsys.readouterr().err
 
 
-# ── the hub ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the hub ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("1.16.2", "1.16.5")
-@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # of httpx, about how huggingface_hub calls it
+# of httpx, about how huggingface_hub calls it
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 def test_an_adapter_is_pushed(
     server: FaultyServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -398,8 +432,25 @@ def test_an_adapter_is_pushed(
     monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     with hub_server() as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
-        words = ["checkpoint", "push-hf", PATH, "--repo", "me/it", "--revision", "v2", "--hf-token", TOKEN]
-        more = ["--public", "--no-model-card", "--ignore-pattern", "optimizer*", "--commit-message", "hello"]
+        words = [
+            "checkpoint",
+            "push-hf",
+            PATH,
+            "--repo",
+            "me/it",
+            "--revision",
+            "v2",
+            "--hf-token",
+            TOKEN,
+        ]
+        more = [
+            "--public",
+            "--no-model-card",
+            "--ignore-pattern",
+            "optimizer*",
+            "--commit-message",
+            "hello",
+        ]
         result = run([*words, *more, "--json"])
         assert result.exit_code == 0, capsys.readouterr().err
         shown = capsys.readouterr()
@@ -412,7 +463,9 @@ def test_an_adapter_is_pushed(
             "public": True,
         }
         assert TOKEN not in shown.out + shown.err
-        assert {"adapter_config.json", "adapter_model.safetensors"} <= hub.repos["me/it"]["v2"].keys()
+        assert {"adapter_config.json", "adapter_model.safetensors"} <= hub.repos["me/it"][
+            "v2"
+        ].keys()
         assert not {"README.md", "optimizer.safetensors"} & hub.repos["me/it"]["v2"].keys()
         assert hub.commits[-1]["summary"] == "hello"
         assert run([*words[:-2], "--hf-token", TOKEN, "--allow-pattern", "*.json"]).exit_code == 0
@@ -447,8 +500,13 @@ def test_a_push_that_was_interrupted_goes_on_with_what_it_has_fetched(
     assert "stopped" in capsys.readouterr().err
     assert [file.name for file in cache.rglob("*") if file.is_file()] != []
     assert run(PUSH).exit_code == 0, capsys.readouterr().err
-    assert int(server.requests(fetched)[-1].headers["range"].removeprefix("bytes=").removesuffix("-")) > 0
-    assert pushing.repos["me/it"]["main"]["more"] == data[data.index(b"more") :][512 : 512 + 8_000_000]
+    assert (
+        int(server.requests(fetched)[-1].headers["range"].removeprefix("bytes=").removesuffix("-"))
+        > 0
+    )
+    assert (
+        pushing.repos["me/it"]["main"]["more"] == data[data.index(b"more") :][512 : 512 + 8_000_000]
+    )
     assert left_in(cache / "tinkex" / "push") == []
     assert f"Uploading {PATH}" in capsys.readouterr().err
 
@@ -463,10 +521,15 @@ def test_a_push_that_the_hub_refused_does_not_fetch_again_what_is_still_the_same
     assert all(place.name.endswith(".partial") for place in kept.iterdir())
     pushing.refuse = {}
     data = packed(FIRST)
-    server.script("/f/one", Answer(416, b"", {"ETag": '"tag"', "Content-Range": f"bytes */{len(data)}"}))
+    server.script(
+        "/f/one", Answer(416, b"", {"ETag": '"tag"', "Content-Range": f"bytes */{len(data)}"})
+    )
     assert run(PUSH).exit_code == 0, capsys.readouterr().err
     asked = server.requests("/f/one")
-    assert (asked[-1].headers["range"], asked[-1].headers["if-range"]) == (f"bytes={len(data)}-", '"tag"')
+    assert (asked[-1].headers["range"], asked[-1].headers["if-range"]) == (
+        f"bytes={len(data)}-",
+        '"tag"',
+    )
     assert "adapter_model.safetensors" in pushing.repos["me/it"]["main"]
     assert left_in(tmp_path / "cache" / "tinkex" / "push") == []
 
@@ -480,17 +543,32 @@ def test_a_checkpoint_that_was_replaced_meanwhile_is_fetched_whole(
     pushing.refuse = {}
     server.script("/f/one", Answer(200, packed(SECOND), {"ETag": '"another"'}))
     assert run(PUSH).exit_code == 0, capsys.readouterr().err
-    assert pushing.repos["me/it"]["main"]["adapter_model.safetensors"] == SECOND["adapter_model.safetensors"]
+    assert (
+        pushing.repos["me/it"]["main"]["adapter_model.safetensors"]
+        == SECOND["adapter_model.safetensors"]
+    )
 
 
 def test_ctrl_c_ends_a_push_that_uploads_at_once_and_keeps_what_was_fetched(
     server: FaultyServer, pushing: Hub, tmp_path: Path
 ) -> None:
     pushing.lfs_from, pushing.stall = 10, {"/lfs/": 90.0}
-    given = {**os.environ, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0", "TINKER_API_KEY": "tml-x"}
-    program = "import atexit, tinkex.cli.main as command; atexit.register(print, 'the last word'); command.main()"
+    given = {
+        **os.environ,
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_OFFLINE": "0",
+        "TINKER_API_KEY": "tml-x",
+    }
+    program = (
+        "import atexit, tinkex.cli.main as command; atexit.register(print, 'the last word'); "
+        "command.main()"
+    )
     process = subprocess.Popen(
-        [sys.executable, "-c", program, *PUSH], env=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", program, *PUSH],
+        env=given,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         while process.poll() is None and not any("/lfs/" in path for _, path in pushing.seen):
@@ -506,7 +584,10 @@ def test_ctrl_c_ends_a_push_that_uploads_at_once_and_keeps_what_was_fetched(
 
 
 def test_without_a_token_nothing_is_fetched(
-    server: FaultyServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    server: FaultyServer,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH"):
@@ -523,7 +604,10 @@ def test_checkpoints_of_different_ranks_are_not_called_alike(tmp_path: Path) -> 
 
     for name, rank in (("one", 2), ("two", 4)):
         (tmp_path / name).mkdir()
-        save_file({"x.lora_A.weight": np.ones((rank, 3), np.float32)}, tmp_path / name / "adapter_model.safetensors")
+        save_file(
+            {"x.lora_A.weight": np.ones((rank, 3), np.float32)},
+            tmp_path / name / "adapter_model.safetensors",
+        )
     found = compare(tmp_path / "one", tmp_path / "two")
     assert found["summary"]["compared"] == 0
     assert found["summary"]["relative"] is None
@@ -556,7 +640,9 @@ def test_adapters_of_different_ranks_are_compared_by_their_products(
     assert found["products"] == ["x"]
     assert found["summary"]["compared"] == 1
     assert found["summary"]["max"] == pytest.approx(np.abs(difference).max())
-    assert found["summary"]["relative"] == pytest.approx(np.linalg.norm(difference) / np.linalg.norm(products[0]))
+    assert found["summary"]["relative"] == pytest.approx(
+        np.linalg.norm(difference) / np.linalg.norm(products[0])
+    )
     assert not found["same"]
     assert run(["checkpoint", "diff", str(tmp_path / "one"), str(tmp_path / "two")]).exit_code == 0
     text = capsys.readouterr().out
@@ -566,11 +652,18 @@ def test_adapters_of_different_ranks_are_compared_by_their_products(
     assert f"Relative: {found['summary']['relative']:.3%}" in text
 
 
-@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # of httpx, about how huggingface_hub calls it
-def test_push_warns_of_an_output_layer(server: FaultyServer, pushing: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+# of httpx, about how huggingface_hub calls it
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+def test_push_warns_of_an_output_layer(
+    server: FaultyServer, pushing: Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert "warning" not in run([*PUSH]).data
     assert "--no-train-unembed" not in capsys.readouterr().err
-    config = {**CONFIG, "target_modules": ["q_proj", "lm_head"], "base_model_name_or_path": "tinkex/tiny"}
+    config = {
+        **CONFIG,
+        "target_modules": ["q_proj", "lm_head"],
+        "base_model_name_or_path": "tinkex/tiny",
+    }
     offer(server, PATH, packed({**FIRST, "adapter_config.json": json.dumps(config).encode()}))
     result = run([*PUSH])
     assert "tinkex/tiny ties to its embeddings" in result.data["warning"]

@@ -12,7 +12,18 @@ import pytest
 
 from tinkex.cli import output, progress
 from tinkex.cli.outcomes import CommandError
-from tinkex.cli.output import Column, expiry, lora, print_fields, print_table, printable, size, status, when, write_file
+from tinkex.cli.output import (
+    Column,
+    expiry,
+    lora,
+    print_fields,
+    print_table,
+    printable,
+    size,
+    status,
+    when,
+    write_file,
+)
 from tinkex.cli.progress import fetch_pages, remaining, transfer
 from tinkex.cli.terminal import plain_console
 from tinkex.types.checkpoints import Cursor
@@ -87,7 +98,7 @@ def test_what_others_wrote_cannot_command_the_terminal() -> None:
     assert printable("a\x1b[31mb\tc\nd") == "a [31mb c d"
 
 
-# ── tables ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── tables ────────────────────────────────────────────────────────────────────────────────────────
 
 LONG = "tinker://0123456789abcdef0123456789abcdef:train:0/weights/final"
 COLUMNS = [Column("ID", folds=True), Column("Size", right=True), Column("Note")]
@@ -112,7 +123,9 @@ def test_a_pipe_gets_tab_separated_lines(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().out == f"Things (2/3)\nID\tSize\tNote\n{LONG}\t1 B\ta b\nx\t2 B\t\n"
 
 
-def test_a_wide_terminal_gets_a_table(terminal: Callable[[int], None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wide_terminal_gets_a_table(
+    terminal: Callable[[int], None], capsys: pytest.CaptureFixture[str]
+) -> None:
     terminal(100)
     print_table("Things (1/1)", COLUMNS, [(LONG, "1 B", "fine")])
     title, header, row = capsys.readouterr().out.splitlines()
@@ -138,13 +151,20 @@ def test_where_no_table_fits_rows_become_records_with_whole_ids(
 ) -> None:
     terminal(30)
     print_table("Things (2/2)", COLUMNS, [(LONG, "1 B", "fine"), ("x", "2 B", "")])
-    assert capsys.readouterr().out == (f"Things (2/2)\n\nID    {LONG}\nSize  1 B\nNote  fine\n\nID    x\nSize  2 B\n")
+    assert capsys.readouterr().out == (
+        f"Things (2/2)\n\nID    {LONG}\nSize  1 B\nNote  fine\n\nID    x\nSize  2 B\n"
+    )
 
 
 def test_a_row_with_a_heading_takes_few_lines_and_its_heading_is_never_folded(
     terminal: Callable[[int], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    columns = (Column("ID", folds=True, repeats=True), Column("Size"), Column("Made"), Column("Path", heads=True))
+    columns = (
+        Column("ID", folds=True, repeats=True),
+        Column("Size"),
+        Column("Made"),
+        Column("Path", heads=True),
+    )
     rows = [("one", "1 B", "just now", f"{LONG}/one"), ("two", "2 B", "2 hours ago", f"{LONG}/two")]
     terminal(60)
     print_table("Things (2/2)", columns, rows)
@@ -192,7 +212,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "directory"]
 
 
-# ── pages ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── pages ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Pages:
@@ -205,7 +225,9 @@ class Pages:
     def __call__(self, limit: int, offset: int) -> tuple[list[int], Cursor | None]:
         self.asked.append((limit, offset))
         found = self.items[offset : offset + min(limit, self.most or limit)]
-        return found, Cursor(offset=offset, limit=limit, total_count=len(self.items)) if self.tells else None
+        return found, Cursor(
+            offset=offset, limit=limit, total_count=len(self.items)
+        ) if self.tells else None
 
 
 @pytest.mark.covers("1.16.5")
@@ -233,8 +255,12 @@ def test_lists_are_fetched_page_by_page(
 
 
 @pytest.mark.covers("Q-19")
-@pytest.mark.parametrize(("count", "asked"), [(3, [(2, 0), (2, 2)]), (4, [(2, 0), (2, 2), (2, 4)]), (0, [(2, 0)])])
-def test_without_a_total_an_empty_or_short_page_is_the_last(count: int, asked: list[tuple[int, int]]) -> None:
+@pytest.mark.parametrize(
+    ("count", "asked"), [(3, [(2, 0), (2, 2)]), (4, [(2, 0), (2, 2), (2, 4)]), (0, [(2, 0)])]
+)
+def test_without_a_total_an_empty_or_short_page_is_the_last(
+    count: int, asked: list[tuple[int, int]]
+) -> None:
     pages = Pages(count, tells=False)
     assert fetch_pages(pages, "things", 2, 50, 0) == (pages.items, count)
     assert pages.asked == asked
@@ -285,7 +311,8 @@ def test_a_transfer_without_a_terminal_says_now_and_then_how_far_it_is(
     shown = capsys.readouterr()
     assert shown.out == ""
     assert shown.err == (
-        "Downloading it: 5.0 KB of 12.0 KB, about 7 s left\nDownloading it: 10.0 KB of 12.0 KB, about 2 s left\n"
+        "Downloading it: 5.0 KB of 12.0 KB, about 7 s left\nDownloading it: 10.0 KB of 12.0 KB, "
+        "about 2 s left\n"
     )
 
 

@@ -17,7 +17,13 @@ from tinkex import SamplingClient, ServiceClient, types
 INFO = {"model_id": "elsewhere", "model_data": {"model_name": "base"}, "model_name": "own"}
 STATE = "tinker://run/weights/a"
 WEIGHTS = "tinker://run/sampler_weights/a"
-QUIET = {"client/config", "client/dynamic_config", "create_session", "session_heartbeat", "sessions/s/finish"}
+QUIET = {
+    "client/config",
+    "client/dynamic_config",
+    "create_session",
+    "session_heartbeat",
+    "sessions/s/finish",
+}
 PROMPT = types.ModelInput.from_ints([1, 2, 3])
 PARAMS = types.SamplingParams(max_tokens=2)
 
@@ -46,7 +52,9 @@ def faulty() -> Iterator[FaultyServer]:
         server.script("retrieve_future", result)
         server.script("get_info", Answer(body=INFO))
         server.script("create_sampling_session", Answer(body={"sampling_session_id": "s:sample:0"}))
-        server.script("samplers/s:sample:0", Answer(body={"sampler_id": "s:sample:0", "base_model": "base"}))
+        server.script(
+            "samplers/s:sample:0", Answer(body={"sampler_id": "s:sample:0", "base_model": "base"})
+        )
         yield server
 
 
@@ -72,7 +80,9 @@ class Letters:
 
 
 @pytest.mark.covers("U18", "U19")
-def test_new_run_is_made_and_described_in_three_requests(faulty: FaultyServer, service: ServiceClient) -> None:
+def test_new_run_is_made_and_described_in_three_requests(
+    faulty: FaultyServer, service: ServiceClient
+) -> None:
     client = service.create_lora_training_client("m").result(10)
     assert asked(faulty) == ["create_model", "retrieve_future", "get_info"]
     assert faulty.requests("get_info")[0].json["model_id"] == "s:train:0"
@@ -114,16 +124,22 @@ def test_resumed_run_is_one_load(
 
 
 @pytest.mark.covers("U19")
-def test_run_that_cannot_be_described_is_not_made(faulty: FaultyServer, service: ServiceClient) -> None:
+def test_run_that_cannot_be_described_is_not_made(
+    faulty: FaultyServer, service: ServiceClient
+) -> None:
     faulty.script("get_info", Answer(404, {"detail": "no such run"}))
     with pytest.raises(tinkex.NotFoundError, match="no such run"):
         service.create_lora_training_client("m").result(10)
 
 
-def test_older_server_describes_a_run_when_it_is_asked(faulty: FaultyServer, service: ServiceClient) -> None:
+def test_older_server_describes_a_run_when_it_is_asked(
+    faulty: FaultyServer, service: ServiceClient
+) -> None:
     faulty.script("client/config", Answer(404))
     faulty.script("get_info", Answer(404, {"detail": "not yet"}), Answer(body=INFO))
-    faulty.script("samplers/s:sample:0", Answer(404), Answer(body={"sampler_id": "x", "base_model": "base"}))
+    faulty.script(
+        "samplers/s:sample:0", Answer(404), Answer(body={"sampler_id": "x", "base_model": "base"})
+    )
     client = service.create_lora_training_client("m").result(10)
     sampler = service.create_sampling_client(WEIGHTS).result(10)
     for _ in range(2):
@@ -152,7 +168,9 @@ def test_sampler_learns_its_base_model_when_it_is_opened(
 
 
 @pytest.mark.covers("U21")
-def test_sampler_of_a_training_client_asks_for_what_is_not_known(faulty: FaultyServer, service: ServiceClient) -> None:
+def test_sampler_of_a_training_client_asks_for_what_is_not_known(
+    faulty: FaultyServer, service: ServiceClient
+) -> None:
     client = service.create_lora_training_client("m").result(10)
     faulty.seen.clear()
     nameless = client.save_weights_and_get_sampling_client().result(10)
@@ -191,7 +209,7 @@ def test_saves_for_sampling_carry_their_kind(faulty: FaultyServer, service: Serv
     assert sent("optim_step")[0].json["seq_id"] == 3  # the refused call took none
 
 
-# ── handles ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── handles ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def changed(handle: str, change: Callable[[dict[str, Any]], object]) -> str:
@@ -210,13 +228,15 @@ def test_handle_carries_the_base_model(faulty: FaultyServer, service: ServiceCli
     for text in (handle, newer):
         assert SamplingClient.from_sampler_handle(text, api_key="tml-x").get_base_model() == "base"
     assert asked(faulty) == []
-    older = SamplingClient.from_sampler_handle(changed(handle, lambda state: state.pop("base_model")), api_key="tml-x")
+    older = SamplingClient.from_sampler_handle(
+        changed(handle, lambda state: state.pop("base_model")), api_key="tml-x"
+    )
     for _ in range(2):
         assert older.get_base_model() == "base"
     assert asked(faulty) == ["samplers/s:sample:0"]
 
 
-# ── closing ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── closing ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_closing_waits_for_clients_that_are_being_made(faulty: FaultyServer) -> None:

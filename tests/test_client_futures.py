@@ -88,7 +88,7 @@ def warned(call: Callable[[], Any]) -> list[warnings.WarningMessage]:
     return list(caught)
 
 
-# ── clients that are being made ──────────────────────────────────────────────────────────────────────────────────
+# ── clients that are being made ───────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("U2")
@@ -114,7 +114,12 @@ def test_every_way_to_the_client_gives_the_same_object(service: ServiceClient) -
     ):
 
         async def ways(future: Any = future) -> list[Any]:
-            return [await future, await future.result_async(20), await future.coroutine(), await future]
+            return [
+                await future,
+                await future.result_async(20),
+                await future.coroutine(),
+                await future,
+            ]
 
         first = future.result(20)
         given: list[Any] = [*asyncio.run(ways()), future.future().result(), future.result()]
@@ -172,7 +177,9 @@ def test_attribute_of_a_client_future_warns_and_comes_from_the_client(held: Held
     with pytest.raises(AttributeError, match="_sampling_session_id"):
         held.sampling()._sampling_session_id  # noqa: B018
     held.open.set()
-    with pytest.warns(FutureWarning, match=r"Future\.model_id will be removed: get the client first") as caught:
+    with pytest.warns(
+        FutureWarning, match=r"Future\.model_id will be removed: get the client first"
+    ) as caught:
         assert future.model_id == "s:train:0"
     assert caught[0].filename == __file__
     with pytest.warns(FutureWarning, match="holder"):
@@ -212,13 +219,20 @@ def finished(given: Any) -> Any:
 
 
 def public_methods(kind: type[Any]) -> list[str]:
-    return [name for name, member in inspect.getmembers_static(kind) if inspect.isfunction(member) and name[0] != "_"]
+    return [
+        name
+        for name, member in inspect.getmembers_static(kind)
+        if inspect.isfunction(member) and name[0] != "_"
+    ]
 
 
 @pytest.mark.covers("U7")
 @pytest.mark.parametrize(
     ("future_class", "client_class"),
-    [(BackcompatTrainingClientFuture, TrainingClient), (BackcompatSamplingClientFuture, SamplingClient)],
+    [
+        (BackcompatTrainingClientFuture, TrainingClient),
+        (BackcompatSamplingClientFuture, SamplingClient),
+    ],
 )
 def test_every_public_method_of_a_client_is_forwarded(
     future_class: type[Any], client_class: type[Any], monkeypatch: pytest.MonkeyPatch
@@ -242,14 +256,18 @@ def test_every_public_method_of_a_client_is_forwarded(
         forwarder = vars(future_class)[name]
         assert forwarder.__qualname__ == f"{future_class.__name__}.{name}"
         assert [*inspect.signature(forwarder).parameters] == ["self", "args", "kwargs"]
-        with pytest.warns(FutureWarning, match=rf"{future_class.__name__}\.{name}\(\) will be removed") as caught:
+        with pytest.warns(
+            FutureWarning, match=rf"{future_class.__name__}\.{name}\(\) will be removed"
+        ) as caught:
             given = finished(getattr(future, name)(1, named=2))
         assert given == (name, (1,), {"named": 2})
         assert caught[0].filename == __file__
 
 
 @pytest.mark.covers("U7", "U36")
-def test_forwarded_methods_do_what_the_clients_do(service: ServiceClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forwarded_methods_do_what_the_clients_do(
+    service: ServiceClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     training = service.create_lora_training_client("fake", rank=4)
     with pytest.warns(FutureWarning):
         passed = training.forward_backward(DATA, "cross_entropy")
@@ -315,11 +333,15 @@ async def given(value: Any) -> Any:
 
 
 @pytest.mark.covers("U9")
-def test_arguments_of_creations_are_checked_in_the_call_or_by_the_future(service: ServiceClient) -> None:
+def test_arguments_of_creations_are_checked_in_the_call_or_by_the_future(
+    service: ServiceClient,
+) -> None:
     with pytest.raises(ValueError, match="model_path or base_model"):
         service.create_sampling_client()
     with pytest.raises(AssertionError):
-        service.create_lora_training_client("fake", train_mlp=False, train_attn=False, train_unembed=False)
+        service.create_lora_training_client(
+            "fake", train_mlp=False, train_attn=False, train_unembed=False
+        )
     future = service.create_sampling_client(model_path="x")
     with pytest.raises(ValueError, match="tinker://"):
         future.result(20)
@@ -329,7 +351,9 @@ def test_arguments_of_creations_are_checked_in_the_call_or_by_the_future(service
 
 
 @pytest.mark.covers("U10")
-def test_every_future_goes_into_tasks_and_gather(service: ServiceClient, client: TrainingClient) -> None:
+def test_every_future_goes_into_tasks_and_gather(
+    service: ServiceClient, client: TrainingClient
+) -> None:
     async def run() -> None:
         def futures() -> list[APIFuture[Any]]:
             return [
@@ -355,7 +379,7 @@ def test_every_future_goes_into_tasks_and_gather(service: ServiceClient, client:
     asyncio.run(run())
 
 
-# ── samples ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── samples ───────────────────────────────────────────────────────────────────────────────────────
 
 FAMILY: dict[str, Callable[[Any], Any]] = {
     "done": lambda future: future.done(),
@@ -369,7 +393,10 @@ FAMILY: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.covers("U11")
 def test_future_of_a_sample_is_of_both_kinds_and_quiet(sampler: SamplingClient) -> None:
-    for call in (lambda: sampler.sample(PROMPT, 1, PARAMS), lambda: sampler.compute_logprobs(PROMPT)):
+    for call in (
+        lambda: sampler.sample(PROMPT, 1, PARAMS),
+        lambda: sampler.compute_logprobs(PROMPT),
+    ):
         future: Any = call()
         assert isinstance(future, concurrent.futures.Future)
         assert isinstance(future, APIFuture)
@@ -406,7 +433,9 @@ def test_concurrent_method_of_a_sample_warns_once(sampler: SamplingClient, name:
 @pytest.mark.covers("U11", "U12")
 def test_cancelling_a_sample_or_its_plain_future_gives_it_up(held: Held) -> None:
     held.faulty.script("asample", Answer(until=held.open.is_set))
-    held.faulty.script("create_sampling_session", Answer(body={"sampling_session_id": "s:sample:0"}))
+    held.faulty.script(
+        "create_sampling_session", Answer(body={"sampling_session_id": "s:sample:0"})
+    )
     sampler = held.sampling().result(20)
     first, second = sampler.sample(PROMPT, 1, PARAMS), sampler.sample(PROMPT, 1, PARAMS)
     assert second.future().cancel()
@@ -441,7 +470,7 @@ def test_callbacks_of_a_sample_fire_without_a_waiter(sampler: SamplingClient) ->
     assert fired["plain"].result() == future.result()
 
 
-# ── the abstract future, and those of REST calls ─────────────────────────────────────────────────────────────────
+# ── the abstract future, and those of REST calls ──────────────────────────────────────────────────
 
 
 @pytest.mark.covers("U13")
@@ -472,7 +501,9 @@ def test_future_of_a_rest_call_has_the_concurrent_one_beside_it(service: Service
         call = rest.list_sessions()
         assert isinstance(call, AwaitableConcurrentFuture)
         for name in FAMILY:
-            with pytest.raises(AttributeError, match=rf"no attribute '{name}': `\.future\(\)` has it"):
+            with pytest.raises(
+                AttributeError, match=rf"no attribute '{name}': `\.future\(\)` has it"
+            ):
                 getattr(call, name)
         with pytest.raises(AttributeError, match="`await`"):
             call.sessions  # type: ignore[attr-defined]  # noqa: B018
@@ -495,12 +526,14 @@ def test_methods_of_rest_clients_all_say_that_they_give_futures() -> None:
                 assert "Future[" in told, name
 
 
-# ── blocking ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── blocking ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("U34")
 @pytest.mark.filterwarnings("ignore:DEPRECATED:FutureWarning")
-def test_blocking_on_tinkexs_own_loop_is_refused(held: Held, caplog: pytest.LogCaptureFixture) -> None:
+def test_blocking_on_tinkexs_own_loop_is_refused(
+    held: Held, caplog: pytest.LogCaptureFixture
+) -> None:
     future = held.training()
 
     async def block() -> list[str]:
@@ -550,12 +583,14 @@ def test_service_client_is_left_inside_a_running_loop() -> None:
             with ServiceClient(base_url=faulty.base_url) as service:
                 await service.create_lora_training_client("m")
 
-        faulty.script("create_model", Answer(body={"model_id": "s:train:0", "type": "create_model"}))
+        faulty.script(
+            "create_model", Answer(body={"model_id": "s:train:0", "type": "create_model"})
+        )
         assert warned(lambda: asyncio.run(run())) == []
         assert len(faulty.requests("sessions/s/finish")) == 1
 
 
-# ── what programs look for on the classes ────────────────────────────────────────────────────────────────────────
+# ── what programs look for on the classes ─────────────────────────────────────────────────────────
 
 TRACED = {
     TrainingClient: {
@@ -592,7 +627,10 @@ def test_methods_that_give_futures_are_the_known_ones(kind: type[Any]) -> None:
 
 @pytest.mark.covers("U36")
 def test_methods_can_be_replaced_on_the_class(
-    service: ServiceClient, client: TrainingClient, sampler: SamplingClient, monkeypatch: pytest.MonkeyPatch
+    service: ServiceClient,
+    client: TrainingClient,
+    sampler: SamplingClient,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     finished: list[str] = []
     ended = threading.Semaphore(0)
@@ -624,5 +662,11 @@ def test_methods_can_be_replaced_on_the_class(
         future.compute_logprobs(PROMPT)
     for _ in range(5):
         assert ended.acquire(timeout=20)
-    expected = ["compute_logprobs", "forward_backward", "optim_step", "sample", "save_weights_and_get_sampling_client"]
+    expected = [
+        "compute_logprobs",
+        "forward_backward",
+        "optim_step",
+        "sample",
+        "save_weights_and_get_sampling_client",
+    ]
     assert sorted(finished) == expected

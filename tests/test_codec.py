@@ -1,4 +1,5 @@
-"""Bytes on the wire: exact samples, round trips, agreement with the official schema, and what is malformed."""
+"""Bytes on the wire: exact samples, round trips, agreement with the official schema, and what is
+malformed."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ else:
 
 few = settings(max_examples=40, deadline=None)
 
-# ── the byte-exact samples of the protocol's description ─────────────────────────────────────────────────────────
+# ── the byte-exact samples of the protocol's description ──────────────────────────────────────────
 
 REQUEST_HEX = (
     "0a09733a747261696e3a3010011a380a0c0a0a0a08010000000200000012280a0d7461726765745f746f6b656e73"
@@ -84,7 +85,7 @@ def test_the_sample_of_a_sample_is_matched_to_the_byte() -> None:
     assert decoded.topk_prompt_logprobs is None
 
 
-# ── round trips ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── round trips ───────────────────────────────────────────────────────────────────────────────────
 
 floats = st.floats(width=32)
 names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
@@ -130,7 +131,8 @@ requests = st.builds(
         types.ForwardBackwardInput,
         data=st.lists(data, max_size=3),
         loss_fn=names,
-        loss_fn_config=st.none() | st.dictionaries(names, st.floats(allow_nan=False) | names, min_size=1, max_size=3),
+        loss_fn_config=st.none()
+        | st.dictionaries(names, st.floats(allow_nan=False) | names, min_size=1, max_size=3),
     ),
 )
 
@@ -166,9 +168,12 @@ def test_requests_come_back_as_they_went(original: types.ForwardBackwardRequest)
 
 @st.composite
 def outputs(draw: st.DrawFn) -> types.ForwardBackwardOutput:
-    """Every datum has the same fields; a field's trailing shape is the same for all, its rows are not."""
+    """Every datum has the same fields; a field's trailing shape is the same for all, its rows are
+    not."""
     count = draw(st.integers(0, 4))
-    fields = draw(st.dictionaries(names, st.tuples(st.booleans(), st.none() | st.integers(1, 3)), max_size=3))
+    fields = draw(
+        st.dictionaries(names, st.tuples(st.booleans(), st.none() | st.integers(1, 3)), max_size=3)
+    )
 
     def tensor(is_float: bool, trailing: int | None) -> types.TensorData:
         rows = draw(st.integers(0, 3))
@@ -196,7 +201,10 @@ def test_pass_results_come_back_as_they_went(original: types.ForwardBackwardOutp
 
 def test_the_type_of_a_pass_result_is_what_follows_the_last_colon() -> None:
     wire = protobuf.message("ForwardBackwardOutput")(loss_fn_output_type="module:ArrayRecord")
-    assert protobuf.decode_forward_backward_output(wire.SerializeToString()).loss_fn_output_type == "ArrayRecord"
+    assert (
+        protobuf.decode_forward_backward_output(wire.SerializeToString()).loss_fn_output_type
+        == "ArrayRecord"
+    )
 
 
 @st.composite
@@ -205,7 +213,8 @@ def topks(draw: st.DrawFn) -> types.TopkLogprobs | None:
     if draw(st.booleans()):
         return None
     return types.TopkLogprobs(
-        draw(hnp.arrays(np.int32, shape)), draw(hnp.arrays(np.float32, shape, elements=st.just(-99999.0) | floats))
+        draw(hnp.arrays(np.int32, shape)),
+        draw(hnp.arrays(np.float32, shape, elements=st.just(-99999.0) | floats)),
     )
 
 
@@ -230,7 +239,9 @@ def samples(draw: st.DrawFn) -> types.SampleResponse:
         )
     return types.SampleResponse(
         [sequence() for _ in range(draw(st.integers(0, 3)))],
-        prompt_logprobs_np=draw(st.none() | hnp.arrays(np.float32, 3, elements=st.just(np.nan) | floats)),
+        prompt_logprobs_np=draw(
+            st.none() | hnp.arrays(np.float32, 3, elements=st.just(np.nan) | floats)
+        ),
         topk_prompt_logprobs_np=draw(topks()),
         target_prompt_logprobs=draw(st.none() | tensors(2, 2)),
         prompt_cache_hit_tokens=draw(st.integers(0, 100)),
@@ -275,8 +286,12 @@ def test_samples_come_back_as_they_went(original: types.SampleResponse) -> None:
 
 
 def test_numbers_in_a_loss_configuration_travel_twice_and_text_once() -> None:
-    body = types.ForwardBackwardInput(data=[], loss_fn="ppo", loss_fn_config={"clip": 0.5, "mode": "x"})
-    wire = protobuf.parse("ForwardBackwardRequest", codec.encode(request(forward_backward_input=body)).data)
+    body = types.ForwardBackwardInput(
+        data=[], loss_fn="ppo", loss_fn_config={"clip": 0.5, "mode": "x"}
+    )
+    wire = protobuf.parse(
+        "ForwardBackwardRequest", codec.encode(request(forward_backward_input=body)).data
+    )
     assert dict(wire.loss_fn_config) == {"clip": 0.5}
     assert wire.loss_fn_config_v2["clip"].number == 0.5
     assert wire.loss_fn_config_v2["mode"].text == "x"
@@ -301,7 +316,9 @@ def test_the_newer_loss_configuration_wins() -> None:
     ],
     ids=["int32", "bfloat16"],
 )
-def test_narrow_tensors_are_widened(dtype: int, raw: bytes, read_as: str, values: list[float]) -> None:
+def test_narrow_tensors_are_widened(
+    dtype: int, raw: bytes, read_as: str, values: list[float]
+) -> None:
     wire = protobuf.message("ForwardBackwardRequest")(model_id="m", loss_fn="ppo")
     tensor = wire.data.add().loss_fn_inputs["x"]
     tensor.dense, tensor.dtype = raw, dtype
@@ -320,12 +337,14 @@ def test_narrow_tensors_are_widened(dtype: int, raw: bytes, read_as: str, values
 @pytest.mark.covers("W24")
 def test_asset_pointers_cannot_be_trained_on() -> None:
     pointer = types.ImageAssetPointerChunk(format="png", location="there")
-    body = types.ForwardBackwardInput(data=[types.Datum(types.ModelInput(chunks=[pointer]))], loss_fn="x")
+    body = types.ForwardBackwardInput(
+        data=[types.Datum(types.ModelInput(chunks=[pointer]))], loss_fn="x"
+    )
     with pytest.raises(ValueError, match="asset pointers"):
         codec.encode(request(forward_backward_input=body))
 
 
-# ── agreement with the official schema ───────────────────────────────────────────────────────────────────────────
+# ── agreement with the official schema ────────────────────────────────────────────────────────────
 
 
 @pytest.fixture(scope="module")
@@ -335,7 +354,9 @@ def official() -> Any:
     import importlib.util
 
     # not by its module, for which our own may stand in
-    written = importlib.metadata.distribution("tinker").locate_file("tinker/proto/tinker_public_pb2.py")
+    written = importlib.metadata.distribution("tinker").locate_file(
+        "tinker/proto/tinker_public_pb2.py"
+    )
     spec = importlib.util.spec_from_file_location("official_messages", str(written))
     assert spec is not None
     assert spec.loader is not None
@@ -360,7 +381,11 @@ def shape_of(descriptor: Any) -> dict[str, Any]:
             field.has_presence,
             real_oneof(field),
             field.enum_type.name if field.enum_type else None,
-            (shape_of(field.message_type) if field.message_type.GetOptions().map_entry else field.message_type.name)
+            (
+                shape_of(field.message_type)
+                if field.message_type.GetOptions().map_entry
+                else field.message_type.name
+            )
             if field.message_type
             else None,
         )
@@ -393,7 +418,9 @@ def test_enumerations_have_the_official_values(official: Any, name: str) -> None
 
 @given(requests)
 @few
-def test_the_official_messages_read_our_requests(official: Any, original: types.ForwardBackwardRequest) -> None:
+def test_the_official_messages_read_our_requests(
+    official: Any, original: types.ForwardBackwardRequest
+) -> None:
     body = codec.encode(original).data
     theirs = official.ForwardBackwardRequest.FromString(body)
     assert theirs.model_id == original.model_id
@@ -406,12 +433,15 @@ def test_the_official_messages_read_our_requests(official: Any, original: types.
 def test_the_official_messages_read_our_results(
     official: Any, output: types.ForwardBackwardOutput, sample: types.SampleResponse
 ) -> None:
-    for kind, value in ((official.ForwardBackwardOutput, output), (official.SampleResponse, sample)):
+    for kind, value in (
+        (official.ForwardBackwardOutput, output),
+        (official.SampleResponse, sample),
+    ):
         body = codec.encode(value).data
         assert kind.FromString(body).SerializeToString(deterministic=True) == body
 
 
-# ── what is malformed ────────────────────────────────────────────────────────────────────────────────────────────
+# ── what is malformed ─────────────────────────────────────────────────────────────────────────────
 
 VALID = {
     types.ForwardBackwardRequest: bytes.fromhex(REQUEST_HEX),
@@ -430,9 +460,14 @@ def test_random_bytes_are_read_or_refused(kind: Any, body: bytes) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: str(kind.__name__))
-@given(cut=st.integers(0, 200), flips=st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255)), max_size=3))
+@given(
+    cut=st.integers(0, 200),
+    flips=st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255)), max_size=3),
+)
 @settings(max_examples=150, deadline=None)
-def test_damaged_messages_are_read_or_refused(kind: Any, cut: int, flips: list[tuple[int, int]]) -> None:
+def test_damaged_messages_are_read_or_refused(
+    kind: Any, cut: int, flips: list[tuple[int, int]]
+) -> None:
     body = bytearray(VALID[kind])
     for where, value in flips:
         body[where % len(body)] = value
@@ -457,14 +492,26 @@ def tensor_of(wire: Any) -> Any:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda wire: setattr(tensor_of(wire), "dense", b"\0" * 15), r"data\[0\].*target_tokens.*15 bytes"),
+        (
+            lambda wire: setattr(tensor_of(wire), "dense", b"\0" * 15),
+            r"data\[0\].*target_tokens.*15 bytes",
+        ),
         (lambda wire: setattr(tensor_of(wire), "dtype", 0), r"data\[0\].*target_tokens.*dtype"),
-        (lambda wire: setattr(tensor_of(wire), "dtype", 9), r"data\[0\].*target_tokens.*known dtype"),
+        (
+            lambda wire: setattr(tensor_of(wire), "dtype", 9),
+            r"data\[0\].*target_tokens.*known dtype",
+        ),
         (lambda wire: tensor_of(wire).ClearField("dense"), r"data\[0\].*target_tokens.*no values"),
         (lambda wire: tensor_of(wire).shape.append(7), r"data\[0\].*target_tokens.*shape"),
-        (lambda wire: tensor_of(wire).sparse_csr.SetInParent(), r"data\[0\].*target_tokens.*sparse"),
+        (
+            lambda wire: tensor_of(wire).sparse_csr.SetInParent(),
+            r"data\[0\].*target_tokens.*sparse",
+        ),
         (lambda wire: wire.data[0].model_input.add(), r"data\[0\].*empty chunk"),
-        (lambda wire: setattr(wire.data[0].model_input[0].encoded_text, "tokens", b"\0"), r"data\[0\]"),
+        (
+            lambda wire: setattr(wire.data[0].model_input[0].encoded_text, "tokens", b"\0"),
+            r"data\[0\]",
+        ),
         (lambda wire: wire.loss_fn_config_v2["x"].SetInParent(), r"loss_fn_config_v2\['x'\]"),
     ],
 )
@@ -533,7 +580,7 @@ def test_samples_that_do_not_add_up_are_refused() -> None:
             protobuf.decode_sample(body)
 
 
-# ── JSON ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── JSON ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -599,7 +646,11 @@ SESSION = "sess-1"
 RUN = "sess-1:train:0"
 CHECKPOINT = "tinker://run-1/weights/0001"
 REQUESTS: list[tuple[protocol.Operation, Any, str]] = [
-    (protocol.CLIENT_CONFIG, types.ClientConfigRequest(sdk_version="0.36.0"), '{"sdk_version":"0.36.0"}'),
+    (
+        protocol.CLIENT_CONFIG,
+        types.ClientConfigRequest(sdk_version="0.36.0"),
+        '{"sdk_version":"0.36.0"}',
+    ),
     (
         protocol.CREATE_SESSION,
         types.CreateSessionRequest(tags=[], user_metadata={}, sdk_version="0.36.0"),
@@ -623,13 +674,20 @@ REQUESTS: list[tuple[protocol.Operation, Any, str]] = [
     (
         protocol.CREATE_MODEL,
         types.CreateModelRequest(
-            session_id=SESSION, model_seq_id=0, base_model="Qwen/Qwen3-8B", lora_config=types.LoraConfig(rank=8)
+            session_id=SESSION,
+            model_seq_id=0,
+            base_model="Qwen/Qwen3-8B",
+            lora_config=types.LoraConfig(rank=8),
         ),
         '{"session_id":"sess-1","model_seq_id":0,"base_model":"Qwen/Qwen3-8B","lora_config":{"rank":8,'
         '"train_unembed":true,"train_mlp":true,"train_attn":true},"optimizer_config":{"type":"adamw"},'
         '"type":"create_model"}',
     ),
-    (protocol.GET_INFO, types.GetInfoRequest(model_id=RUN), '{"model_id":"sess-1:train:0","type":"get_info"}'),
+    (
+        protocol.GET_INFO,
+        types.GetInfoRequest(model_id=RUN),
+        '{"model_id":"sess-1:train:0","type":"get_info"}',
+    ),
     (
         protocol.OPTIM_STEP,
         types.OptimStepRequest(model_id=RUN, seq_id=2, adam_params=types.AdamParams()),
@@ -641,7 +699,12 @@ REQUESTS: list[tuple[protocol.Operation, Any, str]] = [
         types.OptimStepRequest(
             model_id=RUN,
             seq_id=2,
-            optimizer_params={"type": "dimuon", "learning_rate": 0.01, "grad_clip_norm": 0.0, "beta1": 0.9},
+            optimizer_params={
+                "type": "dimuon",
+                "learning_rate": 0.01,
+                "grad_clip_norm": 0.0,
+                "beta1": 0.9,
+            },
         ),
         '{"model_id":"sess-1:train:0","seq_id":2,"type":"optim_step","optimizer_params":{"type":"dimuon",'
         '"learning_rate":0.01,"grad_clip_norm":0.0,"beta1":0.9}}',
@@ -663,13 +726,17 @@ REQUESTS: list[tuple[protocol.Operation, Any, str]] = [
     ),
     (
         protocol.LOAD_WEIGHTS,
-        types.LoadWeightsRequest(model_id="sess-1:train:1", seq_id=1, path=CHECKPOINT, optimizer=False),
+        types.LoadWeightsRequest(
+            model_id="sess-1:train:1", seq_id=1, path=CHECKPOINT, optimizer=False
+        ),
         '{"model_id":"sess-1:train:1","seq_id":1,"path":"tinker://run-1/weights/0001","optimizer":false,'
         '"type":"load_weights"}',
     ),
     (
         protocol.LOAD_WEIGHTS,
-        types.LoadWeightsRequest(session_id=SESSION, model_seq_id=0, path=CHECKPOINT, optimizer=False),
+        types.LoadWeightsRequest(
+            session_id=SESSION, model_seq_id=0, path=CHECKPOINT, optimizer=False
+        ),
         '{"session_id":"sess-1","model_seq_id":0,"path":"tinker://run-1/weights/0001","optimizer":false,'
         '"type":"load_weights"}',
     ),
@@ -680,7 +747,9 @@ REQUESTS: list[tuple[protocol.Operation, Any, str]] = [
     ),
     (
         protocol.CREATE_SAMPLING_SESSION,
-        types.CreateSamplingSessionRequest(session_id=SESSION, sampling_session_seq_id=1, base_model="Qwen/Qwen3-8B"),
+        types.CreateSamplingSessionRequest(
+            session_id=SESSION, sampling_session_seq_id=1, base_model="Qwen/Qwen3-8B"
+        ),
         '{"session_id":"sess-1","sampling_session_seq_id":1,"base_model":"Qwen/Qwen3-8B",'
         '"type":"create_sampling_session"}',
     ),
@@ -712,13 +781,15 @@ REQUESTS: list[tuple[protocol.Operation, Any, str]] = [
 @pytest.mark.parametrize(
     ("op", "value", "text"), REQUESTS, ids=[f"{n}-{op.name}" for n, (op, *_) in enumerate(REQUESTS)]
 )
-def test_requests_are_written_as_the_official_client_writes_them(op: protocol.Operation, value: Any, text: str) -> None:
+def test_requests_are_written_as_the_official_client_writes_them(
+    op: protocol.Operation, value: Any, text: str
+) -> None:
     assert type(value) is op.request
     assert json.loads(to_json(value)) == json.loads(text)
     assert repr(from_json(type(value), text.encode())) == repr(value)
 
 
-# ── compression ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── compression ───────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_body_without_encoding_is_left_alone() -> None:
@@ -745,7 +816,9 @@ def test_a_bomb_that_hides_its_size_is_refused_too() -> None:
     assert len(codec.decompress(bomb, "zstd", 10_000_000)) == 10_000_000
 
 
-@pytest.mark.parametrize("body", [b"", b"abc", zstd.compress(b"abc" * 100)[:-3], b"\x28\xb5\x2f\xfd"])
+@pytest.mark.parametrize(
+    "body", [b"", b"abc", zstd.compress(b"abc" * 100)[:-3], b"\x28\xb5\x2f\xfd"]
+)
 def test_malformed_zstd_is_refused(body: bytes) -> None:
     with pytest.raises(ValueError, match="malformed zstd"):
         codec.decompress(body, "zstd")
@@ -786,9 +859,12 @@ def test_a_body_in_pieces_is_the_same_bytes_however_it_is_cut(size: int) -> None
 
 @pytest.mark.parametrize("as_protobuf", [True, False])
 def test_metrics_come_in_the_same_order_whatever_the_dialect(as_protobuf: bool) -> None:
-    """The maps of protobuf have an order of their own, another one in every process: here are enough to show it."""
+    """The maps of protobuf have an order of their own, another one in every process: here are
+    enough to show it."""
     others = [f"loss_{letter}:mean" for letter in "qwertyuiopasdfghjkl"]
-    output = types.ForwardBackwardOutput("ArrayRecord", [], dict.fromkeys([*others, "tokens:sum", "loss:sum"], 1.0))
+    output = types.ForwardBackwardOutput(
+        "ArrayRecord", [], dict.fromkeys([*others, "tokens:sum", "loss:sum"], 1.0)
+    )
     body = codec.encode(output, as_protobuf=as_protobuf)
     read = codec.decode(types.ForwardBackwardOutput, body.data, body.content_type)
     assert list(read.metrics) == ["loss:sum", "tokens:sum", *sorted(others)]
@@ -797,9 +873,14 @@ def test_metrics_come_in_the_same_order_whatever_the_dialect(as_protobuf: bool) 
 def test_a_sample_made_of_lists_is_sent_like_one_made_of_arrays() -> None:
     rows: list[list[tuple[int, float]] | None] = [None, [(3, -0.5), (4, -1.5)], [(5, -0.25)]]
     sequence = types.SampledSequence(
-        "length", _tokens_list=[7, 8, 9], _logprobs_list=[-1.0, -2.0, -0.5], _topk_logprobs_list=rows
+        "length",
+        _tokens_list=[7, 8, 9],
+        _logprobs_list=[-1.0, -2.0, -0.5],
+        _topk_logprobs_list=rows,
     )
-    sent = types.SampleResponse([sequence], _prompt_logprobs_list=[None, -0.5], _topk_prompt_logprobs_list=rows)
+    sent = types.SampleResponse(
+        [sequence], _prompt_logprobs_list=[None, -0.5], _topk_prompt_logprobs_list=rows
+    )
     body = codec.encode(sent)
     assert body.content_type == codec.PROTOBUF
     read = codec.decode(types.SampleResponse, body.data, body.content_type)
@@ -811,7 +892,9 @@ def test_a_sample_made_of_lists_is_sent_like_one_made_of_arrays() -> None:
 def test_a_bomb_that_hides_its_size_takes_no_memory_to_refuse() -> None:
     """Joining a large result would hold up all other threads."""
     compressor = zstd.ZstdCompressor(1)
-    bomb = b"".join([*(compressor.compress(b" " * (1 << 20)) for _ in range(256)), compressor.flush()])
+    bomb = b"".join(
+        [*(compressor.compress(b" " * (1 << 20)) for _ in range(256)), compressor.flush()]
+    )
     tracemalloc.start()
     try:
         with pytest.raises(codec.TooLarge, match="more than 134217728 bytes"):

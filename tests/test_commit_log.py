@@ -1,4 +1,5 @@
-"""The database's write-ahead log is checked before SQLite opens it, which would drop a damaged end without a word."""
+"""The database's write-ahead log is checked before SQLite opens it, which would drop a damaged end
+without a word."""
 
 from __future__ import annotations
 
@@ -114,9 +115,13 @@ def test_two_connections_record_the_same_log(store: Store) -> None:
 
 
 @pytest.mark.parametrize(
-    ("at", "bit"), [(b"SQLite format 3", 4), (b"CREATE TABLE spans", 8), (b"", 8)], ids=["magic", "schema", "version"]
+    ("at", "bit"),
+    [(b"SQLite format 3", 4), (b"CREATE TABLE spans", 8), (b"", 8)],
+    ids=["magic", "schema", "version"],
 )
-def test_database_that_cannot_be_opened_is_refused_by_name(tmp_path: Path, at: bytes, bit: int) -> None:
+def test_database_that_cannot_be_opened_is_refused_by_name(
+    tmp_path: Path, at: bytes, bit: int
+) -> None:
     path = tmp_path / DATABASE
     Store(path).close()
     data = bytearray(path.read_bytes())

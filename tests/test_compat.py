@@ -1,4 +1,5 @@
-"""tinkex under the name of tinker: what is found, that it is the very same, how it is put in place and taken away."""
+"""tinkex under the name of tinker: what is found, that it is the very same, how it is put in place
+and taken away."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def untouched() -> Iterator[None]:
     known = {name: sys.modules.pop(name) for name in list(sys.modules) if NAMES.match(name)}
     meta_path, path, environment = list(sys.meta_path), list(sys.path), os.environ.copy()
     # Other tests import every module, and this one installs itself.
-    sys.meta_path[:] = [finder for finder in meta_path if type(finder).__module__ != "tinkex.compat"]
+    sys.meta_path[:] = [
+        finder for finder in meta_path if type(finder).__module__ != "tinkex.compat"
+    ]
     yield
     sys.meta_path[:], sys.path[:] = meta_path, path
     os.environ.clear()
@@ -69,17 +72,23 @@ def imported_names(tree: ast.Module) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
-            found.setdefault(node.module, set()).update(alias.asname or alias.name for alias in node.names)
+            found.setdefault(node.module, set()).update(
+                alias.asname or alias.name for alias in node.names
+            )
     return found
 
 
 def listed_names(tree: ast.Module) -> set[str]:
     """What a module's `__all__` has."""
-    nodes = (node for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__")
+    nodes = (
+        node
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
     return set(ast.literal_eval(next(nodes).value))
 
 
-# ── what is found ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── what is found ─────────────────────────────────────────────────────────────────────────────────
 
 
 def test_every_name_of_the_table_is_the_very_same_in_tinkex(compat: ModuleType) -> None:
@@ -89,7 +98,10 @@ def test_every_name_of_the_table_is_the_very_same_in_tinkex(compat: ModuleType) 
         module = importlib.import_module(name)
         for attribute, home in held.items():
             place, _, inner = home.partition(":")
-            assert getattr(module, attribute) is getattr(importlib.import_module(place), inner), (name, attribute)
+            assert getattr(module, attribute) is getattr(importlib.import_module(place), inner), (
+                name,
+                attribute,
+            )
             assert attribute in dir(module)
 
 
@@ -126,10 +138,21 @@ exec("from tinker import *", everything)
 def test_the_table_is_that_of_the_official_package() -> None:
     from tinkex.compat.names import APART, MODULES, TOP
 
-    assert listed_names(official_tree("__init__.py")) == {*TOP, "auth", "types", "__title__", "__version__"}
+    assert listed_names(official_tree("__init__.py")) == {
+        *TOP,
+        "auth",
+        "types",
+        "__title__",
+        "__version__",
+    }
     interfaces = ("lib", "public_interfaces", "__init__.py")
-    assert listed_names(official_tree(*interfaces)) == MODULES["tinker.lib.public_interfaces"].keys()
-    assert imported_names(official_tree("__init__.py"))["_exceptions"] == MODULES["tinker._exceptions"].keys()
+    assert (
+        listed_names(official_tree(*interfaces)) == MODULES["tinker.lib.public_interfaces"].keys()
+    )
+    assert (
+        imported_names(official_tree("__init__.py"))["_exceptions"]
+        == MODULES["tinker._exceptions"].keys()
+    )
     types = imported_names(official_tree("types", "__init__.py"))
     assert MODULES["tinker.types"].keys() == {name for names in types.values() for name in names}
     for module, names in types.items():
@@ -137,7 +160,9 @@ def test_the_table_is_that_of_the_official_package() -> None:
     for name in APART:
         homes = [module for module, held in MODULES.items() if name in held]
         assert len(homes) == 1
-        assert name in ast.unparse(official_tree(*homes[0].split(".")[1:-1], homes[0].rpartition(".")[2] + ".py"))
+        assert name in ast.unparse(
+            official_tree(*homes[0].split(".")[1:-1], homes[0].rpartition(".")[2] + ".py")
+        )
 
 
 def test_what_is_not_there_is_said_not_to_be_there(compat: ModuleType) -> None:
@@ -153,7 +178,9 @@ def test_what_is_not_there_is_said_not_to_be_there(compat: ModuleType) -> None:
 class _Absent:
     """Stands in the way of the official package."""
 
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: Any = None
+    ) -> ModuleSpec | None:
         if name.partition(".")[0] == "tinker":
             raise ModuleNotFoundError("No module named 'tinker'", name=name)
         return None
@@ -167,7 +194,7 @@ def test_the_official_package_need_not_be_installed() -> None:
     assert importlib.import_module("tinker.types").Datum is tinkex.Datum
 
 
-# ── put in place and taken away ──────────────────────────────────────────────────────────────────────────────────────
+# ── put in place and taken away ───────────────────────────────────────────────────────────────────
 
 
 def test_it_can_be_taken_away_and_put_back(compat: ModuleType) -> None:
@@ -192,7 +219,9 @@ def test_it_comes_too_late_when_tinker_is_there() -> None:
     there = ModuleType("tinker")
     there.__file__ = "/somewhere/tinker/__init__.py"
     sys.modules["tinker"] = there
-    with pytest.raises(ImportError, match=r"already been imported, from /somewhere.*import tinkex\.compat before"):
+    with pytest.raises(
+        ImportError, match=r"already been imported, from /somewhere.*import tinkex\.compat before"
+    ):
         importlib.import_module("tinkex.compat")
     assert sys.modules["tinker"] is there
 
@@ -247,11 +276,16 @@ def test_a_program_and_what_it_starts_run_on_tinkex(tmp_path: Path) -> None:
 
 
 def test_code_runs_and_nothing_is_imported_that_is_not_used() -> None:
-    code = "import tinker, sys; print(sys.argv, sorted({'numpy', 'msgspec', 'aiohttp'} & sys.modules.keys()))"
+    code = (
+        "import tinker, sys; print(sys.argv, sorted({'numpy', 'msgspec', 'aiohttp'} & "
+        "sys.modules.keys()))"
+    )
     assert run_compat("-c", code, "x").stdout == "['-c', 'x'] []\n"
 
 
-def test_modules_run_and_help_is_given(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_run_and_help_is_given(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tinkex.compat import SHIM, __main__
 
     became: list[tuple[str, list[str], Mapping[str, str]]] = []
@@ -267,7 +301,7 @@ def test_modules_run_and_help_is_given(capsys: pytest.CaptureFixture[str], monke
     assert capsys.readouterr().out.startswith("usage: python -m tinkex.compat PROGRAM")
 
 
-# ── the hook ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the hook ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_hook_is_put_in_place_and_taken_away(
@@ -290,7 +324,9 @@ def test_the_hook_is_put_in_place_and_taken_away(
     assert "cannot change" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("value", "works"), [("1", True), ("0", False), ("", False), (None, False)])
+@pytest.mark.parametrize(
+    ("value", "works"), [("1", True), ("0", False), ("", False), (None, False)]
+)
 def test_the_hook_heeds_the_variable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str | None, works: bool
 ) -> None:
@@ -319,39 +355,60 @@ def test_the_hook_does_not_break_a_python_without_tinkex() -> None:
     code = f"exec({_line()!r}); print('started')"
     env = {**os.environ, "TINKEX_COMPAT": "1"}
     done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, env=env, check=False
+        [sys.executable, "-I", "-S", "-c", code],
+        capture_output=True,
+        text=True,
+        env=env,
+        check=False,
     )
     assert (done.returncode, done.stdout) == (0, "started\n")
     assert done.stderr == "TINKEX_COMPAT has no effect: No module named 'tinkex'\n"
 
 
-# ── what programs rely on ────────────────────────────────────────────────────────────────────────────────────────────
+# ── what programs rely on ─────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("name", ["TrainingClient", "SamplingClient"])
 def test_a_client_has_no_coroutine_functions_but_the_official_ones(name: str) -> None:
     module = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
     tree = official_tree("lib", "public_interfaces", f"{module}.py")
-    theirs = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
-    wanted = {node.name for node in theirs.body if isinstance(node, ast.AsyncFunctionDef) and node.name[0] != "_"}
+    theirs = next(
+        node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name
+    )
+    wanted = {
+        node.name
+        for node in theirs.body
+        if isinstance(node, ast.AsyncFunctionDef) and node.name[0] != "_"
+    }
     client = getattr(tinkex, name)
-    have = {method for method in dir(client) if method[0] != "_" and is_coroutine_function(getattr(client, method))}
+    have = {
+        method
+        for method in dir(client)
+        if method[0] != "_" and is_coroutine_function(getattr(client, method))
+    }
     assert have == wanted
 
 
-def test_what_only_our_clients_have_is_awaited_all_the_same(fake_service: Callable[..., ServiceClient]) -> None:
+def test_what_only_our_clients_have_is_awaited_all_the_same(
+    fake_service: Callable[..., ServiceClient],
+) -> None:
     training = fake_service().create_lora_training_client("fake", rank=4).result()
     given = SimpleNamespace(encode=list, decode=str)
     load: Any = {"load_fun": lambda name, options: given}
 
     async def both() -> list[Any]:
         sampler = await training.save_weights_and_get_sampling_client()
-        return [await training.get_tokenizer_async(**load), await sampler.get_tokenizer_async(**load)]
+        return [
+            await training.get_tokenizer_async(**load),
+            await sampler.get_tokenizer_async(**load),
+        ]
 
     assert asyncio.run(both()) == [given, given]
 
 
-def test_capturing_programs_find_what_they_look_for(fake_service: Callable[..., ServiceClient]) -> None:
+def test_capturing_programs_find_what_they_look_for(
+    fake_service: Callable[..., ServiceClient],
+) -> None:
     training = fake_service().create_lora_training_client("fake", rank=4).result()
     sampler = training.save_weights_and_get_sampling_client().result()
     assert sampler._sampling_session_id == sampler.sampling_session_id
@@ -364,20 +421,26 @@ def test_capturing_programs_find_what_they_look_for(fake_service: Callable[..., 
 
 def test_values_made_under_one_name_are_those_of_the_other(compat: ModuleType) -> None:
     tinker: Any = importlib.import_module("tinker")
-    datum = tinker.Datum(tinker.ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3], "weights": [0.5, 1.0]})
+    datum = tinker.Datum(
+        tinker.ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3], "weights": [0.5, 1.0]}
+    )
     assert isinstance(datum, tinkex.Datum)
     assert pickle.loads(pickle.dumps(datum)) == datum
     with pytest.raises(tinker.TinkerError):
         raise tinkex.RequestFailedError("no", "id", "user")
 
 
-# ── the guide ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the guide ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def rows() -> list[tuple[str, str, str]]:
     """The table of differences: an expression, what it gives there, what it gives here."""
     table = GUIDE.read_text().split("## What differs")[1].split("\n## ")[0]
-    found = [re.findall(r"\| `(.+?)` (?=\|)", line)[:3] for line in table.splitlines() if line.startswith("| `")]
+    found = [
+        re.findall(r"\| `(.+?)` (?=\|)", line)[:3]
+        for line in table.splitlines()
+        if line.startswith("| `")
+    ]
     assert len(found) >= 15
     return [(expression, theirs, ours) for expression, theirs, ours in found]
 
@@ -397,13 +460,20 @@ def test_what_differs_is_so_here(compat: ModuleType) -> None:
     known: dict[str, Any] = {}
     exec(EVALUATE, known)
     logging.getLogger("httpx").setLevel(logging.NOTSET)
-    assert {row[0]: known["evaluate"](row[0]) for row in rows()} == {expression: ours for expression, _, ours in rows()}
+    assert {row[0]: known["evaluate"](row[0]) for row in rows()} == {
+        expression: ours for expression, _, ours in rows()
+    }
 
 
 @pytest.mark.slow
 def test_what_differs_is_so_there() -> None:
-    code = f"{EVALUATE}\nimport json, sys; print(json.dumps([evaluate(one) for one in json.loads(sys.argv[1])]))"
+    code = (
+        f"{EVALUATE}\nimport json, sys; print(json.dumps([evaluate(one) for one in "
+        "json.loads(sys.argv[1])]))"
+    )
     expressions = json.dumps([row[0] for row in rows()])
-    done = subprocess.run([sys.executable, "-c", code, expressions], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", code, expressions], capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [theirs for _, theirs, _ in rows()]

@@ -1,4 +1,5 @@
-"""Where a client goes and with which key: the argument, else the environment, else an error with the ways out."""
+"""Where a client goes and with which key: the argument, else the environment, else an error with
+the ways out."""
 
 from __future__ import annotations
 
@@ -22,7 +23,13 @@ HERE: dict[str, Any] = {"base_url": "http://localhost:1"}
 
 @pytest.fixture(autouse=True)
 def _bare(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("TINKER_BASE_URL", "TINKER_API_KEY", "TINKER_PROJECT_ID", "TINKER_TAGS", "TINKER_TELEMETRY"):
+    for name in (
+        "TINKER_BASE_URL",
+        "TINKER_API_KEY",
+        "TINKER_PROJECT_ID",
+        "TINKER_TAGS",
+        "TINKER_TELEMETRY",
+    ):
         monkeypatch.delenv(name, raising=False)
     yield
     configure()
@@ -47,7 +54,9 @@ def test_a_key_alone_means_the_hosted_service(monkeypatch: pytest.MonkeyPatch) -
     assert Config.resolve(api_key="tml-arg").api_key == "tml-arg"
 
 
-@pytest.mark.parametrize("url", ["local", "local:3", "http://localhost:1", "http://127.0.0.1:1", "http://[::1]:1"])
+@pytest.mark.parametrize(
+    "url", ["local", "local:3", "http://localhost:1", "http://127.0.0.1:1", "http://[::1]:1"]
+)
 def test_no_key_is_needed_on_this_machine(url: str) -> None:
     config = Config.resolve(base_url=url)
     assert config.base_url == url
@@ -55,9 +64,13 @@ def test_no_key_is_needed_on_this_machine(url: str) -> None:
 
 
 @pytest.mark.covers("C02")
-@pytest.mark.parametrize("url", ["https://example.com", "http://10.0.0.1:8000", "http://localhost.example.com"])
+@pytest.mark.parametrize(
+    "url", ["https://example.com", "http://10.0.0.1:8000", "http://localhost.example.com"]
+)
 def test_a_key_is_needed_elsewhere(url: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"api_key is required: .* needs an API key") as caught:
+    with pytest.raises(
+        ConfigurationError, match=r"api_key is required: .* needs an API key"
+    ) as caught:
         Config.resolve(base_url=url)
     assert "TINKER_API_KEY" in str(caught.value)
     assert Config.resolve(base_url=url, api_key="tml-x").base_url == url
@@ -85,7 +98,10 @@ def test_empty_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_trailing_slashes_are_dropped() -> None:
-    assert Config.resolve(base_url="http://localhost:1/prefix//").base_url == "http://localhost:1/prefix"
+    assert (
+        Config.resolve(base_url="http://localhost:1/prefix//").base_url
+        == "http://localhost:1/prefix"
+    )
     assert Config.resolve(base_url="local/").base_url == "local"
 
 
@@ -111,7 +127,9 @@ def test_what_is_no_address_is_refused(url: str) -> None:
 
 @pytest.mark.covers("C05")
 def test_the_key_is_not_shown() -> None:
-    config = Config.resolve(base_url="https://example.com", api_key="tml-secret", default_headers={"X-Gate": "hush"})
+    config = Config.resolve(
+        base_url="https://example.com", api_key="tml-secret", default_headers={"X-Gate": "hush"}
+    )
     assert "tml-secret" not in repr(config)
     assert "hush" not in repr(config)
     assert "secret" not in repr(ServiceClient(base_url="https://example.com", api_key="tml-secret"))
@@ -127,22 +145,41 @@ def test_unknown_arguments_are_pointed_out() -> None:
         ServiceClient(base_url="http://localhost:1", wonder=1, surprise=2)
 
 
-# ── tiers ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── tiers ─────────────────────────────────────────────────────────────────────────────────────────
 
-# Of each setting: the variable that sets it, what it says, what that means; a default of the process; an argument.
+# Of each setting: the variable that sets it, what it says, what that means; a default of the
+# process; an argument.
 TIERS: dict[str, tuple[str | None, str, Any, Any, Any]] = {
-    "base_url": ("TINKER_BASE_URL", "http://localhost:2", "http://localhost:2", "local:c", "local:d"),
+    "base_url": (
+        "TINKER_BASE_URL",
+        "http://localhost:2",
+        "http://localhost:2",
+        "local:c",
+        "local:d",
+    ),
     "api_key": ("TINKER_API_KEY", "tml-env", "tml-env", "tml-app", "tml-arg"),
     "credential_cmd": ("TINKER_CREDENTIAL_CMD", "env", "env", "app", "arg"),
     "project_id": ("TINKER_PROJECT_ID", "env", "env", "app", "arg"),
     "user_metadata": (None, "", None, {"a": "b"}, {}),
-    "tags": ("TINKER_TAGS", "env, x", ("tinkex-python", "env", "x"), ["tinkex-python", "app"], ["tinkex-python"]),
+    "tags": (
+        "TINKER_TAGS",
+        "env, x",
+        ("tinkex-python", "env", "x"),
+        ["tinkex-python", "app"],
+        ["tinkex-python"],
+    ),
     "feature_gates": ("TINKER_FEATURE_GATES", "env,x", ("env", "x"), ["app"], []),
     "timeout": (None, "", 60, 5, 6.5),
     "max_retries": (None, "", None, 3, 0),
     "patience": (None, "", 300, 3, 0),
     "first_contact_patience": (None, "", 10, 3, 0),
-    "poll_backoff": ("TINKEX_POLL_BACKOFF", "yes", "exponential", ("exponential", 1, 2), ("exponential", 1, 9)),
+    "poll_backoff": (
+        "TINKEX_POLL_BACKOFF",
+        "yes",
+        "exponential",
+        ("exponential", 1, 2),
+        ("exponential", 1, 9),
+    ),
     "default_headers": ("TINKEX_DEFAULT_HEADERS", '{"a": 1}', {"a": "1"}, {"b": "2"}, {}),
     "default_query": ("TINKEX_DEFAULT_QUERY", '{"a": 1}', {"a": "1"}, {"b": "2"}, {}),
     "user_agent": (None, "", None, "app/1", "arg/1"),
@@ -150,7 +187,13 @@ TIERS: dict[str, tuple[str | None, str, Any, Any, Any]] = {
     "cf_access_client_secret": ("CLOUDFLARE_ACCESS_CLIENT_SECRET", "env", "env", "app", "arg"),
     "proxy": ("TINKEX_PROXY", "http://env", "http://env:80", "http://app:81", "https://arg:82"),
     "proxy_headers": ("TINKEX_PROXY_HEADERS", '[["a", "b"]]', (("a", "b"),), [("c", "d")], []),
-    "pool_sizes": ("TINKEX_POOL_SIZE", "1", POOL_SIZES | {"sample": 20}, POOL_SIZES, POOL_SIZES | {"sample": 0}),
+    "pool_sizes": (
+        "TINKEX_POOL_SIZE",
+        "1",
+        POOL_SIZES | {"sample": 20},
+        POOL_SIZES,
+        POOL_SIZES | {"sample": 0},
+    ),
     "http_client": ("TINKEX_HTTP_CLIENT", "json:loads", "json:loads", print, len),
     "telemetry": ("TINKER_TELEMETRY", "off", False, True, False),
     "log_level": ("TINKER_LOG", "warning", "warn", "error", "info"),
@@ -164,7 +207,8 @@ TIERS: dict[str, tuple[str | None, str, Any, Any, Any]] = {
 @pytest.mark.covers("C01", "24.config.1", "24.config.2")
 @pytest.mark.parametrize("name", TIERS)
 def test_every_setting_has_four_tiers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_applied_levels", [0])  # the level of logging is another test's business
+    # the level of logging is another test's business
+    monkeypatch.setattr(module, "_applied_levels", [0])
     variable, text, told, app, argument = TIERS[name]
 
     def resolved(**given: Any) -> Any:
@@ -191,9 +235,19 @@ def test_all_settings_have_their_tiers_tested() -> None:
 @pytest.mark.covers("C01", "24.config.7")
 def test_what_holds_when_nothing_is_said() -> None:
     config = Config.resolve(base_url="local")
-    assert (config.timeout, config.max_retries, config.poll_backoff, config.telemetry) == (60, None, None, True)
+    assert (config.timeout, config.max_retries, config.poll_backoff, config.telemetry) == (
+        60,
+        None,
+        None,
+        True,
+    )
     assert (config.tags, config.feature_gates) == (("tinkex-python",), ("async_sampling",))
-    assert (config.default_headers, config.default_query, config.proxy, config.proxy_headers) == ({}, {}, None, ())
+    assert (config.default_headers, config.default_query, config.proxy, config.proxy_headers) == (
+        {},
+        {},
+        None,
+        (),
+    )
     assert (config.dump_headers, config.otel_propagate, config.log_level, config.http_client) == (
         False,
         False,
@@ -207,11 +261,14 @@ def test_what_holds_when_nothing_is_said() -> None:
 @pytest.mark.covers("C01")
 def test_headers_and_queries_are_brought_into_one_form() -> None:
     pairs: Any = [(" X-A ", 1), ("X-B", 0.5), ("X-C", None), (3, "three")]
-    for config in (Config(**HERE, default_headers=pairs), Config.resolve(**HERE, default_headers=dict(pairs))):
+    for config in (
+        Config(**HERE, default_headers=pairs),
+        Config.resolve(**HERE, default_headers=dict(pairs)),
+    ):
         assert config.default_headers == {"X-A": "1", "X-B": "0.5", "3": "three"}
 
 
-# ── what is refused ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── what is refused ───────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("C02", "C04", "C61")
@@ -295,7 +352,8 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], words
     assert isinstance(caught.value, ValueError)
     assert "sekret" not in str(caught.value)
     if settings.get("api_key") != "":
-        with pytest.raises(ConfigurationError, match=words):  # of a Config that is made by hand, too
+        # of a Config that is made by hand, too
+        with pytest.raises(ConfigurationError, match=words):
             Config(**{"base_url": "https://example.com", "api_key": "tml-x", **settings})
 
 
@@ -309,11 +367,13 @@ def test_keys_are_of_known_kinds_except_on_this_machine() -> None:
         replace(Config(base_url="local", api_key="anything"), base_url="https://example.com")
 
 
-# ── parity, proxies, polls, pools ────────────────────────────────────────────────────────────────────────────────
+# ── parity, proxies, polls, pools ─────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("C03", "24.config.8")
-def test_a_parity_mode_chooses_the_defaults_of_an_older_sdk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parity_mode_chooses_the_defaults_of_an_older_sdk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def chosen(**given: Any) -> tuple[float, int | None]:
         config = Config.resolve(base_url="local", **given)
         return config.timeout, config.max_retries
@@ -369,7 +429,9 @@ def test_the_account_of_a_proxy_is_a_header_unless_headers_are_given() -> None:
     assert "pass" not in repr(config)
     given = Config.resolve(**HERE, proxy="http://user:pass@host", proxy_headers=[["X-A", "b"]])
     assert given.proxy_authorization == {"X-A": "b"}
-    assert Config.resolve(**HERE, proxy="http://user:pass@host", proxy_headers=[]).proxy_authorization
+    assert Config.resolve(
+        **HERE, proxy="http://user:pass@host", proxy_headers=[]
+    ).proxy_authorization
 
 
 @pytest.mark.covers("C61")
@@ -380,7 +442,11 @@ def test_polls_wait_by_their_policy() -> None:
 
     assert waits(None) == waits(False) == waits("none") == [0] * 5
     assert waits("exponential") == waits(True) == [1, 2, 16, 30, 30]
-    assert waits(("exponential", 0.025, 0.04)) == waits(["exponential", 0.025, 0.04]) == [0.025, *[0.04] * 4]
+    assert (
+        waits(("exponential", 0.025, 0.04))
+        == waits(["exponential", 0.025, 0.04])
+        == [0.025, *[0.04] * 4]
+    )
     assert waits(lambda number: number / 2) == [0, 0.5, 2, 2.5, 2500]
     odd = iter([-1.0, "soon", None, float("nan"), True])
     assert waits(lambda _: next(odd)) == [0] * 5
@@ -397,7 +463,7 @@ def test_pools_that_are_not_named_keep_their_size(monkeypatch: pytest.MonkeyPatc
     assert Config(base_url="local", pool_sizes={"poll": 7}).pool_sizes == POOL_SIZES | {"poll": 7}
 
 
-# ── another client for HTTP ──────────────────────────────────────────────────────────────────────────────────────
+# ── another client for HTTP ───────────────────────────────────────────────────────────────────────
 
 
 class Carrier:
@@ -430,7 +496,9 @@ def test_requests_can_go_through_another_client(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.covers("C02", "C12")
 @pytest.mark.parametrize(
-    "client", ["nowhere:x", "json:nowhere", lambda config: object()], ids=["no-module", "no-member", "no-methods"]
+    "client",
+    ["nowhere:x", "json:nowhere", lambda config: object()],
+    ids=["no-module", "no-member", "no-methods"],
 )
 def test_what_is_no_client_is_refused_when_it_is_needed(client: Any) -> None:
     config = Config.resolve(base_url="local", http_client=client)
@@ -438,7 +506,7 @@ def test_what_is_no_client_is_refused_when_it_is_needed(client: Any) -> None:
         config.make_http_client()
 
 
-# ── the level of logging ─────────────────────────────────────────────────────────────────────────────────────────
+# ── the level of logging ──────────────────────────────────────────────────────────────────────────
 
 LOGGING = """
 import logging, sys
@@ -473,7 +541,9 @@ print(logging.getLevelName(logger.level))
         ("info", "Config.resolve(base_url='local'); logger.setLevel('CRITICAL')", "CRITICAL", ""),
     ],
 )
-def test_the_level_of_logging_is_set_once(variable: str, before: str, level: str, written: str) -> None:
+def test_the_level_of_logging_is_set_once(
+    variable: str, before: str, level: str, written: str
+) -> None:
     done = subprocess.run(
         [sys.executable, "-c", LOGGING, before],
         env=os.environ | {"TINKER_LOG": variable},

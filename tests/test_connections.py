@@ -21,7 +21,9 @@ from tinkex.server.state import Limits
 
 HEALTH = b"GET /api/v1/healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
 OTHER = b"GET /api/v1/get_server_capabilities HTTP/1.1\r\nHost: localhost\r\n\r\n"
-BODY = b"POST /api/v1/create_session HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+BODY = (
+    b"POST /api/v1/create_session HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+)
 
 
 @contextmanager
@@ -31,7 +33,9 @@ def guarding(data_dir: Path, doors: Doors, **options: Any) -> Iterator[tuple[str
 
     listener = listening()
     app = create_app(FakeEngine(), data_dir, **options)
-    config = uvicorn.Config(app, http=guarded(doors), log_config=None, lifespan="on", timeout_graceful_shutdown=1)
+    config = uvicorn.Config(
+        app, http=guarded(doors), log_config=None, lifespan="on", timeout_graceful_shutdown=1
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
     thread.start()
@@ -53,7 +57,9 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
 
         def start(api_key: str | None = None, **limits: Any) -> tuple[str, int]:
             chosen = Limits(**limits)
-            return stack.enter_context(guarding(tmp_path, Doors(chosen), limits=chosen, api_key=api_key))
+            return stack.enter_context(
+                guarding(tmp_path, Doors(chosen), limits=chosen, api_key=api_key)
+            )
 
         yield start
 
@@ -124,10 +130,13 @@ def test_a_slow_answer_is_waited_for(serve: Serve) -> None:
     wire = Wire(f"http://{place[0]}:{place[1]}")
     session = wire.session()
     sampler = wire.post(
-        "create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0, "base_model": "fake"}
+        "create_sampling_session",
+        {"session_id": session, "sampling_session_seq_id": 0, "base_model": "fake"},
     )["sampling_session_id"]
     target = {"type": "sampling_session", "sampling_session_id": sampler, "cloned_sampler_id": 0}
-    assert wire.post("retrieve_futures", {"target": target, "prev_cursor": 0, "retrieved_request_ids": []})
+    assert wire.post(
+        "retrieve_futures", {"target": target, "prev_cursor": 0, "retrieved_request_ids": []}
+    )
 
 
 @pytest.mark.parametrize("limit", ["connections", "connections_per_address"])

@@ -1,8 +1,9 @@
-"""What tinker-cookbook takes from `tinker`, row by row, and what programs rely on besides: the same in both packages.
+"""What tinker-cookbook takes from `tinker`, row by row, and what programs rely on besides: the same
+in both packages.
 
-The rows are expressions, in cookbook/rows.txt. What needs a server is the program `Walk`, which does with one what the
-cookbook does. Both are run here on tinkex under the name of tinker, and, slowly, on the official package in a process
-of its own; both must give what is written down.
+The rows are expressions, in cookbook/rows.txt. What needs a server is the program `Walk`, which
+does with one what the cookbook does. Both are run here on tinkex under the name of tinker, and,
+slowly, on the official package in a process of its own; both must give what is written down.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ def known_names() -> dict[str, Any]:
 
     import httpx
 
-    names = {name: importlib.import_module(name) for name in ("copy", "dataclasses", "json", "torch", "typing")}
+    names = {
+        name: importlib.import_module(name)
+        for name in ("copy", "dataclasses", "json", "torch", "typing")
+    }
     tinker = importlib.import_module("tinker")
     types = importlib.import_module("tinker.types")
     Pending = importlib.import_module("tinker.lib.public_interfaces").AwaitableConcurrentFuture
@@ -57,15 +61,27 @@ def known_names() -> dict[str, Any]:
     text = tinker.ModelInput.from_ints([1, 2, 3])
     image = types.ImageChunk(data=b"x", format="png", expected_tokens=3)
     tensor = tinker.TensorData(data=[1.0, 2.0], dtype="float32", shape=[2])
-    datum = tinker.Datum(model_input=text, loss_fn_inputs={"target_tokens": [2, 3, 4], "weights": [0.0, 1.0, 1.0]})
-    saves = ["save_state", "save_weights_for_sampler", "save_weights_external", "save_weights_and_get_sampling_client"]
+    datum = tinker.Datum(
+        model_input=text, loss_fn_inputs={"target_tokens": [2, 3, 4], "weights": [0.0, 1.0, 1.0]}
+    )
+    saves = [
+        "save_state",
+        "save_weights_for_sampler",
+        "save_weights_external",
+        "save_weights_and_get_sampling_client",
+    ]
     steps = ["forward", "forward_backward", "forward_backward_custom", "optim_step"]
     TRACED = {
         "TrainingClient": [*steps, *saves, "get_info", "create_sampling_client"],
         "SamplingClient": ["sample", "compute_logprobs", "get_base_model"],
     }
     CAPTURED = {
-        "TrainingClient": ["forward_backward", "forward_backward_async", "optim_step", "save_weights_for_sampler"],
+        "TrainingClient": [
+            "forward_backward",
+            "forward_backward_async",
+            "optim_step",
+            "save_weights_for_sampler",
+        ],
         "SamplingClient": ["sample", "sample_async"],
     }
 
@@ -95,9 +111,16 @@ def known_names() -> dict[str, Any]:
         """Return the methods that the cookbook's tracing would wrap, by its own rule."""
         found = []
         for name, method in vars(client).items():
-            if not inspect.isfunction(method) or name.startswith(("_", "load_state")) or name.endswith("_async"):
+            if (
+                not inspect.isfunction(method)
+                or name.startswith(("_", "load_state"))
+                or name.endswith("_async")
+            ):
                 continue
-            if "Future" in str(inspect.signature(method).return_annotation) or name in ("get_info", "get_base_model"):
+            if "Future" in str(inspect.signature(method).return_annotation) or name in (
+                "get_info",
+                "get_base_model",
+            ):
                 found.append(name)
         return sorted(found)
 
@@ -194,7 +217,9 @@ class Walk:
         inputs = {"target_tokens": tokens, "weights": torch.ones(8)}
         self.datum = tinker.Datum(
             model_input=tinker.ModelInput.from_ints(tokens.tolist()),
-            loss_fn_inputs={name: tinker.TensorData.from_torch(one) for name, one in inputs.items()},
+            loss_fn_inputs={
+                name: tinker.TensorData.from_torch(one) for name, one in inputs.items()
+            },
         )
 
     def run(self) -> dict[str, Any]:
@@ -206,18 +231,28 @@ class Walk:
             ),
         )
         self.service = made
-        creating = made.create_lora_training_client("fake", rank=4, seed=1, user_metadata={"renderer_name": "r"})
+        creating = made.create_lora_training_client(
+            "fake", rank=4, seed=1, user_metadata={"renderer_name": "r"}
+        )
         self.training = creating.result()
         kinds = (tinker.TrainingClient, tinker.APIFuture, tinker.BackcompatTrainingClientFuture)
-        self.seen["a new client"] = [[isinstance(one, kind) for kind in kinds] for one in (creating, self.training)]
+        self.seen["a new client"] = [
+            [isinstance(one, kind) for kind in kinds] for one in (creating, self.training)
+        ]
         self.train()
         self.sample()
         self.rest()
         self.refusals()
         self.deprecated()
         closing = made.close("success", detail="over")
-        self.seen["close"] = [isinstance(closing, tinker.APIFuture), closing.result(), made.close("success").result()]
-        self.seen["after the end"] = self.refused(lambda: made.create_sampling_client(base_model="fake"))
+        self.seen["close"] = [
+            isinstance(closing, tinker.APIFuture),
+            closing.result(),
+            made.close("success").result(),
+        ]
+        self.seen["after the end"] = self.refused(
+            lambda: made.create_sampling_client(base_model="fake")
+        )
         self.seen["info after the end"] = self.training.get_info().model_data.model_name
         return self.seen
 
@@ -241,7 +276,9 @@ class Walk:
                 logprobs.shape,
                 sorted(first.metrics),
             ]
-            seen["a step between two passes"] = first.metrics["loss:sum"] != second.metrics["loss:sum"]
+            seen["a step between two passes"] = (
+                first.metrics["loss:sum"] != second.metrics["loss:sum"]
+            )
             seen["steps"] = [type((await one).metrics).__name__ for one in calls[1::2]]
             return str((await save).path)
 
@@ -249,7 +286,9 @@ class Walk:
             futures = [training.forward([datum], "cross_entropy") for _ in range(3)]
             gathered = await asyncio.gather(*futures)
             completed = [await one for one in asyncio.as_completed(futures)]
-            done, _ = await asyncio.wait([asyncio.ensure_future(one) for one in futures], timeout=30)
+            done, _ = await asyncio.wait(
+                [asyncio.ensure_future(one) for one in futures], timeout=30
+            )
             waited = await asyncio.wait_for(futures[0], 30)
             tasks = await asyncio.gather(*(asyncio.create_task(one.coroutine()) for one in futures))
             return [len(gathered), len(completed), len(done), type(waited).__name__, len(tasks)]
@@ -259,10 +298,16 @@ class Walk:
 
         self.loss = loss
         self.state = asyncio.run(pipelined())
-        seen["a state's path"] = [self.state.startswith("tinker://"), self.state.rpartition("/weights/")[2]]
+        seen["a state's path"] = [
+            self.state.startswith("tinker://"),
+            self.state.rpartition("/weights/")[2],
+        ]
         seen["together"] = asyncio.run(together())
         custom = training.forward_backward_custom([datum], loss)
-        seen["a loss of one's own"] = [isinstance(custom, tinker.APIFuture), sorted(custom.result().metrics)]
+        seen["a loss of one's own"] = [
+            isinstance(custom, tinker.APIFuture),
+            sorted(custom.result().metrics),
+        ]
         again = asyncio.run(training.forward_backward_custom([datum], loss).coroutine())
         seen["a loss of one's own, async"] = sorted(again.metrics)
         for name, args in {
@@ -274,7 +319,10 @@ class Walk:
         }.items():
             future = getattr(training, name)(*args)
             seen[name] = [isinstance(future, tinker.APIFuture), type(future.result()).__name__]
-        seen["info"] = [training.get_info().model_id == training.model_id, training.get_info().model_data.model_name]
+        seen["info"] = [
+            training.get_info().model_id == training.model_id,
+            training.get_info().model_data.model_name,
+        ]
         self.path = training.save_weights_for_sampler("final", ttl_seconds=3600).result().path
         seen["a sampler's path"] = self.path.rpartition("/sampler_weights/")[2]
 
@@ -288,41 +336,69 @@ class Walk:
         opened: list[str] = []
         opening.future().add_done_callback(lambda done: opened.append(type(done.result()).__name__))
         sampler = self.sampler = asyncio.run(opening.coroutine())
-        kinds: Any = (tinker.SamplingClient, tinker.APIFuture, tinker.BackcompatSamplingClientFuture)
-        seen["a new sampler"] = [[isinstance(one, kind) for kind in kinds] for one in (opening, sampler)]
-        seen["a sampler"] = [type(sampler).__name__, type(sampler._sampling_session_id).__name__, opened]
+        kinds: Any = (
+            tinker.SamplingClient,
+            tinker.APIFuture,
+            tinker.BackcompatSamplingClientFuture,
+        )
+        seen["a new sampler"] = [
+            [isinstance(one, kind) for kind in kinds] for one in (opening, sampler)
+        ]
+        seen["a sampler"] = [
+            type(sampler).__name__,
+            type(sampler._sampling_session_id).__name__,
+            opened,
+        ]
         seen["its model"] = sampler.get_base_model()
         futures = [
             sampler.sample(prompt=prompt, num_samples=2, sampling_params=params),
             sampler.sample(prompt, 1, params),
         ]
-        seen["sample"] = [isinstance(one, concurrent.futures.Future | tinker.APIFuture) for one in futures]
+        seen["sample"] = [
+            isinstance(one, concurrent.futures.Future | tinker.APIFuture) for one in futures
+        ]
         seen["a future of a sample"] = [type(one.future()).__name__ for one in futures]
         done, _ = concurrent.futures.wait(futures, timeout=30)
         seen["waited for"] = [len(done), len(list(concurrent.futures.as_completed(futures)))]
         drawn = futures[0].result().sequences
-        kinds = [[type(one.tokens).__name__, type(one.logprobs).__name__, one.stop_reason] for one in drawn]
+        kinds = [
+            [type(one.tokens).__name__, type(one.logprobs).__name__, one.stop_reason]
+            for one in drawn
+        ]
         seen["sequences"] = [kinds, [[len(one.tokens), len(one.logprobs)] for one in drawn]]
 
         async def sampled() -> list[Any]:
-            several = [sampler.sample(prompt=prompt, num_samples=1, sampling_params=params) for _ in range(2)]
+            several = [
+                sampler.sample(prompt=prompt, num_samples=1, sampling_params=params)
+                for _ in range(2)
+            ]
             several.append(asyncio.create_task(sampler.sample(prompt, 1, params).coroutine()))
             options = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 2}
             more = await sampler.sample(prompt, 1, params, **options)
             pairs = [
-                one and [[type(part).__name__ for part in pair] for pair in one] for one in more.topk_prompt_logprobs
+                one and [[type(part).__name__ for part in pair] for pair in one]
+                for one in more.topk_prompt_logprobs
             ]
             scores = [type(one).__name__ for one in more.prompt_logprobs]
             return [[type(one).__name__ for one in await asyncio.gather(*several)], scores, pairs]
 
         seen["sampled together"] = asyncio.run(sampled())
         scores = asyncio.run(sampler.compute_logprobs(prompt).coroutine())
-        seen["scores"] = [[type(one).__name__ for one in scores], sampler.compute_logprobs(prompt).result() == scores]
+        seen["scores"] = [
+            [type(one).__name__ for one in scores],
+            sampler.compute_logprobs(prompt).result() == scores,
+        ]
         live = self.training.save_weights_and_get_sampling_client().result()
         other = self.training.save_weights_and_get_sampling_client(kind="snapshot").result()
         twin = pickle.loads(pickle.dumps(live))
-        tokens = [one.sample(prompt, 1, params).result().sequences[0].tokens for one in (live, other, twin)]
-        seen["a sampler, pickled"] = [isinstance(twin, tinker.SamplingClient), tokens[0] == tokens[1] == tokens[2]]
+        tokens = [
+            one.sample(prompt, 1, params).result().sequences[0].tokens
+            for one in (live, other, twin)
+        ]
+        seen["a sampler, pickled"] = [
+            isinstance(twin, tinker.SamplingClient),
+            tokens[0] == tokens[1] == tokens[2],
+        ]
 
     def rest(self) -> None:
         import asyncio
@@ -341,11 +417,16 @@ class Walk:
         }.items():
             future = getattr(rest, name)(*args)
             answers = [future.result(), asyncio.run(future.coroutine()), future.future().result()]
-            seen[name] = [isinstance(future, tinker.APIFuture), *(type(one).__name__ for one in answers)]
+            seen[name] = [
+                isinstance(future, tinker.APIFuture),
+                *(type(one).__name__ for one in answers),
+            ]
         seen["weights"] = type(rest.get_weights_info_by_tinker_path(state).result()).__name__
         seen["ttl"] = rest.set_checkpoint_ttl_from_tinker_path(state, 3600).result()
         seen["publish"] = rest.publish_checkpoint_from_tinker_path(path).result()
-        seen["unpublish"] = asyncio.run(rest.unpublish_checkpoint_from_tinker_path(path).coroutine())
+        seen["unpublish"] = asyncio.run(
+            rest.unpublish_checkpoint_from_tinker_path(path).coroutine()
+        )
         service = self.service
         resumed = [
             service.create_training_client_from_state_with_optimizer(state).result(),
@@ -364,12 +445,22 @@ class Walk:
         for name, call in {
             "a run that is not there": lambda: rest.get_training_run("none").result(),
             "a path that is none": lambda: rest.get_training_run_by_tinker_path("none"),
-            "a path of a run that is not there": lambda: rest.get_training_run_by_tinker_path(missing).result(),
-            "a checkpoint that is gone": lambda: rest.delete_checkpoint_from_tinker_path(self.path).result(),
-            "a sampler of what is gone": lambda: service.create_sampling_client(model_path=self.path).result(),
+            "a path of a run that is not there": lambda: rest.get_training_run_by_tinker_path(
+                missing
+            ).result(),
+            "a checkpoint that is gone": lambda: rest.delete_checkpoint_from_tinker_path(
+                self.path
+            ).result(),
+            "a sampler of what is gone": lambda: service.create_sampling_client(
+                model_path=self.path
+            ).result(),
             "a sampler of nothing": lambda: service.create_sampling_client(),
-            "a sampler of another path": lambda: service.create_sampling_client(model_path="x").result(),
-            "a model that is not there": lambda: service.create_lora_training_client("none").result(),
+            "a sampler of another path": lambda: service.create_sampling_client(
+                model_path="x"
+            ).result(),
+            "a model that is not there": lambda: service.create_lora_training_client(
+                "none"
+            ).result(),
             "nothing to train": lambda: service.create_lora_training_client("fake", **none),
             "no data": lambda: training.forward_backward([], "cross_entropy"),
             "two kinds of parameters": lambda: training.optim_step(adam, adam_params=adam),
@@ -382,7 +473,8 @@ class Walk:
             self.seen[name] = self.refused(call)
 
     def refused(self, call: Any) -> Any:
-        """What an error says of itself, as plain values; and that it is the same when it has been pickled."""
+        """What an error says of itself, as plain values; and that it is the same when it has been
+        pickled."""
         import pickle
 
         try:
@@ -390,20 +482,38 @@ class Walk:
         except Exception as error:
             kinds = [kind.__name__ for kind in type(error).__mro__]
             if "TinkerError" not in kinds:
-                return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
+                return next(
+                    kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins"
+                )
             given: Any = error
             said = kinds[0]
             copy = pickle.loads(pickle.dumps(error))
-            right = [given.message == str(error) == error.args[0], type(copy) is type(error), str(copy) == str(error)]
+            right = [
+                given.message == str(error) == error.args[0],
+                type(copy) is type(error),
+                str(copy) == str(error),
+            ]
             if "RequestFailedError" in kinds:
                 said += f", {given.category.value}"
                 right += [isinstance(given.request_id, str), copy.request_id == given.request_id]
             if "APIStatusError" in kinds:
                 answer, sent = given.response, given.request
-                said += f", {sent.method} {str(sent.url).partition('/api/v1/')[2].partition('/')[0]}"
-                said += f": {given.status_code}, {answer.headers['Content-Type']} of {sorted(given.body)}"
-                right += [answer.status_code == given.status_code, answer.json() == given.body == copy.body]
-                right += [type(answer.content) is bytes, json.loads(answer.text) == given.body, not answer.is_success]
+                said += (
+                    f", {sent.method} {str(sent.url).partition('/api/v1/')[2].partition('/')[0]}"
+                )
+                said += (
+                    f": {given.status_code}, {answer.headers['Content-Type']} of "
+                    f"{sorted(given.body)}"
+                )
+                right += [
+                    answer.status_code == given.status_code,
+                    answer.json() == given.body == copy.body,
+                ]
+                right += [
+                    type(answer.content) is bytes,
+                    json.loads(answer.text) == given.body,
+                    not answer.is_success,
+                ]
             return said if all(right) else [said, right]
         return "nothing"
 
@@ -412,12 +522,23 @@ class Walk:
 
         service, training, datum, state = self.service, self.training, self.datum, self.state
         logging.disable(logging.ERROR)  # the official client says some of it twice
-        for name in ("load_state", "load_state_async", "load_state_with_optimizer", "load_state_with_optimizer_async"):
-            self.warned(name, getattr(service.create_lora_training_client("fake", rank=4).result(), name), state)
+        for name in (
+            "load_state",
+            "load_state_async",
+            "load_state_with_optimizer",
+            "load_state_with_optimizer_async",
+        ):
+            self.warned(
+                name,
+                getattr(service.create_lora_training_client("fake", rank=4).result(), name),
+                state,
+            )
         for end in ("", "_async"):
             custom = getattr(training, f"forward_backward_custom{end}")
             sampler = getattr(training, f"save_weights_and_get_sampling_client{end}")
-            self.warned(f"loss_type_input{end}", custom, [datum], self.loss, loss_type_input="logprobs")
+            self.warned(
+                f"loss_type_input{end}", custom, [datum], self.loss, loss_type_input="logprobs"
+            )
             self.warned(f"a sampler's name{end}", sampler, "x")
             search = importlib.import_module("tinker.types").SessionSearchRequest()
             for name, args in {
@@ -460,13 +581,15 @@ class Walk:
         logging.disable(logging.NOTSET)
 
     def warned(self, name: str, call: Any, *args: Any, **options: Any) -> Any:
-        """Note what a call warns of, and what a coroutine gives when it is awaited; wait for the future."""
+        """Note what a call warns of, and what a coroutine gives when it is awaited; wait for the
+        future."""
         import asyncio
         import contextlib
         import warnings
 
         async def awaited(call: Any) -> None:
-            with contextlib.suppress(self.tinker.TinkerError):  # what becomes of it is seen elsewhere
+            # what becomes of it is seen elsewhere
+            with contextlib.suppress(self.tinker.TinkerError):
                 first = await call
                 twice = isinstance(first, self.tinker.APIFuture)
                 self.seen[f"awaited: {name}"] = (
@@ -520,9 +643,24 @@ SEEN: dict[str, Any] = {
     "a sampler, pickled": [True, True],
     "warnings: create_rest_client": ["FutureWarning"],
     "a run, looked up": [{"renderer_name": "r"}, "fake", {"renderer_name": "r"}],
-    "list_training_runs": [True, "TrainingRunsResponse", "TrainingRunsResponse", "TrainingRunsResponse"],
-    "list_checkpoints": [True, "CheckpointsListResponse", "CheckpointsListResponse", "CheckpointsListResponse"],
-    "list_user_checkpoints": [True, "CheckpointsListResponse", "CheckpointsListResponse", "CheckpointsListResponse"],
+    "list_training_runs": [
+        True,
+        "TrainingRunsResponse",
+        "TrainingRunsResponse",
+        "TrainingRunsResponse",
+    ],
+    "list_checkpoints": [
+        True,
+        "CheckpointsListResponse",
+        "CheckpointsListResponse",
+        "CheckpointsListResponse",
+    ],
+    "list_user_checkpoints": [
+        True,
+        "CheckpointsListResponse",
+        "CheckpointsListResponse",
+        "CheckpointsListResponse",
+    ],
     "list_sessions": [True, "ListSessionsResponse", "ListSessionsResponse", "ListSessionsResponse"],
     "get_sampler": [True, "GetSamplerResponse", "GetSamplerResponse", "GetSamplerResponse"],
     "weights": "WeightsInfoResponse",
@@ -531,14 +669,19 @@ SEEN: dict[str, Any] = {
     "unpublish": None,
     "resumed": ["TrainingClient", "TrainingClient"],
     "deleted": None,
-    "a run that is not there": "NotFoundError, GET training_runs: 404, application/json of ['detail']",
+    "a run that is not there": "NotFoundError, GET training_runs: 404, application/json of "
+    "['detail']",
     "a path that is none": "ValueError",
-    "a path of a run that is not there": "NotFoundError, GET training_runs: 404, application/json of ['detail']",
-    "a checkpoint that is gone": "NotFoundError, DELETE training_runs: 404, application/json of ['detail']",
-    "a sampler of what is gone": "BadRequestError, POST create_sampling_session: 400, application/json of ['detail']",
+    "a path of a run that is not there": "NotFoundError, GET training_runs: 404, application/json "
+    "of ['detail']",
+    "a checkpoint that is gone": "NotFoundError, DELETE training_runs: 404, application/json of "
+    "['detail']",
+    "a sampler of what is gone": "BadRequestError, POST create_sampling_session: 400, "
+    "application/json of ['detail']",
     "a sampler of nothing": "ValueError",
     "a sampler of another path": "ValueError",
-    "a model that is not there": "BadRequestError, POST create_model: 400, application/json of ['detail']",
+    "a model that is not there": "BadRequestError, POST create_model: 400, application/json of "
+    "['detail']",
     "nothing to train": "AssertionError",
     "no data": "ValueError",
     "two kinds of parameters": "ValueError",
@@ -651,13 +794,18 @@ ASKED = {
 }
 """What a server is asked for by that program."""
 BESIDES = {"retrieve_futures", "session_heartbeat", "telemetry"}
-"""What depends on the time that things take, and how results of several samples are fetched at once, as ours are."""
+"""What depends on the time that things take, and how results of several samples are fetched at
+once, as ours are."""
 
 
 @pytest.fixture(scope="module")
 def renamed() -> Iterator[None]:
     """tinkex under the name of tinker, and afterwards as it was."""
-    known = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "tinker"}
+    known = {
+        name: sys.modules.pop(name)
+        for name in list(sys.modules)
+        if name.partition(".")[0] == "tinker"
+    }
     compat: Any = importlib.import_module("tinkex.compat")
     compat.install()
     yield
@@ -677,22 +825,33 @@ def server(place: Path) -> Iterator[str]:
 def asked(url: str) -> set[str]:
     """Which operations a server has been asked for."""
     with urllib.request.urlopen(f"{url}/metrics") as answer:
-        return set(re.findall(r'tinkex_requests_total\{operation="(\w+)"', answer.read().decode())) - BESIDES
+        return (
+            set(re.findall(r'tinkex_requests_total\{operation="(\w+)"', answer.read().decode()))
+            - BESIDES
+        )
 
 
 @pytest.fixture(scope="module")
 def official(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the official package makes of the rows, and what the program finds when it runs on it."""
     shared = (known_names, evaluate, Walk)
-    code = "from __future__ import annotations\nimport importlib, inspect, json, os, sys\nfrom typing import Any\n"
+    code = (
+        "from __future__ import annotations\nimport importlib, inspect, json, os, sys\nfrom "
+        "typing import Any\n"
+    )
     code += "".join(inspect.getsource(one) + "\n" for one in shared)
     code += "rows, url = json.load(sys.stdin)\n"
     code += "answers, walked = evaluate(rows), Walk(url).run()\n"
     code += "origin = importlib.import_module('tinker').ServiceClient.__module__\n"
-    code += "print(json.dumps({'origin': origin, 'rows': answers, 'seen': walked}), flush=True)\nos._exit(0)\n"
+    code += (
+        "print(json.dumps({'origin': origin, 'rows': answers, 'seen': walked}), "
+        "flush=True)\nos._exit(0)\n"
+    )
     with server(tmp_path_factory.mktemp("official")) as url:
         given = json.dumps([[one for rows in sections().values() for one in rows], url])
-        done = subprocess.run([sys.executable, "-c", code], input=given, capture_output=True, text=True, timeout=100)
+        done = subprocess.run(
+            [sys.executable, "-c", code], input=given, capture_output=True, text=True, timeout=100
+        )
         assert done.returncode == 0, done.stderr
         found: dict[str, Any] = json.loads(done.stdout)
         assert found["origin"] == "tinker"
@@ -708,7 +867,9 @@ def test_every_row_is_so_here(renamed: None, section: str) -> None:
 
 @pytest.mark.slow
 def test_every_row_is_so_in_the_official_package(official: dict[str, Any]) -> None:
-    rows = {expression: answer for part in sections().values() for expression, answer in part.items()}
+    rows = {
+        expression: answer for part in sections().values() for expression, answer in part.items()
+    }
     assert dict(zip(rows, official["rows"], strict=True)) == rows
 
 

@@ -52,7 +52,9 @@ def test_a_copy_neither_ends_the_session_nor_repeats_numbers(url: str) -> None:
     with ServiceClient(base_url=url) as service:
         sampler = service.create_sampling_client(base_model="fake").result()
         copy = pickle.loads(pickle.dumps(sampler))
-        first, second = (client.sample(PROMPT, 1, PARAMS).result(10).sequences[0] for client in (sampler, copy))
+        first, second = (
+            client.sample(PROMPT, 1, PARAMS).result(10).sequences[0] for client in (sampler, copy)
+        )
         assert first.tokens == second.tokens
         assert first.sequence_id != second.sequence_id
         assert int(second.sequence_id.split(":")[-2]) >= 1_000_000_000
@@ -85,7 +87,7 @@ def test_other_clients_cannot_be_pickled(url: str) -> None:
             pickle.dumps(service.create_lora_training_client("fake", rank=2).result())
 
 
-# ── the numbers of copies ────────────────────────────────────────────────────────────────────────────────────────
+# ── the numbers of copies ─────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
@@ -95,7 +97,9 @@ def joining() -> Iterator[FaultyServer]:
         counter = itertools.count(1)
         server.script("client/config", Answer(body={"sample_join_sampling_session": True}))
         server.script("create_sampling_session", Answer(body={"sampling_session_id": "s:sample:0"}))
-        server.script("join_sampling_session", lambda _: Answer(body={"client_counter": next(counter)}))
+        server.script(
+            "join_sampling_session", lambda _: Answer(body={"client_counter": next(counter)})
+        )
         server.script("asample", Answer(body={"sequences": [{"tokens": [7], "logprobs": [-1.0]}]}))
         yield server
 
@@ -110,7 +114,9 @@ def test_copies_ask_which_they_are_where_the_server_counts(joining: FaultyServer
         draw(sampler)
         assert joining.requests("join_sampling_session") == []
         copies = [pickle.loads(pickle.dumps(sampler)), pickle.loads(pickle.dumps(sampler))]
-        copies.append(tinkex.SamplingClient.from_sampler_handle(sampler.get_sampler_handle(), api_key="tml-x"))
+        copies.append(
+            tinkex.SamplingClient.from_sampler_handle(sampler.get_sampler_handle(), api_key="tml-x")
+        )
         for copy in copies:
             draw(copy)  # three samples at once, of which one asks
         again = pickle.loads(pickle.dumps(copies[0]))  # a copy of a copy is another one
@@ -125,7 +131,11 @@ def test_copies_ask_which_they_are_where_the_server_counts(joining: FaultyServer
 def test_a_copy_that_could_not_ask_asks_again(joining: FaultyServer) -> None:
     with ServiceClient(base_url=joining.base_url) as service:
         copy = pickle.loads(pickle.dumps(service.create_sampling_client(base_model="m").result()))
-        joining.script("join_sampling_session", Answer(403, {"detail": "full"}), Answer(body={"client_counter": 9}))
+        joining.script(
+            "join_sampling_session",
+            Answer(403, {"detail": "full"}),
+            Answer(body={"client_counter": 9}),
+        )
         with pytest.raises(tinkex.PermissionDeniedError, match="full"):
             copy.sample(PROMPT, 1, PARAMS).result(5)
         assert numbers(joining) == []
@@ -145,28 +155,44 @@ def test_copies_draw_lots_where_the_server_does_not_count(joining: FaultyServer)
     assert joining.requests("join_sampling_session") == []
 
 
-def test_a_pickle_keeps_how_samples_are_tried_again_and_a_handle_does_not(joining: FaultyServer) -> None:
-    """A pickle is the client for the user's own workers; a handle says where the sampler is, and no more."""
+def test_a_pickle_keeps_how_samples_are_tried_again_and_a_handle_does_not(
+    joining: FaultyServer,
+) -> None:
+    """A pickle is the client for the user's own workers; a handle says where the sampler is, and no
+    more."""
     once = RetryConfig(enable_retry_logic=False, max_connections=3)
     with ServiceClient(base_url=joining.base_url) as service:
-        sampler = service.create_sampling_client(base_model="m", retry_config=once, record_stability_info=True).result()
+        sampler = service.create_sampling_client(
+            base_model="m", retry_config=once, record_stability_info=True
+        ).result()
         copy = pickle.loads(pickle.dumps(sampler))
         plain = tinkex.SamplingClient.from_sampler_handle(sampler.get_sampler_handle())
         assert copy.retry_handler.config == once
         assert plain.retry_handler.config.enable_retry_logic
-        joining.script("asample", Answer(500), Answer(body={"sequences": [{"tokens": [7], "logprobs": [-1.0]}]}))
+        joining.script(
+            "asample",
+            Answer(500),
+            Answer(body={"sequences": [{"tokens": [7], "logprobs": [-1.0]}]}),
+        )
         with pytest.raises(tinkex.InternalServerError):
             copy.sample(PROMPT, 1, PARAMS).result(5)
         assert len(numbers(joining)) == 1
         plain.sample(PROMPT, 1, PARAMS).result(5)
-    assert [seen.json["record_stability_info"] for seen in joining.requests("asample")] == [True] * 2
+    assert [seen.json["record_stability_info"] for seen in joining.requests("asample")] == [
+        True
+    ] * 2
 
 
-def test_the_key_of_a_handle_is_that_of_the_process(joining: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_of_a_handle_is_that_of_the_process(
+    joining: FaultyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with ServiceClient(base_url=joining.base_url, api_key="tml-mine") as service:
         sampler = service.create_sampling_client(base_model="m").result()
         monkeypatch.setenv("TINKER_API_KEY", "tml-theirs")
         copy = tinkex.SamplingClient.from_sampler_handle(sampler.get_sampler_handle())
         copy.sample(PROMPT, 1, PARAMS).result(5)
         pickle.loads(pickle.dumps(sampler)).sample(PROMPT, 1, PARAMS).result(5)
-    assert [seen.headers["x-api-key"] for seen in joining.requests("asample")] == ["tml-theirs", "tml-mine"]
+    assert [seen.headers["x-api-key"] for seen in joining.requests("asample")] == [
+        "tml-theirs",
+        "tml-mine",
+    ]

@@ -1,4 +1,5 @@
-"""The list of requirements and the markers on tests: read as they are meant, and no marker says nothing."""
+"""The list of requirements and the markers on tests: read as they are meant, and no marker says
+nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(scope="module")
 def coverage() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("requirements_tool", ROOT / "tools" / "coverage.py")
+    spec = importlib.util.spec_from_file_location(
+        "requirements_tool", ROOT / "tools" / "coverage.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -35,7 +38,13 @@ def test_every_marker_in_the_tests_names_a_requirement(found: dict[str, list[str
 
 def test_the_numbers_are_complete(coverage: ModuleType) -> None:
     numbers = list(coverage.REQUIREMENTS)
-    for prefix, last, width in (("C", 90, 2), ("D", 34, 2), ("W", 27, 2), ("S", 44, 1), ("Q-", 29, 1)):
+    for prefix, last, width in (
+        ("C", 90, 2),
+        ("D", 34, 2),
+        ("W", 27, 2),
+        ("S", 44, 1),
+        ("Q-", 29, 1),
+    ):
         assert [number for number in numbers if number.startswith(prefix)] == [
             f"{prefix}{index:0{width}}" for index in range(1, last + 1)
         ]
@@ -63,10 +72,30 @@ def test_every_section_of_the_extras_lists_its_rows(coverage: ModuleType) -> Non
         if coverage.group_of(number) in ("1", "4"):
             section, _, row = number.partition("/")
             sections.setdefault(section, []).append(row)
-    assert all(rows == [str(index) for index in range(1, len(rows) + 1)] for rows in sections.values())
+    assert all(
+        rows == [str(index) for index in range(1, len(rows) + 1)] for rows in sections.values()
+    )
     # as many as the tables of the list have rows: a row that is dropped is noticed
-    sizes = {"1.1.2": 6, "1.1.4": 11, "1.1.5": 6, "1.2.3": 20, "1.4.2": 9, "1.5.1": 14, "1.5.3": 6, "1.11.1": 11}
-    sizes |= {"1.11.4": 9, "1.12.7": 7, "1.12.8": 12, "1.12.9": 14, "1.13": 7, "1.14.2": 7, "1.17.2": 7, "1.19": 7}
+    sizes = {
+        "1.1.2": 6,
+        "1.1.4": 11,
+        "1.1.5": 6,
+        "1.2.3": 20,
+        "1.4.2": 9,
+        "1.5.1": 14,
+        "1.5.3": 6,
+        "1.11.1": 11,
+    }
+    sizes |= {
+        "1.11.4": 9,
+        "1.12.7": 7,
+        "1.12.8": 12,
+        "1.12.9": 14,
+        "1.13": 7,
+        "1.14.2": 7,
+        "1.17.2": 7,
+        "1.19": 7,
+    }
     assert {section: len(sections[section]) for section in sizes} == sizes
     first = {section.split(".")[1] for section in sections if section.startswith("1.")}
     assert len(first) == 18  # 1 to 19, without the command line
@@ -81,7 +110,9 @@ def test_what_does_not_apply_is_a_requirement_and_says_why(coverage: ModuleType)
 
 def test_every_weakness_has_a_test_of_its_name(found: dict[str, list[str]]) -> None:
     for number in (f"W{index:02}" for index in range(1, 28)):
-        names = [test.split("::")[1] for test in found[number] if test.startswith("test_weaknesses.py::")]
+        names = [
+            test.split("::")[1] for test in found[number] if test.startswith("test_weaknesses.py::")
+        ]
         assert any(name.startswith(f"test_{number.lower()}_") for name in names), number
 
 
@@ -130,7 +161,9 @@ def test_markers_are_read_wherever_they_may_stand(coverage: ModuleType) -> None:
 def test_a_test_that_cannot_fail_shows_nothing(coverage: ModuleType, mark: str) -> None:
     source = f'@pytest.mark.covers("C01")\n@pytest.mark.{mark}\ndef test_one(): ...'
     assert coverage.read_markers(source, "t.py") == []
-    assert coverage.read_markers(source.replace(mark, "slow"), "t.py") == [("C01", "t.py::test_one")]
+    assert coverage.read_markers(source.replace(mark, "slow"), "t.py") == [
+        ("C01", "t.py::test_one")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -147,7 +180,9 @@ def test_a_test_that_cannot_fail_shows_nothing(coverage: ModuleType, mark: str) 
         ('pytestmark = pytest.mark.covers("C00")\ndef test_a(): ...', "no requirement 'C00'"),
     ],
 )
-def test_a_marker_that_says_nothing_is_an_error(coverage: ModuleType, source: str, words: str) -> None:
+def test_a_marker_that_says_nothing_is_an_error(
+    coverage: ModuleType, source: str, words: str
+) -> None:
     with pytest.raises(coverage.MarkerError, match=words):
         coverage.read_markers(source, "t.py")
 
@@ -156,7 +191,9 @@ def write(directory: Path, *numbers: str) -> Path:
     """A directory of tests, one for these numbers."""
     shown = ", ".join(f'"{number}"' for number in numbers)
     (directory / "deep").mkdir()
-    (directory / "deep" / "test_it.py").write_text(f"@pytest.mark.covers({shown})\ndef test_a(): ...")
+    (directory / "deep" / "test_it.py").write_text(
+        f"@pytest.mark.covers({shown})\ndef test_a(): ..."
+    )
     (directory / "helper.py").write_text("@pytest.mark.covers(1)\ndef test_a(): ...")
     return directory
 
@@ -178,7 +215,9 @@ def test_nothing_missing_is_success(coverage: ModuleType, tmp_path: Path) -> Non
     assert coverage.main(["--missing", "W", "--tests", str(tests)]) == 0
 
 
-def test_the_table_names_the_tests(coverage: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_names_the_tests(
+    coverage: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert coverage.main(["D", "--tests", str(write(tmp_path, "D01"))]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "| number | what | tests |"

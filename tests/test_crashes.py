@@ -1,9 +1,11 @@
-"""The server is killed again and again while it trains, saves and samples: no client gets anything but what was due.
+"""The server is killed again and again while it trains, saves and samples: no client gets anything
+but what was due.
 
-Deaths come around every flush, rename and removal in turn, in the middle of writes, and at random moments of the clock;
-to our client and to the official one; mostly over the fake engine, some over the real one. After each run of the loop
-everything it was given and everything that was saved is compared, to the bit, with a run that nobody disturbed.
-`make crash` runs it and prints what was counted; `CRASH_SEED` repeats a run.
+Deaths come around every flush, rename and removal in turn, in the middle of writes, and at random
+moments of the clock; to our client and to the official one; mostly over the fake engine, some over
+the real one. After each run of the loop everything it was given and everything that was saved is
+compared, to the bit, with a run that nobody disturbed. `make crash` runs it and prints what was
+counted; `CRASH_SEED` repeats a run.
 """
 
 from __future__ import annotations
@@ -48,19 +50,28 @@ class Scene:
 def deaths(scene: Scene, rng: random.Random) -> Iterator[Death]:
     """Deaths without end: each n-th event in turn, writes and moments by chance."""
     if scene.kind == "flush":
-        # Each in turn, before and after it; far apart within a run, so that lives which replay much get beyond that.
+        # Each in turn, before and after it; far apart within a run, so that lives which replay much
+        # get beyond that.
         for start in count(2 if scene.client == "tinkex" else 9):
-            yield from (Death("flush", 2 * event + start % 2) for event in range(1 + start // 2 % 7, 60, 7))
+            yield from (
+                Death("flush", 2 * event + start % 2) for event in range(1 + start // 2 % 7, 60, 7)
+            )
     while scene.kind == "write":
         yield Death("write", rng.randrange(1, 45))
     while True:
-        yield Death("start", rng.uniform(0, 2)) if rng.random() < 0.2 else Death("clock", rng.uniform(0, 1.5))
+        yield (
+            Death("start", rng.uniform(0, 2))
+            if rng.random() < 0.2
+            else Death("clock", rng.uniform(0, 1.5))
+        )
 
 
 Undisturbed = Callable[[str, str], tuple[dict[str, Any], dict[str, str]]]
 
 
-def play(scene: Scene, kills: int, place: Path, undisturbed: Undisturbed, model_dir: Path, seed: int) -> Toll:
+def play(
+    scene: Scene, kills: int, place: Path, undisturbed: Undisturbed, model_dir: Path, seed: int
+) -> Toll:
     """Run the loop over and over until the server has been killed so often; nothing of it may show."""
     rng = random.Random(f"{seed} {scene}")
     due, total = deaths(scene, rng), Toll()
@@ -68,7 +79,9 @@ def play(scene: Scene, kills: int, place: Path, undisturbed: Undisturbed, model_
     for number in count():
         data_dir = place / f"{scene.client}-{scene.model.replace('/', '-')}-{scene.kind}-{number}"
         chosen = [next(due) for _ in range(DEATHS_PER_RUN[scene.model])]
-        with supervised(data_dir, chosen, model_dir if scene.model == MODEL else None, rng) as server:
+        with supervised(
+            data_dir, chosen, model_dir if scene.model == MODEL else None, rng
+        ) as server:
             given = run_loop(server.base_url, scene.client, scene.model, STEPS[scene.model])
         where = f"{scene}, run {number}, seed {seed}, {chosen}"
         assert given == expected, where
@@ -79,7 +92,10 @@ def play(scene: Scene, kills: int, place: Path, undisturbed: Undisturbed, model_
     raise AssertionError
 
 
-HEAD = "client  engine  death   runs  lives  kills  in the middle of a write (record, directory, database)"
+HEAD = (
+    "client  engine  death   runs  lives  kills  in the middle of a write (record, directory, "
+    "database)"
+)
 
 
 def row(scene: Scene, toll: Toll) -> str:
@@ -96,16 +112,22 @@ def summary(tolls: dict[Scene, Toll], seconds: float, seed: int) -> str:
     for scene, toll in tolls.items():
         sums[scene.client].add(toll)
     parts = [
-        f"{client} {toll.kills} kills ({toll.mid_write} in the middle of a write) over {toll.runs} runs"
+        f"{client} {toll.kills} kills ({toll.mid_write} in the middle of a write) over {toll.runs} "
+        "runs"
         for client, toll in sums.items()
     ]
-    return f"crash test: {'; '.join(parts)}; all results and files bit-equal; seed {seed}, {seconds:.0f} s"
+    return (
+        f"crash test: {'; '.join(parts)}; all results and files bit-equal; seed {seed}, "
+        f"{seconds:.0f} s"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.covers("S44")
 @pytest.mark.timeout(1800)
-def test_no_death_of_the_server_shows(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_death_of_the_server_shows(
+    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     seed = int(os.environ.get("CRASH_SEED") or random.SystemRandom().randrange(1_000_000))
     with capsys.disabled():
         print(f"\nCRASH_SEED={seed}", flush=True)
@@ -127,7 +149,9 @@ def test_no_death_of_the_server_shows(model_dir: Path, tmp_path: Path, capsys: p
     }
     with ThreadPoolExecutor(2) as pool:
         scene_of = {
-            pool.submit(play, scene, kills, tmp_path, lambda c, m: calm[c, m], model_dir, seed): scene
+            pool.submit(
+                play, scene, kills, tmp_path, lambda c, m: calm[c, m], model_dir, seed
+            ): scene
             for scene, kills in scenes.items()
         }
         with capsys.disabled():

@@ -1,4 +1,5 @@
-"""Credentials: where they are found, tokens and their renewal, proxies and gates; and the tiers of settings."""
+"""Credentials: where they are found, tokens and their renewal, proxies and gates; and the tiers of
+settings."""
 
 from __future__ import annotations
 
@@ -22,13 +23,25 @@ from faulty import Answer, FaultyServer, Seen, faulty_server
 from support import wait_until
 from tinkex import Config, ConfigurationError, HttpClient, ServiceClient
 from tinkex.client.settings.config import configure, mask_api_key
-from tinkex.client.settings.credentials import NO_HOPE, RENEW_AGAIN, RENEW_NOW, Token, claims, rejects_token, stored_key
+from tinkex.client.settings.credentials import (
+    NO_HOPE,
+    RENEW_AGAIN,
+    RENEW_NOW,
+    Token,
+    claims,
+    rejects_token,
+    stored_key,
+)
 from tinkex.types.sampling import SampledSequence, SampleResponse
 from tinkex.wire import codec, protocol
 
 
 def token(expires: float, **extra: Any) -> str:
-    body = base64.urlsafe_b64encode(json.dumps({"exp": expires, "sub": "u", **extra}).encode()).decode().rstrip("=")
+    body = (
+        base64.urlsafe_b64encode(json.dumps({"exp": expires, "sub": "u", **extra}).encode())
+        .decode()
+        .rstrip("=")
+    )
     return f"eyJh.{body}.sig"
 
 
@@ -41,7 +54,7 @@ def _clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     configure()
 
 
-# ── tiers ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── tiers ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("C01")
@@ -52,8 +65,11 @@ def test_each_tier_yields_to_the_one_before(monkeypatch: pytest.MonkeyPatch) -> 
     assert Config.resolve(**base).default_headers == {"X-A": "env", "X-N": "3"}
     configure(default_headers={"X-A": "configured"})
     assert Config.resolve(**base).default_headers == {"X-A": "configured"}
-    assert Config.resolve(**base, default_headers={"X-A": "given"}).default_headers == {"X-A": "given"}
-    assert Config.resolve(**base, default_headers={}).default_headers == {}  # empty says something, None does not
+    assert Config.resolve(**base, default_headers={"X-A": "given"}).default_headers == {
+        "X-A": "given"
+    }
+    # empty says something, None does not
+    assert Config.resolve(**base, default_headers={}).default_headers == {}
     assert Config.resolve(**base, default_headers=None).default_headers == {"X-A": "configured"}
 
 
@@ -75,7 +91,13 @@ def test_unknown_settings_are_refused() -> None:
 @pytest.mark.covers("C05", "24.config.5")
 @pytest.mark.parametrize(
     ("key", "shown"),
-    [("tml-abcdef123456", "tml-ab...3456"), ("abcd", "****"), ("abcde", "abc...bcde"), ("", ""), (None, None)],
+    [
+        ("tml-abcdef123456", "tml-ab...3456"),
+        ("abcd", "****"),
+        ("abcde", "abc...bcde"),
+        ("", ""),
+        (None, None),
+    ],
 )
 def test_masks(key: str | None, shown: str | None) -> None:
     assert mask_api_key(key) == shown
@@ -96,7 +118,7 @@ def test_secrets_are_not_in_the_repr() -> None:
         assert secret not in repr(config)
 
 
-# ── credentials ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── credentials ───────────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_stored_key_is_the_last_resort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,11 +128,13 @@ def test_the_stored_key_is_the_last_resort(tmp_path: Path, monkeypatch: pytest.M
     stored = {"version": 1, "default": "5", "keys": {"5": {"type": "manual", "key": "tml-stored"}}}
     (folder / "credentials.json").write_text(json.dumps(stored))
     assert Config.resolve().api_key == "tml-stored"
-    assert Config.resolve(base_url="http://localhost:1").api_key is None  # it is for the service, not for this machine
+    # it is for the service, not for this machine
+    assert Config.resolve(base_url="http://localhost:1").api_key is None
     assert Config.resolve(base_url="https://example.com").api_key == "tml-stored"
     stored["keys"]["5"]["base_url"] = "http://localhost:1"  # type: ignore[index]
     (folder / "credentials.json").write_text(json.dumps(stored))
-    assert Config.resolve(base_url="http://localhost:1/").api_key == "tml-stored"  # from a login at that server …
+    # from a login at that server …
+    assert Config.resolve(base_url="http://localhost:1/").api_key == "tml-stored"
     assert Config.resolve(base_url="http://localhost:2").api_key is None  # … and for no other
     assert stored_key() is None
     monkeypatch.setenv("TINKER_CREDENTIAL_CMD", "echo tml-cmd")
@@ -130,14 +154,17 @@ def test_a_command_gives_the_credential(monkeypatch: pytest.MonkeyPatch) -> None
         assert keys == {"tml-from-command"}
 
 
-def test_clients_that_start_together_run_the_command_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_clients_that_start_together_run_the_command_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Each run leaves a line; the next client runs it anew, and a failure is everyone's."""
     ran = tmp_path / "ran"
     with faulty_server() as server, ExitStack() as stack:
         monkeypatch.setenv("TINKER_CREDENTIAL_CMD", f"echo x >> {ran}; sleep 0.3; echo tml-shared")
         clients = [stack.enter_context(HttpClient(base_url=server.base_url)) for _ in range(4)]
         for asked in [client.get("healthz", max_retries=0) for client in clients]:
-            with pytest.raises(tinkex.NotFoundError):  # the server has no such thing; that is an answer
+            # the server has no such thing; that is an answer
+            with pytest.raises(tinkex.NotFoundError):
                 asked.result(10)
         assert ran.read_text() == "x\n"
         assert {seen.headers["x-api-key"] for seen in server.seen} == {"tml-shared"}
@@ -151,10 +178,17 @@ def test_clients_that_start_together_run_the_command_once(monkeypatch: pytest.Mo
         assert ran.read_text() == "x\n" * 3
 
 
-@pytest.mark.parametrize(("command", "words"), [("exit 3", "exit code 3"), ("true", "printed nothing")])
-def test_a_command_that_gives_nothing_is_told(monkeypatch: pytest.MonkeyPatch, command: str, words: str) -> None:
+@pytest.mark.parametrize(
+    ("command", "words"), [("exit 3", "exit code 3"), ("true", "printed nothing")]
+)
+def test_a_command_that_gives_nothing_is_told(
+    monkeypatch: pytest.MonkeyPatch, command: str, words: str
+) -> None:
     monkeypatch.setenv("TINKER_CREDENTIAL_CMD", command)
-    with ServiceClient(base_url="http://127.0.0.1:1") as service, pytest.raises(ConfigurationError, match=words):
+    with (
+        ServiceClient(base_url="http://127.0.0.1:1") as service,
+        pytest.raises(ConfigurationError, match=words),
+    ):
         service.get_server_capabilities()
 
 
@@ -183,7 +217,9 @@ async def ended(held: Token) -> None:
 
 
 @pytest.mark.covers("U26")
-async def test_tokens_are_renewed_before_requests_when_little_time_is_left_and_once_at_a_time() -> None:
+async def test_tokens_are_renewed_before_requests_when_little_time_is_left_and_once_at_a_time() -> (
+    None
+):
     now, made = [1000.0], list[str]()
 
     async def exchange() -> str:
@@ -233,7 +269,9 @@ async def test_tokens_are_renewed_in_the_background_after_half_their_life() -> N
 
 
 @pytest.mark.covers("U26")
-async def test_failed_background_renewals_are_tried_again_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_failed_background_renewals_are_tried_again_and_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.DEBUG, logger="tinkex")
     now, error = [1000.0], list[tinkex.TinkerError]()
 
@@ -249,7 +287,9 @@ async def test_failed_background_renewals_are_tried_again_and_logged_once(caplog
         held.renew_in_background()
         await ended(held)
         assert RENEW_AGAIN - 1 < due_in(held) <= RENEW_AGAIN
-    levels = [record.levelno for record in caplog.records if "could not be renewed" in record.message]
+    levels = [
+        record.levelno for record in caplog.records if "could not be renewed" in record.message
+    ]
     assert levels == [logging.WARNING, logging.DEBUG, logging.DEBUG]
     assert await held.value() == first
     error[0] = tinkex.AuthenticationError("revoked")
@@ -313,7 +353,10 @@ def test_unusable_tokens_given_as_key_raise_without_a_request(
     with faulty_server() as server:
         given = {"api_key": key} if place == "argument" else {}
         for _ in range(2):
-            with ServiceClient(base_url=server.base_url, **given) as service, pytest.raises(kind, match=words):  # type: ignore[arg-type]
+            with (
+                ServiceClient(base_url=server.base_url, **given) as service,  # type: ignore[arg-type]
+                pytest.raises(kind, match=words),
+            ):
                 service.create_sampling_client(base_model="m").result()
         assert server.seen == []
 
@@ -328,7 +371,9 @@ def test_a_token_given_as_key_is_sent_as_it_is(monkeypatch: pytest.MonkeyPatch) 
 # ── rejected tokens ──────────────────────────────────────────────────────────────────────────────
 
 
-MARKED = Answer(401, {"detail": "no"}, headers={"WWW-Authenticate": 'Bearer realm="x", error="invalid_token"'})
+MARKED = Answer(
+    401, {"detail": "no"}, headers={"WWW-Authenticate": 'Bearer realm="x", error="invalid_token"'}
+)
 UNMARKED = Answer(401, {"detail": "no"}, headers={"WWW-Authenticate": "Bearer"})
 
 
@@ -398,7 +443,11 @@ def test_one_new_token_serves_all_requests_that_were_rejected_with_the_old_one(
     for first, second in by_key.values():
         assert first.headers["x-api-key"] == gate.given[0]
         assert second.headers["x-api-key"] == gate.given[-1]
-        assert first.headers["x-stainless-retry-count"] == second.headers["x-stainless-retry-count"] == "0"
+        assert (
+            first.headers["x-stainless-retry-count"]
+            == second.headers["x-stainless-retry-count"]
+            == "0"
+        )
         assert first.body == second.body
     assert guarded.copy_weights(PATH).result(10)
     assert len(gate.server.requests("copy_weights")) == 13
@@ -414,7 +463,9 @@ def test_a_second_rejection_raises(gate: Gate, guarded: ServiceClient) -> None:
 
 
 @pytest.mark.covers("U25")
-def test_a_rejection_that_does_not_name_the_token_is_not_replayed(gate: Gate, guarded: ServiceClient) -> None:
+def test_a_rejection_that_does_not_name_the_token_is_not_replayed(
+    gate: Gate, guarded: ServiceClient
+) -> None:
     gate.rejects = UNMARKED
     with pytest.raises(tinkex.AuthenticationError):
         guarded.copy_weights(PATH).result(10)
@@ -445,14 +496,18 @@ def test_an_exchange_that_fails_gives_its_own_error(gate: Gate, guarded: Service
 
 
 @pytest.mark.covers("U25")
-def test_retries_keep_their_count_and_take_a_new_token_along(gate: Gate, guarded: ServiceClient) -> None:
+def test_retries_keep_their_count_and_take_a_new_token_along(
+    gate: Gate, guarded: ServiceClient
+) -> None:
     """The token expires between two attempts: the count goes on after the replay."""
     accepted = Answer(body={"tinker_path": "tinker://new/weights/x"})
     gate.server.script("copy_weights", Answer(503), MARKED, Answer(503), accepted)
     assert guarded.copy_weights(PATH).result(10)
     sent = gate.server.requests("copy_weights")
     assert [seen.headers["x-stainless-retry-count"] for seen in sent] == ["0", "1", "1", "2"]
-    assert [seen.headers["x-api-key"] for seen in sent] == [gate.given[0]] * 2 + [gate.given[-1]] * 2
+    assert [seen.headers["x-api-key"] for seen in sent] == [gate.given[0]] * 2 + [
+        gate.given[-1]
+    ] * 2
     assert len({seen.headers["x-idempotency-key"] for seen in sent}) == 1
 
 
@@ -462,7 +517,9 @@ def test_polls_and_streams_are_replayed_too(gate: Gate, guarded: ServiceClient) 
     server.script("create_sampling_session", Answer(body={"sampling_session_id": "x"}))
     sampler = guarded.create_sampling_client(base_model="m").result()
     server.script("asample", Answer(body={"request_id": "r"}))
-    done = codec.encode(SampleResponse([SampledSequence("length", tokens_np=np.array([7], np.int32))]))
+    done = codec.encode(
+        SampleResponse([SampledSequence("length", tokens_np=np.array([7], np.int32))])
+    )
     gate.guard("retrieve_future", Answer(body=done.data, content_type=codec.PROTOBUF))
     prompt, params = tinkex.ModelInput.from_ints([1]), tinkex.SamplingParams(max_tokens=1)
     assert sampler.sample(prompt, 1, params).result(10).sequences[0].tokens == [7]
@@ -513,7 +570,7 @@ def test_a_token_that_cannot_be_read_says_so(text: str) -> None:
         claims(text)
 
 
-# ── on the way ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── on the way ────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("C04", "D14", "24.code.21")
@@ -543,7 +600,9 @@ def test_streams_and_redirects_go_through_the_proxy_too() -> None:
         with HttpClient(config=config) as http:
             assert list(http.stream_get("events")) == [1]
             assert http.get("archive").result(10) == {"found": True}
-        assert [seen.headers["host"] for seen in proxy.seen] == ["tinker.invalid:81"] * 2 + ["bucket.invalid"]
+        assert [seen.headers["host"] for seen in proxy.seen] == ["tinker.invalid:81"] * 2 + [
+            "bucket.invalid"
+        ]
         assert {seen.headers["x-proxy-pass"] for seen in proxy.seen} == {"sesame"}
         assert "x-api-key" not in proxy.seen[-1].headers
 
@@ -583,7 +642,10 @@ def test_gate_headers_and_default_query_go_along(monkeypatch: pytest.MonkeyPatch
 def test_dumped_headers_are_redacted(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="tinkex")
     configure(dump_headers=True)
-    with faulty_server() as server, ServiceClient(base_url=server.base_url, api_key="tml-sesame") as service:
+    with (
+        faulty_server() as server,
+        ServiceClient(base_url=server.base_url, api_key="tml-sesame") as service,
+    ):
         service.get_server_capabilities()
     assert "X-API-Key" in caplog.text
     assert "[REDACTED]" in caplog.text
@@ -594,7 +656,10 @@ def test_retries_can_be_counted() -> None:
     configure(max_retries=1)
     with faulty_server() as server:
         server.script("get_server_capabilities", *[Answer(503) for _ in range(5)])
-        with ServiceClient(base_url=server.base_url) as service, pytest.raises(tinkex.InternalServerError) as caught:
+        with (
+            ServiceClient(base_url=server.base_url) as service,
+            pytest.raises(tinkex.InternalServerError) as caught,
+        ):
             service.get_server_capabilities()
         assert caught.value.attempts == 2
 
@@ -616,7 +681,7 @@ def test_a_breaker_opens_for_its_endpoint_alone() -> None:
             assert service.circuit_breakers()["POST create_session"] == "closed"
 
 
-# ── auth ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── auth ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_auth_tells_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -640,13 +705,17 @@ def test_copies_exports_and_console_pages() -> None:
         server.script("copy_weights", Answer(body={"tinker_path": "tinker://new/weights/x"}))
         with ServiceClient(base_url=server.base_url, project_id="p") as service:
             assert service.get_console_url().endswith("/sessions")
-            assert service.copy_weights("tinker://a/weights/b").result(10) == "tinker://new/weights/x"
+            assert (
+                service.copy_weights("tinker://a/weights/b").result(10) == "tinker://new/weights/x"
+            )
             assert server.requests("copy_weights")[0].json["destination_project_id"] == "p"
             client = service.create_lora_training_client("m").result()
             assert service.get_console_url().endswith("/sessions/s")
             assert client.get_console_url().endswith("/training_runs/s%3Atrain%3A0")
             server.script("save_weights_external", Answer(body={"request_id": "r"}))
-            server.script("retrieve_future", Answer(body={"path": "tinker://s:train:0/external_weights/e"}))
+            server.script(
+                "retrieve_future", Answer(body={"path": "tinker://s:train:0/external_weights/e"})
+            )
             exported = client.save_weights_external("e", ttl_seconds=7200).result(10)
             assert exported.path == "tinker://s:train:0/external_weights/e"
             sent = server.requests("save_weights_external")[0].json

@@ -1,4 +1,5 @@
-"""Custom losses in the client: numbers, order, the thread they run on, and what follows when one fails."""
+"""Custom losses in the client: numbers, order, the thread they run on, and what follows when one
+fails."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ DATA = [datum(1, 2, 3)]
 TWO = [datum(1, 2, 3), datum(4, 5, 6)]
 
 
-def doubled(_: list[types.Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+def doubled(
+    _: list[types.Datum], logprobs: list[torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, float]]:
     """Twice the cross-entropy."""
     return torch.stack([-2 * each.sum() for each in logprobs]).sum(), {}
 
@@ -60,7 +63,8 @@ class Held:
 
 
 class Log:
-    """What reached the engine, and under which numbers it reached the server; fails where it is told to."""
+    """What reached the engine, and under which numbers it reached the server; fails where it is
+    told to."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -83,10 +87,14 @@ class Log:
 def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     made, original = Log(), admission.enqueue
 
-    async def enqueue(state: Any, call: Any, model_id: str, seq_id: int, *work: Any, **kinds: Any) -> Any:
+    async def enqueue(
+        state: Any, call: Any, model_id: str, seq_id: int, *work: Any, **kinds: Any
+    ) -> Any:
         made.numbers.append(seq_id)
         if call.op in ("forward_backward", "forward"):
-            made.sizes.append((call.request.forward_only, len(call.request.forward_backward_input.data)))
+            made.sizes.append(
+                (call.request.forward_only, len(call.request.forward_backward_input.data))
+            )
         return await original(state, call, model_id, seq_id, *work, **kinds)
 
     monkeypatch.setattr(handlers, "enqueue", enqueue)
@@ -109,7 +117,7 @@ def configure(client: TrainingClient, **changes: Any) -> None:
     session.client_config = session.client_config.model_copy(update=changes)
 
 
-# ── numbers and order ────────────────────────────────────────────────────────────────────────────────────────────
+# ── numbers and order ─────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("U29")
@@ -153,7 +161,9 @@ def test_a_step_submitted_ahead_applies_the_gradient_of_the_loss(service: Servic
 
 
 @pytest.mark.covers("U29")
-def test_several_custom_passes_and_steps_are_in_flight_at_once(client: TrainingClient, log: Log) -> None:
+def test_several_custom_passes_and_steps_are_in_flight_at_once(
+    client: TrainingClient, log: Log
+) -> None:
     losses = [Held() for _ in range(3)]
     futures: list[Any] = []
     for loss in losses:
@@ -169,9 +179,13 @@ def test_several_custom_passes_and_steps_are_in_flight_at_once(client: TrainingC
 
 
 @pytest.mark.covers("U29")
-def test_the_backward_passes_keep_the_chunks_of_the_forward_passes(client: TrainingClient, log: Log) -> None:
+def test_the_backward_passes_keep_the_chunks_of_the_forward_passes(
+    client: TrainingClient, log: Log
+) -> None:
     """Integer weights of eight bytes are sent forward, those of a gradient have four."""
-    data = [datum(1, 2, 3, weights=types.TensorData.from_numpy(np.ones(3, np.int64))) for _ in range(6)]
+    data = [
+        datum(1, 2, 3, weights=types.TensorData.from_numpy(np.ones(3, np.int64))) for _ in range(6)
+    ]
     prepared = tinkex.client.losses.caller_losses.forward_data(data)
     configure(client, fwdbwd_max_chunk_bytes_count=2 * prepared[0].nbytes)
     client.forward_backward_custom(data, doubled).result(20)
@@ -179,11 +193,13 @@ def test_the_backward_passes_keep_the_chunks_of_the_forward_passes(client: Train
     assert sorted(log.numbers) == list(range(1, 7))
 
 
-# ── the thread ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the thread ────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("U30")
-def test_losses_run_on_one_daemon_thread_for_all_clients(service: ServiceClient, client: TrainingClient) -> None:
+def test_losses_run_on_one_daemon_thread_for_all_clients(
+    service: ServiceClient, client: TrainingClient
+) -> None:
     seen: list[threading.Thread] = []
     under_way: list[int] = []
 
@@ -196,7 +212,9 @@ def test_losses_run_on_one_daemon_thread_for_all_clients(service: ServiceClient,
         return doubled(data, logprobs)
 
     other = service.create_lora_training_client("fake", rank=4).result()
-    futures = [each.forward_backward_custom(DATA, loss) for each in (client, other) for _ in range(2)]
+    futures = [
+        each.forward_backward_custom(DATA, loss) for each in (client, other) for _ in range(2)
+    ]
     for future in futures:
         future.result(20)
     assert len({thread.ident for thread in seen}) == 1
@@ -249,7 +267,7 @@ def test_a_cancelled_loss_that_goes_on_does_not_hold_up_the_losses_of_others(
     assert not stuck.threads[0].is_alive()
 
 
-# ── a loss that fails ────────────────────────────────────────────────────────────────────────────────────────────
+# ── a loss that fails ─────────────────────────────────────────────────────────────────────────────
 
 CALLS: dict[str, Callable[[TrainingClient], Any]] = {
     "forward": lambda client: client.forward(DATA, "cross_entropy"),
@@ -263,7 +281,9 @@ CALLS: dict[str, Callable[[TrainingClient], Any]] = {
 
 
 def refuse(future: Any, cause: type[BaseException]) -> None:
-    with pytest.raises(RuntimeError, match=r"an earlier custom loss .* takes no more training requests") as refused:
+    with pytest.raises(
+        RuntimeError, match=r"an earlier custom loss .* takes no more training requests"
+    ) as refused:
         future.result(20)
     assert isinstance(refused.value.__cause__, cause)
 
@@ -292,12 +312,16 @@ def test_a_failed_loss_refuses_queued_and_later_calls_of_its_client_only(
 
 
 @pytest.mark.covers("U31")
-@pytest.mark.parametrize("raised", [SystemExit, KeyboardInterrupt, StopIteration, asyncio.CancelledError])
+@pytest.mark.parametrize(
+    "raised", [SystemExit, KeyboardInterrupt, StopIteration, asyncio.CancelledError]
+)
 def test_a_loss_may_raise_anything(client: TrainingClient, raised: type[BaseException]) -> None:
     def broken(*_: Any) -> Any:
         raise raised("mine")
 
-    with pytest.raises(RuntimeError, match=f"the custom loss raised {raised.__name__}: mine") as caught:
+    with pytest.raises(
+        RuntimeError, match=f"the custom loss raised {raised.__name__}: mine"
+    ) as caught:
         client.forward_backward_custom(DATA, broken).result(20)
     assert isinstance(caught.value.__cause__, raised)
     refuse(client.optim_step(STEP), RuntimeError)
@@ -306,7 +330,9 @@ def test_a_loss_may_raise_anything(client: TrainingClient, raised: type[BaseExce
 
 @pytest.mark.covers("U31")
 @pytest.mark.parametrize("where", ["queue", "forward", "loss", "backward"])
-def test_a_cancelled_custom_pass_refuses_what_was_called_after_it(client: TrainingClient, log: Log, where: str) -> None:
+def test_a_cancelled_custom_pass_refuses_what_was_called_after_it(
+    client: TrainingClient, log: Log, where: str
+) -> None:
     loss = Held()
     before = None
     if where in ("queue", "forward"):
@@ -337,7 +363,9 @@ def test_a_cancelled_custom_pass_refuses_what_was_called_after_it(client: Traini
 
 
 @pytest.mark.covers("U31")
-def test_a_custom_pass_that_runs_out_of_time_refuses_what_was_called_after_it(client: TrainingClient, log: Log) -> None:
+def test_a_custom_pass_that_runs_out_of_time_refuses_what_was_called_after_it(
+    client: TrainingClient, log: Log
+) -> None:
     log.gate.clear()
     late = client.forward_backward_custom(DATA, doubled, timeout=0.2)
     behind = client.optim_step(STEP)
@@ -347,12 +375,14 @@ def test_a_custom_pass_that_runs_out_of_time_refuses_what_was_called_after_it(cl
     log.gate.set()
 
 
-# ── a call that fails otherwise ──────────────────────────────────────────────────────────────────────────────────
+# ── a call that fails otherwise ───────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("U32")
 @pytest.mark.parametrize("number", [1, 2, 3, 4])
-def test_a_chunk_that_fails_on_the_server_holds_nothing_up(client: TrainingClient, log: Log, number: int) -> None:
+def test_a_chunk_that_fails_on_the_server_holds_nothing_up(
+    client: TrainingClient, log: Log, number: int
+) -> None:
     configure(client, fwdbwd_max_chunk_len=1)
     log.errors[number] = EngineError("not this chunk")
     bad, stepped = client.forward_backward_custom(TWO, doubled), client.optim_step(STEP)
@@ -370,7 +400,9 @@ def test_a_chunk_that_is_rejected_holds_nothing_up(
     configure(client, fwdbwd_max_chunk_len=1)
     original = vars(handlers)["enqueue"]  # which may be the one that keeps the log
 
-    async def enqueue(state: Any, call: Any, model_id: str, seq_id: int, *work: Any, **kinds: Any) -> Any:
+    async def enqueue(
+        state: Any, call: Any, model_id: str, seq_id: int, *work: Any, **kinds: Any
+    ) -> Any:
         if seq_id == refused and call.request.forward_backward_input.data:
             raise Refusal(400, "not this chunk")
         return await original(state, call, model_id, seq_id, *work, **kinds)
@@ -386,9 +418,15 @@ def test_a_chunk_that_is_rejected_holds_nothing_up(
 
 
 @pytest.mark.covers("U32")
-def test_a_cancelled_step_behind_a_custom_loss_leaves_no_gap(client: TrainingClient, log: Log) -> None:
+def test_a_cancelled_step_behind_a_custom_loss_leaves_no_gap(
+    client: TrainingClient, log: Log
+) -> None:
     loss = Held()
-    custom, step, saved = client.forward_backward_custom(DATA, loss), client.optim_step(STEP), client.save_state("a")
+    custom, step, saved = (
+        client.forward_backward_custom(DATA, loss),
+        client.optim_step(STEP),
+        client.save_state("a"),
+    )
     assert loss.began.wait(20)
     assert step.cancel()
     loss.free.set()
@@ -408,10 +446,12 @@ def test_a_custom_loss_without_torch_is_refused_in_the_call(
     monkeypatch.undo()
 
 
-# ── around it ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── around it ─────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_a_custom_pass_is_awaited_in_a_users_loop_which_goes_on_meanwhile(client: TrainingClient) -> None:
+async def test_a_custom_pass_is_awaited_in_a_users_loop_which_goes_on_meanwhile(
+    client: TrainingClient,
+) -> None:
     loss, ticks = Held(), 0
     custom = client.forward_backward_custom(DATA, loss)
     stepped = client.optim_step(STEP)

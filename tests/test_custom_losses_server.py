@@ -1,4 +1,5 @@
-"""Custom losses that the server computes: the gradient of the client's own way, and mistakes that name their datum."""
+"""Custom losses that the server computes: the gradient of the client's own way, and mistakes that
+name their datum."""
 
 from __future__ import annotations
 
@@ -63,13 +64,17 @@ def service(url: str) -> Iterator[ServiceClient]:
         yield client
 
 
-def data_for(example: Example, lengths: tuple[int, ...] = (8, 4, 12, 6), seed: int = 0) -> list[Datum]:
+def data_for(
+    example: Example, lengths: tuple[int, ...] = (8, 4, 12, 6), seed: int = 0
+) -> list[Datum]:
     """Data with the inputs that a loss takes, each with its own rank and dtype."""
     random = np.random.default_rng(seed)
     data = []
     for length in lengths:
         shapes: list[tuple[int, ...]] = [(), (length,), (length, 3)]
-        inputs: dict[str, Any] = {"target_tokens": random.integers(2, 300, shapes[example.ranks["logprobs"]])}
+        inputs: dict[str, Any] = {
+            "target_tokens": random.integers(2, 300, shapes[example.ranks["logprobs"]])
+        }
         for name, rank in example.ranks.items():
             if name == "logprobs":
                 continue
@@ -82,7 +87,9 @@ def data_for(example: Example, lengths: tuple[int, ...] = (8, 4, 12, 6), seed: i
     return data
 
 
-def assert_same_gradient(ours: torch.Tensor | None, theirs: torch.Tensor | None, relative: float = 1e-6) -> None:
+def assert_same_gradient(
+    ours: torch.Tensor | None, theirs: torch.Tensor | None, relative: float = 1e-6
+) -> None:
     assert ours is not None
     assert theirs is not None
     scale = float(theirs.abs().max())
@@ -91,7 +98,9 @@ def assert_same_gradient(ours: torch.Tensor | None, theirs: torch.Tensor | None,
 
 
 @pytest.mark.covers("S18")
-@pytest.mark.parametrize("name", ["neg_ll", "ppo", "dpo_pairs", "top_k", "indexed", "filled", "discounted", "focal"])
+@pytest.mark.parametrize(
+    "name", ["neg_ll", "ppo", "dpo_pairs", "top_k", "indexed", "filled", "discounted", "focal"]
+)
 def test_the_server_gives_what_the_client_would_have_computed(
     name: str, service: ServiceClient, engine: Recording
 ) -> None:
@@ -163,9 +172,19 @@ with tinker.ServiceClient() as service:
 
 @pytest.mark.covers("S18")
 def test_the_official_client_gets_the_same_gradient_both_ways(url: str, engine: Recording) -> None:
-    environment = {**os.environ, "TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-any", "TINKER_TELEMETRY": "0"}
+    environment = {
+        **os.environ,
+        "TINKER_BASE_URL": url,
+        "TINKER_API_KEY": "tml-any",
+        "TINKER_TELEMETRY": "0",
+    }
     run = subprocess.run(
-        [sys.executable, "-c", OFFICIAL], env=environment, capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", OFFICIAL],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
     assert run.returncode == 0, run.stderr[-3000:]
     told = json.loads(run.stdout.splitlines()[-1])
@@ -196,7 +215,10 @@ def test_a_loss_is_made_once_by_its_number(url: str, engine: Recording) -> None:
     loss_id = wire.result(first["request_id"])["loss_id"]
     assert wire.result(first["request_id"])["type"] == "create_custom_loss"
     other = wire.run("create_custom_loss", loss_json(session, 0, "focal"))
-    assert other == {"error": "request number 0 was used before, for another request", "category": "user"}
+    assert other == {
+        "error": "request number 0 was used before, for another request",
+        "category": "user",
+    }
     assert wire.run("create_custom_loss", loss_json(session, 1, "focal"))["loss_id"] != loss_id
     mine = [known for known in engine._losses if known.startswith(session)]
     assert len(mine) == 2
@@ -208,7 +230,8 @@ def test_losses_go_with_their_session(url: str, engine: Recording) -> None:
     for each in (session, other):
         assert "loss_id" in wire.run("create_custom_loss", loss_json(each))
     wire.post(f"sessions/{session}/finish", {"reason": {"type": "success"}, "detail": None})
-    wire.run("create_custom_loss", loss_json(other, 1, "focal"))  # behind the dropping, on the worker
+    # behind the dropping, on the worker
+    wire.run("create_custom_loss", loss_json(other, 1, "focal"))
     assert not [known for known in engine._losses if known.startswith(session)]
     assert len([known for known in engine._losses if known.startswith(other)]) == 2
     assert wire.send("create_custom_loss", loss_json(session, 2)).status == 410
@@ -256,9 +279,18 @@ def unstable(logprobs: Any, weights: Any) -> Any:
 @pytest.mark.parametrize(
     ("inputs", "words"),
     [
-        ({"weights": np.array([1, 1, -1, 1], np.float32)}, "datum 1: .*not finite; nothing was added"),
-        ({"weights": np.ones(3, np.float32)}, "datum 1: 'weights' has length 3 but the model input has length 4"),
-        ({"target_tokens": np.array([5, 6, 7, 400])}, "datum 1: 'target_tokens' holds token 400, outside"),
+        (
+            {"weights": np.array([1, 1, -1, 1], np.float32)},
+            "datum 1: .*not finite; nothing was added",
+        ),
+        (
+            {"weights": np.ones(3, np.float32)},
+            "datum 1: 'weights' has length 3 but the model input has length 4",
+        ),
+        (
+            {"target_tokens": np.array([5, 6, 7, 400])},
+            "datum 1: 'target_tokens' holds token 400, outside",
+        ),
     ],
 )
 def test_a_failure_names_its_datum_and_leaves_no_gradient(
@@ -277,12 +309,17 @@ def test_a_failure_names_its_datum_and_leaves_no_gradient(
         assert engine.grads[client.model_id] is not None
 
 
-def test_a_step_of_the_graph_that_fails_names_datum_and_node(service: ServiceClient, engine: Recording) -> None:
+def test_a_step_of_the_graph_that_fails_names_datum_and_node(
+    service: ServiceClient, engine: Recording
+) -> None:
     example = EXAMPLES["dpo_pairs"]
     handle = service.create_custom_loss(example.fn, example.ranks).result(60)
     client = service.create_lora_training_client(MODEL, rank=4).result()
-    with pytest.raises(tinkex.RequestFailedError, match="datum 2: custom loss 'dpo_pairs': node 'view'"):
-        client.forward_backward_custom(data_for(example, (4, 8, 5)), handle).result(60)  # five make no pairs
+    with pytest.raises(
+        tinkex.RequestFailedError, match="datum 2: custom loss 'dpo_pairs': node 'view'"
+    ):
+        # five make no pairs
+        client.forward_backward_custom(data_for(example, (4, 8, 5)), handle).result(60)
     assert engine.grads[client.model_id] is None
 
 
@@ -294,7 +331,8 @@ def test_the_rank_of_an_input_is_checked_by_the_server_too(url: str) -> None:
     for number, (inputs, words) in enumerate(
         [
             ({"weights": {"data": [1.0] * 6, "dtype": "float32", "shape": [3, 2]}}, "'weights' has shape [3, 2]"),
-            ({"weights": {"data": [1.0], "dtype": "float32", "shape": []}}, "'weights' has shape [], custom loss"),
+            ({"weights": {"data": [1.0], "dtype": "float32", "shape": []}}, "'weights' has shape "
+                                                                            "[], custom loss"),
             ({"target_tokens": {"data": [1] * 6, "dtype": "int64", "shape": [3, 2]}}, "takes rank 1"),
         ],
         1,
@@ -325,7 +363,9 @@ def test_metrics_are_summed_or_averaged_over_the_data(service: ServiceClient) ->
         mean = weights.mean()
         return -(logprobs * weights).sum(), {"custom/a:sum": mean, "custom/a:mean": mean}
 
-    handle: LossHandle = service.create_custom_loss(counted, {"logprobs": 1, "weights": 1}).result(60)
+    handle: LossHandle = service.create_custom_loss(counted, {"logprobs": 1, "weights": 1}).result(
+        60
+    )
     client = service.create_lora_training_client(MODEL, rank=4).result()
     data = data_for(EXAMPLES["neg_ll"], (3, 9, 5, 5))
     means = [float(datum.loss_fn_inputs["weights"].to_numpy().mean()) for datum in data]
@@ -334,11 +374,15 @@ def test_metrics_are_summed_or_averaged_over_the_data(service: ServiceClient) ->
     assert metrics["custom/a:mean"] == pytest.approx(sum(means) / 4, rel=1e-6)
 
 
-# ── the choice of an optimizer ───────────────────────────────────────────────────────────────────────────────────
+# ── the choice of an optimizer ────────────────────────────────────────────────────────────────────
 
 
-def test_a_run_keeps_the_optimizer_it_was_created_with(service: ServiceClient, engine: Recording) -> None:
-    client = service.create_lora_training_client(MODEL, rank=4, optimizer=types.DimuonOptimizerConfig()).result()
+def test_a_run_keeps_the_optimizer_it_was_created_with(
+    service: ServiceClient, engine: Recording
+) -> None:
+    client = service.create_lora_training_client(
+        MODEL, rank=4, optimizer=types.DimuonOptimizerConfig()
+    ).result()
     assert client.get_info().optimizer_config == types.DimuonOptimizerConfig()
     data = data_for(EXAMPLES["neg_ll"])
     client.forward_backward(data, "cross_entropy").result(60)
@@ -360,16 +404,22 @@ def test_a_run_keeps_the_optimizer_it_was_created_with(service: ServiceClient, e
     assert resumed.forward(data, "cross_entropy").result(60).metrics["loss:sum"] == expected
 
 
-def test_a_run_made_of_a_checkpoint_has_its_optimizer_unless_another_is_named(tmp_path: Path) -> None:
+def test_a_run_made_of_a_checkpoint_has_its_optimizer_unless_another_is_named(
+    tmp_path: Path,
+) -> None:
     with serving(FakeEngine(), tmp_path) as url:
         wire = Wire(url)
         session = wire.session()
         fields = {"session_id": session, "base_model": "fake", "lora_config": {"rank": 4}}
         muon = {"type": "dimuon", "version": 1}
-        model = wire.run("create_model", {**fields, "model_seq_id": 0, "optimizer_config": muon})["model_id"]
+        model = wire.run("create_model", {**fields, "model_seq_id": 0, "optimizer_config": muon})[
+            "model_id"
+        ]
         path = wire.run("save_weights", {"model_id": model, "path": "a", "seq_id": 1})["path"]
         load = {"session_id": session, "path": path, "optimizer": False}
-        for number, (named, expected) in enumerate([({}, muon), ({"optimizer_config": {"type": "adamw"}}, "adamw")], 1):
+        for number, (named, expected) in enumerate(
+            [({}, muon), ({"optimizer_config": {"type": "adamw"}}, "adamw")], 1
+        ):
             made = wire.run("load_weights", {**load, "model_seq_id": number, **named})["model_id"]
             found = wire.post("get_info", {"model_id": made})["optimizer_config"]
             assert found == (expected if isinstance(expected, dict) else {"type": expected})
@@ -377,12 +427,19 @@ def test_a_run_made_of_a_checkpoint_has_its_optimizer_unless_another_is_named(tm
         assert outcome["category"] == "user"
         assert "this run's optimizer is dimuon" in outcome["error"]
         dimuon = {"type": "dimuon", "learning_rate": 0.1, "grad_clip_norm": 0.0, "beta1": 0.9}
-        assert "metrics" in wire.run("optim_step", {"model_id": model, "seq_id": 3, "optimizer_params": dimuon})
+        assert "metrics" in wire.run(
+            "optim_step", {"model_id": model, "seq_id": 3, "optimizer_params": dimuon}
+        )
 
 
 def test_an_unknown_optimizer_is_refused_in_band(url: str) -> None:
     wire = Wire(url)
-    fields = {"session_id": wire.session(), "model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 4}}
+    fields = {
+        "session_id": wire.session(),
+        "model_seq_id": 0,
+        "base_model": MODEL,
+        "lora_config": {"rank": 4},
+    }
     outcome = wire.run("create_model", {**fields, "optimizer_config": {"type": "lion"}})
     assert outcome["category"] == "user"
     assert "'dimuon', 'version': 1" in outcome["error"]
@@ -393,7 +450,10 @@ def test_the_fake_engine_stands_in_for_custom_losses(tmp_path: Path) -> None:
         wire = Wire(url)
         session = wire.session()
         model = wire.model(session)
-        assert "there is no custom loss" in wire.run("forward_backward", custom_json(model, 1, "x"))["error"]
+        assert (
+            "there is no custom loss"
+            in wire.run("forward_backward", custom_json(model, 1, "x"))["error"]
+        )
         loss_id = wire.run("create_custom_loss", loss_json(session))["loss_id"]
         ours = wire.run("forward_backward", custom_json(model, 2, loss_id))["metrics"]
         weights = {"data": [1.0, 2.0, 3.0], "dtype": "float32"}

@@ -27,7 +27,9 @@ def test_a_datum_takes_a_model_input(given: Any, advice: str) -> None:
         Datum(given, {"target_tokens": [1, 2]})
 
 
-@pytest.mark.parametrize("given", [[1, 2], "hello", {1: [1, 2]}], ids=["list", "text", "number-as-name"])
+@pytest.mark.parametrize(
+    "given", [[1, 2], "hello", {1: [1, 2]}], ids=["list", "text", "number-as-name"]
+)
 def test_a_datum_takes_a_mapping_of_names(given: Any) -> None:
     with pytest.raises(TypeError, match="loss_fn_inputs must map names to tensors"):
         Datum(INPUT, given)

@@ -30,7 +30,10 @@ def test_quick_demo_runs_embedded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     run = re.search(r"tinker://(\S+)/weights/demo", result.output)
     assert run
     saved = tmp_path / "checkpoints" / run[1].replace(":", "_") / "weights" / "demo"
-    assert {file.name for file in saved.iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
+    assert {file.name for file in saved.iterdir()} >= {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
     assert str(tmp_path / "checkpoints") in result.output
 
 
@@ -38,7 +41,9 @@ def test_quick_demo_runs_against_a_server(tmp_path: Path) -> None:
     from tinkex.local import make_engine
 
     with serving(make_engine(), tmp_path) as url:
-        result = CliRunner().invoke(cli, ["demo", "--quick", "--base-url", url], env={"COLUMNS": "200"})
+        result = CliRunner().invoke(
+            cli, ["demo", "--quick", "--base-url", url], env={"COLUMNS": "200"}
+        )
     assert result.exit_code == 0, result.output
     assert f"tinkex/tiny at {url}" in result.output
 
@@ -48,7 +53,9 @@ def test_quick_demo_runs_against_a_server(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_whole_demo_teaches(seed: int) -> None:
     result = CliRunner().invoke(cli, ["demo", "--seed", str(seed)], env={"COLUMNS": "200"})
-    base, examples, rewards = (float(x) for x in re.findall(r"accuracy: .*?│ +([\d.]+)%", result.output))
+    base, examples, rewards = (
+        float(x) for x in re.findall(r"accuracy: .*?│ +([\d.]+)%", result.output)
+    )
     assert result.exit_code == 0, result.output
     assert 10 <= base <= 40
     assert base + 20 < examples < rewards
@@ -71,4 +78,6 @@ def test_every_prompt_of_the_demo_has_a_seed_of_its_own() -> None:
     demo.random, demo.stop = random.Random(0), [1]
     draws = demo.draws(16, 1.0)
     assert len({params.seed for params in draws}) == 16
-    assert {(params.temperature, params.max_tokens) for params in draws} == {(1.0, MAX_ANSWER_TOKENS)}
+    assert {(params.temperature, params.max_tokens) for params in draws} == {
+        (1.0, MAX_ANSWER_TOKENS)
+    }

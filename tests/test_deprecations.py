@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 
 from support import is_coroutine_function
-from tinkex import AdminClient, APIFuture, RestClient, SamplingClient, ServiceClient, TrainingClient, types
+from tinkex import (
+    AdminClient,
+    APIFuture,
+    RestClient,
+    SamplingClient,
+    ServiceClient,
+    TrainingClient,
+    types,
+)
 from tinkex.client.futures.api_future import Future
 from tinkex.client.futures.twins import deprecated, twin, value_twin
 
@@ -24,7 +32,11 @@ OURS = {"drop_gradients_async", "get_tokenizer_async", "sample_stream_async", "u
 
 
 def twins(kind: type[Any]) -> list[str]:
-    return sorted(name for name in vars(kind) if name.endswith("_async") and name[0] != "_" and name not in OURS)
+    return sorted(
+        name
+        for name in vars(kind)
+        if name.endswith("_async") and name[0] != "_" and name not in OURS
+    )
 
 
 def called(call: Callable[[], Any]) -> tuple[Any, str]:
@@ -46,7 +58,7 @@ def client(service: ServiceClient) -> TrainingClient:
     return service.create_lora_training_client("fake", rank=4).result(20)
 
 
-# ── how they are made ────────────────────────────────────────────────────────────────────────────────────────────
+# ── how they are made ─────────────────────────────────────────────────────────────────────────────
 
 
 class Thing:
@@ -86,7 +98,11 @@ def test_twin_gives_the_future_and_value_twin_its_value() -> None:
 def test_twin_looks_like_the_method_it_is_made_of() -> None:
     made: Any = Thing.read_async
     assert inspect.signature(made) == inspect.signature(Thing.read)
-    assert (made.__name__, made.__qualname__, made.__module__) == ("read_async", "Thing.read_async", __name__)
+    assert (made.__name__, made.__qualname__, made.__module__) == (
+        "read_async",
+        "Thing.read_async",
+        __name__,
+    )
     assert made.__deprecated__.startswith("DEPRECATED: Thing.read_async() ")
     assert made.__doc__.startswith("Deprecated: use `read`.")
     for method in (made, Thing.value_async, Thing.old_async):
@@ -105,16 +121,20 @@ def test_twin_goes_through_the_method_that_a_subclass_has() -> None:
     assert asyncio.run(future).result() == 100
 
 
-# ── those of the clients ─────────────────────────────────────────────────────────────────────────────────────────
+# ── those of the clients ──────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("U15")
-@pytest.mark.parametrize("kind", [ServiceClient, TrainingClient, SamplingClient, RestClient, AdminClient])
+@pytest.mark.parametrize(
+    "kind", [ServiceClient, TrainingClient, SamplingClient, RestClient, AdminClient]
+)
 def test_every_twin_of_a_client_is_deprecated(kind: type[Any]) -> None:
     assert len(twins(kind)) >= 3
     for name in twins(kind):
         method = getattr(kind, name)
-        assert method.__deprecated__.startswith(f"DEPRECATED: {kind.__name__}.{name}() will be removed: "), name
+        assert method.__deprecated__.startswith(
+            f"DEPRECATED: {kind.__name__}.{name}() will be removed: "
+        ), name
         assert is_coroutine_function(method), name
         plain = inspect.signature(getattr(kind, name.removesuffix("_async")))
         assert list(plain.parameters) == list(inspect.signature(method).parameters), name
@@ -135,7 +155,9 @@ TRAINING: dict[str, tuple[Any, ...]] = {
 def test_training_twins_give_futures_and_work(client: TrainingClient) -> None:
     async def run() -> None:
         for name, args in TRAINING.items():
-            coroutine, text = called(lambda name=name, args=args: getattr(client, f"{name}_async")(*args))  # type: ignore[misc]
+            coroutine, text = called(
+                lambda name=name, args=args: getattr(client, f"{name}_async")(*args)  # type: ignore[misc]
+            )
             assert f"TrainingClient.{name}()" in text
             future = await coroutine
             assert isinstance(future, APIFuture)
@@ -156,15 +178,24 @@ def test_training_twins_give_futures_and_work(client: TrainingClient) -> None:
 
 @pytest.mark.covers("U15", "U18")
 def test_other_twins_give_values(service: ServiceClient, client: TrainingClient) -> None:
-    state, weights = client.save_state("s").result(20).path, client.save_weights_for_sampler("w").result(20).path
+    state, weights = (
+        client.save_state("s").result(20).path,
+        client.save_weights_for_sampler("w").result(20).path,
+    )
 
     async def run() -> None:
         made: dict[str, Any] = {}
         calls: dict[str, Callable[[], Any]] = {
-            "create_lora_training_client": lambda: service.create_lora_training_client_async("fake", rank=4),
+            "create_lora_training_client": lambda: service.create_lora_training_client_async(
+                "fake", rank=4
+            ),
             "from_state": lambda: service.create_training_client_from_state_async(state),
-            "with_optimizer": lambda: service.create_training_client_from_state_with_optimizer_async(state),
-            "create_sampling_client": lambda: service.create_sampling_client_async(base_model="fake"),
+            "with_optimizer": lambda: (
+                service.create_training_client_from_state_with_optimizer_async(state)
+            ),
+            "create_sampling_client": lambda: service.create_sampling_client_async(
+                base_model="fake"
+            ),
             "of a path": lambda: client.create_sampling_client_async(weights),
             "of now": lambda: client.save_weights_and_get_sampling_client_async(),
             "capabilities": lambda: service.get_server_capabilities_async(),
@@ -202,7 +233,9 @@ def test_capabilities_come_from_the_rest_client(service: ServiceClient) -> None:
     assert not hasattr(RestClient, "get_server_capabilities_async")
 
 
-def test_methods_that_moved_name_their_new_place(service: ServiceClient, client: TrainingClient) -> None:
+def test_methods_that_moved_name_their_new_place(
+    service: ServiceClient, client: TrainingClient
+) -> None:
     rest, text = called(lambda: service.create_rest_client())
     assert isinstance(rest, RestClient)
     assert "tinkex.RestClient()" in text

@@ -35,23 +35,34 @@ def document() -> dict[str, Any]:
 def parts(value: Any, here: str = "#") -> Iterator[tuple[str, Any]]:
     """Every part of a document, and where it is."""
     yield here, value
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, item in items:
         yield from parts(item, f"{here}/{key}")
 
 
-def test_every_route_is_described_and_nothing_else_is(tmp_path: Path, document: dict[str, Any]) -> None:
+def test_every_route_is_described_and_nothing_else_is(
+    tmp_path: Path, document: dict[str, Any]
+) -> None:
     app = create_app(FakeEngine(), tmp_path)
     routed = {
         (route.path.replace("{model:path}", "{model}"), method.lower())
         for route in app.routes
-        # A way out for misspelt ids, which always refuses; OpenAPI has no path that goes on over slashes.
+        # A way out for misspelt ids, which always refuses; OpenAPI has no path that goes on over
+        # slashes.
         if isinstance(route, Route) and route.name != "misnamed"
         for method in route.methods or ()
         if method != "HEAD"
     }
     app.state.server.store.close()
-    described = {(path, method) for path, methods in document["paths"].items() for method in methods}
+    described = {
+        (path, method) for path, methods in document["paths"].items() for method in methods
+    }
     assert described == routed
 
 
@@ -60,14 +71,21 @@ def test_a_server_that_lacks_an_operation_does_not_describe_it() -> None:
 
 
 def test_it_is_served_to_everyone(tmp_path: Path, document: dict[str, Any]) -> None:
-    with serving(FakeEngine(), tmp_path, api_key="tml-secret") as url, urllib.request.urlopen(url + PATH) as answer:
+    with (
+        serving(FakeEngine(), tmp_path, api_key="tml-secret") as url,
+        urllib.request.urlopen(url + PATH) as answer,
+    ):
         assert answer.headers["Content-Type"].startswith(codec.JSON)
         assert json.load(answer) == document
 
 
-def test_references_lead_somewhere_and_nothing_is_described_in_vain(document: dict[str, Any]) -> None:
+def test_references_lead_somewhere_and_nothing_is_described_in_vain(
+    document: dict[str, Any],
+) -> None:
     found = {
-        value["$ref"] for _, value in parts(document) if isinstance(value, dict) and isinstance(value.get("$ref"), str)
+        value["$ref"]
+        for _, value in parts(document)
+        if isinstance(value, dict) and isinstance(value.get("$ref"), str)
     }
     known = {where for where, _ in parts(document)}
     assert found <= known
@@ -95,7 +113,9 @@ def test_it_is_well_formed(document: dict[str, Any]) -> None:
     assert len(set(names)) == len(names)
     for where, value in parts(document["components"]["schemas"]):
         if isinstance(value, dict) and not where.endswith(("/properties", "/default")):
-            assert value.get("type", "object") in TYPES or ("/properties/" in where and "type" in value), where
+            assert value.get("type", "object") in TYPES or (
+                "/properties/" in where and "type" in value
+            ), where
             if isinstance(value.get("required"), list) and "properties" in value:
                 assert set(value["required"]) <= set(value["properties"]), where
 
@@ -111,21 +131,35 @@ def test_it_says_which_bodies_may_be_protobuf(document: dict[str, Any]) -> None:
 def fits(value: Any, schema: Any, document: dict[str, Any]) -> bool:
     """Whether a value is of a schema; as much of JSON Schema as the document uses."""
     if "$ref" in schema:
-        return fits(value, document["components"]["schemas"][schema["$ref"].rpartition("/")[2]], document)
+        return fits(
+            value, document["components"]["schemas"][schema["$ref"].rpartition("/")[2]], document
+        )
     if "anyOf" in schema:
         return any(fits(value, one, document) for one in schema["anyOf"])
     if "enum" in schema or "const" in schema:
         return value in (schema.get("enum") or [schema["const"]])
-    kinds = {"string": str, "integer": int, "number": int | float, "boolean": bool, "null": type(None)}
+    kinds = {
+        "string": str,
+        "integer": int,
+        "number": int | float,
+        "boolean": bool,
+        "null": type(None),
+    }
     match schema.get("type"):
         case "array":
-            return isinstance(value, list) and all(fits(item, schema["items"], document) for item in value)
+            return isinstance(value, list) and all(
+                fits(item, schema["items"], document) for item in value
+            )
         case "object":
             fields = schema.get("properties", {})
             return (
                 isinstance(value, dict)
                 and set(schema.get("required", ())) <= set(value)
-                and all(fits(item, fields[name], document) for name, item in value.items() if name in fields)
+                and all(
+                    fits(item, fields[name], document)
+                    for name, item in value.items()
+                    if name in fields
+                )
             )
         case None:
             return True
@@ -138,10 +172,17 @@ DATUM = Datum(ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3], "weights":
 
 @pytest.mark.parametrize(
     "value",
-    [DATUM, DATUM.model_input, TensorData([1.0], "float32", [1]), ForwardBackwardOutput("a", [], {"loss:sum": 1.0})],
+    [
+        DATUM,
+        DATUM.model_input,
+        TensorData([1.0], "float32", [1]),
+        ForwardBackwardOutput("a", [], {"loss:sum": 1.0}),
+    ],
     ids=lambda value: type(value).__name__,
 )
-def test_schemas_written_by_hand_are_those_of_the_types(value: Any, document: dict[str, Any]) -> None:
+def test_schemas_written_by_hand_are_those_of_the_types(
+    value: Any, document: dict[str, Any]
+) -> None:
     schema = WIRED[type(value).__name__]
     assert fits(to_builtins(value), schema, document)
     for name in schema["required"]:

@@ -1,4 +1,5 @@
-"""Servers of other ages: one that knows JSON alone and few fields, and those of today, which never see that form."""
+"""Servers of other ages: one that knows JSON alone and few fields, and those of today, which never
+see that form."""
 
 from __future__ import annotations
 
@@ -15,7 +16,15 @@ import tinkex
 import tinkex.client.http.transport
 from faulty import Answer, FaultyServer, Seen, faulty_server
 from support import serving, wait_until
-from tinkex import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient, TrainingClient, types
+from tinkex import (
+    AdamParams,
+    Datum,
+    ModelInput,
+    SamplingParams,
+    ServiceClient,
+    TrainingClient,
+    types,
+)
 from tinkex.engine.fake import FakeEngine
 from tinkex.wire import codec
 
@@ -34,7 +43,8 @@ FIELDS = {
     "load_weights": "model_id path seq_id optimizer type",
     "save_weights_for_sampler": "model_id path sampling_session_seq_id seq_id ttl_seconds type",
     "create_sampling_session": "session_id sampling_session_seq_id base_model model_path type",
-    "asample": "sampling_session_id seq_id prompt sampling_params num_samples topk_prompt_logprobs prompt_logprobs "
+    "asample": "sampling_session_id seq_id prompt sampling_params num_samples topk_prompt_logprobs "
+    "prompt_logprobs "
     "type",
     "retrieve_future": "request_id allow_metadata_only",
     "weights_info": "tinker_path",
@@ -52,7 +62,9 @@ INNER = {
 class OlderServer:
     """Strict, JSON alone. `at_once` are the operations whose results it gives without a future."""
 
-    def __init__(self, faulty: FaultyServer, at_once: frozenset[str] = frozenset(), refusal: int = 422) -> None:
+    def __init__(
+        self, faulty: FaultyServer, at_once: frozenset[str] = frozenset(), refusal: int = 422
+    ) -> None:
         self.faulty, self.at_once, self.refusal = faulty, at_once, refusal
         self.failing: set[str] = set()
         """Operations whose futures fail."""
@@ -76,7 +88,11 @@ class OlderServer:
             if seen.path == "retrieve_future":
                 return self._poll(body["request_id"])
             result = getattr(self, seen.path)(body)
-            if seen.path in self.at_once or seen.path in ("create_session", "create_sampling_session", "weights_info"):
+            if seen.path in self.at_once or seen.path in (
+                "create_session",
+                "create_sampling_session",
+                "weights_info",
+            ):
                 return Answer(body=result)
             name = f"{seen.path}-{next(self._numbers)}"
             self._results[name] = result
@@ -84,14 +100,20 @@ class OlderServer:
 
     @staticmethod
     def _unknown_inside(body: dict[str, Any]) -> list[str]:
-        return [name for part in INNER.keys() & body.keys() for name in body[part].keys() - set(INNER[part].split())]
+        return [
+            name
+            for part in INNER.keys() & body.keys()
+            for name in body[part].keys() - set(INNER[part].split())
+        ]
 
     def _poll(self, name: str) -> Answer:
         self._polls[name] = self._polls.get(name, 0) + 1
         if self._polls[name] == 1:
             return Answer(body={"status": "pending"})
         if name.rpartition("-")[0] in self.failing:
-            return Answer(body={"status": "failed", "error": {"message": "no room", "category": "server"}})
+            return Answer(
+                body={"status": "failed", "error": {"message": "no room", "category": "server"}}
+            )
         return Answer(body={"status": "completed", "result": self._results[name]})
 
     def create_session(self, _: Any) -> Any:
@@ -107,15 +129,25 @@ class OlderServer:
         return self._passed(body["forward_backward_input"])
 
     def _passed(self, given: Any) -> Any:
-        outputs = [{"logprobs": {"data": [-1.0] * 3, "dtype": "float32", "shape": [3]}} for _ in given["data"]]
+        outputs = [
+            {"logprobs": {"data": [-1.0] * 3, "dtype": "float32", "shape": [3]}}
+            for _ in given["data"]
+        ]
         total = float(len(given["data"]))
-        return {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": outputs, "metrics": {"loss:sum": total}}
+        return {
+            "loss_fn_output_type": "ArrayRecord",
+            "loss_fn_outputs": outputs,
+            "metrics": {"loss:sum": total},
+        }
 
     def optim_step(self, _: Any) -> Any:
         return {"metrics": {"grad_norm:mean": 2.0}}
 
     def save_weights(self, body: Any) -> Any:
-        return {"path": f"tinker://{body['model_id']}/weights/{body['path']}", "type": "save_weights"}
+        return {
+            "path": f"tinker://{body['model_id']}/weights/{body['path']}",
+            "type": "save_weights",
+        }
 
     def load_weights(self, body: Any) -> Any:
         return {"path": body["path"], "type": "load_weights"}
@@ -125,10 +157,16 @@ class OlderServer:
 
     def save_weights_for_sampler(self, body: Any) -> Any:
         name = body.get("path", f"nameless-{body.get('sampling_session_seq_id')}")
-        return {"path": f"tinker://{body['model_id']}/sampler_weights/{name}", "type": "save_weights_for_sampler"}
+        return {
+            "path": f"tinker://{body['model_id']}/sampler_weights/{name}",
+            "type": "save_weights_for_sampler",
+        }
 
     def create_sampling_session(self, body: Any) -> Any:
-        return {"sampling_session_id": f"s:sample:{body['sampling_session_seq_id']}", "type": "create_sampling_session"}
+        return {
+            "sampling_session_id": f"s:sample:{body['sampling_session_seq_id']}",
+            "type": "create_sampling_session",
+        }
 
     def asample(self, body: Any) -> Any:
         drawn = {"tokens": [7, 8], "logprobs": [-1.0, -2.0], "stop_reason": "length"}
@@ -160,7 +198,10 @@ def everything(service: ServiceClient) -> None:
     assert step.result(10).metrics == {"grad_norm:mean": 2.0}
     path = client.save_state("a").result(10).path
     assert path == "tinker://s:train:0/weights/a"
-    assert client.save_weights_for_sampler("b").result(10).path == "tinker://s:train:0/sampler_weights/b"
+    assert (
+        client.save_weights_for_sampler("b").result(10).path
+        == "tinker://s:train:0/sampler_weights/b"
+    )
     sampler = client.save_weights_and_get_sampling_client().result()
     drawn = sampler.sample(PROMPT, 2, PARAMS).result(10)
     assert [sequence.tokens for sequence in drawn.sequences] == [[7, 8]] * 2
@@ -173,8 +214,12 @@ def everything(service: ServiceClient) -> None:
 
 def numbers(faulty: FaultyServer, model_id: str) -> list[int]:
     """The numbers of a run's requests, in the order of arrival."""
-    bodies = [seen.json for seen in faulty.seen if seen.method == "POST" and seen.path != "client/config"]
-    return [body["seq_id"] for body in bodies if body.get("model_id") == model_id and "seq_id" in body]
+    bodies = [
+        seen.json for seen in faulty.seen if seen.method == "POST" and seen.path != "client/config"
+    ]
+    return [
+        body["seq_id"] for body in bodies if body.get("model_id") == model_id and "seq_id" in body
+    ]
 
 
 @pytest.mark.covers("D18")
@@ -209,7 +254,9 @@ def test_what_is_newer_and_asked_for_is_sent_all_the_same(faulty: FaultyServer) 
         with pytest.raises(tinkex.UnprocessableEntityError, match="topk_sample_logprobs"):
             sampler.sample(PROMPT, 1, PARAMS, topk_sample_logprobs=3).result(10)
         with pytest.raises(tinkex.UnprocessableEntityError, match="optimizer_config"):
-            service.create_lora_training_client("m", optimizer=types.DimuonOptimizerConfig()).result()
+            service.create_lora_training_client(
+                "m", optimizer=types.DimuonOptimizerConfig()
+            ).result()
 
 
 def test_a_failure_on_an_older_server_is_the_calls_own(faulty: FaultyServer) -> None:
@@ -228,7 +275,9 @@ def test_a_number_that_was_refused_is_spent_in_the_older_form(faulty: FaultyServ
     server = OlderServer(faulty)
 
     def refuse(seen: Seen) -> Answer:
-        return Answer(422, {"detail": "bad data"}) if seen.json["seq_id"] == 1 else server.answer(seen)
+        return (
+            Answer(422, {"detail": "bad data"}) if seen.json["seq_id"] == 1 else server.answer(seen)
+        )
 
     faulty.script("forward_backward", refuse)
     with ServiceClient(base_url=faulty.base_url) as service:
@@ -245,19 +294,26 @@ def test_a_failure_may_come_at_once(faulty: FaultyServer) -> None:
     OlderServer(faulty)
     with ServiceClient(base_url=faulty.base_url) as service:
         client = service.create_lora_training_client("m").result()
-        for told in ({"error": "too much", "category": "user"}, {"status": "failed", "error": {"message": "too much"}}):
+        for told in (
+            {"error": "too much", "category": "user"},
+            {"status": "failed", "error": {"message": "too much"}},
+        ):
             faulty.script("optim_step", Answer(body=told))
             with pytest.raises(tinkex.RequestFailedError, match="too much"):
                 client.optim_step(STEP).result(10)
-        faulty.script("optim_step", Answer(body={"status": "completed", "result": {"metrics": {"x": 1.0}}}))
+        faulty.script(
+            "optim_step", Answer(body={"status": "completed", "result": {"metrics": {"x": 1.0}}})
+        )
         assert client.optim_step(STEP).result(10).metrics == {"x": 1.0}
 
 
-# ── finding out ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── finding out ───────────────────────────────────────────────────────────────────────────────────
 
 
 PASSED = types.ForwardBackwardOutput(
-    "ArrayRecord", [{"logprobs": types.TensorData.from_numpy(np.array([-1.0], np.float32))}], {"loss:sum": 1.0}
+    "ArrayRecord",
+    [{"logprobs": types.TensorData.from_numpy(np.array([-1.0], np.float32))}],
+    {"loss:sum": 1.0},
 )
 
 
@@ -271,7 +327,9 @@ def forms(faulty: FaultyServer, *paths: str) -> list[str]:
     for path in paths or ("forward", "forward_backward"):
         for seen in faulty.requests(path):
             if is_protobuf(seen):
-                request = codec.decode(types.ForwardBackwardRequest, seen.body, seen.headers["content-type"])
+                request = codec.decode(
+                    types.ForwardBackwardRequest, seen.body, seen.headers["content-type"]
+                )
                 empty = not request.forward_backward_input.data
             else:
                 body = seen.json
@@ -299,24 +357,37 @@ def json_alone(status: int) -> Callable[[Seen], Answer]:
     """Takes a pass in JSON, and refuses any other form."""
 
     def answer(seen: Seen) -> Answer:
-        return Answer(status, {"detail": "no JSON"}) if is_protobuf(seen) else Answer(body={"request_id": "pass"})
+        return (
+            Answer(status, {"detail": "no JSON"})
+            if is_protobuf(seen)
+            else Answer(body={"request_id": "pass"})
+        )
 
     return answer
 
 
 @pytest.mark.parametrize("refusal", [400, 415, 422, 501])
-def test_a_server_that_reads_no_protobuf_is_found_out_by_its_first_pass(unknown: FaultyServer, refusal: int) -> None:
+def test_a_server_that_reads_no_protobuf_is_found_out_by_its_first_pass(
+    unknown: FaultyServer, refusal: int
+) -> None:
     unknown.script("forward_backward", json_alone(refusal))
     with ServiceClient(base_url=unknown.base_url) as service:
         client = service.create_lora_training_client("m").result()
         for _ in range(3):
-            assert client.forward_backward(DATA, "cross_entropy").result(10).metrics == {"loss:sum": 1.0}
+            assert client.forward_backward(DATA, "cross_entropy").result(10).metrics == {
+                "loss:sum": 1.0
+            }
         assert client.forward(DATA, "cross_entropy").result(10).metrics == {"loss:sum": 1.0}
         other = service.create_lora_training_client("m").result()
         assert other.forward_backward(DATA, "cross_entropy").result(10).metrics == {"loss:sum": 1.0}
     assert forms(unknown, "forward_backward") == ["protobuf", "json", "json", "json", "json"]
     assert forms(unknown, "forward") == ["json"]
-    assert [seen.json["seq_id"] for seen in unknown.requests("forward_backward")[1:]] == [1, 2, 3, 1]
+    assert [seen.json["seq_id"] for seen in unknown.requests("forward_backward")[1:]] == [
+        1,
+        2,
+        3,
+        1,
+    ]
 
 
 def test_a_first_pass_without_gradient_shows_it_too(unknown: FaultyServer) -> None:
@@ -328,8 +399,11 @@ def test_a_first_pass_without_gradient_shows_it_too(unknown: FaultyServer) -> No
     assert forms(unknown, "forward") == ["json"]
 
 
-def test_all_chunks_of_a_first_call_reach_a_server_that_reads_no_protobuf(unknown: FaultyServer) -> None:
-    """They go out together: each is refused, and none of them may be lost when another has shown the way."""
+def test_all_chunks_of_a_first_call_reach_a_server_that_reads_no_protobuf(
+    unknown: FaultyServer,
+) -> None:
+    """They go out together: each is refused, and none of them may be lost when another has shown
+    the way."""
     unknown.script("client/config", Answer(body={"fwdbwd_max_chunk_len": 1}))
     refused = iter(range(10))
 
@@ -341,23 +415,36 @@ def test_all_chunks_of_a_first_call_reach_a_server_that_reads_no_protobuf(unknow
     unknown.script("forward_backward", answer)
     with ServiceClient(base_url=unknown.base_url) as service:
         client = service.create_lora_training_client("m").result()
-        assert client.forward_backward(DATA, "cross_entropy").result(10).metrics == {"loss:sum": 3.0}
-    taken = [seen.json["seq_id"] for seen in unknown.requests("forward_backward") if not is_protobuf(seen)]
+        assert client.forward_backward(DATA, "cross_entropy").result(10).metrics == {
+            "loss:sum": 3.0
+        }
+    taken = [
+        seen.json["seq_id"]
+        for seen in unknown.requests("forward_backward")
+        if not is_protobuf(seen)
+    ]
     assert sorted(taken) == [1, 2, 3]
 
 
-def test_a_pass_that_is_refused_while_another_finds_out_is_sent_again(unknown: FaultyServer) -> None:
-    """The second run's pass goes out before the first run's has shown how, and is refused after it has."""
+def test_a_pass_that_is_refused_while_another_finds_out_is_sent_again(
+    unknown: FaultyServer,
+) -> None:
+    """The second run's pass goes out before the first run's has shown how, and is refused after it
+    has."""
     clients: list[Any] = []
 
     def is_found_out() -> bool:
         return bool(clients and clients[0]._session.transport.is_older)
 
-    refused = iter([Answer(415, {"detail": "no JSON"}), Answer(415, {"detail": "no JSON"}, until=is_found_out)])
+    refused = iter(
+        [Answer(415, {"detail": "no JSON"}), Answer(415, {"detail": "no JSON"}, until=is_found_out)]
+    )
     taken = Answer(body={"request_id": "pass"}, until=lambda: forms(unknown).count("protobuf") == 2)
     unknown.script("forward_backward", lambda seen: next(refused) if is_protobuf(seen) else taken)
     with ServiceClient(base_url=unknown.base_url) as service:
-        one, two = clients[:] = [service.create_lora_training_client("m").result() for _ in range(2)]
+        one, two = clients[:] = [
+            service.create_lora_training_client("m").result() for _ in range(2)
+        ]
         first = one.forward_backward(DATA, "cross_entropy")
         wait_until(lambda: forms(unknown) == ["protobuf", "json"])
         second = two.forward_backward(DATA, "cross_entropy")
@@ -369,7 +456,9 @@ def test_a_refused_first_pass_has_the_error_of_the_newer_form(unknown: FaultySer
     """It was no matter of form: both are refused, and nothing has been learned about the server."""
     unknown.script(
         "forward_backward",
-        lambda seen: Answer(422, {"detail": "token 9 is too large" if is_protobuf(seen) else "what is this"}),
+        lambda seen: Answer(
+            422, {"detail": "token 9 is too large" if is_protobuf(seen) else "what is this"}
+        ),
     )
     with ServiceClient(base_url=unknown.base_url) as service:
         client = service.create_lora_training_client("m").result()
@@ -377,7 +466,9 @@ def test_a_refused_first_pass_has_the_error_of_the_newer_form(unknown: FaultySer
             client.forward_backward(DATA, "cross_entropy").result(10)
         assert forms(unknown) == ["protobuf", "json"]
         unknown.script("forward_backward", Answer(body={"request_id": "pass"}))
-        assert client.forward_backward(DATA, "cross_entropy").result(10).metrics == {"loss:sum": 1.0}
+        assert client.forward_backward(DATA, "cross_entropy").result(10).metrics == {
+            "loss:sum": 1.0
+        }
         assert forms(unknown)[2:] == ["protobuf"]
 
 
@@ -393,7 +484,9 @@ def test_after_one_pass_was_read_none_is_tried_in_the_older_form(unknown: Faulty
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 413])
-def test_a_refusal_for_another_reason_is_no_matter_of_form(unknown: FaultyServer, status: int) -> None:
+def test_a_refusal_for_another_reason_is_no_matter_of_form(
+    unknown: FaultyServer, status: int
+) -> None:
     unknown.script("forward_backward", Answer(status, {"detail": "no"}))
     with ServiceClient(base_url=unknown.base_url) as service:
         client = service.create_lora_training_client("m").result()
@@ -403,11 +496,15 @@ def test_a_refusal_for_another_reason_is_no_matter_of_form(unknown: FaultyServer
     assert set(forms(unknown)) == {"protobuf"}
 
 
-def test_a_chunk_that_was_read_shows_that_another_was_refused_for_what_it_says(unknown: FaultyServer) -> None:
+def test_a_chunk_that_was_read_shows_that_another_was_refused_for_what_it_says(
+    unknown: FaultyServer,
+) -> None:
     unknown.script("client/config", Answer(body={"fwdbwd_max_chunk_len": 1}))
 
     def answer(seen: Seen) -> Answer:
-        request = codec.decode(types.ForwardBackwardRequest, seen.body, seen.headers["content-type"])
+        request = codec.decode(
+            types.ForwardBackwardRequest, seen.body, seen.headers["content-type"]
+        )
         if request.seq_id == 2 and request.forward_backward_input.data:
             return Answer(422, {"detail": "this chunk is bad"})
         return Answer(body={"request_id": "pass"}, delay=0.2)
@@ -420,11 +517,15 @@ def test_a_chunk_that_was_read_shows_that_another_was_refused_for_what_it_says(u
     assert forms(unknown) == ["protobuf"] * 3
 
 
-def test_our_own_server_never_gets_a_pass_in_the_older_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_own_server_never_gets_a_pass_in_the_older_form(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sent: list[str] = []
     send = tinkex.client.http.transport.HttpExchange.send
 
-    async def watched(self: Any, method: str, path: str, headers: Any, *rest: Any, **named: Any) -> Any:
+    async def watched(
+        self: Any, method: str, path: str, headers: Any, *rest: Any, **named: Any
+    ) -> Any:
         if path.endswith(("/forward", "/forward_backward")):
             sent.append(headers["Content-Type"])
         return await send(self, method, path, headers, *rest, **named)

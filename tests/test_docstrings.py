@@ -1,4 +1,5 @@
-"""What is public says what it is: what it takes, gives and raises, with an example that gives what it shows."""
+"""What is public says what it is: what it takes, gives and raises, with an example that gives what
+it shows."""
 
 from __future__ import annotations
 
@@ -107,7 +108,15 @@ WITH_SECTIONS = [
     *(f"tinkex.regularizers:{name}" for name in tinkex.regularizers.__all__),
     *(
         f"tinkex.metrics:{name}"
-        for name in ("Metrics", "configure", "increment", "record_histogram", "set_gauge", "shared", "snapshot")
+        for name in (
+            "Metrics",
+            "configure",
+            "increment",
+            "record_histogram",
+            "set_gauge",
+            "shared",
+            "snapshot",
+        )
     ),
     "tinkex.telemetry:Reporter",
     "tinkex.telemetry:async_capture",
@@ -126,7 +135,10 @@ WITH_SECTIONS = [
 
 SKIPPED = {
     "src/tinkex/adapters/peft.py": (1, "loading a model with peft takes seconds"),
-    "src/tinkex/client/http/http_client.py": (1, "the server has nothing that sends events in answer to a GET"),
+    "src/tinkex/client/http/http_client.py": (
+        1,
+        "the server has nothing that sends events in answer to a GET",
+    ),
 }
 """How many lines of examples are not run, by file, and why."""
 
@@ -163,16 +175,22 @@ def test_everything_public_in_a_module_says_what_it_is(name: str) -> None:
     assert module(name).__doc__
     silent = [label for label, value in own(name) if len((value.__doc__ or "").split()) < 2]
     # A class that says nothing of itself must not pass with the words of its base.
-    silent += [label for label, value in own(name) if inspect.isclass(value) and not vars(value).get("__doc__")]
+    silent += [
+        label
+        for label, value in own(name)
+        if inspect.isclass(value) and not vars(value).get("__doc__")
+    ]
     assert not silent
 
 
-# ── the whole rule ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the whole rule ────────────────────────────────────────────────────────────────────────────────
 
 
 def sections(text: str) -> dict[str, str]:
     """The sections of a docstring in Google's form."""
-    parts = re.split(r"^(Args|Returns|Yields|Raises|Example):$", inspect.cleandoc(text), flags=re.MULTILINE)
+    parts = re.split(
+        r"^(Args|Returns|Yields|Raises|Example):$", inspect.cleandoc(text), flags=re.MULTILINE
+    )
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
@@ -184,7 +202,11 @@ def raised(function: Any) -> set[str]:
         node = waiting.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             continue
-        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and isinstance(node.exc.func, ast.Name):
+        if (
+            isinstance(node, ast.Raise)
+            and isinstance(node.exc, ast.Call)
+            and isinstance(node.exc.func, ast.Name)
+        ):
             found.add(node.exc.func.id)
         waiting += ast.iter_child_nodes(node)
     return found - {"AssertionError", "NotImplementedError"}
@@ -192,7 +214,9 @@ def raised(function: Any) -> set[str]:
 
 def is_twin(text: str) -> bool:
     """Whether a docstring says of what it is that it is like another that is there."""
-    return re.match(r"(Like|Deprecated: use) `[\w.]+`|`[\w.]+`; ", inspect.cleandoc(text)) is not None
+    return (
+        re.match(r"(Like|Deprecated: use) `[\w.]+`|`[\w.]+`; ", inspect.cleandoc(text)) is not None
+    )
 
 
 def faults(label: str, function: Any) -> Iterator[str]:
@@ -201,7 +225,11 @@ def faults(label: str, function: Any) -> Iterator[str]:
     if is_twin(text):
         return  # it takes what the other takes, which is looked at by itself
     told, signature = sections(text), inspect.signature(function)
-    parameters = [name for name in signature.parameters if name not in ("self", "cls") and not name.startswith("_")]
+    parameters = [
+        name
+        for name in signature.parameters
+        if name not in ("self", "cls") and not name.startswith("_")
+    ]
     for name in parameters:
         if not re.search(rf"^    \*{{0,2}}{name}:", told.get("Args", ""), re.MULTILINE):
             yield f"{label}: Args has no {name}"
@@ -217,17 +245,25 @@ def resolve(label: str) -> Any:
     home, _, path = label.partition(":")
     value: Any = importlib.import_module(home)
     for part in path.split("."):
-        value = inspect.getattr_static(value, part) if inspect.isclass(value) else getattr(value, part)
+        value = (
+            inspect.getattr_static(value, part) if inspect.isclass(value) else getattr(value, part)
+        )
     return value.__func__ if isinstance(value, classmethod | staticmethod) else value
 
 
 def callables(label: str) -> Iterator[tuple[str, Any]]:
     value = resolve(label)
     if inspect.isclass(value):
-        is_platform = isinstance(value, type) and label.endswith("Platform") and value is not tinkex.TrainingPlatform
+        is_platform = (
+            isinstance(value, type)
+            and label.endswith("Platform")
+            and value is not tinkex.TrainingPlatform
+        )
         for name, item in members(value):
             # What the protocol says of a method holds for every platform that keeps it.
-            if inspect.isfunction(item) and not (is_platform and hasattr(tinkex.TrainingPlatform, name)):
+            if inspect.isfunction(item) and not (
+                is_platform and hasattr(tinkex.TrainingPlatform, name)
+            ):
                 yield f"{label}.{name}", item
     elif inspect.isfunction(value):
         yield label, value
@@ -260,22 +296,30 @@ def test_the_rule_finds_what_is_missing() -> None:
             raise ValueError("no")
         return first + second
 
-    assert list(faults("it", silent)) == ["it: Args has no second", "it: no Returns", "it: Raises has no ValueError"]
+    assert list(faults("it", silent)) == [
+        "it: Args has no second",
+        "it: no Returns",
+        "it: Raises has no ValueError",
+    ]
 
 
-# ── examples ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── examples ──────────────────────────────────────────────────────────────────────────────────────
 
 MODEL = "tinkex/tiny"
 ROOT = Path(__file__).parent.parent
 
 
 def is_ours(value: Any) -> bool:
-    """Whether something is a class or function of the package; an alias, a constant or a module has no docstring."""
-    return (inspect.isclass(value) or inspect.isfunction(value)) and value.__module__.startswith("tinkex")
+    """Whether something is a class or function of the package; an alias, a constant or a module has
+    no docstring."""
+    return (inspect.isclass(value) or inspect.isfunction(value)) and value.__module__.startswith(
+        "tinkex"
+    )
 
 
 def methods(kind: type[Any]) -> Iterator[tuple[str, Any]]:
-    """The public methods that a class has of its own or of a private base, and that no public base tells of."""
+    """The public methods that a class has of its own or of a private base, and that no public base
+    tells of."""
     bases = [base for base in kind.__mro__[1:] if is_ours(base)]
     told = [base for base in bases if not base.__name__.startswith("_")]
     if kind.__name__.endswith("Platform") and kind is not tinkex.TrainingPlatform:
@@ -287,7 +331,8 @@ def methods(kind: type[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def without_example(label: str) -> Iterator[str]:
-    """What should have an example under a label and has none: a class and its methods, or a function."""
+    """What should have an example under a label and has none: a class and its methods, or a
+    function."""
     value = resolve(label)
     if not is_ours(value):
         return
@@ -351,7 +396,10 @@ def test_the_rule_finds_what_has_no_example(monkeypatch: pytest.MonkeyPatch) -> 
 
 def sources() -> dict[str, str]:
     """The package's files by path."""
-    return {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted((ROOT / "src").rglob("*.py"))}
+    return {
+        path.relative_to(ROOT).as_posix(): path.read_text()
+        for path in sorted((ROOT / "src").rglob("*.py"))
+    }
 
 
 def dotted(path: str) -> str:
@@ -366,7 +414,8 @@ def test_hardly_an_example_is_left_out() -> None:
 
 
 class Ready:
-    """What an example may name without making it: made for each docstring anew, when that docstring names it."""
+    """What an example may name without making it: made for each docstring anew, when that docstring
+    names it."""
 
     def __init__(self) -> None:
         self.stack = ExitStack()
@@ -419,9 +468,17 @@ class Ready:
 
     @cached_property
     def token(self) -> str:
-        facts = {"iss": "passport-1", "sub": "tml:user:ada", "org_id": "1", "email": "ada@example.org"}
+        facts = {
+            "iss": "passport-1",
+            "sub": "tml:user:ada",
+            "org_id": "1",
+            "email": "ada@example.org",
+        }
         parts: tuple[dict[str, str], ...] = ({"alg": "none"}, facts, {})
-        return ".".join(base64.urlsafe_b64encode(json.dumps(part).encode()).decode().rstrip("=") for part in parts)
+        return ".".join(
+            base64.urlsafe_b64encode(json.dumps(part).encode()).decode().rstrip("=")
+            for part in parts
+        )
 
 
 @pytest.fixture(scope="module")
@@ -436,10 +493,15 @@ def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture
 def hugging_face(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A hub on this machine."""
-    for name, value in (("OFFLINE", False), ("DISABLE_XET", True)):  # this hub stores large files the older way
+    # this hub stores large files the older way
+    for name, value in (("OFFLINE", False), ("DISABLE_XET", True)):
         monkeypatch.setattr(f"huggingface_hub.constants.HF_HUB_{name}", value)
     with hub.hub_server() as made:
-        for name, text in (("TOKEN", hub.TOKEN), ("ENDPOINT", made.url), ("HUB_DISABLE_PROGRESS_BARS", "1")):
+        for name, text in (
+            ("TOKEN", hub.TOKEN),
+            ("ENDPOINT", made.url),
+            ("HUB_DISABLE_PROGRESS_BARS", "1"),
+        ):
             monkeypatch.setenv(f"HF_{name}", text)
         yield
 
@@ -452,12 +514,15 @@ def surroundings(backend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     before = {known.handler_id for known in events.handlers()}
     level = logging.getLogger("tinkex").level
     with warnings.catch_warnings():
-        for category in (FutureWarning, tinkex.ExperimentalWarning):  # of calls that are shown all the same
+        # of calls that are shown all the same
+        for category in (FutureWarning, tinkex.ExperimentalWarning):
             warnings.simplefilter("ignore", category)
-        warnings.filterwarnings("ignore", "Use 'content=", DeprecationWarning)  # of httpx, about huggingface_hub
+        # of httpx, about huggingface_hub
+        warnings.filterwarnings("ignore", "Use 'content=", DeprecationWarning)
         yield
     logging.getLogger("tinkex").setLevel(level)
-    for known in events.handlers():  # what an example has attached would be heard by all tests after it
+    # what an example has attached would be heard by all tests after it
+    for known in events.handlers():
         if known.handler_id not in before:
             events.detach(known.handler_id)
 
@@ -474,13 +539,21 @@ def needed(lines: list[str]) -> set[str]:
 
 def failures(home: Any, out: Callable[[str], object]) -> int:
     """How many lines of a module's examples do not give what they show."""
-    names = {**vars(tinkex.types), **{key: getattr(tinkex, key) for key in tinkex.__all__}, **vars(home)}
+    names = {
+        **vars(tinkex.types),
+        **{key: getattr(tinkex, key) for key in tinkex.__all__},
+        **vars(home),
+    }
     runner = doctest.DocTestRunner(verbose=False, optionflags=doctest.ELLIPSIS)
-    for example in doctest.DocTestFinder(exclude_empty=True).find(home, home.__name__, extraglobs=names):
+    for example in doctest.DocTestFinder(exclude_empty=True).find(
+        home, home.__name__, extraglobs=names
+    ):
         ready = Ready()
         with mock.patch.dict(os.environ), ready.stack:
             wanted = needed([line.source for line in example.examples]) - vars(home).keys()
-            example.globs.update({name: getattr(ready, name) for name in sorted(wanted) if hasattr(Ready, name)})
+            example.globs.update(
+                {name: getattr(ready, name) for name in sorted(wanted) if hasattr(Ready, name)}
+            )
             runner.run(example, out=out)
         tinkex.configure()
     return runner.summarize(verbose=False).failed
@@ -495,7 +568,9 @@ def test_an_example_that_gives_something_else_is_found() -> None:
     assert "Expected:\n    3\nGot:\n    2\n" in told[-1]
 
 
-@pytest.mark.parametrize("name", [dotted(path) for path, text in sources().items() if re.search(r"^ *>>>", text, re.M)])
+@pytest.mark.parametrize(
+    "name", [dotted(path) for path, text in sources().items() if re.search(r"^ *>>>", text, re.M)]
+)
 def test_the_examples_in_docstrings_give_what_they_show(
     name: str, surroundings: None, request: pytest.FixtureRequest
 ) -> None:

@@ -1,4 +1,5 @@
-"""Checkpoints fetched to disk: in pieces, over lines that break, from archives that mean harm; whole or not at all."""
+"""Checkpoints fetched to disk: in pieces, over lines that break, from archives that mean harm;
+whole or not at all."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def rest_of(server: FaultyServer) -> RestClient:
 
 
 def tar_of(
-    files: dict[str, bytes], mode: Any = "w", members: list[tuple[tarfile.TarInfo, bytes]] | None = None
+    files: dict[str, bytes],
+    mode: Any = "w",
+    members: list[tuple[tarfile.TarInfo, bytes]] | None = None,
 ) -> bytes:
     target = io.BytesIO()
     with tarfile.open(fileobj=target, mode=mode) as archive:
@@ -68,11 +71,19 @@ def offer(server: FaultyServer, data: bytes, *answers: Any, **headers: str) -> N
             begin = int(wanted.removeprefix("bytes=").removesuffix("-"))
             if begin >= len(data):
                 return Answer(416, b"", given | {"Content-Range": f"bytes */{len(data)}"})
-            return Answer(206, data[begin:], given | {"Content-Range": f"bytes {begin}-{len(data) - 1}/{len(data)}"})
+            return Answer(
+                206,
+                data[begin:],
+                given | {"Content-Range": f"bytes {begin}-{len(data) - 1}/{len(data)}"},
+            )
         return Answer(200, data, given)
 
     server.script(ARCHIVE, Answer(302, b"", {"Location": "/files/a.tar?signed=1"}))
-    server.script("/files/a.tar", *[answer(whole) if callable(answer) else answer for answer in answers], whole)
+    server.script(
+        "/files/a.tar",
+        *[answer(whole) if callable(answer) else answer for answer in answers],
+        whole,
+    )
 
 
 def cut(at: int) -> Callable[[Any], Any]:
@@ -90,15 +101,19 @@ def left_in(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-# ── the steps ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the steps ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("1.14.2/2", "1.14.2/5", "1.14.2/6", "1.14.2/7", "1.14.3/2")
 @pytest.mark.parametrize("mode", ["w", "w:gz", "w:bz2", "w:xz"])
-def test_an_archive_is_fetched_and_unpacked(server: FaultyServer, tmp_path: Path, mode: str) -> None:
+def test_an_archive_is_fetched_and_unpacked(
+    server: FaultyServer, tmp_path: Path, mode: str
+) -> None:
     offer(server, tar_of({"adapter_config.json": b"{}", "deep/er/x.bin": b"abc"}, mode))
     told: list[tuple[int, int]] = []
-    done = tinkex.download(rest_of(server), PATH, tmp_path, progress=lambda have, total: told.append((have, total)))
+    done = tinkex.download(
+        rest_of(server), PATH, tmp_path, progress=lambda have, total: told.append((have, total))
+    )
     assert done == downloads.Downloaded(tmp_path / "run-123_weights_0001", PATH)
     assert (done.destination / "adapter_config.json").read_bytes() == b"{}"
     assert (done.destination / "deep/er/x.bin").read_bytes() == b"abc"
@@ -115,7 +130,10 @@ def test_without_an_output_directory_the_current_one_is_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     offer(server, tar_of({"a": b"1"}))
-    assert tinkex.download(rest_of(server), PATH, None).destination == tmp_path / "run-123_weights_0001"
+    assert (
+        tinkex.download(rest_of(server), PATH, None).destination
+        == tmp_path / "run-123_weights_0001"
+    )
 
 
 @pytest.mark.covers("1.14.2/1", "Q-13")
@@ -137,7 +155,9 @@ def test_without_an_output_directory_the_current_one_is_it(
         None,
     ],
 )
-def test_what_is_no_path_removes_and_asks_nothing(server: FaultyServer, tmp_path: Path, path: Any) -> None:
+def test_what_is_no_path_removes_and_asks_nothing(
+    server: FaultyServer, tmp_path: Path, path: Any
+) -> None:
     output = tmp_path / "out"
     output.mkdir()
     (tmp_path / "precious").write_text("x")
@@ -151,7 +171,9 @@ def test_what_is_no_path_removes_and_asks_nothing(server: FaultyServer, tmp_path
 
 
 @pytest.mark.covers("1.14.2/3")
-def test_what_is_there_already_stays_and_nothing_is_asked(server: FaultyServer, tmp_path: Path) -> None:
+def test_what_is_there_already_stays_and_nothing_is_asked(
+    server: FaultyServer, tmp_path: Path
+) -> None:
     (tmp_path / "run-123_weights_0001").mkdir()
     with pytest.raises(DownloadError) as caught:
         tinkex.download(rest_of(server), PATH, tmp_path)
@@ -161,7 +183,9 @@ def test_what_is_there_already_stays_and_nothing_is_asked(server: FaultyServer, 
 
 
 @pytest.mark.covers("1.14.2/3", "1.14.2/5", "1.14.2/6", "1.14.2/7", "Q-14")
-def test_a_forced_download_replaces_at_the_end_and_leaves_nothing_behind(server: FaultyServer, tmp_path: Path) -> None:
+def test_a_forced_download_replaces_at_the_end_and_leaves_nothing_behind(
+    server: FaultyServer, tmp_path: Path
+) -> None:
     old = tmp_path / "run-123_weights_0001"
     old.mkdir()
     (old / "old").write_text("precious")
@@ -183,7 +207,9 @@ def test_a_forced_download_replaces_at_the_end_and_leaves_nothing_behind(server:
 
 
 @pytest.mark.covers("1.14.1/3", "1.14.2/4")
-def test_what_the_server_says_of_the_checkpoint_passes_through(server: FaultyServer, tmp_path: Path) -> None:
+def test_what_the_server_says_of_the_checkpoint_passes_through(
+    server: FaultyServer, tmp_path: Path
+) -> None:
     server.script(ARCHIVE, Answer(404, {"detail": "never heard of it"}))
     with pytest.raises(tinkex.NotFoundError, match="never heard of it"):
         tinkex.download(rest_of(server), PATH, tmp_path)
@@ -191,7 +217,9 @@ def test_what_the_server_says_of_the_checkpoint_passes_through(server: FaultySer
 
 
 @pytest.mark.covers("1.14.1/2", "4.1/7")
-def test_an_archive_that_is_being_packed_is_asked_for_again(server: FaultyServer, tmp_path: Path) -> None:
+def test_an_archive_that_is_being_packed_is_asked_for_again(
+    server: FaultyServer, tmp_path: Path
+) -> None:
     offer(server, tar_of({"a": b"1"}))
     server.script(ARCHIVE, Answer(503), Answer(503), Answer(302, b"", {"Location": "/files/a.tar"}))
     tinkex.download(rest_of(server), PATH, tmp_path, retry_delay=0.01)
@@ -202,11 +230,13 @@ def test_an_archive_that_is_being_packed_is_asked_for_again(server: FaultyServer
     assert len(server.requests(ARCHIVE)) == 5
 
 
-# ── lines that break ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── lines that break ──────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("1.14.2/5")
-def test_a_line_that_breaks_is_taken_up_where_it_broke(server: FaultyServer, tmp_path: Path) -> None:
+def test_a_line_that_breaks_is_taken_up_where_it_broke(
+    server: FaultyServer, tmp_path: Path
+) -> None:
     data = tar_of({"big": CONTENT})
     digest = base64.b64encode(hashlib.sha256(data).digest()).decode()
     offer(server, data, cut(1_000_000), cut(700_000), **{"Repr-Digest": f"sha-256=:{digest}:"})
@@ -221,7 +251,9 @@ def test_a_line_that_breaks_is_taken_up_where_it_broke(server: FaultyServer, tmp
     assert [seen.headers.get("if-range") for seen in fetches(server)] == [None, '"v1"', '"v1"']
 
 
-def test_what_has_changed_meanwhile_is_fetched_from_the_start(server: FaultyServer, tmp_path: Path) -> None:
+def test_what_has_changed_meanwhile_is_fetched_from_the_start(
+    server: FaultyServer, tmp_path: Path
+) -> None:
     old, new = tar_of({"big": CONTENT}), tar_of({"big": CONTENT[::-1]})
     offer(server, new, Answer(200, old, {"ETag": '"v0"'}, cut=1_500_000))
     done = tinkex.download(rest_of(server), PATH, tmp_path)
@@ -229,13 +261,17 @@ def test_what_has_changed_meanwhile_is_fetched_from_the_start(server: FaultyServ
 
 
 @pytest.mark.parametrize("tag", ['W/"v1"', ""], ids=["weak", "none"])
-def test_without_a_strong_tag_nothing_is_continued(server: FaultyServer, tmp_path: Path, tag: str) -> None:
+def test_without_a_strong_tag_nothing_is_continued(
+    server: FaultyServer, tmp_path: Path, tag: str
+) -> None:
     offer(server, tar_of({"big": CONTENT}), cut(1_000_000), ETag=tag)
     tinkex.download(rest_of(server), PATH, tmp_path)
     assert [seen.headers.get("range") for seen in fetches(server)] == [None, None]
 
 
-def test_a_server_that_answers_another_span_is_not_believed(server: FaultyServer, tmp_path: Path) -> None:
+def test_a_server_that_answers_another_span_is_not_believed(
+    server: FaultyServer, tmp_path: Path
+) -> None:
     data = tar_of({"big": CONTENT})
 
     def wrong(whole: Any) -> Any:
@@ -252,8 +288,14 @@ def test_a_server_that_answers_another_span_is_not_believed(server: FaultyServer
 
 
 @pytest.mark.covers("1.14.2/5")
-def test_bytes_that_were_changed_on_the_way_are_noticed(server: FaultyServer, tmp_path: Path) -> None:
-    offer(server, tar_of({"a": b"1"}), **{"Repr-Digest": f"sha-256=:{base64.b64encode(bytes(32)).decode()}:"})
+def test_bytes_that_were_changed_on_the_way_are_noticed(
+    server: FaultyServer, tmp_path: Path
+) -> None:
+    offer(
+        server,
+        tar_of({"a": b"1"}),
+        **{"Repr-Digest": f"sha-256=:{base64.b64encode(bytes(32)).decode()}:"},
+    )
     with pytest.raises(DownloadError, match="damaged") as caught:
         tinkex.download(rest_of(server), PATH, tmp_path)
     assert caught.value.reason == "download_failed"
@@ -271,7 +313,9 @@ def test_a_line_that_never_holds_is_given_up(server: FaultyServer, tmp_path: Pat
     assert left_in(tmp_path) == []
 
 
-def test_an_address_that_has_expired_is_asked_for_anew(server: FaultyServer, tmp_path: Path) -> None:
+def test_an_address_that_has_expired_is_asked_for_anew(
+    server: FaultyServer, tmp_path: Path
+) -> None:
     offer(server, tar_of({"a": b"1"}), Answer(403, {"detail": "expired"}))
     tinkex.download(rest_of(server), PATH, tmp_path)
     assert len(server.requests(ARCHIVE)) == 2
@@ -281,7 +325,9 @@ def test_an_address_that_has_expired_is_asked_for_anew(server: FaultyServer, tmp
     assert caught.value.status == 403
 
 
-def test_with_resume_the_next_call_goes_on_where_this_one_failed(server: FaultyServer, tmp_path: Path) -> None:
+def test_with_resume_the_next_call_goes_on_where_this_one_failed(
+    server: FaultyServer, tmp_path: Path
+) -> None:
     data = tar_of({"big": CONTENT})
     offer(server, data, cut(1_200_000), Answer(404))
     with pytest.raises(DownloadError):
@@ -289,12 +335,20 @@ def test_with_resume_the_next_call_goes_on_where_this_one_failed(server: FaultyS
     assert left_in(tmp_path) == [".run-123_weights_0001.partial"]
     done = tinkex.download(rest_of(server), PATH, tmp_path, resume=True)
     assert (done.destination / "big").read_bytes() == CONTENT
-    assert 0 < int(fetches(server)[-1].headers["range"].removeprefix("bytes=").removesuffix("-")) <= 1_200_000
+    assert (
+        0
+        < int(fetches(server)[-1].headers["range"].removeprefix("bytes=").removesuffix("-"))
+        <= 1_200_000
+    )
     assert left_in(tmp_path) == ["run-123_weights_0001"]
 
 
 def test_redirects_are_followed_a_few_steps(server: FaultyServer, tmp_path: Path) -> None:
-    offer(server, tar_of({"a": b"1"}), Answer(307, b"", {"Location": f"{server.base_url}/files/b.tar"}))
+    offer(
+        server,
+        tar_of({"a": b"1"}),
+        Answer(307, b"", {"Location": f"{server.base_url}/files/b.tar"}),
+    )
     server.script("/files/b.tar", Answer(200, tar_of({"b": b"2"})))
     assert left_in(tinkex.download(rest_of(server), PATH, tmp_path).destination) == ["b"]
     server.script("/files/b.tar", Answer(302, b"", {"Location": "/files/b.tar"}))
@@ -323,7 +377,9 @@ def test_an_archive_is_never_whole_in_memory(tmp_path: Path) -> None:
     assert peak < size / 3
 
 
-def test_a_progress_callback_that_fails_ends_the_download_without_a_trace(server: FaultyServer, tmp_path: Path) -> None:
+def test_a_progress_callback_that_fails_ends_the_download_without_a_trace(
+    server: FaultyServer, tmp_path: Path
+) -> None:
     def fail(have: int, total: int) -> None:
         raise KeyError("mine")
 
@@ -333,11 +389,13 @@ def test_a_progress_callback_that_fails_ends_the_download_without_a_trace(server
     assert left_in(tmp_path) == []
 
 
-# ── our own server ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── our own server ────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("1.14.2/7")
-def test_a_checkpoint_of_our_server_comes_as_an_archive_and_an_export_as_files(tmp_path: Path) -> None:
+def test_a_checkpoint_of_our_server_comes_as_an_archive_and_an_export_as_files(
+    tmp_path: Path,
+) -> None:
     with serving(FakeEngine(), tmp_path / "data") as url, ServiceClient(base_url=url) as service:
         client = service.create_lora_training_client("fake", rank=4).result()
         state = client.save_state("s").result(20).path
@@ -346,9 +404,15 @@ def test_a_checkpoint_of_our_server_comes_as_an_archive_and_an_export_as_files(t
         for path in (state, export):
             done = tinkex.download(rest, path, tmp_path / "out")
             source = (
-                tmp_path / "data" / "checkpoints" / client.model_id.replace(":", "_") / "/".join(path.split("/")[3:])
+                tmp_path
+                / "data"
+                / "checkpoints"
+                / client.model_id.replace(":", "_")
+                / "/".join(path.split("/")[3:])
             )
-            assert (done.destination / "fake.json").read_bytes() == (source / "fake.json").read_bytes()
+            assert (done.destination / "fake.json").read_bytes() == (
+                source / "fake.json"
+            ).read_bytes()
         assert left_in(tmp_path / "out") == sorted(
             p.removeprefix("tinker://").replace("/", "_") for p in (state, export)
         )
@@ -361,7 +425,9 @@ async def test_the_same_of_an_embedded_server_in_an_event_loop(tmp_path: Path) -
     service = ServiceClient(base_url=backend.base_url)
     client = await service.create_lora_training_client("fake", rank=4)
     saved = await client.save_state("s")
-    done = await tinkex.download_async(RestClient(base_url=backend.base_url), saved.path, tmp_path / "out")
+    done = await tinkex.download_async(
+        RestClient(base_url=backend.base_url), saved.path, tmp_path / "out"
+    )
     assert left_in(done.destination) == ["fake.json"]
     await service.close()
     await asyncio.to_thread(backend.close)
@@ -377,10 +443,12 @@ def test_an_export_with_an_unsafe_name_is_refused(server: FaultyServer, tmp_path
     assert left_in(tmp_path) == []
 
 
-# ── archives that mean harm ──────────────────────────────────────────────────────────────────────────────────────
+# ── archives that mean harm ───────────────────────────────────────────────────────────────────────
 
 
-def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "", size: int = 0) -> tuple[tarfile.TarInfo, bytes]:
+def member(
+    name: str, kind: bytes = tarfile.REGTYPE, link: str = "", size: int = 0
+) -> tuple[tarfile.TarInfo, bytes]:
     made = tarfile.TarInfo(name)
     made.type, made.linkname, made.size = kind, link, size
     return made, bytes(size)
@@ -406,7 +474,9 @@ def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "", size: int =
     ],
     ids=lambda evil: f"{evil[0].name}-{evil[0].type!r}",
 )
-def test_one_evil_member_and_nothing_is_unpacked(tmp_path: Path, evil: tuple[tarfile.TarInfo, bytes]) -> None:
+def test_one_evil_member_and_nothing_is_unpacked(
+    tmp_path: Path, evil: tuple[tarfile.TarInfo, bytes]
+) -> None:
     archive = tmp_path / "a.tar"
     archive.write_bytes(tar_of({"good": b"1"}, members=[evil]))
     target = tmp_path / "target"
@@ -478,7 +548,9 @@ def test_files_are_plain_ones_whatever_the_archive_says(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o7111 == 0
 
 
-def test_with_resume_nothing_stays_of_a_download_that_has_not_begun(server: FaultyServer, tmp_path: Path) -> None:
+def test_with_resume_nothing_stays_of_a_download_that_has_not_begun(
+    server: FaultyServer, tmp_path: Path
+) -> None:
     server.script(ARCHIVE, Answer(404, {"detail": "gone"}))
     with pytest.raises(tinkex.NotFoundError):
         tinkex.download(rest_of(server), PATH, tmp_path, resume=True)
@@ -499,7 +571,9 @@ async def test_a_cancelled_download_writes_no_more(server: FaultyServer, tmp_pat
     def progress(done: int, total: int) -> None:
         loop.call_soon_threadsafe(begun.set)
 
-    download = tinkex.download_async(rest_of(server), PATH, tmp_path, progress=progress, resume=True)
+    download = tinkex.download_async(
+        rest_of(server), PATH, tmp_path, progress=progress, resume=True
+    )
     task = asyncio.create_task(download)
     await begun.wait()
     task.cancel()
@@ -526,7 +600,9 @@ async def test_a_download_that_is_cancelled_while_it_replaces_leaves_one_or_the_
         replace(source, to)
 
     monkeypatch.setattr(os, "replace", slow)
-    fetching = asyncio.create_task(downloads.download_async(rest_of(server), PATH, tmp_path, force=True))
+    fetching = asyncio.create_task(
+        downloads.download_async(rest_of(server), PATH, tmp_path, force=True)
+    )
     assert await asyncio.to_thread(between.wait, 20)
     fetching.cancel()
     await asyncio.sleep(0.1)  # for whoever would tidy up under its hands
@@ -539,7 +615,13 @@ async def test_a_download_that_is_cancelled_while_it_replaces_leaves_one_or_the_
 
 def test_a_kept_archive_does_not_stand_in_the_way_of_the_downloads_after_it(tmp_path: Path) -> None:
     with serving(FakeEngine(), tmp_path / "data") as url, ServiceClient(base_url=url) as service:
-        path = service.create_lora_training_client("fake", rank=4).result().save_state("a").result(20).path
+        path = (
+            service.create_lora_training_client("fake", rank=4)
+            .result()
+            .save_state("a")
+            .result(20)
+            .path
+        )
         with RestClient(base_url=url) as rest:
             for _ in range(3):
                 fetching = downloads.download_async(
@@ -548,4 +630,7 @@ def test_a_kept_archive_does_not_stand_in_the_way_of_the_downloads_after_it(tmp_
                 target = asyncio.run(fetching).destination
                 assert list(target.iterdir())
                 (scratch,) = [place for place in (tmp_path / "out").iterdir() if place != target]
-                assert {place.name for place in scratch.iterdir()} == {"archive", f"archive{downloads.NOTE}"}
+                assert {place.name for place in scratch.iterdir()} == {
+                    "archive",
+                    f"archive{downloads.NOTE}",
+                }

@@ -49,13 +49,28 @@ def test_yes_and_no_have_several_names() -> None:
 
 @pytest.mark.covers("C06")
 def test_numbers_are_exact_and_positive() -> None:
-    found = {text: environment.positive("X", {"X": text}) for text in ("7", " 12 ", "0", "-3", "1.0", "1e3", "x", "²")}
-    assert found == {"7": 7, " 12 ": 12, "0": None, "-3": None, "1.0": None, "1e3": None, "x": None, "²": None}
+    found = {
+        text: environment.positive("X", {"X": text})
+        for text in ("7", " 12 ", "0", "-3", "1.0", "1e3", "x", "²")
+    }
+    assert found == {
+        "7": 7,
+        " 12 ": 12,
+        "0": None,
+        "-3": None,
+        "1.0": None,
+        "1e3": None,
+        "x": None,
+        "²": None,
+    }
 
 
 @pytest.mark.covers("C06", "C07")
 def test_levels_have_the_names_of_the_older_sdks() -> None:
-    found = [environment.level("X", {"X": text}) for text in ("debug", "INFO", "warn", "Warning", "error", "loud", "")]
+    found = [
+        environment.level("X", {"X": text})
+        for text in ("debug", "INFO", "warn", "Warning", "error", "loud", "")
+    ]
     assert found == ["debug", "info", "warn", "warn", "error", None, None]
 
 
@@ -78,7 +93,16 @@ def test_pools_are_sized() -> None:
 
 @pytest.mark.covers("C06")
 def test_a_client_is_named_when_its_module_is_there() -> None:
-    texts = ("json:loads", "json.decoder:JSONDecoder", "nowhere:f", "json.nowhere:f", "json", "json:", ":f", ".:f")
+    texts = (
+        "json:loads",
+        "json.decoder:JSONDecoder",
+        "nowhere:f",
+        "json.nowhere:f",
+        "json",
+        "json:",
+        ":f",
+        ".:f",
+    )
     found = [environment.http_client({"TINKEX_HTTP_CLIENT": text}) for text in texts]
     assert found == ["json:loads", "json.decoder:JSONDecoder", *[None] * 6]
 
@@ -91,9 +115,13 @@ def test_the_places_of_hugging_face(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
     assert environment.hf_home({}) == Path("/home/someone/.cache/huggingface")
     assert environment.hf_home({"XDG_CACHE_HOME": "/cache"}) == Path("/cache/huggingface")
-    assert environment.hf_home({"XDG_CACHE_HOME": "/cache", "HF_HOME": "~/hf"}) == Path("/home/someone/hf")
+    assert environment.hf_home({"XDG_CACHE_HOME": "/cache", "HF_HOME": "~/hf"}) == Path(
+        "/home/someone/hf"
+    )
     assert environment.hf_token_path({"HF_HOME": "/hf"}) == Path("/hf/token")
-    assert environment.hf_token_path({"HF_HOME": "/hf", "HF_TOKEN_PATH": "~/t"}) == Path("/home/someone/t")
+    assert environment.hf_token_path({"HF_HOME": "/hf", "HF_TOKEN_PATH": "~/t"}) == Path(
+        "/home/someone/t"
+    )
 
 
 @pytest.mark.covers("C06")
@@ -150,7 +178,9 @@ def test_every_name_is_read_into_its_setting() -> None:
         "pool_sizes": {"sample": 6},
         "http_client": "json:loads",
     }
-    assert environment.snapshot(values).keys() - Config.__dataclass_fields__.keys() == {"parity_mode"}
+    assert environment.snapshot(values).keys() - Config.__dataclass_fields__.keys() == {
+        "parity_mode"
+    }
 
 
 @pytest.mark.covers("1.9/7", "C05", "C06")
@@ -184,4 +214,7 @@ def test_settings_are_shown_without_secrets() -> None:
 def test_the_package_and_the_protocol_have_versions_of_their_own() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+\S*", tinkex.__version__)
     settings = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
-    assert f"tinker=={protocol.PROTOCOL_VERSION}" in settings["project"]["optional-dependencies"]["test"]
+    assert (
+        f"tinker=={protocol.PROTOCOL_VERSION}"
+        in settings["project"]["optional-dependencies"]["test"]
+    )

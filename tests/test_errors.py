@@ -1,4 +1,5 @@
-"""Errors: what they know, how programs may make them, and that they travel whole and without secrets."""
+"""Errors: what they know, how programs may make them, and that they travel whole and without
+secrets."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ STATUSES = {
     500: tinkex.InternalServerError,
 }
 
-# ── what they know ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── what they know ────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("C09")
@@ -58,7 +59,17 @@ STATUSES = {
 def test_every_error_has_every_attribute(error: tinkex.TinkerError, kind: str) -> None:
     assert error.type == kind
     assert error.message == "m" == str(error)
-    for name in ("status", "category", "data", "retry_after", "retry_after_ms", "hint", "request", "response", "body"):
+    for name in (
+        "status",
+        "category",
+        "data",
+        "retry_after",
+        "retry_after_ms",
+        "hint",
+        "request",
+        "response",
+        "body",
+    ):
         assert getattr(error, name) is None or name in ("status", "category")
     assert error.attempts == 1
     assert isinstance(error.is_user_error, bool)
@@ -95,7 +106,9 @@ def test_a_class_stands_for_its_status(status: int, kind: type[tinkex.APIStatusE
         (302, None, "unknown", False, False),
     ],
 )
-def test_whose_fault_and_what_helps(status: int, body: Any, category: str, mistake: bool, again: bool) -> None:
+def test_whose_fault_and_what_helps(
+    status: int, body: Any, category: str, mistake: bool, again: bool
+) -> None:
     error = errors.error_for(status)("m", status_code=status, body=body)
     assert error.category == category
     assert error.is_user_error is mistake
@@ -127,9 +140,16 @@ def test_errors_without_a_status_are_judged_by_their_category() -> None:
         ("text", "text", "unknown", None),
     ],
 )
-def test_a_failure_is_read_from_an_answer(body: Any, message: str, category: str, wait: int | None) -> None:
+def test_a_failure_is_read_from_an_answer(
+    body: Any, message: str, category: str, wait: int | None
+) -> None:
     error = tinkex.RequestFailedError.from_response(503, body)
-    assert (error.message, error.category, error.status, error.retry_after_ms) == (message, category, 503, wait)
+    assert (error.message, error.category, error.status, error.retry_after_ms) == (
+        message,
+        category,
+        503,
+        wait,
+    )
     assert error.data == (body if isinstance(body, dict) else None)
     assert error.format() == f"[request_failed (503)] {message}"
 
@@ -147,14 +167,21 @@ def test_a_failure_is_read_from_an_answer(body: Any, message: str, category: str
         ({}, {"retry_after_ms": 5000}, 5),
     ],
 )
-def test_the_time_to_wait_is_read_from_the_answer(headers: dict[str, str], body: Any, seconds: float | None) -> None:
+def test_the_time_to_wait_is_read_from_the_answer(
+    headers: dict[str, str], body: Any, seconds: float | None
+) -> None:
     error = tinkex.RateLimitError("m", response=Response(429, headers), body=body)
     assert error.retry_after == seconds == wait_asked(headers, body)
     assert error.retry_after_ms == (None if seconds is None else round(seconds * 1000))
-    assert tinkex.RateLimitError("m", response=Response(429, headers), body=body, retry_after=0.0).retry_after == 0
+    assert (
+        tinkex.RateLimitError(
+            "m", response=Response(429, headers), body=body, retry_after=0.0
+        ).retry_after
+        == 0
+    )
 
 
-# ── how they are made ────────────────────────────────────────────────────────────────────────────────────────────
+# ── how they are made ─────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("W17")
@@ -162,7 +189,12 @@ def test_the_forms_of_the_official_package_work() -> None:
     request = httpx.Request("GET", "https://host/x")
     response = httpx.Response(404, headers={"retry-after": "3"}, request=request)
     plain = tinkex.APIError("m", request, body={"a": 1})
-    assert (plain.message, plain.request, plain.body, plain.data) == ("m", request, {"a": 1}, {"a": 1})
+    assert (plain.message, plain.request, plain.body, plain.data) == (
+        "m",
+        request,
+        {"a": 1},
+        {"a": 1},
+    )
     for refused in (
         tinkex.NotFoundError("m", response, {"a": 1}),
         tinkex.NotFoundError("m", response=response, body={"a": 1}),
@@ -178,13 +210,20 @@ def test_the_forms_of_the_official_package_work() -> None:
         assert (invalid.message, invalid.response, invalid.body) == ("m", response, "text")
         assert (invalid.status_code, invalid.request, invalid.status) == (404, request, None)
     assert tinkex.APIResponseValidationError(response, None).message
-    for lost in (tinkex.APIConnectionError(request, "m"), tinkex.APIConnectionError(request=request, message="m")):
+    for lost in (
+        tinkex.APIConnectionError(request, "m"),
+        tinkex.APIConnectionError(request=request, message="m"),
+    ):
         assert (lost.message, lost.request) == ("m", request)
     assert tinkex.APIConnectionError(request=request).message == "Connection error."
     for late in (tinkex.APITimeoutError(request), tinkex.APITimeoutError(request=request)):
         assert (late.message, late.request) == ("Request timed out.", request)
     failed = tinkex.RequestFailedError("m", "r", RequestErrorCategory.Server)
-    assert (failed.message, failed.request_id, failed.category) == ("m", "r", RequestErrorCategory.Server)
+    assert (failed.message, failed.request_id, failed.category) == (
+        "m",
+        "r",
+        RequestErrorCategory.Server,
+    )
     with pytest.raises(TypeError, match="no place for 3"):
         tinkex.APIConnectionError(request, "m", 3)
 
@@ -201,9 +240,21 @@ def test_own_forms_take_a_request_and_a_response_too() -> None:
     late = tinkex.APITimeoutError("m", request=SENT)
     assert (late.message, late.request) == ("m", SENT)
     invalid = tinkex.APIResponseValidationError("m", body=b"x", response=ANSWER)
-    assert (invalid.message, invalid.body, invalid.response, invalid.request) == ("m", b"x", ANSWER, SENT)
-    refused = errors.error_for(503)("m", status_code=503, retry_after=1.0, body="b", response=ANSWER, request_id="r")
-    assert (refused.status_code, refused.response, refused.request, refused.request_id) == (503, ANSWER, SENT, "r")
+    assert (invalid.message, invalid.body, invalid.response, invalid.request) == (
+        "m",
+        b"x",
+        ANSWER,
+        SENT,
+    )
+    refused = errors.error_for(503)(
+        "m", status_code=503, retry_after=1.0, body="b", response=ANSWER, request_id="r"
+    )
+    assert (refused.status_code, refused.response, refused.request, refused.request_id) == (
+        503,
+        ANSWER,
+        SENT,
+        "r",
+    )
 
 
 class OwnError(tinkex.NotFoundError):
@@ -214,7 +265,7 @@ class OwnError(tinkex.NotFoundError):
         self.sum = first + second
 
 
-# ── they travel ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── they travel ───────────────────────────────────────────────────────────────────────────────────
 
 EVERY = [
     tinkex.TinkerError("m", 5, hint="h"),
@@ -243,10 +294,14 @@ def test_copies_are_whole(error: tinkex.TinkerError) -> None:
             assert shown(twin) == shown(error)
         assert vars(twin) == vars(error)
         assert twin.__notes__ == ["a note"]
-        assert (twin.status, twin.category, twin.is_retryable) == (error.status, error.category, error.is_retryable)
+        assert (twin.status, twin.category, twin.is_retryable) == (
+            error.status,
+            error.category,
+            error.is_retryable,
+        )
 
 
-# ── no secrets, no floods ────────────────────────────────────────────────────────────────────────────────────────
+# ── no secrets, no floods ─────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("C05")
@@ -271,7 +326,9 @@ def test_what_is_kept_of_an_exchange_holds_no_secret() -> None:
         assert "sesame" not in shown
     assert request.headers["x-idempotency-key"] == "kept"
     assert (request.headers["x-api-key"], response.headers["DATE"]) == ("[REDACTED]", "today")
-    assert request.url.endswith("/x?a=1&api_key=[REDACTED]&X-Amz-Signature=[REDACTED]&sig=[REDACTED]&b")
+    assert request.url.endswith(
+        "/x?a=1&api_key=[REDACTED]&X-Amz-Signature=[REDACTED]&sig=[REDACTED]&b"
+    )
     assert redact_url("http://me:sesame@[") == "["
 
 
@@ -283,7 +340,12 @@ def test_an_answer_reads_like_one() -> None:
     with pytest.raises(ValueError, match="Expecting value"):
         Response(200).json()
     headers = Headers({"A": "1"})
-    assert (headers["a"], dict(headers), "b" in headers, len(headers)) == ("1", {"A": "1"}, False, 1)
+    assert (headers["a"], dict(headers), "b" in headers, len(headers)) == (
+        "1",
+        {"A": "1"},
+        False,
+        1,
+    )
     assert headers == Headers([("A", "1")])
 
 
@@ -299,12 +361,18 @@ def test_an_answer_reads_like_one() -> None:
         ({"message": "m", "error": "e"}, "m"),
         ({"message": "", "error": {"message": "inner"}}, "inner"),
         ({"code": 3}, '{"code": 3}'),
-        ({"detail": [{"loc": ["body", "rank"], "msg": "too high"}, {"msg": "odd"}]}, "rank: too high; odd"),
+        (
+            {"detail": [{"loc": ["body", "rank"], "msg": "too high"}, {"msg": "odd"}]},
+            "rank: too high; odd",
+        ),
         (b'{"detail": "d"}', "d"),
         ([1, 2], "[1, 2]"),
         ({"code": b"x"}, "{'code': b'x'}"),
         ("  two\n lines ", "two lines"),
-        ("<!DOCTYPE html><html><title>\n502 Bad Gateway</title><body>long</body>", "an HTML page: 502 Bad Gateway"),
+        (
+            "<!DOCTYPE html><html><title>\n502 Bad Gateway</title><body>long</body>",
+            "an HTML page: 502 Bad Gateway",
+        ),
         (b"<html><style>x{}</style><p>Service  <b>down</b></p>", "an HTML page: Service down"),
         ("<html></html>", "an HTML page: blank"),
         ("<3 is not a page", "<3 is not a page"),

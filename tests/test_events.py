@@ -1,4 +1,5 @@
-"""The bus: who is called, when, what a faulty handler costs, and that a client at work says all that is listed."""
+"""The bus: who is called, when, what a faulty handler costs, and that a client at work says all
+that is listed."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ class Heard:
         self.events: list[tuple[str, dict[str, float], dict[str, Any]]] = []
         self.threads: list[int] = []
 
-    def __call__(self, name: str, measurements: Mapping[str, float], metadata: Mapping[str, Any]) -> None:
+    def __call__(
+        self, name: str, measurements: Mapping[str, float], metadata: Mapping[str, Any]
+    ) -> None:
         self.events.append((name, dict(measurements), dict(metadata)))
         self.threads.append(threading.get_ident())
 
@@ -73,7 +76,9 @@ def test_ids_are_unique_and_unknown_ones_are_reported() -> None:
 
 
 @pytest.mark.covers("1.4.1/4")
-def test_a_failing_handler_is_detached_and_nobody_else_suffers(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_handler_is_detached_and_nobody_else_suffers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("broken handler")
 
@@ -207,24 +212,29 @@ def test_the_catalogue_names_every_event_with_its_contents() -> None:
         "queue": "state_change",
         "future": "timeout api_error connection_error request_failed validation_error",
         "retry.attempt": "start stop retry failed",
-        "recovery": "detected poll_error started checkpoint_selected client_created completed failed exhausted",
+        "recovery": "detected poll_error started checkpoint_selected client_created completed "
+        "failed exhausted",
         "custom_loss": "start stop exception",
         "regularizer.compute": "start stop exception",
     }
-    expected = [f"tinkex.{group}.{leaf}" for group, leaves in groups.items() for leaf in leaves.split()]
+    expected = [
+        f"tinkex.{group}.{leaf}" for group, leaves in groups.items() for leaf in leaves.split()
+    ]
     assert list(events.CATALOGUE) == expected
     assert events.CATALOGUE[events.HTTP_STOP] == events.Contents(
         ("duration",), ("method", "path", "pool_type", "base_url", "result", "retry_count")
     )
     assert events.CATALOGUE[events.QUEUE_STATE_CHANGE].measurements == ()
     assert events.CATALOGUE[events.RETRY_RETRY].measurements == ("duration", "delay_ms")
-    assert all(events.CATALOGUE[name].measurements == ("elapsed_time",) for name in events.FUTURE_EVENTS)
+    assert all(
+        events.CATALOGUE[name].measurements == ("elapsed_time",) for name in events.FUTURE_EVENTS
+    )
     for group in ("custom_loss", "regularizer.compute"):
         assert events.CATALOGUE[f"tinkex.{group}.start"].measurements == ("system_time",)
         assert "duration" in events.CATALOGUE[f"tinkex.{group}.stop"].measurements
 
 
-# ── a client at work ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── a client at work ──────────────────────────────────────────────────────────────────────────────
 
 PROMPT = types.ModelInput.from_ints([1, 2, 3])
 PARAMS = types.SamplingParams(max_tokens=1)
@@ -242,7 +252,9 @@ def until(condition: Callable[[], object]) -> None:
 def wait_for_results(faulty: FaultyServer, client: Any) -> None:
     """Every way in which waiting for a result goes on or ends."""
     stepped = Answer(body={"metrics": {}})
-    paused = Answer(body={"type": "try_again", "queue_state": "paused_capacity", "queue_state_reason": "busy"})
+    paused = Answer(
+        body={"type": "try_again", "queue_state": "paused_capacity", "queue_state_reason": "busy"}
+    )
     faulty.script("optim_step", Answer(body={"request_id": "r"}))
     faulty.script("retrieve_future", paused, Answer(500), Answer(drop=True), stepped)
     client.optim_step(STEP).result(10)
@@ -283,10 +295,17 @@ def recover(service: ServiceClient, heard: Heard) -> None:
     monitor = Monitor(executor, policy, rest_client_fun=corrupted)
     monitor.monitor_run(run.model_id, service, {"last": path})
     monitor.monitor_run("nobody", service)
-    until(lambda: events.RECOVERY_COMPLETED in heard.names and events.RECOVERY_POLL_ERROR in heard.names)
+    until(
+        lambda: (
+            events.RECOVERY_COMPLETED in heard.names and events.RECOVERY_POLL_ERROR in heard.names
+        )
+    )
     monitor.stop_monitoring("nobody")
     nothing = RecoveryPolicy(
-        enabled=True, backoff_ms=1, max_attempts=1, checkpoint_strategy=("specific", "tinker://run/weights/none")
+        enabled=True,
+        backoff_ms=1,
+        max_attempts=1,
+        checkpoint_strategy=("specific", "tinker://run/weights/none"),
     )
     executor.recover("lost", service, nothing)
     until(lambda: events.RECOVERY_EXHAUSTED in heard.names)
@@ -301,7 +320,11 @@ class _Reports:
     async def get_training_run(self, run_id: str) -> types.TrainingRun:
         if run_id != self._run_id:
             raise tinkex.NotFoundError("no such run", status_code=404)
-        checkpoint = {"checkpoint_id": "weights/s", "checkpoint_type": "training", "time": "2026-01-01T00:00:00Z"}
+        checkpoint = {
+            "checkpoint_id": "weights/s",
+            "checkpoint_type": "training",
+            "time": "2026-01-01T00:00:00Z",
+        }
         return types.TrainingRun.model_validate(
             {
                 "training_run_id": run_id,
@@ -328,7 +351,9 @@ def regularize(service: ServiceClient) -> None:
     client = service.create_lora_training_client("fake", rank=4).result()
     client.forward_backward_custom(DATA, loss, regularizers=[RegularizerSpec(L1(), 0.5)]).result(20)
     with pytest.raises(RegularizerError):
-        client.forward_backward_custom(DATA, loss, regularizers=[RegularizerSpec(broken, 1.0, "bad")]).result(20)
+        client.forward_backward_custom(
+            DATA, loss, regularizers=[RegularizerSpec(broken, 1.0, "bad")]
+        ).result(20)
 
 
 def break_down() -> None:
@@ -361,7 +386,10 @@ def test_clients_at_work_say_everything_that_the_catalogue_lists(
     events.attach("everything", None, heard)
     for module in ("client.http.transport", "client.futures.api_future"):
         monkeypatch.setattr(f"tinkex.{module}.backoff", lambda *_, **__: 0.001)
-    with faulty_server() as faulty, ServiceClient(base_url=faulty.base_url, user_metadata={"team": "red"}) as service:
+    with (
+        faulty_server() as faulty,
+        ServiceClient(base_url=faulty.base_url, user_metadata={"team": "red"}) as service,
+    ):
         faulty.script("retrieve_future", Answer(body={"model_id": "s:train:0"}))
         wait_for_results(faulty, service.create_lora_training_client("m").result())
         sample_again(faulty, service)
@@ -380,9 +408,18 @@ def test_clients_at_work_say_everything_that_the_catalogue_lists(
     for name, _, facts in told:
         if name == events.HTTP_STOP:
             by_path.setdefault(facts["path"].removeprefix("/api/v1/"), []).append(facts)
-    assert by_path["create_model"][0].items() >= {"session_id": "s", "model_seq_id": 0, "team": "red"}.items()
-    assert by_path["optim_step"][0].items() >= {"session_id": "s", "model_id": "s:train:0", "seq_id": 1}.items()
-    assert by_path["asample"][0].items() >= {"session_id": "s", "sampling_session_id": "s:sample:0"}.items()
+    assert (
+        by_path["create_model"][0].items()
+        >= {"session_id": "s", "model_seq_id": 0, "team": "red"}.items()
+    )
+    assert (
+        by_path["optim_step"][0].items()
+        >= {"session_id": "s", "model_id": "s:train:0", "seq_id": 1}.items()
+    )
+    assert (
+        by_path["asample"][0].items()
+        >= {"session_id": "s", "sampling_session_id": "s:sample:0"}.items()
+    )
     for name, _, facts in told:
         if name.startswith("tinkex.retry."):
             assert (facts["session_id"], facts["sampling_session_id"]) == ("s", "s:sample:0")

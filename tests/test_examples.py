@@ -1,4 +1,5 @@
-"""The examples: each is there, uses what everybody may use, runs as it stands, and fails when it should."""
+"""The examples: each is there, uses what everybody may use, runs as it stands, and fails when it
+should."""
 
 from __future__ import annotations
 
@@ -81,9 +82,16 @@ SKIPS = {"multimodal_resume_and_cleanup"}
 KEY = "tml-abcdef-very-secret-123456"
 
 
-def started(name: str, directory: Path, *, seconds: float = 60, **settings: str) -> subprocess.CompletedProcess[str]:
-    """Run an example in a process of its own, with nothing of ours in its environment but these settings."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("TINKER_", "TINKEX_"))}
+def started(
+    name: str, directory: Path, *, seconds: float = 60, **settings: str
+) -> subprocess.CompletedProcess[str]:
+    """Run an example in a process of its own, with nothing of ours in its environment but these
+    settings."""
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("TINKER_", "TINKEX_"))
+    }
     own = {"TINKEX_DATA_DIR": str(directory / "data"), "TMPDIR": str(directory)}
     return subprocess.run(
         [sys.executable, str(EXAMPLES / f"{name}.py")],
@@ -107,16 +115,22 @@ def module(name: str) -> ModuleType:
     return loaded
 
 
-# ── what they are ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── what they are ─────────────────────────────────────────────────────────────────────────────────
 
 
 def imports_of(tree: ast.Module) -> Iterator[tuple[str, str]]:
     """The module and the name of everything a script imports from tinkex."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "tinkex":
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and node.module.split(".")[0] == "tinkex"
+        ):
             yield from ((node.module, alias.name) for alias in node.names)
         if isinstance(node, ast.Import):
-            yield from ((alias.name, "") for alias in node.names if alias.name.split(".")[0] == "tinkex")
+            yield from (
+                (alias.name, "") for alias in node.names if alias.name.split(".")[0] == "tinkex"
+            )
 
 
 def is_public(home: str, name: str) -> bool:
@@ -165,10 +179,12 @@ def test_what_they_come_with_is_there() -> None:
         assert [int.from_bytes(image[place : place + 4]) for place in (16, 20)] == [side, side]
 
 
-# ── settings ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── settings ──────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(("said", "expected"), [("7", 7), (" 7 ", 7), ("many", 5), ("", 5), ("-1", 5), ("1.5", 5)])
+@pytest.mark.parametrize(
+    ("said", "expected"), [("7", 7), (" 7 ", 7), ("many", 5), ("", 5), ("-1", 5), ("1.5", 5)]
+)
 def test_a_bad_whole_number_falls_back_to_the_default(
     said: str, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,8 +192,12 @@ def test_a_bad_whole_number_falls_back_to_the_default(
     assert module("common").whole("TINKER_MAX_TOKENS", 5) == expected
 
 
-@pytest.mark.parametrize(("said", "expected"), [("0", 0), ("0.3", 0.3), ("hot", 0.7), ("nan", 0.7), ("-1", 0.7)])
-def test_a_bad_number_falls_back_to_the_default(said: str, expected: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("said", "expected"), [("0", 0), ("0.3", 0.3), ("hot", 0.7), ("nan", 0.7), ("-1", 0.7)]
+)
+def test_a_bad_number_falls_back_to_the_default(
+    said: str, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TINKER_TEMPERATURE", said)
     assert module("common").number("TINKER_TEMPERATURE", 0.7) == expected
 
@@ -201,7 +221,7 @@ def test_without_an_environment_they_stay_on_this_machine(
     assert expected == module("common").BASE_URL
 
 
-# ── the runner ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the runner ────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
@@ -271,7 +291,9 @@ def test_the_runner_stops_what_hangs_and_refuses_what_it_does_not_know(
     assert "there is no example 'nothing'" in capsys.readouterr().err
 
 
-def test_the_runner_says_what_there_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_runner_says_what_there_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert ended(module("run_all"), monkeypatch, "--list") == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(ROWS)
@@ -283,7 +305,7 @@ def test_durations_are_written_as_a_clock_does(seconds: float, said: str) -> Non
     assert module("run_all").duration(seconds) == said
 
 
-# ── they fail when what they show is not so ──────────────────────────────────────────────────────────────────────
+# ── they fail when what they show is not so ───────────────────────────────────────────────────────
 
 TINY = {"supported_models": [{"model_name": "tinkex/tiny"}]}
 
@@ -302,8 +324,11 @@ Play: TypeAlias = Callable[..., Played]
 
 
 @pytest.fixture
-def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Play:
-    """Runs an example in this process, which is quicker, with nothing of ours set but what is given."""
+def play(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Play:
+    """Runs an example in this process, which is quicker, with nothing of ours set but what is
+    given."""
 
     def run(name: str, **settings: str) -> Played:
         for known in [known for known in os.environ if known.startswith(("TINKER_", "TINKEX_"))]:
@@ -328,12 +353,16 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 @pytest.fixture
 def faulty() -> Iterator[FaultyServer]:
-    """A server that offers the bundled model, and gives one sample of one token whatever is asked for."""
+    """A server that offers the bundled model, and gives one sample of one token whatever is asked
+    for."""
     with faulty_server() as server:
         server.script("get_server_capabilities", Answer(body=TINY))
         server.script("create_sampling_session", Answer(body={"sampling_session_id": "s:sample:0"}))
         server.script("asample", Answer(body={"request_id": "r"}))
-        sample = {"type": "sample", "sequences": [{"stop_reason": "length", "tokens": [5], "logprobs": [-1.0]}]}
+        sample = {
+            "type": "sample",
+            "sequences": [{"stop_reason": "length", "tokens": [5], "logprobs": [-1.0]}],
+        }
         server.script("retrieve_future", Answer(body=sample))
         yield server
 
@@ -346,7 +375,8 @@ def test_sampling_fails_when_samples_are_missing(faulty: FaultyServer, play: Pla
 
 
 def test_metrics_fail_when_a_request_did(faulty: FaultyServer, play: Play) -> None:
-    ended = play("metrics_live", TINKER_BASE_URL=faulty.base_url)  # it knows no dynamic configuration
+    # it knows no dynamic configuration
+    ended = play("metrics_live", TINKER_BASE_URL=faulty.base_url)
     assert ended.status == 1
     assert ended.said == "[failed] this does not hold: all 7 requests succeeded"
     faulty.script("client/dynamic_config", Answer(body={}))
@@ -360,7 +390,9 @@ def test_an_error_of_the_server_is_one_line_and_status_1(faulty: FaultyServer, p
     assert ended.said.startswith("[failed] [api_status (401)]")
 
 
-def test_the_heartbeat_probe_fails_where_the_old_route_answers(faulty: FaultyServer, play: Play) -> None:
+def test_the_heartbeat_probe_fails_where_the_old_route_answers(
+    faulty: FaultyServer, play: Play
+) -> None:
     assert play("heartbeat_probe", TINKER_BASE_URL=faulty.base_url).status == 0
     assert len(faulty.requests("heartbeat")) == 1  # a refusal is not tried again
     faulty.script("heartbeat", Answer(body={}))
@@ -396,7 +428,9 @@ def test_a_form_is_sent_where_an_endpoint_is_named(faulty: FaultyServer, play: P
 
 
 def test_a_path_that_is_none_is_refused_in_words(faulty: FaultyServer, play: Play) -> None:
-    ended = play("checkpoint_download", TINKER_BASE_URL=faulty.base_url, TINKER_CHECKPOINT_PATH="models/mine")
+    ended = play(
+        "checkpoint_download", TINKER_BASE_URL=faulty.base_url, TINKER_CHECKPOINT_PATH="models/mine"
+    )
     assert ended.status == 1
     assert "TINKER_CHECKPOINT_PATH: 'models/mine' is not a checkpoint path" in ended.said
 
@@ -405,7 +439,10 @@ def test_samplers_of_checkpoints_must_all_come_about(faulty: FaultyServer, play:
     paths = "tinker://r/sampler_weights/a, tinker://r/sampler_weights/b"
     where = {"TINKER_BASE_URL": faulty.base_url, "TINKER_CHECKPOINT_PATHS": paths}
     assert "2 of 2 succeeded" in play("async_client_creation", **where).shown
-    created, refused = Answer(body={"sampling_session_id": "s:sample:0"}), Answer(404, {"detail": "no such weights"})
+    created, refused = (
+        Answer(body={"sampling_session_id": "s:sample:0"}),
+        Answer(404, {"detail": "no such weights"}),
+    )
     faulty.script("create_sampling_session", created, refused)
     ended = play("async_client_creation", **where)
     assert ended.status == 1
@@ -416,7 +453,10 @@ def test_samplers_of_checkpoints_must_all_come_about(faulty: FaultyServer, play:
 def test_an_example_that_has_nothing_to_show_really_stops(faulty: FaultyServer, play: Play) -> None:
     ended = play("kimi_k2_sampling_live", TINKER_BASE_URL=faulty.base_url)
     assert ended.status == 0
-    assert ended.shown.strip() == "[skipped] moonshotai/Kimi-K2-Thinking is not among the models of this server"
+    assert (
+        ended.shown.strip()
+        == "[skipped] moonshotai/Kimi-K2-Thinking is not among the models of this server"
+    )
     assert not faulty.requests("create_sampling_session")
 
 
@@ -424,7 +464,8 @@ def test_an_example_that_has_nothing_to_show_really_stops(faulty: FaultyServer, 
 def test_an_example_whose_tokenizer_cannot_be_had_stops_as_well(
     faulty: FaultyServer, play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    faulty.script("get_server_capabilities", Answer(500, headers={"x-should-retry": "false"}))  # so it is given a try
+    # so it is given a try
+    faulty.script("get_server_capabilities", Answer(500, headers={"x-should-retry": "false"}))
     monkeypatch.setenv("HF_ENDPOINT", faulty.base_url)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     ended = play("kimi_k2_sampling_live", TINKER_BASE_URL=faulty.base_url)
@@ -452,10 +493,15 @@ def test_the_command_line_takes_token_ids_from_a_file(faulty: FaultyServer, play
 
 
 @pytest.mark.covers("Q-29")
-def test_a_checkpoint_that_was_deleted_since_is_looked_for_in_the_list(tmp_path: Path, play: Play) -> None:
+def test_a_checkpoint_that_was_deleted_since_is_looked_for_in_the_list(
+    tmp_path: Path, play: Play
+) -> None:
     remembered = tmp_path / "tinkex_checkpoints" / "default.path"
     remembered.parent.mkdir()
-    with serving(FakeEngine(), tmp_path / "server") as url, tinkex.ServiceClient(base_url=url) as service:
+    with (
+        serving(FakeEngine(), tmp_path / "server") as url,
+        tinkex.ServiceClient(base_url=url) as service,
+    ):
         client = service.create_lora_training_client("fake", rank=4).result()
         stale, there = (client.save_state(name).result(20).path for name in ("stale", "there"))
         with tinkex.RestClient(base_url=url) as rest:
@@ -468,7 +514,7 @@ def test_a_checkpoint_that_was_deleted_since_is_looked_for_in_the_list(tmp_path:
     assert remembered.read_text() == there
 
 
-# ── all of them, as they stand ───────────────────────────────────────────────────────────────────────────────────
+# ── all of them, as they stand ────────────────────────────────────────────────────────────────────
 
 SHOWN = {
     "sampling_basic": "Sample 1: ",
@@ -502,6 +548,12 @@ def test_every_example_runs_without_an_environment(name: str, tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_an_example_that_is_told_to_samples_its_own_weights(tmp_path: Path) -> None:
-    done = started("training_loop", tmp_path, seconds=240, TINKER_SAMPLE_AFTER_TRAIN="1", TINKER_PROMPT="A story")
+    done = started(
+        "training_loop",
+        tmp_path,
+        seconds=240,
+        TINKER_SAMPLE_AFTER_TRAIN="1",
+        TINKER_PROMPT="A story",
+    )
     assert done.returncode == 0, done.stderr
     assert "Sample 1: " in done.stdout

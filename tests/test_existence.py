@@ -70,7 +70,10 @@ ASKED: list[tuple[str, str, Any]] = [
 def wires(tmp_path: Path) -> Iterator[tuple[Wire, Wire]]:
     """Two owners of one server."""
     with serving(FakeEngine(), tmp_path) as url, closing(Store(tmp_path / DATABASE)) as store:
-        yield Keyed(url, create_key(store, "ada", "ada")[1]), Keyed(url, create_key(store, "bob", "bob")[1])
+        yield (
+            Keyed(url, create_key(store, "ada", "ada")[1]),
+            Keyed(url, create_key(store, "bob", "bob")[1]),
+        )
 
 
 def ask(wire: Wire, method: str, path: str, body: Any, ids: Ids) -> Heard:
@@ -101,11 +104,17 @@ def test_anothers_thing_is_answered_like_one_that_is_not_there(wires: tuple[Wire
     for method, path, body in ASKED:
         found, missing = (ask(other, method, path, body, ids) for ids in (there, nowhere))
         assert alike(found, there) == alike(missing, nowhere), (method, path)
-    assert mine.send(f"training_runs/{model}/checkpoints/weights/a/archive", method="GET").status == 302
+    assert (
+        mine.send(f"training_runs/{model}/checkpoints/weights/a/archive", method="GET").status
+        == 302
+    )
 
 
 def test_cancelling_anothers_sample_does_nothing(tmp_path: Path) -> None:
-    with serving(FakeEngine(step_delay=0.01), tmp_path) as url, closing(Store(tmp_path / DATABASE)) as store:
+    with (
+        serving(FakeEngine(step_delay=0.01), tmp_path) as url,
+        closing(Store(tmp_path / DATABASE)) as store,
+    ):
         mine, other = (Keyed(url, create_key(store, name, name)[1]) for name in ("ada", "bob"))
         body = {"session_id": mine.session(), "sampling_session_seq_id": 0, "base_model": "fake"}
         sampler = mine.post("create_sampling_session", body)["sampling_session_id"]
@@ -133,7 +142,9 @@ def files_of(tmp_path: Path, path: str) -> Path:
 
 
 @pytest.mark.parametrize("operation", ["save_weights", "save_weights_for_sampler"])
-def test_failed_load_does_not_tell_where_files_lie(wire: Wire, tmp_path: Path, operation: str) -> None:
+def test_failed_load_does_not_tell_where_files_lie(
+    wire: Wire, tmp_path: Path, operation: str
+) -> None:
     model, path = saved(wire, operation)
     directory = files_of(tmp_path, path)
     (directory / ".digests.json").write_text(json.dumps({"other": "x"}))
@@ -156,7 +167,9 @@ def loaded(wire: Wire, model: str, path: str) -> str:
     return drawn
 
 
-def test_engine_that_names_a_file_is_not_repeated(wire: Wire, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_that_names_a_file_is_not_repeated(
+    wire: Wire, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(engine: FakeEngine, adapter: str, directory: Path, *, optimizer: bool) -> None:
         raise OSError(5, "Input/output error", str(directory / STATE))
 
@@ -168,7 +181,9 @@ def test_engine_that_names_a_file_is_not_repeated(wire: Wire, tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("operation", ["save_weights", "save_weights_for_sampler"])
-def test_checkpoint_that_is_deleted_while_it_is_read_is_gone(wire: Wire, tmp_path: Path, operation: str) -> None:
+def test_checkpoint_that_is_deleted_while_it_is_read_is_gone(
+    wire: Wire, tmp_path: Path, operation: str
+) -> None:
     model, path = saved(wire, operation)
     shutil.rmtree(files_of(tmp_path, path))
     assert loaded(wire, model, path) == f"{path} was deleted while it was read"
@@ -187,13 +202,17 @@ def test_download_of_what_is_being_deleted_is_not_found(
 
     exports._digest.cache_clear()
     monkeypatch.setattr(exports, moment, late)
-    address = wire.send(f"training_runs/{model}/checkpoints/weights/a/archive", method="GET").headers["location"]
+    address = wire.send(
+        f"training_runs/{model}/checkpoints/weights/a/archive", method="GET"
+    ).headers["location"]
     heard = wire.send(address.partition("/api/v1/")[2], method="GET")
     assert heard.status == 404
     assert "there is no checkpoint" in heard.json["detail"]
 
 
-def test_download_that_has_begun_is_finished(wire: Wire, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_download_that_has_begun_is_finished(
+    wire: Wire, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, path = saved(wire)
     directory, original = files_of(tmp_path, path), exports._respond
 
@@ -202,7 +221,9 @@ def test_download_that_has_begun_is_finished(wire: Wire, tmp_path: Path, monkeyp
         return original(*args)
 
     monkeypatch.setattr(exports, "_respond", late)
-    address = wire.send(f"training_runs/{model}/checkpoints/weights/a/archive", method="GET").headers["location"]
+    address = wire.send(
+        f"training_runs/{model}/checkpoints/weights/a/archive", method="GET"
+    ).headers["location"]
     heard = wire.send(address.partition("/api/v1/")[2], method="GET")
     assert heard.status == 200
     assert len(heard.body) == int(heard.headers["content-length"])

@@ -1,4 +1,5 @@
-"""Uploads of external weights: from files to a checkpoint that samples and trains, and files that are refused."""
+"""Uploads of external weights: from files to a checkpoint that samples and trains, and files that
+are refused."""
 
 from __future__ import annotations
 
@@ -82,7 +83,9 @@ def put(address: str, body: bytes, headers: dict[str, str] | None = None) -> tup
 
 
 def begin(rest: RestClient, lora: LoraConfig = SHAPE, **options: Any) -> Any:
-    return rest.external_weights_upload_start(base_model=MODEL, lora_config=lora, **options).result(20)
+    return rest.external_weights_upload_start(base_model=MODEL, lora_config=lora, **options).result(
+        20
+    )
 
 
 def upload(rest: RestClient, files: dict[str, bytes], lora: LoraConfig = SHAPE) -> Any:
@@ -99,7 +102,9 @@ def files_of(place: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.covers("U39")
-def test_an_upload_becomes_a_checkpoint_that_samples_and_trains(url: str, exported: Path, tmp_path: Path) -> None:
+def test_an_upload_becomes_a_checkpoint_that_samples_and_trains(
+    url: str, exported: Path, tmp_path: Path
+) -> None:
     with RestClient(base_url=url) as rest, ServiceClient(base_url=url) as service:
         begun = begin(rest, destination_project_id="p-1")
         assert sorted(begun.urls) == [CONFIG, WEIGHTS]
@@ -111,7 +116,11 @@ def test_an_upload_becomes_a_checkpoint_that_samples_and_trains(url: str, export
         assert rest.external_weights_upload_finish(begun.upload_id).result(20).tinker_path == path
         request = tinkex.types.CheckpointSearchRequest(project_ids=["p-1"])
         (found,) = rest.search_checkpoints(request).result(20).checkpoints
-        assert (found.tinker_path, found.checkpoint_type, found.base_model) == (path, "external", MODEL)
+        assert (found.tinker_path, found.checkpoint_type, found.base_model) == (
+            path,
+            "external",
+            MODEL,
+        )
         params = SamplingParams(max_tokens=8, temperature=0, stop=[])
         drawn = []
         for source in ((exported / "path").read_text(), path):
@@ -120,7 +129,12 @@ def test_an_upload_becomes_a_checkpoint_that_samples_and_trains(url: str, export
             drawn.append((sequence.tokens, sequence.logprobs))
         assert drawn[0][0] == drawn[1][0]
         assert drawn[0][1] == pytest.approx(drawn[1][1], abs=1e-5)
-        plain = service.create_sampling_client(base_model=MODEL).result().sample(PROMPT, 1, params).result(20)
+        plain = (
+            service.create_sampling_client(base_model=MODEL)
+            .result()
+            .sample(PROMPT, 1, params)
+            .result(20)
+        )
         assert plain.sequences[0].logprobs != pytest.approx(drawn[0][1], abs=1e-3)
         client = service.create_training_client_from_state(path).result()
         assert client.get_info().lora_rank == 4
@@ -142,7 +156,9 @@ def tensors(place: Path, change: Callable[[dict[str, Any]], Any], tmp_path: Path
 
 
 @pytest.mark.covers("U39")
-def test_files_that_are_no_such_weights_are_refused(url: str, exported: Path, tmp_path: Path) -> None:
+def test_files_that_are_no_such_weights_are_refused(
+    url: str, exported: Path, tmp_path: Path
+) -> None:
     good = files_of(exported)
     first = sorted(load_file(exported / WEIGHTS))[0]
     bomb = struct.pack("<Q", 1 << 60) + b"{}"
@@ -164,7 +180,10 @@ def test_files_that_are_no_such_weights_are_refused(url: str, exported: Path, tm
         (good | {WEIGHTS: good[WEIGHTS][:-10]}, "cannot be read"),
         (good | {WEIGHTS: b""}, "cannot be read"),
         (damaged(lambda found: found.pop(first)), "lacks factors"),
-        (damaged(lambda found: found.update({first: found[first] * np.float32(np.nan)})), "NaN or infinity"),
+        (
+            damaged(lambda found: found.update({first: found[first] * np.float32(np.nan)})),
+            "NaN or infinity",
+        ),
         (damaged(lambda found: found.update({"other": found[first]})), "is not a LoRA factor"),
         (damaged(lambda found: found.update({first: found[first][:, :-1].copy()})), "has shape"),
     ]
@@ -198,7 +217,8 @@ def test_a_file_may_not_be_larger_than_its_shape_allows(
         assert put(begun.urls[CONFIG], b"x" * (uploads.CONFIG_BYTES + 1))[0] == 413
         chunks = iter([b"x" * 40_000] * 3)
         parts = urlsplit(begun.urls[CONFIG])
-        with closing(http.client.HTTPConnection(parts.netloc, timeout=20)) as connection:  # a length that is not told
+        # a length that is not told
+        with closing(http.client.HTTPConnection(parts.netloc, timeout=20)) as connection:
             connection.request("PUT", f"{parts.path}?{parts.query}", chunks, encode_chunked=True,
                                headers={"Transfer-Encoding": "chunked"})  # fmt: skip
             assert connection.getresponse().status == 413
@@ -230,16 +250,30 @@ def test_addresses_are_for_one_file_of_one_upload(url: str) -> None:
         ({"base_model": "nobody"}, "there is no base model"),
         ({"lora_config": {"rank": 0}}, "rank must be between 1 and"),
         ({"lora_config": {"rank": 10**9}}, "rank must be between 1 and"),
-        ({"lora_config": {"rank": 4, "train_mlp": False, "train_attn": False, "train_unembed": False}}, "no layers"),
+        (
+            {
+                "lora_config": {
+                    "rank": 4,
+                    "train_mlp": False,
+                    "train_attn": False,
+                    "train_unembed": False,
+                }
+            },
+            "no layers",
+        ),
         ({"destination_project_id": ""}, "destination_project_id"),
         ({"colour": "red"}, "colour"),
     ],
     ids=str,
 )
-def test_an_upload_that_makes_no_sense_does_not_begin(url: str, fields: dict[str, Any], words: str) -> None:
+def test_an_upload_that_makes_no_sense_does_not_begin(
+    url: str, fields: dict[str, Any], words: str
+) -> None:
     from support import Wire
 
-    heard = Wire(url).send("external_weights_upload_start", {"base_model": MODEL, "lora_config": {"rank": 4}} | fields)
+    heard = Wire(url).send(
+        "external_weights_upload_start", {"base_model": MODEL, "lora_config": {"rank": 4}} | fields
+    )
     assert heard.status == 400
     assert words in heard.json["detail"]
     if "colour" in fields:
@@ -280,15 +314,25 @@ def test_an_upload_of_another_is_not_there(model_dir: Path, tmp_path: Path) -> N
         asked = {"base_model": MODEL, "lora_config": {"rank": 4}}
         begun = Keyed(url, ada).post("external_weights_upload_start", asked)
         for name in (begun["upload_id"], "0" * 32, "../..", "x" * 500):
-            assert Keyed(url, bob).send("external_weights_upload_finish", {"upload_id": name}).status == 404
-        assert Keyed(url, ada).send("external_weights_upload_finish", {"upload_id": begun["upload_id"]}).status == 400
+            assert (
+                Keyed(url, bob).send("external_weights_upload_finish", {"upload_id": name}).status
+                == 404
+            )
+        assert (
+            Keyed(url, ada)
+            .send("external_weights_upload_finish", {"upload_id": begun["upload_id"]})
+            .status
+            == 400
+        )
 
 
 @pytest.mark.covers("U39")
 def test_upload_methods_warn_that_they_are_experimental(url: str) -> None:
     with RestClient(base_url=url) as rest:
         with pytest.warns(tinkex.ExperimentalWarning, match="external_weights_upload_start"):
-            begun = rest.external_weights_upload_start(base_model=MODEL, lora_config=SHAPE).result(20)
+            begun = rest.external_weights_upload_start(base_model=MODEL, lora_config=SHAPE).result(
+                20
+            )
         with pytest.warns(tinkex.ExperimentalWarning, match="external_weights_upload_finish"):
             future = rest.external_weights_upload_finish(begun.upload_id)
         with pytest.raises(tinkex.BadRequestError):

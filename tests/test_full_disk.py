@@ -1,4 +1,5 @@
-"""A server whose disk is full: the cause is told, the log stays short, and it goes on when there is room."""
+"""A server whose disk is full: the cause is told, the log stays short, and it goes on when there is
+room."""
 
 from __future__ import annotations
 
@@ -32,7 +33,10 @@ def full(store: Store) -> Iterator[None]:
         store._db.execute(f"PRAGMA max_page_count={most}")
 
 
-SQL = "INSERT INTO sessions (session_id, created, tags, user_metadata, sdk_version) VALUES (?, 0, '', ?, '')"
+SQL = (
+    "INSERT INTO sessions (session_id, created, tags, user_metadata, sdk_version) VALUES (?, 0, "
+    "'', ?, '')"
+)
 
 
 @pytest.mark.parametrize("flush", [True, False])
@@ -67,7 +71,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 FULL = sqlite3.OperationalError("database or disk is full")
 
 
-def test_same_fault_is_logged_once_in_ten_minutes(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+def test_same_fault_is_logged_once_in_ten_minutes(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.ERROR):
         for number in range(5):
             complain("it failed", FULL, about=str(number))

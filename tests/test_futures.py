@@ -29,7 +29,7 @@ from tinkex.client.http.transport import Transport, backoff
 from tinkex.client.settings.config import Config
 from tinkex.wire import codec, protocol
 
-# ── waiting ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── waiting ───────────────────────────────────────────────────────────────────────────────────────
 
 
 class Gate:
@@ -96,7 +96,9 @@ def test_several_loops_and_threads_can_wait_for_one_future(gate: Gate) -> None:
         return await future
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        waiting = [pool.submit(asyncio.run, wait()) for _ in range(4)] + [pool.submit(future.result) for _ in range(4)]
+        waiting = [pool.submit(asyncio.run, wait()) for _ in range(4)] + [
+            pool.submit(future.result) for _ in range(4)
+        ]
         time.sleep(0.05)
         gate.open.set()
         assert [item.result(5) for item in waiting] == ["done"] * 8
@@ -293,11 +295,14 @@ def test_a_forked_child_gets_a_loop_of_its_own() -> None:
     assert start(soon()).result(5) == "done"
 
 
-# ── combining ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── combining ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def output(count: int, **metrics: float) -> types.ForwardBackwardOutput:
-    records = [{"logprobs": types.TensorData.from_any([float(count), float(index)])} for index in range(count)]
+    records = [
+        {"logprobs": types.TensorData.from_any([float(count), float(index)])}
+        for index in range(count)
+    ]
     named = {name.replace("__", ":"): value for name, value in metrics.items()}
     return types.ForwardBackwardOutput("ArrayRecord", records, named)
 
@@ -311,8 +316,22 @@ def test_outputs_are_joined_in_order() -> None:
 
 @pytest.mark.covers("C65")
 def test_every_reduction() -> None:
-    first = {"a__mean": 1.0, "b__sum": 1.0, "c__min": 1.0, "d__max": 1.0, "e__slack": 1.0, "f__hash2": 2.0**63}
-    second = {"a__mean": 4.0, "b__sum": 4.0, "c__min": 4.0, "d__max": 4.0, "e__slack": 4.0, "f__hash2": 2.0**63}
+    first = {
+        "a__mean": 1.0,
+        "b__sum": 1.0,
+        "c__min": 1.0,
+        "d__max": 1.0,
+        "e__slack": 1.0,
+        "f__hash2": 2.0**63,
+    }
+    second = {
+        "a__mean": 4.0,
+        "b__sum": 4.0,
+        "c__min": 4.0,
+        "d__max": 4.0,
+        "e__slack": 4.0,
+        "f__hash2": 2.0**63,
+    }
     joined = combine([output(1, **first, g__unique=1.0), output(3, **second, g__unique=4.0)])
     assert joined.metrics == {
         "a:mean": (1 * 1 + 3 * 4) / 4,
@@ -327,7 +346,9 @@ def test_every_reduction() -> None:
 
 
 def test_metrics_without_a_known_reduction_are_averaged_and_none_is_lost() -> None:
-    joined = combine([output(1, a__last=1.0, plain=2.0, b__sum=1.0), output(3, a__last=3.0, plain=6.0)])
+    joined = combine(
+        [output(1, a__last=1.0, plain=2.0, b__sum=1.0), output(3, a__last=3.0, plain=6.0)]
+    )
     assert joined.metrics == {"a:last": 2.5, "plain": 5.0, "b:sum": 1.0}
 
 
@@ -353,7 +374,9 @@ def test_the_anchors_of_the_weighted_mean() -> None:
 @pytest.mark.covers("C65")
 def test_an_unordered_hash_is_the_same_in_any_order_and_differs_between_sets() -> None:
     def hashed(*values: float) -> float:
-        return combine([output(1, h__hash_unordered=value) for value in values]).metrics["h:hash_unordered"]
+        return combine([output(1, h__hash_unordered=value) for value in values]).metrics[
+            "h:hash_unordered"
+        ]
 
     assert hashed(1.0, 2.0, 3.0) == hashed(3.0, 1.0, 2.0)
     assert len({hashed(1.0, 2.0), hashed(1.0, 3.0), hashed(1.0, 1.0, 2.0), hashed(12.0, 0.0)}) == 4
@@ -387,10 +410,12 @@ def test_a_single_chunk_is_passed_on() -> None:
     assert combine([only]) is only
 
 
-# ── polling ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── polling ───────────────────────────────────────────────────────────────────────────────────────
 
 LOGPROBS = types.ForwardBackwardOutput(
-    "ArrayRecord", [{"logprobs": types.TensorData.from_numpy(np.array([-1.0], np.float32))}], {"loss:sum": 1.0}
+    "ArrayRecord",
+    [{"logprobs": types.TensorData.from_numpy(np.array([-1.0], np.float32))}],
+    {"loss:sum": 1.0},
 )
 RESULT = Answer(body=codec.encode(LOGPROBS).data, content_type=codec.PROTOBUF)
 STEPPED = Answer(body={"metrics": {"lr:mean": 0.5}})
@@ -434,7 +459,10 @@ def taking(seconds: float, clock: Clock, answer: Answer) -> Callable[[Seen], Ans
 
 
 def poll(
-    faulty: FaultyServer, *answers: Any, op: protocol.Operation = protocol.FORWARD_BACKWARD, patience: float = 30
+    faulty: FaultyServer,
+    *answers: Any,
+    op: protocol.Operation = protocol.FORWARD_BACKWARD,
+    patience: float = 30,
 ) -> Any:
     """Wait for a result that the server gives in this way."""
     faulty.script("retrieve_future", *answers)
@@ -484,8 +512,12 @@ PENDING = [
 
 
 @pytest.mark.covers("24.futures.3", "W09")
-@pytest.mark.parametrize("pending", PENDING, ids=lambda answer: f"{answer.status}-{len(answer.data)}")
-def test_an_early_no_is_not_asked_again_at_once(faulty: FaultyServer, waits: list[float], pending: Answer) -> None:
+@pytest.mark.parametrize(
+    "pending", PENDING, ids=lambda answer: f"{answer.status}-{len(answer.data)}"
+)
+def test_an_early_no_is_not_asked_again_at_once(
+    faulty: FaultyServer, waits: list[float], pending: Answer
+) -> None:
     assert poll(faulty, *[pending] * 5, RESULT).metrics == {"loss:sum": 1.0}
     assert len(waits) == 5
     assert waits[0] <= 0.1
@@ -522,7 +554,9 @@ def test_large_results_are_announced_first(faulty: FaultyServer, waits: list[flo
 
 
 @pytest.mark.covers("24.futures.2", "24.futures.3", "D15", "W09")
-@pytest.mark.parametrize("fault", [Answer(500), Answer(503, {"detail": "x"}), Answer(429), Answer(drop=True)], ids=str)
+@pytest.mark.parametrize(
+    "fault", [Answer(500), Answer(503, {"detail": "x"}), Answer(429), Answer(drop=True)], ids=str
+)
 def test_passing_faults_back_off(faulty: FaultyServer, waits: list[float], fault: Answer) -> None:
     assert poll(faulty, fault, fault, fault, RESULT).metrics == {"loss:sum": 1.0}
     assert len(waits) == 3
@@ -566,7 +600,9 @@ def test_refusals_are_final_and_typed(
 
 
 @pytest.mark.covers("24.futures.5")
-def test_patience_with_a_broken_server_ends(faulty: FaultyServer, waits: list[float], clock: Clock) -> None:
+def test_patience_with_a_broken_server_ends(
+    faulty: FaultyServer, waits: list[float], clock: Clock
+) -> None:
     with pytest.raises(tinkex.InternalServerError, match="broken") as caught:
         poll(faulty, taking(5, clock, Answer(500, {"detail": "broken"})), patience=18)
     assert caught.value.attempts == 4
@@ -579,11 +615,17 @@ def test_patience_counts_from_the_first_failure_in_a_row(
     """A long wait for a slow result does not use up the patience with a fault at its end."""
     slow = taking(5, clock, Answer(408))
     fault = Answer(500)
-    assert poll(faulty, fault, *[slow] * 6, fault, slow, fault, RESULT, patience=20).metrics == {"loss:sum": 1.0}
+    assert poll(faulty, fault, *[slow] * 6, fault, slow, fault, RESULT, patience=20).metrics == {
+        "loss:sum": 1.0
+    }
 
 
-def test_waiting_for_a_slow_result_has_no_end(faulty: FaultyServer, waits: list[float], clock: Clock) -> None:
-    assert poll(faulty, *[taking(5, clock, Answer(408))] * 6, RESULT, patience=20).metrics == {"loss:sum": 1.0}
+def test_waiting_for_a_slow_result_has_no_end(
+    faulty: FaultyServer, waits: list[float], clock: Clock
+) -> None:
+    assert poll(faulty, *[taking(5, clock, Answer(408))] * 6, RESULT, patience=20).metrics == {
+        "loss:sum": 1.0
+    }
 
 
 @pytest.mark.covers("W17")
@@ -598,7 +640,9 @@ def test_waiting_for_a_slow_result_has_no_end(faulty: FaultyServer, waits: list[
         (None, "unknown"),
     ],
 )
-@pytest.mark.parametrize("op", [protocol.FORWARD_BACKWARD, protocol.OPTIM_STEP], ids=lambda op: str(op.name))
+@pytest.mark.parametrize(
+    "op", [protocol.FORWARD_BACKWARD, protocol.OPTIM_STEP], ids=lambda op: str(op.name)
+)
 def test_a_failed_operation_is_final(
     faulty: FaultyServer, op: protocol.Operation, given: str | None, category: str
 ) -> None:
@@ -631,7 +675,9 @@ def test_results_out_of_form_name_the_operation(faulty: FaultyServer, answer: An
 
 
 @pytest.mark.covers("W06")
-def test_a_large_result_is_decoded_off_the_loop(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_result_is_decoded_off_the_loop(
+    faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     threads: list[int] = []
     original = Transport.decode
 
@@ -659,7 +705,8 @@ def test_futures_of_a_closed_client_end(faulty: FaultyServer) -> None:
     wait_until(lambda: faulty.requests("retrieve_future"))
     service.close().result(5)
     assert isinstance(
-        future.future().exception(20), tinkex.TinkerError | RuntimeError | concurrent.futures.CancelledError
+        future.future().exception(20),
+        tinkex.TinkerError | RuntimeError | concurrent.futures.CancelledError,
     )
     settled(lambda: len(faulty.requests("retrieve_future")), 50)
     assert json.loads(faulty.requests("asample")[0].body)["seq_id"] == 0
@@ -711,7 +758,9 @@ def test_a_future_that_is_taken_for_its_outcome_says_so() -> None:
         "tinkex.RestClient().list_sessions().result()",
     ],
 )
-def test_a_client_that_is_dropped_as_the_program_ends_leaves_no_noise(faulty: FaultyServer, line: str) -> None:
+def test_a_client_that_is_dropped_as_the_program_ends_leaves_no_noise(
+    faulty: FaultyServer, line: str
+) -> None:
     faulty.script("create_sampling_session", Answer(body={"sampling_session_id": "s:sample:0"}))
     faulty.script("sessions", Answer(body={"sessions": []}))
     done = subprocess.run(

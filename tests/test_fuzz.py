@@ -1,4 +1,5 @@
-"""Every endpoint, from the server's own description: no 5xx, no hang, no state change by what is refused.
+"""Every endpoint, from the server's own description: no 5xx, no hang, no state change by what is
+refused.
 
 More examples than the few of every run: `FUZZ_EXAMPLES=2000 pytest -m slow tests/test_fuzz.py`.
 """
@@ -59,12 +60,20 @@ NAMES = [op.name for op in OPERATIONS]
 class CheckedEngine(FakeEngine):
     """The fake engine with the real one's checks: what it takes, it can do."""
 
-    def create(self, adapter: str, base_model: str, lora: LoraConfig, optimizer: OptimizerConfigBase = ADAMW) -> None:
+    def create(
+        self,
+        adapter: str,
+        base_model: str,
+        lora: LoraConfig,
+        optimizer: OptimizerConfigBase = ADAMW,
+    ) -> None:
         if not 1 <= lora.rank <= 512:
             raise EngineError(f"LoRA rank must be between 1 and 512, got {lora.rank}")
         super().create(adapter, base_model, lora, optimizer)
 
-    def pass_start(self, job: str, adapter: str, data: Sequence[Any], *args: Any, **options: Any) -> None:
+    def pass_start(
+        self, job: str, adapter: str, data: Sequence[Any], *args: Any, **options: Any
+    ) -> None:
         for index, datum in enumerate(data):
             if not datum.model_input.is_text or not datum.model_input.length:
                 raise EngineError(f"datum {index}: model_input must be text, and not empty")
@@ -76,7 +85,9 @@ class CheckedEngine(FakeEngine):
                     or not np.isfinite(array).all()
                     or (name == "target_tokens" and array.min() < 0)
                 ):
-                    raise EngineError(f"datum {index}: input {name!r} must be one finite number a token")
+                    raise EngineError(
+                        f"datum {index}: input {name!r} must be one finite number a token"
+                    )
                 if name == "target_tokens" and array.dtype != np.int64:
                     raise EngineError(f"datum {index}: input {name!r} must be integers")
         super().pass_start(job, adapter, data, *args, **options)
@@ -129,7 +140,8 @@ class Heard:
 
 @dataclass(repr=False)
 class Subject:
-    """A server in this process, driven step by step: nothing happens in it while nobody waits for an answer."""
+    """A server in this process, driven step by step: nothing happens in it while nobody waits for
+    an answer."""
 
     data_dir: Path
     engine: FakeEngine = dataclasses.field(default_factory=CheckedEngine)
@@ -144,7 +156,8 @@ class Subject:
         self.state: State = self.app.state.server
         self._lifespan = self.app.router.lifespan_context(self.app)
         self.run(self._lifespan.__aenter__())
-        for task in asyncio.all_tasks(self.loop):  # what is done by the clock would be taken for a change
+        # what is done by the clock would be taken for a change
+        for task in asyncio.all_tasks(self.loop):
             if getattr(task.get_coro(), "__qualname__", "") in ("State.tend", "Meter.run"):
                 task.cancel()
 
@@ -155,7 +168,7 @@ class Subject:
         self.run(self._lifespan.__aexit__(None, None, None))
         self.loop.close()
 
-    # ── asking ───────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── asking ────────────────────────────────────────────────────────────────────────────────────
 
     def send(self, method: str, target: str, body: bytes = b"", **headers: str) -> Heard:
         """One request; a header's name may be written with underscores."""
@@ -163,7 +176,9 @@ class Subject:
         heard: Heard = self.run(self.asking(method, target, [body], named))
         return heard
 
-    async def asking(self, method: str, target: str, parts: Sequence[bytes], headers: dict[str, str]) -> Heard:
+    async def asking(
+        self, method: str, target: str, parts: Sequence[bytes], headers: dict[str, str]
+    ) -> Heard:
         path, _, query = target.partition("?")
         scope = {
             "type": "http",
@@ -175,7 +190,9 @@ class Subject:
             "raw_path": path.encode(),
             "query_string": query.encode(),
             "root_path": "",
-            "headers": [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()],
+            "headers": [
+                (name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()
+            ],
             "client": ("127.0.0.1", 1),
             "server": ("127.0.0.1", 80),
         }
@@ -217,13 +234,15 @@ class Subject:
         """What has come of an operation; it must end."""
         until = time.monotonic() + SECONDS
         while time.monotonic() < until:
-            heard = self.send("POST", f"{PREFIX}/retrieve_future", json.dumps({"request_id": request_id}).encode())
+            heard = self.send(
+                "POST", f"{PREFIX}/retrieve_future", json.dumps({"request_id": request_id}).encode()
+            )
             if heard.status != 408:
                 assert heard.status == 200, (request_id, heard)
                 return heard.json
         pytest.fail(f"{request_id} has no result after {SECONDS} s")
 
-    # ── what lives in it ─────────────────────────────────────────────────────────────────────────────────────────
+    # ── what lives in it ──────────────────────────────────────────────────────────────────────────
 
     def settle(self) -> None:
         """Have something of everything in the server, whatever was done to it before."""
@@ -233,17 +252,29 @@ class Subject:
             and live.last is None
             and live.lane.next < 1_000_000
             and self.names["@session"] in self.state.heard
-            and all(self.state.store.checkpoint(self.names[name]) for name in ("@weights", "@samplable"))
+            and all(
+                self.state.store.checkpoint(self.names[name]) for name in ("@weights", "@samplable")
+            )
         ):
             return
         session = self.post("create_session", {})["session_id"]
-        create = {"session_id": session, "model_seq_id": 0, "base_model": "fake", "lora_config": {"rank": 4}}
+        create = {
+            "session_id": session,
+            "model_seq_id": 0,
+            "base_model": "fake",
+            "lora_config": {"rank": 4},
+        }
         model = self.result(self.post("create_model", create)["request_id"])["model_id"]
         passed = self.post("forward_backward", pass_json(model, 1))["request_id"]
-        weights = self.post("save_weights", {"model_id": model, "seq_id": 2, "path": "w"})["request_id"]
-        samplable = self.post("save_weights_for_sampler", {"model_id": model, "seq_id": 3, "path": "s"})["request_id"]
+        weights = self.post("save_weights", {"model_id": model, "seq_id": 2, "path": "w"})[
+            "request_id"
+        ]
+        samplable = self.post(
+            "save_weights_for_sampler", {"model_id": model, "seq_id": 3, "path": "s"}
+        )["request_id"]
         sampler = self.post(
-            "create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0, "base_model": "fake"}
+            "create_sampling_session",
+            {"session_id": session, "sampling_session_seq_id": 0, "base_model": "fake"},
         )["sampling_session_id"]
         self.result(passed)
         self.names = {
@@ -294,9 +325,16 @@ class Subject:
             "promises": sorted(state.promises._promises),
             "logs": sorted(state.promises._logs),
             "sessions": sorted(state.heard),
-            "lanes": {name: (live.lane.next, live.lane.missing, live.last) for name, live in state.runs.items()},
+            "lanes": {
+                name: (live.lane.next, live.lane.missing, live.last)
+                for name, live in state.runs.items()
+            },
             "adapters": {
-                name: (one.weights.tolist(), None if one.grad is None else one.grad.tolist(), one.step)
+                name: (
+                    one.weights.tolist(),
+                    None if one.grad is None else one.grad.tolist(),
+                    one.step,
+                )
                 for name, one in engine._adapters.items()
             },
             "samplers": sorted(engine._samplers),
@@ -314,14 +352,21 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
         made.close()
 
 
-# ── what is sent ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── what is sent ──────────────────────────────────────────────────────────────────────────────────
 
-PASS = pass_json("@model", None, weights={"data": [1.0, 0.5, 0.0], "dtype": "float32", "shape": [3]})
+PASS = pass_json(
+    "@model", None, weights={"data": [1.0, 0.5, 0.0], "dtype": "float32", "shape": [3]}
+)
 GOOD: dict[str, Json] = {
     "client_config": {"sdk_version": "0.36.0"},
     "client_dynamic_config": {"sdk_version": "0.36.0"},
     "auth_token": {},
-    "create_session": {"tags": ["a"], "user_metadata": {"a": "b"}, "sdk_version": "0.36.0", "display_name": "x"},
+    "create_session": {
+        "tags": ["a"],
+        "user_metadata": {"a": "b"},
+        "sdk_version": "0.36.0",
+        "display_name": "x",
+    },
     "session_heartbeat": {"session_id": "@session"},
     "finish_session": {"reason": {"type": "success"}, "detail": "x"},
     "create_model": {
@@ -338,13 +383,24 @@ GOOD: dict[str, Json] = {
         "custom_loss_seq_id": "@number",
         "name": "a",
         "inputs": [{"name": "logprobs", "rank": 1}],
-        "graph": {"nodes": [{"op": "placeholder", "name": "logprobs", "target": "logprobs", "args": [1]}], "format": 1},
+        "graph": {
+            "nodes": [{"op": "placeholder", "name": "logprobs", "target": "logprobs", "args": [1]}],
+            "format": 1,
+        },
     },
     "get_info": {"model_id": "@model"},
     "forward_backward": {**PASS, "forward_only": False},
-    "forward": {"model_id": "@model", "seq_id": None, "forward_input": PASS["forward_backward_input"]},
+    "forward": {
+        "model_id": "@model",
+        "seq_id": None,
+        "forward_input": PASS["forward_backward_input"],
+    },
     "drop_gradients": {"model_id": "@model", "seq_id": None},
-    "optim_step": {"model_id": "@model", "seq_id": None, "adam_params": {"learning_rate": 0.1, "beta1": 0.9}},
+    "optim_step": {
+        "model_id": "@model",
+        "seq_id": None,
+        "adam_params": {"learning_rate": 0.1, "beta1": 0.9},
+    },
     "save_weights": {
         "model_id": "@model",
         "path": "@fresh",
@@ -365,12 +421,23 @@ GOOD: dict[str, Json] = {
     "join_sampling_session": {"sampling_session_id": "@sampler"},
     "asample": {
         **sample_json("@sampler", None, prompt_logprobs=True, topk_prompt_logprobs=1),
-        "sampling_params": {"max_tokens": 2, "seed": 1, "temperature": 0.5, "top_k": 3, "top_p": 0.5, "stop": ["a"]},
+        "sampling_params": {
+            "max_tokens": 2,
+            "seed": 1,
+            "temperature": 0.5,
+            "top_k": 3,
+            "top_p": 0.5,
+            "stop": ["a"],
+        },
     },
     "stream_sample": sample_json("@sampler", None),
     "retrieve_future": {"request_id": "@request", "allow_metadata_only": True},
     "retrieve_futures": {
-        "target": {"type": "sampling_session", "sampling_session_id": "@sampler", "cloned_sampler_id": 0},
+        "target": {
+            "type": "sampling_session",
+            "sampling_session_id": "@sampler",
+            "cloned_sampler_id": 0,
+        },
         "prev_cursor": 0,
         "timeout": 0.01,
         "retrieved_request_ids": ["@request"],
@@ -388,7 +455,11 @@ GOOD: dict[str, Json] = {
         "limit": 3,
         "cursor": {"last_created_at": "2026-07-13T00:00:00Z", "last_session_id": "x"},
     },
-    "external_weights_upload_start": {"base_model": "fake", "lora_config": {"rank": 4}, "destination_project_id": "p"},
+    "external_weights_upload_start": {
+        "base_model": "fake",
+        "lora_config": {"rank": 4},
+        "destination_project_id": "p",
+    },
     "external_weights_upload_finish": {"upload_id": "0" * 32},
     "search_checkpoints": {
         "project_ids": ["default"],
@@ -399,7 +470,11 @@ GOOD: dict[str, Json] = {
         "limit": 3,
         "cursor": {"last_created_at": "2026-07-13T00:00:00Z", "last_checkpoint_uuid": "x"},
     },
-    "telemetry": {"events": [{"event": "GENERIC_EVENT"}], "platform": "x", "session_id": "@session"},
+    "telemetry": {
+        "events": [{"event": "GENERIC_EVENT"}],
+        "platform": "x",
+        "session_id": "@session",
+    },
 }
 SAME_AS: dict[str, tuple[str, ...]] = {
     "seq_id": ("request number",),
@@ -429,7 +504,9 @@ WHOLE_BODY = ("malformed", "body", "content encoding", "protobuf", "expected `ob
 def said(message: str, names: Sequence[str]) -> bool:
     """Whether a message names one of these fields."""
     plain = message.replace("_", " ").lower()
-    words = [word for name in names for word in (name, name.removesuffix("_id"), *SAME_AS.get(name, ()))]
+    words = [
+        word for name in names for word in (name, name.removesuffix("_id"), *SAME_AS.get(name, ()))
+    ]
     return any(word.replace("_", " ").lower() in plain for word in words)
 
 
@@ -438,7 +515,9 @@ def fields_of(schema: Json, seen: frozenset[str] = frozenset()) -> set[str]:
     found: set[str] = set()
     if isinstance(schema, dict):
         if isinstance(ref := schema.get("$ref"), str) and ref not in seen:
-            found |= fields_of(DOCUMENT["components"]["schemas"][ref.rpartition("/")[2]], seen | {ref})
+            found |= fields_of(
+                DOCUMENT["components"]["schemas"][ref.rpartition("/")[2]], seen | {ref}
+            )
         found |= set(schema.get("properties", {}))
         for part in schema.values():
             found |= fields_of(part, seen)
@@ -481,8 +560,13 @@ def ask(subject: Subject, request: Request, names: Sequence[str] = ()) -> Heard:
     """Send a request and hold the answer, and what comes of it, against what is promised."""
     subject.settle()
     op = BY_NAME[request.name]
-    body = request.body if isinstance(request.body, bytes) else written(subject.filled(request.body))
-    path = {name: quote(str(subject.filled(request.path.get(name, value))), safe="") for name, value in ADDRESS.items()}
+    body = (
+        request.body if isinstance(request.body, bytes) else written(subject.filled(request.body))
+    )
+    path = {
+        name: quote(str(subject.filled(request.path.get(name, value))), safe="")
+        for name, value in ADDRESS.items()
+    }
     target = f"{PREFIX}/{op.path.format(**path)}"
     if request.query:
         target += "?" + urlencode(subject.filled(request.query))
@@ -510,7 +594,11 @@ def ask(subject: Subject, request: Request, names: Sequence[str] = ()) -> Heard:
             assert outcome["category"] == "user", (outcome, body[:2000])
             assert said(outcome["error"], names), (outcome, names)
     elif request.name == "stream_sample":
-        events = [json.loads(line[6:]) for line in heard.body.decode().split("\n") if line.startswith("data: {")]
+        events = [
+            json.loads(line[6:])
+            for line in heard.body.decode().split("\n")
+            if line.startswith("data: {")
+        ]
         assert heard.body.endswith(b"data: [DONE]\n\n")
         assert all(event.get("category", "user") == "user" for event in events), events
     return heard
@@ -528,7 +616,7 @@ def examples(count: int) -> Callable[[Any], Any]:
     )
 
 
-# ── good requests ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── good requests ─────────────────────────────────────────────────────────────────────────────────
 
 
 NO_UPLOADS = {"external_weights_upload_start": 400, "external_weights_upload_finish": 404}
@@ -539,9 +627,20 @@ BREAKABLE = [name for name in BODIED if GOOD[name] and name not in NO_UPLOADS]
 @pytest.mark.parametrize("name", NAMES)
 def test_the_requests_that_are_going_to_be_broken_are_good(subject: Subject, name: str) -> None:
     query = {"starting_on": "2026-07-13T00:00:00Z", "ending_before": "2026-07-14T00:00:00Z"}
-    path = {"kind": "sampler_weights", "name": "s"} if name in ("publish_checkpoint", "unpublish_checkpoint") else {}
-    heard = ask(subject, Request(name, path, query if name == "get_billing_usage" else {}, GOOD.get(name, b"")))
-    refused = {"delete_api_key": 400, "get_external_weights_urls": 400, "get_checkpoint_archive": 302} | NO_UPLOADS
+    path = (
+        {"kind": "sampler_weights", "name": "s"}
+        if name in ("publish_checkpoint", "unpublish_checkpoint")
+        else {}
+    )
+    heard = ask(
+        subject,
+        Request(name, path, query if name == "get_billing_usage" else {}, GOOD.get(name, b"")),
+    )
+    refused = {
+        "delete_api_key": 400,
+        "get_external_weights_urls": 400,
+        "get_checkpoint_archive": 302,
+    } | NO_UPLOADS
     assert heard.status == refused.get(name, 200), heard
     if BY_NAME[name].result is not None:
         assert "error" not in subject.result(heard.json["request_id"])
@@ -551,7 +650,7 @@ def test_every_operation_with_a_body_has_a_good_one() -> None:
     assert set(GOOD) == set(BODIED)
 
 
-# ── broken in one place ──────────────────────────────────────────────────────────────────────────────────────────
+# ── broken in one place ───────────────────────────────────────────────────────────────────────────
 
 
 def check_broken(subject: Subject, name: str, how: tuple[Place, Json]) -> None:
@@ -575,11 +674,13 @@ def test_a_body_that_is_broken_in_one_place_is_refused_by_the_name_of_it(
 @pytest.mark.parametrize("name", BREAKABLE)
 @examples(MANY)
 @given(data=st.data())
-def test_many_bodies_that_are_broken_in_one_place(subject: Subject, name: str, data: st.DataObject) -> None:
+def test_many_bodies_that_are_broken_in_one_place(
+    subject: Subject, name: str, data: st.DataObject
+) -> None:
     check_broken(subject, name, data.draw(breaks(GOOD[name])))
 
 
-# ── of the right shape ───────────────────────────────────────────────────────────────────────────────────────────
+# ── of the right shape ────────────────────────────────────────────────────────────────────────────
 
 
 @st.composite
@@ -610,7 +711,9 @@ NUMERALS = ["9" * 5000, "-1", "1e3", "²", "٣", "0x10", "1_000", "9" * 15, " 1"
 @pytest.mark.parametrize("name", NAMES)
 @examples(FEW)
 @given(data=st.data())
-def test_odd_values_in_the_right_shape_do_no_harm(subject: Subject, name: str, data: st.DataObject) -> None:
+def test_odd_values_in_the_right_shape_do_no_harm(
+    subject: Subject, name: str, data: st.DataObject
+) -> None:
     ask(subject, data.draw(shaped(name)))
 
 
@@ -619,13 +722,23 @@ def test_odd_values_in_the_right_shape_do_no_harm(subject: Subject, name: str, d
 @pytest.mark.parametrize("name", NAMES)
 @examples(MANY)
 @given(data=st.data())
-def test_many_odd_values_in_the_right_shape(subject: Subject, name: str, data: st.DataObject) -> None:
+def test_many_odd_values_in_the_right_shape(
+    subject: Subject, name: str, data: st.DataObject
+) -> None:
     ask(subject, data.draw(shaped(name)))
 
 
-# ── not even JSON ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── not even JSON ─────────────────────────────────────────────────────────────────────────────────
 
-TYPES = [codec.JSON, codec.PROTOBUF, "text/plain", "", "application/json; charset=utf-16", "*/*", "é\x00"]
+TYPES = [
+    codec.JSON,
+    codec.PROTOBUF,
+    "text/plain",
+    "",
+    "application/json; charset=utf-16",
+    "*/*",
+    "é\x00",
+]
 ENCODINGS = ["", "identity", "zstd", "gzip", "zstd, zstd", "ZSTD"]
 
 
@@ -678,7 +791,9 @@ def malformed(draw: st.DrawFn, name: str) -> Request:
 @pytest.mark.parametrize("name", BODIED)
 @examples(FEW)
 @given(data=st.data())
-def test_bytes_that_are_no_message_are_refused(subject: Subject, name: str, data: st.DataObject) -> None:
+def test_bytes_that_are_no_message_are_refused(
+    subject: Subject, name: str, data: st.DataObject
+) -> None:
     ask(subject, data.draw(malformed(name)))
 
 
@@ -691,7 +806,7 @@ def test_many_bytes_that_are_no_message(subject: Subject, name: str, data: st.Da
     ask(subject, data.draw(malformed(name)))
 
 
-# ── protobuf ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── protobuf ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @st.composite
@@ -703,7 +818,9 @@ def damaged(draw: st.DrawFn) -> Callable[[str], bytes]:
     at, what = draw(st.integers(1, 200)), draw(st.sampled_from([b"", b"\xff", b"\x7f\x00"]))
 
     def made(model_id: str) -> bytes:
-        wire = protobuf.message("ForwardBackwardRequest")(model_id=model_id, loss_fn="cross_entropy")
+        wire = protobuf.message("ForwardBackwardRequest")(
+            model_id=model_id, loss_fn="cross_entropy"
+        )
         datum = wire.data.add()
         datum.model_input.add().encoded_text.tokens = tokens
         tensor = datum.loss_fn_inputs["target_tokens"]
@@ -720,12 +837,18 @@ def check_damaged(subject: Subject, made: Callable[[str], bytes]) -> None:
     subject.settle()
     body = made(subject.names["@model"])
     names = [*fields("forward_backward"), "model input"]
-    ask(subject, Request("forward_backward", body=body, headers={"content-type": codec.PROTOBUF}), names)
+    ask(
+        subject,
+        Request("forward_backward", body=body, headers={"content-type": codec.PROTOBUF}),
+        names,
+    )
 
 
 @examples(6 * FEW)
 @given(made=damaged())
-def test_a_damaged_pass_in_protobuf_is_refused_or_fails_by_name(subject: Subject, made: Callable[[str], bytes]) -> None:
+def test_a_damaged_pass_in_protobuf_is_refused_or_fails_by_name(
+    subject: Subject, made: Callable[[str], bytes]
+) -> None:
     check_damaged(subject, made)
 
 
@@ -737,21 +860,29 @@ def test_many_damaged_passes_in_protobuf(subject: Subject, made: Callable[[str],
     check_damaged(subject, made)
 
 
-# ── what was found ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── what was found ────────────────────────────────────────────────────────────────────────────────
 
 LONG = "9" * 5000
 FOUND: dict[str, tuple[Request, str]] = {
-    "a number that no journal holds": (Request("optim_step", body=GOOD["optim_step"] | {"seq_id": 10**30}), "seq_id"),
+    "a number that no journal holds": (
+        Request("optim_step", body=GOOD["optim_step"] | {"seq_id": 10**30}),
+        "seq_id",
+    ),
     "a number that no file's name holds": (
         Request("create_model", body=GOOD["create_model"] | {"model_seq_id": 10**400}),
         "model_seq_id",
     ),
     "a lifetime that cannot be written as JSON again": (
-        Request("save_weights_for_sampler", body=GOOD["save_weights_for_sampler"] | {"ttl_seconds": 2**70}),
+        Request(
+            "save_weights_for_sampler",
+            body=GOOD["save_weights_for_sampler"] | {"ttl_seconds": 2**70},
+        ),
         "ttl_seconds",
     ),
     "a seed that no engine takes": (
-        Request("asample", body=GOOD["asample"] | {"sampling_params": {"max_tokens": 1, "seed": 2**70}}),
+        Request(
+            "asample", body=GOOD["asample"] | {"sampling_params": {"max_tokens": 1, "seed": 2**70}}
+        ),
         "seed",
     ),
     "metadata that recursion does not get through": (
@@ -766,17 +897,27 @@ FOUND: dict[str, tuple[Request, str]] = {
         Request("client_config", body={"sdk_version": "@raw:1e999"}),
         "sdk_version",
     ),
-    "a page of more digits than Python reads": (Request("list_sessions", query={"limit": LONG}), "limit"),
+    "a page of more digits than Python reads": (
+        Request("list_sessions", query={"limit": LONG}),
+        "limit",
+    ),
     "an hour before all years": (
-        Request("get_billing_usage", query={"starting_on": "0001-01-01T00:00:00+14:00", "ending_before": "2026-01-01"}),
+        Request(
+            "get_billing_usage",
+            query={"starting_on": "0001-01-01T00:00:00+14:00", "ending_before": "2026-01-01"},
+        ),
         "starting_on",
     ),
     "too many days": (
-        Request("get_billing_usage", query={"starting_on": "2026-01-01", "ending_before": "9999-12-31"}),
+        Request(
+            "get_billing_usage", query={"starting_on": "2026-01-01", "ending_before": "9999-12-31"}
+        ),
         "ending_before",
     ),
     "more conditions than a query may have": (
-        Request("search_sessions", body={"user_metadata": {str(number): "x" for number in range(3000)}}),
+        Request(
+            "search_sessions", body={"user_metadata": {str(number): "x" for number in range(3000)}}
+        ),
         "user_metadata",
     ),
     "more statuses than a query may have": (
@@ -789,37 +930,50 @@ FOUND: dict[str, tuple[Request, str]] = {
     ),
     "a target that would wrap around": (
         Request(
-            "forward_backward", body=pass_json("@model", None, target_tokens={"data": [2**63] * 3, "dtype": "int64"})
+            "forward_backward",
+            body=pass_json("@model", None, target_tokens={"data": [2**63] * 3, "dtype": "int64"}),
         ),
         "target_tokens",
     ),
     "a weight that float32 does not hold": (
-        Request("forward_backward", body=pass_json("@model", None, weights={"data": [1e308] * 3, "dtype": "float32"})),
+        Request(
+            "forward_backward",
+            body=pass_json("@model", None, weights={"data": [1e308] * 3, "dtype": "float32"}),
+        ),
         "weights",
     ),
     "a shape of an empty tensor that no array has": (
         Request(
             "forward_backward",
-            body=pass_json("@model", None, weights={"data": [], "dtype": "float32", "shape": [0, 2**62]}),
+            body=pass_json(
+                "@model", None, weights={"data": [], "dtype": "float32", "shape": [0, 2**62]}
+            ),
         ),
         "shape",
     ),
     "a shape of more dimensions than an array has": (
         Request(
             "forward_backward",
-            body=pass_json("@model", None, weights={"data": [1.0], "dtype": "float32", "shape": [1] * 100}),
+            body=pass_json(
+                "@model", None, weights={"data": [1.0], "dtype": "float32", "shape": [1] * 100}
+            ),
         ),
         "shape",
     ),
     "a kind of chunk that is a list": (
-        Request("asample", body=GOOD["asample"] | {"prompt": {"chunks": [{"tokens": [1], "type": []}]}}),
+        Request(
+            "asample", body=GOOD["asample"] | {"prompt": {"chunks": [{"tokens": [1], "type": []}]}}
+        ),
         "chunks",
     ),
     "a sample of nothing": (
         Request("asample", body=GOOD["asample"] | {"sampling_session_id": None}),
         "sampling_session_id",
     ),
-    "a length that is no number": (Request("telemetry", body=b"{}", headers={"content-length": "²"}), "events"),
+    "a length that is no number": (
+        Request("telemetry", body=b"{}", headers={"content-length": "²"}),
+        "events",
+    ),
 }
 
 
@@ -832,14 +986,18 @@ def test_what_was_found_is_refused_by_name(subject: Subject, name: str) -> None:
 
 
 @pytest.mark.parametrize("length", ["9" * 18, LONG])
-def test_a_length_beyond_all_limits_is_refused_before_the_body_is_read(subject: Subject, length: str) -> None:
+def test_a_length_beyond_all_limits_is_refused_before_the_body_is_read(
+    subject: Subject, length: str
+) -> None:
     heard = ask(subject, Request("telemetry", body=b"{}", headers={"content-length": length}))
     assert heard.status == 413
     assert "body_bytes" in heard.json["detail"]
 
 
 def test_a_frame_that_says_it_is_too_large_is_refused_as_such(subject: Subject) -> None:
-    heard = ask(subject, Request("telemetry", body=lying_frame(2**62), headers={"content-encoding": "zstd"}))
+    heard = ask(
+        subject, Request("telemetry", body=lying_frame(2**62), headers={"content-encoding": "zstd"})
+    )
     assert heard.status == 413
     assert "body_bytes" in heard.json["detail"]
 
@@ -852,7 +1010,9 @@ def test_a_long_name_is_not_said_back_in_full(subject: Subject) -> None:
 
 @pytest.mark.parametrize("header", ["host", "origin"])
 @pytest.mark.parametrize("place", ["[", "[::1", "http://[", "example.com", "//"])
-def test_an_address_that_is_none_is_not_of_this_machine(subject: Subject, header: str, place: str) -> None:
+def test_an_address_that_is_none_is_not_of_this_machine(
+    subject: Subject, header: str, place: str
+) -> None:
     for path in (f"{PREFIX}/healthz", "/metrics"):
         heard = subject.send("GET", path, b"", **{header: place})
         assert heard.status == 403
@@ -896,13 +1056,15 @@ def test_odd_keys_and_tokens_are_not_known(tmp_path: Path) -> None:
         subject.close()
 
 
-# ── over a socket ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── over a socket ─────────────────────────────────────────────────────────────────────────────────
 
 
 def raw(url: str, data: bytes, *, hang_up: bool = False) -> bytes:
     """What a server says to some bytes before it closes the connection, or ten seconds have passed."""
     address = urlsplit(url)
-    with socket.create_connection((address.hostname or "", address.port or 0), timeout=10) as connection:
+    with socket.create_connection(
+        (address.hostname or "", address.port or 0), timeout=10
+    ) as connection:
         connection.sendall(data)
         if hang_up:
             return b""
@@ -914,7 +1076,9 @@ def raw(url: str, data: bytes, *, hang_up: bool = False) -> bytes:
 
 
 def head(path: str, *headers: str) -> bytes:
-    return "\r\n".join([f"POST {PREFIX}/{path} HTTP/1.1", "Host: 127.0.0.1", *headers, "", ""]).encode()
+    return "\r\n".join(
+        [f"POST {PREFIX}/{path} HTTP/1.1", "Host: 127.0.0.1", *headers, "", ""]
+    ).encode()
 
 
 def test_lies_about_lengths_and_half_sent_requests_do_no_harm(tmp_path: Path) -> None:
@@ -926,10 +1090,20 @@ def test_lies_about_lengths_and_half_sent_requests_do_no_harm(tmp_path: Path) ->
         before = {path: path.stat().st_size for path in runs.rglob("*")}
         json_type = f"Content-Type: {codec.JSON}"
         refused = [
-            (head("optim_step", json_type, "Content-Length: 10", "Connection: close") + body, b" 400 "),
-            (head("optim_step", json_type, f"Content-Length: {2**40}", "Connection: close") + body, b" 413 "),
+            (
+                head("optim_step", json_type, "Content-Length: 10", "Connection: close") + body,
+                b" 400 ",
+            ),
+            (
+                head("optim_step", json_type, f"Content-Length: {2**40}", "Connection: close")
+                + body,
+                b" 413 ",
+            ),
             (head("optim_step", json_type, "Content-Length: -1") + body, b" 400 "),
-            (head("optim_step", json_type, "Content-Length: 5", "Content-Length: 6") + body, b" 400 "),
+            (
+                head("optim_step", json_type, "Content-Length: 5", "Content-Length: 6") + body,
+                b" 400 ",
+            ),
             (head("optim_step", "Transfer-Encoding: chunked") + b"zz\r\n" + body, b" 400 "),
             (b"\x16\x03\x01 not HTTP\r\n\r\n", b" 400 "),
         ]
@@ -943,10 +1117,11 @@ def test_lies_about_lengths_and_half_sent_requests_do_no_harm(tmp_path: Path) ->
         ):
             raw(url, data, hang_up=True)
         assert {path: path.stat().st_size for path in runs.rglob("*")} == before
-        assert "error" not in wire.run("optim_step", step_json(model, 1))  # the number is still free
+        # the number is still free
+        assert "error" not in wire.run("optim_step", step_json(model, 1))
 
 
-# ── genuine faults ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── genuine faults ────────────────────────────────────────────────────────────────────────────────
 
 SECRET = "tml-do-not-tell"
 TOLD = f"internal error: RuntimeError: the device said {REDACTED}"
@@ -993,7 +1168,9 @@ def logged(caplog: pytest.LogCaptureFixture) -> None:
     assert "_break" in caplog.text
 
 
-def test_a_fault_of_an_engine_is_a_500_and_logged(faulty: Subject, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fault_of_an_engine_is_a_500_and_logged(
+    faulty: Subject, caplog: pytest.LogCaptureFixture
+) -> None:
     faulty.engine.broken = True  # type: ignore[attr-defined]
     heard = faulty.send("GET", f"{PREFIX}/get_server_capabilities")
     assert (heard.status, heard.json) == (500, {"detail": "internal error: RuntimeError"})
@@ -1008,7 +1185,8 @@ def test_a_fault_of_a_store_is_a_500_and_logged(
             return self._break()
 
         def _break(self) -> list[sqlite3.Row]:
-            raise ValueError(f"not what was asked for, but {SECRET}")  # no kind of error makes a fault the caller's
+            # no kind of error makes a fault the caller's
+            raise ValueError(f"not what was asked for, but {SECRET}")
 
     monkeypatch.setattr(faulty.state.store, "__class__", BrokenStore)
     heard = faulty.send("GET", f"{PREFIX}/sessions")
@@ -1016,14 +1194,18 @@ def test_a_fault_of_a_store_is_a_500_and_logged(
     logged(caplog)
 
 
-def test_a_fault_in_band_is_of_the_server_and_logged(faulty: Subject, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fault_in_band_is_of_the_server_and_logged(
+    faulty: Subject, caplog: pytest.LogCaptureFixture
+) -> None:
     faulty.engine.broken = True  # type: ignore[attr-defined]
     taken = faulty.post("optim_step", faulty.filled(GOOD["optim_step"]))
     assert faulty.result(taken["request_id"]) == {"error": TOLD, "category": "server"}
     logged(caplog)
 
 
-def test_a_fault_in_a_stream_is_of_the_server_and_logged(faulty: Subject, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fault_in_a_stream_is_of_the_server_and_logged(
+    faulty: Subject, caplog: pytest.LogCaptureFixture
+) -> None:
     body = written(faulty.filled({**GOOD["stream_sample"]}))
     faulty.post("asample", faulty.filled(GOOD["asample"]))  # the weights are there
     faulty.run(faulty.calm())

@@ -1,6 +1,8 @@
-"""The protobuf decoder under whatever bytes: a `ValueError` or a message, soon, and in little memory.
+"""The protobuf decoder under whatever bytes: a `ValueError` or a message, soon, and in little
+memory.
 
-More examples than the few of every run: `FUZZ_EXAMPLES=100000 pytest -m slow tests/test_fuzz_protobuf.py`.
+More examples than the few of every run: `FUZZ_EXAMPLES=100000 pytest -m slow
+tests/test_fuzz_protobuf.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,11 @@ from hypothesis import strategies as st
 from tinkex import types
 from tinkex.types.sampling import SampledSequence, SampleResponse, TopkLogprobs
 from tinkex.types.sessions import FuturesRetrieveResponse
-from tinkex.types.training import ForwardBackwardInput, ForwardBackwardOutput, ForwardBackwardRequest
+from tinkex.types.training import (
+    ForwardBackwardInput,
+    ForwardBackwardOutput,
+    ForwardBackwardRequest,
+)
 from tinkex.wire import codec, protobuf
 
 FEW, MANY = 150, int(os.environ.get("FUZZ_EXAMPLES", "5000"))
@@ -32,7 +38,8 @@ SECONDS = 10.0
 def datum(length: int = 3, **inputs: Any) -> types.Datum:
     tokens = list(range(length))
     return types.Datum(
-        types.ModelInput.from_ints(tokens), {"target_tokens": tokens, "weights": [0.5] * length, **inputs}
+        types.ModelInput.from_ints(tokens),
+        {"target_tokens": tokens, "weights": [0.5] * length, **inputs},
     )
 
 
@@ -47,7 +54,11 @@ REQUEST = ForwardBackwardRequest(
                 [types.SampledProvenanceSpan(sequence_id="s", length=3)],
                 [types.PromptProvenanceSpan(sequence_id="s", length=3)],
             ),
-            types.Datum(types.ModelInput(chunks=[types.ImageChunk(data=b"png", format="png", expected_tokens=2)])),
+            types.Datum(
+                types.ModelInput(
+                    chunks=[types.ImageChunk(data=b"png", format="png", expected_tokens=2)]
+                )
+            ),
         ],
         loss_fn="ppo",
         loss_fn_config={"clip": 0.2, "loss_id": "x"},
@@ -58,7 +69,11 @@ OUTPUT = ForwardBackwardOutput(
 )
 TABLE = TopkLogprobs(np.zeros((2, 3), np.int32), np.zeros((2, 3), np.float32))
 SAMPLE = SampleResponse(
-    [SampledSequence("stop", "", np.array([1, 2], np.int32), np.array([0.1, 0.2], np.float32), TABLE)],
+    [
+        SampledSequence(
+            "stop", "", np.array([1, 2], np.int32), np.array([0.1, 0.2], np.float32), TABLE
+        )
+    ],
     prompt_logprobs_np=np.array([np.nan, 0.5], np.float32),
     topk_prompt_logprobs_np=TABLE,
     target_prompt_logprobs=types.TensorData([0.5], "float32", [1]),
@@ -94,7 +109,8 @@ def tensors(message: Any) -> Iterator[types.TensorData]:
 
 
 def read(kind: type[Any], data: bytes) -> Any:
-    """Decode, and use what comes of it; the message, or None when it is refused. Nothing else may happen."""
+    """Decode, and use what comes of it; the message, or None when it is refused. Nothing else may
+    happen."""
     tracemalloc.start()
     began = time.monotonic()
     try:
@@ -102,7 +118,10 @@ def read(kind: type[Any], data: bytes) -> Any:
         for tensor in tensors(message):
             tensor.to_numpy()
         if isinstance(message, SampleResponse):
-            _ = [(sequence.tokens, sequence.logprobs, sequence.topk_logprobs) for sequence in message.sequences]
+            _ = [
+                (sequence.tokens, sequence.logprobs, sequence.topk_logprobs)
+                for sequence in message.sequences
+            ]
             _ = message.prompt_logprobs, message.topk_prompt_logprobs
     except ValueError:
         message = None
@@ -122,7 +141,9 @@ def mutated(draw: st.DrawFn, good: bytes) -> bytes:
         at, other = (draw(st.integers(0, max(len(data) - 1, 0))) for _ in range(2))
         match draw(st.sampled_from(["flip", "cut", "grow", "repeat", "unknown", "long", "swap"])):
             case "flip":
-                data[at : at + 1] = bytes([data[at] ^ (1 << draw(st.integers(0, 7)))]) if data else b""
+                data[at : at + 1] = (
+                    bytes([data[at] ^ (1 << draw(st.integers(0, 7)))]) if data else b""
+                )
             case "cut":
                 del data[at:]
             case "grow":
@@ -131,7 +152,9 @@ def mutated(draw: st.DrawFn, good: bytes) -> bytes:
                 data[other:other] = data[min(at, other) : max(at, other)]
             case "unknown":
                 data[at:at] = draw(
-                    st.sampled_from([b"\xf8\x7f\x01", b"\xfa\x7f\x02ab", b"\xfb\x7f", b"\xfd\x7f\0\0\0\0"])
+                    st.sampled_from(
+                        [b"\xf8\x7f\x01", b"\xfa\x7f\x02ab", b"\xfb\x7f", b"\xfd\x7f\0\0\0\0"]
+                    )
                 )
             case "long":
                 data[at:at] = b"\xff" * draw(st.integers(1, 12))
@@ -166,9 +189,11 @@ def test_random_bytes_are_read_or_refused(kind: type[Any], data: bytes) -> None:
     read(kind, data)
 
 
-# ── well formed, and senseless ───────────────────────────────────────────────────────────────────────────────────
+# ── well formed, and senseless ────────────────────────────────────────────────────────────────────
 
-LONGS = st.sampled_from([0, 1, 2, 3, -1, 7, 2**16, 2**16 + 1, 2**31, 2**40, 2**62, 2**63 - 1, -(2**63)])
+LONGS = st.sampled_from(
+    [0, 1, 2, 3, -1, 7, 2**16, 2**16 + 1, 2**31, 2**40, 2**62, 2**63 - 1, -(2**63)]
+)
 DTYPES = st.sampled_from([0, 1, 2, 3, 4, 5, 77, -1])
 BLOBS = st.binary(max_size=24) | st.lists(LONGS, max_size=8).map(
     lambda numbers: struct.pack(f"<{len(numbers)}q", *numbers)
@@ -189,13 +214,19 @@ def tensor_message(draw: st.DrawFn) -> Any:
 
 @st.composite
 def request_message(draw: st.DrawFn) -> bytes:
-    wire = protobuf.message("ForwardBackwardRequest")(model_id="a", seq_id=draw(st.integers(-(2**31), 2**31 - 1)))
+    wire = protobuf.message("ForwardBackwardRequest")(
+        model_id="a", seq_id=draw(st.integers(-(2**31), 2**31 - 1))
+    )
     datum = wire.data.add()
     datum.model_input.add().encoded_text.tokens = draw(BLOBS)
     datum.loss_fn_inputs["weights"].CopyFrom(draw(tensor_message()))
     for _ in range(draw(st.integers(0, 2))):
         span = datum.model_input_spans.add().prompt_tokens
-        span.sequence_id, span.offset, span.length = draw(st.sampled_from(["", "s"])), draw(LONGS), draw(LONGS)
+        span.sequence_id, span.offset, span.length = (
+            draw(st.sampled_from(["", "s"])),
+            draw(LONGS),
+            draw(LONGS),
+        )
     return bytes(wire.SerializeToString())
 
 
@@ -213,10 +244,14 @@ def output_message(draw: st.DrawFn) -> bytes:
 @st.composite
 def sample_message(draw: st.DrawFn) -> bytes:
     wire = protobuf.message("SampleResponse")(prompt_logprobs=draw(BLOBS))
-    sequence = wire.sequences.add(stop_reason=draw(st.sampled_from([0, 1, 2, 99])), tokens=draw(BLOBS))
+    sequence = wire.sequences.add(
+        stop_reason=draw(st.sampled_from([0, 1, 2, 99])), tokens=draw(BLOBS)
+    )
     for table in (wire.topk_prompt_logprobs, sequence.topk_sampled_logprobs):
         table.token_ids, table.logprobs = draw(BLOBS), draw(BLOBS)
-        table.k, table.length = (draw(st.sampled_from([0, 1, 2, 2**31, 2**32 - 1])) for _ in range(2))
+        table.k, table.length = (
+            draw(st.sampled_from([0, 1, 2, 2**31, 2**32 - 1])) for _ in range(2)
+        )
     wire.target_prompt_logprobs.CopyFrom(draw(tensor_message()))
     return bytes(wire.SerializeToString())
 
@@ -244,7 +279,7 @@ def test_many_senseless_messages(kind: type[Any], data: st.DataObject) -> None:
     read(kind, data.draw(SENSELESS[kind]))
 
 
-# ── what was found, and what is meant ────────────────────────────────────────────────────────────────────────────
+# ── what was found, and what is meant ─────────────────────────────────────────────────────────────
 
 
 def tensor_in_request(**fields: Any) -> bytes:
@@ -256,8 +291,18 @@ def tensor_in_request(**fields: Any) -> bytes:
 def test_few_bytes_do_not_stand_for_a_million_of_cells_each() -> None:
     rows = 100
     csr = protobuf.message("SparseCsr")(crow_indices=bytes(8 * (rows + 1)))
-    assert read(ForwardBackwardRequest, tensor_in_request(sparse_csr=csr, dtype=1, shape=[rows, 2**21])) is None
-    assert read(ForwardBackwardRequest, tensor_in_request(sparse_csr=csr, dtype=1, shape=[rows, 2**16])) is not None
+    assert (
+        read(
+            ForwardBackwardRequest, tensor_in_request(sparse_csr=csr, dtype=1, shape=[rows, 2**21])
+        )
+        is None
+    )
+    assert (
+        read(
+            ForwardBackwardRequest, tensor_in_request(sparse_csr=csr, dtype=1, shape=[rows, 2**16])
+        )
+        is not None
+    )
 
 
 def test_few_bytes_do_not_stand_for_millions_of_datums() -> None:
@@ -284,7 +329,11 @@ def test_a_shape_of_very_many_dimensions_is_refused_before_it_is_multiplied() ->
 
 def test_an_empty_tensor_with_a_dimension_that_no_array_has_is_refused() -> None:
     with pytest.raises(ValueError, match=r"data\[0\].*weights.*too large"):
-        codec.decode(ForwardBackwardRequest, tensor_in_request(dense=b"", dtype=1, shape=[0, 2**62]), codec.PROTOBUF)
+        codec.decode(
+            ForwardBackwardRequest,
+            tensor_in_request(dense=b"", dtype=1, shape=[0, 2**62]),
+            codec.PROTOBUF,
+        )
 
 
 def test_a_shape_may_be_packed_or_not() -> None:
@@ -298,15 +347,19 @@ def test_a_shape_may_be_packed_or_not() -> None:
 @pytest.mark.parametrize("dtype", [0, 5, 77])
 def test_an_unknown_dtype_is_named(dtype: int) -> None:
     with pytest.raises(ValueError, match=r"data\[0\].*weights.*dtype"):
-        codec.decode(ForwardBackwardRequest, tensor_in_request(dense=bytes(8), dtype=dtype), codec.PROTOBUF)
+        codec.decode(
+            ForwardBackwardRequest, tensor_in_request(dense=bytes(8), dtype=dtype), codec.PROTOBUF
+        )
 
 
 @examples(FEW)
 @given(
-    data=st.binary(max_size=64) | st.integers(0, 2**32 - 1).map(lambda size: struct.pack("<I", size) + b'{"cursor":1}')
+    data=st.binary(max_size=64)
+    | st.integers(0, 2**32 - 1).map(lambda size: struct.pack("<I", size) + b'{"cursor":1}')
 )
 @example(
-    data=struct.pack("<I", 75) + b'{"completions":[{"state":"finished","request_id":"a","inline_size":-5}],"cursor":1}'
+    data=struct.pack("<I", 75)
+    + b'{"completions":[{"state":"finished","request_id":"a","inline_size":-5}],"cursor":1}'
 )
 def test_a_batch_is_read_or_refused(data: bytes) -> None:
     try:

@@ -40,7 +40,9 @@ def serve(states: list[State], tmp_path: Path) -> Iterator[Serve]:
 
         def start(**limits: Any) -> Wire:
             options = {"poll_seconds": 0.3} | limits
-            return Wire(stack.enter_context(serving(FakeEngine(), tmp_path, limits=Limits(**options))))
+            return Wire(
+                stack.enter_context(serving(FakeEngine(), tmp_path, limits=Limits(**options)))
+            )
 
         yield start
 
@@ -73,7 +75,9 @@ def test_the_end_of_a_session_frees_what_waited_for_a_number_that_never_came(
     wire = serve(session_seconds=60)
     session, other = wire.session(), wire.session()
     model, neighbour = wire.model(session), wire.model(other)
-    waiting = [wire.post("forward_backward", pass_json(model, number))["request_id"] for number in (2, 3)]
+    waiting = [
+        wire.post("forward_backward", pass_json(model, number))["request_id"] for number in (2, 3)
+    ]
     outcome: list[Any] = []
     poll = threading.Thread(target=lambda: outcome.append(wire.result(waiting[0])))
     poll.start()
@@ -97,7 +101,9 @@ def test_the_end_of_a_session_frees_what_waited_for_a_number_that_never_came(
 
 
 @pytest.mark.covers("U46")
-def test_what_waits_for_a_missing_number_is_limited_in_bytes(serve: Serve, states: list[State]) -> None:
+def test_what_waits_for_a_missing_number_is_limited_in_bytes(
+    serve: Serve, states: list[State]
+) -> None:
     one = pass_json("m" * 46, 2, tuple(range(1, 400)))
     wire = serve(gap_bytes=3 * len(str(one)))
     model, neighbour = wire.model(), wire.model()
@@ -115,13 +121,16 @@ def test_what_waits_for_a_missing_number_is_limited_in_bytes(serve: Serve, state
     assert "gap_bytes" in refused.json["detail"]
     assert 2 <= len(taken) <= 4
     assert "metrics" in wire.run("optim_step", step_json(neighbour, 1))
-    wire.run("forward_backward", pass_json(model, 1, tuple(range(1, 400))))  # the missing one is always taken
+    # the missing one is always taken
+    wire.run("forward_backward", pass_json(model, 1, tuple(range(1, 400))))
     assert all("metrics" in wire.result(request_id) for request_id in taken)
     assert "metrics" in wire.run("forward_backward", pass_json(model, number, tuple(range(1, 400))))
     assert states[0].runs[model].lane.held_bytes == 0
 
 
-def test_a_run_is_unloaded_although_a_number_never_came(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_unloaded_although_a_number_never_came(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(admission, "UNLOAD_GAP_SECONDS", 0.2)
     wire = serve()
     model = wire.model()

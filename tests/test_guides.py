@@ -1,4 +1,5 @@
-"""The examples of the documentation run as they stand, and print what they say they print; `pages` says how."""
+"""The examples of the documentation run as they stand, and print what they say they print; `pages`
+says how."""
 
 from __future__ import annotations
 
@@ -14,7 +15,18 @@ import pytest
 
 import tinkex
 import tinkex.telemetry
-from pages import DOCS, ROOT, blocks, commands, is_written, matches, name_of, pages, quoted_messages, run
+from pages import (
+    DOCS,
+    ROOT,
+    blocks,
+    commands,
+    is_written,
+    matches,
+    name_of,
+    pages,
+    quoted_messages,
+    run,
+)
 from tinkex import events, metrics
 
 MOST_NOT_RUN = 8
@@ -29,7 +41,10 @@ ALL = [ROOT / "README.md", *pages()]
 
 def _parameters() -> list[object]:
     marks = {name: [pytest.mark.slow] for name in SLOW}
-    return [pytest.param(page, id=name_of(page), marks=marks.get(name_of(page), [])) for page in RUNNABLE]
+    return [
+        pytest.param(page, id=name_of(page), marks=marks.get(name_of(page), []))
+        for page in RUNNABLE
+    ]
 
 
 @pytest.fixture(scope="module")  # no longer: others count the backends that are there
@@ -48,7 +63,9 @@ def clean_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     heard = {known.handler_id for known in events.handlers()}
     # A page may put tinkex in place of tinker, which other tests have imported.
     theirs = {
-        name: sys.modules.pop(name) for name in list(sys.modules) if re.match(r"tinker(\.|$)|tinkex\.compat", name)
+        name: sys.modules.pop(name)
+        for name in list(sys.modules)
+        if re.match(r"tinker(\.|$)|tinkex\.compat", name)
     }
     yield
     if "tinkex.compat" in sys.modules:
@@ -61,7 +78,9 @@ def clean_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 
 
 @pytest.mark.parametrize("page", _parameters())
-def test_the_examples_of_a_page_run_and_print_what_it_says(page: Path, backend: None, clean_process: None) -> None:
+def test_the_examples_of_a_page_run_and_print_what_it_says(
+    page: Path, backend: None, clean_process: None
+) -> None:
     run(page)
 
 
@@ -72,14 +91,20 @@ def test_blocks_say_what_they_are(page: Path) -> None:
         if block.language == "python":
             assert block.is_run or block.reason, f"{name_of(page)}:{block.line}: {block.info!r}"
         if block.reason is not None:
-            assert len(block.reason.split()) >= 3, f"{name_of(page)}:{block.line}: this is no reason: {block.reason!r}"
+            assert len(block.reason.split()) >= 3, (
+                f"{name_of(page)}:{block.line}: this is no reason: {block.reason!r}"
+            )
             compile(block.text, name_of(page), "exec")
         if block.language == "text":
-            assert block.info == "text" or block.is_output, f"{name_of(page)}:{block.line}: {block.info!r}"
+            assert block.info == "text" or block.is_output, (
+                f"{name_of(page)}:{block.line}: {block.info!r}"
+            )
 
 
 def test_few_blocks_are_not_run() -> None:
-    left_out = [f"{name_of(page)}:{block.line}" for page in ALL for block in blocks(page) if block.reason]
+    left_out = [
+        f"{name_of(page)}:{block.line}" for page in ALL for block in blocks(page) if block.reason
+    ]
     assert len(left_out) <= MOST_NOT_RUN, left_out
 
 
@@ -92,7 +117,9 @@ def test_the_command_lines_of_a_page_are_understood(page: Path) -> None:
             _parse(cli, words)
         except click.ClickException as error:
             if "does not exist" not in error.message:  # files of the reader's
-                raise AssertionError(f"{name_of(page)}:{line}: {' '.join(words)}: {error.message}") from error
+                raise AssertionError(
+                    f"{name_of(page)}:{line}: {' '.join(words)}: {error.message}"
+                ) from error
         except click.exceptions.Exit:
             pass  # --help, --version
 
@@ -111,7 +138,7 @@ def test_the_messages_of_errors_in_a_page_are_those_of_the_sources(page: Path) -
     assert [message for message in quoted_messages(page) if not is_written(message)] == []
 
 
-# ── what a page lists is all there is ────────────────────────────────────────────────────────────────────────────
+# ── what a page lists is all there is ─────────────────────────────────────────────────────────────
 
 
 def _defaults(kind: Any) -> dict[str, Any]:
@@ -137,7 +164,9 @@ def _defaults(kind: Any) -> dict[str, Any]:
         ("training-persistence", tinkex.TrainingClient.save_state, {"options"}),
     ],
 )
-def test_every_option_is_in_its_guide_with_its_default(guide: str, kind: Any, omitted: set[str]) -> None:
+def test_every_option_is_in_its_guide_with_its_default(
+    guide: str, kind: Any, omitted: set[str]
+) -> None:
     text = (DOCS / "guides" / f"{guide}.md").read_text(encoding="utf-8")
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     for name, default in _defaults(kind).items():
@@ -146,8 +175,12 @@ def test_every_option_is_in_its_guide_with_its_default(guide: str, kind: Any, om
         about = [row for row in rows if re.search(rf"`{name}\b", row.split("|")[1])]
         assert about, f"{guide}: {name} is in no table"
         if isinstance(default, int | float) and not isinstance(default, bool):
-            shown = {float(number) for row in about for number in NUMBER.findall(row.replace("−", "-"))}
-            assert default in shown, f"{guide}: the default of {name} is {default}, its row has {shown}"
+            shown = {
+                float(number) for row in about for number in NUMBER.findall(row.replace("−", "-"))
+            }
+            assert default in shown, (
+                f"{guide}: the default of {name} is {default}, its row has {shown}"
+            )
 
 
 def test_every_variable_is_in_the_guide_to_the_environment() -> None:
@@ -161,7 +194,11 @@ def test_every_event_is_in_the_guide_to_telemetry() -> None:
     text = (DOCS / "guides" / "telemetry.md").read_text(encoding="utf-8")
     for name in events.CATALOGUE:
         family, _, last = name.rpartition(".")
-        assert f"`{name}`" in text or f"`{family}.*`" in text or (f"`{family}." in text and f"`.{last}`" in text), name
+        assert (
+            f"`{name}`" in text
+            or f"`{family}.*`" in text
+            or (f"`{family}." in text and f"`.{last}`" in text)
+        ), name
 
 
 def test_every_command_is_in_the_guide_to_the_command_line() -> None:
@@ -174,7 +211,7 @@ def test_every_command_is_in_the_guide_to_the_command_line() -> None:
     assert COMMANDS.keys() - called <= {"billing", "demo", "model", "version"}
 
 
-# ── what runs the pages can fail ─────────────────────────────────────────────────────────────────────────────────
+# ── what runs the pages can fail ──────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -182,7 +219,10 @@ def test_every_command_is_in_the_guide_to_the_command_line() -> None:
     [
         ("```python\nprint(1 + 1)  # → 3\n```\n", "expected '3'"),
         ("```python\n1 + 1  # → 3\n```\n", "expected '3'"),
-        ("```python\nprint('a')\nprint('b')\n```\n\n```text title=\"Output\"\na\nc\n```\n", "it printed"),
+        (
+            "```python\nprint('a')\nprint('b')\n```\n\n```text title=\"Output\"\na\nc\n```\n",
+            "it printed",
+        ),
         ("```python\nx = 1\n```\n\n```python\nassert x == 2, x\n```\n", "1"),
         ("```python\nfor word in 'ab':\n    print(word)  # → c\n```\n", "expected 'c'"),
     ],
@@ -197,22 +237,29 @@ def test_a_page_that_says_what_is_not_so_is_found_out(
         run(page)
 
 
-def test_a_page_is_one_program_with_the_lines_of_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_page_is_one_program_with_the_lines_of_the_page(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("pages.ROOT", tmp_path)
     page = tmp_path / "page.md"
     page.write_text(
-        "words\n\n```python\nfor x in (1, 2):\n    print(x)  # → 1\n```\nwords\n```python\n    print(-x)\n```\n"
-        '```text title="Output"\n1\n…\n-2\n```\n```python title="Not run: needs the hosted service"\nnothing()\n```\n'
+        "words\n\n```python\nfor x in (1, 2):\n    print(x)  # → 1\n```\nwords\n```python\n    "
+        "print(-x)\n```\n"
+        '```text title="Output"\n1\n…\n-2\n```\n```python title="Not run: needs the hosted '
+        'service"\nnothing()\n```\n'
         "```python\nx  # → 2\n{'a': 1.5}  # → {'a': …}\n```\n"
     )
     assert run(page).output == "1\n-1\n2\n-2\n"
     assert [block.line for block in blocks(page)] == [4, 9, 12, 17, 20]
 
 
-def test_commands_are_found_in_shell_blocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_commands_are_found_in_shell_blocks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     page = tmp_path / "page.md"
     page.write_text(
-        "```sh\nmake x\nA=1 tinkex serve \\\n  --port 1 | cat  # words\ntinkex run 'a b' && tinkex x > y\n```\n"
+        "```sh\nmake x\nA=1 tinkex serve \\\n  --port 1 | cat  # words\ntinkex run 'a b' && tinkex "
+        "x > y\n```\n"
     )
     assert commands(page) == [(3, ["serve", "--port", "1"]), (5, ["run", "a b"]), (5, ["x"])]
 
@@ -226,7 +273,8 @@ def test_an_ellipsis_stands_for_anything() -> None:
 def test_a_message_that_nobody_writes_is_found_out(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
-        "| you see | do |\n|---|---|\n| `ValueError: data is empty` | x |\n| `ValueError: nobody … writes this` | x |\n"
+        "| you see | do |\n|---|---|\n| `ValueError: data is empty` | x |\n| `ValueError: nobody … "
+        "writes this` | x |\n"
     )
     assert [(message, is_written(message)) for message in quoted_messages(page)] == [
         ("data is empty", True),

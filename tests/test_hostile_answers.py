@@ -1,4 +1,5 @@
-"""Answers that mean harm, or are broken: each is an error of tinkex, soon, and takes bounded memory."""
+"""Answers that mean harm, or are broken: each is an error of tinkex, soon, and takes bounded
+memory."""
 
 from __future__ import annotations
 
@@ -50,11 +51,15 @@ def sample(service: ServiceClient) -> Any:
 
 
 def result_with(tokens: str) -> Answer:
-    body = '{"sequences":[{"stop_reason":"length","tokens":[TOKENS],"logprobs":[-1.0]}]}'.replace("TOKENS", tokens)
+    body = '{"sequences":[{"stop_reason":"length","tokens":[TOKENS],"logprobs":[-1.0]}]}'.replace(
+        "TOKENS", tokens
+    )
     return Answer(body=body.encode(), content_type=codec.JSON)
 
 
-@pytest.mark.parametrize("token", [str(2**70), "1" + "0" * 5000, '"x"', "1.5"], ids=["2**70", "5000", "text", "float"])
+@pytest.mark.parametrize(
+    "token", [str(2**70), "1" + "0" * 5000, '"x"', "1.5"], ids=["2**70", "5000", "text", "float"]
+)
 def test_tokens_that_are_none_are_an_error_of_the_answer(
     faulty: FaultyServer, service: ServiceClient, token: str
 ) -> None:
@@ -91,7 +96,10 @@ def test_a_compressed_answer_is_read_up_to_a_limit(
     monkeypatch.setattr(transport, "ANSWER_BYTES", 1 << 20)
     bomb = gzip.compress(b" " * (200 << 20), 1)
     assert len(bomb) < 1 << 20
-    faulty.script("retrieve_future", Answer(body=bomb, content_type=codec.JSON, headers={"Content-Encoding": "gzip"}))
+    faulty.script(
+        "retrieve_future",
+        Answer(body=bomb, content_type=codec.JSON, headers={"Content-Encoding": "gzip"}),
+    )
     with pytest.raises(tinkex.APIResponseValidationError, match="more than 1048576 bytes"):
         sample(service)
     faulty.script("retrieve_future", result_with("7"))
@@ -119,7 +127,8 @@ def test_an_endless_answer_ends_at_the_limit(monkeypatch: pytest.MonkeyPatch) ->
         with connection:
             connection.recv(65536)
             connection.sendall(
-                b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+                b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: "
+                b"chunked\r\n\r\n"
             )
             chunk = b"10000\r\n" + b" " * 65536 + b"\r\n"
             try:
@@ -177,9 +186,20 @@ service.close().result()
 def test_a_future_that_was_pending_at_a_fork_says_so_in_the_child(tmp_path: Any) -> None:
     with serving(FakeEngine(), tmp_path) as url:
         program = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", FORKED, url], capture_output=True, text=True, timeout=60, check=True
+            [sys.executable, "-W", "ignore", "-c", FORKED, url],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
         )
     lines = program.stdout.splitlines()
-    assert [line.split()[0] for line in lines] == ["result", "exception", "await", "wrapped", "done", "parent"]
+    assert [line.split()[0] for line in lines] == [
+        "result",
+        "exception",
+        "await",
+        "wrapped",
+        "done",
+        "parent",
+    ]
     assert all("pending when the process was forked" in line for line in lines[:4])
     assert lines[4] == "done True"

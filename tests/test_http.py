@@ -1,4 +1,5 @@
-"""HttpClient: any endpoint by its path, against a scripted server; and answers with everything about them."""
+"""HttpClient: any endpoint by its path, against a scripted server; and answers with everything
+about them."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def last(faulty: FaultyServer) -> Seen:
     return faulty.seen[-1]
 
 
-# ── the four methods ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── the four methods ──────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("C12")
@@ -62,7 +63,9 @@ def last(faulty: FaultyServer) -> Seen:
         ("post", (types.AdamParams(learning_rate=0.5, beta1=0.25),), None),
     ],
 )
-def test_each_method(faulty: FaultyServer, http: HttpClient, method: str, args: tuple[Any, ...], body: Any) -> None:
+def test_each_method(
+    faulty: FaultyServer, http: HttpClient, method: str, args: tuple[Any, ...], body: Any
+) -> None:
     faulty.script("things/1", Answer(body={"found": [1, 2.5, None]}))
     assert getattr(http, method)("things/1", *args).result(10) == {"found": [1, 2.5, None]}
     seen = last(faulty)
@@ -88,9 +91,15 @@ def test_a_leading_slash_means_from_the_base_url_on(faulty: FaultyServer) -> Non
 @pytest.mark.covers("C13", "24.http.10")
 def test_which_query_wins(faulty: FaultyServer) -> None:
     faulty.script("things", Answer(body={}))
-    config = Config(base_url=faulty.base_url, default_query={"a": "default", "b": "default", "c": "default", "d": "x"})
+    config = Config(
+        base_url=faulty.base_url,
+        default_query={"a": "default", "b": "default", "c": "default", "d": "x"},
+    )
     with HttpClient(config=config) as http:
-        http.get("things?b=path&c=path&e=1&e=2&f=", params={"c": "call", "d": None, " n ": 1.5, "t": True}).result(10)
+        http.get(
+            "things?b=path&c=path&e=1&e=2&f=",
+            params={"c": "call", "d": None, " n ": 1.5, "t": True},
+        ).result(10)
         assert last(faulty).path == "things?a=default&b=path&e=1&e=2&f=&c=call&n=1.5&t=true"
         http.get("things", params={"e": "ä b&c"}).result(10)
         assert last(faulty).path == "things?a=default&b=default&c=default&d=x&e=%C3%A4+b%26c"
@@ -103,7 +112,9 @@ def test_which_query_wins(faulty: FaultyServer) -> None:
     [{" ": 1}, {"": 1}, {"a": [1]}, {"a": {}}, {"a": object()}],
     ids=["blank", "empty", "list", "mapping", "object"],
 )
-def test_what_is_no_query_is_refused_at_once(faulty: FaultyServer, http: HttpClient, params: Any) -> None:
+def test_what_is_no_query_is_refused_at_once(
+    faulty: FaultyServer, http: HttpClient, params: Any
+) -> None:
     with pytest.raises(ValueError, match="query parameter"):
         http.get("things", params=params)
     assert faulty.seen == []
@@ -120,12 +131,14 @@ def test_nothing_is_smuggled_in_by_a_path(faulty: FaultyServer, http: HttpClient
         http.get("https://elsewhere.example/x")
 
 
-# ── options ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── options ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_extra_fields_are_added_to_the_body(faulty: FaultyServer, http: HttpClient) -> None:
     faulty.script("things", Answer(body={}))
-    http.post("things", {"a": 1, "b": 2, "c": 3}, extra_json={"b": None, "c": OMIT, "d": [4]}).result(10)
+    http.post(
+        "things", {"a": 1, "b": 2, "c": 3}, extra_json={"b": None, "c": OMIT, "d": [4]}
+    ).result(10)
     assert last(faulty).json == {"a": 1, "b": None, "d": [4]}
     http.post("things", extra_json={"only": 1}).result(10)
     assert last(faulty).json == {"only": 1}
@@ -135,12 +148,24 @@ def test_extra_fields_are_added_to_the_body(faulty: FaultyServer, http: HttpClie
 
 
 @pytest.mark.covers("C18", "D21")
-def test_not_given_left_out_and_none_are_three_things(faulty: FaultyServer, http: HttpClient) -> None:
+def test_not_given_left_out_and_none_are_three_things(
+    faulty: FaultyServer, http: HttpClient
+) -> None:
     faulty.script("things", Answer(body={}))
-    body = {"absent": NOT_GIVEN, "omitted": OMIT, "none": None, "zero": 0, "when": dt.datetime(2026, 1, 2, 3, 4)}
+    body = {
+        "absent": NOT_GIVEN,
+        "omitted": OMIT,
+        "none": None,
+        "zero": 0,
+        "when": dt.datetime(2026, 1, 2, 3, 4),
+    }
     http.post("things", body).result(10)
     assert last(faulty).json == {"none": None, "zero": 0, "when": "2026-01-02T03:04:00"}
-    form = {"aliases": {"when": "at"}, "drop_none": True, "formats": {"when": lambda when: when.year}}
+    form = {
+        "aliases": {"when": "at"},
+        "drop_none": True,
+        "formats": {"when": lambda when: when.year},
+    }
     http.post("things", body, transform=form).result(10)
     assert last(faulty).json == {"zero": 0, "at": 2026}
     http.post("things", body, transform=form, extra_json={"more": dt.date(2026, 5, 6)}).result(10)
@@ -150,7 +175,9 @@ def test_not_given_left_out_and_none_are_three_things(faulty: FaultyServer, http
 
 
 @pytest.mark.covers("C15")
-def test_a_caller_may_choose_the_idempotency_key_or_send_none(faulty: FaultyServer, http: HttpClient) -> None:
+def test_a_caller_may_choose_the_idempotency_key_or_send_none(
+    faulty: FaultyServer, http: HttpClient
+) -> None:
     faulty.script("things", Answer(body={}))
     http.post("things", idempotency_key="mine").result(10)
     assert last(faulty).headers["x-idempotency-key"] == "mine"
@@ -204,7 +231,12 @@ def test_a_timeout_in_the_official_words() -> None:
     ],
 )
 def test_options_without_effect_are_refused(
-    faulty: FaultyServer, http: HttpClient, method: str, options: dict[str, Any], error: type[Exception], words: str
+    faulty: FaultyServer,
+    http: HttpClient,
+    method: str,
+    options: dict[str, Any],
+    error: type[Exception],
+    words: str,
 ) -> None:
     with pytest.raises(error, match=words):
         getattr(http, method)("things", **options)
@@ -216,12 +248,14 @@ def test_settings_are_given_once(faulty: FaultyServer) -> None:
         HttpClient(base_url=faulty.base_url, config=Config(base_url="local"))
 
 
-# ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── files ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def parts(seen: Seen) -> dict[str, tuple[str | None, bytes]]:
     """The fields and files of a form, as another program reads them."""
-    message = email.message_from_bytes(f"Content-Type: {seen.headers['content-type']}\r\n\r\n".encode() + seen.body)
+    message = email.message_from_bytes(
+        f"Content-Type: {seen.headers['content-type']}\r\n\r\n".encode() + seen.body
+    )
     found = {}
     for part in message.get_payload():
         assert not isinstance(part, str)
@@ -255,7 +289,9 @@ def test_files_make_the_body_a_form(faulty: FaultyServer, http: HttpClient, tmp_
 @pytest.mark.covers("C17")
 def test_the_content_type_may_ask_for_a_form(faulty: FaultyServer, http: HttpClient) -> None:
     faulty.script("things", Answer(body={}))
-    http.put("things", {"a": 1}, headers={"content-TYPE": "multipart/form-data; boundary=mine"}).result(10)
+    http.put(
+        "things", {"a": 1}, headers={"content-TYPE": "multipart/form-data; boundary=mine"}
+    ).result(10)
     assert last(faulty).headers["content-type"] == "multipart/form-data; boundary=mine"
     assert parts(last(faulty)) == {"a": (None, b"1")}
 
@@ -292,12 +328,14 @@ async def test_files_are_read_off_the_loop(faulty: FaultyServer, http: HttpClien
     assert parts(last(faulty))["a"] == ("a", b"slow")
 
 
-# ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── answers ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("C20")
 @pytest.mark.parametrize("status", [200, 201, 204])
-def test_an_empty_answer_is_an_empty_mapping(faulty: FaultyServer, http: HttpClient, status: int) -> None:
+def test_an_empty_answer_is_an_empty_mapping(
+    faulty: FaultyServer, http: HttpClient, status: int
+) -> None:
     faulty.script("things", Answer(status))
     assert http.delete("things").result(10) == {}
 
@@ -306,7 +344,9 @@ def test_an_empty_answer_is_an_empty_mapping(faulty: FaultyServer, http: HttpCli
 def test_a_good_answer_that_is_not_json_is_an_error(faulty: FaultyServer, http: HttpClient) -> None:
     page = f"<html>hello {KEY}</html>".encode()
     faulty.script("things", Answer(body=page, content_type="text/html"))
-    with pytest.raises(tinkex.APIResponseValidationError, match=r"GET things at .*: the answer is not JSON") as caught:
+    with pytest.raises(
+        tinkex.APIResponseValidationError, match=r"GET things at .*: the answer is not JSON"
+    ) as caught:
         http.get("things").result(10)
     error = caught.value
     assert error.status is None
@@ -351,8 +391,13 @@ def test_a_bad_status_is_a_typed_error_with_what_the_server_said(
 @pytest.mark.covers("C20", "D19")
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 @pytest.mark.parametrize("method", ["get", "post"])
-def test_a_redirect_may_be_the_answer(faulty: FaultyServer, http: HttpClient, status: int, method: str) -> None:
-    headers = {"Location": "https://elsewhere.example/x?sig=abc", "Expires": "Fri, 02 Jan 2026 00:00:00 GMT"}
+def test_a_redirect_may_be_the_answer(
+    faulty: FaultyServer, http: HttpClient, status: int, method: str
+) -> None:
+    headers = {
+        "Location": "https://elsewhere.example/x?sig=abc",
+        "Expires": "Fri, 02 Jan 2026 00:00:00 GMT",
+    }
     faulty.script("archive", Answer(status, headers=headers))
     heard: list[dict[str, Any]] = []
     events.attach("redirects", [events.HTTP_STOP], lambda _, __, facts: heard.append(dict(facts)))
@@ -367,7 +412,9 @@ def test_a_redirect_may_be_the_answer(faulty: FaultyServer, http: HttpClient, st
 
 @pytest.mark.covers("C20", "24.code.4")
 @pytest.mark.parametrize("follow", [True, False])
-def test_a_redirect_without_an_address_is_an_error(faulty: FaultyServer, http: HttpClient, follow: bool) -> None:
+def test_a_redirect_without_an_address_is_an_error(
+    faulty: FaultyServer, http: HttpClient, follow: bool
+) -> None:
     faulty.script("archive", Answer(302))
     with pytest.raises(tinkex.APIStatusError, match="302") as caught:
         http.get("archive", follow_redirects=follow).result(10)
@@ -379,7 +426,9 @@ def test_a_redirect_is_followed_without_the_key(faulty: FaultyServer, http: Http
     with faulty_server() as elsewhere:
         elsewhere.script("/there", Answer(body={"found": True}))
         faulty.script("archive", Answer(302, headers={"Location": f"{elsewhere.base_url}/there"}))
-        raw = http.with_raw_response.get("archive", headers={"user-agent": "mine", "X-Own": "1"}).result(10)
+        raw = http.with_raw_response.get(
+            "archive", headers={"user-agent": "mine", "X-Own": "1"}
+        ).result(10)
         assert raw.data == {"found": True}
         assert raw.url == f"{elsewhere.base_url}/there"
         [there] = elsewhere.seen
@@ -387,14 +436,18 @@ def test_a_redirect_is_followed_without_the_key(faulty: FaultyServer, http: Http
     assert not {"x-api-key", "x-own"} & there.headers.keys()
 
 
-# ── answers with everything about them ───────────────────────────────────────────────────────────────────────────
+# ── answers with everything about them ────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("C23", "24.http.12")
 @pytest.mark.parametrize("how", ["option", "property"])
-def test_a_wrapped_answer(faulty: FaultyServer, http: HttpClient, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrapped_answer(
+    faulty: FaultyServer, http: HttpClient, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tinkex.client.http.transport.backoff", lambda *_, **__: 0.05)
-    faulty.script("things", Answer(503), Answer(201, {"status": "ok"}, headers={"X-Request-ID": "r1"}))
+    faulty.script(
+        "things", Answer(503), Answer(201, {"status": "ok"}, headers={"X-Request-ID": "r1"})
+    )
     options: Any = {"response": "wrapped"} if how == "option" else {}
     client = http if how == "option" else http.with_raw_response
     answer: APIResponse = client.post("things", {}, params={"a": 1}, **options).result(10)
@@ -416,7 +469,9 @@ def test_a_wrapped_answer_is_parsed(faulty: FaultyServer, http: HttpClient) -> N
     assert answer.parse(types.HealthResponse) == types.HealthResponse(status="ok")
     assert answer.parse(lambda data: data["status"].upper()) == "OK"
     for parser in (types.Checkpoint, lambda data: data["nowhere"]):
-        with pytest.raises(tinkex.APIResponseValidationError, match="not what was asked for") as caught:
+        with pytest.raises(
+            tinkex.APIResponseValidationError, match="not what was asked for"
+        ) as caught:
             answer.parse(parser)
         assert "GET" in caught.value.message
     with pytest.raises(TypeError, match="a parser is a record type or a function, got str"):
@@ -438,14 +493,18 @@ def test_a_rest_client_gives_wrapped_answers_too(faulty: FaultyServer) -> None:
     faulty.script("training_runs/r/checkpoints/weights/c", Answer(204))
     with RestClient(base_url=faulty.base_url) as rest:
         answer: Any = rest.with_raw_response.get_training_run("r:1", None).result(10)
-        assert answer.data.training_run_id == rest.get_training_run("r:1", None).result(10).training_run_id == "r"
+        assert (
+            answer.data.training_run_id
+            == rest.get_training_run("r:1", None).result(10).training_run_id
+            == "r"
+        )
         assert (answer.status, answer.header("x-request-id"), answer.retries) == (200, "7", 0)
         assert answer.url == f"{faulty.base_url}/api/v1/training_runs/r:1"
         gone: Any = rest.with_raw_response.delete_checkpoint("r", "weights/c").result(10)
         assert (gone.status, gone.data, gone.method) == (204, None, "DELETE")
 
 
-# ── lifetimes ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── lifetimes ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def none_is_open(faulty: FaultyServer, before: int = 0) -> bool:
@@ -482,22 +541,30 @@ async def test_a_client_in_an_event_loop(faulty: FaultyServer) -> None:
 
 
 def test_the_embedded_server_is_asked_the_same_way(tmp_path: Path) -> None:
-    with LocalBackend(data_dir=tmp_path, engine=FakeEngine()) as backend, HttpClient(base_url=backend.base_url) as http:
+    with (
+        LocalBackend(data_dir=tmp_path, engine=FakeEngine()) as backend,
+        HttpClient(base_url=backend.base_url) as http,
+    ):
         assert http.get("healthz").result(10) == {"status": "ok"}
         with pytest.raises(tinkex.NotFoundError) as caught:
             http.get("nowhere", params={"a": 1}).result(10)
         assert caught.value.request.url.endswith("/api/v1/nowhere?a=1")
 
 
-# ── streams of events ────────────────────────────────────────────────────────────────────────────────────────────
+# ── streams of events ─────────────────────────────────────────────────────────────────────────────
 
 SSE = "text/event-stream"
-EVENTS = b'data: {"a": 1}\n\ndata: plain\n\n: nothing\n\ndata:\n\ndata: null\n\nevent: x\rdata: two\rdata: lines\r\r'
+EVENTS = (
+    b'data: {"a": 1}\n\ndata: plain\n\n: nothing\n\ndata:\n\ndata: null\n\nevent: x\rdata: '
+    b"two\rdata: lines\r\r"
+)
 
 
 @pytest.mark.covers("C24", "24.code.19")
 @pytest.mark.parametrize("pieces", [1, 7, len(EVENTS)])
-def test_events_are_read_however_they_are_cut(faulty: FaultyServer, http: HttpClient, pieces: int) -> None:
+def test_events_are_read_however_they_are_cut(
+    faulty: FaultyServer, http: HttpClient, pieces: int
+) -> None:
     faulty.script("events", Answer(body=EVENTS, content_type=SSE, pieces=pieces))
     assert list(http.stream_get("events")) == [{"a": 1}, "plain", "two\nlines"]
     seen = last(faulty)
@@ -514,7 +581,9 @@ def test_events_are_read_however_they_are_cut(faulty: FaultyServer, http: HttpCl
     ],
     ids=["raw", "names", "upper"],
 )
-def test_what_is_made_of_events(faulty: FaultyServer, http: HttpClient, parser: Any, found: list[Any]) -> None:
+def test_what_is_made_of_events(
+    faulty: FaultyServer, http: HttpClient, parser: Any, found: list[Any]
+) -> None:
     faulty.script("events", Answer(body=EVENTS, content_type=SSE))
     assert list(http.stream_get("events", event_parser=parser)) == found
 
@@ -549,16 +618,23 @@ def test_a_stream_has_a_head_and_takes_options(faulty: FaultyServer, http: HttpC
 
 def test_events_that_are_packed_are_unpacked(faulty: FaultyServer, http: HttpClient) -> None:
     packed = gzip.compress(EVENTS)
-    faulty.script("events", Answer(body=packed, content_type=SSE, headers={"Content-Encoding": "gzip"}, pieces=3))
+    faulty.script(
+        "events",
+        Answer(body=packed, content_type=SSE, headers={"Content-Encoding": "gzip"}, pieces=3),
+    )
     assert list(http.stream_get("events")) == [{"a": 1}, "plain", "two\nlines"]
 
 
 @pytest.mark.covers("D08")
 @pytest.mark.parametrize("status", [302, 400, 401, 404, 429, 500, 503])
-def test_a_stream_with_a_bad_status_is_an_error(faulty: FaultyServer, http: HttpClient, status: int) -> None:
+def test_a_stream_with_a_bad_status_is_an_error(
+    faulty: FaultyServer, http: HttpClient, status: int
+) -> None:
     faulty.script("events", Answer(status, {"detail": f"no stream for {KEY}"}))
     stream = http.stream_get("events")
-    with pytest.raises(tinkex.APIStatusError, match=f"GET events at .*{status}: no stream for") as caught:
+    with pytest.raises(
+        tinkex.APIStatusError, match=f"GET events at .*{status}: no stream for"
+    ) as caught:
         list(stream)
     assert caught.value.status_code == status
     assert caught.value.request.url == f"{faulty.base_url}/api/v1/events"
@@ -569,8 +645,12 @@ def test_a_stream_with_a_bad_status_is_an_error(faulty: FaultyServer, http: Http
     assert len(faulty.seen) == 1  # asked for once
 
 
-def test_an_error_that_never_ends_is_not_read_to_its_end(http: HttpClient, faulty: FaultyServer) -> None:
-    faulty.script("events", Answer(500, b"x" * 4_000_000, content_type="text/plain", pieces=40, pause=2))
+def test_an_error_that_never_ends_is_not_read_to_its_end(
+    http: HttpClient, faulty: FaultyServer
+) -> None:
+    faulty.script(
+        "events", Answer(500, b"x" * 4_000_000, content_type="text/plain", pieces=40, pause=2)
+    )
     began = time.monotonic()
     with pytest.raises(tinkex.InternalServerError):
         list(http.stream_get("events"))
@@ -596,19 +676,29 @@ def test_a_stream_that_breaks_is_an_error(
 
 @pytest.mark.covers("24.code.20")
 def test_error_events_reach_the_reader(faulty: FaultyServer, http: HttpClient) -> None:
-    faulty.script("events", Answer(body=b'event: error\ndata: {"error": "no"}\n\n', content_type=SSE))
+    faulty.script(
+        "events", Answer(body=b'event: error\ndata: {"error": "no"}\n\n', content_type=SSE)
+    )
     told = list(http.stream_get("events", event_parser=lambda event: (event.event, event.json())))
     assert told == [("error", {"error": "no"})]
 
 
 @pytest.mark.parametrize(
-    "leave", [EventStream.close, lambda stream: stream.__exit__(None, None, None)], ids=["close", "with"]
+    "leave",
+    [EventStream.close, lambda stream: stream.__exit__(None, None, None)],
+    ids=["close", "with"],
 )
 def test_leaving_a_stream_hangs_up(leave: Callable[[EventStream], None]) -> None:
     with faulty_server() as faulty, HttpClient(base_url=faulty.base_url) as http:
-        faulty.script("events", Answer(body=b"data: 1\n\n" * 600, content_type=SSE, pieces=600, pause=0.05))
+        faulty.script(
+            "events", Answer(body=b"data: 1\n\n" * 600, content_type=SSE, pieces=600, pause=0.05)
+        )
         heard: list[Any] = []
-        events.attach("streams", events.HTTP_EVENTS, lambda name, _, facts: heard.append((name, facts.get("result"))))
+        events.attach(
+            "streams",
+            events.HTTP_EVENTS,
+            lambda name, _, facts: heard.append((name, facts.get("result"))),
+        )
         stream = http.stream_get("events")
         assert next(iter(stream)) == 1
         assert faulty.open_connections == 1
@@ -618,7 +708,9 @@ def test_leaving_a_stream_hangs_up(leave: Callable[[EventStream], None]) -> None
         assert heard == [(events.HTTP_START, None), (events.HTTP_STOP, "cancelled")]
 
 
-def test_a_stream_that_is_left_before_its_head_has_none(faulty: FaultyServer, http: HttpClient) -> None:
+def test_a_stream_that_is_left_before_its_head_has_none(
+    faulty: FaultyServer, http: HttpClient
+) -> None:
     faulty.script("events", Answer(body=EVENTS, content_type=SSE, delay=60))
     stream = http.stream_get("events")
     wait_until(lambda: faulty.seen)

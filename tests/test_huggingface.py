@@ -1,4 +1,5 @@
-"""Files of the hub, the token for it, and adapters pushed to a hub on loopback by huggingface_hub itself."""
+"""Files of the hub, the token for it, and adapters pushed to a hub on loopback by huggingface_hub
+itself."""
 
 from __future__ import annotations
 
@@ -48,14 +49,16 @@ def server() -> Iterator[FaultyServer]:
         yield made
 
 
-# ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── files ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("1.2.1/1", "1.2.1/2")
 def test_a_file_is_fetched_once_and_kept(server: FaultyServer, tmp_path: Path) -> None:
     server.script("/org/model/resolve/main/a/b.json", Answer(200, b"{}"))
     for _ in range(2):
-        path = resolve_file("org/model", "main", "a/b.json", cache_dir=tmp_path, endpoint=server.base_url)
+        path = resolve_file(
+            "org/model", "main", "a/b.json", cache_dir=tmp_path, endpoint=server.base_url
+        )
         assert path == tmp_path / "hf" / "org__model" / "main" / "a" / "b.json"
         assert path.read_bytes() == b"{}"
     assert len(server.seen) == 1
@@ -65,7 +68,10 @@ def test_a_file_is_fetched_once_and_kept(server: FaultyServer, tmp_path: Path) -
 
 @pytest.mark.covers("1.2.1/4", "4.1/8")
 def test_the_helpers_names_are_public() -> None:
-    assert build_hf_url("o/m", "main", "x y.json") == "https://huggingface.co/o/m/resolve/main/x%20y.json"
+    assert (
+        build_hf_url("o/m", "main", "x y.json")
+        == "https://huggingface.co/o/m/resolve/main/x%20y.json"
+    )
     assert sanitize_repo_id("org/model") == "org__model"
     assert ".." not in sanitize_repo_id("a/../b")
     assert default_cache_dir().name == "tinkex"
@@ -94,8 +100,15 @@ def test_the_token_goes_to_the_hub_and_nowhere_else(
     monkeypatch.setenv("HF_TOKEN", "hf_mine")
     with faulty_server() as elsewhere:
         elsewhere.script("/cdn/file", Answer(200, b"data"))
-        server.script("/m/resolve/main/f", Answer(302, b"", {"Location": f"{elsewhere.base_url}/cdn/file"}))
-        assert resolve_file("m", "main", "f", cache_dir=tmp_path, endpoint=server.base_url).read_bytes() == b"data"
+        server.script(
+            "/m/resolve/main/f", Answer(302, b"", {"Location": f"{elsewhere.base_url}/cdn/file"})
+        )
+        assert (
+            resolve_file(
+                "m", "main", "f", cache_dir=tmp_path, endpoint=server.base_url
+            ).read_bytes()
+            == b"data"
+        )
         assert server.seen[0].headers["authorization"] == "Bearer hf_mine"
         assert "authorization" not in elsewhere.seen[0].headers
 
@@ -106,13 +119,28 @@ def test_half_a_file_is_no_file(server: FaultyServer, tmp_path: Path) -> None:
     with pytest.raises(tinkex.APIConnectionError):
         resolve_file("m", "main", "f", cache_dir=tmp_path, endpoint=server.base_url)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert len(resolve_file("m", "main", "f", cache_dir=tmp_path, endpoint=server.base_url).read_bytes()) == 1000
+    assert (
+        len(
+            resolve_file(
+                "m", "main", "f", cache_dir=tmp_path, endpoint=server.base_url
+            ).read_bytes()
+        )
+        == 1000
+    )
 
 
 @pytest.mark.covers("Q-1")
 @pytest.mark.parametrize(
     ("revision", "filename"),
-    [("..", "f"), ("main", "../f"), ("main", "a/../../f"), ("main", "..\\f"), ("main", "/etc/f"), ("", "f"), ("a", "")],
+    [
+        ("..", "f"),
+        ("main", "../f"),
+        ("main", "a/../../f"),
+        ("main", "..\\f"),
+        ("main", "/etc/f"),
+        ("", "f"),
+        ("a", ""),
+    ],
 )
 def test_no_name_leads_out_of_the_cache(tmp_path: Path, revision: str, filename: str) -> None:
     with pytest.raises(HubError, match=r"leads out|not empty"):
@@ -125,16 +153,20 @@ def test_a_hub_that_is_silent_is_given_up_in_time(server: FaultyServer, tmp_path
     server.script("/m/resolve/main/f", Answer(200, b"late", delay=60))
     began = time.monotonic()
     with pytest.raises(tinkex.APITimeoutError, match="did not answer in time"):
-        resolve_file("m", "main", "f", cache_dir=tmp_path, endpoint=server.base_url, http_timeout_ms=100)
+        resolve_file(
+            "m", "main", "f", cache_dir=tmp_path, endpoint=server.base_url, http_timeout_ms=100
+        )
     assert time.monotonic() - began < 20
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-# ── the token ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the token ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("1.2.2/1", "1.2.2/2", "1.2.2/3", "1.9/5")
-def test_the_token_is_the_first_of_several_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_token_is_the_first_of_several_places(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     with pytest.raises(HubError, match="HF_TOKEN, HUGGING_FACE_HUB_TOKEN and the file"):
         resolve_token()
     home = tmp_path / "hf-home"
@@ -156,7 +188,9 @@ def test_the_token_is_the_first_of_several_places(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.covers("1.2.2/2", "1.2.2/3", "1.9/5")
-def test_without_hf_home_the_users_cache_is_looked_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_hf_home_the_users_cache_is_looked_in(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delenv("HF_HOME")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "huggingface").mkdir()
@@ -167,7 +201,7 @@ def test_without_hf_home_the_users_cache_is_looked_in(monkeypatch: pytest.Monkey
         resolve_token()
 
 
-# ── pushing ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── pushing ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
@@ -175,7 +209,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # this hub stores large files the older way
+    # this hub stores large files the older way
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     with hub_server() as made:
         monkeypatch.setenv("HF_TOKEN", TOKEN)
@@ -206,20 +241,42 @@ def source(tmp_path: Path) -> Iterator[Source]:
         yield Source(url, tmp_path / "data", service)
 
 
-@pytest.mark.covers("1.2.3/3", "1.2.3/6", "1.2.3/8", "1.2.3/12", "1.2.3/13", "1.2.3/15", "1.2.3/18", "1.2.3/19", "Q-4")
+@pytest.mark.covers(
+    "1.2.3/3",
+    "1.2.3/6",
+    "1.2.3/8",
+    "1.2.3/12",
+    "1.2.3/13",
+    "1.2.3/15",
+    "1.2.3/18",
+    "1.2.3/19",
+    "Q-4",
+)
 def test_an_adapter_is_pushed_with_a_card_and_its_base_model(
     hub: Hub, source: Source, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
     assert source.push(repo_id="team/adapter") == Pushed("team/adapter", "main", False)
     files = hub.repos["team/adapter"]["main"]
-    assert sorted(files) == ["README.md", "adapter_config.json", "adapter_model.safetensors", "fake.json"]
+    assert sorted(files) == [
+        "README.md",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "fake.json",
+    ]
     assert files["adapter_model.safetensors"] == b"w" * 5000
-    assert list(hub.lfs.values()) == [b"w" * 5000]  # large files go by themselves, not inside the commit
+    # large files go by themselves, not inside the commit
+    assert list(hub.lfs.values()) == [b"w" * 5000]
     assert json.loads(files["adapter_config.json"]) == {"r": 4, "base_model_name_or_path": "fake"}
     assert files["adapter_config.json"].endswith(b"}\n")
     card = files["README.md"].decode()
-    for part in ("base_model: fake", "library_name: peft", "- base_model:adapter:fake", source.path, "LoRA rank: 4"):
+    for part in (
+        "base_model: fake",
+        "library_name: peft",
+        "- base_model:adapter:fake",
+        source.path,
+        "LoRA rank: 4",
+    ):
         assert part in card
     assert "Trained modules: attn, mlp, unembed" in card
     assert 'PeftModel.from_pretrained(base, "team/adapter")' in card
@@ -229,7 +286,8 @@ def test_an_adapter_is_pushed_with_a_card_and_its_base_model(
     assert TOKEN not in caplog.text
     sent = sum(method == "PUT" for method, _ in hub.seen)
     source.push(repo_id="team/adapter")
-    assert sum(method == "PUT" for method, _ in hub.seen) == sent == 1  # the hub has it: it is not sent again
+    # the hub has it: it is not sent again
+    assert sum(method == "PUT" for method, _ in hub.seen) == sent == 1
 
 
 @pytest.mark.covers("1.2.3/7", "1.2.3/9", "1.2.3/18", "Q-2", "Q-3")
@@ -239,7 +297,8 @@ def test_without_a_repository_one_is_named_and_its_branch_is_made(hub: Hub, sour
     assert not hub.private[repo]
     assert "adapter_config.json" in hub.repos[repo]["final"]
     assert hub.repos[repo]["main"] == {}
-    assert source.push(revision="v2") == Pushed(repo, "v2", False)  # a revision without a repository
+    # a revision without a repository
+    assert source.push(revision="v2") == Pushed(repo, "v2", False)
     assert "adapter_config.json" in hub.repos[repo]["v2"]
 
 
@@ -258,7 +317,9 @@ def test_a_repository_of_another_checkpoint_is_left_alone(hub: Hub, source: Sour
 
 @pytest.mark.covers("1.2.3/8", "1.2.3/11")
 def test_files_are_chosen_by_patterns(hub: Hub, source: Source) -> None:
-    source.push(repo_id="a", allow_patterns=["*.json", "checkpoint_complete"], ignore_patterns=["fake*"])
+    source.push(
+        repo_id="a", allow_patterns=["*.json", "checkpoint_complete"], ignore_patterns=["fake*"]
+    )
     assert sorted(hub.repos["me/a"]["main"]) == ["adapter_config.json", "checkpoint_complete"]
     with pytest.raises(HubError, match="no file is left"):
         source.push(repo_id="b", ignore_patterns=["**"])
@@ -287,9 +348,14 @@ def test_patterns(name: str, pattern: str, fits: bool) -> None:
 @pytest.mark.covers("1.2.3/5")
 @pytest.mark.parametrize(
     ("lacking", "message"),
-    [("adapter_config.json", "has no adapter_config"), ("adapter_model.safetensors", "neither adapter_model")],
+    [
+        ("adapter_config.json", "has no adapter_config"),
+        ("adapter_model.safetensors", "neither adapter_model"),
+    ],
 )
-def test_what_is_no_whole_adapter_is_not_pushed(hub: Hub, source: Source, lacking: str, message: str) -> None:
+def test_what_is_no_whole_adapter_is_not_pushed(
+    hub: Hub, source: Source, lacking: str, message: str
+) -> None:
     (source.directory / lacking).unlink()
     with pytest.raises(HubError, match=message):
         source.push(repo_id="a")
@@ -301,7 +367,9 @@ def test_a_base_model_that_the_adapter_names_stays(hub: Hub, source: Source) -> 
     (source.directory / "adapter_config.json").write_text('{"base_model_name_or_path": "Qwen/x"}')
     (source.directory / "adapter_model.safetensors").rename(source.directory / "adapter_model.bin")
     source.push(repo_id="a")
-    assert hub.repos["me/a"]["main"]["adapter_config.json"] == b'{"base_model_name_or_path": "Qwen/x"}'
+    assert (
+        hub.repos["me/a"]["main"]["adapter_config.json"] == b'{"base_model_name_or_path": "Qwen/x"}'
+    )
 
 
 @pytest.mark.covers("1.2.3/14")
@@ -320,7 +388,9 @@ def test_a_push_can_be_a_proposal(hub: Hub, source: Source) -> None:
 
 
 @pytest.mark.covers("1.2.3/1", "1.2.3/2", "1.2.3/9", "1.2.3/17")
-def test_a_hub_that_refuses_is_told(hub: Hub, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_refuses_is_told(
+    hub: Hub, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(HubError, match="does not know this token"):
         source.push(repo_id="a", hf_token="hf_wrong")
     hub.refuse = {"/commit/": 400}
@@ -339,12 +409,14 @@ def test_a_hub_that_refuses_is_told(hub: Hub, source: Source, monkeypatch: pytes
 def test_a_hub_that_falls_silent_during_a_push_is_given_up_in_time(
     hub: Hub, source: Source, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # the library tries again by itself, and waits
+    # the library tries again by itself, and waits
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
     hub.stall = {part: 1.0}
     before = list(huggingface_session().event_hooks["request"])
     with pytest.raises(tinkex.APITimeoutError, match="was silent for 100 ms"):
         source.push(repo_id="a", http_timeout_ms=100)
-    assert huggingface_session().event_hooks["request"] == before  # the process's session is as it was
+    # the process's session is as it was
+    assert huggingface_session().event_hooks["request"] == before
     defaults = inspect.signature(pushes.push_checkpoint_adapter_async).parameters
     assert defaults["http_timeout_ms"].default == 120_000
     for wrong in (0, -1, True, 1.5):
@@ -379,7 +451,9 @@ def test_a_push_leaves_nothing_behind_whether_it_succeeds_or_not(
     assert list(scratch.iterdir()) == []
 
 
-def test_of_a_cache_only_what_pushes_have_left_is_ever_removed(hub: Hub, source: Source, tmp_path: Path) -> None:
+def test_of_a_cache_only_what_pushes_have_left_is_ever_removed(
+    hub: Hub, source: Source, tmp_path: Path
+) -> None:
     cache, long_ago = tmp_path / "cache", time.time() - 1.1 * pushes.KEPT_SECONDS
     hub.refuse = {"/commit/": 500}
     with pytest.raises(tinkex.RequestFailedError):
@@ -397,9 +471,13 @@ def test_of_a_cache_only_what_pushes_have_left_is_ever_removed(hub: Hub, source:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="permissions are another matter there")
-def test_what_a_push_works_with_is_for_nobody_else_to_read(hub: Hub, source: Source, tmp_path: Path) -> None:
+def test_what_a_push_works_with_is_for_nobody_else_to_read(
+    hub: Hub, source: Source, tmp_path: Path
+) -> None:
     seen: list[int] = []
-    hub.on_request = lambda path: seen.extend(place.stat().st_mode & 0o77 for place in (tmp_path / "c").glob("*"))
+    hub.on_request = lambda path: seen.extend(
+        place.stat().st_mode & 0o77 for place in (tmp_path / "c").glob("*")
+    )
     hub.refuse = {"/commit/": 500}
     with pytest.raises(tinkex.RequestFailedError):
         source.push(repo_id="a", cache_dir=tmp_path / "c")

@@ -1,4 +1,5 @@
-"""Adapters made by peft, imported: the same function to the last digits that floats have, and trained on from there."""
+"""Adapters made by peft, imported: the same function to the last digits that floats have, and
+trained on from there."""
 
 from __future__ import annotations
 
@@ -82,7 +83,9 @@ def test_an_import_says_how_far_it_is(
 ) -> None:
     adapter, told = make(dtype), list[tuple[int, int]]()
     monkeypatch.setattr(imports, "PIECE", 100)
-    saved = import_adapter(store, adapter, MODEL, model_dir, progress=lambda done, total: told.append((done, total)))
+    saved = import_adapter(
+        store, adapter, MODEL, model_dir, progress=lambda done, total: told.append((done, total))
+    )
     read = (adapter / "adapter_model.safetensors").stat().st_size
     written = load_file(saved.directory / "adapter_model.safetensors")
     assert told == sorted(told)
@@ -133,7 +136,11 @@ def test_an_imported_adapter_computes_what_peft_computes_and_trains_on(
     ):
         client = service.create_training_client_from_state(saved.tinker_path).result()
         assert_peft_agrees(client, types, model_dir, adapter)
-        info = RestClient(base_url=backend.base_url).get_weights_info_by_tinker_path(saved.tinker_path).result(20)
+        info = (
+            RestClient(base_url=backend.base_url)
+            .get_weights_info_by_tinker_path(saved.tinker_path)
+            .result(20)
+        )
         assert info.lora_rank == options.get("r", 4)
         flags = {"attn": info.train_attn, "mlp": info.train_mlp, "unembed": info.train_unembed}
         assert [group for group, on in flags.items() if on] == trains.split()
@@ -154,7 +161,10 @@ def test_modules_that_the_adapter_left_alone_learn_too(
         train(client, types, make_data(types), 2)
         path = client.save_state("after").result(60).path
     after = load_file(
-        data_dir / "checkpoints" / path.split("/")[2].replace(":", "_") / "weights/after/adapter_model.safetensors"
+        data_dir
+        / "checkpoints"
+        / path.split("/")[2].replace(":", "_")
+        / "weights/after/adapter_model.safetensors"
     )
     assert before.keys() == after.keys()
     for name in ("k_proj.lora_A", "k_proj.lora_B", "q_proj.lora_B"):
@@ -162,17 +172,29 @@ def test_modules_that_the_adapter_left_alone_learn_too(
         assert not torch.equal(before[key], after[key]), key
 
 
-def test_an_adapter_of_the_hosted_service_finds_its_unembedding(make: Make, store: Store, model_dir: Path) -> None:
+def test_an_adapter_of_the_hosted_service_finds_its_unembedding(
+    make: Make, store: Store, model_dir: Path
+) -> None:
     adapter = make(target_modules=["lm_head", "q_proj"])
     _edit(adapter, target_modules="all-linear")
     path = adapter / "adapter_model.safetensors"
-    save_file({key.replace("lm_head", "model.unembed_tokens"): value for key, value in load_file(path).items()}, path)
+    save_file(
+        {
+            key.replace("lm_head", "model.unembed_tokens"): value
+            for key, value in load_file(path).items()
+        },
+        path,
+    )
     saved = import_adapter(store, adapter, MODEL, model_dir)
     assert saved.lora.train_unembed
-    assert "base_model.model.lm_head.lora_B.weight" in load_file(saved.directory / "adapter_model.safetensors")
+    assert "base_model.model.lm_head.lora_B.weight" in load_file(
+        saved.directory / "adapter_model.safetensors"
+    )
 
 
-def test_the_name_of_the_base_model_is_the_adapters_own_by_default(make: Make, store: Store, model_dir: Path) -> None:
+def test_the_name_of_the_base_model_is_the_adapters_own_by_default(
+    make: Make, store: Store, model_dir: Path
+) -> None:
     saved = import_adapter(store, make(), None, model_dir)
     assert saved.base_model == MODEL
     run = store.run(saved.model_id)
@@ -180,7 +202,7 @@ def test_the_name_of_the_base_model_is_the_adapters_own_by_default(make: Make, s
     assert (run.base_model, run.lora.rank, run.owner) == (MODEL, 4, "local")
 
 
-# ── refusals ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── refusals ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def _edit(directory: Path, **changes: Any) -> None:
@@ -212,11 +234,26 @@ KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda directory: (directory / "adapter_config.json").unlink(), r"has no adapter_config\.json"),
-        (lambda directory: (directory / "adapter_config.json").write_text("{"), "is not valid JSON"),
-        (lambda directory: (directory / "adapter_config.json").write_text("[]"), "expected an object"),
-        (lambda directory: (directory / "adapter_model.safetensors").unlink(), r"has no adapter_model\.safetensors"),
-        (lambda directory: (directory / "adapter_model.safetensors").write_bytes(b"x" * 50), "cannot be read"),
+        (
+            lambda directory: (directory / "adapter_config.json").unlink(),
+            r"has no adapter_config\.json",
+        ),
+        (
+            lambda directory: (directory / "adapter_config.json").write_text("{"),
+            "is not valid JSON",
+        ),
+        (
+            lambda directory: (directory / "adapter_config.json").write_text("[]"),
+            "expected an object",
+        ),
+        (
+            lambda directory: (directory / "adapter_model.safetensors").unlink(),
+            r"has no adapter_model\.safetensors",
+        ),
+        (
+            lambda directory: (directory / "adapter_model.safetensors").write_bytes(b"x" * 50),
+            "cannot be read",
+        ),
         (_pickle, r"adapter_model\.bin, a pickle, which can run any code"),
         (_config(peft_type="IA3"), "peft_type is 'IA3'; only 'LORA'"),
         (_config(use_dora=True), "use_dora is True; adapters that have it"),
@@ -231,23 +268,49 @@ KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         (_config(r="4"), "r must be a whole number"),
         (_config(lora_alpha=None), "lora_alpha must be a positive number, got None"),
         (_config(r=8), r"has shape \[4, 64\], the base model wants \[8, 64\]"),
-        (_config(target_modules=["q_proj", "v_proj", "o_proj"]), "lacks factors of model.layers.0.self_attn.o_proj"),
-        (_tensors(lambda tensors: tensors.pop(KEY)), "lacks factors of model.layers.0.self_attn.q_proj"),
+        (
+            _config(target_modules=["q_proj", "v_proj", "o_proj"]),
+            "lacks factors of model.layers.0.self_attn.o_proj",
+        ),
+        (
+            _tensors(lambda tensors: tensors.pop(KEY)),
+            "lacks factors of model.layers.0.self_attn.q_proj",
+        ),
         (_tensors(lambda tensors: tensors.clear()), "lacks factors"),
         (_tensors(lambda t: t.update({KEY: torch.zeros(4, 63)})), r"has shape \[4, 63\]"),
-        (_tensors(lambda t: t.update({KEY: torch.full((4, 64), float("nan"))})), "holds NaN or infinity"),
-        (_tensors(lambda t: t.update({KEY: torch.zeros(4, 64, dtype=torch.int8)})), "is I8; expected one of"),
-        (_tensors(lambda t: t.update({"base_model.model.x.lora_A.weight": torch.zeros(1)})), "cannot be trained here"),
-        (_tensors(lambda t: t.update({KEY.replace("A", "magnitude"): torch.zeros(1)})), "is not a LoRA factor"),
+        (
+            _tensors(lambda t: t.update({KEY: torch.full((4, 64), float("nan"))})),
+            "holds NaN or infinity",
+        ),
+        (
+            _tensors(lambda t: t.update({KEY: torch.zeros(4, 64, dtype=torch.int8)})),
+            "is I8; expected one of",
+        ),
+        (
+            _tensors(lambda t: t.update({"base_model.model.x.lora_A.weight": torch.zeros(1)})),
+            "cannot be trained here",
+        ),
+        (
+            _tensors(lambda t: t.update({KEY.replace("A", "magnitude"): torch.zeros(1)})),
+            "is not a LoRA factor",
+        ),
         (
             _tensors(lambda t: t.update({"base_model.model.lm_head.weight": torch.zeros(1)})),
             "save_embedding_layers=False",
         ),
-        (_tensors(lambda t: t.update({KEY.replace("0", "7"): torch.zeros(4, 64)})), "layers.7.*cannot be trained here"),
+        (
+            _tensors(lambda t: t.update({KEY.replace("0", "7"): torch.zeros(4, 64)})),
+            "layers.7.*cannot be trained here",
+        ),
     ],
 )
 def test_what_would_be_another_function_is_refused_and_leaves_nothing(
-    make: Make, store: Store, data_dir: Path, model_dir: Path, damage: Callable[[Path], None], message: str
+    make: Make,
+    store: Store,
+    data_dir: Path,
+    model_dir: Path,
+    damage: Callable[[Path], None],
+    message: str,
 ) -> None:
     adapter = make()
     damage(adapter)
@@ -268,16 +331,32 @@ def test_a_name_that_cannot_be_one_is_refused(make: Make, store: Store, model_di
 
 
 def test_the_conventions_are_the_engines() -> None:
-    assert (imports.ALPHA, imports.MAX_RANK, imports.GROUPS) == (lora.ALPHA, lora.MAX_RANK, lora.GROUPS)
+    assert (imports.ALPHA, imports.MAX_RANK, imports.GROUPS) == (
+        lora.ALPHA,
+        lora.MAX_RANK,
+        lora.GROUPS,
+    )
 
 
-# ── the command ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the command ───────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_command_imports_beside_a_running_server(make: Make, model_dir: Path, data_dir: Path) -> None:
+def test_the_command_imports_beside_a_running_server(
+    make: Make, model_dir: Path, data_dir: Path
+) -> None:
     adapter = make()
-    with serving(TorchEngine({MODEL: model_dir}), data_dir) as url, ServiceClient(base_url=url) as service:
-        arguments = ["--base-model", f"{MODEL}={model_dir}", "--name", "cli", "--data-dir", str(data_dir)]
+    with (
+        serving(TorchEngine({MODEL: model_dir}), data_dir) as url,
+        ServiceClient(base_url=url) as service,
+    ):
+        arguments = [
+            "--base-model",
+            f"{MODEL}={model_dir}",
+            "--name",
+            "cli",
+            "--data-dir",
+            str(data_dir),
+        ]
         result = CliRunner().invoke(cli, ["checkpoint", "import", str(adapter), *arguments])
         assert result.exit_code == 0, result.output
         path = result.output.strip()
@@ -288,10 +367,19 @@ def test_the_command_imports_beside_a_running_server(make: Make, model_dir: Path
         assert [checkpoint.tinker_path for checkpoint in listed] == [path]
 
 
-def test_the_command_says_what_is_wrong_in_one_line(make: Make, model_dir: Path, data_dir: Path) -> None:
+def test_the_command_says_what_is_wrong_in_one_line(
+    make: Make, model_dir: Path, data_dir: Path
+) -> None:
     adapter = make()
     _edit(adapter, use_dora=True)
-    arguments = ["import", str(adapter), "--base-model", f"{MODEL}={model_dir}", "--data-dir", str(data_dir)]
+    arguments = [
+        "import",
+        str(adapter),
+        "--base-model",
+        f"{MODEL}={model_dir}",
+        "--data-dir",
+        str(data_dir),
+    ]
     program = "import sys; from tinkex.cli.main import main; sys.argv[0] = 'tinkex'; main()"
     done = subprocess.run(
         [sys.executable, "-c", program, "checkpoint", *arguments],
@@ -312,7 +400,9 @@ def test_the_command_asks_for_the_base_models_name_when_the_adapter_has_a_direct
 ) -> None:
     adapter = make()
     _edit(adapter, base_model_name_or_path=str(model_dir))
-    result = CliRunner().invoke(cli, ["checkpoint", "import", str(adapter), "--data-dir", str(data_dir)])
+    result = CliRunner().invoke(
+        cli, ["checkpoint", "import", str(adapter), "--data-dir", str(data_dir)]
+    )
     assert result.exit_code == 2
     assert "give --base-model NAME[=DIR]" in result.output
 
@@ -320,7 +410,10 @@ def test_the_command_asks_for_the_base_models_name_when_the_adapter_has_a_direct
 def test_scaling_is_exact_where_floats_allow_it(make: Make, store: Store, model_dir: Path) -> None:
     adapter = make(lora_alpha=16)
     saved = import_adapter(store, adapter, MODEL, model_dir)
-    ours, theirs = (load_file(directory / "adapter_model.safetensors") for directory in (saved.directory, adapter))
+    ours, theirs = (
+        load_file(directory / "adapter_model.safetensors")
+        for directory in (saved.directory, adapter)
+    )
     for name, tensor in theirs.items():
         factor = 0.5 if "lora_B" in name else 1.0
         np.testing.assert_array_equal(ours[name].numpy(), (tensor * factor).numpy())

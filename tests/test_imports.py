@@ -10,7 +10,16 @@ import pytest
 
 import tinkex
 
-HEAVY = ["torch", "transformers", "tokenizers", "starlette", "uvicorn", "tinkex.server", "tinkex.engine", "tinker"]
+HEAVY = [
+    "torch",
+    "transformers",
+    "tokenizers",
+    "starlette",
+    "uvicorn",
+    "tinkex.server",
+    "tinkex.engine",
+    "tinker",
+]
 
 
 def run(code: str, **environment: str) -> str:
@@ -28,7 +37,10 @@ def run(code: str, **environment: str) -> str:
 
 def best_cpu_seconds(setup: str, statement: str) -> float:
     """CPU seconds of a statement, the best of three fresh processes."""
-    code = f"import time\n{setup}\nbegan = time.process_time()\n{statement}\nprint(time.process_time() - began)"
+    code = (
+        f"import time\n{setup}\nbegan = "
+        f"time.process_time()\n{statement}\nprint(time.process_time() - began)"
+    )
     return min(float(run(code)) for _ in range(3))
 
 
@@ -70,7 +82,8 @@ def test_every_public_name_is_there() -> None:
 
 def test_names_are_resolved_when_used() -> None:
     shown = run(
-        "import sys, tinkex\ntinkex.AdamParams\nprint('tinkex.client.service' in sys.modules, 'aiohttp' in sys.modules)"
+        "import sys, tinkex\ntinkex.AdamParams\nprint('tinkex.client.service' in sys.modules, "
+        "'aiohttp' in sys.modules)"
     )
     assert shown == "False False"
 
@@ -81,11 +94,19 @@ def test_modules_are_names_of_the_package(name: str) -> None:
 
 
 def test_what_computes_with_torch_is_imported_when_it_is_used() -> None:
-    code = "import sys, tinkex\nspec = tinkex.RegularizerSpec(lambda data, logprobs: None, 1.0, 'a')\n"
-    platform = "tinkex.MemoryPlatform(), tinkex.PeftPlatform('x'), tinkex.TrainingPlatform, tinkex.CustomLossOutput\n"
-    assert run(f"{code}{platform}print([name for name in {HEAVY!r} if name in sys.modules])") == "[]"
+    code = (
+        "import sys, tinkex\nspec = tinkex.RegularizerSpec(lambda data, logprobs: None, 1.0, 'a')\n"
+    )
+    platform = (
+        "tinkex.MemoryPlatform(), tinkex.PeftPlatform('x'), tinkex.TrainingPlatform, "
+        "tinkex.CustomLossOutput\n"
+    )
+    assert (
+        run(f"{code}{platform}print([name for name in {HEAVY!r} if name in sys.modules])") == "[]"
+    )
     missing = (
-        "import sys, tinkex\nsys.modules['torch'] = None\ntry:\n    tinkex.regularizers.L1()\nexcept ImportError:\n"
+        "import sys, tinkex\nsys.modules['torch'] = None\ntry:\n    "
+        "tinkex.regularizers.L1()\nexcept ImportError:\n"
     )
     assert run(f"{missing}    print('it wants torch')") == "it wants torch"
 

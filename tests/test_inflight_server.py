@@ -1,4 +1,5 @@
-"""In-flight samplers on a server: sessions follow their run's newest save, also after a restart; snapshots do not."""
+"""In-flight samplers on a server: sessions follow their run's newest save, also after a restart;
+snapshots do not."""
 
 from __future__ import annotations
 
@@ -87,7 +88,7 @@ class Run:
         return sequence
 
 
-# ── following ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── following ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("U41", "U47", "U50", "U55")
@@ -95,7 +96,11 @@ def test_sessions_follow_the_newest_save_and_snapshots_stay(tmp_path: Path) -> N
     async def scenario() -> None:
         async with life(tmp_path / "a") as server:
             run = Run(server, await server.model())
-            first, snapshot, absent = await run.save(), await run.save("snapshot"), await run.save(None)
+            first, snapshot, absent = (
+                await run.save(),
+                await run.save("snapshot"),
+                await run.save(None),
+            )
             before = [await run.sample(sampler, 1) for sampler in (first, snapshot, absent)]
             assert before[0]["weights_versions"] == [1, 1, 1]
             assert before[0]["logprobs"] == before[1]["logprobs"]
@@ -109,7 +114,9 @@ def test_sessions_follow_the_newest_save_and_snapshots_stay(tmp_path: Path) -> N
             assert after[0]["weights_versions"] == [2, 2, 2]
             assert after[0]["logprobs"] != before[0]["logprobs"]
             assert [await run.sample(sampler, 3) for sampler in (snapshot, absent)] == before[1:]
-            told = json.loads((await server._exchange.send("GET", f"/api/v1/samplers/{first}", {}, None, 20)).body)
+            told = json.loads(
+                (await server._exchange.send("GET", f"/api/v1/samplers/{first}", {}, None, 20)).body
+            )
             assert told == {"sampler_id": first, "base_model": "fake"}
 
     played(scenario)
@@ -121,7 +128,12 @@ def test_save_moves_running_samples_and_waits_for_none(serve: Serve) -> None:
     model = wire.model()
 
     def save(number: int) -> str:
-        body = {"model_id": model, "seq_id": number, "sampling_session_seq_id": number, "kind": "inflight"}
+        body = {
+            "model_id": model,
+            "seq_id": number,
+            "sampling_session_seq_id": number,
+            "kind": "inflight",
+        }
         return str(wire.run("save_weights_for_sampler", body)["sampling_session_id"])
 
     sampler = save(1)
@@ -149,7 +161,11 @@ def test_inflight_save_refuses_a_path_a_time_to_live_and_other_kinds(tmp_path: P
     async def scenario() -> None:
         async with life(tmp_path / "a") as server:
             run = Run(server, await server.model())
-            for fields in ({"path": "name"}, {"ttl_seconds": 3600}, {"path": "name", "ttl_seconds": 3600}):
+            for fields in (
+                {"path": "name"},
+                {"ttl_seconds": 3600},
+                {"path": "name", "ttl_seconds": 3600},
+            ):
                 answer = await server.run("save_weights_for_sampler", run.saving(**fields))
                 assert answer["category"] == "user"
                 assert f"kind 'inflight' takes no {next(iter(fields))}" in answer["error"]
@@ -173,7 +189,8 @@ def test_replaced_versions_are_freed_in_memory_and_on_disk(tmp_path: Path) -> No
             weights = [name for name in engine._samplers if ":inflight:" in name]
             assert weights == [f"{run.model}:inflight:8"]
             assert not list((tmp_path / "a").glob("snapshots/*"))
-            snapshots = [await run.save("snapshot") for _ in range(4)]  # the target has to make room
+            # the target has to make room
+            snapshots = [await run.save("snapshot") for _ in range(4)]
             await server.state.worker.run(lambda: None)
             assert [name for name in engine._samplers if ":inflight" in name] == []
             for number, sampler in enumerate(samplers + snapshots):
@@ -244,16 +261,21 @@ def test_session_that_is_made_anew_under_an_id_is_the_new_one(tmp_path: Path) ->
     played(scenario)
 
 
-# ── restarts ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── restarts ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("U47", "U55")
 @pytest.mark.parametrize("where", ["journal", "state", "unloaded"])
-def test_target_and_floors_outlive_a_killed_server(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the requests in the journal, from weights beside a state, and from those of a run that was let go."""
+def test_target_and_floors_outlive_a_killed_server(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the requests in the journal, from weights beside a state, and from those of a run that
+    was let go."""
 
     async def in_force(number: int, place: Path = tmp_path / "a") -> None:
-        await until(lambda: [path.name for path in place.glob("runs/*/state-*")] == [f"state-{number}"])
+        await until(
+            lambda: [path.name for path in place.glob("runs/*/state-*")] == [f"state-{number}"]
+        )
 
     if where == "state":
         monkeypatch.setattr(admission, "STATE_OPERATIONS", 1)
@@ -270,7 +292,10 @@ def test_target_and_floors_outlive_a_killed_server(where: str, tmp_path: Path, m
             if where == "state":
                 await run.step()
                 await in_force(run.number)
-                assert [path.name.rpartition("_")[2] for path in (tmp_path / "a").glob("snapshots/*inflight*")] == ["2"]
+                assert [
+                    path.name.rpartition("_")[2]
+                    for path in (tmp_path / "a").glob("snapshots/*inflight*")
+                ] == ["2"]
             if where == "unloaded":
                 await first.run("unload_model", {"model_id": run.model})
             drawn = [await run.sample(sampler, 1) for sampler in samplers]
@@ -297,7 +322,8 @@ def test_target_and_floors_outlive_a_killed_server(where: str, tmp_path: Path, m
 
 @pytest.mark.covers("U47")
 def test_nobody_is_served_an_older_version_while_a_run_is_taken_up_again(tmp_path: Path) -> None:
-    """The second save of three is met again while the third waits: even the first session waits for the third."""
+    """The second save of three is met again while the third waits: even the first session waits for
+    the third."""
     held = Held("forward_backward")
     held.gate.set()
 
@@ -322,7 +348,7 @@ def test_nobody_is_served_an_older_version_while_a_run_is_taken_up_again(tmp_pat
     played(scenario)
 
 
-# ── what else clients of 0.38 ask for ────────────────────────────────────────────────────────────────────────────
+# ── what else clients of 0.38 ask for ─────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("U42", "U43")
@@ -332,7 +358,11 @@ def test_get_info_answers_for_created_and_for_loaded_models(serve: Serve, optimi
     session = wire.session()
     model = wire.model(session, rank=6)
     info = wire.post("get_info", {"model_id": model})
-    assert (info["model_data"]["model_name"], info["lora_rank"], info["model_id"]) == ("fake", 6, model)
+    assert (info["model_data"]["model_name"], info["lora_rank"], info["model_id"]) == (
+        "fake",
+        6,
+        model,
+    )
     for number in (1, 3):
         wire.run("forward_backward", pass_json(model, number))
         wire.run("optim_step", step_json(model, number + 1))
@@ -342,7 +372,9 @@ def test_get_info_answers_for_created_and_for_loaded_models(serve: Serve, optimi
     assert loaded["model_id"] == f"{session}:train:3"
     told = wire.post("get_info", {"model_id": loaded["model_id"]})
     assert told == info | {"model_id": loaded["model_id"]}
-    engine_knows = wire.run("save_weights", {"model_id": loaded["model_id"], "seq_id": 1, "path": "again"})
+    engine_knows = wire.run(
+        "save_weights", {"model_id": loaded["model_id"], "seq_id": 1, "path": "again"}
+    )
     assert "path" in engine_knows
     missing = wire.send("get_info", {"model_id": f"{session}:train:9"})
     assert missing.status == 404
@@ -362,19 +394,28 @@ def test_model_made_of_a_checkpoint_has_its_rank_its_flags_and_its_optimizer_if_
     def train(model: str, number: int) -> Any:
         wire.run("forward_backward", pass_json(model, number))
         wire.run("optim_step", step_json(model, number + 1))
-        return wire.run("forward", {"model_id": model, "seq_id": number + 2, "forward_input": forward})["metrics"]
+        return wire.run(
+            "forward", {"model_id": model, "seq_id": number + 2, "forward_input": forward}
+        )["metrics"]
 
     forward = pass_json(model, None)["forward_backward_input"]
     for number in (1, 4):
         train(model, number)
-    path = wire.run("save_weights", {"model_id": model, "seq_id": 7, "path": f"of-{optimizer}"})["path"]
+    path = wire.run("save_weights", {"model_id": model, "seq_id": 7, "path": f"of-{optimizer}"})[
+        "path"
+    ]
     body = {"session_id": session, "model_seq_id": 1, "path": path, "optimizer": optimizer}
     loaded = wire.run("load_weights", body)["model_id"]
     assert loaded == f"{session}:train:1"
     told = wire.post("weights_info", {"tinker_path": path})
     again = wire.run("save_weights", {"model_id": loaded, "seq_id": 1, "path": "copy"})["path"]
     assert wire.post("weights_info", {"tinker_path": again}) == told
-    assert (told["lora_rank"], told["train_unembed"], told["train_attn"], told["train_mlp"]) == (3, False, False, True)
+    assert (told["lora_rank"], told["train_unembed"], told["train_attn"], told["train_mlp"]) == (
+        3,
+        False,
+        False,
+        True,
+    )
     assert wire.post("get_info", {"model_id": loaded})["model_data"]["model_name"] == MODEL
     assert (train(loaded, 2) == train(model, 8)) is optimizer
 
@@ -384,14 +425,23 @@ def test_cached_prompts_are_told_of_and_are_a_sessions_own(server_url: str) -> N
     wire = Wire(server_url)
     session = wire.session()
     model = wire.model(session, base_model=MODEL)
-    prompt = {"chunks": [{"tokens": [7 + number % 50 for number in range(100)], "type": "encoded_text"}]}
+    prompt = {
+        "chunks": [{"tokens": [7 + number % 50 for number in range(100)], "type": "encoded_text"}]
+    }
 
     def save(number: int, kind: str) -> str:
-        body = {"model_id": model, "seq_id": number, "sampling_session_seq_id": number, "kind": kind}
+        body = {
+            "model_id": model,
+            "seq_id": number,
+            "sampling_session_seq_id": number,
+            "kind": kind,
+        }
         return str(wire.run("save_weights_for_sampler", body)["sampling_session_id"])
 
     def hits(sampler: str, number: int) -> int:
-        told: int = wire.run("asample", asking(sampler, seq_id=number, prompt=prompt)).get("prompt_cache_hit_tokens", 0)
+        told: int = wire.run("asample", asking(sampler, seq_id=number, prompt=prompt)).get(
+            "prompt_cache_hit_tokens", 0
+        )
         return told
 
     first, snapshot, second = save(1, "inflight"), save(2, "snapshot"), save(3, "inflight")
@@ -420,7 +470,11 @@ def test_official_client_trains_and_samples_in_flight(server_url: str) -> None:
         "PYTHONPATH": str(Path(__file__).parent),
     }
     done = subprocess.run(
-        [sys.executable, "-c", OFFICIAL], env=environment, capture_output=True, text=True, timeout=110
+        [sys.executable, "-c", OFFICIAL],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "in-flight sampling done with 0.38.0" in done.stdout

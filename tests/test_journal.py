@@ -1,4 +1,5 @@
-"""The journals' threads: files are flushed together, and what could not be written leaves nothing behind."""
+"""The journals' threads: files are flushed together, and what could not be written leaves nothing
+behind."""
 
 from __future__ import annotations
 
@@ -14,7 +15,15 @@ from pathlib import Path
 import pytest
 
 from tinkex.server.runs import journal
-from tinkex.server.runs.journal import HEADER, Committer, DamagedJournalError, Entry, Journal, encode, read_records
+from tinkex.server.runs.journal import (
+    HEADER,
+    Committer,
+    DamagedJournalError,
+    Entry,
+    Journal,
+    encode,
+    read_records,
+)
 
 Open = Callable[[Path], Journal]
 
@@ -39,7 +48,9 @@ def committing(work: Callable[[Open], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(go(), 20))
 
 
-def test_the_files_of_many_runs_are_flushed_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_files_of_many_runs_are_flushed_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     opened, together = threading.Event(), threading.Barrier(3)
     flush, first = os.fdatasync, itertools.count()
 
@@ -55,14 +66,19 @@ def test_the_files_of_many_runs_are_flushed_at_the_same_time(tmp_path: Path, mon
     async def work(journal: Open) -> None:
         before = asyncio.ensure_future(journal(tmp_path / "before").append(1, {"op": "before"}))
         await asyncio.sleep(0.1)
-        appending = [asyncio.ensure_future(journal(tmp_path / str(n)).append(1, {"op": "x"})) for n in range(3)]
+        appending = [
+            asyncio.ensure_future(journal(tmp_path / str(n)).append(1, {"op": "x"}))
+            for n in range(3)
+        ]
         await asyncio.sleep(0)
         opened.set()
         await asyncio.gather(before, *appending)
 
     committing(work)
     for number in range(3):
-        assert [entry.facts["op"] for entry in Journal(tmp_path / str(number), Committer()).read()] == ["x"]
+        assert [
+            entry.facts["op"] for entry in Journal(tmp_path / str(number), Committer()).read()
+        ] == ["x"]
 
 
 def test_what_could_not_be_flushed_does_not_come_to_life_with_what_comes_later(
@@ -83,7 +99,10 @@ def test_what_could_not_be_flushed_does_not_come_to_life_with_what_comes_later(
         await journal.append(3, {"op": "third"})
 
     committing(work)
-    assert [entry.facts["op"] for entry in Journal(tmp_path, Committer()).read()] == ["first", "third"]
+    assert [entry.facts["op"] for entry in Journal(tmp_path, Committer()).read()] == [
+        "first",
+        "third",
+    ]
 
 
 def test_a_segment_that_nothing_was_written_to_is_gone_on_with(tmp_path: Path) -> None:
@@ -97,7 +116,10 @@ def test_a_segment_that_nothing_was_written_to_is_gone_on_with(tmp_path: Path) -
         await journal.append(2, {"op": "second"})
 
     committing(work)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["segment-00000001.log", "segment-00000002.log"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "segment-00000001.log",
+        "segment-00000002.log",
+    ]
 
 
 def test_a_segment_that_is_closed_while_its_first_write_fails_leaves_no_file_open(
@@ -105,7 +127,8 @@ def test_a_segment_that_is_closed_while_its_first_write_fails_leaves_no_file_ope
 ) -> None:
     segment = journal.Segment(tmp_path / "run" / "segment-00000001.log")
 
-    def gone(path: Path, levels: int) -> None:  # the run is let go at this moment, and its directory with it
+    # the run is let go at this moment, and its directory with it
+    def gone(path: Path, levels: int) -> None:
         segment.close()
         raise FileNotFoundError(path)
 
@@ -116,11 +139,14 @@ def test_a_segment_that_is_closed_while_its_first_write_fails_leaves_no_file_ope
     assert segment._file.closed
 
 
-def test_what_comes_for_a_journal_that_was_closed_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+def test_what_comes_for_a_journal_that_was_closed_is_refused_and_leaves_nothing(
+    tmp_path: Path,
+) -> None:
     async def work(opened: Open) -> None:
         log = opened(tmp_path / "run")
         await log.append(1, {"op": "first"})
-        coming = asyncio.ensure_future(log.append(2, {"op": "late"}))  # begins when the loop comes round
+        # begins when the loop comes round
+        coming = asyncio.ensure_future(log.append(2, {"op": "late"}))
         log.close()
         shutil.rmtree(tmp_path / "run")
         with pytest.raises(OSError, match="its run or session has ended"):
@@ -131,7 +157,8 @@ def test_what_comes_for_a_journal_that_was_closed_is_refused_and_leaves_nothing(
 
 
 RECORDS = [
-    encode(Entry(n, {"op": f"op-{n}", "type": "json"}, bytes(range(n % 100, n % 100 + 60)))) for n in (1, 2**40, 3)
+    encode(Entry(n, {"op": f"op-{n}", "type": "json"}, bytes(range(n % 100, n % 100 + 60))))
+    for n in (1, 2**40, 3)
 ]
 
 
@@ -149,7 +176,9 @@ def test_any_flipped_bit_in_a_journal_is_found_and_nothing_is_changed(tmp_path: 
         flipped = bytearray(data)
         flipped[bit // 8] ^= 1 << bit % 8
         path.write_bytes(flipped)
-        with pytest.raises(DamagedJournalError, match=r"segment-00000001.log is damaged: .* byte \d+"):
+        with pytest.raises(
+            DamagedJournalError, match=r"segment-00000001.log is damaged: .* byte \d+"
+        ):
             found.read()
         assert path.read_bytes() == flipped
 
@@ -164,10 +193,14 @@ def test_journal_that_ends_within_a_record_loses_that_record_only(tmp_path: Path
 
 
 @pytest.mark.parametrize("written", [0, HEADER.size, HEADER.size + 30])
-def test_journal_that_ends_in_zeros_loses_the_record_that_was_not_written(tmp_path: Path, written: int) -> None:
+def test_journal_that_ends_in_zeros_loses_the_record_that_was_not_written(
+    tmp_path: Path, written: int
+) -> None:
     """A file system may make a file longer before it writes the bytes."""
     last = encode(Entry(9, {"op": "last"}, b"x" * 2000))
-    found, path = journal_of(tmp_path / "run", RECORDS[0] + last[:written] + bytes(len(last) - written))
+    found, path = journal_of(
+        tmp_path / "run", RECORDS[0] + last[:written] + bytes(len(last) - written)
+    )
     assert [entry.number for entry in found.read()] == [1]
     assert path.read_bytes() == RECORDS[0]
 

@@ -1,4 +1,5 @@
-"""Order on the server: lanes release by number, the worker does things in turn and tells the right one."""
+"""Order on the server: lanes release by number, the worker does things in turn and tells the right
+one."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 few = settings(max_examples=60, deadline=None)
 
-# ── lanes ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── lanes ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("S11")
@@ -40,7 +41,9 @@ def test_any_order_of_arrival_gives_the_order_of_numbers(order: list[int]) -> No
 @pytest.mark.covers("S11", "S12")
 @given(st.lists(st.integers(1, 9), max_size=25), st.lists(st.integers(0, 24), max_size=3))
 @few
-def test_numbers_are_released_once_whatever_comes(arrivals: list[int], surrenders: list[int]) -> None:
+def test_numbers_are_released_once_whatever_comes(
+    arrivals: list[int], surrenders: list[int]
+) -> None:
     """Against the plainest model: a set of numbers that came, a floor below which all has passed."""
     lane: Lane[int] = Lane()
     floor, waiting, out = 1, set[int](), list[int]()
@@ -89,7 +92,7 @@ def test_a_run_goes_on_after_a_gap_is_given_up() -> None:
         lane.offer(4, "late")
 
 
-# ── the worker ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the worker ────────────────────────────────────────────────────────────────────────────────────
 
 
 def with_worker(engine: Any, body: Callable[[Worker], Coroutine[Any, Any, None]]) -> None:
@@ -107,7 +110,9 @@ def with_worker(engine: Any, body: Callable[[Worker], Coroutine[Any, Any, None]]
 
 def request(tokens: int = 2) -> SampleRequest:
     return SampleRequest(
-        prompt=ModelInput.from_ints([1, 2, 3]), sampling_params=SamplingParams(max_tokens=tokens), num_samples=1
+        prompt=ModelInput.from_ints([1, 2, 3]),
+        sampling_params=SamplingParams(max_tokens=tokens),
+        num_samples=1,
     )
 
 
@@ -230,7 +235,9 @@ def test_a_pass_that_is_refused_or_fails_lets_its_run_go_on() -> None:
     with_worker(engine, body)
 
 
-def test_a_step_of_training_that_breaks_loses_its_passes_and_no_more(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_of_training_that_breaks_loses_its_passes_and_no_more(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     engine = training_engine("a")
     inner, broken = engine.pass_step, [True]
 
@@ -287,7 +294,9 @@ def test_training_and_sampling_share_the_time(clock: Clock) -> None:
 
     async def body(worker: Worker) -> None:
         sample = worker.sample("job", "s", request(1_000_000), 0)
-        await asyncio.gather(*(worker.run_pass("a", str(n), start(engine, "a", str(n))) for n in range(10)))
+        await asyncio.gather(
+            *(worker.run_pass("a", str(n), start(engine, "a", str(n))) for n in range(10))
+        )
         worker.cancel("job")
         with pytest.raises(EngineError):
             await sample
@@ -297,7 +306,9 @@ def test_training_and_sampling_share_the_time(clock: Clock) -> None:
     assert spent["sample"] > 20
 
 
-def test_work_is_taken_in_between_steps_of_sampling(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+def test_work_is_taken_in_between_steps_of_sampling(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
     """A long sample does not hold up operations, and operations do not hold up a sample."""
     monkeypatch.setattr("tinkex.server.runs.scheduler.TAKING_SECONDS", 0.01)
     engine, steps, done = sampling_engine(delay=0.0), threading.Semaphore(0), list[int]()
@@ -331,7 +342,10 @@ def test_work_is_taken_in_between_steps_of_sampling(monkeypatch: pytest.MonkeyPa
 
 def test_samples_advance_together() -> None:
     async def body(worker: Worker) -> None:
-        short, long = worker.sample("a", "s", request(1), 0), worker.sample("b", "s", request(10), 0)
+        short, long = (
+            worker.sample("a", "s", request(1), 0),
+            worker.sample("b", "s", request(10), 0),
+        )
         done, pending = await asyncio.wait({short, long}, return_when=asyncio.FIRST_COMPLETED)
         assert done == {short}
         assert pending == {long}
@@ -342,7 +356,10 @@ def test_samples_advance_together() -> None:
 
 def test_a_sample_that_is_refused_fails_alone() -> None:
     async def body(worker: Worker) -> None:
-        good, bad = worker.sample("a", "s", request(), 0), worker.sample("b", "nowhere", request(), 0)
+        good, bad = (
+            worker.sample("a", "s", request(), 0),
+            worker.sample("b", "nowhere", request(), 0),
+        )
         with pytest.raises(EngineError, match="nowhere"):
             await bad
         assert len((await good).response.sequences) == 1
@@ -388,7 +405,9 @@ def test_a_step_that_breaks_loses_its_samples_and_no_more(caplog: pytest.LogCapt
     assert "sampling step failed" in caplog.text
 
 
-def test_a_sample_that_the_engine_cannot_drop_concerns_no_other(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_sample_that_the_engine_cannot_drop_concerns_no_other(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     engine = sampling_engine(delay=0.002)
 
     def refuse(job: str) -> None:
@@ -397,7 +416,10 @@ def test_a_sample_that_the_engine_cannot_drop_concerns_no_other(caplog: pytest.L
     engine.sample_cancel = refuse  # type: ignore[method-assign]
 
     async def body(worker: Worker) -> None:
-        dropped, other = worker.sample("a", "s", request(1000), 0), worker.sample("b", "s", request(20), 0)
+        dropped, other = (
+            worker.sample("a", "s", request(1000), 0),
+            worker.sample("b", "s", request(20), 0),
+        )
         await worker.run(int)  # both are with the engine now
         worker.cancel("a")
         with pytest.raises(EngineError, match="cancelled"):
@@ -415,8 +437,11 @@ def test_a_sample_that_the_engine_cannot_drop_concerns_no_other(caplog: pytest.L
 
 
 @pytest.mark.parametrize("death", [RuntimeError("driver gone"), SystemExit(3)])
-def test_when_the_thread_dies_everything_fails_at_once(death: BaseException, caplog: pytest.LogCaptureFixture) -> None:
-    """What is under way, what waits, what is queued, what is asked for later: nobody waits for ever."""
+def test_when_the_thread_dies_everything_fails_at_once(
+    death: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is under way, what waits, what is queued, what is asked for later: nobody waits for
+    ever."""
     engine = training_engine("a", delay=0.002)
     gate = threading.Event()
 
@@ -440,10 +465,20 @@ def test_when_the_thread_dies_everything_fails_at_once(death: BaseException, cap
             last = worker.run(int)
         behind = worker.run(int)
         gate.set()
-        outcomes = await asyncio.gather(sample, passed, stepped, last, behind, return_exceptions=True)
-        assert [outcome for outcome in outcomes if "engine has died" not in str(outcome)] in ([], [0], [0, 0])
+        outcomes = await asyncio.gather(
+            sample, passed, stepped, last, behind, return_exceptions=True
+        )
+        assert [outcome for outcome in outcomes if "engine has died" not in str(outcome)] in (
+            [],
+            [0],
+            [0, 0],
+        )
         assert worker.failure is not None
-        for later in (worker.run(int), worker.run_for("a", int), worker.sample("b", "s", request(), 0)):
+        for later in (
+            worker.run(int),
+            worker.run_for("a", int),
+            worker.sample("b", "s", request(), 0),
+        ):
             with pytest.raises(EngineError, match="engine has died"):
                 await later
 

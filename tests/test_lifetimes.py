@@ -1,4 +1,5 @@
-"""What outlives what: calls and closing, sessions and their work, programs and their ends, names and checkpoints."""
+"""What outlives what: calls and closing, sessions and their work, programs and their ends, names
+and checkpoints."""
 
 from __future__ import annotations
 
@@ -32,16 +33,24 @@ STEP = AdamParams(learning_rate=0.1)
 PROMPT = ModelInput.from_ints([1, 2, 3])
 
 
-def run_program(text: str, *arguments: str, seconds: float = 60) -> subprocess.CompletedProcess[str]:
+def run_program(
+    text: str, *arguments: str, seconds: float = 60
+) -> subprocess.CompletedProcess[str]:
     """Run a program of its own."""
-    places = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    places = os.pathsep.join(
+        filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
+    )
     environment = os.environ | {"PYTHONPATH": places, "PYTHONWARNINGS": "default"}
     return subprocess.run(
-        [sys.executable, "-c", text, *arguments], env=environment, capture_output=True, text=True, timeout=seconds
+        [sys.executable, "-c", text, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
     )
 
 
-# ── calls and closing ────────────────────────────────────────────────────────────────────────────────────────────
+# ── calls and closing ─────────────────────────────────────────────────────────────────────────────
 
 
 def test_leaving_the_block_waits_for_the_calls_made_in_it(tmp_path: Path) -> None:
@@ -55,10 +64,18 @@ def test_leaving_the_block_waits_for_the_calls_made_in_it(tmp_path: Path) -> Non
         assert saved.done()
         assert saved.result().path.endswith("/weights/final")
         with ServiceClient(base_url=backend.base_url) as second:
-            assert second.create_training_client_from_state(saved.result().path).result().get_info().lora_rank == 4
+            assert (
+                second.create_training_client_from_state(saved.result().path)
+                .result()
+                .get_info()
+                .lora_rank
+                == 4
+            )
 
 
-def test_an_error_in_the_block_is_what_the_caller_sees(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_in_the_block_is_what_the_caller_sees(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(base_url: str) -> None:
         with ServiceClient(base_url=base_url) as service:
             client = service.create_lora_training_client("fake", rank=4).result()
@@ -95,7 +112,10 @@ def test_the_first_reason_for_the_end_stays(
         service.close("interrupted", "once more").result(5)
         asyncio.run(_closed(service))
         (finished,) = server.requests("sessions/s/finish")
-        assert finished.json == {"reason": {"type": reason}, "detail": repr(error) if error is not None else None}
+        assert finished.json == {
+            "reason": {"type": reason},
+            "detail": repr(error) if error is not None else None,
+        }
         with pytest.raises(RuntimeError, match="closed"):
             service.get_server_capabilities()
     assert caplog.text == ""
@@ -114,7 +134,9 @@ def test_a_client_that_was_never_used_has_nothing_to_end() -> None:
 
 
 @pytest.mark.covers("C33")
-@pytest.mark.parametrize(("answer", "word"), [(Answer(404), ""), (Answer(403, {"detail": "no"}), "403: no")])
+@pytest.mark.parametrize(
+    ("answer", "word"), [(Answer(404), ""), (Answer(403, {"detail": "no"}), "403: no")]
+)
 def test_a_server_that_cannot_end_a_session_is_no_error(
     answer: Answer, word: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -156,7 +178,7 @@ def test_user_code_in_losses_may_wait_for_the_service(fake_service: Make) -> Non
     assert all("loss:sum" in future.result(30).metrics for future in futures)
 
 
-# ── programs and their ends ──────────────────────────────────────────────────────────────────────────────────────
+# ── programs and their ends ───────────────────────────────────────────────────────────────────────
 
 FAKE = """
 import atexit, os, sys, tempfile, threading, time
@@ -185,7 +207,9 @@ service.create_sampling_client(base_model="fake").result()
     assert done.stderr == ""
 
 
-def test_a_program_that_forgets_to_close_ends_quietly_and_its_session_is_finished(tmp_path: Path) -> None:
+def test_a_program_that_forgets_to_close_ends_quietly_and_its_session_is_finished(
+    tmp_path: Path,
+) -> None:
     with serving(FakeEngine(), tmp_path) as url:
         done = run_program(
             "import sys, tinkex\n"
@@ -226,7 +250,10 @@ service.close("success").result(10)
 """
     )
     assert done.returncode == 0, done.stderr
-    assert "inherited: get_server_capabilities: this client was made before the process forked" in done.stdout
+    assert (
+        "inherited: get_server_capabilities: this client was made before the process forked"
+        in done.stdout
+    )
     assert "fresh: fake" in done.stdout
 
 
@@ -262,12 +289,15 @@ service.close("errored", "by the parent").result(5)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("way", ["drops", "closes", "ends"])
 def test_a_forked_child_does_nothing_to_the_connections_of_its_parent(way: str) -> None:
-    """Whatever it does to the client that it inherited, the parent's goes on, over the connections it had.
+    """Whatever it does to the client that it inherited, the parent's goes on, over the connections
+    it had.
 
     One of them is idle when the process forks, and one waits for an answer.
     """
     with faulty_server() as server:
-        server.script("create_sampling_session", Answer(body={"sampling_session_id": "s:sample:0"}, delay=1.0))
+        server.script(
+            "create_sampling_session", Answer(body={"sampling_session_id": "s:sample:0"}, delay=1.0)
+        )
         done = run_program(FORKING, server.base_url, way)
         assert done.returncode == 0, done.stderr
         assert float(done.stdout) < 10
@@ -279,7 +309,7 @@ def test_a_forked_child_does_nothing_to_the_connections_of_its_parent(way: str) 
         assert finished.json == {"reason": {"type": "errored"}, "detail": "by the parent"}
 
 
-# ── sessions and their work ──────────────────────────────────────────────────────────────────────────────────────
+# ── sessions and their work ───────────────────────────────────────────────────────────────────────
 
 
 def test_a_session_that_ends_takes_its_samples_with_it(tmp_path: Path) -> None:
@@ -295,7 +325,9 @@ def test_a_session_that_ends_takes_its_samples_with_it(tmp_path: Path) -> None:
         assert not engine.sampling()
 
 
-def test_the_journal_of_a_session_that_ends_while_others_are_tidied_does_not_come_back(tmp_path: Path) -> None:
+def test_the_journal_of_a_session_that_ends_while_others_are_tidied_does_not_come_back(
+    tmp_path: Path,
+) -> None:
     with (
         LocalBackend(engine=FakeEngine(), data_dir=tmp_path) as backend,
         ServiceClient(base_url=backend.base_url) as one,
@@ -333,7 +365,12 @@ def test_a_model_whose_session_ends_while_it_is_made_is_dropped(tmp_path: Path) 
         busy = wire.model()
         wire.post("optim_step", step_json(busy, 1))
         session = wire.session()
-        body = {"session_id": session, "model_seq_id": 0, "base_model": "fake", "lora_config": {"rank": 4}}
+        body = {
+            "session_id": session,
+            "model_seq_id": 0,
+            "base_model": "fake",
+            "lora_config": {"rank": 4},
+        }
         wire.post("create_model", body)
         wire.post(f"sessions/{session}/finish", {"reason": {"type": "success"}, "detail": None})
         gate.set()
@@ -354,7 +391,9 @@ def test_a_run_let_go_while_its_state_is_written_is_no_error(
         path.write_bytes(b"")  # the directory is not there any more
 
     service = fake_service()
-    path = service.create_lora_training_client("fake", rank=4).result().save_state("s").result(10).path
+    path = (
+        service.create_lora_training_client("fake", rank=4).result().save_state("s").result(10).path
+    )
     monkeypatch.setattr("tinkex.server.runs.admission._write_results", write_results)
     client = service.create_training_client_from_state(path).result()
     assert begun.wait(10)
@@ -364,7 +403,9 @@ def test_a_run_let_go_while_its_state_is_written_is_no_error(
     assert "could not be put on disk" not in caplog.text
 
 
-def test_nameless_samplers_beyond_the_limit_go_to_disk_and_come_back(fake_service: Make, tmp_path: Path) -> None:
+def test_nameless_samplers_beyond_the_limit_go_to_disk_and_come_back(
+    fake_service: Make, tmp_path: Path
+) -> None:
     engine = FakeEngine()
     service = fake_service(engine, limits=Limits(snapshots=2))
     client = service.create_lora_training_client("fake", rank=4).result()
@@ -391,11 +432,15 @@ def test_many_checkpoints_sampled_at_once_share_the_room_there_is(fake_service: 
     client = service.create_lora_training_client("fake", rank=4).result()
     paths = [client.save_weights_for_sampler(f"c{n}").result().path for n in range(6)]
     samplers = [service.create_sampling_client(model_path=path).result() for path in paths]
-    futures = [s.sample(PROMPT, 1, SamplingParams(max_tokens=2, seed=n)) for n in range(4) for s in samplers]
+    futures = [
+        s.sample(PROMPT, 1, SamplingParams(max_tokens=2, seed=n))
+        for n in range(4)
+        for s in samplers
+    ]
     assert all(len(future.result(20).sequences) == 1 for future in futures)
 
 
-# ── checkpoints and their names ──────────────────────────────────────────────────────────────────────────────────
+# ── checkpoints and their names ───────────────────────────────────────────────────────────────────
 
 
 def test_a_name_saved_again_after_it_expired_gives_the_new_weights(
@@ -412,7 +457,8 @@ def test_a_name_saved_again_after_it_expired_gives_the_new_weights(
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() + 4000)
     assert client.save_weights_for_sampler("x").result().path == path
-    assert old.sample(PROMPT, 1, params).result().sequences[0].logprobs == before  # what it began with is in memory
+    # what it began with is in memory
+    assert old.sample(PROMPT, 1, params).result().sequences[0].logprobs == before
     after = (
         service.create_sampling_client(model_path=path)
         .result()
@@ -424,27 +470,45 @@ def test_a_name_saved_again_after_it_expired_gives_the_new_weights(
     assert after != before
 
 
-def test_a_data_directory_can_be_relative_and_can_be_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_data_directory_can_be_relative_and_can_be_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    with LocalBackend(data_dir="rel", engine=FakeEngine()) as backend, ServiceClient(base_url=backend.base_url) as one:
-        path = one.create_lora_training_client("fake", rank=4).result().save_state("a").result().path
+    with (
+        LocalBackend(data_dir="rel", engine=FakeEngine()) as backend,
+        ServiceClient(base_url=backend.base_url) as one,
+    ):
+        path = (
+            one.create_lora_training_client("fake", rank=4).result().save_state("a").result().path
+        )
         (tmp_path / "elsewhere").mkdir()
         monkeypatch.chdir(tmp_path / "elsewhere")
         one.create_training_client_from_state(path).result()
     (tmp_path / "rel").rename(tmp_path / "moved")
     moved = LocalBackend(data_dir=tmp_path / "moved", engine=FakeEngine())
     with moved, ServiceClient(base_url=moved.base_url) as two:
-        assert two.create_training_client_from_state_with_optimizer(path).result().get_info().lora_rank == 4
+        assert (
+            two.create_training_client_from_state_with_optimizer(path).result().get_info().lora_rank
+            == 4
+        )
 
 
 def test_a_checkpoint_of_another_base_model_is_refused(tmp_path: Path, model_dir: Path) -> None:
     backend = LocalBackend({MODEL: model_dir, "other": model_dir}, data_dir=tmp_path)
     with backend, ServiceClient(base_url=backend.base_url) as service:
-        path = service.create_lora_training_client(MODEL, rank=2).result().save_state("a").result().path
+        path = (
+            service.create_lora_training_client(MODEL, rank=2)
+            .result()
+            .save_state("a")
+            .result()
+            .path
+        )
         other = service.create_lora_training_client("other", rank=2).result()
         with pytest.warns(FutureWarning, match="load_state"):
             loading = other.load_state(path)
-        with pytest.raises(tinkex.RequestFailedError, match=r"is of base model 'test/small', this is 'other'"):
+        with pytest.raises(
+            tinkex.RequestFailedError, match=r"is of base model 'test/small', this is 'other'"
+        ):
             loading.result()
 
 
@@ -460,24 +524,31 @@ def test_a_nameless_save_sent_again_with_another_number_is_the_same_request(tmp_
         assert wire.run("save_weights_for_sampler", body | {"sampling_session_seq_id": 1}) == first
 
 
-# ── numbers that are too large, places that are not here ─────────────────────────────────────────────────────────
+# ── numbers that are too large, places that are not here ──────────────────────────────────────────
 
 
 def test_a_step_that_overflows_is_refused_and_can_be_clipped(service: ServiceClient) -> None:
     client = service.create_lora_training_client(MODEL, rank=2).result()
     data = make_data(tinkex.types)
     plain = client.forward(data, "cross_entropy").result().metrics["loss:sum"]
-    huge = [Datum(d.model_input, {**d.loss_fn_inputs, "weights": [1e25] * d.model_input.length}) for d in data]
+    huge = [
+        Datum(d.model_input, {**d.loss_fn_inputs, "weights": [1e25] * d.model_input.length})
+        for d in data
+    ]
     client.forward_backward(huge, "cross_entropy").result()
     with pytest.raises(tinkex.RequestFailedError, match=r"the step overflows.*clip"):
         client.optim_step(STEP).result(20)
     assert client.forward(data, "cross_entropy").result().metrics["loss:sum"] == plain
-    metrics = client.optim_step(AdamParams(learning_rate=1e-3, grad_clip_norm=1.0)).result(20).metrics
+    metrics = (
+        client.optim_step(AdamParams(learning_rate=1e-3, grad_clip_norm=1.0)).result(20).metrics
+    )
     assert metrics is not None
     assert 1e20 < metrics["grad_norm:mean"] < float("inf")
 
 
-def test_a_result_that_cannot_be_sent_fails_in_band(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_that_cannot_be_sent_fails_in_band(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(FakeEngine, "optim_step", lambda *_: {"grad_norm:mean": float("inf")})
     with serving(FakeEngine(), tmp_path) as url:
         wire = Wire(url)
@@ -490,7 +561,10 @@ def test_a_result_that_cannot_be_sent_fails_in_band(tmp_path: Path, monkeypatch:
 def test_tiny_temperatures_are_greedy(service: ServiceClient, temperature: float) -> None:
     sampler = service.create_sampling_client(base_model=MODEL).result()
     greedy, tiny = (
-        sampler.sample(PROMPT, 1, SamplingParams(max_tokens=5, temperature=t, seed=1)).result(20).sequences[0].tokens
+        sampler.sample(PROMPT, 1, SamplingParams(max_tokens=5, temperature=t, seed=1))
+        .result(20)
+        .sequences[0]
+        .tokens
         for t in (0.0, temperature)
     )
     assert tiny == greedy
@@ -506,7 +580,9 @@ def test_tiny_temperatures_are_greedy(service: ServiceClient, temperature: float
         ({"Host": "[::1]:80"}, 200),
     ],
 )
-def test_an_open_server_is_not_driven_by_web_pages(tmp_path: Path, headers: dict[str, str], status: int) -> None:
+def test_an_open_server_is_not_driven_by_web_pages(
+    tmp_path: Path, headers: dict[str, str], status: int
+) -> None:
     with serving(FakeEngine(), tmp_path) as url:
         body = {"tags": [], "sdk_version": "0.36.0"}
         assert Wire(url).send("create_session", body, headers=headers).status == status

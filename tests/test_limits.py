@@ -1,4 +1,5 @@
-"""Byte budgets, the shared back-off, the dispatch gate and the circuit breaker; time is faked, tasks are real."""
+"""Byte budgets, the shared back-off, the dispatch gate and the circuit breaker; time is faked,
+tasks are real."""
 
 from __future__ import annotations
 
@@ -51,13 +52,16 @@ async def test_a_budget_may_be_overdrawn_once_and_then_blocks_in_order() -> None
     budget, log = ByteBudget(1000), list[int]()
     releases = [asyncio.Event() for _ in range(5)]
     sizes = [500, 600, 100, 7000, 1]
-    tasks = [asyncio.create_task(holder(budget, s, r, log)) for s, r in zip(sizes, releases, strict=True)]
+    tasks = [
+        asyncio.create_task(holder(budget, s, r, log)) for s, r in zip(sizes, releases, strict=True)
+    ]
     await settled()
     assert log == [500, 600]
     assert budget.left == -100
     releases[0].set()
     await settled()
-    assert log == [500, 600, 100, 7000]  # 400 were left for 100; then 300 for 7,000, which overdraws
+    # 400 were left for 100; then 300 for 7,000, which overdraws
+    assert log == [500, 600, 100, 7000]
     releases[3].set()
     await settled()
     assert log[-1] == 1
@@ -161,14 +165,15 @@ async def test_few_pass_after_back_pressure_and_their_bytes_weigh_more() -> None
     await asyncio.gather(*few)
     release.clear()
     inside.clear()
-    heavy = [asyncio.create_task(dispatch(n, 4000)) for n in range(4)]  # 80,000 each while throttled
+    # 80,000 each while throttled
+    heavy = [asyncio.create_task(dispatch(n, 4000)) for n in range(4)]
     await settled()
     assert len(inside) == 2
     release.set()
     await asyncio.gather(*heavy)
 
 
-# ── circuit breaker ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── circuit breaker ───────────────────────────────────────────────────────────────────────────────
 
 
 def failing(error: Exception) -> Callable[[], asyncio.Future[None]]:
@@ -196,7 +201,9 @@ async def test_a_breaker_opens_probes_and_closes() -> None:
     states.append(breaker.state)
     with pytest.raises(CircuitOpenError, match="'r' is open after 3 failures") as caught:
         await breaker.call(fine)
-    assert pickle.loads(pickle.dumps(caught.value)).hint == "the next attempt is let through in 30 s"
+    assert (
+        pickle.loads(pickle.dumps(caught.value)).hint == "the next attempt is let through in 30 s"
+    )
     clock.now += 30
     states.append(breaker.state)
     with pytest.raises(InternalServerError):
@@ -249,7 +256,8 @@ async def test_only_so_many_probes_at_once() -> None:
 async def test_a_registry_shares_breakers_by_name() -> None:
     registry = BreakerRegistry(failure_threshold=20)
     await asyncio.gather(
-        *(registry.get("POST asample").call(failing(OSError("x"))) for _ in range(20)), return_exceptions=True
+        *(registry.get("POST asample").call(failing(OSError("x"))) for _ in range(20)),
+        return_exceptions=True,
     )
     registry.get("GET healthz")
     assert registry.states() == {"POST asample": "open", "GET healthz": "closed"}

@@ -26,7 +26,9 @@ def test_owner_whose_requests_take_too_much_is_told_to_send_them_later(tmp_path:
             asked, number = [], 0
             while True:
                 number += 1
-                status, answer = await server.send("forward_backward", pass_json(ada, number), keys["ada"])
+                status, answer = await server.send(
+                    "forward_backward", pass_json(ada, number), keys["ada"]
+                )
                 if status != 200:
                     break
                 asked.append(answer["request_id"])
@@ -38,7 +40,9 @@ def test_owner_whose_requests_take_too_much_is_told_to_send_them_later(tmp_path:
             for request in asked:
                 await server.result(request, keys["ada"])
             assert not server.state.meter.held["ada"]
-            assert "metrics" in await server.run("forward_backward", pass_json(ada, number), keys["ada"])
+            assert "metrics" in await server.run(
+                "forward_backward", pass_json(ada, number), keys["ada"]
+            )
 
     played(scenario)
 

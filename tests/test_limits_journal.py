@@ -25,7 +25,9 @@ def test_passes_without_a_step_are_refused_in_band_until_a_step_is_taken(tmp_pat
             assert f"the limit journal_bytes of this server is {LIMIT}" in refused["error"]
             await server.run("optim_step", step_json(model, number + 2))
             await until(lambda: journal.held_bytes < LIMIT // 2)
-            assert "loss_fn_outputs" in await server.run("forward_backward", pass_json(model, number + 3))
+            assert "loss_fn_outputs" in await server.run(
+                "forward_backward", pass_json(model, number + 3)
+            )
 
     played(scenario)
 

@@ -1,4 +1,5 @@
-"""Results that nobody reads: each owner has a budget, and beyond it new work is refused until some have been read."""
+"""Results that nobody reads: each owner has a budget, and beyond it new work is refused until some
+have been read."""
 
 from __future__ import annotations
 
@@ -20,18 +21,25 @@ def test_owner_with_too_many_unread_results_is_refused_until_they_are_read(tmp_p
             for name, key in keys.items():
                 session = await server.session(key)
                 body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "fake"}
-                samplers[name] = (await server.post("create_sampling_session", body, key))["sampling_session_id"]
+                samplers[name] = (await server.post("create_sampling_session", body, key))[
+                    "sampling_session_id"
+                ]
             asked = [
                 await server.submit(
-                    "asample", sample_json(samplers["ada"], number, sampling_params={"max_tokens": 30}), keys["ada"]
+                    "asample",
+                    sample_json(samplers["ada"], number, sampling_params={"max_tokens": 30}),
+                    keys["ada"],
                 )
                 for number in range(2)
             ]
             await until(lambda: server.state.meter.unread["ada"] == 480)
-            status, answer = await server.send("asample", sample_json(samplers["ada"], 5), keys["ada"])
+            status, answer = await server.send(
+                "asample", sample_json(samplers["ada"], 5), keys["ada"]
+            )
             assert status == 429
-            assert "480 bytes of results wait to be read, and the limit unread_bytes of this server is 400" in str(
-                answer
+            assert (
+                "480 bytes of results wait to be read, and the limit unread_bytes of this server "
+                "is 400" in str(answer)
             )
             await server.run("asample", sample_json(samplers["ben"], 5), keys["ben"])
             await server.result(asked[0], keys["ada"])
@@ -39,7 +47,9 @@ def test_owner_with_too_many_unread_results_is_refused_until_they_are_read(tmp_p
             assert server.state.meter.unread["ada"] == 240
             await server.run("asample", sample_json(samplers["ada"], 5), keys["ada"])
             await server.post(
-                f"sessions/{samplers['ada'].partition(':')[0]}/finish", {"reason": {"type": "success"}}, keys["ada"]
+                f"sessions/{samplers['ada'].partition(':')[0]}/finish",
+                {"reason": {"type": "success"}},
+                keys["ada"],
             )
             assert not server.state.meter.unread
 
@@ -70,11 +80,19 @@ def test_results_of_open_samples_count_before_they_are_there(tmp_path: Path) -> 
     async def scenario() -> None:
         async with life(tmp_path / "a", engine, limits=Limits(unread_bytes=400)) as server:
             engine.fail = hold
-            wanted = {"sampling_session_id": None, "base_model": "fake", "sampling_params": {"max_tokens": 30}}
-            asked = [await server.submit("asample", sample_json("", None, **wanted)) for _ in range(2)]
+            wanted = {
+                "sampling_session_id": None,
+                "base_model": "fake",
+                "sampling_params": {"max_tokens": 30},
+            }
+            asked = [
+                await server.submit("asample", sample_json("", None, **wanted)) for _ in range(2)
+            ]
             status, answer = await server.send("asample", sample_json("", None, **wanted))
             assert status == 429
-            assert "0 bytes of results wait to be read and those of open requests may take" in str(answer)
+            assert "0 bytes of results wait to be read and those of open requests may take" in str(
+                answer
+            )
             opened.set()
             for request in asked:
                 await server.result(request)

@@ -1,4 +1,5 @@
-"""A server under load, through our own client: nothing lost, nothing twice, memory bounded, nobody starved."""
+"""A server under load, through our own client: nothing lost, nothing twice, memory bounded, nobody
+starved."""
 
 from __future__ import annotations
 
@@ -62,7 +63,10 @@ def resident(pid: int) -> float:
 def open_operations(url: str) -> int:
     with urllib.request.urlopen(f"{url}/metrics", timeout=20) as answer:
         text = answer.read().decode()
-    return sum(int(count) for count in re.findall(r"^tinkex_open_operations\{.*\} (\d+)$", text, re.MULTILINE))
+    return sum(
+        int(count)
+        for count in re.findall(r"^tinkex_open_operations\{.*\} (\d+)$", text, re.MULTILINE)
+    )
 
 
 def expected_losses(seed: int, steps: int) -> list[float]:
@@ -130,12 +134,18 @@ async def draw(sampler: Any, numbers: range) -> list[tuple[list[int], str]]:
     return await asyncio.gather(*(one(number) for number in numbers))
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the memory of a process from /proc")
-def test_under_load_nothing_is_lost_nothing_is_done_twice_and_memory_is_bounded(tmp_path: Path) -> None:
+@pytest.mark.skipif(
+    not Path("/proc/self/statm").exists(), reason="reads the memory of a process from /proc"
+)
+def test_under_load_nothing_is_lost_nothing_is_done_twice_and_memory_is_bounded(
+    tmp_path: Path,
+) -> None:
     with ExitStack() as stack:
         pid, url = stack.enter_context(server(tmp_path))
         services = [stack.enter_context(tinkex.ServiceClient(base_url=url)) for _ in range(CLIENTS)]
-        runs = [service.create_lora_training_client("fake", rank=4).result() for service in services]
+        runs = [
+            service.create_lora_training_client("fake", rank=4).result() for service in services
+        ]
         sampler = services[0].create_sampling_client(base_model="fake").result()
 
         async def half(number: int) -> tuple[list[list[float]], list[tuple[list[int], str]]]:
@@ -157,7 +167,9 @@ def test_under_load_nothing_is_lost_nothing_is_done_twice_and_memory_is_bounded(
     assert after - between < GROWTH_MB
 
 
-def test_an_owner_of_many_runs_does_not_starve_one_who_has_a_single_run(tmp_path: Path, model_dir: Path) -> None:
+def test_an_owner_of_many_runs_does_not_starve_one_who_has_a_single_run(
+    tmp_path: Path, model_dir: Path
+) -> None:
     from tinkex.engine.torch.engine import TorchEngine
 
     with closing(Store(tmp_path / DATABASE)) as store:
@@ -178,8 +190,13 @@ def test_an_owner_of_many_runs_does_not_starve_one_who_has_a_single_run(tmp_path
     engine = TorchEngine({MODEL: model_dir}, micro_batch_tokens=64)
     with ExitStack() as stack:
         url = stack.enter_context(serving(engine, tmp_path))
-        many, one = (stack.enter_context(tinkex.ServiceClient(base_url=url, api_key=key)) for key in keys)
-        crowd = [many.create_lora_training_client(MODEL, rank=4, seed=number).result() for number in range(15)]
+        many, one = (
+            stack.enter_context(tinkex.ServiceClient(base_url=url, api_key=key)) for key in keys
+        )
+        crowd = [
+            many.create_lora_training_client(MODEL, rank=4, seed=number).result()
+            for number in range(15)
+        ]
         single = one.create_lora_training_client(MODEL, rank=4, seed=1).result()
         for run in crowd:
             for _ in range(8):
@@ -192,5 +209,7 @@ def test_an_owner_of_many_runs_does_not_starve_one_who_has_a_single_run(tmp_path
             assert ended.wait_for(lambda: len(order) == 16 * 8, 120)
     last = max(place for place, owner in enumerate(order) if owner == "one")
     before = order[:last].count("many")
-    assert before < 60, f"{before} of 120 passes of the owner of many runs came before the last of 8"
+    assert before < 60, (
+        f"{before} of 120 passes of the owner of many runs came before the last of 8"
+    )
     assert np.mean([owner == "one" for owner in order[:last]]) > 0.1

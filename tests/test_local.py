@@ -1,4 +1,5 @@
-"""The embedded backend: shared and let go, closed with a clear error, and as honest about faults as a socket."""
+"""The embedded backend: shared and let go, closed with a clear error, and as honest about faults as
+a socket."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ STEP = tinkex.AdamParams(learning_rate=0.1)
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[FakeEngine]]:
-    """The engines that `base_url="local"` made, fake ones here; the data directory is the test's own."""
+    """The engines that `base_url="local"` made, fake ones here; the data directory is the test's
+    own."""
     engines: list[FakeEngine] = []
 
     def make(models: Any = None) -> FakeEngine:
@@ -113,18 +115,28 @@ def test_a_client_that_never_called_lets_go_too(made: list[FakeEngine]) -> None:
 
 def test_checkpoints_outlive_a_backend(made: list[FakeEngine]) -> None:
     with ServiceClient(base_url="local") as service:
-        path = service.create_lora_training_client("fake", rank=4).result().save_state("a").result(10).path
+        path = (
+            service.create_lora_training_client("fake", rank=4)
+            .result()
+            .save_state("a")
+            .result(10)
+            .path
+        )
     with ServiceClient(base_url="local") as service:
         assert service.create_training_client_from_state(path).result().get_info().lora_rank == 4
 
 
-def test_the_environment_can_ask_for_it(made: list[FakeEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_can_ask_for_it(
+    made: list[FakeEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TINKER_BASE_URL", "local")
     with ServiceClient() as service:
         assert service.get_server_capabilities().supported_models[0].model_name == "fake"
 
 
-def test_an_engine_is_made_when_there_is_something_to_compute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_engine_is_made_when_there_is_something_to_compute(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     made: list[tuple[FakeEngine, str]] = []
 
     def make(models: Any) -> FakeEngine:
@@ -186,21 +198,27 @@ def test_models_of_ones_own_are_listed_without_torch_too(tmp_path: Path) -> None
 def test_why_an_engine_cannot_be_made_is_told_to_everyone_who_needs_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    reasons = iter(["libgomp.so.1: cannot open", "torch is only half initialised", "and so on", "and so on"])
+    reasons = iter(
+        ["libgomp.so.1: cannot open", "torch is only half initialised", "and so on", "and so on"]
+    )
 
     def fail(models: Any) -> FakeEngine:
         raise OSError(next(reasons))
 
     monkeypatch.setattr(local, "make_engine", fail)
     why = "the engine cannot be made: OSError: libgomp.so.1: cannot open"
-    with LocalBackend(data_dir=tmp_path) as backend, ServiceClient(base_url=backend.base_url) as service:
+    with (
+        LocalBackend(data_dir=tmp_path) as backend,
+        ServiceClient(base_url=backend.base_url) as service,
+    ):
         sampler = service.create_sampling_client(base_model="tinkex/tiny").result()
         prompt, params = tinkex.ModelInput.from_ints([1]), tinkex.SamplingParams(max_tokens=1)
         with pytest.raises(tinkex.RequestFailedError, match=why):
             sampler.sample(prompt, 1, params).result(20)
         with pytest.raises(tinkex.RequestFailedError, match=why):
             service.create_lora_training_client("tinkex/tiny", rank=4).result()
-        assert RestClient(service.holder).list_user_checkpoints().result().checkpoints == []  # needs no engine
+        # needs no engine
+        assert RestClient(service.holder).list_user_checkpoints().result().checkpoints == []
 
 
 def test_two_backends_are_two(tmp_path: Path) -> None:
@@ -242,7 +260,9 @@ def test_closing_a_backend_ends_what_waits(tmp_path: Path) -> None:
     backend = LocalBackend(engine=FakeEngine(delay=0.02), data_dir=tmp_path)
     service = ServiceClient(base_url=backend.base_url)
     sampler = service.create_sampling_client(base_model="fake").result()
-    future = sampler.sample(tinkex.ModelInput.from_ints([1]), 1, tinkex.SamplingParams(max_tokens=100_000))
+    future = sampler.sample(
+        tinkex.ModelInput.from_ints([1]), 1, tinkex.SamplingParams(max_tokens=100_000)
+    )
     time.sleep(0.2)
     backend.close()
     assert isinstance(future.future().exception(5), tinkex.TinkerError)
@@ -267,7 +287,9 @@ def test_a_backend_that_cannot_start_says_why(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with LocalBackend(engine=FakeEngine(), data_dir=tmp_path / "file") as backend:
         service = ServiceClient(base_url=backend.base_url)
-        with pytest.raises(tinkex.errors.ConfigurationError, match=r"data directory .*file cannot be used: ") as raised:
+        with pytest.raises(
+            tinkex.errors.ConfigurationError, match=r"data directory .*file cannot be used: "
+        ) as raised:
             service.get_server_capabilities()
         assert "TINKEX_DATA_DIR" in str(raised.value)
         service.close().result(10)
@@ -280,7 +302,10 @@ def test_a_full_disk_is_told_in_one_line(tmp_path: Path, caplog: pytest.LogCaptu
 
     engine = FakeEngine()
     engine.fail = fail
-    full: list[Exception] = [OSError(errno.ENOSPC, "x"), ValueError("I/O error: No space left on device (os error 28)")]
+    full: list[Exception] = [
+        OSError(errno.ENOSPC, "x"),
+        ValueError("I/O error: No space left on device (os error 28)"),
+    ]
     with (
         LocalBackend(engine=engine, data_dir=tmp_path) as backend,
         ServiceClient(base_url=backend.base_url) as service,
@@ -288,7 +313,8 @@ def test_a_full_disk_is_told_in_one_line(tmp_path: Path, caplog: pytest.LogCaptu
         client = service.create_lora_training_client(engine.models()[0].name, rank=4).result()
         for name in ("a", "b"):
             with pytest.raises(
-                tinkex.RequestFailedError, match=f"weights/{name} was not saved: the server's disk is full"
+                tinkex.RequestFailedError,
+                match=f"weights/{name} was not saved: the server's disk is full",
             ):
                 client.save_state(name).result()
     assert not caplog.records
@@ -306,7 +332,7 @@ def test_a_key_works_in_process_too(tmp_path: Path) -> None:
             assert service.get_server_capabilities().supported_models
 
 
-# ── the bridge ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the bridge ────────────────────────────────────────────────────────────────────────────────────
 
 
 class Application:
@@ -403,7 +429,9 @@ def test_a_cancelled_caller_is_let_go() -> None:
         ("half", ConnectionError, "no answer"),
     ],
 )
-def test_faults_of_the_application_are_told(behaviour: str, error: type[Exception], words: str) -> None:
+def test_faults_of_the_application_are_told(
+    behaviour: str, error: type[Exception], words: str
+) -> None:
     with pytest.raises(error, match=words):
         exchange(Application(behaviour))
 

@@ -35,7 +35,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
         )
 
 
-# ── lines ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── lines ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 @contextmanager
@@ -61,10 +61,22 @@ def test_a_line_says_what_was_asked_by_whom_how_long_it_took_and_for_which_futur
     assert set(stepped) == {
         "time", "level", "logger", "message", "operation", "method", "status", "ms", "owner", "request_id",
     }  # fmt: skip
-    assert (stepped["operation"], stepped["status"], stepped["owner"]) == ("optim_step", 200, "local")
-    assert (stepped["level"], stepped["message"], stepped["request_id"]) == ("info", "optim_step 200", asked)
+    assert (stepped["operation"], stepped["status"], stepped["owner"]) == (
+        "optim_step",
+        200,
+        "local",
+    )
+    assert (stepped["level"], stepped["message"], stepped["request_id"]) == (
+        "info",
+        "optim_step 200",
+        asked,
+    )
     assert 0 < stepped["ms"] < 20_000
-    assert (polled["operation"], polled["level"], polled["request_id"]) == ("retrieve_future", "debug", asked)
+    assert (polled["operation"], polled["level"], polled["request_id"]) == (
+        "retrieve_future",
+        "debug",
+        asked,
+    )
     assert "tml-hidden" not in json.dumps(lines)
 
 
@@ -76,10 +88,15 @@ def test_polls_are_heard_of_at_the_level_info_only_when_they_fail(
     with listening(caplog, logging.INFO) as lines:
         wire.run("optim_step", step_json(model, 1))
         wire.send("retrieve_future", {"request_id": "nothing"})
-    assert [(line["operation"], line["status"]) for line in lines] == [("optim_step", 200), ("retrieve_future", 404)]
+    assert [(line["operation"], line["status"]) for line in lines] == [
+        ("optim_step", 200),
+        ("retrieve_future", 404),
+    ]
 
 
-def test_what_looks_like_a_secret_is_in_no_line(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_looks_like_a_secret_is_in_no_line(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
     wire = serve()
     with listening(caplog, logging.INFO) as lines:
         wire.send("retrieve_future", {"request_id": "tml-of-somebody-else"})
@@ -88,7 +105,9 @@ def test_what_looks_like_a_secret_is_in_no_line(serve: Serve, caplog: pytest.Log
     try:
         raise ValueError("Authorization: Bearer abcdefgh12345")
     except ValueError:
-        record = logging.LogRecord("x", logging.ERROR, "", 1, "key %s", ("tml-0123456789",), sys.exc_info())
+        record = logging.LogRecord(
+            "x", logging.ERROR, "", 1, "key %s", ("tml-0123456789",), sys.exc_info()
+        )
     line = JsonFormatter().format(record)
     assert "\n" not in line
     said = json.loads(line)
@@ -98,7 +117,7 @@ def test_what_looks_like_a_secret_is_in_no_line(serve: Serve, caplog: pytest.Log
     assert "abcdefgh12345" not in line
 
 
-# ── spans ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── spans ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Span(NonRecordingSpan):
@@ -106,7 +125,9 @@ class Span(NonRecordingSpan):
 
     def __init__(self, name: str, kind: SpanKind, attributes: dict[str, Any], number: int) -> None:
         parent = trace.get_current_span().get_span_context()
-        super().__init__(SpanContext(parent.trace_id or 1, number, is_remote=False, trace_flags=TraceFlags(1)))
+        super().__init__(
+            SpanContext(parent.trace_id or 1, number, is_remote=False, trace_flags=TraceFlags(1))
+        )
         self.name, self.kind, self.parent = name, kind, parent
         self.attributes = dict(attributes)
         self.status: Any = None
@@ -140,7 +161,11 @@ class Recording(Tracer):
 def test_a_request_has_a_span_in_the_trace_that_it_came_with(serve: Serve) -> None:
     recording = Recording()
     wire = serve(tracing=Tracing(recording), api_key="tml-hidden")
-    headers = {"X-API-Key": "tml-hidden", "Traceparent": f"00-{TRACE}-{PARENT}-01", "Baggage": "user=alice"}
+    headers = {
+        "X-API-Key": "tml-hidden",
+        "Traceparent": f"00-{TRACE}-{PARENT}-01",
+        "Baggage": "user=alice",
+    }
     assert wire.send("healthz", method="GET", headers=headers).status == 200
     span = recording.spans[0]
     assert (span.name, span.kind, span.ended) == ("GET /api/v1/healthz", SpanKind.SERVER, 1)
@@ -167,7 +192,9 @@ def test_a_request_that_came_with_no_trace_begins_one_and_leaves_none_behind(ser
     assert [each.ended for each in recording.spans] == [1] * len(recording.spans)
 
 
-def test_the_span_is_current_while_the_request_is_answered(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_span_is_current_while_the_request_is_answered(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recording, seen = Recording(), []
     models = FakeEngine.models
 
@@ -212,7 +239,9 @@ def test_a_refusal_is_no_error_of_the_server_and_a_failure_of_its_own_is(
         ({"OTEL_SERVICE_NAME": "tinkex", "OTEL_SDK_DISABLED": "TRUE"}, False),
     ],
 )
-def test_the_environment_says_whether_spans_are_wanted(variables: dict[str, str], wanted: bool) -> None:
+def test_the_environment_says_whether_spans_are_wanted(
+    variables: dict[str, str], wanted: bool
+) -> None:
     assert is_wanted(variables) is wanted
 
 
@@ -229,7 +258,10 @@ def test_to_ask_for_spans_without_the_package_is_an_error_of_one_line(
 
 def test_nothing_of_it_is_imported_where_it_is_not_wanted() -> None:
     code = (
-        "import sys, tinkex.server.app, tinkex.cli.serve as s; s._tracing(None); print('opentelemetry' in sys.modules)"
+        "import sys, tinkex.server.app, tinkex.cli.serve as s; s._tracing(None); "
+        "print('opentelemetry' in sys.modules)"
     )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    shown = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert shown.stdout.strip() == "False"

@@ -38,7 +38,11 @@ def test_official_client_runs_the_whole_loop(server_url: str) -> None:
         "PYTHONPATH": str(Path(__file__).parent),
     }
     done = subprocess.run(
-        [sys.executable, "-c", OFFICIAL], env=environment, capture_output=True, text=True, timeout=110
+        [sys.executable, "-c", OFFICIAL],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "whole loop done with 0.38.0" in done.stdout

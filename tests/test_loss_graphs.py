@@ -1,4 +1,5 @@
-"""Tracing of losses: what can be sent, what it looks like on the wire, and the same loss computed by the caller."""
+"""Tracing of losses: what can be sent, what it looks like on the wire, and the same loss computed
+by the caller."""
 
 from __future__ import annotations
 
@@ -17,9 +18,17 @@ import numpy as np
 import pytest
 import torch
 
+import tinkex
 import traced_losses
 from tinkex.client.losses import caller_losses
-from tinkex.client.losses.loss_graphs import LossHandle, check_inputs, create_request, per_datum, trace, wire_graph
+from tinkex.client.losses.loss_graphs import (
+    LossHandle,
+    check_inputs,
+    create_request,
+    per_datum,
+    trace,
+    wire_graph,
+)
 from tinkex.types import Datum, ForwardBackwardOutput, ModelInput, TensorData
 from tinkex.types.record import to_json
 from traced_losses import EXAMPLES, Example
@@ -44,9 +53,11 @@ print(json.dumps(found))
 @pytest.fixture(scope="module")
 def official() -> dict[str, list[str]]:
     """What the official package makes of every example: its request, its key and how it prints."""
-    paths = [str(Path(traced_losses.__file__).parent), str(Path(caller_losses.__file__).parents[1])]
+    paths = [str(Path(traced_losses.__file__).parent), str(Path(tinkex.__file__).parents[1])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run([sys.executable, "-c", REPORT], capture_output=True, text=True, timeout=120, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", REPORT], capture_output=True, text=True, timeout=120, env=environment
+    )
     assert done.returncode == 0, done.stderr
     report: dict[str, list[str]] = json.loads(done.stdout)
     return report
@@ -57,7 +68,9 @@ def traced(example: Example) -> LossHandle:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_request_key_and_text_are_those_of_the_official_package(name: str, official: dict[str, list[str]]) -> None:
+def test_request_key_and_text_are_those_of_the_official_package(
+    name: str, official: dict[str, list[str]]
+) -> None:
     handle = traced(EXAMPLES[name])
     request = create_request(handle, list(EXAMPLES).index(name))
     theirs, key, text = official[name]
@@ -92,8 +105,14 @@ def times(factor: float) -> Any:
 def test_every_kind_of_argument_has_its_form_on_the_wire() -> None:
     def loss(logprobs: Any) -> Any:
         x = logprobs.to(torch.device("cuda:0")).to("cpu")[..., 0:2, None]
-        x = torch.zeros_like(x, dtype=torch.bfloat16, layout=torch.strided, memory_format=torch.contiguous_format)
-        x = torch.nan_to_num(x, nan=math.nan, posinf=-math.inf, neginf=np.float64(2.0)).sum(dim=(0, 1)).view([1])
+        x = torch.zeros_like(
+            x, dtype=torch.bfloat16, layout=torch.strided, memory_format=torch.contiguous_format
+        )
+        x = (
+            torch.nan_to_num(x, nan=math.nan, posinf=-math.inf, neginf=np.float64(2.0))
+            .sum(dim=(0, 1))
+            .view([1])
+        )
         return x.sum(), {}
 
     nodes = wire_graph(trace(loss, {"logprobs": 1}, "s")).nodes
@@ -110,7 +129,11 @@ def test_every_kind_of_argument_has_its_form_on_the_wire() -> None:
                 "memory_format": {"memory_format": "contiguous_format"},
             },
         ),
-        ("torch.nan_to_num", [], {"nan": {"float": "nan"}, "posinf": {"float": "-inf"}, "neginf": 2.0}),
+        (
+            "torch.nan_to_num",
+            [],
+            {"nan": {"float": "nan"}, "posinf": {"float": "-inf"}, "neginf": 2.0},
+        ),
         ("sum", [], {"dim": {"tuple": [0, 1]}}),
         ("view", [[1]], {}),
         ("sum", [], {}),
@@ -154,16 +177,28 @@ MODULE = torch.nn.Linear(2, 2)
 REFUSED: dict[str, tuple[Any, str]] = {
     "an object": (Callable(), "is a Callable; give a plain function"),
     "a method": (Callable().method, "is a method; give a plain function"),
-    "a partial": (functools.partial(with_default, scale=2.0), "is a partial; give a plain function"),
+    "a partial": (
+        functools.partial(with_default, scale=2.0),
+        "is a partial; give a plain function",
+    ),
     "not a function": (3, "is a int; give a plain function"),
     "no parameters": (lambda: (1, {}), "must take logprobs first"),
-    "another first parameter": (lambda weights, logprobs: (logprobs.sum(), {}), "must take logprobs first"),
+    "another first parameter": (
+        lambda weights, logprobs: (logprobs.sum(), {}),
+        "must take logprobs first",
+    ),
     "a default": (with_default, "'scale' has a default.*remove the default"),
     "a keyword": (keyword_only, "must be a plain positional parameter"),
     "*args": (any_number, r"\*rest.*must be a plain positional parameter"),
     "**kwargs": (any_name, r"\*\*rest.*must be a plain positional parameter"),
-    "an upper case name": (lambda logprobs, Weights: (logprobs.sum(), {}), "'Weights' must be .* lowercase"),
-    "a name of another script": (lambda logprobs, größe: (logprobs.sum(), {}), "'größe' must be .* lowercase"),
+    "an upper case name": (
+        lambda logprobs, Weights: (logprobs.sum(), {}),
+        "'Weights' must be .* lowercase",
+    ),
+    "a name of another script": (
+        lambda logprobs, größe: (logprobs.sum(), {}),
+        "'größe' must be .* lowercase",
+    ),
     "a long name": (
         eval(f"lambda logprobs, {'x' * 65}: (logprobs.sum(), {{}})"),
         "at most 64 lowercase",
@@ -174,35 +209,77 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "a branch": (branches, "cannot be traced.*torch.where instead of if"),
     "a loop": (loops, "cannot be traced.*whole tensors instead of loops"),
-    "len": (lambda logprobs: (logprobs.sum() / len(logprobs), {}), r"cannot be traced.*x.shape\[0\] instead of len"),
+    "len": (
+        lambda logprobs: (logprobs.sum() / len(logprobs), {}),
+        r"cannot be traced.*x.shape\[0\] instead of len",
+    ),
     "float": (lambda logprobs: (float(logprobs.sum()), {}), "cannot be traced"),
-    "numpy's functions": (lambda logprobs: (np.exp(logprobs).sum(), {}), "cannot be traced.*torch or math instead"),
+    "numpy's functions": (
+        lambda logprobs: (np.exp(logprobs).sum(), {}),
+        "cannot be traced.*torch or math instead",
+    ),
     "assignment": (lambda logprobs: (operator.setitem(logprobs, 0, 1), {}), "cannot be traced"),
     "a failing function": (lambda logprobs: (undefined, {}), "cannot be traced: name 'undefined'"),  # type: ignore[name-defined]  # noqa: F821
-    "item": (lambda logprobs: (logprobs.sum().item(), {}), r"item\(\), which leaves torch; keep every value a tensor"),
+    "item": (
+        lambda logprobs: (logprobs.sum().item(), {}),
+        r"item\(\), which leaves torch; keep every value a tensor",
+    ),
     "numpy": (lambda logprobs: (logprobs.numpy(), {}), r"numpy\(\), which leaves torch"),
     "tolist": (lambda logprobs: (logprobs.tolist(), {}), r"tolist\(\), which leaves torch"),
-    "backward": (lambda logprobs: (logprobs.sum().backward(), {}), r"backward\(\); return the loss"),
-    "an unknown method": (lambda logprobs: (logprobs.frobnicate(), {}), r"frobnicate\(\), which tensors do not have"),
-    "a captured tensor": (lambda logprobs: ((logprobs + CAPTURED).sum(), {}), "holds a tensor of its own.*zeros_like"),
-    "a tensor literal": (lambda logprobs: (logprobs.sum() + torch.tensor(1.0), {}), "write single values as numbers"),
+    "backward": (
+        lambda logprobs: (logprobs.sum().backward(), {}),
+        r"backward\(\); return the loss",
+    ),
+    "an unknown method": (
+        lambda logprobs: (logprobs.frobnicate(), {}),
+        r"frobnicate\(\), which tensors do not have",
+    ),
+    "a captured tensor": (
+        lambda logprobs: ((logprobs + CAPTURED).sum(), {}),
+        "holds a tensor of its own.*zeros_like",
+    ),
+    "a tensor literal": (
+        lambda logprobs: (logprobs.sum() + torch.tensor(1.0), {}),
+        "write single values as numbers",
+    ),
     "a module": (lambda logprobs: (MODULE(logprobs).sum(), {}), "cannot be traced"),
-    "a range": (lambda logprobs: (logprobs[range(2)].sum(), {}), "passes a range, which cannot be sent"),
-    "a complex number": (lambda logprobs: ((logprobs * 1j).sum(), {}), "passes a complex, which cannot be sent"),
+    "a range": (
+        lambda logprobs: (logprobs[range(2)].sum(), {}),
+        "passes a range, which cannot be sent",
+    ),
+    "a complex number": (
+        lambda logprobs: ((logprobs * 1j).sum(), {}),
+        "passes a complex, which cannot be sent",
+    ),
     "a huge integer": (lambda logprobs: (logprobs.sum() + 2**63, {}), "write it as a float"),
     "only a loss": (lambda logprobs: logprobs.sum(), r"must return \(loss, metrics\)"),
     "three results": (lambda logprobs: (logprobs.sum(), {}, 1), r"must return \(loss, metrics\)"),
     "metrics in a list": (lambda logprobs: (logprobs.sum(), []), r"must return \(loss, metrics\)"),
     "a constant loss": (lambda logprobs: (1.0, {}), "computed from its inputs, it returns 1.0"),
-    "a constant metric": (lambda logprobs: (logprobs.sum(), {"custom/a:sum": 1.0}), "must be a tensor computed"),
-    "a metric without prefix": (lambda logprobs: (logprobs.sum(), {"a:sum": logprobs.sum()}), "custom/NAME:sum"),
-    "a metric without ending": (lambda logprobs: (logprobs.sum(), {"custom/a": logprobs.sum()}), "custom/NAME:sum"),
+    "a constant metric": (
+        lambda logprobs: (logprobs.sum(), {"custom/a:sum": 1.0}),
+        "must be a tensor computed",
+    ),
+    "a metric without prefix": (
+        lambda logprobs: (logprobs.sum(), {"a:sum": logprobs.sum()}),
+        "custom/NAME:sum",
+    ),
+    "a metric without ending": (
+        lambda logprobs: (logprobs.sum(), {"custom/a": logprobs.sum()}),
+        "custom/NAME:sum",
+    ),
     "a metric with a line break": (
         lambda logprobs: (logprobs.sum(), {"custom/a:sum\n": logprobs.sum()}),
         "custom/NAME:sum",
     ),
-    "a metric in capitals": (lambda logprobs: (logprobs.sum(), {"custom/A:sum": logprobs.sum()}), "lowercase"),
-    "a metric named by a number": (lambda logprobs: (logprobs.sum(), {1: logprobs.sum()}), "metric 1 must be named"),
+    "a metric in capitals": (
+        lambda logprobs: (logprobs.sum(), {"custom/A:sum": logprobs.sum()}),
+        "lowercase",
+    ),
+    "a metric named by a number": (
+        lambda logprobs: (logprobs.sum(), {1: logprobs.sum()}),
+        "metric 1 must be named",
+    ),
 }
 
 
@@ -218,7 +295,9 @@ def test_functions_of_other_modules_are_refused_by_name() -> None:
     namespace: dict[str, Any] = {"__name__": "elsewhere"}
     exec("import torch.fx\n@torch.fx.wrap\ndef helper(x): return x", namespace)
     exec("def loss(logprobs): return helper(logprobs).sum(), {}", namespace)
-    with pytest.raises(ValueError, match=r"calls elsewhere\.helper; only functions of torch, math and operator"):
+    with pytest.raises(
+        ValueError, match=r"calls elsewhere\.helper; only functions of torch, math and operator"
+    ):
         trace(namespace["loss"], {"logprobs": 1}, "s")
 
 
@@ -255,7 +334,11 @@ def datum(**inputs: Any) -> Datum:
 
 def scaled_sum(logprobs: Any, weights: Any, scale: Any) -> Any:
     total = (logprobs * weights).sum() * scale
-    return total, {"custom/total:sum": total, "custom/average:mean": total, "custom/scale:mean": scale}
+    return total, {
+        "custom/total:sum": total,
+        "custom/average:mean": total,
+        "custom/scale:mean": scale,
+    }
 
 
 RANKS: Any = {"logprobs": 1, "weights": 1, "scale": 0}
@@ -268,10 +351,17 @@ def scalar(value: float) -> TensorData:
 def test_a_loss_computed_by_the_caller_sums_losses_and_combines_metrics_by_name() -> None:
     handle = trace(scaled_sum, RANKS, "s")
     data = [datum(weights=[1.0, 2.0], scale=scalar(3.0)), datum(weights=[1.0], scale=scalar(5.0))]
-    logprobs = [torch.tensor([-1.0, -2.0], requires_grad=True), torch.tensor([-4.0], requires_grad=True)]
+    logprobs = [
+        torch.tensor([-1.0, -2.0], requires_grad=True),
+        torch.tensor([-4.0], requires_grad=True),
+    ]
     loss, metrics = per_datum(handle)(data, logprobs)
     assert loss.item() == -15.0 - 20.0
-    assert metrics == {"custom/total:sum": -35.0, "custom/average:mean": -17.5, "custom/scale:mean": 4.0}
+    assert metrics == {
+        "custom/total:sum": -35.0,
+        "custom/average:mean": -17.5,
+        "custom/scale:mean": 4.0,
+    }
     loss.backward()  # type: ignore[no-untyped-call]
     assert [each.grad.tolist() for each in logprobs if each.grad is not None] == [[3.0, 6.0], [5.0]]
 
@@ -279,7 +369,9 @@ def test_a_loss_computed_by_the_caller_sums_losses_and_combines_metrics_by_name(
 def test_it_serves_as_a_custom_loss_of_the_client() -> None:
     loss_fn: caller_losses.CustomLoss = per_datum(trace(scaled_sum, RANKS, "s"))
     data = [datum(weights=[1.0, 2.0], scale=scalar(3.0))]
-    output = ForwardBackwardOutput("ArrayRecord", [{"logprobs": TensorData([-1.0, -2.0], "float32", [2])}], {})
+    output = ForwardBackwardOutput(
+        "ArrayRecord", [{"logprobs": TensorData([-1.0, -2.0], "float32", [2])}], {}
+    )
     second, loss, metrics = caller_losses.evaluate(loss_fn, data, output)
     assert second[0].loss_fn_inputs["weights"].tolist() == [-3.0, -6.0]
     assert (loss, metrics["custom/scale:mean"]) == (-15.0, 3.0)
@@ -289,18 +381,27 @@ def test_it_serves_as_a_custom_loss_of_the_client() -> None:
     ("inputs", "message"),
     [
         ({"weights": [1.0, 2.0]}, "datum 1 has no 'scale', which loss 'scaled_sum' takes"),
-        ({"weights": [1.0], "scale": TensorData([1.0], "float32")}, "datum 1: 'scale' has rank 1.*with rank 0"),
+        (
+            {"weights": [1.0], "scale": TensorData([1.0], "float32")},
+            "datum 1: 'scale' has rank 1.*with rank 0",
+        ),
         (
             {"weights": TensorData([1.0, 2.0], "float32", [2, 1]), "scale": scalar(1.0)},
             r"'weights' has rank 2.*rank 1 \(\[T\]\)",
         ),
         (
-            {"weights": [1.0], "scale": scalar(1.0), "target_tokens": TensorData([1], "int64", [1, 1])},
+            {
+                "weights": [1.0],
+                "scale": scalar(1.0),
+                "target_tokens": TensorData([1], "int64", [1, 1]),
+            },
             "'target_tokens' has rank 2, but loss 'scaled_sum' declares 'logprobs' with rank 1",
         ),
     ],
 )
-def test_data_without_an_input_or_with_another_rank_are_refused(inputs: dict[str, Any], message: str) -> None:
+def test_data_without_an_input_or_with_another_rank_are_refused(
+    inputs: dict[str, Any], message: str
+) -> None:
     handle = trace(scaled_sum, RANKS, "s")
     good = datum(weights=[1.0, 2.0], scale=scalar(3.0))
     bad = Datum(ModelInput.from_ints([1, 2]), {"target_tokens": [1, 2], **inputs})
@@ -317,7 +418,9 @@ def test_targets_are_needed_because_log_probabilities_are_theirs() -> None:
         check_inputs(trace(scaled_sum, RANKS, "s"), [lacking])
 
 
-def test_what_fails_while_a_loss_is_computed_names_the_datum(capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_fails_while_a_loss_is_computed_names_the_datum(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     loss_fn = per_datum(trace(scaled_sum, RANKS, "s"))
     data = [datum(weights=[1.0, 2.0], scale=scalar(3.0))] * 2
     with pytest.raises(ValueError, match=r"datum 1: loss 'scaled_sum' failed: .*size of tensor"):
@@ -333,8 +436,14 @@ def test_what_fails_while_a_loss_is_computed_names_the_datum(capfd: pytest.Captu
     ("fn", "message"),
     [
         (lambda logprobs: (logprobs, {}), "the loss must be a tensor of a single number"),
-        (lambda logprobs: (logprobs.shape[0], {}), "the loss must be a tensor of a single number, .* it is 2"),
-        (lambda logprobs: (logprobs.sum(), {"custom/a:sum": logprobs}), "custom/a:sum must be a tensor of a single"),
+        (
+            lambda logprobs: (logprobs.shape[0], {}),
+            "the loss must be a tensor of a single number, .* it is 2",
+        ),
+        (
+            lambda logprobs: (logprobs.sum(), {"custom/a:sum": logprobs}),
+            "custom/a:sum must be a tensor of a single",
+        ),
     ],
 )
 def test_losses_and_metrics_must_be_single_numbers(fn: Any, message: str) -> None:

@@ -36,7 +36,7 @@ def stop(result: str, **measurements: float) -> None:
     events.emit(events.HTTP_STOP, measurements, {"result": result})
 
 
-# ── the calls ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the calls ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("1.10/1", "1.10/2", "1.10/3", "1.10/4", "1.10/6", "1.10/10")
@@ -53,7 +53,15 @@ def test_counters_add_gauges_replace_and_histograms_collect(fresh: None) -> None
     assert seen.counters == {"seen": 5}
     assert seen.gauges == {"level": 1.5}
     took = seen.histograms["took"]
-    assert (took.count, took.mean, took.min, took.max, took.p50, took.p95, took.p99) == (2, 10, 5, 15, 10, 15, 15)
+    assert (took.count, took.mean, took.min, took.max, took.p50, took.p95, took.p99) == (
+        2,
+        10,
+        5,
+        15,
+        10,
+        15,
+        15,
+    )
 
 
 @pytest.mark.covers("1.10/5")
@@ -158,7 +166,7 @@ def test_settings_that_make_no_sense_are_refused(options: dict[str, Any], words:
         Metrics(**options)
 
 
-# ── histograms ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── histograms ────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("1.10/9")
@@ -180,7 +188,9 @@ def test_percentiles_are_of_the_newest_samples_and_the_rest_of_all() -> None:
 
 
 @pytest.mark.covers("1.10/9")
-@pytest.mark.parametrize(("count", "p95", "p99"), [(1, 1, 1), (20, 19, 20), (100, 95, 99), (101, 96, 100)])
+@pytest.mark.parametrize(
+    ("count", "p95", "p99"), [(1, 1, 1), (20, 19, 20), (100, 95, 99), (101, 96, 100)]
+)
 def test_high_percentiles_are_nearest_ranks(count: int, p95: int, p99: int) -> None:
     histogram = Histogram()
     for sample in range(count, 0, -1):
@@ -193,7 +203,9 @@ def test_high_percentiles_are_nearest_ranks(count: int, p95: int, p99: int) -> N
 def test_an_empty_histogram_has_no_numbers() -> None:
     empty = Histogram().summary()
     assert empty == HistogramSummary(count=0)
-    assert [getattr(empty, name) for name in ("mean", "min", "max", "p50", "p95", "p99")] == [None] * 6
+    assert [getattr(empty, name) for name in ("mean", "min", "max", "p50", "p95", "p99")] == [
+        None
+    ] * 6
 
 
 @pytest.mark.covers("1.10/7")
@@ -203,10 +215,11 @@ def test_there_are_twelve_buckets_and_a_thousand_samples_by_default() -> None:
     for sample in range(1001):
         histogram.add(sample)
     summary = histogram.summary()
-    assert (summary.min, summary.p50) == (0, 500.5)  # the median is of 1 to 1000: 0 is the oldest of 1001
+    # the median is of 1 to 1000: 0 is the oldest of 1001
+    assert (summary.min, summary.p50) == (0, 500.5)
 
 
-# ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── requests ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("1.10/8", "1.10/10")
@@ -214,7 +227,11 @@ def test_requests_are_counted_by_their_outcome(kept: Metrics) -> None:
     for duration, result in ((10, "ok"), (20, "ok"), (40, "error")):
         stop(result, duration=duration)
     seen = kept.snapshot()
-    assert seen.counters == {"tinkex_requests_total": 3, "tinkex_requests_success": 2, "tinkex_requests_failure": 1}
+    assert seen.counters == {
+        "tinkex_requests_total": 3,
+        "tinkex_requests_success": 2,
+        "tinkex_requests_failure": 1,
+    }
     took = seen.histograms["tinkex_request_duration_ms"]
     assert took.mean == pytest.approx(23.3333, abs=1e-3)
     assert (took.p50, took.p95, took.p99) == (20, 40, 40)
@@ -261,16 +278,21 @@ def test_the_process_has_one_set_of_numbers_and_configuring_starts_it_afresh(fre
     assert metrics.snapshot().counters == {}
     for duration in (3.0, 9.0):
         stop("ok", duration=duration)
-    assert metrics.snapshot().counters["tinkex_requests_total"] == 2  # the old ones listen no longer
+    # the old ones listen no longer
+    assert metrics.snapshot().counters["tinkex_requests_total"] == 2
     assert metrics.snapshot().histograms["tinkex_request_duration_ms"].p50 == 9
     assert '_bucket{le="7"} 1' in metrics.to_prometheus()
 
 
 @pytest.mark.covers("1.10/8")
-def test_a_clients_requests_are_counted(fresh: None, fake_service: Callable[..., ServiceClient]) -> None:
+def test_a_clients_requests_are_counted(
+    fresh: None, fake_service: Callable[..., ServiceClient]
+) -> None:
     metrics.reset()
     service = fake_service()
-    service.create_lora_training_client("fake", rank=4).result().save_weights_and_get_sampling_client().result()
+    service.create_lora_training_client(
+        "fake", rank=4
+    ).result().save_weights_and_get_sampling_client().result()
     seen = metrics.snapshot()
     assert seen.counters["tinkex_requests_total"] == seen.counters["tinkex_requests_success"] >= 3
     took = seen.histograms["tinkex_request_duration_ms"]
@@ -279,12 +301,16 @@ def test_a_clients_requests_are_counted(fresh: None, fake_service: Callable[...,
     assert took.p99 is not None
     assert 0 < took.p50 <= took.p95 <= took.p99
     with pytest.raises(NotFoundError):
-        RestClient(base_url=service.holder.transport.config.base_url).get_training_run("no-such-run").result(20)
+        RestClient(base_url=service.holder.transport.config.base_url).get_training_run(
+            "no-such-run"
+        ).result(20)
     assert metrics.snapshot().counters["tinkex_requests_failure"] == 1
 
 
 @pytest.mark.covers("1.10/8")
-def test_requests_for_telemetry_count_like_any_other(fresh: None, fake_service: Callable[..., ServiceClient]) -> None:
+def test_requests_for_telemetry_count_like_any_other(
+    fresh: None, fake_service: Callable[..., ServiceClient]
+) -> None:
     service = fake_service()
     service.get_server_capabilities()
     session = service.holder
@@ -296,7 +322,9 @@ def test_requests_for_telemetry_count_like_any_other(fresh: None, fake_service: 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_child_process_can_count_although_a_thread_was_counting_when_it_forked(fresh: None) -> None:
+def test_a_child_process_can_count_although_a_thread_was_counting_when_it_forked(
+    fresh: None,
+) -> None:
     shared = metrics.shared()
     inside, go = threading.Event(), threading.Event()
 
@@ -318,7 +346,7 @@ def test_a_child_process_can_count_although_a_thread_was_counting_when_it_forked
     assert os.waitpid(child, 0)[1] == 0
 
 
-# ── Prometheus ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Prometheus ────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_text_for_prometheus_has_every_number(kept: Metrics) -> None:
@@ -338,7 +366,9 @@ def test_the_text_for_prometheus_has_every_number(kept: Metrics) -> None:
     assert buckets[-2:] == [("5000", "2"), ("+Inf", "3")]
     assert "took_ms_sum 9003.5" in lines
     assert "took_ms_count 3" in lines
-    assert all(re.fullmatch(r"# (HELP|TYPE) \S+ .+|[a-zA-Z_:][\w:]*(\{.*\})? \S+", line) for line in lines)
+    assert all(
+        re.fullmatch(r"# (HELP|TYPE) \S+ .+|[a-zA-Z_:][\w:]*(\{.*\})? \S+", line) for line in lines
+    )
     assert text.endswith("\n")
 
 

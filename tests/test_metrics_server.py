@@ -93,7 +93,11 @@ def test_metrics_count_requests_and_tokens(serve: Serve) -> None:
     assert seen["tinkex_samples_in_flight"] == 0
     assert seen['tinkex_engine_steps_total{kind="training"}'] == 1
     assert seen['tinkex_engine_steps_total{kind="sampling"}'] >= 1
-    counts = [value for name, value in seen.items() if name.startswith('tinkex_request_seconds_bucket{operation="fo')]
+    counts = [
+        value
+        for name, value in seen.items()
+        if name.startswith('tinkex_request_seconds_bucket{operation="fo')
+    ]
     assert counts == sorted(counts)
 
 
@@ -103,10 +107,13 @@ def test_metrics_show_what_is_under_way(serve: Serve) -> None:
     engine.fail = gate
     wire = serve(engine)
     model = wire.model()
-    requests = [wire.post("optim_step", step_json(model, number))["request_id"] for number in (1, 2)]
+    requests = [
+        wire.post("optim_step", step_json(model, number))["request_id"] for number in (1, 2)
+    ]
     draw = sample_json("", sampling_session_id=None, base_model="fake")
     requests.append(wire.post("asample", draw)["request_id"])
-    assert wire.post("optim_step", step_json(model, 2))["request_id"] == requests[1]  # the same again is no other one
+    # the same again is no other one
+    assert wire.post("optim_step", step_json(model, 2))["request_id"] == requests[1]
     seen = values(wire.url)
     assert seen['tinkex_open_operations{operation="optim_step"}'] == 2
     assert seen["tinkex_samples_in_flight"] == 1
@@ -139,10 +146,16 @@ def test_the_access_log_has_a_line_for_each_request_and_no_secrets(
     wire = Keyed(serve(api_key="tml-hidden").url, "tml-hidden")
     with caplog.at_level(logging.INFO, "tinkex.server.access"):
         wire.post("create_session", {"sdk_version": "x", "user_metadata": {"token": "hunter2"}})
-        Wire(wire.url).send("get_server_capabilities", method="GET", headers={"X-API-Key": "tml-guess"})
+        Wire(wire.url).send(
+            "get_server_capabilities", method="GET", headers={"X-API-Key": "tml-guess"}
+        )
         trace = wire.get(f"sessions/{wire.session()}/trace_export")["url"]
         assert fetch(wire.url, trace.removeprefix(wire.url))[0] == 200
-    lines = [JsonFormatter().format(record) for record in caplog.records if record.name == "tinkex.server.access"]
+    lines = [
+        JsonFormatter().format(record)
+        for record in caplog.records
+        if record.name == "tinkex.server.access"
+    ]
     first, second = (json.loads(line) for line in lines[:2])
     assert (first["operation"], first["method"], first["status"], first["owner"]) == (
         "create_session",
@@ -151,12 +164,16 @@ def test_the_access_log_has_a_line_for_each_request_and_no_secrets(
         "local",
     )
     assert first["ms"] > 0
-    assert (second["operation"], second["status"], second["owner"]) == ("get_server_capabilities", 401, None)
+    assert (second["operation"], second["status"], second["owner"]) == (
+        "get_server_capabilities",
+        401,
+        None,
+    )
     for secret in ("hidden", "guess", "hunter2", trace.split("signature=")[1]):
         assert secret not in "".join(lines)
 
 
-# ── limits ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── limits ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_limit_must_make_sense() -> None:
@@ -211,7 +228,9 @@ def test_runs_that_are_asked_for_at_once_are_counted_too(serve: Serve) -> None:
     engine.fail = gate
     wire = serve(engine, limits=Limits(adapters=2))
     session = wire.session()
-    bodies = [{"session_id": session, "model_seq_id": number, "base_model": "fake"} for number in range(4)]
+    bodies = [
+        {"session_id": session, "model_seq_id": number, "base_model": "fake"} for number in range(4)
+    ]
     requests = [wire.post("create_model", body)["request_id"] for body in bodies]
     gate.opened.set()
     outcomes = [wire.result(request) for request in requests]
@@ -236,7 +255,8 @@ def test_too_many_open_requests_hold_samples_up_and_fail_training_in_band(serve:
     assert all("metrics" in wire.result(request) for request in held)
     outcome = wire.result(over)
     assert "open_requests" in outcome["error"]
-    assert "metrics" in wire.run("optim_step", step_json(model, 4))  # the number was spent: nothing waits for it
+    # the number was spent: nothing waits for it
+    assert "metrics" in wire.run("optim_step", step_json(model, 4))
     assert "error" not in wire.run("asample", draw)
 
 
@@ -260,10 +280,12 @@ def test_a_result_can_be_read_again_and_an_unknown_one_is_not_found(serve: Serve
         assert wire.send("retrieve_future", {"request_id": unknown}).status == 404
 
 
-# ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the end ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_server_that_is_to_stop_ends_what_it_has_begun_and_takes_nothing_new(tmp_path: Path) -> None:
+def test_a_server_that_is_to_stop_ends_what_it_has_begun_and_takes_nothing_new(
+    tmp_path: Path,
+) -> None:
     gate, engine = Gate("optim_step"), FakeEngine()
     engine.fail = gate
 
@@ -273,7 +295,9 @@ def test_a_server_that_is_to_stop_ends_what_it_has_begun_and_takes_nothing_new(t
         async with app.router.lifespan_context(app):
             ask = _asker(app)
             session = (await ask("create_session", {"sdk_version": "x"}))[1]["session_id"]
-            await ask("create_model", {"session_id": session, "model_seq_id": 0, "base_model": "fake"})
+            await ask(
+                "create_model", {"session_id": session, "model_seq_id": 0, "base_model": "fake"}
+            )
             model = f"{session}:train:0"
             await state.promises.get(f"{model}:0").done.wait()  # type: ignore[union-attr]
             assert (await ask("optim_step", step_json(model, 1)))[0] == 200
@@ -323,6 +347,8 @@ def _asker(app: Any) -> Callable[[str, Any], Any]:
             sent.append(message)
 
         await app(scope, receive, send)
-        return sent[0]["status"], json.loads(b"".join(message.get("body", b"") for message in sent[1:]))
+        return sent[0]["status"], json.loads(
+            b"".join(message.get("body", b"") for message in sent[1:])
+        )
 
     return ask

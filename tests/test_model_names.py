@@ -39,7 +39,9 @@ def ask(url: str, path: str = "", headers: dict[str, str] | None = None) -> tupl
             return error.code, json.load(error)["error"]
 
 
-def saved(wire: Wire, base: str = "fake", kind: str = "save_weights_for_sampler", name: str = "final") -> str:
+def saved(
+    wire: Wire, base: str = "fake", kind: str = "save_weights_for_sampler", name: str = "final"
+) -> str:
     model = wire.model(base_model=base)
     return str(wire.run(kind, {"model_id": model, "path": name, "seq_id": 1})["path"])
 
@@ -57,7 +59,11 @@ def test_a_model_may_be_a_base_a_path_or_both(url: str) -> None:
         for sent in (name, quote(name), quote(name, safe="")):
             status, found = ask(url, f"/{sent}")
             assert (status, found["id"]) == (200, name), sent
-            assert (found["root"], found["parent"], found["max_model_len"]) == (path, "org/other", 2048)
+            assert (found["root"], found["parent"], found["max_model_len"]) == (
+                path,
+                "org/other",
+                2048,
+            )
 
 
 @pytest.mark.covers("U57")
@@ -77,10 +83,14 @@ def test_a_model_may_be_a_base_a_path_or_both(url: str) -> None:
         ("x" * 1001, 400, "at most 1000 characters"),
     ],
 )
-def test_a_name_that_stands_for_nothing_is_the_callers_error(url: str, name: str, status: int, words: str) -> None:
+def test_a_name_that_stands_for_nothing_is_the_callers_error(
+    url: str, name: str, status: int, words: str
+) -> None:
     wire = Wire(url)
     path = saved(wire, "org/other")
-    name = name.format(path=path, training=saved(wire, kind="save_weights") if "{training}" in name else "")
+    name = name.format(
+        path=path, training=saved(wire, kind="save_weights") if "{training}" in name else ""
+    )
     code, error = ask(url, f"/{quote(name)}")
     assert code == status, error
     assert words in error["message"]

@@ -1,4 +1,5 @@
-"""The headers that name the public method a request is made for: on which requests, and by which name."""
+"""The headers that name the public method a request is made for: on which requests, and by which
+name."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ from tinkex.types.sampling import SampledSequence, SampleResponse
 from tinkex.wire import codec
 from tinkex.wire.protocol import OPERATIONS, SEARCH_CHECKPOINTS
 
-PROMPT, PARAMS, STEP = ModelInput.from_ints([1]), SamplingParams(max_tokens=1), tinkex.AdamParams(learning_rate=1e-3)
+PROMPT, PARAMS, STEP = (
+    ModelInput.from_ints([1]),
+    SamplingParams(max_tokens=1),
+    tinkex.AdamParams(learning_rate=1e-3),
+)
 CLASSES = [
     tinkex.ServiceClient,
     tinkex.TrainingClient,
@@ -49,7 +54,9 @@ def drawn(seen: Seen) -> Answer:
     name = seen.json["request_id"]
     if name in results:
         return Answer(body=results[name])
-    body = codec.encode(SampleResponse([SampledSequence("length", tokens_np=np.array([7], np.int32))]))
+    body = codec.encode(
+        SampleResponse([SampledSequence("length", tokens_np=np.array([7], np.int32))])
+    )
     return Answer(body=body.data, content_type=codec.PROTOBUF)
 
 
@@ -57,11 +64,15 @@ def drawn(seen: Seen) -> Answer:
 def faulty() -> Iterator[FaultyServer]:
     with faulty_server() as server:
         server.script("create_model", Answer(body={"request_id": "created"}))
-        server.script("get_info", Answer(body={"model_id": "s:train:0", "model_data": {"model_name": "m"}}))
+        server.script(
+            "get_info", Answer(body={"model_id": "s:train:0", "model_data": {"model_name": "m"}})
+        )
         server.script("optim_step", Answer(body={"request_id": "step"}))
         server.script("save_weights", Answer(body={"request_id": "saved"}))
         server.script("create_sampling_session", Answer(body={"sampling_session_id": "ss"}))
-        server.script("asample", Answer(body={"request_id": "sample", "sample_sequence_ids": ["a"]}))
+        server.script(
+            "asample", Answer(body={"request_id": "sample", "sample_sequence_ids": ["a"]})
+        )
         server.script("retrieve_future", drawn)
         server.script("sessions", Answer(body={"sessions": []}))
         server.script("telemetry", Answer(body={"status": "accepted"}))
@@ -98,11 +109,16 @@ def test_requests_carry_the_method_they_are_made_for(faulty: FaultyServer) -> No
         sampler.sample(PROMPT, 1, PARAMS).result(10)
         sampler.compute_logprobs(PROMPT).future().exception(10)
         assert named(faulty, "create_sampling_session") == ["ServiceClient.create_sampling_client"]
-        assert named(faulty, "asample") == ["SamplingClient.sample", "SamplingClient.compute_logprobs"]
+        assert named(faulty, "asample") == [
+            "SamplingClient.sample",
+            "SamplingClient.compute_logprobs",
+        ]
         tinkex.RestClient(service.holder).list_sessions().result(10)
         assert method_of(faulty)["sessions"] == {"RestClient.list_sessions"}
     assert named(faulty, "sessions/s/finish") == ["ServiceClient.close"]
-    versions = {seen.headers.get("x-sdk-version") for seen in faulty.seen if "x-sdk-method" in seen.headers}
+    versions = {
+        seen.headers.get("x-sdk-version") for seen in faulty.seen if "x-sdk-method" in seen.headers
+    }
     assert versions == {"0.38.0"}
 
 
@@ -133,7 +149,10 @@ def test_futures_of_clients_name_their_own_methods(faulty: FaultyServer) -> None
     async def main(training: Any) -> None:
         await (await training.optim_step_async(STEP))
 
-    with ServiceClient(base_url=faulty.base_url, api_key="tml-x") as service, warnings.catch_warnings():
+    with (
+        ServiceClient(base_url=faulty.base_url, api_key="tml-x") as service,
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore", FutureWarning)
         training: Any = service.create_lora_training_client("m")
         training.optim_step(STEP).result(10)
@@ -167,9 +186,14 @@ def test_the_outermost_call_names_all_requests(faulty: FaultyServer) -> None:
 def test_calls_at_the_same_time_keep_their_names_apart(faulty: FaultyServer) -> None:
     with ServiceClient(base_url=faulty.base_url, api_key="tml-x") as service:
         training = service.create_lora_training_client("m").result()
-        calls: list[Callable[[], Any]] = [lambda: training.optim_step(STEP), lambda: training.save_state("a")]
+        calls: list[Callable[[], Any]] = [
+            lambda: training.optim_step(STEP),
+            lambda: training.save_state("a"),
+        ]
         futures: list[Any] = []
-        threads = [threading.Thread(target=lambda call=call: futures.append(call())) for call in calls * 5]
+        threads = [
+            threading.Thread(target=lambda call=call: futures.append(call())) for call in calls * 5
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -205,7 +229,9 @@ def test_requests_of_the_session_and_of_many_calls_have_no_name(
         future = sampler.sample(PROMPT, 1, PARAMS)
         wait_until(lambda: sampler._poller is not None and bool(sampler._poller._waiting))
         future.future().cancel()
-        wait_until(lambda: faulty.requests("cancel_future") and faulty.requests("session_heartbeat"))
+        wait_until(
+            lambda: faulty.requests("cancel_future") and faulty.requests("session_heartbeat")
+        )
     wait_until(lambda: faulty.requests("telemetry"))
     found = method_of(faulty)
     for path in (
@@ -218,14 +244,20 @@ def test_requests_of_the_session_and_of_many_calls_have_no_name(
         "cancel_future",
     ):
         assert found[path] == {None}, path
-    assert all("x-sdk-version" not in seen.headers for seen in faulty.seen if "x-sdk-method" not in seen.headers)
+    assert all(
+        "x-sdk-version" not in seen.headers
+        for seen in faulty.seen
+        if "x-sdk-method" not in seen.headers
+    )
     assert {operation.name for operation in OPERATIONS} >= UNNAMED
 
 
 @pytest.mark.covers("U23")
 def test_tokens_are_named_when_a_call_has_to_wait_for_one(faulty: FaultyServer) -> None:
     lives = iter((4.0, 1000.0, 1000.0))
-    rejected = Answer(401, {"detail": "no"}, headers={"WWW-Authenticate": 'Bearer error="invalid_token"'})
+    rejected = Answer(
+        401, {"detail": "no"}, headers={"WWW-Authenticate": 'Bearer error="invalid_token"'}
+    )
 
     def exchange(seen: Seen) -> Answer:
         now = time.time()
@@ -237,7 +269,9 @@ def test_tokens_are_named_when_a_call_has_to_wait_for_one(faulty: FaultyServer) 
     with ServiceClient(base_url=faulty.base_url, api_key="tml-x") as service:
         sampler = service.create_sampling_client(base_model="m").result()
         wait_until(lambda: len(faulty.requests("auth/token")) == 2)  # in the background
-        faulty.script("asample", rejected, Answer(body={"request_id": "q", "sample_sequence_ids": ["a"]}))
+        faulty.script(
+            "asample", rejected, Answer(body={"request_id": "q", "sample_sequence_ids": ["a"]})
+        )
         sampler.sample(PROMPT, 1, PARAMS).result(10)
     assert named(faulty, "auth/token") == [None, None, "SamplingClient.sample"]
 
@@ -249,7 +283,9 @@ def test_tokens_are_named_when_a_call_has_to_wait_for_one(faulty: FaultyServer) 
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
 def test_public_methods_stay_plain_functions(kind: type[Any]) -> None:
     methods: dict[str, Any] = {
-        name: member for name, member in vars(kind).items() if inspect.isfunction(member) and not name.startswith("_")
+        name: member
+        for name, member in vars(kind).items()
+        if inspect.isfunction(member) and not name.startswith("_")
     }
     assert len(methods) >= 3
     for name, method in methods.items():
@@ -332,14 +368,19 @@ os._exit(0)  # its threads sometimes bring an orderly end down
 
 @pytest.mark.covers("U23")
 def test_the_official_client_names_the_same_requests(faulty: FaultyServer) -> None:
-    body = codec.encode(SampleResponse([SampledSequence("length", tokens_np=np.array([7], np.int32))]))
+    body = codec.encode(
+        SampleResponse([SampledSequence("length", tokens_np=np.array([7], np.int32))])
+    )
     assert body.data
     command = [sys.executable, "-c", OFFICIAL, faulty.base_url]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-2000:]
     theirs = method_of(faulty)
     faulty.seen.clear()
-    with ServiceClient(base_url=faulty.base_url, api_key="tml-x") as service, warnings.catch_warnings():
+    with (
+        ServiceClient(base_url=faulty.base_url, api_key="tml-x") as service,
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore", FutureWarning)
         training = service.create_lora_training_client("m").result()
         training.optim_step(STEP).result(10)
@@ -350,5 +391,12 @@ def test_the_official_client_names_the_same_requests(faulty: FaultyServer) -> No
         tinkex.RestClient(base_url=faulty.base_url, api_key="tml-x").list_sessions().result(10)
     ours = method_of(faulty)
     both = sorted((theirs.keys() & ours.keys()) - {"telemetry", "session_heartbeat"})
-    assert set(both) >= {"create_model", "optim_step", "save_weights", "asample", "retrieve_future", "sessions"}
+    assert set(both) >= {
+        "create_model",
+        "optim_step",
+        "save_weights",
+        "asample",
+        "retrieve_future",
+        "sessions",
+    }
     assert {path: ours[path] for path in both} == {path: theirs[path] for path in both}

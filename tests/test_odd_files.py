@@ -57,13 +57,17 @@ def test_odd_adapter_is_refused(tmp_path: Path, content: str | bytes) -> None:
     assert len(str(caught.value)) < 500 + len(str(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["nested too deeply", "a number of 5,000 digits", "an alpha of 4,000 digits"])
+@pytest.mark.parametrize(
+    "name", ["nested too deeply", "a number of 5,000 digits", "an alpha of 4,000 digits"]
+)
 def test_odd_adapter_is_not_imported(tmp_path: Path, name: str) -> None:
     with pytest.raises(EngineError, match=r"adapter_config\.json"):
         read_source(put(tmp_path / "adapter_config.json", ODD[name]))
 
 
-@pytest.mark.parametrize("name", ["nested too deeply", "a number of 5,000 digits", "no object", "not UTF-8"])
+@pytest.mark.parametrize(
+    "name", ["nested too deeply", "a number of 5,000 digits", "no object", "not UTF-8"]
+)
 def test_odd_model_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(EngineError, match=r"config\.json"):
         DecoderConfig.read(put(tmp_path / "config.json", ODD[name]))
@@ -72,7 +76,9 @@ def test_odd_model_is_refused(tmp_path: Path, name: str) -> None:
 def test_deeply_nested_header_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     put(path, struct.pack("<Q", len(DEEP)) + DEEP.encode())
-    with pytest.raises(EngineError, match=r"model\.safetensors is not valid JSON: it is nested too deeply"):
+    with pytest.raises(
+        EngineError, match=r"model\.safetensors is not valid JSON: it is nested too deeply"
+    ):
         _header(path)
     with pytest.raises(CommandError):
         list(_read_header(path))
@@ -80,7 +86,9 @@ def test_deeply_nested_header_is_refused(tmp_path: Path) -> None:
         _read_config(put(tmp_path / "adapter_config.json", DEEP))
 
 
-@pytest.mark.parametrize("command", [["key", "list"], ["key", "create", "x"], ["serve", "--port", "0"]])
+@pytest.mark.parametrize(
+    "command", [["key", "list"], ["key", "create", "x"], ["serve", "--port", "0"]]
+)
 def test_newer_data_directory_is_told_in_one_line(tmp_path: Path, command: list[str]) -> None:
     Store(tmp_path / DATABASE).close()
     with closing(sqlite3.connect(tmp_path / DATABASE)) as database:
@@ -93,11 +101,16 @@ def test_newer_data_directory_is_told_in_one_line(tmp_path: Path, command: list[
     assert "Traceback" not in done.stderr
 
 
-FULL = [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), ValueError("I/O error: No space left (os error 28)")]
+FULL = [
+    OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+    ValueError("I/O error: No space left (os error 28)"),
+]
 
 
 @pytest.mark.parametrize("error", FULL, ids=["system", "safetensors"])
-def test_load_on_a_full_disk_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_load_on_a_full_disk_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     with serving(FakeEngine(), tmp_path) as url:
         wire = Wire(url)
         session = wire.session()
@@ -112,11 +125,15 @@ def test_load_on_a_full_disk_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
         for body in ({"model_id": model, "path": path, "optimizer": False, "seq_id": 2}, created):
             failed = wire.run("load_weights", body)
             assert failed["category"] == "server"
-            assert failed["error"].startswith("the server's disk is full: what was loaded cannot be kept")
+            assert failed["error"].startswith(
+                "the server's disk is full: what was loaded cannot be kept"
+            )
 
 
 @pytest.mark.parametrize("name", ["host", "origin"])
-@pytest.mark.parametrize("place", ["evil@127.0.0.1", "http://evil@127.0.0.1", "evil:pw@localhost:80"])
+@pytest.mark.parametrize(
+    "place", ["evil@127.0.0.1", "http://evil@127.0.0.1", "evil:pw@localhost:80"]
+)
 def test_open_server_refuses_an_address_with_a_user(tmp_path: Path, name: str, place: str) -> None:
     with serving(FakeEngine(), tmp_path) as url:
         heard = Wire(url).send("healthz", method="GET", headers={name: place})
@@ -129,10 +146,16 @@ def test_open_server_refuses_two_hosts(tmp_path: Path) -> None:
 
     with serving(FakeEngine(), tmp_path) as url:
         host, port = url.removeprefix("http://").split(":")
-        for hosts in (("127.0.0.1", "evil.example"), ("evil.example", "127.0.0.1"), ("127.0.0.1", "127.0.0.1")):
+        for hosts in (
+            ("127.0.0.1", "evil.example"),
+            ("evil.example", "127.0.0.1"),
+            ("127.0.0.1", "127.0.0.1"),
+        ):
             lines = "".join(f"Host: {each}\r\n" for each in hosts)
             with closing(socket.create_connection((host, int(port)))) as sock:
-                sock.sendall(f"GET /api/v1/healthz HTTP/1.1\r\n{lines}Connection: close\r\n\r\n".encode())
+                sock.sendall(
+                    f"GET /api/v1/healthz HTTP/1.1\r\n{lines}Connection: close\r\n\r\n".encode()
+                )
                 answer = b""
                 while part := sock.recv(65536):
                     answer += part

@@ -1,4 +1,5 @@
-"""Traces: headers out and in, and spans of requests; with a stand-in for OpenTelemetry, and with the real one."""
+"""Traces: headers out and in, and spans of requests; with a stand-in for OpenTelemetry, and with
+the real one."""
 
 from __future__ import annotations
 
@@ -22,7 +23,12 @@ from tinkex.client.settings.config import Config, configure
 from tinkex.errors import ConfigurationError
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-CALL = {"method": "POST", "path": "/api/v1/asample", "pool_type": "sample", "base_url": "https://example.com/x"}
+CALL = {
+    "method": "POST",
+    "path": "/api/v1/asample",
+    "pool_type": "sample",
+    "base_url": "https://example.com/x",
+}
 
 
 @dataclasses.dataclass
@@ -41,7 +47,7 @@ def _own_handlers() -> Iterator[None]:
     silence()
 
 
-# ── a stand-in: the parts of the API that are used, and no more ──────────────────────────────────────────────────
+# ── a stand-in: the parts of the API that are used, and no more ───────────────────────────────────
 
 
 @dataclasses.dataclass
@@ -96,19 +102,34 @@ class StandIn:
 
     def extract(self, carrier: dict[str, str]) -> dict[str, Any]:
         assert set(carrier) <= {"traceparent", "tracestate"}
-        return {**self.get_current(), **carrier} if carrier["traceparent"].startswith("00-") else self.get_current()
+        return (
+            {**self.get_current(), **carrier}
+            if carrier["traceparent"].startswith("00-")
+            else self.get_current()
+        )
 
     def start_span(self, name: str, kind: str, attributes: dict[str, Any]) -> Span:
-        span = Span(name, kind, dict(attributes), self.get_current().get("span"), number=len(self.spans) + 1)
+        span = Span(
+            name, kind, dict(attributes), self.get_current().get("span"), number=len(self.spans) + 1
+        )
         self.spans.append(span)
         return span
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        modules = {name: types.ModuleType(name) for name in ("opentelemetry", "opentelemetry.propagate")}
-        modules |= {name: types.ModuleType(name) for name in ("opentelemetry.context", "opentelemetry.trace")}
+        modules = {
+            name: types.ModuleType(name) for name in ("opentelemetry", "opentelemetry.propagate")
+        }
+        modules |= {
+            name: types.ModuleType(name)
+            for name in ("opentelemetry.context", "opentelemetry.trace")
+        }
         parts: dict[str, dict[str, Any]] = {
             "opentelemetry.propagate": {"inject": self.inject, "extract": self.extract},
-            "opentelemetry.context": {"get_current": self.get_current, "attach": self.attach, "detach": self.detach},
+            "opentelemetry.context": {
+                "get_current": self.get_current,
+                "attach": self.attach,
+                "detach": self.detach,
+            },
             "opentelemetry.trace": {
                 "get_tracer": lambda name: self,
                 "SpanKind": types.SimpleNamespace(CLIENT="client"),
@@ -139,7 +160,7 @@ def missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
 
 
-# ── headers ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── headers ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("1.8/1", "1.9/4", "C16")
@@ -157,7 +178,11 @@ def missing(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_it_is_off_unless_switched_on(
-    said: bool | None, variable: str | None, on: bool, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+    said: bool | None,
+    variable: str | None,
+    on: bool,
+    stand_in: StandIn,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if variable is not None:
         monkeypatch.setenv("TINKEX_OTEL_PROPAGATE", variable)
@@ -172,7 +197,11 @@ def test_the_current_trace_is_added_and_nothing_else(stand_in: StandIn) -> None:
     headers = {"Accept": "*/*"}
     assert otel.inject(headers) == headers  # no span is active
     stand_in.attach({"traceparent": PARENT})
-    assert otel.inject(headers) == {"Accept": "*/*", "traceparent": PARENT, "tracestate": "vendor=1"}
+    assert otel.inject(headers) == {
+        "Accept": "*/*",
+        "traceparent": PARENT,
+        "tracestate": "vendor=1",
+    }
     assert headers == {"Accept": "*/*"}
     assert (otel.TRACEPARENT, otel.TRACESTATE) == ("traceparent", "tracestate")
 
@@ -185,7 +214,9 @@ def test_headers_that_are_there_stay(stand_in: StandIn) -> None:
 
 
 @pytest.mark.covers("1.8/2", "C16")
-def test_a_failure_leaves_the_headers_unchanged(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_leaves_the_headers_unchanged(
+    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("broken propagator")
 
@@ -223,10 +254,12 @@ def test_a_trace_is_read_from_headers_and_left_again(stand_in: StandIn) -> None:
     assert stand_in.get_current() == {}
 
 
-# ── spans ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── spans ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def request(path: str = "/api/v1/asample", end: Callable[[], Any] | None = None) -> dict[str, str]:
+async def request(
+    path: str = "/api/v1/asample", end: Callable[[], Any] | None = None
+) -> dict[str, str]:
     """What a transport does: say that it begins, add headers, wait, say how it ended."""
     metadata = {**CALL, "path": path, "session_id": "s", "team": "x-api-key: tml-secret"}
     events.emit(events.HTTP_START, {"system_time": 1.0}, metadata)
@@ -236,7 +269,9 @@ async def request(path: str = "/api/v1/asample", end: Callable[[], Any] | None =
         if end is not None:
             end()
     except RuntimeError as error:
-        events.emit(events.HTTP_EXCEPTION, {"duration": 1}, {**metadata, "kind": "error", "reason": error})
+        events.emit(
+            events.HTTP_EXCEPTION, {"duration": 1}, {**metadata, "kind": "error", "reason": error}
+        )
         raise
     events.emit(events.HTTP_STOP, {"duration": 1}, {**metadata, "result": "ok", "retry_count": 1})
     return headers
@@ -254,7 +289,12 @@ def test_a_request_is_a_span_that_its_headers_name(stand_in: StandIn) -> None:
 
     assert asyncio.run(main()) == {"traceparent": "00-span-1"}
     (span,) = stand_in.spans
-    assert (span.name, span.kind, span.ended, span.status) == ("POST /api/v1/asample", "client", True, None)
+    assert (span.name, span.kind, span.ended, span.status) == (
+        "POST /api/v1/asample",
+        "client",
+        True,
+        None,
+    )
     assert span.attributes == {
         "http.request.method": "POST",
         "url.path": "/api/v1/asample",
@@ -297,9 +337,13 @@ def test_requests_at_the_same_time_do_not_mix(stand_in: StandIn) -> None:
         return await asyncio.gather(*(request(f"/{number}") for number in range(20)))
 
     headers = asyncio.run(main())
-    assert [one["traceparent"] for one in headers] == [f"00-span-{span.number}" for span in stand_in.spans]
+    assert [one["traceparent"] for one in headers] == [
+        f"00-span-{span.number}" for span in stand_in.spans
+    ]
     assert all(span.ended and span.parent is None for span in stand_in.spans)
-    assert [span.attributes["url.path"] for span in stand_in.spans] == [f"/{number}" for number in range(20)]
+    assert [span.attributes["url.path"] for span in stand_in.spans] == [
+        f"/{number}" for number in range(20)
+    ]
 
 
 @pytest.mark.covers("1.8/6")
@@ -307,7 +351,8 @@ def test_a_span_is_the_child_of_the_one_where_the_call_was_made(stand_in: StandI
     otel.trace()
     outer = stand_in.start_span("mine", "internal", {})
     token = stand_in.attach({"span": outer})
-    assert start(request()).result(5) == {"traceparent": "00-span-2"}  # on the runtime's loop, in another thread
+    # on the runtime's loop, in another thread
+    assert start(request()).result(5) == {"traceparent": "00-span-2"}
     stand_in.detach(token)
     assert stand_in.spans[1].parent is outer
 
@@ -340,7 +385,11 @@ def test_the_requests_of_a_client_are_spans_of_where_they_were_made(stand_in: St
     configure(otel_propagate=True)
     try:
         with faulty_server() as server, ServiceClient(base_url=server.base_url) as service:
-            server.script("retrieve_future", Answer(body={"model_id": "s:train:0"}), Answer(body={"metrics": {}}))
+            server.script(
+                "retrieve_future",
+                Answer(body={"model_id": "s:train:0"}),
+                Answer(body={"metrics": {}}),
+            )
             server.script("optim_step", Answer(body={"request_id": "r"}))
             client = service.create_lora_training_client("m").result()
             outer = stand_in.start_span("my step", "internal", {})
@@ -355,13 +404,20 @@ def test_the_requests_of_a_client_are_spans_of_where_they_were_made(stand_in: St
     assert seen.headers["traceparent"] == f"00-span-{span.number}"
     assert span.parent is outer
     assert span.ended
-    expected = {"tinkex.session_id": "s", "tinkex.model_id": "s:train:0", "tinkex.seq_id": 1, "tinkex.result": "ok"}
+    expected = {
+        "tinkex.session_id": "s",
+        "tinkex.model_id": "s:train:0",
+        "tinkex.seq_id": 1,
+        "tinkex.result": "ok",
+    }
     assert span.attributes.items() >= expected.items()
 
 
-# ── the real thing ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── the real thing ────────────────────────────────────────────────────────────────────────────────
 
-real = pytest.mark.skipif(importlib.util.find_spec("opentelemetry") is None, reason="needs opentelemetry-api")
+real = pytest.mark.skipif(
+    importlib.util.find_spec("opentelemetry") is None, reason="needs opentelemetry-api"
+)
 
 
 @real
@@ -372,7 +428,9 @@ def test_headers_with_opentelemetry_itself() -> None:
     assert otel.inject({"a": "b"}) == {"a": "b"}
     attached = otel.extract({"Traceparent": PARENT, "tracestate": "a=1"})
     assert attached is not None
-    assert format(trace.get_current_span().get_span_context().trace_id, "032x") == PARENT.split("-")[1]
+    assert (
+        format(trace.get_current_span().get_span_context().trace_id, "032x") == PARENT.split("-")[1]
+    )
     token = context.attach(baggage.set_baggage("user", "alice"))
     assert otel.inject({"a": "b"}) == {"a": "b", "traceparent": PARENT, "tracestate": "a=1"}
     context.detach(token)
@@ -382,7 +440,9 @@ def test_headers_with_opentelemetry_itself() -> None:
 
 
 @real
-@pytest.mark.skipif(importlib.util.find_spec("opentelemetry.sdk") is None, reason="needs opentelemetry-sdk")
+@pytest.mark.skipif(
+    importlib.util.find_spec("opentelemetry.sdk") is None, reason="needs opentelemetry-sdk"
+)
 @pytest.mark.covers("1.8/6")
 def test_spans_with_opentelemetry_itself() -> None:
     from opentelemetry import trace
@@ -408,5 +468,8 @@ def test_spans_with_opentelemetry_itself() -> None:
     assert fine.parent.span_id == failed.parent.span_id == parent.context.span_id
     assert fine.kind is trace.SpanKind.CLIENT
     assert fine.attributes["url.path"] == "/api/v1/asample"
-    assert (failed.status.status_code, failed.status.description) == (trace.StatusCode.ERROR, "refused")
+    assert (failed.status.status_code, failed.status.description) == (
+        trace.StatusCode.ERROR,
+        "refused",
+    )
     assert outer.get_span_context() == parent.context

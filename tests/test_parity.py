@@ -1,4 +1,5 @@
-"""What the official package has and tinkex does not: known by name, written down in the docs, and only ever less."""
+"""What the official package has and tinkex does not: known by name, written down in the docs, and
+only ever less."""
 
 from __future__ import annotations
 
@@ -63,7 +64,10 @@ class Whole:
 
 
 def test_the_table_is_current(
-    parity: ModuleType, compared: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    parity: ModuleType,
+    compared: tuple[Any, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(parity, "ask_official", lambda: compared[0])
     assert parity.main(["--check"]) == 0, "run python tools/parity.py"
@@ -101,7 +105,11 @@ def test_the_official_surface_is_read_whole(compared: tuple[Any, Any]) -> None:
 
 
 def test_a_stub_is_absent(parity: ModuleType) -> None:
-    stubs = [name for name in ("done", "half", "stub", "empty", "dots") if parity.describe_member(Whole, name)["stub"]]
+    stubs = [
+        name
+        for name in ("done", "half", "stub", "empty", "dots")
+        if parity.describe_member(Whole, name)["stub"]
+    ]
     assert stubs == ["stub", "empty", "dots"]
 
 

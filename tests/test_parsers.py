@@ -1,4 +1,5 @@
-"""What is read from elsewhere: paths, lifetimes, events, forms, environments. No input breaks a parser."""
+"""What is read from elsewhere: paths, lifetimes, events, forms, environments. No input breaks a
+parser."""
 
 from __future__ import annotations
 
@@ -22,10 +23,18 @@ from tinkex.types.checkpoints import KINDS
 from tinkex.wire.protocol import PROTOCOL_VERSION
 from tinkex.wire.sse import Decoder
 
-ANYTHING = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.lists(st.integers())
+ANYTHING = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.binary()
+    | st.lists(st.integers())
+)
 parse = types.ParsedCheckpointTinkerPath.from_tinker_path
 
-# ── tinker paths ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── tinker paths ──────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("1.15/2")
@@ -58,7 +67,10 @@ def test_a_run_may_have_colons_and_the_kind_says_what_it_is() -> None:
 
 @pytest.mark.covers("1.15/1", "Q-13")
 @given(
-    st.text() | st.lists(st.sampled_from(["tinker://", "/", "..", ".", "weights", "a", ":", "\\", "\0"])).map("".join)
+    st.text()
+    | st.lists(st.sampled_from(["tinker://", "/", "..", ".", "weights", "a", ":", "\\", "\0"])).map(
+        "".join
+    )
 )
 def test_a_path_is_taken_apart_or_refused_and_never_leads_elsewhere(path: str) -> None:
     try:
@@ -77,7 +89,7 @@ def test_a_path_is_taken_apart_or_refused_and_never_leads_elsewhere(path: str) -
     assert target.name not in ("", ".", "..")
 
 
-# ── lifetimes ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── lifetimes ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("1.15/4")
@@ -93,7 +105,7 @@ def test_a_lifetime_is_a_positive_whole_number_or_none(value: Any) -> None:
         rest.set_checkpoint_ttl_from_tinker_path("tinker://r/weights/a", value).future().cancel()
 
 
-# ── events ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── events ────────────────────────────────────────────────────────────────────────────────────────
 
 LINE = st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]))
 
@@ -117,16 +129,22 @@ def test_events_written_are_the_events_read_wherever_they_are_cut(
     assert [event.data for event in found] == ["\n".join(block) for block in blocks]
 
 
-# ── forms ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── forms ─────────────────────────────────────────────────────────────────────────────────────────
 
 NAME = st.text(min_size=1, max_size=20)
 LEAF = st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.binary(max_size=5)
-FIELD = LEAF | st.lists(LEAF, max_size=2) | st.dictionaries(NAME, LEAF | st.lists(LEAF, max_size=2), max_size=2)
+FIELD = (
+    LEAF
+    | st.lists(LEAF, max_size=2)
+    | st.dictionaries(NAME, LEAF | st.lists(LEAF, max_size=2), max_size=2)
+)
 
 
 @pytest.mark.covers("1.17.4/1", "Q-22")
 @given(NAME, st.none() | NAME, st.binary(max_size=100), NAME)
-def test_no_name_adds_a_header_or_a_part(name: str, filename: str | None, content: bytes, field: str) -> None:
+def test_no_name_adds_a_header_or_a_part(
+    name: str, filename: str | None, content: bytes, field: str
+) -> None:
     try:
         _, body = multipart({field: "v"}, {name: (filename, content)}, boundary="B0undary")
     except ValueError:
@@ -156,7 +174,7 @@ def test_any_fields_become_a_form_or_a_reason(fields: dict[str, Any]) -> None:
         assert refusal.startswith("Failed to prepare request")
 
 
-# ── the environment ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── the environment ───────────────────────────────────────────────────────────────────────────────
 
 NAMES = [
     "TINKER_API_KEY",
@@ -174,8 +192,24 @@ NAMES = [
     "HF_TOKEN",
     "HF_HOME",
 ]
-VALUE = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])) | st.sampled_from(
-    ["1", " TRUE ", "off", "{}", "[]", '{"a": 1}', '[["a", "b"]]', "debug", "warning", "a,b,,c", "-1", "9" * 400, "x:y"]
+VALUE = st.text(
+    st.characters(exclude_characters="\0", exclude_categories=["Cs"])
+) | st.sampled_from(
+    [
+        "1",
+        " TRUE ",
+        "off",
+        "{}",
+        "[]",
+        '{"a": 1}',
+        '[["a", "b"]]',
+        "debug",
+        "warning",
+        "a,b,,c",
+        "-1",
+        "9" * 400,
+        "x:y",
+    ]
 )
 
 
@@ -194,7 +228,7 @@ def test_no_environment_breaks_the_reading_of_it(variables: dict[str, str]) -> N
     assert environment.redact(read)["api_key"] == ("[REDACTED]" if read["api_key"] else None)
 
 
-# ── logging and versions ─────────────────────────────────────────────────────────────────────────────────────────
+# ── logging and versions ──────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("1.18/1")
@@ -202,7 +236,13 @@ def test_levels_set_the_packages_own_logger_and_no_other() -> None:
     logger, root = logging.getLogger("tinkex"), logging.getLogger()
     before, of_root = logger.level, root.level
     try:
-        for text, level in (("debug", 10), ("info", 20), ("warn", 30), ("WARNING", 30), ("error", 40)):
+        for text, level in (
+            ("debug", 10),
+            ("info", 20),
+            ("warn", 30),
+            ("WARNING", 30),
+            ("error", 40),
+        ):
             maybe_set_level(text)
             assert logger.level == level
         maybe_set_level(None)

@@ -1,4 +1,5 @@
-"""Polling: every form of an answer, every wait, every end. The server is scripted; nobody waits for long waits."""
+"""Polling: every form of an answer, every wait, every end. The server is scripted; nobody waits for
+long waits."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ from tinkex.client.settings.config import Config
 from tinkex.wire import codec, protocol
 
 LOGPROBS = types.ForwardBackwardOutput(
-    "ArrayRecord", [{"logprobs": types.TensorData.from_numpy(np.array([-1.0], np.float32))}], {"loss:sum": 1.0}
+    "ArrayRecord",
+    [{"logprobs": types.TensorData.from_numpy(np.array([-1.0], np.float32))}],
+    {"loss:sum": 1.0},
 )
 PASSED = Answer(body=codec.encode(LOGPROBS).data, content_type=codec.PROTOBUF)
 METRICS = {"lr:mean": 0.5}
@@ -92,7 +95,9 @@ def poll(
         carrier = Transport(Config(base_url=faulty.base_url, **settings))
         prepare(carrier)
         try:
-            return await retrieve(carrier, op, "r1", time.monotonic(), timeout=timeout, notice=notice)
+            return await retrieve(
+                carrier, op, "r1", time.monotonic(), timeout=timeout, notice=notice
+            )
         finally:
             await carrier.close()
 
@@ -103,7 +108,7 @@ def count(faulty: FaultyServer) -> int:
     return len(faulty.requests("retrieve_future"))
 
 
-# ── forms of an answer ───────────────────────────────────────────────────────────────────────────────────────────
+# ── forms of an answer ────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("24.futures.1", "C58")
@@ -119,7 +124,9 @@ def count(faulty: FaultyServer) -> int:
     ],
     ids=str,
 )
-def test_a_result_is_taken_plain_or_in_an_envelope(faulty: FaultyServer, waits: list[float], body: Any) -> None:
+def test_a_result_is_taken_plain_or_in_an_envelope(
+    faulty: FaultyServer, waits: list[float], body: Any
+) -> None:
     assert poll(faulty, Answer(body=body)) == types.OptimStepResponse(metrics=METRICS)
     assert count(faulty) == 1
     assert waits == []
@@ -160,12 +167,24 @@ def test_an_answer_without_a_result_is_asked_again_after_a_wait(
     [
         ({"error": "bad datum", "category": "user"}, "user", "bad datum"),
         ({"status": "failed", "error": "bad datum"}, "unknown", "bad datum"),
-        ({"status": "FAILED", "error": {"message": "bad datum", "category": "USER"}}, "user", "bad datum"),
-        ({"status": "failed", "error": {"error": "bad datum"}, "category": "server"}, "server", "bad datum"),
+        (
+            {"status": "FAILED", "error": {"message": "bad datum", "category": "USER"}},
+            "user",
+            "bad datum",
+        ),
+        (
+            {"status": "failed", "error": {"error": "bad datum"}, "category": "server"},
+            "server",
+            "bad datum",
+        ),
         ({"status": "failed", "error": None}, "unknown", "no reason"),
         ({"status": "failed"}, "unknown", "no reason"),
         ({"error": {}}, "unknown", "no reason"),
-        ({"status": "completed", "result": {"error": "bad datum", "category": "user"}}, "user", "bad datum"),
+        (
+            {"status": "completed", "result": {"error": "bad datum", "category": "user"}},
+            "user",
+            "bad datum",
+        ),
     ],
     ids=str,
 )
@@ -179,15 +198,18 @@ def test_a_failure_in_any_form_is_final_and_typed(
     assert waits == []
 
 
-# ── waits that the server asks for ───────────────────────────────────────────────────────────────────────────────
+# ── waits that the server asks for ────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("24.futures.1")
 @pytest.mark.parametrize(
-    ("asked", "seconds"), [(250, 0.25), (0, 0.0), (3000, 3.0), (60_000, 60.0), (10**9, LONGEST_RETRY_AFTER)]
+    ("asked", "seconds"),
+    [(250, 0.25), (0, 0.0), (3000, 3.0), (60_000, 60.0), (10**9, LONGEST_RETRY_AFTER)],
 )
 @pytest.mark.parametrize(
-    "said", [{"type": "try_again", "queue_state": "paused_capacity"}, {"status": "pending"}], ids=["again", "pending"]
+    "said",
+    [{"type": "try_again", "queue_state": "paused_capacity"}, {"status": "pending"}],
+    ids=["again", "pending"],
 )
 def test_the_server_says_when_to_ask_again(
     faulty: FaultyServer, waits: list[float], said: dict[str, Any], asked: int, seconds: float
@@ -203,14 +225,16 @@ def test_a_408_may_say_when_to_ask_again(faulty: FaultyServer, waits: list[float
 
 @pytest.mark.covers("24.futures.1")
 @pytest.mark.parametrize("state", ["paused_rate_limit", "paused_capacity", " Paused_Capacity "])
-def test_a_paused_queue_is_asked_once_a_second(faulty: FaultyServer, waits: list[float], state: str) -> None:
+def test_a_paused_queue_is_asked_once_a_second(
+    faulty: FaultyServer, waits: list[float], state: str
+) -> None:
     again = Answer(body={"type": "try_again", "queue_state": state})
     poll(faulty, again, again, Answer(body={"type": "try_again", "queue_state": "active"}), STEPPED)
     assert waits[:2] == [1.0, 1.0]
     assert waits[2] <= 0.1
 
 
-# ── large results ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── large results ─────────────────────────────────────────────────────────────────────────────────
 
 
 def announced(size: Any = 1000) -> Answer:
@@ -218,22 +242,33 @@ def announced(size: Any = 1000) -> Answer:
 
 
 @pytest.mark.covers("24.code.8")
-def test_a_result_announced_a_second_time_is_an_error(faulty: FaultyServer, waits: list[float]) -> None:
-    with pytest.raises(tinkex.APIResponseValidationError, match=r"optim_step.*r1 was announced a second time"):
+def test_a_result_announced_a_second_time_is_an_error(
+    faulty: FaultyServer, waits: list[float]
+) -> None:
+    with pytest.raises(
+        tinkex.APIResponseValidationError, match=r"optim_step.*r1 was announced a second time"
+    ):
         poll(faulty, announced(), announced(), STEPPED)
-    assert [seen.json["allow_metadata_only"] for seen in faulty.requests("retrieve_future")] == [True, False]
+    assert [seen.json["allow_metadata_only"] for seen in faulty.requests("retrieve_future")] == [
+        True,
+        False,
+    ]
 
 
 @pytest.mark.covers("24.futures.6")
 @pytest.mark.parametrize("size", [0, 5, None, "many", -3], ids=str)
-def test_an_announced_result_is_fetched_through_faults(faulty: FaultyServer, waits: list[float], size: Any) -> None:
+def test_an_announced_result_is_fetched_through_faults(
+    faulty: FaultyServer, waits: list[float], size: Any
+) -> None:
     body = {"status": "Complete_Metadata", "response_payload_size": size}
     assert poll(faulty, Answer(body=body), Answer(503), Answer(408), STEPPED).metrics == METRICS
     asked = [seen.json["allow_metadata_only"] for seen in faulty.requests("retrieve_future")]
     assert asked == [True, False, False, False]
 
 
-def test_the_budget_is_given_back_however_a_fetch_ends(faulty: FaultyServer, waits: list[float]) -> None:
+def test_the_budget_is_given_back_however_a_fetch_ends(
+    faulty: FaultyServer, waits: list[float]
+) -> None:
     budget = ByteBudget(10)
 
     def prepare(carrier: Transport) -> None:
@@ -255,13 +290,19 @@ def held_fetches(faulty: FaultyServer, *keys: str | None, together: int = 1) -> 
     """
 
     def fetches() -> list[Seen]:
-        return [seen for seen in faulty.requests("retrieve_future") if not seen.json["allow_metadata_only"]]
+        return [
+            seen
+            for seen in faulty.requests("retrieve_future")
+            if not seen.json["allow_metadata_only"]
+        ]
 
     def result(seen: Seen) -> Answer:
         if seen.json["request_id"] == "created":
             return Answer(body={"model_id": "m"})
         held = {"delay": HELD, "until": lambda: len(fetches()) >= together}
-        return announced(1000) if seen.json["allow_metadata_only"] else Answer(**vars(PASSED) | held)
+        return (
+            announced(1000) if seen.json["allow_metadata_only"] else Answer(**vars(PASSED) | held)
+        )
 
     faulty.script("client/config", Answer(body={"inflight_response_bytes_semaphore_size": 10}))
     faulty.script("retrieve_future", result)
@@ -289,14 +330,16 @@ def test_accounts_do_not_hold_each_others_results_up(faulty: FaultyServer) -> No
     assert len(held_fetches(faulty, "tml-one", "tml-other", together=2)) == 2
 
 
-# ── refusals without a reason ────────────────────────────────────────────────────────────────────────────────────
+# ── refusals without a reason ─────────────────────────────────────────────────────────────────────
 
 SILENT = [b"", {}, {"message": ""}, {"message": None}, {"error": ""}, {"detail": None}, b"null"]
 
 
 @pytest.mark.covers("C60", "24.futures.7")
 @pytest.mark.parametrize("body", SILENT, ids=repr)
-def test_two_refusals_without_a_reason_then_the_result(faulty: FaultyServer, waits: list[float], body: Any) -> None:
+def test_two_refusals_without_a_reason_then_the_result(
+    faulty: FaultyServer, waits: list[float], body: Any
+) -> None:
     assert poll(faulty, Answer(400, body), Answer(400, body), STEPPED).metrics == METRICS
     assert count(faulty) == 3
     assert len(waits) == 2
@@ -304,7 +347,9 @@ def test_two_refusals_without_a_reason_then_the_result(faulty: FaultyServer, wai
 
 @pytest.mark.covers("C60", "24.code.7")
 @pytest.mark.parametrize("body", SILENT, ids=repr)
-def test_refusals_without_a_reason_come_to_an_end(faulty: FaultyServer, waits: list[float], body: Any) -> None:
+def test_refusals_without_a_reason_come_to_an_end(
+    faulty: FaultyServer, waits: list[float], body: Any
+) -> None:
     with pytest.raises(tinkex.APIError, match="optim_step") as caught:
         poll(faulty, Answer(400, body))
     assert isinstance(caught.value, tinkex.BadRequestError | tinkex.APIConnectionError)
@@ -316,30 +361,43 @@ def test_only_refusals_in_a_row_count(faulty: FaultyServer, waits: list[float]) 
     silent, other = Answer(400, {}), Answer(500)
     assert poll(faulty, *[silent] * 3, other, *[silent] * 3, STEPPED).metrics == METRICS
     with pytest.raises(tinkex.BadRequestError):
-        poll(faulty, *[silent] * 2, Answer(408), *[silent] * 2, STEPPED)  # no result is no news of the refusals
+        # no result is no news of the refusals
+        poll(faulty, *[silent] * 2, Answer(408), *[silent] * 2, STEPPED)
 
 
 @pytest.mark.covers("24.futures.1")
-@pytest.mark.parametrize("body", [{"detail": "so"}, {"message": "so"}, {"error": "so"}, b"so"], ids=repr)
-def test_a_refusal_with_a_reason_is_final(faulty: FaultyServer, waits: list[float], body: Any) -> None:
+@pytest.mark.parametrize(
+    "body", [{"detail": "so"}, {"message": "so"}, {"error": "so"}, b"so"], ids=repr
+)
+def test_a_refusal_with_a_reason_is_final(
+    faulty: FaultyServer, waits: list[float], body: Any
+) -> None:
     with pytest.raises(tinkex.BadRequestError, match="so"):
         poll(faulty, Answer(400, body), STEPPED)
     assert count(faulty) == 1
 
 
-# ── an account that must be topped up ────────────────────────────────────────────────────────────────────────────
+# ── an account that must be topped up ─────────────────────────────────────────────────────────────
 
 
 def test_a_402_pauses_the_poll_and_uses_up_no_patience(
-    faulty: FaultyServer, waits: list[float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    faulty: FaultyServer,
+    waits: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(limits, "BILLING_SECONDS", 0.06)
     unpaid = Answer(402, {"detail": "top up"})
-    assert poll(faulty, Answer(500), *[unpaid] * 4, Answer(500), STEPPED, patience=0.2).metrics == METRICS
+    assert (
+        poll(faulty, Answer(500), *[unpaid] * 4, Answer(500), STEPPED, patience=0.2).metrics
+        == METRICS
+    )
     assert len([record for record in caplog.records if "top up" in record.message]) == 1
 
 
-def test_a_402_is_an_error_after_so_long(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_402_is_an_error_after_so_long(
+    faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(limits, "BILLING_SECONDS", 0.02)
 
     def prepare(carrier: Transport) -> None:
@@ -351,18 +409,23 @@ def test_a_402_is_an_error_after_so_long(faulty: FaultyServer, monkeypatch: pyte
     assert count(faulty) >= 3
 
 
-# ── waits that the caller chooses ────────────────────────────────────────────────────────────────────────────────
+# ── waits that the caller chooses ─────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("C61", "24.code.10", "24.futures.4")
-@pytest.mark.parametrize("answer", [Answer(500), Answer(503), Answer(408)], ids=lambda answer: str(answer.status))
+@pytest.mark.parametrize(
+    "answer", [Answer(500), Answer(503), Answer(408)], ids=lambda answer: str(answer.status)
+)
 @pytest.mark.parametrize(
     ("policy", "seconds"),
     [
         ("exponential", [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]),
         (True, [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]),
         (("exponential", 0.5, 3), [0.5, 1.0, 2.0, 3.0, 3.0, 3.0, 3.0]),
-        (lambda number: 0.025 if number == 0 else 0.04, [0.025, 0.04, 0.04, 0.04, 0.04, 0.04, 0.04]),
+        (
+            lambda number: 0.025 if number == 0 else 0.04,
+            [0.025, 0.04, 0.04, 0.04, 0.04, 0.04, 0.04],
+        ),
         (lambda number: -1, [0.0] * 7),
     ],
     ids=["exponential", "yes", "tuple", "function", "nonsense"],
@@ -375,9 +438,18 @@ def test_the_caller_chooses_the_waits(
 
 
 @pytest.mark.covers("C61")
-def test_chosen_waits_are_for_failing_servers_alone(faulty: FaultyServer, waits: list[float]) -> None:
+def test_chosen_waits_are_for_failing_servers_alone(
+    faulty: FaultyServer, waits: list[float]
+) -> None:
     chosen = lambda number: 9.0  # noqa: E731
-    poll(faulty, Answer(429), Answer(drop=True), Answer(body={"status": "pending"}), STEPPED, poll_backoff=chosen)
+    poll(
+        faulty,
+        Answer(429),
+        Answer(drop=True),
+        Answer(body={"status": "pending"}),
+        STEPPED,
+        poll_backoff=chosen,
+    )
     assert len(waits) == 3
     assert max(waits) <= 1.0
 
@@ -392,7 +464,9 @@ def test_chosen_waits_are_for_failing_servers_alone(faulty: FaultyServer, waits:
     ],
     ids=["header", "body", "408"],
 )
-def test_a_longer_wait_that_the_server_asks_for_wins(faulty: FaultyServer, waits: list[float], answer: Answer) -> None:
+def test_a_longer_wait_that_the_server_asks_for_wins(
+    faulty: FaultyServer, waits: list[float], answer: Answer
+) -> None:
     poll(faulty, answer, STEPPED, poll_backoff=("exponential", 1, 1))
     assert waits == [7.0]
 
@@ -402,7 +476,7 @@ def test_no_policy_leaves_the_usual_waits(faulty: FaultyServer, waits: list[floa
     assert 0.375 <= waits[0] <= 0.5
 
 
-# ── time limits ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── time limits ───────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("24.futures.1", "C62", "D22")
@@ -417,9 +491,13 @@ def test_no_policy_leaves_the_usual_waits(faulty: FaultyServer, waits: list[floa
     ],
     ids=["408", "pending", "held", "asked-to-wait", "unpaid"],
 )
-def test_a_time_limit_ends_every_kind_of_wait(faulty: FaultyServer, heard: list[Any], answer: Answer) -> None:
+def test_a_time_limit_ends_every_kind_of_wait(
+    faulty: FaultyServer, heard: list[Any], answer: Answer
+) -> None:
     began = time.monotonic()
-    with pytest.raises(tinkex.APITimeoutError, match=r"optim_step.*r1 had no result after \d\.\d s") as caught:
+    with pytest.raises(
+        tinkex.APITimeoutError, match=r"optim_step.*r1 had no result after \d\.\d s"
+    ) as caught:
         poll(faulty, answer, timeout=0.2)
     assert 0.2 <= time.monotonic() - began < 20
     assert caught.value.request_id == "r1"
@@ -465,15 +543,20 @@ def test_a_silent_exchange_is_not_taken_for_the_time_limit(
     assert [name for name, _, _ in heard] == [events.FUTURE_CONNECTION_ERROR]
 
 
-# ── refusals ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── refusals ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("24.code.11")
-def test_404_is_final_429_backs_off_and_409_passes(faulty: FaultyServer, waits: list[float]) -> None:
+def test_404_is_final_429_backs_off_and_409_passes(
+    faulty: FaultyServer, waits: list[float]
+) -> None:
     with pytest.raises(tinkex.NotFoundError, match="unknown"):
         poll(faulty, Answer(404, {"detail": "unknown"}), STEPPED)
     assert waits == []
-    assert poll(faulty, Answer(429, headers={"Retry-After": "7"}), Answer(409), STEPPED).metrics == METRICS
+    assert (
+        poll(faulty, Answer(429, headers={"Retry-After": "7"}), Answer(409), STEPPED).metrics
+        == METRICS
+    )
     assert waits[0] == 7.0
     assert 0.75 <= waits[1] <= 1.0  # the second failure in a row
 
@@ -500,12 +583,15 @@ def test_a_conflict_that_stays_is_given_up_soon(
 
 @pytest.mark.covers("24.futures.9", "24.futures.1")
 @pytest.mark.parametrize(
-    ("body", "category"), [({"detail": "expired"}, "server"), ({"detail": "expired", "category": "user"}, "user")]
+    ("body", "category"),
+    [({"detail": "expired"}, "server"), ({"detail": "expired", "category": "user"}, "user")],
 )
 def test_a_result_that_is_gone_says_what_to_do(
     faulty: FaultyServer, heard: list[Any], body: dict[str, str], category: str
 ) -> None:
-    with pytest.raises(tinkex.GoneError, match=r"expired(.|\n)*hint: .*submit the request again") as caught:
+    with pytest.raises(
+        tinkex.GoneError, match=r"expired(.|\n)*hint: .*submit the request again"
+    ) as caught:
         poll(faulty, Answer(410, body, delay=0.02), STEPPED)
     assert caught.value.category == category
     [(name, measured, facts)] = heard
@@ -514,17 +600,29 @@ def test_a_result_that_is_gone_says_what_to_do(
     assert (facts["status"], facts["category"]) == (410, category)
 
 
-# ── events ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── events ────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("C63", "1.4.2/5")
 @pytest.mark.parametrize(
     ("answers", "name", "facts"),
     [
-        ([Answer(500)], events.FUTURE_API_ERROR, {"status": 500, "category": "server", "error_type": "api_status"}),
-        ([Answer(401)], events.FUTURE_API_ERROR, {"status": 401, "category": "user", "error_type": "api_status"}),
+        (
+            [Answer(500)],
+            events.FUTURE_API_ERROR,
+            {"status": 500, "category": "server", "error_type": "api_status"},
+        ),
+        (
+            [Answer(401)],
+            events.FUTURE_API_ERROR,
+            {"status": 401, "category": "user", "error_type": "api_status"},
+        ),
         ([Answer(402)], events.FUTURE_API_ERROR, {"status": 402}),
-        ([Answer(drop=True)], events.FUTURE_CONNECTION_ERROR, {"status": None, "error_type": "api_connection"}),
+        (
+            [Answer(drop=True)],
+            events.FUTURE_CONNECTION_ERROR,
+            {"status": None, "error_type": "api_connection"},
+        ),
         (
             [Answer(body={"error": "no", "category": "user"})],
             events.FUTURE_REQUEST_FAILED,
@@ -536,18 +634,35 @@ def test_a_result_that_is_gone_says_what_to_do(
     ids=["500", "401", "402", "drop", "failed", "out-of-form", "announced-twice"],
 )
 def test_every_failure_of_a_poll_is_an_event(
-    faulty: FaultyServer, waits: list[float], heard: list[Any], answers: list[Answer], name: str, facts: dict[str, Any]
+    faulty: FaultyServer,
+    waits: list[float],
+    heard: list[Any],
+    answers: list[Answer],
+    name: str,
+    facts: dict[str, Any],
 ) -> None:
     def prepare(carrier: Transport) -> None:
         carrier.facts["session_id"] = "s"
         carrier.billing.limit = 0
 
     with contextlib.suppress(tinkex.TinkerError):
-        poll(faulty, *answers, STEPPED, prepare=prepare, user_metadata={"team": "red", "iteration": "mine"})
+        poll(
+            faulty,
+            *answers,
+            STEPPED,
+            prepare=prepare,
+            user_metadata={"team": "red", "iteration": "mine"},
+        )
     [(heard_name, measured, told)] = heard
     assert heard_name == name
     assert 0 < measured["elapsed_time"] < 10_000
-    expected = {"request_id": "r1", "request_type": "OptimStep", "session_id": "s", "team": "red", **facts}
+    expected = {
+        "request_id": "r1",
+        "request_type": "OptimStep",
+        "session_id": "s",
+        "team": "red",
+        **facts,
+    }
     expected["iteration"] = "mine"  # the user's own words win
     assert told.items() >= expected.items()
     assert set(events.CATALOGUE[name].metadata) <= told.keys()
@@ -560,11 +675,18 @@ def test_nobody_is_told_of_answers_that_are_no_failures(
     assert heard == []
 
 
-# ── word of the queue ────────────────────────────────────────────────────────────────────────────────────────────
+# ── word of the queue ─────────────────────────────────────────────────────────────────────────────
 
 
 def paused(reason: str | None = "busy", state: str = "paused_capacity") -> Answer:
-    return Answer(body={"type": "try_again", "queue_state": state, "queue_state_reason": reason, "retry_after_ms": 0})
+    return Answer(
+        body={
+            "type": "try_again",
+            "queue_state": state,
+            "queue_state_reason": reason,
+            "retry_after_ms": 0,
+        }
+    )
 
 
 @pytest.fixture
@@ -583,16 +705,24 @@ def test_an_observer_an_event_and_the_log_hear_the_queues_reason(
     client = service.create_lora_training_client("m").result()
     found: list[tuple[Any, ...]] = []
     faulty.script(
-        "retrieve_future", paused(), paused(), Answer(408, {"queue_state": "active"}), paused("worse"), STEPPED
+        "retrieve_future",
+        paused(),
+        paused(),
+        Answer(408, {"queue_state": "active"}),
+        paused("worse"),
+        STEPPED,
     )
-    client.optim_step(STEP, queue_state_observer=lambda state, reason: found.append((state, reason))).result(5)
+    client.optim_step(
+        STEP, queue_state_observer=lambda state, reason: found.append((state, reason))
+    ).result(5)
     changes = [("paused_capacity", "busy"), ("active", None), ("paused_capacity", "worse")]
     assert found == changes
     said = [facts for name, _, facts in heard if name == events.QUEUE_STATE_CHANGE]
     assert [(facts["queue_state"], facts["queue_state_reason"]) for facts in said] == changes
     assert all(facts["request_id"] == "r" and facts["model_id"] == "m" for facts in said)
     assert all(facts["session_id"] == "s" for facts in said)
-    assert not [record for record in caplog.records if "paused" in record.message]  # not before 15 minutes
+    # not before 15 minutes
+    assert not [record for record in caplog.records if "paused" in record.message]
 
 
 class States:
@@ -616,7 +746,11 @@ class Broken(States):
 @pytest.mark.covers("C84")
 @pytest.mark.parametrize(
     ("observer", "found"),
-    [(States(), ["paused_capacity"]), (Facts(), [("paused_capacity", "m", "busy")]), (Broken(), [])],
+    [
+        (States(), ["paused_capacity"]),
+        (Facts(), [("paused_capacity", "m", "busy")]),
+        (Broken(), []),
+    ],
     ids=["states", "metadata", "broken"],
 )
 def test_every_kind_of_call_takes_an_observer_of_any_form(
@@ -657,10 +791,15 @@ def test_the_clients_own_observer_can_be_replaced(
     monkeypatch.setitem(queue_states.GRACE_SECONDS, "Training", 0.0)
     client = service.create_lora_training_client("m").result()
     client.on_queue_state_change("paused_rate_limit")
-    assert caplog.messages[-1] == "Training is paused for m. Reason: concurrent training clients rate limit hit"
+    assert (
+        caplog.messages[-1]
+        == "Training is paused for m. Reason: concurrent training clients rate limit hit"
+    )
     said = len(caplog.messages)
     found: list[Any] = []
-    monkeypatch.setattr(client, "on_queue_state_change", lambda state, reason: found.append((state, reason)))
+    monkeypatch.setattr(
+        client, "on_queue_state_change", lambda state, reason: found.append((state, reason))
+    )
     faulty.script("retrieve_future", paused(), STEPPED)
     client.optim_step(STEP).result(5)
     assert found == [("paused_capacity", "busy"), ("active", None)]  # the request has ended
@@ -678,7 +817,9 @@ def test_long_pauses_of_training_are_logged(
 ) -> None:
     """The same state is repeated by each poll, and the log has to hear all of them."""
     monkeypatch.setitem(queue_states.GRACE_SECONDS, "Training", 0.3)
-    pauses: list[Answer | Callable[[Seen], Answer]] = [replace(paused(), delay=0.1) for _ in range(8)]
+    pauses: list[Answer | Callable[[Seen], Answer]] = [
+        replace(paused(), delay=0.1) for _ in range(8)
+    ]
     client = service.create_lora_training_client("m").result()
     if kind == "training":
         faulty.script("retrieve_future", *pauses, STEPPED)
@@ -694,9 +835,13 @@ def test_long_pauses_of_training_are_logged(
 
 @pytest.mark.covers("U28")
 def test_the_end_of_a_request_ends_its_pause(
-    faulty: FaultyServer, service: ServiceClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    faulty: FaultyServer,
+    service: ServiceClient,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two pauses that are shorter than the time are not one long pause, whether requests succeed or fail."""
+    """Two pauses that are shorter than the time are not one long pause, whether requests succeed or
+    fail."""
     monkeypatch.setitem(queue_states.GRACE_SECONDS, "Training", 0.3)
     client = service.create_lora_training_client("m").result()
     for last in (STEPPED, Answer(body={"error": "no", "category": "user"}), STEPPED):
@@ -713,9 +858,19 @@ def test_the_queue_of_a_sampler_is_observed_as_well(
     faulty.script("create_sampling_session", Answer(body={"sampling_session_id": "ss"}))
     faulty.script("asample", Answer(body={"request_id": "q", "sample_sequence_ids": ["q:0"]}))
     drawn = types.SampleResponse(
-        [types.SampledSequence("length", tokens_np=np.array([7], np.int32), logprobs_np=np.array([-1.0], np.float32))]
+        [
+            types.SampledSequence(
+                "length",
+                tokens_np=np.array([7], np.int32),
+                logprobs_np=np.array([-1.0], np.float32),
+            )
+        ]
     )
-    faulty.script("retrieve_future", paused(), Answer(body=codec.encode(drawn).data, content_type=codec.PROTOBUF))
+    faulty.script(
+        "retrieve_future",
+        paused(),
+        Answer(body=codec.encode(drawn).data, content_type=codec.PROTOBUF),
+    )
     sampler = service.create_sampling_client(base_model="m").result()
     watcher = States()
     prompt = types.ModelInput.from_ints([1])
@@ -724,7 +879,7 @@ def test_the_queue_of_a_sampler_is_observed_as_well(
     assert "Sampling is paused for ss. Reason: busy" in caplog.messages
 
 
-# ── waiting for many ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── waiting for many ──────────────────────────────────────────────────────────────────────────────
 
 
 async def later(value: Any, seconds: float = 0.01) -> Any:
@@ -735,10 +890,17 @@ async def later(value: Any, seconds: float = 0.01) -> Any:
 
 
 def several() -> list[Future[Any]]:
-    """One that takes a while, one that crashes, one that stalls, one that was given up, one that is quick."""
+    """One that takes a while, one that crashes, one that stalls, one that was given up, one that is
+    quick."""
     given_up = start(later("never", 30))
     given_up.cancel()
-    return [start(later(1, 0.1)), start(later(KeyError("oops"))), start(later(3, 30)), given_up, start(later(5))]
+    return [
+        start(later(1, 0.1)),
+        start(later(KeyError("oops"))),
+        start(later(3, 30)),
+        given_up,
+        start(later(5)),
+    ]
 
 
 def check(outcomes: list[Any], waiting: list[Future[Any]]) -> None:
@@ -780,7 +942,7 @@ def test_each_of_many_has_the_whole_time() -> None:
     assert given[-1] is None
 
 
-# ── what is raised elsewhere ─────────────────────────────────────────────────────────────────────────────────────
+# ── what is raised elsewhere ──────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("24.training.4", "C56")
@@ -819,11 +981,14 @@ def test_a_lasting_fault_is_logged_once(
     caplog.set_level(logging.WARNING, "tinkex")
     poll(faulty, *[Answer(500, {"detail": "broken"})] * 6, STEPPED)
     assert [record.message for record in caplog.records if "still trying" in record.message] == [
-        f"waiting for r1: optim_step at {faulty.base_url.removeprefix('http://')}: 500: broken; still trying"
+        f"waiting for r1: optim_step at {faulty.base_url.removeprefix('http://')}: 500: broken; "
+        "still trying"
     ]
 
 
-def test_polls_of_several_threads_do_not_share_their_state(faulty: FaultyServer, service: ServiceClient) -> None:
+def test_polls_of_several_threads_do_not_share_their_state(
+    faulty: FaultyServer, service: ServiceClient
+) -> None:
     """Two at once, one failing: each has its own count of failures and its own outcome."""
     client = service.create_lora_training_client("m").result()
     answers = {"good": STEPPED, "bad": Answer(body={"error": "no"})}

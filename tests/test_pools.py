@@ -1,4 +1,5 @@
-"""Connections by class of traffic; and what ends a request: silence if it may be large, the time it takes if not."""
+"""Connections by class of traffic; and what ends a request: silence if it may be large, the time it
+takes if not."""
 
 from __future__ import annotations
 
@@ -36,16 +37,22 @@ async def exchange(url: str) -> AsyncIterator[HttpExchange]:
         await opened.close()
 
 
-async def send(opened: HttpExchange, path: str, traffic: Traffic, timeout: float = 5, body: bytes = b"{}") -> Reply:
+async def send(
+    opened: HttpExchange, path: str, traffic: Traffic, timeout: float = 5, body: bytes = b"{}"
+) -> Reply:
     return await opened.send("POST", f"/api/v1/{path}", {}, body, timeout, traffic)
 
 
-# ── pools ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── pools ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("C11")
-@pytest.mark.parametrize(("traffic", "most"), [("train", 16), ("session", 10), ("telemetry", 5), ("rest", 50)])
-async def test_a_class_has_so_many_connections_and_no_more(faulty: FaultyServer, traffic: Traffic, most: int) -> None:
+@pytest.mark.parametrize(
+    ("traffic", "most"), [("train", 16), ("session", 10), ("telemetry", 5), ("rest", 50)]
+)
+async def test_a_class_has_so_many_connections_and_no_more(
+    faulty: FaultyServer, traffic: Traffic, most: int
+) -> None:
     faulty.script("x", Answer(body={}, until=lambda: len(faulty.seen) >= most, delay=0.1))
     async with exchange(faulty.base_url) as opened:
         replies = await asyncio.gather(*(send(opened, "x", traffic) for _ in range(most + 5)))
@@ -62,11 +69,20 @@ async def test_a_flood_of_held_polls_delays_no_heartbeat(faulty: FaultyServer) -
     transport = Transport(Config(base_url=faulty.base_url))
     poll = types.FutureRetrieveRequest(request_id="r")
     work = types.ForwardBackwardRequest(
-        model_id="m", forward_backward_input=types.ForwardBackwardInput(data=[], loss_fn="cross_entropy")
+        model_id="m",
+        forward_backward_input=types.ForwardBackwardInput(data=[], loss_fn="cross_entropy"),
     )
-    held = [asyncio.create_task(transport.poll(protocol.RETRIEVE_FUTURE, poll, {}, 40)) for _ in range(200)]
-    held += [asyncio.create_task(transport.call(protocol.FORWARD_BACKWARD, work)) for _ in range(40)]
-    while len(faulty.requests("retrieve_future")) < 200 or len(faulty.requests("forward_backward")) < 16:  # noqa: ASYNC110
+    held = [
+        asyncio.create_task(transport.poll(protocol.RETRIEVE_FUTURE, poll, {}, 40))
+        for _ in range(200)
+    ]
+    held += [
+        asyncio.create_task(transport.call(protocol.FORWARD_BACKWARD, work)) for _ in range(40)
+    ]
+    while (  # noqa: ASYNC110
+        len(faulty.requests("retrieve_future")) < 200
+        or len(faulty.requests("forward_backward")) < 16
+    ):
         await asyncio.sleep(0.01)
     await transport.call(protocol.SESSION_HEARTBEAT, BEAT, timeout=20, patience=0)
     assert len(faulty.requests("forward_backward")) == 16
@@ -99,7 +115,15 @@ async def test_connections_are_kept_and_let_go_when_closed(faulty: FaultyServer)
 def test_addresses_are_the_same_whatever_their_spelling() -> None:
     assert origin_of("https://EXAMPLE.com:443/some/path") == origin_of("https://example.com")
     assert origin_of("http://example.com:80") == origin_of("http://Example.com/x")
-    assert len({origin_of(url) for url in ("https://a", "http://a", "https://a:81", "https://b", "local")}) == 5
+    assert (
+        len(
+            {
+                origin_of(url)
+                for url in ("https://a", "http://a", "https://a:81", "https://b", "local")
+            }
+        )
+        == 5
+    )
 
 
 @pytest.mark.covers("24.http.8")
@@ -126,7 +150,7 @@ def test_twenty_calls_at_once(faulty: FaultyServer) -> None:
     assert faulty.connections == 20
 
 
-# ── timeouts ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── timeouts ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("C12")
@@ -166,7 +190,8 @@ async def test_a_wait_for_a_connection_does_not_count_for_passes(faulty: FaultyS
 
 @asynccontextmanager
 async def taking(pause: float, stop_after: int) -> AsyncIterator[str]:
-    """A server that takes a body slowly, and no more of it than so many bytes; one that was taken whole is answered."""
+    """A server that takes a body slowly, and no more of it than so many bytes; one that was taken
+    whole is answered."""
     gone = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -214,7 +239,11 @@ async def test_a_server_that_stops_taking_a_body_is_given_up() -> None:
 
 
 async def test_a_stream_lasts_as_long_as_something_comes(faulty: FaultyServer) -> None:
-    faulty.script("x", Answer(body=b"x" * 1000, pieces=13, pause=0.1), Answer(body=b"x" * 1000, pieces=2, pause=60))
+    faulty.script(
+        "x",
+        Answer(body=b"x" * 1000, pieces=13, pause=0.1),
+        Answer(body=b"x" * 1000, pieces=2, pause=60),
+    )
     async with exchange(faulty.base_url) as opened:
         async with opened.stream("GET", "/api/v1/x", {}, None, 1.0) as reply:
             assert len(b"".join([chunk async for chunk in reply.chunks])) == 1000

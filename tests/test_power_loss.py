@@ -1,8 +1,10 @@
-"""A busy server loses its power at any moment: what it acknowledged is there, keys stay keys, no run is deleted.
+"""A busy server loses its power at any moment: what it acknowledged is there, keys stay keys, no
+run is deleted.
 
-One life is recorded, call by call (`disk_recorder.c`). A disk is played from the records up to 200 moments, and keeps
-what was flushed, with or without some of the rest. On each a server starts and is asked for everything that was
-acknowledged by then; then both stories are told to it from the beginning, and end as they did without the loss.
+One life is recorded, call by call (`disk_recorder.c`). A disk is played from the records up to 200
+moments, and keeps what was flushed, with or without some of the rest. On each a server starts and
+is asked for everything that was acknowledged by then; then both stories are told to it from the
+beginning, and end as they did without the loss.
 """
 
 from __future__ import annotations
@@ -44,20 +46,25 @@ def recorded_life(root: Path) -> list[dict[str, Any]]:
         "RECORD_LOG": str(root.with_name("records")),
     }
     program = Path(__file__).with_name("busy_server.py")
-    subprocess.run([sys.executable, str(program), str(root)], env=environment, check=True, timeout=120)
+    subprocess.run(
+        [sys.executable, str(program), str(root)], env=environment, check=True, timeout=120
+    )
     return [json.loads(line) for line in (root / "heard").read_text().splitlines()]
 
 
 def same_files(one: Path, other: Path) -> bool:
     def files(root: Path) -> dict[str, bytes]:
-        found = (path for path in root.rglob("*") if path.is_file() and not path.name.endswith("-shm"))
+        found = (
+            path for path in root.rglob("*") if path.is_file() and not path.name.endswith("-shm")
+        )
         return {str(path.relative_to(root)): path.read_bytes() for path in found}
 
     return files(one) == files(other)
 
 
 class Expected:
-    """What a life without a loss gives: the result of each step, and of a pass with each checkpoint."""
+    """What a life without a loss gives: the result of each step, and of a pass with each
+    checkpoint."""
 
     def __init__(self, owners: dict[str, Owner]) -> None:
         self.results = {name: owner.results for name, owner in owners.items()}
@@ -66,7 +73,9 @@ class Expected:
     async def learn_passes(self, server: Life, owners: dict[str, Owner]) -> None:
         for owner in owners.values():
             for path in saved(owner, list(owner.results)):
-                self.passes[owner.name, path] = await loaded(server, owner, path.replace("{s}", str(owner.session)))
+                self.passes[owner.name, path] = await loaded(
+                    server, owner, path.replace("{s}", str(owner.session))
+                )
                 assert "error" not in self.passes[owner.name, path]
 
 
@@ -84,7 +93,9 @@ async def check(server: Life, owners: dict[str, Owner], expected: Expected) -> i
     assert {key.owner for key in list_keys(server.state.store)} >= set(owners)
     asked = 0
     if owners:
-        assert (await server.send("training_runs", None, method="GET"))[0] == 401, "the server is open"
+        assert (await server.send("training_runs", None, method="GET"))[0] == 401, (
+            "the server is open"
+        )
     for owner in owners.values():
         status, runs = await server.send("training_runs", None, owner.key, "GET")
         assert status == 200, runs
@@ -98,10 +109,16 @@ async def check(server: Life, owners: dict[str, Owner], expected: Expected) -> i
         if not owner.ended:
             assert server.state.store.session_state(owner.session) == "active"
             for number, request_id in owner.taken.items():
-                if not steps[number].is_future or (steps[number].path == "asample" and number in owner.results):
+                if not steps[number].is_future or (
+                    steps[number].path == "asample" and number in owner.results
+                ):
                     continue  # a sample that was read is not kept for ever
                 answer = await server.result(request_id, owner.key)
-                assert owner.plain(answer) == results[number], (owner.name, number, steps[number].path)
+                assert owner.plain(answer) == results[number], (
+                    owner.name,
+                    number,
+                    steps[number].path,
+                )
                 asked += 1
         elif owner.ended == "told":
             assert server.state.store.session_state(owner.session) == "finished"
@@ -115,7 +132,8 @@ async def check(server: Life, owners: dict[str, Owner], expected: Expected) -> i
 
 
 async def tell_again(server: Life, owner: Owner, results: dict[int, Any]) -> None:
-    """Send a story from its beginning, as a client does that heard no answer; the numbers are those of before."""
+    """Send a story from its beginning, as a client does that heard no answer; the numbers are those
+    of before."""
     assert owner.session is not None
     for number, step in enumerate(story(owner.name)):
         answer = await server.post(*step.of(owner.session), owner.key)
@@ -148,7 +166,9 @@ def test_power_loss_takes_nothing_that_was_acknowledged(
         heard(line, whole)
     assert set(whole) == set(OWNERS)
     assert all(len(owner.results) > 15 for owner in whole.values())
-    assert not [result for owner in whole.values() for result in owner.results.values() if "error" in result]
+    assert not [
+        result for owner in whole.values() for result in owner.results.values() if "error" in result
+    ]
     expected = Expected(whole)
 
     ack_path = os.fsencode(root / "heard")
@@ -159,7 +179,9 @@ def test_power_loss_takes_nothing_that_was_acknowledged(
             paths[call.fd] = call.first
         elif call.op == "w" and paths[call.fd] == ack_path:
             acknowledged.append(number + 1)
-    moments = sorted(rng.sample(range(1, len(calls)), MOMENTS - len(acknowledged)) + acknowledged[:MOMENTS])
+    moments = sorted(
+        rng.sample(range(1, len(calls)), MOMENTS - len(acknowledged)) + acknowledged[:MOMENTS]
+    )
 
     disk, told, played, asked = Disk(root), 0, 0, 0
     owners: dict[str, Owner] = {}
@@ -186,11 +208,16 @@ def test_power_loss_takes_nothing_that_was_acknowledged(
         try:
             asked += asyncio.run(asyncio.wait_for(start(image / "data"), 60))
         except BaseException as error:
-            error.add_note(f"moment {moment} of {len(calls)}, image {index}, CRASH_SEED={seed}: {image}")
+            error.add_note(
+                f"moment {moment} of {len(calls)}, image {index}, CRASH_SEED={seed}: {image}"
+            )
             raise
         shutil.rmtree(image, ignore_errors=True)
     with capsys.disabled():
-        print(f"power loss: {len(moments)} moments of {len(calls)} calls, {asked} acknowledged things asked for")
+        print(
+            f"power loss: {len(moments)} moments of {len(calls)} calls, {asked} acknowledged "
+            "things asked for"
+        )
     assert asked > 10 * MOMENTS
 
 

@@ -1,4 +1,5 @@
-"""The table of endpoints: complete on both sides, and answered by the server in the forms the protocol names."""
+"""The table of endpoints: complete on both sides, and answered by the server in the forms the
+protocol names."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CLIENT_ONLY: set[str] = set()
-"""What our client can ask of other servers and ours does not answer yet; a handler takes its name off this list."""
+"""What our client can ask of other servers and ours does not answer yet; a handler takes its name
+off this list."""
 SERVED = [op for op in OPERATIONS if op.name not in CLIENT_ONLY]
 
 each = pytest.mark.parametrize("op", OPERATIONS, ids=lambda op: str(op.name))
@@ -45,13 +47,22 @@ def test_names_and_paths_are_unique() -> None:
 
 def test_the_server_has_these_routes_and_no_others(tmp_path: Path) -> None:
     app = create_app(FakeEngine(), tmp_path)
-    apart = {"download", "misnamed", "upload"}  # where signed addresses lead, and where misnamed checkpoints end up
+    # where signed addresses lead, and where misnamed checkpoints end up
+    apart = {"download", "misnamed", "upload"}
     named = [route for route in app.routes if isinstance(route, Route) and route.name not in apart]
     assert len(app.routes) == len(named) + len(apart)
     routes = {(route.path, *(route.methods or ())) for route in named}
-    expected = {(f"{PREFIX}/{op.path}", op.method, *(["HEAD"] if op.method == "GET" else [])) for op in SERVED}
-    expected |= {(path, "GET", "HEAD") for path in ("/", "/metrics", "/openapi.json", "/traces/{session_id}.json")}
-    expected |= {(path, "GET", "HEAD") for path in ("/oai/api/v1/models", "/oai/api/v1/models/{model:path}")}
+    expected = {
+        (f"{PREFIX}/{op.path}", op.method, *(["HEAD"] if op.method == "GET" else []))
+        for op in SERVED
+    }
+    expected |= {
+        (path, "GET", "HEAD")
+        for path in ("/", "/metrics", "/openapi.json", "/traces/{session_id}.json")
+    }
+    expected |= {
+        (path, "GET", "HEAD") for path in ("/oai/api/v1/models", "/oai/api/v1/models/{model:path}")
+    }
     assert {frozenset(route) for route in routes} == {frozenset(route) for route in expected}
 
 
@@ -160,7 +171,12 @@ def requests(wire: Wire) -> dict[str, Any]:
     return {
         "client_config": {"sdk_version": "0.36.0"},
         "client_dynamic_config": {"sdk_version": "0.36.0"},
-        "create_session": {"tags": [], "user_metadata": {}, "sdk_version": "0.36.0", "type": "create_session"},
+        "create_session": {
+            "tags": [],
+            "user_metadata": {},
+            "sdk_version": "0.36.0",
+            "type": "create_session",
+        },
         "session_heartbeat": {"session_id": session, "type": "session_heartbeat"},
         "create_model": {"session_id": session, "model_seq_id": 1, "base_model": "fake"},
         "get_info": {"model_id": model},
@@ -187,7 +203,10 @@ def requests(wire: Wire) -> dict[str, Any]:
         "asample": sample_json(sampler),
         "stream_sample": sample_json(sampler),
         "join_sampling_session": {"sampling_session_id": sampler},
-        "retrieve_futures": {"target": {"type": "sampling_session", "sampling_session_id": sampler}, "timeout": 0},
+        "retrieve_futures": {
+            "target": {"type": "sampling_session", "sampling_session_id": sampler},
+            "timeout": 0,
+        },
         "cancel_future": {"request_id": f"{sampler}:0"},
         "retrieve_future": {"request_id": f"{model}:1"},
         "save_weights_external": {"model_id": model, "path": "a", "seq_id": 9},
@@ -222,7 +241,9 @@ def requests(wire: Wire) -> dict[str, Any]:
     }
 
 
-QUERIES = {"get_billing_usage": "?starting_on=2026-07-13T00:00:00Z&ending_before=2026-07-14T00:00:00Z"}
+QUERIES = {
+    "get_billing_usage": "?starting_on=2026-07-13T00:00:00Z&ending_before=2026-07-14T00:00:00Z"
+}
 NEEDING_FILES = {"external_weights_upload_start", "external_weights_upload_finish"}
 """Operations that the fake engine cannot do, having no files of a base model."""
 NEEDING_A_KEY = {"delete_api_key"}
@@ -255,7 +276,9 @@ def test_the_server_answers_every_operation_in_its_form(wire: Wire) -> None:
         if op.result is not None:
             outcome = wire.result(answer.request_id)
             assert "error" not in outcome, (op.name, outcome)
-            codec.decode(op.result, wire.send("retrieve_future", {"request_id": answer.request_id}).body)
+            codec.decode(
+                op.result, wire.send("retrieve_future", {"request_id": answer.request_id}).body
+            )
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"5", b'"x"', b"\xff", b'{"a":'], ids=repr)
@@ -283,7 +306,8 @@ def test_fields_of_the_wrong_type_are_named(wire: Wire, op: Operation) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "path"), [("POST", "nothing"), ("GET", "create_session"), ("DELETE", "healthz"), ("GET", "")]
+    ("method", "path"),
+    [("POST", "nothing"), ("GET", "create_session"), ("DELETE", "healthz"), ("GET", "")],
 )
 def test_other_routes_are_not_there(wire: Wire, method: str, path: str) -> None:
     heard = wire.send(path, method=method)

@@ -1,4 +1,5 @@
-"""Held-up work: what the log says and how often, who is told of changes, observers of every shape. Time is faked."""
+"""Held-up work: what the log says and how often, who is told of changes, observers of every shape.
+Time is faked."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def heard() -> Iterator[list[tuple[str, Mapping[str, float], Mapping[str, Any]]]
     events.detach("test")
 
 
-# ── the log ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the log ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("1.19/2", "C85")
@@ -47,7 +48,12 @@ def heard() -> Iterator[list[tuple[str, Mapping[str, float], Mapping[str, Any]]]
         ("Sampling", RATE, None, "concurrent sampler weights limit hit"),
         ("Training", RATE, "", "concurrent training clients rate limit hit"),
         ("Sampling", CAPACITY, None, "Tinker backend is running short on capacity, please wait"),
-        ("Training", "Paused_Capacity", " ", "Tinker backend is running short on capacity, please wait"),
+        (
+            "Training",
+            "Paused_Capacity",
+            " ",
+            "Tinker backend is running short on capacity, please wait",
+        ),
         ("Training", QueueState.UNKNOWN, None, "unknown"),
         ("Training", "resting", None, "unknown"),
         ("Sampling", CAPACITY, "the server says so", "the server says so"),
@@ -58,11 +64,15 @@ def test_the_log_says_what_is_held_up_and_why(
     kind: Any, state: Any, reason: str | None, shown: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     QueueStateLogger(kind, grace=0).on_queue_state_change(state, reason, name="s-1")
-    assert caplog.record_tuples == [("tinkex", logging.WARNING, f"{kind} is paused for s-1. Reason: {shown}")]
+    assert caplog.record_tuples == [
+        ("tinkex", logging.WARNING, f"{kind} is paused for s-1. Reason: {shown}")
+    ]
 
 
 @pytest.mark.covers("1.19/2", "C85")
-def test_work_that_goes_on_is_never_logged_and_costs_no_later_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_work_that_goes_on_is_never_logged_and_costs_no_later_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     log = QueueStateLogger("Sampling", Clock())
     log.on_queue_state_change(ACTIVE, "busy", name="m")
     log.on_queue_state_change("ACTIVE", name="m")
@@ -84,11 +94,17 @@ def test_the_log_speaks_once_a_minute_of_each_client(caplog: pytest.LogCaptureFi
     clock.now = 60.0
     log.on_queue_state_change(CAPACITY, "again", name="a")
     log.on_queue_state_change(CAPACITY, "too soon", name="b")
-    assert [message.rpartition(" ")[2] for message in caplog.messages] == ["first", "another", "again"]
+    assert [message.rpartition(" ")[2] for message in caplog.messages] == [
+        "first",
+        "another",
+        "again",
+    ]
 
 
 @pytest.mark.covers("U28")
-def test_training_pauses_are_logged_after_15_minutes_of_the_same_state(caplog: pytest.LogCaptureFixture) -> None:
+def test_training_pauses_are_logged_after_15_minutes_of_the_same_state(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     clock = Clock()
     log = QueueStateLogger("Training", clock)
 
@@ -147,7 +163,9 @@ def test_a_client_that_is_forgotten_is_spoken_of_at_once(caplog: pytest.LogCaptu
 def test_metadata_holds_the_id_and_the_reason(
     kind: Any, metadata: dict[str, Any], name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    QueueStateLogger(kind, grace=0).on_queue_state_change(CAPACITY, metadata | {"queue_state_reason": "why"})
+    QueueStateLogger(kind, grace=0).on_queue_state_change(
+        CAPACITY, metadata | {"queue_state_reason": "why"}
+    )
     assert caplog.messages == [f"{kind} is paused for {name}. Reason: why"]
 
 
@@ -192,7 +210,7 @@ def test_threads_that_ask_at_once_make_one_line(caplog: pytest.LogCaptureFixture
     assert len(caplog.messages) == 1
 
 
-# ── observers ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── observers ─────────────────────────────────────────────────────────────────────────────────────
 
 
 class Watcher:
@@ -203,7 +221,9 @@ class Watcher:
 
 
 class OfReasons(Watcher):
-    def on_queue_state_change(self, queue_state: QueueState, queue_state_reason: str | None) -> None:
+    def on_queue_state_change(
+        self, queue_state: QueueState, queue_state_reason: str | None
+    ) -> None:
         self.calls.append((queue_state, queue_state_reason))
 
 
@@ -218,7 +238,9 @@ class OfStates(Watcher):
 
 
 class OfStatesWithOptions(Watcher):
-    def on_queue_state_change(self, queue_state: QueueState, *, option: bool = False, **more: Any) -> None:
+    def on_queue_state_change(
+        self, queue_state: QueueState, *, option: bool = False, **more: Any
+    ) -> None:
         self.calls.append((queue_state,))
 
 
@@ -266,7 +288,9 @@ def test_what_cannot_observe_is_not_told(observer: Any, caplog: pytest.LogCaptur
 
 
 @pytest.mark.covers("1.19/3", "C84")
-def test_an_observer_that_fails_is_logged_and_the_next_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_observer_that_fails_is_logged_and_the_next_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def broken(state: QueueState) -> None:
         raise RuntimeError("no")
 
@@ -277,13 +301,15 @@ def test_an_observer_that_fails_is_logged_and_the_next_is_told(caplog: pytest.Lo
         raise AssertionError("is never reached")
 
     watcher = OfReasons()
-    assert QueueStateTracker([broken, None, too_many, asynchronous, watcher]).heard("paused_capacity")
+    assert QueueStateTracker([broken, None, too_many, asynchronous, watcher]).heard(
+        "paused_capacity"
+    )
     assert watcher.calls == [(CAPACITY, None)]
     assert caplog.messages == ["an observer failed on the queue state paused_capacity"] * 3
     assert all(record.levelno == logging.WARNING and record.exc_info for record in caplog.records)
 
 
-# ── changes ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── changes ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("1.19/3", "C84")

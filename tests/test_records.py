@@ -1,4 +1,5 @@
-"""Runs and checkpoints on record: listed, published, given a time to live, copied, deleted; each to its owner."""
+"""Runs and checkpoints on record: listed, published, given a time to live, copied, deleted; each to
+its owner."""
 
 from __future__ import annotations
 
@@ -46,8 +47,12 @@ class Records:
         for table in ("runs", "checkpoints"):
             self.change(table, "owner = ? WHERE model_id = ?", owner, model)
 
-    def save(self, model: str, number: int, name: str, operation: str = "save_weights", **fields: Any) -> Any:
-        return self.wire.run(operation, {"model_id": model, "path": name, "seq_id": number, **fields})
+    def save(
+        self, model: str, number: int, name: str, operation: str = "save_weights", **fields: Any
+    ) -> Any:
+        return self.wire.run(
+            operation, {"model_id": model, "path": name, "seq_id": number, **fields}
+        )
 
     def call(self, method: str, path: str, body: Any = None, status: int = 200) -> Any:
         heard = self.wire.send(path, body, method=method)
@@ -56,7 +61,11 @@ class Records:
 
     def files(self) -> set[str]:
         root = self.data_dir / "checkpoints"
-        return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file() and path.name != SEAL}
+        return {
+            str(path.relative_to(root))
+            for path in root.rglob("*")
+            if path.is_file() and path.name != SEAL
+        }
 
 
 @pytest.fixture
@@ -70,7 +79,7 @@ def names(listed: Any) -> list[str]:
     return [checkpoint["tinker_path"].split("/", 3)[3] for checkpoint in listed["checkpoints"]]
 
 
-# ── runs ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── runs ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_runs_are_listed_newest_first_a_page_at_a_time(records: Records) -> None:
@@ -89,7 +98,9 @@ def test_runs_are_listed_newest_first_a_page_at_a_time(records: Records) -> None
     assert wire.get("training_runs?limit=99999")["cursor"]["limit"] == 1000
 
 
-@pytest.mark.parametrize("query", ["limit=x", "limit=-1", "offset=1.5", "limit=", "access_scope=all"])
+@pytest.mark.parametrize(
+    "query", ["limit=x", "limit=-1", "offset=1.5", "limit=", "access_scope=all"]
+)
 def test_a_page_that_is_none_is_refused_by_name(records: Records, query: str) -> None:
     detail = records.call("GET", f"training_runs?{query}", status=400)["detail"]
     assert detail.startswith(query.split("=")[0])
@@ -136,7 +147,12 @@ def test_a_run_tells_what_was_last_asked_and_saved_of_it(records: Records) -> No
 def test_run_that_has_ended_is_not_loaded(records: Records, way: str) -> None:
     wire = records.wire
     session = wire.session()
-    fields = {"session_id": session, "model_seq_id": 0, "base_model": "fake", "lora_config": {"rank": 4}}
+    fields = {
+        "session_id": session,
+        "model_seq_id": 0,
+        "base_model": "fake",
+        "lora_config": {"rank": 4},
+    }
     model = wire.run("create_model", fields)["model_id"]
     assert wire.get(f"training_runs/{model}")["loaded"] is True
     if way == "unload":
@@ -167,7 +183,9 @@ def test_when_a_run_was_last_used_outlives_the_server(tmp_path: Path) -> None:
 
 def test_runs_can_be_listed_by_the_project_of_their_session(records: Records) -> None:
     wire = records.wire
-    session = wire.post("create_session", {"tags": [], "sdk_version": "0.36.0", "project_id": "p"})["session_id"]
+    session = wire.post("create_session", {"tags": [], "sdk_version": "0.36.0", "project_id": "p"})[
+        "session_id"
+    ]
     model, _ = wire.model(session), wire.model()
     copied = wire.post(
         "copy_weights",
@@ -179,7 +197,7 @@ def test_runs_can_be_listed_by_the_project_of_their_session(records: Records) ->
         assert page["cursor"]["total_count"] == len(expected)
 
 
-# ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── checkpoints ───────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("S25", "S42")
@@ -187,7 +205,8 @@ def test_checkpoints_are_listed_by_run_and_by_user(records: Records) -> None:
     wire = records.wire
     first, second = wire.model(), wire.model()
     records.save(first, 1, "a", ttl_seconds=7200, user_metadata={"k": "v"})
-    records.save(first, 2, "a", "save_weights_for_sampler")  # of another kind, so that the name is free
+    # of another kind, so that the name is free
+    records.save(first, 2, "a", "save_weights_for_sampler")
     records.save(first, 3, "a", "save_weights_external")
     records.save(second, 1, "a")
     of_run = wire.get(f"training_runs/{first}/checkpoints")
@@ -211,7 +230,9 @@ def test_checkpoints_are_listed_by_run_and_by_user(records: Records) -> None:
     assert mine["checkpoints"][0]["tinker_path"] == f"tinker://{second}/weights/a"
     assert mine["cursor"] == {"offset": 0, "limit": 3, "total_count": 4}
     assert names(wire.get("checkpoints?offset=3")) == ["weights/a"]
-    assert names(wire.get(f"training_runs/{first}/checkpoints?limit=1&offset=1")) == ["sampler_weights/a"]
+    assert names(wire.get(f"training_runs/{first}/checkpoints?limit=1&offset=1")) == [
+        "sampler_weights/a"
+    ]
     records.call("GET", "training_runs/nobody/checkpoints", status=404)
 
 
@@ -225,7 +246,9 @@ def test_a_name_is_taken_once_by_run_and_kind(records: Records) -> None:
     records.wire.run("forward_backward", pass_json(model, 3))
     records.wire.run("optim_step", step_json(model, 4))
     before = records.files()
-    assert records.save(model, 5, "a", overwrite=True, user_metadata={"new": "yes"})["path"].endswith("/weights/a")
+    assert records.save(model, 5, "a", overwrite=True, user_metadata={"new": "yes"})[
+        "path"
+    ].endswith("/weights/a")
     after = records.files()
     assert len(after) == 1
     assert before.isdisjoint(after)  # the old one stayed whole until the new one was on record
@@ -236,7 +259,9 @@ def test_a_name_is_taken_once_by_run_and_kind(records: Records) -> None:
 @pytest.mark.covers("S32")
 def test_nameless_snapshots_are_not_listed(records: Records) -> None:
     model = records.wire.model()
-    saved = records.wire.run("save_weights_for_sampler", {"model_id": model, "sampling_session_seq_id": 0, "seq_id": 1})
+    saved = records.wire.run(
+        "save_weights_for_sampler", {"model_id": model, "sampling_session_seq_id": 0, "seq_id": 1}
+    )
     assert saved.get("path") is None
     assert saved["sampling_session_id"].endswith(":sample:0")
     assert records.wire.get("checkpoints")["checkpoints"] == []
@@ -257,15 +282,20 @@ def test_nameless_snapshots_are_not_listed(records: Records) -> None:
         ("GET", "states/a/archive", "'states' is not a kind"),
     ],
 )
-def test_malformed_checkpoint_ids_are_told_the_rule(records: Records, method: str, path: str, words: str) -> None:
+def test_malformed_checkpoint_ids_are_told_the_rule(
+    records: Records, method: str, path: str, words: str
+) -> None:
     body = {"ttl_seconds": 7200} if method == "PUT" else None
-    detail = records.call(method, f"training_runs/some:train:0/checkpoints/{path}", body, status=400)["detail"]
+    detail = records.call(
+        method, f"training_runs/some:train:0/checkpoints/{path}", body, status=400
+    )["detail"]
     assert words in detail
 
 
 @pytest.mark.covers("S39")
 @pytest.mark.parametrize(
-    "path", ["tinker://run/weights", "tinker://run/states/a", "run/weights/a", "tinker://r/weights/a/b"]
+    "path",
+    ["tinker://run/weights", "tinker://run/states/a", "run/weights/a", "tinker://r/weights/a/b"],
 )
 def test_malformed_paths_are_told_the_grammar(records: Records, path: str) -> None:
     for operation, body in (
@@ -276,7 +306,10 @@ def test_malformed_paths_are_told_the_grammar(records: Records, path: str) -> No
 
 
 def test_other_methods_on_a_checkpoint_are_not_there(records: Records) -> None:
-    assert "there is no PUT" in records.call("PUT", "training_runs/r/checkpoints/weights/a", {}, status=404)["detail"]
+    assert (
+        "there is no PUT"
+        in records.call("PUT", "training_runs/r/checkpoints/weights/a", {}, status=404)["detail"]
+    )
 
 
 def test_a_deleted_checkpoint_is_gone_with_its_files(records: Records) -> None:
@@ -287,7 +320,11 @@ def test_a_deleted_checkpoint_is_gone_with_its_files(records: Records) -> None:
     records.call("DELETE", place)
     assert names(records.wire.get("checkpoints")) == ["weights/b"]
     assert [path.split("/")[2] for path in records.files()] == ["b"]
-    for method, path in (("DELETE", place), ("POST", f"{place}/publish"), ("GET", f"{place}/archive")):
+    for method, path in (
+        ("DELETE", place),
+        ("POST", f"{place}/publish"),
+        ("GET", f"{place}/archive"),
+    ):
         assert "there is no checkpoint" in records.call(method, path, status=404)["detail"]
     records.call("POST", "weights_info", {"tinker_path": f"tinker://{model}/weights/a"}, status=404)
     assert records.save(model, 3, "a")["path"].endswith("/a")
@@ -303,17 +340,25 @@ def sampler_of(records: Records, model: str, number: int = 0) -> str:
 
 
 @pytest.mark.covers("S31")
-def test_a_sampler_that_has_its_weights_keeps_them_when_they_are_deleted_and_saved_anew(records: Records) -> None:
+def test_a_sampler_that_has_its_weights_keeps_them_when_they_are_deleted_and_saved_anew(
+    records: Records,
+) -> None:
     wire, model = records.wire, records.wire.model()
     records.save(model, 1, "a", "save_weights_for_sampler")
     sampler = sampler_of(records, model)
     before = wire.run("asample", sample_json(sampler))["sequences"]
     records.call("DELETE", f"training_runs/{model}/checkpoints/sampler_weights/a")
-    assert wire.run("asample", sample_json(sampler, 1))["sequences"][0]["logprobs"] == before[0]["logprobs"]
+    assert (
+        wire.run("asample", sample_json(sampler, 1))["sequences"][0]["logprobs"]
+        == before[0]["logprobs"]
+    )
     wire.run("forward_backward", pass_json(model, 2, tokens=(110, 111, 112)))
     wire.run("optim_step", step_json(model, 3))
     records.save(model, 4, "a", "save_weights_for_sampler")
-    assert wire.run("asample", sample_json(sampler, 2))["sequences"][0]["logprobs"] == before[0]["logprobs"]
+    assert (
+        wire.run("asample", sample_json(sampler, 2))["sequences"][0]["logprobs"]
+        == before[0]["logprobs"]
+    )
     fresh = wire.run("asample", sample_json(sampler_of(records, model, 1)))["sequences"]
     assert fresh[0]["logprobs"] != before[0]["logprobs"]
 
@@ -345,7 +390,9 @@ def test_a_time_to_live_is_set_moved_and_removed(records: Records) -> None:
 
     def left() -> float | None:
         expires = records.wire.get("checkpoints")["checkpoints"][0].get("expires_at")
-        return None if expires is None else (moment(expires) - dt.datetime.now(dt.UTC)).total_seconds()
+        return (
+            None if expires is None else (moment(expires) - dt.datetime.now(dt.UTC)).total_seconds()
+        )
 
     first = left()
     assert first is not None
@@ -376,7 +423,9 @@ def test_expired_checkpoints_are_not_there(records: Records) -> None:
     records.call("DELETE", place, status=404)
     records.call("PUT", f"{place}/ttl", {"ttl_seconds": None}, status=404)
     records.call("POST", "weights_info", {"tinker_path": saved}, status=404)
-    records.call("POST", "copy_weights", {"source_path": saved, "destination_project_id": "p"}, status=404)
+    records.call(
+        "POST", "copy_weights", {"source_path": saved, "destination_project_id": "p"}, status=404
+    )
     assert records.save(model, 2, "a")["path"] == saved  # its name is free, and its files make room
     assert len(records.files()) == 1
 
@@ -393,7 +442,10 @@ def test_a_sweep_deletes_what_has_expired_and_nothing_else(tmp_path: Path) -> No
     asyncio.run(state._sweep())
     assert {path.split("/")[2] for path in records.files()} == {"b", "c"}
     assert not list(tmp_path.rglob(".*ing-*"))
-    assert [saved.tinker_path[-1] for saved in state.catalogue.checkpoints("local", limit=9, offset=0)[0]] == ["c", "b"]
+    assert [
+        saved.tinker_path[-1]
+        for saved in state.catalogue.checkpoints("local", limit=9, offset=0)[0]
+    ] == ["c", "b"]
     state.store.close()
 
 
@@ -443,7 +495,7 @@ def test_files_are_flushed_and_in_place_before_they_are_on_record(
     assert steps[-2:] == ["checkpoints", "record"]
 
 
-# ── copies ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── copies ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_copy_is_a_run_of_its_own_that_outlives_its_source(records: Records) -> None:
@@ -465,7 +517,8 @@ def test_a_copy_is_a_run_of_its_own_that_outlives_its_source(records: Records) -
     loaded = wire.model()
     wire.run("load_weights", {"model_id": loaded, "path": copied, "optimizer": True, "seq_id": 1})
     ours, theirs = (
-        wire.run("forward_backward", pass_json(name, number))["metrics"] for name, number in ((loaded, 2), (model, 4))
+        wire.run("forward_backward", pass_json(name, number))["metrics"]
+        for name, number in ((loaded, 2), (model, 4))
     )
     assert ours == theirs
 
@@ -491,14 +544,16 @@ def test_the_same_copy_asked_for_again_is_made_once(records: Records) -> None:
         ({"session_id": "s", "model_seq_id": 0}, "a run of its own"),
     ],
 )
-def test_a_copy_that_cannot_be_made_leaves_nothing(records: Records, fields: dict[str, Any], words: str) -> None:
+def test_a_copy_that_cannot_be_made_leaves_nothing(
+    records: Records, fields: dict[str, Any], words: str
+) -> None:
     source = records.save(records.wire.model(), 1, "a")["path"]
     body = {"source_path": source, "destination_project_id": "p", **fields}
     assert words in records.call("POST", "copy_weights", body, status=400)["detail"]
     assert records.wire.get("training_runs")["cursor"]["total_count"] == 1
 
 
-# ── owners ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── owners ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_what_is_anothers_is_not_there(records: Records) -> None:
@@ -506,7 +561,9 @@ def test_what_is_anothers_is_not_there(records: Records) -> None:
     model, session = wire.model(), wire.session()
     paths = [
         records.save(model, number, "a", operation)["path"]
-        for number, operation in enumerate(("save_weights", "save_weights_for_sampler", "save_weights_external"), 1)
+        for number, operation in enumerate(
+            ("save_weights", "save_weights_for_sampler", "save_weights_external"), 1
+        )
     ]
     records.give(model, "ann")
     for scope in ("owned", "accessible"):
@@ -521,13 +578,20 @@ def test_what_is_anothers_is_not_there(records: Records) -> None:
         ("DELETE", f"{place}/publish", None),
         ("PUT", f"{place}/ttl", {"ttl_seconds": 7200}),
         ("GET", f"{place}/archive", None),
-        ("GET", f"training_runs/{model}/checkpoints/external_weights/a/external_weights_urls", None),
+        (
+            "GET",
+            f"training_runs/{model}/checkpoints/external_weights/a/external_weights_urls",
+            None,
+        ),
         ("POST", "weights_info", {"tinker_path": paths[0]}),
         ("POST", "copy_weights", {"source_path": paths[0], "destination_project_id": "p"}),
     ):
         assert "there is no checkpoint" in records.call(method, path, body, status=404)["detail"]
     sampling = {"session_id": session, "sampling_session_seq_id": 0, "model_path": paths[1]}
-    assert "there is no checkpoint" in records.call("POST", "create_sampling_session", sampling, status=400)["detail"]
+    assert (
+        "there is no checkpoint"
+        in records.call("POST", "create_sampling_session", sampling, status=400)["detail"]
+    )
     load = {"session_id": session, "model_seq_id": 0, "path": paths[0], "optimizer": False}
     assert "there is no checkpoint" in wire.run("load_weights", load)["error"]
     assert len(records.files()) == 3
@@ -549,23 +613,46 @@ def test_what_was_published_can_be_read_by_others_and_changed_by_none(records: R
     sampling = {"session_id": session, "sampling_session_seq_id": 0, "model_path": drawn}
     sampler = wire.post("create_sampling_session", sampling)["sampling_session_id"]
     assert wire.run("asample", sample_json(sampler))["sequences"]
-    assert wire.post("copy_weights", {"source_path": path, "destination_project_id": "p"})["tinker_path"] != path
-    assert wire.send(f"training_runs/{model}/checkpoints/weights/a/archive", method="GET").status == 302
-    assert names(wire.get(f"training_runs/{model}/checkpoints")) == ["sampler_weights/b", "weights/a"]
+    assert (
+        wire.post("copy_weights", {"source_path": path, "destination_project_id": "p"})[
+            "tinker_path"
+        ]
+        != path
+    )
+    assert (
+        wire.send(f"training_runs/{model}/checkpoints/weights/a/archive", method="GET").status
+        == 302
+    )
+    assert names(wire.get(f"training_runs/{model}/checkpoints")) == [
+        "sampler_weights/b",
+        "weights/a",
+    ]
     accessible = wire.get("training_runs?access_scope=accessible")["training_runs"]
     [theirs] = [run for run in accessible if run["training_run_id"] == model]
-    assert (theirs["model_owner"], theirs["last_checkpoint"]["checkpoint_id"]) == ("ann", "weights/a")
+    assert (theirs["model_owner"], theirs["last_checkpoint"]["checkpoint_id"]) == (
+        "ann",
+        "weights/a",
+    )
     owned = wire.get("training_runs")["training_runs"]
     assert {run["model_owner"] for run in owned} == {"local"}
     assert len(owned) == len(accessible) - 1
     records.call("GET", f"training_runs/{model}?access_scope=owned", status=404)
-    for method, suffix, body in (("DELETE", "", None), ("DELETE", "/publish", None), ("PUT", "/ttl", {})):
-        records.call(method, f"training_runs/{model}/checkpoints/weights/a{suffix}", body, status=404)
+    for method, suffix, body in (
+        ("DELETE", "", None),
+        ("DELETE", "/publish", None),
+        ("PUT", "/ttl", {}),
+    ):
+        records.call(
+            method, f"training_runs/{model}/checkpoints/weights/a{suffix}", body, status=404
+        )
     records.change("checkpoints", "public = 0")
-    assert "no longer published" in records.call("POST", "asample", sample_json(sampler, 1), status=410)["detail"]
+    assert (
+        "no longer published"
+        in records.call("POST", "asample", sample_json(sampler, 1), status=410)["detail"]
+    )
 
 
-# ── through the clients ──────────────────────────────────────────────────────────────────────────────────────────
+# ── through the clients ───────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("S24")
@@ -587,6 +674,10 @@ def test_our_client_finds_copies_and_resumes(service: ServiceClient, base_url: s
     rest.publish_checkpoint_from_tinker_path(copied).result(20)
     rest.set_checkpoint_ttl_from_tinker_path(copied, None).result(20)
     listed = rest.list_checkpoints(copied.split("/")[2]).result(20)
-    assert [(checkpoint.public, checkpoint.expires_at) for checkpoint in listed.checkpoints] == [(True, None)]
+    assert [(checkpoint.public, checkpoint.expires_at) for checkpoint in listed.checkpoints] == [
+        (True, None)
+    ]
     rest.delete_checkpoint_from_tinker_path(copied).result(20)
-    assert copied not in [kept.tinker_path for kept in rest.list_user_checkpoints().result(20).checkpoints]
+    assert copied not in [
+        kept.tinker_path for kept in rest.list_user_checkpoints().result(20).checkpoints
+    ]

@@ -1,4 +1,5 @@
-"""The recovery policy, the monitor that notices corrupted runs, and the executor that makes them anew."""
+"""The recovery policy, the monitor that notices corrupted runs, and the executor that makes them
+anew."""
 
 from __future__ import annotations
 
@@ -19,17 +20,32 @@ from tinkex import RecoveryError, RecoveryPolicy, ServiceClient, TrainingClient,
 from tinkex.client.futures.loop_thread import runtime
 from tinkex.client.settings.config import Config
 from tinkex.engine.fake import FakeEngine
-from tinkex.recovery.monitor import Executor, Monitor, best_checkpoint, metrics_metadata, rest_client_of
+from tinkex.recovery.monitor import (
+    Executor,
+    Monitor,
+    best_checkpoint,
+    metrics_metadata,
+    rest_client_of,
+)
 from tinkex.server.database.store import DATABASE, Store
 from tinkex.types.checkpoints import TrainingRun
 
-# ── the policy ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the policy ────────────────────────────────────────────────────────────────────────────────────
 
 DEFAULTS = RecoveryPolicy()
 
 
 @pytest.mark.covers(
-    "1.11/1", "1.11.1/1", "1.11.1/2", "1.11.1/3", "1.11.1/4", "1.11.1/5", "1.11.1/6", "1.11.1/7", "1.11.1/8", "1.11.1/9"
+    "1.11/1",
+    "1.11.1/1",
+    "1.11.1/2",
+    "1.11.1/3",
+    "1.11.1/4",
+    "1.11.1/5",
+    "1.11.1/6",
+    "1.11.1/7",
+    "1.11.1/8",
+    "1.11.1/9",
 )
 def test_the_defaults_are_the_documented_ones() -> None:
     assert (DEFAULTS.enabled, DEFAULTS.max_attempts, DEFAULTS.backoff_ms) == (False, 3, 5_000)
@@ -38,7 +54,9 @@ def test_the_defaults_are_the_documented_ones() -> None:
     assert (DEFAULTS.on_recovery, DEFAULTS.on_failure) == (None, None)
 
 
-@pytest.mark.covers("1.11.1/1", "1.11.1/2", "1.11.1/3", "1.11.1/4", "1.11.1/5", "1.11.1/7", "1.11.1/8", "1.11.1/9")
+@pytest.mark.covers(
+    "1.11.1/1", "1.11.1/2", "1.11.1/3", "1.11.1/4", "1.11.1/5", "1.11.1/7", "1.11.1/8", "1.11.1/9"
+)
 @pytest.mark.parametrize(
     ("name", "good", "bad"),
     [
@@ -54,7 +72,9 @@ def test_the_defaults_are_the_documented_ones() -> None:
         ("metric_mode", "max", ["most", None]),
     ],
 )
-def test_a_value_of_the_wrong_kind_counts_as_its_default(name: str, good: Any, bad: list[Any]) -> None:
+def test_a_value_of_the_wrong_kind_counts_as_its_default(
+    name: str, good: Any, bad: list[Any]
+) -> None:
     assert getattr(RecoveryPolicy.of({name: good}), name) == good
     for value in bad:
         assert getattr(RecoveryPolicy.of({name: value}), name) == getattr(DEFAULTS, name), value
@@ -103,7 +123,7 @@ def test_waits_double_up_to_a_limit() -> None:
     assert [DEFAULTS.backoff(attempt) for attempt in (1, 2, 3, 4, 5, 99)] == [5, 10, 20, 40, 60, 60]
 
 
-# ── a server whose runs can be marked ────────────────────────────────────────────────────────────────────────────
+# ── a server whose runs can be marked ─────────────────────────────────────────────────────────────
 
 
 class Place:
@@ -158,7 +178,9 @@ class Heard:
 @pytest.fixture
 def heard() -> Iterator[Heard]:
     listener = Heard()
-    events.attach("recovery-test", [n for n in events.CATALOGUE if n.startswith("tinkex.recovery.")], listener)
+    events.attach(
+        "recovery-test", [n for n in events.CATALOGUE if n.startswith("tinkex.recovery.")], listener
+    )
     yield listener
     events.detach("recovery-test")
 
@@ -200,7 +222,7 @@ class Clock:
 QUICK = RecoveryPolicy(enabled=True, backoff_ms=1, max_attempts=2)
 
 
-# ── the monitor ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the monitor ───────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers(
@@ -218,9 +240,13 @@ QUICK = RecoveryPolicy(enabled=True, backoff_ms=1, max_attempts=2)
     "1.11.4/6",
     "1.11.4/9",
 )
-def test_a_corrupted_run_is_noticed_handed_over_and_made_anew_from_its_checkpoint(place: Place, heard: Heard) -> None:
+def test_a_corrupted_run_is_noticed_handed_over_and_made_anew_from_its_checkpoint(
+    place: Place, heard: Heard
+) -> None:
     told: list[Any] = []
-    policy = replace(QUICK, on_recovery=lambda *facts: told.append((*facts, threading.current_thread())))
+    policy = replace(
+        QUICK, on_recovery=lambda *facts: told.append((*facts, threading.current_thread()))
+    )
     healthy, client, clock = place.run(0.5), place.run(0.5), Clock()
     monitor = Monitor(Executor(), policy, sleep=clock.sleep)
     monitor.monitor_run(client.model_id, place.service, {"training_client": client, "who": "me"})
@@ -231,7 +257,13 @@ def test_a_corrupted_run_is_noticed_handed_over_and_made_anew_from_its_checkpoin
     place.corrupt(client)
     clock.tick(3)
     facts = heard.wait("completed")
-    assert heard.names == ["detected", "started", "checkpoint_selected", "client_created", "completed"]
+    assert heard.names == [
+        "detected",
+        "started",
+        "checkpoint_selected",
+        "client_created",
+        "completed",
+    ]
     path = f"tinker://{client.model_id}/weights/s0"
     for name, numbers, given in heard.events:
         assert given["run_id"] == client.model_id
@@ -358,7 +390,11 @@ def test_runs_are_looked_at_one_after_another(place: Place, heard: Heard) -> Non
 def test_a_run_that_the_executor_refuses_is_offered_again(place: Place, heard: Heard) -> None:
     client, clock, busy = place.run(0.5), Clock(), Clock()
     executor = Executor(sleep=busy.sleep)
-    executor.recover(client.model_id, place.service, replace(QUICK, checkpoint_strategy=("specific", "tinker://x")))
+    executor.recover(
+        client.model_id,
+        place.service,
+        replace(QUICK, checkpoint_strategy=("specific", "tinker://x")),
+    )
     heard.wait("failed")  # and waits for another attempt
     place.corrupt(client)
     monitor = Monitor(executor, QUICK, sleep=clock.sleep)
@@ -380,18 +416,27 @@ def test_a_run_that_the_executor_refuses_is_offered_again(place: Place, heard: H
 
 @pytest.mark.covers("1.11.2/5")
 @pytest.mark.parametrize(
-    ("given", "expected"), [(True, True), ("true", True), ("TRUE", True), ("no", False), (False, False)]
+    ("given", "expected"),
+    [(True, True), ("true", True), ("TRUE", True), ("no", False), (False, False)],
 )
 def test_corrupted_may_be_written_as_text(given: Any, expected: bool) -> None:
-    facts = {"training_run_id": "a", "base_model": "b", "model_owner": "c", "is_lora": True, "corrupted": given}
+    facts = {
+        "training_run_id": "a",
+        "base_model": "b",
+        "model_owner": "c",
+        "is_lora": True,
+        "corrupted": given,
+    }
     run = TrainingRun.model_validate({**facts, "last_request_time": "2026-01-01T00:00:00Z"})
     assert run.corrupted is expected
 
 
-# ── the executor ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the executor ──────────────────────────────────────────────────────────────────────────────────
 
 
-def recovered(place: Place, heard: Heard, policy: RecoveryPolicy, client: TrainingClient, **known: Any) -> str:
+def recovered(
+    place: Place, heard: Heard, policy: RecoveryPolicy, client: TrainingClient, **known: Any
+) -> str:
     Executor().recover(client.model_id, place.service, policy, **known)
     return str(heard.wait("completed")["checkpoint"].rpartition("/")[2])
 
@@ -420,7 +465,10 @@ def test_what_is_known_of_the_run_spares_the_question(place: Place, heard: Heard
     run = rest_client_of(place.service).get_training_run(client.model_id).result(20)
     first = next(
         c
-        for c in rest_client_of(place.service).list_checkpoints(client.model_id).result(20).checkpoints
+        for c in rest_client_of(place.service)
+        .list_checkpoints(client.model_id)
+        .result(20)
+        .checkpoints
         if c.tinker_path == path
     )
     for known in (path, {"tinker_path": path}, {"path": path}, first):
@@ -428,7 +476,12 @@ def test_what_is_known_of_the_run_spares_the_question(place: Place, heard: Heard
         heard.events.clear()
     assert recovered(place, heard, QUICK, client, run=run) == "s1"
     heard.events.clear()
-    assert recovered(place, heard, replace(QUICK, checkpoint_strategy=("specific", path)), client, run=run) == "s0"
+    assert (
+        recovered(
+            place, heard, replace(QUICK, checkpoint_strategy=("specific", path)), client, run=run
+        )
+        == "s0"
+    )
 
 
 @pytest.mark.covers("1.11.3/6")
@@ -459,7 +512,9 @@ def test_the_optimizers_state_comes_along_unless_it_is_not_wanted(
     fresh.forward_backward(data, "cross_entropy")
     fresh.optim_step(types.AdamParams(learning_rate=0.1)).result(20)
     saved = fresh.save_state("then").result(20).path
-    directory = place.data_dir / "checkpoints" / fresh.model_id.replace(":", "_") / "weights" / "then"
+    directory = (
+        place.data_dir / "checkpoints" / fresh.model_id.replace(":", "_") / "weights" / "then"
+    )
     assert saved.endswith("then")
     assert f'"step": {step}' in (directory / "fake.json").read_text()
 
@@ -498,22 +553,29 @@ def test_attempts_are_counted_and_failure_is_told_in_the_end(place: Place, heard
 
 
 @pytest.mark.covers("1.11.3/1", "1.11.3/4")
-def test_other_runs_go_on_while_one_waits_and_only_so_many_run_at_once(place: Place, heard: Heard) -> None:
+def test_other_runs_go_on_while_one_waits_and_only_so_many_run_at_once(
+    place: Place, heard: Heard
+) -> None:
     clock, client = Clock(), place.run(1.0)
     executor = Executor(max_concurrent=0, sleep=clock.sleep)  # one, at least
-    executor.recover("bad", place.service, replace(QUICK, checkpoint_strategy=("specific", "tinker://nothing")))
+    executor.recover(
+        "bad", place.service, replace(QUICK, checkpoint_strategy=("specific", "tinker://nothing"))
+    )
     executor.recover(client.model_id, place.service, QUICK)
     heard.wait("completed")
     told = [(name, facts["run_id"]) for name, _, facts in heard.events]
     assert told[:2] == [("started", "bad"), ("checkpoint_selected", "bad")]
-    # The slot is free as soon as the attempt has ended: the next one may begin before the failure is told.
+    # The slot is free as soon as the attempt has ended: the next one may begin before the failure
+    # is told.
     assert told.index(("failed", "bad")) < told.index(("checkpoint_selected", client.model_id))
     clock.tick()
     heard.wait("exhausted")
 
 
 @pytest.mark.covers("1.11.3/7")
-def test_a_callback_that_fails_breaks_nothing(place: Place, heard: Heard, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_callback_that_fails_breaks_nothing(
+    place: Place, heard: Heard, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(*facts: Any) -> None:
         raise KeyError("mine")
 
@@ -523,7 +585,9 @@ def test_a_callback_that_fails_breaks_nothing(place: Place, heard: Heard, caplog
         executor.recover(client.model_id, place.service, replace(QUICK, on_recovery=fail))
         heard.wait("completed", number)
     deadline = time.monotonic() + 10
-    while caplog.text.count("a callback of the recovery failed") < 2 and time.monotonic() < deadline:
+    while (
+        caplog.text.count("a callback of the recovery failed") < 2 and time.monotonic() < deadline
+    ):
         time.sleep(0.01)
     assert caplog.text.count("a callback of the recovery failed") == 2
 

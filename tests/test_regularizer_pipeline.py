@@ -61,7 +61,9 @@ def broken(_: Any, logprobs: torch.Tensor) -> Any:
     raise KeyError("mine")
 
 
-def scaled(_: Any, logprobs: torch.Tensor, opts: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
+def scaled(
+    _: Any, logprobs: torch.Tensor, opts: dict[str, Any]
+) -> tuple[torch.Tensor, dict[str, Any]]:
     return opts.get("scale", 1) * logprobs.sum(), {}
 
 
@@ -78,7 +80,9 @@ class Doubled:
         return 2 * logprobs.sum() + opts.get("more", 0), {}
 
 
-def spec(fn: Any = total, weight: float = 1.0, name: str = "term", **others: Any) -> RegularizerSpec:
+def spec(
+    fn: Any = total, weight: float = 1.0, name: str = "term", **others: Any
+) -> RegularizerSpec:
     return RegularizerSpec(fn, weight, name, **others)
 
 
@@ -87,12 +91,14 @@ def heard() -> Iterator[list[tuple[str, dict[str, Any], dict[str, Any]]]]:
     """What is said on the bus about losses and regularizers."""
     said: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
     names = regularizers.events()
-    bus.attach("test", names, lambda name, numbers, facts: said.append((name, dict(numbers), dict(facts))))
+    bus.attach(
+        "test", names, lambda name, numbers, facts: said.append((name, dict(numbers), dict(facts)))
+    )
     yield said
     bus.detach("test")
 
 
-# ── what a regularizer is ────────────────────────────────────────────────────────────────────────────────────────
+# ── what a regularizer is ─────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("1.12.2/1", "1.12.2/2", "Q-11")
@@ -105,8 +111,18 @@ def test_functions_of_two_and_three_arguments_and_objects_are_regularizers() -> 
     assert float(execute(scaled, [], X, opts)[0]) == 18
     assert float(execute(scaled, [], X)[0]) == 6
     assert float(execute(Doubled(), [], X, {"more": 1})[0]) == 13
-    assert float(execute(lambda data, logprobs, opts=None: (logprobs.sum() * opts["scale"], {}), [], X, opts)[0]) == 18
-    assert float(execute(lambda data, logprobs, other=5: (logprobs.sum() * other, {}), [], X, opts)[0]) == 30
+    assert (
+        float(
+            execute(
+                lambda data, logprobs, opts=None: (logprobs.sum() * opts["scale"], {}), [], X, opts
+            )[0]
+        )
+        == 18
+    )
+    assert (
+        float(execute(lambda data, logprobs, other=5: (logprobs.sum() * other, {}), [], X, opts)[0])
+        == 30
+    )
     for fn, expected in ((total, 6), (scaled, 6), (Doubled(), 12), (L1(), 6)):
         assert execute_one(spec(fn), [], X).value == expected
     assert execute_one(spec(scaled, opts={"scale": 4}), [], X).value == 24
@@ -130,7 +146,10 @@ def test_specs_are_made_of_mappings_and_keywords() -> None:
     [
         ({"fn": None}, "fn must be a callable or have compute"),
         ({"fn": lambda data: None}, "takes something else"),
-        ({"fn": lambda a, b, c, d: None}, r"must take \(data, logprobs\) or \(data, logprobs, opts\)"),
+        (
+            {"fn": lambda a, b, c, d: None},
+            r"must take \(data, logprobs\) or \(data, logprobs, opts\)",
+        ),
         ({"weight": -0.1}, "at least 0, got -0.1"),
         ({"weight": "1"}, "must be a number, got '1'"),
         ({"weight": True}, "must be a number, got True"),
@@ -158,7 +177,9 @@ def test_specs_need_a_function_and_a_weight(missing: str) -> None:
 
 @pytest.mark.covers("Q-27")
 @pytest.mark.parametrize("parallel", [True, False])
-def test_a_value_that_is_no_single_number_is_summed_for_the_value_and_the_gradient(parallel: bool) -> None:
+def test_a_value_that_is_no_single_number_is_summed_for_the_value_and_the_gradient(
+    parallel: bool,
+) -> None:
     each = spec(lambda data, logprobs: (logprobs * 2, {}))
     rows = spec(Entropy(reduction="none"), name="rows")
     x = torch.log_softmax(torch.tensor([[1.0, 2.0], [0.5, 3.0]]), -1)
@@ -177,7 +198,7 @@ def test_plain_numbers_and_tensors_among_metrics_are_taken() -> None:
     assert found.custom == {"a": 2.0, "b": [1, 2], "c": "text", "4": 5}
 
 
-# ── execution ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── execution ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("1.12.3/1", "1.12.3/6")
@@ -187,8 +208,15 @@ def test_side_by_side_and_one_by_one_give_the_same_in_the_order_of_the_specs(tra
         time.sleep(0.05)
         return logprobs.sum(), {}
 
-    specs = [spec(slow, 1, "slow"), *(spec(squares, weight, f"s{weight}") for weight in range(5)), spec(L1(), 2, "l1")]
-    outputs = [execute_all(specs, [], X, parallel=parallel, track_grad_norms=track) for parallel in (True, False)]
+    specs = [
+        spec(slow, 1, "slow"),
+        *(spec(squares, weight, f"s{weight}") for weight in range(5)),
+        spec(L1(), 2, "l1"),
+    ]
+    outputs = [
+        execute_all(specs, [], X, parallel=parallel, track_grad_norms=track)
+        for parallel in (True, False)
+    ]
     assert outputs[0] == outputs[1]
     assert [output.name for output in outputs[0]] == [each.name for each in specs]
     assert execute_all(specs, [], X, max_concurrency=1, track_grad_norms=track) == outputs[0]
@@ -207,7 +235,10 @@ def test_regularizers_run_side_by_side_but_no_more_than_asked() -> None:
         together.wait(10)
         return logprobs.sum(), {}
 
-    assert len(execute_all([spec(meeting, name=name) for name in "abc"], [], X, max_concurrency=3)) == 3
+    assert (
+        len(execute_all([spec(meeting, name=name) for name in "abc"], [], X, max_concurrency=3))
+        == 3
+    )
     running, most, lock, pairs = 0, 0, threading.Lock(), threading.Barrier(2)
 
     def counted(data: Any, logprobs: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -232,11 +263,17 @@ def test_one_that_raises_is_named_and_the_first_in_order_counts(parallel: bool) 
         raise ValueError("late but first")
 
     with pytest.raises(RegularizerError, match="late but first") as caught:
-        execute_all([spec(), spec(late, name="late"), spec(broken, name="broken")], [], X, parallel=parallel)
+        execute_all(
+            [spec(), spec(late, name="late"), spec(broken, name="broken")], [], X, parallel=parallel
+        )
     assert (caught.value.kind, caught.value.name) == ("regularizer_failed", "late")
     assert isinstance(caught.value.__cause__, ValueError)
     revived = pickle.loads(pickle.dumps(caught.value))
-    assert (revived.kind, revived.name, str(revived)) == ("regularizer_failed", "late", str(caught.value))
+    assert (revived.kind, revived.name, str(revived)) == (
+        "regularizer_failed",
+        "late",
+        str(caught.value),
+    )
 
 
 @pytest.mark.covers("1.12.3/5")
@@ -244,7 +281,10 @@ def test_one_by_one_nothing_is_computed_after_a_failure() -> None:
     calls: list[str] = []
     with pytest.raises(RegularizerError):
         execute_all(
-            [spec(broken, name="a"), spec(lambda data, logprobs: calls.append("b"), name="b")], [], X, parallel=False
+            [spec(broken, name="a"), spec(lambda data, logprobs: calls.append("b"), name="b")],
+            [],
+            X,
+            parallel=False,
         )
     assert calls == []
 
@@ -259,7 +299,13 @@ def test_one_that_takes_too_long_is_given_up_and_the_others_go_on() -> None:
 
     began = time.monotonic()
     with pytest.raises(RegularizerError, match="took too long") as caught:
-        execute_all([spec(), spec(stuck, name="stuck"), spec(name="c")], [], X, timeout=0.5, max_concurrency=1)
+        execute_all(
+            [spec(), spec(stuck, name="stuck"), spec(name="c")],
+            [],
+            X,
+            timeout=0.5,
+            max_concurrency=1,
+        )
     stop.set()
     assert (caught.value.kind, caught.value.name) == ("timeout", "stuck")
     assert time.monotonic() - began < 15
@@ -287,7 +333,7 @@ def test_limits_that_allow_nothing_are_refused(options: dict[str, Any]) -> None:
         execute_all([spec()], [], X, **options)
 
 
-# ── asynchronous ones ────────────────────────────────────────────────────────────────────────────────────────────
+# ── asynchronous ones ─────────────────────────────────────────────────────────────────────────────
 
 
 def pooled(_: Any, logprobs: torch.Tensor) -> concurrent.futures.Future[Any]:
@@ -334,26 +380,37 @@ async def given_up(_: Any, logprobs: torch.Tensor) -> Any:
     ids=["forever", "future", "failing", "given-up", "not-async", "raises"],
 )
 @pytest.mark.parametrize("parallel", [True, False])
-def test_waiting_that_ends_badly_is_an_exit(fn: Any, kind: str, cause: type[BaseException], parallel: bool) -> None:
+def test_waiting_that_ends_badly_is_an_exit(
+    fn: Any, kind: str, cause: type[BaseException], parallel: bool
+) -> None:
     with pytest.raises(RegularizerError) as caught:
-        execute_all([spec(fn, async_=True)], [], X, parallel=parallel, timeout=0.1 if cause is TimeoutError else 20)
+        execute_all(
+            [spec(fn, async_=True)],
+            [],
+            X,
+            parallel=parallel,
+            timeout=0.1 if cause is TimeoutError else 20,
+        )
     assert caught.value.kind == kind
     assert isinstance(caught.value.__cause__, cause)
 
 
 @pytest.mark.covers("Q-12")
-def test_the_norm_of_an_asynchronous_one_is_reported_as_zero_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_norm_of_an_asynchronous_one_is_reported_as_zero_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     one = spec(later, async_=True, name="remote")
     assert execute_one(one, [], X, track_grad_norms=True).grad_norm == 0.0
     assert grad_norm_for_regularizer(one, [], X) == 0.0
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
     assert all("'remote'" in record.getMessage() for record in caplog.records)
-    output = compute([], X, mean, [one], track_grad_norms=True)  # but it trains, and the total says so
+    # but it trains, and the total says so
+    output = compute([], X, mean, [one], track_grad_norms=True)
     assert output.total_grad_norm == pytest.approx(4 / 3 * math.sqrt(3))
     assert total_grad_norm(mean, [one], [], X) == pytest.approx(4 / 3 * math.sqrt(3))
 
 
-# ── gradients ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── gradients ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("1.12.4/1", "1.12.4/4", "1.12.4/5")
@@ -380,7 +437,10 @@ def test_norms_of_gradients(function: Any, expected: float) -> None:
 def test_norms_of_gradients_of_any_shape() -> None:
     assert compute_grad_norm(torch.sum, torch.ones(2, 2)) == 2
     assert compute_grad_norm(torch.sum, torch.tensor(3.0)) == 1
-    assert compute_grad_norm(lambda xs: xs[0].sum() + 2 * xs[1].sum(), [torch.ones(5), torch.ones(1)]) == 3
+    assert (
+        compute_grad_norm(lambda xs: xs[0].sum() + 2 * xs[1].sum(), [torch.ones(5), torch.ones(1)])
+        == 3
+    )
     kept = X.clone().requires_grad_(True)
     compute_grad_norm(torch.sum, kept)
     assert kept.grad is None
@@ -389,7 +449,8 @@ def test_norms_of_gradients_of_any_shape() -> None:
 @pytest.mark.covers("1.12.4/2", "1.12.4/3", "1.12.4/5", "1.12.5/4")
 def test_norms_of_terms_and_of_the_whole() -> None:
     specs = [spec(total, 1.0, "a"), spec(total, 1.0, "b")]
-    assert grad_norm_for_regularizer(spec(squares, 0.1), [], X) == pytest.approx(math.sqrt(56))  # not weighted
+    # not weighted
+    assert grad_norm_for_regularizer(spec(squares, 0.1), [], X) == pytest.approx(math.sqrt(56))
     assert total_grad_norm(mean, specs, [], X) == pytest.approx(7 / 3 * math.sqrt(3))
     assert total_grad_norm(total, [spec(squares, 0.5)], [], X) == pytest.approx(math.sqrt(29))
     output = compute([], X, mean, specs, track_grad_norms=True)
@@ -402,7 +463,9 @@ def test_norms_of_terms_and_of_the_whole() -> None:
 
 
 @pytest.mark.covers("1.12.4/2", "1.12.4/3")
-def test_norms_that_cannot_be_computed_are_zero_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_norms_that_cannot_be_computed_are_zero_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     assert grad_norm_for_regularizer(spec(broken, name="bad"), [], X) == 0.0
     assert total_grad_norm(broken, [], [], X) == 0.0
     assert total_grad_norm(mean, [spec(broken)], [], X) == 0.0
@@ -433,7 +496,12 @@ def test_a_base_loss_without_a_gradient_has_no_norm(caplog: pytest.LogCaptureFix
     assert output.base_loss == BaseLoss(value=6.0, grad_norm=None)
     assert output.total_grad_norm == 0.0
     assert output.regularizers["term"].grad_norm == pytest.approx(math.sqrt(56))
-    assert compute([], X, mean, [spec(underivable)], track_grad_norms=True).regularizers["term"].grad_norm == 0.0
+    assert (
+        compute([], X, mean, [spec(underivable)], track_grad_norms=True)
+        .regularizers["term"]
+        .grad_norm
+        == 0.0
+    )
     assert "no derivative" in caplog.text
 
 
@@ -469,12 +537,14 @@ def test_every_function_is_called_once_also_when_norms_are_tracked(parallel: boo
         return fn
 
     with torch.no_grad():
-        output = compute([], X, noted("base"), [spec(noted("a"))], track_grad_norms=True, parallel=parallel)
+        output = compute(
+            [], X, noted("base"), [spec(noted("a"))], track_grad_norms=True, parallel=parallel
+        )
     assert calls == ["base", "a"]
     assert output.total_grad_norm == pytest.approx(2 * math.sqrt(3))
 
 
-# ── the pipeline ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the pipeline ──────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("1.12.1/1", "1.12.5/3")
@@ -485,7 +555,9 @@ def test_a_loss_is_its_base_and_the_weighted_terms(parallel: bool) -> None:
     assert output.loss_total == pytest.approx(6 + 7 + 0.6)
     assert output.loss == output.loss_total
     assert output.regularizer_total == pytest.approx(7.6)
-    assert [found.contribution for found in output.regularizers.values()] == pytest.approx([7, 0.6, 0])
+    assert [found.contribution for found in output.regularizers.values()] == pytest.approx(
+        [7, 0.6, 0]
+    )
     assert output.base_loss == BaseLoss(value=6.0, custom={"count": 3})
     assert output.total_grad_norm is None
 
@@ -510,7 +582,9 @@ def test_without_regularizers_the_norm_of_the_whole_is_the_bases() -> None:
         (lambda data, logprobs: logprobs.sum(), [], r"the base loss must return \(loss, metrics\)"),
     ],
 )
-def test_a_loss_that_cannot_be_composed_is_said_and_told(base: Any, specs: Any, words: str, heard: list[Any]) -> None:
+def test_a_loss_that_cannot_be_composed_is_said_and_told(
+    base: Any, specs: Any, words: str, heard: list[Any]
+) -> None:
     with pytest.raises(RegularizerError, match=words) as caught:
         compute([], X, base, specs)
     assert (caught.value.kind, caught.value.name) == ("pipeline_failed", None)
@@ -534,16 +608,27 @@ def test_a_regularizers_failure_is_passed_on_as_it_is(parallel: bool, heard: lis
     assert heard[2][2] == {"regularizer_name": "bad", "weight": 0.5, "reason": caught.value.message}
 
 
-# ── outputs ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── outputs ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("1.12.6/1")
 def test_a_regularizers_json_has_norms_only_when_there_are_some() -> None:
     bare = RegularizerOutput.from_computation("a", 2.0, 0.5, custom={"x": 1})
-    assert bare.to_json() == {"name": "a", "value": 2.0, "weight": 0.5, "contribution": 1.0, "custom": {"x": 1}}
+    assert bare.to_json() == {
+        "name": "a",
+        "value": 2.0,
+        "weight": 0.5,
+        "contribution": 1.0,
+        "custom": {"x": 1},
+    }
     full = RegularizerOutput.from_computation("a", 2.0, 0.5, grad_norm=3.0)
     assert full.grad_norm_weighted == 1.5
-    assert full.to_json() == {**bare.to_json(), "custom": {}, "grad_norm": 3.0, "grad_norm_weighted": 1.5}
+    assert full.to_json() == {
+        **bare.to_json(),
+        "custom": {},
+        "grad_norm": 3.0,
+        "grad_norm_weighted": 1.5,
+    }
 
 
 @pytest.mark.covers("1.12.6/2")
@@ -574,17 +659,23 @@ def test_the_numbers_of_a_loss_as_flat_metrics() -> None:
     found = output.metrics()
     assert found["count"] == 3.0
     assert found["base_loss"] == 6.0
-    assert found["h/contribution"] == output.regularizers["h"].contribution == found["regularizer_total"]
+    assert (
+        found["h/contribution"]
+        == output.regularizers["h"].contribution
+        == found["regularizer_total"]
+    )
     assert found["h/temperature"] == 1.0
     assert found["total_grad_norm"] == output.total_grad_norm
     assert "h/mode" not in found  # a text
     assert "total_grad_norm" not in compute([], X, total).metrics()
 
 
-# ── events ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── events ────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.covers("1.4.2/8", "1.12.5/1", "1.12.7/1", "1.12.7/2", "1.12.7/3", "1.12.7/4", "1.12.7/5", "1.12.7/6")
+@pytest.mark.covers(
+    "1.4.2/8", "1.12.5/1", "1.12.7/1", "1.12.7/2", "1.12.7/3", "1.12.7/4", "1.12.7/5", "1.12.7/6"
+)
 @pytest.mark.parametrize("track", [True, False])
 def test_events_carry_what_the_catalogue_says(track: bool, heard: list[Any]) -> None:
     compute([], X, total, [spec(squares, 0.5, "a")], track_grad_norms=track)
@@ -611,7 +702,10 @@ def test_starts_come_first_side_by_side_and_in_turn_one_by_one(heard: list[Any])
     specs = [spec(name=name) for name in "ab"]
     start, stop = bus.REGULARIZER_START, bus.REGULARIZER_STOP
     execute_all(specs, [], X, parallel=True)
-    assert [(name, facts["regularizer_name"]) for name, _, facts in heard[:2]] == [(start, "a"), (start, "b")]
+    assert [(name, facts["regularizer_name"]) for name, _, facts in heard[:2]] == [
+        (start, "a"),
+        (start, "b"),
+    ]
     assert {name for name, *_ in heard[2:]} == {stop}
     heard.clear()
     execute_all(specs, [], X, parallel=False)
@@ -634,8 +728,12 @@ def test_the_logger_writes_a_line_for_each_event(caplog: pytest.LogCaptureFixtur
     assert len(lines) == 8
     assert lines[0] == "custom loss start regularizers=1 grad_norms=True"
     assert lines[1] == "regularizer a weight=0.5 start async=False"
-    assert lines[2].startswith("regularizer a weight=0.5 stop value=14.0000 contribution=7.0000 grad_norm=7.4833 in ")
-    assert lines[3].startswith("custom loss stop loss_total=13.0000 regularizer_total=7.0000 regularizers=1 in ")
+    assert lines[2].startswith(
+        "regularizer a weight=0.5 stop value=14.0000 contribution=7.0000 grad_norm=7.4833 in "
+    )
+    assert lines[3].startswith(
+        "custom loss stop loss_total=13.0000 regularizer_total=7.0000 regularizers=1 in "
+    )
     assert lines[3].endswith(" ms")
     assert lines[3].split(" in ")[1].split()[0].isdigit()  # whole milliseconds
     assert lines[6].startswith("regularizer b weight=1.0 failed in ")
@@ -658,7 +756,9 @@ def test_a_loggers_level_and_id_are_the_callers(caplog: pytest.LogCaptureFixture
 
 @pytest.mark.covers("1.12.7/7")
 def test_there_are_six_events() -> None:
-    assert regularizers.events() == [name for name in bus.CATALOGUE if "custom_loss" in name or "regularizer" in name]
+    assert regularizers.events() == [
+        name for name in bus.CATALOGUE if "custom_loss" in name or "regularizer" in name
+    ]
     assert len(regularizers.events()) == 6
 
 

@@ -1,4 +1,5 @@
-"""Custom losses and regularizers through a training client: what is sent, in which order, and what comes of it."""
+"""Custom losses and regularizers through a training client: what is sent, in which order, and what
+comes of it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,15 @@ from support import MODEL, make_data
 from tinkex import ServiceClient, TrainingClient, types
 from tinkex.client.losses import caller_losses
 from tinkex.engine.fake import FakeEngine
-from tinkex.regularizers import L1, L2, Consistency, CustomLossOutput, RegularizerError, RegularizerSpec, regularized
+from tinkex.regularizers import (
+    L1,
+    L2,
+    Consistency,
+    CustomLossOutput,
+    RegularizerError,
+    RegularizerSpec,
+    regularized,
+)
 
 if TYPE_CHECKING:
     pass
@@ -63,10 +72,13 @@ DATA = [datum(1, 2, 3), datum(7, 8)]
 
 
 def squares(_: Any, logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[Any, Any]]:
-    return sum((x.square().sum() for x in logprobs), torch.zeros(())), {"parts": torch.tensor(2.0), 3: len(logprobs)}
+    return sum((x.square().sum() for x in logprobs), torch.zeros(())), {
+        "parts": torch.tensor(2.0),
+        3: len(logprobs),
+    }
 
 
-# ── custom losses ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── custom losses ─────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("1.13/2", "1.13/3", "1.13/5", "1.13/6")
@@ -124,15 +136,21 @@ def test_log_probabilities_that_are_none_are_refused(written: Any) -> None:
 
 
 @pytest.mark.covers("1.13/1")
-def test_a_datum_without_targets_is_refused_before_anything_is_sent(client: TrainingClient, engine: Recording) -> None:
+def test_a_datum_without_targets_is_refused_before_anything_is_sent(
+    client: TrainingClient, engine: Recording
+) -> None:
     bare = types.Datum(types.ModelInput.from_ints([1, 2]), {"weights": [1.0, 1.0]})
     with pytest.raises(ValueError, match="datum 1 has none"):
-        client.forward_backward_custom([DATA[0], bare], squares, regularizers=[RegularizerSpec(L1(), 1.0)])
+        client.forward_backward_custom(
+            [DATA[0], bare], squares, regularizers=[RegularizerSpec(L1(), 1.0)]
+        )
     assert engine.passes == []
 
 
 @pytest.mark.covers("1.13/1", "1.13/2")
-def test_numbers_of_both_passes_follow_each_other_also_in_chunks(client: TrainingClient, engine: Recording) -> None:
+def test_numbers_of_both_passes_follow_each_other_also_in_chunks(
+    client: TrainingClient, engine: Recording
+) -> None:
     session = client._session
     session.client_config = session.client_config.model_copy(update={"fwdbwd_max_chunk_len": 1})
     before, after = (client.forward_backward(DATA[:1], "cross_entropy") for _ in range(2))
@@ -140,16 +158,26 @@ def test_numbers_of_both_passes_follow_each_other_also_in_chunks(client: Trainin
     end = client.forward_backward(DATA[:1], "cross_entropy")
     for future in (before, after, custom, end):
         future.result(20)
-    assert [backward for _, backward, _ in engine.passes] == [True, True, False, False, True, True, True]
+    assert [backward for _, backward, _ in engine.passes] == [
+        True,
+        True,
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
     assert [data[0].model_input.length for _, _, data in engine.passes[2:6]] == [3, 2, 3, 2]
 
 
-# ── regularizers ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── regularizers ──────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("1.13/4", "1.13/5", "1.13/6")
 @pytest.mark.parametrize("keyword", [True, False])
-def test_regularizers_are_folded_into_the_loss(client: TrainingClient, engine: Recording, keyword: bool) -> None:
+def test_regularizers_are_folded_into_the_loss(
+    client: TrainingClient, engine: Recording, keyword: bool
+) -> None:
     terms = [RegularizerSpec(L1(), 0.5), RegularizerSpec(L2(), 2.0)]
     if keyword:
         output = client.forward_backward_custom(DATA, squares, regularizers=terms).result(20)
@@ -170,15 +198,22 @@ def test_regularizers_are_folded_into_the_loss(client: TrainingClient, engine: R
 
 
 @pytest.mark.covers("1.13/5")
-def test_fields_are_read_from_each_datum_and_stay_at_home(client: TrainingClient, engine: Recording) -> None:
-    data = [datum(1, 2, 3, original_logprobs=[-1.0, -2.0, -3.0]), datum(7, 8, original_logprobs=[-4.0, -5.0])]
+def test_fields_are_read_from_each_datum_and_stay_at_home(
+    client: TrainingClient, engine: Recording
+) -> None:
+    data = [
+        datum(1, 2, 3, original_logprobs=[-1.0, -2.0, -3.0]),
+        datum(7, 8, original_logprobs=[-4.0, -5.0]),
+    ]
     terms = [RegularizerSpec(Consistency(reduction="sum"), 1.0)]
     output = client.forward_backward_custom(data, squares, regularizers=terms).result(20)
     flat = np.concatenate([record["logprobs"].to_numpy() for record in output.loss_fn_outputs])
     expected = ((flat - np.array([-1, -2, -3, -4, -5])) ** 2).sum()
     assert output.metrics["consistency/value"] == pytest.approx(expected, rel=1e-5)
     assert all(
-        set(made.loss_fn_inputs) == {"target_tokens", "weights"} for _, _, sent in engine.passes for made in sent
+        set(made.loss_fn_inputs) == {"target_tokens", "weights"}
+        for _, _, sent in engine.passes
+        for made in sent
     )
 
 
@@ -187,7 +222,9 @@ def test_a_loss_says_all_its_numbers_to_whoever_asks_and_trains_all_the_same(
     client: TrainingClient, engine: Recording
 ) -> None:
     told: list[CustomLossOutput] = []
-    loss = regularized(squares, [RegularizerSpec(L1(), 0.5)], track_grad_norms=True, on_output=told.append)
+    loss = regularized(
+        squares, [RegularizerSpec(L1(), 0.5)], track_grad_norms=True, on_output=told.append
+    )
     output = client.forward_backward_custom(DATA, loss).result(20)
     assert told[0].loss == output.metrics["loss:sum"]
     assert told[0].total_grad_norm == output.metrics["total_grad_norm"]
@@ -195,7 +232,9 @@ def test_a_loss_says_all_its_numbers_to_whoever_asks_and_trains_all_the_same(
     flat = np.concatenate([record["logprobs"].to_numpy() for record in output.loss_fn_outputs])
     gradient = 2 * flat + 0.5 * np.sign(flat)
     assert told[0].total_grad_norm == pytest.approx(np.linalg.norm(gradient), rel=1e-5)
-    weights = np.concatenate([made.loss_fn_inputs["weights"].to_numpy() for made in engine.passes[1][2]])
+    weights = np.concatenate(
+        [made.loss_fn_inputs["weights"].to_numpy() for made in engine.passes[1][2]]
+    )
     np.testing.assert_allclose(weights, -gradient, rtol=1e-5)
 
 
@@ -204,7 +243,9 @@ def test_a_regularizer_that_fails_trains_nothing(client: TrainingClient, engine:
     def broken(data: Any, logprobs: Any) -> Any:
         raise KeyError("mine")
 
-    bad = client.forward_backward_custom(DATA, squares, regularizers=[RegularizerSpec(broken, 1.0, "bad")])
+    bad = client.forward_backward_custom(
+        DATA, squares, regularizers=[RegularizerSpec(broken, 1.0, "bad")]
+    )
     with pytest.raises(RegularizerError, match="'bad'") as caught:
         bad.result(20)
     assert isinstance(caught.value.__cause__, KeyError)
@@ -223,7 +264,9 @@ def test_specs_at_fault_are_refused_at_once(client: TrainingClient, engine: Reco
     assert engine.passes == []
 
 
-async def test_the_asynchronous_call_takes_regularizers_and_their_code_runs_elsewhere(client: TrainingClient) -> None:
+async def test_the_asynchronous_call_takes_regularizers_and_their_code_runs_elsewhere(
+    client: TrainingClient,
+) -> None:
     threads: list[str] = []
 
     def noting(data: Any, logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -245,22 +288,31 @@ def test_regularizers_of_a_loss_that_the_server_could_run(service: ServiceClient
     handle = service.create_custom_loss(negated, {"logprobs": 1}).result(60)
     data = make_data(types)
     plain = client.forward_backward_custom(data, handle).result(60).metrics["loss:sum"]
-    output = client.forward_backward_custom(data, handle, regularizers=[RegularizerSpec(L1(), 0.5)]).result(60)
+    output = client.forward_backward_custom(
+        data, handle, regularizers=[RegularizerSpec(L1(), 0.5)]
+    ).result(60)
     assert output.metrics["base_loss"] == pytest.approx(plain, rel=1e-5)
     assert output.metrics["loss:sum"] == pytest.approx(1.5 * plain, rel=1e-5)  # |x| = -x
 
 
 def test_a_regularizer_trains(service: ServiceClient) -> None:
-    """Cross-entropy made of a base loss without effect and an L1 norm takes cross-entropy's own steps."""
+    """Cross-entropy made of a base loss without effect and an L1 norm takes cross-entropy's own
+    steps."""
     data = make_data(types)
 
     def nothing(_: Any, logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
         return 0 * logprobs[0].sum(), {}
 
-    ours, theirs = (service.create_lora_training_client(MODEL, rank=4, seed=1).result() for _ in range(2))
+    ours, theirs = (
+        service.create_lora_training_client(MODEL, rank=4, seed=1).result() for _ in range(2)
+    )
     for _ in range(3):
-        custom = ours.forward_backward_custom(data, nothing, regularizers=[RegularizerSpec(L1(), 1.0)])
+        custom = ours.forward_backward_custom(
+            data, nothing, regularizers=[RegularizerSpec(L1(), 1.0)]
+        )
         plain = theirs.forward_backward(data, "cross_entropy")
         for client in (ours, theirs):
             client.optim_step(types.AdamParams(learning_rate=0.01))
-        assert custom.result(60).metrics["loss:sum"] == pytest.approx(plain.result(60).metrics["loss:sum"], rel=1e-4)
+        assert custom.result(60).metrics["loss:sum"] == pytest.approx(
+            plain.result(60).metrics["loss:sum"], rel=1e-4
+        )

@@ -1,4 +1,5 @@
-"""The eight regularizers: their values, the numbers that must come out, and every gradient against differences."""
+"""The eight regularizers: their values, the numbers that must come out, and every gradient against
+differences."""
 
 from __future__ import annotations
 
@@ -58,7 +59,9 @@ def gradient(regularizer: Any, x: torch.Tensor, given: Sequence[Any] = ()) -> to
     return torch.zeros_like(x) if found is None else found
 
 
-def differences(regularizer: Any, x: torch.Tensor, given: Sequence[Any] = (), step: float = 1e-6) -> torch.Tensor:
+def differences(
+    regularizer: Any, x: torch.Tensor, given: Sequence[Any] = (), step: float = 1e-6
+) -> torch.Tensor:
     """The gradient by central differences."""
     found = torch.zeros_like(x)
     for index in range(x.numel()):
@@ -72,7 +75,7 @@ def differences(regularizer: Any, x: torch.Tensor, given: Sequence[Any] = (), st
     return found
 
 
-# ── the numbers that must come out ───────────────────────────────────────────────────────────────────────────────
+# ── the numbers that must come out ────────────────────────────────────────────────────────────────
 
 LOGPROBS = doubles(-0.5, -1.2, -0.8, -2.1, -0.3, -1.5, -0.9, -1.8, -0.6, -1.1)
 REFERENCE = doubles(0.22, 0.18, 0.12, 0.10, 0.08, 0.07, 0.06, 0.06, 0.06, 0.05).log()
@@ -118,10 +121,14 @@ def base_loss(_: Any, logprobs: torch.Tensor) -> tuple[torch.Tensor, dict[str, A
 )
 @pytest.mark.parametrize("parallel", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_the_numbers_are_those_of_the_reference_with_true_gradients(parallel: bool, dtype: torch.dtype) -> None:
+def test_the_numbers_are_those_of_the_reference_with_true_gradients(
+    parallel: bool, dtype: torch.dtype
+) -> None:
     specs = [RegularizerSpec(fn, weight, name) for fn, weight, name, *_ in TRUTH]
     given = data(pair=PAIR)
-    output = compute(given, LOGPROBS.to(dtype), base_loss, specs, track_grad_norms=True, parallel=parallel)
+    output = compute(
+        given, LOGPROBS.to(dtype), base_loss, specs, track_grad_norms=True, parallel=parallel
+    )
     for _, weight, name, expected, contribution, norm in TRUTH:
         found = output.regularizers[name]
         assert found.value == pytest.approx(expected, abs=6e-5), name
@@ -135,10 +142,12 @@ def test_the_numbers_are_those_of_the_reference_with_true_gradients(parallel: bo
     assert output.loss_total == pytest.approx(1.3016, abs=6e-5)
     assert output.regularizer_total == pytest.approx(0.2216, abs=6e-5)
     assert output.total_grad_norm == pytest.approx(0.3195, abs=6e-5)
-    assert compute_grad_norm(lambda x: x.square().sum(), LOGPROBS) == pytest.approx(7.6681, abs=6e-5)
+    assert compute_grad_norm(lambda x: x.square().sum(), LOGPROBS) == pytest.approx(
+        7.6681, abs=6e-5
+    )
 
 
-# ── gradients ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── gradients ─────────────────────────────────────────────────────────────────────────────────────
 
 X1 = LOGPROBS
 X2 = torch.log_softmax(doubles([0.3, -1.0, 2.0], [1.1, 0.2, -0.4]), -1)
@@ -171,10 +180,20 @@ EVERY = [
 
 
 @pytest.mark.covers(
-    "1.12.8/1", "1.12.8/2", "1.12.8/3", "1.12.8/4", "1.12.8/5", "1.12.8/6", "1.12.8/7", "1.12.8/8", "Q-12"
+    "1.12.8/1",
+    "1.12.8/2",
+    "1.12.8/3",
+    "1.12.8/4",
+    "1.12.8/5",
+    "1.12.8/6",
+    "1.12.8/7",
+    "1.12.8/8",
+    "Q-12",
 )
 @pytest.mark.parametrize("x", [X1, X2, X3], ids=["1-D", "2-D", "3-D"])
-@pytest.mark.parametrize("regularizer", EVERY, ids=[f"{one.NAME}-{number}" for number, one in enumerate(EVERY)])
+@pytest.mark.parametrize(
+    "regularizer", EVERY, ids=[f"{one.NAME}-{number}" for number, one in enumerate(EVERY)]
+)
 def test_every_gradient_is_that_of_the_value(regularizer: Any, x: torch.Tensor) -> None:
     given = data(other=OTHER[x.dim()])
     found, expected = gradient(regularizer, x, given), differences(regularizer, x, given)
@@ -182,8 +201,19 @@ def test_every_gradient_is_that_of_the_value(regularizer: Any, x: torch.Tensor) 
 
 
 def test_the_gradients_that_are_checked_are_not_all_zero() -> None:
-    moving = {type(one) for one in EVERY if gradient(one, X2, data(other=OTHER[2])).abs().max() > 1e-3}
-    assert moving == {L1, L2, ElasticNet, Entropy, KLDivergence, Consistency, Orthogonality, GradientPenalty}
+    moving = {
+        type(one) for one in EVERY if gradient(one, X2, data(other=OTHER[2])).abs().max() > 1e-3
+    }
+    assert moving == {
+        L1,
+        L2,
+        ElasticNet,
+        Entropy,
+        KLDivergence,
+        Consistency,
+        Orthogonality,
+        GradientPenalty,
+    }
 
 
 P, Q = X1.exp(), REFERENCE.exp()
@@ -229,7 +259,12 @@ def test_rows_share_the_gradient_of_a_mean(regularizer: Any) -> None:
 
 @pytest.mark.parametrize(
     "regularizer",
-    [Entropy(), Entropy(temperature=2.0), KLDivergence(doubles(0.5, 0.5, 1e-30).log()), L1("probs")],
+    [
+        Entropy(),
+        Entropy(temperature=2.0),
+        KLDivergence(doubles(0.5, 0.5, 1e-30).log()),
+        L1("probs"),
+    ],
 )
 def test_impossible_tokens_leave_no_trace(regularizer: Any) -> None:
     x = doubles(0.5, 0.5, 0.0).log()
@@ -238,7 +273,7 @@ def test_impossible_tokens_leave_no_trace(regularizer: Any) -> None:
     assert gradient(regularizer, x)[2] == 0
 
 
-# ── values ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── values ────────────────────────────────────────────────────────────────────────────────────────
 
 T = doubles(1.0, -2.0, 3.0)
 
@@ -255,13 +290,16 @@ T = doubles(1.0, -2.0, 3.0)
         (L2(center=1), "l2_weight_decay", 13, {"l2_raw": 13, "l2_mean": 14 / 3, "center": 1}),
         (L2(center="mean", reduction="mean"), "l2_weight_decay", 38 / 9, None),
         (L2(clip=2.5, lambda_=2), "l2_weight_decay", 2 * (1 + 4 + 6.25), None),
-        (L2(center=1, clip=2.5), "l2_weight_decay", 6.25 + 4, None),  # the centre first: clipped first it were 9 + 2.25
+        # the centre first: clipped first it were 9 + 2.25
+        (L2(center=1, clip=2.5), "l2_weight_decay", 6.25 + 4, None),
         (ElasticNet(), "elastic_net", 10, {"elastic_net": 10, "l1_ratio": 0.5}),
         (ElasticNet(l1_ratio=0.25, lambda_=2), "elastic_net", 2 * (1.5 + 10.5), None),
         (ElasticNet(reduction="mean"), "elastic_net", 10 / 3, None),
     ],
 )
-def test_sizes(regularizer: Any, name: str, expected: float, metrics: dict[str, Any] | None) -> None:
+def test_sizes(
+    regularizer: Any, name: str, expected: float, metrics: dict[str, Any] | None
+) -> None:
     loss, found = regularizer.compute(data(other=doubles(4, 5, -6)), T)
     assert regularizer.name() == name
     assert float(loss) == pytest.approx(expected)
@@ -278,10 +316,14 @@ def test_entropies() -> None:
     assert value(Entropy(), HALF) == pytest.approx(sum(ROWS) / 2)
     assert value(Entropy(reduction="sum"), HALF) == pytest.approx(sum(ROWS))
     assert Entropy(reduction="none").compute([], HALF)[0].tolist() == pytest.approx(ROWS)
-    assert value(Entropy(normalize=True, reduction="sum"), HALF) == pytest.approx(sum(ROWS) / math.log(2))
+    assert value(Entropy(normalize=True, reduction="sum"), HALF) == pytest.approx(
+        sum(ROWS) / math.log(2)
+    )
     assert value(Entropy("maximize", "sum"), HALF) == pytest.approx(-sum(ROWS))
     warm = torch.softmax(HALF[1] / 2, -1)
-    assert value(Entropy(temperature=2), HALF[1]) == pytest.approx(float(-(warm * warm.log()).sum()))
+    assert value(Entropy(temperature=2), HALF[1]) == pytest.approx(
+        float(-(warm * warm.log()).sum())
+    )
     loss, metrics = Entropy("maximize", temperature=2).compute([], HALF)
     assert metrics == {"entropy": float(loss), "mode": "maximize", "temperature": 2}
     assert value(Entropy(), doubles(-50.0, -60.0)) == 0
@@ -303,11 +345,15 @@ def test_divergences() -> None:
     assert float(loss) == pytest.approx(sum(forward) / 2)
     expected = {"kl_divergence": float(loss), "kl_max": max(forward), "kl_min": min(forward)}
     assert metrics == pytest.approx({**expected, "kl_direction": "forward", "kl_symmetric": False})
-    assert value(KLDivergence(other, reduction="sum", direction="reverse"), HALF) == pytest.approx(sum(reverse))
+    assert value(KLDivergence(other, reduction="sum", direction="reverse"), HALF) == pytest.approx(
+        sum(reverse)
+    )
     for direction in ("forward", "reverse"):
         both = KLDivergence(other, direction=direction, symmetric=True)
         assert value(both, HALF) == pytest.approx(sum(forward + reverse) / 4)
-    assert KLDivergence(other, reduction="none").compute([], HALF)[0].tolist() == pytest.approx(forward)
+    assert KLDivergence(other, reduction="none").compute([], HALF)[0].tolist() == pytest.approx(
+        forward
+    )
 
 
 @pytest.mark.covers("1.12.8/5")
@@ -325,7 +371,9 @@ def test_a_reference_comes_from_the_first_source_that_is_given() -> None:
     assert value(KLDivergence(**field), HALF, given) == pytest.approx(0)
     computed = KLDivergence(compute_reference=lambda found: found[0].loss_fn_inputs["ref"])
     assert value(computed, HALF, given) == pytest.approx(0)
-    assert value(KLDivergence(compute_reference=lambda _: zeros, **field), HALF, given) == pytest.approx(0)
+    assert value(
+        KLDivergence(compute_reference=lambda _: zeros, **field), HALF, given
+    ) == pytest.approx(0)
     assert value(KLDivergence(zeros, **field), HALF, given) != pytest.approx(0)
     with pytest.raises(ValueError, match="needs a reference"):
         KLDivergence().compute(given, HALF)
@@ -342,14 +390,24 @@ def test_consistencies() -> None:
     assert value(Consistency(), x, given) == pytest.approx(float(square.mean()))
     assert value(Consistency(reduction="sum"), x, given) == pytest.approx(float(square.sum()))
     assert value(Consistency(metric="l1"), x, given) == pytest.approx(float(size.mean()))
-    torch.testing.assert_close(Consistency(metric="l1", reduction="none").compute(given, x)[0], size)
+    torch.testing.assert_close(
+        Consistency(metric="l1", reduction="none").compute(given, x)[0], size
+    )
     for reduction in ("mean", "sum"):
         distance = 1 - torch.nn.functional.cosine_similarity(x.flatten(), r.flatten(), dim=0)
-        assert value(Consistency(metric="cosine", reduction=reduction), x, given) == pytest.approx(float(distance))
+        assert value(Consistency(metric="cosine", reduction=reduction), x, given) == pytest.approx(
+            float(distance)
+        )
     both = (np.array(kl(x, r)) + np.array(kl(r, x))) / 2
     assert value(Consistency(metric="kl"), x, given) == pytest.approx(both.mean())
-    assert Consistency(metric="kl", reduction="none").compute(given, x)[0].tolist() == pytest.approx(both.tolist())
-    assert value(Consistency(metric="kl"), doubles(-300.0), data(original_logprobs=doubles(0.0))) == 150  # not clipped
+    assert Consistency(metric="kl", reduction="none").compute(given, x)[
+        0
+    ].tolist() == pytest.approx(both.tolist())
+    # not clipped
+    assert (
+        value(Consistency(metric="kl"), doubles(-300.0), data(original_logprobs=doubles(0.0)))
+        == 150
+    )
     zero = data(original_logprobs=torch.zeros(2))
     assert value(Consistency(metric="cosine"), torch.zeros(2), zero) == 1  # the floor of the norms
     with pytest.raises(ValueError, match=r"shape \[2\].*\[2, 2\]"):
@@ -358,7 +416,8 @@ def test_consistencies() -> None:
 
 @pytest.mark.covers("1.12.8/7")
 def test_orthogonality() -> None:
-    m = doubles([3.0, 4.0], [4.0, 3.0])  # G = [[25, 24], [24, 25]]; with unit rows [[1, .96], [.96, 1]]
+    # G = [[25, 24], [24, 25]]; with unit rows [[1, .96], [.96, 1]]
+    m = doubles([3.0, 4.0], [4.0, 3.0])
     assert value(Orthogonality(), m) == pytest.approx(2 * 0.96**2)
     assert value(Orthogonality("hard"), m) == pytest.approx(2 * 0.96**2)
     assert value(Orthogonality("soft", normalize=False), m) == pytest.approx(2 * 24**2)
@@ -394,15 +453,21 @@ def test_the_rows_of_orthogonality(axis: str, shape: tuple[int, ...], rows: Any)
 
 @pytest.mark.covers("1.12.8/8")
 def test_gradient_penalties(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert value(GradientPenalty(cube), doubles(1.0, 2.0)) == pytest.approx((math.sqrt(17) - 1) ** 2)
-    assert value(GradientPenalty(cube, target_norm=4.0), doubles(1.0, 2.0)) == pytest.approx((math.sqrt(17) - 4) ** 2)
+    assert value(GradientPenalty(cube), doubles(1.0, 2.0)) == pytest.approx(
+        (math.sqrt(17) - 1) ** 2
+    )
+    assert value(GradientPenalty(cube, target_norm=4.0), doubles(1.0, 2.0)) == pytest.approx(
+        (math.sqrt(17) - 4) ** 2
+    )
     assert value(GradientPenalty(lambda x: torch.tensor(3.0)), T) == 1  # a constant has no gradient
     assert GradientPenalty(cube).compute([], T)[1] == {}
     monkeypatch.setattr(torch, "rand", lambda size: torch.tensor(0.25))
     between = GradientPenalty(cube, "interpolated", 0.0)
     given = data(reference_logprobs=doubles(1.0, 0.0))
     points = [0.25 * 2 + 0.75 * 1, 0.25 * 4]
-    assert value(between, doubles(2.0, 4.0), given) == pytest.approx(sum(point**4 for point in points))
+    assert value(between, doubles(2.0, 4.0), given) == pytest.approx(
+        sum(point**4 for point in points)
+    )
 
 
 @pytest.mark.covers("1.12.8/8")
@@ -433,7 +498,10 @@ def test_the_point_between_is_random() -> None:
         (lambda: Orthogonality("firm"), "unknown mode 'firm'"),
         (lambda: Orthogonality(axis="columns"), "unknown axis"),
         (lambda: GradientPenalty(torch.sum, "input"), "unknown mode 'input'"),
-        (lambda: L1().compute([], T, {"scale": 2}), "no option 'scale'; known are target, reduction, lambda_"),
+        (
+            lambda: L1().compute([], T, {"scale": 2}),
+            "no option 'scale'; known are target, reduction, lambda_",
+        ),
         (lambda: L1(("field", "x")).compute([], T), "no data to read 'x' from"),
         (lambda: L1(("field", "x")).compute(data(y=T), T), "datum 0 has no input 'x'; it has y"),
         (lambda: L1().compute([], []), "no log-probabilities"),
@@ -455,7 +523,7 @@ def test_options_may_be_given_for_one_call() -> None:
     assert value(Entropy(), HALF, mode="maximize") == -value(Entropy(), HALF)
 
 
-# ── data ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── data ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("1.12.8/9")
@@ -477,7 +545,10 @@ def test_a_list_has_a_tensor_for_each_datum_and_reads_each_ones_fields() -> None
     rows = [value(Entropy(), part) for part in lists]
     assert value(Entropy(), lists) == pytest.approx(sum(rows) / 2)  # each datum is a row
     assert value(KLDivergence(lists), lists) == 0
-    assert value(GradientPenalty(lambda xs: sum(x.square().sum() for x in xs), target_norm=0), lists) == 4 * 14
+    assert (
+        value(GradientPenalty(lambda xs: sum(x.square().sum() for x in xs), target_norm=0), lists)
+        == 4 * 14
+    )
     with pytest.raises(ValueError, match="there are 1 data but log-probabilities of 2"):
         Consistency().compute(pairs[:1], lists)
     with pytest.raises(ValueError, match="1 tensors for log-probabilities of 2 data"):

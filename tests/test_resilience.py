@@ -1,4 +1,5 @@
-"""Training loops whose run is really lost, in every way there is: they end with the weights of one that was not."""
+"""Training loops whose run is really lost, in every way there is: they end with the weights of one
+that was not."""
 
 from __future__ import annotations
 
@@ -30,13 +31,17 @@ STEPS = 7
 
 
 def datum(*tokens: int) -> types.Datum:
-    return types.Datum(types.ModelInput.from_ints(list(tokens)), {"target_tokens": [t + 1 for t in tokens]})
+    return types.Datum(
+        types.ModelInput.from_ints(list(tokens)), {"target_tokens": [t + 1 for t in tokens]}
+    )
 
 
 class World:
     """A server that can lose what it has, and the loop that is run against it."""
 
-    def __init__(self, root: Path, engine: Callable[[], Any] = FakeEngine, model: str = "fake") -> None:
+    def __init__(
+        self, root: Path, engine: Callable[[], Any] = FakeEngine, model: str = "fake"
+    ) -> None:
         self.root, self.make_engine, self.model = root, engine, model
         self.life = 0
         self.engine = engine()
@@ -62,7 +67,7 @@ class World:
         with closing(Store(self.data_dir / DATABASE)) as store:
             store.rows(statement, *values)
 
-    # ── ways to lose a run ───────────────────────────────────────────────────────────────────────────────────────
+    # ── ways to lose a run ────────────────────────────────────────────────────────────────────────
 
     def unload(self, trainer: ResilientTrainingClient) -> None:
         self.wire.run("unload_model", {"model_id": trainer.model_id})
@@ -81,7 +86,10 @@ class World:
         self.data_dir.mkdir(parents=True)
         (old / "checkpoints").rename(self.data_dir / "checkpoints")
         new = self.data_dir / DATABASE
-        with closing(sqlite3.connect(old / DATABASE)) as source, closing(sqlite3.connect(new)) as target:
+        with (
+            closing(sqlite3.connect(old / DATABASE)) as source,
+            closing(sqlite3.connect(new)) as target,
+        ):
             source.backup(target)
         with closing(Store(self.data_dir / DATABASE)) as store:
             for table in ("sessions", "runs", "samplers"):
@@ -112,13 +120,18 @@ def service_of(world: World) -> Iterator[ServiceClient]:
 
 
 def loop(
-    client: Any, steps: int = STEPS, before: Callable[[int], object] = lambda step: None, wait: bool = True
+    client: Any,
+    steps: int = STEPS,
+    before: Callable[[int], object] = lambda step: None,
+    wait: bool = True,
 ) -> Any:
     """Two passes and a step, over and over; the losses, and the weights at the end."""
     passes: list[Any] = []
     for step in range(steps):
         before(step)
-        passes.append(client.forward_backward([datum(1 + step, 2, 3), datum(4, 5)], "cross_entropy"))
+        passes.append(
+            client.forward_backward([datum(1 + step, 2, 3), datum(4, 5)], "cross_entropy")
+        )
         passes.append(client.forward_backward([datum(7, 8 + step)], "cross_entropy"))
         stepped = client.optim_step(types.AdamParams(learning_rate=0.1))
         if wait:
@@ -149,7 +162,11 @@ LOSSES = ["unload", "finish_session", "forget_everything", "corrupt"]
 
 
 @pytest.mark.parametrize(
-    "wait", [pytest.param(True, id="one-by-one", marks=pytest.mark.slow), pytest.param(False, id="pipelined")]
+    "wait",
+    [
+        pytest.param(True, id="one-by-one", marks=pytest.mark.slow),
+        pytest.param(False, id="pipelined"),
+    ],
 )
 @pytest.mark.parametrize("how", LOSSES)
 def test_a_loop_that_loses_its_run_ends_with_the_weights_of_one_that_does_not(
@@ -170,7 +187,8 @@ def test_a_loop_that_loses_its_run_ends_with_the_weights_of_one_that_does_not(
         assert trainer.recoveries == 1
         assert trainer.model_id != first
         assert weights_of(world, saved) == weights
-        if how != "corrupt":  # what was given before it was known to be nonsense cannot be taken back
+        # what was given before it was known to be nonsense cannot be taken back
+        if how != "corrupt":
             assert given == losses
 
 
@@ -179,7 +197,12 @@ def test_several_losses_one_after_the_other(world: World) -> None:
     with service_of(world) as service:
         client = service.create_lora_training_client("fake", rank=4, seed=3).result()
         with tinkex.resilient(client, every=3, policy=QUICK) as trainer:
-            ways = {1: world.unload, 2: world.finish_session, 4: world.forget_everything, 6: world.unload}
+            ways = {
+                1: world.unload,
+                2: world.finish_session,
+                4: world.forget_everything,
+                6: world.unload,
+            }
             given = loop(trainer, before=lambda step: ways.get(step, lambda _: None)(trainer))
             assert weights_of(world, trainer.save_state("end").result(50).path) == weights
         assert given == losses
@@ -211,7 +234,11 @@ def test_samplers_stay_usable_and_give_what_they_gave(world: World, how: str) ->
             getattr(world, how)(trainer)
             loop(trainer, 2)
             after = [sampler.sample(prompt, 2, params).result(50) for sampler in (nameless, named)]
-            streamed = [chunk.token_id for chunk in named.sample_stream(prompt, params) if chunk.token_id is not None]
+            streamed = [
+                chunk.token_id
+                for chunk in named.sample_stream(prompt, params)
+                if chunk.token_id is not None
+            ]
             scores = nameless.compute_logprobs(prompt).result(50)
     assert [[s.logprobs for s in one.sequences] for one in after] == [
         [s.logprobs for s in one.sequences] for one in before
@@ -227,7 +254,10 @@ def test_resilient_client_is_made_of_a_future_and_gives_futures(world: World) ->
         tinkex.resilient(service.create_lora_training_client("fake", rank=4)) as trainer,
     ):
         named = trainer.save_weights_for_sampler("named").result(20).path
-        futures = [trainer.save_weights_and_get_sampling_client(), trainer.create_sampling_client(named)]
+        futures = [
+            trainer.save_weights_and_get_sampling_client(),
+            trainer.create_sampling_client(named),
+        ]
         for future in futures:
             assert isinstance(future, tinkex.BackcompatSamplingClientFuture)
             sampler = future.result(20)
@@ -274,10 +304,12 @@ async def test_the_same_in_an_event_loop(world: World) -> None:
     await service.close()
 
 
-# ── what is kept and told ────────────────────────────────────────────────────────────────────────────────────────
+# ── what is kept and told ─────────────────────────────────────────────────────────────────────────
 
 
-def test_only_what_comes_after_the_last_state_is_kept_and_old_states_are_deleted(world: World) -> None:
+def test_only_what_comes_after_the_last_state_is_kept_and_old_states_are_deleted(
+    world: World,
+) -> None:
     with service_of(world) as service:
         client = service.create_lora_training_client("fake", rank=4).result()
         rest = tinkex.RestClient(base_url=world.url)
@@ -286,11 +318,18 @@ def test_only_what_comes_after_the_last_state_is_kept_and_old_states_are_deleted
             deadline = time.monotonic() + 10
             while len(trainer._log) > 3 and time.monotonic() < deadline:
                 time.sleep(0.01)
-            assert [entry.name for entry in trainer._log] == ["forward_backward", "forward_backward", "optim_step"]
+            assert [entry.name for entry in trainer._log] == [
+                "forward_backward",
+                "forward_backward",
+                "optim_step",
+            ]
             assert trainer.checkpoint is not None
             assert trainer.checkpoint.endswith("-8")
             while time.monotonic() < deadline:
-                names = [c.checkpoint_id for c in rest.list_checkpoints(trainer.model_id).result(50).checkpoints]
+                names = [
+                    c.checkpoint_id
+                    for c in rest.list_checkpoints(trainer.model_id).result(50).checkpoints
+                ]
                 if len(names) == 2:
                     break
                 time.sleep(0.01)
@@ -301,12 +340,18 @@ def test_only_what_comes_after_the_last_state_is_kept_and_old_states_are_deleted
 def test_what_happens_is_told_on_the_bus_and_to_the_callback(world: World) -> None:
     heard: list[tuple[str, dict[str, float], dict[str, Any]]] = []
     told: list[Any] = []
-    policy = RecoveryPolicy(enabled=True, backoff_ms=1, on_recovery=lambda *facts: told.append(facts))
+    policy = RecoveryPolicy(
+        enabled=True, backoff_ms=1, on_recovery=lambda *facts: told.append(facts)
+    )
     names = [name for name in events.CATALOGUE if name.startswith("tinkex.recovery.")]
-    events.attach("test", names, lambda name, numbers, facts: heard.append((name, dict(numbers), dict(facts))))
+    events.attach(
+        "test", names, lambda name, numbers, facts: heard.append((name, dict(numbers), dict(facts)))
+    )
     try:
         with service_of(world) as service:
-            client = service.create_lora_training_client("fake", rank=4, user_metadata={"who": "me"}).result()
+            client = service.create_lora_training_client(
+                "fake", rank=4, user_metadata={"who": "me"}
+            ).result()
             with tinkex.resilient(client, every=2, policy=policy) as trainer:
                 loop(trainer, 2)
                 deadline = time.monotonic() + 10
@@ -315,7 +360,9 @@ def test_what_happens_is_told_on_the_bus_and_to_the_callback(world: World) -> No
                 checkpoint = trainer.checkpoint
                 world.unload(trainer)
                 loop(trainer, 1)
-            run = tinkex.RestClient(base_url=world.url).get_training_run(trainer.model_id).result(50)
+            run = (
+                tinkex.RestClient(base_url=world.url).get_training_run(trainer.model_id).result(50)
+            )
             assert run.user_metadata == {"who": "me"}
     finally:
         events.detach("test")
@@ -337,7 +384,7 @@ def test_what_happens_is_told_on_the_bus_and_to_the_callback(world: World) -> No
     assert path == checkpoint
 
 
-# ── failures that are no loss, and losses without an end ─────────────────────────────────────────────────────────
+# ── failures that are no loss, and losses without an end ──────────────────────────────────────────
 
 
 def test_a_mistake_is_the_callers_and_loses_nothing(world: World) -> None:
@@ -369,7 +416,9 @@ def test_a_call_that_failed_is_not_made_again(world: World) -> None:
 
 def test_without_its_states_a_lost_run_is_lost(world: World) -> None:
     failed: list[Any] = []
-    policy = RecoveryPolicy(enabled=True, max_attempts=2, backoff_ms=1, on_failure=lambda *facts: failed.append(facts))
+    policy = RecoveryPolicy(
+        enabled=True, max_attempts=2, backoff_ms=1, on_failure=lambda *facts: failed.append(facts)
+    )
     with service_of(world) as service:
         client = service.create_lora_training_client("fake", rank=4).result()
         trainer = tinkex.resilient(client, every=2, policy=policy)
@@ -385,7 +434,8 @@ def test_without_its_states_a_lost_run_is_lost(world: World) -> None:
                 with pytest.raises(RecoveryError):
                     trainer.optim_step(types.AdamParams())
 
-        with pytest.raises(RecoveryError, match="could not be taken up again"):  # the block says so again
+        # the block says so again
+        with pytest.raises(RecoveryError, match="could not be taken up again"):
             go()
         deadline = time.monotonic() + 10
         while not failed and time.monotonic() < deadline:
@@ -437,7 +487,9 @@ def test_a_run_that_its_user_unloads_is_not_taken_up_again(world: World) -> None
         ({"policy": {"enabled": True, "restore_optimizer": False}}, "only the latest state"),
     ],
 )
-def test_options_that_cannot_work_are_refused(world: World, options: dict[str, Any], message: str) -> None:
+def test_options_that_cannot_work_are_refused(
+    world: World, options: dict[str, Any], message: str
+) -> None:
     with service_of(world) as service:
         client = service.create_lora_training_client("fake", rank=4).result()
         with pytest.raises(ValueError, match=message):
@@ -474,7 +526,9 @@ def test_a_state_counts_only_once_everything_before_it_has_its_result(world: Wor
         client = service.create_lora_training_client("fake", rank=4).result()
         with tinkex.resilient(client, every=50, policy=QUICK) as trainer:
             first = trainer.checkpoint
-            open_pass, state = (_Entry(name, lambda _: Future(), Future(), False) for name in ("pass", "state"))
+            open_pass, state = (
+                _Entry(name, lambda _: Future(), Future(), False) for name in ("pass", "state")
+            )
             state.saved, state.over = "tinker://later", True
             trainer._log += [open_pass, state]
             trainer._trim()
@@ -488,7 +542,8 @@ def test_a_state_counts_only_once_everything_before_it_has_its_result(world: Wor
 async def test_a_log_that_is_begun_anew_hides_nothing_from_a_cursor_of_the_one_before() -> None:
     promises, target = Promises(), ("session:sample:0", 0)
     seen = 0
-    for number in range(3):  # each session's end closes the log; samples of saved weights go on all the same
+    # each session's end closes the log; samples of saved weights go on all the same
+    for number in range(3):
         promise = promises.add(f"session:sample:0:{number}", b"", "session", target)
         promise.settle(None)
         promises.open_log(target, "session")
@@ -499,7 +554,9 @@ async def test_a_log_that_is_begun_anew_hides_nothing_from_a_cursor_of_the_one_b
         promises.forget_session("session")
 
 
-async def test_a_journal_that_was_closed_meanwhile_does_not_end_the_writing_of_others(tmp_path: Path) -> None:
+async def test_a_journal_that_was_closed_meanwhile_does_not_end_the_writing_of_others(
+    tmp_path: Path,
+) -> None:
     committer = Committer(flush=False)
     closed, other = Segment(tmp_path / "a"), Segment(tmp_path / "b")
     closed.close()  # its session was finished while a request was on its way to the disk

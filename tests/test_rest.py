@@ -1,4 +1,5 @@
-"""RestClient and AdminClient against a scripted server: what is sent, what comes of the answer, what is refused."""
+"""RestClient and AdminClient against a scripted server: what is sent, what comes of the answer,
+what is refused."""
 
 from __future__ import annotations
 
@@ -84,7 +85,7 @@ def admin(faulty: FaultyServer) -> Iterator[AdminClient]:
         yield made
 
 
-# ── every method: what is sent and what it gives ─────────────────────────────────────────────────────────────────
+# ── every method: what is sent and what it gives ──────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,9 @@ class Case:
     warns: type[Warning] | None = None
 
 
-RUNS = types.TrainingRunsResponse(training_runs=[], cursor=types.Cursor(offset=0, limit=20, total_count=0))
+RUNS = types.TrainingRunsResponse(
+    training_runs=[], cursor=types.Cursor(offset=0, limit=20, total_count=0)
+)
 A_RUN = types.TrainingRun(
     training_run_id=RUN, base_model="Q", model_owner="o", is_lora=True, last_request_time=NEW_YEAR
 )
@@ -113,13 +116,21 @@ A_CHECKPOINT = types.Checkpoint(
 ADDRESS = f"training_runs/{RUN}/checkpoints/weights/0001"
 SESSION = types.GetSessionResponse(training_run_ids=[], sampler_ids=[])
 SEARCH = types.SessionSearchRequest(
-    display_name="x", owner=types.AccessibleSearchOwner(), statuses=[types.ActiveSessionStatusQuery()]
+    display_name="x",
+    owner=types.AccessibleSearchOwner(),
+    statuses=[types.ActiveSessionStatusQuery()],
 )
 SPAN = ("2026-07-13T00:00:00Z", dt.datetime(2026, 7, 14, tzinfo=dt.UTC))
 SPAN_QUERY = "starting_on=2026-07-13T00%3A00%3A00Z&ending_before=2026-07-14T00%3A00%3A00Z"
 
 ADMIN_CASES = [
-    Case("get_audit_log", (), "GET audit?event_type=all", {"entries": []}, types.AuditLogResponse(entries=[])),
+    Case(
+        "get_audit_log",
+        (),
+        "GET audit?event_type=all",
+        {"entries": []},
+        types.AuditLogResponse(entries=[]),
+    ),
     Case(
         "get_audit_log",
         ("teams", dt.date(2026, 1, 1)),
@@ -161,12 +172,22 @@ ADMIN_CASES = [
         "GET billing/usage/checkpoints/current?project_id=p%261",
         {"data": [{"checkpoint_count": 1, "size_bytes": 2, "size_gigabytes": 3}]},
         types.CurrentCheckpointStorageUsageResponse(
-            data=[types.CurrentCheckpointStorageUsageItem(checkpoint_count=1, size_bytes=2, size_gigabytes=3)]
+            data=[
+                types.CurrentCheckpointStorageUsageItem(
+                    checkpoint_count=1, size_bytes=2, size_gigabytes=3
+                )
+            ]
         ),
     ),
 ]
 CASES = [
-    Case("get_training_run", (RUN,), f"GET training_runs/{RUN}?access_scope=owned", TRAINING_RUN, A_RUN),
+    Case(
+        "get_training_run",
+        (RUN,),
+        f"GET training_runs/{RUN}?access_scope=owned",
+        TRAINING_RUN,
+        A_RUN,
+    ),
     Case(
         "unload_model",
         (RUN,),
@@ -242,13 +263,27 @@ CASES = [
     ),
     Case("delete_checkpoint", (RUN, "weights/0001"), f"DELETE {ADDRESS}"),
     Case("delete_checkpoint", (PATH,), f"DELETE {ADDRESS}"),
-    Case("delete_checkpoint_from_tinker_path", (PATH,), f"DELETE {ADDRESS}", b"gone, as you wished"),
+    Case(
+        "delete_checkpoint_from_tinker_path", (PATH,), f"DELETE {ADDRESS}", b"gone, as you wished"
+    ),
     Case("publish_checkpoint", (RUN, "weights/0001"), f"POST {ADDRESS}/publish"),
-    Case("publish_checkpoint_from_tinker_path", (PATH,), f"POST {ADDRESS}/publish", {"status": "ok"}),
+    Case(
+        "publish_checkpoint_from_tinker_path", (PATH,), f"POST {ADDRESS}/publish", {"status": "ok"}
+    ),
     Case("unpublish_checkpoint", (RUN, "weights/0001"), f"DELETE {ADDRESS}/publish"),
     Case("unpublish_checkpoint_from_tinker_path", (PATH,), f"DELETE {ADDRESS}/publish"),
-    Case("set_checkpoint_ttl_from_tinker_path", (PATH, 7200), f"PUT {ADDRESS}/ttl", body={"ttl_seconds": 7200}),
-    Case("set_checkpoint_ttl_from_tinker_path", (PATH, None), f"PUT {ADDRESS}/ttl", body={"ttl_seconds": None}),
+    Case(
+        "set_checkpoint_ttl_from_tinker_path",
+        (PATH, 7200),
+        f"PUT {ADDRESS}/ttl",
+        body={"ttl_seconds": 7200},
+    ),
+    Case(
+        "set_checkpoint_ttl_from_tinker_path",
+        (PATH, None),
+        f"PUT {ADDRESS}/ttl",
+        body={"ttl_seconds": None},
+    ),
     Case(
         "copy_weights",
         ("tinker://a/weights/b", "proj-1"),
@@ -287,7 +322,12 @@ CASES = [
         {"sessions": []},
         types.ListSessionsResponse(sessions=[]),
     ),
-    Case("assign_session_project", ("sess-1", "p1"), "PUT sessions/sess-1/project", body={"project_id": "p1"}),
+    Case(
+        "assign_session_project",
+        ("sess-1", "p1"),
+        "PUT sessions/sess-1/project",
+        body={"project_id": "p1"},
+    ),
     Case(
         "finish_session",
         ("sess-1", "errored", "it broke"),
@@ -321,7 +361,9 @@ CASES = [
         (),
         "GET get_server_capabilities",
         {"supported_models": [{"model_name": "m"}]},
-        types.GetServerCapabilitiesResponse(supported_models=[types.SupportedModel(model_name="m")]),
+        types.GetServerCapabilitiesResponse(
+            supported_models=[types.SupportedModel(model_name="m")]
+        ),
     ),
     Case(
         "get_sampler",
@@ -359,12 +401,19 @@ def check(case: Case, seen: Seen, name: str) -> None:
         assert seen.headers["x-idempotency-key"]
 
 
-WITHOUT_TWIN = {"get_server_capabilities", "get_weights_info_by_tinker_path", "search_sessions", "unload_model"}
+WITHOUT_TWIN = {
+    "get_server_capabilities",
+    "get_weights_info_by_tinker_path",
+    "search_sessions",
+    "unload_model",
+}
 
 
 @pytest.mark.covers("1.15/5", "C79", "24.rest.1", "24.rest.6", "24.rest.8", "W25", "U14", "U15")
 @each
-def test_each_method_and_its_twin(faulty: FaultyServer, client: RestClient, admin: AdminClient, case: Case) -> None:
+def test_each_method_and_its_twin(
+    faulty: FaultyServer, client: RestClient, admin: AdminClient, case: Case
+) -> None:
     user: Any = admin if case.admin else client
     faulty.script(case.request.split(" ", 1)[1], Answer(body=case.answer))
     with expect(case):
@@ -393,11 +442,23 @@ UPLOADS = {"external_weights_upload_start", "external_weights_upload_finish"}
 @pytest.mark.covers("C79", "W25")
 def test_every_method_has_a_case_and_a_twin() -> None:
     # Those that came with 0.39 have no twin; tests/test_checkpoint_search.py calls them.
-    apart = {"close", "get_telemetry", "holder", "search_checkpoints", *UPLOADS, "whoami", "with_raw_response"}
+    apart = {
+        "close",
+        "get_telemetry",
+        "holder",
+        "search_checkpoints",
+        *UPLOADS,
+        "whoami",
+        "with_raw_response",
+    }
     for kind, cases in ((RestClient, CASES), (AdminClient, ADMIN_CASES)):
-        names = {name for name in dir(kind) if not name.startswith("_") and not name.endswith("_async")} - apart
+        names = {
+            name for name in dir(kind) if not name.startswith("_") and not name.endswith("_async")
+        } - apart
         assert names == {case.name for case in cases if case.admin is False}
-        assert {name for name in names if not hasattr(kind, f"{name}_async")} == names & WITHOUT_TWIN
+        assert {
+            name for name in names if not hasattr(kind, f"{name}_async")
+        } == names & WITHOUT_TWIN
 
 
 def test_every_rest_operation_has_a_case() -> None:
@@ -431,10 +492,22 @@ def test_the_project_comes_from_the_environment(
     assert faulty.seen[0].json["destination_project_id"] == "from-outside"
 
 
-# ── what is refused here ─────────────────────────────────────────────────────────────────────────────────────────
+# ── what is refused here ──────────────────────────────────────────────────────────────────────────
 
-BAD_PATHS = ["", "weights/1", "tinker://", "tinker://r/weights", "tinker://r/weights/a/b", "tinker://r/other/a"]
-BAD_PATHS += ["tinker://r/weights/..", "tinker://../weights/a", "tinker://r//a", "http://r/weights/a"]
+BAD_PATHS = [
+    "",
+    "weights/1",
+    "tinker://",
+    "tinker://r/weights",
+    "tinker://r/weights/a/b",
+    "tinker://r/other/a",
+]
+BAD_PATHS += [
+    "tinker://r/weights/..",
+    "tinker://../weights/a",
+    "tinker://r//a",
+    "http://r/weights/a",
+]
 PATH_METHODS = [
     "delete_checkpoint",
     "delete_checkpoint_from_tinker_path",
@@ -449,18 +522,33 @@ PATH_METHODS = [
 REFUSED: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
     *((name, (path,), {}, "tinker:|id, got") for name in PATH_METHODS for path in BAD_PATHS),
     *(("get_training_run_by_tinker_path", (path,), {}, "tinker:|id, got") for path in BAD_PATHS),
-    *(("set_checkpoint_ttl_from_tinker_path", (path, 1), {}, "tinker:|id, got") for path in BAD_PATHS),
-    *(("set_checkpoint_ttl_from_tinker_path", (PATH, ttl), {}, "ttl_seconds") for ttl in (0, -1, 1.5, True, "1")),
+    *(
+        ("set_checkpoint_ttl_from_tinker_path", (path, 1), {}, "tinker:|id, got")
+        for path in BAD_PATHS
+    ),
+    *(
+        ("set_checkpoint_ttl_from_tinker_path", (PATH, ttl), {}, "ttl_seconds")
+        for ttl in (0, -1, 1.5, True, "1")
+    ),
     *(("copy_weights", ("a", "p"), {"ttl_seconds": ttl}, "ttl_seconds") for ttl in (0, -1, True)),
     ("copy_weights", ("a",), {}, "TINKER_PROJECT_ID"),
     ("copy_weights", ("a", ""), {}, "TINKER_PROJECT_ID"),
-    *(("delete_checkpoint", (RUN, bad), {}, "expected") for bad in ("0001", "other/1", "weights/", "weights/a/b", "")),
+    *(
+        ("delete_checkpoint", (RUN, bad), {}, "expected")
+        for bad in ("0001", "other/1", "weights/", "weights/a/b", "")
+    ),
     ("delete_checkpoint", ("", "weights/a"), {}, "training_run_id"),
     ("delete_checkpoint", (RUN,), {}, "expected"),
     ("get_external_weights_urls", (PATH,), {}, "external_weights"),
-    *((name, ("x", "mine"), {}, "owned, accessible") for name in ("get_training_run", "get_session")),
+    *(
+        (name, ("x", "mine"), {}, "owned, accessible")
+        for name in ("get_training_run", "get_session")
+    ),
     ("get_training_run_by_tinker_path", (PATH, "OWNED"), {}, "owned, accessible"),
-    *((name, (), {"access_scope": ""}, "owned, accessible") for name in ("list_training_runs", "list_sessions")),
+    *(
+        (name, (), {"access_scope": ""}, "owned, accessible")
+        for name in ("list_training_runs", "list_sessions")
+    ),
     *(
         (name, (bad, *more), {}, "must be an id")
         for name, more in {
@@ -474,7 +562,10 @@ REFUSED: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
         }.items()
         for bad in ("", "..", None)
     ),
-    *(("get_checkpoint_archive_url", (PATH,), {"max_retries": n}, "max_retries") for n in (0, -1, True, 1.5)),
+    *(
+        ("get_checkpoint_archive_url", (PATH,), {"max_retries": n}, "max_retries")
+        for n in (0, -1, True, 1.5)
+    ),
     ("get_checkpoint_archive_url", (PATH,), {"retry_delay": -1}, "retry_delay"),
     ("finish_session", ("sess-1", "bored"), {}, "reason"),
 ]
@@ -490,7 +581,9 @@ numbered = [f"{name}-{n}" for n, (name, *_) in enumerate([*REFUSED, *REFUSED_ADM
 
 
 @pytest.mark.covers("1.15/5", "C80", "C82", "C83", "24.rest.4", "24.rest.5")
-@pytest.mark.parametrize(("name", "args", "keywords", "told"), [*REFUSED, *REFUSED_ADMIN], ids=numbered)
+@pytest.mark.parametrize(
+    ("name", "args", "keywords", "told"), [*REFUSED, *REFUSED_ADMIN], ids=numbered
+)
 def test_what_makes_no_sense_is_refused_before_anything_is_sent(
     faulty: FaultyServer,
     monkeypatch: pytest.MonkeyPatch,
@@ -500,7 +593,11 @@ def test_what_makes_no_sense_is_refused_before_anything_is_sent(
     told: str,
 ) -> None:
     monkeypatch.delenv("TINKER_PROJECT_ID", raising=False)
-    kind = RestClient if hasattr(RestClient, name) and (name, args, keywords, told) in REFUSED else AdminClient
+    kind = (
+        RestClient
+        if hasattr(RestClient, name) and (name, args, keywords, told) in REFUSED
+        else AdminClient
+    )
     user: Any = kind(base_url=faulty.base_url)
     with pytest.raises(ValueError, match=told):
         getattr(user, name)(*args, **keywords)
@@ -537,7 +634,7 @@ def test_parts_of_searches_are_checked() -> None:
         types.SessionSearchRequest(surprise=1)  # type: ignore[call-arg]
 
 
-# ── answers that need more than reading ──────────────────────────────────────────────────────────────────────────
+# ── answers that need more than reading ───────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("24.rest.7")
@@ -568,12 +665,16 @@ def test_refusals_are_typed(
 
 def test_a_passing_fault_is_tried_again(faulty: FaultyServer, client: RestClient) -> None:
     faulty.script(
-        "sessions/s?access_scope=owned", Answer(503), Answer(body={"training_run_ids": ["r"], "sampler_ids": []})
+        "sessions/s?access_scope=owned",
+        Answer(503),
+        Answer(body={"training_run_ids": ["r"], "sampler_ids": []}),
     )
     assert client.get_session("s").result(10).training_run_ids == ["r"]
 
 
-def test_an_answer_that_is_something_else_is_named(faulty: FaultyServer, client: RestClient) -> None:
+def test_an_answer_that_is_something_else_is_named(
+    faulty: FaultyServer, client: RestClient
+) -> None:
     faulty.script("sessions/s?access_scope=owned", Answer(body={"training_run_ids": 5}))
     with pytest.raises(tinkex.APIResponseValidationError, match="GetSessionResponse"):
         client.get_session("s").result(10)
@@ -581,9 +682,15 @@ def test_an_answer_that_is_something_else_is_named(faulty: FaultyServer, client:
 
 @pytest.mark.covers("24.types.6")
 @pytest.mark.parametrize("time", ["soon", "Fri, 02 Jan 2026 00:00:00 GMT", 5, None], ids=repr)
-def test_a_time_that_is_none_is_refused_in_words(faulty: FaultyServer, client: RestClient, time: Any) -> None:
-    faulty.script("training_runs/timeless", Answer(body={**TRAINING_RUN, "last_request_time": time}))
-    with pytest.raises(tinkex.APIResponseValidationError, match=r"get_training_run at .*last_request_time"):
+def test_a_time_that_is_none_is_refused_in_words(
+    faulty: FaultyServer, client: RestClient, time: Any
+) -> None:
+    faulty.script(
+        "training_runs/timeless", Answer(body={**TRAINING_RUN, "last_request_time": time})
+    )
+    with pytest.raises(
+        tinkex.APIResponseValidationError, match=r"get_training_run at .*last_request_time"
+    ):
         client.get_training_run("timeless").result(10)
     with pytest.raises(ValueError, match="time"):
         types.Checkpoint.model_validate({**CHECKPOINT, "time": time})
@@ -596,7 +703,10 @@ def test_billing_events_are_told_apart(faulty: FaultyServer, admin: AdminClient)
             {"type": "sampling_prefill", "cached": True, "token_count": 2},
             types.SamplingPrefillBillingEvent(cached=True, token_count=2),
         ),
-        ({"type": "sampling_sample", "token_count": 3}, types.SamplingSampleBillingEvent(token_count=3)),
+        (
+            {"type": "sampling_sample", "token_count": 3},
+            types.SamplingSampleBillingEvent(token_count=3),
+        ),
         ({"type": "checkpoint", "count": 4}, types.CheckpointBillingEvent(count=4)),
         ({"type": "storage", "gigabyte_hours": 5}, types.StorageBillingEvent(gigabyte_hours=5.0)),
     ]
@@ -635,9 +745,15 @@ def test_the_states_of_sessions_are_told_apart(faulty: FaultyServer, client: Res
             message="m",
         ),
     ]
-    summary = {"session_id": "s", "created_at": "2026-01-01T00:00:00Z", "owner": "o", "project_id": "p"}
+    summary = {
+        "session_id": "s",
+        "created_at": "2026-01-01T00:00:00Z",
+        "owner": "o",
+        "project_id": "p",
+    }
     sessions = [
-        summary | {"checkpoints_count": 1, "status": state and state.model_dump(mode="json")} for state in states
+        summary | {"checkpoints_count": 1, "status": state and state.model_dump(mode="json")}
+        for state in states
     ]
     cursor = {"last_created_at": "2026-01-01T00:00:00Z", "last_session_id": "s"}
     faulty.script("sessions/search", Answer(body={"sessions": sessions, "next_cursor": cursor}))
@@ -663,14 +779,21 @@ def test_warnings_point_at_the_caller(client: RestClient, faulty: FaultyServer) 
     assert "AdminClient.get_audit_log()" in str(caught[0].message)
 
 
-def test_a_trace_is_waited_for(faulty: FaultyServer, client: RestClient, caplog: pytest.LogCaptureFixture) -> None:
-    pending, ready = Answer(body={"status": "pending"}), Answer(body={"status": "ready", "url": "https://x"})
+def test_a_trace_is_waited_for(
+    faulty: FaultyServer, client: RestClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    pending, ready = (
+        Answer(body={"status": "pending"}),
+        Answer(body={"status": "ready", "url": "https://x"}),
+    )
     faulty.script("sessions/s/trace_export", pending, pending, ready)
     with caplog.at_level(logging.WARNING, "tinkex"):
         assert client.export_session_trace("s", poll_seconds=0.01).result(10) == "https://x"
     assert len(faulty.seen) == 3
     assert caplog.text.count("being made") == 1
-    faulty.script("sessions/s/trace_export", pending, Answer(body={"status": "failed", "error": "no disk"}))
+    faulty.script(
+        "sessions/s/trace_export", pending, Answer(body={"status": "failed", "error": "no disk"})
+    )
     with pytest.raises(RuntimeError, match="no disk"):
         asyncio.run(client.export_session_trace("s", poll_seconds=0.01).coroutine())
     faulty.script("sessions/s/trace_export", Answer(body={"status": "ready"}))
@@ -679,22 +802,34 @@ def test_a_trace_is_waited_for(faulty: FaultyServer, client: RestClient, caplog:
     assert inspect.signature(client.export_session_trace).parameters["poll_seconds"].default == 5.0
 
 
-# ── archives ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── archives ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("1.14.1/1", "1.14.1/2", "C81", "24.rest.2", "24.rest.3")
-def test_an_archive_being_packed_is_asked_for_again(faulty: FaultyServer, client: RestClient) -> None:
-    packed = Answer(302, headers={"Location": "https://store/a?sig=%2F", "Expires": "Thu, 01 Jan 2026 00:00:00 GMT"})
+def test_an_archive_being_packed_is_asked_for_again(
+    faulty: FaultyServer, client: RestClient
+) -> None:
+    packed = Answer(
+        302,
+        headers={"Location": "https://store/a?sig=%2F", "Expires": "Thu, 01 Jan 2026 00:00:00 GMT"},
+    )
     faulty.script(f"{ADDRESS}/archive", Answer(503), Answer(503), packed)
     found = client.get_checkpoint_archive_url(PATH, max_retries=3, retry_delay=0.01).result(10)
     assert (found.url, found.expires) == ("https://store/a?sig=%2F", NEW_YEAR)
-    assert [seen.headers["x-sdk-method"] for seen in faulty.seen] == ["RestClient.get_checkpoint_archive_url"] * 3
+    assert [seen.headers["x-sdk-method"] for seen in faulty.seen] == [
+        "RestClient.get_checkpoint_archive_url"
+    ] * 3
     signature = inspect.signature(client.get_checkpoint_archive_url)
-    assert [signature.parameters[name].default for name in ("max_retries", "retry_delay")] == [6, 30.0]
+    assert [signature.parameters[name].default for name in ("max_retries", "retry_delay")] == [
+        6,
+        30.0,
+    ]
 
 
 @pytest.mark.covers("C81")
-def test_an_archive_that_is_never_packed_is_an_error(faulty: FaultyServer, client: RestClient) -> None:
+def test_an_archive_that_is_never_packed_is_an_error(
+    faulty: FaultyServer, client: RestClient
+) -> None:
     faulty.script(f"{ADDRESS}/archive", Answer(503, {"detail": "packing"}))
     with pytest.raises(tinkex.InternalServerError, match="packing") as caught:
         client.get_checkpoint_archive_url(PATH, max_retries=2, retry_delay=0.01).result(10)
@@ -702,8 +837,12 @@ def test_an_archive_that_is_never_packed_is_an_error(faulty: FaultyServer, clien
 
 
 @pytest.mark.covers("1.14.1/3", "C81")
-@pytest.mark.parametrize("answer", [Answer(500), Answer(429), Answer(404), Answer(409)], ids=lambda a: str(a.status))
-def test_nothing_else_about_archives_is_tried_again(faulty: FaultyServer, client: RestClient, answer: Answer) -> None:
+@pytest.mark.parametrize(
+    "answer", [Answer(500), Answer(429), Answer(404), Answer(409)], ids=lambda a: str(a.status)
+)
+def test_nothing_else_about_archives_is_tried_again(
+    faulty: FaultyServer, client: RestClient, answer: Answer
+) -> None:
     faulty.script(f"{ADDRESS}/archive", answer)
     with pytest.raises(tinkex.APIError):
         client.get_checkpoint_archive_url(PATH, retry_delay=0.01).result(10)
@@ -715,14 +854,16 @@ def test_nothing_else_about_archives_is_tried_again(faulty: FaultyServer, client
 def test_an_archive_address_without_an_expiry_is_good_for_a_while(
     faulty: FaultyServer, client: RestClient, headers: dict[str, str]
 ) -> None:
-    faulty.script(f"{ADDRESS}/archive", Answer(302, headers={"Location": "/files/a.tar", **headers}))
+    faulty.script(
+        f"{ADDRESS}/archive", Answer(302, headers={"Location": "/files/a.tar", **headers})
+    )
     found = client.get_checkpoint_archive_url(PATH).result(10)
     assert found.url == f"{faulty.base_url}/files/a.tar"
     left = found.expires - dt.datetime.now(dt.UTC)
     assert dt.timedelta(minutes=14) < left <= dt.timedelta(minutes=15)
 
 
-# ── redirects ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── redirects ─────────────────────────────────────────────────────────────────────────────────────
 
 LOG = {"entries": [{"timestamp": "2026-01-01T00:00:00Z", "event": "e"}]}
 
@@ -733,10 +874,19 @@ def test_another_origin_never_sees_the_key(
     faulty: FaultyServer, elsewhere: FaultyServer, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
     target = "/bucket/log%2F1.json?X-Sig=a%2Bb%3D&x=y"
-    faulty.script("audit?event_type=all", Answer(status, headers={"Location": elsewhere.base_url + target + "#part"}))
+    faulty.script(
+        "audit?event_type=all",
+        Answer(status, headers={"Location": elsewhere.base_url + target + "#part"}),
+    )
     elsewhere.script(target, Answer(body=LOG, content_type="application/octet-stream"))
-    secrets = {"CF-Access-Client-Id": "gate", "CF-Access-Client-Secret": "hush", "Authorization": "Bearer x"}
-    with tinkex.ServiceClient(base_url=faulty.base_url, api_key=KEY, default_headers_overrides=secrets) as service:
+    secrets = {
+        "CF-Access-Client-Id": "gate",
+        "CF-Access-Client-Secret": "hush",
+        "Authorization": "Bearer x",
+    }
+    with tinkex.ServiceClient(
+        base_url=faulty.base_url, api_key=KEY, default_headers_overrides=secrets
+    ) as service:
         log = AdminClient(service._session).get_audit_log().result(10)
     assert log.entries[0].event == "e"
     [here], [there] = faulty.seen, elsewhere.seen
@@ -760,7 +910,9 @@ def test_the_same_origin_keeps_the_key(faulty: FaultyServer, admin: AdminClient)
 def test_the_key_does_not_come_back_by_a_detour(
     faulty: FaultyServer, elsewhere: FaultyServer, admin: AdminClient
 ) -> None:
-    faulty.script("audit?event_type=all", Answer(302, headers={"Location": f"{elsewhere.base_url}/there"}))
+    faulty.script(
+        "audit?event_type=all", Answer(302, headers={"Location": f"{elsewhere.base_url}/there"})
+    )
     elsewhere.script("/there", Answer(302, headers={"Location": f"{faulty.base_url}/back"}))
     faulty.script("/back", Answer(body=LOG))
     admin.get_audit_log().result(10)
@@ -768,7 +920,9 @@ def test_the_key_does_not_come_back_by_a_detour(
 
 
 def test_redirects_end(faulty: FaultyServer, admin: AdminClient) -> None:
-    faulty.script("audit?event_type=all", Answer(302, headers={"Location": "/api/v1/audit?event_type=all"}))
+    faulty.script(
+        "audit?event_type=all", Answer(302, headers={"Location": "/api/v1/audit?event_type=all"})
+    )
     with pytest.raises(tinkex.APIStatusError) as caught:
         admin.get_audit_log().result(10)
     assert caught.value.status_code == 302
@@ -776,18 +930,28 @@ def test_redirects_end(faulty: FaultyServer, admin: AdminClient) -> None:
 
 
 @pytest.mark.covers("24.code.4")
-@pytest.mark.parametrize("location", ["file:///etc/passwd", "ftp://x/y", "http://[", "http://x:port/", ""], ids=repr)
-def test_only_web_addresses_are_followed(faulty: FaultyServer, admin: AdminClient, location: str) -> None:
-    faulty.script("audit?event_type=all", Answer(302, headers={"Location": location} if location else {}))
+@pytest.mark.parametrize(
+    "location", ["file:///etc/passwd", "ftp://x/y", "http://[", "http://x:port/", ""], ids=repr
+)
+def test_only_web_addresses_are_followed(
+    faulty: FaultyServer, admin: AdminClient, location: str
+) -> None:
+    faulty.script(
+        "audit?event_type=all", Answer(302, headers={"Location": location} if location else {})
+    )
     with pytest.raises(tinkex.APIStatusError) as caught:
         admin.get_audit_log().result(10)
     assert caught.value.status_code == 302
     assert len(faulty.seen) == 1
 
 
-def test_errors_of_the_other_place_name_it(faulty: FaultyServer, elsewhere: FaultyServer, admin: AdminClient) -> None:
+def test_errors_of_the_other_place_name_it(
+    faulty: FaultyServer, elsewhere: FaultyServer, admin: AdminClient
+) -> None:
     other = elsewhere.base_url.replace("127.0.0.1", "localhost")
-    faulty.script("audit?event_type=all", Answer(302, headers={"Location": f"{other}/there?sig=secret"}))
+    faulty.script(
+        "audit?event_type=all", Answer(302, headers={"Location": f"{other}/there?sig=secret"})
+    )
     elsewhere.script("/there?sig=secret", Answer(403, {"detail": "expired"}))
     with pytest.raises(tinkex.PermissionDeniedError, match="at localhost: 403: expired") as caught:
         admin.get_audit_log().result(10)
@@ -795,7 +959,9 @@ def test_errors_of_the_other_place_name_it(faulty: FaultyServer, elsewhere: Faul
 
 
 @pytest.mark.covers("W04")
-def test_only_reading_is_sent_on(faulty: FaultyServer, elsewhere: FaultyServer, client: RestClient) -> None:
+def test_only_reading_is_sent_on(
+    faulty: FaultyServer, elsewhere: FaultyServer, client: RestClient
+) -> None:
     for path in (ADDRESS, f"{ADDRESS}/publish", f"{ADDRESS}/ttl"):
         faulty.script(path, Answer(307, headers={"Location": f"{elsewhere.base_url}/there"}))
     for future in (
@@ -810,7 +976,7 @@ def test_only_reading_is_sent_on(faulty: FaultyServer, elsewhere: FaultyServer, 
     assert elsewhere.seen == []
 
 
-# ── whoami ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── whoami ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def token(**claims: Any) -> str:
@@ -830,7 +996,9 @@ def test_the_servers_token_says_who_one_is(faulty: FaultyServer, client: RestCli
 
 
 def test_ones_own_token_says_who_one_is(faulty: FaultyServer) -> None:
-    with RestClient(base_url=faulty.base_url, api_key=token(**CLAIMS, email="a@b.c", iss="passport-x")) as client:
+    with RestClient(
+        base_url=faulty.base_url, api_key=token(**CLAIMS, email="a@b.c", iss="passport-x")
+    ) as client:
         assert client.whoami().result(10).email == "a@b.c"
     assert faulty.seen == []
 
@@ -838,7 +1006,10 @@ def test_ones_own_token_says_who_one_is(faulty: FaultyServer) -> None:
 @pytest.mark.parametrize("key", [KEY, token(**CLAIMS, iss="someone")])
 def test_a_plain_key_says_nothing(faulty: FaultyServer, key: str) -> None:
     faulty.script("client/config", Answer(body={}))
-    with RestClient(base_url=faulty.base_url, api_key=key) as client, pytest.raises(RuntimeError, match="token"):
+    with (
+        RestClient(base_url=faulty.base_url, api_key=key) as client,
+        pytest.raises(RuntimeError, match="token"),
+    ):
         client.whoami().result(10)
 
 
@@ -849,7 +1020,7 @@ def test_a_token_that_names_nobody_is_an_error(faulty: FaultyServer, client: Res
         client.whoami().result(10)
 
 
-# ── life of a client ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── life of a client ──────────────────────────────────────────────────────────────────────────────
 
 
 def test_no_session_is_opened(faulty: FaultyServer, client: RestClient) -> None:
@@ -880,7 +1051,9 @@ def test_a_session_excludes_an_address(faulty: FaultyServer) -> None:
                 kind(service._session, base_url="http://x")
 
 
-def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch, faulty: FaultyServer) -> None:
+def test_settings_come_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, faulty: FaultyServer
+) -> None:
     monkeypatch.setenv("TINKER_BASE_URL", faulty.base_url)
     monkeypatch.setenv("TINKER_API_KEY", "tml-outside")
     faulty.script("audit?event_type=all", Answer(body=LOG))
@@ -926,7 +1099,7 @@ def test_our_own_server_answers_queries_over_both_ways(tmp_path: Path) -> None:
         assert admin.get_audit_log("checkpoints", dt.date(2026, 1, 2)).result(10).entries == []
 
 
-# ── the official clients ─────────────────────────────────────────────────────────────────────────────────────────
+# ── the official clients ──────────────────────────────────────────────────────────────────────────
 
 INTROSPECT = """
 import inspect, json, warnings
@@ -959,7 +1132,9 @@ print(json.dumps({"clients": clients, "models": models}))
 @pytest.fixture(scope="module")
 def official() -> Any:
     """What the official package offers, from a process of its own."""
-    done = subprocess.run([sys.executable, "-c", INTROSPECT], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", INTROSPECT], capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
 
@@ -980,7 +1155,9 @@ def test_the_official_methods_are_ours_too(official: Any, kind: type[Any]) -> No
         for ours, (wanted, how, default) in zip(mine, parameters, strict=False):
             assert (ours.name, ours.kind.name) == (wanted, how), name
             if (name, wanted) not in WIDER:
-                shown = "required" if ours.default is inspect.Parameter.empty else repr(ours.default)
+                shown = (
+                    "required" if ours.default is inspect.Parameter.empty else repr(ours.default)
+                )
                 assert shown == default, (name, wanted)
         more = mine[len(parameters) :]
         assert len(mine) >= len(parameters)
@@ -1025,7 +1202,10 @@ def test_the_official_clients_send_the_same(official: Any, faulty: FaultyServer)
     for case, request in zip(cases, seen, strict=True):
         assert f"{request.method} {request.path}" == case.request
         assert (json.loads(request.body) if request.body else None) == case.body
-        assert request.headers["x-sdk-method"] == f"{'AdminClient' if case.admin else 'RestClient'}.{case.name}"
+        assert (
+            request.headers["x-sdk-method"]
+            == f"{'AdminClient' if case.admin else 'RestClient'}.{case.name}"
+        )
         assert request.headers["x-sdk-version"] == "0.38.0"
 
 

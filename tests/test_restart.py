@@ -1,4 +1,5 @@
-"""A server that is killed and started again on the same data directory: its clients carry on and notice nothing."""
+"""A server that is killed and started again on the same data directory: its clients carry on and
+notice nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def test_a_killed_server_loses_nothing_and_does_nothing_twice(
     deaths = [Death("flush", 12), Death("write", 14), Death("flush", 45), Death("write", 26)]
     with supervised(tmp_path, deaths) as server:
         assert run_loop(server.base_url, "tinkex", "fake", STEPS) == undisturbed[0]
-        assert server.toll.kills >= 2  # how much is written at once, and how often, depends on the machine's load
+        # how much is written at once, and how often, depends on the machine's load
+        assert server.toll.kills >= 2
         assert server.toll.mid_write >= 1
     assert files_of(tmp_path) == undisturbed[1]
 

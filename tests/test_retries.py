@@ -43,14 +43,22 @@ PROMPT = ModelInput.from_ints([1, 2, 3])
 PARAMS = SamplingParams(max_tokens=3)
 QUICK = RetryConfig(retry_delay_base=0.001, retry_delay_max=0.002)
 
-# ── the configuration ────────────────────────────────────────────────────────────────────────────────────────────
+# ── the configuration ─────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("1.19/1", "C72", "C87")
 def test_the_numbers_of_the_policy_can_be_read() -> None:
     config = RetryConfig()
-    assert (config.max_retries, config.retry_delay_base, config.retry_delay_max) == (None, 0.5, 10.0)
-    assert (config.jitter_factor, config.progress_timeout, config.max_connections) == (0.25, 7200.0, 1000)
+    assert (config.max_retries, config.retry_delay_base, config.retry_delay_max) == (
+        None,
+        0.5,
+        10.0,
+    )
+    assert (config.jitter_factor, config.progress_timeout, config.max_connections) == (
+        0.25,
+        7200.0,
+        1000,
+    )
     assert (config.enable_retry_logic, config.enable_stuck_detection) == (True, True)
 
 
@@ -74,7 +82,9 @@ def test_what_cannot_work_is_refused_by_name(field: str, value: float) -> None:
 
 
 def test_the_limits_of_what_works_are_taken() -> None:
-    RetryConfig(max_connections=1, jitter_factor=0, max_retries=0, retry_delay_base=1, retry_delay_max=1)
+    RetryConfig(
+        max_connections=1, jitter_factor=0, max_retries=0, retry_delay_base=1, retry_delay_max=1
+    )
     RetryConfig(jitter_factor=1)
 
 
@@ -118,7 +128,10 @@ def status(kind: type[Any], code: int) -> Exception:
         (status(BadRequestError, 400), False),
         (status(tinkex.AuthenticationError, 401), False),
         (APIResponseValidationError("not a sample"), False),
-        (RequestFailedError("bad input", request_id="q", category=RequestErrorCategory.Server), False),
+        (
+            RequestFailedError("bad input", request_id="q", category=RequestErrorCategory.Server),
+            False,
+        ),
         (ValueError("a mistake"), False),
     ],
 )
@@ -137,7 +150,7 @@ def test_the_server_may_overrule_and_so_may_the_user() -> None:
     assert not RetryConfig(retryable_exceptions=()).is_retryable(APIConnectionError("cut off"))
 
 
-# ── the handler, on a user's own function ────────────────────────────────────────────────────────────────────────
+# ── the handler, on a user's own function ─────────────────────────────────────────────────────────
 
 
 async def pause(seconds: float, value: str = "") -> str:
@@ -164,14 +177,18 @@ def heard() -> Iterator[list[tuple[str, dict[str, Any], dict[str, Any]]]]:
     found: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
     names = [events.RETRY_START, events.RETRY_STOP, events.RETRY_RETRY, events.RETRY_FAILED]
     events.attach(
-        "retries", names, lambda name, numbers, facts: found.append((name.split(".")[-1], {**numbers}, {**facts}))
+        "retries",
+        names,
+        lambda name, numbers, facts: found.append((name.split(".")[-1], {**numbers}, {**facts})),
     )
     yield found
     events.detach("retries")
 
 
 @pytest.mark.covers("1.19/1", "1.4.2/6", "C86", "4.1/9")
-async def test_any_function_can_be_tried_again(heard: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+async def test_any_function_can_be_tried_again(
+    heard: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
     flaky = Flaky(APIConnectionError("one"), TimeoutError("two"))
     handler = RetryHandler(QUICK, "my calls")
     with caplog.at_level(logging.WARNING, "tinkex"):
@@ -205,7 +222,9 @@ async def test_the_last_failure_is_raised_as_it_was(heard: list[Any]) -> None:
     assert [name for name, *_ in heard] == ["start", "retry", "start", "retry", "start", "failed"]
 
 
-@pytest.mark.parametrize("config", [RetryConfig(enable_retry_logic=False), RetryConfig(max_retries=0)])
+@pytest.mark.parametrize(
+    "config", [RetryConfig(enable_retry_logic=False), RetryConfig(max_retries=0)]
+)
 async def test_without_retries_a_function_is_called_once(config: RetryConfig) -> None:
     flaky = Flaky(APIConnectionError("cut off"))
     with pytest.raises(APIConnectionError):
@@ -251,7 +270,10 @@ async def test_so_many_run_at_once_and_no_more(limit: int) -> None:
 
 @pytest.mark.covers("C73")
 async def test_a_place_is_held_through_all_attempts_and_then_given_up() -> None:
-    handler, order = RetryHandler(RetryConfig(max_connections=1, retry_delay_base=0.01)), list[str]()
+    handler, order = (
+        RetryHandler(RetryConfig(max_connections=1, retry_delay_base=0.01)),
+        list[str](),
+    )
     flaky = Flaky(APIConnectionError("cut off"))
 
     async def call(name: str) -> None:
@@ -268,13 +290,15 @@ async def test_a_place_is_held_through_all_attempts_and_then_given_up() -> None:
     await asyncio.wait_for(handler.execute(call, "third"), 20)
 
 
-# ── when nothing comes through ───────────────────────────────────────────────────────────────────────────────────
+# ── when nothing comes through ────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("1.19/1", "C72", "C86")
 async def test_what_is_stuck_is_given_up_with_an_error_that_says_so() -> None:
     handler = RetryHandler(RetryConfig(progress_timeout=0.1), "sampling from x")
-    outcomes = await asyncio.gather(*(handler.execute(pause, 10) for _ in range(3)), return_exceptions=True)
+    outcomes = await asyncio.gather(
+        *(handler.execute(pause, 10) for _ in range(3)), return_exceptions=True
+    )
     for outcome in outcomes:
         assert isinstance(outcome, APIConnectionError)
         assert "sampling from x: nothing has come through for 0.1 s" in str(outcome)
@@ -349,7 +373,8 @@ async def test_failures_are_repeated_for_as_long_as_progress_allows() -> None:
         raise APIConnectionError("cut off")
 
     handler = RetryHandler(
-        RetryConfig(progress_timeout=100, retry_delay_base=0.001, enable_stuck_detection=False), clock=lambda: now[0]
+        RetryConfig(progress_timeout=100, retry_delay_base=0.001, enable_stuck_detection=False),
+        clock=lambda: now[0],
     )
     with pytest.raises(APIConnectionError, match="cut off"):
         await handler.execute(failing)
@@ -357,7 +382,9 @@ async def test_failures_are_repeated_for_as_long_as_progress_allows() -> None:
 
 
 @pytest.mark.covers("1.19/4")
-async def test_four_hundred_samples_are_submitted_at_once_and_no_more_than_the_bytes_allow() -> None:
+async def test_four_hundred_samples_are_submitted_at_once_and_no_more_than_the_bytes_allow() -> (
+    None
+):
     gate, inside, release = DispatchGate(5 * 1024 * 1024), list[int](), asyncio.Event()
 
     async def submit(size: int) -> None:
@@ -372,14 +399,15 @@ async def test_four_hundred_samples_are_submitted_at_once_and_no_more_than_the_b
     await asyncio.gather(*many)
     release.clear()
     inside.clear()
-    large = [asyncio.create_task(submit(3 * 1024 * 1024)) for _ in range(3)]  # the second overdraws, the third waits
+    # the second overdraws, the third waits
+    large = [asyncio.create_task(submit(3 * 1024 * 1024)) for _ in range(3)]
     await asyncio.sleep(0.05)
     assert len(inside) == 2
     release.set()
     await asyncio.gather(*large)
 
 
-# ── samples ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── samples ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def bulk(tokens: list[int]) -> Answer:
@@ -393,7 +421,9 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
     monkeypatch.setattr("tinkex.client.http.transport.backoff", lambda *_, **__: 0.01)
     with faulty_server() as server:
         server.script("create_sampling_session", Answer(body={"sampling_session_id": "x"}))
-        server.script("asample", lambda seen: Answer(body={"request_id": f"q{seen.json['seq_id']}"}))
+        server.script(
+            "asample", lambda seen: Answer(body={"request_id": f"q{seen.json['seq_id']}"})
+        )
         server.script("retrieve_future", lambda seen: bulk([int(seen.json["request_id"][1:])]))
         yield server
 
@@ -487,7 +517,9 @@ def test_without_retries_back_pressure_surfaces_once_and_pauses_the_others(
     assert sampler._session.gate.backoff.recently
 
 
-def test_a_sampler_that_is_gone_is_not_asked_again(faulty: FaultyServer, make: Callable[..., SamplingClient]) -> None:
+def test_a_sampler_that_is_gone_is_not_asked_again(
+    faulty: FaultyServer, make: Callable[..., SamplingClient]
+) -> None:
     sampler = make(QUICK)
     faulty.script("asample", Answer(410, {"detail": "the session has ended"}))
     with pytest.raises(GoneError, match="the session has ended"):
@@ -498,7 +530,11 @@ def test_a_sampler_that_is_gone_is_not_asked_again(faulty: FaultyServer, make: C
 @pytest.mark.covers("C73", "24.sampling.6")
 @pytest.mark.parametrize(("wished", "allowed", "most"), [(2, 5, 2), (5, 2, 2), (None, 3, 3)])
 def test_as_many_samples_are_under_way_as_both_sides_allow(
-    faulty: FaultyServer, make: Callable[..., SamplingClient], wished: int | None, allowed: int, most: int
+    faulty: FaultyServer,
+    make: Callable[..., SamplingClient],
+    wished: int | None,
+    allowed: int,
+    most: int,
 ) -> None:
     config = RetryConfig(max_connections=wished) if wished else None
     sampler = make(config, sample_max_concurrent_requests=allowed)
@@ -513,14 +549,22 @@ def test_as_many_samples_are_under_way_as_both_sides_allow(
         future.result(10)
 
 
-def test_samples_that_are_stuck_say_so(faulty: FaultyServer, make: Callable[..., SamplingClient]) -> None:
+def test_samples_that_are_stuck_say_so(
+    faulty: FaultyServer, make: Callable[..., SamplingClient]
+) -> None:
     sampler = make(RetryConfig(progress_timeout=0.2))
     faulty.script("retrieve_future", Answer(408, {"queue_state": "active"}, delay=60))
-    with pytest.raises(APIConnectionError, match=r"sampling from x: nothing has come through for 0.2 s"):
+    with pytest.raises(
+        APIConnectionError, match=r"sampling from x: nothing has come through for 0.2 s"
+    ):
         drawn(sampler)
 
 
-def test_the_server_may_turn_stuck_detection_off(faulty: FaultyServer, make: Callable[..., SamplingClient]) -> None:
+def test_the_server_may_turn_stuck_detection_off(
+    faulty: FaultyServer, make: Callable[..., SamplingClient]
+) -> None:
     sampler = make(RetryConfig(progress_timeout=0.05), sample_enable_stuck_detection=False)
-    faulty.script("retrieve_future", Answer(body=bulk([4]).body, content_type=codec.PROTOBUF, delay=0.2))
+    faulty.script(
+        "retrieve_future", Answer(body=bulk([4]).body, content_type=codec.PROTOBUF, delay=0.2)
+    )
     assert drawn(sampler) == [4]

@@ -46,7 +46,9 @@ def test_a_run_with_the_number_of_another_is_refused(wire: Wire) -> None:
     ):
         is_refused(wire, "create_model", other, 0)
     assert wire.post("create_model", creation(session)) == first
-    saved = wire.run("save_weights", {"model_id": first["model_id"], "seq_id": 1, "path": "a"})["path"]
+    saved = wire.run("save_weights", {"model_id": first["model_id"], "seq_id": 1, "path": "a"})[
+        "path"
+    ]
     load = {"session_id": session, "model_seq_id": 0, "path": saved, "optimizer": False}
     is_refused(wire, "load_weights", load, 0)
     again = load | {"model_seq_id": 1}
@@ -73,7 +75,9 @@ def test_a_run_with_the_number_of_another_is_refused_after_a_restart(tmp_path: P
 def test_a_sampling_session_with_the_number_of_another_is_refused(wire: Wire) -> None:
     session = wire.session()
     model, other = wire.model(session), wire.model(session, 1)
-    path = wire.run("save_weights_for_sampler", {"model_id": model, "seq_id": 1, "path": "a"})["path"]
+    path = wire.run("save_weights_for_sampler", {"model_id": model, "seq_id": 1, "path": "a"})[
+        "path"
+    ]
     plain = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "fake"}
     first = wire.post("create_sampling_session", plain)
     assert wire.post("create_sampling_session", plain) == first
@@ -81,12 +85,20 @@ def test_a_sampling_session_with_the_number_of_another_is_refused(wire: Wire) ->
     assert heard.status == 400
     assert "opened before, with other weights" in heard.json["detail"]
     nameless = {"model_id": model, "seq_id": 2, "sampling_session_seq_id": 0}
-    assert "opened before, not for this run" in wire.run("save_weights_for_sampler", nameless)["error"]
-    mine = wire.run("save_weights_for_sampler", nameless | {"seq_id": 3, "sampling_session_seq_id": 1})
+    assert (
+        "opened before, not for this run" in wire.run("save_weights_for_sampler", nameless)["error"]
+    )
+    mine = wire.run(
+        "save_weights_for_sampler", nameless | {"seq_id": 3, "sampling_session_seq_id": 1}
+    )
     assert mine["sampling_session_id"].endswith(":sample:1")
     theirs = {"model_id": other, "seq_id": 1, "sampling_session_seq_id": 1}
-    assert "opened before, not for this run" in wire.run("save_weights_for_sampler", theirs)["error"]
-    assert wire.send("create_sampling_session", plain | {"sampling_session_seq_id": 1}).status == 400
+    assert (
+        "opened before, not for this run" in wire.run("save_weights_for_sampler", theirs)["error"]
+    )
+    assert (
+        wire.send("create_sampling_session", plain | {"sampling_session_seq_id": 1}).status == 400
+    )
 
 
 def test_a_creation_without_room_does_not_answer_for_another(tmp_path: Path) -> None:

@@ -24,7 +24,9 @@ def fill(store: Store) -> None:
     """Use each kind of statement that changes a row."""
     for number in range(30):
         store.add_session(f"session-{number}", {"tags": ["x"], "user_metadata": {"n": number}})
-        store.add_run(Run(f"session-{number}:train:0", f"session-{number}", "m", LoraConfig(rank=8), {}))
+        store.add_run(
+            Run(f"session-{number}:train:0", f"session-{number}", "m", LoraConfig(rank=8), {})
+        )
     store.finish_session("session-3", "finished", None)
     for _ in range(2):
         store.add_sampler(Sampler("s", "session-1", "m", None))
@@ -41,7 +43,9 @@ def facts(store: Store) -> dict[str, list[tuple[Any, ...]]]:
     for name in sorted(row["name"] for row in names if not row["name"].startswith("sqlite_")):
         hidden = VOLATILE.get(name, set())
         rows = store.rows(f"SELECT * FROM {name}")
-        found[name] = sorted((tuple(row[key] for key in dict(row) if key not in hidden) for row in rows), key=repr)
+        found[name] = sorted(
+            (tuple(row[key] for key in dict(row) if key not in hidden) for row in rows), key=repr
+        )
     return found
 
 
@@ -73,7 +77,9 @@ def test_change_that_goes_past_the_store_is_refused(tmp_path: Path, change: str)
         store.verify()
 
 
-def test_rows_of_an_older_database_get_their_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_an_older_database_get_their_digests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with closing(Store(tmp_path / DATABASE)) as store:
         fill(store)
     more = (*MIGRATIONS, "ALTER TABLE keys ADD COLUMN note TEXT")

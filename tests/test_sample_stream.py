@@ -1,4 +1,5 @@
-"""sample_stream: each token when it is drawn, in any thread and loop, as sample() would give it, hung up at will."""
+"""sample_stream: each token when it is drawn, in any thread and loop, as sample() would give it,
+hung up at will."""
 
 from __future__ import annotations
 
@@ -29,7 +30,12 @@ from tinkex import (
 )
 from tinkex.client.futures.streams import SampleStream
 from tinkex.engine.fake import FakeEngine
-from tinkex.errors import APIResponseValidationError, InternalServerError, RateLimitError, RequestFailedError
+from tinkex.errors import (
+    APIResponseValidationError,
+    InternalServerError,
+    RateLimitError,
+    RequestFailedError,
+)
 from tinkex.types.sampling import SampleStreamChunk
 
 PROMPT = ModelInput.from_ints([5, 6, 7])
@@ -43,11 +49,13 @@ def gathered(chunks: list[SampleStreamChunk]) -> list[tuple[list[Any], list[Any]
         assert [chunk.is_done for chunk in mine] == [False] * (len(mine) - 1) + [True]
         assert mine[-1].total_tokens == len(mine) - 1
         drawn = mine[:-1]
-        found.append(([c.token_id for c in drawn], [c.logprob for c in drawn], mine[-1].finish_reason))
+        found.append(
+            ([c.token_id for c in drawn], [c.logprob for c in drawn], mine[-1].finish_reason)
+        )
     return found
 
 
-# ── against our own server ───────────────────────────────────────────────────────────────────────────────────────
+# ── against our own server ────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("C76", "D07", "24.sampling.10")
@@ -64,7 +72,12 @@ def test_a_stream_gives_what_sample_gives(service: ServiceClient, count: int) ->
 
 def test_a_token_that_ends_a_sample_is_in_its_stream(service: ServiceClient) -> None:
     sampler = service.create_sampling_client(base_model=MODEL).result()
-    free = sampler.sample(PROMPT, 1, SamplingParams(max_tokens=8, seed=4)).result(20).sequences[0].tokens
+    free = (
+        sampler.sample(PROMPT, 1, SamplingParams(max_tokens=8, seed=4))
+        .result(20)
+        .sequences[0]
+        .tokens
+    )
     params = SamplingParams(max_tokens=8, seed=4, stop=[free[3]])
     (tokens, _, reason), *_ = gathered(list(sampler.sample_stream(PROMPT, params)))
     assert reason == "stop"
@@ -87,7 +100,9 @@ class Gate:
 
 
 @pytest.fixture(params=["socket", "embedded"])
-def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[FakeEngine], SamplingClient]]:
+def start(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> Iterator[Callable[[FakeEngine], SamplingClient]]:
     """Makes a sampler over a fake engine, both ways."""
     with ExitStack() as stack:
 
@@ -116,7 +131,9 @@ def test_each_token_comes_before_the_next_is_drawn(start: Callable[..., Sampling
     assert list(chunks) == []
 
 
-def test_a_stream_longer_than_the_timeout_is_no_silence(start: Callable[..., SamplingClient]) -> None:
+def test_a_stream_longer_than_the_timeout_is_no_silence(
+    start: Callable[..., SamplingClient],
+) -> None:
     """The limit is on silence, not on the whole."""
     sampler = start(FakeEngine(step_delay=0.2))
     chunks = list(sampler.sample_stream(PROMPT, SamplingParams(max_tokens=7, seed=1), timeout=1.2))
@@ -195,7 +212,9 @@ def test_one_reader_at_a_time(start: Callable[..., SamplingClient]) -> None:
     assert len(found) == 2
 
 
-def test_a_reader_that_gives_up_makes_room_for_the_next(start: Callable[..., SamplingClient]) -> None:
+def test_a_reader_that_gives_up_makes_room_for_the_next(
+    start: Callable[..., SamplingClient],
+) -> None:
     gate = Gate()
     sampler = start(gate.engine)
     stream = sampler.sample_stream(PROMPT, SamplingParams(max_tokens=1, seed=2))
@@ -209,7 +228,9 @@ def test_a_reader_that_gives_up_makes_room_for_the_next(start: Callable[..., Sam
     assert len(asyncio.run(whole())) == 2
 
 
-def test_a_failure_on_the_way_raises_what_sample_would(start: Callable[..., SamplingClient]) -> None:
+def test_a_failure_on_the_way_raises_what_sample_would(
+    start: Callable[..., SamplingClient],
+) -> None:
     sampler = start(FakeEngine())
     stream = sampler.sample_stream(ModelInput.from_ints([1] * 65), SamplingParams(max_tokens=2))
     with pytest.raises(RequestFailedError, match="65 tokens do not fit") as caught:
@@ -231,11 +252,15 @@ def test_a_closed_client_says_so(start: Callable[..., SamplingClient], tmp_path:
             sampler.sample(PROMPT, 1, SamplingParams(max_tokens=2))
 
 
-# ── faults ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── faults ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def token(number: int, index: int = 0) -> bytes:
-    return b"data: " + json.dumps({"token_id": number, "logprob": -0.5, "index": index}).encode() + b"\n\n"
+    return (
+        b"data: "
+        + json.dumps({"token_id": number, "logprob": -0.5, "index": index}).encode()
+        + b"\n\n"
+    )
 
 
 def done(total: int, index: int = 0) -> bytes:
@@ -269,7 +294,9 @@ def read(sampler: SamplingClient, count: int = 1, **options: Any) -> list[Sample
 
 
 @pytest.mark.covers("C76")
-def test_a_stream_is_asked_for_in_one_request(faulty: FaultyServer, sampler: SamplingClient) -> None:
+def test_a_stream_is_asked_for_in_one_request(
+    faulty: FaultyServer, sampler: SamplingClient
+) -> None:
     faulty.script("stream_sample", streamed(token(1), token(2), done(2), END))
     assert [chunk.token_id for chunk in read(sampler)] == [1, 2, None]
     (seen,) = faulty.requests("stream_sample")
@@ -284,20 +311,25 @@ def test_a_stream_is_asked_for_in_one_request(faulty: FaultyServer, sampler: Sam
 def test_a_compressed_stream_is_read(faulty: FaultyServer, sampler: SamplingClient) -> None:
     body = gzip.compress(token(1) + token(2) + done(2) + END)
     faulty.script(
-        "stream_sample", Answer(body=body, content_type=STREAM, headers={"Content-Encoding": "gzip"}, pieces=4)
+        "stream_sample",
+        Answer(body=body, content_type=STREAM, headers={"Content-Encoding": "gzip"}, pieces=4),
     )
     assert [chunk.token_id for chunk in read(sampler)] == [1, 2, None]
 
 
 @pytest.mark.covers("C76")
-def test_what_is_no_event_of_ours_is_passed_over(faulty: FaultyServer, sampler: SamplingClient) -> None:
+def test_what_is_no_event_of_ours_is_passed_over(
+    faulty: FaultyServer, sampler: SamplingClient
+) -> None:
     noise = b": waiting\n\ndata: \n\ndata: not JSON\n\ndata: [1]\n\n"
     faulty.script("stream_sample", streamed(noise, token(1), noise, done(1), END))
     assert len(read(sampler)) == 2
 
 
 @pytest.mark.covers("24.sampling.10", "D08")
-@pytest.mark.parametrize(("status", "kind"), [(500, InternalServerError), (400, tinkex.BadRequestError)])
+@pytest.mark.parametrize(
+    ("status", "kind"), [(500, InternalServerError), (400, tinkex.BadRequestError)]
+)
 def test_a_bad_status_is_an_error(
     faulty: FaultyServer, sampler: SamplingClient, status: int, kind: type[Exception]
 ) -> None:
@@ -325,7 +357,9 @@ def test_an_error_event_raises(faulty: FaultyServer, sampler: SamplingClient, ev
 
 
 @pytest.mark.parametrize("cut", ["a clean end", "within an event", "one of two"])
-def test_a_stream_cut_short_is_an_error(faulty: FaultyServer, sampler: SamplingClient, cut: str) -> None:
+def test_a_stream_cut_short_is_an_error(
+    faulty: FaultyServer, sampler: SamplingClient, cut: str
+) -> None:
     whole = token(1) + token(2) + done(2) + token(3, 1)
     answers = {
         "a clean end": streamed(token(1), token(2)),
@@ -337,14 +371,18 @@ def test_a_stream_cut_short_is_an_error(faulty: FaultyServer, sampler: SamplingC
         read(sampler, 2 if cut == "one of two" else 1)
 
 
-def test_a_farewell_that_is_missing_is_no_error(faulty: FaultyServer, sampler: SamplingClient) -> None:
+def test_a_farewell_that_is_missing_is_no_error(
+    faulty: FaultyServer, sampler: SamplingClient
+) -> None:
     whole = token(1) + done(1)
     faulty.script("stream_sample", streamed(whole + END, cut=len(whole)), streamed(whole))
     assert len(read(sampler)) == 2
     assert len(read(sampler)) == 2
 
 
-def test_an_event_that_makes_no_sense_is_an_error(faulty: FaultyServer, sampler: SamplingClient) -> None:
+def test_an_event_that_makes_no_sense_is_an_error(
+    faulty: FaultyServer, sampler: SamplingClient
+) -> None:
     faulty.script("stream_sample", streamed(b'data: {"token_id": "seven"}\n\n', done(1)))
     with pytest.raises(APIResponseValidationError, match="sampling at "):
         read(sampler)
@@ -358,10 +396,15 @@ def test_silence_ends_a_stream(faulty: FaultyServer, sampler: SamplingClient) ->
 
 @pytest.mark.covers("C74")
 def test_back_pressure_before_a_stream_is_waited_out(
-    faulty: FaultyServer, sampler: SamplingClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    faulty: FaultyServer,
+    sampler: SamplingClient,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     waited: list[float] = []
-    monkeypatch.setattr("tinkex.client.http.limits.Backoff.pause", lambda self, seconds: waited.append(seconds))
+    monkeypatch.setattr(
+        "tinkex.client.http.limits.Backoff.pause", lambda self, seconds: waited.append(seconds)
+    )
     busy = Answer(429, {"detail": "busy", "queue_state": "paused_capacity"}, {"Retry-After": "3"})
     faulty.script("stream_sample", busy, streamed(token(1), done(1), END))
     assert len(read(sampler)) == 2
@@ -386,7 +429,9 @@ def test_a_server_that_knows_no_streams_gives_all_tokens_at_the_end(
     faulty.script("stream_sample", Answer(status, {"detail": "Not Found"}))
 
     def answer(seen: Seen) -> Answer:
-        sequences = [{"tokens": [7, 8], "logprobs": [-0.5, -1.5], "stop_reason": "length"}] * seen.json["num_samples"]
+        sequences = [
+            {"tokens": [7, 8], "logprobs": [-0.5, -1.5], "stop_reason": "length"}
+        ] * seen.json["num_samples"]
         return Answer(body={"sequences": sequences})
 
     faulty.script("asample", answer)
@@ -409,7 +454,9 @@ def test_closing_the_client_ends_its_streams(faulty: FaultyServer) -> None:
     faulty.script("stream_sample", streamed(token(1), done(1), pieces=2, pause=5))
     service = ServiceClient(base_url=faulty.base_url, api_key="tml-x")
     stream: SampleStream = (
-        service.create_sampling_client(base_model="m").result().sample_stream(PROMPT, SamplingParams(max_tokens=3))
+        service.create_sampling_client(base_model="m")
+        .result()
+        .sample_stream(PROMPT, SamplingParams(max_tokens=3))
     )
     chunks = iter(stream)
     next(chunks)

@@ -1,4 +1,5 @@
-"""SamplingClient: what is sent, how back-pressure is shared, time limits, cancelling, and log-probabilities."""
+"""SamplingClient: what is sent, how back-pressure is shared, time limits, cancelling, and
+log-probabilities."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def faulty() -> Iterator[FaultyServer]:
     """A server of samples, each polled for by itself."""
     with faulty_server() as server:
         server.script("create_sampling_session", Answer(body={"sampling_session_id": "x"}))
-        server.script("asample", lambda seen: Answer(body={"request_id": f"q{seen.json['seq_id']}"}))
+        server.script(
+            "asample", lambda seen: Answer(body={"request_id": f"q{seen.json['seq_id']}"})
+        )
         server.script("retrieve_future", bulk(ONE))
         yield server
 
@@ -84,7 +87,7 @@ def numbers(faulty: FaultyServer) -> list[int]:
     return [seen.json["seq_id"] for seen in faulty.requests("asample")]
 
 
-# ── creation and the request ─────────────────────────────────────────────────────────────────────────────────────
+# ── creation and the request ──────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("C66")
@@ -149,7 +152,10 @@ def test_every_option_is_sent(faulty: FaultyServer, sampler: SamplingClient) -> 
         ({"prompt_alt_tokens_k": -1}, "prompt_alt_tokens_k"),
         ({"prompt_logprobs_last_n": 2}, "needs include_prompt_logprobs"),
         ({"prompt_logprobs_last_n": 0, "include_prompt_logprobs": True}, "at least 1"),
-        ({"target_prompt_logprobs": TensorData.from_numpy(np.zeros(3, np.int64))}, "two-dimensional"),
+        (
+            {"target_prompt_logprobs": TensorData.from_numpy(np.zeros(3, np.int64))},
+            "two-dimensional",
+        ),
     ],
 )
 def test_options_that_contradict_each_other_are_refused_before_a_request(
@@ -163,7 +169,9 @@ def test_options_that_contradict_each_other_are_refused_before_a_request(
     assert faulty.requests("asample") == []
 
 
-def test_ids_are_the_servers_or_made_up_of_the_request(faulty: FaultyServer, sampler: SamplingClient) -> None:
+def test_ids_are_the_servers_or_made_up_of_the_request(
+    faulty: FaultyServer, sampler: SamplingClient
+) -> None:
     two = SampleResponse([*ONE.sequences, *ONE.sequences])
     faulty.script("retrieve_future", bulk(two))
     drawn = sampler.sample(PROMPT, 2, PARAMS).result(10)
@@ -179,20 +187,28 @@ def test_ids_are_the_servers_or_made_up_of_the_request(faulty: FaultyServer, sam
 
 
 @pytest.mark.covers("D12")
-def test_an_answer_that_cannot_be_read_is_final(faulty: FaultyServer, sampler: SamplingClient) -> None:
+def test_an_answer_that_cannot_be_read_is_final(
+    faulty: FaultyServer, sampler: SamplingClient
+) -> None:
     faulty.script("retrieve_future", Answer(body=b"\xff\xff", content_type=codec.PROTOBUF))
     with pytest.raises(APIResponseValidationError):
         sampler.sample(PROMPT, 1, PARAMS).result(10)
     assert numbers(faulty) == [0]
 
 
-# ── back-pressure ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── back-pressure ─────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("C74", "24.sampling.2", "24.code.14")
 @pytest.mark.parametrize(
     ("prompt", "retry_after", "seconds"),
-    [(PROMPT, None, 1.0), (LARGE, None, 5.0), (PROMPT, "2", 2.0), (LARGE, "2", 5.0), (LARGE, "7", 7.0)],
+    [
+        (PROMPT, None, 1.0),
+        (LARGE, None, 5.0),
+        (PROMPT, "2", 2.0),
+        (LARGE, "2", 5.0),
+        (LARGE, "7", 7.0),
+    ],
 )
 def test_a_429_pauses_by_size_or_as_the_server_asks_and_the_same_request_is_sent_again(
     faulty: FaultyServer,
@@ -203,7 +219,9 @@ def test_a_429_pauses_by_size_or_as_the_server_asks_and_the_same_request_is_sent
     seconds: float,
 ) -> None:
     headers = {} if retry_after is None else {"Retry-After": retry_after}
-    faulty.script("asample", Answer(429, {"detail": "busy"}, headers), Answer(body={"request_id": "q"}))
+    faulty.script(
+        "asample", Answer(429, {"detail": "busy"}, headers), Answer(body={"request_id": "q"})
+    )
     assert sampler.sample(prompt, 1, PARAMS).result(10).sequences
     assert small_pause == [seconds]
     first, second = faulty.requests("asample")
@@ -215,14 +233,20 @@ def test_a_429_pauses_by_size_or_as_the_server_asks_and_the_same_request_is_sent
 def test_clients_of_an_account_share_a_pause_and_others_do_not(
     faulty: FaultyServer, open_service: Callable[..., ServiceClient], small_pause: list[float]
 ) -> None:
-    first, second = (open_service("tml-a").create_sampling_client(base_model="m").result() for _ in range(2))
+    first, second = (
+        open_service("tml-a").create_sampling_client(base_model="m").result() for _ in range(2)
+    )
     stranger = open_service("tml-b").create_sampling_client(base_model="m").result()
     assert first._session.gate is second._session.gate
     assert first._session.gate is not stranger._session.gate
-    normal: Callable[[Seen], Answer] = lambda seen: Answer(body={"request_id": f"q{seen.json['seq_id']}"})  # noqa: E731
+
+    def normal(seen: Seen) -> Answer:
+        return Answer(body={"request_id": f"q{seen.json['seq_id']}"})
+
     faulty.script("asample", Answer(429, {"detail": "busy"}, {"Retry-After": "1"}), normal)
     now = 100.0
-    first._session.gate.backoff.clock = lambda: now  # the pause lasts until the test says that its time is over
+    # the pause lasts until the test says that its time is over
+    first._session.gate.backoff.clock = lambda: now
 
     def by_key() -> list[Seen]:
         return [seen for seen in faulty.requests("asample") if seen.headers["x-api-key"] == "tml-a"]
@@ -242,10 +266,17 @@ def test_clients_of_an_account_share_a_pause_and_others_do_not(
 
 @pytest.mark.covers("C74", "24.sampling.9")
 def test_the_reason_in_a_429_reaches_the_log_and_the_observer(
-    faulty: FaultyServer, sampler: SamplingClient, small_pause: list[float], caplog: pytest.LogCaptureFixture
+    faulty: FaultyServer,
+    sampler: SamplingClient,
+    small_pause: list[float],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     told: list[Any] = []
-    body = {"detail": "busy", "queue_state": "paused_rate_limit", "queue_state_reason": "too many weights"}
+    body = {
+        "detail": "busy",
+        "queue_state": "paused_rate_limit",
+        "queue_state_reason": "too many weights",
+    }
     faulty.script("asample", Answer(429, body), Answer(body={"request_id": "q"}))
     observer: Callable[[Any, Any], None] = lambda state, reason: told.append((state.value, reason))  # noqa: E731
     sampler.sample(PROMPT, 1, PARAMS, queue_state_observer=observer).result(10)
@@ -255,7 +286,9 @@ def test_the_reason_in_a_429_reaches_the_log_and_the_observer(
 
 @pytest.mark.covers("D28")
 def test_permits_are_held_while_submitting_and_not_while_waiting(
-    faulty: FaultyServer, open_service: Callable[..., ServiceClient], monkeypatch: pytest.MonkeyPatch
+    faulty: FaultyServer,
+    open_service: Callable[..., ServiceClient],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(limits, "DISPATCHES", 2)
     faulty.script("retrieve_future", bulk(ONE, until=lambda: len(faulty.requests("asample")) == 8))
@@ -266,7 +299,7 @@ def test_permits_are_held_while_submitting_and_not_while_waiting(
     assert len(faulty.requests("asample")) == 8
 
 
-# ── time limits and cancelling ───────────────────────────────────────────────────────────────────────────────────
+# ── time limits and cancelling ────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("D31")
@@ -276,7 +309,8 @@ def test_the_limit_of_the_result_and_that_of_the_exchange_are_two(
     transport = sampler._session.transport
     transport.config = dataclasses.replace(transport.config, timeout=0.2)
     faulty.script("retrieve_future", bulk(ONE, delay=0.5))
-    assert sampler.sample(PROMPT, 1, PARAMS).result(10).sequences  # the exchange's limit is not the result's
+    # the exchange's limit is not the result's
+    assert sampler.sample(PROMPT, 1, PARAMS).result(10).sequences
     faulty.script("retrieve_future", bulk(ONE, delay=60))
     with pytest.raises(APITimeoutError, match=r"no samples within 0.1 s"):
         sampler.sample(PROMPT, 1, PARAMS, timeout=0.1).result(20)
@@ -293,7 +327,8 @@ def test_the_server_is_told_of_a_sample_that_nobody_wants(
     faulty.script("retrieve_future", bulk(ONE, delay=60))
     sampler = open_service().create_sampling_client(base_model="m").result()
     if how == "timeout":
-        while not faulty.requests("retrieve_future"):  # the time may be over before it has come so far
+        # the time may be over before it has come so far
+        while not faulty.requests("retrieve_future"):
             with pytest.raises(APITimeoutError):
                 sampler.sample(PROMPT, 1, PARAMS, timeout=0.1).result(10)
     else:
@@ -302,14 +337,21 @@ def test_the_server_is_told_of_a_sample_that_nobody_wants(
         assert future.future().cancel()
     unwanted = faulty.requests("retrieve_future")[0].json["request_id"]
     faulty.script("retrieve_future", bulk(ONE))
-    assert sampler.sample(PROMPT, 1, PARAMS, timeout=20).result(20).sequences  # the only place is free again
+    # the only place is free again
+    assert sampler.sample(PROMPT, 1, PARAMS, timeout=20).result(20).sequences
     if enabled:
-        wait_until(lambda: {"request_id": unwanted} in [seen.json for seen in faulty.requests("cancel_future")])
+        wait_until(
+            lambda: (
+                {"request_id": unwanted} in [seen.json for seen in faulty.requests("cancel_future")]
+            )
+        )
     else:
         assert faulty.requests("cancel_future") == []
 
 
-def test_a_sample_given_up_is_dropped_by_our_own_server(fake_service: Callable[..., ServiceClient]) -> None:
+def test_a_sample_given_up_is_dropped_by_our_own_server(
+    fake_service: Callable[..., ServiceClient],
+) -> None:
     engine = FakeEngine(step_delay=0.002)
     sampler = fake_service(engine).create_sampling_client(base_model="fake").result()
     with pytest.raises(APITimeoutError):
@@ -317,11 +359,13 @@ def test_a_sample_given_up_is_dropped_by_our_own_server(fake_service: Callable[.
     wait_until(lambda: not engine.sampling())
 
 
-# ── log-probabilities ────────────────────────────────────────────────────────────────────────────────────────────
+# ── log-probabilities ─────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("C75", "D16", "24.sampling.8")
-def test_log_probabilities_keep_their_gaps_and_their_options(faulty: FaultyServer, sampler: SamplingClient) -> None:
+def test_log_probabilities_keep_their_gaps_and_their_options(
+    faulty: FaultyServer, sampler: SamplingClient
+) -> None:
     scores = np.array([np.nan, -0.5, -1.5], np.float32)
     faulty.script("retrieve_future", bulk(SampleResponse(ONE.sequences, prompt_logprobs_np=scores)))
     assert sampler.compute_logprobs(PROMPT, 2).result(10) == [None, -0.5, -1.5]

@@ -32,7 +32,11 @@ def test_a_client_s_settings_reach_the_engine(service: ServiceClient) -> None:
     assert pair.logprobs is not None
     assert plain.logprobs is not None
     assert pair.logprobs[0] == pytest.approx(plain.logprobs[0])
-    spread = sampler.sample(PROMPT, 1, greedy(frequency_penalty=2, presence_penalty=2)).result(20).sequences[0]
+    spread = (
+        sampler.sample(PROMPT, 1, greedy(frequency_penalty=2, presence_penalty=2))
+        .result(20)
+        .sequences[0]
+    )
     assert len(set(spread.tokens)) >= len(set(plain.tokens))
     sharp = SamplingParams(max_tokens=8, min_p=1.0, stop=[], seed=1)
     assert sampler.sample(PROMPT, 1, sharp).result(20).sequences[0].tokens == plain.tokens
@@ -49,7 +53,9 @@ def test_arguments_in_the_wrong_order_are_told_so(service: ServiceClient) -> Non
 
 
 @pytest.mark.parametrize("changes", [{"logit_bias": {10**6: 1.0}}, {"bad_words": [[10**6]]}])
-def test_a_token_outside_the_vocabulary_is_the_callers_fault(service: ServiceClient, changes: dict[str, Any]) -> None:
+def test_a_token_outside_the_vocabulary_is_the_callers_fault(
+    service: ServiceClient, changes: dict[str, Any]
+) -> None:
     sampler = service.create_sampling_client(base_model=MODEL).result()
     with pytest.raises(TinkerError, match="outside the vocabulary"):
         sampler.sample(PROMPT, 1, greedy(**changes)).result(20)
@@ -68,7 +74,9 @@ def test_a_token_outside_the_vocabulary_is_the_callers_fault(service: ServiceCli
     ],
     ids=str,
 )
-def test_a_server_refuses_what_is_out_of_its_limits(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+def test_a_server_refuses_what_is_out_of_its_limits(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
     with serving(FakeEngine(), tmp_path) as url:
         wire = Wire(url)
         asked = {"session_id": wire.session(), "sampling_session_seq_id": 0, "base_model": "fake"}

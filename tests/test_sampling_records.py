@@ -49,7 +49,9 @@ def sampler_of(wire: Wire, session: str, number: int = 0) -> str:
     return str(wire.post("create_sampling_session", body)["sampling_session_id"])
 
 
-def drawn(wire: Wire, sampler: str, seq_id: int = 0, prompt: list[int] = PROMPT, **fields: Any) -> list[dict[str, Any]]:
+def drawn(
+    wire: Wire, sampler: str, seq_id: int = 0, prompt: list[int] = PROMPT, **fields: Any
+) -> list[dict[str, Any]]:
     """Samples with their ids, as a client has them."""
     chunks = {"chunks": [{"tokens": prompt, "type": "encoded_text"}]}
     asked = {"record_stability_info": True, "num_samples": 2, "prompt": chunks, **fields}
@@ -85,9 +87,13 @@ def datum(sample: dict[str, Any], advantage: float = 1.0, **changes: Any) -> dic
     }
 
 
-def trained(wire: Wire, model: str, seq_id: int, *data: Any, loss: str = "stable_reinforce") -> dict[str, Any]:
+def trained(
+    wire: Wire, model: str, seq_id: int, *data: Any, loss: str = "stable_reinforce"
+) -> dict[str, Any]:
     body = {"data": list(data), "loss_fn": loss}
-    outcome = wire.run("forward_backward", {"model_id": model, "seq_id": seq_id, "forward_backward_input": body})
+    outcome = wire.run(
+        "forward_backward", {"model_id": model, "seq_id": seq_id, "forward_backward_input": body}
+    )
     assert isinstance(outcome, dict)
     return outcome
 
@@ -97,7 +103,7 @@ def refused(outcome: dict[str, Any]) -> str:
     return str(outcome["error"])
 
 
-# ── provenance ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── provenance ────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("U52", "U53", "U54")
@@ -109,24 +115,38 @@ def test_recorded_samples_can_be_trained_on(serve: Serve) -> None:
     outcome = trained(wire, model, 1, *map(datum, samples))
     assert [len(output["logprobs"]["data"]) for output in outcome["loss_fn_outputs"]] == [5, 5]
     forward = {"model_id": model, "seq_id": 2, "forward_only": True}
-    body = {"data": [datum(samples[0])], "loss_fn": "stable_reinforce", "loss_fn_config": {"kl_coeff": 0.0}}
-    assert "loss_fn_outputs" in wire.run("forward_backward", {**forward, "forward_backward_input": body})
+    body = {
+        "data": [datum(samples[0])],
+        "loss_fn": "stable_reinforce",
+        "loss_fn_config": {"kl_coeff": 0.0},
+    }
+    assert "loss_fn_outputs" in wire.run(
+        "forward_backward", {**forward, "forward_backward_input": body}
+    )
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_input_spans": None, "loss_fn_input_spans": None}, "datum 0 has no provenance"),
-    ({"model_input_spans": [], "loss_fn_input_spans": []}, "spans of model_input cover 0 positions of 5"),
+    ({"model_input_spans": [], "loss_fn_input_spans": []}, "spans of model_input cover 0 positions "
+                                                           "of 5"),
     ({"loss_fn_input_spans": [sampled("A", 0, 3)]}, "spans of target_tokens cover 3 positions of 5"),
-    ({"model_input_spans": [prompt("A", 0, 3), sampled("A", 0, 3)]}, "spans of model_input cover 6 positions of 5"),
-    ({"loss_fn_input_spans": [prompt("A", 2, 2), sampled("A", 0, 3)]}, "tokens 2 to 4 of the prompt .* has 3"),
-    ({"loss_fn_input_spans": [prompt("A", 1, 2), sampled("A", 1, 3)]}, "tokens 1 to 4 of the sample .* has 3"),
-    ({"loss_fn_input_spans": [prompt("A", 1, 2), prompt("A", 0, 3)]}, "none of its targets was sampled"),
-    ({"loss_fn_input_spans": [prompt("A", 1, 2), sampled("A:9", 0, 3)]}, "is not known: it was not sampled with"),
+    ({"model_input_spans": [prompt("A", 0, 3), sampled("A", 0, 3)]}, "spans of model_input cover 6 "
+                                                                     "positions of 5"),
+    ({"loss_fn_input_spans": [prompt("A", 2, 2), sampled("A", 0, 3)]}, "tokens 2 to 4 of the "
+                                                                       "prompt .* has 3"),
+    ({"loss_fn_input_spans": [prompt("A", 1, 2), sampled("A", 1, 3)]}, "tokens 1 to 4 of the "
+                                                                       "sample .* has 3"),
+    ({"loss_fn_input_spans": [prompt("A", 1, 2), prompt("A", 0, 3)]}, "none of its targets was "
+                                                                      "sampled"),
+    ({"loss_fn_input_spans": [prompt("A", 1, 2), sampled("A:9", 0, 3)]}, "is not known: it was not "
+                                                                         "sampled with"),
     ({"loss_fn_input_spans": [prompt("A", 1, 2), sampled("A0", 0, 3)]}, "is not known"),
     ({"loss_fn_input_spans": [prompt("A", 1, 2), sampled("plain", 0, 3)]}, "is not known"),
     ({"loss_fn_input_spans": [prompt("plain", 1, 2), sampled("A", 0, 3)]}, "is not known"),
-    ({"loss_fn_input_spans": [prompt("A", 1, 2), sampled("foreign", 0, 3)]}, "was sampled in another session"),
-    ({"loss_fn_input_spans": [prompt("A", 1, 2), sampled("nowhere", 0, 3)]}, "was sampled in another session"),
+    ({"loss_fn_input_spans": [prompt("A", 1, 2), sampled("foreign", 0, 3)]}, "was sampled in "
+                                                                             "another session"),
+    ({"loss_fn_input_spans": [prompt("A", 1, 2), sampled("nowhere", 0, 3)]}, "was sampled in "
+                                                                             "another session"),
     ({"model_input_spans": [prompt("foreign", 0, 0), prompt("A", 0, 3), sampled("A", 0, 2)]}, "another session"),
 ]  # fmt: skip
 
@@ -150,7 +170,10 @@ def test_bad_provenance_is_refused_in_band(serve: Serve) -> None:
         if spans is None:
             return None
         return [
-            {kind: {**span, "sequence_id": names[span["sequence_id"]]} for kind, span in entry.items()}
+            {
+                kind: {**span, "sequence_id": names[span["sequence_id"]]}
+                for kind, span in entry.items()
+            }
             for entry in spans
         ]
 
@@ -160,7 +183,11 @@ def test_bad_provenance_is_refused_in_band(serve: Serve) -> None:
         assert re.search(message, told), told
     last = len(REFUSED) + 1
     assert "loss_fn_outputs" in trained(wire, model, last, datum(sample))  # the run goes on
-    again = {"model_id": model, "seq_id": 1, "forward_backward_input": {"data": [], "loss_fn": "stable_reinforce"}}
+    again = {
+        "model_id": model,
+        "seq_id": 1,
+        "forward_backward_input": {"data": [], "loss_fn": "stable_reinforce"},
+    }
     assert "was used before" in refused(wire.run("forward_backward", again))
 
 
@@ -177,7 +204,8 @@ def test_provenance_as_programs_make_it_is_accepted(serve: Serve) -> None:
         "loss_fn_inputs": {
             "target_tokens": {"data": [0, 0, *a["tokens"], 0, 0, *b["tokens"]], "dtype": "int64"},
             "logprobs": {"data": [0.0] * 9, "dtype": "float32"},
-            "advantages": {"data": [0.0] * 6 + [1.0] * 3, "dtype": "float32"},  # the first turn is masked
+            # the first turn is masked
+            "advantages": {"data": [0.0] * 6 + [1.0] * 3, "dtype": "float32"},
         },
         "model_input_spans": [
             prompt(a["id"], 0, 3), sampled(a["id"], 0, 2), prompt(b["id"], 5, 2), sampled(b["id"], 0, 2)
@@ -218,7 +246,7 @@ def test_capabilities_name_the_form_of_the_loss_as_our_own(serve: Serve) -> None
     assert "tinkex's own form" in answer["own_losses"]["stable_reinforce"]
 
 
-# ── how long, and how much ───────────────────────────────────────────────────────────────────────────────────────
+# ── how long, and how much ────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("U52")
@@ -230,7 +258,9 @@ def test_recording_is_kept_for_a_day_from_its_last_use(serve: Serve, clock: Cloc
     clock.ahead = DAY - 60
     assert "loss_fn_outputs" in trained(wire, model, 1, datum(used))
     clock.ahead = DAY + 60
-    assert "can no longer be trained on: not used for 24 hours" in refused(trained(wire, model, 2, datum(unused)))
+    assert "can no longer be trained on: not used for 24 hours" in refused(
+        trained(wire, model, 2, datum(unused))
+    )
     assert "loss_fn_outputs" in trained(wire, model, 3, datum(used))
     wire = serve()  # which a restart does not change
     clock.ahead = 2 * DAY
@@ -338,7 +368,9 @@ def test_memory_is_bounded_and_the_disk_has_the_rest(tmp_path: Path) -> None:
 
     async def use(records: SamplingRecords) -> None:
         for number in range(20):
-            await records.keep("s", f"s:sample:0:{number}", 3, [recording(number), recording(100 + number, 0)])
+            await records.keep(
+                "s", f"s:sample:0:{number}", 3, [recording(number), recording(100 + number, 0)]
+            )
             assert records.bytes_in_memory <= 3 * size
         await check(records)
 
@@ -352,7 +384,9 @@ def test_memory_is_bounded_and_the_disk_has_the_rest(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("U52")
-def test_disk_is_bounded_and_the_oldest_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_is_bounded_and_the_oldest_make_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(journal, "SEGMENT_BYTES", 4000)
     budget = 20_000
 
@@ -365,10 +399,13 @@ def test_disk_is_bounded_and_the_oldest_make_room(tmp_path: Path, monkeypatch: p
 
     async def check(records: SamplingRecords) -> None:
         assert_same(await found(records, "s:sample:0:39:0"), recording(39))
-        with pytest.raises(EngineError, match=r"dropped for want of room \(recordings_disk_bytes\)"):
+        with pytest.raises(
+            EngineError, match=r"dropped for want of room \(recordings_disk_bytes\)"
+        ):
             await found(records, "s:sample:0:0:0")
         small = await records.recall("other", ["other:sample:0:0:0"], ["other:sample:0:0:0"])
-        assert_same(small["other:sample:0:0:0"].recording, recording(0))  # who takes little loses nothing
+        # who takes little loses nothing
+        assert_same(small["other:sample:0:0:0"].recording, recording(0))
 
     with_records(tmp_path, use, check, disk=budget)
 
@@ -386,7 +423,9 @@ def test_what_a_journalled_pass_needs_is_not_deleted(
         clock.ahead = 2 * DAY
         records.sweep()
         assert len(sizes(tmp_path)) == 2  # that, and the one which is written to
-        assert (await records.recall("s", ["s:sample:0:0:0"], [], expired=True))["s:sample:0:0:0"].length == 10
+        assert (await records.recall("s", ["s:sample:0:0:0"], [], expired=True))[
+            "s:sample:0:0:0"
+        ].length == 10
         records.release("s:train:0", 3)
         records.sweep()
         assert len(sizes(tmp_path)) == 2
@@ -399,7 +438,9 @@ def test_what_a_journalled_pass_needs_is_not_deleted(
 
 
 @pytest.mark.covers("U52")
-def test_record_that_cannot_be_written_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_record_that_cannot_be_written_fails_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write = Segment.write
 
     def failing(segment: Segment, pieces: Any, *, flush: bool) -> None:
@@ -461,7 +502,9 @@ def test_damaged_recording_is_reported_with_its_file(
     data = bytearray(segment.read_bytes())
     data[at] ^= 4
     segment.write_bytes(data)
-    outcomes = [trained(wire, model, number, datum(sample)) for number, sample in enumerate(samples, 1)]
+    outcomes = [
+        trained(wire, model, number, datum(sample)) for number, sample in enumerate(samples, 1)
+    ]
     fails = ["error" in outcome for outcome in outcomes]
     assert fails == ([True] * lost + [False] * (2 - lost) if lost else [False, True])
     assert f"{segment} is damaged" in caplog.text

@@ -95,7 +95,9 @@ def damage(tmp_path: Path, kind: str) -> None:
     path.write_bytes(path.read_bytes().replace(b"0.0", b"0.5", 1))
 
 
-def test_damaged_checkpoint_is_neither_loaded_nor_sampled_nor_copied(wire: Wire, tmp_path: Path) -> None:
+def test_damaged_checkpoint_is_neither_loaded_nor_sampled_nor_copied(
+    wire: Wire, tmp_path: Path
+) -> None:
     model = wire.model()
     saved = {"model_id": model, "path": "a"}
     state = wire.run("save_weights", {**saved, "seq_id": 1})["path"]
@@ -111,7 +113,9 @@ def test_damaged_checkpoint_is_neither_loaded_nor_sampled_nor_copied(wire: Wire,
     sampler = wire.post("create_sampling_session", asked)["sampling_session_id"]
     assert "damaged" in wire.run("asample", sample_of(sampler))["error"]
     address = f"training_runs/{model}/checkpoints/weights/a/archive"
-    archive = wire.send(wire.send(address, method="GET").headers["location"].partition("/api/v1/")[2], method="GET")
+    archive = wire.send(
+        wire.send(address, method="GET").headers["location"].partition("/api/v1/")[2], method="GET"
+    )
     assert (archive.status, "damaged" in archive.json["detail"]) == (500, True)
     copy = wire.send("copy_weights", {"source_path": state, "destination_project_id": "p"})
     assert (copy.status, "damaged" in copy.json["detail"]) == (400, True)
@@ -152,7 +156,9 @@ def test_weights_of_another_base_model_of_the_same_name_are_refused(
         assert wire.run("load_weights", {**load, "model_seq_id": 2})["path"] == state
 
 
-def test_digest_of_a_base_model_changes_with_its_weights_and_its_configuration(model_dir: Path, tmp_path: Path) -> None:
+def test_digest_of_a_base_model_changes_with_its_weights_and_its_configuration(
+    model_dir: Path, tmp_path: Path
+) -> None:
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((model_dir / name).read_bytes())
     first = weights_digest(tmp_path)

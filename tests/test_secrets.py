@@ -1,4 +1,5 @@
-"""A key is planted wherever one can come from, a wide programme is run, and whatever leaves the process is searched."""
+"""A key is planted wherever one can come from, a wide programme is run, and whatever leaves the
+process is searched."""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ STEP = types.AdamParams(learning_rate=0.1)
 DATA = [types.Datum(PROMPT, {"target_tokens": [2, 3, 4]})]
 FINAL = {"x-should-retry": "false"}
 
-# ── what is looked for ───────────────────────────────────────────────────────────────────────────────────────────
+# ── what is looked for ────────────────────────────────────────────────────────────────────────────
 
 
 def windows(text: str, size: int) -> set[str]:
@@ -75,11 +76,13 @@ def windows(text: str, size: int) -> set[str]:
 
 
 def forms(secret: str) -> set[str]:
-    """Pieces of a secret that are more than a mask shows: as it is, in a URL, in base64 at any place, in hex."""
+    """Pieces of a secret that are more than a mask shows: as it is, in a URL, in base64 at any
+    place, in hex."""
     found = windows(secret, 8)
     for written in (quote(secret, safe=""), quote_plus(secret)):
         found |= windows(written, 10)
-    for before in range(3):  # base64 takes three bytes at a time: where they begin decides what they look like
+    # base64 takes three bytes at a time: where they begin decides what they look like
+    for before in range(3):
         code = base64.b64encode(b"x" * before + secret.encode()).decode()
         found |= windows(code[4 if before else 0 :].rstrip("=")[:-2], 12)
     return {piece.lower() for piece in found | windows(secret.encode().hex(), 16)}
@@ -129,7 +132,12 @@ class Everything(logging.Handler):
             self.note(place, str(one), repr(one), repr(vars(one)), repr(one.args))
             response = getattr(one, "response", None)
             if isinstance(response, tinkex.wire.redacted_http.Response):
-                self.note(place, repr(response.content), repr(dict(response.headers)), repr(response.request))
+                self.note(
+                    place,
+                    repr(response.content),
+                    repr(dict(response.headers)),
+                    repr(response.request),
+                )
             one = one.__cause__ or one.__context__
 
     def show(self, *things: object) -> None:
@@ -146,12 +154,15 @@ class Everything(logging.Handler):
                     self.note(f"the file {path.name}", path.read_bytes().decode("latin-1"))
 
     def sent(self, server: FaultyServer, *, own: Iterable[str] = ()) -> None:
-        """What a server was sent: `own` are the headers for its secrets; the query of its address is its own too."""
+        """What a server was sent: `own` are the headers for its secrets; the query of its address
+        is its own too."""
         allowed = set(own)
         for seen in server.seen:
             headers = {name: value for name, value in seen.headers.items() if name not in allowed}
             path = seen.path.partition("?")[0]
-            self.note(f"the wire, {seen.method} {path}", path, repr(headers), seen.body.decode("latin-1"))
+            self.note(
+                f"the wire, {seen.method} {path}", path, repr(headers), seen.body.decode("latin-1")
+            )
 
     def check(self) -> None:
         assert len(self.parts) > 20, "nothing was heard"
@@ -187,7 +198,9 @@ class Spans:
                 everything.note("a span", f"{key} {value}")
 
             def set_status(self, status: Any, description: str | None = None) -> None:
-                everything.note("a span", f"{status.status_code} {status.description} {description}")
+                everything.note(
+                    "a span", f"{status.status_code} {status.description} {description}"
+                )
 
         return Span(INVALID_SPAN_CONTEXT)
 
@@ -202,7 +215,10 @@ def everything(
     for module in ("client.http.transport", "client.futures.api_future", "hub.downloads"):
         monkeypatch.setattr(f"tinkex.{module}.backoff", lambda *_, **__: 0.001)
     monkeypatch.setattr("tinkex.telemetry.retry_delay", lambda *_: 0.001)
-    levels = {name: logging.getLogger(name).level for name in ("", "tinkex", "aiohttp", "asyncio", "huggingface_hub")}
+    levels = {
+        name: logging.getLogger(name).level
+        for name in ("", "tinkex", "aiohttp", "asyncio", "huggingface_hub")
+    }
     for name in levels:
         logging.getLogger(name).setLevel(logging.DEBUG)
     root.addHandler(heard)
@@ -249,24 +265,40 @@ def foreign() -> Iterator[FaultyServer]:
         yield server
 
 
-# ── the programme ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the programme ─────────────────────────────────────────────────────────────────────────────────
 
 Echo = Callable[[int], Answer]
 
 
 def echo_of(*secrets: str) -> Echo:
-    """Answers that say secrets back: in their words, their fields, their headers, plain and encoded."""
+    """Answers that say secrets back: in their words, their fields, their headers, plain and
+    encoded."""
     text = " ".join(secrets)
     coded = [base64.b64encode(secret.encode()).decode() for secret in secrets]
-    headers = {"X-Echo": text, "Set-Cookie": text, "Retry-After": text, "X-Coded": quote(text), **FINAL}
-    said = {"detail": f"bad key {text}", "echo": [{"key": text, text: quote(secrets[0], safe="")}], "coded": coded}
+    headers = {
+        "X-Echo": text,
+        "Set-Cookie": text,
+        "Retry-After": text,
+        "X-Coded": quote(text),
+        **FINAL,
+    }
+    said = {
+        "detail": f"bad key {text}",
+        "echo": [{"key": text, text: quote(secrets[0], safe="")}],
+        "coded": coded,
+    }
     return lambda status: Answer(status, {**said, "session_id": [text]}, headers)
 
 
 def failures(echo: Echo) -> list[Answer]:
     """Every way in which a request fails, most of them with the secrets in their words."""
     said = echo(200)
-    page = replace(said, status=502, body=b"<html><title>" + said.data + b"</title></html>", content_type="text/html")
+    page = replace(
+        said,
+        status=502,
+        body=b"<html><title>" + said.data + b"</title></html>",
+        content_type="text/html",
+    )
     words = replace(said, body=b"you said " + said.data, content_type="text/plain")
     refused = [echo(status) for status in (401, 403, 404, 409, 422, 429, 500)]
     return [*refused, page, words, said, Answer(drop=True)]
@@ -288,7 +320,11 @@ def failing(everything: Everything, *kinds: type[BaseException]) -> Iterator[Non
 
 
 def use(
-    service: ServiceClient, server: FaultyServer, everything: Everything, echo: Echo, answers: list[Answer]
+    service: ServiceClient,
+    server: FaultyServer,
+    everything: Everything,
+    echo: Echo,
+    answers: list[Answer],
 ) -> None:
     """Train and sample, with success and with failures of many kinds."""
     stepped = Answer(body={"metrics": {}})
@@ -324,8 +360,15 @@ def use(
         server.script("asample", echo(status))
         with failing(everything):
             sampler.sample(PROMPT, 1, PARAMS).result(10)
-    everything.show(service, training, sampler, service.get_telemetry(), service.holder, training.holder)
-    everything.show(service.holder.config, service.holder.transport, mask_api_key(KEY), sampler.get_sampler_handle())
+    everything.show(
+        service, training, sampler, service.get_telemetry(), service.holder, training.holder
+    )
+    everything.show(
+        service.holder.config,
+        service.holder.transport,
+        mask_api_key(KEY),
+        sampler.get_sampler_handle(),
+    )
 
 
 def ask(
@@ -354,14 +397,19 @@ def report(service: ServiceClient, everything: Everything) -> None:
     """Tell the reporter what a careless program would."""
     reporter = service.get_telemetry()
     assert reporter is not None
-    for text in (KEY, f"the key {KEY} is bad", f"https://a/?k={quote(KEY)}", base64.b64encode(KEY.encode()).decode()):
+    for text in (
+        KEY,
+        f"the key {KEY} is bad",
+        f"https://a/?k={quote(KEY)}",
+        base64.b64encode(KEY.encode()).decode(),
+    ):
         with contextlib.suppress(RuntimeError), telemetry.capture_exceptions(reporter):
             raise RuntimeError(text) from ValueError(text)
         assert reporter.log(text, {"text": text, text: [text]})
     assert reporter.flush(sync=True)
 
 
-# ── where a key comes from ───────────────────────────────────────────────────────────────────────────────────────
+# ── where a key comes from ────────────────────────────────────────────────────────────────────────
 
 
 def from_argument(server: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> ServiceClient:
@@ -392,7 +440,9 @@ def from_file(server: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> ServiceC
 
 
 @pytest.mark.covers("W03", "W04", "C05", "C25", "24.config.6", "1.9/7")
-@pytest.mark.parametrize("source", [from_argument, from_environment, from_program, from_command, from_file])
+@pytest.mark.parametrize(
+    "source", [from_argument, from_environment, from_program, from_command, from_file]
+)
 def test_a_key_is_seen_by_its_own_server_only_wherever_it_comes_from(
     source: Callable[..., ServiceClient],
     own: FaultyServer,
@@ -411,20 +461,30 @@ def test_a_key_is_seen_by_its_own_server_only_wherever_it_comes_from(
             warnings.simplefilter("ignore")
             rest = service.create_rest_client()
         ask(rest, own, foreign, everything, echo, answers)
-    assert {seen.headers.get("x-api-key") for seen in own.seen} == {KEY}  # it was there, and did its work
+    # it was there, and did its work
+    assert {seen.headers.get("x-api-key") for seen in own.seen} == {KEY}
     assert own.requests("telemetry")
     everything.sent(own, own=["x-api-key"])
     everything.sent(foreign)
 
 
 @pytest.mark.covers("W03")
-def test_a_key_that_does_not_look_like_one_is_told_to_nobody_either(own: FaultyServer, everything: Everything) -> None:
+def test_a_key_that_does_not_look_like_one_is_told_to_nobody_either(
+    own: FaultyServer, everything: Everything
+) -> None:
     own.script("retrieve_future", Answer(body={"model_id": "s:train:0"}))
     own.script("optim_step", Answer(body={"request_id": "r"}))
-    paused = Answer(408, {"queue_state": "paused_capacity", "queue_state_reason": f"busy with {GATE}"})
-    with ServiceClient(base_url=own.base_url, api_key=GATE) as service:  # any key will do on this machine
+    paused = Answer(
+        408, {"queue_state": "paused_capacity", "queue_state_reason": f"busy with {GATE}"}
+    )
+    # any key will do on this machine
+    with ServiceClient(base_url=own.base_url, api_key=GATE) as service:
         client = service.create_lora_training_client("m").result()
-        for body in ({"error": f"for {GATE}"}, {"error": {"message": quote(GATE), "category": "user"}}, [GATE]):
+        for body in (
+            {"error": f"for {GATE}"},
+            {"error": {"message": quote(GATE), "category": "user"}},
+            [GATE],
+        ):
             own.script("retrieve_future", paused, Answer(body=body))
             with failing(everything):
                 client.optim_step(STEP).result(10)
@@ -436,7 +496,7 @@ def test_a_key_that_does_not_look_like_one_is_told_to_nobody_either(own: FaultyS
     everything.sent(own, own=["x-api-key"])
 
 
-# ── the other secrets ────────────────────────────────────────────────────────────────────────────────────────────
+# ── the other secrets ─────────────────────────────────────────────────────────────────────────────
 
 SETTINGS: dict[str, Any] = {
     "api_key": KEY,
@@ -472,14 +532,18 @@ def test_gates_headers_and_queries_are_seen_by_their_own_server_only(
 
 @pytest.mark.covers("W03", "C04", "C05")
 @pytest.mark.parametrize(
-    "answer", [echo_of(KEY, PASSWORD, GATE)(407), Answer(drop=True), None], ids=["refuses", "drops", "is-not-there"]
+    "answer",
+    [echo_of(KEY, PASSWORD, GATE)(407), Answer(drop=True), None],
+    ids=["refuses", "drops", "is-not-there"],
 )
 def test_a_proxys_password_is_seen_by_the_proxy_only(
     own: FaultyServer, everything: Everything, answer: Answer | None
 ) -> None:
     address = own.base_url if answer is not None else "http://127.0.0.1:1"
     proxy = address.replace("://", f"://someone:{quote(PASSWORD, safe='')}@")
-    tinkex.configure(proxy=proxy, proxy_headers=(("X-Gate", GATE),), api_key=KEY, patience=0, dump_headers=True)
+    tinkex.configure(
+        proxy=proxy, proxy_headers=(("X-Gate", GATE),), api_key=KEY, patience=0, dump_headers=True
+    )
     if answer is not None:
         own.script("training_runs/run", answer)
     with RestClient(base_url="http://tinker.invalid") as rest, failing(everything):
@@ -493,7 +557,9 @@ def test_a_proxys_password_is_seen_by_the_proxy_only(
 
 
 @pytest.mark.covers("W03")
-def test_the_token_of_another_account_is_told_to_nobody(own: FaultyServer, everything: Everything) -> None:
+def test_the_token_of_another_account_is_told_to_nobody(
+    own: FaultyServer, everything: Everything
+) -> None:
     echo = echo_of(KEY, OTHER_KEY)
     with ServiceClient(base_url=own.base_url, api_key=KEY) as service:
         for status in (403, 500):
@@ -505,15 +571,19 @@ def test_the_token_of_another_account_is_told_to_nobody(own: FaultyServer, every
                 ).result()
     own.script("copy_weights", echo(403))
     with RestClient(base_url=own.base_url, api_key=KEY) as rest, failing(everything):
-        rest.copy_weights("tinker://run/weights/x", "project", weights_access_token=OTHER_KEY).result(10)
+        rest.copy_weights(
+            "tinker://run/weights/x", "project", weights_access_token=OTHER_KEY
+        ).result(10)
     bodies = b"".join(seen.body for seen in own.seen)
-    headers = {name for seen in own.seen for name, value in seen.headers.items() if value == OTHER_KEY}
+    headers = {
+        name for seen in own.seen for name, value in seen.headers.items() if value == OTHER_KEY
+    }
     assert headers or OTHER_KEY.encode() in bodies  # it was given to the server that it is for
     own.seen[:] = [seen for seen in own.seen if OTHER_KEY.encode() not in seen.body]
     everything.sent(own, own=("x-api-key", *headers))
 
 
-# ── the hub, and signed addresses ────────────────────────────────────────────────────────────────────────────────
+# ── the hub, and signed addresses ─────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
@@ -530,7 +600,11 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 @pytest.mark.covers("1.2.3/19", "W03")
 def test_the_hubs_token_and_signed_addresses_are_told_to_nobody(
-    hub: Hub, foreign: FaultyServer, everything: Everything, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hub: Hub,
+    foreign: FaultyServer,
+    everything: Everything,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", HF)
     importlib.import_module("huggingface_hub.utils.logging")  # it sets its own level the first time
@@ -555,14 +629,19 @@ def test_the_hubs_token_and_signed_addresses_are_told_to_nobody(
         rest.close().result(10)
     everything.note("the hub's files", *(str(files) for files in hub.repos.values()))
     with faulty_server() as files:
-        files.script("/m/resolve/main/f", Answer(302, headers={"Location": f"{foreign.base_url}/f?sig={SIGNED}"}))
+        files.script(
+            "/m/resolve/main/f",
+            Answer(302, headers={"Location": f"{foreign.base_url}/f?sig={SIGNED}"}),
+        )
         echo = echo_of(HF)
         foreign.script("/f", echo(403))
         for answer in (None, echo(401), echo(500)):
             if answer is not None:
                 files.script("/m/resolve/main/f", answer)
             with failing(everything):
-                resolve_file("m", "main", "f", cache_dir=tmp_path / "cache", endpoint=files.base_url)
+                resolve_file(
+                    "m", "main", "f", cache_dir=tmp_path / "cache", endpoint=files.base_url
+                )
         assert {seen.headers["authorization"] for seen in files.seen} == {f"Bearer {HF}"}
         everything.sent(files, own=["authorization"])
     for seen in foreign.seen:
@@ -588,19 +667,23 @@ def test_a_signed_address_is_told_to_nobody_and_goes_without_the_key(
             with failing(everything):
                 downloads.download(rest, "tinker://run/weights/x", tmp_path / "out", resume=True)
         foreign.script("/files/a.tar", Answer(200, packed.getvalue()))
-        everything.show(downloads.download(rest, "tinker://run/weights/x", tmp_path / "out", resume=True))
+        everything.show(
+            downloads.download(rest, "tinker://run/weights/x", tmp_path / "out", resume=True)
+        )
     everything.sent(own, own=["x-api-key"])
     assert all(SIGNED in seen.path for seen in foreign.seen)  # that much is for it
     everything.sent(foreign)
     everything.read(tmp_path)
 
 
-# ── the server ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the server ────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("W03")
 @pytest.mark.parametrize("tokens", [False, True])
-def test_a_server_keeps_and_tells_no_key(everything: Everything, tmp_path: Path, tokens: bool) -> None:
+def test_a_server_keeps_and_tells_no_key(
+    everything: Everything, tmp_path: Path, tokens: bool
+) -> None:
     data = tmp_path / "data"
     with serving(FakeEngine(), data, api_key=KEY, tokens=tokens) as url:
         with ServiceClient(base_url=url, api_key=KEY) as service:
@@ -609,11 +692,17 @@ def test_a_server_keeps_and_tells_no_key(everything: Everything, tmp_path: Path,
             client.optim_step(STEP)
             path = client.save_state("s").result(20).path
             client.load_state(path, weights_access_token=OTHER_KEY).exception(20)
-            client.save_weights_and_get_sampling_client().result().sample(PROMPT, 1, PARAMS).result(20)
-            policy = RecoveryPolicy(enabled=True, max_attempts=1, checkpoint_strategy=("specific", path))
+            client.save_weights_and_get_sampling_client().result().sample(PROMPT, 1, PARAMS).result(
+                20
+            )
+            policy = RecoveryPolicy(
+                enabled=True, max_attempts=1, checkpoint_strategy=("specific", path)
+            )
             executor = Executor(2)
             executor.recover(client.model_id, service, policy)
-            executor.recover("lost", service, RecoveryPolicy(enabled=True, max_attempts=1, backoff_ms=1))
+            executor.recover(
+                "lost", service, RecoveryPolicy(enabled=True, max_attempts=1, backoff_ms=1)
+            )
             until(lambda: not executor.pending)
             everything.show(service, client)
         wire = Keyed(url, KEY)
@@ -622,12 +711,16 @@ def test_a_server_keeps_and_tells_no_key(everything: Everything, tmp_path: Path,
             everything.note("an answer", wire.send("forward_backward", body).body.decode("latin-1"))
         for key in (OTHER_KEY, f"Bearer {KEY}", KEY[:-1]):
             answer = Wire(url).send(
-                "get_server_capabilities", method="GET", headers={"X-API-Key": key, "Authorization": f"Bearer {KEY}"}
+                "get_server_capabilities",
+                method="GET",
+                headers={"X-API-Key": key, "Authorization": f"Bearer {KEY}"},
             )
             everything.note("a refusal", answer.body.decode(), repr(answer.headers))
         for place in ("/metrics", "/openapi.json", "/api/v1/nothing"):
             answer = wire.send(place, method="GET")
-            everything.note(f"the answer of {place}", answer.body.decode("latin-1"), repr(answer.headers))
+            everything.note(
+                f"the answer of {place}", answer.body.decode("latin-1"), repr(answer.headers)
+            )
     everything.read(data)
 
 
@@ -636,7 +729,10 @@ def test_keys_that_are_made_are_kept_as_hashes(everything: Everything, tmp_path:
         _, key = create_key(store, "laptop")
     NEEDLES[key] = forms(key)
     try:
-        with serving(FakeEngine(), tmp_path) as url, ServiceClient(base_url=url, api_key=key) as service:
+        with (
+            serving(FakeEngine(), tmp_path) as url,
+            ServiceClient(base_url=url, api_key=key) as service,
+        ):
             service.create_lora_training_client("fake", rank=4).result().save_state("s").result(20)
             everything.show(service)
         everything.read(tmp_path)
@@ -645,12 +741,18 @@ def test_keys_that_are_made_are_kept_as_hashes(everything: Everything, tmp_path:
         del NEEDLES[key]
 
 
-# ── the judge ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the judge ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("secret", SECRETS)
 def test_every_form_of_a_secret_is_found_and_a_mask_is_not(secret: str) -> None:
-    for written in (secret, quote(secret, safe=""), secret.upper(), f"…{secret[6:-4]}…", secret.encode().hex()):
+    for written in (
+        secret,
+        quote(secret, safe=""),
+        secret.upper(),
+        f"…{secret[6:-4]}…",
+        secret.encode().hex(),
+    ):
         assert leaks(f"a {written} b")
     for before in range(3):
         assert leaks(base64.b64encode(b"x" * before + secret.encode() + b"more").decode())
@@ -658,7 +760,10 @@ def test_every_form_of_a_secret_is_found_and_a_mask_is_not(secret: str) -> None:
 
 
 def test_breaking_the_redaction_is_noticed(
-    own: FaultyServer, foreign: FaultyServer, everything: Everything, monkeypatch: pytest.MonkeyPatch
+    own: FaultyServer,
+    foreign: FaultyServer,
+    everything: Everything,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for method in ("text", "without_keys"):
         monkeypatch.setattr(redaction.Scrubber, method, lambda self, value, *_, **__: value)

@@ -1,4 +1,5 @@
-"""What the server promises, spoken to without a client: order, idempotency, checkpoints, sessions, limits, dialects."""
+"""What the server promises, spoken to without a client: order, idempotency, checkpoints, sessions,
+limits, dialects."""
 
 from __future__ import annotations
 
@@ -80,14 +81,18 @@ def wire(shared: Shared, recorder: Recorder) -> Wire:
 def files(shared: Shared) -> Callable[[str], list[Path]]:
     """The checkpoint files of a run."""
     root = shared.data_dir / "checkpoints"
-    return lambda model: [path for path in (root / model.replace(":", "_")).rglob("[!.]*") if path.is_file()]
+    return lambda model: [
+        path for path in (root / model.replace(":", "_")).rglob("[!.]*") if path.is_file()
+    ]
 
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Callable[..., Wire]]:
     """Starts servers on the test's data directory."""
     with ExitStack() as stack:
-        yield lambda engine, **options: Wire(stack.enter_context(serving(engine, tmp_path, **options)))
+        yield lambda engine, **options: Wire(
+            stack.enter_context(serving(engine, tmp_path, **options))
+        )
 
 
 def failure(outcome: Any, *words: str, category: str = "user") -> None:
@@ -106,11 +111,13 @@ def refusal(wire: Wire, status: int, path: str, body: Any, *words: str) -> None:
         assert word in heard.json["detail"]
 
 
-# ── order and idempotency ────────────────────────────────────────────────────────────────────────────────────────
+# ── order and idempotency ─────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("S5", "S12")
-def test_the_same_request_again_gets_the_same_receipt_and_runs_once(wire: Wire, recorder: Recorder) -> None:
+def test_the_same_request_again_gets_the_same_receipt_and_runs_once(
+    wire: Wire, recorder: Recorder
+) -> None:
     model = wire.model()
     bodies = [("forward_backward", pass_json(model, 1)), ("optim_step", step_json(model, 2))]
     for path, body in bodies:
@@ -196,7 +203,8 @@ def test_a_number_that_arrives_in_time_stops_the_clock(serve: Callable[..., Wire
 
     for number in range(20):
         model = wire.model(number=number)
-        gaps = [filled(model, 1), filled(model, 3)]  # the first one's time is over before the second is filled
+        # the first one's time is over before the second is filled
+        gaps = [filled(model, 1), filled(model, 3)]
         if all(in_time for _, in_time in gaps):
             for later, _ in gaps:
                 assert "metrics" in wire.result(later)
@@ -237,7 +245,8 @@ def test_a_request_that_was_refused_does_not_hold_up_the_next(wire: Wire) -> Non
     bad["adam_params"]["learning_rate"] = "fast"
     heard = wire.send("optim_step", bad)
     assert heard.status == 400 or "error" in wire.result(heard.json["request_id"])
-    assert "metrics" in wire.run("optim_step", step_json(model, 2))  # a gap would be given up, and this with it
+    # a gap would be given up, and this with it
+    assert "metrics" in wire.run("optim_step", step_json(model, 2))
 
 
 @pytest.mark.covers("S13")
@@ -247,7 +256,9 @@ def test_a_refused_protobuf_request_does_not_hold_up_the_next(wire: Wire) -> Non
     damaged = protobuf.parse("ForwardBackwardRequest", protobuf_pass(model, 1))
     damaged.data[0].loss_fn_inputs["target_tokens"].shape.append(7)
     heard = wire.send(
-        "forward_backward", damaged.SerializeToString(), headers={"Content-Type": "application/x-protobuf"}
+        "forward_backward",
+        damaged.SerializeToString(),
+        headers={"Content-Type": "application/x-protobuf"},
     )
     assert heard.status == 400
     assert "target_tokens" in heard.json["detail"]
@@ -270,7 +281,7 @@ def test_creating_the_same_model_again_gives_the_same(wire: Wire, recorder: Reco
     assert recorder.calls == ["create"]
 
 
-# ── what is not there ────────────────────────────────────────────────────────────────────────────────────────────
+# ── what is not there ─────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("S27")
@@ -284,7 +295,13 @@ def test_unknown_things_are_not_found(wire: Wire) -> None:
     refusal(wire, 404, "asample", sample_json("nowhere"), "nowhere")
     refusal(wire, 404, "session_heartbeat", {"session_id": "never"}, "never")
     refusal(wire, 404, "sessions/never/finish", {"reason": {"type": "success"}}, "never")
-    refusal(wire, 404, "create_model", {"session_id": "never", "model_seq_id": 0, "base_model": "fake"}, "never")
+    refusal(
+        wire,
+        404,
+        "create_model",
+        {"session_id": "never", "model_seq_id": 0, "base_model": "fake"},
+        "never",
+    )
     refusal(wire, 404, "weights_info", {"tinker_path": f"tinker://{session}/weights/a"}, session)
     assert wire.send("samplers/nowhere", method="GET").status == 404
 
@@ -303,9 +320,19 @@ def test_a_wrong_model_name_lists_the_ones_there_are(wire: Wire) -> None:
 
 def test_an_optimizer_that_is_not_here_is_refused(wire: Wire) -> None:
     body = {"session_id": wire.session(), "model_seq_id": 0, "base_model": "fake"}
-    failure(wire.run("create_model", body | {"optimizer_config": {"type": "lion"}}), "lion", "adamw", "dimuon")
+    failure(
+        wire.run("create_model", body | {"optimizer_config": {"type": "lion"}}),
+        "lion",
+        "adamw",
+        "dimuon",
+    )
     model = wire.model()
-    failure(wire.run("optim_step", {"model_id": model, "seq_id": 1, "optimizer_params": {"type": "dimuon"}}), "adamw")
+    failure(
+        wire.run(
+            "optim_step", {"model_id": model, "seq_id": 1, "optimizer_params": {"type": "dimuon"}}
+        ),
+        "adamw",
+    )
 
 
 @pytest.mark.covers("S14")
@@ -315,11 +342,25 @@ def test_nothing_in_a_bad_request_changes_anything(wire: Wire) -> None:
     clean, tried = wire.model(session, 0), wire.model(session, 1)
     numbers = {clean: iter(range(1, 100)), tried: iter(range(1, 100))}
     bad: list[tuple[str, Callable[[int], Any]]] = [
-        ("forward_backward", lambda n: pass_json(tried, n, weights={"data": [1.0], "dtype": "float32"})),
+        (
+            "forward_backward",
+            lambda n: pass_json(tried, n, weights={"data": [1.0], "dtype": "float32"}),
+        ),
         ("forward_backward", lambda n: pass_json(tried, n, tokens=())),
         ("optim_step", lambda n: {"model_id": tried, "seq_id": n}),
-        ("load_weights", lambda n: {"model_id": tried, "seq_id": n, "path": "tinker://x/weights/y", "optimizer": True}),
-        ("load_weights", lambda n: {"model_id": tried, "seq_id": n, "path": "nonsense", "optimizer": True}),
+        (
+            "load_weights",
+            lambda n: {
+                "model_id": tried,
+                "seq_id": n,
+                "path": "tinker://x/weights/y",
+                "optimizer": True,
+            },
+        ),
+        (
+            "load_weights",
+            lambda n: {"model_id": tried, "seq_id": n, "path": "nonsense", "optimizer": True},
+        ),
         ("save_weights", lambda n: {"model_id": tried, "seq_id": n, "path": "../up"}),
     ]
     for path, make in bad:
@@ -327,22 +368,31 @@ def test_nothing_in_a_bad_request_changes_anything(wire: Wire) -> None:
         for model in (clean, tried):
             wire.run("forward_backward", pass_json(model, next(numbers[model])))
         heard = wire.send(path, make(next(numbers[tried])))
-        assert heard.status == 400 or "error" in wire.result(heard.json["request_id"]) or path == "forward_backward"
+        assert (
+            heard.status == 400
+            or "error" in wire.result(heard.json["request_id"])
+            or path == "forward_backward"
+        )
         for model in (clean, tried):
             wire.run("optim_step", step_json(model, next(numbers[model])))
-            losses.append(wire.run("forward_backward", pass_json(model, next(numbers[model])))["metrics"])
+            losses.append(
+                wire.run("forward_backward", pass_json(model, next(numbers[model])))["metrics"]
+            )
         assert losses[0] == losses[1]
 
 
-# ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── checkpoints ───────────────────────────────────────────────────────────────────────────────────
 
 
-def save(wire: Wire, model: str, number: int, name: str | None, kind: str = "save_weights", **fields: Any) -> Any:
+def save(
+    wire: Wire, model: str, number: int, name: str | None, kind: str = "save_weights", **fields: Any
+) -> Any:
     return wire.run(kind, {"model_id": model, "seq_id": number, "path": name, **fields})
 
 
 def test_while_one_run_is_saved_everything_else_goes_on(serve: Callable[..., Wire]) -> None:
-    """… other runs, samples and its own passes; the rest of the run waits, and a load finds what was saved."""
+    """… other runs, samples and its own passes; the rest of the run waits, and a load finds what
+    was saved."""
     writing, gate, recorder = threading.Event(), threading.Event(), Recorder()
 
     def slow(method: str, subject: str) -> None:
@@ -358,12 +408,19 @@ def test_while_one_run_is_saved_everything_else_goes_on(serve: Callable[..., Wir
     wire.run("optim_step", step_json(saved, 2))
     try:
         asked = {
-            "save": wire.post("save_weights", {"model_id": saved, "seq_id": 3, "path": "x"})["request_id"],
+            "save": wire.post("save_weights", {"model_id": saved, "seq_id": 3, "path": "x"})[
+                "request_id"
+            ],
             "pass": wire.post("forward_backward", pass_json(saved, 4))["request_id"],
             "step": wire.post("optim_step", step_json(saved, 5))["request_id"],
             "load": wire.post(
                 "load_weights",
-                {"model_id": saved, "seq_id": 6, "path": f"tinker://{saved}/weights/x", "optimizer": True},
+                {
+                    "model_id": saved,
+                    "seq_id": 6,
+                    "path": f"tinker://{saved}/weights/x",
+                    "optimizer": True,
+                },
             )["request_id"],
         }
         assert writing.wait(5)
@@ -380,7 +437,9 @@ def test_while_one_run_is_saved_everything_else_goes_on(serve: Callable[..., Wir
     fresh = wire.model(session, number=2)
     wire.run("forward_backward", pass_json(fresh, 1))
     wire.run("optim_step", step_json(fresh, 2))
-    assert loss(wire, saved, 7) == loss(wire, fresh, 3), "what was saved is what there was before the pass"
+    assert loss(wire, saved, 7) == loss(wire, fresh, 3), (
+        "what was saved is what there was before the pass"
+    )
 
 
 def test_a_save_that_fails_for_whatever_reason_holds_nothing_up(serve: Callable[..., Wire]) -> None:
@@ -404,7 +463,9 @@ def loss(wire: Wire, model: str, number: int) -> float:
 
 
 @pytest.mark.covers("S25")
-def test_a_name_is_used_once_unless_told_otherwise(wire: Wire, files: Callable[[str], list[Path]]) -> None:
+def test_a_name_is_used_once_unless_told_otherwise(
+    wire: Wire, files: Callable[[str], list[Path]]
+) -> None:
     model = wire.model()
     first = save(wire, model, 1, "a")["path"]
     assert first == f"tinker://{model}/weights/a"
@@ -425,7 +486,9 @@ def test_a_name_is_used_once_unless_told_otherwise(wire: Wire, files: Callable[[
 def test_training_and_sampler_checkpoints_do_not_collide(wire: Wire) -> None:
     model = wire.model()
     assert save(wire, model, 1, "a")["path"].endswith("/weights/a")
-    assert save(wire, model, 2, "a", "save_weights_for_sampler")["path"].endswith("/sampler_weights/a")
+    assert save(wire, model, 2, "a", "save_weights_for_sampler")["path"].endswith(
+        "/sampler_weights/a"
+    )
     failure(save(wire, model, 3, "a", "save_weights_for_sampler", ttl_seconds=3600), "exists")
 
 
@@ -436,11 +499,29 @@ def test_a_nameless_checkpoint_is_named_after_its_number(wire: Wire) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["../up", "a/b", "/etc", "..", ".", ".hidden", "", "a b", "a\n", "a\0b", "ä", "x" * 201, "-x", "a\\b", "~"],
+    [
+        "../up",
+        "a/b",
+        "/etc",
+        "..",
+        ".",
+        ".hidden",
+        "",
+        "a b",
+        "a\n",
+        "a\0b",
+        "ä",
+        "x" * 201,
+        "-x",
+        "a\\b",
+        "~",
+    ],
     ids=repr,
 )
 @pytest.mark.parametrize("kind", ["save_weights", "save_weights_for_sampler"])
-def test_bad_names_are_refused(wire: Wire, files: Callable[[str], list[Path]], name: str, kind: str) -> None:
+def test_bad_names_are_refused(
+    wire: Wire, files: Callable[[str], list[Path]], name: str, kind: str
+) -> None:
     model = wire.model()
     outcome = save(wire, model, 1, name, kind)
     if name == "" and kind == "save_weights":
@@ -457,7 +538,9 @@ def test_times_to_live_out_of_bounds_are_refused(wire: Wire, ttl: int) -> None:
     assert "path" in save(wire, model, 2, "a", ttl_seconds=3600)
 
 
-def test_an_expired_checkpoint_is_gone_and_its_name_is_free(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_expired_checkpoint_is_gone_and_its_name_is_free(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = wire.model()
     path = save(wire, model, 1, "a", ttl_seconds=3600)["path"]
     assert wire.post("weights_info", {"tinker_path": path})["lora_rank"] == 4
@@ -495,7 +578,11 @@ def test_an_interrupted_save_leaves_nothing(
 
     with monkeypatch.context() as patch:
         patch.setattr(engine, "writer", half)
-        failure(save(wire, model, 2 if overwrite else 1, "a", overwrite=overwrite), "no space", category="server")
+        failure(
+            save(wire, model, 2 if overwrite else 1, "a", overwrite=overwrite),
+            "no space",
+            category="server",
+        )
     assert len(files(model)) == (1 if overwrite else 0)
     assert wire.send("weights_info", {"tinker_path": path}).status == (200 if overwrite else 404)
     assert "path" in save(wire, model, 3 if overwrite else 2, "a", overwrite=overwrite)
@@ -540,7 +627,9 @@ def test_a_sample_that_cannot_be_put_on_disk_was_not_taken(
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "append", refuse)
         patch.setattr(engine, "sample_step", list)  # what was begun does not end by itself
-        refusal(wire, 503, "asample", sample_json(sampler, 0), "cannot be put on disk", "no space left")
+        refusal(
+            wire, 503, "asample", sample_json(sampler, 0), "cannot be put on disk", "no space left"
+        )
         wait_until(lambda: not engine.sampling())
     assert len(wire.run("asample", sample_json(sampler, 0))["sequences"]) == 1
 
@@ -563,7 +652,10 @@ def test_a_checkpoint_of_another_shape_is_refused(wire: Wire) -> None:
     session = wire.session()
     path = save(wire, wire.model(session, 0, rank=4), 1, "a")["path"]
     other = wire.model(session, 1, rank=8)
-    failure(wire.run("load_weights", {"model_id": other, "seq_id": 1, "path": path, "optimizer": True}), "rank")
+    failure(
+        wire.run("load_weights", {"model_id": other, "seq_id": 1, "path": path, "optimizer": True}),
+        "rank",
+    )
 
 
 @pytest.mark.covers("S24")
@@ -589,11 +681,16 @@ def test_a_run_that_could_not_be_loaded_is_not_there(wire: Wire, recorder: Recor
     assert wire.send("forward_backward", pass_json(f"{session}:train:1", 1)).status in (404, 410)
 
 
-# ── sampling ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── sampling ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def sampler_of(wire: Wire, session: str | None = None, **source: Any) -> str:
-    body = {"session_id": session or wire.session(), "sampling_session_seq_id": 0, "base_model": "fake", **source}
+    body = {
+        "session_id": session or wire.session(),
+        "sampling_session_seq_id": 0,
+        "base_model": "fake",
+        **source,
+    }
     return str(wire.post("create_sampling_session", body)["sampling_session_id"])
 
 
@@ -631,7 +728,15 @@ def test_results_of_a_finished_session_are_gone(wire: Wire) -> None:
 
 @pytest.mark.parametrize("count", [0, -1, 1025])
 def test_the_number_of_samples_is_bounded(wire: Wire, count: int) -> None:
-    refusal(wire, 400, "asample", sample_json(sampler_of(wire), num_samples=count), "num_samples", "1024", str(count))
+    refusal(
+        wire,
+        400,
+        "asample",
+        sample_json(sampler_of(wire), num_samples=count),
+        "num_samples",
+        "1024",
+        str(count),
+    )
 
 
 def test_sampling_without_a_session_names_its_source(wire: Wire) -> None:
@@ -652,9 +757,9 @@ def test_a_prompt_beyond_the_window_fails_in_band(wire: Wire) -> None:
 def test_a_sampler_keeps_its_weights_while_training_goes_on(wire: Wire) -> None:
     session = wire.session()
     model = wire.model(session)
-    snapshot = wire.run("save_weights_for_sampler", {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 5})[
-        "sampling_session_id"
-    ]
+    snapshot = wire.run(
+        "save_weights_for_sampler", {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 5}
+    )["sampling_session_id"]
     assert snapshot == f"{session}:sample:5"
     assert wire.get(f"samplers/{snapshot}")["base_model"] == "fake"
     before = wire.run("asample", sample_json(snapshot, 0))
@@ -662,14 +767,19 @@ def test_a_sampler_keeps_its_weights_while_training_goes_on(wire: Wire) -> None:
         wire.run("forward_backward", pass_json(model, number, tokens=tuple(range(64))))
         wire.run("optim_step", step_json(model, number + 1))
     assert wire.run("asample", sample_json(snapshot, 1)) == before
-    fresh = wire.run("save_weights_for_sampler", {"model_id": model, "seq_id": 6, "sampling_session_seq_id": 6})
+    fresh = wire.run(
+        "save_weights_for_sampler", {"model_id": model, "seq_id": 6, "sampling_session_seq_id": 6}
+    )
     assert wire.run("asample", sample_json(fresh["sampling_session_id"], 0)) != before
 
 
 @pytest.mark.covers("S32")
 def test_a_nameless_save_needs_a_number(wire: Wire) -> None:
     model = wire.model()
-    failure(wire.run("save_weights_for_sampler", {"model_id": model, "seq_id": 1}), "sampling_session_seq_id")
+    failure(
+        wire.run("save_weights_for_sampler", {"model_id": model, "seq_id": 1}),
+        "sampling_session_seq_id",
+    )
 
 
 def test_a_sampler_that_cannot_be_loaded_says_why(wire: Wire, recorder: Recorder) -> None:
@@ -691,18 +801,24 @@ def test_samplers_that_were_not_used_for_long_make_room(serve: Callable[..., Wir
         wire.run("forward_backward", pass_json(model, 3 * number + 1, tokens=tuple(range(64))))
         wire.run("optim_step", step_json(model, 3 * number + 2))
         path = save(wire, model, 3 * number + 3, f"s{number}", "save_weights_for_sampler")["path"]
-        samplers.append(sampler_of(wire, session, base_model=None, model_path=path, sampling_session_seq_id=number))
+        samplers.append(
+            sampler_of(
+                wire, session, base_model=None, model_path=path, sampling_session_seq_id=number
+            )
+        )
     drawn = [wire.run("asample", sample_json(sampler, 0)) for sampler in samplers]
     assert drawn[0] != drawn[1] != drawn[2]
     assert [wire.run("asample", sample_json(sampler, 1)) for sampler in samplers] == drawn
     assert len(engine._samplers) <= 2
 
 
-# ── futures ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── futures ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("S26")
-def test_a_poll_is_held_and_then_says_not_yet(wire: Wire, recorder: Recorder, serve: Callable[..., Wire]) -> None:
+def test_a_poll_is_held_and_then_says_not_yet(
+    wire: Wire, recorder: Recorder, serve: Callable[..., Wire]
+) -> None:
     model = wire.model()
     gate = recorder.gates["optim_step"] = threading.Event()
     request_id = wire.post("optim_step", step_json(model, 1))["request_id"]
@@ -714,7 +830,8 @@ def test_a_poll_is_held_and_then_says_not_yet(wire: Wire, recorder: Recorder, se
     gate.set()
     recorder = Recorder()
     gate = recorder.gates["optim_step"] = threading.Event()
-    wire = serve(FakeEngine(fail=recorder), limits=Limits(poll_seconds=60))  # longer than a request may take here
+    # longer than a request may take here
+    wire = serve(FakeEngine(fail=recorder), limits=Limits(poll_seconds=60))
     request_id = wire.post("optim_step", step_json(wire.model(), 1))["request_id"]
     threading.Timer(0.1, gate.set).start()
     assert wire.send("retrieve_future", {"request_id": request_id}).status == 200
@@ -733,7 +850,9 @@ def test_results_are_kept_for_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         now = [1000.0]
         monkeypatch.setattr("tinkex.server.runs.promises.time.monotonic", lambda: now[0])
         promises = Promises(clock=lambda: now[0])
-        unread, read, pending = (promises.add(name, b"", "s") for name in ("unread", "read", "pending"))
+        unread, read, pending = (
+            promises.add(name, b"", "s") for name in ("unread", "read", "pending")
+        )
         unread.settle(1)
         read.settle(2)
         read.touch()
@@ -755,7 +874,8 @@ def test_results_are_kept_for_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_was_read_is_kept_up_to_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those read last stay; what was read just now stays whatever its size, and so does what nobody has read."""
+    """Those read last stay; what was read just now stays whatever its size, and so does what nobody
+    has read."""
     monkeypatch.setattr("tinkex.server.runs.promises.KEEP_READ_BYTES", 100)
 
     async def run() -> None:
@@ -790,7 +910,10 @@ def test_what_was_read_is_kept_up_to_so_many_bytes(monkeypatch: pytest.MonkeyPat
 def test_a_result_that_is_read_has_its_size_noted(tmp_path: Path) -> None:
     from tinkex import LocalBackend
 
-    with LocalBackend(data_dir=tmp_path, engine=FakeEngine()) as backend, ServiceClient(base_url=backend.base_url) as s:
+    with (
+        LocalBackend(data_dir=tmp_path, engine=FakeEngine()) as backend,
+        ServiceClient(base_url=backend.base_url) as s,
+    ):
         s.create_lora_training_client("fake").result().save_state("a").result(10)
         app = backend._exchange._app  # type: ignore[union-attr]
         sizes = [promise.size for promise in app.state.server.promises._promises.values()]
@@ -808,7 +931,9 @@ def test_a_result_that_is_read_has_its_size_noted(tmp_path: Path) -> None:
         ("application/x-protobuf, application/json", "application/x-protobuf"),
     ],
 )
-def test_results_come_in_the_form_that_is_asked_for(wire: Wire, accept: str | None, kind: str) -> None:
+def test_results_come_in_the_form_that_is_asked_for(
+    wire: Wire, accept: str | None, kind: str
+) -> None:
     model = wire.model()
     headers = {} if accept is None else {"Accept": accept}
 
@@ -837,12 +962,14 @@ def test_a_pending_poll_stays_json_under_protobuf(wire: Wire, recorder: Recorder
     model = wire.model()
     gate = recorder.gates["forward_backward"] = threading.Event()
     request_id = wire.post("forward_backward", pass_json(model, 1))["request_id"]
-    heard = wire.send("retrieve_future", {"request_id": request_id}, headers={"Accept": "application/x-protobuf"})
+    heard = wire.send(
+        "retrieve_future", {"request_id": request_id}, headers={"Accept": "application/x-protobuf"}
+    )
     gate.set()
     assert (heard.status, heard.headers["content-type"]) == (408, "application/json")
 
 
-# ── dialects ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── dialects ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def protobuf_pass(model: str, number: int, **fields: Any) -> bytes:
@@ -851,7 +978,9 @@ def protobuf_pass(model: str, number: int, **fields: Any) -> bytes:
         types.ForwardBackwardRequest(
             model_id=model,
             seq_id=number,
-            forward_backward_input=types.ForwardBackwardInput(data=[datum], loss_fn="cross_entropy"),
+            forward_backward_input=types.ForwardBackwardInput(
+                data=[datum], loss_fn="cross_entropy"
+            ),
             **fields,
         )
     ).data
@@ -861,7 +990,9 @@ def protobuf_pass(model: str, number: int, **fields: Any) -> bytes:
 def test_all_dialects_of_a_pass_mean_the_same(wire: Wire, recorder: Recorder) -> None:
     model = wire.model()
     as_protobuf = {"Content-Type": "application/x-protobuf"}
-    zstd_body = codec.encode(protobuf.decode_forward_backward(protobuf_pass(model, 3)), compress=True)
+    zstd_body = codec.encode(
+        protobuf.decode_forward_backward(protobuf_pass(model, 3)), compress=True
+    )
     forward = pass_json(model, 4)
     forward["forward_input"] = forward.pop("forward_backward_input")
     sent = [
@@ -869,7 +1000,9 @@ def test_all_dialects_of_a_pass_mean_the_same(wire: Wire, recorder: Recorder) ->
         wire.send("forward_backward", protobuf_pass(model, 2), headers=as_protobuf),
         wire.send("forward_backward", zstd_body.data, headers=zstd_body.headers),
         wire.send("forward", forward),
-        wire.send("forward_backward", protobuf_pass(model, 5, forward_only=True), headers=as_protobuf),
+        wire.send(
+            "forward_backward", protobuf_pass(model, 5, forward_only=True), headers=as_protobuf
+        ),
         wire.send("forward_backward", pass_json(model, 6) | {"forward_only": True}),
     ]
     results = [wire.result(heard.json["request_id"]) for heard in sent]
@@ -884,8 +1017,14 @@ def test_all_dialects_of_a_pass_mean_the_same(wire: Wire, recorder: Recorder) ->
     [
         (b"\xff\xff\xff", {"Content-Type": "application/x-protobuf"}),
         (protobuf_pass("m", 1)[:-1], {"Content-Type": "application/x-protobuf"}),
-        (protobuf_pass("m", 1), {"Content-Type": "application/x-protobuf", "Content-Encoding": "zstd"}),
-        (protobuf_pass("m", 1), {"Content-Type": "application/x-protobuf", "Content-Encoding": "gzip"}),
+        (
+            protobuf_pass("m", 1),
+            {"Content-Type": "application/x-protobuf", "Content-Encoding": "zstd"},
+        ),
+        (
+            protobuf_pass("m", 1),
+            {"Content-Type": "application/x-protobuf", "Content-Encoding": "gzip"},
+        ),
         (protobuf_pass("m", 1), {"Content-Type": "application/json"}),
     ],
 )
@@ -916,14 +1055,16 @@ def test_a_body_of_unknown_length_is_counted(serve: Callable[..., Wire]) -> None
 
     wire = serve(FakeEngine(), limits=Limits(body_bytes=2000))
     connection = http.client.HTTPConnection(wire.url.removeprefix("http://"), timeout=10)
-    connection.request("POST", "/api/v1/create_session", iter([b" " * 1000] * 5), encode_chunked=True)
+    connection.request(
+        "POST", "/api/v1/create_session", iter([b" " * 1000] * 5), encode_chunked=True
+    )
     response = connection.getresponse()
     assert response.status == 413
     assert b"2000" in response.read()
     connection.close()
 
 
-# ── keys ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── keys ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_key_is_asked_for_and_checked(serve: Callable[..., Wire]) -> None:
@@ -940,7 +1081,7 @@ def test_a_key_is_asked_for_and_checked(serve: Callable[..., Wire]) -> None:
     assert wire.send("samplers/x", method="GET").status == 401
 
 
-# ── sessions ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── sessions ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("S6", "S32")
@@ -948,17 +1089,29 @@ def test_finishing_a_session_frees_what_it_held(wire: Wire, engine: FakeEngine) 
     session, other = wire.session(), wire.session()
     model, kept = wire.model(session), wire.model(other)
     path = save(wire, model, 1, "a")["path"]
-    snapshot = wire.run("save_weights_for_sampler", {"model_id": model, "seq_id": 2, "sampling_session_seq_id": 0})[
-        "sampling_session_id"
-    ]
+    snapshot = wire.run(
+        "save_weights_for_sampler", {"model_id": model, "seq_id": 2, "sampling_session_seq_id": 0}
+    )["sampling_session_id"]
     assert wire.post("session_heartbeat", {"session_id": session}) == {"type": "session_heartbeat"}
     finish = {"reason": {"type": "success"}, "detail": None}
     assert wire.send(f"sessions/{session}/finish", finish).status == 200
     assert wire.send(f"sessions/{session}/finish", finish).status == 200
     refusal(wire, 410, "session_heartbeat", {"session_id": session}, "finished")
-    refusal(wire, 410, "optim_step", step_json(model, 3), "create_training_client_from_state_with_optimizer")
+    refusal(
+        wire,
+        410,
+        "optim_step",
+        step_json(model, 3),
+        "create_training_client_from_state_with_optimizer",
+    )
     refusal(wire, 410, "asample", sample_json(snapshot), "session")
-    refusal(wire, 410, "create_model", {"session_id": session, "model_seq_id": 1, "base_model": "fake"}, "finished")
+    refusal(
+        wire,
+        410,
+        "create_model",
+        {"session_id": session, "model_seq_id": 1, "base_model": "fake"},
+        "finished",
+    )
     assert wire.post("weights_info", {"tinker_path": path})["base_model"] == "fake"
     assert "metrics" in wire.run("optim_step", step_json(kept, 1))
     assert model not in engine._adapters
@@ -968,7 +1121,8 @@ def test_finishing_a_session_frees_what_it_held(wire: Wire, engine: FakeEngine) 
 
 def test_a_waiter_is_told_when_its_session_ends(serve: Callable[..., Wire]) -> None:
     recorder = Recorder()
-    wire = serve(FakeEngine(fail=recorder), limits=Limits(poll_seconds=60))  # longer than a request may take here
+    # longer than a request may take here
+    wire = serve(FakeEngine(fail=recorder), limits=Limits(poll_seconds=60))
     session = wire.session()
     model = wire.model(session)
     gate = recorder.gates["optim_step"] = threading.Event()
@@ -982,11 +1136,15 @@ def test_a_waiter_is_told_when_its_session_ends(serve: Callable[..., Wire]) -> N
 
 
 @pytest.mark.covers("S6")
-def test_a_silent_session_is_ended(serve: Callable[..., Wire], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_session_is_ended(
+    serve: Callable[..., Wire], monkeypatch: pytest.MonkeyPatch
+) -> None:
     real, clock = asyncio.sleep, Clock()
     for module in ("state", "routes.handlers"):
         monkeypatch.setattr(f"tinkex.server.{module}.time", clock)
-    monkeypatch.setattr("tinkex.server.routes.handlers.asyncio.sleep", lambda seconds: real(min(seconds, 0.05)))
+    monkeypatch.setattr(
+        "tinkex.server.routes.handlers.asyncio.sleep", lambda seconds: real(min(seconds, 0.05))
+    )
     engine = FakeEngine()
     wire = serve(engine, limits=Limits(session_seconds=60))
     silent, lively = wire.session(), wire.session()
@@ -1012,7 +1170,10 @@ def test_a_restart_keeps_what_was_saved(serve: Callable[..., Wire], tmp_path: Pa
         path = save(first, model, 3, "a")["path"]
         sampler_path = save(first, model, 4, "a", "save_weights_for_sampler")["path"]
         expected = loss(first, model, 5)
-        drawn = first.run("asample", sample_json(sampler_of(first, session, base_model=None, model_path=sampler_path)))
+        drawn = first.run(
+            "asample",
+            sample_json(sampler_of(first, session, base_model=None, model_path=sampler_path)),
+        )
     second = serve(FakeEngine())
     assert "error" not in second.run("optim_step", step_json(model, 6))  # the run itself goes on
     assert second.post("get_info", {"model_id": model})["lora_rank"] == 4
@@ -1026,7 +1187,9 @@ def test_a_restart_keeps_what_was_saved(serve: Callable[..., Wire], tmp_path: Pa
     assert again == drawn
 
 
-def test_requests_of_an_earlier_life_are_answered(serve: Callable[..., Wire], tmp_path: Path) -> None:
+def test_requests_of_an_earlier_life_are_answered(
+    serve: Callable[..., Wire], tmp_path: Path
+) -> None:
     with serving(FakeEngine(), tmp_path) as url:
         first = Wire(url)
         session = first.session()
@@ -1038,7 +1201,9 @@ def test_requests_of_an_earlier_life_are_answered(serve: Callable[..., Wire], tm
     refusal(second, 404, "retrieve_future", {"request_id": "nobody:1"}, "nobody:1")
 
 
-def test_a_model_of_an_earlier_life_is_not_made_again(serve: Callable[..., Wire], tmp_path: Path) -> None:
+def test_a_model_of_an_earlier_life_is_not_made_again(
+    serve: Callable[..., Wire], tmp_path: Path
+) -> None:
     with serving(FakeEngine(), tmp_path) as url:
         first = Wire(url)
         session = first.session()
@@ -1047,7 +1212,12 @@ def test_a_model_of_an_earlier_life_is_not_made_again(serve: Callable[..., Wire]
         first.run("optim_step", step_json(model, 2))
         expected = loss(first, model, 3)
     second = serve(FakeEngine())
-    body = {"session_id": session, "model_seq_id": 0, "base_model": "fake", "lora_config": {"rank": 4}}
+    body = {
+        "session_id": session,
+        "model_seq_id": 0,
+        "base_model": "fake",
+        "lora_config": {"rank": 4},
+    }
     assert second.run("create_model", body)["model_id"] == model
     assert loss(second, model, 4) == expected
     assert second.model(session, 1) == f"{session}:train:1"
@@ -1069,15 +1239,27 @@ def test_data_of_a_newer_version_is_left_alone(tmp_path: Path) -> None:
 def test_the_rest(wire: Wire) -> None:
     assert wire.get("healthz") == {"status": "ok"}
     [model] = wire.get("get_server_capabilities")["supported_models"]
-    assert model == {"model_name": "fake", "max_context_length": 1 << 20, "trainable": True, "sampleable": True}
-    assert wire.post("telemetry", {"events": [{"event": "X", "n": 1}], "session_id": "any"}) == {"status": "accepted"}
+    assert model == {
+        "model_name": "fake",
+        "max_context_length": 1 << 20,
+        "trainable": True,
+        "sampleable": True,
+    }
+    assert wire.post("telemetry", {"events": [{"event": "X", "n": 1}], "session_id": "any"}) == {
+        "status": "accepted"
+    }
     config = wire.post("client/config", {"sdk_version": "0.36.0"})
     assert config["sample_use_retrieve_futures"] is False
     assert config["proto_compress_fwdbwd"] is False
-    assert wire.post("client/dynamic_config", {"sdk_version": "0.36.0"})["sample_cancel_enabled"] is True
+    assert (
+        wire.post("client/dynamic_config", {"sdk_version": "0.36.0"})["sample_cancel_enabled"]
+        is True
+    )
 
 
-def test_an_internal_fault_says_little(wire: Wire, monkeypatch: pytest.MonkeyPatch, engine: FakeEngine) -> None:
+def test_an_internal_fault_says_little(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch, engine: FakeEngine
+) -> None:
     def broken() -> Any:
         raise RuntimeError("path /secret/place")
 
@@ -1098,7 +1280,9 @@ def test_a_number_that_is_too_far_ahead_is_refused_and_the_run_goes_on(wire: Wir
 
 @pytest.mark.covers("S24")
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_strict_server_loads_weights_as_the_first_operation_only(tmp_path: Path, strict: bool) -> None:
+def test_a_strict_server_loads_weights_as_the_first_operation_only(
+    tmp_path: Path, strict: bool
+) -> None:
     with serving(FakeEngine(), tmp_path, strict=strict) as url:
         wire = Wire(url)
         model = wire.model()
@@ -1110,7 +1294,7 @@ def test_a_strict_server_loads_weights_as_the_first_operation_only(tmp_path: Pat
         assert wire.run("load_weights", {"model_id": fresh, "seq_id": 1, **load})["path"] == path
 
 
-# ── the engine's end ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── the engine's end ──────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_server_whose_engine_died_says_so_instead_of_waiting(tmp_path: Path) -> None:
@@ -1131,8 +1315,13 @@ def test_a_server_whose_engine_died_says_so_instead_of_waiting(tmp_path: Path) -
         with pytest.raises(tinkex.RequestFailedError, match="engine has died"):
             drawing.result(10)
         assert wire.send("healthz", method="GET").status == 503
-        for call in (lambda: client.save_state("late").result(10), lambda: sampler.compute_logprobs(prompt).result(10)):
-            with pytest.raises(tinkex.InternalServerError, match="503: the server's engine has died"):
+        for call in (
+            lambda: client.save_state("late").result(10),
+            lambda: sampler.compute_logprobs(prompt).result(10),
+        ):
+            with pytest.raises(
+                tinkex.InternalServerError, match="503: the server's engine has died"
+            ):
                 call()
 
 
@@ -1140,7 +1329,9 @@ def test_operations_answer_to_their_own_method_alone(wire: Wire) -> None:
     gets = {op.path for op in OPERATIONS if op.method == "GET"}
     for path in {op.path for op in OPERATIONS if op.method == "POST" and "{" not in op.path} - gets:
         assert wire.send(path, method="GET").status == 404
-    assert wire.send("asample", method="GET").json == {"detail": "there is no GET /api/v1/asample here"}
+    assert wire.send("asample", method="GET").json == {
+        "detail": "there is no GET /api/v1/asample here"
+    }
 
 
 def test_a_server_below_another_path_answers_there(tmp_path: Path) -> None:
@@ -1155,7 +1346,13 @@ def test_a_server_below_another_path_answers_there(tmp_path: Path) -> None:
         sent.append(dict(message))
 
     async def ask(root: str, path: str) -> int:
-        scope = {"type": "http", "method": "POST", "scheme": "http", "query_string": b"", "headers": []}
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "scheme": "http",
+            "query_string": b"",
+            "headers": [],
+        }
         sent.clear()
         await app({**scope, "root_path": root, "path": path}, receive, send)
         return int(sent[0]["status"])

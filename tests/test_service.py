@@ -1,4 +1,5 @@
-"""The service client: what it makes, of what, under which numbers; and that what fails leaves nothing behind."""
+"""The service client: what it makes, of what, under which numbers; and that what fails leaves
+nothing behind."""
 
 from __future__ import annotations
 
@@ -22,9 +23,13 @@ KEY = "tml-very-secret"
 STATE = "tinker://other:train:0/weights/a"
 STEP = AdamParams(learning_rate=0.1)
 PASSED = types.ForwardBackwardOutput(
-    "ArrayRecord", [{"logprobs": types.TensorData.from_numpy(np.array([-1.0] * 3, np.float32))}], {"loss:sum": 1.0}
+    "ArrayRecord",
+    [{"logprobs": types.TensorData.from_numpy(np.array([-1.0] * 3, np.float32))}],
+    {"loss:sum": 1.0},
 )
-DATA = [Datum(ModelInput.from_ints([1, 2, 3]), {"target_tokens": [2, 3, 4], "weights": [1.0, 1.0, 0.0]})]
+DATA = [
+    Datum(ModelInput.from_ints([1, 2, 3]), {"target_tokens": [2, 3, 4], "weights": [1.0, 1.0, 0.0]})
+]
 
 
 @pytest.fixture
@@ -46,10 +51,16 @@ def faulty() -> Iterator[FaultyServer]:
                 return Answer(body=codec.encode(PASSED).data, content_type=codec.PROTOBUF)
             named = {"model_id": f"s:train:{number}"} if number else {}
             loaded = {"path": STATE, **named}
-            return Answer(body={"model": named, "load": loaded, "loss": {"loss_id": "loss-1"}, "step": {}}[kind])
+            return Answer(
+                body={"model": named, "load": loaded, "loss": {"loss_id": "loss-1"}, "step": {}}[
+                    kind
+                ]
+            )
 
         def bind(seen: Seen) -> Answer:
-            return Answer(body={"sampling_session_id": f"s:sample:{seen.json['sampling_session_seq_id']}"})
+            return Answer(
+                body={"sampling_session_id": f"s:sample:{seen.json['sampling_session_seq_id']}"}
+            )
 
         server.script("create_model", create)
         server.script("load_weights", load)
@@ -59,7 +70,9 @@ def faulty() -> Iterator[FaultyServer]:
         server.script("create_sampling_session", bind)
         server.script("create_custom_loss", Answer(body={"request_id": "loss"}))
         server.script("retrieve_future", result)
-        server.script("weights_info", Answer(body={"base_model": "m", "is_lora": True, "lora_rank": 8}))
+        server.script(
+            "weights_info", Answer(body={"base_model": "m", "is_lora": True, "lora_rank": 8})
+        )
         yield server
 
 
@@ -84,12 +97,14 @@ def made(service: ServiceClient, method: str, twin: str, *args: Any, **named: An
 
 both = pytest.mark.parametrize("twin", ["sync", "async"])
 
-# ── runs and samplers ────────────────────────────────────────────────────────────────────────────────────────────
+# ── runs and samplers ─────────────────────────────────────────────────────────────────────────────
 
 
 @both
 @pytest.mark.covers("C34", "C37", "C40", "24.service.1")
-def test_runs_and_samplers_are_numbered_from_zero(faulty: FaultyServer, service: ServiceClient, twin: str) -> None:
+def test_runs_and_samplers_are_numbered_from_zero(
+    faulty: FaultyServer, service: ServiceClient, twin: str
+) -> None:
     runs = [made(service, "create_lora_training_client", twin, "m") for _ in range(2)]
     samplers = [made(service, "create_sampling_client", twin, base_model="m") for _ in range(2)]
     assert [run.model_id for run in runs] == ["s:train:0", "s:train:1"]
@@ -107,7 +122,9 @@ def test_runs_and_samplers_are_numbered_from_zero(faulty: FaultyServer, service:
 
 
 @pytest.mark.covers("C34", "24.service.1")
-def test_clients_made_at_once_have_numbers_of_their_own(faulty: FaultyServer, service: ServiceClient) -> None:
+def test_clients_made_at_once_have_numbers_of_their_own(
+    faulty: FaultyServer, service: ServiceClient
+) -> None:
     async def many() -> list[TrainingClient]:
         return await asyncio.gather(*(service.create_lora_training_client("m") for _ in range(12)))
 
@@ -206,7 +223,8 @@ def test_a_rest_client_of_a_service_ends_nothing_when_it_is_closed(
     faulty: FaultyServer, service: ServiceClient
 ) -> None:
     faulty.script(
-        "training_runs", Answer(body={"training_runs": [], "cursor": {"offset": 0, "limit": 1, "total_count": 0}})
+        "training_runs",
+        Answer(body={"training_runs": [], "cursor": {"offset": 0, "limit": 1, "total_count": 0}}),
     )
     client = service.create_lora_training_client("m").result()
     with pytest.warns(FutureWarning, match="RestClient"):
@@ -218,7 +236,7 @@ def test_a_rest_client_of_a_service_ends_nothing_when_it_is_closed(
     assert len(faulty.requests("create_session")) == 1
 
 
-# ── runs of saved states ─────────────────────────────────────────────────────────────────────────────────────────
+# ── runs of saved states ──────────────────────────────────────────────────────────────────────────
 
 LOADING = pytest.mark.parametrize("method", ["", "_with_optimizer"], ids=["weights", "optimizer"])
 
@@ -229,9 +247,17 @@ LOADING = pytest.mark.parametrize("method", ["", "_with_optimizer"], ids=["weigh
 def test_a_run_of_a_state_has_the_shape_that_its_checkpoint_says(
     faulty: FaultyServer, service: ServiceClient, method: str, twin: str
 ) -> None:
-    info = {"base_model": "big", "is_lora": True, "lora_rank": 8, "train_mlp": False, "train_unembed": None}
+    info = {
+        "base_model": "big",
+        "is_lora": True,
+        "lora_rank": 8,
+        "train_mlp": False,
+        "train_unembed": None,
+    }
     faulty.script("client/config", Answer(404))
-    faulty.script("weights_info", Answer(body=info | {"optimizer_config": {"type": "dimuon", "version": 1}}))
+    faulty.script(
+        "weights_info", Answer(body=info | {"optimizer_config": {"type": "dimuon", "version": 1}})
+    )
     client = made(
         service,
         f"create_training_client_from_state{method}",
@@ -240,9 +266,12 @@ def test_a_run_of_a_state_has_the_shape_that_its_checkpoint_says(
         user_metadata={"a": "b"},
         weights_access_token="tml-foreign",
     )
-    asked, created, loaded = (faulty.requests(path)[0] for path in ("weights_info", "create_model", "load_weights"))
+    asked, created, loaded = (
+        faulty.requests(path)[0] for path in ("weights_info", "create_model", "load_weights")
+    )
     assert asked.json == {"tinker_path": STATE}
-    assert asked.headers["x-api-key"] == "tml-foreign"  # a foreign checkpoint is described to its token
+    # a foreign checkpoint is described to its token
+    assert asked.headers["x-api-key"] == "tml-foreign"
     assert created.headers["x-api-key"] == loaded.headers["x-api-key"] == KEY
     assert created.json["base_model"] == "big"
     assert created.json["lora_config"] == {
@@ -262,7 +291,8 @@ def test_a_run_of_a_state_has_the_shape_that_its_checkpoint_says(
         "type": "load_weights",
     }
     client.optim_step(STEP).result(5)
-    assert faulty.requests("optim_step")[0].json["seq_id"] == 2  # the first number was the loading's
+    # the first number was the loading's
+    assert faulty.requests("optim_step")[0].json["seq_id"] == 2
 
 
 @both
@@ -295,16 +325,22 @@ def test_a_run_of_a_state_is_made_in_one_request_where_the_server_can(
         "weights_access_token": "tml-foreign",
         "type": "load_weights",
     }
-    assert loaded.json == expected | ({} if method else {"optimizer_config": {"type": "dimuon", "version": 1}})
+    assert loaded.json == expected | (
+        {} if method else {"optimizer_config": {"type": "dimuon", "version": 1}}
+    )
     assert faulty.requests("weights_info") == []
     assert len(faulty.requests("create_model")) == 1
     client.optim_step(STEP).result(5)
     assert faulty.requests("optim_step")[0].json["seq_id"] == 1
 
 
-def test_an_optimizer_that_is_given_wins_over_the_checkpoints(faulty: FaultyServer, service: ServiceClient) -> None:
+def test_an_optimizer_that_is_given_wins_over_the_checkpoints(
+    faulty: FaultyServer, service: ServiceClient
+) -> None:
     faulty.script("client/config", Answer(404))
-    service.create_training_client_from_state(STATE, "mine", optimizer=types.DimuonOptimizerConfig()).result()
+    service.create_training_client_from_state(
+        STATE, "mine", optimizer=types.DimuonOptimizerConfig()
+    ).result()
     created = faulty.requests("create_model")[0].json
     assert created["base_model"] == "mine"
     assert created["optimizer_config"] == {"type": "dimuon", "version": 1}
@@ -336,7 +372,9 @@ def test_a_state_that_cannot_be_loaded_leaves_no_run_behind(
 
 
 @pytest.mark.covers("D04")
-def test_a_load_that_is_given_up_leaves_no_run_behind(faulty: FaultyServer, service: ServiceClient) -> None:
+def test_a_load_that_is_given_up_leaves_no_run_behind(
+    faulty: FaultyServer, service: ServiceClient
+) -> None:
     faulty.script("client/config", Answer(404))
     faulty.script("load_weights", Answer(body={"request_id": "load-"}, delay=5))
     creating = service.create_training_client_from_state(STATE)
@@ -347,7 +385,9 @@ def test_a_load_that_is_given_up_leaves_no_run_behind(faulty: FaultyServer, serv
 
 
 @pytest.mark.covers("D04")
-def test_the_error_does_not_wait_for_the_run_to_be_let_go(faulty: FaultyServer, service: ServiceClient) -> None:
+def test_the_error_does_not_wait_for_the_run_to_be_let_go(
+    faulty: FaultyServer, service: ServiceClient
+) -> None:
     faulty.script("client/config", Answer(404))
     faulty.script("load_weights", Answer(404, {"detail": "no such state"}))
     gate = threading.Event()
@@ -366,7 +406,13 @@ def test_the_error_does_not_wait_for_the_run_to_be_let_go(faulty: FaultyServer, 
         ({"is_lora": False}, ValueError, "not a LoRA checkpoint"),
         ({"is_lora": True}, ValueError, "not a LoRA checkpoint"),
         (
-            {"is_lora": True, "lora_rank": 4, "train_mlp": False, "train_attn": False, "train_unembed": False},
+            {
+                "is_lora": True,
+                "lora_rank": 4,
+                "train_mlp": False,
+                "train_attn": False,
+                "train_unembed": False,
+            },
             AssertionError,
             "train_mlp",
         ),
@@ -374,7 +420,12 @@ def test_the_error_does_not_wait_for_the_run_to_be_let_go(faulty: FaultyServer, 
     ids=["not-lora", "no-rank", "nothing"],
 )
 def test_a_checkpoint_that_is_no_adapter_makes_no_run(
-    faulty: FaultyServer, service: ServiceClient, info: dict[str, Any], error: type[Exception], words: str, twin: str
+    faulty: FaultyServer,
+    service: ServiceClient,
+    info: dict[str, Any],
+    error: type[Exception],
+    words: str,
+    twin: str,
 ) -> None:
     faulty.script("client/config", Answer(404))
     faulty.script("weights_info", Answer(body={"base_model": "m", **info}))
@@ -384,7 +435,9 @@ def test_a_checkpoint_that_is_no_adapter_makes_no_run(
 
 
 @pytest.mark.covers("W07", "C40")
-def test_async_creators_do_not_block_the_callers_loop(faulty: FaultyServer, service: ServiceClient) -> None:
+def test_async_creators_do_not_block_the_callers_loop(
+    faulty: FaultyServer, service: ServiceClient
+) -> None:
     ticks, stood_still = 0, list[str]()
 
     def after_ticks(body: dict[str, Any]) -> Callable[[Seen], Answer]:
@@ -427,8 +480,13 @@ def test_async_creators_do_not_block_the_callers_loop(faulty: FaultyServer, serv
 
 @pytest.mark.covers("C40", "4.1/11")
 def test_every_creator_has_an_async_twin_that_takes_the_same() -> None:
-    names = [name for name in dir(ServiceClient) if name.startswith(("create_", "get_server")) and "_async" not in name]
-    waited_for = {"create_rest_client", "create_custom_loss"}  # one waits for nothing, one gives a future
+    names = [
+        name
+        for name in dir(ServiceClient)
+        if name.startswith(("create_", "get_server")) and "_async" not in name
+    ]
+    # one waits for nothing, one gives a future
+    waited_for = {"create_rest_client", "create_custom_loss"}
     assert len(names) >= 6
     for name in set(names) - waited_for:
         plain, twin = getattr(ServiceClient, name), getattr(ServiceClient, f"{name}_async")
@@ -436,7 +494,7 @@ def test_every_creator_has_an_async_twin_that_takes_the_same() -> None:
         assert is_coroutine_function(twin)
 
 
-# ── custom losses ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── custom losses ─────────────────────────────────────────────────────────────────────────────────
 
 
 def weighted(logprobs: Any, weights: Any) -> Any:
@@ -458,7 +516,9 @@ def uploading(faulty: FaultyServer) -> FaultyServer:
     return faulty
 
 
-def test_a_custom_loss_is_uploaded_and_used_by_its_name(uploading: FaultyServer, service: ServiceClient) -> None:
+def test_a_custom_loss_is_uploaded_and_used_by_its_name(
+    uploading: FaultyServer, service: ServiceClient
+) -> None:
     client = service.create_lora_training_client("m").result()
     handle = service.create_custom_loss(weighted, RANKS).result(10)
     assert (handle.name, handle.loss_id, handle.session_id) == ("weighted", "loss-1", "s")
@@ -479,7 +539,9 @@ def test_a_custom_loss_is_uploaded_and_used_by_its_name(uploading: FaultyServer,
     assert passed.headers["content-type"] == codec.PROTOBUF
     wire = protobuf.parse("ForwardBackwardRequest", passed.body)
     assert (wire.loss_fn, dict(wire.loss_fn_config)) == ("custom", {})
-    assert {name: value.text for name, value in wire.loss_fn_config_v2.items()} == {"loss_id": "loss-1"}
+    assert {name: value.text for name, value in wire.loss_fn_config_v2.items()} == {
+        "loss_id": "loss-1"
+    }
     request = codec.decode(types.ForwardBackwardRequest, passed.body, codec.PROTOBUF)
     assert request.forward_backward_input.loss_fn == "custom"
     assert request.forward_backward_input.loss_fn_config == {"loss_id": "loss-1"}
@@ -487,26 +549,34 @@ def test_a_custom_loss_is_uploaded_and_used_by_its_name(uploading: FaultyServer,
     assert (request.seq_id, request.forward_only) == (1, False)
 
 
-def test_custom_losses_are_numbered_and_each_is_made_once(uploading: FaultyServer, service: ServiceClient) -> None:
+def test_custom_losses_are_numbered_and_each_is_made_once(
+    uploading: FaultyServer, service: ServiceClient
+) -> None:
     service.create_custom_loss(weighted, RANKS).result(10)
     service.create_custom_loss(other, {"logprobs": 1}).result(10)
     with pytest.raises(ValueError, match="'weighted' was made before in this session"):
         service.create_custom_loss(weighted, RANKS).result(10)
-    assert [seen.json["custom_loss_seq_id"] for seen in uploading.requests("create_custom_loss")] == [0, 1]
+    assert [
+        seen.json["custom_loss_seq_id"] for seen in uploading.requests("create_custom_loss")
+    ] == [0, 1]
 
 
 def test_a_custom_loss_that_could_not_be_uploaded_can_be_made_again(
     uploading: FaultyServer, service: ServiceClient
 ) -> None:
     uploading.script(
-        "create_custom_loss", Answer(422, {"detail": "no such function"}), Answer(body={"request_id": "loss"})
+        "create_custom_loss",
+        Answer(422, {"detail": "no such function"}),
+        Answer(body={"request_id": "loss"}),
     )
     with pytest.raises(tinkex.UnprocessableEntityError, match="no such function"):
         service.create_custom_loss(weighted, RANKS).result(10)
     assert service.create_custom_loss(weighted, RANKS).result(10).loss_id == "loss-1"
 
 
-def test_a_custom_loss_that_cannot_be_traced_is_refused_at_once(faulty: FaultyServer, service: ServiceClient) -> None:
+def test_a_custom_loss_that_cannot_be_traced_is_refused_at_once(
+    faulty: FaultyServer, service: ServiceClient
+) -> None:
     def branching(logprobs: Any) -> Any:
         return (logprobs.sum(), {}) if logprobs.sum() > 0 else (-logprobs.sum(), {})
 
@@ -517,7 +587,9 @@ def test_a_custom_loss_that_cannot_be_traced_is_refused_at_once(faulty: FaultySe
     assert faulty.seen == []
 
 
-def test_a_custom_loss_of_another_session_is_refused(faulty: FaultyServer, service: ServiceClient) -> None:
+def test_a_custom_loss_of_another_session_is_refused(
+    faulty: FaultyServer, service: ServiceClient
+) -> None:
     handle = service.create_custom_loss(other, {"logprobs": 1}).result(10)
     faulty.script("create_session", Answer(body={"session_id": "t"}))
     faulty.script("sessions/t/finish", Answer())
@@ -559,12 +631,17 @@ def test_a_custom_loss_trains_a_model_as_a_plain_function_does(server_url: str) 
         return -logprobs.sum(), {}
 
     with ServiceClient(base_url=server_url) as service:
-        one, two = (service.create_lora_training_client(MODEL, rank=4, seed=7).result() for _ in range(2))
+        one, two = (
+            service.create_lora_training_client(MODEL, rank=4, seed=7).result() for _ in range(2)
+        )
         handle = service.create_custom_loss(traced, {"logprobs": 1}).result(10)
         for client, loss in ((one, plain), (two, handle)):
             client.forward_backward_custom(data, loss).result(20)
             client.optim_step(AdamParams(learning_rate=0.01)).result(20)
-        losses = [client.forward(data, "cross_entropy").result(20).metrics["loss:sum"] for client in (one, two)]
+        losses = [
+            client.forward(data, "cross_entropy").result(20).metrics["loss:sum"]
+            for client in (one, two)
+        ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
@@ -573,12 +650,16 @@ def test_clients_take_a_config_in_place_of_single_settings(server_url: str) -> N
     with tinkex.ServiceClient(config=config) as service, tinkex.RestClient(config=config) as rest:
         assert service.get_server_capabilities().supported_models
         assert service.holder.config is config
-        assert rest.get_session(service.holder.session_id).result().user_metadata == {"team": "evals"}
+        assert rest.get_session(service.holder.session_id).result().user_metadata == {
+            "team": "evals"
+        }
     with tinkex.AdminClient(config=config) as admin:
         assert admin.get_current_checkpoint_storage_usage().result() is not None
 
 
-@pytest.mark.parametrize("kind", [tinkex.ServiceClient, tinkex.RestClient, tinkex.AdminClient, tinkex.HttpClient])
+@pytest.mark.parametrize(
+    "kind", [tinkex.ServiceClient, tinkex.RestClient, tinkex.AdminClient, tinkex.HttpClient]
+)
 def test_a_config_beside_single_settings_is_refused(kind: Any) -> None:
     with pytest.raises(ValueError, match="not both"):
         kind(config=tinkex.Config.resolve(base_url="local"), base_url="local")

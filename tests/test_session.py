@@ -68,14 +68,16 @@ def opened(faulty: FaultyServer, **options: Any) -> ServiceClient:
     return service
 
 
-# ── opening ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── opening ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("C29", "24.session.1")
 def test_a_session_says_who_opens_it(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKER_TAGS", "one, two")
     metadata = {"team": "red"}
-    with opened(faulty, api_key=KEY, project_id="p-7", display_name="my run", user_metadata=metadata) as service:
+    with opened(
+        faulty, api_key=KEY, project_id="p-7", display_name="my run", user_metadata=metadata
+    ) as service:
         assert service.holder.session_id == "s"
     (created,) = faulty.requests("create_session")
     tags = created.json["tags"]
@@ -101,7 +103,9 @@ def test_a_session_says_who_opens_it(faulty: FaultyServer, monkeypatch: pytest.M
     ],
     ids=["nothing", "number", "page"],
 )
-def test_an_answer_that_is_no_session_is_an_error(faulty: FaultyServer, answer: Answer, word: str) -> None:
+def test_an_answer_that_is_no_session_is_an_error(
+    faulty: FaultyServer, answer: Answer, word: str
+) -> None:
     faulty.script("create_session", answer)
     service = ServiceClient(base_url=faulty.base_url)
     with pytest.raises(tinkex.APIResponseValidationError, match=word) as caught:
@@ -112,7 +116,9 @@ def test_an_answer_that_is_no_session_is_an_error(faulty: FaultyServer, answer: 
 
 @pytest.mark.covers("C29", "C33")
 def test_a_failed_opening_is_made_anew_by_the_next_call(faulty: FaultyServer) -> None:
-    faulty.script("create_session", Answer(403, {"detail": "not you"}), Answer(body={"session_id": "s"}))
+    faulty.script(
+        "create_session", Answer(403, {"detail": "not you"}), Answer(body={"session_id": "s"})
+    )
     with ServiceClient(base_url=faulty.base_url) as service:
         with pytest.raises(tinkex.PermissionDeniedError, match="not you"):
             service.get_server_capabilities()
@@ -122,7 +128,9 @@ def test_a_failed_opening_is_made_anew_by_the_next_call(faulty: FaultyServer) ->
 
 
 @pytest.mark.covers("C29")
-def test_what_the_server_wants_to_be_read_is_logged(faulty: FaultyServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_the_server_wants_to_be_read_is_logged(
+    faulty: FaultyServer, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     told = {"info_message": "hello", "warning_message": "old client", "error_message": "quota gone"}
     faulty.script("create_session", Answer(body={"session_id": "s", **told}))
@@ -149,7 +157,8 @@ def test_a_slow_answer_within_the_timeout_opens_the_session(
 def test_a_server_that_does_not_answer_is_given_up_in_time(
     faulty: FaultyServer, configured: Callable[..., None], path: str
 ) -> None:
-    """Whatever patience later calls have: a request's time and that of its retries bound each step of opening."""
+    """Whatever patience later calls have: a request's time and that of its retries bound each step
+    of opening."""
     first = 0.2 if path == "client/config" else 20.0
     configured(timeout=0.3, patience=300.0, first_contact_patience=first)
     faulty.script(path, Answer(delay=30))
@@ -191,7 +200,7 @@ def test_a_server_that_keeps_failing_is_given_up_in_time(
     service.close().result(5)
 
 
-# ── heartbeats ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── heartbeats ────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("C30")
@@ -217,7 +226,10 @@ def test_heartbeats_come_at_their_time_and_name_their_session(
 @pytest.mark.covers("24.session.7")
 @pytest.mark.parametrize("status", [503, 429, 402])
 def test_a_heartbeat_has_ten_seconds_and_one_attempt_whatever_is_configured(
-    faulty: FaultyServer, configured: Callable[..., None], monkeypatch: pytest.MonkeyPatch, status: int
+    faulty: FaultyServer,
+    configured: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    status: int,
 ) -> None:
     monkeypatch.setattr("tinkex.client.session.HEARTBEAT_SECONDS", 0.2)
     monkeypatch.setattr("tinkex.client.http.transport.backoff", lambda *_, **__: 0.001)
@@ -226,9 +238,10 @@ def test_a_heartbeat_has_ten_seconds_and_one_attempt_whatever_is_configured(
     with opened(faulty):
         wait_until(lambda: len(beats(faulty)) >= 3)
     seen = beats(faulty)
-    assert {(beat.headers["x-stainless-read-timeout"], beat.headers["x-stainless-retry-count"]) for beat in seen} == {
-        ("10", "0")
-    }
+    assert {
+        (beat.headers["x-stainless-read-timeout"], beat.headers["x-stainless-retry-count"])
+        for beat in seen
+    } == {("10", "0")}
     assert all(b.when - a.when >= 0.19 for a, b in itertools.pairwise(seen))
 
 
@@ -250,7 +263,10 @@ def test_a_heartbeat_has_ten_seconds_and_one_attempt_whatever_is_configured(
     ids=["401", "403", "404", "422", "500", "503", "dropped", "late", "cut"],
 )
 def test_heartbeats_go_on_through_every_failure(
-    faulty: FaultyServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, failure: Answer
+    faulty: FaultyServer,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    failure: Answer,
 ) -> None:
     monkeypatch.setattr("tinkex.client.session.HEARTBEAT_TIMEOUT", 0.2 if failure.delay else 10.0)
     caplog.set_level(logging.WARNING)
@@ -338,7 +354,8 @@ def test_heartbeats_are_given_up_after_so_many_failures(
         assert len(beats(faulty)) == allowed + 1
         assert "session s" in caplog.text
         assert "on fire" in caplog.text
-        assert service.get_server_capabilities().supported_models == []  # only the heartbeats have ended
+        # only the heartbeats have ended
+        assert service.get_server_capabilities().supported_models == []
     assert faulty.requests("sessions/s/finish")
 
 
@@ -384,15 +401,21 @@ def test_by_default_there_is_no_limit() -> None:
 
 @pytest.mark.covers("D11")
 @pytest.mark.usefixtures("lively")
-def test_a_slow_heartbeat_delays_no_other(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_heartbeat_delays_no_other(
+    faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tinkex.client.session.HEARTBEAT_TIMEOUT", 60)
     opened_so_far, release = iter(range(10)), threading.Event()
-    faulty.script("create_session", lambda _: Answer(body={"session_id": f"s{next(opened_so_far)}"}))
+    faulty.script(
+        "create_session", lambda _: Answer(body={"session_id": f"s{next(opened_so_far)}"})
+    )
     faulty.script("sessions/s0/finish", Answer())
     faulty.script("sessions/s1/finish", Answer())
     faulty.script(
         "session_heartbeat",
-        lambda seen: Answer(body={}, until=release.is_set if seen.json["session_id"] == "s0" else None),
+        lambda seen: Answer(
+            body={}, until=release.is_set if seen.json["session_id"] == "s0" else None
+        ),
     )
     with opened(faulty) as slow, opened(faulty) as quick:
         assert (slow.holder.session_id, quick.holder.session_id) == ("s0", "s1")
@@ -412,13 +435,16 @@ def test_after_closing_there_is_no_further_heartbeat(faulty: FaultyServer) -> No
     settled(lambda: len(beats(faulty)))
 
 
-# ── sessions found again ─────────────────────────────────────────────────────────────────────────────────────────
+# ── sessions found again ──────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("24.code.12")
 @pytest.mark.usefixtures("lively")
-def test_a_session_is_found_again_by_its_copies_and_kept_alive_by_them(faulty: FaultyServer) -> None:
-    """The client that opened it is gone without a word; one shadow beats for both copies, and does not end it."""
+def test_a_session_is_found_again_by_its_copies_and_kept_alive_by_them(
+    faulty: FaultyServer,
+) -> None:
+    """The client that opened it is gone without a word; one shadow beats for both copies, and does
+    not end it."""
     service = ServiceClient(base_url=faulty.base_url)
     pickled = pickle.dumps(service.create_sampling_client(base_model="m").result())
     del service
@@ -452,7 +478,7 @@ def test_shadows_are_told_apart_by_server_and_key() -> None:
     assert shadow not in [shadow_of(here, "t"), *(shadow_of(other, "s") for other in others)]
 
 
-# ── the configuration that changes ───────────────────────────────────────────────────────────────────────────────
+# ── the configuration that changes ────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
@@ -462,7 +488,9 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_configuration_is_fetched_before_the_session_is_made(faulty: FaultyServer) -> None:
-    faulty.script("client/dynamic_config", Answer(body={"sample_cancel_enabled": True, "unheard_of": 1}))
+    faulty.script(
+        "client/dynamic_config", Answer(body={"sample_cancel_enabled": True, "unheard_of": 1})
+    )
     with opened(faulty) as service:
         assert service.holder.dynamic_config.sample_cancel_enabled
         assert service.holder.dynamic_config.refresh_interval_sec == 300
@@ -473,8 +501,12 @@ def test_the_configuration_is_fetched_before_the_session_is_made(faulty: FaultyS
     assert hello.headers["x-stainless-read-timeout"] == "10"
 
 
-@pytest.mark.parametrize("answer", [Answer(404), Answer(500), Answer(drop=True), Answer(body=b"nonsense")])
-def test_a_server_without_a_changing_configuration_is_no_problem(faulty: FaultyServer, answer: Answer) -> None:
+@pytest.mark.parametrize(
+    "answer", [Answer(404), Answer(500), Answer(drop=True), Answer(body=b"nonsense")]
+)
+def test_a_server_without_a_changing_configuration_is_no_problem(
+    faulty: FaultyServer, answer: Answer
+) -> None:
     faulty.script("client/dynamic_config", answer)
     with opened(faulty) as service:
         assert not service.holder.dynamic_config.sample_cancel_enabled
@@ -512,7 +544,9 @@ def test_the_configuration_is_not_asked_for_more_often_than_every_ten_seconds() 
 
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("way", ["closed", "dropped"])
-def test_the_configuration_is_asked_for_no_longer_when_the_session_is(faulty: FaultyServer, way: str) -> None:
+def test_the_configuration_is_asked_for_no_longer_when_the_session_is(
+    faulty: FaultyServer, way: str
+) -> None:
     faulty.script("client/dynamic_config", Answer(body={"refresh_interval_sec": 0}))
     service = opened(faulty)
     wait_until(lambda: len(faulty.requests("client/dynamic_config")) >= 3)

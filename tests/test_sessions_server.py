@@ -30,7 +30,9 @@ from tinkex.server.state import Limits
 
 @pytest.fixture(scope="module")
 def wire(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wire]:
-    with serving(FakeEngine(), tmp_path_factory.mktemp("server"), limits=Limits(poll_seconds=0.2)) as url:
+    with serving(
+        FakeEngine(), tmp_path_factory.mktemp("server"), limits=Limits(poll_seconds=0.2)
+    ) as url:
         yield Wire(url)
 
 
@@ -40,14 +42,18 @@ Serve = Callable[..., Wire]
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Serve]:
     with ExitStack() as stack:
-        yield lambda **options: Wire(stack.enter_context(serving(FakeEngine(), tmp_path, **options)))
+        yield lambda **options: Wire(
+            stack.enter_context(serving(FakeEngine(), tmp_path, **options))
+        )
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is done every few seconds is done every few hundredths."""
     real = asyncio.sleep
-    monkeypatch.setattr("tinkex.server.state.asyncio.sleep", lambda seconds: real(min(seconds, 0.03)))
+    monkeypatch.setattr(
+        "tinkex.server.state.asyncio.sleep", lambda seconds: real(min(seconds, 0.03))
+    )
 
 
 @pytest.fixture
@@ -60,7 +66,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def begin(wire: Wire, **fields: Any) -> str:
-    return str(wire.post("create_session", {"tags": ["t"], "sdk_version": "0.36.0", **fields})["session_id"])
+    return str(
+        wire.post("create_session", {"tags": ["t"], "sdk_version": "0.36.0", **fields})[
+            "session_id"
+        ]
+    )
 
 
 def find(wire: Wire, **fields: Any) -> list[str]:
@@ -71,14 +81,19 @@ def finish(wire: Wire, session: str, reason: str = "success", detail: str | None
     wire.post(f"sessions/{session}/finish", {"reason": {"type": reason}, "detail": detail})
 
 
-# ── one session ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── one session ───────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("S7")
 def test_a_session_names_its_runs_and_samplers(wire: Wire) -> None:
     session = begin(wire, user_metadata={"a": "b", "n": 3}, display_name="Nightly")
     model = wire.model(session)
-    again = {"session_id": session, "model_seq_id": 0, "base_model": "fake", "lora_config": {"rank": 4}}
+    again = {
+        "session_id": session,
+        "model_seq_id": 0,
+        "base_model": "fake",
+        "lora_config": {"rank": 4},
+    }
     assert wire.run("create_model", again)["model_id"] == model == f"{session}:train:0"
     body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "fake"}
     sampler = wire.post("create_sampling_session", body)["sampling_session_id"]
@@ -97,18 +112,24 @@ def test_a_session_moves_with_its_checkpoints_into_a_project(wire: Wire) -> None
     model = wire.model(session)
     wire.run("save_weights", {"model_id": model, "path": "a", "seq_id": 1})
     assert find(wire, project_ids=["old"]) == [session]
-    assert wire.send(f"sessions/{session}/project", {"project_id": "new"}, method="PUT").status == 200
+    assert (
+        wire.send(f"sessions/{session}/project", {"project_id": "new"}, method="PUT").status == 200
+    )
     assert find(wire, project_ids=["old"]) == []
     assert find(wire, project_ids=["new", "other"]) == [session]
     held = wire.get("billing/usage/checkpoints/current?project_id=new")["data"]
     assert [item["checkpoint_count"] for item in held] == [1]
     moved = wire.get("audit?event_type=projects")["entries"]
-    assert moved[-1]["event_details"] == {"owner": "local", "project_id": "new", "session_id": session}
+    assert moved[-1]["event_details"] == {
+        "owner": "local",
+        "project_id": "new",
+        "session_id": session,
+    }
     assert wire.send(f"sessions/{session}/project", {"project_id": ""}, method="PUT").status == 400
     assert wire.send("sessions/nothing/project", {"project_id": "p"}, method="PUT").status == 404
 
 
-# ── many ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── many ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_sessions_are_listed_newest_first_a_page_at_a_time(serve: Serve) -> None:
@@ -123,7 +144,9 @@ def test_sessions_are_listed_newest_first_a_page_at_a_time(serve: Serve) -> None
 
 def test_a_search_matches_everything_that_is_asked(serve: Serve) -> None:
     wire = serve()
-    one = begin(wire, display_name="Nightly eval", project_id="p", user_metadata={"team": "a", "seed": "1"})
+    one = begin(
+        wire, display_name="Nightly eval", project_id="p", user_metadata={"team": "a", "seed": "1"}
+    )
     two = begin(wire, display_name="nightly train", user_metadata={"team": "a", "seed": "2"})
     three = begin(wire)
     finish(wire, two, "errored", "out of luck")
@@ -140,7 +163,9 @@ def test_a_search_matches_everything_that_is_asked(serve: Serve) -> None:
     assert find(wire, statuses=[{"type": "active"}]) == [three, one]
     assert find(wire, statuses=[{"type": "client_finished"}]) == [two]
     assert find(wire, statuses=[{"type": "client_finished", "reasons": ["success"]}]) == []
-    assert find(wire, statuses=[{"type": "client_finished", "reasons": ["errored"]}, {"type": "active"}]) == [
+    assert find(
+        wire, statuses=[{"type": "client_finished", "reasons": ["errored"]}, {"type": "active"}]
+    ) == [
         three,
         two,
         one,
@@ -166,10 +191,16 @@ def test_a_found_session_is_summed_up(wire: Wire) -> None:
     finish(wire, session, "interrupted", "by hand")
     finish(wire, session, "success")  # the first reason stays
     (found,) = wire.post("sessions/search", {"session_id": session})["sessions"]
-    assert found["status"] == {"type": "client_finished", "reason": {"type": "interrupted"}, "detail": "by hand"}
+    assert found["status"] == {
+        "type": "client_finished",
+        "reason": {"type": "interrupted"},
+        "detail": "by hand",
+    }
 
 
-def test_pages_of_a_search_leave_nothing_out_and_repeat_nothing(serve: Serve, tmp_path: Path) -> None:
+def test_pages_of_a_search_leave_nothing_out_and_repeat_nothing(
+    serve: Serve, tmp_path: Path
+) -> None:
     wire = serve()
     made = [begin(wire) for _ in range(7)]
     with closing(Store(tmp_path / DATABASE)) as facts:  # some of them in the same microsecond
@@ -189,18 +220,22 @@ def test_pages_of_a_search_leave_nothing_out_and_repeat_nothing(serve: Serve, tm
     assert found[1:] == sorted(made, reverse=True)
 
 
-# ── their end ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── their end ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("S6")
 @pytest.mark.usefixtures("quick")
-def test_silence_frees_what_a_session_held_and_keeps_its_checkpoints(serve: Serve, clock: Clock) -> None:
+def test_silence_frees_what_a_session_held_and_keeps_its_checkpoints(
+    serve: Serve, clock: Clock
+) -> None:
     wire = serve(limits=Limits(session_seconds=60))
     session = begin(wire)
     model = wire.model(session)
     path = wire.run("save_weights", {"model_id": model, "path": "a", "seq_id": 1})["path"]
     clock.ahead = 61
-    found = until(lambda: wire.post("sessions/search", {"statuses": [{"type": "cancelled"}]})["sessions"])
+    found = until(
+        lambda: wire.post("sessions/search", {"statuses": [{"type": "cancelled"}]})["sessions"]
+    )
     assert found[0]["session_id"] == session
     assert "session_seconds" in found[0]["status"]["detail"]
     refused = wire.send("session_heartbeat", {"session_id": session})
@@ -236,7 +271,7 @@ def until(look: Callable[[], Any]) -> Any:
     return found
 
 
-# ── timelines ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── timelines ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def fetch(url: str) -> Heard:
@@ -254,7 +289,8 @@ def work(wire: Wire) -> str:
     wire.run("forward_backward", pass_json(model, 1))
     wire.run("optim_step", step_json(model, 2))
     wire.run(
-        "load_weights", {"model_id": model, "path": f"tinker://{model}/weights/no", "seq_id": 3, "optimizer": True}
+        "load_weights",
+        {"model_id": model, "path": f"tinker://{model}/weights/no", "seq_id": 3, "optimizer": True},
     )
     body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "fake"}
     sampler = wire.post("create_sampling_session", body)["sampling_session_id"]
@@ -266,7 +302,10 @@ def work(wire: Wire) -> str:
 def spans(trace: Any) -> dict[str, tuple[float, float, Any]]:
     began = {event["id"]: event for event in trace["traceEvents"] if event["ph"] == "b"}
     ended = {event["id"]: event["ts"] for event in trace["traceEvents"] if event["ph"] == "e"}
-    return {event["name"]: (event["ts"], ended[key], event["args"]["error"]) for key, event in began.items()}
+    return {
+        event["name"]: (event["ts"], ended[key], event["args"]["error"])
+        for key, event in began.items()
+    }
 
 
 def test_a_trace_shows_what_a_session_did_and_when(wire: Wire) -> None:
@@ -278,19 +317,32 @@ def test_a_trace_shows_what_a_session_did_and_when(wire: Wire) -> None:
     heard = fetch(url)
     assert heard.status == 200
     drawn = spans(heard.json)
-    names = ["create_model", "forward_backward", "optim_step", "load_weights", "asample", "stream_sample"]
+    names = [
+        "create_model",
+        "forward_backward",
+        "optim_step",
+        "load_weights",
+        "asample",
+        "stream_sample",
+    ]
     assert list(drawn) == names
     times = [moment for name in names for moment in drawn[name][:2]]
     assert times == sorted(times)
     assert start <= times[0] < times[-1] <= end
     assert "no checkpoint" in drawn["load_weights"][2]
     assert drawn["optim_step"][2] is None
-    tracks = {event["args"]["name"] for event in heard.json["traceEvents"] if event["name"] == "thread_name"}
+    tracks = {
+        event["args"]["name"]
+        for event in heard.json["traceEvents"]
+        if event["name"] == "thread_name"
+    }
     assert tracks == {f"{session}:train:0", f"{session}:sample:0"}
     assert wire.send("sessions/nothing/trace_export", method="GET").status == 404
 
 
-def test_a_link_to_a_trace_cannot_be_made_up_or_used_later(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_to_a_trace_cannot_be_made_up_or_used_later(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, two = work(wire), wire.session()
     url = wire.get(f"sessions/{one}/trace_export")["url"]
     assert fetch(url).status == 200
@@ -333,13 +385,16 @@ def test_a_timeline_has_a_limit(serve: Serve, monkeypatch: pytest.MonkeyPatch) -
     assert list(spans(fetch(url).json)) == ["create_model", "forward_backward", "optim_step"]
 
 
-def test_search_keeps_nobody_waiting_and_has_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_keeps_nobody_waiting_and_has_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def scenario() -> None:
         async with life(tmp_path / "a") as server:
             keys = {name: create_key(server.state.store, name, name)[1] for name in ("ada", "ben")}
             for key in keys.values():
                 await server.session(key)
-            with server.state.store._lock:  # what others do with the database and a search do not wait for each other
+            # what others do with the database and a search do not wait for each other
+            with server.state.store._lock:
                 async with asyncio.timeout(5):
                     found = [await server.post("sessions/search", {}, key) for key in keys.values()]
             assert [len(page["sessions"]) for page in found] == [1, 1]

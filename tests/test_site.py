@@ -1,4 +1,5 @@
-"""The documentation: every page is in the navigation, links lead somewhere, and what it quotes is in the code."""
+"""The documentation: every page is in the navigation, links lead somewhere, and what it quotes is
+in the code."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def prose(text: str) -> str:
     return re.sub(r"^```.*?^```|`[^`\n]*`", "", text, flags=re.DOTALL | re.MULTILINE)
 
 
-# ── navigation and links ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── navigation and links ──────────────────────────────────────────────────────────────────────────
 
 
 def test_every_page_is_in_the_navigation_once_and_every_entry_is_a_page() -> None:
@@ -46,7 +47,9 @@ def test_every_page_is_in_the_navigation_once_and_every_entry_is_a_page() -> Non
     patterns = [entry for entry in entries if "*" in entry]
     named = {entry for entry in entries if "*" not in entry}
     assert named <= there
-    missing = {page for page in there - named if not any(Path(page).match(pattern) for pattern in patterns)}
+    missing = {
+        page for page in there - named if not any(Path(page).match(pattern) for pattern in patterns)
+    }
     assert not missing
 
 
@@ -60,12 +63,22 @@ def test_no_list_of_the_navigation_is_longer_than_a_glance() -> None:
 
 
 def test_a_pattern_in_the_navigation_stands_for_pages_by_title(tmp_path: Path) -> None:
-    for name, heading in (("b.md", "# Apples\n"), ("a.md", "# `Zebras` at home\n"), ("c.md", "# Listed\n")):
+    for name, heading in (
+        ("b.md", "# Apples\n"),
+        ("a.md", "# `Zebras` at home\n"),
+        ("c.md", "# Listed\n"),
+    ):
         (tmp_path / name).write_text(heading, encoding="utf-8")
     kept = {f"guides/{path.name}": path for path in tmp_path.iterdir()}
     written = site.navigation([{"Guides": ["guides/*.md", {"Mine": "guides/c.md"}]}], kept)
     assert tomllib.loads(f"nav = {written}")["nav"] == [
-        {"Guides": [{"Apples": "guides/b.md"}, {"Zebras at home": "guides/a.md"}, {"Mine": "guides/c.md"}]}
+        {
+            "Guides": [
+                {"Apples": "guides/b.md"},
+                {"Zebras at home": "guides/a.md"},
+                {"Mine": "guides/c.md"},
+            ]
+        }
     ]
 
 
@@ -81,12 +94,17 @@ def test_the_files_that_a_page_links_to_are_there(page: str) -> None:
 
 def test_links_are_made_for_the_place_that_a_page_has_on_the_site() -> None:
     text = (
-        "[a](docs/tutorial.md#1) [b](src/tinkex/errors.py) [c](docs/none.md) `[d](docs/tutorial.md)` [e](https://x.y/z)"
+        "[a](docs/tutorial.md#1) [b](src/tinkex/errors.py) [c](docs/none.md) "
+        "`[d](docs/tutorial.md)` [e](https://x.y/z)"
     )
     made = site.relinked(text, "contributing.md", ROOT / "CONTRIBUTING.md")
-    assert made == "[a](tutorial.md#1) b [c](docs/none.md) `[d](docs/tutorial.md)` [e](https://x.y/z)"
+    assert (
+        made == "[a](tutorial.md#1) b [c](docs/none.md) `[d](docs/tutorial.md)` [e](https://x.y/z)"
+    )
     inner = site.relinked(
-        "[a](../../CONTRIBUTING.md) [b](../reference/commands.md)", "guides/x.md", DOCS / "guides/x.md"
+        "[a](../../CONTRIBUTING.md) [b](../reference/commands.md)",
+        "guides/x.md",
+        DOCS / "guides/x.md",
     )
     assert inner == "[a](../contributing.md) [b](../reference/commands.md)"
 
@@ -97,7 +115,9 @@ def test_a_page_has_its_heading_and_first_sentences_as_title_and_description() -
         "[Names][a.b] lead *here*, see\n[there](x.md#y). " + "More words. " * 20
     )
     made = site.described(text)
-    assert made.startswith('---\ntitle: "The one page"\ndescription: "Names lead here, see there. More words. More')
+    assert made.startswith(
+        '---\ntitle: "The one page"\ndescription: "Names lead here, see there. More words. More'
+    )
     assert made.endswith(f"---\n\n{text.partition(chr(10) * 2)[2]}")
     description = made.splitlines()[2]
     assert description.endswith('words."')
@@ -105,7 +125,7 @@ def test_a_page_has_its_heading_and_first_sentences_as_title_and_description() -
     assert "license" not in made
 
 
-# ── what is made of the code, and what quotes it ─────────────────────────────────────────────────────────────────────
+# ── what is made of the code, and what quotes it ──────────────────────────────────────────────────
 
 
 def test_every_command_is_in_the_reference_with_its_options() -> None:
@@ -159,7 +179,10 @@ def messages() -> tuple[str, ...]:
             if id(node) in described:
                 continue
             if isinstance(node, ast.JoinedStr):
-                parts = (str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+                parts = (
+                    str(part.value) if isinstance(part, ast.Constant) else "…"
+                    for part in node.values
+                )
                 found.add("".join(parts))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.add(re.sub(r"%(\.\d)?[sdrf]", "…", node.value))
@@ -167,12 +190,15 @@ def messages() -> tuple[str, ...]:
 
 
 def is_in_the_sources(message: str) -> bool:
-    """Whether a text of the sources has this message in it; … stands for anything, of one text or of several on end."""
+    """Whether a text of the sources has this message in it; … stands for anything, of one text or
+    of several on end."""
     pattern = re.compile(".*".join(re.escape(part) for part in message.split("…")), re.DOTALL)
     return any(pattern.search(text) for text in messages())
 
 
-HEADINGS = re.findall(r"^### `(.+)`$", (DOCS / "troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE)
+HEADINGS = re.findall(
+    r"^### `(.+)`$", (DOCS / "troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE
+)
 
 
 @pytest.mark.parametrize("message", HEADINGS)
@@ -193,7 +219,11 @@ def test_the_losses_that_the_engine_has_are_in_the_guide() -> None:
 
     page = (DOCS / "guides" / "training-loop.md").read_text(encoding="utf-8")
     table = page[page.index("## Losses") :].partition("\n## ")[0]
-    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) - {"loss_fn"} == {*LOSSES, STABLE_REINFORCE, CUSTOM}
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) - {"loss_fn"} == {
+        *LOSSES,
+        STABLE_REINFORCE,
+        CUSTOM,
+    }
     for name, loss in LOSSES.items():
         row = next(line for line in table.splitlines() if line.startswith(f"| `{name}` |"))
         for word in (*loss.required, *loss.optional, *loss.config):
@@ -204,7 +234,9 @@ def test_the_families_that_the_engine_has_are_in_the_page_on_models() -> None:
     from tinkex.engine.families.model_config import ARCHITECTURES
 
     page = (DOCS / "models.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"^\|[^|]*\| `(\w+)` \|", page, re.MULTILINE)) - {"model_type"} == set(ARCHITECTURES)
+    assert set(re.findall(r"^\|[^|]*\| `(\w+)` \|", page, re.MULTILINE)) - {"model_type"} == set(
+        ARCHITECTURES
+    )
 
 
 def test_what_became_of_the_defects_is_told_of_each() -> None:
@@ -213,7 +245,7 @@ def test_what_became_of_the_defects_is_told_of_each() -> None:
     assert re.findall(r"^\| (D\d\d) \|", page, re.MULTILINE) == numbers
 
 
-# ── the build ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the build ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def has_builder() -> bool:
@@ -233,7 +265,10 @@ def test_the_site_is_built_without_a_warning() -> None:
     pages = list((ROOT / "site").rglob("*.html"))
     assert len(pages) > 30
     remote = re.compile(r"<(?:script|link|img)[^>]+(?:src|href)=[\"']?https?:")
-    texts = {page.relative_to(ROOT / "site").as_posix(): page.read_text(encoding="utf-8") for page in pages}
+    texts = {
+        page.relative_to(ROOT / "site").as_posix(): page.read_text(encoding="utf-8")
+        for page in pages
+    }
     assert not [name for name, text in texts.items() if remote.search(text)]
     titles = [re.findall(r"<title>(.*?)</title>", text) for text in texts.values()]
     assert len({title[0] for title in titles}) == len(pages)

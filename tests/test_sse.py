@@ -22,7 +22,8 @@ def decoded(*chunks: bytes, limit: int = 2**20) -> list[ServerSentEvent]:
 
 
 def reference(stream: bytes) -> list[ServerSentEvent]:
-    """The same read the plain way: the whole text at once, line by line, with nothing but the rules."""
+    """The same read the plain way: the whole text at once, line by line, with nothing but the
+    rules."""
     *lines, rest = re.split("\r\n|\n|\r", stream.decode("utf-8-sig", "replace"))
     if not rest:
         lines.append("")  # the end stands for a blank line that was forgotten
@@ -50,8 +51,31 @@ def reference(stream: bytes) -> list[ServerSentEvent]:
     return found
 
 
-PIECES = [b"data", b"event", b"id", b"retry", b"other", b":", b" ", b"\r", b"\n", b"\r\n", b"\n\n", b"12", b"x", b"\0"]
-PIECES += ["é".encode(), "🙂".encode(), "🙂".encode()[:2], b"\xef\xbb\xbf", b"data: ", b"\ndata:", b": note\n"]
+PIECES = [
+    b"data",
+    b"event",
+    b"id",
+    b"retry",
+    b"other",
+    b":",
+    b" ",
+    b"\r",
+    b"\n",
+    b"\r\n",
+    b"\n\n",
+    b"12",
+    b"x",
+    b"\0",
+]
+PIECES += [
+    "é".encode(),
+    "🙂".encode(),
+    "🙂".encode()[:2],
+    b"\xef\xbb\xbf",
+    b"data: ",
+    b"\ndata:",
+    b": note\n",
+]
 streams = st.lists(st.sampled_from(PIECES) | st.binary(max_size=3), max_size=40).map(b"".join)
 
 
@@ -90,32 +114,50 @@ def outcome(chunks: list[bytes], limit: int) -> tuple[list[ServerSentEvent], boo
 @example(b"\xef\xbb\xbfdata:12345\n\n", 11)
 @example(b"\xef\xbb\xbf\n\n", 2)
 def test_cuts_do_not_move_the_limit(stream: bytes, limit: int) -> None:
-    assert outcome([stream], limit) == outcome([stream[i : i + 1] for i in range(len(stream))], limit)
+    assert outcome([stream], limit) == outcome(
+        [stream[i : i + 1] for i in range(len(stream))], limit
+    )
 
 
 @pytest.mark.covers("C24")
-@pytest.mark.parametrize("end", [b"\n\n", b"\r\r", b"\r\n\r\n", b"\n\r", b"\n\r\n", b"\r\n\n", b"\r\n\r"])
+@pytest.mark.parametrize(
+    "end", [b"\n\n", b"\r\r", b"\r\n\r\n", b"\n\r", b"\n\r\n", b"\r\n\n", b"\r\n\r"]
+)
 def test_a_block_ends_at_any_kind_of_blank_line_and_at_once(end: bytes) -> None:
     assert Decoder().feed(b"data: a" + end) == [ServerSentEvent(data="a")]
 
 
 @pytest.mark.covers("C24")
 def test_all_fields_of_an_event() -> None:
-    stream = b": hello\nevent: token\nid: 7\nretry: 1500ms\nsurprise: x\ndata: one\ndata:\ndata: two\n\ndata: next\n\n"
-    assert decoded(stream) == [ServerSentEvent("token", "one\n\ntwo", "7", 1500), ServerSentEvent(data="next")]
+    stream = (
+        b": hello\nevent: token\nid: 7\nretry: 1500ms\nsurprise: x\ndata: one\ndata:\ndata: "
+        b"two\n\ndata: next\n\n"
+    )
+    assert decoded(stream) == [
+        ServerSentEvent("token", "one\n\ntwo", "7", 1500),
+        ServerSentEvent(data="next"),
+    ]
 
 
 @pytest.mark.covers("C24", "D17", "4.1/2")
 @pytest.mark.parametrize(
     ("line", "data"),
-    [(b"data:a", "a"), (b"data: a", "a"), (b"data:  a ", " a "), (b"data:\ta", "\ta"), (b"data: a: b", "a: b")],
+    [
+        (b"data:a", "a"),
+        (b"data: a", "a"),
+        (b"data:  a ", " a "),
+        (b"data:\ta", "\ta"),
+        (b"data: a: b", "a: b"),
+    ],
 )
 def test_one_blank_is_stripped_and_no_more(line: bytes, data: str) -> None:
     assert decoded(line + b"\n\n") == [ServerSentEvent(data=data)]
 
 
 @pytest.mark.covers("C24", "D17", "4.1/2")
-@pytest.mark.parametrize("block", [b": ping", b":", b"event: done", b"id: 4", b"other: x", b"", b"\n\n\n"])
+@pytest.mark.parametrize(
+    "block", [b": ping", b":", b"event: done", b"id: 4", b"other: x", b"", b"\n\n\n"]
+)
 def test_a_block_without_data_is_no_event_and_leaves_nothing_behind(block: bytes) -> None:
     assert decoded(block + b"\n\ndata: a\n\n") == [ServerSentEvent(data="a")]
 
@@ -127,7 +169,15 @@ def test_an_empty_data_line_makes_an_event() -> None:
 @pytest.mark.covers("C24")
 @pytest.mark.parametrize(
     ("text", "retry"),
-    [(b"3000", 3000), (b"1.5", 1), (b"7s", 7), (b"soon", None), (b"", None), (b"-1", None), (b"9" * 9999, None)],
+    [
+        (b"3000", 3000),
+        (b"1.5", 1),
+        (b"7s", 7),
+        (b"soon", None),
+        (b"", None),
+        (b"-1", None),
+        (b"9" * 9999, None),
+    ],
 )
 def test_retry_is_the_leading_number(text: bytes, retry: int | None) -> None:
     assert decoded(b"data\nretry: " + text + b"\n\n") == [ServerSentEvent(retry=retry)]
@@ -172,7 +222,14 @@ def test_a_forgotten_last_blank_line_costs_no_event_but_a_cut_line_does() -> Non
 
 @pytest.mark.parametrize(
     "hostile",
-    [b"x" * 64, b"data: x\n" * 64, b"data\n" * 64, b": never ending" * 64, b"event: e\n" * 64, b"id: e\n" * 64],
+    [
+        b"x" * 64,
+        b"data: x\n" * 64,
+        b"data\n" * 64,
+        b": never ending" * 64,
+        b"event: e\n" * 64,
+        b"id: e\n" * 64,
+    ],
     ids=["no line", "data", "empty data", "comment", "event", "id"],
 )
 @pytest.mark.parametrize("size", [1, 7, 10_000])

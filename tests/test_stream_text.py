@@ -68,7 +68,8 @@ def test_a_tokenizer_is_loaded_once_and_only_when_it_is_needed() -> None:
     texts = StreamTexts(load)
     chunks = [texts.add(chunk) for chunk in told(TEXT)]
     assert loaded == []
-    assert chunks[0] == SampleStreamChunk(token_id=TEXT.encode()[0], index=0)  # the text is no part of it
+    # the text is no part of it
+    assert chunks[0] == SampleStreamChunk(token_id=TEXT.encode()[0], index=0)
     assert "".join(chunk.text for chunk in chunks) == TEXT
     assert loaded == [1]
     assert SampleStreamChunk(token="Hel").text == "Hel"
@@ -80,4 +81,6 @@ def test_a_stream_gives_the_text_of_its_tokens(service: ServiceClient) -> None:
     params = SamplingParams(max_tokens=40, seed=5, stop=[])  # random weights: bytes of all kinds
     chunks = list(sampler.sample_stream(ModelInput.from_ints([5, 6, 7]), params))
     tokens = [chunk.token_id for chunk in chunks if chunk.token_id is not None]
-    assert "".join(chunk.text for chunk in chunks) == tokenizer.decode(tokens, skip_special_tokens=True)
+    assert "".join(chunk.text for chunk in chunks) == tokenizer.decode(
+        tokens, skip_special_tokens=True
+    )

@@ -1,4 +1,5 @@
-"""Streams of samples: tokens go out as they are drawn, are those of the result, and end with whoever asked for them."""
+"""Streams of samples: tokens go out as they are drawn, are those of the result, and end with
+whoever asked for them."""
 
 from __future__ import annotations
 
@@ -28,11 +29,17 @@ from tinkex.types.sampling import SampleStreamChunk
 def serve(tmp_path: Path) -> Iterator[Callable[..., Wire]]:
     """Starts servers on the test's data directory."""
     with ExitStack() as stack:
-        yield lambda engine, **options: Wire(stack.enter_context(serving(engine, tmp_path, **options)))
+        yield lambda engine, **options: Wire(
+            stack.enter_context(serving(engine, tmp_path, **options))
+        )
 
 
 def sampler_of(wire: Wire, base_model: str = "fake", session: str | None = None) -> str:
-    body = {"session_id": session or wire.session(), "sampling_session_seq_id": 0, "base_model": base_model}
+    body = {
+        "session_id": session or wire.session(),
+        "sampling_session_seq_id": 0,
+        "base_model": base_model,
+    }
     return str(wire.post("create_sampling_session", body)["sampling_session_id"])
 
 
@@ -66,7 +73,9 @@ class Reader:
 def events_of(text: list[str]) -> list[dict[str, Any]]:
     """The events of a whole stream, which must end as streams do."""
     assert text[-1] == "data: [DONE]"
-    return [json.loads(item.rpartition("data: ")[2]) for item in text[:-1] if not item.startswith(":")]
+    return [
+        json.loads(item.rpartition("data: ")[2]) for item in text[:-1] if not item.startswith(":")
+    ]
 
 
 def read_all(wire: Wire, body: Any) -> list[dict[str, Any]]:
@@ -81,14 +90,22 @@ def assert_same_as_result(events: list[dict[str, Any]], sequences: list[dict[str
         mine = [event for event in events if event["index"] == index]
         *tokens, end = mine
         assert [event["token_id"] for event in tokens] == sequence["tokens"]
-        assert [event["logprob"] for event in tokens] == pytest.approx(sequence["logprobs"], abs=1e-5)
+        assert [event["logprob"] for event in tokens] == pytest.approx(
+            sequence["logprobs"], abs=1e-5
+        )
         assert all(event["event_type"] == "token" and event["token"] is None for event in tokens)
-        expected = {"finish_reason": sequence["stop_reason"], "total_tokens": len(tokens), "event_type": "done"}
+        expected = {
+            "finish_reason": sequence["stop_reason"],
+            "total_tokens": len(tokens),
+            "event_type": "done",
+        }
         assert end == {"index": index, **expected}
-        assert events[events.index(end) - 1] is tokens[-1], "a sample's end is told with its last token"
+        assert events[events.index(end) - 1] is tokens[-1], (
+            "a sample's end is told with its last token"
+        )
 
 
-# ── as they are drawn ────────────────────────────────────────────────────────────────────────────────────────────
+# ── as they are drawn ─────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("C76", "D07")
@@ -129,7 +146,12 @@ class AsgiCall:
             "http_version": "1.1",
             "method": "POST",
         }
-        self.scope |= {"path": f"/api/v1/{path}", "raw_path": path.encode(), "query_string": b"", "headers": headers}
+        self.scope |= {
+            "path": f"/api/v1/{path}",
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "headers": headers,
+        }
         self._body: bytes | None = json.dumps(body).encode()
         self.gone = asyncio.Event()
         self.messages: list[dict[str, Any]] = []
@@ -191,14 +213,19 @@ def test_tokens_come_one_by_one_in_process(tmp_path: Path) -> None:
         kinds = [message["type"] for message in call.messages]
         assert kinds[0] == "http.response.start"
         assert set(kinds[1:]) == {"http.response.body"}
-        assert [message["more_body"] for message in call.messages[1:]] == [True] * (len(kinds) - 2) + [False]
-        assert len([message for message in call.messages if b"token_id" in message.get("body", b"")]) == 6
+        assert [message["more_body"] for message in call.messages[1:]] == [True] * (
+            len(kinds) - 2
+        ) + [False]
+        assert (
+            len([message for message in call.messages if b"token_id" in message.get("body", b"")])
+            == 6
+        )
 
     steps = Steps()
     inside(FakeEngine(fail=steps), tmp_path, body)
 
 
-# ── the same tokens ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── the same tokens ───────────────────────────────────────────────────────────────────────────────
 
 
 def test_streams_of_several_samples_are_interleaved(serve: Callable[..., Wire]) -> None:
@@ -212,7 +239,9 @@ def test_streams_of_several_samples_are_interleaved(serve: Callable[..., Wire]) 
 
 def test_events_read_as_chunks(serve: Callable[..., Wire]) -> None:
     wire = serve(FakeEngine())
-    chunks = [SampleStreamChunk.from_map(event) for event in read_all(wire, asking(sampler_of(wire), 2))]
+    chunks = [
+        SampleStreamChunk.from_map(event) for event in read_all(wire, asking(sampler_of(wire), 2))
+    ]
     assert [chunk.event_type for chunk in chunks] == ["token", "token", "done"]
     assert chunks[2].total_tokens == 2
     assert [chunk.is_done for chunk in chunks] == [False, False, True]
@@ -225,15 +254,22 @@ def test_a_sample_of_no_tokens_only_ends(serve: Callable[..., Wire]) -> None:
 
 
 @pytest.mark.parametrize(
-    "stop", [None, [], "border", "nowhere to be found", "token"], ids=["eos", "never", "border", "absent", "token"]
+    "stop",
+    [None, [], "border", "nowhere to be found", "token"],
+    ids=["eos", "never", "border", "absent", "token"],
 )
-def test_streams_of_the_real_engine_are_its_results(server_url: str, model_dir: Path, stop: Any) -> None:
-    """Stop strings across the borders of tokens too: the stopping token is part of a sample, so nothing is cut."""
+def test_streams_of_the_real_engine_are_its_results(
+    server_url: str, model_dir: Path, stop: Any
+) -> None:
+    """Stop strings across the borders of tokens too: the stopping token is part of a sample, so
+    nothing is cut."""
     from tokenizers import Tokenizer
 
     wire = Wire(server_url)
     sampler = sampler_of(wire, MODEL)
-    plain = wire.run("asample", asking(sampler, 40, params={"stop": []}, num_samples=3))["sequences"]
+    plain = wire.run("asample", asking(sampler, 40, params={"stop": []}, num_samples=3))[
+        "sequences"
+    ]
     tokens = plain[1]["tokens"]
     if stop == "token":
         stop = [tokens[11]]
@@ -249,7 +285,9 @@ def test_streams_of_the_real_engine_are_its_results(server_url: str, model_dir: 
 def across_a_border(tokenizer: Any, tokens: list[int]) -> str:
     """The last character of one token and the first of the next, somewhere inside a sample."""
     for end in range(8, len(tokens)):
-        before, both = (tokenizer.decode(tokens[:stop], skip_special_tokens=False) for stop in (end, end + 1))
+        before, both = (
+            tokenizer.decode(tokens[:stop], skip_special_tokens=False) for stop in (end, end + 1)
+        )
         pair: str = both[len(before) - 1 : len(before) + 1]
         if both.startswith(before) and len(pair) == 2 and pair.isascii() and pair not in before:
             return pair
@@ -261,7 +299,14 @@ def test_only_streams_have_their_tokens_gathered(serve: Callable[..., Wire]) -> 
 
     class Spy(FakeEngine):
         def sample_start(
-            self, job: str, sampler: str, request: Any, seed: int, listener: Any = None, *others: Any, **named: Any
+            self,
+            job: str,
+            sampler: str,
+            request: Any,
+            seed: int,
+            listener: Any = None,
+            *others: Any,
+            **named: Any,
         ) -> None:
             listeners.append(listener)
             super().sample_start(job, sampler, request, seed, listener, *others, **named)
@@ -281,7 +326,7 @@ def test_a_number_is_not_used_up_by_a_stream(serve: Callable[..., Wire]) -> None
     assert "sequences" in wire.run("asample", asking(sampler, 9, seq_id=4))
 
 
-# ── refusals and failures ────────────────────────────────────────────────────────────────────────────────────────
+# ── refusals and failures ─────────────────────────────────────────────────────────────────────────
 
 
 def test_what_asample_refuses_is_refused_before_a_stream_begins(serve: Callable[..., Wire]) -> None:
@@ -302,7 +347,9 @@ def test_what_asample_refuses_is_refused_before_a_stream_begins(serve: Callable[
 
 def test_a_prompt_beyond_the_window_is_an_error_in_the_stream(serve: Callable[..., Wire]) -> None:
     wire = serve(FakeEngine())
-    body = asking(sampler_of(wire), prompt={"chunks": [{"tokens": [1] * 65, "type": "encoded_text"}]})
+    body = asking(
+        sampler_of(wire), prompt={"chunks": [{"tokens": [1] * 65, "type": "encoded_text"}]}
+    )
     reader = Reader(wire, body)
     with closing(reader.connection):
         error, end = list(reader)
@@ -311,11 +358,15 @@ def test_a_prompt_beyond_the_window_is_an_error_in_the_stream(serve: Callable[..
     assert fields.pop("error").startswith("prompt: 65 tokens")
     assert fields == {"category": "user", "event_type": "error"}
     assert end == "data: [DONE]"
-    assert SampleStreamChunk.from_map(json.loads(error.partition("data: ")[2])).event_type == "error"
+    assert (
+        SampleStreamChunk.from_map(json.loads(error.partition("data: ")[2])).event_type == "error"
+    )
 
 
 @pytest.mark.parametrize(
-    ("failure", "category"), [(EngineError("ran out"), "user"), (RuntimeError("ran out"), "server")], ids=str
+    ("failure", "category"),
+    [(EngineError("ran out"), "user"), (RuntimeError("ran out"), "server")],
+    ids=str,
 )
 def test_a_failure_on_the_way_comes_after_the_tokens_before_it(
     serve: Callable[..., Wire], failure: Exception, category: str
@@ -348,7 +399,7 @@ def test_the_end_of_its_session_ends_a_stream(serve: Callable[..., Wire]) -> Non
     assert not engine.sampling()
 
 
-# ── going away, and waiting ──────────────────────────────────────────────────────────────────────────────────────
+# ── going away, and waiting ───────────────────────────────────────────────────────────────────────
 
 
 def test_a_client_that_goes_away_frees_the_engine_at_once(serve: Callable[..., Wire]) -> None:

@@ -19,7 +19,11 @@ STEP = types.AdamParams(learning_rate=1e-3)
 
 
 def datum(advantage: float) -> types.Datum:
-    inputs = {"target_tokens": [5, 6], "logprobs": [-5.0, -5.0], "advantages": [advantage, advantage]}
+    inputs = {
+        "target_tokens": [5, 6],
+        "logprobs": [-5.0, -5.0],
+        "advantages": [advantage, advantage],
+    }
     return types.Datum(types.ModelInput.from_ints([4, 5]), inputs)
 
 
@@ -100,7 +104,9 @@ def test_loading_a_state_leads_on(client: TrainingClient) -> None:
     steps(client)
 
 
-def test_gradients_whose_sum_is_not_finite_cannot_be_clipped(engine: TorchEngine, client: TrainingClient) -> None:
+def test_gradients_whose_sum_is_not_finite_cannot_be_clipped(
+    engine: TorchEngine, client: TrainingClient
+) -> None:
     stick(client)
     gathered = engine._adapters[client.model_id].grad
     assert gathered is not None
@@ -113,7 +119,9 @@ def test_gradients_whose_sum_is_not_finite_cannot_be_clipped(engine: TorchEngine
     steps(client)
 
 
-def test_a_resilient_client_drops_gradients_of_the_run_of_the_moment(client: TrainingClient) -> None:
+def test_a_resilient_client_drops_gradients_of_the_run_of_the_moment(
+    client: TrainingClient,
+) -> None:
     with tinkex.resilient(client, every=5) as trainer:
         stick(trainer)
         trainer.drop_gradients()

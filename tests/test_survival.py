@@ -1,4 +1,5 @@
-"""What a server acknowledged and then died of, case by case: a copy of its data directory is what kill -9 leaves."""
+"""What a server acknowledged and then died of, case by case: a copy of its data directory is what
+kill -9 leaves."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ class Life:
         self.state: state.State = app.state.server
         self._exchange = exchange
 
-    async def send(self, path: str, body: Any, key: str | None = None, method: str = "POST") -> tuple[int, Any]:
+    async def send(
+        self, path: str, body: Any, key: str | None = None, method: str = "POST"
+    ) -> tuple[int, Any]:
         headers = {"Content-Type": "application/json"} | ({"X-API-Key": key} if key else {})
         data = json.dumps(body).encode() if body is not None else None
         reply = await self._exchange.send(method, f"/api/v1/{path}", headers, data, 20)
@@ -62,16 +65,25 @@ class Life:
         return await self.result(await self.submit(path, body, key), key)
 
     async def session(self, key: str | None = None) -> str:
-        return str((await self.post("create_session", {"tags": [], "sdk_version": "0"}, key))["session_id"])
+        return str(
+            (await self.post("create_session", {"tags": [], "sdk_version": "0"}, key))["session_id"]
+        )
 
     async def model(self, key: str | None = None) -> str:
         session = await self.session(key)
-        body = {"session_id": session, "model_seq_id": 0, "base_model": "fake", "lora_config": {"rank": 4}}
+        body = {
+            "session_id": session,
+            "model_seq_id": 0,
+            "base_model": "fake",
+            "lora_config": {"rank": 4},
+        }
         return str((await self.run("create_model", body, key))["model_id"])
 
 
 @asynccontextmanager
-async def life(data_dir: Path, engine: FakeEngine | None = None, limits: Limits = POLL) -> AsyncIterator[Life]:
+async def life(
+    data_dir: Path, engine: FakeEngine | None = None, limits: Limits = POLL
+) -> AsyncIterator[Life]:
     app = create_app(engine or FakeEngine(), data_dir, limits=limits)
     exchange = AsgiExchange(app)
     await exchange.open()
@@ -130,7 +142,7 @@ def save_json(model: str, number: int | None, name: str, **fields: Any) -> dict[
     return {"model_id": model, "seq_id": number, "path": name, **fields}
 
 
-# ── saving and loading ───────────────────────────────────────────────────────────────────────────────────────────
+# ── saving and loading ────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("S44")
@@ -138,13 +150,19 @@ def test_a_save_that_was_replaced_or_deleted_since_is_not_done_again(tmp_path: P
     async def scenario() -> None:
         async with life(tmp_path / "a") as first:
             model = await first.model()
-            saves = [save_json(model, 1, "x"), save_json(model, 2, "y"), save_json(model, 3, "x", overwrite=True)]
+            saves = [
+                save_json(model, 1, "x"),
+                save_json(model, 2, "y"),
+                save_json(model, 3, "x", overwrite=True),
+            ]
             ids = [await first.submit("save_weights", body) for body in saves]
             ids.append(await first.submit("save_weights_external", save_json(model, 4, "out")))
             ids.append(await first.submit("save_weights", save_json(model, None, "unnumbered")))
             told = [await first.result(request_id) for request_id in ids]
             assert not any("error" in answer for answer in told), told
-            status, _ = await first.send(f"training_runs/{model}/checkpoints/weights/y", None, method="DELETE")
+            status, _ = await first.send(
+                f"training_runs/{model}/checkpoints/weights/y", None, method="DELETE"
+            )
             assert status == 200
             image = killed(tmp_path / "a")
         async with life(image) as second:
@@ -165,7 +183,8 @@ def test_a_server_that_stops_finishes_the_save_that_it_is_at(tmp_path: Path) -> 
     async def scenario() -> None:
         async with life(tmp_path / "a", FakeEngine(fail=held)) as first:
             model = await first.model()
-            await first.run("forward_backward", pass_json(model, 1))  # with a gradient pending, no state is written
+            # with a gradient pending, no state is written
+            await first.run("forward_backward", pass_json(model, 1))
             request_id = await first.submit("save_weights", save_json(model, 2, "x"))
             await until(held.begun.is_set)
             asyncio.get_running_loop().call_later(0.2, held.gate.set)
@@ -232,9 +251,14 @@ def test_of_two_saves_that_take_a_name_at_once_the_first_has_it(tmp_path: Path) 
             path = (await server.run("save_weights", save_json(other, 1, "x")))["path"]
             saving.begun.clear()
             saving.gate.clear()
-            ids = [await server.submit("save_weights", save_json(model, number, "x")) for number in (1, 2)]
+            ids = [
+                await server.submit("save_weights", save_json(model, number, "x"))
+                for number in (1, 2)
+            ]
             await until(saving.begun.is_set)
-            await server.submit("load_weights", {"model_id": other, "seq_id": 2, "path": path, "optimizer": True})
+            await server.submit(
+                "load_weights", {"model_id": other, "seq_id": 2, "path": path, "optimizer": True}
+            )
             await until(loading.begun.is_set)
             saving.gate.set()
             await until(lambda: saving.subjects == [other, model, model])
@@ -286,7 +310,10 @@ def test_what_a_killed_save_left_behind_is_removed(tmp_path: Path) -> None:
             await first.run("save_weights", save_json(model, 1, "x"))
             image = killed(tmp_path / "a")
         (place,) = (image / "checkpoints").glob("*/weights")
-        old, new = image / "checkpoints/a/weights/.saving-1", image / "checkpoints/a/weights/.saving-2"
+        old, new = (
+            image / "checkpoints/a/weights/.saving-1",
+            image / "checkpoints/a/weights/.saving-2",
+        )
         for elsewhere in (old, new):
             elsewhere.mkdir(parents=True)
         os.utime(old, (1, 1))
@@ -295,7 +322,9 @@ def test_what_a_killed_save_left_behind_is_removed(tmp_path: Path) -> None:
         async with life(image) as second:
             await second.run("save_weights", save_json(model, 2, "never-recorded"))
             assert {path.name for path in place.iterdir()} == {"x", "never-recorded"}
-            assert (old.exists(), new.exists()) == (False, True), "another process may be at the new one"
+            assert (old.exists(), new.exists()) == (False, True), (
+                "another process may be at the new one"
+            )
 
     played(scenario)
 
@@ -320,17 +349,29 @@ def test_a_load_is_repeated_even_if_what_it_loaded_is_gone(tmp_path: Path) -> No
                 "load_weights", {"model_id": model, "seq_id": 7, "path": path, "optimizer": True}
             )
             assert (await first.result(loaded))["path"] == path
-            again = {"session_id": model.partition(":")[0], "model_seq_id": 1, "path": path, "optimizer": True}
+            again = {
+                "session_id": model.partition(":")[0],
+                "model_seq_id": 1,
+                "path": path,
+                "optimizer": True,
+            }
             created = await first.submit("load_weights", again)
             other = (await first.result(created))["model_id"]
             expected = [
-                await first.run("forward_backward", pass_json(run, number)) for run, number in ((model, 8), (other, 1))
+                await first.run("forward_backward", pass_json(run, number))
+                for run, number in ((model, 8), (other, 1))
             ]
             await first.send(f"training_runs/{model}/checkpoints/weights/x", None, method="DELETE")
             image = killed(tmp_path / "a")
         async with life(image) as second:
-            assert await second.result(loaded) == {"path": path, "model_id": model, "type": "load_weights"}
-            assert [await second.result(f"{run}:{number}") for run, number in ((model, 8), (other, 1))] == expected
+            assert await second.result(loaded) == {
+                "path": path,
+                "model_id": model,
+                "type": "load_weights",
+            }
+            assert [
+                await second.result(f"{run}:{number}") for run, number in ((model, 8), (other, 1))
+            ] == expected
 
     played(scenario)
 
@@ -345,7 +386,9 @@ def test_an_unload_is_not_lost(tmp_path: Path) -> None:
             early = killed(tmp_path / "a")
             done = await first.result(unloading)
             late = shutil.copytree(
-                tmp_path / "a", tmp_path / "late", ignore=shutil.ignore_patterns("*-shm", "*-flushed")
+                tmp_path / "a",
+                tmp_path / "late",
+                ignore=shutil.ignore_patterns("*-shm", "*-flushed"),
             )
         async with life(early) as second:
             assert await second.result(unloading) == done
@@ -374,7 +417,8 @@ def test_that_a_number_was_given_up_is_on_disk_before_anybody_is_told(
             model = await first.model()
             monkeypatch.setattr(os, "fdatasync", slow)
             waiting = await first.submit("forward_backward", pass_json(model, 2))
-            other = asyncio.create_task(first.model())  # what is flushed for it holds up what comes after it
+            # what is flushed for it holds up what comes after it
+            other = asyncio.create_task(first.model())
             told = await first.result(waiting)
             assert "number 1 of this run never arrived" in told["error"]
             image = killed(tmp_path / "a")
@@ -382,12 +426,14 @@ def test_that_a_number_was_given_up_is_on_disk_before_anybody_is_told(
             await other
         async with life(image) as second:
             assert await second.result(waiting) == told
-            assert "has passed" in (await second.run("forward_backward", pass_json(model, 1)))["error"]
+            assert (
+                "has passed" in (await second.run("forward_backward", pass_json(model, 1)))["error"]
+            )
 
     played(scenario)
 
 
-# ── samples ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── samples ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("S44")
@@ -427,7 +473,9 @@ def test_samples_without_a_session_or_a_number_are_found_again(tmp_path: Path) -
             sampler = (await first.post("create_sampling_session", body))["sampling_session_id"]
             direct = sample_json("", None, base_model="fake", sampling_params={"max_tokens": 4})
             del direct["sampling_session_id"]
-            ids = [await first.submit("asample", body) for body in (direct, sample_json(sampler, None))]
+            ids = [
+                await first.submit("asample", body) for body in (direct, sample_json(sampler, None))
+            ]
             expected = [await first.result(request_id) for request_id in ids]
             image = killed(tmp_path / "a")
         async with life(image) as second:
@@ -443,15 +491,23 @@ def test_sample_without_a_session_stays_its_owners_after_a_restart(tmp_path: Pat
 
     async def scenario() -> None:
         async with life(tmp_path / "a") as first:
-            mine, other = (create_key(first.state.store, name, name)[1] for name in ("mine", "other"))
+            mine, other = (
+                create_key(first.state.store, name, name)[1] for name in ("mine", "other")
+            )
             request_id = await first.submit("asample", direct, mine)
             expected = await first.result(request_id, mine)
             image = killed(tmp_path / "a")
         async with life(image) as second:
             for _ in range(2):  # the first has it drawn again
-                status, answer = await second.send("retrieve_future", {"request_id": request_id}, other)
+                status, answer = await second.send(
+                    "retrieve_future", {"request_id": request_id}, other
+                )
                 assert (status, answer["detail"]) == (404, f"there is no request '{request_id}'")
-            assert await second.send("cancel_future", {"request_id": request_id}, other) == (200, {})  # does nothing
+            # does nothing
+            assert await second.send("cancel_future", {"request_id": request_id}, other) == (
+                200,
+                {},
+            )
             assert await second.result(request_id, mine) == expected
 
     played(scenario)
@@ -478,7 +534,7 @@ def test_a_record_that_is_being_written_is_not_taken_for_a_torn_one(tmp_path: Pa
     played(scenario)
 
 
-# ── nameless samplers ────────────────────────────────────────────────────────────────────────────────────────────
+# ── nameless samplers ─────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("S44")
@@ -516,11 +572,15 @@ def test_a_nameless_sampler_is_written_once_and_only_for_a_state(
             number = await sampler(number, 1)
             await asyncio.sleep(0.1)
             assert written == {"0": 1}, "states that come later do not write it again"
-            number = await sampler(await sampler(number, 2), 3)  # beyond two, the oldest make room in memory
+            # beyond two, the oldest make room in memory
+            number = await sampler(await sampler(number, 2), 3)
             await steps(number)
             await until(lambda: written == {"0": 1, "1": 1, "2": 1, "3": 1})
             session = model.partition(":")[0]
-            ids = [await first.submit("asample", sample_json(f"{session}:sample:{name}", 0)) for name in range(4)]
+            ids = [
+                await first.submit("asample", sample_json(f"{session}:sample:{name}", 0))
+                for name in range(4)
+            ]
             expected = [await first.result(request_id) for request_id in ids]
             image = killed(tmp_path / "a")
         written.clear()
@@ -556,14 +616,18 @@ def test_a_nameless_sampler_that_is_made_anew_while_it_is_written_is_the_new_one
                 await until(held.begun.is_set)
                 await train(4)
                 drawn = await first.run("asample", sample_json(sampler))
-                assert not list((tmp_path / "a").glob("runs/*/state-*[0-9]")), "the first state still waits for it"
+                assert not list((tmp_path / "a").glob("runs/*/state-*[0-9]")), (
+                    "the first state still waits for it"
+                )
             finally:
                 held.gate.set()
             await until(lambda: bool(list((tmp_path / "a").glob("runs/*/state-3"))))
             await first.run("forward_backward", pass_json(model, 7))
             await first.run("optim_step", step_json(model, 8))
             await until(lambda: bool(list((tmp_path / "a").glob("runs/*/state-8"))))
-            assert len(list((tmp_path / "a").glob("snapshots/*"))) == 1, "nothing is left of the old one"
+            assert len(list((tmp_path / "a").glob("snapshots/*"))) == 1, (
+                "nothing is left of the old one"
+            )
             image = killed(tmp_path / "a")
         async with life(image) as second:
             assert await second.run("asample", sample_json(sampler, 1)) == drawn
@@ -572,7 +636,9 @@ def test_a_nameless_sampler_that_is_made_anew_while_it_is_written_is_the_new_one
 
 
 @pytest.mark.covers("S44")
-def test_results_that_were_just_read_outlive_a_second_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_that_were_just_read_outlive_a_second_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(admission, "STATE_OPERATIONS", 2)
     monkeypatch.setattr(admission, "STATE_REST", 0)
 
@@ -593,7 +659,9 @@ def test_results_that_were_just_read_outlive_a_second_state(tmp_path: Path, monk
 
 
 @pytest.mark.covers("S44")
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the names of open files are read from /proc")
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="the names of open files are read from /proc"
+)
 def test_directories_of_what_is_acknowledged_are_flushed_up_to_the_root(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -612,7 +680,9 @@ def test_directories_of_what_is_acknowledged_are_flushed_up_to_the_root(
             (journal,) = (tmp_path / "new" / "a").glob("runs/*/segment-*.log")
             (checkpoint,) = (tmp_path / "new" / "a").glob("checkpoints/*/weights/x")
             above = {directory for path in (journal, checkpoint) for directory in path.parents}
-            assert {directory for directory in above if directory.is_relative_to(tmp_path)} <= flushed
+            assert {
+                directory for directory in above if directory.is_relative_to(tmp_path)
+            } <= flushed
 
     played(scenario)
 
@@ -621,7 +691,8 @@ def test_directories_of_what_is_acknowledged_are_flushed_up_to_the_root(
 def test_a_nameless_sampler_whose_number_is_used_again_after_a_crash_is_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first was put on disk, the second was taken and not made; it must not be mistaken for saved."""
+    """The first was put on disk, the second was taken and not made; it must not be mistaken for
+    saved."""
     monkeypatch.setattr(admission, "STATE_OPERATIONS", 3)
     held = Held("forward_backward")
     held.gate.set()
@@ -717,17 +788,20 @@ def test_a_result_that_made_room_while_a_state_was_written_is_not_kept_with_it(
     played(scenario)
 
 
-# ── secrets ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── secrets ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("S44")
 def test_no_key_and_no_access_token_is_put_on_disk(tmp_path: Path) -> None:
-    """And yet the load that a token allowed is repeated after a crash, when the token is good no more."""
+    """And yet the load that a token allowed is repeated after a crash, when the token is good no
+    more."""
 
     async def scenario() -> None:
         engine = FakeEngine()
         async with life(tmp_path / "a", engine) as first:
-            (ada_id, ada), (_, bob) = (create_key(first.state.store, name, name) for name in ("ada", "bob"))
+            (ada_id, ada), (_, bob) = (
+                create_key(first.state.store, name, name) for name in ("ada", "bob")
+            )
             body = {"model_seq_id": 0, "base_model": "fake", "lora_config": {"rank": 4}}
             hers, his = await first.session(ada), await first.session(bob)
             model = (await first.run("create_model", {**body, "session_id": hers}, ada))["model_id"]
@@ -735,40 +809,54 @@ def test_no_key_and_no_access_token_is_put_on_disk(tmp_path: Path) -> None:
             own = (await first.run("create_model", {**body, "session_id": his}, bob))["model_id"]
             body = {"model_id": own, "seq_id": 1, "sampling_session_seq_id": 0}
             await first.run("save_weights_for_sampler", body, bob)
-            engine.fail = failing("save_sampler")  # so that no state comes into force, and the load must be repeated
+            # so that no state comes into force, and the load must be repeated
+            engine.fail = failing("save_sampler")
             load = {"path": path, "optimizer": True, "weights_access_token": ada}
             ids = [
                 await first.submit("load_weights", {**load, "model_id": own, "seq_id": 2}, bob),
-                await first.submit("load_weights", {**load, "session_id": his, "model_seq_id": 1}, bob),
+                await first.submit(
+                    "load_weights", {**load, "session_id": his, "model_seq_id": 1}, bob
+                ),
             ]
             told = [await first.result(request_id, bob) for request_id in ids]
             assert not any("error" in answer for answer in told), told
             again = {**load, "session_id": his, "model_seq_id": 1}
             assert await first.submit("load_weights", again, bob) == ids[1]
-            for wrong in (["tml-planted"], {"a": "tml-planted"}):  # a refusal is journalled, for its number is spent
+            # a refusal is journalled, for its number is spent
+            for wrong in (["tml-planted"], {"a": "tml-planted"}):
                 status, _ = await first.send(
-                    "load_weights", {**load, "model_id": own, "seq_id": 3, "weights_access_token": wrong}, bob
+                    "load_weights",
+                    {**load, "model_id": own, "seq_id": 3, "weights_access_token": wrong},
+                    bob,
                 )
                 assert status == 400
-            await first.send("load_weights", {**load, "model_id": own, "weights_access_token": "tml-planted"}, bob)
+            await first.send(
+                "load_weights",
+                {**load, "model_id": own, "weights_access_token": "tml-planted"},
+                bob,
+            )
             await first.state.meter.flush()
             image = killed(tmp_path / "a")
         for directory in (tmp_path / "a", image):
             for file in directory.rglob("*"):
                 if file.is_file():
                     data = file.read_bytes()
-                    assert not any(secret in data for secret in (ada.encode(), bob.encode(), b"tml-planted")), file
+                    assert not any(
+                        secret in data for secret in (ada.encode(), bob.encode(), b"tml-planted")
+                    ), file
         for left in image.glob("runs/*/state-*.new"):
             shutil.rmtree(left)
         async with life(image) as second:
             second.state.store.rows("UPDATE keys SET revoked = 1 WHERE id = ?", ada_id)
             assert [await second.result(request_id, bob) for request_id in ids] == told
-            assert (await second.run("forward_backward", pass_json(f"{his}:train:1", 1), bob))["metrics"]
+            assert (await second.run("forward_backward", pass_json(f"{his}:train:1", 1), bob))[
+                "metrics"
+            ]
 
     played(scenario)
 
 
-# ── stopping ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── stopping ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("S44")
@@ -781,12 +869,23 @@ def test_a_server_that_stops_fails_nothing_and_leaves_a_state_behind(tmp_path: P
             for number in (1, 3, 5):
                 await first.run("forward_backward", pass_json(model, number))
                 stepped = await first.run("optim_step", step_json(model, number + 1))
-            await first.run("save_weights_for_sampler", {"model_id": model, "seq_id": 7, "sampling_session_seq_id": 0})
+            await first.run(
+                "save_weights_for_sampler",
+                {"model_id": model, "seq_id": 7, "sampling_session_seq_id": 0},
+            )
             params = {"max_tokens": 400, "seed": 3}
-            drawn = await first.submit("asample", sample_json(f"{session}:sample:0", 0, sampling_params=params))
+            drawn = await first.submit(
+                "asample", sample_json(f"{session}:sample:0", 0, sampling_params=params)
+            )
             engine.delay = 0.5
-            later = [await first.submit("forward_backward", pass_json(model, number)) for number in range(9, 14)]
-            asking = [asyncio.create_task(first.send("retrieve_future", {"request_id": i})) for i in [drawn, *later]]
+            later = [
+                await first.submit("forward_backward", pass_json(model, number))
+                for number in range(9, 14)
+            ]
+            asking = [
+                asyncio.create_task(first.send("retrieve_future", {"request_id": i}))
+                for i in [drawn, *later]
+            ]
             await asyncio.sleep(0.05)
             await admission.leave(first.state)
             assert {status for status, _ in await asyncio.gather(*asking)} == {503}
@@ -804,7 +903,9 @@ def test_a_server_that_stops_fails_nothing_and_leaves_a_state_behind(tmp_path: P
     played(scenario)
 
 
-def test_a_server_that_stops_does_not_wait_for_what_waits_for_a_request_that_cannot_come(tmp_path: Path) -> None:
+def test_a_server_that_stops_does_not_wait_for_what_waits_for_a_request_that_cannot_come(
+    tmp_path: Path,
+) -> None:
     async def scenario() -> None:
         async with life(tmp_path / "a") as first:
             model = await first.model()
@@ -847,7 +948,8 @@ def test_states_that_take_long_are_written_less_often(
 def test_a_run_goes_on_while_its_state_is_written(
     is_written: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """… which is the state as it was, and the next life goes on as this one did, whether it was written or not."""
+    """… which is the state as it was, and the next life goes on as this one did, whether it was
+    written or not."""
     monkeypatch.setattr(admission, "STATE_OPERATIONS", 2)
     held = Held("save")
 
@@ -865,7 +967,9 @@ def test_a_run_goes_on_while_its_state_is_written(
                 if is_written:
                     held.gate.set()
                     await until(lambda: (directory / "state-2").is_dir())
-                    assert json.loads((directory / "state-2" / "fake.json").read_text())["step"] == 1
+                    assert (
+                        json.loads((directory / "state-2" / "fake.json").read_text())["step"] == 1
+                    )
                 else:
                     assert [path.name for path in directory.glob("*-2")] == ["unfinished-2"]
                 image = killed(tmp_path / "a")
@@ -876,7 +980,8 @@ def test_a_run_goes_on_while_its_state_is_written(
             assert await second.run("forward", forward_json(model, 9)) == told[-1]
             assert [await second.result(f"{model}:{number}") for number in range(1, 10)] == told
             directory = second.state.run_directory(model)
-            await until(lambda: not list(directory.glob("unfinished-*")))  # what is left, and its own
+            # what is left, and its own
+            await until(lambda: not list(directory.glob("unfinished-*")))
 
     played(scenario)
 
@@ -943,7 +1048,8 @@ def test_a_run_that_is_let_go_while_its_state_is_written_leaves_nothing(
     async def scenario() -> None:
         async with life(tmp_path / "a", FakeEngine(fail=held)) as server:
             try:
-                models = [await server.model(), await server.model()]  # one is written, the other waits for that
+                # one is written, the other waits for that
+                models = [await server.model(), await server.model()]
                 for model in models:
                     await server.run("forward_backward", pass_json(model, 1))
                     await server.run("optim_step", step_json(model, 2))

@@ -1,4 +1,5 @@
-"""What is reported, when, how often, and never: the console logger, the reporter, capturing, and what is left out."""
+"""What is reported, when, how often, and never: the console logger, the reporter, capturing, and
+what is left out."""
 
 from __future__ import annotations
 
@@ -73,10 +74,13 @@ def _own_handlers() -> Iterator[None]:
 class Post:
     """Takes batches in place of a server.
 
-    `failures` of them are refused first; each takes `delay` seconds, and none is taken before the gate is open.
+    `failures` of them are refused first; each takes `delay` seconds, and none is taken before the
+    gate is open.
     """
 
-    def __init__(self, failures: int = 0, delay: float = 0.0, gate: threading.Event | None = None) -> None:
+    def __init__(
+        self, failures: int = 0, delay: float = 0.0, gate: threading.Event | None = None
+    ) -> None:
         self.requests: list[TelemetrySendRequest] = []
         self.times: list[float] = []
         self.failures = failures
@@ -112,7 +116,9 @@ def make() -> Iterator[Make]:
     made: list[weakref.ref[Reporter]] = []
 
     def build(send: Any, session_id: str = "s", **options: Any) -> Reporter:
-        reporter = Reporter(send, session_id, **{"flush_interval": 0, "retry_base_delay": 0.01, **options})
+        reporter = Reporter(
+            send, session_id, **{"flush_interval": 0, "retry_base_delay": 0.01, **options}
+        )
         made.append(weakref.ref(reporter))
         return reporter
 
@@ -144,11 +150,18 @@ def transport(faulty: FaultyServer) -> Iterator[Transport]:
     start(transport.close()).result(5)
 
 
-REQUEST = TelemetrySendRequest(events=[], platform="p", sdk_version="1", session_id="s", process_uuid="u")
+REQUEST = TelemetrySendRequest(
+    events=[], platform="p", sdk_version="1", session_id="s", process_uuid="u"
+)
 
-# ── the console logger ───────────────────────────────────────────────────────────────────────────────────────────
+# ── the console logger ────────────────────────────────────────────────────────────────────────────
 
-CALL = {"method": "POST", "path": "/api/v1/asample", "pool_type": "sample", "base_url": "https://example.com"}
+CALL = {
+    "method": "POST",
+    "path": "/api/v1/asample",
+    "pool_type": "sample",
+    "base_url": "https://example.com",
+}
 
 
 @pytest.mark.covers("1.4.3/1", "1.4.3/2", "C26")
@@ -157,15 +170,22 @@ def test_the_logger_writes_a_line_per_event(caplog: pytest.LogCaptureFixture) ->
     caplog.set_level(logging.DEBUG, "tinkex")
     events.emit(events.HTTP_START, {"system_time": 1.0}, CALL)
     events.emit(events.HTTP_STOP, {"duration": 12.4}, {**CALL, "result": "ok", "retry_count": 2})
-    events.emit(events.HTTP_EXCEPTION, {"duration": 3.6}, {**CALL, "kind": "error", "reason": "no route"})
-    events.emit(events.QUEUE_STATE_CHANGE, {}, {"queue_state": "paused_capacity", "request_id": "r1"})
+    events.emit(
+        events.HTTP_EXCEPTION, {"duration": 3.6}, {**CALL, "kind": "error", "reason": "no route"}
+    )
+    events.emit(
+        events.QUEUE_STATE_CHANGE, {}, {"queue_state": "paused_capacity", "request_id": "r1"}
+    )
     events.emit(events.FUTURE_TIMEOUT, {"elapsed_time": 1}, {"request_id": "r1"})
     assert telemetry.detach(handler) is True
     assert telemetry.detach(handler) is False
     events.emit(events.HTTP_START, {}, CALL)
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("INFO", "HTTP start POST /api/v1/asample pool=sample base=https://example.com"),
-        ("INFO", "HTTP stop POST /api/v1/asample result=ok 12 ms retries=2 base=https://example.com"),
+        (
+            "INFO",
+            "HTTP stop POST /api/v1/asample result=ok 12 ms retries=2 base=https://example.com",
+        ),
         ("ERROR", "HTTP exception POST /api/v1/asample 4 ms reason=no route"),
         ("INFO", "queue state paused_capacity request_id=r1"),
     ]
@@ -181,16 +201,22 @@ def test_the_logger_takes_other_events_a_level_and_an_id(caplog: pytest.LogCaptu
     with pytest.raises(ValueError, match="unknown level 'loud'"):
         telemetry.attach_logger(level="loud")
     caplog.set_level(logging.DEBUG, "tinkex")
-    events.emit(events.FUTURE_TIMEOUT, {"elapsed_time": 5}, {"request_id": "r", "api_key": "tml-abc"})
+    events.emit(
+        events.FUTURE_TIMEOUT, {"elapsed_time": 5}, {"request_id": "r", "api_key": "tml-abc"}
+    )
     events.emit(events.HTTP_START, {}, CALL)
     telemetry.detach(handler)
     telemetry.detach(other)
     assert [record.levelname for record in caplog.records] == ["DEBUG", "WARNING"]
-    assert caplog.records[0].getMessage().startswith("tinkex.future.timeout {'elapsed_time': 5} {'request_id': 'r'")
+    assert (
+        caplog.records[0]
+        .getMessage()
+        .startswith("tinkex.future.timeout {'elapsed_time': 5} {'request_id': 'r'")
+    )
     assert "tml-" not in caplog.text
 
 
-# ── whether, and how, it is sent ─────────────────────────────────────────────────────────────────────────────────
+# ── whether, and how, it is sent ──────────────────────────────────────────────────────────────────
 
 
 def config(base_url: str = HOSTED_URL) -> Config:
@@ -205,7 +231,9 @@ def config(base_url: str = HOSTED_URL) -> Config:
         *((text, False) for text in ("0", "false", "No", "off")),
     ],
 )
-def test_the_environment_switches_telemetry(value: str | None, on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_switches_telemetry(
+    value: str | None, on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("TINKER_TELEMETRY")
     if value is not None:
         monkeypatch.setenv("TINKER_TELEMETRY", value)
@@ -229,7 +257,9 @@ def test_the_configuration_decides_before_the_environment(monkeypatch: pytest.Mo
     assert not telemetry.goes_by_itself(off)
 
 
-def test_telemetry_goes_by_itself_to_the_hosted_service_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_telemetry_goes_by_itself_to_the_hosted_service_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("TINKER_TELEMETRY", "1")
     assert telemetry.goes_by_itself(config())
     lookalike = HOSTED_URL.replace(".dev", ".dev.example.com")
@@ -256,7 +286,9 @@ def test_init_makes_a_reporter_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert telemetry.init("other", config(), post, enabled=True, name="one") is first
     assert first.log("x", {"key": "the key is topsecret-literal", "api": config().api_key})
     assert first.stop()
-    second = telemetry.init("s", config(), post, enabled=True, name="one", secrets=["literal"], flush_interval=0)
+    second = telemetry.init(
+        "s", config(), post, enabled=True, name="one", secrets=["literal"], flush_interval=0
+    )
     assert second is not None
     assert second is not first
     assert second.log("y", {"text": "a literal thing"})
@@ -274,7 +306,11 @@ def test_sending_in_the_background_returns_at_once_and_only_logs(
     telemetry.send(telemetry.sender(transport), REQUEST)
     assert caplog.records == []
     gate.set()
-    wait_until(lambda: any("telemetry could not be sent" in record.getMessage() for record in caplog.records))
+    wait_until(
+        lambda: any(
+            "telemetry could not be sent" in record.getMessage() for record in caplog.records
+        )
+    )
     assert len(faulty.requests("telemetry")) <= 2
     assert "abcdef" not in caplog.records[-1].getMessage()
 
@@ -287,7 +323,9 @@ def test_sending_in_the_background_returns_at_once_and_only_logs(
 
 
 @pytest.mark.covers("1.4.5/3", "C28")
-def test_sending_and_waiting_gives_the_answer_or_the_error(faulty: FaultyServer, transport: Transport) -> None:
+def test_sending_and_waiting_gives_the_answer_or_the_error(
+    faulty: FaultyServer, transport: Transport
+) -> None:
     send = telemetry.sender(transport)
     assert telemetry.send_sync(send, REQUEST) == TelemetryResponse(status="accepted")
     faulty.script("telemetry", Answer(422, {"detail": "no"}))
@@ -300,7 +338,7 @@ def test_sending_and_waiting_gives_the_answer_or_the_error(faulty: FaultyServer,
     assert telemetry.send_sync(send, REQUEST) == TelemetryResponse(status="accepted")
 
 
-# ── the reporter: options, calls, queue ──────────────────────────────────────────────────────────────────────────
+# ── the reporter: options, calls, queue ───────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers(
@@ -337,7 +375,11 @@ def test_the_options_have_their_defaults() -> None:
         "max_queue_size": 10_000,
         "max_batch_size": 100,
     }
-    wrong: list[dict[str, Any]] = [{"max_batch_size": 101}, {"max_batch_size": 0}, {"flush_threshold": 0}]
+    wrong: list[dict[str, Any]] = [
+        {"max_batch_size": 101},
+        {"max_batch_size": 0},
+        {"flush_threshold": 0},
+    ]
     wrong += [{"max_queue_size": 0}, {"max_retries": -1}]
     for options in wrong:
         with pytest.raises(ConfigurationError, match=min(options)):
@@ -345,7 +387,16 @@ def test_the_options_have_their_defaults() -> None:
 
 
 @pytest.mark.covers(
-    "1.5.2/1", "1.5.2/2", "1.5.2/6", "1.5.3/1", "1.5.5/1", "1.5.5/2", "1.5.5/3", "1.5.5/4", "1.5.5/5", "1.5.5/6"
+    "1.5.2/1",
+    "1.5.2/2",
+    "1.5.2/6",
+    "1.5.3/1",
+    "1.5.5/1",
+    "1.5.5/2",
+    "1.5.5/3",
+    "1.5.5/4",
+    "1.5.5/5",
+    "1.5.5/6",
 )
 def test_a_session_from_its_start_to_its_end_on_the_wire(
     faulty: FaultyServer, transport: Transport, make: Make
@@ -366,14 +417,20 @@ def test_a_session_from_its_start_to_its_end_on_the_wire(
     assert set(begun) == common
     assert set(ended) == common | {"duration"}
     assert set(step) == common | {"event_name", "event_data"}
-    assert set(failed) == common | {"error_type", "error_message"}  # it was never raised: it has no traceback
+    # it was never raised: it has no traceback
+    assert set(failed) == common | {"error_type", "error_message"}
     assert [event["event"] for event in (begun, step, failed, ended)] == [
         "SESSION_START",
         "GENERIC_EVENT",
         "UNHANDLED_EXCEPTION",
         "SESSION_END",
     ]
-    assert [event["severity"] for event in (begun, step, failed, ended)] == ["INFO", "INFO", "ERROR", "INFO"]
+    assert [event["severity"] for event in (begun, step, failed, ended)] == [
+        "INFO",
+        "INFO",
+        "ERROR",
+        "INFO",
+    ]
     assert [event["event_session_index"] for event in (begun, step, failed, ended)] == [0, 1, 2, 3]
     assert (step["event_name"], step["event_data"]) == ("step", {"loss": 0.5})
     assert (failed["error_type"], failed["error_message"]) == ("ValueError", "bad")
@@ -383,7 +440,8 @@ def test_a_session_from_its_start_to_its_end_on_the_wire(
         when = dt.datetime.fromisoformat(event["timestamp"])
         assert event["timestamp"].endswith("Z")
         assert abs((dt.datetime.now(dt.UTC) - when).total_seconds()) < 60
-    assert faulty.requests("telemetry")[0].headers["x-api-key"] == "tml-topsecret"  # where it belongs, and only there
+    # where it belongs, and only there
+    assert faulty.requests("telemetry")[0].headers["x-api-key"] == "tml-topsecret"
     assert b"tml-" not in b"".join(seen.body for seen in faulty.requests("telemetry"))
 
 
@@ -419,7 +477,14 @@ def test_severities_are_taken_in_any_case_and_unknown_ones_are_info(make: Make) 
         assert reporter.log(severity, severity=severity)
     assert reporter.flush(sync=True)
     told = {event["event_name"]: event["severity"] for event in post.of("GENERIC_EVENT")}
-    assert [told[name] for name in given] == ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL", "INFO"]
+    assert [told[name] for name in given] == [
+        "DEBUG",
+        "INFO",
+        "WARNING",
+        "ERROR",
+        "CRITICAL",
+        "INFO",
+    ]
 
 
 @pytest.mark.covers("1.5.1/11", "1.5.2/1", "1.5.3/1", "1.5.3/2")
@@ -460,7 +525,9 @@ def test_one_timer_flushes_however_often_the_threshold_does(make: Make) -> None:
 
     def count() -> None:
         timers = [handle for handle in reporter._runtime.loop._scheduled if not handle._cancelled]  # type: ignore[attr-defined]
-        armed.append(sum(weakref.ref(reporter) in handle._args for handle in timers if handle._args))
+        armed.append(
+            sum(weakref.ref(reporter) in handle._args for handle in timers if handle._args)
+        )
 
     for number in range(20):
         reporter.log(str(number))
@@ -587,7 +654,7 @@ def test_calls_from_the_loop_itself_never_wait(make: Make) -> None:
     wait_until(lambda: post.names == ["SESSION_START", "SESSION_END"])
 
 
-# ── retries ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── retries ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("1.5.4/2")
@@ -601,7 +668,9 @@ def test_delays_double_and_are_spread_by_up_to_a_tenth() -> None:
 
 @pytest.mark.covers("1.5.1/10", "1.5.4/1", "1.5.4/2", "1.5.4/3", "Q-8")
 @pytest.mark.parametrize("sync", [True, False])
-def test_a_batch_is_sent_again_until_it_arrives(make: Make, sync: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_batch_is_sent_again_until_it_arrives(
+    make: Make, sync: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     post = Post(failures=3)
     reporter = make(post, retry_base_delay=0.02)
     assert reporter.flush(sync=sync)
@@ -613,7 +682,9 @@ def test_a_batch_is_sent_again_until_it_arrives(make: Make, sync: bool, caplog: 
     assert gaps[1] >= 0.04
     assert gaps[2] >= 0.08
     lines = [record.getMessage() for record in caplog.records]
-    assert [line[:40] for line in lines] == [f"telemetry could not be sent (attempt {n}):"[:40] for n in (1, 2, 3)]
+    assert [line[:40] for line in lines] == [
+        f"telemetry could not be sent (attempt {n}):"[:40] for n in (1, 2, 3)
+    ]
     assert all("again in 0.0" in line and "tml-" not in line for line in lines)
 
 
@@ -626,7 +697,9 @@ def test_a_batch_that_fails_for_good_is_lost_and_the_next_one_is_sent(
     assert reporter.log("lost")
     assert reporter.flush(sync=True)
     assert len(post.times) == 3
-    assert caplog.messages[-1].startswith("telemetry: 2 events given up after 2 retries: cannot reach the server")
+    assert caplog.messages[-1].startswith(
+        "telemetry: 2 events given up after 2 retries: cannot reach the server"
+    )
     assert reporter.wait_until_drained(0)
     assert reporter.log("kept")
     assert reporter.flush(sync=True)
@@ -634,8 +707,12 @@ def test_a_batch_that_fails_for_good_is_lost_and_the_next_one_is_sent(
 
 
 @pytest.mark.covers("1.5.4/4")
-@pytest.mark.parametrize("answer", [Answer(429), Answer(500), Answer(drop=True), Answer(body={"status": "no"})])
-def test_any_failure_is_tried_again(answer: Answer, faulty: FaultyServer, transport: Transport, make: Make) -> None:
+@pytest.mark.parametrize(
+    "answer", [Answer(429), Answer(500), Answer(drop=True), Answer(body={"status": "no"})]
+)
+def test_any_failure_is_tried_again(
+    answer: Answer, faulty: FaultyServer, transport: Transport, make: Make
+) -> None:
     faulty.script("telemetry", answer, answer, ACCEPTED)
     reporter = make(telemetry.sender(transport))
     assert reporter.flush(sync=True)
@@ -645,7 +722,11 @@ def test_any_failure_is_tried_again(answer: Answer, faulty: FaultyServer, transp
 @pytest.mark.covers("U27")
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 413, 422])
 def test_a_batch_that_is_refused_is_dropped_with_one_warning(
-    status: int, faulty: FaultyServer, transport: Transport, make: Make, caplog: pytest.LogCaptureFixture
+    status: int,
+    faulty: FaultyServer,
+    transport: Transport,
+    make: Make,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     faulty.script("telemetry", Answer(status, {"detail": "not here"}), ACCEPTED)
     reporter = make(telemetry.sender(transport))
@@ -656,17 +737,21 @@ def test_a_batch_that_is_refused_is_dropped_with_one_warning(
     assert (line.levelname, line.getMessage()[:19]) == ("WARNING", "telemetry: 2 events")
     assert reporter.log("kept")
     assert reporter.flush(sync=True)
-    assert [event["event_name"] for event in faulty.requests("telemetry")[1].json["events"]] == ["kept"]
+    assert [event["event_name"] for event in faulty.requests("telemetry")[1].json["events"]] == [
+        "kept"
+    ]
 
 
 @pytest.mark.covers("1.5.1/8", "1.5.1/9")
-def test_an_attempt_that_takes_too_long_is_a_failure(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_attempt_that_takes_too_long_is_a_failure(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
     reporter = make(Post(delay=60), http_timeout=0.05, max_retries=1)
     assert reporter.flush(sync=True)
     assert caplog.messages[-1] == "telemetry: 1 events given up after 1 retries: TimeoutError"
 
 
-# ── what the bus says ────────────────────────────────────────────────────────────────────────────────────────────
+# ── what the bus says ─────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("1.5.3/6", "C63", "W03")
@@ -675,12 +760,20 @@ def test_events_of_its_own_session_are_reported_without_headers(make: Make) -> N
     reporter = make(post, "mine")
     failed: dict[str, Any] = {**CALL, "session_id": "mine", "kind": "error", "stacktrace": None}
     failed["reason"] = APIConnectionError("refused")
-    failed |= {"request_headers": {"x-api-key": "k"}, "nested": {"response_headers": {}, "fine": 1}, "body": b"prompt"}
+    failed |= {
+        "request_headers": {"x-api-key": "k"},
+        "nested": {"response_headers": {}, "fine": 1},
+        "body": b"prompt",
+    }
     events.emit(events.HTTP_EXCEPTION, {"duration": 1.5}, failed)
     events.emit(events.HTTP_EXCEPTION, {"duration": 1.5}, {**failed, "session_id": "another"})
     events.emit(events.HTTP_EXCEPTION, {"duration": 1.5}, CALL)
     events.emit(events.HTTP_START, {"system_time": 1}, {**CALL, "session_id": "mine"})
-    events.emit(events.QUEUE_STATE_CHANGE, {}, {"session_id": "mine", "queue_state": "active", "request_id": "r"})
+    events.emit(
+        events.QUEUE_STATE_CHANGE,
+        {},
+        {"session_id": "mine", "queue_state": "active", "request_id": "r"},
+    )
     for name in events.FUTURE_EVENTS:
         events.emit(name, {"elapsed_time": 7}, {"session_id": "mine", "request_id": "r"})
     assert reporter.flush(sync=True)
@@ -702,7 +795,10 @@ def test_events_of_its_own_session_are_reported_without_headers(make: Make) -> N
             "nested": {"fine": 1},
         },
     }
-    assert told[1]["event_data"] == {"measurements": {}, "metadata": {"queue_state": "active", "request_id": "r"}}
+    assert told[1]["event_data"] == {
+        "measurements": {},
+        "metadata": {"queue_state": "active", "request_id": "r"},
+    }
 
 
 @pytest.mark.covers("1.5.1/2", "1.5.1/3", "1.5.1/4")
@@ -735,7 +831,7 @@ def test_reporting_is_not_reported(make: Make) -> None:
     assert telemetry.send_sync(send, REQUEST) is None
 
 
-# ── what is written down ─────────────────────────────────────────────────────────────────────────────────────────
+# ── what is written down ──────────────────────────────────────────────────────────────────────────
 
 
 class Colour(enum.Enum):
@@ -821,18 +917,24 @@ def test_large_data_is_cut() -> None:
     assert heavy["…"].endswith(" more")
     assert len(heavy) < 20
     assert len(json.dumps(scrubber.mapping({"k" * 100_000: 1}))) < MOST_TEXT * 2
-    traced = scrubber.text("\n".join(f"line {number}" for number in range(10_000)), MOST_TRACEBACK, end=True)
+    traced = scrubber.text(
+        "\n".join(f"line {number}" for number in range(10_000)), MOST_TRACEBACK, end=True
+    )
     assert len(traced) == MOST_TRACEBACK
     assert traced.endswith("line 9999")
 
 
-def test_memory_is_bounded_while_nothing_can_be_sent(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_bounded_while_nothing_can_be_sent(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert telemetry.MOST_QUEUE_CHARACTERS <= 8 * 2**20
     monkeypatch.setattr(telemetry, "MOST_QUEUE_CHARACTERS", 2**19)
     reporter = make(Post(delay=60), flush_threshold=10**9)
     tracemalloc.start()
     try:
-        taken = [reporter.log("big", {str(key): "x" * 4000 for key in range(10)}) for _ in range(40)]
+        taken = [
+            reporter.log("big", {str(key): "x" * 4000 for key in range(10)}) for _ in range(40)
+        ]
         used = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
@@ -866,7 +968,7 @@ def test_durations_are_hours_minutes_and_seconds(seconds: float, text: str) -> N
     assert telemetry.duration_text(seconds) == text
 
 
-# ── whose mistake it was ─────────────────────────────────────────────────────────────────────────────────────────
+# ── whose mistake it was ──────────────────────────────────────────────────────────────────────────
 
 
 class Foreign(Exception):
@@ -936,7 +1038,9 @@ USER = Foreign("inner", status_code=404)
     ],
     ids=map(str, range(60)),
 )
-def test_the_users_mistakes_are_told_apart(error: BaseException, culprit: object, make: Make) -> None:
+def test_the_users_mistakes_are_told_apart(
+    error: BaseException, culprit: object, make: Make
+) -> None:
     found = telemetry.user_error(error)
     assert (found is not None) is bool(culprit)
     if isinstance(culprit, BaseException):
@@ -947,7 +1051,11 @@ def test_the_users_mistakes_are_told_apart(error: BaseException, culprit: object
     assert reporter.flush(sync=True)
     event = post.events[-1]
     if culprit:
-        assert (event["event"], event["event_name"], event["severity"]) == ("GENERIC_EVENT", "user_error", "WARNING")
+        assert (event["event"], event["event_name"], event["severity"]) == (
+            "GENERIC_EVENT",
+            "user_error",
+            "WARNING",
+        )
     else:
         assert (event["event"], event["severity"]) == ("UNHANDLED_EXCEPTION", "CRITICAL")
 
@@ -967,7 +1075,9 @@ def test_what_is_told_of_a_users_mistake(make: Make) -> None:
     post = Post()
     reporter = make(post)
     reporter.log_exception(
-        BadRequestError("no such field", status_code=400, body={"detail": "x", "api_key": "secret1"})
+        BadRequestError(
+            "no such field", status_code=400, body={"detail": "x", "api_key": "secret1"}
+        )
     )
     reporter.log_exception(Foreign(category="user", data={"field": 1}))
     reporter.log_exception(Foreign(category="user", data="text"))
@@ -995,15 +1105,22 @@ def test_an_unhandled_exception_has_its_own_trace(make: Make) -> None:
     assert reporter.flush(sync=True)
     event = post.of("UNHANDLED_EXCEPTION")[0]
     assert event["error_type"] == "ValueError"
-    assert 'in test_an_unhandled_exception_has_its_own_trace\n    int("missing")' in event["traceback"]
+    assert (
+        'in test_an_unhandled_exception_has_its_own_trace\n    int("missing")' in event["traceback"]
+    )
 
 
-# ── types ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── types ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("1.5.7/1", "1.5.7/2", "1.5.7/3", "1.5.7/4", "1.5.7/5", "C90")
 def test_events_and_batches_as_types() -> None:
-    assert literal_values(EventType) == ("SESSION_START", "SESSION_END", "UNHANDLED_EXCEPTION", "GENERIC_EVENT")
+    assert literal_values(EventType) == (
+        "SESSION_START",
+        "SESSION_END",
+        "UNHANDLED_EXCEPTION",
+        "GENERIC_EVENT",
+    )
     assert literal_values(Severity) == ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
     assert parse_literal(EventType, "SESSION_START") == "SESSION_START"
     assert parse_literal(EventType, "session_start") is None
@@ -1037,7 +1154,7 @@ def test_events_and_batches_as_types() -> None:
         TelemetryResponse.model_validate({"status": "refused"})
 
 
-# ── capturing ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── capturing ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("1.6/1", "1.6/2")
@@ -1045,7 +1162,10 @@ def test_a_block_passes_its_exception_on_and_reports_it(make: Make) -> None:
     post = Post()
     reporter = make(post)
     error = ValueError("x")
-    with pytest.raises(ValueError, match="x") as caught, capture_exceptions(reporter, severity="critical"):
+    with (
+        pytest.raises(ValueError, match="x") as caught,
+        capture_exceptions(reporter, severity="critical"),
+    ):
         raise error
     assert caught.value is error
     with capture_exceptions(reporter):
@@ -1139,7 +1259,9 @@ def test_tasks_are_captured(make: Make) -> None:
     ],
     ids=map(str, range(8)),
 )
-def test_ends_are_reported_and_cancellation_is_not(error: BaseException, told: bool, make: Make) -> None:
+def test_ends_are_reported_and_cancellation_is_not(
+    error: BaseException, told: bool, make: Make
+) -> None:
     post = Post()
     reporter = make(post)
     with pytest.raises(type(error)) as caught, capture_exceptions(reporter):
@@ -1153,12 +1275,18 @@ def test_ends_are_reported_and_cancellation_is_not(error: BaseException, told: b
 def test_an_exception_that_passes_through_several_is_reported_once(make: Make) -> None:
     post = Post()
     reporter, other = make(post), make(post, "other")
-    inner, middle, outer = capture_exceptions(reporter), capture_exceptions(reporter), capture_exceptions(other)
+    inner, middle, outer = (
+        capture_exceptions(reporter),
+        capture_exceptions(reporter),
+        capture_exceptions(other),
+    )
     with pytest.raises(ValueError, match="x"), outer, middle, inner:
         raise ValueError("x")
     assert reporter.flush(sync=True)
     assert other.flush(sync=True)
-    assert sorted(request.session_id for request in post.requests for e in request.events if "error_type" in e) == [
+    assert sorted(
+        request.session_id for request in post.requests for e in request.events if "error_type" in e
+    ) == [
         "other",
         "s",
     ]
@@ -1193,7 +1321,7 @@ def test_providers_have_no_reporter_unless_they_say_so(make: Make) -> None:
     assert len(post.of("UNHANDLED_EXCEPTION")) == 2
 
 
-# ── what outlives what ───────────────────────────────────────────────────────────────────────────────────────────
+# ── what outlives what ────────────────────────────────────────────────────────────────────────────
 
 
 class Owner:
@@ -1287,13 +1415,18 @@ def run(program: str, *arguments: str) -> tuple[float, subprocess.CompletedProce
     """Run a program and say how long its last part took: from the line it prints to its end."""
     code = textwrap.dedent(program)
     process = subprocess.Popen(
-        [sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     head = process.stdout.readline()
     began = time.monotonic()
     out, err = process.communicate(timeout=40)
-    return time.monotonic() - began, subprocess.CompletedProcess([], process.returncode, head + out, err)
+    return time.monotonic() - began, subprocess.CompletedProcess(
+        [], process.returncode, head + out, err
+    )
 
 
 @pytest.mark.covers("W08")
@@ -1301,17 +1434,27 @@ def test_a_program_that_ends_sends_what_is_left(faulty: FaultyServer) -> None:
     _, done = run(PROGRAM + "print('end', flush=True)", faulty.base_url)
     assert done.returncode == 0, done.stderr
     told = [event for seen in faulty.requests("telemetry") for event in seen.json["events"]]
-    assert [event.get("event_name", event["event"]) for event in told] == ["SESSION_START", "step", "SESSION_END"]
+    assert [event.get("event_name", event["event"]) for event in told] == [
+        "SESSION_START",
+        "step",
+        "SESSION_END",
+    ]
 
 
 @pytest.mark.covers("W08")
 @pytest.mark.parametrize("answer", [Answer(delay=30), Answer(500)], ids=["silent", "broken"])
-def test_a_program_ends_soon_although_telemetry_cannot_be_sent(faulty: FaultyServer, answer: Answer) -> None:
+def test_a_program_ends_soon_although_telemetry_cannot_be_sent(
+    faulty: FaultyServer, answer: Answer
+) -> None:
     faulty.script("telemetry", answer)
-    ended = PROGRAM + "reporter.log_fatal_exception(ValueError('x'))\nprint('end', flush=True)\nraise SystemExit(3)"
+    ended = (
+        PROGRAM + "reporter.log_fatal_exception(ValueError('x'))\nprint('end', flush=True)\nraise "
+        "SystemExit(3)"
+    )
     seconds, done = run(ended, faulty.base_url)
     assert done.returncode == 3
-    assert seconds < 6  # 1 s, and what the interpreter itself takes on a busy machine; the retries alone take 7
+    # 1 s, and what the interpreter itself takes on a busy machine; the retries alone take 7
+    assert seconds < 6
     assert faulty.requests("telemetry")
 
 
@@ -1365,7 +1508,9 @@ def test_a_forked_child_starts_afresh(faulty: FaultyServer) -> None:
     for seen in faulty.requests("telemetry"):
         processes.add((seen.json["session_id"], seen.json["process_uuid"]))
         for event in seen.json["events"]:
-            told.setdefault(seen.json["session_id"], []).append(event.get("event_name", event["event"]))
+            told.setdefault(seen.json["session_id"], []).append(
+                event.get("event_name", event["event"])
+            )
     assert told == {
         "program": ["SESSION_START", "step", "before the fork", "SESSION_END"],
         "child": ["SESSION_START", "in the child", "SESSION_END"],
@@ -1422,7 +1567,7 @@ def test_many_threads_report_at_once(make: Make) -> None:
     assert len({event["event_id"] for event in post.events}) == 802
 
 
-# ── what is never sent ───────────────────────────────────────────────────────────────────────────────────────────
+# ── what is never sent ────────────────────────────────────────────────────────────────────────────
 
 KEY = "tml-5ecretKEY-abc_DEF.1"
 JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiJwbGFudGVkIn0.c2lnbmF0dXJlLXBsYW50ZWQ"
@@ -1477,7 +1622,13 @@ TEXTS = [
     "planted%2Dliteral and more planted-literal",
 ]
 DATA: list[Any] = [
-    {"headers": {"X-Api-Key": "planted-header", "Authorization": "Bearer planted-header", "Cookie": "planted-cookie"}},
+    {
+        "headers": {
+            "X-Api-Key": "planted-header",
+            "Authorization": "Bearer planted-header",
+            "Cookie": "planted-cookie",
+        }
+    },
     {"api_key": "planted-header", "apiKey": "planted-header", "TINKER_API_KEY": "planted-header"},
     {"deep": [{"deeper": ({"proxy_authorization": "planted-header"},)}]},
     [["x-api-key", "planted-header"], ("Authorization", "planted-header")],
@@ -1485,11 +1636,28 @@ DATA: list[Any] = [
     ["accept", "*/*", "x-api-key", "planted-header"],
     {"name": "x-api-key", "value": "planted-header"},
     {KEY: 1, b"tml-5ecretKEY": 2},
-    {"set": {KEY}, "bytes": KEY.encode(), "error": ValueError(KEY), "point": Point(1, "planted-header")},
-    {"credential_cmd": "cat planted-header", "cfAccessClientSecret": "planted-cf", "password": ["planted-password"]},
-    {"x-amz-security-token": "planted-signature", "hf_token": "planted-header", "jwt": "planted-header"},
-    Config(base_url="https://example.com", api_key=KEY, proxy="http://planted-user:planted-password@p"),
-    types.CreateSessionRequest(tags=[KEY], user_metadata={"cookie": "planted-cookie"}, sdk_version="1"),
+    {
+        "set": {KEY},
+        "bytes": KEY.encode(),
+        "error": ValueError(KEY),
+        "point": Point(1, "planted-header"),
+    },
+    {
+        "credential_cmd": "cat planted-header",
+        "cfAccessClientSecret": "planted-cf",
+        "password": ["planted-password"],
+    },
+    {
+        "x-amz-security-token": "planted-signature",
+        "hf_token": "planted-header",
+        "jwt": "planted-header",
+    },
+    Config(
+        base_url="https://example.com", api_key=KEY, proxy="http://planted-user:planted-password@p"
+    ),
+    types.CreateSessionRequest(
+        tags=[KEY], user_metadata={"cookie": "planted-cookie"}, sdk_version="1"
+    ),
 ]
 
 
@@ -1514,10 +1682,18 @@ def test_no_key_is_ever_sent(
     for text in TEXTS:
         assert reporter.log(text, {"text": text, text: 1, "list": [text, {"text": text}]})
         assert reporter.log_exception(raise_with(text))
-        assert reporter.log_exception(BadRequestError(text, status_code=400, body={"detail": [text], "text": text}))
+        assert reporter.log_exception(
+            BadRequestError(text, status_code=400, body={"detail": [text], "text": text})
+        )
         assert reporter.log_exception(RequestFailedError(text, "r1", "user"))
-        metadata = {"session_id": "s", "reason": raise_with(text), "stacktrace": raise_with(text).__traceback__}
-        events.emit(events.HTTP_EXCEPTION, {"duration": 1}, {**metadata, "note": text, "path": text})
+        metadata = {
+            "session_id": "s",
+            "reason": raise_with(text),
+            "stacktrace": raise_with(text).__traceback__,
+        }
+        events.emit(
+            events.HTTP_EXCEPTION, {"duration": 1}, {**metadata, "note": text, "path": text}
+        )
         events.emit(events.FUTURE_API_ERROR, {"elapsed_time": 1}, {"session_id": "s", text: text})
     for data in DATA:
         assert reporter.log("data", {"data": data})
@@ -1525,12 +1701,16 @@ def test_no_key_is_ever_sent(
         events.emit(events.FUTURE_API_ERROR, {"elapsed_time": 1}, {"session_id": "s", "data": data})
     assert reporter.stop(20)
     sent = b"\n".join(seen.body for seen in faulty.requests("telemetry")).decode()
-    assert len([event for seen in faulty.requests("telemetry") for event in seen.json["events"]]) > 200
+    assert (
+        len([event for seen in faulty.requests("telemetry") for event in seen.json["events"]]) > 200
+    )
     for form in PLANTED.values():
         at = sent.find(form)
         assert at < 0, sent[max(0, at - 200) : at + 100]
     for form in ("5ecretKEY", "eyJ", "planted-header", "planted-cookie", "planted-password"):
-        own_lines = [record.getMessage() for record in caplog.records if record.module == "telemetry"]
+        own_lines = [
+            record.getMessage() for record in caplog.records if record.module == "telemetry"
+        ]
         assert len(own_lines) > 50
         assert form not in "\n".join(own_lines)
     telemetry.detach(logger)
@@ -1549,7 +1729,16 @@ def test_what_is_no_secret_stays() -> None:
         'File "a.py", line 3, in step',
     ):
         assert scrubber.text(text) == text
-    for name in ("path", "max_tokens", "tokens", "token_count", "request_id", "session_id", "secretary", "keys"):
+    for name in (
+        "path",
+        "max_tokens",
+        "tokens",
+        "token_count",
+        "request_id",
+        "session_id",
+        "secretary",
+        "keys",
+    ):
         assert not is_secret_name(name)
 
 
@@ -1567,9 +1756,19 @@ def test_the_secrets_of_a_configuration_are_known() -> None:
             proxy_headers=(("X-Proxy", "proxyvalue"),),
         )
     )
-    assert {"tml-plainkey", "cat secretfile", "cfsecret", "headerkey", "querytoken", "p@ss", "proxyvalue"} <= set(known)
+    assert {
+        "tml-plainkey",
+        "cat secretfile",
+        "cfsecret",
+        "headerkey",
+        "querytoken",
+        "p@ss",
+        "proxyvalue",
+    } <= set(known)
     assert {"team", "first", "id", ""}.isdisjoint(known)
-    shown = Scrubber(known).text("tml-plainkey, user:p%40ss, p@ss, cat%20secretfile, dXNlcjpwQHNz, team")
+    shown = Scrubber(known).text(
+        "tml-plainkey, user:p%40ss, p@ss, cat%20secretfile, dXNlcjpwQHNz, team"
+    )
     assert shown == ", ".join(["[REDACTED]"] * 5 + ["team"])
     assert list(known) == sorted(known, key=len, reverse=True)
 

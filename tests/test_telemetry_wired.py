@@ -1,4 +1,5 @@
-"""Telemetry as sessions use it: what the hosted service is told by itself, and that nobody waits for it."""
+"""Telemetry as sessions use it: what the hosted service is told by itself, and that nobody waits
+for it."""
 
 from __future__ import annotations
 
@@ -77,7 +78,10 @@ def test_a_session_tells_its_beginning_and_its_end(hosted: FaultyServer) -> None
 def test_a_failed_call_is_told_once_and_without_the_key(hosted: FaultyServer) -> None:
     with ServiceClient(api_key=KEY) as service:
         client = service.create_lora_training_client("m").result()
-        hosted.script("optim_step", Answer(500, {"detail": f"bad key {KEY}"}, headers={"x-should-retry": "false"}))
+        hosted.script(
+            "optim_step",
+            Answer(500, {"detail": f"bad key {KEY}"}, headers={"x-should-retry": "false"}),
+        )
         with pytest.raises(tinkex.InternalServerError):
             client.optim_step(STEP).result(10)
         wait_until(lambda: "UNHANDLED_EXCEPTION" in kinds(hosted))
@@ -101,23 +105,35 @@ def test_a_failed_call_is_told_once_and_without_the_key(hosted: FaultyServer) ->
 DATA = [tinkex.types.Datum(PROMPT, {"target_tokens": [2, 3, 4]})]
 PATH = "tinker://run/weights/x"
 ENTRIES: dict[str, Callable[[Any, Any, Any], Any]] = {
-    "get_info": lambda service, training, sampler: service.create_lora_training_client("m").result(),
+    "get_info": lambda service, training, sampler: service.create_lora_training_client(
+        "m"
+    ).result(),
     "get_server_capabilities": lambda service, training, sampler: service.get_server_capabilities(),
-    "create_model": lambda service, training, sampler: service.create_lora_training_client("m").result(),
+    "create_model": lambda service, training, sampler: service.create_lora_training_client(
+        "m"
+    ).result(),
     "create_sampling_session": lambda service, training, sampler: service.create_sampling_client(
         base_model="m"
     ).result(),
-    "load_weights": lambda service, training, sampler: service.create_training_client_from_state(PATH).result(),
-    "forward_backward": lambda service, training, sampler: training.forward_backward(DATA, "cross_entropy").result(10),
+    "load_weights": lambda service, training, sampler: service.create_training_client_from_state(
+        PATH
+    ).result(),
+    "forward_backward": lambda service, training, sampler: training.forward_backward(
+        DATA, "cross_entropy"
+    ).result(10),
     "optim_step": lambda service, training, sampler: training.optim_step(STEP).result(10),
     "save_weights": lambda service, training, sampler: training.save_state("x").result(10),
-    "save_weights_for_sampler": lambda service, training, sampler: training.save_weights_for_sampler("x").result(10),
+    "save_weights_for_sampler": lambda service, training, sampler: (
+        training.save_weights_for_sampler("x").result(10)
+    ),
     "asample": lambda service, training, sampler: sampler.sample(PROMPT, 1, PARAMS).result(10),
 }
 
 
 @pytest.mark.covers("1.6/5")
-def test_what_fails_in_any_call_of_the_clients_is_told_once_and_the_session_lives_on(hosted: FaultyServer) -> None:
+def test_what_fails_in_any_call_of_the_clients_is_told_once_and_the_session_lives_on(
+    hosted: FaultyServer,
+) -> None:
     hosted.script("create_session", Answer(body={"session_id": "s"}))
     with ServiceClient(api_key=KEY) as service:
         training, sampler = (
@@ -131,8 +147,15 @@ def test_what_fails_in_any_call_of_the_clients_is_told_once_and_the_session_live
         reporter = service.get_telemetry()
         assert reporter is not None
         assert reporter.flush(sync=True)
-        messages = [event["event_data"]["message"] for event in told(hosted) if event.get("event_name") == "user_error"]
-        counts = {entry: sum(f": no {entry} today" in message for message in messages) for entry in ENTRIES}
+        messages = [
+            event["event_data"]["message"]
+            for event in told(hosted)
+            if event.get("event_name") == "user_error"
+        ]
+        counts = {
+            entry: sum(f": no {entry} today" in message for message in messages)
+            for entry in ENTRIES
+        }
         assert counts == dict.fromkeys(ENTRIES, 1)
         assert "SESSION_END" not in kinds(hosted)
 
@@ -188,7 +211,9 @@ def test_a_long_session_keeps_its_connections_while_telemetry_fails(hosted: Faul
 
 
 @pytest.mark.covers("1.4.4/4")
-def test_telemetry_that_is_switched_off_sends_nothing(hosted: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_telemetry_that_is_switched_off_sends_nothing(
+    hosted: FaultyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
     with ServiceClient(api_key=KEY) as service:
         hosted.script("create_sampling_session", Answer(404))
@@ -250,7 +275,10 @@ def test_children_that_are_closed_or_dropped_leave_the_reporter_alone(hosted: Fa
 
 def test_a_session_that_cannot_be_opened_tells_nothing(hosted: FaultyServer) -> None:
     hosted.script("create_session", Answer(403, {"detail": "not you"}))
-    with ServiceClient(api_key=KEY) as service, pytest.raises(tinkex.PermissionDeniedError, match="not you"):
+    with (
+        ServiceClient(api_key=KEY) as service,
+        pytest.raises(tinkex.PermissionDeniedError, match="not you"),
+    ):
         service.get_server_capabilities()
     time.sleep(0.1)
     assert hosted.requests("telemetry") == []
@@ -267,11 +295,19 @@ atexit.register(lambda: print(time.monotonic() - ended))
 """
 
 
-@pytest.mark.parametrize("answer", [Answer(body={"status": "accepted"}), Answer(delay=30)], ids=["heard", "hangs"])
-def test_a_program_that_ends_says_the_end_and_does_not_wait_long(hosted: FaultyServer, answer: Answer) -> None:
+@pytest.mark.parametrize(
+    "answer", [Answer(body={"status": "accepted"}), Answer(delay=30)], ids=["heard", "hangs"]
+)
+def test_a_program_that_ends_says_the_end_and_does_not_wait_long(
+    hosted: FaultyServer, answer: Answer
+) -> None:
     hosted.script("telemetry", answer)
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, hosted.base_url], env=os.environ, capture_output=True, text=True, timeout=30
+        [sys.executable, "-c", PROGRAM, hosted.base_url],
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        timeout=30,
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

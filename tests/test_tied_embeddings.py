@@ -31,12 +31,23 @@ def url(model_dir: Path, tmp_path: Path) -> Iterator[str]:
 def test_a_run_may_leave_the_output_layer_alone(
     option: str | None, place: Path, url: str, capsys: pytest.CaptureFixture[str], model_dir: Path
 ) -> None:
-    words = ["train", str(place / "data.jsonl"), "--base-url", url, "--base-model", MODEL, "--steps", "1"]
+    words = [
+        "train",
+        str(place / "data.jsonl"),
+        "--base-url",
+        url,
+        "--base-model",
+        MODEL,
+        "--steps",
+        "1",
+    ]
     words += ["--rank", "2", "-o", str(place / "out"), *([option] if option else [])]
     assert run(words).exit_code == 0
     path = json.loads((place / "out" / "run.json").read_text())["sampler"]
     with RestClient(base_url=url) as rest:
-        assert rest.get_weights_info_by_tinker_path(path).result(20).train_unembed is (option is None)
+        assert rest.get_weights_info_by_tinker_path(path).result(20).train_unembed is (
+            option is None
+        )
     for command in ("export", "download"):
         capsys.readouterr()
         result = run(["checkpoint", command, path, "-o", str(place / command), "--base-url", url])
@@ -50,7 +61,9 @@ def test_a_run_may_leave_the_output_layer_alone(
         assert ("warning" in result.data) is (option is None)
 
 
-@pytest.mark.parametrize(("tied", "words"), [(True, "ties to its embeddings"), (False, None), (None, "If the base")])
+@pytest.mark.parametrize(
+    ("tied", "words"), [(True, "ties to its embeddings"), (False, None), (None, "If the base")]
+)
 def test_the_warning_depends_on_the_base_model(
     tied: bool | None, words: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,7 +29,9 @@ def test_transformers_loads_it_and_agrees_with_the_engine() -> None:
     from tinkex.types import LoraConfig
 
     tokenizer = AutoTokenizer.from_pretrained(TINY)
-    chat: Any = tokenizer.apply_chat_template([{"role": "user", "content": "What is a kite?"}], return_dict=True)
+    chat: Any = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is a kite?"}], return_dict=True
+    )
     ids: list[int] = chat["input_ids"]
     reference = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
     with torch.no_grad():
@@ -40,7 +42,9 @@ def test_transformers_loads_it_and_agrees_with_the_engine() -> None:
     engine.create("a", "tiny", LoraConfig(rank=4))
     datum = tinkex.Datum(tinkex.ModelInput.from_ints(ids[:-1]), {"target_tokens": ids[1:]})
     output = run_pass(engine, "a", [datum], "cross_entropy", {}, backward=False)
-    assert output.loss_fn_outputs[0]["logprobs"].tolist() == pytest.approx(expected.tolist(), abs=1e-4)
+    assert output.loss_fn_outputs[0]["logprobs"].tolist() == pytest.approx(
+        expected.tolist(), abs=1e-4
+    )
 
 
 def test_both_tokenizers_agree() -> None:
@@ -64,13 +68,18 @@ def test_held_out_problems_are_no_training_problems() -> None:
 
 def test_the_base_model_has_something_to_learn(tmp_path: Path) -> None:
     """Greedy accuracy between 10 and 40 %, through the whole stack."""
-    with tinkex.LocalBackend(data_dir=tmp_path) as backend, tinkex.ServiceClient(base_url=backend.base_url) as service:
+    with (
+        tinkex.LocalBackend(data_dir=tmp_path) as backend,
+        tinkex.ServiceClient(base_url=backend.base_url) as service,
+    ):
         sampler = service.create_sampling_client(base_model="tinkex/tiny").result()
         tokenizer = sampler.get_tokenizer(backend="tokenizers")
         params = tinkex.SamplingParams(max_tokens=addition.MAX_ANSWER_TOKENS, temperature=0.0)
         problems = addition.held_out_problems()[::4]
         futures = [
-            sampler.sample(tinkex.ModelInput.from_ints(tokenizer.encode(addition.prompt(a, b))), 1, params)
+            sampler.sample(
+                tinkex.ModelInput.from_ints(tokenizer.encode(addition.prompt(a, b))), 1, params
+            )
             for a, b in problems
         ]
         texts = [tokenizer.decode(future.result().sequences[0].tokens) for future in futures]

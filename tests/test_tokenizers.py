@@ -1,4 +1,5 @@
-"""Tokenizers without a network: on both clients, through both libraries, and published where others look."""
+"""Tokenizers without a network: on both clients, through both libraries, and published where others
+look."""
 
 from __future__ import annotations
 
@@ -29,10 +30,18 @@ from tinkex.server.files.hub_cache import MARK, cache_root, publish_tokenizer
 from tinkex.text.kimi import PATTERN, KimiTokenizer
 from tinkex.tokenizers import Tokenizer, TokenizerError, load_tokenizer
 
-TEXTS = ["hello cat", "the dog ran on the mat", "12 + 34 = 46", "naïve ☃ \n\t x", "", "</s> in text"]
+TEXTS = [
+    "hello cat",
+    "the dog ran on the mat",
+    "12 + 34 = 46",
+    "naïve ☃ \n\t x",
+    "",
+    "</s> in text",
+]
 BACKENDS = ["transformers", "tokenizers"]
 TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}{{ eos_token }}"
+    "{{ bos_token }}{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}{{ "
+    "eos_token }}"
     "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 
@@ -56,12 +65,16 @@ def test_both_clients_have_the_models_tokenizer(server_url: str, backend: str) -
                 assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_transformers_is_preferred_when_it_is_there(server_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_is_preferred_when_it_is_there(
+    server_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers import PreTrainedTokenizerBase
 
     assert isinstance(load_tokenizer(MODEL), PreTrainedTokenizerBase)
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else find(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "transformers" else find(name)
+    )
     assert isinstance(load_tokenizer(MODEL), Tokenizer)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(tinkex.ConfigurationError, match=r"tokenizers.*\n.*tinkex\[text\]"):
@@ -69,14 +82,28 @@ def test_transformers_is_preferred_when_it_is_there(server_url: str, monkeypatch
 
 
 def test_the_two_libraries_agree(model_dir: Path) -> None:
-    ours, theirs = (load_tokenizer(str(model_dir), backend=backend) for backend in reversed(BACKENDS))
+    ours, theirs = (
+        load_tokenizer(str(model_dir), backend=backend) for backend in reversed(BACKENDS)
+    )
     for text in TEXTS:
         assert ours.encode(text) == theirs.encode(text)
-        assert ours.encode(text, add_special_tokens=False) == theirs.encode(text, add_special_tokens=False)
+        assert ours.encode(text, add_special_tokens=False) == theirs.encode(
+            text, add_special_tokens=False
+        )
         assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text))
-    assert ours.decode([0, 5, 1], skip_special_tokens=True) == theirs.decode([0, 5, 1], skip_special_tokens=True)
+    assert ours.decode([0, 5, 1], skip_special_tokens=True) == theirs.decode(
+        [0, 5, 1], skip_special_tokens=True
+    )
     assert ours.decode(5) == theirs.decode(5)
-    for name in ("bos_token", "eos_token", "pad_token", "bos_token_id", "eos_token_id", "pad_token_id", "vocab_size"):
+    for name in (
+        "bos_token",
+        "eos_token",
+        "pad_token",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "vocab_size",
+    ):
         assert getattr(ours, name) == getattr(theirs, name), name
     assert len(ours) == len(theirs)
     assert ours.get_vocab() == theirs.get_vocab()
@@ -93,15 +120,21 @@ def chat_dir(model_dir: Path, tmp_path: Path) -> Path:
 
 
 def test_chat_templates_agree(chat_dir: Path) -> None:
-    ours, theirs = (load_tokenizer(str(chat_dir), backend=backend) for backend in reversed(BACKENDS))
+    ours, theirs = (
+        load_tokenizer(str(chat_dir), backend=backend) for backend in reversed(BACKENDS)
+    )
     talk = [{"role": "user", "content": "hello cat"}, {"role": "assistant", "content": "the dog"}]
     for prompt in (False, True):
         text = ours.apply_chat_template(talk, tokenize=False, add_generation_prompt=prompt)
-        assert text == theirs.apply_chat_template(talk, tokenize=False, add_generation_prompt=prompt)
+        assert text == theirs.apply_chat_template(
+            talk, tokenize=False, add_generation_prompt=prompt
+        )
         assert text.startswith("<s>[user]hello cat</s>")
         assert text.endswith("[assistant]") == prompt
         tokens = ours.apply_chat_template(talk, add_generation_prompt=prompt)
-        assert tokens == theirs.apply_chat_template(talk, add_generation_prompt=prompt, return_dict=False)
+        assert tokens == theirs.apply_chat_template(
+            talk, add_generation_prompt=prompt, return_dict=False
+        )
 
 
 def test_chat_templates_are_not_trusted(chat_dir: Path) -> None:
@@ -125,7 +158,9 @@ def test_a_template_in_the_configuration_is_found(chat_dir: Path) -> None:
     config["chat_template"] = "{{ messages[0]['content'] }}!"
     (chat_dir / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = Tokenizer.from_directory(chat_dir)
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
+    assert (
+        tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -145,7 +180,7 @@ def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path), backend="tokenizers")
 
 
-# ── the hub's cache ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── the hub's cache ───────────────────────────────────────────────────────────────────────────────
 
 READ = """
 import sys
@@ -202,12 +237,21 @@ def test_what_is_cached_already_is_left_alone(home: Path, model_dir: Path) -> No
     foreign.mkdir(parents=True)
     (foreign / "tokenizer.json").write_text("{}")
     assert publish_tokenizer("org/name", model_dir) is None
-    assert sorted(path.name for path in home.rglob("*")) == ["abc", "models--org--name", "snapshots", "tokenizer.json"]
+    assert sorted(path.name for path in home.rglob("*")) == [
+        "abc",
+        "models--org--name",
+        "snapshots",
+        "tokenizer.json",
+    ]
     assert not list(home.rglob(MARK))
 
 
-@pytest.mark.parametrize("name", ["../escape", "a/b/c", "/abs", "a b", "", ".hidden", "a/..", "x\n"])
-def test_names_that_are_no_repositories_are_not_published(home: Path, model_dir: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["../escape", "a/b/c", "/abs", "a b", "", ".hidden", "a/..", "x\n"]
+)
+def test_names_that_are_no_repositories_are_not_published(
+    home: Path, model_dir: Path, name: str
+) -> None:
     assert publish_tokenizer(name, model_dir) is None
     assert not home.exists()
 
@@ -239,7 +283,10 @@ for round in range(20):
 def test_two_processes_may_publish_at_once(home: Path, model_dir: Path) -> None:
     def begin() -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-c", PUBLISH, str(model_dir)], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-c", PUBLISH, str(model_dir)],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
 
     processes = [begin(), begin()]
@@ -287,7 +334,7 @@ def test_publishing_can_be_switched_off(
     assert (home / "models--org--name").exists()
 
 
-# ── by model name ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── by model name ─────────────────────────────────────────────────────────────────────────────────
 
 
 class Letters:
@@ -319,7 +366,8 @@ def info(tokenizer_id: Any) -> Any:
     [
         ("gpt2", info("struct/tokenizer:abc123"), "struct/tokenizer"),
         ("gpt2", {"model_data": {"tokenizer_id": "plain/mapping:x"}}, "plain/mapping"),
-        ("gpt2", info("meta-llama/Llama-3.1-8B"), "meta-llama/Llama-3.1-8B"),  # what the server says is not mapped
+        # what the server says is not mapped
+        ("gpt2", info("meta-llama/Llama-3.1-8B"), "meta-llama/Llama-3.1-8B"),
         ("gpt2", info(None), "gpt2"),
         ("gpt2", info(7), "gpt2"),
         ("gpt2", {}, "gpt2"),
@@ -328,14 +376,20 @@ def info(tokenizer_id: Any) -> Any:
         ("org/model:rev", None, "org/model"),
         ("meta-llama/Llama-3.1-8B", None, "thinkingmachineslabinc/meta-llama-3-tokenizer"),
         ("meta-llama/Llama-3", None, "thinkingmachineslabinc/meta-llama-3-tokenizer"),
-        ("meta-llama/Llama-3.3-70B-Instruct/x:y", None, "thinkingmachineslabinc/meta-llama-3-tokenizer"),
+        (
+            "meta-llama/Llama-3.3-70B-Instruct/x:y",
+            None,
+            "thinkingmachineslabinc/meta-llama-3-tokenizer",
+        ),
         ("meta-llama/Llama-2-7b", None, "meta-llama/Llama-2-7b"),
         ("a/b/c/d", None, "a/b/c/d"),
         ("gpt2", None, "gpt2"),
         (123, None, "123"),
     ],
 )
-def test_the_tokenizers_id_is_resolved_in_a_fixed_order(name: Any, told: Any, expected: str) -> None:
+def test_the_tokenizers_id_is_resolved_in_a_fixed_order(
+    name: Any, told: Any, expected: str
+) -> None:
     def say(client: object) -> Any:
         if isinstance(told, Exception):
             raise told
@@ -346,7 +400,9 @@ def test_the_tokenizers_id_is_resolved_in_a_fixed_order(name: Any, told: Any, ex
 
 
 @pytest.mark.covers("1.1.2/1")
-def test_a_training_client_is_asked_by_its_own_method_and_a_directory_is_itself(tmp_path: Path) -> None:
+def test_a_training_client_is_asked_by_its_own_method_and_a_directory_is_itself(
+    tmp_path: Path,
+) -> None:
     client = SimpleNamespace(get_info=lambda: info("asked/it"))
     assert tokenizers.get_tokenizer_id("gpt2", client) == "asked/it"
     assert tokenizers.get_tokenizer_id("gpt2", SimpleNamespace()) == "gpt2"
@@ -364,7 +420,9 @@ def test_a_tokenizer_is_loaded_once_and_the_first_of_two_stays() -> None:
         return Letters()
 
     with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(lambda _: tokenizers.get_or_load_tokenizer("x/y", load_fun=load), range(2))
+        first, second = pool.map(
+            lambda _: tokenizers.get_or_load_tokenizer("x/y", load_fun=load), range(2)
+        )
     assert first is second
     assert loads == [("x/y", {})] * 2
     assert tokenizers.get_or_load_tokenizer("x/y", load_fun=load) is first
@@ -373,7 +431,9 @@ def test_a_tokenizer_is_loaded_once_and_the_first_of_two_stays() -> None:
 
 @pytest.mark.covers("1.1.3/2")
 def test_a_failure_to_load_names_the_tokenizer_and_is_not_kept() -> None:
-    attempts = iter([KeyError("first"), "no tokenizer", tinkex.ConfigurationError("passes through"), Letters()])
+    attempts = iter(
+        [KeyError("first"), "no tokenizer", tinkex.ConfigurationError("passes through"), Letters()]
+    )
 
     def load(tokenizer_id: str, options: Any) -> Any:
         given = next(attempts)
@@ -403,7 +463,10 @@ def test_only_kimis_revision_is_pinned() -> None:
 
     for name in ("gpt2", tokenizers.KIMI):
         tokenizers.get_or_load_tokenizer(name, load_fun=load)
-    assert seen == {"gpt2": {}, tokenizers.KIMI: {"revision": "612681931a8c906ddb349f8ad0f582cb552189cd"}}
+    assert seen == {
+        "gpt2": {},
+        tokenizers.KIMI: {"revision": "612681931a8c906ddb349f8ad0f582cb552189cd"},
+    }
     tokenizers.get_or_load_tokenizer("gpt2", load_fun=load, revision="abc")
     assert seen["gpt2"] == {"revision": "abc"}
 
@@ -432,7 +495,11 @@ def test_text_gets_the_special_tokens_of_its_tokenizer_and_no_template(
     rules["post_processor"] = {
         "type": "TemplateProcessing",
         "single": [begin, {"Sequence": {"id": "A", "type_id": 0}}],
-        "pair": [begin, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "pair": [
+            begin,
+            {"Sequence": {"id": "A", "type_id": 0}},
+            {"Sequence": {"id": "B", "type_id": 1}},
+        ],
         "special_tokens": {"<s>": {"id": "<s>", "ids": [0], "tokens": ["<s>"]}},
     }
     (tmp_path / "tokenizer.json").write_text(json.dumps(rules))
@@ -507,9 +574,16 @@ def test_clients_help_with_tokenizers(server_url: str) -> None:
         assert training.decode(training.encode("hello cat")) == "hello cat"
         assert isinstance(training.get_tokenizer(load_fun=load), Letters)
         assert isinstance(sampling.get_tokenizer(load_fun=load), Letters)
-        for data in ({"base_model": "a/b/c"}, {"model_name": "d"}, {}, {"tokenizer_id": "e:1", "base_model": "x"}):
+        for data in (
+            {"base_model": "a/b/c"},
+            {"model_name": "d"},
+            {},
+            {"tokenizer_id": "e:1", "base_model": "x"},
+        ):
             training.get_tokenizer(info_fun=says({"model_data": data}), load_fun=load)
-        sampling.get_tokenizer(sampler_fun=lambda client: SimpleNamespace(base_model="f/g/h:1"), load_fun=load)
+        sampling.get_tokenizer(
+            sampler_fun=lambda client: SimpleNamespace(base_model="f/g/h:1"), load_fun=load
+        )
 
         def refuse(client: object) -> Any:
             raise OSError("no info")
@@ -520,7 +594,8 @@ def test_clients_help_with_tokenizers(server_url: str) -> None:
 
 
 def test_a_client_asks_once_which_tokenizer_it_has() -> None:
-    """Of an older server, which told nothing when the clients were made; what was refused is asked for again."""
+    """Of an older server, which told nothing when the clients were made; what was refused is asked
+    for again."""
     named: list[str] = []
 
     def load(tokenizer_id: str, options: Any) -> Letters:
@@ -539,7 +614,10 @@ def test_a_client_asks_once_which_tokenizer_it_has() -> None:
         with ServiceClient(base_url=faulty.base_url, api_key="tml-x") as service:
             clients: list[tuple[Any, str]] = [
                 (service.create_lora_training_client("m").result(), "get_info"),
-                (service.create_sampling_client("tinker://r/sampler_weights/a").result(), "samplers/x"),
+                (
+                    service.create_sampling_client("tinker://r/sampler_weights/a").result(),
+                    "samplers/x",
+                ),
             ]
             for client, path in clients:
                 with pytest.raises(tinkex.NotFoundError):
@@ -547,19 +625,29 @@ def test_a_client_asks_once_which_tokenizer_it_has() -> None:
                 with ThreadPoolExecutor(3) as pool:
                     asked = [pool.submit(client.get_tokenizer, load_fun=load) for _ in range(3)]
                     asyncio.run(client.get_tokenizer_async(load_fun=load))
-                    found = {type(one.result()) for one in asked} | {type(client.get_tokenizer(load_fun=load))}
+                    found = {type(one.result()) for one in asked} | {
+                        type(client.get_tokenizer(load_fun=load))
+                    }
                 assert found == {Letters}
                 assert len(faulty.requests(path)) == 3
     assert set(named) == {"own/run", "own/sampler"}
 
 
-# ── Kimi ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Kimi ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 class StandIn:
-    """What is used of tiktoken's Encoding, for where it is not installed: pairs are merged by rank, lowest first."""
+    """What is used of tiktoken's Encoding, for where it is not installed: pairs are merged by rank,
+    lowest first."""
 
-    def __init__(self, name: str, *, pat_str: str, mergeable_ranks: dict[bytes, int], special_tokens: dict[str, int]):
+    def __init__(
+        self,
+        name: str,
+        *,
+        pat_str: str,
+        mergeable_ranks: dict[bytes, int],
+        special_tokens: dict[str, int],
+    ):
         self._ranks, self._special = mergeable_ranks, special_tokens
         self._texts = {rank: token for token, rank in mergeable_ranks.items()}
         self._texts |= {number: text.encode() for text, number in special_tokens.items()}
@@ -595,7 +683,9 @@ def tiktoken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kimi_files(directory: Path, added: dict[str, Any]) -> dict[str, Any]:
-    ranks = "".join(f"{base64.b64encode(c.encode()).decode()} {n}\n" for n, c in enumerate("Say hi"))
+    ranks = "".join(
+        f"{base64.b64encode(c.encode()).decode()} {n}\n" for n, c in enumerate("Say hi")
+    )
     (directory / "tiktoken.model").write_text(f"\nnot a line at all\n!!! 7\n{ranks}\n")
     (directory / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
     return {
@@ -608,7 +698,9 @@ BOS = {"6": {"content": "<|bos|>"}, "7": {"content": "<|bos|>>"}}
 
 
 @pytest.mark.covers("1.1.4/4", "1.1.4/5", "1.1.4/6", "1.1.4/8", "1.1.4/11")
-def test_kimis_tokenizer_is_made_of_ranks_and_special_tokens(tmp_path: Path, tiktoken: None) -> None:
+def test_kimis_tokenizer_is_made_of_ranks_and_special_tokens(
+    tmp_path: Path, tiktoken: None
+) -> None:
     files = kimi_files(tmp_path, {"6": {"content": "<|bos|>"}})
     name = tokenizers.KIMI
     for text, tokens in (
@@ -618,14 +710,17 @@ def test_kimis_tokenizer_is_made_of_ranks_and_special_tokens(tmp_path: Path, tik
     ):
         assert tokenizers.encode(text, name, **files) == tokens
         assert tokenizers.decode(tokens, name, **files) == text
-    with pytest.raises(TokenizerError, match="could not encode"):  # its letters are no tokens of this small one
+    # its letters are no tokens of this small one
+    with pytest.raises(TokenizerError, match="could not encode"):
         tokenizers.encode("<|bos|>Say", name, allow_special_tokens=False, **files)
     with pytest.raises(TokenizerError, match="there is no token 262"):
         tokenizers.decode([262], name, **files)
 
 
 @pytest.mark.covers("1.1.4/6", "1.1.4/7", "1.1.4/8")
-def test_special_tokens_can_be_taken_as_text_or_the_longest_first(tmp_path: Path, tiktoken: None) -> None:
+def test_special_tokens_can_be_taken_as_text_or_the_longest_first(
+    tmp_path: Path, tiktoken: None
+) -> None:
     ranks = {bytes([byte]): byte for byte in range(256)}
     special = {"<a>": 256, "<a>b": 257}
     tokenizer = KimiTokenizer(ranks, special, matching="longest")
@@ -639,7 +734,8 @@ def test_special_tokens_can_be_taken_as_text_or_the_longest_first(tmp_path: Path
 
 @pytest.mark.covers("1.1.4/10")
 def test_text_is_split_as_kimi_splits_it() -> None:
-    regex = importlib.import_module("regex")  # comes with transformers, and knows the same classes of characters
+    # comes with transformers, and knows the same classes of characters
+    regex = importlib.import_module("regex")
     pattern = regex.compile(PATTERN, regex.VERSION1)
     for text, expected in {
         "汉字abc": ["汉字", "abc"],
@@ -655,10 +751,14 @@ def test_text_is_split_as_kimi_splits_it() -> None:
 
 
 @pytest.mark.covers("1.1.4/4")
-def test_files_without_ranks_and_a_missing_library_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_without_ranks_and_a_missing_library_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = kimi_files(tmp_path, BOS)
     monkeypatch.setitem(sys.modules, "tiktoken", None)
-    with pytest.raises(tinkex.ConfigurationError, match=r"needs the package 'tiktoken'\n.*pip install tiktoken"):
+    with pytest.raises(
+        tinkex.ConfigurationError, match=r"needs the package 'tiktoken'\n.*pip install tiktoken"
+    ):
         tokenizers.encode("x", tokenizers.KIMI, **files)
     (tmp_path / "tiktoken.model").write_text("\n")
     with pytest.raises(tinkex.ConfigurationError, match="holds no ranks"):
@@ -676,7 +776,10 @@ def test_kimis_files_are_fetched_at_the_pinned_revision(
             server.script(f"{place}/{name}", Answer(200, (tmp_path / name).read_bytes()))
         options: dict[str, Any] = {"cache_dir": tmp_path / "cache", "endpoint": server.base_url}
         assert tokenizers.encode("hi", tokenizers.KIMI, **options) == [4, 5]
-        assert [seen.path for seen in server.seen] == [f"{place}/tiktoken.model", f"{place}/tokenizer_config.json"]
+        assert [seen.path for seen in server.seen] == [
+            f"{place}/tiktoken.model",
+            f"{place}/tokenizer_config.json",
+        ]
         other = {**options, "revision": "abc"}
         with pytest.raises(TinkerError, match="not found on HuggingFace"):
             tokenizers.encode("hi", tokenizers.KIMI, **other)
@@ -688,8 +791,11 @@ def test_a_tokenizer_can_be_asked_for_by_many_threads_before_its_library_is_impo
         "from concurrent.futures import ThreadPoolExecutor as Pool\n"
         "from tinkex.tokenizers import load_tokenizer\n"
         "pool = Pool(9)\n"
-        "loaded = list(pool.map(lambda _: load_tokenizer('tinkex/tiny', backend='transformers'), range(9)))\n"
+        "loaded = list(pool.map(lambda _: load_tokenizer('tinkex/tiny', backend='transformers'), "
+        "range(9)))\n"
         "assert all(one is loaded[0] for one in loaded)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr

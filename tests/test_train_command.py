@@ -1,4 +1,5 @@
-"""`tinkex train`: files of examples, what is learned of them, runs that are broken off and taken up again."""
+"""`tinkex train`: files of examples, what is learned of them, runs that are broken off and taken up
+again."""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ def url(engine: FakeEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.fixture(autouse=True)
-def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: FakeEngine) -> Iterator[None]:
+def _own_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: FakeEngine
+) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     yield
@@ -87,13 +90,18 @@ def talk(*turns: str) -> dict[str, Any]:
 
 
 def write(path: Path, *lines: Any) -> Path:
-    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    path.write_text(
+        "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+    )
     return path
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    return write(tmp_path / "sums.jsonl", *(talk(f"{a} and {a + 3}?", f"It is {2 * a + 3}.") for a in range(10, 30)))
+    return write(
+        tmp_path / "sums.jsonl",
+        *(talk(f"{a} and {a + 3}?", f"It is {2 * a + 3}.") for a in range(10, 30)),
+    )
 
 
 def metrics(folder: str | Path) -> list[dict[str, Any]]:
@@ -105,13 +113,15 @@ def learned(chat: ChatFormat, rendered: Any) -> str:
     return str(chat.tokenizer.decode(tokens.tolist()))
 
 
-# ── a run ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── a run ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_run_leaves_its_metrics_its_options_its_checkpoints_and_a_plot(
     train: Callable[..., Result], data: Path, url: str
 ) -> None:
-    result = train(data, "--steps", 7, "--batch-size", 4, "--save-every", 3, "--eval-split", 0.2, "--json")
+    result = train(
+        data, "--steps", 7, "--batch-size", 4, "--save-every", 3, "--eval-split", 0.2, "--json"
+    )
     assert result.exit_code == 0, result.output
     summary = json.loads(result.stdout)
     assert summary["status"] == "finished"
@@ -121,7 +131,9 @@ def test_a_run_leaves_its_metrics_its_options_its_checkpoints_and_a_plot(
     steps = [record for record in metrics(folder) if "loss" in record]
     assert [record["step"] for record in steps] == list(range(1, 8))
     assert [record["epoch"] for record in steps] == [1, 1, 1, 1, 2, 2, 2]
-    evaluated = {record["step"]: record["eval_loss"] for record in metrics(folder) if "eval_loss" in record}
+    evaluated = {
+        record["step"]: record["eval_loss"] for record in metrics(folder) if "eval_loss" in record
+    }
     assert list(evaluated) == [0, 4, 7]
     assert evaluated[7] < evaluated[4] < evaluated[0]
     config = json.loads((folder / "config.json").read_text())
@@ -131,7 +143,12 @@ def test_a_run_leaves_its_metrics_its_options_its_checkpoints_and_a_plot(
     assert [saved["step"] for saved in facts["checkpoints"]] == [3, 6, 7]
     assert facts["checkpoints"][-1]["path"] == summary["state_path"]
     with ServiceClient(base_url=url) as service:
-        assert service.create_sampling_client(model_path=summary["sampler_path"]).result().get_base_model() == TINY
+        assert (
+            service.create_sampling_client(model_path=summary["sampler_path"])
+            .result()
+            .get_base_model()
+            == TINY
+        )
     lines = ElementTree.parse(folder / "loss.svg").findall("{http://www.w3.org/2000/svg}polyline")
     assert [len(line.attrib["points"].split()) for line in lines] == [7, 3]
 
@@ -141,7 +158,10 @@ def test_a_run_is_told_of_on_standard_error_and_summed_up_on_standard_output(
 ) -> None:
     result = train(data, "--steps", 6, "--name", "my sums!")
     assert result.exit_code == 0, result.output
-    assert f"{TINY} inside this process: 20 examples, 6 steps of 16, rank 32, into runs/my-sums" in result.stderr
+    assert (
+        f"{TINY} inside this process: 20 examples, 6 steps of 16, rank 32, into runs/my-sums"
+        in result.stderr
+    )
     assert "step 1/6  loss " in result.stderr
     assert "step 6/6  loss " in result.stderr
     assert "tokens/s" in result.stderr
@@ -161,12 +181,15 @@ def test_two_runs_with_one_seed_are_equal_and_another_seed_is_another_order(
     train: Callable[..., Result], data: Path
 ) -> None:
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        assert train(data, "--steps", 6, "--batch-size", 3, "--seed", seed, "--output", name).exit_code == 0
+        assert (
+            train(data, "--steps", 6, "--batch-size", 3, "--seed", seed, "--output", name).exit_code
+            == 0
+        )
     assert metrics("a") == metrics("b")
     assert metrics("a") != metrics("c")
 
 
-# ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── files ─────────────────────────────────────────────────────────────────────────────────────────
 
 BAD = [
     ('{"messages": []}', "messages must be a list with at least one message"),
@@ -177,7 +200,10 @@ BAD = [
     ('{"prompt": 1, "completion": "x"}', "prompt must be text, not a JSON number"),
     ('{"messages": [{"content": "x"}]}', "message 1 has no role"),
     ('{"messages": [{"role": "user"}]}', "message 1, of the user, has no text"),
-    ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "message 1 holds parts that are not text"),
+    (
+        '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}',
+        "message 1 holds parts that are not text",
+    ),
     ('{"messages": [{"role": "user", "content": "x"}]}', "no message is the assistant's"),
 ]
 
@@ -199,7 +225,9 @@ def test_every_bad_line_is_told_with_its_number_and_nothing_is_trained(
     assert "2 examples" in skipped.stderr
 
 
-def test_what_the_template_refuses_is_a_bad_line(train: Callable[..., Result], tmp_path: Path) -> None:
+def test_what_the_template_refuses_is_a_bad_line(
+    train: Callable[..., Result], tmp_path: Path
+) -> None:
     odd = {"messages": [{"role": "tool", "content": "x"}, {"role": "assistant", "content": "y"}]}
     result = train(write(tmp_path / "odd.jsonl", talk("a", "b"), odd))
     assert result.exit_code == 1
@@ -207,15 +235,21 @@ def test_what_the_template_refuses_is_a_bad_line(train: Callable[..., Result], t
     assert not Path("runs").exists()
 
 
-def test_bytes_that_are_no_text_are_a_bad_line_and_a_byte_order_mark_is_none(tmp_path: Path) -> None:
+def test_bytes_that_are_no_text_are_a_bad_line_and_a_byte_order_mark_is_none(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "bytes.jsonl"
-    file.write_bytes(b'\xef\xbb\xbf{"prompt": "a", "completion": "b"}\n{"prompt": "\xff", "completion": "b"}\n')
+    file.write_bytes(
+        b'\xef\xbb\xbf{"prompt": "a", "completion": "b"}\n{"prompt": "\xff", "completion": "b"}\n'
+    )
     examples, bad = read_examples(file)
     assert examples == [Example(1, prompt="a", completion="b")]
     assert [str(one) for one in bad] == ["line 2: it is not UTF-8: byte 13 is 0xff"]
 
 
-def test_a_file_in_another_encoding_is_called_that(train: Callable[..., Result], tmp_path: Path) -> None:
+def test_a_file_in_another_encoding_is_called_that(
+    train: Callable[..., Result], tmp_path: Path
+) -> None:
     file = tmp_path / "wide.jsonl"
     file.write_text("".join(json.dumps(talk("a", "b")) + "\n" for _ in range(3)), encoding="utf-16")
     result = train(file)
@@ -229,7 +263,11 @@ def test_a_file_in_another_encoding_is_called_that(train: Callable[..., Result],
         (["nowhere.jsonl"], "nowhere.jsonl cannot be read: No such file", 1),
         (["empty.jsonl"], "empty.jsonl is empty", 1),
         ([], "give a file of examples", 2),
-        (["sums.jsonl", "--steps", "3", "--epochs", "2"], "--epochs and --steps exclude each other", 2),
+        (
+            ["sums.jsonl", "--steps", "3", "--epochs", "2"],
+            "--epochs and --steps exclude each other",
+            2,
+        ),
         (["sums.jsonl", "--eval-every", "2"], "--eval-every has no effect without", 2),
         (["sums.jsonl", "--learning-rate", "0"], "must be a number above zero", 2),
         (["sums.jsonl", "--model", "some/other"], "some/other", 1),
@@ -257,7 +295,9 @@ def test_long_examples_are_cut_left_out_or_refused_and_counted(
     train: Callable[..., Result], tmp_path: Path, handling: str, words: str, examples: int | None
 ) -> None:
     file = write(tmp_path / "long.jsonl", talk("a", "b"), talk("a", "word " * 50))
-    result = train(file, "--steps", 1, "--max-length", 12, "--too-long", handling, "--format", "json")
+    result = train(
+        file, "--steps", 1, "--max-length", 12, "--too-long", handling, "--format", "json"
+    )
     assert words in result.stderr
     assert result.exit_code == (0 if examples else 1)
     if examples:
@@ -290,25 +330,41 @@ def test_refused_training_leaves_no_run(
     assert runs() == before
 
 
-def test_the_longest_input_of_the_model_is_the_limit(train: Callable[..., Result], tmp_path: Path) -> None:
-    file = write(tmp_path / "long.jsonl", talk("word " * 600, "never reached"), talk("a", "word " * 600))
+def test_the_longest_input_of_the_model_is_the_limit(
+    train: Callable[..., Result], tmp_path: Path
+) -> None:
+    file = write(
+        tmp_path / "long.jsonl", talk("word " * 600, "never reached"), talk("a", "word " * 600)
+    )
     result = train(file, "--steps", 1)
     assert "1 example longer than 512 tokens cut (line 2)" in result.stderr
     assert "1 example longer than 512 tokens left out (line 1)" in result.stderr
 
 
-def test_a_file_of_its_own_can_be_evaluated_on(train: Callable[..., Result], data: Path, tmp_path: Path) -> None:
+def test_a_file_of_its_own_can_be_evaluated_on(
+    train: Callable[..., Result], data: Path, tmp_path: Path
+) -> None:
     held_out = write(tmp_path / "held.jsonl", talk("x", "y"))
-    result = train(data, "--eval-file", held_out, "--eval-every", 2, "--steps", 5, "--format", "json")
+    result = train(
+        data, "--eval-file", held_out, "--eval-every", 2, "--steps", 5, "--format", "json"
+    )
     assert json.loads(result.stdout)["examples"] == 20
-    assert [record["step"] for record in metrics("runs/sums") if "eval_loss" in record] == [0, 2, 4, 5]
+    assert [record["step"] for record in metrics("runs/sums") if "eval_loss" in record] == [
+        0,
+        2,
+        4,
+        5,
+    ]
 
 
-# ── what is learned ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── what is learned ───────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_answers_of_a_chat_are_learned_with_the_end_of_their_turn(chat: ChatFormat) -> None:
-    messages = [{"role": "system", "content": "Be brief."}, *talk("Hi?", "Yes.", "Why?", "So.")["messages"]]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        *talk("Hi?", "Yes.", "Why?", "So.")["messages"],
+    ]
     (one,) = chat.conversation(messages)
     assert learned(chat, one) == "Yes.<|end|>So.<|end|>"
     (last,) = chat.conversation(messages, "last")
@@ -345,12 +401,16 @@ def _with_template(template: str | None) -> ChatFormat:
 def test_a_template_that_rewrites_earlier_answers_gives_an_example_for_each() -> None:
     thoughts_once = (
         "{% for message in messages %}<|{{ message.role }}|>"
-        "{% if message.role == 'assistant' and loop.last %}(thought){% endif %}{{ message.content }}<|end|>\n"
+        "{% if message.role == 'assistant' and loop.last %}(thought){% endif %}{{ message.content "
+        "}}<|end|>\n"
         "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     chat = _with_template(thoughts_once)
     examples = chat.conversation(talk("Hi?", "Yes.", "Why?", "So.")["messages"])
-    assert [learned(chat, one) for one in examples] == ["(thought)Yes.<|end|>", "(thought)So.<|end|>"]
+    assert [learned(chat, one) for one in examples] == [
+        "(thought)Yes.<|end|>",
+        "(thought)So.<|end|>",
+    ]
     assert chat.decode(examples[1].tokens) == "Hi?\nYes.\nWhy?\n(thought)So.\n"
 
 
@@ -363,15 +423,19 @@ def test_without_a_template_a_chat_is_plain_text() -> None:
         "System: Be brief.\n\nUser: Hi?\n\nAssistant: Yes.<|eos|>\n\n"
     )
     assert learned(chat, one) == " Yes.<|eos|>"
-    assert one.tokens[: chat.prompt(messages[:2]).size].tolist() == chat.prompt(messages[:2]).tolist()
+    assert (
+        one.tokens[: chat.prompt(messages[:2]).size].tolist() == chat.prompt(messages[:2]).tolist()
+    )
 
 
-# ── the plan ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the plan ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_every_epoch_has_every_example_once_in_an_order_of_its_own() -> None:
     plan = Plan(examples=10, steps=9, batch_size=4, seed=3)
-    epochs = [[int(at) for step in range(3 * n, 3 * n + 3) for at in plan.batch(step)] for n in range(3)]
+    epochs = [
+        [int(at) for step in range(3 * n, 3 * n + 3) for at in plan.batch(step)] for n in range(3)
+    ]
     assert [sorted(epoch) for epoch in epochs] == [list(range(10))] * 3
     assert epochs[0] != epochs[1] != epochs[2]
     assert [plan.batch(step).size for step in range(3)] == [4, 4, 2]
@@ -385,7 +449,9 @@ def test_every_epoch_has_every_example_once_in_an_order_of_its_own() -> None:
         ("cosine", [0.5, 1, 1, 0.853553, 0.5, 0.146447]),
     ],
 )
-def test_the_learning_rate_rises_and_then_follows_its_schedule(schedule: Any, rates: list[float]) -> None:
+def test_the_learning_rate_rises_and_then_follows_its_schedule(
+    schedule: Any, rates: list[float]
+) -> None:
     plan = Plan(examples=1, steps=6, learning_rate=1.0, schedule=schedule, warmup_steps=2)
     assert [plan.rate(step) for step in range(6)] == pytest.approx(rates, abs=1e-6)
 
@@ -401,7 +467,8 @@ def test_what_is_held_out_is_not_trained_on(chat: ChatFormat) -> None:
 
 
 class _Recorder:
-    """A training client that answers at once, and notes when it is asked and when its answers are read."""
+    """A training client that answers at once, and notes when it is asked and when its answers are
+    read."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -418,7 +485,10 @@ class _Recorder:
         return _Noted()
 
     def forward_backward(self, data: list[Any], loss_fn: str) -> Future[Any]:
-        rows = [{"logprobs": TensorData.from_numpy(np.full(datum.model_input.length, -1.0, "f4"))} for datum in data]
+        rows = [
+            {"logprobs": TensorData.from_numpy(np.full(datum.model_input.length, -1.0, "f4"))}
+            for datum in data
+        ]
         return self._future("pass", ForwardBackwardOutput("ArrayRecord", rows, {}))
 
     def optim_step(self, params: Any) -> Future[Any]:
@@ -428,19 +498,26 @@ class _Recorder:
         return self._future("save", SaveWeightsResponse(path=f"tinker://run/weights/{name}"))
 
 
-def test_the_next_batch_is_sent_before_the_result_of_the_last_is_read(chat: ChatFormat, tmp_path: Path) -> None:
+def test_the_next_batch_is_sent_before_the_result_of_the_last_is_read(
+    chat: ChatFormat, tmp_path: Path
+) -> None:
     rows = [chat.pair("a", "b"), chat.pair("c", "d")]
     client: Any = _Recorder()
-    assert FineTune(client, Plan(examples=2, steps=3), rows, RunFolder.create(tmp_path / "run", {}, {})).run()
+    assert FineTune(
+        client, Plan(examples=2, steps=3), rows, RunFolder.create(tmp_path / "run", {}, {})
+    ).run()
     sent, read = (["pass sent", "step sent"], ["pass read", "step read"])
     assert client.log == [*sent, *sent, *read, *sent, "save sent", *read, *read, "save read"]
 
 
-# ── what is kept ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── what is kept ──────────────────────────────────────────────────────────────────────────────────
 
 
 def kept(folder: str) -> list[int]:
-    return [saved["step"] for saved in json.loads((Path(folder) / "run.json").read_text())["checkpoints"]]
+    return [
+        saved["step"]
+        for saved in json.loads((Path(folder) / "run.json").read_text())["checkpoints"]
+    ]
 
 
 def there(url: str, folder: str) -> list[str]:
@@ -452,7 +529,10 @@ def there(url: str, folder: str) -> list[str]:
 
 
 def paths(folder: str) -> list[str]:
-    return [saved["path"] for saved in json.loads((Path(folder) / "run.json").read_text())["checkpoints"]]
+    return [
+        saved["path"]
+        for saved in json.loads((Path(folder) / "run.json").read_text())["checkpoints"]
+    ]
 
 
 def test_a_run_keeps_its_last_checkpoints_and_deletes_the_others(
@@ -476,11 +556,27 @@ def test_a_run_keeps_its_last_checkpoints_and_deletes_the_others(
     assert "'some' is neither a whole number from 0 up nor 'all'" in wrong.stderr
 
 
-def test_the_best_checkpoint_is_kept_besides_the_last(train: Callable[..., Result], data: Path, url: str) -> None:
+def test_the_best_checkpoint_is_kept_besides_the_last(
+    train: Callable[..., Result], data: Path, url: str
+) -> None:
     evaluated = ("--eval-split", 0.2, "--eval-every", 2, "--learning-rate", 1e-9, "--keep", 1)
-    result = train(data, "--steps", 8, "--batch-size", 4, "--save-every", 2, *evaluated, "--output", "run", "--json")
+    result = train(
+        data,
+        "--steps",
+        8,
+        "--batch-size",
+        4,
+        "--save-every",
+        2,
+        *evaluated,
+        "--output",
+        "run",
+        "--json",
+    )
     assert result.exit_code == 0, result.output
-    losses = {record["step"]: record["eval_loss"] for record in metrics("run") if "eval_loss" in record}
+    losses = {
+        record["step"]: record["eval_loss"] for record in metrics("run") if "eval_loss" in record
+    }
     del losses[0]  # before there was a checkpoint
     best = min(losses, key=lambda step: losses[step])
     assert kept("run") == sorted({best, 8})
@@ -533,12 +629,16 @@ def test_a_run_that_was_started_when_all_checkpoints_were_kept_goes_on_so(
     assert kept("run")[-1] == 12
 
 
-def test_a_run_without_the_option_notes_how_many_it_keeps(train: Callable[..., Result], data: Path) -> None:
+def test_a_run_without_the_option_notes_how_many_it_keeps(
+    train: Callable[..., Result], data: Path
+) -> None:
     assert train(data, "--steps", 1, "--output", "run").exit_code == 0
     assert json.loads(Path("run/config.json").read_text())["keep"] == 3
 
 
-def test_a_checkpoint_that_cannot_be_deleted_is_told_of_once_and_tried_again(tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_deleted_is_told_of_once_and_tried_again(
+    tmp_path: Path,
+) -> None:
     folder, said = RunFolder.create(tmp_path / "run", {}, {}), list[str]()
     tried, refused = list[str](), {"1", "2"}
 
@@ -575,8 +675,13 @@ def test_a_full_disk_of_the_server_ends_a_run_at_once_with_what_to_do(
     result = train(data, *OPTIONS, "--output", "full")
     assert result.exit_code == 1
     assert saves == 2
-    assert "was not saved: the server's disk is full\nsaved after step 5: tinker://" in result.stderr
-    assert "make room where the server keeps checkpoints (`tinkex checkpoint delete`), then go on" in result.stderr
+    assert (
+        "was not saved: the server's disk is full\nsaved after step 5: tinker://" in result.stderr
+    )
+    assert (
+        "make room where the server keeps checkpoints (`tinkex checkpoint delete`), then go on"
+        in result.stderr
+    )
     assert "going on from the last checkpoint" not in result.stderr
     engine.fail = lambda method, subject: None
     assert train("--resume", "full").exit_code == 0
@@ -591,18 +696,22 @@ def test_a_full_disk_here_ends_a_run_with_what_is_noted(
     def replace(draft: Path, path: Path) -> Path:
         nonlocal written
         written += path.name == "run.json"
-        if path.name == "run.json" and written > 2:  # the first is the folder's beginning, the second a checkpoint
+        # the first is the folder's beginning, the second a checkpoint
+        if path.name == "run.json" and written > 2:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return whole(draft, path)
 
     monkeypatch.setattr(Path, "replace", replace)
     result = train(data, *OPTIONS, "--output", "full")
     assert result.exit_code == 1
-    assert "full cannot be written to: No space left on device\nsaved after step 5: tinker://" in result.stderr
+    assert (
+        "full cannot be written to: No space left on device\nsaved after step 5: tinker://"
+        in result.stderr
+    )
     assert kept("full") == [5]
 
 
-# ── broken off, and taken up ─────────────────────────────────────────────────────────────────────────────────────
+# ── broken off, and taken up ──────────────────────────────────────────────────────────────────────
 
 
 def _at_step(engine: FakeEngine, number: int, act: Callable[[], None]) -> None:
@@ -640,10 +749,24 @@ def test_of_two_commands_in_one_folder_the_second_is_told_of_the_first(
     os.close(folder)
     resumed = train("--resume", "run")
     assert resumed.exit_code == 0, resumed.output
-    assert train(data, *few).stderr.splitlines()[-1] == "Error: run holds a finished run: give another --output"
+    assert (
+        train(data, *few).stderr.splitlines()[-1]
+        == "Error: run holds a finished run: give another --output"
+    )
 
 
-OPTIONS = ("--steps", 12, "--batch-size", 3, "--eval-split", 0.1, "--save-every", 5, "--eval-every", 4)
+OPTIONS = (
+    "--steps",
+    12,
+    "--batch-size",
+    3,
+    "--eval-split",
+    0.1,
+    "--save-every",
+    5,
+    "--eval-every",
+    4,
+)
 
 
 def test_a_run_that_was_interrupted_goes_on_to_the_same_result(
@@ -717,7 +840,9 @@ def test_a_run_that_is_lost_again_and_again_is_given_up(
     assert len([record for record in metrics("runs/sums") if "loss" in record]) == 12
 
 
-def test_a_second_interrupt_ends_the_run_at_once(train: Callable[..., Result], data: Path, engine: FakeEngine) -> None:
+def test_a_second_interrupt_ends_the_run_at_once(
+    train: Callable[..., Result], data: Path, engine: FakeEngine
+) -> None:
     def insist() -> None:
         heeded = signal.getsignal(signal.SIGINT)
         for _ in range(50):  # signals of one kind that come together are one
@@ -740,19 +865,26 @@ def test_a_run_goes_on_with_its_own_options_and_examples_only(
 ) -> None:
     _at_step(engine, 2, _interrupt)
     assert train(data, *OPTIONS, "--output", "run").exit_code == 130
-    assert "holds a run already: go on with it by `tinkex" in train(data, *OPTIONS, "--output", "run").stderr
+    assert (
+        "holds a run already: go on with it by `tinkex"
+        in train(data, *OPTIONS, "--output", "run").stderr
+    )
     other = train("--resume", "run", "--steps", 3)
     assert other.exit_code == 2
     assert "--steps has no effect with --resume" in other.stderr
     data.rename("moved.jsonl")
     gone = train("--resume", "run").stderr
-    assert gone.endswith("No such file or directory (if it was moved: tinkex train --resume run FILE)\n")
+    assert gone.endswith(
+        "No such file or directory (if it was moved: tinkex train --resume run FILE)\n"
+    )
     with Path("moved.jsonl").open("a") as file:
         file.write(json.dumps(talk("a", "b")) + "\n")
     changed = train("moved.jsonl", "--resume", "run")
     assert changed.exit_code == 1
     assert "can only go on with the same examples" in changed.stderr
-    Path("moved.jsonl").write_text("".join(Path("moved.jsonl").read_text().splitlines(keepends=True)[:-1]))
+    Path("moved.jsonl").write_text(
+        "".join(Path("moved.jsonl").read_text().splitlines(keepends=True)[:-1])
+    )
     assert train("moved.jsonl", "--resume", "run").exit_code == 0
     assert "holds no run" in train("--resume", "nowhere").stderr
     assert "holds a finished run" in train("moved.jsonl", "--output", "run").stderr
@@ -772,10 +904,24 @@ def test_the_weights_of_a_resumed_run_are_those_of_an_uninterrupted_one_to_the_b
     def tensors(summary: dict[str, Any]) -> dict[str, Any]:
         run, _, name = summary["state_path"].removeprefix("tinker://").partition("/weights/")
         place = store / "checkpoints" / run.replace(":", "_") / "weights" / name
-        return load_file(place / "adapter_model.safetensors") | load_file(place / "optimizer.safetensors")
+        return load_file(place / "adapter_model.safetensors") | load_file(
+            place / "optimizer.safetensors"
+        )
 
     with LocalBackend({MODEL: model_dir}, data_dir=store) as backend:
-        options = (data, "--model", MODEL, "--base-url", backend.base_url, "--rank", 4, "--steps", 6, "--batch-size", 4)
+        options = (
+            data,
+            "--model",
+            MODEL,
+            "--base-url",
+            backend.base_url,
+            "--rank",
+            4,
+            "--steps",
+            6,
+            "--batch-size",
+            4,
+        )
         straight = train(*options, "--output", "straight")
         saw = tmp_path / "broken" / "metrics.jsonl"
 
@@ -799,14 +945,23 @@ def test_the_weights_of_a_resumed_run_are_those_of_an_uninterrupted_one_to_the_b
     assert not all(np.array_equal(before[name], here[name]) for name in here)
 
 
-# ── options from files, and servers ──────────────────────────────────────────────────────────────────────────────
+# ── options from files, and servers ───────────────────────────────────────────────────────────────
 
 
-def test_options_may_come_from_a_file_and_the_command_line_wins(train: Callable[..., Result], data: Path) -> None:
-    Path("options.toml").write_text(f'data = "{data}"\nepochs = 2\nbatch-size = 5\nlearning_rate = 0.01\nrank = 8\n')
+def test_options_may_come_from_a_file_and_the_command_line_wins(
+    train: Callable[..., Result], data: Path
+) -> None:
+    Path("options.toml").write_text(
+        f'data = "{data}"\nepochs = 2\nbatch-size = 5\nlearning_rate = 0.01\nrank = 8\n'
+    )
     assert train("--config", "options.toml", "--rank", 4, "--output", "a").exit_code == 0
     config = json.loads(Path("a/config.json").read_text())
-    assert (config["epochs"], config["batch_size"], config["learning_rate"], config["rank"]) == (2, 5, 0.01, 4)
+    assert (config["epochs"], config["batch_size"], config["learning_rate"], config["rank"]) == (
+        2,
+        5,
+        0.01,
+        4,
+    )
     assert train("--config", "options.toml", "--steps", 3, "--output", "b").exit_code == 0
     assert "epochs" not in json.loads(Path("b/config.json").read_text())
     assert train("--config", "a/config.json", "--output", "c").exit_code == 0
@@ -832,7 +987,9 @@ def test_a_file_of_options_that_makes_no_sense_is_one_error(
     assert words in result.stderr
 
 
-def test_with_nothing_configured_it_is_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_with_nothing_configured_it_is_this_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     assert server_url(None, None) == "local"
     assert server_url("http://localhost:1", None) == "http://localhost:1"
     assert server_url(None, "tml-key") is None
@@ -843,13 +1000,18 @@ def test_with_nothing_configured_it_is_this_process(monkeypatch: pytest.MonkeyPa
     assert server_url(None, None) is None
     monkeypatch.delenv("TINKER_API_KEY")
     (tmp_path / ".tinker").mkdir()
-    (tmp_path / ".tinker" / "credentials.json").write_text('{"default": "a", "keys": {"a": {"key": "tml-x"}}}')
+    (tmp_path / ".tinker" / "credentials.json").write_text(
+        '{"default": "a", "keys": {"a": {"key": "tml-x"}}}'
+    )
     assert server_url(None, None) is None
 
 
 @pytest.mark.parametrize(
     ("text", "advice"),
-    [('[{"prompt": "a", "completion": "b"},\n{}]', "one JSON array"), ("a,b\nc,d", "tinkex train -h")],
+    [
+        ('[{"prompt": "a", "completion": "b"},\n{}]', "one JSON array"),
+        ("a,b\nc,d", "tinkex train -h"),
+    ],
 )
 def test_of_a_file_without_any_example_it_is_said_what_may_be_wrong(
     train: Callable[..., Result], text: str, advice: str
@@ -881,7 +1043,12 @@ def test_a_chart_of_nothing_and_of_one_point_is_still_a_picture() -> None:
 
 @pytest.mark.parametrize(
     ("first", "last", "labels"),
-    [(1, 3, [1, 2, 3]), (1, 40, [10, 20, 30, 40]), (7, 7, [7]), (0, 1000, [0, 200, 400, 600, 800, 1000])],
+    [
+        (1, 3, [1, 2, 3]),
+        (1, 40, [10, 20, 30, 40]),
+        (7, 7, [7]),
+        (0, 1000, [0, 200, 400, 600, 800, 1000]),
+    ],
 )
 def test_chart_labels_steps_where_they_are(first: int, last: int, labels: list[int]) -> None:
     points = [(float(step), 1.0 / (step + 1)) for step in range(first, last + 1)]
@@ -889,13 +1056,17 @@ def test_chart_labels_steps_where_they_are(first: int, last: int, labels: list[i
     svg = "{http://www.w3.org/2000/svg}"
     (line,) = drawn.findall(f"{svg}polyline")
     places = [place.split(",")[0] for place in line.get("points", "").split()]
-    at_axis = [text for text in drawn.findall(f"{svg}text") if text.get("text-anchor") == "middle"][1:]
+    at_axis = [text for text in drawn.findall(f"{svg}text") if text.get("text-anchor") == "middle"][
+        1:
+    ]
     assert [text.text for text in at_axis] == [str(label) for label in labels]
     assert [text.get("x") for text in at_axis] == [places[label - first] for label in labels]
 
 
 def test_plot_names_the_steps_at_its_ends() -> None:
-    assert plot([3.0, 2.0, 1.0], width=20, height=2, ends=("step 5", 40)).splitlines()[-1].split() == [
+    assert plot([3.0, 2.0, 1.0], width=20, height=2, ends=("step 5", 40)).splitlines()[
+        -1
+    ].split() == [
         "step",
         "5",
         "40",
@@ -912,7 +1083,18 @@ def test_when_the_server_is_gone_it_is_said_what_was_saved(
     try:
         address = server.enter_context(serving(own, tmp_path / "server"))
         own.delay = 0.05
-        result = train(data, "--base-url", address, "--model", TINY, *OPTIONS, "--steps", 60, "--output", "gone")
+        result = train(
+            data,
+            "--base-url",
+            address,
+            "--model",
+            TINY,
+            *OPTIONS,
+            "--steps",
+            60,
+            "--output",
+            "gone",
+        )
     finally:
         configure()
         server.close()
@@ -927,11 +1109,18 @@ def test_when_the_server_is_gone_it_is_said_what_was_saved(
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_the_bundled_model_learns_and_a_real_interrupt_is_heeded(data: Path, tmp_path: Path) -> None:
+def test_the_bundled_model_learns_and_a_real_interrupt_is_heeded(
+    data: Path, tmp_path: Path
+) -> None:
     command = [str(Path(sys.executable).with_name("tinkex")), "train", str(data), "--steps", "200"]
     environment = {**os.environ, "TINKEX_DATA_DIR": str(tmp_path / "data"), "TINKEX_HUB_CACHE": "0"}
     process = subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stderr is not None
     told = ""

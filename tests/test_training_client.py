@@ -1,4 +1,5 @@
-"""The clients over the fake engine: order, chunks, pipelining, and that no call ever holds up another."""
+"""The clients over the fake engine: order, chunks, pipelining, and that no call ever holds up
+another."""
 
 from __future__ import annotations
 
@@ -65,7 +66,9 @@ def numbers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     arrived: list[int] = []
     original = admission.enqueue
 
-    async def enqueue(state: Any, call: Any, model_id: str, seq_id: int, *work: Any, **kinds: Any) -> Any:
+    async def enqueue(
+        state: Any, call: Any, model_id: str, seq_id: int, *work: Any, **kinds: Any
+    ) -> Any:
         arrived.append(seq_id)
         return await original(state, call, model_id, seq_id, *work, **kinds)
 
@@ -91,11 +94,13 @@ def reset(client: TrainingClient, **changes: Any) -> None:
     session.client_config = session.client_config.model_copy(update=changes)
 
 
-# ── order ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── order ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("C42", "D27")
-def test_calls_are_executed_in_the_order_they_were_made(client: TrainingClient, log: Log, numbers: list[int]) -> None:
+def test_calls_are_executed_in_the_order_they_were_made(
+    client: TrainingClient, log: Log, numbers: list[int]
+) -> None:
     futures: list[Any] = []
     for _ in range(5):
         futures += [client.forward_backward(DATA, "cross_entropy"), client.optim_step(STEP)]
@@ -109,7 +114,8 @@ def test_calls_are_executed_in_the_order_they_were_made(client: TrainingClient, 
 @pytest.mark.covers("4.1/13")
 def test_calls_return_before_anything_is_done(client: TrainingClient, log: Log) -> None:
     log.gate.clear()
-    futures = [client.forward_backward(DATA, "cross_entropy") for _ in range(20)]  # the engine waits for the gate
+    # the engine waits for the gate
+    futures = [client.forward_backward(DATA, "cross_entropy") for _ in range(20)]
     time.sleep(0.2)
     assert not any(future.done() for future in futures)
     log.gate.set()
@@ -117,7 +123,9 @@ def test_calls_return_before_anything_is_done(client: TrainingClient, log: Log) 
 
 
 @pytest.mark.covers("C42")
-def test_calls_are_submitted_without_waiting_for_results(client: TrainingClient, log: Log, numbers: list[int]) -> None:
+def test_calls_are_submitted_without_waiting_for_results(
+    client: TrainingClient, log: Log, numbers: list[int]
+) -> None:
     log.gate.clear()
     futures = [client.optim_step(STEP) for _ in range(6)]
     wait_until(lambda: len(numbers) >= 6)
@@ -140,7 +148,9 @@ def test_many_threads_share_a_client(client: TrainingClient, log: Log, numbers: 
             with lock:  # the order of making is the order of the lock
                 made.append("forward_backward" if (thread + step) % 2 else "optim_step")
                 futures.append(
-                    client.forward_backward(DATA, "cross_entropy") if (thread + step) % 2 else client.optim_step(STEP)
+                    client.forward_backward(DATA, "cross_entropy")
+                    if (thread + step) % 2
+                    else client.optim_step(STEP)
                 )
         for future in futures:
             future.result(20)
@@ -148,7 +158,8 @@ def test_many_threads_share_a_client(client: TrainingClient, log: Log, numbers: 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         for future in [pool.submit(work, thread) for thread in range(8)]:
             future.result(30)
-    assert [call for call in log.calls if call != "save"] == made  # the server puts the run's state on disk meanwhile
+    # the server puts the run's state on disk meanwhile
+    assert [call for call in log.calls if call != "save"] == made
     assert numbers == list(range(1, 41))
 
 
@@ -159,7 +170,7 @@ def test_results_can_be_waited_for_in_any_order(client: TrainingClient) -> None:
     assert seen[3].metrics == again.metrics
 
 
-# ── chunks ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── chunks ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def many(count: int) -> list[types.Datum]:
@@ -217,7 +228,9 @@ def test_the_gradient_of_chunks_is_the_gradient_of_the_whole(service: ServiceCli
 
 @pytest.mark.covers("C44", "C45", "C46")
 def test_a_forward_pass_computes_the_same_and_adds_no_gradient(service: ServiceClient) -> None:
-    forward, plain = (service.create_lora_training_client("fake", rank=4).result() for _ in range(2))
+    forward, plain = (
+        service.create_lora_training_client("fake", rank=4).result() for _ in range(2)
+    )
     looked = forward.forward(many(3), "cross_entropy")
     futures = [each.forward_backward(many(3), "cross_entropy") for each in (forward, plain)]
     steps = [each.optim_step(STEP).result(20) for each in (forward, plain)]
@@ -230,16 +243,20 @@ def test_a_forward_pass_computes_the_same_and_adds_no_gradient(service: ServiceC
     assert forward.optim_step(STEP).result(20) != steps[0]  # two gradients are more than one
 
 
-# ── nothing is held up ───────────────────────────────────────────────────────────────────────────────────────────
+# ── nothing is held up ────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("C56", "D13")
-def test_a_failed_call_does_not_hold_up_the_next(client: TrainingClient, log: Log, numbers: list[int]) -> None:
+def test_a_failed_call_does_not_hold_up_the_next(
+    client: TrainingClient, log: Log, numbers: list[int]
+) -> None:
     log.errors = {1: EngineError("not this one"), 2: RuntimeError("nor this one")}
     bad, worse = client.forward_backward(DATA, "cross_entropy"), client.optim_step(STEP)
     good = client.optim_step(STEP)
     assert good.result(2).metrics is not None
-    with pytest.raises(tinkex.RequestFailedError, match=r"forward_backward.*not this one") as caught:
+    with pytest.raises(
+        tinkex.RequestFailedError, match=r"forward_backward.*not this one"
+    ) as caught:
         bad.result(2)
     assert caught.value.category == "user"
     with pytest.raises(tinkex.RequestFailedError, match="RuntimeError") as other:
@@ -334,7 +351,9 @@ REFUSED: dict[str, Callable[[TrainingClient], Any]] = {
 
 @pytest.mark.covers("C56", "W01")
 @pytest.mark.parametrize("call", UNSENDABLE | REFUSED)
-def test_a_call_that_cannot_be_sent_does_not_hold_up_the_next(fake_service: Make, call: str) -> None:
+def test_a_call_that_cannot_be_sent_does_not_hold_up_the_next(
+    fake_service: Make, call: str
+) -> None:
     service = fake_service(FakeEngine(), limits=Limits(gap_seconds=30))
     client = service.create_lora_training_client("fake", rank=4).result()
     bad = (UNSENDABLE | REFUSED)[call](client)
@@ -376,10 +395,12 @@ def test_an_empty_batch_is_refused_at_once(client: TrainingClient, numbers: list
     assert numbers == []
 
 
-# ── custom losses ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── custom losses ─────────────────────────────────────────────────────────────────────────────────
 
 
-def weighted(_: list[types.Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+def weighted(
+    _: list[types.Datum], logprobs: list[torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, float]]:
     loss = torch.stack([-2 * item.sum() for item in logprobs]).sum()
     return loss, {"seen:sum": float(len(logprobs))}
 
@@ -393,7 +414,9 @@ def test_a_custom_loss_trains_through_cross_entropy(service: ServiceClient, log:
     doubled = [datum(*item.model_input.to_ints(), weights=[2.0] * 3) for item in many(3)]
     expected = plain.forward_backward(doubled, "cross_entropy").result(20)
     assert output.metrics["loss:sum"] == pytest.approx(expected.metrics["loss:sum"], rel=1e-6)
-    assert output.metrics["surrogate_loss:sum"] == pytest.approx(expected.metrics["loss:sum"], rel=1e-6)
+    assert output.metrics["surrogate_loss:sum"] == pytest.approx(
+        expected.metrics["loss:sum"], rel=1e-6
+    )
     assert output.metrics["seen:sum"] == 3.0
     assert len(output.loss_fn_outputs) == 3
     assert custom.optim_step(STEP).result(20) == plain.optim_step(STEP).result(20)
@@ -415,7 +438,9 @@ def test_a_custom_loss_runs_off_the_network_thread(client: TrainingClient) -> No
     names: list[str] = []
     told = threading.Event()
 
-    def slow(data: list[types.Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+    def slow(
+        data: list[types.Datum], logprobs: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, dict[str, float]]:
         names.append(threading.current_thread().name)
         assert told.wait(20)
         return weighted(data, logprobs)
@@ -441,7 +466,11 @@ def failing(*_: Any) -> Any:
         (failing, KeyError, "mine"),
         (lambda data, logprobs: None, ValueError, "must return"),
         (lambda data, logprobs: (logprobs[0], {}), ValueError, "a single number"),
-        (lambda data, logprobs: ((logprobs[0] - logprobs[0]).sqrt().sum(), {}), ValueError, "NaN or infinity"),
+        (
+            lambda data, logprobs: ((logprobs[0] - logprobs[0]).sqrt().sum(), {}),
+            ValueError,
+            "NaN or infinity",
+        ),
     ],
     ids=["constant", "float", "detached", "raises", "nothing", "vector", "not-a-number"],
 )
@@ -468,10 +497,12 @@ def test_a_custom_loss_needs_targets(client: TrainingClient, numbers: list[int])
     assert numbers == []
 
 
-# ── arguments ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── arguments ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_an_optimizer_step_needs_one_set_of_parameters(client: TrainingClient, numbers: list[int]) -> None:
+def test_an_optimizer_step_needs_one_set_of_parameters(
+    client: TrainingClient, numbers: list[int]
+) -> None:
     with pytest.raises(ValueError, match="not both"):
         client.optim_step(STEP, adam_params=STEP)
     with pytest.raises(TypeError, match="NoneType"):
@@ -486,7 +517,9 @@ def test_an_optimizer_step_needs_one_set_of_parameters(client: TrainingClient, n
 
 def test_a_run_needs_something_to_train(service: ServiceClient) -> None:
     with pytest.raises(AssertionError, match="train_mlp"):
-        service.create_lora_training_client("fake", train_mlp=False, train_attn=False, train_unembed=False).result()
+        service.create_lora_training_client(
+            "fake", train_mlp=False, train_attn=False, train_unembed=False
+        ).result()
 
 
 def test_a_wrong_model_name_lists_the_ones_there_are(service: ServiceClient) -> None:
@@ -522,10 +555,12 @@ def test_contradicting_options_of_a_sample_are_refused(
     sampler = service.create_sampling_client(base_model="fake").result()
     prompt = types.ModelInput.from_ints([1, 2])
     with pytest.raises(ValueError, match=words):
-        sampler.sample(prompt, **{"num_samples": 1, "sampling_params": types.SamplingParams(), **arguments})
+        sampler.sample(
+            prompt, **{"num_samples": 1, "sampling_params": types.SamplingParams(), **arguments}
+        )
 
 
-# ── sampling ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── sampling ──────────────────────────────────────────────────────────────────────────────────────
 
 PROMPT = types.ModelInput.from_ints([5, 6, 7])
 PARAMS = types.SamplingParams(max_tokens=4, seed=1)
@@ -534,9 +569,13 @@ PARAMS = types.SamplingParams(max_tokens=4, seed=1)
 @pytest.mark.covers("C75", "D16", "24.sampling.8")
 def test_samples_carry_ids_and_log_probabilities(service: ServiceClient) -> None:
     sampler = service.create_sampling_client(base_model="fake").result()
-    drawn = sampler.sample(PROMPT, 3, PARAMS, include_prompt_logprobs=True, topk_prompt_logprobs=2).result(10)
+    drawn = sampler.sample(
+        PROMPT, 3, PARAMS, include_prompt_logprobs=True, topk_prompt_logprobs=2
+    ).result(10)
     assert len({sequence.sequence_id for sequence in drawn.sequences}) == 3
-    assert all(sequence.sequence_id.startswith(sampler.sampling_session_id) for sequence in drawn.sequences)
+    assert all(
+        sequence.sequence_id.startswith(sampler.sampling_session_id) for sequence in drawn.sequences
+    )
     assert drawn.prompt_logprobs is not None
     assert drawn.prompt_logprobs[0] is None
     assert drawn.topk_prompt_logprobs is not None
@@ -550,7 +589,10 @@ def test_samples_carry_ids_and_log_probabilities(service: ServiceClient) -> None
 
 def test_many_samples_at_once(service: ServiceClient) -> None:
     sampler = service.create_sampling_client(base_model="fake").result()
-    futures = [sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=2, seed=seed)) for seed in range(100)]
+    futures = [
+        sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=2, seed=seed))
+        for seed in range(100)
+    ]
     drawn = [future.result(20).sequences[0] for future in futures]
     assert len({sequence.sequence_id for sequence in drawn}) == 100
     assert len({tuple(sequence.tokens) for sequence in drawn}) > 50
@@ -562,10 +604,20 @@ def test_a_sampler_of_the_present_weights(service: ServiceClient, client: Traini
     client.forward_backward([datum(*range(60))], "cross_entropy")
     client.optim_step(STEP)
     after = client.save_weights_and_get_sampling_client().result()
-    one, other = (sampler.sample(PROMPT, 1, PARAMS).result(10).sequences[0].logprobs for sampler in (before, after))
+    one, other = (
+        sampler.sample(PROMPT, 1, PARAMS).result(10).sequences[0].logprobs
+        for sampler in (before, after)
+    )
     assert one != other
     named = client.save_weights_for_sampler("a").result(10).path
-    same = client.create_sampling_client(named).result().sample(PROMPT, 1, PARAMS).result(10).sequences[0].logprobs
+    same = (
+        client.create_sampling_client(named)
+        .result()
+        .sample(PROMPT, 1, PARAMS)
+        .result(10)
+        .sequences[0]
+        .logprobs
+    )
     assert same == other
 
 
@@ -590,7 +642,7 @@ def test_cancelling_a_derived_future_gives_its_work_up(
     assert log.calls == ["optim_step", "optim_step"]
 
 
-# ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── checkpoints ───────────────────────────────────────────────────────────────────────────────────
 
 
 def train(client: TrainingClient, steps: int = 2) -> list[float]:
@@ -602,7 +654,9 @@ def train(client: TrainingClient, steps: int = 2) -> list[float]:
 
 
 @pytest.mark.covers("C36", "C48")
-def test_a_run_resumes_where_it_was(service: ServiceClient, client: TrainingClient, numbers: list[int]) -> None:
+def test_a_run_resumes_where_it_was(
+    service: ServiceClient, client: TrainingClient, numbers: list[int]
+) -> None:
     train(client)
     path = client.save_state("a", user_metadata={"why": "test"}).result(10).path
     expected = train(client)
@@ -633,7 +687,7 @@ def test_the_wrong_checkpoint_is_told_apart(service: ServiceClient, client: Trai
     assert client.save_state("a", overwrite=True).result(10).path == training
 
 
-# ── async twins ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── async twins ───────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("C38", "C40")
@@ -705,7 +759,7 @@ def test_a_loop_is_not_blocked_by_what_a_client_does(fake_service: Make) -> None
     asyncio.run(run())
 
 
-# ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the end ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_closed_client_says_so(fake_service: Make) -> None:
@@ -729,7 +783,9 @@ def test_a_closed_client_says_so(fake_service: Make) -> None:
     assert client.get_info().model_id == client.model_id  # what needs no request still works
 
 
-def test_clients_have_a_plain_repr_and_are_not_pickled(service: ServiceClient, client: TrainingClient) -> None:
+def test_clients_have_a_plain_repr_and_are_not_pickled(
+    service: ServiceClient, client: TrainingClient
+) -> None:
     assert repr(client) == f"TrainingClient({client.model_id!r})"
     assert repr(service).startswith("ServiceClient(base_url='local:")
     for each in (service, client):
@@ -737,7 +793,7 @@ def test_clients_have_a_plain_repr_and_are_not_pickled(service: ServiceClient, c
             pickle.dumps(each)
 
 
-# ── a server that comes and goes ─────────────────────────────────────────────────────────────────────────────────
+# ── a server that comes and goes ──────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
@@ -746,7 +802,9 @@ def faulty() -> Iterator[FaultyServer]:
         yield server
 
 
-def test_a_lost_receipt_does_not_run_a_call_twice(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_receipt_does_not_run_a_call_twice(
+    faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The answer to a submission is lost: the same bytes go out again under the same number."""
     monkeypatch.setattr("tinkex.client.http.transport.backoff", lambda *_, **__: 0.01)
     created = Answer(body={"model_id": "m"})

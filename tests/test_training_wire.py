@@ -1,4 +1,5 @@
-"""A training client on the wire: what it sends, in which order, what it makes of the answers, and what it refuses."""
+"""A training client on the wire: what it sends, in which order, what it makes of the answers, and
+what it refuses."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ STEP = types.AdamParams(learning_rate=0.1)
 
 
 def datum(*tokens: int, **inputs: Any) -> types.Datum:
-    return types.Datum(types.ModelInput.from_ints(list(tokens)), {"target_tokens": list(tokens), **inputs})
+    return types.Datum(
+        types.ModelInput.from_ints(list(tokens)), {"target_tokens": list(tokens), **inputs}
+    )
 
 
 DATA = [datum(1, 2)]
@@ -40,7 +43,9 @@ def examples(count: int) -> list[types.Datum]:
 
 
 def output(*values: list[float], **metrics: float) -> types.ForwardBackwardOutput:
-    records = [{"logprobs": types.TensorData.from_numpy(np.array(value, np.float32))} for value in values]
+    records = [
+        {"logprobs": types.TensorData.from_numpy(np.array(value, np.float32))} for value in values
+    ]
     return types.ForwardBackwardOutput("ArrayRecord", records, {"loss:sum": 1.0, **metrics})
 
 
@@ -93,7 +98,10 @@ class Server:
         """A receipt for a pass; its result has one output for each datum, which names it."""
         request = passed(seen)
         name = f"pass{request.seq_id}"
-        rows = [[-float(d.model_input.to_ints()[0])] if d.model_input.is_text else [0.0] for d in _data(request)]
+        rows = [
+            [-float(d.model_input.to_ints()[0])] if d.model_input.is_text else [0.0]
+            for d in _data(request)
+        ]
         self.results.setdefault(name, bulk(output(*rows)))
         return Answer(body={"request_id": name})
 
@@ -104,7 +112,13 @@ class Server:
         self.faulty.script("client/config", Answer(body=config))
 
     def polls(self, name: str) -> int:
-        return len([seen for seen in self.faulty.requests("retrieve_future") if seen.json["request_id"] == name])
+        return len(
+            [
+                seen
+                for seen in self.faulty.requests("retrieve_future")
+                if seen.json["request_id"] == name
+            ]
+        )
 
 
 def _data(request: types.ForwardBackwardRequest) -> list[types.Datum]:
@@ -133,7 +147,9 @@ def client(service: ServiceClient) -> TrainingClient:
     return service.create_lora_training_client("m", rank=4).result()
 
 
-def test_an_error_names_the_operation_that_was_called(faulty: FaultyServer, client: TrainingClient) -> None:
+def test_an_error_names_the_operation_that_was_called(
+    faulty: FaultyServer, client: TrainingClient
+) -> None:
     faulty.script("forward_backward", Answer(404, {"detail": "there is no model"}))
     for call, name in ((client.forward, "forward"), (client.forward_backward, "forward_backward")):
         with pytest.raises(tinkex.NotFoundError, match=f"^{name} at "):
@@ -145,7 +161,9 @@ def test_an_error_names_the_operation_that_was_called(faulty: FaultyServer, clie
         client.forward(DATA, "cross_entropy").result(10)
 
 
-def test_a_saved_sampler_has_no_type_as_in_the_official_client(server: Server, client: TrainingClient) -> None:
+def test_a_saved_sampler_has_no_type_as_in_the_official_client(
+    server: Server, client: TrainingClient
+) -> None:
     """The server's word is for its own kind of answer, of which the path is passed on."""
     answer = {"path": f"tinker://{RUN}/sampler_weights/a", "type": "save_weights_for_sampler"}
     server.results["save_weights_for_sampler"] = Answer(body=answer)
@@ -159,11 +177,13 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tinkex.client.http.transport.backoff", lambda *_, **__: 0.01)
 
 
-# ── numbers ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── numbers ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("C42", "24.training.12")
-def test_the_numbers_of_a_whole_run(faulty: FaultyServer, server: Server, service: ServiceClient) -> None:
+def test_the_numbers_of_a_whole_run(
+    faulty: FaultyServer, server: Server, service: ServiceClient
+) -> None:
     server.configure(fwdbwd_max_chunk_len=1)
     client = service.create_lora_training_client("m").result()
     futures: list[Any] = [
@@ -174,14 +194,21 @@ def test_the_numbers_of_a_whole_run(faulty: FaultyServer, server: Server, servic
     for future in futures:
         future.result(5)
     assert sorted(request.seq_id or 0 for request in passes(faulty)) == [1, 2]
-    assert [faulty.requests(path)[0].json["seq_id"] for path in ("optim_step", "save_weights")] == [3, 4]
+    assert [faulty.requests(path)[0].json["seq_id"] for path in ("optim_step", "save_weights")] == [
+        3,
+        4,
+    ]
 
 
 @pytest.mark.covers("C43", "C64", "24.training.1", "1.19/7")
-def test_1025_examples_are_two_requests_whose_results_are_joined(faulty: FaultyServer, client: TrainingClient) -> None:
+def test_1025_examples_are_two_requests_whose_results_are_joined(
+    faulty: FaultyServer, client: TrainingClient
+) -> None:
     joined = client.forward_backward(examples(1025), "cross_entropy").result(10)
     assert {request.seq_id: len(_data(request)) for request in passes(faulty)} == {1: 1024, 2: 1}
-    assert [record["logprobs"].data[0] for record in joined.loss_fn_outputs] == [-float(i) for i in range(1025)]
+    assert [record["logprobs"].data[0] for record in joined.loss_fn_outputs] == [
+        -float(i) for i in range(1025)
+    ]
     assert joined.metrics == {"loss:sum": 2.0}
     client.forward_backward(examples(1024), "cross_entropy").result(10)
     assert len(passes(faulty)) == 3
@@ -221,7 +248,9 @@ def test_what_is_refused_here_uses_no_number_and_what_is_refused_there_uses_one(
         client.forward_backward(DATA, "nonsense")
     with pytest.raises(ValueError, match="ttl_seconds"):
         client.save_state("a", ttl_seconds=0)
-    faulty.script("optim_step", Answer(422, {"detail": "no"}), Answer(body={"request_id": "optim_step"}))
+    faulty.script(
+        "optim_step", Answer(422, {"detail": "no"}), Answer(body={"request_id": "optim_step"})
+    )
     with pytest.raises(tinkex.UnprocessableEntityError):
         client.optim_step(STEP).result(5)
     client.optim_step(STEP).result(5)
@@ -230,7 +259,9 @@ def test_what_is_refused_here_uses_no_number_and_what_is_refused_there_uses_one(
 
 
 @pytest.mark.covers("C41", "D18")
-@pytest.mark.parametrize("answer", [{"request_id": "created"}, {"model_id": RUN}], ids=["future", "at-once"])
+@pytest.mark.parametrize(
+    "answer", [{"request_id": "created"}, {"model_id": RUN}], ids=["future", "at-once"]
+)
 def test_a_run_is_bound_to_its_model_before_it_is_handed_out(
     faulty: FaultyServer, service: ServiceClient, answer: dict[str, str]
 ) -> None:
@@ -239,7 +270,7 @@ def test_a_run_is_bound_to_its_model_before_it_is_handed_out(
     assert len(faulty.requests("retrieve_future")) == ("request_id" in answer)
 
 
-# ── what is refused here ─────────────────────────────────────────────────────────────────────────────────────────
+# ── what is refused here ──────────────────────────────────────────────────────────────────────────
 
 
 def receipts_of_forward(client: TrainingClient, *args: Any) -> Any:
@@ -263,7 +294,12 @@ PASSES: list[Callable[..., Any]] = [
 @pytest.mark.parametrize(
     ("loss_fn", "config", "error", "words"),
     [
-        ("crossentropy", None, ValueError, "no loss 'crossentropy'.*cross_entropy, importance_sampling, ppo"),
+        (
+            "crossentropy",
+            None,
+            ValueError,
+            "no loss 'crossentropy'.*cross_entropy, importance_sampling, ppo",
+        ),
         ("", None, ValueError, "no loss ''"),
         (7, None, TypeError, "name of a loss"),
         (None, None, TypeError, "name of a loss"),
@@ -291,8 +327,16 @@ def test_a_loss_or_setting_that_makes_no_sense_makes_no_request(
 
 
 @pytest.mark.covers("24.training.3", "C47")
-def test_loss_settings_are_brought_to_one_form(faulty: FaultyServer, client: TrainingClient) -> None:
-    config: dict[Any, Any] = {"clip": "0.2", "beta": 1, "low": np.float32(0.5), "mode": "hard", "odd": " 3 "}
+def test_loss_settings_are_brought_to_one_form(
+    faulty: FaultyServer, client: TrainingClient
+) -> None:
+    config: dict[Any, Any] = {
+        "clip": "0.2",
+        "beta": 1,
+        "low": np.float32(0.5),
+        "mode": "hard",
+        "odd": " 3 ",
+    }
     client.forward_backward(DATA, "ppo", config).result(5)
     [sent] = passes(faulty)
     assert sent.forward_backward_input.loss_fn_config == {
@@ -316,7 +360,9 @@ def test_a_time_to_live_that_is_none_makes_no_request(
 
 CALLS: dict[str, Callable[..., Any]] = {
     "forward": lambda client, **more: client.forward(DATA, "cross_entropy", **more),
-    "forward_backward": lambda client, **more: client.forward_backward(DATA, "cross_entropy", **more),
+    "forward_backward": lambda client, **more: client.forward_backward(
+        DATA, "cross_entropy", **more
+    ),
     "custom": lambda client, **more: client.forward_backward_custom(DATA, summed, **more),
     "optim_step": lambda client, **more: client.optim_step(STEP, **more),
     "save_state": lambda client, **more: client.save_state("a", **more),
@@ -336,14 +382,20 @@ def quietly(call: Callable[..., Any], *args: Any, **more: Any) -> Any:
         return call(*args, **more)
 
 
-def summed(_: list[types.Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+def summed(
+    _: list[types.Datum], logprobs: list[torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, float]]:
     return torch.cat(logprobs).sum(), {"mine": 2.0}
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_options_that_do_not_exist_are_refused(faulty: FaultyServer, client: TrainingClient, call: str) -> None:
+def test_options_that_do_not_exist_are_refused(
+    faulty: FaultyServer, client: TrainingClient, call: str
+) -> None:
     before = len(faulty.seen)
-    with pytest.raises(TypeError, match="unknown option 'time_out'; known are timeout, queue_state_observer"):
+    with pytest.raises(
+        TypeError, match="unknown option 'time_out'; known are timeout, queue_state_observer"
+    ):
         CALLS[call](client, time_out=5)
     for nonsense in (0, -1, "5", True, float("nan")):
         with pytest.raises(ValueError, match="timeout must be a positive number"):
@@ -351,7 +403,7 @@ def test_options_that_do_not_exist_are_refused(faulty: FaultyServer, client: Tra
     assert len(faulty.seen) == before
 
 
-# ── time limits ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── time limits ───────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("D22", "C62")
@@ -399,7 +451,7 @@ def test_no_call_has_a_hidden_limit_of_five_seconds(
         assert len(faulty.requests(path)) == 1
 
 
-# ── nobody is held up ────────────────────────────────────────────────────────────────────────────────────────────
+# ── nobody is held up ─────────────────────────────────────────────────────────────────────────────
 
 PATHS = {
     "forward": "forward_backward",
@@ -424,7 +476,9 @@ def refuse_once(server: Server, path: str, refusal: Answer) -> None:
         if not refused:
             refused.append(1)
             return refusal
-        return server.take(seen) if path == "forward_backward" else Answer(body={"request_id": path})
+        return (
+            server.take(seen) if path == "forward_backward" else Answer(body={"request_id": path})
+        )
 
     server.faulty.script(path, answer)
 
@@ -504,14 +558,21 @@ def test_a_call_of_any_kind_given_up_while_it_waits_leaves_no_gap(
 @pytest.mark.covers("W02")
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_of_any_kind_given_up_while_it_is_sent_still_arrives(
-    faulty: FaultyServer, server: Server, client: TrainingClient, call: str, monkeypatch: pytest.MonkeyPatch
+    faulty: FaultyServer,
+    server: Server,
+    client: TrainingClient,
+    call: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is given up between a failed attempt and the next: that one is still made, and only then the next call's."""
+    """It is given up between a failed attempt and the next: that one is still made, and only then
+    the next call's."""
     monkeypatch.setattr("tinkex.client.http.transport.backoff", lambda *_, **__: 0.1)
     path, gate = PATHS[call], threading.Event()
 
     def good(seen: Seen) -> Answer:
-        taken = server.take(seen) if path == "forward_backward" else Answer(body={"request_id": path})
+        taken = (
+            server.take(seen) if path == "forward_backward" else Answer(body={"request_id": path})
+        )
         return dataclasses.replace(taken, until=gate.is_set)
 
     faulty.script(path, Answer(503), good)
@@ -560,7 +621,9 @@ def test_a_custom_loss_that_is_given_up_gives_up_its_turn(
 @pytest.mark.covers("W02", "C56")
 @pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("call", CALLS)
-def test_a_number_that_may_not_have_arrived_is_spent(faulty: FaultyServer, server: Server, call: str) -> None:
+def test_a_number_that_may_not_have_arrived_is_spent(
+    faulty: FaultyServer, server: Server, call: str
+) -> None:
     """The server is not heard of for as long as anybody has patience; then it is back."""
     tinkex.configure(patience=0.1)
     try:
@@ -584,14 +647,15 @@ def test_a_number_that_may_not_have_arrived_is_spent(faulty: FaultyServer, serve
         next_step(client, faulty, 1)
 
 
-# ── chunks ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── chunks ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def cut(server: Server, service: ServiceClient, **config: Any) -> TrainingClient:
     """A client that sends one example in a request."""
     server.configure(fwdbwd_max_chunk_len=1, **config)
     client = service.create_lora_training_client("m").result()
-    client.forward(DATA, "cross_entropy").result(5)  # number 1: the server has shown that it reads protobuf
+    # number 1: the server has shown that it reads protobuf
+    client.forward(DATA, "cross_entropy").result(5)
     server.faulty.seen.clear()
     return client
 
@@ -606,9 +670,17 @@ def test_chunks_go_out_together_or_one_after_the_other(
     def all_there() -> bool:
         return not parallel or len(faulty.requests("forward_backward")) >= 3
 
-    faulty.script("forward_backward", lambda seen: Answer(body=server.take(seen).body, until=all_there, delay=0.1))
+    faulty.script(
+        "forward_backward",
+        lambda seen: Answer(body=server.take(seen).body, until=all_there, delay=0.1),
+    )
     joined = client.forward(examples(4), "cross_entropy").result(5)
-    assert [record["logprobs"].data[0] for record in joined.loss_fn_outputs] == [0.0, -1.0, -2.0, -3.0]
+    assert [record["logprobs"].data[0] for record in joined.loss_fn_outputs] == [
+        0.0,
+        -1.0,
+        -2.0,
+        -3.0,
+    ]
     numbers = [request.seq_id or 0 for request in passes(faulty)]
     times = [seen.when for seen in faulty.requests("forward_backward")]
     if parallel:
@@ -631,7 +703,10 @@ def test_a_call_that_was_accepted_in_part_says_so(
     call = client.forward if forward_only else client.forward_backward
     with pytest.raises(tinkex.UnprocessableEntityError, match="not this") as caught:
         call(examples(3), "cross_entropy").result(5)
-    hint = "2 of the call's 3 chunks were accepted; the gradient of those counts in the next optim_step"
+    hint = (
+        "2 of the call's 3 chunks were accepted; the gradient of those counts in the next "
+        "optim_step"
+    )
     assert (hint in str(caught.value)) is not forward_only
     assert client.optim_step(STEP).result(5).metrics == {}
 
@@ -640,7 +715,10 @@ def test_a_call_that_was_accepted_in_part_says_so(
 def test_a_call_that_failed_in_part_says_so(server: Server, service: ServiceClient) -> None:
     client = cut(server, service)
     server.results["pass3"] = Answer(body={"error": "not this", "category": "user"})
-    with pytest.raises(tinkex.RequestFailedError, match=r"not this(.|\n)*3 chunks; the gradient of those that succeed"):
+    with pytest.raises(
+        tinkex.RequestFailedError,
+        match=r"not this(.|\n)*3 chunks; the gradient of those that succeed",
+    ):
         client.forward_backward(examples(3), "cross_entropy").result(5)
     server.results["pass5"] = Answer(body={"error": "not this", "category": "user"})
     with pytest.raises(tinkex.RequestFailedError) as caught:
@@ -658,7 +736,8 @@ def test_a_failed_chunk_ends_the_waiting_for_the_later_ones(
     server.results["pass5"] = Answer(body={"error": "the last", "category": "user"})
     future = client.forward_backward(examples(4), "cross_entropy")
     wait_until(lambda: server.polls("pass2") > 3 and server.polls("pass5") == 1)
-    assert not future.done()  # an earlier one may still fail, and its error is the one that is raised
+    # an earlier one may still fail, and its error is the one that is raised
+    assert not future.done()
     server.results["pass3"] = Answer(body={"error": "the second", "category": "user"})
     server.results["pass2"] = bulk(output([0.0]))
     with pytest.raises(tinkex.RequestFailedError, match="the second"):
@@ -666,7 +745,7 @@ def test_a_failed_chunk_ends_the_waiting_for_the_later_ones(
     assert settled(lambda: server.polls("pass4")) > 0
 
 
-# ── receipts ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── receipts ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_pass_can_be_submitted_now_and_waited_for_elsewhere(
@@ -682,9 +761,13 @@ def test_a_pass_can_be_submitted_now_and_waited_for_elsewhere(
     step = client.receipts.optim_step(STEP).result(5)
     assert step.request_id == "optim_step"
     other = service.create_lora_training_client("m").result()
-    assert other.receipts.retrieve(receipts[1]).result(5).loss_fn_outputs[0]["logprobs"].data == [-1.0]
+    assert other.receipts.retrieve(receipts[1]).result(5).loss_fn_outputs[0]["logprobs"].data == [
+        -1.0
+    ]
     assert other.receipts.retrieve(receipt.request_id).result(5).metrics == {"loss:sum": 1.0}
-    assert asyncio.run(other.receipts.retrieve(step, "optim_step").coroutine()) == types.OptimStepResponse(metrics={})
+    assert asyncio.run(
+        other.receipts.retrieve(step, "optim_step").coroutine()
+    ) == types.OptimStepResponse(metrics={})
     assert faulty.requests("retrieve_future")[-1].headers["x-tinker-request-type"] == "OptimStep"
 
 
@@ -708,7 +791,9 @@ def test_what_cannot_be_waited_for_is_refused(
         client.receipts.retrieve("r", "optim_step", patience=3)
 
 
-def test_a_server_that_answers_at_once_gives_no_receipts(faulty: FaultyServer, client: TrainingClient) -> None:
+def test_a_server_that_answers_at_once_gives_no_receipts(
+    faulty: FaultyServer, client: TrainingClient
+) -> None:
     faulty.script("optim_step", Answer(body={"metrics": {"a": 1.0}}))
     assert client.optim_step(STEP).result(5).metrics == {"a": 1.0}
     with pytest.raises(tinkex.TinkerError, match="the result itself") as caught:
@@ -725,13 +810,18 @@ def test_closing_waits_for_a_retrieval(faulty: FaultyServer, server: Server) -> 
     assert future.result(0).metrics == {}
 
 
-# ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── checkpoints ───────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("C48", "24.training.8")
 def test_a_saved_path_comes_from_its_name(faulty: FaultyServer, client: TrainingClient) -> None:
-    faulty.script("save_weights", lambda seen: Answer(body={"path": f"tinker://{RUN}/weights/{seen.json['path']}"}))
-    saved = client.save_state("step-7", ttl_seconds=60, overwrite=True, user_metadata={"why": "test"}).result(5)
+    faulty.script(
+        "save_weights",
+        lambda seen: Answer(body={"path": f"tinker://{RUN}/weights/{seen.json['path']}"}),
+    )
+    saved = client.save_state(
+        "step-7", ttl_seconds=60, overwrite=True, user_metadata={"why": "test"}
+    ).result(5)
     assert saved.path == f"tinker://{RUN}/weights/step-7"
     [seen] = faulty.requests("save_weights")
     assert seen.json == {
@@ -746,7 +836,9 @@ def test_a_saved_path_comes_from_its_name(faulty: FaultyServer, client: Training
 
 
 @pytest.mark.covers("C49", "24.training.7")
-def test_loading_says_whether_the_optimizer_is_wanted(faulty: FaultyServer, client: TrainingClient) -> None:
+def test_loading_says_whether_the_optimizer_is_wanted(
+    faulty: FaultyServer, client: TrainingClient
+) -> None:
     for call in (client.load_state, client.load_state_with_optimizer):
         quietly(call, "tinker://x/weights/a").result(5)
     quietly(client.load_state, "tinker://x/weights/a", "token").result(5)
@@ -773,7 +865,11 @@ def test_saving_for_sampling_always_gives_the_typed_answer(
     assert saved.path == path
     assert type(client.save_weights_external("a").result(5)) is types.SaveWeightsExternalResponse
     [seen] = faulty.requests("save_weights_for_sampler")
-    assert (seen.json["path"], seen.json["ttl_seconds"], "sampling_session_seq_id" in seen.json) == ("a", 5, False)
+    assert (
+        seen.json["path"],
+        seen.json["ttl_seconds"],
+        "sampling_session_seq_id" in seen.json,
+    ) == ("a", 5, False)
 
 
 @pytest.mark.covers("D03")
@@ -781,7 +877,9 @@ def test_a_named_save_without_a_path_is_an_error(server: Server, client: Trainin
     server.results["save_weights_for_sampler"] = Answer(body={"sampling_session_id": "s:sample:1"})
     server.results["save_weights_external"] = Answer(body={"size_bytes": 1})
     for call in (client.save_weights_for_sampler, client.save_weights_external):
-        with pytest.raises(tinkex.APIResponseValidationError, match=r"save_weights_\w+ at .*no path"):
+        with pytest.raises(
+            tinkex.APIResponseValidationError, match=r"save_weights_\w+ at .*no path"
+        ):
             call("a").result(5)
 
 
@@ -808,9 +906,14 @@ def test_a_sampler_of_the_weights_from_whatever_the_server_names(
     assert len(faulty.requests("create_sampling_session")) == 1
 
     server.results["save_weights_for_sampler"] = Answer(body={})
-    with pytest.raises(tinkex.APIResponseValidationError, match="neither a sampling session nor a path"):
+    with pytest.raises(
+        tinkex.APIResponseValidationError, match="neither a sampling session nor a path"
+    ):
         TWINS[twin](client)
-    numbers = [(seen.json["seq_id"], seen.json.get("path")) for seen in faulty.requests("save_weights_for_sampler")]
+    numbers = [
+        (seen.json["seq_id"], seen.json.get("path"))
+        for seen in faulty.requests("save_weights_for_sampler")
+    ]
     assert numbers == [(1, None), (2, None), (3, None)]
     assert client.optim_step(STEP).result(5).metrics == {}
 
@@ -825,27 +928,34 @@ def test_a_nameless_save_keeps_its_number_over_retries(
     faulty.script("save_weights_for_sampler", Answer(503), Answer(drop=True), good)
     client.save_weights_and_get_sampling_client().result()
     client.save_weights_and_get_sampling_client().result()
-    sent = [seen.json["sampling_session_seq_id"] for seen in faulty.requests("save_weights_for_sampler")]
+    sent = [
+        seen.json["sampling_session_seq_id"] for seen in faulty.requests("save_weights_for_sampler")
+    ]
     assert sent == [0, 0, 0, 1]
 
 
-# ── deprecations ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── deprecations ──────────────────────────────────────────────────────────────────────────────────
 
 OLD: dict[str, Callable[[TrainingClient], Any]] = {
     "load_state": lambda client: client.load_state("tinker://x/weights/a"),
-    "load_state_with_optimizer": lambda client: client.load_state_with_optimizer("tinker://x/weights/a"),
+    "load_state_with_optimizer": lambda client: client.load_state_with_optimizer(
+        "tinker://x/weights/a"
+    ),
     "load_state_async": lambda client: asyncio.run(client.load_state_async("tinker://x/weights/a")),
     "load_state_with_optimizer_async": lambda client: asyncio.run(
         client.load_state_with_optimizer_async("tinker://x/weights/a")
     ),
     "name": lambda client: client.save_weights_and_get_sampling_client("a").result(),
-    "loss_type_input": lambda client: client.forward_backward_custom(DATA, summed, loss_type_input="logprobs"),
+    "loss_type_input": lambda client: client.forward_backward_custom(
+        DATA, summed, loss_type_input="logprobs"
+    ),
 }
 
 
 @pytest.mark.parametrize("call", [name for name in OLD if not name.endswith("_async")])
 def test_what_is_deprecated_warns_at_the_callers_line(client: TrainingClient, call: str) -> None:
-    kind = FutureWarning if call.startswith("load_state") else DeprecationWarning  # as in the official package
+    # as in the official package
+    kind = FutureWarning if call.startswith("load_state") else DeprecationWarning
     with pytest.warns(kind, match=call.removesuffix("_async")) as caught:
         OLD[call](client)
     assert caught[0].filename == __file__
@@ -866,28 +976,38 @@ def test_an_input_of_losses_that_does_not_exist_is_refused(client: TrainingClien
         client.forward_backward_custom(DATA, summed, loss_type_input="logits")  # type: ignore[arg-type]
 
 
-# ── what a run is ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── what a run is ─────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("C53")
-def test_a_run_says_what_it_trains_and_can_be_let_go(faulty: FaultyServer, client: TrainingClient) -> None:
+def test_a_run_says_what_it_trains_and_can_be_let_go(
+    faulty: FaultyServer, client: TrainingClient
+) -> None:
     assert client.get_info().model_data.model_name == "m"
     assert client.get_info().model_id == RUN
     assert faulty.requests("get_info")[0].json["model_id"] == RUN
     assert client.unload_model().model_id == RUN
     assert asyncio.run(client.unload_model_async()).model_id == RUN
-    assert [seen.json for seen in faulty.requests("unload_model")] == [{"model_id": RUN, "type": "unload_model"}] * 2
+    assert [seen.json for seen in faulty.requests("unload_model")] == [
+        {"model_id": RUN, "type": "unload_model"}
+    ] * 2
 
 
 @pytest.mark.covers("C53", "D27")
-def test_letting_go_has_its_place_among_the_calls(faulty: FaultyServer, client: TrainingClient) -> None:
+def test_letting_go_has_its_place_among_the_calls(
+    faulty: FaultyServer, client: TrainingClient
+) -> None:
     faulty.script("optim_step", Answer(body={"request_id": "optim_step"}, delay=0.1))
     before = [client.optim_step(STEP) for _ in range(3)]
     client.unload_model()
     client.save_state("a").result(5)
     for future in before:
         future.result(5)
-    order = [seen.path for seen in faulty.seen if seen.path in ("optim_step", "unload_model", "save_weights")]
+    order = [
+        seen.path
+        for seen in faulty.seen
+        if seen.path in ("optim_step", "unload_model", "save_weights")
+    ]
     assert order == ["optim_step"] * 3 + ["unload_model", "save_weights"]
     assert faulty.requests("save_weights")[0].json["seq_id"] == 4  # letting go takes no number
 
@@ -906,22 +1026,29 @@ def test_text_becomes_tokens_and_text_again(server_url: str) -> None:
         assert client._tokenizer() is loaded
 
 
-def test_optimizers_of_kinds_unknown_here_pass_through(faulty: FaultyServer, client: TrainingClient) -> None:
+def test_optimizers_of_kinds_unknown_here_pass_through(
+    faulty: FaultyServer, client: TrainingClient
+) -> None:
     client.optim_step(types.OptimParamsBase(type="lion", learning_rate=0.1, depth=3)).result(5)
     client.optim_step(types.DimuonParams(learning_rate=0.2)).result(5)
     client.optim_step(STEP).result(5)
     lion, dimuon, adam = (seen.json for seen in faulty.requests("optim_step"))
     assert lion["optimizer_params"] == {"type": "lion", "learning_rate": 0.1, "depth": 3}
-    assert (dimuon["optimizer_params"]["type"], dimuon["optimizer_params"]["learning_rate"]) == ("dimuon", 0.2)
+    assert (dimuon["optimizer_params"]["type"], dimuon["optimizer_params"]["learning_rate"]) == (
+        "dimuon",
+        0.2,
+    )
     assert adam["adam_params"]["learning_rate"] == 0.1
     assert "optimizer_params" not in adam
     assert not lion.keys() & {"adam_params", "optim_params"}
 
 
-# ── custom losses ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── custom losses ─────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.covers("1.13/1", "1.13/4", "1.13/5", "C55", "24.custom.1", "24.custom.2", "24.custom.3")
+@pytest.mark.covers(
+    "1.13/1", "1.13/4", "1.13/5", "C55", "24.custom.1", "24.custom.2", "24.custom.3"
+)
 def test_a_sum_of_two_log_probabilities_trains_with_weights_of_minus_one(
     faulty: FaultyServer, server: Server, client: TrainingClient
 ) -> None:
@@ -929,17 +1056,31 @@ def test_a_sum_of_two_log_probabilities_trains_with_weights_of_minus_one(
     server.results["pass2"] = bulk(output([-1.0, -2.0], mine=1.0, theirs=3.0))
     trained = client.forward_backward_custom(DATA, summed).result(5)
     first, second = passes(faulty)
-    assert [(request.seq_id, request.forward_only) for request in (first, second)] == [(1, True), (2, False)]
-    assert first.forward_backward_input.loss_fn == second.forward_backward_input.loss_fn == "cross_entropy"
+    assert [(request.seq_id, request.forward_only) for request in (first, second)] == [
+        (1, True),
+        (2, False),
+    ]
+    assert (
+        first.forward_backward_input.loss_fn
+        == second.forward_backward_input.loss_fn
+        == "cross_entropy"
+    )
     assert _data(first)[0].loss_fn_inputs["weights"].data == [0.0, 0.0]
     weights = _data(second)[0].loss_fn_inputs["weights"]
     assert (weights.data, weights.dtype) == ([-1.0, -1.0], "float32")
     assert _data(second)[0].loss_fn_inputs["target_tokens"].data == [1, 2]
-    assert trained.metrics == {"loss:sum": -3.0, "surrogate_loss:sum": 1.0, "mine": 2.0, "theirs": 3.0}
+    assert trained.metrics == {
+        "loss:sum": -3.0,
+        "surrogate_loss:sum": 1.0,
+        "mine": 2.0,
+        "theirs": 3.0,
+    }
 
 
 @pytest.mark.covers("24.custom.3")
-def test_the_users_own_metrics_win_even_over_the_loss(server: Server, client: TrainingClient) -> None:
+def test_the_users_own_metrics_win_even_over_the_loss(
+    server: Server, client: TrainingClient
+) -> None:
     def named(data: list[types.Datum], logprobs: list[torch.Tensor]) -> Any:
         return logprobs[0].sum(), {"loss:sum": torch.tensor(7.0), 5: 1}
 
@@ -961,7 +1102,11 @@ def test_the_users_own_metrics_win_even_over_the_loss(server: Server, client: Tr
     ids=["fewer", "more", "none"],
 )
 def test_outputs_that_do_not_fit_the_data_are_not_trained_on(
-    faulty: FaultyServer, server: Server, client: TrainingClient, first: types.ForwardBackwardOutput, words: str
+    faulty: FaultyServer,
+    server: Server,
+    client: TrainingClient,
+    first: types.ForwardBackwardOutput,
+    words: str,
 ) -> None:
     server.results["pass1"] = bulk(first)
     called: list[int] = []
@@ -989,7 +1134,12 @@ def test_outputs_that_do_not_fit_the_data_are_not_trained_on(
     ids=["vector", "number", "no-metrics", "raises"],
 )
 def test_a_custom_loss_that_is_none_is_an_error_and_the_step_behind_it_fails_at_once(
-    faulty: FaultyServer, server: Server, client: TrainingClient, loss: Any, error: type[Exception], words: str
+    faulty: FaultyServer,
+    server: Server,
+    client: TrainingClient,
+    loss: Any,
+    error: type[Exception],
+    words: str,
 ) -> None:
     server.results["pass1"] = bulk(output([-1.0, -2.0]))
     bad, behind = client.forward_backward_custom(DATA, loss), client.optim_step(STEP)
@@ -1002,7 +1152,9 @@ def test_a_custom_loss_that_is_none_is_an_error_and_the_step_behind_it_fails_at_
     assert faulty.requests("optim_step") == []
 
 
-def test_where_tokens_came_from_survives_a_custom_loss(faulty: FaultyServer, client: TrainingClient) -> None:
+def test_where_tokens_came_from_survives_a_custom_loss(
+    faulty: FaultyServer, client: TrainingClient
+) -> None:
     span = types.SampledProvenanceSpan(sequence_id="q:0", length=2)
     traced = types.Datum(
         types.ModelInput.from_ints([1, 2]),
@@ -1017,7 +1169,7 @@ def test_where_tokens_came_from_survives_a_custom_loss(faulty: FaultyServer, cli
         assert sent.loss_fn_input_spans == [span]
 
 
-# ── images and sounds ────────────────────────────────────────────────────────────────────────────────────────────
+# ── images and sounds ─────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("24.training.10", "W24")
@@ -1028,7 +1180,9 @@ def test_images_and_sounds_go_out_in_training(faulty: FaultyServer, client: Trai
         types.ImageChunk(data=b"\xff\xd8", format="jpeg", expected_tokens=5),
         types.DmelChunk(dmel=b"\xfe\x01\x01\x03abc"),
     ]
-    client.forward_backward([types.Datum(types.ModelInput(chunks=chunks), {"target_tokens": [1]})], "ppo").result(5)
+    client.forward_backward(
+        [types.Datum(types.ModelInput(chunks=chunks), {"target_tokens": [1]})], "ppo"
+    ).result(5)
     [sent] = passes(faulty)
     assert _data(sent)[0].model_input.chunks == chunks
 
@@ -1036,7 +1190,9 @@ def test_images_and_sounds_go_out_in_training(faulty: FaultyServer, client: Trai
 @pytest.mark.covers("W24")
 def test_pointers_to_images_go_out_as_json(faulty: FaultyServer, client: TrainingClient) -> None:
     pointer = types.ImageAssetPointerChunk(format="jpeg", location="there")
-    client.forward([types.Datum(types.ModelInput(chunks=[pointer]), {"target_tokens": [1]})], "ppo").result(5)
+    client.forward(
+        [types.Datum(types.ModelInput(chunks=[pointer]), {"target_tokens": [1]})], "ppo"
+    ).result(5)
     [seen] = faulty.requests("forward_backward")
     assert seen.headers["content-type"] == codec.JSON
     assert _data(passed(seen))[0].model_input.chunks == [pointer]

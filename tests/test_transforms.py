@@ -115,7 +115,12 @@ MOMENT = dt.datetime(2026, 3, 4, 5, 6, 7, tzinfo=dt.UTC)
 @pytest.mark.covers("C18", "D21")
 def test_times_become_text_wherever_they_are() -> None:
     made = transform(
-        {"at": MOMENT, "days": [dt.date(2026, 3, 4)], "naive": dt.datetime(2026, 3, 4), "t": dt.time(5, 6)}
+        {
+            "at": MOMENT,
+            "days": [dt.date(2026, 3, 4)],
+            "naive": dt.datetime(2026, 3, 4),
+            "t": dt.time(5, 6),
+        }
     )
     assert made == {
         "at": "2026-03-04T05:06:07Z",
@@ -179,7 +184,12 @@ class Model:
 @pytest.mark.covers("C18")
 def test_objects_are_sent_field_by_field() -> None:
     point = Point(1.5, dt.date(2026, 3, 4), more=[Model(), Plain("a")])
-    shown = {"x": 1.5, "at": "2026-03-04", "label": None, "more": [{"when": "2026-03-04T05:06:07Z", "nothing": None}]}
+    shown = {
+        "x": 1.5,
+        "at": "2026-03-04",
+        "label": None,
+        "more": [{"when": "2026-03-04T05:06:07Z", "nothing": None}],
+    }
     shown["more"].append({"name": "a"})  # type: ignore[attr-defined]
     assert transform(point) == shown
     assert transform(Plain("b", point), drop_none=True)["point"]["more"] == [
@@ -192,11 +202,15 @@ def test_objects_are_sent_field_by_field() -> None:
 RECORDS = [
     types.AdamParams(learning_rate=1e-4),
     types.CreateSessionRequest(tags=["a"], sdk_version="x"),
-    types.CreateModelRequest(session_id="s", model_seq_id=0, base_model="m", lora_config=types.LoraConfig(rank=4)),
+    types.CreateModelRequest(
+        session_id="s", model_seq_id=0, base_model="m", lora_config=types.LoraConfig(rank=4)
+    ),
     types.OptimStepRequest(model_id="m", seq_id=1, adam_params=types.AdamParams()),
     types.ModelInput.from_ints([1, 2, 3]),
     types.TensorData(data=[1, 2], dtype="int64", shape=[2]),
-    types.Datum(model_input=types.ModelInput.from_ints([1]), loss_fn_inputs={"weights": np.array([0.5])}),
+    types.Datum(
+        model_input=types.ModelInput.from_ints([1]), loss_fn_inputs={"weights": np.array([0.5])}
+    ),
 ]
 
 
@@ -231,11 +245,21 @@ def test_numbers_and_arrays_of_numpy_become_plain() -> None:
         "array": [[0, 1], [2, 3]],
         "times": ["2026-03-04"],
     }
-    assert [type(made[name]) for name in ("scalar", "int", "bool", "text")] == [float, int, bool, str]
+    assert [type(made[name]) for name in ("scalar", "int", "bool", "text")] == [
+        float,
+        int,
+        bool,
+        str,
+    ]
 
 
 values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text() | st.dates() | st.datetimes(),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.text()
+    | st.dates()
+    | st.datetimes(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner | st.just(NOT_GIVEN)),
     max_leaves=12,
 )

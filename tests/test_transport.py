@@ -1,4 +1,5 @@
-"""One exchange: what is retried and for how long, what is sent, what errors say; against a server that misbehaves."""
+"""One exchange: what is retried and for how long, what is sent, what errors say; against a server
+that misbehaves."""
 
 from __future__ import annotations
 
@@ -79,7 +80,7 @@ def call(
     return asyncio.run(run())
 
 
-# ── retries ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── retries ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("C15", "24.http.1", "24.http.6", "24.code.2")
@@ -97,7 +98,9 @@ def call(
     ],
     ids=lambda fault: f"{fault.status}{'-drop' * fault.drop}{'-cut' * (fault.cut is not None)}",
 )
-def test_passing_faults_are_tried_again(faulty: FaultyServer, waits: list[float], fault: Answer) -> None:
+def test_passing_faults_are_tried_again(
+    faulty: FaultyServer, waits: list[float], fault: Answer
+) -> None:
     faulty.script("create_session", fault, fault, OK)
     assert call(faulty.base_url).session_id == "s"
     seen = faulty.requests("create_session")
@@ -113,7 +116,10 @@ def test_each_call_has_a_key_of_its_own(faulty: FaultyServer) -> None:
     faulty.script("create_session", OK)
     call(faulty.base_url)
     call(faulty.base_url)
-    assert len({request.headers["x-idempotency-key"] for request in faulty.requests("create_session")}) == 2
+    assert (
+        len({request.headers["x-idempotency-key"] for request in faulty.requests("create_session")})
+        == 2
+    )
     faulty.script("healthz", Answer(body={"status": "ok"}))
     call(faulty.base_url, protocol.HEALTHZ, None)
     assert "x-idempotency-key" not in faulty.requests("healthz")[0].headers
@@ -152,7 +158,9 @@ def test_refusals_are_final(faulty: FaultyServer, waits: list[float], status: in
         (418, tinkex.APIStatusError),
     ],
 )
-def test_each_status_has_its_error(faulty: FaultyServer, status: int, kind: type[tinkex.APIStatusError]) -> None:
+def test_each_status_has_its_error(
+    faulty: FaultyServer, status: int, kind: type[tinkex.APIStatusError]
+) -> None:
     faulty.script("create_session", Answer(status, b"plain words", content_type="text/plain"))
     with pytest.raises(kind, match="plain words") as caught:
         call(faulty.base_url, patience=0)
@@ -187,7 +195,11 @@ def test_waits_grow_and_are_bounded() -> None:
 )
 @pytest.mark.parametrize("status", [429, 503])
 def test_the_server_may_ask_for_time(
-    faulty: FaultyServer, waits: list[float], headers: dict[str, str], wait: float | None, status: int
+    faulty: FaultyServer,
+    waits: list[float],
+    headers: dict[str, str],
+    wait: float | None,
+    status: int,
 ) -> None:
     faulty.script("create_session", Answer(status, headers=headers), OK)
     call(faulty.base_url)
@@ -249,7 +261,11 @@ def test_the_first_retry_is_logged_without_the_key(
     caplog.set_level(logging.DEBUG)
     faulty.script("create_session", Answer(503), Answer(503), Answer(503), OK)
     call(faulty.base_url, key=SECRET)
-    warnings = [record for record in caplog.records if record.name == "tinkex" and record.levelname == "WARNING"]
+    warnings = [
+        record
+        for record in caplog.records
+        if record.name == "tinkex" and record.levelname == "WARNING"
+    ]
     assert len(warnings) == 1
     assert "create_session" in warnings[0].getMessage()
     assert SECRET not in caplog.text
@@ -258,7 +274,14 @@ def test_the_first_retry_is_logged_without_the_key(
 @pytest.mark.covers("C22", "24.http.3")
 @pytest.mark.parametrize(
     ("status", "told", "requests"),
-    [(503, "false", 1), (503, "False", 1), (400, "true", 2), (404, "TRUE", 2), (400, "perhaps", 1), (503, "", 2)],
+    [
+        (503, "false", 1),
+        (503, "False", 1),
+        (400, "true", 2),
+        (404, "TRUE", 2),
+        (400, "perhaps", 1),
+        (503, "", 2),
+    ],
 )
 def test_the_server_may_overrule(
     faulty: FaultyServer, waits: list[float], status: int, told: str, requests: int
@@ -274,17 +297,24 @@ def test_the_server_may_overrule(
 
 
 @pytest.mark.covers("C22", "24.code.5")
-def test_a_good_answer_may_be_one_to_ask_for_again(faulty: FaultyServer, waits: list[float]) -> None:
-    again = Answer(body={"session_id": "not yet"}, headers={"x-should-retry": "true", "retry-after": "3"})
+def test_a_good_answer_may_be_one_to_ask_for_again(
+    faulty: FaultyServer, waits: list[float]
+) -> None:
+    again = Answer(
+        body={"session_id": "not yet"}, headers={"x-should-retry": "true", "retry-after": "3"}
+    )
     faulty.script("create_session", again, again, OK)
     assert call(faulty.base_url).session_id == "s"
     assert len(faulty.requests("create_session")) == 3
     assert waits == [3.0, 3.0]
     faulty.script("create_session", again)
-    assert call(faulty.base_url, max_retries=2).session_id == "not yet"  # it was a good one, after all
+    # it was a good one, after all
+    assert call(faulty.base_url, max_retries=2).session_id == "not yet"
     assert len(faulty.requests("create_session")) == 3 + 3
     assert call(faulty.base_url, patience=0).session_id == "not yet"
-    faulty.script("create_session", Answer(body={"session_id": "s"}, headers={"x-should-retry": "false"}))
+    faulty.script(
+        "create_session", Answer(body={"session_id": "s"}, headers={"x-should-retry": "false"})
+    )
     assert call(faulty.base_url).session_id == "s"
 
 
@@ -300,9 +330,18 @@ def test_one_retry_allowed_is_two_requests(faulty: FaultyServer, waits: list[flo
 @pytest.mark.parametrize("name", ["Retry-After", "retry-after", "RETRY-AFTER"])
 @pytest.mark.parametrize(("ahead", "honoured"), [(20, True), (3600, False), (-50, False)])
 def test_the_server_may_name_a_date(
-    faulty: FaultyServer, waits: list[float], name: str, ahead: int, honoured: bool, caplog: pytest.LogCaptureFixture
+    faulty: FaultyServer,
+    waits: list[float],
+    name: str,
+    ahead: int,
+    honoured: bool,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    faulty.script("create_session", Answer(429, headers={name: formatdate(time.time() + ahead, usegmt=True)}), OK)
+    faulty.script(
+        "create_session",
+        Answer(429, headers={name: formatdate(time.time() + ahead, usegmt=True)}),
+        OK,
+    )
     call(faulty.base_url)
     [decided] = waits
     assert ahead - 5 < decided <= ahead if honoured else decided <= 0.5
@@ -322,20 +361,28 @@ def test_the_server_may_name_a_date(
     ],
 )
 def test_nobody_is_asked_to_wait_for_more_than_a_minute(
-    faulty: FaultyServer, headers: dict[str, str], body: Any, seconds: float | None, caplog: pytest.LogCaptureFixture
+    faulty: FaultyServer,
+    headers: dict[str, str],
+    body: Any,
+    seconds: float | None,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     faulty.script("create_session", Answer(429, body, headers=headers))
     with pytest.raises(tinkex.RateLimitError) as caught:
         call(faulty.base_url, patience=0)
     assert caught.value.retry_after == seconds
-    assert ("a retry-after that cannot be read: 'soon'" in caplog.text) is (headers.get("Retry-After") == "soon")
+    assert ("a retry-after that cannot be read: 'soon'" in caplog.text) is (
+        headers.get("Retry-After") == "soon"
+    )
 
 
-# ── a proxy's rejections ─────────────────────────────────────────────────────────────────────────────────────────
+# ── a proxy's rejections ──────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("C22")
-def test_a_400_without_a_word_is_a_proxys_and_tried_again(faulty: FaultyServer, waits: list[float]) -> None:
+def test_a_400_without_a_word_is_a_proxys_and_tried_again(
+    faulty: FaultyServer, waits: list[float]
+) -> None:
     faulty.script("create_session", Answer(400), Answer(400), OK)
     assert call(faulty.base_url).session_id == "s"
     assert len(faulty.requests("create_session")) == 3
@@ -343,12 +390,19 @@ def test_a_400_without_a_word_is_a_proxys_and_tried_again(faulty: FaultyServer, 
 
 def test_rejections_without_end_are_told_in_words(faulty: FaultyServer, waits: list[float]) -> None:
     faulty.script("create_session", Answer(400))
-    with pytest.raises(tinkex.APIConnectionError, match=r"create_session .*a proxy on the way rejected it") as caught:
+    with pytest.raises(
+        tinkex.APIConnectionError, match=r"create_session .*a proxy on the way rejected it"
+    ) as caught:
         call(faulty.base_url)
     error = caught.value
-    assert error.attempts == len(faulty.requests("create_session")) == transport.REJECTED_ATTEMPTS + 1
+    assert (
+        error.attempts == len(faulty.requests("create_session")) == transport.REJECTED_ATTEMPTS + 1
+    )
     assert f"after {error.attempts} attempts" in error.message
-    assert (error.request.method, error.request.url) == ("POST", f"{faulty.base_url}/api/v1/create_session")
+    assert (error.request.method, error.request.url) == (
+        "POST",
+        f"{faulty.base_url}/api/v1/create_session",
+    )
     assert error.response.status_code == 400
     faulty.script("create_session", Answer(400, headers={"x-should-retry": "false"}))
     faulty.seen.clear()
@@ -357,7 +411,7 @@ def test_rejections_without_end_are_told_in_words(faulty: FaultyServer, waits: l
     assert len(faulty.seen) == 1
 
 
-# ── an account that must be topped up ────────────────────────────────────────────────────────────────────────────
+# ── an account that must be topped up ─────────────────────────────────────────────────────────────
 
 BROKE = Answer(402, {"detail": "top up"})
 
@@ -391,7 +445,9 @@ def test_work_goes_on_when_the_account_is_topped_up(
     assert "in 60 minutes" in told[0]
 
 
-def test_an_account_that_is_never_topped_up_is_an_error(faulty: FaultyServer, billing: list[float]) -> None:
+def test_an_account_that_is_never_topped_up_is_an_error(
+    faulty: FaultyServer, billing: list[float]
+) -> None:
     faulty.script("create_session", BROKE)
     with pytest.raises(tinkex.BillingError, match="top up"):
         call(faulty.base_url)
@@ -399,7 +455,9 @@ def test_an_account_that_is_never_topped_up_is_an_error(faulty: FaultyServer, bi
     assert len(faulty.requests("create_session")) == 3600 / 25 + 1
 
 
-def test_heartbeats_and_those_who_know_better_do_not_pause(faulty: FaultyServer, billing: list[float]) -> None:
+def test_heartbeats_and_those_who_know_better_do_not_pause(
+    faulty: FaultyServer, billing: list[float]
+) -> None:
     faulty.script("session_heartbeat", BROKE, Answer(body={}))
     beat = types.SessionHeartbeatRequest(session_id="s")
     with pytest.raises(tinkex.BillingError):
@@ -415,14 +473,17 @@ def test_deprecations_are_told(faulty: FaultyServer, caplog: pytest.LogCaptureFi
     note = {"X-Deprecation-Note": f"use the new one, {SECRET}"}
     faulty.script("create_session", Answer(body={"session_id": "s"}, headers=note))
     call(faulty.base_url, key=SECRET)
-    faulty.script("create_session", Answer(body={"session_id": "s"}, headers={**note, "X-Deprecation-Level": "error"}))
+    faulty.script(
+        "create_session",
+        Answer(body={"session_id": "s"}, headers={**note, "X-Deprecation-Level": "error"}),
+    )
     call(faulty.base_url, key=SECRET)
     told = [(record.levelname, record.getMessage()) for record in caplog.records]
     line = "create_session: use the new one, [REDACTED]"
     assert told == [("WARNING", line), ("ERROR", line)]
 
 
-# ── what is sent ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── what is sent ──────────────────────────────────────────────────────────────────────────────────
 
 
 def test_no_key_is_sent_when_there_is_none(faulty: FaultyServer) -> None:
@@ -442,7 +503,9 @@ def test_the_key_travels_in_one_header(faulty: FaultyServer) -> None:
     call(faulty.base_url, key=SECRET)
     [seen] = faulty.requests("create_session")
     assert seen.headers["x-api-key"] == SECRET
-    assert SECRET not in "".join(value for name, value in seen.headers.items() if name != "x-api-key")
+    assert SECRET not in "".join(
+        value for name, value in seen.headers.items() if name != "x-api-key"
+    )
     assert SECRET.encode() not in seen.body
 
 
@@ -479,7 +542,9 @@ def test_extra_headers_are_sent(faulty: FaultyServer) -> None:
     faulty.script("create_session", OK)
 
     async def run() -> None:
-        carrier = Transport(Config(base_url=faulty.base_url, default_headers={"CF-Access-Client-Id": "gate"}))
+        carrier = Transport(
+            Config(base_url=faulty.base_url, default_headers={"CF-Access-Client-Id": "gate"})
+        )
         await carrier.call(protocol.CREATE_SESSION, HELLO, headers={"X-One": "1"})
         await carrier.close()
 
@@ -548,7 +613,10 @@ def test_polls_and_samples_have_headers_of_their_own(faulty: FaultyServer) -> No
     [sample] = faulty.requests("asample?tenant=t")
     first, second = faulty.requests("retrieve_future?tenant=t")
     assert sample.headers["x-tinker-sampling-backpressure"] == "1"
-    assert (first.headers["x-tinker-request-type"], first.headers["x-tinker-request-iteration"]) == ("Sample", "0")
+    assert (
+        first.headers["x-tinker-request-type"],
+        first.headers["x-tinker-request-iteration"],
+    ) == ("Sample", "0")
     assert second.headers["x-tinker-request-iteration"] == "1"
     assert float(first.headers["x-tinker-create-promise-roundtrip-time"]) >= 0
     assert "x-tinker-create-promise-roundtrip-time" not in second.headers
@@ -572,11 +640,25 @@ def test_gate_headers_are_there_when_configured(faulty: FaultyServer) -> None:
 @pytest.mark.covers("C14")
 def test_the_later_header_wins_whatever_its_case(faulty: FaultyServer) -> None:
     gate = {"cf_access_client_id": "id", "cf_access_client_secret": "hush"}
-    default = {"USER-agent": "default", "x-api-key": "tml-default", "cf-access-client-ID": "other", "accept": "a/b"}
+    default = {
+        "USER-agent": "default",
+        "x-api-key": "tml-default",
+        "cf-access-client-ID": "other",
+        "accept": "a/b",
+    }
     sent = headers_of(faulty, api_key=SECRET, default_headers=default, **gate)
-    assert (sent["user-agent"], sent["x-api-key"], sent["cf-access-client-id"]) == ("default", "tml-default", "other")
+    assert (sent["user-agent"], sent["x-api-key"], sent["cf-access-client-id"]) == (
+        "default",
+        "tml-default",
+        "other",
+    )
     assert sent["content-type"] == "application/json"
-    own = {"User-AGENT": "call", "X-Api-Key": "tml-call", "X-IDEMPOTENCY-key": "k", "x-stainless-READ-timeout": "9"}
+    own = {
+        "User-AGENT": "call",
+        "X-Api-Key": "tml-call",
+        "X-IDEMPOTENCY-key": "k",
+        "x-stainless-READ-timeout": "9",
+    }
     sent = headers_of(faulty, api_key=SECRET, default_headers=default, headers=own)
     assert (sent["user-agent"], sent["x-api-key"], sent["accept"]) == ("call", "tml-call", "a/b")
     assert (sent["x-idempotency-key"], sent["x-stainless-read-timeout"]) == ("k", "9")
@@ -588,18 +670,34 @@ def test_each_header_is_sent_once() -> None:
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         heads.append(await reader.readuntil(b"\r\n\r\n"))
-        await reader.readexactly(int(heads[-1].lower().split(b"content-length:")[1].split(b"\r\n")[0]))
+        await reader.readexactly(
+            int(heads[-1].lower().split(b"content-length:")[1].split(b"\r\n")[0])
+        )
         writer.write(b"HTTP/1.1 408 No\r\nContent-Length: 0\r\n\r\n")
         writer.close()
 
     async def run() -> None:
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        config = Config(base_url=url, api_key="k", default_headers={"user-AGENT": "d", "ACCEPT": "d", "x-api-key": "d"})
+        config = Config(
+            base_url=url,
+            api_key="k",
+            default_headers={"user-AGENT": "d", "ACCEPT": "d", "x-api-key": "d"},
+        )
         carrier = Transport(config)
         with pytest.raises(tinkex.APIStatusError):
-            await carrier.call(protocol.CREATE_SESSION, HELLO, headers={"accept": "c", "Content-type": "c"}, patience=0)
-        await carrier.poll(protocol.RETRIEVE_FUTURE, types.FutureRetrieveRequest(request_id="r"), {"Accept": "c"}, 5)
+            await carrier.call(
+                protocol.CREATE_SESSION,
+                HELLO,
+                headers={"accept": "c", "Content-type": "c"},
+                patience=0,
+            )
+        await carrier.poll(
+            protocol.RETRIEVE_FUTURE,
+            types.FutureRetrieveRequest(request_id="r"),
+            {"Accept": "c"},
+            5,
+        )
         await carrier.close()
         server.close()
 
@@ -612,7 +710,9 @@ def test_each_header_is_sent_once() -> None:
 
 
 @pytest.mark.covers("1.8/2", "C16")
-def test_the_trace_travels_with_every_kind_of_request(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trace_travels_with_every_kind_of_request(
+    faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stand_in = StandIn()
     stand_in.install(monkeypatch)
 
@@ -626,7 +726,9 @@ def test_the_trace_travels_with_every_kind_of_request(faulty: FaultyServer, monk
             stand_in.attach({"traceparent": "00-abc"})
             carrier = Transport(Config(base_url=faulty.base_url, otel_propagate=propagate))
             await carrier.call(protocol.CREATE_SESSION, HELLO, headers=headers)
-            await carrier.poll(protocol.RETRIEVE_FUTURE, types.FutureRetrieveRequest(request_id="r"), headers, 5)
+            await carrier.poll(
+                protocol.RETRIEVE_FUTURE, types.FutureRetrieveRequest(request_id="r"), headers, 5
+            )
             async with carrier.stream(protocol.STREAM_SAMPLE, headers=headers):
                 pass
             await carrier.close()
@@ -643,23 +745,33 @@ def test_the_trace_travels_with_every_kind_of_request(faulty: FaultyServer, monk
     assert requests(True) == [None] * 4  # and nothing breaks
 
 
-# ── what is told of a request ────────────────────────────────────────────────────────────────────────────────────
+# ── what is told of a request ─────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
 def heard() -> Iterator[list[tuple[str, dict[str, float], dict[str, Any]]]]:
     told: list[tuple[str, dict[str, float], dict[str, Any]]] = []
-    events.attach("test", events.HTTP_EVENTS, lambda name, numbers, facts: told.append((name, {**numbers}, {**facts})))
+    events.attach(
+        "test",
+        events.HTTP_EVENTS,
+        lambda name, numbers, facts: told.append((name, {**numbers}, {**facts})),
+    )
     yield told
     events.detach("test")
 
 
 @pytest.mark.covers("1.4.2/1", "1.4.2/2", "C26", "24.http.7")
-def test_a_request_has_a_start_and_a_stop(faulty: FaultyServer, waits: list[float], heard: list[Any]) -> None:
+def test_a_request_has_a_start_and_a_stop(
+    faulty: FaultyServer, waits: list[float], heard: list[Any]
+) -> None:
     faulty.script("create_session", Answer(503), Answer(503), OK)
 
     async def run() -> None:
-        carrier = Transport(Config(base_url=faulty.base_url, api_key=SECRET, user_metadata={"run": "7", "b": "config"}))
+        carrier = Transport(
+            Config(
+                base_url=faulty.base_url, api_key=SECRET, user_metadata={"run": "7", "b": "config"}
+            )
+        )
         carrier.facts["session_id"] = "s1"
         await carrier.call(protocol.CREATE_SESSION, HELLO, metadata={"b": "call", "seq_id": 3})
         await carrier.close()
@@ -685,7 +797,9 @@ def test_a_request_has_a_start_and_a_stop(faulty: FaultyServer, waits: list[floa
 
 @pytest.mark.covers("C26", "24.http.7")
 @pytest.mark.parametrize("op", protocol.OPERATIONS, ids=lambda op: op.name)
-def test_events_name_the_class_of_traffic(faulty: FaultyServer, heard: list[Any], op: protocol.Operation) -> None:
+def test_events_name_the_class_of_traffic(
+    faulty: FaultyServer, heard: list[Any], op: protocol.Operation
+) -> None:
     parts = dict.fromkeys(re.findall(r"{(\w+)}", op.path), "x")
     with pytest.raises(tinkex.NotFoundError):
         call(faulty.base_url, dataclasses.replace(op, path=f"nowhere/{op.path}"), None, path=parts)
@@ -699,12 +813,18 @@ def test_the_result_of_a_poll_is_its_status(faulty: FaultyServer, heard: list[An
     statuses = {200: "ok", 408: "ok", 404: "error", 500: "error", 302: "error"}
     faulty.script("retrieve_future", *(Answer(status) for status in statuses))
     archive = {"training_run_id": "r", "kind": "weights", "name": "n"}
-    faulty.script("training_runs/r/checkpoints/weights/n/archive", Answer(302, headers={"Location": "/x"}), Answer(503))
+    faulty.script(
+        "training_runs/r/checkpoints/weights/n/archive",
+        Answer(302, headers={"Location": "/x"}),
+        Answer(503),
+    )
 
     async def run() -> None:
         carrier = Transport(Config(base_url=faulty.base_url))
         for _ in statuses:
-            await carrier.poll(protocol.RETRIEVE_FUTURE, types.FutureRetrieveRequest(request_id="r"), {}, 5)
+            await carrier.poll(
+                protocol.RETRIEVE_FUTURE, types.FutureRetrieveRequest(request_id="r"), {}, 5
+            )
         for _ in range(2):
             await carrier.once(protocol.GET_CHECKPOINT_ARCHIVE, path=archive)
         await carrier.close()
@@ -723,7 +843,9 @@ def test_what_is_no_answer_is_an_exception(faulty: FaultyServer, heard: list[Any
         stream = close = send
 
     async def run() -> None:
-        carrier = Transport(Config(base_url=faulty.base_url, api_key=SECRET, http_client=lambda _: Broken()))
+        carrier = Transport(
+            Config(base_url=faulty.base_url, api_key=SECRET, http_client=lambda _: Broken())
+        )
         with pytest.raises(KeyError):
             await carrier.call(protocol.CREATE_SESSION, HELLO)
 
@@ -766,11 +888,14 @@ def test_the_console_logger_shows_a_real_request(
         assert tinkex.telemetry.detach(logger)
     told = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
     assert told[0] == f"HTTP start POST /api/v1/create_session pool=session base={faulty.base_url}"
-    stop = rf"HTTP stop POST /api/v1/create_session result=ok \d+ ms retries=1 base={re.escape(faulty.base_url)}"
+    stop = (
+        r"HTTP stop POST /api/v1/create_session result=ok \d+ ms retries=1 "
+        rf"base={re.escape(faulty.base_url)}"
+    )
     assert re.fullmatch(stop, told[1])
 
 
-# ── another carrier ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── another carrier ───────────────────────────────────────────────────────────────────────────────
 
 
 class Carrier:
@@ -781,15 +906,30 @@ class Carrier:
         self.closed = False
 
     async def send(
-        self, method: str, path: str, headers: Mapping[str, str], body: bytes | None, timeout: float, traffic: str
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes | None,
+        timeout: float,
+        traffic: str,
     ) -> transport.Reply:
         self.carried.append((method, path, traffic))
-        answers = {"/api/v1/create_session": b'{"session_id":"carried"}', "/api/v1/client/config": b"{}"}
+        answers = {
+            "/api/v1/create_session": b'{"session_id":"carried"}',
+            "/api/v1/client/config": b"{}",
+        }
         return transport.Reply(200, {}, answers.get(path, b'{"supported_models":[]}'))
 
     @contextlib.asynccontextmanager
     async def stream(
-        self, method: str, path: str, headers: Mapping[str, str], body: bytes | None, timeout: float, traffic: str
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes | None,
+        timeout: float,
+        traffic: str,
     ) -> AsyncIterator[transport.StreamReply]:
         self.carried.append((method, path, traffic))
 
@@ -822,15 +962,25 @@ def test_every_request_goes_through_the_client_that_was_brought() -> None:
     service_carrier, http_carrier = made
     paths = [path.removeprefix("/api/v1/") for _, path, _ in service_carrier.carried]
     asked = [path for path in paths if path != "client/dynamic_config"]
-    assert asked == ["client/config", "create_session", "get_server_capabilities", "sessions/carried/finish"]
+    assert asked == [
+        "client/config",
+        "create_session",
+        "get_server_capabilities",
+        "sessions/carried/finish",
+    ]
     assert http_carrier.carried == [("GET", "/api/v1/events", "rest")]
     assert service_carrier.closed
     assert http_carrier.closed
 
 
-# ── secrets ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── secrets ───────────────────────────────────────────────────────────────────────────────────────
 
-PLANTED = {"key": "planted-api-key", "gate": "planted-gate", "cookie": "planted-cookie", "query": "planted-query"}
+PLANTED = {
+    "key": "planted-api-key",
+    "gate": "planted-gate",
+    "cookie": "planted-cookie",
+    "query": "planted-query",
+}
 
 
 @pytest.mark.covers("C05", "C25", "24.config.6", "W03")
@@ -838,7 +988,11 @@ PLANTED = {"key": "planted-api-key", "gate": "planted-gate", "cookie": "planted-
     "answer",
     [
         Answer(401, {"detail": "bad key planted-api-key", "nested": [{"echo": "planted-api-key"}]}),
-        Answer(503, b"you said planted-api-key, planted-gate and planted-query", content_type="text/plain"),
+        Answer(
+            503,
+            b"you said planted-api-key, planted-gate and planted-query",
+            content_type="text/plain",
+        ),
         Answer(302, headers={"Location": "http://me:planted-other@127.0.0.1/x?sig=planted-other"}),
         Answer(body=b"<html>planted-api-key</html>"),
         Answer(body={"session_id": 5, "planted-api-key": "planted-gate"}),
@@ -851,7 +1005,11 @@ def test_no_secret_is_told_anywhere(
     faulty: FaultyServer, heard: list[Any], caplog: pytest.LogCaptureFixture, answer: Answer
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    echo = {"Set-Cookie": PLANTED["cookie"], "X-Echo": PLANTED["key"], "Retry-After": PLANTED["key"]}
+    echo = {
+        "Set-Cookie": PLANTED["cookie"],
+        "X-Echo": PLANTED["key"],
+        "Retry-After": PLANTED["key"],
+    }
     faulty.script("create_session", dataclasses.replace(answer, headers={**echo, **answer.headers}))
     config = Config(
         base_url=faulty.base_url,
@@ -884,20 +1042,30 @@ def test_no_secret_is_told_anywhere(
         assert "planted" not in shown
     assert "planted" not in repr(pickle.loads(pickle.dumps(error)).__dict__)
     while error is not None:
-        told = "".join(traceback.format_exception_only(error)) + repr(error) + str(error) + repr(vars(error))
+        told = (
+            "".join(traceback.format_exception_only(error))
+            + repr(error)
+            + str(error)
+            + repr(vars(error))
+        )
         assert "planted" not in told
         error = error.__cause__ or error.__context__
     assert "planted" not in repr(heard)
     assert "planted" not in repr(config)
     dumped = [record.getMessage() for record in caplog.records if "headers=" in record.getMessage()]
     assert dumped
-    assert f"POST {faulty.base_url}/api/v1/create_session?access_token=[REDACTED] headers=" in dumped[0]
+    assert (
+        f"POST {faulty.base_url}/api/v1/create_session?access_token=[REDACTED] headers="
+        in dumped[0]
+    )
     assert "'X-Note': 'for [REDACTED]'" in dumped[0]
     assert "planted" not in caplog.text
 
 
 @pytest.mark.covers("C25")
-def test_every_attempt_is_dumped_also_of_streams(faulty: FaultyServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_attempt_is_dumped_also_of_streams(
+    faulty: FaultyServer, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "tinkex")
     faulty.script("create_session", Answer(503), OK)
     faulty.script("stream_sample", Answer(body=b""))
@@ -922,7 +1090,9 @@ def test_every_attempt_is_dumped_also_of_streams(faulty: FaultyServer, caplog: p
 
 @pytest.mark.covers("C05")
 def test_a_token_or_a_commands_key_is_a_secret_too(faulty: FaultyServer) -> None:
-    faulty.script("create_session", Answer(401, {"detail": "odd: from-a-command", "echo": "from-a-command"}))
+    faulty.script(
+        "create_session", Answer(401, {"detail": "odd: from-a-command", "echo": "from-a-command"})
+    )
 
     async def run() -> None:
         carrier = Transport(Config(base_url=faulty.base_url, credential_cmd="echo from-a-command"))
@@ -958,12 +1128,13 @@ def test_which_names_are_those_of_secrets(secret: str, plain: str) -> None:
     shown = redact_headers({secret: "hush", plain: "seen"})
     assert shown == {secret: "[REDACTED]", plain: "seen"}
     assert (
-        redact_url(f"https://host/x?{secret}=hush&{plain}=seen") == f"https://host/x?{secret}=[REDACTED]&{plain}=seen"
+        redact_url(f"https://host/x?{secret}=hush&{plain}=seen")
+        == f"https://host/x?{secret}=[REDACTED]&{plain}=seen"
     )
     assert Scrubber().mapping({secret: "hush", plain: "seen"}) == shown
 
 
-# ── the catalogue ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the catalogue ─────────────────────────────────────────────────────────────────────────────────
 
 CHECKPOINT = "training_runs/{training_run_id}/checkpoints/{kind}/{name}"
 CATALOGUE = {
@@ -1011,7 +1182,9 @@ def test_the_catalogue_of_endpoints(faulty: FaultyServer, name: str) -> None:
     where = re.sub(r"{\w+}", "a%2Fb%20c", path)
     faulty.script(f"{where}?limit=1&text=a%20b%26", Answer(404, {"detail": "asked and answered"}))
     with pytest.raises(tinkex.NotFoundError, match=f"{op.title} at .*asked and answered") as caught:
-        call(faulty.base_url, op, None, path=parts, query={"limit": 1, "none": None, "text": "a b&"})
+        call(
+            faulty.base_url, op, None, path=parts, query={"limit": 1, "none": None, "text": "a b&"}
+        )
     assert faulty.seen[-1].method == method
     assert caught.value.request.url == f"{faulty.base_url}/api/v1/{where}?limit=1&text=a%20b%26"
 
@@ -1021,7 +1194,9 @@ def test_the_query_of_a_call_wins_over_the_configured_one(faulty: FaultyServer) 
     faulty.script("healthz", Answer(body={"status": "ok"}))
 
     async def run() -> None:
-        carrier = Transport(Config(base_url=faulty.base_url, default_query={"a": "1", "b": "2", "c": "3"}))
+        carrier = Transport(
+            Config(base_url=faulty.base_url, default_query={"a": "1", "b": "2", "c": "3"})
+        )
         await carrier.call(protocol.HEALTHZ, query={"b": "call", "c": None})
         await carrier.close()
 
@@ -1029,7 +1204,7 @@ def test_the_query_of_a_call_wins_over_the_configured_one(faulty: FaultyServer) 
     assert faulty.seen[-1].path == "healthz?a=1&b=call"
 
 
-# ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── answers ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("D12", "W17")
@@ -1047,9 +1222,13 @@ def test_the_query_of_a_call_wins_over_the_configured_one(faulty: FaultyServer) 
     ],
     ids=repr,
 )
-def test_answers_out_of_form_name_the_endpoint(faulty: FaultyServer, body: bytes, content_type: str) -> None:
+def test_answers_out_of_form_name_the_endpoint(
+    faulty: FaultyServer, body: bytes, content_type: str
+) -> None:
     faulty.script("create_session", Answer(body=body, content_type=content_type))
-    with pytest.raises(tinkex.APIResponseValidationError, match=r"create_session at 127.0.0.1:\d+") as caught:
+    with pytest.raises(
+        tinkex.APIResponseValidationError, match=r"create_session at 127.0.0.1:\d+"
+    ) as caught:
         call(faulty.base_url)
     assert "CreateSessionResponse" in caught.value.message
     assert len(faulty.requests("create_session")) == 1
@@ -1067,12 +1246,13 @@ def test_compressed_answers_are_read(faulty: FaultyServer) -> None:
     import gzip
 
     faulty.script(
-        "create_session", Answer(body=gzip.compress(b'{"session_id":"s"}'), headers={"Content-Encoding": "gzip"})
+        "create_session",
+        Answer(body=gzip.compress(b'{"session_id":"s"}'), headers={"Content-Encoding": "gzip"}),
     )
     assert call(faulty.base_url).session_id == "s"
 
 
-# ── a server that is not there ───────────────────────────────────────────────────────────────────────────────────
+# ── a server that is not there ────────────────────────────────────────────────────────────────────
 
 
 def closed_port() -> int:
@@ -1114,7 +1294,9 @@ def test_the_first_contact_is_not_awaited_for_minutes() -> None:
 
 def test_a_failed_opening_is_made_anew_by_the_next_call(faulty: FaultyServer) -> None:
     faulty.script("client/config", Answer(403, {"detail": "not yet"}), Answer(body={}))
-    faulty.script("get_server_capabilities", Answer(body={"supported_models": [{"model_name": "m"}]}))
+    faulty.script(
+        "get_server_capabilities", Answer(body={"supported_models": [{"model_name": "m"}]})
+    )
     with tinkex.ServiceClient(base_url=faulty.base_url) as service:
         with pytest.raises(tinkex.PermissionDeniedError, match="not yet"):
             service.get_server_capabilities()
@@ -1146,8 +1328,12 @@ def test_the_session_is_opened_once_for_many_callers(faulty: FaultyServer) -> No
 
 
 @pytest.mark.covers("C33")
-@pytest.mark.parametrize(("error", "reason"), [(ValueError("oops"), "errored"), (KeyboardInterrupt(), "interrupted")])
-def test_the_session_says_how_it_ended(faulty: FaultyServer, error: BaseException, reason: str) -> None:
+@pytest.mark.parametrize(
+    ("error", "reason"), [(ValueError("oops"), "errored"), (KeyboardInterrupt(), "interrupted")]
+)
+def test_the_session_says_how_it_ended(
+    faulty: FaultyServer, error: BaseException, reason: str
+) -> None:
     faulty.script("get_server_capabilities", Answer(body={"supported_models": []}))
     with pytest.raises(type(error)), tinkex.ServiceClient(base_url=faulty.base_url) as service:  # noqa: PT012
         service.get_server_capabilities()
@@ -1169,9 +1355,16 @@ def test_a_session_that_cannot_be_finished_does_not_break_the_program(
     faulty.script("sessions/s/finish", Answer(body={}))
 
 
-def test_messages_of_the_server_reach_the_log(faulty: FaultyServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_messages_of_the_server_reach_the_log(
+    faulty: FaultyServer, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "tinkex")
-    told = {"session_id": "s", "info_message": "hello", "warning_message": "beware", "error_message": "alas"}
+    told = {
+        "session_id": "s",
+        "info_message": "hello",
+        "warning_message": "beware",
+        "error_message": "alas",
+    }
     faulty.script("create_session", Answer(body=told))
     faulty.script("get_server_capabilities", Answer(body={"supported_models": []}))
     with tinkex.ServiceClient(base_url=faulty.base_url) as service:

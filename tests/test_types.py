@@ -1,4 +1,5 @@
-"""The nouns: what they take, what they refuse and in what words, and the methods programs expect of them."""
+"""The nouns: what they take, what they refuse and in what words, and the methods programs expect of
+them."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from tinkex.types.inputs import token_array
 from tinkex.types.record import Record, from_json, to_json
 from tinkex.wire import codec, protobuf
 
-# ── tensors ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── tensors ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("W24")
@@ -172,13 +173,19 @@ def test_malformed_tensors_on_the_wire_are_refused(wire: Any) -> None:
         types.TensorData.from_wire(wire)
 
 
-# ── model inputs ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── model inputs ──────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("W24")
 @pytest.mark.parametrize(
     "tokens",
-    [[1, 2, 3], (1, 2, 3), np.array([1, 2, 3]), np.array([1, 2, 3], dtype=np.uint8), np.array([1, 2, 3], np.int32)],
+    [
+        [1, 2, 3],
+        (1, 2, 3),
+        np.array([1, 2, 3]),
+        np.array([1, 2, 3], dtype=np.uint8),
+        np.array([1, 2, 3], np.int32),
+    ],
     ids=repr,
 )
 def test_tokens_come_as_lists_and_arrays(tokens: Any) -> None:
@@ -268,7 +275,9 @@ def test_audio_length_is_read_from_the_container(header: bytes, rows: int) -> No
     assert types.DmelChunk(dmel=header + b"\0" * 16).length == rows
 
 
-@pytest.mark.parametrize("header", [b"", b"\x00", b"\x00\x01", b"\x00\x01\x80", b"\xfe\x00", b"\x00\x00"])
+@pytest.mark.parametrize(
+    "header", [b"", b"\x00", b"\x00\x01", b"\x00\x01\x80", b"\xfe\x00", b"\x00\x00"]
+)
 def test_a_truncated_audio_container_says_so(header: bytes) -> None:
     with pytest.raises(ValueError, match="audio tensor"):
         _ = types.DmelChunk(dmel=header).length
@@ -306,7 +315,7 @@ def test_chunks_survive_the_wire(chunk: Any) -> None:
     assert types.ModelInput.from_wire(json.loads(text)) == model_input
 
 
-# ── data ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── data ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("C90")
@@ -341,7 +350,9 @@ def test_fractional_target_tokens_are_refused() -> None:
 
 
 def test_a_datum_survives_the_wire() -> None:
-    datum = types.Datum(types.ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3], "weights": [0.5, 1]})
+    datum = types.Datum(
+        types.ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3], "weights": [0.5, 1]}
+    )
     back = types.Datum.from_wire(json.loads(json.dumps(datum.to_wire())))
     assert back.model_input == datum.model_input
     assert back.loss_fn_inputs["weights"].data == [0.5, 1.0]
@@ -349,7 +360,7 @@ def test_a_datum_survives_the_wire() -> None:
         types.Datum.from_wire({"loss_fn_inputs": {}})
 
 
-# ── sampling parameters ──────────────────────────────────────────────────────────────────────────────────────────
+# ── sampling parameters ───────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("24.types.3")
@@ -394,7 +405,10 @@ def test_sampling_parameters_out_of_range_are_refused(fields: dict[str, Any], wo
 
 def test_changes_of_logits_are_sent_when_they_are_set() -> None:
     plain = {"temperature", "top_k", "top_p"}
-    assert json.loads(to_json(types.SamplingParams(min_p=0, bad_words=[], logit_bias={}))).keys() == plain
+    assert (
+        json.loads(to_json(types.SamplingParams(min_p=0, bad_words=[], logit_bias={}))).keys()
+        == plain
+    )
     assert types.SamplingParams().model_dump().keys() == plain | {"max_tokens", "seed", "stop"}
     changes = {
         "min_p": 0.1,
@@ -407,14 +421,17 @@ def test_changes_of_logits_are_sent_when_they_are_set() -> None:
     params = types.SamplingParams(**changes)  # type: ignore[arg-type]
     sent = json.loads(to_json(params))
     assert sent["logit_bias"] == {"5": 1.5, "7": -100.0}
-    assert {name: value for name, value in params.model_dump().items() if name in changes} == changes
+    assert {
+        name: value for name, value in params.model_dump().items() if name in changes
+    } == changes
     assert types.SamplingParams.model_validate(sent) == params
     assert types.SamplingParams.model_validate_json(json.dumps(sent)) == params
     request = types.SampleRequest(prompt=types.ModelInput.from_ints([1]), sampling_params=params)
     assert from_json(types.SampleRequest, to_json(request)).sampling_params == params
-    assert types.SamplingParams(logit_bias={np.int64(5): np.float32(1)}, bad_words=[np.array([1, 2])]) == (  # type: ignore[dict-item, list-item]
-        types.SamplingParams(logit_bias={5: 1.0}, bad_words=[[1, 2]])
-    )
+    assert types.SamplingParams(
+        logit_bias={np.int64(5): np.float32(1)},  # type: ignore[dict-item]
+        bad_words=[np.array([1, 2])],  # type: ignore[list-item]
+    ) == (types.SamplingParams(logit_bias={5: 1.0}, bad_words=[[1, 2]]))
 
 
 @pytest.mark.parametrize("stop", [None, "x", ["x", "y"], [1, 2], []])
@@ -425,7 +442,7 @@ def test_all_forms_of_stop_survive_the_wire(stop: Any) -> None:
     assert back == params
 
 
-# ── records ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── records ───────────────────────────────────────────────────────────────────────────────────────
 
 EXAMPLES: list[Any] = [
     types.AdamParams(learning_rate=1e-3),
@@ -434,14 +451,19 @@ EXAMPLES: list[Any] = [
     types.OptimStepRequest(model_id="m", seq_id=3, adam_params=types.AdamParams()),
     types.OptimStepResponse(metrics={"a:sum": 1.0}),
     types.GetInfoResponse(model_data=types.ModelData(model_name="x"), model_id="m"),
-    types.CreateModelRequest(session_id="s", model_seq_id=0, base_model="b", lora_config=types.LoraConfig(rank=4)),
+    types.CreateModelRequest(
+        session_id="s", model_seq_id=0, base_model="b", lora_config=types.LoraConfig(rank=4)
+    ),
     types.SampleRequest(
-        prompt=types.ModelInput.from_ints([1, 2]), sampling_params=types.SamplingParams(), num_samples=2
+        prompt=types.ModelInput.from_ints([1, 2]),
+        sampling_params=types.SamplingParams(),
+        num_samples=2,
     ),
     types.ForwardBackwardRequest(
         model_id="m",
         forward_backward_input=types.ForwardBackwardInput(
-            data=[types.Datum(types.ModelInput.from_ints([1]), {"target_tokens": [2]})], loss_fn="ppo"
+            data=[types.Datum(types.ModelInput.from_ints([1]), {"target_tokens": [2]})],
+            loss_fn="ppo",
         ),
     ),
     types.WeightsInfoResponse(base_model="b", is_lora=True),
@@ -458,7 +480,9 @@ def test_records_survive_json(record: Record) -> None:
     kind = type(record)
     assert repr(kind.model_validate_json(record.model_dump_json())) == repr(record)
     assert repr(kind.model_validate(record.model_dump())) == repr(record)
-    assert repr(kind.model_validate(record.model_dump(mode="json", exclude_none=True))) == repr(record)
+    assert repr(kind.model_validate(record.model_dump(mode="json", exclude_none=True))) == repr(
+        record
+    )
     assert kind.model_validate(record) is record
 
 
@@ -549,7 +573,9 @@ BULK: list[Any] = [
     types.EncodedTextChunk(tokens=[1, 2]),
     types.ModelInput.from_ints([1, 2]),
     types.Datum(types.ModelInput.from_ints([1]), {"target_tokens": [2]}),
-    types.ForwardBackwardOutput("x", [{"logprobs": types.TensorData.from_any([1.0])}], {"loss:sum": 1.0}),
+    types.ForwardBackwardOutput(
+        "x", [{"logprobs": types.TensorData.from_any([1.0])}], {"loss:sum": 1.0}
+    ),
     types.SampledSequence("stop", "id", np.array([1], np.int32), np.array([-1.0], np.float32)),
     types.SampleResponse([types.SampledSequence("length")], np.array([np.nan], np.float32)),
     types.TopkLogprobs(np.array([[1]]), np.array([[-1.0]])),
@@ -576,8 +602,12 @@ def test_optimizers_unknown_here_pass_through() -> None:
     config = types.OptimizerConfigBase.from_wire({"type": "sgd", "momentum": 0.5})
     assert config.momentum == 0.5
     assert config.to_wire() == {"type": "sgd", "momentum": 0.5}
-    assert isinstance(types.OptimizerConfigBase.from_wire({"type": "adamw"}), types.AdamOptimizerConfig)
-    assert isinstance(types.OptimizerConfigBase.from_wire({"type": "dimuon"}), types.DimuonOptimizerConfig)
+    assert isinstance(
+        types.OptimizerConfigBase.from_wire({"type": "adamw"}), types.AdamOptimizerConfig
+    )
+    assert isinstance(
+        types.OptimizerConfigBase.from_wire({"type": "dimuon"}), types.DimuonOptimizerConfig
+    )
     with pytest.raises(AttributeError, match="nesterov"):
         _ = config.nesterov
     with pytest.raises(ValueError, match="type"):
@@ -592,9 +622,12 @@ def test_dimuon_parameters_are_checked(fields: dict[str, Any]) -> None:
 
 def test_sampled_sequences_read_as_lists() -> None:
     topk = types.TopkLogprobs(
-        np.array([[3, 4], [0, 0]], np.int32), np.array([[-1.0, -2.0], [-99999.0, -99999.0]], np.float32)
+        np.array([[3, 4], [0, 0]], np.int32),
+        np.array([[-1.0, -2.0], [-99999.0, -99999.0]], np.float32),
     )
-    sequence = types.SampledSequence("stop", "id", np.array([7, 8], np.int32), np.array([-0.5, -1.0], np.float32), topk)
+    sequence = types.SampledSequence(
+        "stop", "id", np.array([7, 8], np.int32), np.array([-0.5, -1.0], np.float32), topk
+    )
     assert sequence.tokens == [7, 8]
     assert sequence.logprobs == [-0.5, -1.0]
     assert sequence.topk_logprobs == [[(3, -1.0), (4, -2.0)], None]
@@ -605,7 +638,7 @@ def test_sampled_sequences_read_as_lists() -> None:
     assert (empty.tokens, empty.logprobs, empty.topk_logprobs) == ([], None, None)
 
 
-# ── where tokens came from ───────────────────────────────────────────────────────────────────────────────────────
+# ── where tokens came from ────────────────────────────────────────────────────────────────────────
 
 
 def traced() -> types.Datum:
@@ -629,7 +662,12 @@ def test_provenance_makes_a_new_datum_and_survives_json() -> None:
 
 @pytest.mark.parametrize(
     "spans",
-    [[{"prompt_tokens": {"length": 1}}], [{"else": {}}], [5], [{"prompt_tokens": {"sequence_id": "", "length": 1}}]],
+    [
+        [{"prompt_tokens": {"length": 1}}],
+        [{"else": {}}],
+        [5],
+        [{"prompt_tokens": {"sequence_id": "", "length": 1}}],
+    ],
     ids=str,
 )
 def test_malformed_provenance_is_refused(spans: Any) -> None:
@@ -640,19 +678,26 @@ def test_malformed_provenance_is_refused(spans: Any) -> None:
 
 def wire_of(datum: types.Datum) -> Any:
     body = types.ForwardBackwardInput([datum], "cross_entropy")
-    return protobuf.parse("ForwardBackwardRequest", codec.encode(types.ForwardBackwardRequest(body, "m", 1)).data)
+    return protobuf.parse(
+        "ForwardBackwardRequest", codec.encode(types.ForwardBackwardRequest(body, "m", 1)).data
+    )
 
 
 def test_provenance_survives_protobuf() -> None:
     mixed = types.Datum(
-        types.ModelInput.from_ints([1]).append(image()), {}, traced().model_input_spans, traced().loss_fn_input_spans
+        types.ModelInput.from_ints([1]).append(image()),
+        {},
+        traced().model_input_spans,
+        traced().loss_fn_input_spans,
     )
     for datum in (traced(), mixed):
         back = protobuf.decode_forward_backward(wire_of(datum).SerializeToString())
         assert back.forward_backward_input.data == [datum]
 
 
-@pytest.mark.parametrize("damage", ["one list", "an empty span", "a short span", "a negative span", "no sequence"])
+@pytest.mark.parametrize(
+    "damage", ["one list", "an empty span", "a short span", "a negative span", "no sequence"]
+)
 def test_malformed_provenance_in_protobuf_is_refused(damage: str) -> None:
     wire = wire_of(traced())
     spans = wire.data[0].model_input_spans
@@ -680,7 +725,10 @@ def test_spans_of_target_tables_need_not_add_up() -> None:
 def test_sparse_torch_inputs_are_told_by_their_names() -> None:
     cells = torch.zeros(4, 8)
     cells[2, 3] = 0.5
-    datum = types.Datum(types.ModelInput.from_ints([1]), {"weights": cells, "advantages": cells, "target_tokens": [1]})
+    datum = types.Datum(
+        types.ModelInput.from_ints([1]),
+        {"weights": cells, "advantages": cells, "target_tokens": [1]},
+    )
     assert datum.loss_fn_inputs["weights"].is_sparse
     assert not datum.loss_fn_inputs["advantages"].is_sparse
     assert np.array_equal(datum.loss_fn_inputs["weights"].to_numpy(), cells.numpy())
@@ -695,9 +743,13 @@ def test_sparse_torch_inputs_are_told_by_their_names() -> None:
     whole=st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
-def test_sparse_tensors_stand_for_the_dense_ones(rows: int, cols: int, pad: int, seed: int, whole: bool) -> None:
+def test_sparse_tensors_stand_for_the_dense_ones(
+    rows: int, cols: int, pad: int, seed: int, whole: bool
+) -> None:
     generator = np.random.default_rng(seed)
-    cells = np.where(generator.random((rows, cols)) < 0.3, generator.integers(-9, 9, (rows, cols)), pad)
+    cells = np.where(
+        generator.random((rows, cols)) < 0.3, generator.integers(-9, 9, (rows, cols)), pad
+    )
     dense = torch.from_numpy(cells if whole else cells.astype(np.float32))
     tensor = types.TensorData.from_torch_sparse(dense, pad)
     listed = int(np.count_nonzero(cells != pad))
@@ -714,7 +766,7 @@ def test_a_pad_that_does_not_fit_is_refused(pad: Any) -> None:
         types.TensorData.from_torch_sparse(torch.zeros(2, 2, dtype=torch.int64), pad)
 
 
-# ── equality and copies ──────────────────────────────────────────────────────────────────────────────────────────
+# ── equality and copies ───────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -758,7 +810,9 @@ def test_tensors_compare_by_content(first: Any, second: Any, equal: bool) -> Non
 
 
 def test_data_and_results_are_dataclasses() -> None:
-    datum = dataclasses.replace(traced(), loss_fn_inputs={"weights": types.TensorData.from_any([1.0])})
+    datum = dataclasses.replace(
+        traced(), loss_fn_inputs={"weights": types.TensorData.from_any([1.0])}
+    )
     assert datum.loss_fn_inputs["weights"].data == [1.0]
     assert datum.model_input_spans == traced().model_input_spans
     sequence = types.SampledSequence("stop", "a", np.array([1], np.int32))
@@ -796,17 +850,25 @@ def test_pickles_do_not_carry_lists_that_were_only_read() -> None:
     assert sequence == types.SampledSequence("stop", "", np.arange(1000, dtype=np.int32))
 
 
-# ── dumps ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── dumps ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_dumps_can_be_narrowed() -> None:
     params = types.AdamParams(learning_rate=0.5)
     assert params.model_dump(include={"eps"}) == {"eps": 1e-12}
-    assert params.model_dump(exclude_defaults=True) == params.model_dump(exclude_unset=True) == {"learning_rate": 0.5}
+    assert (
+        params.model_dump(exclude_defaults=True)
+        == params.model_dump(exclude_unset=True)
+        == {"learning_rate": 0.5}
+    )
     assert "eps" not in params.model_dump(exclude={"eps"})
     assert params.model_dump_json(include={"beta1"}, indent=2) == '{\n  "beta1": 0.9\n}'
     request = types.CreateModelRequest(session_id="s", model_seq_id=0, base_model="b")
-    assert request.model_dump(exclude_defaults=True).keys() == {"session_id", "model_seq_id", "base_model"}
+    assert request.model_dump(exclude_defaults=True).keys() == {
+        "session_id",
+        "model_seq_id",
+        "base_model",
+    }
     assert types.ModelInput.from_ints([1]).model_dump(exclude={"chunks"}) == {}
 
 
@@ -826,10 +888,13 @@ def test_numbers_of_numpy_can_be_sent() -> None:
     sampling = types.SamplingParams(max_tokens=np.int64(3), stop=(np.int64(1), 2), temperature=1)  # type: ignore[arg-type]
     assert json.loads(sampling.model_dump_json())["stop"] == [1, 2]
     assert isinstance(sampling.temperature, float)
-    assert json.loads(codec.encode({"a": np.float64(0.5), "b": np.arange(2)}).data) == {"a": 0.5, "b": [0, 1]}
+    assert json.loads(codec.encode({"a": np.float64(0.5), "b": np.arange(2)}).data) == {
+        "a": 0.5,
+        "b": [0, 1],
+    }
 
 
-# ── optimizers ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── optimizers ────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("C90", "24.types.3")
@@ -873,12 +938,17 @@ def test_later_versions_of_a_known_optimizer_pass_through() -> None:
         types.DimuonParams.from_wire({"type": "dimuon"})
 
 
-# ── samples ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── samples ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("U41")
 def test_versions_of_weights_and_cache_hits_are_read() -> None:
-    sequence = {"stop_reason": "stop", "tokens": [5, 6, 7], "logprobs": None, "weights_versions": [1, 1, 2]}
+    sequence = {
+        "stop_reason": "stop",
+        "tokens": [5, 6, 7],
+        "logprobs": None,
+        "weights_versions": [1, 1, 2],
+    }
     wire = {"sequences": [sequence], "prompt_cache_hit_tokens": 64, "type": "sample"}
     response = types.SampleResponse.from_wire(wire)
     assert response.sequences[0].weights_versions == [1, 1, 2]
@@ -907,7 +977,9 @@ def test_tables_of_older_dialects_are_read() -> None:
 
 @pytest.mark.covers("C90")
 def test_chunks_of_a_stream_say_what_they_are() -> None:
-    token = types.SampleStreamChunk.from_map({"token": "a", "token_id": 3, "index": 0, "logprob": -0.5, "else": 1})
+    token = types.SampleStreamChunk.from_map(
+        {"token": "a", "token_id": 3, "index": 0, "logprob": -0.5, "else": 1}
+    )
     assert (token.event_type, token.is_done) == ("token", False)
     done = types.SampleStreamChunk.from_map({"finish_reason": "stop", "total_tokens": 4})
     assert done == types.SampleStreamChunk.done("stop", 4)
@@ -916,7 +988,7 @@ def test_chunks_of_a_stream_say_what_they_are() -> None:
     assert (error.event_type, error.token, error.is_done) == ("error", "broken", True)
 
 
-# ── custom losses ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── custom losses ─────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("C90")
@@ -934,7 +1006,9 @@ def test_a_custom_loss_adds_up() -> None:
 
 
 @pytest.mark.covers("C90")
-@pytest.mark.parametrize("fields", [{"weight": -1}, {"weight": "1"}, {"name": ""}, {"fn": 5}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{"weight": -1}, {"weight": "1"}, {"name": ""}, {"fn": 5}], ids=str
+)
 def test_regularizers_are_checked(fields: dict[str, Any]) -> None:
     given: dict[str, Any] = {"fn": lambda data, logprobs: 0, "weight": 1.0, "name": "l2"}
     assert not types.RegularizerSpec(**given).async_
@@ -944,13 +1018,14 @@ def test_regularizers_are_checked(fields: dict[str, Any]) -> None:
 
 @pytest.mark.covers("C90")
 @pytest.mark.parametrize(
-    ("metrics", "loss"), [({"loss": 1.0, "loss:sum": 2.0}, 1.0), ({"loss:sum": 2.0}, 2.0), ({}, None)]
+    ("metrics", "loss"),
+    [({"loss": 1.0, "loss:sum": 2.0}, 1.0), ({"loss:sum": 2.0}, 2.0), ({}, None)],
 )
 def test_a_result_knows_its_loss(metrics: dict[str, float], loss: float | None) -> None:
     assert types.ForwardBackwardOutput("x", [], metrics).loss == loss
 
 
-# ── enumerations and other helpers ───────────────────────────────────────────────────────────────────────────────
+# ── enumerations and other helpers ────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("C90", "24.types.1")
@@ -967,7 +1042,9 @@ def test_literals_are_parsed_or_none() -> None:
 def test_losses_come_in_the_order_of_the_older_sdks() -> None:
     older = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro")
     assert types.literal_values(types.LossFnType)[:5] == older
-    assert [types.parse_literal(types.LossFnType, name) for name in (*older, "PPO", "hinge", None)] == [
+    assert [
+        types.parse_literal(types.LossFnType, name) for name in (*older, "PPO", "hinge", None)
+    ] == [
         *older,
         *[None] * 3,
     ]
@@ -1002,7 +1079,9 @@ def test_an_operation_that_goes_on_is_read_strictly() -> None:
         None,
         None,
     )
-    full = types.TryAgainResponse.model_validate(whole | {"retry_after_ms": 0, "queue_state_reason": "busy"})
+    full = types.TryAgainResponse.model_validate(
+        whole | {"retry_after_ms": 0, "queue_state_reason": "busy"}
+    )
     assert (full.retry_after_ms, full.queue_state_reason) == (0, "busy")
     assert types.TryAgainResponse.model_validate(full.model_dump()) == full
     wrong: dict[str, list[Any]] = {
@@ -1020,17 +1099,26 @@ def test_an_operation_that_goes_on_is_read_strictly() -> None:
                 types.TryAgainResponse(**(whole | {name: value}))
     for name in ("request_id", "queue_state"):
         with pytest.raises(ValueError, match=name):
-            types.TryAgainResponse.model_validate({key: value for key, value in whole.items() if key != name})
+            types.TryAgainResponse.model_validate(
+                {key: value for key, value in whole.items() if key != name}
+            )
 
 
 @pytest.mark.covers("C90")
 def test_models_may_be_listed_by_their_names() -> None:
-    listed = ["a", None, {"model_name": "b", "trainable": True, "news": 1}, {"max_context_length": 5}]
+    listed = [
+        "a",
+        None,
+        {"model_name": "b", "trainable": True, "news": 1},
+        {"max_context_length": 5},
+    ]
     read = types.GetServerCapabilitiesResponse.model_validate({"supported_models": listed})
     assert read.model_names() == ["a", "b", None]
     assert read.supported_models[1] == types.SupportedModel(model_name="b", trainable=True)
     assert types.GetServerCapabilitiesResponse.model_validate(read.model_dump()) == read
-    made = types.GetServerCapabilitiesResponse(supported_models=[types.SupportedModel(model_name="c")])
+    made = types.GetServerCapabilitiesResponse(
+        supported_models=[types.SupportedModel(model_name="c")]
+    )
     assert made.model_names() == ["c"]
     for wrong in (5, {"model_name": 5}):
         with pytest.raises(ValueError, match=r"int|object"):
@@ -1050,7 +1138,10 @@ def test_what_a_run_trains_is_read_as_it_is() -> None:
 @pytest.mark.covers("C90")
 def test_a_reason_to_stop_that_is_not_known_is_none() -> None:
     for told, reason in (("stop", "stop"), ("length", "length"), ("eos", None), (None, None)):
-        assert types.SampledSequence.from_wire({"tokens": [1], "stop_reason": told}).stop_reason == reason
+        assert (
+            types.SampledSequence.from_wire({"tokens": [1], "stop_reason": told}).stop_reason
+            == reason
+        )
     assert types.SampledSequence.from_wire({"tokens": [1]}).stop_reason is None
     assert types.SessionHeartbeatResponse.model_validate({"type": "anything", "more": 1})
 
@@ -1101,7 +1192,9 @@ def test_text_becomes_tokens() -> None:
             return [0] * add_special_tokens + [ord(letter) for letter in text]
 
     assert types.ModelInput.from_text("ab", tokenizer=Letters()).to_ints() == [0, 97, 98]
-    assert types.ModelInput.from_text("ab", tokenizer=Letters(), add_special_tokens=False).to_ints() == [97, 98]
+    assert types.ModelInput.from_text(
+        "ab", tokenizer=Letters(), add_special_tokens=False
+    ).to_ints() == [97, 98]
     for name in (None, "", 5):
         with pytest.raises(ValueError, match="model_name"):
             types.ModelInput.from_text("ab", model_name=name)  # type: ignore[arg-type]
@@ -1111,7 +1204,9 @@ def test_text_becomes_tokens() -> None:
 @pytest.mark.covers("C90")
 def test_unknown_events_are_dropped_when_a_batch_is_read() -> None:
     when = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
-    event = types.GenericEvent(event_id="a", event_session_index=0, timestamp=when, event_name="n", event_data={"k": 1})
+    event = types.GenericEvent(
+        event_id="a", event_session_index=0, timestamp=when, event_name="n", event_data={"k": 1}
+    )
     fields = {"platform": "p", "sdk_version": "1", "session_id": "s", "process_uuid": "u"}
     batch = types.TelemetryBatch(events=[event], **fields)
     wire = json.loads(batch.model_dump_json())
@@ -1121,16 +1216,22 @@ def test_unknown_events_are_dropped_when_a_batch_is_read() -> None:
     assert back == batch
     assert back.size == 1
     with pytest.raises(ValueError, match="event_name"):
-        types.TelemetryBatch.model_validate(wire | {"events": [{**wire["events"][0], "event_name": 5}]})
+        types.TelemetryBatch.model_validate(
+            wire | {"events": [{**wire["events"][0], "event_name": 5}]}
+        )
 
 
-# ── paths ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── paths ─────────────────────────────────────────────────────────────────────────────────────────
 
-PART = st.text(st.characters(exclude_characters="/", exclude_categories=["Cs"]), min_size=1, max_size=12)
+PART = st.text(
+    st.characters(exclude_characters="/", exclude_categories=["Cs"]), min_size=1, max_size=12
+)
 
 
 @pytest.mark.covers("C90", "C82")
-@given(run=PART, kind=st.sampled_from(["weights", "sampler_weights", "external_weights"]), name=PART)
+@given(
+    run=PART, kind=st.sampled_from(["weights", "sampler_weights", "external_weights"]), name=PART
+)
 @settings(max_examples=40, deadline=None)
 def test_paths_are_taken_apart(run: str, kind: str, name: str) -> None:
     path = f"tinker://{run}/{kind}/{name}"
@@ -1144,7 +1245,10 @@ def test_paths_are_taken_apart(run: str, kind: str, name: str) -> None:
 
 
 @pytest.mark.covers("C82")
-@given(parts=st.lists(st.sampled_from(["r", "weights", "n", "", "sampler_weights"]), max_size=5), scheme=st.booleans())
+@given(
+    parts=st.lists(st.sampled_from(["r", "weights", "n", "", "sampler_weights"]), max_size=5),
+    scheme=st.booleans(),
+)
 @settings(max_examples=60, deadline=None)
 def test_other_paths_are_refused(parts: list[str], scheme: bool) -> None:
     path = ("tinker://" if scheme else "") + "/".join(parts)
@@ -1163,7 +1267,7 @@ def test_public_names_are_the_same_everywhere() -> None:
             assert getattr(tinkex, name) is getattr(types, name)
 
 
-# ── errors ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── errors ────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("W18")
@@ -1175,7 +1279,9 @@ def test_public_names_are_the_same_everywhere() -> None:
         tinkex.APIConnectionError("m", attempts=3, hint="h"),
         tinkex.APITimeoutError("m"),
         tinkex.APIResponseValidationError("m", body=b"x"),
-        tinkex.RateLimitError("m", status_code=429, retry_after=1.5, body={"detail": "x"}, request_id="r"),
+        tinkex.RateLimitError(
+            "m", status_code=429, retry_after=1.5, body={"detail": "x"}, request_id="r"
+        ),
         tinkex.RequestFailedError("m", "r", "user"),
     ],
     ids=lambda error: type(error).__name__,

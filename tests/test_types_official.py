@@ -1,7 +1,9 @@
-"""Our types beside those of the official package: the same fields, defaults, JSON and protobuf for the same values.
+"""Our types beside those of the official package: the same fields, defaults, JSON and protobuf for
+the same values.
 
-The official package is imported in a process of its own, once, which goes on to answer questions. The functions below
-make the same values from either package; further values are drawn from the schemas that the official types have.
+The official package is imported in a process of its own, once, which goes on to answer questions.
+The functions below make the same values from either package; further values are drawn from the
+schemas that the official types have.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ OPTIONAL_HERE = {
     ("CreateSessionRequest", "sdk_version"): "older clients leave it out",
     ("CreateSessionRequest", "tags"): "older clients leave them out",
     ("CreateSessionRequest", "user_metadata"): "may be absent",
-    ("ForwardBackwardRequest", "forward_only"): "an argument of the official call, not of its message",
+    (
+        "ForwardBackwardRequest",
+        "forward_only",
+    ): "an argument of the official call, not of its message",
     ("GenericEvent", "event"): "follows from the class",
     ("GenericEvent", "severity"): "usual for the class",
     ("ModelInput", "chunks"): "an empty input needs none",
@@ -206,8 +211,22 @@ CLASSES = [
     "WeightsInfoResponse",
     "WhoamiResponse",
 ]
-LITERALS = ["CustomLossInputRank", "EventType", "LossFnType", "Severity", "StopReason", "TensorDtype"]
-ALIASES = ["FutureRetrieveResponse", "LossFnInputs", "LossFnOutput", "ModelID", "ModelInputChunk", "OptimParams"]
+LITERALS = [
+    "CustomLossInputRank",
+    "EventType",
+    "LossFnType",
+    "Severity",
+    "StopReason",
+    "TensorDtype",
+]
+ALIASES = [
+    "FutureRetrieveResponse",
+    "LossFnInputs",
+    "LossFnOutput",
+    "ModelID",
+    "ModelInputChunk",
+    "OptimParams",
+]
 ALIASES += ["OptimizerConfig", "ProvenanceSpans", "RequestID", "TelemetryEvent"]
 
 
@@ -219,7 +238,9 @@ def messages(types: Any, np: Any, torch: Any) -> dict[str, Any]:
     event = {"event_id": "e", "event_session_index": 3, "timestamp": when}
     tokens = types.ModelInput.from_ints([1, 2, 3])
     image = types.ImageChunk(data=b"\x00\xff", format="png")
-    node = types.CustomLossNode(op="call_function", name="n", target="torch.exp", args=[{"ref": "x"}])
+    node = types.CustomLossNode(
+        op="call_function", name="n", target="torch.exp", args=[{"ref": "x"}]
+    )
     graph = types.CustomLossGraph(nodes=[node])
     unknown = types.AdamOptimizerConfig.__mro__[1]
     return {
@@ -230,22 +251,37 @@ def messages(types: Any, np: Any, torch: Any) -> dict[str, Any]:
         "unknown optimizer": unknown(type="sgd", momentum=0.5, nested={"a": [1]}),
         "unknown parameters": types.DimuonParams.__mro__[1](type="sgd", momentum=0.5),
         "step": types.OptimStepRequest(optim_params=types.AdamParams(), model_id="m"),
-        "step of adam_params": types.OptimStepRequest(adam_params=types.AdamParams(eps=1e-8), model_id="m", seq_id=2),
-        "step of a dictionary": types.OptimStepRequest(adam_params={"learning_rate": 0.5}, model_id="m"),
-        "step of dimuon": types.OptimStepRequest(optimizer_params=types.DimuonParams(learning_rate=0.1), model_id="m"),
+        "step of adam_params": types.OptimStepRequest(
+            adam_params=types.AdamParams(eps=1e-8), model_id="m", seq_id=2
+        ),
+        "step of a dictionary": types.OptimStepRequest(
+            adam_params={"learning_rate": 0.5}, model_id="m"
+        ),
+        "step of dimuon": types.OptimStepRequest(
+            optimizer_params=types.DimuonParams(learning_rate=0.1), model_id="m"
+        ),
         "step of dimuon's dictionary": types.OptimStepRequest(
             optim_params={"type": "dimuon", "learning_rate": 0.1, "later": 1}, model_id="m"
         ),
         "step answer": types.OptimStepResponse(metrics={"a:sum": 1.5}),
         "lora": types.LoraConfig(rank=8, seed=None, train_mlp=False),
         "create": types.CreateModelRequest(
-            session_id="s", model_seq_id=1, base_model="b", lora_config=types.LoraConfig(rank=4), user_metadata={"a": 1}
+            session_id="s",
+            model_seq_id=1,
+            base_model="b",
+            lora_config=types.LoraConfig(rank=4),
+            user_metadata={"a": 1},
         ),
         "create with dimuon": types.CreateModelRequest(
-            session_id="s", model_seq_id=1, base_model="b", optimizer_config=types.DimuonOptimizerConfig()
+            session_id="s",
+            model_seq_id=1,
+            base_model="b",
+            optimizer_config=types.DimuonOptimizerConfig(),
         ),
         "created": types.CreateModelResponse(model_id="m"),
-        "info": types.GetInfoResponse(model_data=types.ModelData(arch="a", tokenizer_id="t"), model_id="m"),
+        "info": types.GetInfoResponse(
+            model_data=types.ModelData(arch="a", tokenizer_id="t"), model_id="m"
+        ),
         "unload": types.UnloadModelRequest(model_id="m"),
         "unloaded": types.UnloadModelResponse(model_id="m", type="unload_model"),
         "future": types.UntypedAPIFuture(request_id="r", sample_sequence_ids=["a", "b"]),
@@ -254,7 +290,11 @@ def messages(types: Any, np: Any, torch: Any) -> dict[str, Any]:
         "params with a text": types.SamplingParams(stop="x"),
         "params that never stop": types.SamplingParams(stop=[]),
         "sample": types.SampleRequest(
-            prompt=tokens, sampling_params=types.SamplingParams(), num_samples=2, sampling_session_id="s", seq_id=0
+            prompt=tokens,
+            sampling_params=types.SamplingParams(),
+            num_samples=2,
+            sampling_session_id="s",
+            seq_id=0,
         ),
         "text": types.EncodedTextChunk(tokens=[5, 6]),
         "tokens": tokens,
@@ -275,9 +315,15 @@ def messages(types: Any, np: Any, torch: Any) -> dict[str, Any]:
         ),
         "custom loss answer": types.CreateCustomLossResponse(loss_id="l"),
         "session start": types.SessionStartEvent(event="SESSION_START", severity="INFO", **event),
-        "session end": types.SessionEndEvent(event="SESSION_END", severity="INFO", duration="PT1S", **event),
+        "session end": types.SessionEndEvent(
+            event="SESSION_END", severity="INFO", duration="PT1S", **event
+        ),
         "exception": types.UnhandledExceptionEvent(
-            event="UNHANDLED_EXCEPTION", severity="ERROR", error_type="E", error_message="m", **event
+            event="UNHANDLED_EXCEPTION",
+            severity="ERROR",
+            error_type="E",
+            error_message="m",
+            **event,
         ),
         "batch": types.TelemetryBatch(
             events=[types.SessionStartEvent(event="SESSION_START", severity="DEBUG", **event)],
@@ -287,12 +333,15 @@ def messages(types: Any, np: Any, torch: Any) -> dict[str, Any]:
             process_uuid="u",
         ),
         "copy": types.AdamParams().model_copy(update={"eps": 0.5}),
-        "copy of a step": types.OptimStepRequest(optim_params=types.AdamParams(), model_id="m").model_copy(
-            update={"seq_id": 5, "optim_params": types.DimuonParams(learning_rate=0.5)}
-        ),
+        "copy of a step": types.OptimStepRequest(
+            optim_params=types.AdamParams(), model_id="m"
+        ).model_copy(update={"seq_id": 5, "optim_params": types.DimuonParams(learning_rate=0.5)}),
         "copy of an input": tokens.model_copy(update={"chunks": [image]}),
         "validated": types.SampleRequest.model_validate(
-            {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]}, "sampling_params": {"top_p": 0.5}}
+            {
+                "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]},
+                "sampling_params": {"top_p": 0.5},
+            }
         ),
     }
 
@@ -304,20 +353,33 @@ def passes(types: Any, np: Any, torch: Any) -> dict[str, Any]:
     plain = types.Datum(tokens, {"target_tokens": [2, 3, 4], "weights": [0, 0.5, 1]})
     spans = [prompt(sequence_id="a", length=2), sampled(sequence_id="b", offset=4, length=1)]
     media = tokens.append(types.ImageChunk(data=b"png", format="png", expected_tokens=2))
-    media = media.append(types.DmelChunk(dmel=b"\x00\x01\x05")).append(types.ImageChunk(data=b"", format="jpeg"))
+    media = media.append(types.DmelChunk(dmel=b"\x00\x01\x05")).append(
+        types.ImageChunk(data=b"", format="jpeg")
+    )
     targets, weights = torch.zeros(6, 8, dtype=torch.int64), torch.zeros(6, 8)
     targets[1, 2], targets[5, 7], weights[0, 0], weights[3, 3] = 7, 9, 0.25, float("nan")
     data = {
         "plain": [plain],
         "no data": [],
         "nothing in it": [types.Datum(types.ModelInput.empty(), {})],
-        "two": [plain, types.Datum(model_input=tokens, loss_fn_inputs={"target_tokens": np.array([1, 2])})],
+        "two": [
+            plain,
+            types.Datum(model_input=tokens, loss_fn_inputs={"target_tokens": np.array([1, 2])}),
+        ],
         "media": [types.Datum(media, {"advantages": np.array([1.5, -2], dtype=np.float64)})],
         "spans": [plain.with_provenance(model_input=spans, loss_fn_inputs=spans), plain],
-        "no spans": [types.Datum(types.ModelInput.empty(), {}, model_input_spans=[], loss_fn_input_spans=[])],
-        "sparse": [types.Datum(tokens, {"target_tokens": targets, "weights": weights, "mask": weights})],
-        "too full for sparse": [types.Datum(tokens, {"target_tokens": targets + 1, "weights": weights + 1})],
-        "wide": [types.Datum(tokens, {"weights": [[1, 2], [3, 4]], "logprobs": torch.tensor([[0.5]])})],
+        "no spans": [
+            types.Datum(types.ModelInput.empty(), {}, model_input_spans=[], loss_fn_input_spans=[])
+        ],
+        "sparse": [
+            types.Datum(tokens, {"target_tokens": targets, "weights": weights, "mask": weights})
+        ],
+        "too full for sparse": [
+            types.Datum(tokens, {"target_tokens": targets + 1, "weights": weights + 1})
+        ],
+        "wide": [
+            types.Datum(tokens, {"weights": [[1, 2], [3, 4]], "logprobs": torch.tensor([[0.5]])})
+        ],
         "half": [types.Datum(tokens, {"weights": torch.tensor([0.5, 1.25], dtype=torch.bfloat16)})],
         "scalar": [types.Datum(tokens, {"weights": torch.tensor(2.5)})],
     }
@@ -329,14 +391,21 @@ def passes(types: Any, np: Any, torch: Any) -> dict[str, Any]:
         data[f"random {seed}"] = [
             types.Datum(
                 types.ModelInput.from_ints(row.tolist()),
-                {"target_tokens": torch.from_numpy(cells), "weights": torch.from_numpy(cells / 2).float()},
+                {
+                    "target_tokens": torch.from_numpy(cells),
+                    "weights": torch.from_numpy(cells / 2).float(),
+                },
             )
         ]
     config = {"text": "b", "number": 0.5, "whole": 2}
     made = {}
     for name, items in data.items():
-        body = types.ForwardBackwardInput(data=items, loss_fn="ppo", loss_fn_config=config if items else None)
-        made[name] = types.ForwardBackwardRequest(forward_backward_input=body, model_id="m", seq_id=3)
+        body = types.ForwardBackwardInput(
+            data=items, loss_fn="ppo", loss_fn_config=config if items else None
+        )
+        made[name] = types.ForwardBackwardRequest(
+            forward_backward_input=body, model_id="m", seq_id=3
+        )
     return made
 
 
@@ -347,36 +416,76 @@ def readings(types: Any, np: Any, torch: Any) -> dict[str, Any]:
     sparse = types.TensorData.from_torch_sparse(dense, pad_value=3)
     flat = types.TensorData(data=[1, 2, 3, 4], dtype="float32", shape=[2, 2])
     table = Topk(
-        np.array([[4, 5], [6, 0], [0, 0]], np.int32), np.array([[-1, -2], [-3, -99999.0], [-99999.0] * 2], np.float32)
+        np.array([[4, 5], [6, 0], [0, 0]], np.int32),
+        np.array([[-1, -2], [-3, -99999.0], [-99999.0] * 2], np.float32),
     )
     arrays = types.SampledSequence(
         stop_reason="stop", sequence_id="i", tokens_np=np.array([1, 2]), logprobs_np=np.array([-0.5, -1.0]),
         topk_logprobs_np=table,
     )  # fmt: skip
     lists = types.SampledSequence(
-        stop_reason="length", sequence_id="", _tokens_list=[3], _logprobs_list=[-0.1], _topk_logprobs_list=[[(1, -0.1)]]
+        stop_reason="length",
+        sequence_id="",
+        _tokens_list=[3],
+        _logprobs_list=[-0.1],
+        _topk_logprobs_list=[[(1, -0.1)]],
     )
     answer = types.SampleResponse(
-        sequences=[arrays, lists], prompt_logprobs_np=np.array([np.nan, -1.5]), topk_prompt_logprobs_np=table
+        sequences=[arrays, lists],
+        prompt_logprobs_np=np.array([np.nan, -1.5]),
+        topk_prompt_logprobs_np=table,
     )
     listed = types.SampleResponse(
-        sequences=[], _prompt_logprobs_list=[None, -0.1], _topk_prompt_logprobs_list=[None, [(1, -0.5)]]
+        sequences=[],
+        _prompt_logprobs_list=[None, -0.1],
+        _topk_prompt_logprobs_list=[None, [(1, -0.5)]],
     )
     tokens = types.ModelInput.from_ints([1, 2]).append_int(3)
     output = types.ForwardBackwardOutput("x", [{"logprobs": flat}])
     return {
-        "sparse": [sparse.data, sparse.sparse_crow_indices, sparse.sparse_col_indices, sparse.shape, sparse.dtype],
-        "sparse, dense again": [sparse.tolist(), sparse.tolist(3), sparse.to_numpy(pad_value=-1).tolist()],
+        "sparse": [
+            sparse.data,
+            sparse.sparse_crow_indices,
+            sparse.sparse_col_indices,
+            sparse.shape,
+            sparse.dtype,
+        ],
+        "sparse, dense again": [
+            sparse.tolist(),
+            sparse.tolist(3),
+            sparse.to_numpy(pad_value=-1).tolist(),
+        ],
         "sparse, in torch": [sparse.to_torch(3).tolist(), str(sparse.to_torch().dtype)],
         "one row": types.TensorData.from_torch_sparse(torch.zeros(5)).shape,
-        "flat": [flat.data, flat.shape, flat.tolist(), flat.to_torch().tolist(), str(flat.to_numpy().dtype)],
+        "flat": [
+            flat.data,
+            flat.shape,
+            flat.tolist(),
+            flat.to_torch().tolist(),
+            str(flat.to_numpy().dtype),
+        ],
         "nothing": [types.TensorData(dtype="int64").data, types.TensorData(dtype="int64").shape],
-        "arrays": [arrays.tokens, arrays.logprobs, arrays.topk_logprobs, arrays.stop_reason, arrays.sequence_id],
+        "arrays": [
+            arrays.tokens,
+            arrays.logprobs,
+            arrays.topk_logprobs,
+            arrays.stop_reason,
+            arrays.sequence_id,
+        ],
         "lists": [lists.tokens, lists.logprobs, lists.topk_logprobs, lists.tokens_np is None],
-        "answer": [answer.prompt_logprobs, answer.topk_prompt_logprobs, answer.prompt_cache_hit_tokens],
+        "answer": [
+            answer.prompt_logprobs,
+            answer.topk_prompt_logprobs,
+            answer.prompt_cache_hit_tokens,
+        ],
         "answer of lists": [listed.prompt_logprobs, listed.topk_prompt_logprobs],
-        "same list": [arrays.tokens is arrays.tokens, answer.prompt_logprobs is answer.prompt_logprobs],
-        "empty table": Topk(np.zeros((2, 0), np.int32), np.zeros((2, 0), np.float32)).token_ids.shape,
+        "same list": [
+            arrays.tokens is arrays.tokens,
+            answer.prompt_logprobs is answer.prompt_logprobs,
+        ],
+        "empty table": Topk(
+            np.zeros((2, 0), np.int32), np.zeros((2, 0), np.float32)
+        ).token_ids.shape,
         "input": [tokens.length, tokens.to_ints(), sum(c.length for c in tokens.chunks)],
         "equal": [tokens == tokens.model_copy(), types.AdamParams() == types.AdamParams(eps=1.0)],
         "output": [output.metrics, output.loss_fn_outputs[0]["logprobs"].tolist()],
@@ -393,7 +502,9 @@ def refusals(types: Any, np: Any, torch: Any) -> dict[str, Any]:
     short = types.SampledProvenanceSpan(sequence_id="a", length=1)
     return {
         "a negative length": lambda: types.PromptProvenanceSpan(sequence_id="a", length=-1),
-        "a negative offset": lambda: types.SampledProvenanceSpan(sequence_id="a", length=1, offset=-1),
+        "a negative offset": lambda: types.SampledProvenanceSpan(
+            sequence_id="a", length=1, offset=-1
+        ),
         "no sequence": lambda: types.SampledProvenanceSpan(sequence_id="", length=1),
         "a span by position": lambda: types.SampledProvenanceSpan("a", 0, 1),
         "one list of spans": lambda: types.Datum(tokens, {}, [span]),
@@ -407,10 +518,14 @@ def refusals(types: Any, np: Any, torch: Any) -> dict[str, Any]:
         "no dtype": lambda: types.TensorData([1]),
         "another dtype": lambda: types.TensorData([1], "int8"),
         "another shape": lambda: types.TensorData([1], "int64", [2]),
-        "a fractional pad": lambda: types.TensorData.from_torch_sparse(torch.zeros(2, 2, dtype=torch.int64), 0.5),
+        "a fractional pad": lambda: types.TensorData.from_torch_sparse(
+            torch.zeros(2, 2, dtype=torch.int64), 0.5
+        ),
         "a step without parameters": lambda: types.OptimStepRequest(model_id="m"),
         "a misspelt parameter": lambda: types.AdamParams(lr=1),
-        "a misspelt option": lambda: types.SampleRequest(prompt=tokens, sampling_params=types.SamplingParams(), n=1),
+        "a misspelt option": lambda: types.SampleRequest(
+            prompt=tokens, sampling_params=types.SamplingParams(), n=1
+        ),
         "a negative rate": lambda: types.DimuonParams(learning_rate=-1),
         "an infinite rate": lambda: types.DimuonParams(learning_rate=float("inf")),
         "a large beta": lambda: types.DimuonParams(learning_rate=1, beta1=1),
@@ -418,7 +533,9 @@ def refusals(types: Any, np: Any, torch: Any) -> dict[str, Any]:
         "a second version": lambda: types.DimuonOptimizerConfig(version=2),
         "another optimizer": lambda: types.AdamOptimizerConfig(type="sgd"),
         "an extra": lambda: types.AdamOptimizerConfig(eps=1),
-        "an image as tokens": lambda: tokens.append(types.ImageChunk(data=b"", format="png")).to_ints(),
+        "an image as tokens": lambda: tokens.append(
+            types.ImageChunk(data=b"", format="png")
+        ).to_ints(),
         "an image of unknown length": lambda: types.ImageChunk(data=b"", format="png").length,
         "fractional tokens": lambda: types.ModelInput.from_ints([1.5]),
         "a rank of text": lambda: types.LoraConfig(rank="many"),
@@ -438,7 +555,9 @@ def made_pass(types: Any, np: Any, torch: Any, recipe: Any) -> Any:
                 tokens = tokens.append(types.DmelChunk(dmel=bytes(content)))
             else:
                 expected = len(content) or None
-                tokens = tokens.append(types.ImageChunk(data=bytes(content), format=kind, expected_tokens=expected))
+                tokens = tokens.append(
+                    types.ImageChunk(data=bytes(content), format=kind, expected_tokens=expected)
+                )
         inputs = {}
         for name, (form, shape, values) in one["inputs"].items():
             if form == "list":
@@ -448,8 +567,12 @@ def made_pass(types: Any, np: Any, torch: Any, recipe: Any) -> Any:
             else:
                 inputs[name] = types.TensorData(data=values, dtype=form, shape=shape)
         data.append(types.Datum(model_input=tokens, loss_fn_inputs=inputs))
-    body = types.ForwardBackwardInput(data=data, loss_fn=recipe["loss_fn"], loss_fn_config=recipe["config"])
-    return types.ForwardBackwardRequest(forward_backward_input=body, model_id=recipe["model"], seq_id=recipe["seq"])
+    body = types.ForwardBackwardInput(
+        data=data, loss_fn=recipe["loss_fn"], loss_fn_config=recipe["config"]
+    )
+    return types.ForwardBackwardRequest(
+        forward_backward_input=body, model_id=recipe["model"], seq_id=recipe["seq"]
+    )
 
 
 REPORT = """
@@ -534,13 +657,16 @@ Ask = Callable[[str, Any], Any]
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[subprocess.Popen[str]]:
-    """The official package in a process of its own: it says what it makes of the values above, then answers."""
+    """The official package in a process of its own: it says what it makes of the values above, then
+    answers."""
     code = "from __future__ import annotations\nfrom typing import Any\n"
     shared = (messages, passes, readings, refusals, made_pass)
     code += "".join(inspect.getsource(function) + "\n" for function in shared)
     code += f"CLASSES, LITERALS, ALIASES = {CLASSES!r}, {LITERALS!r}, {ALIASES!r}\n{REPORT}"
     command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         yield process
 
 
@@ -554,7 +680,8 @@ def official(worker: subprocess.Popen[str]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ask(worker: subprocess.Popen[str], official: dict[str, Any]) -> Ask:
-    """What the official package makes of one value: its JSON with and without nulls, or its protobuf."""
+    """What the official package makes of one value: its JSON with and without nulls, or its
+    protobuf."""
 
     def question(name: str, value: Any) -> Any:
         assert worker.stdin is not None
@@ -582,7 +709,11 @@ def fields(kind: type[Any]) -> dict[str, list[Any]]:
     if issubclass(kind, Record):
         found = {}
         for info in msgspec.structs.fields(kind):
-            made = info.default_factory() if info.default_factory is not msgspec.NODEFAULT else info.default
+            made = (
+                info.default_factory()
+                if info.default_factory is not msgspec.NODEFAULT
+                else info.default
+            )
             found[info.name] = [info.required, None if info.required else to_builtins(made)]
         return found
     found = {}
@@ -598,13 +729,17 @@ def fields(kind: type[Any]) -> dict[str, list[Any]]:
 def test_fields_and_defaults_are_the_same(official: dict[str, Any], name: str) -> None:
     theirs = official["fields"][name]
     ours = fields(getattr(types, name))
-    assert ours.keys() - theirs.keys() == EXTRA_HERE.get(name, set()) | ({"data"} if name == "TensorData" else set())
+    assert ours.keys() - theirs.keys() == EXTRA_HERE.get(name, set()) | (
+        {"data"} if name == "TensorData" else set()
+    )
     assert theirs.keys() <= ours.keys()
     assert {field for kind, field in OPTIONAL_HERE if kind == name} <= ours.keys()
     for field, (required, default) in theirs.items():
         if (name, field) in OPTIONAL_HERE:
             assert not ours[field][0]
-        elif not (name == "TensorData" and field == "dtype"):  # checked when it is called, as theirs is
+        elif not (
+            name == "TensorData" and field == "dtype"
+        ):  # checked when it is called, as theirs is
             assert ours[field] == [required, default], field
 
 
@@ -637,7 +772,9 @@ def test_json_is_the_same(official: dict[str, Any], name: str) -> None:
 @pytest.mark.parametrize("name", messages(types, np, torch))
 def test_dictionaries_are_the_same(official: dict[str, Any], name: str) -> None:
     message = messages(types, np, torch)[name]
-    assert json.loads(json.dumps(message.model_dump(), default=str)) == official["messages"][name][2]
+    assert (
+        json.loads(json.dumps(message.model_dump(), default=str)) == official["messages"][name][2]
+    )
 
 
 @pytest.mark.parametrize("name", passes(types, np, torch))
@@ -662,13 +799,17 @@ def test_what_is_refused_is_refused_by_both(official: dict[str, Any], name: str)
         refusals(types, np, torch)[name]()
 
 
-# ── values that are drawn ────────────────────────────────────────────────────────────────────────────────────────────
+# ── values that are drawn ─────────────────────────────────────────────────────────────────────────
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size=5)
 WHOLE = st.integers(-(2**63), 2**63 - 1) | st.integers(0, 9)
 REAL = st.floats(allow_nan=False, allow_infinity=False) | st.integers(0, 9)
-TIMES = st.sampled_from(["2026-07-13T00:00:00Z", "2026-01-02T03:04:05.678000Z", "2025-12-31T23:59:59.000001+02:00"])
-JSON = st.recursive(st.none() | st.booleans() | st.integers(0, 99) | TEXT, lambda inner: st.lists(inner, max_size=2))
+TIMES = st.sampled_from(
+    ["2026-07-13T00:00:00Z", "2026-01-02T03:04:05.678000Z", "2025-12-31T23:59:59.000001+02:00"]
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(0, 99) | TEXT, lambda inner: st.lists(inner, max_size=2)
+)
 IMAGES = st.sampled_from(["", "AAAA", "iVBORw0KGgo="])
 # What no schema says and a message always does, or what no server takes and ours refuse at once.
 MEANT: dict[tuple[str, str], st.SearchStrategy[Any]] = {
@@ -678,7 +819,8 @@ MEANT: dict[tuple[str, str], st.SearchStrategy[Any]] = {
     ("GetBillingUsageRequest", "ending_before"): st.just("2026-07-14T00:00:00Z"),
     ("GetBillingUsageRequest", "starting_on"): st.just("2026-07-13T00:00:00Z"),
     ("ImageChunk", "data"): IMAGES,
-    ("ModelData", "tokenizer_id"): st.none() | TEXT.map(lambda name: name.replace(":", "")),  # ours cuts it there
+    # ours cuts it there
+    ("ModelData", "tokenizer_id"): st.none() | TEXT.map(lambda name: name.replace(":", "")),
     ("SampleRequest", "target_prompt_logprobs"): st.sampled_from(
         [None, {"data": [1, -1], "dtype": "int64", "shape": [1, 2]}]
     ),
@@ -691,8 +833,11 @@ MEANT: dict[tuple[str, str], st.SearchStrategy[Any]] = {
     ("UnhandledExceptionEvent", "event"): st.just("UNHANDLED_EXCEPTION"),
 }
 AS_GIVEN = {"TelemetrySendRequest"}
-"""Hands events on as they come, whatever they are: only the official type puts in what was not given."""
-BEYOND = {field for name, fields in EXTRA_HERE.items() if name != "OptimStepRequest" for field in fields}
+"""Hands events on as they come, whatever they are: only the official type puts in what was not
+given."""
+BEYOND = {
+    field for name, fields in EXTRA_HERE.items() if name != "OptimStepRequest" for field in fields
+}
 
 
 def drawn(schema: Any, root: Any, owner: str = "", field: str = "") -> st.SearchStrategy[Any]:
@@ -712,22 +857,33 @@ def drawn(schema: Any, root: Any, owner: str = "", field: str = "") -> st.Search
         case "integer":
             return st.integers(schema["minimum"], 99) if "minimum" in schema else WHOLE
         case "number":
-            return st.floats(0, 0.875) if {"minimum", "exclusiveMinimum", "exclusiveMaximum"} & schema.keys() else REAL
+            return (
+                st.floats(0, 0.875)
+                if {"minimum", "exclusiveMinimum", "exclusiveMaximum"} & schema.keys()
+                else REAL
+            )
         case "boolean":
             return st.booleans()
         case "null":
             return st.none()
         case "array":
-            return st.lists(drawn(schema["items"], root), max_size=2) if "items" in schema else JSON.map(lambda x: [x])
+            return (
+                st.lists(drawn(schema["items"], root), max_size=2)
+                if "items" in schema
+                else JSON.map(lambda x: [x])
+            )
         case "object":
             fields = {
-                key: drawn(one, root, schema.get("title", ""), key) for key, one in schema.get("properties", {}).items()
+                key: drawn(one, root, schema.get("title", ""), key)
+                for key, one in schema.get("properties", {}).items()
             }
             tags = {key for key, one in schema.get("properties", {}).items() if "const" in one}
             needed = {*schema.get("required", ()), *tags}  # by its tag one is told from another
             if not fields:
                 rest = schema.get("additionalProperties", True)
-                return st.dictionaries(TEXT, JSON if rest is True else drawn(rest, root), max_size=2)
+                return st.dictionaries(
+                    TEXT, JSON if rest is True else drawn(rest, root), max_size=2
+                )
             return st.fixed_dictionaries(
                 {key: one for key, one in fields.items() if key in needed},
                 optional={key: one for key, one in fields.items() if key not in needed},
@@ -743,7 +899,8 @@ def kinds(official: dict[str, Any]) -> dict[str, st.SearchStrategy[Any]]:
 
 
 def check_json(kinds: dict[str, st.SearchStrategy[Any]], ask: Ask, data: st.DataObject) -> None:
-    """What the official package takes for one of its types is taken by ours, and says the same again."""
+    """What the official package takes for one of its types is taken by ours, and says the same
+    again."""
     name = data.draw(st.sampled_from(list(kinds)))
     value = data.draw(kinds[name])
     answer = ask(name, value)
@@ -751,7 +908,11 @@ def check_json(kinds: dict[str, st.SearchStrategy[Any]], ask: Ask, data: st.Data
         return
     full, sent = answer
     kind: Any = getattr(types, name)
-    for ours in (kind.model_validate(value), kind.model_validate_json(json.dumps(value)), kind.model_validate(full)):
+    for ours in (
+        kind.model_validate(value),
+        kind.model_validate_json(json.dumps(value)),
+        kind.model_validate(full),
+    ):
         if name in AS_GIVEN:
             assert ask(name, json.loads(ours.model_dump_json())) == answer
             assert ask(name, json.loads(ours.model_dump_json(exclude_none=True))) == answer
@@ -776,7 +937,9 @@ def recipes(draw: st.DrawFn) -> Any:
     names = st.sampled_from(["target_tokens", "weights", "logprobs", "advantages", "mask"])
     tokens = st.lists(st.integers(0, 2**31 - 1), max_size=4)
     media = st.lists(st.integers(0, 255), max_size=4)
-    chunk = st.tuples(st.just("text"), tokens) | st.tuples(st.sampled_from(["dmel", "png", "jpeg"]), media)
+    chunk = st.tuples(st.just("text"), tokens) | st.tuples(
+        st.sampled_from(["dmel", "png", "jpeg"]), media
+    )
     floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
     @st.composite
@@ -790,7 +953,9 @@ def recipes(draw: st.DrawFn) -> Any:
     plain = st.tuples(st.just("list"), st.none(), st.lists(floats, min_size=1, max_size=4))
     inputs = st.dictionaries(names, tensors(), max_size=3)
     weights = st.dictionaries(st.just("weights"), plain, max_size=1)
-    datum = st.fixed_dictionaries({"chunks": st.lists(chunk, max_size=3), "inputs": inputs | weights})
+    datum = st.fixed_dictionaries(
+        {"chunks": st.lists(chunk, max_size=3), "inputs": inputs | weights}
+    )
     return {
         "data": draw(st.lists(datum, max_size=3)),
         "loss_fn": draw(st.sampled_from(get_args(types.LossFnType))),
@@ -809,7 +974,10 @@ def check_protobuf(ask: Ask, recipe: Any) -> None:
         return
     body = codec.encode(made_pass(types, np, torch, recipe))
     assert body.data.hex() == answer
-    assert codec.encode(codec.decode(types.ForwardBackwardRequest, body.data, body.content_type)).data == body.data
+    assert (
+        codec.encode(codec.decode(types.ForwardBackwardRequest, body.data, body.content_type)).data
+        == body.data
+    )
 
 
 SHARED = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]

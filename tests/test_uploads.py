@@ -1,4 +1,5 @@
-"""Bodies as JSON and as multipart forms; forms are read back with the standard library's mail parser."""
+"""Bodies as JSON and as multipart forms; forms are read back with the standard library's mail
+parser."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def parts_of(content_type: str, body: bytes) -> list[tuple[str, str | None, str,
 
 
 def read(part: Any) -> tuple[str, str | None, str, bytes]:
-    """One part; its raw header is taken apart by hand, as the parser has no notion of plain UTF-8 there."""
+    """One part; its raw header is taken apart by hand, as the parser has no notion of plain UTF-8
+    there."""
     assert isinstance(part, Message)
     (raw,) = [value for name, value in part.raw_items() if name == "Content-Disposition"]
     line = raw.encode("utf-8", "surrogateescape").decode()
@@ -48,7 +50,9 @@ def fields_of(body: Any) -> list[tuple[str, bytes]]:
 
 @pytest.mark.covers("1.17.4/1", "C17")
 def test_the_bytes_of_a_form() -> None:
-    content_type, body = multipart({"note": "hi"}, {"file": ("a.txt", b"hello\n", "text/plain", {"X-A": "1"})}, "BB")
+    content_type, body = multipart(
+        {"note": "hi"}, {"file": ("a.txt", b"hello\n", "text/plain", {"X-A": "1"})}, "BB"
+    )
     assert content_type == "multipart/form-data; boundary=BB"
     assert body == (
         b'--BB\r\nContent-Disposition: form-data; name="note"\r\n\r\nhi\r\n'
@@ -87,7 +91,9 @@ def test_nested_fields_get_bracketed_names() -> None:
     ]
 
 
-@pytest.mark.covers("1.17.1/1", "1.17.1/2", "1.17.2/1", "1.17.2/2", "1.17.2/3", "1.17.2/4", "C17", "Q-21")
+@pytest.mark.covers(
+    "1.17.1/1", "1.17.1/2", "1.17.2/1", "1.17.2/2", "1.17.2/3", "1.17.2/4", "C17", "Q-21"
+)
 def test_files_are_taken_in_many_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "weights.bin"
     path.write_bytes(b"1234")
@@ -136,15 +142,27 @@ def test_files_are_taken_in_many_forms(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.covers("1.17.2/5")
 def test_pairs_may_repeat_a_name_and_keep_their_order() -> None:
     made = parts_of(*multipart({"z": 1}, [("f", b"1"), ("e", b"2"), ("f", b"3")]))
-    assert [(name, content) for name, _, _, content in made] == [("z", b"1"), ("f", b"1"), ("e", b"2"), ("f", b"3")]
+    assert [(name, content) for name, _, _, content in made] == [
+        ("z", b"1"),
+        ("f", b"1"),
+        ("e", b"2"),
+        ("f", b"3"),
+    ]
 
 
 @pytest.mark.covers("1.17.1/2", "Q-21")
-def test_text_that_names_a_file_here_is_that_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_that_names_a_file_here_is_that_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert parts_of(*multipart(None, {"f": "note"}))[0][3] == b"note"
     (tmp_path / "note").write_bytes(b"inside")
-    assert parts_of(*multipart(None, {"f": "note"}))[0] == ("f", "note", "application/octet-stream", b"inside")
+    assert parts_of(*multipart(None, {"f": "note"}))[0] == (
+        "f",
+        "note",
+        "application/octet-stream",
+        b"inside",
+    )
 
 
 @pytest.mark.covers("1.17.1/3", "1.17.2/7", "C17")
@@ -179,7 +197,9 @@ def test_files_that_cannot_be_sent_say_why(files: Any, error: type[Exception], w
 
 @pytest.mark.covers("1.17.4/1", "Q-22")
 @pytest.mark.parametrize("evil", ["a\r\nX-Evil: 1", "a\nb", "a\rb", "a\0b", "\x7f"])
-@pytest.mark.parametrize("place", ["name", "filename", "field", "content type", "header", "header name"])
+@pytest.mark.parametrize(
+    "place", ["name", "filename", "field", "content type", "header", "header name"]
+)
 def test_no_header_is_smuggled_in(evil: str, place: str) -> None:
     fields: dict[str, Any] = {}
     file: Any = ("a", b"", "text/plain", {})
@@ -214,10 +234,14 @@ names = st.text(st.characters(exclude_categories=["Cc", "Cs"]), min_size=1)
 
 @pytest.mark.covers("C17")
 @given(
-    st.dictionaries(names, st.text(st.characters(exclude_categories=["Cs"])) | st.binary(), max_size=4),
+    st.dictionaries(
+        names, st.text(st.characters(exclude_categories=["Cs"])) | st.binary(), max_size=4
+    ),
     st.lists(st.tuples(names, st.tuples(st.none() | names, st.binary())), max_size=4),
 )
-def test_what_is_sent_is_what_another_program_reads(fields: dict[str, Any], files: list[Any]) -> None:
+def test_what_is_sent_is_what_another_program_reads(
+    fields: dict[str, Any], files: list[Any]
+) -> None:
     def quoted(name: str | None) -> str | None:
         return None if name is None else name.replace('"', "%22").replace("\\", "%5C")
 
@@ -225,9 +249,13 @@ def test_what_is_sent_is_what_another_program_reads(fields: dict[str, Any], file
     if not fields and not files:
         assert re.fullmatch(rb"--[0-9a-f]{32}--\r\n", body)
         return
-    made = [(name, filename, content) for name, filename, _, content in parts_of(content_type, body)]
+    made = [
+        (name, filename, content) for name, filename, _, content in parts_of(content_type, body)
+    ]
     sent = [(quoted(n), None, v if isinstance(v, bytes) else v.encode()) for n, v in fields.items()]
-    assert made == sent + [(quoted(name), quoted(filename), content) for name, (filename, content) in files]
+    assert made == sent + [
+        (quoted(name), quoted(filename), content) for name, (filename, content) in files
+    ]
 
 
 @pytest.mark.covers("1.17.4/1", "C17")
@@ -257,12 +285,16 @@ def test_a_boundary_with_signs_is_quoted() -> None:
 @pytest.mark.covers("1.17.4/1")
 @pytest.mark.parametrize("fields", ["text", 3, ["a"], b"bytes"])
 def test_the_fields_of_a_form_must_have_names(fields: Any) -> None:
-    with pytest.raises(TypeError, match="Failed to prepare request: the fields of a form must be a mapping"):
+    with pytest.raises(
+        TypeError, match="Failed to prepare request: the fields of a form must be a mapping"
+    ):
         multipart(fields, {})
 
 
 def test_a_field_that_a_form_cannot_hold_is_named() -> None:
-    with pytest.raises(TypeError, match=re.escape("Failed to prepare request: the field 'a[b]' is a set")):
+    with pytest.raises(
+        TypeError, match=re.escape("Failed to prepare request: the field 'a[b]' is a set")
+    ):
         multipart({"a": {"b": {1}}}, {})
     with pytest.raises(ValueError, match=r"Failed to prepare request: .*surrogates"):
         multipart({"a": "\ud800"}, {})
@@ -271,9 +303,14 @@ def test_a_field_that_a_form_cannot_hold_is_named() -> None:
 @pytest.mark.covers("1.17.2/6", "1.17.5/1", "1.17.5/2", "C17")
 @pytest.mark.parametrize("files", [None, {}, [], NOT_GIVEN])
 def test_without_files_the_body_is_json(files: Any) -> None:
-    assert body_for({"a": OMIT, "b": None, "c": [1, 2]}, files, {}) == ("application/json", b'{"b":null,"c":[1,2]}')
+    assert body_for({"a": OMIT, "b": None, "c": [1, 2]}, files, {}) == (
+        "application/json",
+        b'{"b":null,"c":[1,2]}',
+    )
     assert body_for({"b": None}, files, drop_none=True) == ("application/json", b"{}")
-    assert body_for(AdamParams(learning_rate=0.5), files, drop_none=True)[1].startswith(b'{"learning_rate":0.5')
+    assert body_for(AdamParams(learning_rate=0.5), files, drop_none=True)[1].startswith(
+        b'{"learning_rate":0.5'
+    )
 
 
 @pytest.mark.covers("C17")
@@ -292,7 +329,9 @@ def test_a_form_is_sent_for_files_or_when_the_headers_say_so(name: str) -> None:
     assert [part[0] for part in parts_of(content_type or "", body)] == ["a", "f"]
     content_type, body = body_for({"a": [1]}, None, {name: "Multipart/Form-Data; charset=utf-8"})
     assert [part[0] for part in parts_of(content_type or "", body)] == ["a[]"]
-    content_type, body = body_for({"a": 1}, {"f": b"x"}, {name: "multipart/form-data; Boundary=mine"})
+    content_type, body = body_for(
+        {"a": 1}, {"f": b"x"}, {name: "multipart/form-data; Boundary=mine"}
+    )
     assert content_type == "multipart/form-data; boundary=mine"
     assert body.endswith(b"\r\n--mine--\r\n")
     assert [part[0] for part in parts_of(content_type, body)] == ["a", "f"]
@@ -304,13 +343,17 @@ def test_a_form_is_sent_for_files_or_when_the_headers_say_so(name: str) -> None:
 @pytest.mark.covers("1.17.5/2", "C17")
 def test_text_cannot_be_a_form() -> None:
     for files, headers in [({"f": b""}, {}), (None, {"content-type": "multipart/form-data"})]:
-        with pytest.raises(TypeError, match=r"Failed to prepare request: the fields .* must be a mapping, got str"):
+        with pytest.raises(
+            TypeError, match=r"Failed to prepare request: the fields .* must be a mapping, got str"
+        ):
             body_for("a=1", files, headers)
 
 
 @pytest.mark.covers("C17")
 def test_json_that_cannot_be_written_says_why() -> None:
-    with pytest.raises(TypeError, match="Failed to prepare request: cannot put a object on the wire"):
+    with pytest.raises(
+        TypeError, match="Failed to prepare request: cannot put a object on the wire"
+    ):
         body_for({"a": object()})
     with pytest.raises(ValueError, match="Failed to prepare request: a is nan"):
         body_for({"a": float("nan")})

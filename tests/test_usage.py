@@ -26,7 +26,9 @@ Serve = Callable[..., Wire]
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Serve]:
     with ExitStack() as stack:
-        yield lambda **options: Wire(stack.enter_context(serving(FakeEngine(), tmp_path, **options)))
+        yield lambda **options: Wire(
+            stack.enter_context(serving(FakeEngine(), tmp_path, **options))
+        )
 
 
 @pytest.fixture
@@ -37,7 +39,9 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 def span(hours: int = 2, back: int = 1) -> str:
     """A query for some hours around now."""
-    start = dt.datetime.now(dt.UTC).replace(minute=0, second=0, microsecond=0) - dt.timedelta(hours=back)
+    start = dt.datetime.now(dt.UTC).replace(minute=0, second=0, microsecond=0) - dt.timedelta(
+        hours=back
+    )
     end = start + dt.timedelta(hours=hours + back)
     return f"starting_on={start:%Y-%m-%dT%H:%M:%SZ}&ending_before={end:%Y-%m-%dT%H:%M:%SZ}"
 
@@ -56,13 +60,17 @@ def work(wire: Wire, **fields: Any) -> str:
     session = str(wire.post("create_session", {"sdk_version": "0.36.0", **fields})["session_id"])
     model = wire.model(session)
     wire.run("forward_backward", pass_json(model, 1, tokens=(1, 2, 3, 4, 5)))
-    wire.run("forward_backward", pass_json(model, 1, tokens=(1, 2, 3, 4, 5)))  # the same again is not done again
+    # the same again is not done again
+    wire.run("forward_backward", pass_json(model, 1, tokens=(1, 2, 3, 4, 5)))
     wire.run("optim_step", step_json(model, 2))
     wire.run("save_weights", {"model_id": model, "path": "a", "seq_id": 3})
-    wire.run("save_weights_for_sampler", {"model_id": model, "sampling_session_seq_id": 1, "seq_id": 4})
+    wire.run(
+        "save_weights_for_sampler", {"model_id": model, "sampling_session_seq_id": 1, "seq_id": 4}
+    )
     body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "fake"}
     sampler = wire.post("create_sampling_session", body)["sampling_session_id"]
-    wire.run("asample", sample_json(sampler, num_samples=2))  # three tokens of prompt, three drawn for each
+    # three tokens of prompt, three drawn for each
+    wire.run("asample", sample_json(sampler, num_samples=2))
     assert wire.send("stream_sample", sample_json(sampler)).status == 200
     return session
 
@@ -70,21 +78,37 @@ def work(wire: Wire, **fields: Any) -> str:
 def test_tokens_and_checkpoints_are_counted_by_the_hour(serve: Serve) -> None:
     wire = serve()
     session = work(wire, project_id="p", user_metadata={"team": "a"})
-    assert used(wire) == {"training": 5, "sampling_prefill": 6, "sampling_sample": 9, "checkpoint": 1}
+    assert used(wire) == {
+        "training": 5,
+        "sampling_prefill": 6,
+        "sampling_sample": 9,
+        "checkpoint": 1,
+    }
     answer = wire.get(f"billing/usage/events?{span()}")
     for event in answer["data"]:
         start = dt.datetime.fromisoformat(event["bucket_start"])
         assert start <= dt.datetime.now(dt.UTC) < start + dt.timedelta(hours=1)
         assert dt.datetime.fromisoformat(event["bucket_end"]) - start == dt.timedelta(hours=1)
         assert event["session_id"] == session
-        assert (event["base_model"], event["project_id"], event["user_name"]) == ("fake", "p", "local")
+        assert (event["base_model"], event["project_id"], event["user_name"]) == (
+            "fake",
+            "p",
+            "local",
+        )
         assert event["estimated_cost_usd"] == 0
     assert answer["sessions"] == {session: {"user_metadata": {"team": "a"}}}
     work(wire)
-    assert used(wire) == {"training": 10, "sampling_prefill": 12, "sampling_sample": 18, "checkpoint": 2}
+    assert used(wire) == {
+        "training": 10,
+        "sampling_prefill": 12,
+        "sampling_sample": 18,
+        "checkpoint": 2,
+    }
     assert wire.get(f"billing/usage/events?{span(hours=1, back=30)}")["data"]
     assert (
-        wire.get("billing/usage/events?starting_on=2020-01-01T00:00:00Z&ending_before=2020-01-02T00:00:00Z")["data"]
+        wire.get(
+            "billing/usage/events?starting_on=2020-01-01T00:00:00Z&ending_before=2020-01-02T00:00:00Z"
+        )["data"]
         == []
     )
 
@@ -116,7 +140,9 @@ def test_usage_outlives_the_server(tmp_path: Path) -> None:
         ("starting_on=2026-07-13T00:00:00Z&ending_before=2026-07-27T01:00:00Z", "14"),
     ],
 )
-def test_a_span_that_cannot_be_accounted_for_is_refused_in_words(serve: Serve, query: str, words: str) -> None:
+def test_a_span_that_cannot_be_accounted_for_is_refused_in_words(
+    serve: Serve, query: str, words: str
+) -> None:
     heard = serve().send(f"billing/usage/events?{query}", method="GET")
     assert heard.status == 400
     assert words in heard.json["detail"]
@@ -143,7 +169,9 @@ def test_the_room_that_checkpoints_take_is_counted_and_shown(serve: Serve, store
     assert used(wire)["storage"] == pytest.approx(size / 1e9, rel=0.01)
 
 
-def test_what_cannot_be_written_now_is_written_later(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_written_now_is_written_later(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def scenario() -> None:
         meter = Meter(store)
         meter.count("ada", "s", "m", "training", 5)
@@ -166,7 +194,7 @@ def test_what_cannot_be_written_now_is_written_later(store: Store, monkeypatch: 
     assert len(store.rows("SELECT * FROM audit")) == len(store.rows("SELECT * FROM spans")) == 1
 
 
-# ── audit ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── audit ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_audit_log_tells_who_did_what_to_checkpoints(serve: Serve) -> None:
@@ -176,7 +204,9 @@ def test_the_audit_log_tells_who_did_what_to_checkpoints(serve: Serve) -> None:
     wire.run("load_weights", {"model_id": model, "path": path, "seq_id": 2, "optimizer": True})
     gone = path.replace("/a", "/gone")
     wire.run("load_weights", {"model_id": model, "path": gone, "seq_id": 3, "optimizer": True})
-    wire.run("save_weights_for_sampler", {"model_id": model, "sampling_session_seq_id": 0, "seq_id": 4})
+    wire.run(
+        "save_weights_for_sampler", {"model_id": model, "sampling_session_seq_id": 0, "seq_id": 4}
+    )
     entries = wire.get("audit?event_type=checkpoints")["entries"]
     assert [(entry["event"], entry["tinker_path"]) for entry in entries] == [
         ("checkpoint_saved", path),
@@ -202,9 +232,15 @@ def test_the_operator_sees_everyone_and_others_see_themselves(serve: Serve, stor
     revoke_key(store, number)
     with AdminClient(base_url=operator.url, api_key="tml-operator") as admin:
         entries = admin.get_audit_log("organizations").result(10).entries
-        assert [entry.event for entry in entries] == ["api_key_created", "api_key_created", "api_key_revoked"]
+        assert [entry.event for entry in entries] == [
+            "api_key_created",
+            "api_key_created",
+            "api_key_revoked",
+        ]
         assert entries[2].event_details == {"owner": "ada", "key_id": number, "name": "k"}
         start = dt.datetime.now(dt.UTC).replace(minute=0, second=0, microsecond=0)
         events = admin.get_billing_usage(start, start + dt.timedelta(hours=2)).result(10).data
         assert {event.user_id for event in events} == {"tml:user:ada"}
-        assert tinkex.types.TrainingBillingEvent(token_count=5) in [event.event_info for event in events]
+        assert tinkex.types.TrainingBillingEvent(token_count=5) in [
+            event.event_info for event in events
+        ]

@@ -1,6 +1,8 @@
-"""Every generation of the official client against one server: each must find what its version expects, and the same.
+"""Every generation of the official client against one server: each must find what its version
+expects, and the same.
 
-The clients are in directories of their own (`tools/clients.py` fetches them), over the environment of these tests.
+The clients are in directories of their own (`tools/clients.py` fetches them), over the environment
+of these tests.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from tinkex.wire import codec
 from tinkex.wire.protocol import OPERATIONS
 
 HERE = Path(__file__).parent
-# What clients know how to put together again from several parts of a call; of others they say nothing.
+# What clients know how to put together again from several parts of a call; of others they say
+# nothing.
 REDUCTIONS = {"mean", "sum", "min", "max", "slack", "hash2", "unique"}
 # Where a run is named, or a version: different each time.
 OWN = {"version", "file", "unloaded", "lists"}
@@ -46,7 +49,8 @@ def _clients() -> ModuleType:
 clients = _clients()
 NEWEST = clients.VERSIONS[-1]
 MATRIX = [
-    pytest.param(version, marks=() if version in clients.QUICK else pytest.mark.slow) for version in clients.VERSIONS
+    pytest.param(version, marks=() if version in clients.QUICK else pytest.mark.slow)
+    for version in clients.VERSIONS
 ]
 Loop = Callable[[str, str], dict[str, Any]]
 
@@ -98,7 +102,11 @@ def check(found: dict[str, Any]) -> None:
     assert found["resumed without optimizer"] != straight
     assert found["trained in chunks"] == pytest.approx(straight, rel=1e-6)
     assert found["text"] == "hello cat"
-    assert (found["refused"], found["reason"], found["unharmed"]) == ("RequestFailedError", True, True)
+    assert (found["refused"], found["reason"], found["unharmed"]) == (
+        "RequestFailedError",
+        True,
+        True,
+    )
     assert found["after custom"] < found["after policy"]
 
     drawn = found["named weights"]
@@ -139,26 +147,47 @@ def compare(found: dict[str, Any], reference: dict[str, Any]) -> None:
 def alike(found: Any, wanted: Any) -> bool:
     """Equal, and for fractions equal to a millionth."""
     if isinstance(wanted, list):
-        return isinstance(found, list) and len(found) == len(wanted) and all(map(alike, found, wanted))
+        return (
+            isinstance(found, list) and len(found) == len(wanted) and all(map(alike, found, wanted))
+        )
     if isinstance(wanted, float):
         return isinstance(found, float) and found == pytest.approx(wanted, rel=1e-6, abs=1e-6)
     return bool(found == wanted)
 
 
 @pytest.mark.timeout(300)  # it may have to fetch two clients, and to run two
-@pytest.mark.covers("S1", "S2", "S3", "S5", "S7", "S8", "S11", "S13", "S20", "S24", "S28", "S32", "S36", "S37", "U41")
+@pytest.mark.covers(
+    "S1",
+    "S2",
+    "S3",
+    "S5",
+    "S7",
+    "S8",
+    "S11",
+    "S13",
+    "S20",
+    "S24",
+    "S28",
+    "S32",
+    "S36",
+    "S37",
+    "U41",
+)
 @pytest.mark.parametrize("version", MATRIX)
 def test_a_client_of_any_version_runs_the_loop(version: str, server_url: str, loop: Loop) -> None:
     found = loop(version, server_url)
     assert found["version"] == version
     check(found)
     compare(found, loop(NEWEST, server_url))
-    assert ("unloaded" in found) == (clients.VERSIONS.index(version) < clients.VERSIONS.index("0.26.2"))
+    assert ("unloaded" in found) == (
+        clients.VERSIONS.index(version) < clients.VERSIONS.index("0.26.2")
+    )
 
 
 @pytest.fixture(scope="session")
 def brisk_url(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server that holds polls for a moment only, and announces almost every result before it sends it."""
+    """A server that holds polls for a moment only, and announces almost every result before it
+    sends it."""
     from tinkex.engine.torch.engine import TorchEngine
     from tinkex.local import publish_tokenizers
     from tinkex.server.state import Limits
@@ -174,7 +203,9 @@ def brisk_url(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 @pytest.mark.timeout(300)
 @pytest.mark.covers("S26", "S27")
 @pytest.mark.parametrize("version", clients.VERSIONS)
-def test_a_client_of_any_version_asks_again_when_it_is_told_to(version: str, brisk_url: str, loop: Loop) -> None:
+def test_a_client_of_any_version_asks_again_when_it_is_told_to(
+    version: str, brisk_url: str, loop: Loop
+) -> None:
     found = loop(version, brisk_url)
     check(found)
     compare(found, loop(NEWEST, brisk_url))
@@ -192,7 +223,9 @@ def test_our_client_finds_what_the_official_one_finds(server_url: str, loop: Loo
 def test_a_client_that_cannot_be_fetched_is_missed_aloud(tmp_path: Path) -> None:
     (tmp_path / "index").mkdir()
     options = ["--no-index", "--find-links", str(tmp_path / "index")]
-    with pytest.raises(clients.FetchError, match=r"cannot fetch tinker==0\.15\.0 from the package index") as caught:
+    with pytest.raises(
+        clients.FetchError, match=r"cannot fetch tinker==0\.15\.0 from the package index"
+    ) as caught:
         clients.fetch("0.15.0", tmp_path / "clients", options)
     assert "No matching distribution" in str(caught.value)
     assert list((tmp_path / "clients").iterdir()) == []
@@ -203,7 +236,7 @@ def test_a_client_that_is_there_is_not_fetched(tmp_path: Path) -> None:
     assert clients.fetch("0.15.0", tmp_path, ["--no-such-option"]) == tmp_path / "0.15.0"
 
 
-# ── the Elixir client's dialect: JSON only, and a null for whatever is not given ─────────────────────────────────
+# ── the Elixir client's dialect: JSON only, and a null for whatever is not given ──────────────────
 
 
 @pytest.fixture(scope="session")
@@ -213,7 +246,12 @@ def wire(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wire]:
         yield Wire(url)
 
 
-SESSION = {"tags": ["tinkex-elixir"], "user_metadata": None, "sdk_version": "0.15.0", "project_id": None}
+SESSION = {
+    "tags": ["tinkex-elixir"],
+    "user_metadata": None,
+    "sdk_version": "0.15.0",
+    "project_id": None,
+}
 LORA = {"rank": 4, "seed": None, "train_mlp": True, "train_attn": True, "train_unembed": True}
 
 
@@ -249,43 +287,81 @@ def test_the_elixir_dialect_trains_saves_loads_and_samples(wire: Wire) -> None:
     assert model_id == f"{session}:train:0"
     assert wire.post("session_heartbeat", {"session_id": session, "type": "session_heartbeat"})
     first = wire.run("forward_backward", elixir_pass(model_id, 1))
-    adam = {"learning_rate": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
-    wire.run("optim_step", {"model_id": model_id, "seq_id": 2, "adam_params": adam, "type": "optim_step"})
+    adam = {
+        "learning_rate": 0.1,
+        "beta1": 0.9,
+        "beta2": 0.95,
+        "eps": 1e-12,
+        "weight_decay": 0.0,
+        "grad_clip_norm": 0.0,
+    }
+    wire.run(
+        "optim_step", {"model_id": model_id, "seq_id": 2, "adam_params": adam, "type": "optim_step"}
+    )
     looked = wire.run("forward", elixir_pass(model_id, 3, "forward_input"))
     assert looked["metrics"]["loss:sum"] < first["metrics"]["loss:sum"]
     output = looked["loss_fn_outputs"][0]["logprobs"]
     assert (len(output["data"]), output["dtype"], output["shape"]) == (3, "float32", [3])
 
-    saving = {"model_id": model_id, "path": "elixir", "seq_id": 4, "type": "save_weights", "ttl_seconds": None}
+    saving = {
+        "model_id": model_id,
+        "path": "elixir",
+        "seq_id": 4,
+        "type": "save_weights",
+        "ttl_seconds": None,
+    }
     state = wire.run("save_weights", saving)["path"]
-    loading = {"model_id": model_id, "path": state, "optimizer": True, "seq_id": 5, "type": "load_weights"}
-    assert wire.run("load_weights", {**loading, "weights_access_token": None})["model_id"] == model_id
+    loading = {
+        "model_id": model_id,
+        "path": state,
+        "optimizer": True,
+        "seq_id": 5,
+        "type": "load_weights",
+    }
+    assert (
+        wire.run("load_weights", {**loading, "weights_access_token": None})["model_id"] == model_id
+    )
     info = wire.post("weights_info", {"tinker_path": state})
     assert (info["base_model"], info["lora_rank"]) == ("fake", 4)
 
     keeping = {"model_id": model_id, "ttl_seconds": None, "type": "save_weights_for_sampler"}
     named = wire.run(
-        "save_weights_for_sampler", {**keeping, "path": "elixir", "sampling_session_seq_id": None, "seq_id": 6}
+        "save_weights_for_sampler",
+        {**keeping, "path": "elixir", "sampling_session_seq_id": None, "seq_id": 6},
     )
     nameless = wire.run(
-        "save_weights_for_sampler", {**keeping, "path": None, "sampling_session_seq_id": 0, "seq_id": 7}
+        "save_weights_for_sampler",
+        {**keeping, "path": None, "sampling_session_seq_id": 0, "seq_id": 7},
     )
     assert named["path"].endswith("/sampler_weights/elixir")
-    opening = {"session_id": session, "sampling_session_seq_id": 1, "base_model": None, "model_path": named["path"]}
+    opening = {
+        "session_id": session,
+        "sampling_session_seq_id": 1,
+        "base_model": None,
+        "model_path": named["path"],
+    }
     sampler = wire.post("create_sampling_session", {**opening, "type": "create_sampling_session"})
     drawn = [
         wire.run("asample", elixir_sample(sampling_session_id=one["sampling_session_id"], seq_id=0))
         for one in (sampler, nameless)
     ]
     assert drawn[0]["sequences"][0]["tokens"] == drawn[1]["sequences"][0]["tokens"]
-    assert wire.get(f"samplers/{quote(sampler['sampling_session_id'], safe='')}")["model_path"] == named["path"]
+    assert (
+        wire.get(f"samplers/{quote(sampler['sampling_session_id'], safe='')}")["model_path"]
+        == named["path"]
+    )
     assert drawn[0]["sequences"][0]["stop_reason"] == "length"
     assert len(drawn[0]["sequences"][0]["logprobs"]) == 3
-    assert wire.run("unload_model", {"model_id": model_id, "type": "unload_model"})["model_id"] == model_id
+    assert (
+        wire.run("unload_model", {"model_id": model_id, "type": "unload_model"})["model_id"]
+        == model_id
+    )
 
 
 @pytest.mark.covers("U41")
-@pytest.mark.parametrize("kind", [{}, {"kind": None}, {"kind": "snapshot"}], ids=["absent", "null", "snapshot"])
+@pytest.mark.parametrize(
+    "kind", [{}, {"kind": None}, {"kind": "snapshot"}], ids=["absent", "null", "snapshot"]
+)
 def test_a_save_without_a_kind_is_a_snapshot(wire: Wire, kind: dict[str, Any]) -> None:
     _, model_id = elixir_model(wire)
     saving = {"model_id": model_id, "path": None, **kind}
@@ -294,18 +370,29 @@ def test_a_save_without_a_kind_is_a_snapshot(wire: Wire, kind: dict[str, Any]) -
         body = elixir_sample(sampling_session_id=sampler, seq_id=seq_id)
         return wire.run("asample", body)["sequences"][0]["logprobs"]
 
-    first = wire.run("save_weights_for_sampler", {**saving, "sampling_session_seq_id": 0, "seq_id": 1})
+    first = wire.run(
+        "save_weights_for_sampler", {**saving, "sampling_session_seq_id": 0, "seq_id": 1}
+    )
     before = draw(first["sampling_session_id"], 0)
     wire.run("forward_backward", elixir_pass(model_id, 2))
     wire.run("optim_step", step_json(model_id, 3))
-    second = wire.run("save_weights_for_sampler", {**saving, "sampling_session_seq_id": 1, "seq_id": 4})
+    second = wire.run(
+        "save_weights_for_sampler", {**saving, "sampling_session_seq_id": 1, "seq_id": 4}
+    )
     assert draw(first["sampling_session_id"], 1) == before
     assert draw(second["sampling_session_id"], 0) != before
 
 
 def elixir_sample(**fields: Any) -> dict[str, Any]:
     """A sample with a null wherever something is optional."""
-    params = {"max_tokens": 3, "temperature": 1.0, "top_k": -1, "top_p": 1.0, "seed": 1, "stop": None}
+    params = {
+        "max_tokens": 3,
+        "temperature": 1.0,
+        "top_k": -1,
+        "top_p": 1.0,
+        "seed": 1,
+        "stop": None,
+    }
     return {
         "sampling_session_id": None,
         "seq_id": None,
@@ -323,7 +410,9 @@ def elixir_sample(**fields: Any) -> dict[str, Any]:
 
 @pytest.mark.covers("S5", "S37")
 def test_a_sample_without_a_sampling_session_names_its_model(wire: Wire) -> None:
-    receipt = wire.post("asample", elixir_sample(base_model="fake", num_samples=2, prompt_logprobs=True))
+    receipt = wire.post(
+        "asample", elixir_sample(base_model="fake", num_samples=2, prompt_logprobs=True)
+    )
     assert len(set(receipt["sample_sequence_ids"])) == 2
     drawn = wire.result(receipt["request_id"])
     assert len(drawn["sequences"]) == 2
@@ -345,7 +434,9 @@ NULLS: dict[str, tuple[str, ...]] = {
 
 
 @pytest.mark.covers("S1")
-@pytest.mark.parametrize(("path", "field"), [(path, field) for path, fields in NULLS.items() for field in fields])
+@pytest.mark.parametrize(
+    ("path", "field"), [(path, field) for path, fields in NULLS.items() for field in fields]
+)
 def test_a_null_is_the_same_as_nothing(wire: Wire, path: str, field: str) -> None:
     session, model_id = elixir_model(wire)
     receipt = wire.post("forward_backward", pass_json(model_id, 1))
@@ -376,7 +467,11 @@ def least(kind: Any) -> Any:
     if kind in known:
         return known[kind]
     if isinstance(kind, type) and issubclass(kind, Record):
-        return {field.name: least(field.type) for field in msgspec.structs.fields(kind) if field.required}
+        return {
+            field.name: least(field.type)
+            for field in msgspec.structs.fields(kind)
+            if field.required
+        }
     if isinstance(kind, type) and issubclass(kind, Enum):
         return next(iter(kind)).value
     choices = get_args(kind)
@@ -385,7 +480,9 @@ def least(kind: Any) -> Any:
     return [] if get_origin(kind) is list else {} if get_origin(kind) is dict else least(choices[0])
 
 
-REQUESTS = {op.request for op in OPERATIONS if op.request is not None and issubclass(op.request, Record)}
+REQUESTS = {
+    op.request for op in OPERATIONS if op.request is not None and issubclass(op.request, Record)
+}
 OPTIONAL = sorted(
     (kind.__name__, field.name)
     for kind in REQUESTS
@@ -400,7 +497,10 @@ def test_a_null_can_be_read_wherever_nothing_can(name: str, field: str) -> None:
     kind = next(kind for kind in REQUESTS if kind.__name__ == name)
     body = least(kind)
     if kind is types.OptimStepRequest:  # of its several ways to give them, one must be used
-        body["optimizer_params" if field == "adam_params" else "adam_params"] = {"type": "adamw", "learning_rate": 0.1}
+        body["optimizer_params" if field == "adam_params" else "adam_params"] = {
+            "type": "adamw",
+            "learning_rate": 0.1,
+        }
     assert codec.decode(kind, json.dumps({**body, field: None}).encode()) == codec.decode(
         kind, json.dumps(body).encode()
     )

@@ -1,7 +1,8 @@
 """The weaknesses that were seen in the official client, one by one: none of them is ours.
 
-Each test is named after a weakness (W01 to W27) and fails on the behaviour that was seen. The client is the public one;
-the server is a scripted one where it has to misbehave, and ours over the fake engine otherwise.
+Each test is named after a weakness (W01 to W27) and fails on the behaviour that was seen. The
+client is the public one; the server is a scripted one where it has to misbehave, and ours over the
+fake engine otherwise.
 """
 
 from __future__ import annotations
@@ -47,16 +48,24 @@ def data(count: int) -> list[types.Datum]:
     """Small examples, each another."""
     tokens = [[index, index + 1, index + 2] for index in range(count)]
     return [
-        types.Datum(types.ModelInput.from_ints(each), {"target_tokens": [token + 1 for token in each]})
+        types.Datum(
+            types.ModelInput.from_ints(each), {"target_tokens": [token + 1 for token in each]}
+        )
         for each in tokens
     ]
 
 
 PASSED = types.ForwardBackwardOutput(
-    "ArrayRecord", [{"logprobs": types.TensorData.from_numpy(np.array([-1.0], np.float32))}], {"loss:sum": 1.0}
+    "ArrayRecord",
+    [{"logprobs": types.TensorData.from_numpy(np.array([-1.0], np.float32))}],
+    {"loss:sum": 1.0},
 )
 SAMPLED = types.SampleResponse(
-    [types.SampledSequence("length", tokens_np=np.array([7], np.int32), logprobs_np=np.array([-1.0], np.float32))]
+    [
+        types.SampledSequence(
+            "length", tokens_np=np.array([7], np.int32), logprobs_np=np.array([-1.0], np.float32)
+        )
+    ]
 )
 
 
@@ -86,8 +95,12 @@ def faulty() -> Iterator[FaultyServer]:
         server.script("forward_backward", Answer(body={"request_id": "pass"}))
         server.script("optim_step", Answer(body={"request_id": "step"}))
         server.script("save_weights_for_sampler", Answer(body={"request_id": "sampler"}))
-        server.script("create_sampling_session", Answer(body={"sampling_session_id": "sess:sample:0"}))
-        server.script("asample", Answer(body={"request_id": "sample", "sample_sequence_ids": ["q:0"]}))
+        server.script(
+            "create_sampling_session", Answer(body={"sampling_session_id": "sess:sample:0"})
+        )
+        server.script(
+            "asample", Answer(body={"request_id": "sample", "sample_sequence_ids": ["q:0"]})
+        )
         server.script("retrieve_future", result)
         yield server
 
@@ -112,11 +125,14 @@ def configured() -> Iterator[Callable[..., None]]:
 
 
 def numbers(faulty: FaultyServer) -> list[int]:
-    """The numbers of the requests of a run in the order of arrival; a pass over nothing only spends its number."""
+    """The numbers of the requests of a run in the order of arrival; a pass over nothing only spends
+    its number."""
     found = []
     for seen in list(faulty.seen):
         if seen.path == "forward_backward":
-            request = codec.decode(types.ForwardBackwardRequest, seen.body, seen.headers["content-type"])
+            request = codec.decode(
+                types.ForwardBackwardRequest, seen.body, seen.headers["content-type"]
+            )
             if request.forward_backward_input.data:
                 found.append(request.seq_id or 0)
         elif seen.path == "optim_step":
@@ -178,13 +194,17 @@ def within(seconds: float) -> Iterator[None]:
 def run_program(code: str, *arguments: str, seconds: float = 60) -> str:
     """What a program of its own prints."""
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], env=os.environ, capture_output=True, text=True, timeout=seconds
+        [sys.executable, "-c", code, *arguments],
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
-# ── order ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── order ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("W01")
@@ -192,14 +212,21 @@ def run_program(code: str, *arguments: str, seconds: float = 60) -> str:
 def test_w01_a_failed_chunk_does_not_wedge_the_client(
     faulty: FaultyServer, service: ServiceClient, refused: int
 ) -> None:
-    """Whichever of three chunks is refused, all were sent, and the next call goes out and is answered."""
+    """Whichever of three chunks is refused, all were sent, and the next call goes out and is
+    answered."""
     cut_into_ones(faulty)
     client = service.create_lora_training_client("m").result()
 
     def refuse(seen: Seen) -> Answer:
-        request = codec.decode(types.ForwardBackwardRequest, seen.body, seen.headers["content-type"])
+        request = codec.decode(
+            types.ForwardBackwardRequest, seen.body, seen.headers["content-type"]
+        )
         good = request.seq_id != refused or not request.forward_backward_input.data
-        return Answer(body={"request_id": "pass"}) if good else Answer(422, {"detail": "this chunk is bad"})
+        return (
+            Answer(body={"request_id": "pass"})
+            if good
+            else Answer(422, {"detail": "this chunk is bad"})
+        )
 
     faulty.script("forward_backward", refuse)
     bad = client.forward_backward(data(3), "cross_entropy")
@@ -207,7 +234,8 @@ def test_w01_a_failed_chunk_does_not_wedge_the_client(
     assert after.result(5).metrics == {}
     with pytest.raises(tinkex.UnprocessableEntityError, match="this chunk is bad"):
         bad.result(5)
-    assert sorted(set(numbers(faulty))) == [1, 2, 3, 4]  # what the first answer refuses is also tried as JSON
+    # what the first answer refuses is also tried as JSON
+    assert sorted(set(numbers(faulty))) == [1, 2, 3, 4]
     assert numbers(faulty)[-1] == 4
 
 
@@ -215,7 +243,8 @@ def test_w01_a_failed_chunk_does_not_wedge_the_client(
 def test_w02_a_cancelled_or_timed_out_call_does_not_wedge_the_client(
     faulty: FaultyServer, service: ServiceClient
 ) -> None:
-    """Behind a slow submission one call is given up, waits for two others run out, and the last is answered."""
+    """Behind a slow submission one call is given up, waits for two others run out, and the last is
+    answered."""
     client, gate = service.create_lora_training_client("m").result(), threading.Event()
     faulty.script("forward_backward", Answer(body={"request_id": "pass"}, until=gate.is_set))
     slow = client.forward_backward(data(1), "cross_entropy")
@@ -233,23 +262,30 @@ def test_w02_a_cancelled_or_timed_out_call_does_not_wedge_the_client(
     assert client.optim_step(STEP).result(5).metrics == {}
     for future in (slow, timed_out, waited):
         future.result(5)
-    assert numbers(faulty) == [1, 2, 3, 4]  # a pass and three steps: no gap where the fourth would have been
+    # a pass and three steps: no gap where the fourth would have been
+    assert numbers(faulty) == [1, 2, 3, 4]
 
 
-# ── the key ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the key ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("W03")
 @pytest.mark.parametrize("status", [400, 401, 403, 404])
 def test_w03_the_key_is_in_no_telemetry_and_no_log(
-    faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, status: int
+    faulty: FaultyServer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    status: int,
 ) -> None:
     """After a failed poll, with telemetry on: the key went out in its own header and nowhere else."""
     monkeypatch.setenv("TINKER_TELEMETRY", "1")
     caplog.set_level(logging.DEBUG)
     faulty.script("telemetry", Answer(body={"status": "accepted"}))
     refused = Answer(status, {"detail": "no"})
-    faulty.script("retrieve_future", lambda seen: result(seen) if seen.json["request_id"] == "created" else refused)
+    faulty.script(
+        "retrieve_future",
+        lambda seen: result(seen) if seen.json["request_id"] == "created" else refused,
+    )
     with ServiceClient(base_url=faulty.base_url, api_key=KEY) as service:
         client = service.create_lora_training_client("m").result()
         with pytest.raises(tinkex.APIStatusError) as caught:
@@ -258,7 +294,9 @@ def test_w03_the_key_is_in_no_telemetry_and_no_log(
     for seen in faulty.seen:
         assert KEY.encode() not in seen.body
         assert KEY not in seen.path
-        assert KEY not in str({name: value for name, value in seen.headers.items() if name != "x-api-key"})
+        assert KEY not in str(
+            {name: value for name, value in seen.headers.items() if name != "x-api-key"}
+        )
     assert faulty.requests("telemetry") == []  # only the hosted service is told anything
     assert KEY not in caplog.text
     assert KEY not in f"{caught.value} {vars(caught.value)}"
@@ -267,7 +305,9 @@ def test_w03_the_key_is_in_no_telemetry_and_no_log(
 @pytest.mark.covers("W04")
 def test_w04_the_key_does_not_follow_redirects_to_another_origin(faulty: FaultyServer) -> None:
     with faulty_server() as elsewhere:
-        elsewhere.script("/there", Answer(body={"entries": [], "training_run_ids": [], "sampler_ids": []}))
+        elsewhere.script(
+            "/there", Answer(body={"entries": [], "training_run_ids": [], "sampler_ids": []})
+        )
         moved = Answer(302, headers={"Location": f"{elsewhere.base_url}/there"})
         faulty.script("audit", moved)
         faulty.script("sessions/s", moved)
@@ -280,15 +320,21 @@ def test_w04_the_key_does_not_follow_redirects_to_another_origin(faulty: FaultyS
         assert KEY not in repr(elsewhere.seen)
 
 
-# ── the same request again ───────────────────────────────────────────────────────────────────────────────────────
+# ── the same request again ────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("W05")
 @pytest.mark.usefixtures("hurried")
-def test_w05_a_nameless_save_sent_again_is_the_same_request(faulty: FaultyServer, service: ServiceClient) -> None:
+def test_w05_a_nameless_save_sent_again_is_the_same_request(
+    faulty: FaultyServer, service: ServiceClient
+) -> None:
     client = service.create_lora_training_client("m").result()
     faulty.script(
-        "save_weights_for_sampler", Answer(503), Answer(drop=True), Answer(503), Answer(body={"request_id": "sampler"})
+        "save_weights_for_sampler",
+        Answer(503),
+        Answer(drop=True),
+        Answer(503),
+        Answer(body={"request_id": "sampler"}),
     )
     client.save_weights_and_get_sampling_client().result()
     client.save_weights_and_get_sampling_client().result()
@@ -301,7 +347,7 @@ def test_w05_a_nameless_save_sent_again_is_the_same_request(faulty: FaultyServer
     )
 
 
-# ── loops that are not blocked ───────────────────────────────────────────────────────────────────────────────────
+# ── loops that are not blocked ────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("W06")
@@ -344,7 +390,10 @@ def test_w06_large_bodies_are_not_written_on_the_network_loop(
     client = service.create_lora_training_client("m").result()
     sampler = service.create_sampling_client(base_model="m").result()
     tokens = np.arange(4096) % 1000
-    many = [types.Datum(types.ModelInput.from_ints(tokens), {"target_tokens": tokens}) for _ in range(1000)]
+    many = [
+        types.Datum(types.ModelInput.from_ints(tokens), {"target_tokens": tokens})
+        for _ in range(1000)
+    ]
     client.forward_backward(many, "cross_entropy").result(20)
     sampler.sample(types.ModelInput.from_ints(np.arange(32_768) % 1000), 1, PARAMS).result(20)
     assert any(name != "tinkex" for name, _ in taken)
@@ -398,11 +447,13 @@ def test_w07_async_methods_do_not_block_the_callers_loop(faulty: FaultyServer) -
     assert stood_still == []
 
 
-# ── errors in time ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── errors in time ────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("W08")
-def test_w08_errors_do_not_wait_for_telemetry(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_w08_errors_do_not_wait_for_telemetry(
+    faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TINKER_TELEMETRY", "1")
     faulty.script("telemetry", Answer(500, delay=60))
     faulty.script("asample", Answer(422, {"detail": "bad prompt"}))
@@ -428,7 +479,8 @@ IMPATIENT = {
 def test_w09_a_failing_server_is_not_polled_in_a_hot_loop(
     faulty: FaultyServer, service: ServiceClient, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
-    """A server that answers each poll at once and without a result hears from a future a few times a second."""
+    """A server that answers each poll at once and without a result hears from a future a few times
+    a second."""
     client = service.create_lora_training_client("m").result()
     caplog.set_level(logging.WARNING)
     faulty.script("retrieve_future", IMPATIENT[kind])
@@ -463,7 +515,7 @@ def test_w10_an_unreachable_server_is_named_soon(
     service.close().result(5)
 
 
-# ── cost ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── cost ──────────────────────────────────────────────────────────────────────────────────────────
 
 COST = """
 import sys, time
@@ -516,10 +568,17 @@ def test_w12_bfloat16_tensors_are_read_right(faulty: FaultyServer, service: Serv
         "pass": Answer(body=passed.SerializeToString(), content_type=codec.PROTOBUF),
     }
     faulty.script("retrieve_future", lambda seen: answers[seen.json["request_id"]])
-    response = service.create_sampling_client(base_model="m").result().sample(PROMPT, 1, PARAMS).result(5)
+    response = (
+        service.create_sampling_client(base_model="m").result().sample(PROMPT, 1, PARAMS).result(5)
+    )
     assert response.target_prompt_logprobs is not None
     assert response.target_prompt_logprobs.tolist() == [[1.0], [-2.0]]
-    output = service.create_lora_training_client("m").result().forward(data(1), "cross_entropy").result(5)
+    output = (
+        service.create_lora_training_client("m")
+        .result()
+        .forward(data(1), "cross_entropy")
+        .result(5)
+    )
     assert output.loss_fn_outputs[0]["logprobs"].tolist() == [1.0, -2.0]
 
 
@@ -531,7 +590,8 @@ ODD_METRICS = {"plain": 1.0, "a:b:mean": 2.0, "c:mean": 3.0, "d:last": 4.0, "los
 def test_w13_the_metrics_reducer_takes_what_comes(
     faulty: FaultyServer, service: ServiceClient, caplog: pytest.LogCaptureFixture, chunks: int
 ) -> None:
-    """Names without a colon or with two, means over no records, unknown reductions: nothing raises or is lost."""
+    """Names without a colon or with two, means over no records, unknown reductions: nothing raises
+    or is lost."""
     cut_into_ones(faulty)
     answers = RESULTS | {"pass": bulk(types.ForwardBackwardOutput("ArrayRecord", [], ODD_METRICS))}
     faulty.script("retrieve_future", lambda seen: answers[seen.json["request_id"]])
@@ -564,7 +624,7 @@ def test_w14_configured_timeouts_are_the_real_ones(
         assert 0.9 < time.monotonic() - began < 20
 
 
-# ── lifetimes ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── lifetimes ─────────────────────────────────────────────────────────────────────────────────────
 
 FORKED = """
 import multiprocessing, os, sys, warnings
@@ -600,15 +660,25 @@ service.close().result(5)
 @pytest.mark.covers("W15")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_w15_nothing_hangs_after_a_fork(tmp_path: Path) -> None:
-    """An inherited client works or says at once why not; a new one, one handed to a worker and the parent's work."""
+    """An inherited client works or says at once why not; a new one, one handed to a worker and the
+    parent's work."""
     with serving(FakeEngine(), tmp_path) as url, within(20):
         shown = run_program(FORKED, url)
-    assert shown.split("\n") == ["inherited: True", "fresh: True", "worker: True", "parent: True", ""]
+    assert shown.split("\n") == [
+        "inherited: True",
+        "fresh: True",
+        "worker: True",
+        "parent: True",
+        "",
+    ]
 
 
 @pytest.mark.covers("W16", "C32")
-def test_w16_dropped_clients_stop_their_heartbeats(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four sessions two are dropped, one lives on in its service client and one in a training client."""
+def test_w16_dropped_clients_stop_their_heartbeats(
+    faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four sessions two are dropped, one lives on in its service client and one in a training
+    client."""
     monkeypatch.setattr("tinkex.client.session.HEARTBEAT_SECONDS", 0.1)
     opened = iter(range(10))
     faulty.script("create_session", lambda _: Answer(body={"session_id": f"s{next(opened)}"}))
@@ -616,7 +686,9 @@ def test_w16_dropped_clients_stop_their_heartbeats(faulty: FaultyServer, monkeyp
     clients = [service.create_lora_training_client("m").result() for service in services]
 
     def beats(name: str) -> int:
-        return [seen.json["session_id"] for seen in faulty.requests("session_heartbeat")].count(name)
+        return [seen.json["session_id"] for seen in faulty.requests("session_heartbeat")].count(
+            name
+        )
 
     def go_on(*names: str) -> None:
         """A few more beats of each of these."""
@@ -643,7 +715,7 @@ def test_w16_dropped_clients_stop_their_heartbeats(faulty: FaultyServer, monkeyp
     gc.collect()
 
 
-# ── errors that say something ────────────────────────────────────────────────────────────────────────────────────
+# ── errors that say something ─────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("W17")
@@ -651,17 +723,33 @@ def test_w16_dropped_clients_stop_their_heartbeats(faulty: FaultyServer, monkeyp
     ("answer", "kind", "words"),
     [
         (Answer(403, {"detail": "not yours"}), tinkex.PermissionDeniedError, ["403", "not yours"]),
-        (Answer(404, {"detail": "no such request"}), tinkex.NotFoundError, ["404", "no such request"]),
+        (
+            Answer(404, {"detail": "no such request"}),
+            tinkex.NotFoundError,
+            ["404", "no such request"],
+        ),
         (Answer(410, {"detail": "expired"}), tinkex.GoneError, ["410", "expired"]),
         (Answer(400, {"detail": "bad id"}), tinkex.BadRequestError, ["400", "bad id"]),
-        (Answer(body={"path": 5}), tinkex.APIResponseValidationError, ["SaveWeightsResponse", "path"]),
+        (
+            Answer(body={"path": 5}),
+            tinkex.APIResponseValidationError,
+            ["SaveWeightsResponse", "path"],
+        ),
         (Answer(body={}), tinkex.APIResponseValidationError, ["SaveWeightsResponse", "path"]),
-        (Answer(body={"error": "disk full", "category": "server"}), tinkex.RequestFailedError, ["disk full"]),
+        (
+            Answer(body={"error": "disk full", "category": "server"}),
+            tinkex.RequestFailedError,
+            ["disk full"],
+        ),
     ],
     ids=["403", "404", "410", "400", "wrong-field", "missing-field", "failed"],
 )
 def test_w17_errors_have_types_and_say_what_where_and_why(
-    faulty: FaultyServer, service: ServiceClient, answer: Answer, kind: type[Exception], words: list[str]
+    faulty: FaultyServer,
+    service: ServiceClient,
+    answer: Answer,
+    kind: type[Exception],
+    words: list[str],
 ) -> None:
     client = service.create_lora_training_client("m").result()
     faulty.script("save_weights", Answer(body={"request_id": "saved:7"}))
@@ -679,10 +767,14 @@ def test_w17_errors_have_types_and_say_what_where_and_why(
 
 
 @pytest.mark.covers("W17")
-def test_w17_a_submission_without_an_id_names_the_field(faulty: FaultyServer, service: ServiceClient) -> None:
+def test_w17_a_submission_without_an_id_names_the_field(
+    faulty: FaultyServer, service: ServiceClient
+) -> None:
     client = service.create_lora_training_client("m").result()
     faulty.script("optim_step", Answer(body={"else": 1}))
-    with pytest.raises(tinkex.APIResponseValidationError, match=r"optim_step at 127.0.0.1.*request_id"):
+    with pytest.raises(
+        tinkex.APIResponseValidationError, match=r"optim_step at 127.0.0.1.*request_id"
+    ):
         client.optim_step(STEP).result(5)
 
 
@@ -696,7 +788,9 @@ def test_w18_errors_survive_pickling(faulty: FaultyServer, configured: Callable[
         tinkex.DownloadError("what", "refused", hint="do"),
     ]
     kinds -= {type(error) for error in errors}
-    errors += [kind("what", hint="do this") for kind in kinds if issubclass(kind, tinkex.TinkerError)]
+    errors += [
+        kind("what", hint="do this") for kind in kinds if issubclass(kind, tinkex.TinkerError)
+    ]
     assert len(errors) > 12
     configured(timeout=1.0, max_retries=0)
     with ServiceClient(base_url=faulty.base_url) as service:
@@ -711,11 +805,13 @@ def test_w18_errors_survive_pickling(faulty: FaultyServer, configured: Callable[
         assert vars(back) == vars(error)
 
 
-# ── connections and round trips ──────────────────────────────────────────────────────────────────────────────────
+# ── connections and round trips ───────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("W19")
-def test_w19_connections_of_training_are_bounded(faulty: FaultyServer, service: ServiceClient) -> None:
+def test_w19_connections_of_training_are_bounded(
+    faulty: FaultyServer, service: ServiceClient
+) -> None:
     """Sixty-four chunks sent together share sixteen connections at most."""
     cut_into_ones(faulty)
     faulty.script("forward_backward", Answer(body={"request_id": "pass"}, delay=0.05))
@@ -742,7 +838,10 @@ def test_w20_an_operation_takes_two_round_trips(tmp_path: Path, counted: Counted
             client.optim_step(STEP).result(10)
         assert len(counted.paths) <= 2 * 10 + 2
         counted.paths.clear()
-        futures = [sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=4, seed=seed)) for seed in range(50)]
+        futures = [
+            sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=4, seed=seed))
+            for seed in range(50)
+        ]
         for future in futures:
             future.result(20)
         assert len(counted.paths) <= 2 * 50 + 5
@@ -805,7 +904,8 @@ print(json.dumps([seconds(theirs), seconds(ours)]))
 @pytest.mark.slow
 @pytest.mark.covers("W22")
 def test_w22_prompts_are_encoded_cheaply() -> None:
-    """A prompt of 32k tokens, from a list of ints to the bytes of its request: half of the official client's CPU."""
+    """A prompt of 32k tokens, from a list of ints to the bytes of its request: half of the official
+    client's CPU."""
     theirs, ours = json.loads(run_program(ENCODING, seconds=100))
     assert ours <= 0.5 * theirs
 
@@ -820,26 +920,37 @@ def test_w23_a_conflict_is_given_up_soon(faulty: FaultyServer) -> None:
     assert len(faulty.requests(path)) <= 5
 
 
-# ── one rule for all ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── one rule for all ──────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("W24")
-def test_w24_the_same_input_follows_the_same_rules_everywhere(faulty: FaultyServer, service: ServiceClient) -> None:
-    """Tokens and tensors of every kind of number are taken, and mean what the same numbers in a list mean."""
+def test_w24_the_same_input_follows_the_same_rules_everywhere(
+    faulty: FaultyServer, service: ServiceClient
+) -> None:
+    """Tokens and tensors of every kind of number are taken, and mean what the same numbers in a
+    list mean."""
     client = service.create_lora_training_client("m").result()
     sampler = service.create_sampling_client(base_model="m").result()
     for kind in (None, np.int64, np.int32, np.uint16, np.uint64):
         tokens: Any = [1, 2, 3] if kind is None else np.array([1, 2, 3], kind)
         values: Any = [0.5, 1, 2] if kind is None else tokens
-        datum = types.Datum(types.ModelInput.from_ints(tokens), {"target_tokens": tokens, "unlisted": values})
+        datum = types.Datum(
+            types.ModelInput.from_ints(tokens), {"target_tokens": tokens, "unlisted": values}
+        )
         client.forward_backward([datum], "cross_entropy").result(5)
         sampler.sample(types.ModelInput.from_ints(tokens), 1, PARAMS).result(5)
-    flags = types.Datum(PROMPT, {"target_tokens": [1, 2, 3], "weights": np.array([True, False, True])})
+    flags = types.Datum(
+        PROMPT, {"target_tokens": [1, 2, 3], "weights": np.array([True, False, True])}
+    )
     client.forward_backward([flags], "cross_entropy").result(5)
-    sent = [protobuf.decode_forward_backward(seen.body) for seen in faulty.requests("forward_backward")]
+    sent = [
+        protobuf.decode_forward_backward(seen.body) for seen in faulty.requests("forward_backward")
+    ]
     passed = [request.forward_backward_input.data[0] for request in sent]
     assert {tuple(datum.model_input.to_ints()) for datum in passed} == {(1, 2, 3)}
-    assert {tuple(datum.loss_fn_inputs["target_tokens"].tolist()) for datum in passed} == {(1, 2, 3)}
+    assert {tuple(datum.loss_fn_inputs["target_tokens"].tolist()) for datum in passed} == {
+        (1, 2, 3)
+    }
     assert passed[0].loss_fn_inputs["unlisted"].tolist() == [0.5, 1.0, 2.0]
     assert passed[-1].loss_fn_inputs["weights"].tolist() == [1.0, 0.0, 1.0]
     prompts = [seen.json["prompt"] for seen in faulty.requests("asample")]
@@ -847,7 +958,9 @@ def test_w24_the_same_input_follows_the_same_rules_everywhere(faulty: FaultyServ
 
 
 @pytest.mark.covers("W24")
-def test_w24_asset_pointers_are_sent_in_training_too(faulty: FaultyServer, service: ServiceClient) -> None:
+def test_w24_asset_pointers_are_sent_in_training_too(
+    faulty: FaultyServer, service: ServiceClient
+) -> None:
     """The protobuf form of a pass has no place for them: the pass is sent as JSON."""
     client = service.create_lora_training_client("m").result()
     pointer = types.ImageAssetPointerChunk(format="png", location="there", expected_tokens=1)
@@ -862,7 +975,9 @@ def test_w24_asset_pointers_are_sent_in_training_too(faulty: FaultyServer, servi
 
 
 @pytest.mark.covers("W25")
-def test_w25_every_call_returns_a_future_for_threads_and_loops(faulty: FaultyServer, service: ServiceClient) -> None:
+def test_w25_every_call_returns_a_future_for_threads_and_loops(
+    faulty: FaultyServer, service: ServiceClient
+) -> None:
     client = service.create_lora_training_client("m").result()
     sampler = service.create_sampling_client(base_model="m").result()
     faulty.script("sessions", Answer(body={"sessions": []}))
@@ -893,12 +1008,21 @@ def test_w25_every_call_returns_a_future_for_threads_and_loops(faulty: FaultySer
                 assert not hasattr(kind, f"{name}_async") or name in ANSWERED_AT_ONCE, name
 
 
-ANSWERED_AT_ONCE = {"drop_gradients", "get_base_model", "get_info", "get_tokenizer", "sample_stream", "unload_model"}
+ANSWERED_AT_ONCE = {
+    "drop_gradients",
+    "get_base_model",
+    "get_info",
+    "get_tokenizer",
+    "sample_stream",
+    "unload_model",
+}
 """What gives its value without a future: most of it is known already."""
 
 
 @pytest.mark.covers("W26", "24.futures.10")
-def test_w26_a_timeout_means_the_same_in_threads_and_loops(faulty: FaultyServer, service: ServiceClient) -> None:
+def test_w26_a_timeout_means_the_same_in_threads_and_loops(
+    faulty: FaultyServer, service: ServiceClient
+) -> None:
     """Either way the call goes on, and waiting again, either way, gives its result."""
     client = service.create_lora_training_client("m").result()
     gate = threading.Event()
@@ -925,7 +1049,8 @@ def test_w26_a_timeout_means_the_same_in_threads_and_loops(faulty: FaultyServer,
 
 @pytest.mark.covers("W27")
 def test_w27_a_rejected_call_leaves_no_partial_batch(tmp_path: Path, counted: Counted) -> None:
-    """One bad example in three thousand: the call fails as a whole, and the next step finds no gradient of it."""
+    """One bad example in three thousand: the call fails as a whole, and the next step finds no
+    gradient of it."""
     with serving(FakeEngine(), tmp_path) as url, ServiceClient(base_url=url) as service:
         client = service.create_lora_training_client("fake", rank=4).result()
         clean = service.create_lora_training_client("fake", rank=4).result()

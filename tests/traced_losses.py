@@ -1,4 +1,5 @@
-"""Losses of many shapes, as a program would write them: for tests of tracing, of the wire form and of rebuilding."""
+"""Losses of many shapes, as a program would write them: for tests of tracing, of the wire form and
+of rebuilding."""
 
 from __future__ import annotations
 
@@ -80,7 +81,9 @@ def discounted(logprobs: Any, rewards: Any, gamma: Any) -> Any:
     discount = gamma**steps
     returns = torch.flip(torch.cumsum(torch.flip(rewards * discount, [0]), dim=0), [0])
     baseline = returns - returns.mean()
-    return -(logprobs * baseline).sum() / math.sqrt(logprobs.size(0)), {"custom/return:sum": returns[0]}
+    return -(logprobs * baseline).sum() / math.sqrt(logprobs.size(0)), {
+        "custom/return:sum": returns[0]
+    }
 
 
 def huber_to_target(logprobs: Any, target: Any) -> Any:
@@ -136,7 +139,9 @@ def operators(logprobs: Any, weights: Any, scale: Any) -> Any:
 def made_here(logprobs: Any) -> Any:
     count = logprobs.shape[0]
     ramp = torch.linspace(0.0, 1.0, count, dtype=torch.float64)
-    ones = torch.ones(count, dtype=torch.float64)[:, None] * torch.full_like(logprobs, 2.0)[None, :1]
+    ones = (
+        torch.ones(count, dtype=torch.float64)[:, None] * torch.full_like(logprobs, 2.0)[None, :1]
+    )
     zeros = logprobs.new_zeros(count)
     tilted = torch.cat([zeros, ramp, ones.reshape(-1)]).view(3, count).sum(0)
     return (tilted * logprobs).sum(), {}
@@ -174,7 +179,8 @@ EXAMPLES: dict[str, Example] = {
 
 
 def values(example: Example, length: int, seed: int) -> dict[str, torch.Tensor]:
-    """Values for the inputs of a loss, in float64; `length` is even, and a token has three candidates."""
+    """Values for the inputs of a loss, in float64; `length` is even, and a token has three
+    candidates."""
     random = torch.Generator().manual_seed(seed)
     made = {}
     for name, rank in example.ranks.items():

@@ -1,8 +1,9 @@
-"""Fetches the official clients, one directory per version, for the tests that run each of them against our server.
+"""Fetches the official clients, one directory per version, for the tests that run each of them
+against our server.
 
-Run `python tools/clients.py` for all of them, or name versions. A client is installed without its dependencies: those
-come from the environment it is run in, with `DIRECTORY/VERSION` first on PYTHONPATH. What is there is not fetched
-again, so that nothing needs the network afterwards.
+Run `python tools/clients.py` for all of them, or name versions. A client is installed without its
+dependencies: those come from the environment it is run in, with `DIRECTORY/VERSION` first on
+PYTHONPATH. What is there is not fetched again, so that nothing needs the network afterwards.
 """
 
 from __future__ import annotations
@@ -53,12 +54,26 @@ def fetch(version: str, directory: Path = DIRECTORY, pip_options: Sequence[str] 
     wanted = [f"tinker=={version}", *ALSO.get(version, ())]
     with tempfile.TemporaryDirectory(dir=directory, prefix=f"{version}-") as name:
         unfinished = Path(name) / version
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "--disable-pip-version-check",
+            "install",
+            "--quiet",
+            "--no-deps",
+        ]
         done = subprocess.run(
-            [*pip, *pip_options, "--target", str(unfinished), *wanted], capture_output=True, text=True, check=False
+            [*pip, *pip_options, "--target", str(unfinished), *wanted],
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if done.returncode:
-            raise FetchError(f"cannot fetch {' and '.join(wanted)} from the package index:\n{done.stderr.strip()}")
+            raise FetchError(
+                f"cannot fetch {' and '.join(wanted)} from the package "
+                f"index:\n{done.stderr.strip()}"
+            )
         try:
             unfinished.rename(place)
         except OSError:
@@ -69,8 +84,15 @@ def fetch(version: str, directory: Path = DIRECTORY, pip_options: Sequence[str] 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Fetch what is named, or everything."""
-    parser = argparse.ArgumentParser(description="Fetch the official clients that our server is tried with.")
-    parser.add_argument("versions", nargs="*", metavar="VERSION", help=f"any of {', '.join(VERSIONS)}; all by default")
+    parser = argparse.ArgumentParser(
+        description="Fetch the official clients that our server is tried with."
+    )
+    parser.add_argument(
+        "versions",
+        nargs="*",
+        metavar="VERSION",
+        help=f"any of {', '.join(VERSIONS)}; all by default",
+    )
     parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}")
     parser.add_argument("--clean", action="store_true", help="remove what was fetched before")
     options = parser.parse_args(arguments)

@@ -47,7 +47,9 @@ class Edition:
     @property
     def python(self) -> Path:
         """The Python of the environment."""
-        return self.environment / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
+        return self.environment / (
+            "Scripts/python.exe" if sys.platform == "win32" else "bin/python"
+        )
 
 
 EDITIONS = {
@@ -58,10 +60,29 @@ EDITIONS = {
             "0.6.1",
             (
                 "tinker==0.38.0",
-                *("aiohttp", "anyio", "blobfile", "chz", "cloudpickle", "datasets", "huggingface-hub", "numpy"),
-                *("pillow", "pydantic", "pyrage", "rich", "safetensors", "termcolor", "tiktoken", "tqdm"),
+                *(
+                    "aiohttp",
+                    "anyio",
+                    "blobfile",
+                    "chz",
+                    "cloudpickle",
+                    "datasets",
+                    "huggingface-hub",
+                    "numpy",
+                ),
+                *(
+                    "pillow",
+                    "pydantic",
+                    "pyrage",
+                    "rich",
+                    "safetensors",
+                    "termcolor",
+                    "tiktoken",
+                    "tqdm",
+                ),
                 *("transformers", "litellm", "math-verify", "pylatexenc", "sympy"),
-                "tml-renderers==0.2.1",  # it asks for 0.4.1, which is not on the index; few models need it
+                # it asks for 0.4.1, which is not on the index; few models need it
+                "tml-renderers==0.2.1",
             ),
             without_dependencies=("tinker-cookbook==0.6.1",),
         ),
@@ -71,14 +92,21 @@ EDITIONS = {
 
 def make_environment(edition: Edition) -> None:
     """Install the cookbook, the official client and tinkex, unless these versions are there."""
-    wanted = "\n".join((*edition.packages, *edition.without_dependencies, *TOOLS, edition.constraints.read_text()))
+    wanted = "\n".join(
+        (*edition.packages, *edition.without_dependencies, *TOOLS, edition.constraints.read_text())
+    )
     mark = edition.environment / ".installed"
     if mark.is_file() and mark.read_text() == wanted:
         return
-    print(f"setting up (once): installing tinker-cookbook {edition.version} into {edition.environment.name} …")
+    print(
+        f"setting up (once): installing tinker-cookbook {edition.version} into "
+        f"{edition.environment.name} …"
+    )
     venv.create(edition.environment, with_pip=True)
     install = (edition.python, *PIP, "install", "--constraint", edition.constraints)
-    subprocess.run([*install, *edition.packages, *TOOLS, "--editable", f"{ROOT}[local]"], check=True)
+    subprocess.run(
+        [*install, *edition.packages, *TOOLS, "--editable", f"{ROOT}[local]"], check=True
+    )
     if edition.without_dependencies:
         subprocess.run([*install, "--no-deps", *edition.without_dependencies], check=True)
     mark.write_text(wanted)
@@ -89,8 +117,17 @@ def fetch_source(edition: Edition) -> Path:
     place = edition.environment / f"tinker_cookbook-{edition.version}"
     if not place.is_dir():
         with tempfile.TemporaryDirectory(dir=edition.environment) as scratch:
-            download = ["download", "--no-deps", "--no-binary", "tinker-cookbook", "--dest", scratch]
-            subprocess.run([edition.python, *PIP, *download, f"tinker-cookbook=={edition.version}"], check=True)
+            download = [
+                "download",
+                "--no-deps",
+                "--no-binary",
+                "tinker-cookbook",
+                "--dest",
+                scratch,
+            ]
+            subprocess.run(
+                [edition.python, *PIP, *download, f"tinker-cookbook=={edition.version}"], check=True
+            )
             with tarfile.open(next(Path(scratch).glob("*.tar.gz"))) as archive:
                 archive.extractall(scratch, filter="data")
             (Path(scratch) / place.name).rename(place)
@@ -98,24 +135,42 @@ def fetch_source(edition: Edition) -> Path:
 
 
 def check(edition: Edition, pytest_arguments: Sequence[str]) -> int:
-    """Set up an edition and run tests/cookbook/checks.py in its environment; return the exit status."""
+    """Set up an edition and run tests/cookbook/checks.py in its environment; return the exit
+    status.
+    """
     make_environment(edition)
     source = fetch_source(edition)
     options = ["-q", "--noconftest", "--rootdir", str(CHECKS), "-c", str(CHECKS / "pytest.ini")]
-    command = [str(edition.python), "-m", "pytest", *options, str(CHECKS / "checks.py"), *pytest_arguments]
+    command = [
+        str(edition.python),
+        "-m",
+        "pytest",
+        *options,
+        str(CHECKS / "checks.py"),
+        *pytest_arguments,
+    ]
     known = {"COOKBOOK_SOURCE": str(source), "COOKBOOK_VERSION": edition.version}
     return subprocess.run(command, env={**os.environ, **known}, check=False).returncode
 
 
 def main(arguments: Sequence[str]) -> int:
     """Check the editions that are named, or all; return the first exit status that is not 0."""
-    parser = argparse.ArgumentParser(description="Run tinker-cookbook's tests and loops on both clients.")
-    parser.add_argument("versions", nargs="*", metavar="VERSION", help=f"any of {', '.join(EDITIONS)}; all by default")
+    parser = argparse.ArgumentParser(
+        description="Run tinker-cookbook's tests and loops on both clients."
+    )
+    parser.add_argument(
+        "versions",
+        nargs="*",
+        metavar="VERSION",
+        help=f"any of {', '.join(EDITIONS)}; all by default",
+    )
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     options = parser.parse_args(arguments[:cut])
     if unknown := set(options.versions) - set(EDITIONS):
         parser.error(f"there is no edition {min(unknown)!r}; there are {', '.join(EDITIONS)}")
-    statuses = [check(EDITIONS[version], arguments[cut + 1 :]) for version in options.versions or EDITIONS]
+    statuses = [
+        check(EDITIONS[version], arguments[cut + 1 :]) for version in options.versions or EDITIONS
+    ]
     return next((status for status in statuses if status), 0)
 
 

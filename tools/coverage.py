@@ -1,9 +1,10 @@
 """Lists every numbered requirement beside the tests that show it.
 
-Run `python tools/coverage.py` for the whole table, with `--missing` for what no test shows yet (which fails while there
-is any), with names of groups (`C D 24 W S Q 1 4 U 1.16`) for those alone. A test shows a requirement when it carries
-`@pytest.mark.covers("C24")` and would turn red without it. The markers are read from the sources; no test is imported.
-What the numbers stand for is in `requirements.py`.
+Run `python tools/coverage.py` for the whole table, with `--missing` for what no test shows yet
+(which fails while there is any), with names of groups (`C D 24 W S Q 1 4 U 1.16`) for those alone.
+A test shows a requirement when it carries `@pytest.mark.covers("C24")` and would turn red without
+it. The markers are read from the sources; no test is imported. What the numbers stand for is in
+`requirements.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ sys.path.insert(0, str(ROOT))  # run as a script, its own directory is all that 
 
 from tools.requirements import NOT_APPLICABLE, REQUIREMENTS, group_of  # noqa: E402
 
-# ── the markers ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the markers ───────────────────────────────────────────────────────────────────────────────────
 
 
 class MarkerError(Exception):
@@ -36,7 +37,9 @@ def _is_mark(node: ast.AST, name: str) -> bool:
 
 def _is_pytestmark(node: ast.Assign) -> bool:
     """Whether an assignment marks all tests beside it."""
-    return any(isinstance(target, ast.Name) and target.id == "pytestmark" for target in node.targets)
+    return any(
+        isinstance(target, ast.Name) and target.id == "pytestmark" for target in node.targets
+    )
 
 
 def _markers(nodes: Sequence[ast.AST]) -> Iterator[ast.Call]:
@@ -58,10 +61,14 @@ def _numbers(marker: ast.Call, place: str) -> list[str]:
         if not isinstance(argument, ast.Constant) or not isinstance(argument.value, str):
             raise MarkerError(f"{place}:{marker.lineno}: a number must be written out as text")
         if argument.value not in REQUIREMENTS:
-            raise MarkerError(f"{place}:{marker.lineno}: there is no requirement {argument.value!r}")
+            raise MarkerError(
+                f"{place}:{marker.lineno}: there is no requirement {argument.value!r}"
+            )
         numbers.append(argument.value)
     if marker.keywords or not numbers:
-        raise MarkerError(f"{place}:{marker.lineno}: a marker names at least one number, and nothing else")
+        raise MarkerError(
+            f"{place}:{marker.lineno}: a marker names at least one number, and nothing else"
+        )
     return numbers
 
 
@@ -90,7 +97,11 @@ def read_markers(source: str, name: str) -> list[tuple[str, str]]:
             if isinstance(node, ast.ClassDef):
                 visit(node.body, f"{prefix}{node.name}::", above + numbers, runs)
             elif node.name.startswith("test_"):
-                pairs.extend((number, f"{prefix}{node.name}") for number in dict.fromkeys(above + numbers) if runs)
+                pairs.extend(
+                    (number, f"{prefix}{node.name}")
+                    for number in dict.fromkeys(above + numbers)
+                    if runs
+                )
             elif own:
                 raise MarkerError(f"{name}:{node.lineno}: {node.name} is no test")
             used.update(own)
@@ -107,7 +118,9 @@ def collect(tests: Path) -> dict[str, list[str]]:
     """The tests that show each number, from every test module under a directory."""
     found: dict[str, list[str]] = {}
     for path in sorted([*tests.rglob("test_*.py"), *tests.rglob("checks.py")]):
-        for number, test in read_markers(path.read_text(encoding="utf-8"), path.relative_to(tests).as_posix()):
+        for number, test in read_markers(
+            path.read_text(encoding="utf-8"), path.relative_to(tests).as_posix()
+        ):
             found.setdefault(number, []).append(test)
     return found
 
@@ -117,11 +130,13 @@ def missing(found: Mapping[str, Sequence[str]], groups: Sequence[str] = ()) -> l
     return [
         number
         for number in REQUIREMENTS
-        if number not in found and number not in NOT_APPLICABLE and (not groups or group_of(number) in groups)
+        if number not in found
+        and number not in NOT_APPLICABLE
+        and (not groups or group_of(number) in groups)
     ]
 
 
-# ── the table ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the table ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def table(found: Mapping[str, Sequence[str]], groups: Sequence[str] = ()) -> str:
@@ -139,10 +154,18 @@ def table(found: Mapping[str, Sequence[str]], groups: Sequence[str] = ()) -> str
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; the exit status."""
-    parser = argparse.ArgumentParser(description="Lists requirements beside the tests that show them.")
+    parser = argparse.ArgumentParser(
+        description="Lists requirements beside the tests that show them."
+    )
     groups = list(dict.fromkeys(group_of(number) for number in REQUIREMENTS))
-    parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"only these groups, of {', '.join(groups)}")
-    parser.add_argument("--missing", action="store_true", help="list those without a test, and fail if there are any")
+    parser.add_argument(
+        "groups", nargs="*", metavar="GROUP", help=f"only these groups, of {', '.join(groups)}"
+    )
+    parser.add_argument(
+        "--missing",
+        action="store_true",
+        help="list those without a test, and fail if there are any",
+    )
     parser.add_argument("--tests", type=Path, default=ROOT / "tests", help="where the tests are")
     options = parser.parse_args(arguments)
     if unknown := set(options.groups) - set(groups):
@@ -158,7 +181,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     left = missing(found, options.groups)
     for number in left:
         print(f"{number} | {REQUIREMENTS[number]}")
-    asked = [number for number in REQUIREMENTS if not options.groups or group_of(number) in options.groups]
+    asked = [
+        number
+        for number in REQUIREMENTS
+        if not options.groups or group_of(number) in options.groups
+    ]
     print(f"{len(left)} of {len(asked)} requirements have no test", file=sys.stderr)
     return 1 if left else 0
 

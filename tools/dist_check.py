@@ -1,7 +1,8 @@
 """Builds the wheel and the sdist, installs them into empty environments, and tries them.
 
-Run `python tools/dist_check.py`. The client alone is tried first (it must bring no torch and no server), from the wheel
-and from the sdist; then the wheel with its `local` extra samples from the bundled model.
+Run `python tools/dist_check.py`. The client alone is tried first (it must bring no torch and no
+server), from the wheel and from the sdist; then the wheel with its `local` extra samples from the
+bundled model.
 """
 
 from __future__ import annotations
@@ -44,9 +45,19 @@ with tinkex.ServiceClient(base_url="local") as service:
 def run(*command: str | Path, cwd: Path | None = None) -> None:
     """Run a command away from the user's own settings and caches; its failure ends the program."""
     print(
-        "$", *(word.name if isinstance(word, Path) else word for word in command if "\n" not in str(word)), flush=True
+        "$",
+        *(
+            word.name if isinstance(word, Path) else word
+            for word in command
+            if "\n" not in str(word)
+        ),
+        flush=True,
     )
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("TINKER_", "TINKEX_"))}
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("TINKER_", "TINKEX_"))
+    }
     if cwd is not None:
         clean |= {"TINKEX_DATA_DIR": str(cwd / "data"), "HF_HOME": str(cwd / "hf")}
     subprocess.run([str(word) for word in command], check=True, cwd=cwd, env=clean)
@@ -57,7 +68,17 @@ def environment(place: Path, package: str) -> Path:
     venv.create(place, with_pip=True)
     python = place / "bin" / "python"
     constraints = ROOT / "constraints.txt"
-    run(python, "-m", "pip", "--disable-pip-version-check", "install", "-qq", "-c", constraints, package)
+    run(
+        python,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "install",
+        "-qq",
+        "-c",
+        constraints,
+        package,
+    )
     return python
 
 

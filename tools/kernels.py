@@ -1,11 +1,14 @@
-"""Compiles every kernel of the engine for GPUs that need not be here, and says what each takes of them.
+"""Compiles every kernel of the engine for GPUs that need not be here, and says what each takes of
+them.
 
-Run `make kernels`, or `python tools/kernels.py --arch 80 90`. Triton and its assembler need no GPU. It ends with 1 if a
-kernel does not compile, or needs more shared memory than such a GPU has and nothing else could do its work.
+Run `make kernels`, or `python tools/kernels.py --arch 80 90`. Triton and its assembler need no GPU.
+It ends with 1 if a kernel does not compile, or needs more shared memory than such a GPU has and
+nothing else could do its work.
 
     python tools/kernels.py --arch 90 --against COMMIT
 
-says which kernels have other instructions than at that commit: what was measured there holds for those that do not.
+says which kernels have other instructions than at that commit: what was measured there holds for
+those that do not.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOM = {80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}
-"""Shared memory of a multiprocessor in KiB, by architecture; a program may have all but one of them."""
+"""Shared memory of a multiprocessor in KiB, by architecture; a program may have all but one of
+them."""
 OPTIONAL = ("_forward", "_delta", "_keys_gradient", "_queries_gradient", "_decode")
 """Attention: where these do not fit, PyTorch's own kernel takes their place."""
 TOKENS = 4096
@@ -170,7 +174,9 @@ def _resources(cubin: bytes) -> tuple[int, int, str]:
 
         def dump(*options: str) -> str:
             tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-            return subprocess.run([str(tool), *options, file.name], check=True, capture_output=True, text=True).stdout
+            return subprocess.run(
+                [str(tool), *options, file.name], check=True, capture_output=True, text=True
+            ).stdout
 
         used = dump("-res-usage")
         # The instructions and their encodings; the rest are names of files and functions.
@@ -183,14 +189,20 @@ def compiled_at(commit: str, arch: int) -> dict[tuple[str, str, int], str]:
     """The digests of another commit's kernels, in the order they are made."""
     with tempfile.TemporaryDirectory() as directory:
         tree = Path(directory) / "tree"
-        subprocess.run(["git", "worktree", "add", "-q", "--detach", str(tree), commit], cwd=ROOT, check=True)
+        subprocess.run(
+            ["git", "worktree", "add", "-q", "--detach", str(tree), commit], cwd=ROOT, check=True
+        )
         try:
             path = os.pathsep.join([str(tree / "src"), os.environ.get("PYTHONPATH", "")])
             command = [sys.executable, __file__, "--arch", str(arch), "--json"]
             environment = {**os.environ, "PYTHONPATH": path}
-            listed = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
+            listed = subprocess.run(
+                command, check=True, capture_output=True, text=True, env=environment
+            ).stdout
         finally:
-            subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=ROOT, check=True)
+            subprocess.run(
+                ["git", "worktree", "remove", "--force", str(tree)], cwd=ROOT, check=True
+            )
     return numbered(Made(*row) for row in json.loads(listed))
 
 
@@ -220,9 +232,15 @@ def show(made: Made, most: int) -> bool:
 
 def main() -> int:
     """Compile, list, compare."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", type=int, nargs="+", choices=list(ROOM), default=[80, 89, 90], help="80 90 …")
-    parser.add_argument("--against", metavar="COMMIT", help="compare instructions with those of another commit")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--arch", type=int, nargs="+", choices=list(ROOM), default=[80, 89, 90], help="80 90 …"
+    )
+    parser.add_argument(
+        "--against", metavar="COMMIT", help="compare instructions with those of another commit"
+    )
     parser.add_argument("--json", action="store_true", help="rows for a program")
     options = parser.parse_args()
     good = True
@@ -239,7 +257,10 @@ def main() -> int:
             continue
         ours, theirs = numbered(here), compiled_at(options.against, arch)
         other = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
-        print(f"{len(ours) - len(other)} of {len(ours)} have the instructions they had at {options.against}")
+        print(
+            f"{len(ours) - len(other)} of {len(ours)} have the instructions they had at "
+            f"{options.against}"
+        )
         for name, of, variant in other:
             print(f"  not {name} ({of}, variant {variant})")
     return 0 if good else 1

@@ -1,9 +1,10 @@
 """Compares tinkex with the official package, name by name, and writes `docs/parity.md`.
 
-Run `python tools/parity.py` to write the table, with `--check` to fail when the written one is out of date. Both
-packages are introspected, nothing is listed by hand: names, parameters with their order, kind and default, return
-values, fields, attributes and base classes. A method whose body does nothing counts as absent, and so does a parameter
-that is accepted and never read (unless the official package does not read it either).
+Run `python tools/parity.py` to write the table, with `--check` to fail when the written one is out
+of date. Both packages are introspected, nothing is listed by hand: names, parameters with their
+order, kind and default, return values, fields, attributes and base classes. A method whose body
+does nothing counts as absent, and so does a parameter that is accepted and never read (unless the
+official package does not read it either).
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ TABLE = ROOT / "docs" / "parity.md"
 
 CLIENTS = ["ServiceClient", "TrainingClient", "SamplingClient", "RestClient", "AdminClient"]
 CLIENT_FUTURES = ["BackcompatTrainingClientFuture", "BackcompatSamplingClientFuture"]
-# What `tinker` has outside its top level and `tinker.types`, and is nevertheless part of what users are told about.
+# What `tinker` has outside its top level and `tinker.types`, and is nevertheless part of what users
+# are told about.
 ELSEWHERE = {
     "AwaitableConcurrentFuture": "tinker.lib.public_interfaces",
     "RetryConfig": "tinker.lib.retry_handler",
@@ -48,14 +50,17 @@ RENAMED = {"AwaitableConcurrentFuture": "Future"}
 INTERNAL_PARAMETERS = {"holder": "session"}
 # Methods that pydantic needs on a class and no user calls.
 VALIDATORS = {"validate_dmel", "serialize_dmel", "validate_data", "serialize_data"}
-# Public by their names only: what is behind them are objects of the official package's own machinery.
+# Public by their names only: what is behind them are objects of the official package's own
+# machinery.
 INTERNAL = {"feature_gates", "get_telemetry", "holder", "retry_handler"}
-FUTURES = r"(?:concurrent\.futures\.)?\b(?:APIFuture|AwaitableConcurrentFuture|ConcurrentFuture|Future)\b"
+FUTURES = (
+    r"(?:concurrent\.futures\.)?\b(?:APIFuture|AwaitableConcurrentFuture|ConcurrentFuture|Future)\b"
+)
 INTERNAL_NOTE = " (internal: an object of the official package's own machinery)"
 VARIADIC = {"VAR_POSITIONAL": "*", "VAR_KEYWORD": "**"}
 
 
-# ── one package ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── one package ───────────────────────────────────────────────────────────────────────────────────
 
 
 def spelt(annotation: Any) -> str:
@@ -76,7 +81,9 @@ def spelt(annotation: Any) -> str:
         return spelt(arguments[0])
     if origin in (typing.Union, types.UnionType):
         members = [spelt(member) for member in arguments]
-        return " | ".join([*(m for m in members if m != "None"), *(m for m in members if m == "None")])
+        return " | ".join(
+            [*(m for m in members if m != "None"), *(m for m in members if m == "None")]
+        )
     if origin is typing.Literal:
         return f"Literal[{', '.join(map(repr, arguments))}]"
     if origin is not None and arguments:
@@ -148,14 +155,18 @@ def does_nothing(body: Sequence[ast.stmt] | None) -> bool:
 def read_names(body: Sequence[ast.stmt]) -> set[str]:
     """The names that a body reads."""
     found = (node for statement in body for node in ast.walk(statement))
-    return {node.id for node in found if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    return {
+        node.id for node in found if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+    }
 
 
 def describe_call(function: Any, owner: Any = None) -> dict[str, Any]:
     """The parameters and the outcome of something that is called."""
     signature = inspect.signature(function)
     made = made_defaults(function) if isinstance(function, type) else {}
-    body = body_of(inspect.getattr_static(function, "__init__") if isinstance(function, type) else function)
+    body = body_of(
+        inspect.getattr_static(function, "__init__") if isinstance(function, type) else function
+    )
     read = read_names(body) if body else None
     parameters = []
     for name, given in signature.parameters.items():
@@ -172,7 +183,9 @@ def describe_call(function: Any, owner: Any = None) -> dict[str, Any]:
             }
         )
     called = inspect.unwrap(function)
-    returns = "" if signature.return_annotation is signature.empty else spelt(signature.return_annotation)
+    returns = (
+        "" if signature.return_annotation is signature.empty else spelt(signature.return_annotation)
+    )
     awaited = re.fullmatch(r"(?:Coroutine\[Any, Any, |Awaitable\[)(.*)\]", returns)
     found = {
         "parameters": parameters,
@@ -181,7 +194,11 @@ def describe_call(function: Any, owner: Any = None) -> dict[str, Any]:
         "stub": not isinstance(function, type) and does_nothing(body),
     }
     kinds = [parameter["kind"] for parameter in parameters]
-    if owner is not None and kinds == list(VARIADIC) and (client := forwarded_to(owner, function.__name__)):
+    if (
+        owner is not None
+        and kinds == list(VARIADIC)
+        and (client := forwarded_to(owner, function.__name__))
+    ):
         # A future of a client hands everything to the method of the client.
         return found | {"parameters": describe_call(client)["parameters"]}
     if owner is not None and kinds == list(VARIADIC) and function.__name__.endswith("_async"):
@@ -197,7 +214,11 @@ def forwarded_to(owner: type[Any], name: str) -> Any:
     for base in owner.__mro__[1:]:
         if name in vars(base):
             method = getattr(base, name)
-            kinds = [one.kind.name for one in inspect.signature(method).parameters.values() if one.name != "self"]
+            kinds = [
+                one.kind.name
+                for one in inspect.signature(method).parameters.values()
+                if one.name != "self"
+            ]
             return None if kinds == list(VARIADIC) else method
     return None
 
@@ -207,7 +228,9 @@ def attributes_of(kinds: Sequence[type[Any]]) -> list[str]:
     found: dict[str, None] = {}
     for kind in (kind for kind in kinds if kind is not object):
         found |= dict.fromkeys(inspect.get_annotations(kind))
-        found |= dict.fromkeys(name for name, value in vars(kind).items() if isinstance(value, property))
+        found |= dict.fromkeys(
+            name for name, value in vars(kind).items() if isinstance(value, property)
+        )
         for statement in body_of(vars(kind).get("__init__")) or []:
             stored = (node for node in ast.walk(statement) if isinstance(node, ast.Attribute))
             found |= dict.fromkeys(node.attr for node in stored if isinstance(node.ctx, ast.Store))
@@ -217,11 +240,17 @@ def attributes_of(kinds: Sequence[type[Any]]) -> list[str]:
 def describe_exception(kind: type[Any], package: str) -> dict[str, Any]:
     """An exception: its constructor, what it is, and what it carries.
 
-    Of the official ones only what each adds to its base, so that what is absent is named once; of ours everything.
+    Of the official ones only what each adds to its base, so that what is absent is named once; of
+    ours everything.
     """
     bases = [base.__name__ for base in kind.__mro__[1:] if base is not object]
     if package != "tinker":
-        return {"kind": "exception", "bases": bases, "attributes": attributes_of(kind.__mro__), **describe_call(kind)}
+        return {
+            "kind": "exception",
+            "bases": bases,
+            "attributes": attributes_of(kind.__mro__),
+            **describe_call(kind),
+        }
     found = {"kind": "exception", "bases": bases, "attributes": attributes_of([kind])}
     return found | (describe_call(kind) if "__init__" in vars(kind) else {"parameters": None})
 
@@ -255,10 +284,15 @@ def describe(value: Any, package: str) -> dict[str, Any]:
         return {"kind": "value", "text": repr(value)}
     if isinstance(value, type) and issubclass(value, enum.Enum):
         return {"kind": "enumeration", "text": ", ".join(f"{m.name} = {m.value!r}" for m in value)}
-    if isinstance(value, type) and issubclass(value, dict) and hasattr(value, "__total__"):  # any TypedDict
+    # any TypedDict
+    if isinstance(value, type) and issubclass(value, dict) and hasattr(value, "__total__"):
         text = ", ".join(f"{name}: {spelt(of)}" for name, of in value.__annotations__.items())
         return {"kind": "alias", "text": f"TypedDict({text})"}
-    if isinstance(value, type) and typing.get_origin(value) is None and value.__module__ != "builtins":
+    if (
+        isinstance(value, type)
+        and typing.get_origin(value) is None
+        and value.__module__ != "builtins"
+    ):
         if issubclass(value, Warning):
             return {"kind": "warning", "bases": [base.__name__ for base in value.__mro__[1:]]}
         if issubclass(value, BaseException):
@@ -281,20 +315,39 @@ def official() -> dict[str, Any]:
     names |= {f"auth.{name}": getattr(tinker.auth, name) for name in tinker.auth.__all__}
     entries = {}
     for path, value in names.items():
-        # A class of another library under a name of this package is one name, not a surface to copy.
-        entries[path] = {"kind": "class of httpx"} if path == "Timeout" else describe(value, "tinker")
+        # A class of another library under a name of this package is one name, not a surface to
+        # copy.
+        entries[path] = (
+            {"kind": "class of httpx"} if path == "Timeout" else describe(value, "tinker")
+        )
         for member in entries[path].get("members", ()):
             entries[f"{path}.{member}"] = describe_member(value, member)
         if path in CLIENTS:
             entries |= {f"{path}.{name}": {"kind": "attribute"} for name in attributes_of([value])}
-    models = [path for path, value in names.items() if path.startswith("types.") and hasattr(value, "model_fields")]
-    inherited = [name for name in dir(importlib.import_module("pydantic").BaseModel) if name.startswith("model_")]
+    models = [
+        path
+        for path, value in names.items()
+        if path.startswith("types.") and hasattr(value, "model_fields")
+    ]
+    inherited = [
+        name
+        for name in dir(importlib.import_module("pydantic").BaseModel)
+        if name.startswith("model_")
+    ]
     top = list(tinker.__all__)
-    return {"version": tinker.__version__, "top": top, "entries": entries, "models": models, "inherited": inherited}
+    return {
+        "version": tinker.__version__,
+        "top": top,
+        "entries": entries,
+        "models": models,
+        "inherited": inherited,
+    }
 
 
 def ask_official() -> dict[str, Any]:
-    """The same, from a process of its own: importing the package leaves sockets and warnings behind."""
+    """The same, from a process of its own: importing the package leaves sockets and warnings
+    behind.
+    """
     command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), "--describe"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     if done.returncode:
@@ -333,7 +386,7 @@ def ours(path: str) -> tuple[str, dict[str, Any]]:
     return name, describe(value, "tinkex")
 
 
-# ── both ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── both ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Row(NamedTuple):
@@ -396,8 +449,12 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def compare_parameters(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> tuple[list[str], list[str], list[str]]:
-    """How our parameters differ, which are absent (or accepted and never read), and which are only ours."""
+def compare_parameters(
+    theirs: Mapping[str, Any], mine: Mapping[str, Any]
+) -> tuple[list[str], list[str], list[str]]:
+    """How our parameters differ, which are absent (or accepted and never read), and which are only
+    ours.
+    """
     differs: list[str] = []
     absent: list[str] = []
     ignored: list[str] = []
@@ -420,7 +477,9 @@ def compare_parameters(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> tu
             differs.append(f"`{name}` at another position")
         if one["default"] is None and own["default"] is not None:
             differs.append(f"`{name}` is optional ({own['default']})")
-        elif one["default"] != own["default"] and not (is_empty(one["default"]) and is_empty(own["default"])):
+        elif one["default"] != own["default"] and not (
+            is_empty(one["default"]) and is_empty(own["default"])
+        ):
             differs.append(f"`{name}` has the default {own['default']}")
     extra = [name for name, (_, own) in here.items() if own["default"] is not None]
     differs += [f"needs `{name}`" for name in here if name not in extra]
@@ -430,7 +489,11 @@ def compare_parameters(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> tu
         for one in theirs["parameters"]
         if one["kind"] in VARIADIC and one["kind"] not in kinds
     ]
-    reasons = [f"{verb} {listed(names)}" for verb, names in (("lacks", absent), ("ignores", ignored)) if names]
+    reasons = [
+        f"{verb} {listed(names)}"
+        for verb, names in (("lacks", absent), ("ignores", ignored))
+        if names
+    ]
     return reasons + differs, absent + ignored, extra
 
 
@@ -449,7 +512,10 @@ def compare(path: str, theirs: Mapping[str, Any]) -> Row:
     extra: list[str] = []
     if where != f"tinkex.{path}":
         differs.append(f"it is `{where.removeprefix('tinkex.')}`")
-    if theirs["kind"] != mine["kind"] and {theirs["kind"], mine["kind"]} != {"attribute", "property"}:
+    if theirs["kind"] != mine["kind"] and {theirs["kind"], mine["kind"]} != {
+        "attribute",
+        "property",
+    }:
         differs.append(f"{mine['kind']} instead of {theirs['kind']}")
     elif "text" in theirs and theirs["kind"] != "value":
         if sorted(theirs["text"].split(" | ")) != sorted(mine["text"].split(" | ")):
@@ -468,7 +534,9 @@ def compare(path: str, theirs: Mapping[str, Any]) -> Row:
                 differs.append(f"returns {mine['returns']}")
     if "bases" in theirs and theirs["bases"][0] not in mine.get("bases", ()):
         differs.append(f"is no {theirs['bases'][0]}")
-    lacking = [name for name in theirs.get("attributes", ()) if name not in mine.get("attributes", ())]
+    lacking = [
+        name for name in theirs.get("attributes", ()) if name not in mine.get("attributes", ())
+    ]
     if lacking:
         differs.append(f"has no {listed([f'.{name}' for name in lacking])}")
         missing += [f"{path}.{name}" for name in lacking]
@@ -497,7 +565,10 @@ def sections(surface: Mapping[str, Any]) -> Iterator[tuple[str, list[Row]]]:
     """The parts of the table, in the order a reader looks for them."""
     public = importlib.import_module("tinkex").__all__
     entries: dict[str, dict[str, Any]] = surface["entries"]
-    yield "Names at the top level", [name_row(name, entries[name], public) for name in sorted(surface["top"])]
+    yield (
+        "Names at the top level",
+        [name_row(name, entries[name], public) for name in sorted(surface["top"])],
+    )
 
     def below(name: str) -> list[Row]:
         found = [path for path in entries if path == name or path.startswith(f"{name}.")]
@@ -506,24 +577,39 @@ def sections(surface: Mapping[str, Any]) -> Iterator[tuple[str, list[Row]]]:
     for client in CLIENTS:
         yield client, below(client)
     yield "Futures of clients", [row for name in CLIENT_FUTURES for row in below(name)]
-    others = ("APIFuture", "AwaitableConcurrentFuture", "LossHandle", "PerDatumLossFn", "RetryConfig", "RequestOptions")
+    others = (
+        "APIFuture",
+        "AwaitableConcurrentFuture",
+        "LossHandle",
+        "PerDatumLossFn",
+        "RetryConfig",
+        "RequestOptions",
+    )
     yield "Futures, losses, options", [row for name in others for row in below(name)]
     yield "auth", [compare(path, entries[path]) for path in entries if path.startswith("auth.")]
     errors = [name for name in surface["top"] if entries[name]["kind"] in ("exception", "warning")]
     yield "Exceptions and warnings", [compare(name, entries[name]) for name in sorted(errors)]
     kinds = sorted(path for path in entries if path.startswith("types."))
     yield "Types", [compare(path, entries[path]) for path in kinds if path.count(".") == 1]
-    yield "Methods of the types", [compare(path, entries[path]) for path in kinds if path.count(".") == 2]
+    yield (
+        "Methods of the types",
+        [compare(path, entries[path]) for path in kinds if path.count(".") == 2],
+    )
 
 
 def pydantic_note(surface: Mapping[str, Any]) -> str:
     """What our types offer of what the official ones inherit from pydantic."""
     own = importlib.import_module("tinkex.types")
-    kinds = [getattr(own, path.removeprefix("types.")) for path in surface["models"] if path in surface["entries"]]
+    kinds = [
+        getattr(own, path.removeprefix("types."))
+        for path in surface["models"]
+        if path in surface["entries"]
+    ]
     here = [name for name in surface["inherited"] if all(hasattr(kind, name) for kind in kinds)]
     gone = [name for name in surface["inherited"] if name not in here]
     return (
-        f"{len(kinds)} of the official types are pydantic models, ours are not. Of what all of them inherit, all of\n"
+        f"{len(kinds)} of the official types are pydantic models, ours are not. Of what all of "
+        "them inherit, all of\n"
         f"ours have {listed(here)};\nnot {listed(gone)}. These are not counted."
     )
 
@@ -534,7 +620,7 @@ def missing_names(parts: Sequence[tuple[str, Sequence[Row]]]) -> list[str]:
     return sorted(found, key=lambda name: (name.startswith("types."), name.lower()))
 
 
-# ── the document ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the document ──────────────────────────────────────────────────────────────────────────────────
 
 
 def cell(text: str) -> str:
@@ -563,8 +649,13 @@ def summary(parts: Sequence[tuple[str, Sequence[Row]]]) -> Iterator[str]:
         share = percent(len(rows) - count["MISSING"], len(rows))
         yield f"| {title} | {len(rows)} | {' | '.join(map(str, figures))} | {share} |"
     total = sum(row.parameters for row in everything)
-    lacking = sum(row.parameters if row.verdict == "MISSING" else len(row.missing) for row in everything)
-    yield f"| **Parameters, fields, attributes** | {total} | | | | {lacking} | {percent(total - lacking, total)} |"
+    lacking = sum(
+        row.parameters if row.verdict == "MISSING" else len(row.missing) for row in everything
+    )
+    yield (
+        f"| **Parameters, fields, attributes** | {total} | | | | {lacking} | "
+        f"{percent(total - lacking, total)} |"
+    )
 
 
 def document(surface: Mapping[str, Any], parts: Sequence[tuple[str, Sequence[Row]]]) -> str:
@@ -573,14 +664,20 @@ def document(surface: Mapping[str, Any], parts: Sequence[tuple[str, Sequence[Row
     lines = [
         f"# tinkex beside `tinker` {surface['version']}",
         "",
-        "Every public name of the official package, and whether tinkex has it with the same signature.",
-        "Written by `python tools/parity.py`, which introspects both packages; do not edit. Compared are names, the",
-        "order, kind and default of parameters, return values, fields, attributes and base classes. The types of",
-        "parameters are shown as the official package has them and are not compared. A method whose body does nothing,",
-        "and a parameter that is accepted but never read, count as missing. Import paths below the top level, other",
+        "Every public name of the official package, and whether tinkex has it with the same "
+        "signature.",
+        "Written by `python tools/parity.py`, which introspects both packages; do not edit. "
+        "Compared are names, the",
+        "order, kind and default of parameters, return values, fields, attributes and base "
+        "classes. The types of",
+        "parameters are shown as the official package has them and are not compared. A method "
+        "whose body does nothing,",
+        "and a parameter that is accepted but never read, count as missing. Import paths below the "
+        "top level, other",
         "than `types` and `auth`, are not compared.",
         "",
-        "* **same**: the same signature, or the same members; whether it does the same is for the tests to say.",
+        "* **same**: the same signature, or the same members; whether it does the same is for the "
+        "tests to say.",
         "* **extra keywords**: the same, and there are further optional parameters.",
         "* **differs**: it is there, and the text says what is not the same.",
         "* **MISSING**: it is not there.",
@@ -595,18 +692,34 @@ def document(surface: Mapping[str, Any], parts: Sequence[tuple[str, Sequence[Row
         "",
         "`name(parameter)` is a parameter, `name.attribute` a method or an attribute.",
         "",
-        *(f"* `{name}`" + (INTERNAL_NOTE if name.rpartition(".")[2] in INTERNAL else "") for name in absent),
+        *(
+            f"* `{name}`" + (INTERNAL_NOTE if name.rpartition(".")[2] in INTERNAL else "")
+            for name in absent
+        ),
     ]
     for title, rows in parts:
-        lines += ["", f"## {title}", "", "| official name | signature | tinkex name | status |", "|---|---|---|---|"]
-        lines += [f"| {code(r.name)} | {code(r.signature)} | {code(r.where)} | {cell(r.status)} |" for r in rows]
+        lines += [
+            "",
+            f"## {title}",
+            "",
+            "| official name | signature | tinkex name | status |",
+            "|---|---|---|---|",
+        ]
+        lines += [
+            f"| {code(r.name)} | {code(r.signature)} | {code(r.where)} | {cell(r.status)} |"
+            for r in rows
+        ]
     return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the table, or say whether the written one is current."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail when docs/parity.md is out of date")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="write nothing; fail when docs/parity.md is out of date",
+    )
     parser.add_argument("--describe", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.describe:
@@ -617,7 +730,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = document(surface, parts)
     if options.check:
         current = TABLE.exists() and TABLE.read_text(encoding="utf-8") == text
-        print("docs/parity.md is " + ("current" if current else "out of date: run python tools/parity.py"))
+        print(
+            "docs/parity.md is "
+            + ("current" if current else "out of date: run python tools/parity.py")
+        )
         return 0 if current else 1
     TABLE.write_text(text, encoding="utf-8")
     print(f"wrote docs/parity.md; {len(missing_names(parts))} names are missing")

@@ -1,8 +1,8 @@
 """For the documentation site: how the reference shows the code.
 
-A docstring's `Example:` is shown as code, as `Examples:` is. A record has a signature of its fields, as a dataclass
-has. An attribute without words of its own is not shown when the signature or a base class tells of it, nor is a
-constant that nobody describes.
+A docstring's `Example:` is shown as code, as `Examples:` is. A record has a signature of its
+fields, as a dataclass has. An attribute without words of its own is not shown when the signature or
+a base class tells of it, nor is a constant that nobody describes.
 """
 
 from __future__ import annotations
@@ -23,20 +23,32 @@ class Shown(griffe.Extension):  # type: ignore[misc]
     def on_object(self, *, obj: Any, **_: Any) -> None:
         """Give the section of one object the name that is understood."""
         if obj.docstring is not None:
-            obj.docstring.value = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
+            obj.docstring.value = re.sub(
+                r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE
+            )
 
     def on_package(self, *, pkg: Any, loader: Any, **_: Any) -> None:
         """Make signatures of fields; take away what says nothing."""
-        griffe.DataclassesExtension().on_package(pkg=pkg, loader=loader)  # before fields are taken away
+        # before fields are taken away
+        griffe.DataclassesExtension().on_package(pkg=pkg, loader=loader)
         for place in [pkg, *_inside(pkg)]:
             told = {"logger"}
             if place.is_class:
                 if fields := _fields(place):
                     place.set_member("__init__", _initializer(place, fields))
-                for private in [parameter.name for parameter in place.parameters if parameter.name.startswith("_")]:
+                for private in [
+                    parameter.name
+                    for parameter in place.parameters
+                    if parameter.name.startswith("_")
+                ]:
                     del place.members["__init__"].parameters[private]
                 told |= {parameter.name for parameter in place.parameters}
-                told |= {name for base in place.mro() for name, member in base.members.items() if member.docstring}
+                told |= {
+                    name
+                    for base in place.mro()
+                    for name, member in base.members.items()
+                    if member.docstring
+                }
             for member in list(place.members.values()):
                 is_bare = not member.is_alias and member.is_attribute and member.docstring is None
                 if is_bare and (member.name in told or member.name.isupper()):
@@ -68,10 +80,18 @@ def _initializer(cls: Any, fields: Mapping[str, inspect.Parameter]) -> Any:
     """A constructor with these fields, their kinds and defaults as the sources have them."""
     parameters = [griffe.Parameter("self", kind=griffe.ParameterKind.positional_or_keyword)]
     for name, field in fields.items():
-        homes = (home for home in [cls, *cls.mro()] if name in home.members and home.members[name].is_attribute)
+        homes = (
+            home
+            for home in [cls, *cls.mro()]
+            if name in home.members and home.members[name].is_attribute
+        )
         written = next((home.members[name] for home in homes), griffe.Attribute(name))
         is_made = written.value is None or "field(" in str(written.value)
         default = None if field.default is field.empty else "..." if is_made else written.value
         kind = griffe.ParameterKind[field.kind.name.lower()]
-        parameters.append(griffe.Parameter(name, annotation=written.annotation, kind=kind, default=default))
-    return griffe.Function("__init__", parameters=griffe.Parameters(*parameters), parent=cls, returns="None")
+        parameters.append(
+            griffe.Parameter(name, annotation=written.annotation, kind=kind, default=default)
+        )
+    return griffe.Function(
+        "__init__", parameters=griffe.Parameters(*parameters), parent=cls, returns="None"
+    )

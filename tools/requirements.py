@@ -1,10 +1,11 @@
-"""Every numbered requirement in one line of our own words; `coverage.py` beside it lists the tests that show each.
+"""Every numbered requirement in one line of our own words; `coverage.py` beside it lists the tests
+that show each.
 
-C capabilities, D defects of the older client that are not to be repeated, 24 the edge cases of its acceptance list, W
-weaknesses of the official client, S rules of a server, Q surprises of the older client's extras, 1 what surrounds the
-core (section/row of its list), 4 what was asked for beyond it, 1.16 the command line, U what changed with version 0.38
-of the official client. Where the design decided
-otherwise than the older clients, the words here are what was decided.
+C capabilities, D defects of the older client that are not to be repeated, 24 the edge cases of its
+acceptance list, W weaknesses of the official client, S rules of a server, Q surprises of the older
+client's extras, 1 what surrounds the core (section/row of its list), 4 what was asked for beyond
+it, 1.16 the command line, U what changed with version 0.38 of the official client. Where the design
+decided otherwise than the older clients, the words here are what was decided.
 """
 
 from __future__ import annotations
@@ -362,8 +363,10 @@ Q-29 a stale cached checkpoint falls back to the list
 NOT_APPLICABLE = {
     "D33": "a slip in the older client's own notes; there is nothing that could behave wrongly",
     "24.session.4": "connection pools are made when used: a heartbeat cannot find its own missing",
-    "1.1.4/9": "needs Kimi's own files, which the tests do not fetch; 1.1.4/11 is the same without a network",
-    "24.training.5": "there is no supervisor process that could be absent: the loop thread starts when first needed",
+    "1.1.4/9": "needs Kimi's own files, which the tests do not fetch; 1.1.4/11 is the same without "
+    "a network",
+    "24.training.5": "there is no supervisor process that could be absent: the loop thread starts "
+    "when first needed",
 }
 """What makes no sense here, and why."""
 
@@ -684,7 +687,8 @@ EXTRAS = """
 1.19/6 bytes as estimated
 1.19/7 at most 1 024 examples and 5 000 000 bytes a chunk
 """
-"""What surrounds the core: telemetry, metrics, recovery, regularizers and so on; section of the list/row or rule."""
+"""What surrounds the core: telemetry, metrics, recovery, regularizers and so on; section of the
+list/row or rule."""
 
 BEYOND = """
 4.1/1 samples as a stream: pieces as they are drawn, an end when the reader leaves, the error's own words
@@ -779,12 +783,23 @@ U57 an OpenAI-compatible model may be a base model with a sampler path
 """What changed with version 0.38 of the official client, for client and server."""
 
 REQUIREMENTS = _rows(
-    CAPABILITIES, DEFECTS, CHECKLIST, WEAKNESSES, SERVER_RULES, SURPRISES, EXTRAS, BEYOND, COMMAND_LINE, SDK_038
+    CAPABILITIES,
+    DEFECTS,
+    CHECKLIST,
+    WEAKNESSES,
+    SERVER_RULES,
+    SURPRISES,
+    EXTRAS,
+    BEYOND,
+    COMMAND_LINE,
+    SDK_038,
 )
 
 
 def group_of(number: str) -> str:
-    """The group a number belongs to: C, D, 24, W, S, Q, 1 and 4 for the extras, U, 1.16 for the command line."""
+    """The group a number belongs to: C, D, 24, W, S, Q, 1 and 4 for the extras, U, 1.16 for the
+    command line.
+    """
     if number.startswith("1.16."):
         return "1.16"
     return number.partition(".")[0] if number[0].isdigit() else number[0]

@@ -1,7 +1,8 @@
-"""Builds the documentation site: the pages of docs/ beside pages made of the code. `make docs` runs it.
+"""Builds the documentation site: the pages of docs/ beside pages made of the code. `make docs` runs
+it.
 
-`zensical.toml` is the configuration. Everything is put together in build/docs and built from there into site/, in
-strict mode: a link, an anchor or a name that leads nowhere ends the build.
+`zensical.toml` is the configuration. Everything is put together in build/docs and built from there
+into site/, in strict mode: a link, an anchor or a name that leads nowhere ends the build.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ OTHERS = {
     "examples/showcase/README.md": "showcase.md",
     "src/tinkex/models/tiny/README.md": "tiny.md",
 }
-"""Pages that are not kept in docs/, and what they are called on the site; the README leads to the site's first page."""
+"""Pages that are not kept in docs/, and what they are called on the site; the README leads to the
+site's first page."""
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s#]*)(#[^()\s]*)?\)")
 FENCE = re.compile(r"(^```.*?^```|`[^`\n]*`)", re.DOTALL | re.MULTILINE)
 
@@ -41,10 +43,12 @@ LONGEST = 160
 """Characters that the description of a page may have, if its first sentence is not longer."""
 
 
-# ── pages made of the code ───────────────────────────────────────────────────────────────────────────────────────────
+# ── pages made of the code ────────────────────────────────────────────────────────────────────────
 
 
-def commands(command: click.Command | None = None, path: tuple[str, ...] = ("tinkex",)) -> Iterator[tuple[str, Any]]:
+def commands(
+    command: click.Command | None = None, path: tuple[str, ...] = ("tinkex",)
+) -> Iterator[tuple[str, Any]]:
     """Every command by its full name, groups before what is in them."""
     if command is None:
         from tinkex.cli.main import cli as command
@@ -62,27 +66,45 @@ def commands_page() -> str:
     lines = [
         "# Command line",
         "",
-        "Every command with its options, made of the commands' own help: `tinkex COMMAND --help` says the same.",
+        "Every command with its options, made of the commands' own help: `tinkex COMMAND --help` "
+        "says the same.",
         "",
     ]
     for name, command in commands():
-        # with the names that the command line has: a command remembers what it was asked about first
+        # with the names that the command line has: a command remembers what it was asked about
+        # first
         context = click.Context(command, info_name=name, help_option_names=["-h", "--help"])
-        lines += [f"## {name}", "", "```text", command.get_usage(context).removeprefix("Usage: "), "```", ""]
+        lines += [
+            f"## {name}",
+            "",
+            "```text",
+            command.get_usage(context).removeprefix("Usage: "),
+            "```",
+            "",
+        ]
         lines += [*_paragraphs(command.help or command.short_help or ""), ""]
         if isinstance(command, click.Group):
-            inner = [(child, command.get_command(context, child)) for child in command.list_commands(context)]
+            inner = [
+                (child, command.get_command(context, child))
+                for child in command.list_commands(context)
+            ]
             lines += ["| command | |", "|---|---|"]
             lines += [
-                f"| [`{child}`](#{f'{name} {child}'.replace(' ', '-')}) | {_cell(found.get_short_help_str(200))} |"
+                f"| [`{child}`](#{f'{name} {child}'.replace(' ', '-')}) | "
+                f"{_cell(found.get_short_help_str(200))} |"
                 for child, found in inner
                 if found is not None and not found.hidden
             ]
             lines.append("")
-        records = [record for option in command.params if (record := option.get_help_record(context))]
+        records = [
+            record for option in command.params if (record := option.get_help_record(context))
+        ]
         if records:
             lines += ["| option | |", "|---|---|"]
-            lines += [f"| <code>{_plain(option)}</code> | {_cell(meaning)} |" for option, meaning in records]
+            lines += [
+                f"| <code>{_plain(option)}</code> | {_cell(meaning)} |"
+                for option, meaning in records
+            ]
             lines.append("")
     return "\n".join(lines)
 
@@ -94,9 +116,12 @@ def endpoints_page() -> str:
     lines = [
         "# Endpoints",
         "",
-        "Every HTTP endpoint, made of `tinkex.wire.protocol.OPERATIONS`, the table that the client calls and the server",
-        f"routes. Paths begin with `{PREFIX}/`. Where there is a result, the answer is a receipt, and the result is",
-        "fetched with `retrieve_future`. What is in a request or an answer: [types](types.md); how it goes together:",
+        "Every HTTP endpoint, made of `tinkex.wire.protocol.OPERATIONS`, the table that the client "
+        "calls and the server",
+        f"routes. Paths begin with `{PREFIX}/`. Where there is a result, the answer is a receipt, "
+        "and the result is",
+        "fetched with `retrieve_future`. What is in a request or an answer: [types](types.md); how "
+        "it goes together:",
         "[wire protocol](../wire-protocol.md). A server describes itself at `/openapi.json`.",
         "",
         "| operation | method and path | request | answer | result |",
@@ -104,7 +129,9 @@ def endpoints_page() -> str:
     ]
     for operation in OPERATIONS:
         kinds = (_kind(kind) for kind in (operation.request, operation.response, operation.result))
-        lines.append(f"| `{operation.name}` | `{operation.method} {operation.path}` | {' | '.join(kinds)} |")
+        lines.append(
+            f"| `{operation.name}` | `{operation.method} {operation.path}` | {' | '.join(kinds)} |"
+        )
     return "\n".join([*lines, ""])
 
 
@@ -117,14 +144,19 @@ def environment_page() -> str:
     lines = [
         "# Environment variables",
         "",
-        "Every variable that tinkex reads. Blank means unset. An argument wins over `tinkex.configure()`, which wins",
+        "Every variable that tinkex reads. Blank means unset. An argument wins over "
+        "`tinkex.configure()`, which wins",
         "over the environment.",
         "",
         "| variable | setting of [`Config`][tinkex.Config] |",
         "|---|---|",
-        *(f"| `{variable}` | `{field}` |" for field, variable in sorted(fields.items(), key=lambda item: item[1])),
+        *(
+            f"| `{variable}` | `{field}` |"
+            for field, variable in sorted(fields.items(), key=lambda item: item[1])
+        ),
         "| `TINKEX_POLL_BACKOFF` | `poll_backoff`: `1` or `exponential` |",
-        "| `TINKEX_POOL_SIZE`, `TINKEX_POOL_COUNT` | `pool_sizes`: connections for sampling, times so many |",
+        "| `TINKEX_POOL_SIZE`, `TINKEX_POOL_COUNT` | `pool_sizes`: connections for sampling, times "
+        "so many |",
         "| `TINKEX_HTTP_CLIENT` | `http_client`: `module:callable` |",
         "",
         "Of the server and the embedded backend:",
@@ -132,14 +164,19 @@ def environment_page() -> str:
         "| variable | |",
         "|---|---|",
         "| `TINKEX_DATA_DIR` | where checkpoints and facts are kept |",
-        "| `TINKEX_SERVER_API_KEY` | one key that the server takes, besides those of `tinkex key create` |",
+        "| `TINKEX_SERVER_API_KEY` | one key that the server takes, besides those of `tinkex key "
+        "create` |",
         "| `TINKEX_HUB_CACHE` | `0`: do not put tokenizers into the Hugging Face cache |",
-        "| `TINKEX_NATIVE` | `0`: sample on a CPU by PyTorch alone, without what is compiled for that |",
+        "| `TINKEX_NATIVE` | `0`: sample on a CPU by PyTorch alone, without what is compiled for "
+        "that |",
         "| `CC` | the C compiler for that; else `cc`, `gcc`, `clang` or the one in ziglang |",
-        "| `TINKEX_COMPAT` | `1`: `import tinker` gives tinkex, where its start-up hook is installed |",
+        "| `TINKEX_COMPAT` | `1`: `import tinker` gives tinkex, where its start-up hook is "
+        "installed |",
         "",
-        "Of Hugging Face, read by tokenizers, model downloads and uploads: `HF_TOKEN` or `HUGGING_FACE_HUB_TOKEN`,",
-        "`HF_HOME`, `HF_TOKEN_PATH`, `HF_HUB_OFFLINE`. A variable whose name begins with `OTEL_` switches on the",
+        "Of Hugging Face, read by tokenizers, model downloads and uploads: `HF_TOKEN` or "
+        "`HUGGING_FACE_HUB_TOKEN`,",
+        "`HF_HOME`, `HF_TOKEN_PATH`, `HF_HUB_OFFLINE`. A variable whose name begins with `OTEL_` "
+        "switches on the",
         "server's spans where OpenTelemetry is installed.",
         "",
     ]
@@ -149,7 +186,11 @@ def environment_page() -> str:
 def examples_page() -> str:
     """The programs in examples/ by what each says of itself; those of the showcase in full."""
     source = ROOT / "docs" / "examples.md"
-    lines = [relinked(source.read_text(encoding="utf-8"), source.name, source), "## The short ones", ""]
+    lines = [
+        relinked(source.read_text(encoding="utf-8"), source.name, source),
+        "## The short ones",
+        "",
+    ]
     lines += ["| program in `examples/` | |", "|---|---|"]
     for program in sorted((ROOT / "examples").glob("*.py")):
         about = ast.get_docstring(ast.parse(program.read_text(encoding="utf-8"))) or ""
@@ -177,31 +218,42 @@ def _paragraphs(text: str) -> list[str]:
 def _cell(text: str) -> str:
     """Text that is nothing but text in a table's cell; what is in backquotes is code."""
     parts = re.split(r"`([^`]*)`", " ".join(text.split()))
-    return "".join(f"<code>{_plain(part)}</code>" if index % 2 else _plain(part) for index, part in enumerate(parts))
+    return "".join(
+        f"<code>{_plain(part)}</code>" if index % 2 else _plain(part)
+        for index, part in enumerate(parts)
+    )
 
 
 def _plain(text: str) -> str:
     """Text in which nothing means anything to Markdown or HTML."""
-    return re.sub(r"[|*_\[\]`\\]", lambda found: f"&#{ord(found[0])};", html.escape(text, quote=False))
+    return re.sub(
+        r"[|*_\[\]`\\]", lambda found: f"&#{ord(found[0])};", html.escape(text, quote=False)
+    )
 
 
 def _kind(kind: type[Any] | None) -> str:
     return f"[`{kind.__name__}`][{kind.__module__}.{kind.__name__}]" if kind is not None else ""
 
 
-# ── putting it together ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── putting it together ───────────────────────────────────────────────────────────────────────────
 
 
 def pages() -> dict[str, Path]:
     """The pages that are kept as files: by name on the site, where they come from."""
     docs = ROOT / "docs"
     kept = {path.relative_to(docs).as_posix(): path for path in sorted(docs.rglob("*.md"))}
-    others = {name: ROOT / place for place, name in OTHERS.items() if name not in kept and (ROOT / place).exists()}
+    others = {
+        name: ROOT / place
+        for place, name in OTHERS.items()
+        if name not in kept and (ROOT / place).exists()
+    }
     return kept | others
 
 
 def relinked(text: str, name: str, source: Path) -> str:
-    """A page with its links made for its place on the site; a link to a file that is no page there becomes text."""
+    """A page with its links made for its place on the site; a link to a file that is no page there
+    becomes text.
+    """
     homes = {path.resolve(): other for other, path in pages().items()}
     homes |= {(ROOT / place).resolve(): other for place, other in OTHERS.items()}
 
@@ -226,8 +278,11 @@ def title(page: Path) -> str:
 
 
 def described(text: str) -> str:
-    """A page with its title and its first sentences as facts about it, for browsers and search engines."""
-    text = re.sub(r"\A---\n.*?^---\n+", "", text, flags=re.DOTALL | re.MULTILINE)  # what a model card tells the hub
+    """A page with its title and its first sentences as facts about it, for browsers and search
+    engines.
+    """
+    # what a model card tells the hub
+    text = re.sub(r"\A---\n.*?^---\n+", "", text, flags=re.DOTALL | re.MULTILINE)
     heading, _, rest = text.partition("\n")
     paragraphs = BLOCK.sub("", rest).split("\n\n")
     first = next((part for part in paragraphs if re.match(r"\s*[\w`*\[]", part)), "")
@@ -237,7 +292,11 @@ def described(text: str) -> str:
             break
         about = f"{about} {sentence}".strip()
     facts = {"title": _words(heading).strip("# "), "description": about.rstrip(":;")}
-    return "---\n" + "".join(f"{key}: {json.dumps(fact)}\n" for key, fact in facts.items()) + f"---\n\n{text}"
+    return (
+        "---\n"
+        + "".join(f"{key}: {json.dumps(fact)}\n" for key, fact in facts.items())
+        + f"---\n\n{text}"
+    )
 
 
 def _words(text: str) -> str:
@@ -265,10 +324,16 @@ def navigation(nav: Any, kept: dict[str, Path]) -> str:
         if isinstance(entry, list):
             return "[" + ", ".join(filter(None, map(written, entry))) + "]"
         if isinstance(entry, dict):
-            return "{ " + ", ".join(f"{json.dumps(key)} = {written(value)}" for key, value in entry.items()) + " }"
+            return (
+                "{ "
+                + ", ".join(f"{json.dumps(key)} = {written(value)}" for key, value in entry.items())
+                + " }"
+            )
         if "*" not in entry:
             return json.dumps(entry)
-        found = sorted((title(path), name) for name, path in kept.items() if Path(name).match(entry))
+        found = sorted(
+            (title(path), name) for name, path in kept.items() if Path(name).match(entry)
+        )
         return ", ".join(written({shown: name}) for shown, name in found if name not in taken)
 
     return written(nav)
@@ -281,7 +346,9 @@ def stage() -> Path:
     for name, source in kept.items():
         place = STAGE / name
         place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(described(relinked(source.read_text(encoding="utf-8"), name, source)), encoding="utf-8")
+        place.write_text(
+            described(relinked(source.read_text(encoding="utf-8"), name, source)), encoding="utf-8"
+        )
     for name, make in MADE.items():
         (STAGE / name).write_text(described(make()), encoding="utf-8")
     shutil.copytree(ROOT / "docs" / "assets", STAGE / "assets")
@@ -289,12 +356,19 @@ def stage() -> Path:
     nav = tomllib.loads(text)["project"]["nav"]
     missing = [name for name in listed(nav) if "*" not in name and name not in kept]
     if missing:
-        sys.exit(f"zensical.toml: the navigation names pages that are not there: {', '.join(missing)}")
+        sys.exit(
+            f"zensical.toml: the navigation names pages that are not there: {', '.join(missing)}"
+        )
     text = re.sub(
-        r"^nav = \[\n.*?^\]\n", lambda _: f"nav = {navigation(nav, kept)}\n", text, flags=re.DOTALL | re.MULTILINE
+        r"^nav = \[\n.*?^\]\n",
+        lambda _: f"nav = {navigation(nav, kept)}\n",
+        text,
+        flags=re.DOTALL | re.MULTILINE,
     )
     text = text.replace('["src"]', json.dumps([str(ROOT / "src")]))
-    text = text.replace('["tools/reference.py"]', json.dumps([str(ROOT / "tools" / "reference.py")]))
+    text = text.replace(
+        '["tools/reference.py"]', json.dumps([str(ROOT / "tools" / "reference.py")])
+    )
     config = STAGE.parent / "zensical.toml"
     config.write_text(text, encoding="utf-8")
     return config
@@ -303,7 +377,9 @@ def stage() -> Path:
 def main() -> None:
     """Build the site."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--serve", action="store_true", help="show the site on a local port instead of building it")
+    parser.add_argument(
+        "--serve", action="store_true", help="show the site on a local port instead of building it"
+    )
     arguments = parser.parse_args()
     tool = [sys.executable, "-m", "zensical"]
     config = ["--config-file", str(stage())]
@@ -312,9 +388,13 @@ def main() -> None:
     built = STAGE.parent / "site"
     shutil.rmtree(built, ignore_errors=True)
     done = subprocess.run(
-        [*tool, "build", "--strict", "--clean", *config], cwd=STAGE.parent, capture_output=True, text=True
+        [*tool, "build", "--strict", "--clean", *config],
+        cwd=STAGE.parent,
+        capture_output=True,
+        text=True,
     )
-    told = done.stdout + done.stderr.partition("Traceback (most recent call last)")[0]  # it says nothing that helps
+    # it says nothing that helps
+    told = done.stdout + done.stderr.partition("Traceback (most recent call last)")[0]
     print(told.strip())
     if done.returncode:
         sys.exit(1)

@@ -1,7 +1,9 @@
-"""A server that computes nothing: canned answers over hand-parsed HTTP/1.1, so that a client's own cost is what shows.
+"""A server that computes nothing: canned answers over hand-parsed HTTP/1.1, so that a client's own
+cost is what shows.
 
-It listens on two ports with the same answers; on the second one, the client config asks for batched polling
-(`sample_use_retrieve_futures`). Prints both ports as one JSON line. Requests for the base model `hold` never end.
+It listens on two ports with the same answers; on the second one, the client config asks for batched
+polling (`sample_use_retrieve_futures`). Prints both ports as one JSON line. Requests for the base
+model `hold` never end.
 """
 
 from __future__ import annotations
@@ -84,7 +86,12 @@ def count_datums(body: bytes | bytearray) -> int:
 
 def reply(body: bytes, kind: bytes = b"application/json", status: bytes = b"200 OK") -> bytes:
     """A whole HTTP answer."""
-    return b"HTTP/1.1 %s\r\ncontent-type: %s\r\ncontent-length: %d\r\n\r\n%s" % (status, kind, len(body), body)
+    return b"HTTP/1.1 %s\r\ncontent-type: %s\r\ncontent-length: %d\r\n\r\n%s" % (
+        status,
+        kind,
+        len(body),
+        body,
+    )
 
 
 PROTOBUF = b"application/x-protobuf"
@@ -95,7 +102,9 @@ SAMPLE = reply(sample_response(), PROTOBUF)
 FIXED = {
     b"client/dynamic_config": EMPTY,
     b"session_heartbeat": EMPTY,
-    b"get_info": reply(b'{"type":"get_info","model_id":"sess-1:train:0","model_data":{"model_name":"null"}}'),
+    b"get_info": reply(
+        b'{"type":"get_info","model_id":"sess-1:train:0","model_data":{"model_name":"null"}}'
+    ),
     b"create_session": reply(b'{"session_id":"sess-1"}'),
     b"create_model": reply(b'{"request_id":"model"}'),
     b"optim_step": reply(b'{"request_id":"optim"}'),
@@ -122,7 +131,8 @@ class Log:
             return None
         size = len(SAMPLE) - SAMPLE.index(b"\r\n\r\n") - 4
         found = b",".join(
-            b'{"state":"finished","request_id":"%s","response_payload_uncompressed_size":%d}' % (name, size)
+            b'{"state":"finished","request_id":"%s","response_payload_uncompressed_size":%d}'
+            % (name, size)
             for name in self.ids
         )
         return reply(b'{"completions":[%s],"cursor":%d}' % (found, self.dropped + len(self.ids)))
@@ -286,7 +296,9 @@ def main() -> None:
     """Run until killed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--core", type=int, default=None, help="pin to this core")
-    parser.add_argument("--hold", type=float, default=20.0, help="seconds a poll without a result is held")
+    parser.add_argument(
+        "--hold", type=float, default=20.0, help="seconds a poll without a result is held"
+    )
     args = parser.parse_args()
     if args.core is not None:
         os.sched_setaffinity(0, {args.core})

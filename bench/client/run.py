@@ -1,9 +1,10 @@
-"""Run tinkex and the official client side by side on the same work against the same null server, and print ratios.
+"""Run tinkex and the official client side by side on the same work against the same null server,
+and print ratios.
 
 python bench/client/run.py [--quick] [--only NAME] [--json FILE]
 
-The null server has one core to itself, the client under measurement the other. Each measurement is a process of its
-own. CPU time is that of all threads of the client's process.
+The null server has one core to itself, the client under measurement the other. Each measurement is
+a process of its own. CPU time is that of all threads of the client's process.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ def environment() -> dict[str, str]:
 
 @contextlib.contextmanager
 def compiled() -> Iterator[None]:
-    """Have tinkex imported from byte code, as an installed wheel is, even where it is installed from its sources."""
+    """Have tinkex imported from byte code, as an installed wheel is, even where it is installed
+    from its sources.
+    """
     found = importlib.util.find_spec("tinkex")
     assert found is not None
     assert found.origin is not None
@@ -108,7 +111,14 @@ class Bench:
     @contextlib.contextmanager
     def server(self, hold: float) -> Iterator[None]:
         """The null server, for as long as it is needed."""
-        command = [sys.executable, str(HERE / "null_server.py"), "--core", str(cores()[0]), "--hold", str(hold)]
+        command = [
+            sys.executable,
+            str(HERE / "null_server.py"),
+            "--core",
+            str(cores()[0]),
+            "--hold",
+            str(hold),
+        ]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             self.ports = json.loads(process.stdout.readline())
@@ -127,7 +137,9 @@ class Bench:
         return json.loads(spent(command)[2].splitlines()[-1])
 
     def both(self, case: str, **options: Any) -> tuple[Any, Any]:
-        """One measurement of both clients; where they decode the same bytes, they must have read the same values."""
+        """One measurement of both clients; where they decode the same bytes, they must have read
+        the same values.
+        """
         ours, theirs = (self.subject(client, case, **options) for client in CLIENTS)
         if ours.get("digest") != theirs.get("digest"):
             raise SystemExit(f"{case}: the clients read different values from the same bytes")
@@ -156,8 +168,14 @@ class Bench:
     def imports(self) -> None:
         """Importing alone, and importing what a program needs first."""
         repeats = 1 if self.quick else 5
-        for name, after in (("import", ""), ("import, ServiceClient and types", "; m.ServiceClient; m.types.Datum")):
-            code = f"import time; a = time.process_time(); import {{}} as m{after}; print(time.process_time() - a)"
+        for name, after in (
+            ("import", ""),
+            ("import, ServiceClient and types", "; m.ServiceClient; m.types.Datum"),
+        ):
+            code = (
+                f"import time; a = time.process_time(); import {{}} as m{after}; "
+                "print(time.process_time() - a)"
+            )
             figures = []
             for client in CLIENTS:
                 command = [sys.executable, "-c", code.format(client)]
@@ -188,8 +206,19 @@ class Bench:
             for width in ("1", "64", "512"):
                 name = f"sample, {width} in flight, {mode}"
                 target = None if width == "1" else 0.2
-                self.add("sampling", name, "CPU ms", *(1e3 * r[width]["cpu"] for r in (ours, theirs)), ratio=target)
-                self.add("sampling", f"{name}, wall", "ms", *(1e3 * r[width]["wall"] for r in (ours, theirs)))
+                self.add(
+                    "sampling",
+                    name,
+                    "CPU ms",
+                    *(1e3 * r[width]["cpu"] for r in (ours, theirs)),
+                    ratio=target,
+                )
+                self.add(
+                    "sampling",
+                    f"{name}, wall",
+                    "ms",
+                    *(1e3 * r[width]["wall"] for r in (ours, theirs)),
+                )
 
     def passes(self) -> None:
         """forward_backward of three kinds of input at two sizes."""
@@ -202,14 +231,23 @@ class Bench:
                 group = "forward_backward"
                 self.add(group, name, "CPU s/Mtok", *(r["cpu"] for r in both), ratio=target)
                 self.add(group, f"{name}, wall", "s/Mtok", *(r["wall"] for r in both))
-                self.add(group, f"{name}, peak memory", "MB", *(r["peak"] / 1e6 for r in both), ratio=1 / 2)
+                self.add(
+                    group,
+                    f"{name}, peak memory",
+                    "MB",
+                    *(r["peak"] / 1e6 for r in both),
+                    ratio=1 / 2,
+                )
 
     def idle(self) -> None:
         """What 500 futures cost that nothing happens to."""
         seconds = self.hold
         for batched in (False,) if self.quick else (False, True):
             both = self.both("idle", batched=batched, count=500, seconds=seconds)
-            name = f"500 pending futures, {'batched polling' if batched else 'a poll per future'}, held {seconds} s"
+            name = (
+                f"500 pending futures, {'batched polling' if batched else 'a poll per future'}, "
+                f"held {seconds} s"
+            )
             self.add("idle", name, "% of a core", *(100 * r["cpu"] for r in both), most=1.0)
 
     def growth(self) -> None:
@@ -246,22 +284,37 @@ def median(values: list[float]) -> float:
 def show(row: Row) -> str:
     """A row of the Markdown table."""
     met = {None: "", True: "met", False: "missed"}[row.met]
-    ours, theirs = (f"{value:,.3g}" if value < 1000 else f"{value:,.0f}" for value in (row.tinkex, row.tinker))
-    return f"| {row.name} | {row.unit} | {ours} | {theirs} | {row.ratio:.2f} | {row.target} | {met} |"
+    ours, theirs = (
+        f"{value:,.3g}" if value < 1000 else f"{value:,.0f}" for value in (row.tinkex, row.tinker)
+    )
+    return (
+        f"| {row.name} | {row.unit} | {ours} | {theirs} | {row.ratio:.2f} | {row.target} | {met} |"
+    )
 
 
 def main() -> None:
     """Print a Markdown table."""
-    parser = argparse.ArgumentParser(description="Compare tinkex with the official client against a null server.")
+    parser = argparse.ArgumentParser(
+        description="Compare tinkex with the official client against a null server."
+    )
     parser.add_argument("--quick", action="store_true", help="less of everything; under a minute")
     parser.add_argument("--only", choices=GROUPS, help="one group of rows")
-    parser.add_argument("--samples", type=int, default=20_000, help="samples in the memory row (default 20,000)")
+    parser.add_argument(
+        "--samples", type=int, default=20_000, help="samples in the memory row (default 20,000)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows here")
     args = parser.parse_args()
     versions = ", ".join(f"{name} {version(name)}" for name in CLIENTS)
     server, client = cores()
-    print(f"{versions}; Python {platform.python_version()}, {platform.machine()}; server on core {server}, ", end="")
-    print(f"client on core {client}\n\n| | unit | tinkex | tinker | ratio | target | |\n|---|---|--:|--:|--:|---|---|")
+    print(
+        f"{versions}; Python {platform.python_version()}, {platform.machine()}; server on core "
+        f"{server}, ",
+        end="",
+    )
+    print(
+        f"client on core {client}\n\n| | unit | tinkex | tinker | ratio | target | "
+        "|\n|---|---|--:|--:|--:|---|---|"
+    )
     bench = Bench(args.quick, args.samples)
     begun = time.perf_counter()
     with compiled():
@@ -269,7 +322,9 @@ def main() -> None:
     print(f"\n{time.perf_counter() - begun:.0f} s")
     if args.json:
         rows = [asdict(row) | {"ratio": row.ratio} for row in bench.rows]
-        args.json.write_text(json.dumps({"versions": versions, "quick": args.quick, "rows": rows}, indent=1) + "\n")
+        args.json.write_text(
+            json.dumps({"versions": versions, "quick": args.quick, "rows": rows}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

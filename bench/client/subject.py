@@ -1,4 +1,6 @@
-"""One client under measurement, in a process of its own: `subject.py {tinkex,tinker} CASE …` prints one JSON line."""
+"""One client under measurement, in a process of its own: `subject.py {tinkex,tinker} CASE …` prints
+one JSON line.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def rss() -> int:
 
 
 def reset_peak() -> bool:
-    """Set the peak of resident memory back to what it is now; False where the kernel does not let us."""
+    """Set the peak of resident memory back to what it is now; False where the kernel does not let
+    us.
+    """
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -65,7 +69,9 @@ class Subject:
         self.service: Any = self.module.ServiceClient(base_url=base_url, api_key="tml-x")
 
     async def draw(self, sampler: Any) -> Any:
-        """One sample, made and read as a user does: a list of ints in, lists of ints and floats out."""
+        """One sample, made and read as a user does: a list of ints in, lists of ints and floats
+        out.
+        """
         prompt = self.types.ModelInput.from_ints(list(PROMPT))
         params = self.types.SamplingParams(max_tokens=128)
         response = await sampler.sample(prompt=prompt, num_samples=1, sampling_params=params)
@@ -114,7 +120,12 @@ class Subject:
                 gc.collect()
                 marks.append(rss())
             cpu, wall = watch.read()
-            return {"cpu": cpu / count, "wall": wall / count, "marks": marks, "growth": marks[-1] - marks[0]}
+            return {
+                "cpu": cpu / count,
+                "wall": wall / count,
+                "marks": marks,
+                "growth": marks[-1] - marks[0],
+            }
 
         return asyncio.run(go())
 
@@ -123,7 +134,10 @@ class Subject:
         sampler = self.service.create_sampling_client(base_model="hold").result()
         prompt = self.types.ModelInput.from_ints(list(PROMPT))
         params = self.types.SamplingParams(max_tokens=128)
-        futures = [sampler.sample(prompt=prompt, num_samples=1, sampling_params=params) for _ in range(count)]
+        futures = [
+            sampler.sample(prompt=prompt, num_samples=1, sampling_params=params)
+            for _ in range(count)
+        ]
         time.sleep(4)
         watch = Stopwatch()
         time.sleep(seconds)
@@ -133,7 +147,9 @@ class Subject:
         return {"cpu": cpu / wall, "wall": wall}
 
     def passes(self, kind: str, count: int, repeats: int) -> dict[str, Any]:
-        """CPU and wall time of forward_backward per million tokens, and peak memory above the raw data."""
+        """CPU and wall time of forward_backward per million tokens, and peak memory above the raw
+        data.
+        """
         client = self.service.create_lora_training_client("null", rank=8).result()
         small, raw = raw_data(kind, 2), raw_data(kind, count)
         takes_arrays = self.module.__name__ == "tinkex"
@@ -148,7 +164,9 @@ class Subject:
                 model_input = self.types.ModelInput.from_ints(tokens)
                 datums.append(self.types.Datum(model_input=model_input, loss_fn_inputs=inputs))
             output = client.forward_backward(datums, "cross_entropy").result()
-            if sum(out["logprobs"].to_numpy().size for out in output.loss_fn_outputs) != TOKENS * len(data):
+            if sum(
+                out["logprobs"].to_numpy().size for out in output.loss_fn_outputs
+            ) != TOKENS * len(data):
                 raise AssertionError("not the output that the server sent")
             return output
 
@@ -202,13 +220,17 @@ def main() -> None:
     parser.add_argument("case", choices=("sampling", "forward_backward", "idle", "growth"))
     parser.add_argument("--base-url", required=True)
     parser.add_argument("--core", type=int, default=None)
-    parser.add_argument("--plan", default="1:200,64:2000,512:4000", help="sampling: concurrency:requests, …")
+    parser.add_argument(
+        "--plan", default="1:200,64:2000,512:4000", help="sampling: concurrency:requests, …"
+    )
     parser.add_argument("--kind", choices=("numpy", "torch", "list"), default="numpy")
     parser.add_argument("--count", type=int, default=128, help="datums, futures or samples")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument(
-        "--profile", default=None, help="write a cProfile of all threads here; the figures are then too high"
+        "--profile",
+        default=None,
+        help="write a cProfile of all threads here; the figures are then too high",
     )
     args = parser.parse_args()
     if args.core is not None:
@@ -217,7 +239,10 @@ def main() -> None:
         profile_threads()
     subject = Subject(args.client, args.base_url)
     if args.case == "sampling":
-        plan = [(int(width), int(count)) for width, count in (part.split(":") for part in args.plan.split(","))]
+        plan = [
+            (int(width), int(count))
+            for width, count in (part.split(":") for part in args.plan.split(","))
+        ]
         result = subject.sampling(plan)
     elif args.case == "forward_backward":
         result = subject.passes(args.kind, args.count, args.repeats)

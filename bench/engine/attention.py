@@ -3,8 +3,9 @@
     python bench/engine/attention.py
     python bench/engine/attention.py --keys 128x64x8x3 64x64x4x2 --queries 128x64x8x3
 
-A tiling is written as tokens of a program x tokens of a step x warps x stages. The best ones belong into `FORWARD`,
-`KEYS` and `QUERIES` of `flash_kernel.py`. Rates count the products that a kernel has to make, each pair of tokens once.
+A tiling is written as tokens of a program x tokens of a step x warps x stages. The best ones belong
+into `FORWARD`, `KEYS` and `QUERIES` of `flash_kernel.py`. Rates count the products that a kernel
+has to make, each pair of tokens once.
 """
 
 from __future__ import annotations
@@ -63,37 +64,62 @@ def off(got: torch.Tensor, expected: torch.Tensor) -> str:
     """How far one gradient is from another."""
     difference = (got.float() - expected.float()).abs()
     share = float(difference.norm() / expected.float().norm())
-    return f"largest difference {float(difference.max()):.4f} of {float(expected.abs().max()):.2f}, in all {share:.1e}"
+    return (
+        f"largest difference {float(difference.max()):.4f} of "
+        f"{float(expected.abs().max()):.2f}, in all {share:.1e}"
+    )
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--channels", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--lengths", type=int, nargs=2, default=[256, 2048], metavar=("SHORTEST", "LONGEST"))
+    parser.add_argument(
+        "--lengths", type=int, nargs=2, default=[256, 2048], metavar=("SHORTEST", "LONGEST")
+    )
     parser.add_argument("--window", type=int, default=None)
     parser.add_argument("--forward", nargs="*", default=FORWARD, help="tilings for forward")
-    parser.add_argument("--keys", nargs="*", default=KEYS, help="tilings for the gradient of keys and values")
-    parser.add_argument("--queries", nargs="*", default=QUERIES, help="tilings for the gradient of queries")
+    parser.add_argument(
+        "--keys", nargs="*", default=KEYS, help="tilings for the gradient of keys and values"
+    )
+    parser.add_argument(
+        "--queries", nargs="*", default=QUERIES, help="tilings for the gradient of queries"
+    )
     parser.add_argument("--rounds", type=int, default=20)
     given = parser.parse_args()
     heads, groups, channels, window = given.heads, given.groups, given.channels, given.window
     lengths = lengths_of(given.tokens, *given.lengths)
     sides = [min(n, window or n) for n in lengths]
-    pairs = sum(side * (side + 1) // 2 + (n - side) * side for n, side in zip(lengths, sides, strict=True))
+    pairs = sum(
+        side * (side + 1) // 2 + (n - side) * side for n, side in zip(lengths, sides, strict=True)
+    )
     product = 2 * pairs * heads * channels
     scale, longest = channels**-0.5, max(lengths)
-    print(f"{len(lengths)} sequences of {min(lengths)} to {longest}, {sum(lengths)} tokens", flush=True)
+    print(
+        f"{len(lengths)} sequences of {min(lengths)} to {longest}, {sum(lengths)} tokens",
+        flush=True,
+    )
     torch.manual_seed(0)
-    q, dout = (torch.randn(given.tokens, heads, channels, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
-    k, v = (torch.randn(given.tokens, groups, channels, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    q, dout = (
+        torch.randn(given.tokens, heads, channels, device=DEVICE, dtype=torch.bfloat16)
+        for _ in range(2)
+    )
+    k, v = (
+        torch.randn(given.tokens, groups, channels, device=DEVICE, dtype=torch.bfloat16)
+        for _ in range(2)
+    )
     bounds = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device=DEVICE)
 
     def tell(name: str, took: float, products: int, more: str = "") -> None:
-        print(f"{name}: {took:.3f} ms, {products * product / took / 1e9:.0f} TFLOP/s {more}", flush=True)
+        print(
+            f"{name}: {took:.3f} ms, {products * product / took / 1e9:.0f} TFLOP/s {more}",
+            flush=True,
+        )
 
     attend = partial(flash, q, k, v, bounds, longest, scale, window)
     out, lse, state, unused = attend()[:4]
@@ -112,7 +138,11 @@ def main() -> None:
     print(f"sums of rows: {took:.3f} ms", flush=True)
 
     def compare(
-        name: str, choices: list[str], products: int, expected: list[torch.Tensor], run_of: Callable[[Tiling], Run]
+        name: str,
+        choices: list[str],
+        products: int,
+        expected: list[torch.Tensor],
+        run_of: Callable[[Tiling], Run],
     ) -> None:
         quickest: tuple[float, str] | None = None
         for choice in choices:
@@ -135,7 +165,14 @@ def main() -> None:
             print(f"best for {name}: {quickest[1]}", flush=True)
 
     def forward_run(tiling: Tiling) -> Run:
-        return partial(forward, (q, k, v), tiles(lengths, tiling.block, DEVICE, of_keys=False), scale, window, tiling)
+        return partial(
+            forward,
+            (q, k, v),
+            tiles(lengths, tiling.block, DEVICE, of_keys=False),
+            scale,
+            window,
+            tiling,
+        )
 
     def keys_run(tiling: Tiling) -> Run:
         table = tiles(lengths, tiling.block, DEVICE, of_keys=True)
@@ -149,7 +186,9 @@ def main() -> None:
     compare("keys and values", given.keys, 4, [dk, dv], keys_run)
     compare("queries", given.queries, 3, [dq], queries_run)
 
-    ours = partial(gradients, dout, (q, k, v), out, lse, tables(lengths, channels, DEVICE), scale, window)
+    ours = partial(
+        gradients, dout, (q, k, v), out, lse, tables(lengths, channels, DEVICE), scale, window
+    )
     tell("our backward as it is set", milliseconds(ours, given.rounds), 5)
     same = all(torch.equal(a, b) for a, b in zip(ours(), ours(), strict=True))
     print("the same bits twice" if same else "NOT the same bits twice", flush=True)

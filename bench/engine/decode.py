@@ -1,10 +1,13 @@
-"""How quickly the sampler decodes, beside transformers' generate: one process, the same threads, the same weights.
+"""How quickly the sampler decodes, beside transformers' generate: one process, the same threads,
+the same weights.
 
-    PYTHONPATH=src python bench/engine/decode.py [--tokens 64] [--prompt 64] [--only ours] [--device cpu]
+    PYTHONPATH=src python bench/engine/decode.py [--tokens 64] [--prompt 64] [--only ours] [--device
+    cpu]
 
-The model has random weights, in the shape of SmolLM2-135M (or of an 8B model with `--shape 8b`). Ours samples with a
-LoRA adapter of rank 32 and log-probabilities; generate samples without either.
-A rate is tokens over the time from the first to the last decoding step, prefill left out, best of the rounds.
+The model has random weights, in the shape of SmolLM2-135M (or of an 8B model with `--shape 8b`).
+Ours samples with a LoRA adapter of rank 32 and log-probabilities; generate samples without either.
+A rate is tokens over the time from the first to the last decoding step, prefill left out, best of
+the rounds.
 """
 
 from __future__ import annotations
@@ -28,14 +31,18 @@ def engine_of(shape: str, device: str, adapters: int) -> Any:
     for index in range(adapters):
         engine.create("a", "m", LoraConfig(rank=32, seed=index, train_unembed=False))
         weights = engine._adapters["a"].state.weights
-        noise = torch.randn(weights.shape, generator=torch.Generator().manual_seed(index)).to(weights.device)
+        noise = torch.randn(weights.shape, generator=torch.Generator().manual_seed(index)).to(
+            weights.device
+        )
         weights.add_(noise, alpha=1e-3)
         engine.snapshot("a", f"s{index}")
         engine.drop("a")
     return engine
 
 
-def ours(engine: Any, jobs: int, samples: int, prompt: int, tokens: int, adapters: int) -> tuple[float, float, float]:
+def ours(
+    engine: Any, jobs: int, samples: int, prompt: int, tokens: int, adapters: int
+) -> tuple[float, float, float]:
     """Tokens per second of decoding, CPU seconds per second, and seconds of prefill."""
     from tinkex.types.inputs import ModelInput
     from tinkex.types.sampling import SampleRequest, SamplingParams
@@ -107,18 +114,28 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--only", choices=["ours", "theirs"])
-    parser.add_argument("--profile", action="store_true", help="where the time of many jobs goes, on host and device")
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="where the time of many jobs goes, on host and device",
+    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.only != "theirs":
         engine = engine_of(options.shape, options.device, min(8, max(options.rows)))
         for rows in options.rows:
             each = min(8, rows)
-            kinds = {"one job": (1, rows, 1), "jobs": (rows, 1, 1), f"jobs, {each} adapters": (rows, 1, each)}
+            kinds = {
+                "one job": (1, rows, 1),
+                "jobs": (rows, 1, 1),
+                f"jobs, {each} adapters": (rows, 1, each),
+            }
             for kind, (jobs, samples, adapters) in kinds.items():
                 if rows == 1 and kind != "one job":
                     continue
-                run = functools.partial(ours, engine, jobs, samples, options.prompt, options.tokens, adapters)
+                run = functools.partial(
+                    ours, engine, jobs, samples, options.prompt, options.tokens, adapters
+                )
                 report(f"ours, {kind}", rows, options.rounds, run)
                 if options.profile:
                     profile(run, options.device)
@@ -126,15 +143,21 @@ def main() -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
-        fields = {name: value for name, value in SHAPES[options.shape].items() if name != "model_type"}
-        config = AutoConfig.for_model(SHAPES[options.shape]["model_type"], **fields, max_position_embeddings=8192)
+        fields = {
+            name: value for name, value in SHAPES[options.shape].items() if name != "model_type"
+        }
+        config = AutoConfig.for_model(
+            SHAPES[options.shape]["model_type"], **fields, max_position_embeddings=8192
+        )
         with torch.device(options.device):
             model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
         for rows in options.rows:
             run = functools.partial(theirs, model, rows, options.prompt, options.tokens)
             report("transformers generate", rows, options.rounds, run)
         if options.device == "cuda":
-            run = functools.partial(batched, model, max(options.rows), options.prompt, options.tokens)
+            run = functools.partial(
+                batched, model, max(options.rows), options.prompt, options.tokens
+            )
             report("transformers continuous batching", max(options.rows), 1, run)
 
 

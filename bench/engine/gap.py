@@ -1,4 +1,5 @@
-"""How far the log-probabilities of samples lie from those that the trainer gives for the same tokens.
+"""How far the log-probabilities of samples lie from those that the trainer gives for the same
+tokens.
 
     PYTHONPATH=src python bench/engine/gap.py --shape 135m
     PYTHONPATH=src python bench/engine/gap.py --shape 8b --device cuda
@@ -32,7 +33,9 @@ def passed(engine: TorchEngine, data: list[Datum], *, backward: bool) -> Forward
             return done.result
 
 
-def drawn(engine: TorchEngine, prompts: list[ModelInput], samples: int, tokens: int) -> dict[str, SampleResponse]:
+def drawn(
+    engine: TorchEngine, prompts: list[ModelInput], samples: int, tokens: int
+) -> dict[str, SampleResponse]:
     """Samples of all prompts, beside each other."""
     params = SamplingParams(max_tokens=tokens, stop=[])
     for at, prompt in enumerate(prompts):
@@ -47,8 +50,12 @@ def drawn(engine: TorchEngine, prompts: list[ModelInput], samples: int, tokens: 
     return ended
 
 
-def gaps(engine: TorchEngine, prompts: list[ModelInput], samples: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """For every token: what the trainer's log-probability has more than the sampler's, and the latter."""
+def gaps(
+    engine: TorchEngine, prompts: list[ModelInput], samples: int, tokens: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """For every token: what the trainer's log-probability has more than the sampler's, and the
+    latter.
+    """
     data, theirs = [], []
     for job, response in drawn(engine, prompts, samples, tokens).items():
         prompt = prompts[int(job)].to_numpy()
@@ -64,7 +71,9 @@ def gaps(engine: TorchEngine, prompts: list[ModelInput], samples: int, tokens: i
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", default="135m", choices=SHAPES)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--prompts", type=int, default=16)
@@ -81,14 +90,17 @@ def main() -> None:
     engine.optim_step("a", AdamParams(learning_rate=1e-3))
     engine.snapshot("a", "s")
     random = np.random.default_rng(0)
-    prompts = [ModelInput.from_ints(random.integers(0, vocab, given.prompt)) for _ in range(given.prompts)]
+    prompts = [
+        ModelInput.from_ints(random.integers(0, vocab, given.prompt)) for _ in range(given.prompts)
+    ]
     dtype, before = str(model.embed_VD.dtype).removeprefix("torch."), 1.0
     for sharpened in given.sharpen:
         model.norm_D.mul_(sharpened / before)
         before = sharpened
         gap, theirs = gaps(engine, prompts, given.samples, given.tokens)
         print(
-            f"{given.shape}, {dtype}, {gap.size} tokens at {theirs.mean():.2f}: KL {np.mean(np.expm1(gap) - gap):.2e}, "
+            f"{given.shape}, {dtype}, {gap.size} tokens at {theirs.mean():.2f}: KL "
+            f"{np.mean(np.expm1(gap) - gap):.2e}, "
             f"|difference| {np.abs(gap).mean():.1e} in the mean, {np.abs(gap).max():.1e} at most",
             flush=True,
         )

@@ -1,10 +1,12 @@
-"""What the machine allows: the rate of matrix products, memory bandwidth, and a step of products with nothing else.
+"""What the machine allows: the rate of matrix products, memory bandwidth, and a step of products
+with nothing else.
 
     python bench/engine/limits.py --shape 135m --rows 1 8 32
     python bench/engine/limits.py --shape 8b --device cuda --rows 1 64 256
 
-The products of a decoding step are all those with the base weights, for so many rows; on a GPU under one CUDA graph.
-Those of training are forward and backward of the frozen weights. Neither has adapters, attention or anything else.
+The products of a decoding step are all those with the base weights, for so many rows; on a GPU
+under one CUDA graph. Those of training are forward and backward of the frozen weights. Neither has
+adapters, attention or anything else.
 """
 
 from __future__ import annotations
@@ -28,7 +30,11 @@ from tinkex.engine.torch.lora import Linear
 def shapes_of(shape: str) -> list[tuple[int, int, int]]:
     """(outputs, inputs, how often) of the linear layers."""
     given = SHAPES[shape]
-    hidden, heads, groups = given["hidden_size"], given["num_attention_heads"], given["num_key_value_heads"]
+    hidden, heads, groups = (
+        given["hidden_size"],
+        given["num_attention_heads"],
+        given["num_key_value_heads"],
+    )
     channels = given.get("head_dim", hidden // heads)
     layers, inner = given["num_hidden_layers"], given["intermediate_size"]
     return [
@@ -71,12 +77,16 @@ Multiply: TypeAlias = Callable[[torch.Tensor, int], object]
 
 
 def ways(weights: list[torch.Tensor], device: str, threads: int) -> dict[str, Multiply]:
-    """Who could multiply few rows: on a CPU also oneDNN and our own C, each with weights in its own layout."""
+    """Who could multiply few rows: on a CPU also oneDNN and our own C, each with weights in its own
+    layout.
+    """
     if device == "cuda":
         return {"cuBLAS": lambda x, index: F.linear(x, weights[index])}
     laid_out = [torch.ops.mkldnn._reorder_linear_weight(weight) for weight in weights]
     found: dict[str, Multiply] = {
-        "oneDNN": lambda x, index: torch.ops.mkldnn._linear_pointwise.default(x, laid_out[index], None, "none", [], "")
+        "oneDNN": lambda x, index: torch.ops.mkldnn._linear_pointwise.default(
+            x, laid_out[index], None, "none", [], ""
+        )
     }
     if (library := load()) is not None:
         layers = [Linear(f"{i}", "", w, None, [""], [w.shape[0]]) for i, w in enumerate(weights)]
@@ -93,7 +103,9 @@ def products(multiply: Multiply, inputs: list[torch.Tensor]) -> None:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", default="135m", choices=SHAPES)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2)
@@ -113,26 +125,44 @@ def main() -> None:
         size = 8192 if cuda else 1536
         left, right = random(size, size), random(size, size)
         seconds = best(partial(torch.mm, left, right), given.device, given.rounds)
-        print(f"a product of {size} x {size}: {2 * size**3 / seconds / 1e12:.3f} TFLOP/s", flush=True)
+        print(
+            f"a product of {size} x {size}: {2 * size**3 / seconds / 1e12:.3f} TFLOP/s", flush=True
+        )
         array = random(1 << (30 if cuda else 26))
         seconds = best(partial(array.mul_, 1.0), given.device, given.rounds)
-        print(f"read and write: {2 * array.numel() * array.element_size() / seconds / 1e9:.1f} GB/s", flush=True)
+        print(
+            f"read and write: {2 * array.numel() * array.element_size() / seconds / 1e9:.1f} GB/s",
+            flush=True,
+        )
         del left, right, array
-        weights = [random(outputs, inputs) for outputs, inputs, often in shapes_of(given.shape) for _ in range(often)]
+        weights = [
+            random(outputs, inputs)
+            for outputs, inputs, often in shapes_of(given.shape)
+            for _ in range(often)
+        ]
         multiplies = ways(weights, given.device, given.threads)
         for rows in given.rows:
             x = {weight.shape[1]: random(rows, weight.shape[1]) for weight in weights}
             inputs = [x[weight.shape[1]] for weight in weights]
             times = {
-                name: best(recorded(partial(products, multiply, inputs), given.device), given.device, given.rounds)
+                name: best(
+                    recorded(partial(products, multiply, inputs), given.device),
+                    given.device,
+                    given.rounds,
+                )
                 for name, multiply in multiplies.items()
             }
             name = min(times, key=lambda name: times[name])
-            print(f"products of a decoding step, {rows} rows: {rows / times[name]:.1f} tok/s ({name})", flush=True)
+            print(
+                f"products of a decoding step, {rows} rows: {rows / times[name]:.1f} tok/s ({name})",
+                flush=True,
+            )
         x = {weight.shape[1]: random(tokens, weight.shape[1]) for weight in weights}
         dy = {weight.shape[0]: random(tokens, weight.shape[0]) for weight in weights}
         seconds = best(
-            lambda: [(F.linear(x[w.shape[1]], w), dy[w.shape[0]] @ w) for w in weights], given.device, 1 + cuda
+            lambda: [(F.linear(x[w.shape[1]], w), dy[w.shape[0]] @ w) for w in weights],
+            given.device,
+            1 + cuda,
         )
         print(f"products of training, {tokens} tokens: {tokens / seconds:.1f} tok/s", flush=True)
 

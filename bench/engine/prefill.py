@@ -1,7 +1,7 @@
 """How quickly the engine runs prompts: from the start of so many jobs to the first token of each.
 
-PYTHONPATH=src python bench/engine/prefill.py
-PYTHONPATH=src python bench/engine/prefill.py --shape 8b --device cuda --prompts 64x64 8x512 2x2048 1x8000 64x500
+PYTHONPATH=src python bench/engine/prefill.py PYTHONPATH=src python bench/engine/prefill.py --shape
+8b --device cuda --prompts 64x64 8x512 2x2048 1x8000 64x500
 """
 
 from __future__ import annotations
@@ -36,10 +36,17 @@ def first_tokens(engine: TorchEngine, device: str, prompts: list[ModelInput]) ->
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", default="135m", choices=SHAPES)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--prompts", nargs="+", default=["1x64", "8x64", "1x512", "1x2000"], help="how many x how long")
+    parser.add_argument(
+        "--prompts",
+        nargs="+",
+        default=["1x64", "8x64", "1x512", "1x2000"],
+        help="how many x how long",
+    )
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
     engine = random_engine(given.shape, given.device)
@@ -49,11 +56,16 @@ def main() -> None:
     for what in given.prompts:
         jobs, size = map(int, what.split("x"))
         times = []
-        for _ in range(given.rounds + 1):  # never the same prompts, for those would be found; the first warms up
+        # never the same prompts, for those would be found; the first warms up
+        for _ in range(given.rounds + 1):
             prompts = [ModelInput.from_ints(random.integers(0, vocab, size)) for _ in range(jobs)]
             times.append(first_tokens(engine, given.device, prompts))
         best = min(times[1:])
-        print(f"{jobs:3d} prompts of {size:5d} tokens {1e3 * best:8.1f} ms {jobs * size / best:8.0f} tok/s", flush=True)
+        print(
+            f"{jobs:3d} prompts of {size:5d} tokens {1e3 * best:8.1f} ms {jobs * size / best:8.0f} "
+            "tok/s",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

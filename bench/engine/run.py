@@ -4,8 +4,9 @@
     python bench/engine/run.py --shape 8b --device cuda         # a GPU: 8B-shaped, bfloat16
     python bench/engine/run.py --shape 0.6b --device cuda
 
-Subjects: the machine's limits, tinkex as a whole stack (client, server, engine) and its engine alone, transformers with
-peft, transformers' generate and, on a GPU, its continuous batching. One that is not installed is left out, and said so.
+Subjects: the machine's limits, tinkex as a whole stack (client, server, engine) and its engine
+alone, transformers with peft, transformers' generate and, on a GPU, its continuous batching. One
+that is not installed is left out, and said so.
 """
 
 from __future__ import annotations
@@ -20,14 +21,20 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROWS = {"cpu": ["1", "8", "32"], "cuda": ["1", "64", "256"]}
-TRAINING = {"cpu": ["--tokens", "4096", "--longest", "512"], "cuda": ["--tokens", "65536", "--longest", "2048"]}
+TRAINING = {
+    "cpu": ["--tokens", "4096", "--longest", "512"],
+    "cuda": ["--tokens", "65536", "--longest", "2048"],
+}
 
 
 def subject(title: str, program: str, *options: str) -> list[str]:
     """Run one, show what it prints, and give its lines."""
     print(f"── {title}", flush=True)
     lines: list[str] = []
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parents[1] / "src"), *_path()])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(HERE.parents[1] / "src"), *_path()]),
+    }
     with subprocess.Popen(
         [sys.executable, str(HERE / program), *options],
         stdout=subprocess.PIPE,
@@ -41,7 +48,9 @@ def subject(title: str, program: str, *options: str) -> list[str]:
                 print("  ", line.rstrip(), flush=True)
             lines.append(line)
     if process.returncode:
-        print("   left out:", lines[-1].strip() if lines else f"exit {process.returncode}", flush=True)
+        print(
+            "   left out:", lines[-1].strip() if lines else f"exit {process.returncode}", flush=True
+        )
         return []
     return lines
 
@@ -74,7 +83,9 @@ def ratio(what: str, one: float | None, other: float | None) -> None:
 
 def main() -> None:
     """Run them all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", default="135m", choices=["135m", "0.6b", "8b"])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--rounds", default="3")
@@ -84,21 +95,49 @@ def main() -> None:
     rounds = ["--rounds", given.rounds]
     limits = subject("limits of the machine", "limits.py", *where, "--rows", *rows)
     stack = subject("tinkex, whole stack", "stack.py", *where, *work, "--rows", *rows, *rounds)
-    train = subject("tinkex, engine alone: training", "train.py", *where, *work, "--adapters", "1", "8", *rounds)
-    decode = subject("tinkex, engine alone: decoding", "decode.py", *where, "--rows", *rows, "--only", "ours", *rounds)
-    batch = "8" if given.device == "cpu" else "4"  # of eight long ones, the logits alone do not fit a GPU
-    peft = subject("transformers + peft", "train.py", *where, *work, "--peft", "--batch", batch, *rounds)
-    generate = subject("transformers generate", "decode.py", *where, "--rows", *rows, "--only", "theirs", *rounds)
+    train = subject(
+        "tinkex, engine alone: training", "train.py", *where, *work, "--adapters", "1", "8", *rounds
+    )
+    decode = subject(
+        "tinkex, engine alone: decoding",
+        "decode.py",
+        *where,
+        "--rows",
+        *rows,
+        "--only",
+        "ours",
+        *rounds,
+    )
+    # of eight long ones, the logits alone do not fit a GPU
+    batch = "8" if given.device == "cpu" else "4"
+    peft = subject(
+        "transformers + peft", "train.py", *where, *work, "--peft", "--batch", batch, *rounds
+    )
+    generate = subject(
+        "transformers generate", "decode.py", *where, "--rows", *rows, "--only", "theirs", *rounds
+    )
     print("── ratios")
     whole = rate(stack, "whole stack")
     ratio("training, whole stack / peft", whole, rate(peft, "transformers"))
     ratio("training, whole stack / products alone", whole, rate(limits, "products of training"))
-    ratio("training, 8 adapters / one, engine alone", rate(train, "tinkex,  8"), rate(train, "tinkex,  1"))
+    ratio(
+        "training, 8 adapters / one, engine alone",
+        rate(train, "tinkex,  8"),
+        rate(train, "tinkex,  1"),
+    )
     ratio("peak memory, engine / peft (GB)", peak(train, "tinkex,  1"), peak(peft, "transformers"))
     for count in rows:
         ours = rate(decode, rf"ours, one job +{count} samples")
-        ratio(f"decoding {count}, engine / generate", ours, rate(generate, rf"transformers generate +{count} "))
-        ratio(f"decoding {count}, engine / products", ours, rate(limits, rf"products of a decoding step, {count} "))
+        ratio(
+            f"decoding {count}, engine / generate",
+            ours,
+            rate(generate, rf"transformers generate +{count} "),
+        )
+        ratio(
+            f"decoding {count}, engine / products",
+            ours,
+            rate(limits, rf"products of a decoding step, {count} "),
+        )
         batched = rate(generate, rf"transformers continuous batching +{count} ")
         ratio(f"decoding {count}, engine / continuous batching", ours, batched)
         prompts = rate(stack, rf"{count} (samples|jobs)")

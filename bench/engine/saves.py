@@ -1,4 +1,5 @@
-"""What others notice of a save: the time between tokens of a sample while another run is saved again and again.
+"""What others notice of a save: the time between tokens of a sample while another run is saved
+again and again.
 
     PYTHONPATH=src python bench/engine/saves.py
     PYTHONPATH=src python bench/engine/saves.py --shape 8b --device cuda
@@ -41,12 +42,18 @@ def save_until(training: TrainingClient, over: threading.Event, took: list[float
 def told(name: str, between: list[float]) -> None:
     """Print how long tokens took."""
     middle, longest, total = statistics.median(between), max(between), sum(between)
-    print(f"{name}: {1e3 * middle:.1f} ms a token, the longest {1e3 * longest:.0f}, {total:.2f} s in all", flush=True)
+    print(
+        f"{name}: {1e3 * middle:.1f} ms a token, the longest {1e3 * longest:.0f}, {total:.2f} s in "
+        "all",
+        flush=True,
+    )
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", default="135m", choices=SHAPES)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2)

@@ -1,4 +1,6 @@
-"""Models of a known shape with random weights, made where they are used: throughput does not depend on the weights."""
+"""Models of a known shape with random weights, made where they are used: throughput does not depend
+on the weights.
+"""
 
 from __future__ import annotations
 
@@ -87,5 +89,7 @@ def random_engine(shape: str, device: str, **options: Any) -> TorchEngine:
     engine = TorchEngine({"m": directory}, device=device, **options)
     base = engine._bases["m"]
     config = DecoderConfig.read(directory)
-    base.__dict__["model"] = assemble(config, RandomTensors(device, base.dtype), base.dtype, base.device)
+    base.__dict__["model"] = assemble(
+        config, RandomTensors(device, base.dtype), base.dtype, base.device
+    )
     return engine

@@ -1,10 +1,11 @@
-"""The whole stack, client and server and engine, beside the engine alone: rates, and what the API layer adds.
+"""The whole stack, client and server and engine, beside the engine alone: rates, and what the API
+layer adds.
 
-    PYTHONPATH=src python bench/engine/stack.py --shape 135m
-    PYTHONPATH=src python bench/engine/stack.py --shape 8b --device cuda --tokens 16384 --longest 2048 --rows 1 64 256
+    PYTHONPATH=src python bench/engine/stack.py --shape 135m PYTHONPATH=src python
+    bench/engine/stack.py --shape 8b --device cuda --tokens 16384 --longest 2048 --rows 1 64 256
 
-Everything runs in one process, on one engine, in turn. The client speaks to the embedded server with the bytes that
-would go over a socket. `--socket` puts a socket between them.
+Everything runs in one process, on one engine, in turn. The client speaks to the embedded server
+with the bytes that would go over a socket. `--socket` puts a socket between them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ import torch
 from shapes import SHAPES, random_engine
 from train import mixed, ours, synchronize
 
-from tinkex import AdamParams, LocalBackend, ModelInput, SamplingClient, SamplingParams, ServiceClient
+from tinkex import (
+    AdamParams,
+    LocalBackend,
+    ModelInput,
+    SamplingClient,
+    SamplingParams,
+    ServiceClient,
+)
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.types.inputs import Datum
 from tinkex.types.sampling import SampleRequest
@@ -71,7 +79,9 @@ def draw(engine: TorchEngine, sampler: str, text: ModelInput, params: SamplingPa
 
 
 def rate(sampler: SamplingClient, rows: int, size: int, tokens: int, *, jobs: bool) -> float:
-    """Tokens a second of so many samples, from the first request to the last answer, prompts included."""
+    """Tokens a second of so many samples, from the first request to the last answer, prompts
+    included.
+    """
     random = np.random.default_rng()
     params = SamplingParams(max_tokens=tokens, stop=[])
     began = time.perf_counter()
@@ -79,11 +89,15 @@ def rate(sampler: SamplingClient, rows: int, size: int, tokens: int, *, jobs: bo
         futures = [sampler.sample(prompt(random, size), 1, params) for _ in range(rows)]
     else:
         futures = [sampler.sample(prompt(random, size), rows, params)]
-    drawn = sum(len(sequence.tokens_np) for future in futures for sequence in future.result().sequences)
+    drawn = sum(
+        len(sequence.tokens_np) for future in futures for sequence in future.result().sequences
+    )
     return drawn / (time.perf_counter() - began)
 
 
-def training(engine: TorchEngine, client: ServiceClient, data: list[Datum], device: str, rounds: int) -> None:
+def training(
+    engine: TorchEngine, client: ServiceClient, data: list[Datum], device: str, rounds: int
+) -> None:
     """A step of training, both ways."""
     total = sum(datum.model_input.length for datum in data)
     trainer = client.create_lora_training_client("m", rank=32, train_unembed=False).result()
@@ -102,10 +116,14 @@ def training(engine: TorchEngine, client: ServiceClient, data: list[Datum], devi
         other.append(timed(step, device))
     alone, whole = statistics.median(one[1:]), statistics.median(other[1:])
     engine.drop("alone")
-    print(f"training step of {total} tokens: engine alone {alone:.3f} s ({total / alone:.0f} tok/s)", flush=True)
+    print(
+        f"training step of {total} tokens: engine alone {alone:.3f} s ({total / alone:.0f} tok/s)",
+        flush=True,
+    )
     print(
         f"whole stack {whole:.3f} s ({total / whole:.0f} tok/s): {1e3 * (whole - alone):+.1f} ms, "
-        f"{100 * (whole / alone - 1):+.1f} %; of all steps {total / statistics.mean(other[1:]):.0f} tok/s, "
+        f"{100 * (whole / alone - 1):+.1f} %; of all steps "
+        f"{total / statistics.mean(other[1:]):.0f} tok/s, "
         f"the longest {max(other[1:]):.3f} s",
         flush=True,
     )
@@ -121,7 +139,8 @@ def single(engine: TorchEngine, client: ServiceClient, rounds: int) -> SamplingC
     alone: list[float] = []
     whole: list[float] = []
     for _ in range(rounds):  # in turn, here too
-        # The server's thread looks once more whether there is anything to do, and an engine has one thread.
+        # The server's thread looks once more whether there is anything to do, and an engine has one
+        # thread.
         time.sleep(0.02)
         texts = prompt(random, 16), prompt(random, 16)
         began = time.perf_counter()
@@ -141,7 +160,9 @@ def single(engine: TorchEngine, client: ServiceClient, rounds: int) -> SamplingC
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", default="135m", choices=SHAPES)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2)
@@ -162,9 +183,14 @@ def main() -> None:
         sampler = single(engine, client, given.singles)
         for rows in given.rows:
             for jobs in (False, True) if rows > 1 else (True,):
-                rates = [rate(sampler, rows, given.prompt, given.drawn, jobs=jobs) for _ in range(3)]
+                rates = [
+                    rate(sampler, rows, given.prompt, given.drawn, jobs=jobs) for _ in range(3)
+                ]
                 kind = "jobs" if jobs else "samples of one job"
-                print(f"{rows} {kind}, whole stack, prompts included: {max(rates):.0f} tok/s", flush=True)
+                print(
+                    f"{rows} {kind}, whole stack, prompts included: {max(rates):.0f} tok/s",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

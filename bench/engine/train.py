@@ -1,9 +1,11 @@
-"""How quickly the engine trains: tokens a second and peak memory, on mixed lengths, for one adapter and for several.
+"""How quickly the engine trains: tokens a second and peak memory, on mixed lengths, for one adapter
+and for several.
 
-    PYTHONPATH=src python bench/engine/train.py --shape 135m
-    PYTHONPATH=src python bench/engine/train.py --shape 8b --device cuda --tokens 65536 --longest 2048
+    PYTHONPATH=src python bench/engine/train.py --shape 135m PYTHONPATH=src python
+    bench/engine/train.py --shape 8b --device cuda --tokens 65536 --longest 2048
 
-`--peft` runs transformers + peft beside it on the same data (padded, as it takes them), in the same run.
+`--peft` runs transformers + peft beside it on the same data (padded, as it takes them), in the same
+run.
 """
 
 from __future__ import annotations
@@ -56,14 +58,20 @@ def ours(engine: TorchEngine, device: str, parts: dict[str, list[Datum]]) -> flo
     return time.perf_counter() - began
 
 
-def theirs(shape: str, device: str, rank: int, data: list[Datum], batch: int, rounds: int) -> tuple[float, float]:
-    """Seconds and peak memory of transformers + peft for the same data, padded batch by batch, sorted by length."""
+def theirs(
+    shape: str, device: str, rank: int, data: list[Datum], batch: int, rounds: int
+) -> tuple[float, float]:
+    """Seconds and peak memory of transformers + peft for the same data, padded batch by batch,
+    sorted by length.
+    """
     from peft import LoraConfig as PeftConfig
     from peft import get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = {k: v for k, v in SHAPES[shape].items() if k != "model_type"}
-    config = AutoConfig.for_model(SHAPES[shape]["model_type"], **fields, max_position_embeddings=8192)
+    config = AutoConfig.for_model(
+        SHAPES[shape]["model_type"], **fields, max_position_embeddings=8192
+    )
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     with torch.device(device):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -83,10 +91,15 @@ def theirs(shape: str, device: str, rank: int, data: list[Datum], batch: int, ro
                 length = datum.model_input.length
                 ids[row, :length] = torch.from_numpy(datum.model_input.to_numpy().astype(np.int64))
                 mask[row, :length] = 1
-                labels[row, :length] = torch.from_numpy(datum.loss_fn_inputs["target_tokens"].to_numpy())
+                labels[row, :length] = torch.from_numpy(
+                    datum.loss_fn_inputs["target_tokens"].to_numpy()
+                )
             logits = model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
             loss = torch.nn.functional.cross_entropy(
-                logits.float().flatten(0, 1), labels.flatten().to(device), reduction="sum", ignore_index=-100
+                logits.float().flatten(0, 1),
+                labels.flatten().to(device),
+                reduction="sum",
+                ignore_index=-100,
             )
             loss.backward()
         optimizer.step()
@@ -105,7 +118,9 @@ def peak(device: str) -> float:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", default="135m", choices=SHAPES)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rank", type=int, default=32)
@@ -121,20 +136,29 @@ def main() -> None:
     data = mixed(given.tokens, given.longest, SHAPES[given.shape]["vocab_size"])
     total = sum(datum.model_input.length for datum in data)
     if given.peft:
-        seconds, memory = theirs(given.shape, given.device, given.rank, data, given.batch, given.rounds)
-        print(f"transformers + peft      {total / seconds:9.0f} tok/s   peak {memory:6.2f} GB", flush=True)
+        seconds, memory = theirs(
+            given.shape, given.device, given.rank, data, given.batch, given.rounds
+        )
+        print(
+            f"transformers + peft      {total / seconds:9.0f} tok/s   peak {memory:6.2f} GB",
+            flush=True,
+        )
         return  # the peak of a process never goes down: one subject in each
     engine = random_engine(given.shape, given.device, micro_batch_tokens=given.budget)
     for count in given.adapters:
         if count > len(data):
-            parser.error(f"--adapters {count} needs more data than --tokens {given.tokens} make: there are {len(data)}")
+            parser.error(
+                f"--adapters {count} needs more data than --tokens {given.tokens} make: there are "
+                f"{len(data)}"
+            )
         names = [f"a{index}" for index in range(count)]
         for index, name in enumerate(names):
             engine.create(name, "m", LoraConfig(rank=given.rank, seed=index, train_unembed=False))
         parts = {name: data[index::count] for index, name in enumerate(names)}
         times = [ours(engine, given.device, parts) for _ in range(given.rounds + 1)][1:]
         print(
-            f"tinkex, {count:2d} adapter{'s' if count > 1 else ' '}      {total / min(times):9.0f} tok/s   "
+            f"tinkex, {count:2d} adapter{'s' if count > 1 else ' '}      {total / min(times):9.0f} "
+            "tok/s   "
             f"peak {peak(given.device):6.2f} GB   rounds {' '.join(f'{t:.2f}' for t in times)} s",
             flush=True,
         )

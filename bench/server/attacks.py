@@ -1,7 +1,9 @@
-"""One kind of load of the hostile owner, as a process: it goes as far as the server lets it, until it is ended.
+"""One kind of load of the hostile owner, as a process: it goes as far as the server lets it, until
+it is ended.
 
-Everything comes from one address of its own (127.0.0.2), so that the limit of connections from one address is the
-attacker's. What the server refuses is counted and tried again. Prints its counts as one line of JSON in the end.
+Everything comes from one address of its own (127.0.0.2), so that the limit of connections from one
+address is the attacker's. What the server refuses is counted and tried again. Prints its counts as
+one line of JSON in the end.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ SOURCE = "127.0.0.2"
 MODEL = "tinkex/tiny"
 WINDOW = 512
 OPEN = 15_000
-"""Requests for samples that are kept open: most of what an owner may have, the rest is for the other kinds."""
+"""Requests for samples that are kept open: most of what an owner may have, the rest is for the
+other kinds."""
 BACK_OFF = 1.0
 BOMB_BYTES = 1 << 30
 JSON_BYTES = 16 << 20
@@ -43,7 +46,9 @@ class Peer:
         self._line: Peer | None = None
 
     async def ask(self, path: str, body: bytes, **how: Any) -> tuple[int, bytes, float]:
-        """Status, body and seconds of one exchange; status 0 when the connection ended without an answer."""
+        """Status, body and seconds of one exchange; status 0 when the connection ended without an
+        answer.
+        """
         try:
             if self._line is None:
                 self._line = await Line.to(self._attack.args.url, self._attack.args.key, SOURCE)
@@ -90,7 +95,9 @@ class Attack:
         """Read a result, whatever it is."""
         status = 408
         while status in (0, 408):
-            status, answer, _ = await line.ask("retrieve_future", json.dumps({"request_id": request_id}).encode())
+            status, answer, _ = await line.ask(
+                "retrieve_future", json.dumps({"request_id": request_id}).encode()
+            )
         self.counts["results failed" if b'"error"' in answer[:200] else "results read"] += 1
         if b'"error"' in answer[:200] and self.counts["results failed"] == 1:
             print(json.dumps({"failed": answer[:300].decode(errors="replace")}), flush=True)
@@ -104,15 +111,26 @@ class Attack:
     async def run(self, line: Peer) -> tuple[str, str]:
         """A new session with a run; their ids."""
         session = await self.session(line)
-        wanted = {"session_id": session, "model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 8}}
+        wanted = {
+            "session_id": session,
+            "model_seq_id": 0,
+            "base_model": MODEL,
+            "lora_config": {"rank": 8},
+        }
         receipt = await self.sure(line, "create_model", wanted)
         await self.read(line, receipt["request_id"])
         return session, receipt["model_id"]
 
     async def sampler(self, line: Peer) -> str:
         """A new sampler of the base model."""
-        wanted = {"session_id": await self.session(line), "sampling_session_seq_id": 0, "base_model": MODEL}
-        return str((await self.sure(line, "create_sampling_session", wanted))["sampling_session_id"])
+        wanted = {
+            "session_id": await self.session(line),
+            "sampling_session_seq_id": 0,
+            "base_model": MODEL,
+        }
+        return str(
+            (await self.sure(line, "create_sampling_session", wanted))["sampling_session_id"]
+        )
 
 
 def prompt(length: int) -> dict[str, Any]:
@@ -126,7 +144,7 @@ def datum(length: int) -> dict[str, Any]:
     return {"model_input": prompt(length), "loss_fn_inputs": {"target_tokens": targets}}
 
 
-# ── the kinds ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the kinds ─────────────────────────────────────────────────────────────────────────────────────
 
 
 async def samples(attack: Attack) -> None:
@@ -160,7 +178,11 @@ async def unread(attack: Attack) -> None:
     async def submitting() -> None:
         line = attack.line()
         while True:
-            wanted = {"sampling_session_id": sampler, "seq_id": next(numbers), "prompt": prompt(WINDOW - 2)}
+            wanted = {
+                "sampling_session_id": sampler,
+                "seq_id": next(numbers),
+                "prompt": prompt(WINDOW - 2),
+            }
             wanted |= {"sampling_params": {"max_tokens": 1, "stop": []}, "num_samples": 1}
             wanted |= {"prompt_logprobs": True, "topk_prompt_logprobs": attack.args.topk}
             await attack.ask(line, "asample", wanted)
@@ -180,10 +202,16 @@ async def passes(attack: Attack) -> None:
             for path, fields in (
                 ("forward_backward", {"forward_backward_input": body}),
                 ("optim_step", {"adam_params": {"learning_rate": 1e-4}}),
-                *([("save_weights", {"path": "latest", "overwrite": True})] if number % 24 == 22 else []),
+                *(
+                    [("save_weights", {"path": "latest", "overwrite": True})]
+                    if number % 24 == 22
+                    else []
+                ),
             ):
                 number += 1
-                receipt = await attack.sure(line, path, {"model_id": model, "seq_id": number, **fields})
+                receipt = await attack.sure(
+                    line, path, {"model_id": model, "seq_id": number, **fields}
+                )
                 open_ids.append(receipt["request_id"])
             while len(open_ids) > 8:
                 await attack.read(line, open_ids.pop(0))
@@ -202,7 +230,11 @@ async def losses(attack: Attack) -> None:
         receipt = await attack.sure(line, "create_custom_loss", wanted)
         await attack.read(line, receipt["request_id"])
         number, open_ids = 0, []
-        body = {"data": [datum(1), datum(1)], "loss_fn": "custom", "loss_fn_config": {"loss_id": receipt["request_id"]}}
+        body = {
+            "data": [datum(1), datum(1)],
+            "loss_fn": "custom",
+            "loss_fn_config": {"loss_id": receipt["request_id"]},
+        }
         while True:
             number += 1
             wanted = {"model_id": model, "seq_id": number, "forward_backward_input": body}
@@ -219,7 +251,9 @@ def heavy() -> dict[str, Any]:
     def step(name: str, target: str, *args: Any, op: str = "call_function") -> dict[str, Any]:
         return {"op": op, "name": name, "target": target, "args": list(args), "kwargs": {}}
 
-    ref = {name: {"ref": name} for name in ("logprobs", "total", "ones", "scaled", "product", "sum")}
+    ref = {
+        name: {"ref": name} for name in ("logprobs", "total", "ones", "scaled", "product", "sum")
+    }
     nodes = [
         step("logprobs", "logprobs", op="placeholder"),
         step("total", "sum", ref["logprobs"], op="call_method"),
@@ -242,19 +276,27 @@ async def searches(attack: Attack) -> None:
         line = attack.line()
         while True:
             none = metadata | {"key7": "none"}
-            await attack.ask(line, "sessions/search", {"user_metadata": none, "display_name": "z" * 200, "limit": 200})
+            await attack.ask(
+                line,
+                "sessions/search",
+                {"user_metadata": none, "display_name": "z" * 200, "limit": 200},
+            )
             await attack.ask(line, "sessions/search", {"user_metadata": metadata, "limit": 200})
             await attack.ask(line, "checkpoints/search", {"user_metadata": none, "limit": 200})
 
     for number in range(8):
         asking.add(asyncio.create_task(searching()))
         for _ in range(SESSIONS // 8):
-            await attack.session(first, user_metadata=metadata, display_name=f"a session {number}" * 8)
+            await attack.session(
+                first, user_metadata=metadata, display_name=f"a session {number}" * 8
+            )
     await asyncio.gather(*asking)
 
 
 async def connections(attack: Attack) -> None:
-    """As many connections as one address may have and more: silent, with half a header, or with half a body."""
+    """As many connections as one address may have and more: silent, with half a header, or with
+    half a body.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = min(3000, (hard if hard != resource.RLIM_INFINITY else 1 << 20) - 64)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most + 64), hard))
@@ -263,7 +305,9 @@ async def connections(attack: Attack) -> None:
         b"",
         b"POST /api/v1/asample HTTP/1.1\r\nhost: 127.0.0.1\r\nx-wait: ",
         b"POST /api/v1/asample HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
-        b"x-api-key: " + attack.args.key.encode() + b'\r\ncontent-length: 1000000\r\n\r\n{"prompt": ',
+        b"x-api-key: "
+        + attack.args.key.encode()
+        + b'\r\ncontent-length: 1000000\r\n\r\n{"prompt": ',
     )
     room = asyncio.Semaphore(64)
 
@@ -271,7 +315,9 @@ async def connections(attack: Attack) -> None:
         while True:
             with contextlib.suppress(OSError):
                 async with room:
-                    reader, writer = await asyncio.open_connection(place.hostname, place.port, local_addr=(SOURCE, 0))
+                    reader, writer = await asyncio.open_connection(
+                        place.hostname, place.port, local_addr=(SOURCE, 0)
+                    )
                 attack.counts["opened"] += 1
                 writer.write(starts[number % len(starts)])
                 while not reader.at_eof():
@@ -303,7 +349,9 @@ async def bodies(attack: Attack) -> None:
         while True:
             number += 1
             data = {"data": [datum(500)], "loss_fn": "cross_entropy"}
-            wanted = json.dumps({"model_id": model, "seq_id": number, "forward_backward_input": data})
+            wanted = json.dumps(
+                {"model_id": model, "seq_id": number, "forward_backward_input": data}
+            )
             await attack.sure(line, "forward_backward", wanted.encode().ljust(JSON_BYTES))
             number += 1  # a step, so that the journal can be dropped now and then
             wanted = {"model_id": model, "seq_id": number, "adam_params": {"learning_rate": 1e-4}}
@@ -317,7 +365,11 @@ def spaces(session: str, size: int) -> bytes:
     """A message that is followed by so many spaces, compressed."""
     packer = codec.zstd.ZstdCompressor(1)
     packed = packer.compress(json.dumps({"session_id": session}).encode())
-    return packed + b"".join(packer.compress(b" " * (1 << 20)) for _ in range(size >> 20)) + packer.flush()
+    return (
+        packed
+        + b"".join(packer.compress(b" " * (1 << 20)) for _ in range(size >> 20))
+        + packer.flush()
+    )
 
 
 KINDS: dict[str, Callable[[Attack], Coroutine[Any, Any, None]]] = {

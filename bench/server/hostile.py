@@ -1,9 +1,10 @@
-"""One owner uses every limit of a server; what another owner notices of it, and what the server takes.
+"""One owner uses every limit of a server; what another owner notices of it, and what the server
+takes.
 
-The server is `tinkex serve` with a key for each of the two and `tinkex/tiny`. Each kind of load is a process
-(`attacks.py`); the other owner is one more (`neighbour.py`), which measures alone first and then beside the load.
-Memory and disk are bounded if they stay under a cap, and if the last third of the time takes little more than the
-second.
+The server is `tinkex serve` with a key for each of the two and `tinkex/tiny`. Each kind of load is
+a process (`attacks.py`); the other owner is one more (`neighbour.py`), which measures alone first
+and then beside the load. Memory and disk are bounded if they stay under a cap, and if the last
+third of the time takes little more than the second.
 """
 
 from __future__ import annotations
@@ -40,11 +41,22 @@ OWNERS = ("hostile", "neighbour")
 
 def add_options(group: Any) -> None:
     """Add the options of this mode."""
-    group.add_argument("--hostile", action="store_true", help="one owner uses every limit, another measures")
+    group.add_argument(
+        "--hostile", action="store_true", help="one owner uses every limit, another measures"
+    )
     group.add_argument("--only", help=f"kinds of load, of {','.join(KINDS)} (default: all)")
-    group.add_argument("--baseline", type=float, default=30, help="seconds that are measured without load (default 30)")
-    group.add_argument("--most-memory", type=float, default=6000, help="MB that the server may take (default 6000)")
-    group.add_argument("--most-disk", type=float, default=6000, help="MB of its data directory (default 6000)")
+    group.add_argument(
+        "--baseline",
+        type=float,
+        default=30,
+        help="seconds that are measured without load (default 30)",
+    )
+    group.add_argument(
+        "--most-memory", type=float, default=6000, help="MB that the server may take (default 6000)"
+    )
+    group.add_argument(
+        "--most-disk", type=float, default=6000, help="MB of its data directory (default 6000)"
+    )
     group.add_argument(
         "--limit",
         action="append",
@@ -119,13 +131,30 @@ def measure(args: argparse.Namespace, kinds: list[str]) -> Told:
 
 def key_of(folder: Path, owner: str) -> str:
     """A key for an owner, made as an operator would."""
-    command = [sys.executable, "-m", "tinkex", "key", "create", owner, "--owner", owner, "--data-dir", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "tinkex",
+        "key",
+        "create",
+        owner,
+        "--owner",
+        owner,
+        "--data-dir",
+        str(folder),
+    ]
     made = subprocess.run(command, env=environment(), check=True, capture_output=True, text=True)
     return made.stdout.strip()
 
 
 def _carry_out(
-    args: argparse.Namespace, told: Told, kinds: list[str], url: str, keys: dict[str, str], gauge: Gauge, disk: Disk
+    args: argparse.Namespace,
+    told: Told,
+    kinds: list[str],
+    url: str,
+    keys: dict[str, str],
+    gauge: Gauge,
+    disk: Disk,
 ) -> None:
     command = [sys.executable, str(HERE / "neighbour.py"), "--url", url, "--key", keys["neighbour"]]
     command += ["--baseline", str(args.baseline), "--seconds", str(args.seconds)]
@@ -135,7 +164,9 @@ def _carry_out(
     ) as neighbour:
         assert neighbour.stdin is not None
         assert neighbour.stdout is not None
-        watching = threading.Thread(target=_watch, args=(args, told, neighbour, gauge, disk), daemon=True)
+        watching = threading.Thread(
+            target=_watch, args=(args, told, neighbour, gauge, disk), daemon=True
+        )
         watching.start()
         starting: list[threading.Timer] = []
         try:
@@ -147,9 +178,18 @@ def _carry_out(
                 if said.get("mark") == "alone":
                     for kind in kinds:
                         late = args.seconds * LATE.get(kind, 0) if len(kinds) > 1 else 0
-                        attack = [sys.executable, str(HERE / "attacks.py"), "--url", url, "--key", keys["hostile"]]
+                        attack = [
+                            sys.executable,
+                            str(HERE / "attacks.py"),
+                            "--url",
+                            url,
+                            "--key",
+                            keys["hostile"],
+                        ]
                         attack += ["--kind", kind]
-                        starting.append(threading.Timer(late, _start, (attackers, kind, attack, args.nice)))
+                        starting.append(
+                            threading.Timer(late, _start, (attackers, kind, attack, args.nice))
+                        )
                         starting[-1].start()
                     neighbour.stdin.write("\n")
                     neighbour.stdin.flush()
@@ -174,9 +214,15 @@ def _said(lines: IO[str]) -> Iterator[dict[str, Any]]:
         yield json.loads(line)
 
 
-def _start(attackers: dict[str, subprocess.Popen[str]], kind: str, command: list[str], nice: int) -> None:
+def _start(
+    attackers: dict[str, subprocess.Popen[str]], kind: str, command: list[str], nice: int
+) -> None:
     attackers[kind] = subprocess.Popen(
-        command, env=environment(), stdout=subprocess.PIPE, text=True, preexec_fn=lambda: os.nice(nice)
+        command,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: os.nice(nice),
     )
 
 
@@ -198,7 +244,9 @@ def _end(attacker: subprocess.Popen[str]) -> Counter[str]:
     return counts
 
 
-def _watch(args: argparse.Namespace, told: Told, neighbour: subprocess.Popen[str], gauge: Gauge, disk: Disk) -> None:
+def _watch(
+    args: argparse.Namespace, told: Told, neighbour: subprocess.Popen[str], gauge: Gauge, disk: Disk
+) -> None:
     """End the run when the server takes more than it may: the machine must survive it."""
     while neighbour.poll() is None:
         memory = gauge.readings[-1].memory if gauge.readings else 0.0
@@ -214,13 +262,16 @@ def _watch(args: argparse.Namespace, told: Told, neighbour: subprocess.Popen[str
         time.sleep(0.5)
 
 
-# ── what is printed ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── what is printed ───────────────────────────────────────────────────────────────────────────────
 
 
 def thirds(readings: list[tuple[float, float]], start: float, end: float) -> list[float]:
     """The most in each third of a time."""
     length = (end - start) / 3
-    parts = [[v for at, v in readings if start + n * length <= at < start + (n + 1) * length] for n in range(3)]
+    parts = [
+        [v for at, v in readings if start + n * length <= at < start + (n + 1) * length]
+        for n in range(3)
+    ]
     return [max(part, default=0.0) for part in parts]
 
 
@@ -231,11 +282,16 @@ def misses(args: argparse.Namespace, told: Told) -> Iterator[str]:
     submits, steps = told.seen.get("load submit", []), told.seen.get("load steps", [])
     if submits and (p99 := 1000 * quantile(submits, 0.99)) > SUBMIT_MS:
         alone = 1000 * quantile(told.seen["baseline submit"], 0.99)
-        yield f"p99 of submits is {p99:.1f} ms, more than {SUBMIT_MS:.0f}; without any load it is {alone:.1f} ms"
+        yield (
+            f"p99 of submits is {p99:.1f} ms, more than {SUBMIT_MS:.0f}; without any load it is "
+            f"{alone:.1f} ms"
+        )
     if steps and max(steps) > STEPS:
         yield f"a sample of two tokens took {max(steps):.0f} engine steps, more than {STEPS}"
     if not told.stopped and not (submits and steps):
-        yield f"nothing to judge by: {len(submits)} submits and {len(steps)} samples ended under load"
+        yield (
+            f"nothing to judge by: {len(submits)} submits and {len(steps)} samples ended under load"
+        )
     if told.wrong:
         yield f"the other owner was refused or lost something: {'; '.join(told.wrong)}"
     for kind, counts in told.counts.items():
@@ -246,20 +302,35 @@ def misses(args: argparse.Namespace, told: Told) -> Iterator[str]:
     for name, readings in (("memory", told.memory), ("disk", told.disk)):
         _, second, third = thirds(readings, start, end)
         if second and third > GROWTH * second + SLACK_MB:
-            yield f"{name} grows: {second:.0f} MB at most in the second third of the time, {third:.0f} in the last"
+            yield (
+                f"{name} grows: {second:.0f} MB at most in the second third of the time, "
+                f"{third:.0f} in the last"
+            )
 
 
 def report(args: argparse.Namespace, told: Told) -> list[str]:
     """Print everything; the targets that were missed."""
     rows = {"submit, alone": "baseline submit", "**submit, under load**": "load submit"}
-    rows |= {"sample of two tokens, alone": "baseline sample", "sample of two tokens, under load": "load sample"}
-    rows |= {"training step, alone": "baseline training step", "training step, under load": "load training step"}
-    rows |= {"new connection, alone": "baseline connect", "new connection, under load": "load connect"}
+    rows |= {
+        "sample of two tokens, alone": "baseline sample",
+        "sample of two tokens, under load": "load sample",
+    }
+    rows |= {
+        "training step, alone": "baseline training step",
+        "training step, under load": "load training step",
+    }
+    rows |= {
+        "new connection, alone": "baseline connect",
+        "new connection, under load": "load connect",
+    }
     print("| the other owner, ms | count | p50 | p90 | p99 | max |\n|---|--:|--:|--:|--:|--:|")
     for name, what in rows.items():
         if values := told.seen.get(what):
             print(latency_row(name, values))
-    print("\n| engine steps of a sample of two tokens | count | p50 | p90 | max |\n|---|--:|--:|--:|--:|")
+    print(
+        "\n| engine steps of a sample of two tokens | count | p50 | p90 | max "
+        "|\n|---|--:|--:|--:|--:|"
+    )
     for phase in ("baseline", "load"):
         for what in ("steps", "sampling steps"):
             if values := told.seen.get(f"{phase} {what}"):
@@ -273,7 +344,10 @@ def report(args: argparse.Namespace, told: Told) -> list[str]:
     for why in missed:
         print(f"missed: {why}")
     if not missed:
-        print(f"met: p99 of submits <= {SUBMIT_MS:.0f} ms, samples <= {STEPS} steps, memory and disk bounded")
+        print(
+            f"met: p99 of submits <= {SUBMIT_MS:.0f} ms, samples <= {STEPS} steps, memory and disk "
+            "bounded"
+        )
     return missed
 
 
@@ -284,12 +358,21 @@ def facts(told: Told) -> Iterator[tuple[str, str]]:
         yield "load held for", f"{end - start:.0f} s"
     if (alone := told.seen.get("baseline submit")) and (beside := told.seen.get("load submit")):
         for name, share in (("p50", 0.5), ("p99", 0.99)):
-            yield f"{name} of submits, under load over alone", f"{quantile(beside, share) / quantile(alone, share):.1f}"
-    for name, readings in (("server: resident memory", told.memory), ("server: data directory", told.disk)):
+            yield (
+                f"{name} of submits, under load over alone",
+                f"{quantile(beside, share) / quantile(alone, share):.1f}",
+            )
+    for name, readings in (
+        ("server: resident memory", told.memory),
+        ("server: data directory", told.disk),
+    ):
         values = [value for at, value in readings if start is None or at >= start]
         if values:
             shown = [values[round(part * (len(values) - 1) / 6)] for part in range(7)]
-            yield f"{name}, from the beginning to the end", f"{', '.join(f'{each:.0f}' for each in shown)} MB"
+            yield (
+                f"{name}, from the beginning to the end",
+                f"{', '.join(f'{each:.0f}' for each in shown)} MB",
+            )
             yield f"{name}, peak", f"{max(values):.0f} MB"
     for kind, counts in told.counts.items():
         said = ", ".join(f"{what}: {count:,}" for what, count in counts.most_common(9))
@@ -301,10 +384,12 @@ def run_hostile(args: argparse.Namespace) -> None:
     kinds = list(KINDS) if args.only is None else args.only.split(",")
     if unknown := set(kinds) - set(KINDS):
         raise SystemExit(
-            f"--only: no kind of load is called {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}"
+            f"--only: no kind of load is called {', '.join(sorted(unknown))}; there are "
+            f"{', '.join(KINDS)}"
         )
     print(
-        f"one owner: {', '.join(kinds)}; tinkex/tiny on torch (CPU); load average {os.getloadavg()[0]:.1f}\n",
+        f"one owner: {', '.join(kinds)}; tinkex/tiny on torch (CPU); load average "
+        f"{os.getloadavg()[0]:.1f}\n",
         flush=True,
     )
     if report(args, measure(args, kinds)):

@@ -1,8 +1,9 @@
-"""The clients of the load, in one process. Prints JSON lines: marks with their times, then the figures.
+"""The clients of the load, in one process. Prints JSON lines: marks with their times, then the
+figures.
 
-They speak bare HTTP/1.1, so that what a client library costs is not what is measured. A submit is timed from the
-writing of its bytes to the arrival of its receipt's last one, in the callback of the socket, before any task is woken.
-What the kernel and this process's event loop add is in it.
+They speak bare HTTP/1.1, so that what a client library costs is not what is measured. A submit is
+timed from the writing of its bytes to the arrival of its receipt's last one, in the callback of the
+socket, before any task is woken. What the kernel and this process's event loop add is in it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ import numpy as np
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.sampling import SampleResponse
 from tinkex.types.sessions import RequestFailedResponse
-from tinkex.types.training import ForwardBackwardInput, ForwardBackwardOutput, ForwardBackwardRequest, OptimStepResponse
+from tinkex.types.training import (
+    ForwardBackwardInput,
+    ForwardBackwardOutput,
+    ForwardBackwardRequest,
+    OptimStepResponse,
+)
 from tinkex.wire import codec
 
 DEPTH = 2
@@ -61,7 +67,9 @@ class Line(asyncio.Protocol):
         """Connect to a server, with a key if it wants one, from an address if that matters."""
         place, local = urlsplit(url), None if source is None else (source, 0)
         loop = asyncio.get_running_loop()
-        _, line = await loop.create_connection(lambda: cls(key), place.hostname, place.port, local_addr=local)
+        _, line = await loop.create_connection(
+            lambda: cls(key), place.hostname, place.port, local_addr=local
+        )
         return line
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -92,16 +100,21 @@ class Line(asyncio.Protocol):
         if not self._waiting.done():
             self._waiting.set_result((int(head[9:12]), body))
 
-    async def ask(self, path: str, body: bytes, kind: str = codec.JSON, more: str = "") -> tuple[int, bytes, float]:
+    async def ask(
+        self, path: str, body: bytes, kind: str = codec.JSON, more: str = ""
+    ) -> tuple[int, bytes, float]:
         """Status, body and seconds of one exchange."""
         if self._is_closed:
             raise ConnectionError("closed by the server")
         self._waiting = asyncio.get_running_loop().create_future()
         head = (
-            f"POST /api/v1/{path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: {kind}\r\naccept: {codec.PROTOBUF}\r\n"
+            f"POST /api/v1/{path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: "
+            f"{kind}\r\naccept: {codec.PROTOBUF}\r\n"
         )
         begun = time.perf_counter()
-        self.transport.write(f"{head}{self._key}{more}content-length: {len(body)}\r\n\r\n".encode() + body)
+        self.transport.write(
+            f"{head}{self._key}{more}content-length: {len(body)}\r\n\r\n".encode() + body
+        )
         status, answer = await self._waiting
         return status, answer, self.arrived - begun
 
@@ -130,7 +143,9 @@ class Line(asyncio.Protocol):
                 continue
             if status != 200 or b'"error"' in answer[:200]:
                 raise SystemExit(f"{request_id}: {status} {answer[:300]!r}")
-            return codec.decode(kind, answer, codec.PROTOBUF if codec.has_protobuf(kind) else codec.JSON)
+            return codec.decode(
+                kind, answer, codec.PROTOBUF if codec.has_protobuf(kind) else codec.JSON
+            )
 
 
 @dataclass
@@ -162,7 +177,7 @@ class Load:
             await asyncio.sleep(1)
 
 
-# ── training ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── training ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def batch(client: int, step: int) -> ForwardBackwardInput:
@@ -171,8 +186,13 @@ def batch(client: int, step: int) -> ForwardBackwardInput:
     data = []
     for _ in range(DATUMS):
         tokens = rng.integers(3, 250, TOKENS + 1)
-        inputs = {"target_tokens": tokens[1:].astype(np.int64), "weights": np.ones(TOKENS, np.float32)}
-        data.append(Datum(model_input=ModelInput.from_ints(tokens[:-1].tolist()), loss_fn_inputs=inputs))
+        inputs = {
+            "target_tokens": tokens[1:].astype(np.int64),
+            "weights": np.ones(TOKENS, np.float32),
+        }
+        data.append(
+            Datum(model_input=ModelInput.from_ints(tokens[:-1].tolist()), loss_fn_inputs=inputs)
+        )
     return ForwardBackwardInput(data=data, loss_fn="cross_entropy")
 
 
@@ -189,9 +209,16 @@ class Trainer:
     async def open(self) -> None:
         """Make the run."""
         self.line, self.poll = await Line.to(self.load.url), await Line.to(self.load.url)
-        session = (await self.line.post("create_session", {"tags": [], "sdk_version": "0.36.0"}))["session_id"]
+        session = (await self.line.post("create_session", {"tags": [], "sdk_version": "0.36.0"}))[
+            "session_id"
+        ]
         lora = {"rank": 8, "seed": self.number}
-        wanted = {"session_id": session, "model_seq_id": 0, "base_model": self.load.model, "lora_config": lora}
+        wanted = {
+            "session_id": session,
+            "model_seq_id": 0,
+            "base_model": self.load.model,
+            "lora_config": lora,
+        }
         receipt = await self.line.post("create_model", wanted)
         self.model_id = receipt["model_id"]
         status = 408
@@ -207,10 +234,18 @@ class Trainer:
 
     async def step(self) -> tuple[str, str]:
         """Submit a pass and a step of the optimizer."""
-        request = ForwardBackwardRequest(batch(self.number, self.steps), self.model_id, self._next())
+        request = ForwardBackwardRequest(
+            batch(self.number, self.steps), self.model_id, self._next()
+        )
         encoded = codec.encode(request)
-        passed = await self.load.submit(self.line, "forward_backward", encoded.data, encoded.content_type)
-        adam = {"model_id": self.model_id, "seq_id": self._next(), "adam_params": {"learning_rate": 1e-3}}
+        passed = await self.load.submit(
+            self.line, "forward_backward", encoded.data, encoded.content_type
+        )
+        adam = {
+            "model_id": self.model_id,
+            "seq_id": self._next(),
+            "adam_params": {"learning_rate": 1e-3},
+        }
         stepped = await self.load.submit(self.line, "optim_step", json.dumps(adam).encode())
         self.steps += 1
         return passed, stepped
@@ -234,7 +269,9 @@ class Trainer:
         saved = await self.load.submit(self.line, "save_weights", json.dumps(wanted).encode())
         status = 408
         while status == 408:
-            status, answer, _ = await self.poll.ask("retrieve_future", json.dumps({"request_id": saved}).encode())
+            status, answer, _ = await self.poll.ask(
+                "retrieve_future", json.dumps({"request_id": saved}).encode()
+            )
         if status != 200 or b"tinker://" not in answer:
             raise SystemExit(f"{saved}: {status} {answer!r}")
         self.load.counts["save_weights arrived"] += 1
@@ -252,7 +289,7 @@ class Trainer:
             await self.collect(*pair)
 
 
-# ── sampling ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── sampling ──────────────────────────────────────────────────────────────────────────────────────
 
 
 class Sampler:
@@ -270,9 +307,17 @@ class Sampler:
     async def open(self) -> None:
         """Make the sampling session."""
         self.poll = await Line.to(self.load.url)
-        session = (await self.poll.post("create_session", {"tags": [], "sdk_version": "0.36.0"}))["session_id"]
-        wanted = {"session_id": session, "sampling_session_seq_id": 0, "base_model": self.load.model}
-        self.sampler = (await self.poll.post("create_sampling_session", wanted))["sampling_session_id"]
+        session = (await self.poll.post("create_session", {"tags": [], "sdk_version": "0.36.0"}))[
+            "session_id"
+        ]
+        wanted = {
+            "session_id": session,
+            "sampling_session_seq_id": 0,
+            "base_model": self.load.model,
+        }
+        self.sampler = (await self.poll.post("create_sampling_session", wanted))[
+            "sampling_session_id"
+        ]
 
     def body(self, seq: int) -> bytes:
         """A request for a sample: prompt and seed are those of its number."""
@@ -282,7 +327,11 @@ class Sampler:
                 "sampling_session_id": self.sampler,
                 "seq_id": seq,
                 "prompt": {"chunks": [{"tokens": tokens, "type": "encoded_text"}]},
-                "sampling_params": {"max_tokens": self.load.tokens, "seed": seq, "temperature": 1.0},
+                "sampling_params": {
+                    "max_tokens": self.load.tokens,
+                    "seed": seq,
+                    "temperature": 1.0,
+                },
                 "num_samples": 1,
             }
         ).encode()
@@ -304,9 +353,18 @@ class Sampler:
     async def polling(self) -> None:
         """Take results in until nothing is in flight and nothing more comes."""
         cursor = 0
-        target = {"sampling_session_id": self.sampler, "cloned_sampler_id": 0, "type": "sampling_session"}
+        target = {
+            "sampling_session_id": self.sampler,
+            "cloned_sampler_id": 0,
+            "type": "sampling_session",
+        }
         while self.submitters or self.open_ids:
-            wanted = {"target": target, "prev_cursor": cursor, "inline_bytes": 1 << 20, "timeout": 2}
+            wanted = {
+                "target": target,
+                "prev_cursor": cursor,
+                "inline_bytes": 1 << 20,
+                "timeout": 2,
+            }
             status, answer, _ = await self.poll.ask("retrieve_futures", json.dumps(wanted).encode())
             if status != 200:
                 raise SystemExit(f"retrieve_futures: {status} {answer[:300]!r}")
@@ -339,13 +397,15 @@ def drawn(response: SampleResponse) -> tuple[bytes, bytes]:
     return np.asarray(sequence.tokens, np.int64).tobytes(), logprobs
 
 
-# ── the whole ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the whole ─────────────────────────────────────────────────────────────────────────────────────
 
 
 async def compare(load: Load) -> dict[str, int]:
     """Ask the server, idle now, for some of it again: the same must come."""
     idle = Load(load.url, load.model, load.tokens)
-    numbers = sorted(load.losses)[:: max(1, len(load.losses) // COMPARED_CLIENTS)][:COMPARED_CLIENTS]
+    numbers = sorted(load.losses)[:: max(1, len(load.losses) // COMPARED_CLIENTS)][
+        :COMPARED_CLIENTS
+    ]
     different = compared = 0
     for number in numbers:
         trainer = Trainer(idle, number)
@@ -381,7 +441,11 @@ async def go(args: argparse.Namespace) -> dict[str, Any]:
     gc.disable()
     tasks = [asyncio.create_task(trainer.run()) for trainer in trainers]
     tasks += [asyncio.create_task(sampler.polling()) for sampler in samplers]
-    submitting = [asyncio.create_task(sampler.submitting(line)) for sampler in samplers for line in sampler.lines]
+    submitting = [
+        asyncio.create_task(sampler.submitting(line))
+        for sampler in samplers
+        for line in sampler.lines
+    ]
     failing = asyncio.gather(*tasks, *submitting)
     mark("begun")
     ready = [*(sampler.full for sampler in samplers), *(trainer.warm for trainer in trainers)]
@@ -408,7 +472,9 @@ async def go(args: argparse.Namespace) -> dict[str, Any]:
         "held": counted,
         "counts": load.counts,
         "client_cpu": spent / args.seconds,
-        "lost": sum(load.counts[f"{op} submitted"] - load.counts[f"{op} arrived"] for op in OPERATIONS),
+        "lost": sum(
+            load.counts[f"{op} submitted"] - load.counts[f"{op} arrived"] for op in OPERATIONS
+        ),
     }
     return told | await compare(load)
 

@@ -1,8 +1,10 @@
-"""The owner who does nothing wrong, while another uses every limit. Prints JSON lines, the figures last.
+"""The owner who does nothing wrong, while another uses every limit. Prints JSON lines, the figures
+last.
 
-First nobody else is there; that is the baseline. Then this process says so, waits for a line on its standard input, and
-measures again. A submit is timed as in `load.py`. Engine steps are those of `/metrics`, read before a sample is
-submitted and after its result has come, so that none is missed and some may be counted that were not needed.
+First nobody else is there; that is the baseline. Then this process says so, waits for a line on its
+standard input, and measures again. A submit is timed as in `load.py`. Engine steps are those of
+`/metrics`, read before a sample is submitted and after its result has come, so that none is missed
+and some may be counted that were not needed.
 """
 
 from __future__ import annotations
@@ -58,11 +60,18 @@ class Neighbour:
     async def open(self) -> None:
         """Make a session, a run and a sampler."""
         line = await self.line()
-        session = (await line.post("create_session", {"tags": [], "sdk_version": "0.38.0"}))["session_id"]
+        session = (await line.post("create_session", {"tags": [], "sdk_version": "0.38.0"}))[
+            "session_id"
+        ]
         self.session = session
         wanted = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tinkex/tiny"}
         self.sampler = (await line.post("create_sampling_session", wanted))["sampling_session_id"]
-        lora = {"session_id": session, "model_seq_id": 0, "base_model": "tinkex/tiny", "lora_config": {"rank": RANK}}
+        lora = {
+            "session_id": session,
+            "model_seq_id": 0,
+            "base_model": "tinkex/tiny",
+            "lora_config": {"rank": RANK},
+        }
         receipt = await line.post("create_model", lora)
         self.model_id = receipt["model_id"]
         await self.result(line, receipt["request_id"])
@@ -97,7 +106,7 @@ class Neighbour:
             "num_samples": 1,
         }
 
-    # ── what it does ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── what it does ──────────────────────────────────────────────────────────────────────────────
 
     async def sampling(self) -> None:
         """Sample two tokens, again and again, and count the steps of the engine meanwhile."""
@@ -125,9 +134,17 @@ class Neighbour:
         while not self.is_over:
             began, phase = time.perf_counter(), self.phase
             body = {"data": [DATUM], "loss_fn": "cross_entropy"}
-            wanted = {"model_id": self.model_id, "seq_id": self.next(), "forward_backward_input": body}
+            wanted = {
+                "model_id": self.model_id,
+                "seq_id": self.next(),
+                "forward_backward_input": body,
+            }
             passed = await self.submit(line, "forward_backward", wanted)
-            wanted = {"model_id": self.model_id, "seq_id": self.next(), "adam_params": {"learning_rate": 1e-3}}
+            wanted = {
+                "model_id": self.model_id,
+                "seq_id": self.next(),
+                "adam_params": {"learning_rate": 1e-3},
+            }
             stepped = await self.submit(line, "optim_step", wanted)
             await self.result(line, passed)
             await self.result(line, stepped)
@@ -178,7 +195,9 @@ async def go(args: argparse.Namespace) -> dict[str, Any]:
     """Measure alone, then beside the other owner."""
     owner = Neighbour(args.url, args.key)
     await owner.open()
-    working = asyncio.gather(owner.sampling(), owner.training(), owner.submitting(), owner.connecting())
+    working = asyncio.gather(
+        owner.sampling(), owner.training(), owner.submitting(), owner.connecting()
+    )
 
     async def phase(name: str, seconds: float) -> None:
         owner.phase = name

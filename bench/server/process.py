@@ -22,7 +22,11 @@ TICKS = os.sysconf("SC_CLK_TCK")
 def environment() -> dict[str, str]:
     """No proxies, no settings of the user's."""
     dropped = ("proxy", "tinker_", "tinkex_")
-    return {name: value for name, value in os.environ.items() if not any(word in name.lower() for word in dropped)}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not any(word in name.lower() for word in dropped)
+    }
 
 
 @dataclass(frozen=True)
@@ -85,9 +89,18 @@ def _ticks(path: Path) -> float:
 @contextlib.contextmanager
 def served(args: argparse.Namespace, folder: Path) -> Iterator[tuple[int, str]]:
     """The server, for as long as it is needed: its process id and its address."""
-    command = [sys.executable, str(HERE / "served.py"), "--engine", args.engine, "--delay", str(args.delay)]
+    command = [
+        sys.executable,
+        str(HERE / "served.py"),
+        "--engine",
+        args.engine,
+        "--delay",
+        str(args.delay),
+    ]
     command += ["--watch", str(args.watch)] if args.watch else []
-    command += [word for name, value in getattr(args, "limits", ()) for word in (f"--{name}", value)]
+    command += [
+        word for name, value in getattr(args, "limits", ()) for word in (f"--{name}", value)
+    ]
     command += ["--port", "0", "--data-dir", str(folder), "--no-hub-cache"]
     variables = environment() | ({"OMP_NUM_THREADS": str(args.threads)} if args.threads else {})
     with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True) as process:

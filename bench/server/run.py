@@ -1,15 +1,17 @@
 """Put a server under load and print what its clients notice of it, and what it takes.
 
-python bench/server/run.py --hostile [--seconds 300] [--only samples,unread]
-python bench/server/run.py [--quick] [--engine fake --delay 0.001] [--clients 64] [--samples 2000] [--seconds 30]
+python bench/server/run.py --hostile [--seconds 300] [--only samples,unread] python
+bench/server/run.py [--quick] [--engine fake --delay 0.001] [--clients 64] [--samples 2000]
+[--seconds 30]
 
-The server is a process of its own (`tinkex serve`) on all cores; the clients are another (`load.py`), on the last core
-and with a lower priority, so that they do not take the server's. Nothing is left behind: the server's data is in a
-temporary directory. Latency of a submit is what a bare HTTP client sees, from the last byte of the request to the last
-of the receipt, after the samples have been filled up and while training and sampling go on.
+The server is a process of its own (`tinkex serve`) on all cores; the clients are another
+(`load.py`), on the last core and with a lower priority, so that they do not take the server's.
+Nothing is left behind: the server's data is in a temporary directory. Latency of a submit is what a
+bare HTTP client sees, from the last byte of the request to the last of the receipt, after the
+samples have been filled up and while training and sampling go on.
 
-With `--hostile` one owner uses every limit of the server, and what another owner notices of it is measured
-(`hostile.py`).
+With `--hostile` one owner uses every limit of the server, and what another owner notices of it is
+measured (`hostile.py`).
 """
 
 from __future__ import annotations
@@ -41,12 +43,23 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], G
         gauge.start()
         model = "fake" if args.engine == "fake" else "tinkex/tiny"
         command = [sys.executable, str(HERE / "load.py"), "--url", url, "--model", model]
-        command += ["--clients", str(args.clients), "--samples", str(args.samples), "--seconds", str(args.seconds)]
+        command += [
+            "--clients",
+            str(args.clients),
+            "--samples",
+            str(args.samples),
+            "--seconds",
+            str(args.seconds),
+        ]
         command += ["--tokens", str(args.tokens or (4 if args.engine == "torch" else 256))]
         command += ["--core", str(max(os.sched_getaffinity(0)))]
         marks: dict[str, Any] = {}
         with subprocess.Popen(
-            command, env=environment(), stdout=subprocess.PIPE, text=True, preexec_fn=lambda: os.nice(args.nice)
+            command,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: os.nice(args.nice),
         ) as clients:
             assert clients.stdout is not None
             said: dict[str, Any] = {}
@@ -70,10 +83,19 @@ def facts(
     full, held = marks["full"], marks["held"]
     seconds = held["at"] - full["at"]
     yield "training clients", f"{args.clients}"
-    yield "samples in flight, at the beginning and the end", f"{full['in_flight']:,}, {held['in_flight']:,}"
-    yield "held for", f"{seconds:.0f} s, after {full['at'] - marks['begun']['at']:.0f} s to fill up and warm up"
+    yield (
+        "samples in flight, at the beginning and the end",
+        f"{full['in_flight']:,}, {held['in_flight']:,}",
+    )
+    yield (
+        "held for",
+        f"{seconds:.0f} s, after {full['at'] - marks['begun']['at']:.0f} s to fill up and warm up",
+    )
     for operation in ("forward_backward", "optim_step", "asample"):
-        yield f"{operation} ended", f"{told['held'].get(f'{operation} arrived', 0) / seconds:.1f} a second"
+        yield (
+            f"{operation} ended",
+            f"{told['held'].get(f'{operation} arrived', 0) / seconds:.1f} a second",
+        )
     readings = gauge.between(full["at"], held["at"])
     first, last = readings[0], readings[-1]
     seconds = last.at - first.at
@@ -84,19 +106,36 @@ def facts(
     kept_waiting = 1000 * (last.kept_waiting - first.kept_waiting) / seconds
     yield "server: event loop kept waiting for a core", f"{kept_waiting:.0f} ms a second"
     yield "clients: CPU", f"{told['client_cpu']:.2f} cores"
-    yield "everything else on the machine: CPU", f"{max(0.0, machine - server - told['client_cpu']):.2f} cores"
+    yield (
+        "everything else on the machine: CPU",
+        f"{max(0.0, machine - server - told['client_cpu']):.2f} cores",
+    )
     shown = [readings[round(part * (len(readings) - 1) / 6)].memory for part in range(7)]
-    yield "server: resident memory, from the beginning to the end", f"{', '.join(f'{each:.0f}' for each in shown)} MB"
-    yield "server: resident memory, peak", f"{max(reading.memory for reading in gauge.readings):.0f} MB"
+    yield (
+        "server: resident memory, from the beginning to the end",
+        f"{', '.join(f'{each:.0f}' for each in shown)} MB",
+    )
+    yield (
+        "server: resident memory, peak",
+        f"{max(reading.memory for reading in gauge.readings):.0f} MB",
+    )
     counts = told["counts"]
     for what in ("submitted", "arrived"):
-        yield f"operations {what}", f"{sum(counts.get(f'{operation} {what}', 0) for operation in OPERATIONS):,}"
-    yield "results lost, results that came twice", f"{told['lost']}, {counts.get('asample twice', 0)}"
+        yield (
+            f"operations {what}",
+            f"{sum(counts.get(f'{operation} {what}', 0) for operation in OPERATIONS):,}",
+        )
+    yield (
+        "results lost, results that came twice",
+        f"{told['lost']}, {counts.get('asample twice', 0)}",
+    )
     yield "refused for want of room", f"{counts.get('refused', 0)}"
     yield "results asked for again when idle, different", f"{told['compared']}, {told['different']}"
 
 
-def report(args: argparse.Namespace, told: dict[str, Any], marks: dict[str, Any], gauge: Gauge) -> bool:
+def report(
+    args: argparse.Namespace, told: dict[str, Any], marks: dict[str, Any], gauge: Gauge
+) -> bool:
     """Print everything; whether what was promised was kept."""
     latencies = {name: values for name, values in told["latencies"].items() if values}
     print("| submit latency, ms | count | p50 | p90 | p99 | max |\n|---|--:|--:|--:|--:|--:|")
@@ -106,7 +145,9 @@ def report(args: argparse.Namespace, told: dict[str, Any], marks: dict[str, Any]
             held += values
             print(latency_row(operation, values))
     print(latency_row("**all, under load**", held))
-    filling = [value for name, values in latencies.items() if name.startswith("fill ") for value in values]
+    filling = [
+        value for name, values in latencies.items() if name.startswith("fill ") for value in values
+    ]
     print(latency_row("all, while samples fill up", filling))
 
     print("\n| | |\n|---|--:|")
@@ -119,28 +160,53 @@ def report(args: argparse.Namespace, told: dict[str, Any], marks: dict[str, Any]
 
 
 def main() -> None:
-    """Print two Markdown tables; the exit status says whether every result arrived once and was right."""
+    """Print two Markdown tables; the exit status says whether every result arrived once and was
+    right.
+    """
     parser = argparse.ArgumentParser(description="Measure a server under load.")
     parser.add_argument("--quick", action="store_true", help="8 clients, 200 samples, 10 seconds")
-    parser.add_argument("--engine", choices=("torch", "fake"), default="torch", help="fake: the API layer alone")
-    parser.add_argument("--delay", type=float, default=0.004, help="seconds of each call of the fake engine")
-    parser.add_argument("--clients", type=int, default=64, help="training clients, each with a run of its own")
+    parser.add_argument(
+        "--engine", choices=("torch", "fake"), default="torch", help="fake: the API layer alone"
+    )
+    parser.add_argument(
+        "--delay", type=float, default=0.004, help="seconds of each call of the fake engine"
+    )
+    parser.add_argument(
+        "--clients", type=int, default=64, help="training clients, each with a run of its own"
+    )
     parser.add_argument("--samples", type=int, default=2000, help="samples in flight")
-    parser.add_argument("--seconds", type=float, help="how long the load is held (default: 30; with --hostile 300)")
-    parser.add_argument("--tokens", type=int, help="tokens of a sample (default: 4; with the fake engine 256)")
-    parser.add_argument("--threads", type=int, help="threads of torch (default: as many as there are cores)")
-    parser.add_argument("--nice", type=int, default=5, help="how much the clients step back (default 5)")
-    parser.add_argument("--watch", type=Path, help="write here what holds the event loop up; slows the server down")
+    parser.add_argument(
+        "--seconds", type=float, help="how long the load is held (default: 30; with --hostile 300)"
+    )
+    parser.add_argument(
+        "--tokens", type=int, help="tokens of a sample (default: 4; with the fake engine 256)"
+    )
+    parser.add_argument(
+        "--threads", type=int, help="threads of torch (default: as many as there are cores)"
+    )
+    parser.add_argument(
+        "--nice", type=int, default=5, help="how much the clients step back (default 5)"
+    )
+    parser.add_argument(
+        "--watch", type=Path, help="write here what holds the event loop up; slows the server down"
+    )
     add_options(parser.add_argument_group("with --hostile"))
     args = parser.parse_args()
-    print(f"{os.cpu_count()} cores, Python {platform.python_version()}, {platform.machine()}", flush=True)
+    print(
+        f"{os.cpu_count()} cores, Python {platform.python_version()}, {platform.machine()}",
+        flush=True,
+    )
     if args.hostile:
         args.seconds = 300.0 if args.seconds is None else args.seconds
         run_hostile(args)
         return
     args.seconds = 30.0 if args.seconds is None else args.seconds
     if args.quick:
-        args.clients, args.samples, args.seconds = min(args.clients, 8), min(args.samples, 200), min(args.seconds, 10)
+        args.clients, args.samples, args.seconds = (
+            min(args.clients, 8),
+            min(args.samples, 200),
+            min(args.seconds, 10),
+        )
     engine = "fake engine" if args.engine == "fake" else "tinkex/tiny on torch (CPU)"
     print(f"{engine}\n", flush=True)
     if not report(args, *measure(args)):

@@ -1,8 +1,10 @@
-"""The server under load, in a process of its own: `tinkex serve`, with the engine that is asked for.
+"""The server under load, in a process of its own: `tinkex serve`, with the engine that is asked
+for.
 
-With `--watch FILE` a thread looks every few milliseconds whether the event loop still turns, and notes what it and the
-engine are at when it does not. SIGUSR1 begins with that anew, SIGUSR2 writes to the file what was seen since. The
-watching itself takes some time: the figures of a watched run are not those of the table.
+With `--watch FILE` a thread looks every few milliseconds whether the event loop still turns, and
+notes what it and the engine are at when it does not. SIGUSR1 begins with that anew, SIGUSR2 writes
+to the file what was seen since. The watching itself takes some time: the figures of a watched run
+are not those of the table.
 """
 
 from __future__ import annotations
@@ -85,8 +87,10 @@ class Watch:
             sorted(found, reverse=True) for found in (self.late, self.flushes, self.collections)
         )
         lines = [
-            f"{len(late)} stops of the loop over {1000 * LATE:.0f} ms; longest {_milliseconds(late[:20])}",
-            f"{len(flushes)} flushes, median {_milliseconds(flushes[len(flushes) // 2 :][:1])}; longest "
+            f"{len(late)} stops of the loop over {1000 * LATE:.0f} ms; longest "
+            f"{_milliseconds(late[:20])}",
+            f"{len(flushes)} flushes, median {_milliseconds(flushes[len(flushes) // 2 :][:1])}; "
+            "longest "
             f"{_milliseconds(flushes[:20])}",
             f"{len(collections)} collections of garbage; longest {_milliseconds(collections[:20])}",
         ]
@@ -101,7 +105,9 @@ def _milliseconds(seconds: list[float]) -> str:
 def _place(frame: FrameType | None) -> str:
     places: list[str] = []
     while frame is not None and len(places) < DEPTH:
-        places.append(f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}:{frame.f_lineno}")
+        places.append(
+            f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}:{frame.f_lineno}"
+        )
         frame = frame.f_back
     return " < ".join(places)
 

@@ -1,15 +1,17 @@
-"""A curriculum that survives a crash: the server is killed in the middle, its run is lost, and nothing changes.
+"""A curriculum that survives a crash: the server is killed in the middle, its run is lost, and
+nothing changes.
 
-What it shows: `tinkex.resilient`. The same curriculum runs twice, each time on a real `tinkex serve` of its own. The
-first run is left in peace. In the second one two things go wrong while calls are on their way:
+What it shows: `tinkex.resilient`. The same curriculum runs twice, each time on a real `tinkex
+serve` of its own. The first run is left in peace. In the second one two things go wrong while calls
+are on their way:
 
-- the server process is killed (SIGKILL) and started again on the same directory: what it had acknowledged is on disk,
-  and the client asks until the answer comes;
-- the run itself is taken away, as an operator would do who unloads it: the trainer makes a new run of its last saved
-  state and repeats the calls made since.
+- the server process is killed (SIGKILL) and started again on the same directory: what it had
+  acknowledged is on disk, and the client asks until the answer comes;
+- the run itself is taken away, as an operator would do who unloads it: the trainer makes a new run
+  of its last saved state and repeats the calls made since.
 
-At the end, the losses of all steps and the log-probabilities of a test set must be the same in both runs, bit by bit.
-This program needs servers that it may kill, so TINKER_BASE_URL has no say here.
+At the end, the losses of all steps and the log-probabilities of a test set must be the same in both
+runs, bit by bit. This program needs servers that it may kill, so TINKER_BASE_URL has no say here.
 """
 
 from __future__ import annotations
@@ -54,7 +56,13 @@ class Server:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self._command = [sys.executable, "-c", "from tinkex.cli.main import main; main()", "serve", "--no-hub-cache"]
+        self._command = [
+            sys.executable,
+            "-c",
+            "from tinkex.cli.main import main; main()",
+            "serve",
+            "--no-hub-cache",
+        ]
         self._command += ["--device", "cpu", "--port", str(self.port), "--data-dir", str(data_dir)]
         self.start()
 
@@ -80,15 +88,22 @@ def curriculum(
     with tinkex.ServiceClient(base_url=url) as service:
         client = service.create_lora_training_client(BASE_MODEL, rank=32, seed=SEED).result()
         tokenizer = client.get_tokenizer()
-        # `every=5`: a state is saved after every fifth step, so at most five steps are ever computed again.
-        with tinkex.resilient(client, every=5, policy={"enabled": True, "backoff_ms": 200}) as trainer:
+        # `every=5`: a state is saved after every fifth step, so at most five steps are ever
+        # computed again.
+        with tinkex.resilient(
+            client, every=5, policy={"enabled": True, "backoff_ms": 200}
+        ) as trainer:
             level = 0
             for step in range(1, STEPS + 1):
                 name, belongs = LEVELS[level]
                 at_hand = [(a, b) for a, b in train if belongs(a, b)]
-                # The batch depends on the step's number alone: a loop of which steps are repeated sees the same data.
+                # The batch depends on the step's number alone: a loop of which steps are repeated
+                # sees the same data.
                 pairs = random.Random(step).sample(at_hand, BATCH)
-                batch = [example(tokenizer, addition.prompt(a, b), addition.answer(a, b)) for a, b in pairs]
+                batch = [
+                    example(tokenizer, addition.prompt(a, b), addition.answer(a, b))
+                    for a, b in pairs
+                ]
                 passed = trainer.forward_backward(batch, "cross_entropy")
                 stepped = trainer.optim_step(AdamParams(learning_rate=LEARNING_RATE))
                 disaster(step, trainer.model_id)
@@ -97,7 +112,10 @@ def curriculum(
                 reached.append(name)
                 if losses[-1] < GOOD_ENOUGH and level + 1 < len(LEVELS):
                     level += 1
-            tested = [example(tokenizer, addition.prompt(a, b), addition.answer(a, b)) for a, b in held_out]
+            tested = [
+                example(tokenizer, addition.prompt(a, b), addition.answer(a, b))
+                for a, b in held_out
+            ]
             outputs = trainer.forward(tested, "cross_entropy").result().loss_fn_outputs
             after = accuracy(trainer.save_weights_and_get_sampling_client().result(), held_out)
         bits = [output["logprobs"].to_numpy().astype(np.float32).tobytes() for output in outputs]
@@ -135,15 +153,22 @@ def main() -> None:
         table.add_column(column, justify="right" if "loss" in column else "left")
     notes = {KILLED_AT: "server killed", UNLOADED_AT: "run lost"}
     for step in sorted({*range(1, STEPS + 1, 4), *notes, STEPS}):
-        row = (levels_2[step - 1], f"{losses[step - 1]:.6f}", f"{losses_2[step - 1]:.6f}", notes.get(step, ""))
+        row = (
+            levels_2[step - 1],
+            f"{losses[step - 1]:.6f}",
+            f"{losses_2[step - 1]:.6f}",
+            notes.get(step, ""),
+        )
         table.add_row(str(step), *row)
     console.print(table)
     draw("a curriculum in trouble", {"loss per problem": losses_2})
 
     same = losses == losses_2 and levels == levels_2 and bits == bits_2
     conclude(
-        f"a killed server and a lost run change no bit, and {STATED:.0%} of the held-out problems are right at the end",
-        f"{'the same bits' if same else 'OTHER bits'}, {recoveries} run made anew, {after:.1%} and {after_2:.1%} right",
+        f"a killed server and a lost run change no bit, and {STATED:.0%} of the held-out problems "
+        "are right at the end",
+        f"{'the same bits' if same else 'OTHER bits'}, {recoveries} run made anew, {after:.1%} and "
+        f"{after_2:.1%} right",
         same and recoveries == 1 and after == after_2 and after >= STATED,
     )
 

@@ -1,12 +1,12 @@
 """Multi-turn reinforcement learning with a tool: the model learns to read before it answers.
 
-What it shows: an episode of several turns, in which the program answers the model's calls and the model goes on from
-there; one reward at the very end; and data in which only the tokens that the model chose have an advantage. What the
-tool wrote is context, like the question.
+What it shows: an episode of several turns, in which the program answers the model's calls and the
+model goes on from there; one reward at the very end; and data in which only the tokens that the
+model chose have an advantage. What the tool wrote is context, like the question.
 
-The question is about a story that the model has not seen, so an answer from the top of its head is a guess. It may ask
-for the story first. A short warm-up on demonstrations teaches it how to ask, and that half of the time nobody does.
-Which habit pays, the model has to find out by itself.
+The question is about a story that the model has not seen, so an answer from the top of its head is
+a guess. It may ask for the story first. A short warm-up on demonstrations teaches it how to ask,
+and that half of the time nobody does. Which habit pays, the model has to find out by itself.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class Story:
     def text(self) -> str:
         """What the tool has to tell, and the question once more."""
         return (
-            f"One sunny day, {self.name} was at the hill. He had a {self.look} {self.toy} with him. "
+            f"One sunny day, {self.name} was at the hill. He had a {self.look} {self.toy} with "
+            "him. "
             f"While he was playing, the {self.toy} got lost.\n{self.question}"
         )
 
@@ -89,8 +90,12 @@ def library(line: str, story: Story) -> str | None:
     return story.text if line == CALL else None
 
 
-def play(sampler: tinkex.SamplingClient, stories: list[Story], group: int, seed: int) -> list[Episode]:
-    """A group of episodes for each question, all of them moved on by a turn at a time: a turn is one batch."""
+def play(
+    sampler: tinkex.SamplingClient, stories: list[Story], group: int, seed: int
+) -> list[Episode]:
+    """A group of episodes for each question, all of them moved on by a turn at a time: a turn is
+    one batch.
+    """
     tokenizer = sampler.get_tokenizer()
     episodes = [Episode(story, "", [], [], []) for story in stories for _ in range(group)]
     for episode in episodes:
@@ -99,7 +104,9 @@ def play(sampler: tinkex.SamplingClient, stories: list[Story], group: int, seed:
         going = [episode for episode in episodes if not episode.over]
         futures = []
         for number, episode in enumerate(going):
-            params = SamplingParams(max_tokens=20, stop="\n", seed=100_000 * seed + 10_000 * turn + number)
+            params = SamplingParams(
+                max_tokens=20, stop="\n", seed=100_000 * seed + 10_000 * turn + number
+            )
             futures.append(sampler.sample(ModelInput.from_ints(episode.tokens), 1, params))
         for episode, future in zip(going, futures, strict=True):
             sample = future.result().sequences[0]
@@ -116,7 +123,9 @@ def play(sampler: tinkex.SamplingClient, stories: list[Story], group: int, seed:
 
 
 def experience(episode: Episode, advantage: float) -> Datum:
-    """A whole episode as one datum; the advantage stands at the model's own tokens and nowhere else."""
+    """A whole episode as one datum; the advantage stands at the model's own tokens and nowhere
+    else.
+    """
     tokens = np.array(episode.tokens)
     inputs = {
         "target_tokens": tokens[1:],
@@ -134,13 +143,18 @@ def demonstration(tokenizer: Any, pieces: list[tuple[str, bool]]) -> Datum:
         piece = tokenizer.encode(text, add_special_tokens=not tokens)
         tokens += piece
         weights += [float(own)] * len(piece)
-    inputs = {"target_tokens": np.array(tokens[1:]), "weights": np.array(weights[1:], dtype=np.float32)}
+    inputs = {
+        "target_tokens": np.array(tokens[1:]),
+        "weights": np.array(weights[1:], dtype=np.float32),
+    }
     return Datum(ModelInput.from_ints(tokens[:-1]), inputs)
 
 
 def measured(episodes: list[Episode]) -> tuple[float, float]:
     """How many episodes ask for the story, and how many end with the right answer."""
-    return float(np.mean([e.calls > 0 for e in episodes])), float(np.mean([e.reward for e in episodes]))
+    return float(np.mean([e.calls > 0 for e in episodes])), float(
+        np.mean([e.reward for e in episodes])
+    )
 
 
 def main() -> None:
@@ -152,7 +166,9 @@ def main() -> None:
 
     with connect() as service:
         base = service.create_sampling_client(base_model=BASE_MODEL).result()
-        console.print(f"{BASE_MODEL} guesses: {answers(base, [train[0].question + 'Answer:'])[0].strip()}")
+        console.print(
+            f"{BASE_MODEL} guesses: {answers(base, [train[0].question + 'Answer:'])[0].strip()}"
+        )
 
         client = service.create_lora_training_client(BASE_MODEL, rank=32, seed=SEED).result()
         tokenizer = client.get_tokenizer()
@@ -161,7 +177,10 @@ def main() -> None:
             for number, story in enumerate(chosen.sample(train, 32)):
                 guess = Story(story.name, chosen.choice(LOOKS), chosen.choice(TOYS))
                 reading = [(f"{CALL}\n", True), (story.text, False), (story.answer, True)]
-                pieces = [(story.question, False), *([(guess.answer, True)] if number % 2 else reading)]
+                pieces = [
+                    (story.question, False),
+                    *([(guess.answer, True)] if number % 2 else reading),
+                ]
                 batch.append(demonstration(tokenizer, pieces))
             client.forward_backward(batch, "cross_entropy")
             client.optim_step(AdamParams(learning_rate=2e-3)).result()
@@ -169,7 +188,9 @@ def main() -> None:
         reads_before, right_before = measured(
             play(client.save_weights_and_get_sampling_client().result(), held_out, 1, SEED)
         )
-        console.print(f"after the warm-up: {reads_before:.0%} read the story, {right_before:.0%} are right\n")
+        console.print(
+            f"after the warm-up: {reads_before:.0%} read the story, {right_before:.0%} are right\n"
+        )
 
         rewards: list[float] = []
         reads: list[float] = []
@@ -182,24 +203,33 @@ def main() -> None:
                 score = np.array([episode.reward for episode in group])
                 if score.std() > 0:  # a group that agrees has nothing to teach
                     advantages = (score - score.mean()) / score.std()
-                    data += [experience(episode, a) for episode, a in zip(group, advantages, strict=True)]
+                    data += [
+                        experience(episode, a) for episode, a in zip(group, advantages, strict=True)
+                    ]
             if data:
                 client.forward_backward(data, "importance_sampling")
                 client.optim_step(AdamParams(learning_rate=5e-4)).result()
             share, reward = measured(episodes)
             reads.append(share)
             rewards.append(reward)
-            console.print(f"step {step:2}  mean reward {reward:.2f}  episodes that read {share:.0%}")
+            console.print(
+                f"step {step:2}  mean reward {reward:.2f}  episodes that read {share:.0%}"
+            )
 
         draw("reading pays", {"mean reward": rewards, "episodes that read": reads})
         episodes = play(client.save_weights_and_get_sampling_client().result(), held_out, 1, SEED)
         reads_after, right_after = measured(episodes)
         console.print("\nan episode about a story that was not trained on:\n")
-        console.print(next((episode.text for episode in episodes if episode.calls), "(none reads)"), soft_wrap=True)
+        console.print(
+            next((episode.text for episode in episodes if episode.calls), "(none reads)"),
+            soft_wrap=True,
+        )
 
     conclude(
-        f"right answers about other stories rise by 20 points or more, to at least {STATED:.0%}, by reading them",
-        f"right from {right_before:.0%} to {right_after:.0%}, read from {reads_before:.0%} to {reads_after:.0%}",
+        f"right answers about other stories rise by 20 points or more, to at least {STATED:.0%}, "
+        "by reading them",
+        f"right from {right_before:.0%} to {right_after:.0%}, read from {reads_before:.0%} to "
+        f"{reads_after:.0%}",
         right_after >= STATED and right_after - right_before >= 0.2 and reads_after >= STATED,
     )
 

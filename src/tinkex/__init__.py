@@ -1,4 +1,5 @@
-"""tinkex: train and sample language models through the Tinker API, on the hosted service or on this machine.
+"""tinkex: train and sample language models through the Tinker API, on the hosted service or on this
+machine.
 
 Names are resolved when first used, so that importing the package costs next to nothing.
 
@@ -46,12 +47,18 @@ if TYPE_CHECKING:
         TrainingPlatform as TrainingPlatform,
     )
     from tinkex.client.futures.api_future import APIFuture as APIFuture
-    from tinkex.client.futures.api_future import AwaitableConcurrentFuture as AwaitableConcurrentFuture
+    from tinkex.client.futures.api_future import (
+        AwaitableConcurrentFuture as AwaitableConcurrentFuture,
+    )
     from tinkex.client.futures.api_future import Future as Future
     from tinkex.client.futures.api_future import await_many as await_many
     from tinkex.client.futures.api_future import await_many_async as await_many_async
-    from tinkex.client.futures.sampling_future import BackcompatSamplingClientFuture as BackcompatSamplingClientFuture
-    from tinkex.client.futures.training_future import BackcompatTrainingClientFuture as BackcompatTrainingClientFuture
+    from tinkex.client.futures.sampling_future import (
+        BackcompatSamplingClientFuture as BackcompatSamplingClientFuture,
+    )
+    from tinkex.client.futures.training_future import (
+        BackcompatTrainingClientFuture as BackcompatTrainingClientFuture,
+    )
     from tinkex.client.http.http_client import HttpClient as HttpClient
     from tinkex.client.http.http_client import RequestOptions as RequestOptions
     from tinkex.client.http.http_client import Timeout as Timeout
@@ -290,7 +297,12 @@ _HOMES = {
     "tinkex.client.service": ["ServiceClient"],
     "tinkex.client.training_client": ["TrainingClient"],
     "tinkex.wire.json_values": ["NOT_GIVEN", "OMIT"],
-    "tinkex.types.checkpoints": ["Checkpoint", "CheckpointType", "ParsedCheckpointTinkerPath", "TrainingRun"],
+    "tinkex.types.checkpoints": [
+        "Checkpoint",
+        "CheckpointType",
+        "ParsedCheckpointTinkerPath",
+        "TrainingRun",
+    ],
     "tinkex.types.custom_losses": ["CustomLossOutput", "RegularizerOutput", "RegularizerSpec"],
     "tinkex.types.inputs": [
         "Datum",
@@ -435,7 +447,9 @@ def __getattr__(name: str) -> Any:
         return import_module(f"tinkex.{name}")
     if name not in _HOME_OF:
         # With name and module, so that Python says what may have been meant.
-        raise AttributeError(f"module 'tinkex' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+        raise AttributeError(
+            f"module 'tinkex' has no attribute {name!r}", name=name, obj=sys.modules[__name__]
+        )
     value = getattr(import_module(_HOME_OF[name]), name)
     globals()[name] = value
     return value

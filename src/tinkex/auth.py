@@ -1,4 +1,6 @@
-"""Whether there is a credential, and whether it lets one in; as the official SDK's module of that name."""
+"""Whether there is a credential, and whether it lets one in; as the official SDK's module of that
+name.
+"""
 
 from __future__ import annotations
 

@@ -1,22 +1,19 @@
 """The error tree.
 
-    TinkerError                        anything tinkex raises on purpose
-    ├── ConfigurationError             settings are missing or contradict each other (a ValueError)
-    ├── APIError                       something was sent
-    │   ├── APIConnectionError         no answer
-    │   │   └── APITimeoutError        no answer in time (a TimeoutError)
-    │   ├── APIResponseValidationError an answer that is not what the protocol says
-    │   └── APIStatusError             an answer that says no
-    │       ├── BadRequestError 400 · AuthenticationError 401 · BillingError 402
-    │       ├── PermissionDeniedError 403 · NotFoundError 404 · ConflictError 409
-    │       ├── GoneError 410 · UnprocessableEntityError 422 · RateLimitError 429
-    │       └── InternalServerError >= 500
-    └── RequestFailedError             it was accepted and then failed; `category` says whose fault it is
-    ExperimentalWarning                what was called may change or go (a FutureWarning)
+    TinkerError                        anything tinkex raises on purpose ├── ConfigurationError
+    settings are missing or contradict each other (a ValueError) ├── APIError
+    something was sent │   ├── APIConnectionError         no answer │   │   └── APITimeoutError
+    no answer in time (a TimeoutError) │   ├── APIResponseValidationError an answer that is not what
+    the protocol says │   └── APIStatusError             an answer that says no │       ├──
+    BadRequestError 400 · AuthenticationError 401 · BillingError 402 │       ├──
+    PermissionDeniedError 403 · NotFoundError 404 · ConflictError 409 │       ├── GoneError 410 ·
+    UnprocessableEntityError 422 · RateLimitError 429 │       └── InternalServerError >= 500 └──
+    RequestFailedError             it was accepted and then failed; `category` says whose fault it
+    is ExperimentalWarning                what was called may change or go (a FutureWarning)
 
-Every error says what is known of it as attributes, which are None where nothing is known and survive pickling:
-`message`, `hint`, `type`, `status`, `category`, `body` (`data` when it is a mapping), `request`, `response`,
-`request_id`, `attempts`, `retry_after`.
+Every error says what is known of it as attributes, which are None where nothing is known and
+survive pickling: `message`, `hint`, `type`, `status`, `category`, `body` (`data` when it is a
+mapping), `request`, `response`, `request_id`, `attempts`, `retry_after`.
 """
 
 from __future__ import annotations
@@ -31,7 +28,8 @@ from tinkex.wire.redacted_http import bounded, wait_asked
 from tinkex.wire.redacted_http import describe_body as describe_body
 
 NOT_THE_CALLERS = {408, 410, 429}
-"""Refusals with a status of the 400s that are nobody's mistake: too slow, expired, too many at once."""
+"""Refusals with a status of the 400s that are nobody's mistake: too slow, expired, too many at
+once."""
 
 
 class TinkerError(Exception):
@@ -48,7 +46,8 @@ class TinkerError(Exception):
     """
 
     type: ClassVar[str] = "validation"
-    """The kind of failure: api_connection, api_timeout, api_status, request_failed or validation."""
+    """The kind of failure: api_connection, api_timeout, api_status, request_failed or validation.
+    """
     message: str
     hint: str | None = None
     """What to do about it."""
@@ -69,7 +68,9 @@ class TinkerError(Exception):
     should_retry: bool | None = None
     """Whether to try again, where someone who knows has said so."""
 
-    def __init__(self, message: str = "", *others: object, hint: str | None = None, **details: Any) -> None:
+    def __init__(
+        self, message: str = "", *others: object, hint: str | None = None, **details: Any
+    ) -> None:
         super().__init__(message, *others)
         self.message = message
         self.hint = hint
@@ -93,17 +94,22 @@ class TinkerError(Exception):
 
     @property
     def is_user_error(self) -> bool:
-        """Whether the caller made a mistake: by category, or by a status of the 400s except 408, 410, 429."""
+        """Whether the caller made a mistake: by category, or by a status of the 400s except 408,
+        410, 429.
+        """
         status = self.status or 0
-        return self.category == RequestErrorCategory.User or (400 <= status < 500 and status not in NOT_THE_CALLERS)
+        return self.category == RequestErrorCategory.User or (
+            400 <= status < 500 and status not in NOT_THE_CALLERS
+        )
 
     @property
     def is_retryable(self) -> bool:
-        """Whether the operation may succeed when the caller starts it anew: true of all but the caller's mistakes.
+        """Whether the operation may succeed when the caller starts it anew: true of all but the
+        caller's mistakes.
 
-        The function `is_retryable` answers another question: whether the very same request may be sent again. The two
-        differ for 409, which may pass by itself but is the caller's conflict, and for 410 and failed operations, which
-        have to be submitted anew.
+        The function `is_retryable` answers another question: whether the very same request may be
+        sent again. The two differ for 409, which may pass by itself but is the caller's conflict,
+        and for 410 and failed operations, which have to be submitted anew.
         """
         return not self.is_user_error
 
@@ -117,13 +123,18 @@ class TinkerError(Exception):
             >>> RateLimitError("slow down").format()
             '[api_status (429)] slow down'
         """
-        return f"[{self.type} ({self.status})] {self.message}" if self.status else f"[{self.type}] {self.message}"
+        return (
+            f"[{self.type} ({self.status})] {self.message}"
+            if self.status
+            else f"[{self.type}] {self.message}"
+        )
 
     def __str__(self) -> str:
         return f"{self.message}\nhint: {self.hint}" if self.hint else self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Not by way of the constructor: subclasses, also those of programs, have constructors of their own.
+        # Not by way of the constructor: subclasses, also those of programs, have constructors of
+        # their own.
         return _revive, (self.__class__, self.args), self.__dict__
 
 
@@ -193,7 +204,9 @@ class APIConnectionError(APIError):
 
     type = "api_connection"
 
-    def __init__(self, *place: Any, request: Any = None, message: str = "Connection error.", **details: Any) -> None:
+    def __init__(
+        self, *place: Any, request: Any = None, message: str = "Connection error.", **details: Any
+    ) -> None:
         request, message = _placed(place, request, message)
         super().__init__(message, request, **details)
 
@@ -209,7 +222,9 @@ class APITimeoutError(APIConnectionError, TimeoutError):
 
     type = "api_timeout"
 
-    def __init__(self, *place: Any, request: Any = None, message: str = "Request timed out.", **details: Any) -> None:
+    def __init__(
+        self, *place: Any, request: Any = None, message: str = "Request timed out.", **details: Any
+    ) -> None:
         super().__init__(*place, request=request, message=message, **details)
 
 
@@ -244,7 +259,9 @@ class APIResponseValidationError(APIError):
     ) -> None:
         response, body, message = _placed(place, response, body, message)
         details.setdefault("request", _request_of(response))
-        super().__init__(message or "The server's answer is not what was expected.", body=body, **details)
+        super().__init__(
+            message or "The server's answer is not what was expected.", body=body, **details
+        )
         self.response = response
         self.status_code = status_code or getattr(response, "status_code", None) or 0
 
@@ -289,15 +306,23 @@ class APIStatusError(APIError):
         details.setdefault("request", _request_of(response))
         super().__init__(message, body=body, **details)
         self.response = response
-        self.status_code = status_code or getattr(response, "status_code", None) or type(self).status_code
-        self.category = RequestErrorCategory.parse(category) if category else category_of(self.status_code, body)
+        self.status_code = (
+            status_code or getattr(response, "status_code", None) or type(self).status_code
+        )
+        self.category = (
+            RequestErrorCategory.parse(category)
+            if category
+            else category_of(self.status_code, body)
+        )
         headers = getattr(response, "headers", None)
         asked = wait_asked(headers if isinstance(headers, Mapping) else {}, body)
         self.retry_after = asked if retry_after is None else retry_after
 
 
 def _placed(place: tuple[Any, ...], *named: Any) -> tuple[Any, ...]:
-    """Positional arguments in place of keywords; a text in the first place is the message, the last of them."""
+    """Positional arguments in place of keywords; a text in the first place is the message, the last
+    of them.
+    """
     if place and isinstance(place[0], str):
         place = (*named[:-1], *place)
     if len(place) > len(named):
@@ -313,7 +338,8 @@ def _request_of(response: Any) -> Any:
 
 
 def category_of(status: int, body: object = None) -> RequestErrorCategory:
-    """Whose fault a refusal is: as the body says, else by the status; a limit is never the caller's.
+    """Whose fault a refusal is: as the body says, else by the status; a limit is never the
+    caller's.
 
     Args:
         status: The HTTP status.
@@ -472,7 +498,11 @@ class RequestFailedError(TinkerError):
     category: RequestErrorCategory
 
     def __init__(
-        self, message: str, request_id: str, category: RequestErrorCategory | str | None, **details: Any
+        self,
+        message: str,
+        request_id: str,
+        category: RequestErrorCategory | str | None,
+        **details: Any,
     ) -> None:
         super().__init__(message, **details)
         self.request_id = request_id
@@ -547,7 +577,8 @@ def error_for(status: int) -> type[APIStatusError]:
 
 
 def is_retryable(error: BaseException) -> bool:
-    """Whether the same request, sent again, may succeed: the question of the transport, before an error is raised.
+    """Whether the same request, sent again, may succeed: the question of the transport, before an
+    error is raised.
 
     For a caller who holds the error, `error.is_retryable` says whether to start over.
 

@@ -1,9 +1,12 @@
-"""The bus on which the client says what happens: named events with numbers and facts, for whoever listens.
+"""The bus on which the client says what happens: named events with numbers and facts, for whoever
+listens.
 
-Handlers are called at once, in the thread (and task) that emits. Nothing is computed for an event that nobody listens
-to, and a handler that fails never breaks the call it listens to: it is detached instead.
+Handlers are called at once, in the thread (and task) that emits. Nothing is computed for an event
+that nobody listens to, and a handler that fails never breaks the call it listens to: it is detached
+instead.
 
-Durations (`duration`, `elapsed_time`) and `delay_ms` are milliseconds; `system_time` is seconds since 1970.
+Durations (`duration`, `elapsed_time`) and `delay_ms` are milliseconds; `system_time` is seconds
+since 1970.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ logger = logging.getLogger("tinkex")
 Handler: TypeAlias = Callable[[str, Mapping[str, float], Mapping[str, Any]], object]
 """Takes the event's name, its measurements and its metadata."""
 
-# ── the catalogue ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the catalogue ─────────────────────────────────────────────────────────────────────────────────
 
 HTTP_START = "tinkex.http.request.start"
 HTTP_STOP = "tinkex.http.request.stop"
@@ -62,7 +65,8 @@ FUTURE_EVENTS = (
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What an event carries: the names of its measurements and of its metadata, callers' own left out.
+    """What an event carries: the names of its measurements and of its metadata, callers' own left
+    out.
 
     Example:
         >>> CATALOGUE[HTTP_STOP].measurements
@@ -85,9 +89,15 @@ CATALOGUE: Mapping[str, Contents] = {
     QUEUE_STATE_CHANGE: Contents((), ("request_id", "queue_state", "queue_state_reason")),
     FUTURE_TIMEOUT: Contents(("elapsed_time",), _POLL),
     FUTURE_API_ERROR: Contents(("elapsed_time",), (*_POLL, "status", "category", "error_type")),
-    FUTURE_CONNECTION_ERROR: Contents(("elapsed_time",), (*_POLL, "status", "category", "error_type")),
-    FUTURE_REQUEST_FAILED: Contents(("elapsed_time",), (*_POLL, "status", "category", "error_type")),
-    FUTURE_VALIDATION_ERROR: Contents(("elapsed_time",), (*_POLL, "status", "category", "error_type")),
+    FUTURE_CONNECTION_ERROR: Contents(
+        ("elapsed_time",), (*_POLL, "status", "category", "error_type")
+    ),
+    FUTURE_REQUEST_FAILED: Contents(
+        ("elapsed_time",), (*_POLL, "status", "category", "error_type")
+    ),
+    FUTURE_VALIDATION_ERROR: Contents(
+        ("elapsed_time",), (*_POLL, "status", "category", "error_type")
+    ),
     RETRY_START: Contents(("system_time",), ("attempt",)),
     RETRY_STOP: Contents(("duration",), ("attempt", "result")),
     RETRY_RETRY: Contents(("duration", "delay_ms"), ("attempt", "error")),
@@ -101,16 +111,20 @@ CATALOGUE: Mapping[str, Contents] = {
     RECOVERY_FAILED: Contents(("attempt",), (*_ATTEMPT, "error")),
     RECOVERY_EXHAUSTED: Contents(("attempt",), (*_ATTEMPT, "error")),
     CUSTOM_LOSS_START: Contents(("system_time",), ("regularizer_count", "track_grad_norms")),
-    CUSTOM_LOSS_STOP: Contents(("duration", "loss_total", "regularizer_total"), ("regularizer_count",)),
+    CUSTOM_LOSS_STOP: Contents(
+        ("duration", "loss_total", "regularizer_total"), ("regularizer_count",)
+    ),
     CUSTOM_LOSS_EXCEPTION: Contents(("duration",), ("reason",)),
     REGULARIZER_START: Contents(("system_time",), (*_TERM, "async")),
-    REGULARIZER_STOP: Contents(("duration", "value", "contribution", "grad_norm"), (*_TERM, "async")),
+    REGULARIZER_STOP: Contents(
+        ("duration", "value", "contribution", "grad_norm"), (*_TERM, "async")
+    ),
     REGULARIZER_EXCEPTION: Contents(("duration",), (*_TERM, "reason")),
 }
-"""Every event by name. What belongs to a session also carries its `session_id`, and `sampling_session_id`, `model_id`
-or `model_seq_id` where there is one."""
+"""Every event by name. What belongs to a session also carries its `session_id`, and
+`sampling_session_id`, `model_id` or `model_seq_id` where there is one."""
 
-# ── the bus ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the bus ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +151,8 @@ class Attachment:
         return self.names is None or name in self.names
 
 
-# Replaced as a whole under the lock and never changed, so that emitting takes no lock. A finalizer that detaches may
-# run while its thread holds the lock: it can be taken twice.
+# Replaced as a whole under the lock and never changed, so that emitting takes no lock. A finalizer
+# that detaches may run while its thread holds the lock: it can be taken twice.
 _attached: tuple[Attachment, ...] = ()
 _lock = threading.RLock()
 
@@ -193,7 +207,8 @@ def detach(handler_id: str) -> bool:
 
 
 def handlers(name: str | None = None) -> list[Attachment]:
-    """What is attached, in the order in which it is called; only what hears one name, if a name is given.
+    """What is attached, in the order in which it is called; only what hears one name, if a name is
+    given.
 
     Args:
         name: An event.
@@ -210,7 +225,8 @@ def handlers(name: str | None = None) -> list[Attachment]:
 
 
 def is_heard(name: str | None = None) -> bool:
-    """Whether anybody listens (to this name, if one is given): what only an event needs need not be computed else.
+    """Whether anybody listens (to this name, if one is given): what only an event needs need not be
+    computed else.
 
     Args:
         name: An event.
@@ -248,7 +264,10 @@ def emit(name: str, measurements: Mapping[str, float], metadata: Mapping[str, An
             except Exception:
                 _drop(known)
                 logger.warning(
-                    "the event handler %r failed on %s and was detached", known.handler_id, name, exc_info=True
+                    "the event handler %r failed on %s and was detached",
+                    known.handler_id,
+                    name,
+                    exc_info=True,
                 )
 
 
@@ -265,4 +284,5 @@ def _renew_lock() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_lock)  # another thread may have held it when the process forked
+    # another thread may have held it when the process forked
+    os.register_at_fork(after_in_child=_renew_lock)

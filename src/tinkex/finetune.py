@@ -1,12 +1,12 @@
-"""Supervised fine-tuning: files of examples, batches in an order of their own, a loop that can be taken up again.
+"""Supervised fine-tuning: files of examples, batches in an order of their own, a loop that can be
+taken up again.
 
-    examples, bad = read_examples("examples.jsonl")
-    rendered, refused = render(examples, ChatFormat(client.get_tokenizer()))
-    rows = fit(rendered, 4096).rendered
-    FineTune(client, Plan(examples=len(rows), steps=100), rows, RunFolder.create("run", {}, {})).run()
+    examples, bad = read_examples("examples.jsonl") rendered, refused = render(examples,
+    ChatFormat(client.get_tokenizer())) rows = fit(rendered, 4096).rendered FineTune(client,
+    Plan(examples=len(rows), steps=100), rows, RunFolder.create("run", {}, {})).run()
 
-Everything that a step does follows from its number, so a run that goes on from a checkpoint does what it would have
-done without the break. `tinkex train` is this, with options.
+Everything that a step does follows from its number, so a run that goes on from a checkpoint does
+what it would have done without the break. `tinkex train` is this, with options.
 """
 
 from __future__ import annotations
@@ -41,12 +41,14 @@ TooLong: TypeAlias = Literal["cut", "skip", "refuse"]
 
 AHEAD = 1
 """Steps that are sent before the one before them has been answered."""
-FORMS = 'a chat is {"messages": [{"role": …, "content": …}, …]}, a pair {"prompt": …, "completion": …}'
+FORMS = (
+    'a chat is {"messages": [{"role": …, "content": …}, …]}, a pair {"prompt": …, "completion": …}'
+)
 _HELD_OUT = 1
 _ORDER = 2
 
 
-# ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── files ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,9 @@ class Example:
         try:
             value = json.loads(line)
         except UnicodeDecodeError as error:
-            raise ValueError(f"it is not UTF-8: byte {error.start + 1} is {line[error.start]:#04x}") from None
+            raise ValueError(
+                f"it is not UTF-8: byte {error.start + 1} is {line[error.start]:#04x}"
+            ) from None
         except json.JSONDecodeError as error:
             raise ValueError(f"it is not JSON: {error.msg} at character {error.pos + 1}") from None
         if not isinstance(value, dict):
@@ -83,13 +87,18 @@ class Example:
         if "messages" in value:
             return cls(number, messages=_messages(value["messages"]))
         if "prompt" in value and "completion" in value:
-            return cls(number, prompt=_text(value, "prompt"), completion=_text(value, "completion", needed=True))
+            return cls(
+                number,
+                prompt=_text(value, "prompt"),
+                completion=_text(value, "completion", needed=True),
+            )
         keys = ", ".join(map(repr, value)) or "none"
         raise ValueError(f"it is neither a chat nor a pair; its keys are {keys} ({FORMS})")
 
 
 def read_examples(path: str | os.PathLike[str]) -> tuple[list[Example], list[BadLine]]:
-    """The examples of a file of JSON lines, and the lines that are none; blank lines are passed over.
+    """The examples of a file of JSON lines, and the lines that are none; blank lines are passed
+    over.
 
     Raises:
         OSError: The file cannot be read.
@@ -111,7 +120,9 @@ def read_examples(path: str | os.PathLike[str]) -> tuple[list[Example], list[Bad
 
 
 def without_answer(examples: Sequence[Example]) -> list[BadLine]:
-    """The conversations in which the assistant says nothing, so that there is nothing to learn but all of it."""
+    """The conversations in which the assistant says nothing, so that there is nothing to learn but
+    all of it.
+    """
     return [
         BadLine(example.number, NO_ANSWER)
         for example in examples
@@ -133,7 +144,10 @@ def _kind(value: Any) -> str:
 def _text(value: Mapping[str, Any], name: str, *, needed: bool = False) -> str:
     text = value[name]
     if not isinstance(text, str):
-        raise ValueError(f"{name} must be text, not a JSON {_kind(text) if not isinstance(text, dict) else 'object'}")
+        raise ValueError(
+            f"{name} must be text, not a JSON "
+            f"{_kind(text) if not isinstance(text, dict) else 'object'}"
+        )
     if needed and not text:
         raise ValueError(f"{name} is empty: there is nothing to learn")
     return text
@@ -153,7 +167,8 @@ def _message(place: int, value: Any) -> Message:
         raise ValueError(f"message {place} has no role")
     if isinstance(content, list):
         parts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
+            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+            for part in content
         ]
         if not all(isinstance(part, str) for part in parts):
             raise ValueError(f"message {place} holds parts that are not text")
@@ -163,11 +178,15 @@ def _message(place: int, value: Any) -> Message:
     return {**value, "content": content}
 
 
-# ── examples as tokens ───────────────────────────────────────────────────────────────────────────────────────────
+# ── examples as tokens ────────────────────────────────────────────────────────────────────────────
 
 
 def render(
-    examples: Sequence[Example], chat: ChatFormat, *, train_on: TrainOn = ASSISTANT, pairs: Pairs = "text"
+    examples: Sequence[Example],
+    chat: ChatFormat,
+    *,
+    train_on: TrainOn = ASSISTANT,
+    pairs: Pairs = "text",
 ) -> tuple[list[tuple[int, Rendered]], list[BadLine]]:
     """Examples as tokens, each with the number of its line, and the lines that cannot be rendered.
 
@@ -175,7 +194,8 @@ def render(
         examples: The examples.
         chat: How the model writes conversations.
         train_on: What is learned; see `ChatFormat.conversation`.
-        pairs: Whether a pair is a text that goes on, or a question and its answer in the chat format.
+        pairs: Whether a pair is a text that goes on, or a question and its answer in the chat
+            format.
     """
     rendered: list[tuple[int, Rendered]] = []
     bad: list[BadLine] = []
@@ -187,7 +207,9 @@ def render(
     return rendered, bad
 
 
-def _rendered(example: Example, chat: ChatFormat, train_on: TrainOn, pairs: Pairs) -> list[Rendered]:
+def _rendered(
+    example: Example, chat: ChatFormat, train_on: TrainOn, pairs: Pairs
+) -> list[Rendered]:
     messages = example.messages
     if not messages and pairs == "text":
         found = [chat.pair(example.prompt, example.completion, train_on)]
@@ -211,8 +233,12 @@ class Fitted:
     left_out: list[int]
 
 
-def fit(rendered: Sequence[tuple[int, Rendered]], length: int | None, *, cut: bool = True) -> Fitted:
-    """Cut what is longer than so many tokens, or leave it out; what has nothing left to learn is left out as well."""
+def fit(
+    rendered: Sequence[tuple[int, Rendered]], length: int | None, *, cut: bool = True
+) -> Fitted:
+    """Cut what is longer than so many tokens, or leave it out; what has nothing left to learn is
+    left out as well.
+    """
     kept: list[Rendered] = []
     shortened: list[int] = []
     left_out: list[int] = []
@@ -227,12 +253,19 @@ def fit(rendered: Sequence[tuple[int, Rendered]], length: int | None, *, cut: bo
     return Fitted(kept, shortened, left_out)
 
 
-def hold_out(rendered: Sequence[Rendered], fraction: float, seed: int) -> tuple[list[Rendered], list[Rendered]]:
-    """What is trained on, and a fraction that is not (one example at least, in an order that the seed decides)."""
+def hold_out(
+    rendered: Sequence[Rendered], fraction: float, seed: int
+) -> tuple[list[Rendered], list[Rendered]]:
+    """What is trained on, and a fraction that is not (one example at least, in an order that the
+    seed decides).
+    """
     if not fraction or len(rendered) < 2:
         return list(rendered), []
     count = min(max(1, round(fraction * len(rendered))), len(rendered) - 1)
-    chosen = {int(index) for index in np.random.default_rng([seed, _HELD_OUT]).permutation(len(rendered))[:count]}
+    chosen = {
+        int(index)
+        for index in np.random.default_rng([seed, _HELD_OUT]).permutation(len(rendered))[:count]
+    }
     held = [one for index, one in enumerate(rendered) if index in chosen]
     return [one for index, one in enumerate(rendered) if index not in chosen], held
 
@@ -244,7 +277,9 @@ def datum(one: Rendered) -> Datum:
 
 
 def summed_loss(output: ForwardBackwardOutput, rendered: Sequence[Rendered]) -> tuple[float, float]:
-    """The summed loss of a pass and the weight it is spread over; their quotient is the loss of a token."""
+    """The summed loss of a pass and the weight it is spread over; their quotient is the loss of a
+    token.
+    """
     total = weight = 0.0
     for one, tensors in zip(rendered, output.loss_fn_outputs, strict=True):
         weights = one.weights[1:].astype(np.float64)
@@ -253,7 +288,7 @@ def summed_loss(output: ForwardBackwardOutput, rendered: Sequence[Rendered]) -> 
     return total, weight
 
 
-# ── the plan ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the plan ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,7 +311,9 @@ class Plan:
         return math.ceil(self.examples / self.batch_size)
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step, from 0 on: rising to the full rate, then as the schedule says."""
+        """The learning rate of a step, from 0 on: rising to the full rate, then as the schedule
+        says.
+        """
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
         left = 1.0 - (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
@@ -293,7 +330,9 @@ class Plan:
         return order[place * self.batch_size : (place + 1) * self.batch_size]
 
     def is_eval(self, done: int) -> bool:
-        """Whether the held-out loss is computed after so many steps: before the first, now and then, at the end."""
+        """Whether the held-out loss is computed after so many steps: before the first, now and
+        then, at the end.
+        """
         return done in (0, self.steps) or (self.eval_every > 0 and done % self.eval_every == 0)
 
     def is_save(self, done: int) -> bool:
@@ -301,21 +340,23 @@ class Plan:
         return done == self.steps or (self.save_every > 0 and done % self.save_every == 0)
 
 
-# ── what is kept of a run ────────────────────────────────────────────────────────────────────────────────────────
+# ── what is kept of a run ─────────────────────────────────────────────────────────────────────────
 
 
 class RunFolder:
     """A directory with what is known of a run.
 
-    `config.json` has the options it was started with, `run.json` the facts (the checkpoints among them) and
-    `metrics.jsonl` a line for each step and each evaluation.
+    `config.json` has the options it was started with, `run.json` the facts (the checkpoints among
+    them) and `metrics.jsonl` a line for each step and each evaluation.
     """
 
     def __init__(self, path: Path, config: Mapping[str, Any], facts: dict[str, Any]) -> None:
         self.path, self.config, self.facts = path, config, facts
 
     @classmethod
-    def create(cls, path: str | os.PathLike[str], config: Mapping[str, Any], facts: Mapping[str, Any]) -> RunFolder:
+    def create(
+        cls, path: str | os.PathLike[str], config: Mapping[str, Any], facts: Mapping[str, Any]
+    ) -> RunFolder:
         """Begin a run in a new or empty directory.
 
         Raises:
@@ -340,11 +381,14 @@ class RunFolder:
         """
         place = Path(path)
         try:
-            config, facts = (json.loads((place / name).read_text()) for name in ("config.json", "run.json"))
+            config, facts = (
+                json.loads((place / name).read_text()) for name in ("config.json", "run.json")
+            )
             facts["checkpoints"] = list(facts["checkpoints"])
         except OSError as error:
             raise ValueError(
-                f"{place} holds no run that could be taken up: {error.filename}: {error.strerror or error}"
+                f"{place} holds no run that could be taken up: {error.filename}: "
+                f"{error.strerror or error}"
             ) from None
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{place} holds no run that could be taken up: {error}") from None
@@ -362,13 +406,21 @@ class RunFolder:
 
     @property
     def best(self) -> tuple[int, str] | None:
-        """Of the checkpoints that were evaluated when they were saved, the one with the lowest held-out loss."""
-        scored = [saved for saved in self.facts["checkpoints"] if math.isfinite(saved.get("eval_loss", math.nan))]
+        """Of the checkpoints that were evaluated when they were saved, the one with the lowest
+        held-out loss.
+        """
+        scored = [
+            saved
+            for saved in self.facts["checkpoints"]
+            if math.isfinite(saved.get("eval_loss", math.nan))
+        ]
         best = min(scored, key=lambda saved: float(saved["eval_loss"]), default=None)
         return (int(best["step"]), str(best["path"])) if best else None
 
     def surplus(self, keep: int) -> list[str]:
-        """The paths of checkpoints that are neither among the last so many nor the best, the oldest first."""
+        """The paths of checkpoints that are neither among the last so many nor the best, the oldest
+        first.
+        """
         if keep < 1:
             raise ValueError(f"a run keeps its last checkpoint at least, not {keep}")
         older = [str(saved["path"]) for saved in self.facts["checkpoints"][:-keep]]
@@ -376,7 +428,9 @@ class RunFolder:
 
     def add_checkpoint(self, step: int, path: str, eval_loss: float | None = None) -> None:
         """Note a checkpoint, and the held-out loss it has where that was computed."""
-        saved = {"step": step, "path": path} | ({} if eval_loss is None else {"eval_loss": eval_loss})
+        saved = {"step": step, "path": path} | (
+            {} if eval_loss is None else {"eval_loss": eval_loss}
+        )
         self.facts["checkpoints"].append(saved)
         try:
             self.save()
@@ -386,7 +440,9 @@ class RunFolder:
 
     def forget(self, path: str) -> None:
         """Strike out a checkpoint that has been deleted."""
-        self.facts["checkpoints"] = [saved for saved in self.facts["checkpoints"] if saved["path"] != path]
+        self.facts["checkpoints"] = [
+            saved for saved in self.facts["checkpoints"] if saved["path"] != path
+        ]
         self.facts["deleted"] = self.facts.get("deleted", 0) + 1
         self.save()
 
@@ -406,7 +462,9 @@ class RunFolder:
         return found
 
     def rewind(self) -> list[dict[str, Any]]:
-        """Forget the metrics after the last checkpoint, since those steps are made again; the others."""
+        """Forget the metrics after the last checkpoint, since those steps are made again; the
+        others.
+        """
         step = self.checkpoint[0] if self.checkpoint else -1
         kept = [record for record in self.metrics() if record["step"] <= step]
         _replace(self.path / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in kept))
@@ -424,7 +482,7 @@ def _replace(path: Path, text: str) -> None:
     draft.replace(path)
 
 
-# ── the loop ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the loop ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -455,7 +513,8 @@ class _Sent:
 
 
 class FineTune:
-    """The loop of a supervised fine-tune: steps, evaluations and checkpoints, each sent before the last is answered.
+    """The loop of a supervised fine-tune: steps, evaluations and checkpoints, each sent before the
+    last is answered.
 
     Args:
         client: The run to train; made of the folder's last checkpoint, if it has one.
@@ -485,7 +544,9 @@ class FineTune:
         self._began = time.perf_counter()
 
     def stop(self) -> None:
-        """End after the steps that are on their way, with a checkpoint; may be called by a signal's handler."""
+        """End after the steps that are on their way, with a checkpoint; may be called by a signal's
+        handler.
+        """
         self._stopping = True
 
     def run(self) -> bool:
@@ -513,7 +574,9 @@ class FineTune:
         passed = self.client.forward_backward([datum(row) for row in rows], "cross_entropy")
         stepped = self.client.optim_step(AdamParams(learning_rate=plan.rate(step)))
         evaluated = self._evaluate() if plan.is_eval(done) else []
-        return _Sent(done, rows, passed, stepped, evaluated, self._save(done) if plan.is_save(done) else None)
+        return _Sent(
+            done, rows, passed, stepped, evaluated, self._save(done) if plan.is_save(done) else None
+        )
 
     def _save(self, done: int) -> Future[SaveWeightsResponse]:
         return self.client.save_state(f"{self._name}-{done:06d}")
@@ -525,7 +588,9 @@ class FineTune:
         ]
 
     def _receive(self, sent: _Sent) -> None:
-        """Wait for a step, and note what came of it; the checkpoint last, when all before it is noted."""
+        """Wait for a step, and note what came of it; the checkpoint last, when all before it is
+        noted.
+        """
         loss = eval_loss = None
         if sent.passed is not None and sent.stepped is not None:
             total, weight = summed_loss(sent.passed.result(), sent.rows)
@@ -545,7 +610,9 @@ class FineTune:
                 }
             )
         if sent.evaluated:
-            sums = np.array([summed_loss(future.result(), rows) for future, rows in sent.evaluated]).sum(axis=0)
+            sums = np.array(
+                [summed_loss(future.result(), rows) for future, rows in sent.evaluated]
+            ).sum(axis=0)
             eval_loss = float(sums[0] / sums[1])
             self.folder.log({"step": sent.done, "eval_loss": eval_loss})
         if sent.saved is not None:
@@ -559,14 +626,23 @@ def _groups(rows: Sequence[Rendered], size: int) -> Iterator[Sequence[Rendered]]
 
 
 def is_lost(error: TinkerError) -> bool:
-    """Whether a run failed because its server has it no more, so that going on from a checkpoint may help."""
+    """Whether a run failed because its server has it no more, so that going on from a checkpoint
+    may help.
+    """
     if isinstance(error, RequestFailedError):
         return error.category != RequestErrorCategory.User
     return isinstance(error, GoneError | NotFoundError)
 
 
 def is_full(error: TinkerError) -> bool:
-    """Whether a server could not save for want of space: trying again would not help, making room does."""
+    """Whether a server could not save for want of space: trying again would not help, making room
+    does.
+    """
     return (
-        re.search(r"disk is full|no space left on device|disk quota exceeded", error.message, re.IGNORECASE) is not None
+        re.search(
+            r"disk is full|no space left on device|disk quota exceeded",
+            error.message,
+            re.IGNORECASE,
+        )
+        is not None
     )

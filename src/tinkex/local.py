@@ -1,7 +1,8 @@
-"""The embedded backend: the server's application mounted as the client's transport. The only file that knows both.
+"""The embedded backend: the server's application mounted as the client's transport. The only file
+that knows both.
 
-`ServiceClient(base_url="local")` shares one backend per process, made on first use and let go with the last client.
-`LocalBackend` makes one of your own: other models, another data directory.
+`ServiceClient(base_url="local")` shares one backend per process, made on first use and let go with
+the last client. `LocalBackend` makes one of your own: other models, another data directory.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def default_data_dir() -> Path:
 
 
 def resolve_models(models: Mapping[str, str | Path] | None) -> dict[str, Path]:
-    """Directories by model name; a name without one is bundled or looked up on the hub (cache first).
+    """Directories by model name; a name without one is bundled or looked up on the hub (cache
+    first).
 
     Args:
         models: Directories or hub ids by model name; empty ones stand for the name itself.
@@ -76,7 +78,9 @@ def resolve_models(models: Mapping[str, str | Path] | None) -> dict[str, Path]:
 
     resolved = {}
     for name, place in models.items():
-        resolved[name] = BUNDLED[name] if not place and name in BUNDLED else resolve(str(place or name))
+        resolved[name] = (
+            BUNDLED[name] if not place and name in BUNDLED else resolve(str(place or name))
+        )
     return resolved
 
 
@@ -89,7 +93,8 @@ def require_packages() -> None:
     missing = [name for name in LOCAL_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigurationError(
-            f"running models on this machine needs packages that are not installed: {', '.join(missing)}",
+            "running models on this machine needs packages that are not installed: "
+            f"{', '.join(missing)}",
             hint="pip install 'tinkex[local]'",
         )
 
@@ -120,13 +125,16 @@ def pick_device(device: Device) -> Literal["cpu", "cuda"]:
         return "cpu"
     if not torch.cuda.is_available():
         raise ConfigurationError(
-            "there is no GPU here that PyTorch can use", hint="see what `tinkex doctor` finds, or compute on the cpu"
+            "there is no GPU here that PyTorch can use",
+            hint="see what `tinkex doctor` finds, or compute on the cpu",
         )
     return "cuda"
 
 
 def make_engine(
-    models: Mapping[str, str | Path] | None = None, device: Device = "cpu", dtype: Dtype | None = None
+    models: Mapping[str, str | Path] | None = None,
+    device: Device = "cpu",
+    dtype: Dtype | None = None,
 ) -> Engine:
     """A torch engine over these models; each is loaded when first used.
 
@@ -155,7 +163,8 @@ def make_engine(
 
 
 def late_engine(models: Mapping[str, str | Path] | None = None) -> Engine:
-    """What `make_engine` makes, made when there is something to compute: torch takes seconds to import.
+    """What `make_engine` makes, made when there is something to compute: torch takes seconds to
+    import.
 
     Args:
         models: Directories or hub ids by model name; the bundled model by default.
@@ -189,7 +198,9 @@ def publish_tokenizers(engine: Engine) -> None:
 
 
 class AsgiExchange:
-    """Exchanges straight into an ASGI application on the running loop: no port, no copy of the code path."""
+    """Exchanges straight into an ASGI application on the running loop: no port, no copy of the code
+    path.
+    """
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -219,7 +230,9 @@ class AsgiExchange:
             if message["type"] == "lifespan.startup.complete":
                 started.set_result(None)
             elif message["type"] == "lifespan.startup.failed":
-                started.set_exception(RuntimeError(message.get("message") or "the embedded server did not start"))
+                started.set_exception(
+                    RuntimeError(message.get("message") or "the embedded server did not start")
+                )
 
         await self._app({"type": "lifespan", "asgi": {"version": "3.0"}}, receive, send)
 
@@ -268,7 +281,9 @@ class AsgiExchange:
     async def _running(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes | None, timeout: float
     ) -> AsyncIterator[_AsgiRequest]:
-        """A request in the application's hands; when the block is left, the application learns that nobody listens."""
+        """A request in the application's hands; when the block is left, the application learns that
+        nobody listens.
+        """
         if self._stop.is_set():
             raise ConnectionError("the embedded backend is closed")
         request = _AsgiRequest(method, path, headers, body)
@@ -291,7 +306,9 @@ class AsgiExchange:
 class _AsgiRequest:
     """One request as ASGI sees it."""
 
-    def __init__(self, method: str, path: str, headers: Mapping[str, str], body: bytes | None) -> None:
+    def __init__(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes | None
+    ) -> None:
         path, _, query = path.partition("?")
         self.scope = {
             "type": "http",
@@ -326,7 +343,9 @@ class _AsgiRequest:
     async def send(self, message: dict[str, Any]) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            self.headers = {name.decode().lower(): value.decode() for name, value in message.get("headers", ())}
+            self.headers = {
+                name.decode().lower(): value.decode() for name, value in message.get("headers", ())
+            }
         elif message["type"] == "http.response.body":
             self.chunks.append(message.get("body", b""))
             self.complete = not message.get("more_body", False)
@@ -338,7 +357,9 @@ class _AsgiRequest:
             self._woken.set_result(None)
 
     async def news(self, timeout: float) -> None:
-        """Wait until the application has sent something; its end before its answer is complete is an error."""
+        """Wait until the application has sent something; its end before its answer is complete is
+        an error.
+        """
         assert self.task is not None
         if self.task.done():
             if not self.task.cancelled():
@@ -408,7 +429,9 @@ class LocalBackend:
         _named[self.base_url] = self
 
     async def _opened(self) -> AsgiExchange:
-        """The running application, started by whoever asks first; on tinkex's loop, as all that is asked of it."""
+        """The running application, started by whoever asks first; on tinkex's loop, as all that is
+        asked of it.
+        """
         if self._exchange is not None:
             return self._exchange
         async with self._opening:
@@ -459,7 +482,10 @@ class LocalBackend:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -547,7 +573,9 @@ def open_exchange(base_url: str) -> Exchange:
     """
     if base_url != LOCAL:
         if base_url not in _named:
-            raise ConfigurationError(f"there is no embedded backend {base_url!r}; it may have been closed")
+            raise ConfigurationError(
+                f"there is no embedded backend {base_url!r}; it may have been closed"
+            )
         return _Lease(_named[base_url], shared=False)
     with _lock:
         data_dir = default_data_dir()

@@ -1,8 +1,9 @@
 """What a program's clients do, in numbers: counters, gauges and histograms of this process.
 
-The functions of this module keep one set of numbers for the whole process. It is made when one of them is first
-called, and from then on counts every HTTP request that the clients make, by listening to the event bus; until then
-nothing is counted and nothing is spent. A `Metrics` of your own works the same way beside it.
+The functions of this module keep one set of numbers for the whole process. It is made when one of
+them is first called, and from then on counts every HTTP request that the clients make, by listening
+to the event bus; until then nothing is counted and nothing is spent. A `Metrics` of your own works
+the same way beside it.
 
 Example:
     >>> reset()
@@ -97,7 +98,9 @@ class Histogram:
         ([1, 0, 1], 250)
     """
 
-    def __init__(self, buckets: Sequence[float] = LATENCY_BUCKETS, max_samples: int = HISTOGRAM_MAX_SAMPLES) -> None:
+    def __init__(
+        self, buckets: Sequence[float] = LATENCY_BUCKETS, max_samples: int = HISTOGRAM_MAX_SAMPLES
+    ) -> None:
         self.buckets = tuple(buckets)
         self.counts = [0] * (len(self.buckets) + 1)
         self.total = 0.0
@@ -105,7 +108,8 @@ class Histogram:
         self._newest: deque[float] = deque(maxlen=max_samples)
 
     def add(self, value: float) -> None:
-        """Take a sample; it belongs to the first bucket whose bound it does not exceed, else to the last one.
+        """Take a sample; it belongs to the first bucket whose bound it does not exceed, else to the
+        last one.
 
         Example:
             >>> times = Histogram(buckets=[10, 100])
@@ -140,14 +144,16 @@ class Histogram:
 
 
 def _nearest_rank(ordered: Sequence[float], percent: int) -> float:
-    return ordered[-(-len(ordered) * percent // 100) - 1]  # whole numbers: a rounded quotient could be one too high
+    # whole numbers: a rounded quotient could be one too high
+    return ordered[-(-len(ordered) * percent // 100) - 1]
 
 
 class Metrics:
     """One set of numbers; every call may be made from any thread.
 
     Args:
-        enabled: Count the clients' HTTP requests. What a program counts itself is counted either way.
+        enabled: Count the clients' HTTP requests. What a program counts itself is counted either
+            way.
         latency_buckets: Upper bounds of the histograms' buckets, rising.
         histogram_max_samples: Over how many of the newest samples percentiles are taken.
 
@@ -167,11 +173,16 @@ class Metrics:
     ) -> None:
         buckets = tuple(latency_buckets)
         if not buckets or any(not low < high for low, high in itertools.pairwise(buckets)):
-            raise ValueError(f"latency_buckets must be numbers in rising order, got {list(buckets)}")
+            raise ValueError(
+                f"latency_buckets must be numbers in rising order, got {list(buckets)}"
+            )
         if isinstance(histogram_max_samples, bool) or not histogram_max_samples >= 1:
-            raise ValueError(f"histogram_max_samples must be at least 1, got {histogram_max_samples!r}")
+            raise ValueError(
+                f"histogram_max_samples must be at least 1, got {histogram_max_samples!r}"
+            )
         self._buckets, self._max_samples = buckets, histogram_max_samples
-        self._lock = threading.RLock()  # a handler on the bus may be called while its thread is in here
+        # a handler on the bus may be called while its thread is in here
+        self._lock = threading.RLock()
         self._counters: dict[str, float] = {}
         self._gauges: dict[str, float] = {}
         self._histograms: dict[str, Histogram] = {}
@@ -246,7 +257,11 @@ class Metrics:
             >>> numbers.snapshot().histograms["step_ms"].mean
             12.5
         """
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+        ):
             return
         with self._lock:
             self._check_name(name, self._histograms)
@@ -267,7 +282,9 @@ class Metrics:
             return Snapshot(
                 counters=dict(self._counters),
                 gauges=dict(self._gauges),
-                histograms={name: histogram.summary() for name, histogram in self._histograms.items()},
+                histograms={
+                    name: histogram.summary() for name, histogram in self._histograms.items()
+                },
             )
 
     def reset(self) -> None:
@@ -295,7 +312,8 @@ class Metrics:
         self._lock.release()
 
     def to_prometheus(self) -> str:
-        """All numbers as the text that Prometheus reads; its content type is `tinkex.wire.prometheus.CONTENT_TYPE`.
+        """All numbers as the text that Prometheus reads; its content type is
+        `tinkex.wire.prometheus.CONTENT_TYPE`.
 
         Example:
             >>> numbers = Metrics(enabled=False)
@@ -309,7 +327,9 @@ class Metrics:
     def _lines(self) -> Iterator[str]:
         for kind, values in (("counter", self._counters), ("gauge", self._gauges)):
             for name, value in values.items():
-                yield from prometheus.family(prometheus.name_of(name), kind, _help(name), {"": value})
+                yield from prometheus.family(
+                    prometheus.name_of(name), kind, _help(name), {"": value}
+                )
         for name, found in self._histograms.items():
             written = prometheus.name_of(name)
             yield from prometheus.heading(written, "histogram", _help(name))
@@ -317,10 +337,16 @@ class Metrics:
 
     def _check_name(self, name: str, kind: Mapping[str, Any]) -> None:
         """A name stands for one kind of number: as two it could not be exported."""
-        if any(name in other for other in (self._counters, self._gauges, self._histograms) if other is not kind):
+        if any(
+            name in other
+            for other in (self._counters, self._gauges, self._histograms)
+            if other is not kind
+        ):
             raise ValueError(f"the metric {name!r} exists already and is of another kind")
 
-    def _on_stop(self, event: str, measurements: Mapping[str, float], metadata: Mapping[str, Any]) -> None:
+    def _on_stop(
+        self, event: str, measurements: Mapping[str, float], metadata: Mapping[str, Any]
+    ) -> None:
         if (duration := measurements.get("duration")) is None:
             return
         with self._lock:
@@ -338,7 +364,7 @@ def _help(name: str) -> str:
     return _HELP.get(name, "Kept by the program.")
 
 
-# ── the numbers of the process ───────────────────────────────────────────────────────────────────────────────────
+# ── the numbers of the process ────────────────────────────────────────────────────────────────────
 
 _shared: Metrics | None = None
 _making = threading.Lock()
@@ -380,7 +406,11 @@ def configure(
         True
     """
     global _shared
-    made = Metrics(enabled=enabled, latency_buckets=latency_buckets, histogram_max_samples=histogram_max_samples)
+    made = Metrics(
+        enabled=enabled,
+        latency_buckets=latency_buckets,
+        histogram_max_samples=histogram_max_samples,
+    )
     with _making:
         _shared, old = made, _shared
     if old is not None:
@@ -487,4 +517,5 @@ def _renew_locks() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_locks)  # another thread may have held one when the process forked
+    # another thread may have held one when the process forked
+    os.register_at_fork(after_in_child=_renew_locks)

@@ -1,8 +1,9 @@
-"""OpenTelemetry, for who uses it: trace headers on requests, contexts read from headers, and spans of client calls.
+"""OpenTelemetry, for who uses it: trace headers on requests, contexts read from headers, and spans
+of client calls.
 
-Nothing of it is on by default. Headers are added when `Config.otel_propagate` (or `TINKEX_OTEL_PROPAGATE`) says so;
-spans are made after `trace()`. Needs `pip install "tinkex[otel]"`: without it, headers stay as they are and `trace()`
-says what is missing.
+Nothing of it is on by default. Headers are added when `Config.otel_propagate` (or
+`TINKEX_OTEL_PROPAGATE`) says so; spans are made after `trace()`. Needs `pip install
+"tinkex[otel]"`: without it, headers stay as they are and `trace()` says what is missing.
 
 Example:
     >>> inject({"accept": "*/*"})  # no span is active
@@ -47,7 +48,8 @@ def is_available() -> bool:
 
 
 def is_enabled(config: Config) -> bool:
-    """Whether requests carry the trace they belong to: as the configuration says, else the environment; else no.
+    """Whether requests carry the trace they belong to: as the configuration says, else the
+    environment; else no.
 
     Example:
         >>> is_enabled(Config(base_url="http://127.0.0.1:8000", otel_propagate=True))
@@ -60,10 +62,11 @@ def is_enabled(config: Config) -> bool:
 
 
 def inject(headers: Mapping[str, str], config: Config | None = None) -> dict[str, str]:
-    """Headers with the trace of the current span, or as they are: a trace that is there already stays.
+    """Headers with the trace of the current span, or as they are: a trace that is there already
+    stays.
 
-    With a configuration, only if that says so. Only `traceparent` and `tracestate` are added: what else a program
-    carries along (baggage) is not for the server. No failure gets out of here.
+    With a configuration, only if that says so. Only `traceparent` and `tracestate` are added: what
+    else a program carries along (baggage) is not for the server. No failure gets out of here.
 
     Example:
         >>> attached = extract({"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"})
@@ -81,7 +84,11 @@ def inject(headers: Mapping[str, str], config: Config | None = None) -> dict[str
         carrier: dict[str, str] = {}
         propagate.inject(carrier)
         found = {name.lower(): value for name, value in carrier.items() if isinstance(value, str)}
-        added = {name: found[name] for name in (TRACEPARENT, TRACESTATE) if name in found and name not in taken}
+        added = {
+            name: found[name]
+            for name in (TRACEPARENT, TRACESTATE)
+            if name in found and name not in taken
+        }
         return unchanged | added if TRACEPARENT in added else unchanged
     except Exception:
         logger.debug("no trace headers were added", exc_info=True)
@@ -102,7 +109,8 @@ class Attached:
 
 
 def extract(headers: Mapping[str, str], config: Config | None = None) -> Attached | None:
-    """Make the trace that headers name the current one; `release` undoes it. None when there is none, or it is off.
+    """Make the trace that headers name the current one; `release` undoes it. None when there is
+    none, or it is off.
 
     Example:
         >>> attached = extract({"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"})
@@ -119,7 +127,9 @@ def extract(headers: Mapping[str, str], config: Config | None = None) -> Attache
         from opentelemetry import context, propagate
 
         before = context.get_current()
-        found = propagate.extract({name: carrier[name] for name in (TRACEPARENT, TRACESTATE) if name in carrier})
+        found = propagate.extract(
+            {name: carrier[name] for name in (TRACEPARENT, TRACESTATE) if name in carrier}
+        )
         return None if found == before else Attached(context.attach(found))
     except Exception:
         logger.debug("no trace could be read from the headers", exc_info=True)
@@ -142,10 +152,23 @@ def release(attached: Attached | None) -> None:
         logger.debug("a trace context could not be left", exc_info=True)
 
 
-# ── spans of client calls ────────────────────────────────────────────────────────────────────────────────────────
+# ── spans of client calls ─────────────────────────────────────────────────────────────────────────
 
-_ATTRIBUTES = {"method": "http.request.method", "path": "url.path", "retry_count": "http.request.resend_count"}
-_IDS = ("session_id", "sampling_session_id", "model_id", "model_seq_id", "seq_id", "request_id", "pool_type", "result")
+_ATTRIBUTES = {
+    "method": "http.request.method",
+    "path": "url.path",
+    "retry_count": "http.request.resend_count",
+}
+_IDS = (
+    "session_id",
+    "sampling_session_id",
+    "model_id",
+    "model_seq_id",
+    "seq_id",
+    "request_id",
+    "pool_type",
+    "result",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,14 +180,16 @@ class _Open:
     outer: _Open | None
 
 
-_innermost: contextvars.ContextVar[_Open | None] = contextvars.ContextVar("innermost span", default=None)
+_innermost: contextvars.ContextVar[_Open | None] = contextvars.ContextVar(
+    "innermost span", default=None
+)
 
 
 def trace(tracer: Any = None, handler_id: str | None = None) -> str:
     """Make a span of every request from now on; the id is what `events.detach` takes to end that.
 
-    A span is a child of the one that is current where the call was made, and is itself current while the request is
-    made, so that `inject` names it.
+    A span is a child of the one that is current where the call was made, and is itself current
+    while the request is made, so that `inject` names it.
 
     Args:
         tracer: An OpenTelemetry tracer; by default the global one of "tinkex".
@@ -179,7 +204,9 @@ def trace(tracer: Any = None, handler_id: str | None = None) -> str:
         True
     """
     if not is_available():
-        raise ConfigurationError("OpenTelemetry is not installed", hint='pip install "tinkex[otel]"')
+        raise ConfigurationError(
+            "OpenTelemetry is not installed", hint='pip install "tinkex[otel]"'
+        )
     from opentelemetry import context
     from opentelemetry import trace as api
 
@@ -205,7 +232,9 @@ def trace(tracer: Any = None, handler_id: str | None = None) -> str:
         opened.span.set_attributes(_attributes(metadata, scrubber))
         if name == events.HTTP_EXCEPTION:
             reason = metadata.get("reason")
-            opened.span.set_attribute("error.type", str(metadata.get("kind") or type(reason).__qualname__))
+            opened.span.set_attribute(
+                "error.type", str(metadata.get("kind") or type(reason).__qualname__)
+            )
             opened.span.set_status(api.Status(api.StatusCode.ERROR, scrubber.text(str(reason))))
         elif metadata.get("result") != "ok":
             opened.span.set_status(api.Status(api.StatusCode.ERROR))
@@ -220,7 +249,12 @@ def trace(tracer: Any = None, handler_id: str | None = None) -> str:
 
 def _attributes(metadata: Mapping[str, Any], scrubber: Scrubber) -> dict[str, Any]:
     """What a span tells: known facts only, never what callers add to the metadata of their own."""
-    told = {_ATTRIBUTES.get(name, f"tinkex.{name}"): metadata.get(name) for name in (*_ATTRIBUTES, *_IDS)}
+    told = {
+        _ATTRIBUTES.get(name, f"tinkex.{name}"): metadata.get(name)
+        for name in (*_ATTRIBUTES, *_IDS)
+    }
     told["server.address"] = urlsplit(str(metadata.get("base_url") or "")).hostname
     plain = scrubber.mapping({name: value for name, value in told.items() if value is not None})
-    return {name: value for name, value in plain.items() if isinstance(value, str | int | float | bool)}
+    return {
+        name: value for name, value in plain.items() if isinstance(value, str | int | float | bool)
+    }

@@ -1,8 +1,10 @@
-"""What a session reports about itself: a reporter that sends in the background, and what makes use of it.
+"""What a session reports about itself: a reporter that sends in the background, and what makes use
+of it.
 
-By itself, telemetry goes to the hosted service only, and not when it is switched off (`Config.telemetry`, or
-`TINKER_TELEMETRY=0`). A reporter never delays an error or the end of a program by more than a second, keeps a bounded
-amount of memory, and sends nothing that looks like a secret (`redaction.py`).
+By itself, telemetry goes to the hosted service only, and not when it is switched off
+(`Config.telemetry`, or `TINKER_TELEMETRY=0`). A reporter never delays an error or the end of a
+program by more than a second, keeps a bounded amount of memory, and sends nothing that looks like a
+secret (`redaction.py`).
 
 Example:
     >>> handler = attach_logger()  # a line in the log for every request
@@ -73,12 +75,13 @@ SERVICE_BATCH = 100
 LOGGED_EVENTS = (*bus.HTTP_EVENTS, bus.QUEUE_STATE_CHANGE)
 """What the console logger shows by default."""
 REPORTED_EVENTS = (bus.HTTP_EXCEPTION, bus.QUEUE_STATE_CHANGE, *bus.FUTURE_EVENTS)
-"""What a reporter sends of the bus by default: what went wrong. Every single request would be a second load."""
+"""What a reporter sends of the bus by default: what went wrong. Every single request would be a
+second load."""
 
 _printed = Scrubber()
 """For lines of the log: no secrets there either."""
 
-# ── the console logger ───────────────────────────────────────────────────────────────────────────────────────────
+# ── the console logger ────────────────────────────────────────────────────────────────────────────
 
 _numbers = itertools.count(1)
 _LEVELS = {
@@ -97,7 +100,8 @@ Line: TypeAlias = Callable[[str, Mapping[str, float], Mapping[str, Any]], str]
 def attach_logger(
     handler_id: str | None = None, events: Iterable[str] = LOGGED_EVENTS, level: str | int = "info"
 ) -> str:
-    """Write a line to the log "tinkex" for every event of these names; the id is what `detach` takes.
+    """Write a line to the log "tinkex" for every event of these names; the id is what `detach`
+    takes.
 
     Args:
         handler_id: A name for the logger; one is made up by default.
@@ -118,8 +122,11 @@ def attach_logger(
     return attach_lines(_line, events, handler_id or f"tinkex-logger-{next(_numbers)}", level)
 
 
-def attach_lines(line: Line, events: Iterable[str], handler_id: str, level: str | int = "info") -> str:
-    """Write what `line` makes of these events to the log "tinkex", without secrets; a failed request is an error.
+def attach_lines(
+    line: Line, events: Iterable[str], handler_id: str, level: str | int = "info"
+) -> str:
+    """Write what `line` makes of these events to the log "tinkex", without secrets; a failed
+    request is an error.
 
     Raises:
         ValueError: There is no such level, or the id is taken.
@@ -166,7 +173,10 @@ def _line(name: str, measurements: Mapping[str, float], metadata: Mapping[str, A
         return f"HTTP start {request} pool={fact('pool_type')} base={fact('base_url')}"
     if name == bus.HTTP_STOP:
         retries = f"retries={fact('retry_count', 0)}"
-        return f"HTTP stop {request} result={fact('result')} {milliseconds} {retries} base={fact('base_url')}"
+        return (
+            f"HTTP stop {request} result={fact('result')} {milliseconds} {retries} "
+            f"base={fact('base_url')}"
+        )
     if name == bus.HTTP_EXCEPTION:
         return f"HTTP exception {request} {milliseconds} reason={fact('reason')}"
     if name == bus.QUEUE_STATE_CHANGE:
@@ -174,11 +184,12 @@ def _line(name: str, measurements: Mapping[str, float], metadata: Mapping[str, A
     return f"{name} {_printed.mapping(measurements)} {_printed.mapping(metadata)}"
 
 
-# ── whether, and how, it is sent ─────────────────────────────────────────────────────────────────────────────────
+# ── whether, and how, it is sent ──────────────────────────────────────────────────────────────────
 
 
 def is_enabled(config: Config, explicit: bool | None = None) -> bool:
-    """Whether telemetry is on: what is said here, else what the configuration says, else the environment; else yes.
+    """Whether telemetry is on: what is said here, else what the configuration says, else the
+    environment; else yes.
 
     Example:
         >>> is_enabled(Config(base_url="http://127.0.0.1:8000", telemetry=False))
@@ -191,20 +202,28 @@ def is_enabled(config: Config, explicit: bool | None = None) -> bool:
 
 
 def goes_by_itself(config: Config) -> bool:
-    """Whether a session of this configuration reports without being asked to: on the hosted service, if it is on.
+    """Whether a session of this configuration reports without being asked to: on the hosted
+    service, if it is on.
 
     Example:
         >>> goes_by_itself(Config(base_url="http://127.0.0.1:8000"))  # not the hosted service
         False
     """
-    return is_enabled(config) and urlsplit(config.base_url).hostname == urlsplit(HOSTED_URL).hostname
+    return (
+        is_enabled(config) and urlsplit(config.base_url).hostname == urlsplit(HOSTED_URL).hostname
+    )
 
 
 class Caller(Protocol):
     """What makes requests: a transport."""
 
     async def call(
-        self, op: Operation, request: Any = None, *, timeout: float | None = None, patience: float | None = None
+        self,
+        op: Operation,
+        request: Any = None,
+        *,
+        timeout: float | None = None,
+        patience: float | None = None,
     ) -> Any:
         """Make the exchange and decode the answer, or raise."""
 
@@ -213,7 +232,9 @@ def sender(transport: Caller, timeout: float = HTTP_SECONDS) -> Send:
     """What posts batches through a transport, to its server; a request is tried once more at most."""
 
     async def send(batch: TelemetrySendRequest) -> TelemetryResponse:
-        answer: TelemetryResponse = await transport.call(TELEMETRY, batch, timeout=timeout, patience=1.0)
+        answer: TelemetryResponse = await transport.call(
+            TELEMETRY, batch, timeout=timeout, patience=1.0
+        )
         return answer
 
     return send
@@ -237,10 +258,14 @@ async def _send_quietly(sender: Send, request: TelemetrySendRequest) -> None:
     except TinkerError as error:
         logger.warning("telemetry could not be sent: %s", _printed.text(str(error)))
     except Exception as error:
-        logger.error("sending telemetry crashed: %s: %s", type(error).__qualname__, _printed.text(str(error)))
+        logger.error(
+            "sending telemetry crashed: %s: %s", type(error).__qualname__, _printed.text(str(error))
+        )
 
 
-def send_sync(sender: Send, request: TelemetrySendRequest, timeout: float = HTTP_SECONDS) -> TelemetryResponse | None:
+def send_sync(
+    sender: Send, request: TelemetrySendRequest, timeout: float = HTTP_SECONDS
+) -> TelemetryResponse | None:
     """Send a batch and wait for the answer; the error, if there is one, is raised.
 
     Example:
@@ -257,10 +282,11 @@ def send_sync(sender: Send, request: TelemetrySendRequest, timeout: float = HTTP
     return start(deliver()).result(timeout)
 
 
-# ── the reporter ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the reporter ──────────────────────────────────────────────────────────────────────────────────
 
 _reporting: contextvars.ContextVar[bool] = contextvars.ContextVar("reporting", default=False)
-"""Set while telemetry is sent: what happens meanwhile is not reported, or reporting would never end."""
+"""Set while telemetry is sent: what happens meanwhile is not reported, or reporting would never
+end."""
 _process_uuid = str(uuid.uuid4())
 _named: weakref.WeakValueDictionary[str, Reporter] = weakref.WeakValueDictionary()
 _named_lock = threading.Lock()
@@ -281,13 +307,15 @@ if hasattr(os, "register_at_fork"):
 class Reporter:
     """Collects events of one session and sends them in batches, in the background.
 
-    Nothing here raises because of telemetry, and only calls that are asked to wait do. A call on a reporter that has
-    ended, or that was made before the process forked, does nothing and returns False. Times are seconds.
+    Nothing here raises because of telemetry, and only calls that are asked to wait do. A call on a
+    reporter that has ended, or that was made before the process forked, does nothing and returns
+    False. Times are seconds.
 
     Args:
         send: Posts one batch.
         session_id: Whose events they are.
-        owner: The session; not kept alive. The reporter ends when it is dropped, or when its `closed` is true.
+        owner: The session; not kept alive. The reporter ends when it is dropped, or when its
+            `closed` is true.
         secrets: Texts that must not be sent, apart from everything that looks like a secret.
         events: Names of the events of the bus that are sent, those of this session.
         attach_events: Whether to listen to the bus from the start; `listen` does so later.
@@ -330,9 +358,13 @@ class Reporter:
         max_batch_size: int = SERVICE_BATCH,
     ) -> None:
         if not 1 <= max_batch_size <= SERVICE_BATCH:
-            raise ConfigurationError(f"max_batch_size must be 1 to {SERVICE_BATCH}, got {max_batch_size!r}")
+            raise ConfigurationError(
+                f"max_batch_size must be 1 to {SERVICE_BATCH}, got {max_batch_size!r}"
+            )
         if flush_threshold < 1 or max_queue_size < 1 or max_retries < 0:
-            raise ConfigurationError("flush_threshold and max_queue_size must be positive, max_retries not negative")
+            raise ConfigurationError(
+                "flush_threshold and max_queue_size must be positive, max_retries not negative"
+            )
         self.session_id = session_id
         self.handler_id = handler_id or f"tinkex-reporter-{next(_numbers)}"
         self._send = send
@@ -349,13 +381,14 @@ class Reporter:
         self._pid = os.getpid()
         self._runtime = runtime()
         self._began = time.monotonic()
-        # Guards what follows, and is told when events have gone out. A finalizer that reports something may run while
-        # this thread holds it: it can be taken twice.
+        # Guards what follows, and is told when events have gone out. A finalizer that reports
+        # something may run while this thread holds it: it can be taken twice.
         self._changed = threading.Condition(threading.RLock())
         self._waiting: deque[tuple[TelemetryEvent, int]] = deque()
         self._characters = 0
         self._next_index = 0
-        self._pushed = self._taken = self._gone = 0  # events accepted, taken to be sent, sent or given up
+        # events accepted, taken to be sent, sent or given up
+        self._pushed = self._taken = self._gone = 0
         self._wanted = 0  # events up to this count are to be sent now
         self._is_full = self._is_asked = self._has_end = self._ended = False
         self._pump: asyncio.Task[None] | None = None  # this and what follows belong to the loop
@@ -371,7 +404,9 @@ class Reporter:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it takes events: it has not ended, and the process has not forked since it was made."""
+        """Whether it takes events: it has not ended, and the process has not forked since it was
+        made.
+        """
         return not self._ended and os.getpid() == self._pid
 
     # ── what is told ──
@@ -398,13 +433,16 @@ class Reporter:
         try:
             plain = self._scrubber.mapping(data)
             fields = {"event_name": self._scrubber.text(name), "event_data": plain}
-            return self._queue(GenericEvent, _size(fields), severity=as_severity(severity), **fields)
+            return self._queue(
+                GenericEvent, _size(fields), severity=as_severity(severity), **fields
+            )
         except Exception:
             logger.warning("telemetry: an event %r could not be written down", name, exc_info=True)
             return False
 
     def log_exception(self, error: BaseException, severity: str = "error") -> bool:
-        """Report an exception, and have it sent soon; the user's own mistakes are told apart from all others.
+        """Report an exception, and have it sent soon; the user's own mistakes are told apart from
+        all others.
 
         Args:
             error: The exception.
@@ -428,7 +466,8 @@ class Reporter:
         return self.flush() and taken
 
     def log_fatal_exception(self, error: BaseException, severity: str = "error") -> bool:
-        """Report an exception that ends the program, and with it the session; they are sent while it ends.
+        """Report an exception that ends the program, and with it the session; they are sent while
+        it ends.
 
         Args:
             error: The exception.
@@ -457,13 +496,19 @@ class Reporter:
             culprit = user_error(error)
             if culprit is not None:
                 return self.log("user_error", _facts(culprit), "warning")
-            lines = "".join(traceback.format_exception(error)) if error.__traceback__ or error.__cause__ else ""
+            lines = (
+                "".join(traceback.format_exception(error))
+                if error.__traceback__ or error.__cause__
+                else ""
+            )
             fields = {
                 "error_type": _type_name(error),
                 "error_message": self._scrubber.text(_message(error)),
                 "traceback": self._scrubber.text(lines, MOST_TRACEBACK, end=True) or None,
             }
-            return self._queue(UnhandledExceptionEvent, _size(fields), severity=as_severity(severity), **fields)
+            return self._queue(
+                UnhandledExceptionEvent, _size(fields), severity=as_severity(severity), **fields
+            )
         except Exception:
             logger.warning("telemetry: an exception could not be written down", exc_info=True)
             return False
@@ -490,10 +535,16 @@ class Reporter:
         bus.attach(handler_id, self._names, hear)
         return handler_id
 
-    def _hear(self, name: str, measurements: Mapping[str, float], metadata: Mapping[str, Any]) -> None:
+    def _hear(
+        self, name: str, measurements: Mapping[str, float], metadata: Mapping[str, Any]
+    ) -> None:
         facts = {key: value for key, value in metadata.items() if key != "session_id"}
         severity = "error" if name == bus.HTTP_EXCEPTION else "info"
-        self.log(name, _without_headers({"measurements": dict(measurements), "metadata": facts}), severity)
+        self.log(
+            name,
+            _without_headers({"measurements": dict(measurements), "metadata": facts}),
+            severity,
+        )
 
     # ── what is sent ──
 
@@ -540,7 +591,8 @@ class Reporter:
         return self.is_alive and self._wait(lambda: self._gone >= self._pushed, timeout)
 
     def stop(self, timeout: float = 5.0) -> bool:
-        """Report the end of the session, wait until everything is sent, and end; False when it had ended before.
+        """Report the end of the session, wait until everything is sent, and end; False when it had
+        ended before.
 
         Args:
             timeout: Seconds to wait at most.
@@ -564,7 +616,8 @@ class Reporter:
         return True
 
     async def aclose(self, timeout: float = CLOSE_SECONDS) -> None:
-        """End within `timeout`, sent or not; to be awaited on the runtime's loop, any number of times.
+        """End within `timeout`, sent or not; to be awaited on the runtime's loop, any number of
+        times.
 
         Args:
             timeout: Seconds it may take.
@@ -610,10 +663,17 @@ class Reporter:
         with self._changed:
             first, self._has_end = not self._has_end, True
         if first:
-            self._queue(SessionEndEvent, 0, severity="INFO", duration=duration_text(time.monotonic() - self._began))
+            self._queue(
+                SessionEndEvent,
+                0,
+                severity="INFO",
+                duration=duration_text(time.monotonic() - self._began),
+            )
 
     def _queue(self, kind: type[TelemetryEvent], size: int, **fields: Any) -> bool:
-        """Number an event and put it into the queue, if there is room; the end of a session always has some."""
+        """Number an event and put it into the queue, if there is room; the end of a session always
+        has some.
+        """
         if os.getpid() != self._pid:
             return False
         with self._changed:
@@ -621,18 +681,24 @@ class Reporter:
                 return False
             index, self._next_index = self._next_index, self._next_index + 1
             full = kind is not SessionEndEvent and (
-                len(self._waiting) >= self._max_queue_size or self._characters + size > MOST_QUEUE_CHARACTERS
+                len(self._waiting) >= self._max_queue_size
+                or self._characters + size > MOST_QUEUE_CHARACTERS
             )
             warn, self._is_full = full and not self._is_full, full
             if not full:
-                common: dict[str, Any] = {"event_id": uuid.uuid4().hex, "event_session_index": index}
+                common: dict[str, Any] = {
+                    "event_id": uuid.uuid4().hex,
+                    "event_session_index": index,
+                }
                 common["timestamp"] = dt.datetime.now(dt.UTC)
                 self._waiting.append((kind(**common, **fields), size))
                 self._characters += size
                 self._pushed += 1
             enough = len(self._waiting) >= self._flush_threshold
         if warn:
-            logger.warning("telemetry: the queue of session %s is full, events are dropped", self.session_id)
+            logger.warning(
+                "telemetry: the queue of session %s is full, events are dropped", self.session_id
+            )
         if enough:
             self._ask()
         return not full
@@ -697,20 +763,33 @@ class Reporter:
             except Exception as error:
                 reason = self._scrubber.text(str(error) or type(error).__qualname__)
                 if isinstance(error, APIStatusError) and not is_retryable(error):
-                    logger.warning("telemetry: %d events dropped, the server refused them: %s", len(batch), reason)
+                    logger.warning(
+                        "telemetry: %d events dropped, the server refused them: %s",
+                        len(batch),
+                        reason,
+                    )
                     return
                 if attempt == self._max_retries:
                     break
                 delay = retry_delay(attempt, self._retry_base_delay)
                 logger.warning(
-                    "telemetry could not be sent (attempt %d): %s; again in %.2f s", attempt + 1, reason, delay
+                    "telemetry could not be sent (attempt %d): %s; again in %.2f s",
+                    attempt + 1,
+                    reason,
+                    delay,
                 )
                 await asyncio.sleep(delay)
-        logger.warning("telemetry: %d events given up after %d retries: %s", len(batch), self._max_retries, reason)
+        logger.warning(
+            "telemetry: %d events given up after %d retries: %s",
+            len(batch),
+            self._max_retries,
+            reason,
+        )
 
     def _wait(self, condition: Callable[[], bool], timeout: float) -> bool:
         with self._changed:
-            hopeless = self._runtime.is_current or self._runtime.stopped  # nobody would send meanwhile
+            # nobody would send meanwhile
+            hopeless = self._runtime.is_current or self._runtime.stopped
             return self._changed.wait_for(condition, 0 if hopeless else timeout)
 
     # ── on the loop ──
@@ -728,7 +807,9 @@ class Reporter:
         if self._timer is not None:
             self._timer.cancel()
         if self._flush_interval > 0 and self.is_alive:
-            self._timer = self._runtime.loop.call_later(self._flush_interval, _tick, weakref.ref(self), self.handler_id)
+            self._timer = self._runtime.loop.call_later(
+                self._flush_interval, _tick, weakref.ref(self), self.handler_id
+            )
 
     def _release(self) -> None:
         """Let go of everything: the timer, what is being sent, what waits."""
@@ -758,7 +839,9 @@ def _tick(reference: weakref.ref[Reporter], handler_id: str) -> None:
 
 
 def _owner_is_gone(reporter: Reporter) -> None:
-    """A session was dropped. This may run anywhere, even under a lock of this thread: the loop does the rest."""
+    """A session was dropped. This may run anywhere, even under a lock of this thread: the loop does
+    the rest.
+    """
     if os.getpid() == reporter._pid:
         reporter._runtime.call(lambda: reporter._runtime.task(reporter.aclose(CLOSE_SECONDS)))
 
@@ -811,10 +894,15 @@ def init(
         return reporter
 
 
-# ── the same calls on a reporter that may not be there ───────────────────────────────────────────────────────────
+# ── the same calls on a reporter that may not be there ────────────────────────────────────────────
 
 
-def log(reporter: Reporter | None, name: str, data: Mapping[str, Any] | None = None, severity: str = "info") -> bool:
+def log(
+    reporter: Reporter | None,
+    name: str,
+    data: Mapping[str, Any] | None = None,
+    severity: str = "info",
+) -> bool:
     """`reporter.log`; False without a reporter.
 
     Example:
@@ -834,7 +922,9 @@ def log_exception(reporter: Reporter | None, error: BaseException, severity: str
     return reporter is not None and reporter.log_exception(error, severity)
 
 
-def log_fatal_exception(reporter: Reporter | None, error: BaseException, severity: str = "error") -> bool:
+def log_fatal_exception(
+    reporter: Reporter | None, error: BaseException, severity: str = "error"
+) -> bool:
     """`reporter.log_fatal_exception`; False without a reporter.
 
     Example:
@@ -874,11 +964,12 @@ def stop(reporter: Reporter | None, timeout: float = 5.0) -> bool:
     return reporter is not None and reporter.stop(timeout)
 
 
-# ── small rules ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── small rules ───────────────────────────────────────────────────────────────────────────────────
 
 
 def retry_delay(attempt: int, base: float = 1.0) -> float:
-    """Seconds before a batch is sent again: they double with every attempt, and 1 to 10 percent are added.
+    """Seconds before a batch is sent again: they double with every attempt, and 1 to 10 percent are
+    added.
 
     Example:
         >>> 4.0 < retry_delay(2) < 4.5
@@ -901,9 +992,11 @@ def duration_text(seconds: float) -> str:
 
 
 def user_error(error: BaseException) -> object | None:
-    """The user's own mistake behind an exception, if there is one: it, or what it came from, is a refusal (4xx).
+    """The user's own mistake behind an exception, if there is one: it, or what it came from, is a
+    refusal (4xx).
 
-    An error of tinkex speaks for itself: what it came from does not count, and 410 is nobody's mistake.
+    An error of tinkex speaks for itself: what it came from does not count, and 410 is nobody's
+    mistake.
 
     Example:
         >>> user_error(TinkerError("no such loss", category="user")), user_error(KeyError("loss"))
@@ -937,7 +1030,9 @@ def _is_users(item: object, excepted: tuple[int, ...]) -> bool:
 
 def _status(item: object) -> int | None:
     values = (_attribute(item, name) for name in ("status", "status_code", "plug_status"))
-    return next((value for value in values if isinstance(value, int) and not isinstance(value, bool)), None)
+    return next(
+        (value for value in values if isinstance(value, int) and not isinstance(value, bool)), None
+    )
 
 
 def _attribute(item: object, name: str) -> object:
@@ -948,7 +1043,9 @@ def _attribute(item: object, name: str) -> object:
 
 
 def _is_object(value: object) -> bool:
-    return not (value is None or isinstance(value, str | bytes | int | float | type) or callable(value))
+    return not (
+        value is None or isinstance(value, str | bytes | int | float | type) or callable(value)
+    )
 
 
 def _facts(error: object) -> dict[str, Any]:
@@ -956,7 +1053,14 @@ def _facts(error: object) -> dict[str, Any]:
     facts: dict[str, Any] = {"error_type": _type_name(error), "message": _message(error)}
     if (status := _status(error)) is not None:
         facts["status_code"] = status
-    body = next((found for name in ("body", "data") if isinstance(found := _attribute(error, name), Mapping)), None)
+    body = next(
+        (
+            found
+            for name in ("body", "data")
+            if isinstance(found := _attribute(error, name), Mapping)
+        ),
+        None,
+    )
     if body is not None:
         facts["body"] = dict(body)
     return facts
@@ -964,7 +1068,11 @@ def _facts(error: object) -> dict[str, Any]:
 
 def _type_name(item: object) -> str:
     kind = type(item)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return (
+        kind.__qualname__
+        if kind.__module__ == "builtins"
+        else f"{kind.__module__}.{kind.__qualname__}"
+    )
 
 
 def _message(item: object) -> str:
@@ -992,7 +1100,7 @@ def _without_headers(value: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-# ── capturing exceptions ─────────────────────────────────────────────────────────────────────────────────────────
+# ── capturing exceptions ──────────────────────────────────────────────────────────────────────────
 
 
 @runtime_checkable
@@ -1013,10 +1121,11 @@ class Provider(Protocol):
 
 
 class capture_exceptions(contextlib.ContextDecorator):
-    """Report exceptions of a block, or of a function (a plain one or a coroutine function), and let them pass.
+    """Report exceptions of a block, or of a function (a plain one or a coroutine function), and let
+    them pass.
 
-    An exception that passes through several of these is reported once. Cancellation, and a program that ends as it
-    should, are no exceptions to report.
+    An exception that passes through several of these is reported once. Cancellation, and a program
+    that ends as it should, are no exceptions to report.
 
     Args:
         reporter: Where to, or what has one; nothing is reported without.
@@ -1030,7 +1139,11 @@ class capture_exceptions(contextlib.ContextDecorator):
     """
 
     def __init__(
-        self, reporter: Reporter | Provider | None = None, *, fatal: bool = False, severity: str = "error"
+        self,
+        reporter: Reporter | Provider | None = None,
+        *,
+        fatal: bool = False,
+        severity: str = "error",
     ) -> None:
         self._reporter = reporter
         self._fatal = fatal
@@ -1052,12 +1165,20 @@ class capture_exceptions(contextlib.ContextDecorator):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if error is None or _is_no_failure(error):
             return
-        with contextlib.suppress(Exception):  # what is captured must get through, whatever happens here
-            reporter = self._reporter.get_telemetry() if isinstance(self._reporter, Provider) else self._reporter
+        # what is captured must get through, whatever happens here
+        with contextlib.suppress(Exception):
+            reporter = (
+                self._reporter.get_telemetry()
+                if isinstance(self._reporter, Provider)
+                else self._reporter
+            )
             if reporter is not None and not _was_reported(error, reporter):
                 tell = reporter.log_fatal_exception if self._fatal else reporter.log_exception
                 tell(error, self._severity)
@@ -1074,7 +1195,8 @@ async def async_capture(
     fatal: bool = False,
     severity: str = "error",
 ) -> T:
-    """Run a coroutine, or a function in a thread, with its exceptions reported; the value or the exception is yours.
+    """Run a coroutine, or a function in a thread, with its exceptions reported; the value or the
+    exception is yours.
 
     Args:
         work: The coroutine or the function.
@@ -1101,7 +1223,9 @@ def _is_no_failure(error: BaseException) -> bool:
     """Whether an exception only says that something was called off, or that a program ends well."""
     if isinstance(error, SystemExit):
         return error.code in (None, 0)
-    return isinstance(error, asyncio.CancelledError | concurrent.futures.CancelledError | GeneratorExit)
+    return isinstance(
+        error, asyncio.CancelledError | concurrent.futures.CancelledError | GeneratorExit
+    )
 
 
 def _was_reported(error: BaseException, reporter: Reporter) -> bool:

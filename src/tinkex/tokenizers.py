@@ -1,9 +1,10 @@
 """Tokenizers by model name, offline whenever the files are there.
 
-`load_tokenizer` returns transformers' own tokenizer when that library is installed, else a small one over `tokenizers`
-with the same method names. The bundled model's files come from the package; others from a directory or the hub's cache.
-`encode` and `decode` find the tokenizer of a model by its name, load it once and keep it. Chat templates are never
-applied by these: whoever calls brings finished text.
+`load_tokenizer` returns transformers' own tokenizer when that library is installed, else a small
+one over `tokenizers` with the same method names. The bundled model's files come from the package;
+others from a directory or the hub's cache. `encode` and `decode` find the tokenizer of a model by
+its name, load it once and keep it. Chat templates are never applied by these: whoever calls brings
+finished text.
 """
 
 from __future__ import annotations
@@ -22,7 +23,12 @@ from tinkex.errors import ConfigurationError, TinkerError
 from tinkex.types.sessions import RequestErrorCategory
 
 BUNDLED = {"tinkex/tiny": Path(__file__).parent / "models" / "tiny"}
-FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
 LLAMA_3, LLAMA_3_TOKENIZER = "meta-llama/Llama-3", "thinkingmachineslabinc/meta-llama-3-tokenizer"
 """Models of one family whose own repositories are closed, and an open copy of their tokenizer."""
 KIMI = "moonshotai/Kimi-K2-Thinking"
@@ -41,7 +47,8 @@ KIMI_OPTIONS = frozenset(
 """What only the loading of Kimi's files heeds; with other tokenizers it is no matter."""
 
 LoadFunction = Callable[[str, Mapping[str, Any]], Any]
-"""Takes a tokenizer's id and options for loading it (`revision`, when one is pinned); gives the tokenizer."""
+"""Takes a tokenizer's id and options for loading it (`revision`, when one is pinned); gives the
+tokenizer."""
 
 
 class TokenizerError(TinkerError, ValueError):
@@ -58,7 +65,7 @@ class TokenizerError(TinkerError, ValueError):
     category = RequestErrorCategory.User
 
 
-# ── by model name ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── by model name ─────────────────────────────────────────────────────────────────────────────────
 
 
 def get_tokenizer_id(
@@ -163,15 +170,17 @@ def get_or_load_tokenizer(
         tokenizer_id: Which; see `get_tokenizer_id`.
         load_fun: Loads it, in place of the libraries.
         backend: "transformers" or "tokenizers"; the first that is installed by default.
-        revision: The revision of its repository; Kimi's is pinned, others are the newest by default.
-        kimi_options: `tiktoken_model_path`, `tokenizer_config_path`, `cache_dir`, `endpoint`, `pat_str`,
-            `special_token_matching`, `http_timeout_ms`.
+        revision: The revision of its repository; Kimi's is pinned, others are the newest by
+            default.
+        kimi_options: `tiktoken_model_path`, `tokenizer_config_path`, `cache_dir`, `endpoint`,
+            `pat_str`, `special_token_matching`, `http_timeout_ms`.
 
     Returns:
         The tokenizer.
 
     Raises:
-        TokenizerError: The id is no text, an option does not exist, or the tokenizer cannot be loaded.
+        TokenizerError: The id is no text, an option does not exist, or the tokenizer cannot be
+            loaded.
         ConfigurationError: A library is missing, or the files are not to be had.
 
     Example:
@@ -186,7 +195,9 @@ def get_or_load_tokenizer(
     is_kimi = kimi_tokenizer(tokenizer_id)
     pinned = revision or (KIMI_REVISION if is_kimi else None)
     if load_fun is not None:
-        return _cached(("own", tokenizer_id, pinned), lambda: _load_own(load_fun, tokenizer_id, pinned))
+        return _cached(
+            ("own", tokenizer_id, pinned), lambda: _load_own(load_fun, tokenizer_id, pinned)
+        )
     if is_kimi:
         key = ("kimi", pinned, *sorted((name, str(value)) for name, value in kimi_options.items()))
         return _cached(key, lambda: _load_kimi(pinned, kimi_options))
@@ -199,7 +210,9 @@ def _load_own(load_fun: LoadFunction, tokenizer_id: str, revision: str | None) -
     try:
         signature(load_fun).bind(tokenizer_id, {})
     except TypeError:
-        raise TokenizerError(f"load_fun must take a tokenizer's id and options, got {load_fun!r}") from None
+        raise TokenizerError(
+            f"load_fun must take a tokenizer's id and options, got {load_fun!r}"
+        ) from None
     except ValueError:  # a builtin that does not say
         pass
     try:
@@ -207,8 +220,12 @@ def _load_own(load_fun: LoadFunction, tokenizer_id: str, revision: str | None) -
     except TinkerError:
         raise
     except Exception as error:
-        raise TokenizerError(f"the tokenizer {tokenizer_id!r} could not be loaded: {error!r}") from error
-    if not callable(getattr(loaded, "encode", None)) or not callable(getattr(loaded, "decode", None)):
+        raise TokenizerError(
+            f"the tokenizer {tokenizer_id!r} could not be loaded: {error!r}"
+        ) from error
+    if not callable(getattr(loaded, "encode", None)) or not callable(
+        getattr(loaded, "decode", None)
+    ):
         raise TokenizerError(f"load_fun gave no tokenizer for {tokenizer_id!r}, but {loaded!r}")
     return loaded
 
@@ -233,7 +250,8 @@ def encode(
     allow_special_tokens: bool = True,
     **options: Any,
 ) -> list[int]:
-    """The tokens of a text, by a model's tokenizer as it is: special tokens are added where it adds them by itself.
+    """The tokens of a text, by a model's tokenizer as it is: special tokens are added where it adds
+    them by itself.
 
     Args:
         text: What to tokenise.
@@ -259,7 +277,9 @@ def encode(
     tokenizer, tokenizer_id = _tokenizer_of(model_name, training_client, info_fun, options)
     try:
         own = kimi_tokenizer(tokenizer_id) and not allow_special_tokens
-        tokens = tokenizer.encode(text, allow_special_tokens=False) if own else tokenizer.encode(text)
+        tokens = (
+            tokenizer.encode(text, allow_special_tokens=False) if own else tokenizer.encode(text)
+        )
         return [int(token) for token in getattr(tokens, "ids", tokens)]
     except Exception as error:
         raise TokenizerError(f"{tokenizer_id!r} could not encode: {error!r}") from error
@@ -319,7 +339,7 @@ def _tokenizer_of(
     return get_or_load_tokenizer(tokenizer_id, **options), tokenizer_id
 
 
-# ── loading ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── loading ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def load_tokenizer(name: str, *, backend: str | None = None, revision: str | None = None) -> Any:
@@ -345,10 +365,13 @@ def load_tokenizer(name: str, *, backend: str | None = None, revision: str | Non
     if backend is None:
         backend = "transformers" if importlib.util.find_spec("transformers") else "tokenizers"
     if backend not in ("transformers", "tokenizers"):
-        raise ValueError(f"unknown tokenizer backend {backend!r}; use 'transformers' or 'tokenizers'")
+        raise ValueError(
+            f"unknown tokenizer backend {backend!r}; use 'transformers' or 'tokenizers'"
+        )
     if importlib.util.find_spec(backend) is None:
         raise ConfigurationError(
-            f"the tokenizer of {name!r} needs the package {backend!r}", hint="pip install 'tinkex[text]'"
+            f"the tokenizer of {name!r} needs the package {backend!r}",
+            hint="pip install 'tinkex[text]'",
         )
     chosen = backend
     return _cached((chosen, name, revision), lambda: _load(name, chosen, revision))
@@ -362,7 +385,9 @@ def _load(name: str, backend: str, revision: str | None) -> Any:
             from transformers import AutoTokenizer
 
         try:
-            return AutoTokenizer.from_pretrained(str(source or repository), revision=revision or "main")
+            return AutoTokenizer.from_pretrained(
+                str(source or repository), revision=revision or "main"
+            )
         except OSError as error:
             raise _unavailable(repository, error) from error
     return Tokenizer.from_directory(source or _from_hub(repository, revision))
@@ -376,7 +401,9 @@ def _from_hub(repository: str, revision: str | None = None) -> Path:
     found: dict[str, Path] = {}
     for file in FILES:
         try:
-            found[file] = Path(hf_hub_download(repository, file, revision=revision, local_files_only=True))
+            found[file] = Path(
+                hf_hub_download(repository, file, revision=revision, local_files_only=True)
+            )
         except LocalEntryNotFoundError:
             continue
     if "tokenizer.json" in found:
@@ -389,7 +416,8 @@ def _from_hub(repository: str, revision: str | None = None) -> Path:
 
 def _unavailable(repository: str, error: Exception) -> ConfigurationError:
     return ConfigurationError(
-        f"the tokenizer of {repository!r} is neither on this machine nor could it be downloaded: {error}",
+        f"the tokenizer of {repository!r} is neither on this machine nor could it be downloaded: "
+        f"{error}",
         hint="pass a directory that holds tokenizer.json, or download the model once",
     )
 
@@ -403,7 +431,9 @@ class Tokenizer:
         ('<|eos|>', 'hello')
     """
 
-    def __init__(self, tokenizer: Any, config: Mapping[str, Any], chat_template: str | None) -> None:
+    def __init__(
+        self, tokenizer: Any, config: Mapping[str, Any], chat_template: str | None
+    ) -> None:
         self._tokenizer = tokenizer
         self._config = config
         self.chat_template = chat_template
@@ -436,9 +466,14 @@ class Tokenizer:
         file = directory / "tokenizer.json"
         if not file.is_file():
             raise ConfigurationError(f"{directory} holds no tokenizer.json")
-        config_file, template_file = directory / "tokenizer_config.json", directory / "chat_template.jinja"
+        config_file, template_file = (
+            directory / "tokenizer_config.json",
+            directory / "chat_template.jinja",
+        )
         config = json.loads(config_file.read_text()) if config_file.is_file() else {}
-        template = template_file.read_text() if template_file.is_file() else config.get("chat_template")
+        template = (
+            template_file.read_text() if template_file.is_file() else config.get("chat_template")
+        )
         return cls(tokenizers.Tokenizer.from_file(str(file)), config, template)
 
     def _id(self, token: str | None) -> int | None:

@@ -1,7 +1,8 @@
-"""The cookbook on both clients: its own tests, and its loops with a server in the process and with one of its own.
+"""The cookbook on both clients: its own tests, and its loops with a server in the process and with
+one of its own.
 
-Run by `make cookbook`, in an environment of its own; see tools/cookbook.py. The figures of a loop must be the same
-whichever client `tinker` stands for, and wherever the server runs.
+Run by `make cookbook`, in an environment of its own; see tools/cookbook.py. The figures of a loop
+must be the same whichever client `tinker` stands for, and wherever the server runs.
 """
 
 from __future__ import annotations
@@ -36,7 +37,11 @@ LEFT_TO_CHANCE = ("off policy",)
 
 def environment(home: Path) -> dict[str, str]:
     """Nothing is fetched, no settings leak in, and what is written stays in the tests' directory."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TINKER_", "TINKEX_"))}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("TINKER_", "TINKEX_"))
+    }
     return kept | {
         "HF_HOME": str(home / "hf"),
         "HF_HUB_OFFLINE": "1",
@@ -47,16 +52,37 @@ def environment(home: Path) -> dict[str, str]:
     }
 
 
-# ── the cookbook's own tests ─────────────────────────────────────────────────────────────────────────────────────────
+# ── the cookbook's own tests ──────────────────────────────────────────────────────────────────────
 
 
 def outcomes(client: str, home: Path) -> dict[str, str]:
     """What became of each of the cookbook's unit tests."""
     report = home / f"{client}.xml"
     compat = ["-m", "tinkex.compat"] if client == "tinkex" else []
-    pytest_ = ["-m", "pytest", "-q", "-n", "2", "-p", "offline", "-p", "no:cacheprovider", "--timeout", "120"]
-    # Python 3.11 sometimes fails to parse a source for pytest's own tracebacks; native ones need no parsing.
-    chosen = ["-W", "ignore", "-m", "not integration", "--tb=native", f"--junitxml={report}", "tinker_cookbook/"]
+    pytest_ = [
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "2",
+        "-p",
+        "offline",
+        "-p",
+        "no:cacheprovider",
+        "--timeout",
+        "120",
+    ]
+    # Python 3.11 sometimes fails to parse a source for pytest's own tracebacks; native ones need no
+    # parsing.
+    chosen = [
+        "-W",
+        "ignore",
+        "-m",
+        "not integration",
+        "--tb=native",
+        f"--junitxml={report}",
+        "tinker_cookbook/",
+    ]
     done = subprocess.run(
         [sys.executable, *compat, *pytest_, *chosen],
         cwd=SOURCE,
@@ -69,7 +95,9 @@ def outcomes(client: str, home: Path) -> dict[str, str]:
     assert report.exists(), done.stdout + done.stderr
     found = {}
     for case in ElementTree.parse(report).iter("testcase"):
-        ended = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
+        ended = next(
+            (child for child in case if child.tag in ("failure", "error", "skipped")), None
+        )
         said = "passed" if ended is None else ended.tag
         if ended is not None and INTERPRETER_FAULT in "".join(ended.itertext()):
             said = "left to chance"
@@ -81,14 +109,21 @@ def outcomes(client: str, home: Path) -> dict[str, str]:
 def test_the_cookbooks_own_tests_come_out_the_same(tmp_path: Path) -> None:
     official, ours = (outcomes(client, tmp_path) for client in CLIENTS)
     print(Counter(official.values()), Counter(ours.values()))
-    chance = {name for found in (official, ours) for name, said in found.items() if said == "left to chance"}
-    differ = {name: (said, ours.get(name)) for name, said in official.items() if ours.get(name) != said}
+    chance = {
+        name
+        for found in (official, ours)
+        for name, said in found.items()
+        if said == "left to chance"
+    }
+    differ = {
+        name: (said, ours.get(name)) for name, said in official.items() if ours.get(name) != said
+    }
     assert {name: said for name, said in differ.items() if name not in chance} == {}
     assert ours.keys() == official.keys()
     assert Counter(ours.values())["passed"] >= PASSED
 
 
-# ── the cookbook's loops ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── the cookbook's loops ──────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +133,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(home: Path) -> Iterator[str]:
-    """A server in a process of its own, which serves the bundled model under a name that the cookbook knows."""
+    """A server in a process of its own, which serves the bundled model under a name that the
+    cookbook knows."""
     from tinkex.tokenizers import BUNDLED
 
     tinkex = "from tinkex.cli.main import main; main()"
@@ -157,7 +193,8 @@ def test_every_loop_does_what_it_is_for(loops: Loops, client: str, server: str) 
         math.log(2), abs=1e-4
     )  # the reference is where it starts
     assert len(set(found["preferences"]["dpo_loss"])) == 3
-    assert max(map(abs, found["rewards"]["optim/kl_sample_train_v1"])) < 1e-4  # what is sampled is what is trained
+    # what is sampled is what is trained
+    assert max(map(abs, found["rewards"]["optim/kl_sample_train_v1"])) < 1e-4
     assert len(set(found["rewards"]["env/all/reward/total"])) > 1
     assert len(found["evaluation"]) == 2
     if VERSION != "0.5.8":
@@ -165,16 +202,20 @@ def test_every_loop_does_what_it_is_for(loops: Loops, client: str, server: str) 
         assert len(found["plain rewards"]["loss:sum"]) == 3
         assert len(found["off policy"]["loss:sum"]) >= 4
         assert all(map(math.isfinite, found["off policy"]["loss:sum"]))
-        assert max(map(abs, found["off policy"]["optim/kl_sample_train_v1"])) < 3  # samples are up to two steps old
+        # samples are up to two steps old
+        assert max(map(abs, found["off policy"]["optim/kl_sample_train_v1"])) < 3
 
 
 @pytest.mark.parametrize("server", SERVERS)
 @pytest.mark.parametrize("client", CLIENTS)
 def test_a_run_that_was_broken_off_goes_on(loops: Loops, client: str, server: str) -> None:
     found = loops(client, server)
-    whole, half, both = (found[name]["train_mean_nll"] for name in ("supervised", "broken off", "resumed"))
+    whole, half, both = (
+        found[name]["train_mean_nll"] for name in ("supervised", "broken off", "resumed")
+    )
     assert half == pytest.approx(whole[: len(half)], rel=1e-4)
-    kept = half if VERSION == "0.5.8" else half[: len(whole) // 4]  # later versions cut the log at the checkpoint
+    # later versions cut the log at the checkpoint
+    kept = half if VERSION == "0.5.8" else half[: len(whole) // 4]
     rest = both[len(kept) :]
     assert both[: len(kept)] == kept
     assert len(rest) == len(whole) - len(whole) // 4  # from the checkpoint after a quarter
@@ -186,7 +227,9 @@ def test_a_run_that_was_broken_off_goes_on(loops: Loops, client: str, server: st
 @pytest.mark.parametrize(
     ("client", "server"), [("official", "separate"), ("tinkex", "embedded"), ("tinkex", "separate")]
 )
-def test_the_figures_are_the_same_with_both_clients_and_both_servers(loops: Loops, client: str, server: str) -> None:
+def test_the_figures_are_the_same_with_both_clients_and_both_servers(
+    loops: Loops, client: str, server: str
+) -> None:
     standard, found = loops("official", "embedded"), loops(client, server)
     assert found.keys() == standard.keys()
     for loop, figures in standard.items():

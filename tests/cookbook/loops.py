@@ -1,10 +1,12 @@
-"""The cookbook's loops on a small local model: supervised, preferences, rewards, an evaluation, a run taken up again.
+"""The cookbook's loops on a small local model: supervised, preferences, rewards, an evaluation, a
+run taken up again.
 
     python loops.py CLIENT SERVER DIRECTORY
 
-CLIENT is `official` or `tinkex`; SERVER is the address of one, or `embedded` for one in this process (which the
-official client reaches by a socket). The figures of every loop are written to DIRECTORY/figures.json. No loop knows
-which client it is that `tinker` stands for: the first lines of `main` decide.
+CLIENT is `official` or `tinkex`; SERVER is the address of one, or `embedded` for one in this
+process (which the official client reaches by a socket). The figures of every loop are written to
+DIRECTORY/figures.json. No loop knows which client it is that `tinker` stands for: the first lines
+of `main` decide.
 """
 
 from __future__ import annotations
@@ -68,7 +70,10 @@ def settle_chance(tinker: Any) -> None:
         tokens = tuple(options["prompt"].to_ints())
         asked[tokens] += 1
         seed = random.Random(f"{tokens} {asked[tokens]}").getrandbits(31)
-        return {**options, "sampling_params": options["sampling_params"].model_copy(update={"seed": seed})}
+        return {
+            **options,
+            "sampling_params": options["sampling_params"].model_copy(update={"seed": seed}),
+        }
 
     names = list(inspect.signature(plain).parameters)[1:]
 
@@ -88,7 +93,11 @@ NOTED: dict[str, list[Any]] = {}
 def note_passes(tinker: Any) -> None:
     """Keep the future of every pass, so that the losses of all passes can be compared."""
     trainer = tinker.TrainingClient
-    plain, twin, custom = trainer.forward_backward, trainer.forward_backward_async, trainer.forward_backward_custom
+    plain, twin, custom = (
+        trainer.forward_backward,
+        trainer.forward_backward_async,
+        trainer.forward_backward_custom,
+    )
 
     def forward_backward(self: Any, *args: Any, **options: Any) -> Any:
         future = plain(self, *args, **options)
@@ -97,7 +106,8 @@ def note_passes(tinker: Any) -> None:
 
     async def forward_backward_async(self: Any, *args: Any, **options: Any) -> Any:
         future = await twin(self, *args, **options)
-        if not any(future is noted for noted in NOTED.get("plain", ())):  # one method may call the other
+        # one method may call the other
+        if not any(future is noted for noted in NOTED.get("plain", ())):
             NOTED.setdefault("plain", []).append(future)
         return future
 
@@ -106,12 +116,16 @@ def note_passes(tinker: Any) -> None:
         NOTED.setdefault("custom", []).append(future)
         return future
 
-    trainer.forward_backward, trainer.forward_backward_custom = forward_backward, forward_backward_custom
+    trainer.forward_backward, trainer.forward_backward_custom = (
+        forward_backward,
+        forward_backward_custom,
+    )
     trainer.forward_backward_async = forward_backward_async
 
 
 def losses(call: str) -> dict[str, list[float]]:
-    """The losses of the passes of the loop that has just run, as they came back; a custom pass may hide plain ones."""
+    """The losses of the passes of the loop that has just run, as they came back; a custom pass may
+    hide plain ones."""
     passes = NOTED.pop(call)
     NOTED.clear()
     return {"loss:sum": [one.result().metrics["loss:sum"] for one in passes]}
@@ -122,17 +136,23 @@ def _seeded(self: Any, create: Any, *args: Any, **options: Any) -> Any:
 
 
 def conversations(path: Path) -> Path:
-    """Sums, asked and answered, two in a conversation: where an answer ends is learnt from the question after it."""
+    """Sums, asked and answered, two in a conversation: where an answer ends is learnt from the
+    question after it."""
     rng = random.Random(SEED)
     chats = [[(rng.randrange(50), rng.randrange(50)) for _ in range(2)] for _ in range(72)]
-    lines = [{"messages": [message for a, b in chat for message in exchange(a, b)]} for chat in chats]
+    lines = [
+        {"messages": [message for a, b in chat for message in exchange(a, b)]} for chat in chats
+    ]
     path.write_text("\n".join(map(json.dumps, lines)))
     return path
 
 
 def exchange(a: int, b: int, off: int = 0) -> list[dict[str, str]]:
     """A sum, asked and answered."""
-    return [{"role": "user", "content": f"What is {a} + {b}?"}, {"role": "assistant", "content": str(a + b + off)}]
+    return [
+        {"role": "user", "content": f"What is {a} + {b}?"},
+        {"role": "assistant", "content": str(a + b + off)},
+    ]
 
 
 def common(batch_size: int) -> Any:
@@ -153,8 +173,11 @@ class BrokenOffError(Exception):
     """A run that is to be taken up again has been broken off."""
 
 
-def supervised(url: str, log: Path, text: Path, *, break_off: bool = False) -> dict[str, list[float]]:
-    """Some steps of the supervised loop, with an evaluation of what is held out; a second call takes a run up again."""
+def supervised(
+    url: str, log: Path, text: Path, *, break_off: bool = False
+) -> dict[str, list[float]]:
+    """Some steps of the supervised loop, with an evaluation of what is held out; a second call
+    takes a run up again."""
     from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
     from tinker_cookbook.supervised import train
     from tinker_cookbook.supervised.data import FromConversationFileBuilder
@@ -173,7 +196,9 @@ def supervised(url: str, log: Path, text: Path, *, break_off: bool = False) -> d
         model_name=MODEL,
         recipe_name="supervised",
         renderer_name=RENDERER,
-        dataset_builder=FromConversationFileBuilder(common_config=common(8), file_path=str(text), test_size=8),
+        dataset_builder=FromConversationFileBuilder(
+            common_config=common(8), file_path=str(text), test_size=8
+        ),
         learning_rate=RATE,
         lr_schedule="constant",
         lora_rank=8,
@@ -201,13 +226,18 @@ def preferences(url: str, log: Path, start: str) -> dict[str, list[float]]:
     class Sums(ComparisonDatasetBuilder):  # type: ignore[misc]
         def get_train_and_test_datasets(self) -> tuple[Any, Any]:
             rng = random.Random(SEED + 1)
-            rows = [{"a": rng.randrange(101), "b": rng.randrange(101), "off": rng.randrange(1, 9)} for _ in range(24)]
+            rows = [
+                {"a": rng.randrange(101), "b": rng.randrange(101), "off": rng.randrange(1, 9)}
+                for _ in range(24)
+            ]
             return datasets.Dataset.from_list(rows[:16]), datasets.Dataset.from_list(rows[16:])
 
         def example_to_labeled_comparison(self, example: Any) -> Any:
             question, right = exchange(example["a"], example["b"])
             _, wrong = exchange(**example)
-            pair = Comparison(prompt_conversation=[question], completion_A=[right], completion_B=[wrong])
+            pair = Comparison(
+                prompt_conversation=[question], completion_A=[right], completion_B=[wrong]
+            )
             return LabeledComparison(comparison=pair, label="A")
 
     config = train_dpo.Config(
@@ -215,7 +245,9 @@ def preferences(url: str, log: Path, start: str) -> dict[str, list[float]]:
         model_name=MODEL,
         recipe_name="preferences",
         renderer_name=RENDERER,
-        dataset_builder=DPODatasetBuilderFromComparisons(common_config=common(4), comparison_builder=Sums()),
+        dataset_builder=DPODatasetBuilderFromComparisons(
+            common_config=common(4), comparison_builder=Sums()
+        ),
         load_checkpoint_path=start,
         learning_rate=SMALL_RATE,
         lr_schedule="constant",
@@ -239,7 +271,11 @@ def rewards(url: str, log: Path, start: str) -> dict[str, list[float]]:
         recipe_name="rewards",
         renderer_name=RENDERER,
         dataset_builder=ArithmeticDatasetBuilder(
-            batch_size=4, model_name_for_tokenizer=MODEL, renderer_name=RENDERER, n_batches=3, group_size=6
+            batch_size=4,
+            model_name_for_tokenizer=MODEL,
+            renderer_name=RENDERER,
+            n_batches=3,
+            group_size=6,
         ),
         load_checkpoint_path=start,
         learning_rate=SMALL_RATE,
@@ -266,7 +302,11 @@ def off_policy(url: str, log: Path, start: str) -> dict[str, list[float]]:
         recipe_name="off policy",
         renderer_name=RENDERER,
         dataset_builder=ArithmeticDatasetBuilder(
-            batch_size=4, model_name_for_tokenizer=MODEL, renderer_name=RENDERER, n_batches=8, group_size=6
+            batch_size=4,
+            model_name_for_tokenizer=MODEL,
+            renderer_name=RENDERER,
+            n_batches=8,
+            group_size=6,
         ),
         async_config=train.AsyncConfig(max_steps_off_policy=2, groups_per_batch=4),
         load_checkpoint_path=start,
@@ -284,7 +324,8 @@ def off_policy(url: str, log: Path, start: str) -> dict[str, list[float]]:
 
 
 def plain_rewards(url: str, log: Path) -> dict[str, list[float]]:
-    """Run the cookbook's one-file RL loop with its default loss, on sums and with a reward for variety."""
+    """Run the cookbook's one-file RL loop with its default loss, on sums and with a reward for
+    variety."""
     import datasets
     from tinker_cookbook.recipes import rl_loop
 
@@ -324,7 +365,11 @@ async def evaluation(url: str, path: str) -> dict[str, list[float]]:
     from tinker_cookbook.rl.metric_util import RLTestSetEvaluator
 
     builder = ArithmeticDatasetBuilder(
-        batch_size=8, model_name_for_tokenizer=MODEL, renderer_name=RENDERER, n_batches=1, group_size=2
+        batch_size=8,
+        model_name_for_tokenizer=MODEL,
+        renderer_name=RENDERER,
+        n_batches=1,
+        group_size=2,
     )
     problems, _ = await builder()
     service = tinker.ServiceClient(base_url=url)
@@ -333,7 +378,11 @@ async def evaluation(url: str, path: str) -> dict[str, list[float]]:
         sampler = await sampler
     found = await RLTestSetEvaluator(problems, max_tokens=12)(sampler)
     await service.close("success")
-    return {name: [value] for name, value in found.items() if name.endswith(("reward/total", "ac_tokens_per_turn"))}
+    return {
+        name: [value]
+        for name, value in found.items()
+        if name.endswith(("reward/total", "ac_tokens_per_turn"))
+    }
 
 
 def figures(log: Path, *names: str) -> dict[str, list[float]]:
@@ -342,7 +391,9 @@ def figures(log: Path, *names: str) -> dict[str, list[float]]:
     found = {name: [line[name] for line in lines if name in line] for name in names}
     absent = [name for name, values in found.items() if not values]
     if absent:
-        raise LookupError(f"{log.name} has no {', '.join(absent)}, but {', '.join(sorted({*lines[-1]}))}")
+        raise LookupError(
+            f"{log.name} has no {', '.join(absent)}, but {', '.join(sorted({*lines[-1]}))}"
+        )
     return found
 
 
@@ -364,7 +415,9 @@ def run_all(url: str, directory: Path) -> dict[str, dict[str, list[float]]]:
     if IS_CURRENT:
         found["plain rewards"] = plain_rewards(url, directory / "plain rewards")
         found["off policy"] = off_policy(url, directory / "off policy", start["state_path"])
-    found["evaluation"] = asyncio.run(evaluation(url, last_checkpoint(directory / "rewards")["sampler_path"]))
+    found["evaluation"] = asyncio.run(
+        evaluation(url, last_checkpoint(directory / "rewards")["sampler_path"])
+    )
     return found
 
 
@@ -378,7 +431,11 @@ def main(client: str, server: str, place: str) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     settle_chance(tinker)
     note_passes(tinker)
-    with embedded(client, directory) if server == "embedded" else contextlib.nullcontext(server) as url:
+    with (
+        embedded(client, directory)
+        if server == "embedded"
+        else contextlib.nullcontext(server) as url
+    ):
         found = run_all(url, directory)
     known = {"client": tinker.ServiceClient.__module__.partition(".")[0], "loops": found}
     (directory / "figures.json").write_text(json.dumps(known, indent=1))

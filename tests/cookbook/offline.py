@@ -1,6 +1,8 @@
-"""A plugin for pytest, for the cookbook's own tests: what has to be fetched from the hub first is skipped at once.
+"""A plugin for pytest, for the cookbook's own tests: what has to be fetched from the hub first is
+skipped at once.
 
-It skips by what a test asks for, not by name, so that the same tests are left out whichever client `tinker` stands for.
+It skips by what a test asks for, not by name, so that the same tests are left out whichever client
+`tinker` stands for.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Where the tests run the engine's kernels: on a GPU, or, where there is none, on the CPU by Triton's interpreter.
+"""Where the tests run the engine's kernels: on a GPU, or, where there is none, on the CPU by
+Triton's interpreter.
 
-There the engine is made to take a CPU's tensors for those of a GPU. Every kernel of ours then runs, launched as on a
-GPU, with the adapters, tables and strides that go with it; what is PyTorch's own on a GPU and has no twin on a CPU is
-done by plain means. What is left to a real one are CUDA graphs, streams, and what the compiler makes of a kernel.
+There the engine is made to take a CPU's tensors for those of a GPU. Every kernel of ours then runs,
+launched as on a GPU, with the adapters, tables and strides that go with it; what is PyTorch's own
+on a GPU and has no twin on a CPU is done by plain means. What is left to a real one are CUDA
+graphs, streams, and what the compiler makes of a kernel.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
 
     _mend_interpreter(monkeypatch)
     for module in (elementwise, matmul, span_adapters, trainer, blocks):
-        monkeypatch.setattr(module, "kernels_for", lambda x: None if x.dtype == torch.float64 else gates)
+        monkeypatch.setattr(
+            module, "kernels_for", lambda x: None if x.dtype == torch.float64 else gates
+        )
     monkeypatch.setattr(gates, "_stages", lambda rank, device: 2)
     monkeypatch.setattr(span_adapters, "_go_first", _go_first)
     monkeypatch.setattr(matmul, "_can_widen", lambda x: x.dtype in HALVES)
@@ -65,10 +69,13 @@ def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
         self._bounds = torch.tensor([0, *self._lengths()]).cumsum(0)
 
     monkeypatch.setattr(PackedAttention, "__init__", make)
-    monkeypatch.setattr(attention, "_kernel_error", lambda *_: 0.0)  # there is no kernel of PyTorch's to compare with
+    # there is no kernel of PyTorch's to compare with
+    monkeypatch.setattr(attention, "_kernel_error", lambda *_: 0.0)
     for holder in (attention, passes):
         monkeypatch.setattr(holder, "flash", _flash)
-        monkeypatch.setattr(holder, "takes_packed", lambda q, rule: rule.softcap is None and q.dtype in HALVES)
+        monkeypatch.setattr(
+            holder, "takes_packed", lambda q, rule: rule.softcap is None and q.dtype in HALVES
+        )
 
     # attention of samples
     def find_kernel(model: Decoder, pool: Pool) -> Any:
@@ -80,7 +87,8 @@ def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _mend_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It cuts bfloat16 off where GPUs round, and multiplies such numbers as if they were whole ones."""
+    """It cuts bfloat16 off where GPUs round, and multiplies such numbers as if they were whole
+    ones."""
     from triton import language as tl
     from triton.runtime import interpreter
 
@@ -115,8 +123,14 @@ def _go_first(shares: Sequence[span_adapters.Share], x_TD: torch.Tensor) -> bool
 _mm_of_torch = torch.mm
 
 
-def _mm(left: torch.Tensor, right: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
-    return _mm_of_torch(left, right) if out_dtype is None else _mm_of_torch(left.to(out_dtype), right.to(out_dtype))
+def _mm(
+    left: torch.Tensor, right: torch.Tensor, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    return (
+        _mm_of_torch(left, right)
+        if out_dtype is None
+        else _mm_of_torch(left.to(out_dtype), right.to(out_dtype))
+    )
 
 
 def _flash(
@@ -136,5 +150,7 @@ def _flash(
         assert 0 < stop - start <= min(longest, last - first)
         at = torch.arange(last - first)
         seen = visible(at[last - first - (stop - start) :], at, rule)
-        mixed.append(attend(q[None, start:stop], k[None, first:last], v[None, first:last], seen, rule)[0])
+        mixed.append(
+            attend(q[None, start:stop], k[None, first:last], v[None, first:last], seen, rule)[0]
+        )
     return [torch.cat(mixed).view(q.shape)]

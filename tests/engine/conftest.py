@@ -60,7 +60,8 @@ LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
     "factor": 8.0,
-    "low_freq_factor": 0.1,  # of the four frequencies one is kept, one interpolated, two are divided
+    # of the four frequencies one is kept, one interpolated, two are divided
+    "low_freq_factor": 0.1,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
@@ -69,7 +70,12 @@ SLOW = {"rope_type": "default", "rope_theta": 100000.0}
 WINDOW = 6
 SLIDES: dict[str, Any] = {"use_sliding_window": True, "sliding_window": WINDOW}
 FOUR: dict[str, Any] = {**SMALL, "num_hidden_layers": 4, "pad_token_id": 0}
-EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "head_dim": 16,
+}
 GEMMA: dict[str, Any] = {
     **SMALL,
     "num_hidden_layers": 3,
@@ -93,15 +99,33 @@ FAMILIES: dict[str, tuple[Callable[..., PreTrainedModel], PreTrainedConfig]] = {
     "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SMALL)),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SMALL, head_dim=16)),
     "llama2": (LlamaForCausalLM, LlamaConfig(**{**SMALL, "num_key_value_heads": 4})),
-    "smollm2": (LlamaForCausalLM, LlamaConfig(**SMALL, tie_word_embeddings=True, rope_parameters=SLOW)),
-    "smollm3": (SmolLM3ForCausalLM, SmolLM3Config(**FOUR, no_rope_layer_interval=2, tie_word_embeddings=True)),
+    "smollm2": (
+        LlamaForCausalLM,
+        LlamaConfig(**SMALL, tie_word_embeddings=True, rope_parameters=SLOW),
+    ),
+    "smollm3": (
+        SmolLM3ForCausalLM,
+        SmolLM3Config(**FOUR, no_rope_layer_interval=2, tie_word_embeddings=True),
+    ),
     "smollm3-window": (
         SmolLM3ForCausalLM,
-        SmolLM3Config(**FOUR, **SLIDES, no_rope_layers=[1, 0, 0, 1], attention_bias=True, tie_word_embeddings=False),
+        SmolLM3Config(
+            **FOUR,
+            **SLIDES,
+            no_rope_layers=[1, 0, 0, 1],
+            attention_bias=True,
+            tie_word_embeddings=False,
+        ),
     ),
-    "mistral-window": (MistralForCausalLM, MistralConfig(**SMALL, sliding_window=WINDOW, head_dim=16)),
+    "mistral-window": (
+        MistralForCausalLM,
+        MistralConfig(**SMALL, sliding_window=WINDOW, head_dim=16),
+    ),
     "qwen2-window": (Qwen2ForCausalLM, Qwen2Config(**SMALL, **SLIDES, max_window_layers=1)),
-    "qwen3-window": (Qwen3ForCausalLM, Qwen3Config(**SMALL, **SLIDES, max_window_layers=1, head_dim=16)),
+    "qwen3-window": (
+        Qwen3ForCausalLM,
+        Qwen3Config(**SMALL, **SLIDES, max_window_layers=1, head_dim=16),
+    ),
     "qwen3-moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SMALL, **EXPERTS, norm_topk_prob=True)),
     "qwen3-moe-mixed": (
         Qwen3MoeForCausalLM,
@@ -113,10 +137,18 @@ FAMILIES: dict[str, tuple[Callable[..., PreTrainedModel], PreTrainedConfig]] = {
     ),
     "gemma3": (
         Gemma3ForCausalLM,
-        Gemma3TextConfig(**GEMMA, rope_parameters={"full_attention": LINEAR}, layer_types=MOSTLY_SLIDING),
+        Gemma3TextConfig(
+            **GEMMA, rope_parameters={"full_attention": LINEAR}, layer_types=MOSTLY_SLIDING
+        ),
     ),
-    "long-narrow": (LlamaForCausalLM, LlamaConfig(**LONG, num_attention_heads=16, num_key_value_heads=1, head_dim=24)),
-    "long-wide": (LlamaForCausalLM, LlamaConfig(**LONG, num_attention_heads=8, num_key_value_heads=2, head_dim=128)),
+    "long-narrow": (
+        LlamaForCausalLM,
+        LlamaConfig(**LONG, num_attention_heads=16, num_key_value_heads=1, head_dim=24),
+    ),
+    "long-wide": (
+        LlamaForCausalLM,
+        LlamaConfig(**LONG, num_attention_heads=8, num_key_value_heads=2, head_dim=128),
+    ),
     "long-window": (
         Gemma2ForCausalLM,
         Gemma2Config(
@@ -149,9 +181,13 @@ Sample: TypeAlias = Callable[..., SampleResponse]
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
-    """Byte-level pieces: ids 3 to 95 are printable ASCII and a few merges, so that stop strings can cross tokens."""
+    """Byte-level pieces: ids 3 to 95 are printable ASCII and a few merges, so that stop strings can
+    cross tokens."""
     letters = [chr(code) for code in range(33, 33 + 86)]
-    vocab = {piece: index for index, piece in enumerate(["<pad>", "<s>", "</s>", "Ġ", *letters, "ab", "cd", "Ã", "©"])}
+    vocab = {
+        piece: index
+        for index, piece in enumerate(["<pad>", "<s>", "</s>", "Ġ", *letters, "ab", "cd", "Ã", "©"])
+    }
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("a", "b"), ("c", "d")]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -169,7 +205,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -
             torch.manual_seed(7)
             kind, config = FAMILIES[family]
             model = kind(config)
-            with torch.no_grad():  # norms and biases start at one and zero, where mistakes would not show
+            # norms and biases start at one and zero, where mistakes would not show
+            with torch.no_grad():
                 for name, parameter in model.named_parameters():
                     if "norm" in name or name.endswith("bias"):
                         parameter.add_(torch.randn_like(parameter) * 0.2)
@@ -258,17 +295,25 @@ def sample() -> Sample:
 
 
 def _otherwise_for_few_rows(
-    multiply: Callable[..., torch.Tensor], onto: torch.Tensor, x: torch.Tensor, y: torch.Tensor, alpha: float
+    multiply: Callable[..., torch.Tensor],
+    onto: torch.Tensor,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    alpha: float,
 ) -> torch.Tensor:
-    """Batched products that add up in another order where a matrix has few rows, as some libraries do."""
+    """Batched products that add up in another order where a matrix has few rows, as some libraries
+    do."""
     if x.shape[1] >= 24:
         return multiply(onto, x, y, alpha=alpha)
     return multiply(onto, x.flip(2).contiguous(), y.flip(1).contiguous(), alpha=alpha)
 
 
 @pytest.fixture(params=["small", "large", "c"])
-def every_library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Products as for weights of this size, as for large ones, and as where no library's rows are steady."""
+def every_library(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Products as for weights of this size, as for large ones, and as where no library's rows are
+    steady."""
     if request.param == "c" and load() is None:
         pytest.skip("there is no C compiler")
     if request.param == "c":

@@ -36,9 +36,14 @@ def gradients(adapter: Adapter) -> dict[str, torch.Tensor]:
     return dict(adapter.layout.tensors(adapter.grad))
 
 
-def reference_loss(name: str, p: torch.Tensor, datum: Datum, settings: dict[str, float]) -> torch.Tensor:
+def reference_loss(
+    name: str, p: torch.Tensor, datum: Datum, settings: dict[str, float]
+) -> torch.Tensor:
     """The loss of one datum, position by position, written from its formula."""
-    given = {key: torch.from_numpy(value.to_numpy()).double() for key, value in datum.loss_fn_inputs.items()}
+    given = {
+        key: torch.from_numpy(value.to_numpy()).double()
+        for key, value in datum.loss_fn_inputs.items()
+    }
     total = torch.zeros((), dtype=torch.float64)
     if name == "cross_entropy":
         return total - (given["weights"] * p).sum()
@@ -54,7 +59,9 @@ def reference_loss(name: str, p: torch.Tensor, datum: Datum, settings: dict[str,
         else:
             low, high = (
                 float(given[key][i]) if key in given else settings.get(key, default)
-                for key, default in zip(("clip_low_threshold", "clip_high_threshold"), CLIPS[name], strict=True)
+                for key, default in zip(
+                    ("clip_low_threshold", "clip_high_threshold"), CLIPS[name], strict=True
+                )
             )
             ratio = torch.exp(p[i] - q[i])
             if name == "gspo":
@@ -71,8 +78,12 @@ def reference_run(
     directory: Path, saved: Path, data: list[Datum], loss: str, settings: dict[str, float]
 ) -> tuple[float, list[np.ndarray[Any, Any]], dict[str, torch.Tensor]]:
     """Loss, log-probabilities and LoRA gradients by transformers, peft and autograd in float64."""
-    base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, attn_implementation="eager")
-    model = PeftModel.from_pretrained(base, str(saved), is_trainable=True, autocast_adapter_dtype=False).double()
+    base = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float64, attn_implementation="eager"
+    )
+    model = PeftModel.from_pretrained(
+        base, str(saved), is_trainable=True, autocast_adapter_dtype=False
+    ).double()
     total, logprobs = torch.zeros((), dtype=torch.float64), []
     for datum in data:
         logits = model(torch.from_numpy(datum.model_input.to_numpy()).long()[None]).logits[0]

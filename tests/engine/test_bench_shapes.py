@@ -1,4 +1,5 @@
-"""What the benchmarks of the engine begin with: they are programs, and nobody runs them on every change."""
+"""What the benchmarks of the engine begin with: they are programs, and nobody runs them on every
+change."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ SMALL = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hid
 def test_an_engine_with_random_weights_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCH))
     shapes, decode = importlib.import_module("shapes"), importlib.import_module("decode")
-    monkeypatch.setitem(shapes.SHAPES, "135m", shapes.SHAPES["135m"] | SMALL | {"num_attention_heads": 4})
+    monkeypatch.setitem(
+        shapes.SHAPES, "135m", shapes.SHAPES["135m"] | SMALL | {"num_attention_heads": 4}
+    )
     monkeypatch.setitem(shapes.SHAPES["135m"], "num_key_value_heads", 2)
     monkeypatch.setattr(decode.np.random, "default_rng", lambda *_: FirstTokens())
     rate, _, _ = decode.ours(decode.engine_of("135m", "cpu", 2), 2, 1, 8, 4, 2)

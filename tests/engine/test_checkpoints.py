@@ -83,7 +83,9 @@ def test_a_writer_writes_what_there_was_when_it_was_made_on_any_thread(
         assert saved.metadata()["step"] == "2"
 
 
-def test_a_snapshot_costs_the_adapters_bytes_and_no_optimizers(engine: TorchEngine, data: Data, tmp_path: Path) -> None:
+def test_a_snapshot_costs_the_adapters_bytes_and_no_optimizers(
+    engine: TorchEngine, data: Data, tmp_path: Path
+) -> None:
     train(engine, "a", data, range(1))
     engine.snapshot("a", "frozen")
     write, write_all = engine.writer("a", optimizer=False), engine.writer("a", optimizer=True)
@@ -100,10 +102,15 @@ def test_a_snapshot_costs_the_adapters_bytes_and_no_optimizers(engine: TorchEngi
 
 
 @pytest.mark.covers("S24")
-def test_weights_alone_start_a_fresh_optimizer(engine: TorchEngine, data: Data, tmp_path: Path) -> None:
+def test_weights_alone_start_a_fresh_optimizer(
+    engine: TorchEngine, data: Data, tmp_path: Path
+) -> None:
     train(engine, "a", data, range(2))
     engine.writer("a", optimizer=False)(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
     engine.create("b", "small", LoraConfig(rank=4))
     engine.load("b", tmp_path, optimizer=False)
     state = engine._adapters["b"].state
@@ -125,7 +132,9 @@ FLAGS = [
 
 @pytest.mark.covers("S41")
 @pytest.mark.parametrize("flags", FLAGS)
-def test_peft_reads_the_files(flags: dict[str, bool], checkpoint: Checkpoint, data: Data, tmp_path: Path) -> None:
+def test_peft_reads_the_files(
+    flags: dict[str, bool], checkpoint: Checkpoint, data: Data, tmp_path: Path
+) -> None:
     engine = TorchEngine({"small": checkpoint("llama")}, threads=1)
     engine.create("a", "small", LoraConfig(rank=4, **flags))
     train(engine, "a", data, range(4))
@@ -145,14 +154,23 @@ def test_peft_reads_the_files(flags: dict[str, bool], checkpoint: Checkpoint, da
 def test_the_files(engine: TorchEngine, tmp_path: Path) -> None:
     engine.writer("a", optimizer=True)(tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
-    expected = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 32, "lora_dropout": 0.0}
+    expected = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": 4,
+        "lora_alpha": 32,
+        "lora_dropout": 0.0,
+    }
     assert {key: config[key] for key in expected} == expected
     assert config["base_model_name_or_path"] == "small"
     assert config["target_modules"] == sorted(
         ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
     )
     tensors = load_file(tmp_path / "adapter_model.safetensors")
-    assert tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"].shape == (4, 32)
+    assert tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"].shape == (
+        4,
+        32,
+    )
     assert tensors["base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"].shape == (4, 48)
     assert tensors["base_model.model.lm_head.lora_B.weight"].shape == (96, 4)
     assert len(tensors) == 2 * (2 * 7 + 1)
@@ -200,10 +218,16 @@ def _configure(**changes: Any) -> Callable[[Path], None]:
         (_truncate, "optimizer.safetensors cannot be read"),
         (_configure(r=8), "has rank 8, this one has 4"),
         (_configure(target_modules=["lm_head"]), "has train_attn False, this one has True"),
-        (_configure(target_modules=["q_proj"]), r"target_modules \['q_proj'\] are not whole groups"),
+        (
+            _configure(target_modules=["q_proj"]),
+            r"target_modules \['q_proj'\] are not whole groups",
+        ),
         (_configure(lora_alpha=16), "lora_alpha is 16; only 32 is supported"),
         (_configure(use_dora=True), "use_dora is True"),
-        (lambda directory: (directory / "adapter_config.json").unlink(), r"has no adapter_config\.json"),
+        (
+            lambda directory: (directory / "adapter_config.json").unlink(),
+            r"has no adapter_config\.json",
+        ),
         (lambda directory: (directory / "adapter_config.json").write_text("{"), "not valid JSON"),
     ],
 )
@@ -230,7 +254,8 @@ def test_samplers_of_files_and_of_snapshots_agree(
     engine.load_sampler("saved", "small", tmp_path)
     engine.load_sampler("base", "small", None)
     live, saved, base = (
-        sample(engine, [4, 5], sampler=name, max_tokens=12, stop=[]).sequences[0] for name in ("live", "saved", "base")
+        sample(engine, [4, 5], sampler=name, max_tokens=12, stop=[]).sequences[0]
+        for name in ("live", "saved", "base")
     )
     assert (live.tokens, live.logprobs) == (saved.tokens, saved.logprobs)
     assert live.logprobs != base.logprobs
@@ -245,4 +270,7 @@ def test_snapshots_stay_as_they_were(engine: TorchEngine, data: Data, sample: Sa
     after = sample(engine, [4, 5], max_tokens=12, stop=[]).sequences[0]
     assert (before.tokens, before.logprobs) == (after.tokens, after.logprobs)
     engine.snapshot("a", "s2")
-    assert sample(engine, [4, 5], sampler="s2", max_tokens=12, stop=[]).sequences[0].logprobs != before.logprobs
+    assert (
+        sample(engine, [4, 5], sampler="s2", max_tokens=12, stop=[]).sequences[0].logprobs
+        != before.logprobs
+    )

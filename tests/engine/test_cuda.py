@@ -1,4 +1,5 @@
-"""On an accelerator: the CPU's numbers in float32, and near them in bfloat16. Skipped where there is none."""
+"""On an accelerator: the CPU's numbers in float32, and near them in bfloat16. Skipped where there
+is none."""
 
 from __future__ import annotations
 
@@ -32,11 +33,23 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is 
 
 __all__ = ["model_path"]  # a fixture
 
-FAMILIES = ["llama", "llama-bias", "qwen2", "qwen3", "mistral-window", "gemma2", "gemma3", "smollm3", "qwen3-moe"]
+FAMILIES = [
+    "llama",
+    "llama-bias",
+    "qwen2",
+    "qwen3",
+    "mistral-window",
+    "gemma2",
+    "gemma3",
+    "smollm3",
+    "qwen3-moe",
+]
 
 
 def engine_of(checkpoint: Checkpoint, family: str, device: str, dtype: torch.dtype) -> TorchEngine:
-    engine = TorchEngine({"m": checkpoint(family)}, device=device, dtype=dtype, micro_batch_tokens=64)
+    engine = TorchEngine(
+        {"m": checkpoint(family)}, device=device, dtype=dtype, micro_batch_tokens=64
+    )
     engine.create("a", "m", LoraConfig(rank=4))
     randomise(adapter_of(engine))
     return engine
@@ -46,7 +59,11 @@ def engine_of(checkpoint: Checkpoint, family: str, device: str, dtype: torch.dty
 def test_gradients_are_those_of_the_cpu(checkpoint: Checkpoint, data: Data, family: str) -> None:
     given = data(9, 4, 12, 9, 30, 1)
     results = {}
-    for device, dtype in (("cpu", torch.float32), ("cuda", torch.float32), ("cuda", torch.bfloat16)):
+    for device, dtype in (
+        ("cpu", torch.float32),
+        ("cuda", torch.float32),
+        ("cuda", torch.bfloat16),
+    ):
         engine = engine_of(checkpoint, family, device, dtype)
         output = run_pass(engine, "a", given, "cross_entropy", {})
         grad = adapter_of(engine).grad
@@ -66,7 +83,10 @@ def test_adapters_beside_each_other_are_as_alone(checkpoint: Checkpoint, data: D
     engine.create("b", "m", LoraConfig(rank=8, seed=5))
     randomise(adapter_of(engine, "b"))
     given = {"a": data(9, 12, seed=1), "b": data(20, 3, seed=2)}
-    alone = {name: run_pass(engine, name, d, "cross_entropy", {}).metrics["loss:sum"] for name, d in given.items()}
+    alone = {
+        name: run_pass(engine, name, d, "cross_entropy", {}).metrics["loss:sum"]
+        for name, d in given.items()
+    }
     for name, d in given.items():
         engine.pass_start(name, name, d, "cross_entropy", {})
     while engine.passing():
@@ -84,7 +104,8 @@ def test_weights_are_written_beside_steps_and_while_graphs_are_recorded(
     run_pass(engine, "a", data(9, 12), "cross_entropy", {})
     engine.optim_step("a", AdamParams(learning_rate=0.01))
     expected = {
-        name: view.cpu().clone() for name, view in adapter_of(engine).layout.tensors(adapter_of(engine).state.weights)
+        name: view.cpu().clone()
+        for name, view in adapter_of(engine).layout.tensors(adapter_of(engine).state.weights)
     }
     write, over = engine.writer("a", optimizer=True), threading.Event()
     written: list[Path] = []
@@ -123,12 +144,18 @@ def test_weights_are_written_beside_steps_and_while_graphs_are_recorded(
     for directory in written:
         saved = load_file(directory / "adapter_model.safetensors")
         assert saved.keys() == {f"base_model.model.{name}.weight" for name in expected}
-        assert all(torch.equal(saved[f"base_model.model.{name}.weight"], view) for name, view in expected.items())
+        assert all(
+            torch.equal(saved[f"base_model.model.{name}.weight"], view)
+            for name, view in expected.items()
+        )
 
 
 @pytest.mark.parametrize("blocks", [12, None], ids=["little room", "room"])
-def test_jobs_that_stop_fail_and_are_cancelled_are_as_on_the_cpu(model_path: Path, blocks: int | None) -> None:
-    """Adapters that come and go beside the bare model, tokens read a step later, rows put back and fed again."""
+def test_jobs_that_stop_fail_and_are_cancelled_are_as_on_the_cpu(
+    model_path: Path, blocks: int | None
+) -> None:
+    """Adapters that come and go beside the bare model, tokens read a step later, rows put back and
+    fed again."""
     expected = each_alone(crowd_of(model_path, dtype=torch.float32))
     engine = limited(crowd_of(model_path, "cuda", torch.float32), blocks, max_rows=16)
     for _ in range(2):  # recorded, then replayed
@@ -158,10 +185,16 @@ def test_inputs_are_not_overwritten_while_the_device_is_behind(checkpoint: Check
 
 @pytest.mark.covers("U52", "U54")
 @pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
-def test_recordings_and_their_loss_are_those_of_the_cpu(checkpoint: Checkpoint, family: str) -> None:
+def test_recordings_and_their_loss_are_those_of_the_cpu(
+    checkpoint: Checkpoint, family: str
+) -> None:
     config = {"kl_coeff": 0.3, "tinkex_divergence_limit": 0.05}
     results = {}
-    for device, dtype in (("cpu", torch.float32), ("cuda", torch.float32), ("cuda", torch.bfloat16)):
+    for device, dtype in (
+        ("cpu", torch.float32),
+        ("cuda", torch.float32),
+        ("cuda", torch.bfloat16),
+    ):
         engine = engine_of(checkpoint, family, device, dtype)
         drawn = experience(engine)
         randomise(adapter_of(engine), seed=9)
@@ -170,9 +203,15 @@ def test_recordings_and_their_loss_are_those_of_the_cpu(checkpoint: Checkpoint, 
     for mine, its in zip(ours.recalled, theirs.recalled, strict=True):
         np.testing.assert_array_equal(mine.recording.tokens, its.recording.tokens)
         np.testing.assert_array_equal(mine.recording.top_tokens, its.recording.top_tokens)
-        np.testing.assert_allclose(mine.recording.top_logprobs, its.recording.top_logprobs, atol=1e-4)
-        np.testing.assert_allclose(mine.recording.model_logprobs, its.recording.model_logprobs, atol=1e-4)
+        np.testing.assert_allclose(
+            mine.recording.top_logprobs, its.recording.top_logprobs, atol=1e-4
+        )
+        np.testing.assert_allclose(
+            mine.recording.model_logprobs, its.recording.model_logprobs, atol=1e-4
+        )
     assert same.metrics["loss:sum"] == pytest.approx(output.metrics["loss:sum"], rel=1e-4)
     assert_near(other.cpu(), grad, 1e-3)
-    assert all((np.diff(known.recording.top_logprobs, axis=1) <= 0).all() for known in half.recalled)
+    assert all(
+        (np.diff(known.recording.top_logprobs, axis=1) <= 0).all() for known in half.recalled
+    )
     assert torch.isfinite(rough).all()

@@ -30,12 +30,22 @@ CONFIG = {"loss_id": "loss"}
 
 def heavy(products: int = 1, side: int = SIDE, **limits: Any) -> CompiledLoss:
     """A loss that multiplies square matrices, whatever its data are."""
-    steps = [function("torch.ones", side, side), function("operator.mul", {"ref": "a"}, {"ref": "s"})]
+    steps = [
+        function("torch.ones", side, side),
+        function("operator.mul", {"ref": "a"}, {"ref": "s"}),
+    ]
     names = ["b"]
     for number in range(products):
-        steps.append({**function("torch.matmul", {"ref": names[-1]}, {"ref": "a"}), "name": f"p{number}"})
+        steps.append(
+            {**function("torch.matmul", {"ref": names[-1]}, {"ref": "a"}), "name": f"p{number}"}
+        )
         names.append(f"p{number}")
-    steps = [{**method("sum", REF), "name": "s"}, {**steps[0], "name": "a"}, {**steps[1], "name": "b"}, *steps[2:]]
+    steps = [
+        {**method("sum", REF), "name": "s"},
+        {**steps[0], "name": "a"},
+        {**steps[1], "name": "b"},
+        *steps[2:],
+    ]
     steps.append({**method("sum", {"ref": names[-1]}), "name": "end"})
     for step in steps:
         if step["target"] == "torch.matmul":
@@ -85,8 +95,11 @@ def test_the_work_of_a_datum_is_known_from_its_shapes() -> None:
     assert before - allowance.work == one
 
 
-def test_the_data_of_a_heavy_loss_are_spread_over_steps(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight data of one token would fill an eighth of a step; another owner's pass ends between theirs."""
+def test_the_data_of_a_heavy_loss_are_spread_over_steps(
+    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight data of one token would fill an eighth of a step; another owner's pass ends between
+    theirs."""
     loss = heavy()
     monkeypatch.setattr(table, "STEP_WORK", 2 * work_of(loss))
     begin(engine, loss, data(8))
@@ -100,16 +113,22 @@ def test_the_data_of_a_heavy_loss_are_spread_over_steps(engine: TorchEngine, mon
     assert steps >= 8  # one datum a step: two would weigh their tokens besides
 
 
-def test_spreading_changes_no_result(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spreading_changes_no_result(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     results = []
     for steps in (1, 8):
         engine = TorchEngine({"m": checkpoint("qwen3")}, micro_batch_tokens=64)
         engine.create("a", "m", LoraConfig(rank=4, seed=1))
         loss = heavy()
-        monkeypatch.setattr(table, "STEP_WORK", 100 * work_of(loss) if steps == 1 else work_of(loss))
+        monkeypatch.setattr(
+            table, "STEP_WORK", 100 * work_of(loss) if steps == 1 else work_of(loss)
+        )
         begin(engine, loss, data(8, 3))
         results.append(outcome(engine))
-    one, other = (np.concatenate([each["logprobs"].to_numpy() for each in r.loss_fn_outputs]) for r in results)
+    one, other = (
+        np.concatenate([each["logprobs"].to_numpy() for each in r.loss_fn_outputs]) for r in results
+    )
     np.testing.assert_allclose(one, other, rtol=1e-5)
     assert results[0].metrics["loss:sum"] == pytest.approx(results[1].metrics["loss:sum"], rel=1e-5)
 
@@ -171,7 +190,9 @@ def test_the_time_of_all_data_counts_with_their_gradients(
     begin(engine, loss, data(3))
     refused = outcome(engine)
     assert (
-        str(refused) == "datum 2: the custom loss takes too long for one pass, with its gradient; send less data in one"
+        str(refused)
+        == "datum 2: the custom loss takes too long for one pass, with its gradient; send less "
+        "data in one"
     )
 
 
@@ -188,7 +209,9 @@ def test_a_loss_whose_values_decide_its_work_is_run_by_few_data_a_step() -> None
     chosen = graph(function("operator.getitem", REF, {"ref": "mask"}))
     masked = [{**function("operator.gt", REF, 0.5), "name": "mask"}]
     chosen = graph(
-        *masked, {**function("operator.getitem", REF, {"ref": "mask"}), "name": "kept"}, method("sum", {"ref": "kept"})
+        *masked,
+        {**function("operator.getitem", REF, {"ref": "mask"}), "name": "kept"},
+        method("sum", {"ref": "kept"}),
     )
     loss = compile_graph(chosen)
     assert loss.work({"logprobs": (4,)}) is None

@@ -1,4 +1,5 @@
-"""Losses rebuilt from graphs: the same values and gradients as the function, and nothing for those who mean harm."""
+"""Losses rebuilt from graphs: the same values and gradients as the function, and nothing for those
+who mean harm."""
 
 from __future__ import annotations
 
@@ -20,7 +21,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tinkex.client.losses.loss_graphs import create_request, trace
 from tinkex.engine.api import EngineError
 from tinkex.engine.losses.graph_loss import CompiledLoss, compile_graph
-from tinkex.engine.losses.graph_operations import DTYPES, FUNCTIONS, METHODS, GraphLimits, Operation, leaves
+from tinkex.engine.losses.graph_operations import (
+    DTYPES,
+    FUNCTIONS,
+    METHODS,
+    GraphLimits,
+    Operation,
+    leaves,
+)
 from tinkex.types.custom_losses import CreateCustomLossRequest
 from tinkex.types.record import from_json, to_json
 from traced_losses import EXAMPLES, values
@@ -37,7 +45,9 @@ def rebuilt(name: str) -> CompiledLoss:
 @pytest.mark.parametrize("name", EXAMPLES)
 @settings(max_examples=15, deadline=None)
 @given(length=st.integers(1, 12).map(lambda half: 2 * half), seed=st.integers(0, 2**31))
-def test_a_rebuilt_loss_has_the_value_metrics_and_gradient_of_its_function(name: str, length: int, seed: int) -> None:
+def test_a_rebuilt_loss_has_the_value_metrics_and_gradient_of_its_function(
+    name: str, length: int, seed: int
+) -> None:
     example = EXAMPLES[name]
     compiled = rebuilt(name)
     inputs = values(example, length, seed)
@@ -54,7 +64,12 @@ def test_a_rebuilt_loss_has_the_value_metrics_and_gradient_of_its_function(name:
     expected.backward()  # type: ignore[no-untyped-call]
     assert ours.grad is not None
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=0, equal_nan=True)
-    assert torch.any(ours.grad != 0) or name in ("masked", "filled", "best_of_candidates", "huber_to_target")
+    assert torch.any(ours.grad != 0) or name in (
+        "masked",
+        "filled",
+        "best_of_candidates",
+        "huber_to_target",
+    )
 
 
 def test_the_gradient_is_that_of_finite_differences() -> None:
@@ -82,7 +97,13 @@ def method(target: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
     return {"op": "call_method", "target": target, "args": list(args), "kwargs": kwargs}
 
 
-PLACEHOLDER = {"op": "placeholder", "name": "logprobs", "target": "logprobs", "args": [], "kwargs": {}}
+PLACEHOLDER = {
+    "op": "placeholder",
+    "name": "logprobs",
+    "target": "logprobs",
+    "args": [],
+    "kwargs": {},
+}
 
 
 def output(loss: Any, metrics: Any) -> dict[str, Any]:
@@ -103,10 +124,17 @@ def request(nodes: list[Any], inputs: Any = None, name: str = "bad") -> CreateCu
 
 
 def graph(*steps: dict[str, Any], rank: int = 1) -> CreateCustomLossRequest:
-    """A graph of steps a, b, c …; its loss is the sum of the log-probabilities and of the last step."""
-    named = [{**step, "name": step.get("name", chr(ord("a") + number))} for number, step in enumerate(steps)]
+    """A graph of steps a, b, c …; its loss is the sum of the log-probabilities and of the last
+    step."""
+    named = [
+        {**step, "name": step.get("name", chr(ord("a") + number))}
+        for number, step in enumerate(steps)
+    ]
     last = {"ref": named[-1]["name"]}
-    end = [{**method("sum", REF), "name": "y"}, {**function("operator.mul", {"ref": "y"}, last), "name": "z"}]
+    end = [
+        {**method("sum", REF), "name": "y"},
+        {**function("operator.mul", {"ref": "y"}, last), "name": "z"},
+    ]
     nodes = [PLACEHOLDER, *named, *end, output({"ref": "z"}, {"dict": {}})]
     return request(nodes, [{"name": "logprobs", "rank": rank}])
 
@@ -134,33 +162,75 @@ HOSTILE: dict[str, tuple[CreateCustomLossRequest, str]] = {
     "globals": (graph(function("getattr", REF, "__globals__")), "text '__globals__'"),
     "subclasses": (graph(method("__subclasses__", REF)), "is not among the operations"),
     "reduce": (graph(method("__reduce_ex__", REF, 4)), "is not among the operations"),
-    "getattribute": (graph(method("__getattribute__", REF, "shape")), "is not among the operations"),
+    "getattribute": (
+        graph(method("__getattribute__", REF, "shape")),
+        "is not among the operations",
+    ),
     "system": (graph(function("os.system", "touch owned")), "is not among the operations"),
     "system by attribute": (graph(function("getattr", "os", "system")), "text 'os'"),
-    "system by dots": (graph(function("torch.os.system", "touch owned")), "is not among the operations"),
-    "a module inside torch": (graph(function("torch.serialization.os.system", "x")), "is not among the operations"),
+    "system by dots": (
+        graph(function("torch.os.system", "touch owned")),
+        "is not among the operations",
+    ),
+    "a module inside torch": (
+        graph(function("torch.serialization.os.system", "x")),
+        "is not among the operations",
+    ),
     "eval": (graph(function("builtins.eval", "1")), "is not among the operations"),
     "import": (graph(function("builtins.__import__", "os")), "is not among the operations"),
-    "methodcaller": (graph(function("operator.methodcaller", "numpy")), "is not among the operations"),
-    "attrgetter": (graph(function("operator.attrgetter", "__class__")), "is not among the operations"),
-    "getattr with a default": (graph(function("getattr", REF, "shape", 1)), "takes a value and the name"),
-    "a computed attribute": (graph(function("getattr", REF, A)), "refers to 'a', which is no earlier node"),
-    "attribute of a shape": (graph(SHAPE, function("getattr", A, "values")), "cannot read 'values' of a Size"),
-    "values of a tensor": (graph(function("getattr", REF, "values")), "cannot read 'values' of a Tensor"),
+    "methodcaller": (
+        graph(function("operator.methodcaller", "numpy")),
+        "is not among the operations",
+    ),
+    "attrgetter": (
+        graph(function("operator.attrgetter", "__class__")),
+        "is not among the operations",
+    ),
+    "getattr with a default": (
+        graph(function("getattr", REF, "shape", 1)),
+        "takes a value and the name",
+    ),
+    "a computed attribute": (
+        graph(function("getattr", REF, A)),
+        "refers to 'a', which is no earlier node",
+    ),
+    "attribute of a shape": (
+        graph(SHAPE, function("getattr", A, "values")),
+        "cannot read 'values' of a Size",
+    ),
+    "values of a tensor": (
+        graph(function("getattr", REF, "values")),
+        "cannot read 'values' of a Tensor",
+    ),
     "data": (graph(function("getattr", REF, "data")), "text 'data'"),
     "grad_fn": (graph(function("getattr", REF, "grad_fn")), "text 'grad_fn'"),
-    "get_attr": (graph({"op": "get_attr", "target": "weight", "args": [], "kwargs": {}}), "a get_attr cannot stand"),
-    "call_module": (graph({"op": "call_module", "target": "m", "args": [REF], "kwargs": {}}), "a call_module cannot"),
+    "get_attr": (
+        graph({"op": "get_attr", "target": "weight", "args": [], "kwargs": {}}),
+        "a get_attr cannot stand",
+    ),
+    "call_module": (
+        graph({"op": "call_module", "target": "m", "args": [REF], "kwargs": {}}),
+        "a call_module cannot",
+    ),
     "aten": (graph(function("torch.ops.aten.exp.default", REF)), "is not among the operations"),
     # Files, pickles, code
     "load": (graph(function("torch.load", "/etc/passwd")), "is not among the operations"),
     "save": (graph(function("torch.save", REF, "owned")), "is not among the operations"),
     "from_file": (graph(function("torch.from_file", "/etc/passwd")), "is not among the operations"),
-    "a pickle in a text": (graph(function("torch.mean", REF, dtype=PICKLE)), "which is not allowed there"),
-    "a pickle as a tag": (graph(function("torch.mean", {"pickle": PICKLE})), "argument of unknown kind 'pickle'"),
+    "a pickle in a text": (
+        graph(function("torch.mean", REF, dtype=PICKLE)),
+        "which is not allowed there",
+    ),
+    "a pickle as a tag": (
+        graph(function("torch.mean", {"pickle": PICKLE})),
+        "argument of unknown kind 'pickle'",
+    ),
     "compile": (graph(function("torch.compile", REF)), "is not among the operations"),
     "jit": (graph(function("torch.jit.load", "x")), "is not among the operations"),
-    "load_library": (graph(function("torch.ops.load_library", "x.so")), "is not among the operations"),
+    "load_library": (
+        graph(function("torch.ops.load_library", "x.so")),
+        "is not among the operations",
+    ),
     # Methods with effects
     "item": (graph(method("item", REF)), "is not among the operations"),
     "tolist": (graph(method("tolist", REF)), "is not among the operations"),
@@ -176,25 +246,43 @@ HOSTILE: dict[str, tuple[CreateCustomLossRequest, str]] = {
     "share_memory_": (graph(method("share_memory_", REF)), "is not among the operations"),
     "in place": (graph(method("add_", REF, 1)), "is not among the operations"),
     "in place by a function": (graph(function("torch.exp_", REF)), "is not among the operations"),
-    "in place by an operator": (graph(function("operator.iadd", REF, 1)), "is not among the operations"),
+    "in place by an operator": (
+        graph(function("operator.iadd", REF, 1)),
+        "is not among the operations",
+    ),
     "setitem": (graph(function("operator.setitem", REF, 0, 1)), "is not among the operations"),
-    "in place by a keyword": (graph(function("torch.nn.functional.relu", REF, inplace=True)), "inplace only as False"),
-    "in place by position": (graph(function("torch.nn.functional.celu", REF, 1.0, True)), "everything else by name"),
+    "in place by a keyword": (
+        graph(function("torch.nn.functional.relu", REF, inplace=True)),
+        "inplace only as False",
+    ),
+    "in place by position": (
+        graph(function("torch.nn.functional.celu", REF, 1.0, True)),
+        "everything else by name",
+    ),
     "out by position": (
         graph(function("torch.functional.norm", REF, 2, 0, False, REF)),
         "everything else by name",
     ),
     "out": (graph(function("torch.exp", REF, out=REF)), "out only as None"),
-    "out as a pair": (graph(function("torch.sort", REF, out={"tuple": [REF, REF]})), "out only as None"),
+    "out as a pair": (
+        graph(function("torch.sort", REF, out={"tuple": [REF, REF]})),
+        "out only as None",
+    ),
     "random": (graph(function("torch.rand_like", REF)), "is not among the operations"),
     "global state": (graph(function("torch.manual_seed", 0)), "is not among the operations"),
     "threads": (graph(function("torch.set_num_threads", 10000)), "is not among the operations"),
     "uninitialised memory": (graph(function("torch.empty", 4)), "is not among the operations"),
-    "other memory": (graph(method("as_strided", REF, [100], [1], 4096)), "is not among the operations"),
+    "other memory": (
+        graph(method("as_strided", REF, [100], [1], 4096)),
+        "is not among the operations",
+    ),
     "other bits": (graph(method("view", REF, {"dtype": "int32"})), "takes sizes that are integers"),
     # Memory
     "ones": (graph(function("torch.ones", MANY)), "makes 1000000000000 numbers"),
-    "zeros of many dimensions": (graph(function("torch.zeros", [10**5, 10**5, 10**5])), "makes 10+ numbers"),
+    "zeros of many dimensions": (
+        graph(function("torch.zeros", [10**5, 10**5, 10**5])),
+        "makes 10+ numbers",
+    ),
     "arange": (graph(function("torch.arange", MANY)), "makes 1000000000000 numbers"),
     "arange in tiny steps": (graph(function("torch.arange", 0, 1, 1e-12)), "makes 10+ numbers"),
     "linspace": (graph(function("torch.linspace", 0, 1, MANY)), "makes 1000000000000 numbers"),
@@ -203,13 +291,32 @@ HOSTILE: dict[str, tuple[CreateCustomLossRequest, str]] = {
     "repeat": (graph(method("repeat", REF, MANY)), "makes 8000000000000 numbers"),
     "tile": (graph(function("torch.tile", REF, [MANY])), "makes 8000000000000 numbers"),
     "expand": (graph(method("expand", REF, MANY, -1)), "makes 8000000000000 numbers"),
-    "broadcast_to": (graph(function("torch.broadcast_to", REF, [MANY, 8])), "makes 8000000000000 numbers"),
-    "repeat_interleave": (graph(function("torch.repeat_interleave", REF, MANY)), "makes 8000000000000 numbers"),
-    "pad": (graph(function("torch.nn.functional.pad", REF, [0, MANY])), "makes 1000000000008 numbers"),
-    "one_hot": (graph(method("long", REF), function("torch._C._nn.one_hot", A, MANY)), "makes 8000000000000 numbers"),
-    "one_hot of unknown size": (graph(function("torch._C._nn.one_hot", REF)), "takes a tensor and num_classes"),
+    "broadcast_to": (
+        graph(function("torch.broadcast_to", REF, [MANY, 8])),
+        "makes 8000000000000 numbers",
+    ),
+    "repeat_interleave": (
+        graph(function("torch.repeat_interleave", REF, MANY)),
+        "makes 8000000000000 numbers",
+    ),
+    "pad": (
+        graph(function("torch.nn.functional.pad", REF, [0, MANY])),
+        "makes 1000000000008 numbers",
+    ),
+    "one_hot": (
+        graph(method("long", REF), function("torch._C._nn.one_hot", A, MANY)),
+        "makes 8000000000000 numbers",
+    ),
+    "one_hot of unknown size": (
+        graph(function("torch._C._nn.one_hot", REF)),
+        "takes a tensor and num_classes",
+    ),
     "outer": (
-        graph(function("torch.ones", 4097), function("torch.outer", A, A), function("torch.outer", A, A)),
+        graph(
+            function("torch.ones", 4097),
+            function("torch.outer", A, A),
+            function("torch.outer", A, A),
+        ),
         "makes 16785409 numbers",
     ),
     "broadcasting": (
@@ -233,10 +340,16 @@ HOSTILE: dict[str, tuple[CreateCustomLossRequest, str]] = {
         "needs 64000000000 multiplications",
     ),
     "einsum": (
-        graph(method("new_ones", REF, [4000, 4000]), function("torch.functional.einsum", "ij,jk->ik", A, A)),
+        graph(
+            method("new_ones", REF, [4000, 4000]),
+            function("torch.functional.einsum", "ij,jk->ik", A, A),
+        ),
         "needs 64000000000 multiplications",
     ),
-    "einsum of three": (graph(function("torch.functional.einsum", "a,b,c->", REF, REF, REF)), "text 'a,b,c->'"),
+    "einsum of three": (
+        graph(function("torch.functional.einsum", "a,b,c->", REF, REF, REF)),
+        "text 'a,b,c->'",
+    ),
     "many large results": (
         graph(
             function("torch.ones", 1 << 23),
@@ -248,12 +361,26 @@ HOSTILE: dict[str, tuple[CreateCustomLossRequest, str]] = {
         graph(method("new_ones", REF, 10**6), method("split", A, 1)),
         "more than 1024 tensors",
     ),
-    "unbind": (graph(method("new_ones", REF, 10**6), method("unbind", A)), "more than 1024 tensors"),
-    "chunk": (graph(method("new_ones", REF, 10**6), method("chunk", A, 10**6)), "makes at most 1024 tensors"),
+    "unbind": (
+        graph(method("new_ones", REF, 10**6), method("unbind", A)),
+        "more than 1024 tensors",
+    ),
+    "chunk": (
+        graph(method("new_ones", REF, 10**6), method("chunk", A, 10**6)),
+        "makes at most 1024 tensors",
+    ),
     # Time and numbers
-    "a power": (graph(SHAPE, LENGTH, function("operator.pow", B, 10**9)), "makes an integer that is too large"),
+    "a power": (
+        graph(SHAPE, LENGTH, function("operator.pow", B, 10**9)),
+        "makes an integer that is too large",
+    ),
     "a power of powers": (
-        graph(SHAPE, LENGTH, function("operator.pow", B, 20), function("operator.pow", {"ref": "c"}, 60)),
+        graph(
+            SHAPE,
+            LENGTH,
+            function("operator.pow", B, 20),
+            function("operator.pow", {"ref": "c"}, 60),
+        ),
         "makes an integer that is too large",
     ),
     "a division that ends the process": (
@@ -264,14 +391,23 @@ HOSTILE: dict[str, tuple[CreateCustomLossRequest, str]] = {
         graph(method("long", REF), function("operator.mod", A, -1)),
         "cannot divide whole numbers by -1",
     ),
-    "lshift": (graph(SHAPE, LENGTH, function("operator.lshift", B, MANY)), "is not among the operations"),
-    "factorial": (graph(SHAPE, LENGTH, function("math.factorial", 10**9)), "is not among the operations"),
+    "lshift": (
+        graph(SHAPE, LENGTH, function("operator.lshift", B, MANY)),
+        "is not among the operations",
+    ),
+    "factorial": (
+        graph(SHAPE, LENGTH, function("math.factorial", 10**9)),
+        "is not among the operations",
+    ),
     "a text times a number": (
         graph(SHAPE, LENGTH, function("operator.mul", "mean", 10**9)),
         "numbers only",
     ),
     "a tuple times a number": (graph(SHAPE, function("operator.mul", A, 10**9)), "numbers only"),
-    "text formatting": (graph(function("operator.mod", "%1000000000d", 5)), "which is not allowed there"),
+    "text formatting": (
+        graph(function("operator.mod", "%1000000000d", 5)),
+        "which is not allowed there",
+    ),
     "tuples of tuples": (
         graph(SHAPE, function("operator.add", {"tuple": [A, A]}, {"tuple": [A, A]})),
         "joins shapes",
@@ -282,7 +418,10 @@ HOSTILE: dict[str, tuple[CreateCustomLossRequest, str]] = {
     "count": (graph(function("itertools.count", 0)), "is not among the operations"),
     "a huge integer": (graph(function("operator.add", REF, 2**63)), "does not fit 64 bits"),
     "sizes by values": (graph(function("torch.where", REF)), "takes a condition and two values"),
-    "a size by a value": (graph(method("sum", REF), function("torch.ones", A)), "takes numbers, such as x.shape"),
+    "a size by a value": (
+        graph(method("sum", REF), function("torch.ones", A)),
+        "takes numbers, such as x.shape",
+    ),
     "two masks": (
         graph(
             method("new_ones", REF, [4, 4, 4]),
@@ -293,18 +432,45 @@ HOSTILE: dict[str, tuple[CreateCustomLossRequest, str]] = {
     ),
     "nonzero": (graph(method("nonzero", REF)), "is not among the operations"),
     # Structure
-    "a loop": (graph(function("torch.exp", {"ref": "a"})), "refers to 'a', which is no earlier node"),
-    "a loop of two": (graph(function("torch.exp", B), function("torch.exp", A)), "refers to 'b', which is no earlier"),
-    "a reference to nothing": (graph(function("torch.exp", {"ref": "nowhere"})), "refers to 'nowhere'"),
-    "a reference to a number": (graph(function("torch.exp", {"ref": 0})), "which is no earlier node"),
-    "a name twice": (graph(function("torch.exp", REF), {**function("torch.exp", REF), "name": "a"}), "name of its own"),
-    "the name of an input": (graph({**function("torch.exp", REF), "name": "logprobs"}), "name of its own"),
-    "a name with dots": (graph({**function("torch.exp", REF), "name": "a.b"}), "of letters, digits"),
+    "a loop": (
+        graph(function("torch.exp", {"ref": "a"})),
+        "refers to 'a', which is no earlier node",
+    ),
+    "a loop of two": (
+        graph(function("torch.exp", B), function("torch.exp", A)),
+        "refers to 'b', which is no earlier",
+    ),
+    "a reference to nothing": (
+        graph(function("torch.exp", {"ref": "nowhere"})),
+        "refers to 'nowhere'",
+    ),
+    "a reference to a number": (
+        graph(function("torch.exp", {"ref": 0})),
+        "which is no earlier node",
+    ),
+    "a name twice": (
+        graph(function("torch.exp", REF), {**function("torch.exp", REF), "name": "a"}),
+        "name of its own",
+    ),
+    "the name of an input": (
+        graph({**function("torch.exp", REF), "name": "logprobs"}),
+        "name of its own",
+    ),
+    "a name with dots": (
+        graph({**function("torch.exp", REF), "name": "a.b"}),
+        "of letters, digits",
+    ),
     "an empty name": (graph({**function("torch.exp", REF), "name": ""}), "of letters, digits"),
     "deep nesting": (graph(function("torch.stack", nested(50))), "nested more than 8 deep"),
-    "deeply tagged": (graph(function("torch.stack", {"tuple": [{"tuple": [nested(7)]}]})), "nested more than 8 deep"),
+    "deeply tagged": (
+        graph(function("torch.stack", {"tuple": [{"tuple": [nested(7)]}]})),
+        "nested more than 8 deep",
+    ),
     "a long list": (graph(function("torch.stack", [0] * 5000)), "longer than 1024 values"),
-    "many lists": (graph(*(function("torch.stack", [0] * 1000) for _ in range(17))), "more than 16384 values"),
+    "many lists": (
+        graph(*(function("torch.stack", [0] * 1000) for _ in range(17))),
+        "more than 16384 values",
+    ),
     "a long text": (graph(function("torch.mean", "x" * 10**6)), "longer than 256 characters"),
     "many nodes": (
         graph(*({**function("torch.exp", REF), "name": f"n{number}"} for number in range(5000))),
@@ -315,10 +481,22 @@ HOSTILE: dict[str, tuple[CreateCustomLossRequest, str]] = {
         "an object of one key",
     ),
     "an empty object": (graph(function("torch.exp", {})), "an object of one key"),
-    "a dict": (graph(function("torch.exp", {"dict": {"input": REF}})), "argument of unknown kind 'dict'"),
-    "half a slice": (graph(function("operator.getitem", REF, {"slice": [1]})), "a slice has three parts"),
-    "a slice of tensors": (graph(function("operator.getitem", REF, {"slice": [REF, None, None]})), "cannot index with"),
-    "an index that is a text": (graph(function("operator.getitem", REF, "mean")), "cannot index with a str"),
+    "a dict": (
+        graph(function("torch.exp", {"dict": {"input": REF}})),
+        "argument of unknown kind 'dict'",
+    ),
+    "half a slice": (
+        graph(function("operator.getitem", REF, {"slice": [1]})),
+        "a slice has three parts",
+    ),
+    "a slice of tensors": (
+        graph(function("operator.getitem", REF, {"slice": [REF, None, None]})),
+        "cannot index with",
+    ),
+    "an index that is a text": (
+        graph(function("operator.getitem", REF, "mean")),
+        "cannot index with a str",
+    ),
     "an index that is a dtype": (
         graph(function("operator.getitem", REF, {"dtype": "bool"})),
         "index with a dtype",
@@ -329,18 +507,45 @@ HOSTILE: dict[str, tuple[CreateCustomLossRequest, str]] = {
     ),
     "a method without tensor": (graph(method("exp")), "must be called on an earlier node"),
     "a method of a number": (graph(method("exp", 3)), "must be called on an earlier node"),
-    "a method of a shape": (graph(SHAPE, method("exp", A)), "is a method of tensors, not of a Size"),
-    "another float": (graph(function("operator.add", REF, {"float": "1e400"})), "uses float '1e400'"),
+    "a method of a shape": (
+        graph(SHAPE, method("exp", A)),
+        "is a method of tensors, not of a Size",
+    ),
+    "another float": (
+        graph(function("operator.add", REF, {"float": "1e400"})),
+        "uses float '1e400'",
+    ),
     "a strange dtype": (graph(method("to", REF, {"dtype": "qint8"})), "uses dtype 'qint8'"),
     "a complex dtype": (graph(method("to", REF, {"dtype": "complex64"})), "uses dtype 'complex64'"),
-    "a dtype with dots": (graph(method("to", REF, {"dtype": "os.system"})), "uses dtype 'os.system'"),
+    "a dtype with dots": (
+        graph(method("to", REF, {"dtype": "os.system"})),
+        "uses dtype 'os.system'",
+    ),
     "a strange device": (graph(method("to", REF, {"device": "meta"})), "unknown device 'meta'"),
-    "a device in a text": (graph(method("to", REF, "privateuseone:0")), "unknown device 'privateuseone:0'"),
-    "a sparse layout": (graph(function("torch.zeros_like", REF, layout={"layout": "sparse_coo"})), "uses layout"),
-    "an unknown keyword": (graph(function("torch.exp", REF, callback="x")), "takes no keyword 'callback'"),
-    "a keyword of another function": (graph(function("torch.exp", REF, dim=0)), r"node 'a' \(torch.exp\): exp\(\)"),
-    "too many arguments": (graph(function("torch.exp", REF, REF)), r"node 'a' \(torch.exp\): exp\(\) takes"),
-    "a hidden keyword": (graph(function("torch.exp", REF, __class__="x")), "takes no keyword '__class__'"),
+    "a device in a text": (
+        graph(method("to", REF, "privateuseone:0")),
+        "unknown device 'privateuseone:0'",
+    ),
+    "a sparse layout": (
+        graph(function("torch.zeros_like", REF, layout={"layout": "sparse_coo"})),
+        "uses layout",
+    ),
+    "an unknown keyword": (
+        graph(function("torch.exp", REF, callback="x")),
+        "takes no keyword 'callback'",
+    ),
+    "a keyword of another function": (
+        graph(function("torch.exp", REF, dim=0)),
+        r"node 'a' \(torch.exp\): exp\(\)",
+    ),
+    "too many arguments": (
+        graph(function("torch.exp", REF, REF)),
+        r"node 'a' \(torch.exp\): exp\(\) takes",
+    ),
+    "a hidden keyword": (
+        graph(function("torch.exp", REF, __class__="x")),
+        "takes no keyword '__class__'",
+    ),
     "gradients asked for": (
         graph(function("torch.zeros_like", REF, requires_grad=True)),
         "requires_grad only as",
@@ -356,15 +561,22 @@ HOSTILE: dict[str, tuple[CreateCustomLossRequest, str]] = {
         "with rank 1 or 2",
     ),
     "an input twice": (
-        request([PLACEHOLDER] * 2 + [output(REF, {"dict": {}})], [{"name": "logprobs", "rank": 1}] * 2),
+        request(
+            [PLACEHOLDER] * 2 + [output(REF, {"dict": {}})], [{"name": "logprobs", "rank": 1}] * 2
+        ),
         "each with a name of its own",
     ),
     "17 inputs": (
-        request([PLACEHOLDER], [{"name": "logprobs", "rank": 1}, *({"name": f"x{n}", "rank": 1} for n in range(16))]),
+        request(
+            [PLACEHOLDER],
+            [{"name": "logprobs", "rank": 1}, *({"name": f"x{n}", "rank": 1} for n in range(16))],
+        ),
         "must have 1 to 16 inputs",
     ),
     "a hidden input": (
-        request([PLACEHOLDER] * 3, [{"name": "logprobs", "rank": 1}, {"name": "__Class__", "rank": 1}]),
+        request(
+            [PLACEHOLDER] * 3, [{"name": "logprobs", "rank": 1}, {"name": "__Class__", "rank": 1}]
+        ),
         "needs a lowercase name",
     ),
     "a placeholder for nothing": (
@@ -375,7 +587,10 @@ HOSTILE: dict[str, tuple[CreateCustomLossRequest, str]] = {
         request([{**PLACEHOLDER, "args": [1]}, output(REF, {"dict": {}})]),
         "must be the placeholder of input",
     ),
-    "no output": (request([PLACEHOLDER, {**method("sum", REF), "name": "a"}]), "the last node must be the output"),
+    "no output": (
+        request([PLACEHOLDER, {**method("sum", REF), "name": "a"}]),
+        "the last node must be the output",
+    ),
     "two outputs": (
         request([PLACEHOLDER, output(REF, {"dict": {}}), output(REF, {"dict": {}})]),
         "a output cannot stand here",
@@ -384,17 +599,26 @@ HOSTILE: dict[str, tuple[CreateCustomLossRequest, str]] = {
         request([PLACEHOLDER, {**output(0, 0), "args": [REF]}]),
         "must be a loss and a dict of metrics",
     ),
-    "a constant loss": (request([PLACEHOLDER, output(1.0, {"dict": {}})]), "the loss must refer to a node"),
+    "a constant loss": (
+        request([PLACEHOLDER, output(1.0, {"dict": {}})]),
+        "the loss must refer to a node",
+    ),
     "a constant metric": (
         request([PLACEHOLDER, output(REF, {"dict": {"custom/a:sum": 1}})]),
         "custom/a:sum must refer to a node",
     ),
-    "a metric of another name": (request([PLACEHOLDER, output(REF, {"dict": {"loss:sum": REF}})]), "metric 'loss:sum'"),
+    "a metric of another name": (
+        request([PLACEHOLDER, output(REF, {"dict": {"loss:sum": REF}})]),
+        "metric 'loss:sum'",
+    ),
     "many metrics": (
         request([PLACEHOLDER, output(REF, {"dict": {f"custom/{n}:sum": REF for n in range(65)}})]),
         "at most 64 metrics",
     ),
-    "metrics of a node": (request([PLACEHOLDER, output(REF, REF)]), "must be a loss and a dict of metrics"),
+    "metrics of a node": (
+        request([PLACEHOLDER, output(REF, REF)]),
+        "must be a loss and a dict of metrics",
+    ),
     "an output of nothing": (
         request([PLACEHOLDER, output({"ref": "__builtins__"}, {"dict": {}})]),
         "the loss refers to '__builtins__'",
@@ -431,7 +655,9 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[RealResults]:
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_a_hostile_graph_is_refused_quickly_and_nothing_is_computed(case: str, watched: RealResults) -> None:
+def test_a_hostile_graph_is_refused_quickly_and_nothing_is_computed(
+    case: str, watched: RealResults
+) -> None:
     hostile, message = HOSTILE[case]
     started = time.perf_counter()
     with pytest.raises(EngineError, match=message) as caught:
@@ -453,7 +679,9 @@ def test_numbers_that_are_not_json_are_refused_too() -> None:
 
 LATE: dict[str, tuple[CreateCustomLossRequest, Any, str]] = {
     "ones by length": (
-        graph(SHAPE, LENGTH, function("operator.mul", B, 10**5), function("torch.ones", {"ref": "c"})),
+        graph(
+            SHAPE, LENGTH, function("operator.mul", B, 10**5), function("torch.ones", {"ref": "c"})
+        ),
         torch.zeros(1000),
         "makes 100000000 numbers",
     ),
@@ -468,7 +696,10 @@ LATE: dict[str, tuple[CreateCustomLossRequest, Any, str]] = {
         r"node 'b' \(operator.getitem\): has an index outside -4 to 3",
     ),
     "an index too small": (
-        graph(method("long", REF), function("operator.getitem", REF, {"tuple": [{"ellipsis": True}, A]})),
+        graph(
+            method("long", REF),
+            function("operator.getitem", REF, {"tuple": [{"ellipsis": True}, A]}),
+        ),
         torch.full((4, 2), -3.0),
         "index outside -2 to 1",
     ),
@@ -477,7 +708,11 @@ LATE: dict[str, tuple[CreateCustomLossRequest, Any, str]] = {
         torch.zeros(4),
         "index outside -4 to 3",
     ),
-    "gather": (graph(method("long", REF), method("gather", REF, 0, A)), torch.full((4,), 4.0), "index outside 0 to 3"),
+    "gather": (
+        graph(method("long", REF), method("gather", REF, 0, A)),
+        torch.full((4,), 4.0),
+        "index outside 0 to 3",
+    ),
     "a negative gather": (
         graph(method("long", REF), function("torch.gather", REF, dim=0, index=A)),
         torch.full((4,), -1.0),
@@ -498,7 +733,11 @@ LATE: dict[str, tuple[CreateCustomLossRequest, Any, str]] = {
         torch.full((4,), 3.0),
         "index outside 0 to 2",
     ),
-    "an index of floats": (graph(function("operator.getitem", REF, REF)), torch.zeros(4), "takes an index of integers"),
+    "an index of floats": (
+        graph(function("operator.getitem", REF, REF)),
+        torch.zeros(4),
+        "takes an index of integers",
+    ),
     "an index of bytes": (
         graph(method("to", REF, {"dtype": "uint8"}), function("operator.getitem", REF, A)),
         torch.zeros(4),
@@ -514,7 +753,11 @@ LATE: dict[str, tuple[CreateCustomLossRequest, Any, str]] = {
         torch.ones(4),
         r"node 'a' \(torch.zeros\)",
     ),
-    "negative sizes": (graph(method("new_zeros", REF, -5), method("sum", A)), torch.ones(4), r"node 'a' \(new_zeros\)"),
+    "negative sizes": (
+        graph(method("new_zeros", REF, -5), method("sum", A)),
+        torch.ones(4),
+        r"node 'a' \(new_zeros\)",
+    ),
     "a masked copy": (
         graph(
             function("torch.ones", [3000, 1]),
@@ -540,12 +783,18 @@ LATE: dict[str, tuple[CreateCustomLossRequest, Any, str]] = {
         torch.zeros(0),
         "division by zero",
     ),
-    "another length": (graph(method("view", REF, -1, 2)), torch.zeros(5), r"node 'a' \(view\): shape"),
+    "another length": (
+        graph(method("view", REF, -1, 2)),
+        torch.zeros(5),
+        r"node 'a' \(view\): shape",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", LATE)
-def test_what_only_data_show_is_refused_before_it_is_computed(case: str, watched: RealResults) -> None:
+def test_what_only_data_show_is_refused_before_it_is_computed(
+    case: str, watched: RealResults
+) -> None:
     late, data, message = LATE[case]
     ranks = [{"name": "logprobs", "rank": data.ndim}]
     late = request([json.loads(to_json(node)) for node in late.graph.nodes], ranks)
@@ -562,7 +811,10 @@ def test_what_fits_other_lengths_than_the_rehearsal_is_taken() -> None:
 
 
 def test_dead_steps_are_not_run(watched: RealResults) -> None:
-    steps = [{**function("torch.ones", 1 << 20), "name": "dead"}, {**method("sum", REF), "name": "a"}]
+    steps = [
+        {**function("torch.ones", 1 << 20), "name": "dead"},
+        {**method("sum", REF), "name": "a"},
+    ]
     compiled = compile_graph(request([PLACEHOLDER, *steps, output(A, {"dict": {}})]))
     assert compiled(torch.ones(4), {})[0].item() == 4
     assert watched.largest <= 4
@@ -582,9 +834,13 @@ def test_limits_can_be_set() -> None:
 
 
 def test_large_inputs_may_have_results_of_their_size() -> None:
-    compiled = compile_graph(graph(function("torch.exp", REF), method("sum", A)), GraphLimits(elements=10, growth=2))
+    compiled = compile_graph(
+        graph(function("torch.exp", REF), method("sum", A)), GraphLimits(elements=10, growth=2)
+    )
     compiled(torch.zeros(1000), {})
-    grown = compile_graph(graph(method("repeat", REF, 3), method("sum", A)), GraphLimits(elements=24, growth=2))
+    grown = compile_graph(
+        graph(method("repeat", REF, 3), method("sum", A)), GraphLimits(elements=24, growth=2)
+    )
     with pytest.raises(EngineError, match="makes 3000 numbers; at most 2000"):
         grown(torch.zeros(1000), {})
 
@@ -614,19 +870,27 @@ def test_inputs_are_checked_before_anything_is_computed() -> None:
         compiled(torch.zeros(4, 2), good)
     with pytest.raises(EngineError, match="node 'mul' "):
         compiled(torch.zeros(5), good)
-    compiled(torch.zeros(4), {**good, "logprobs": torch.full((4,), math.nan), "unused": torch.ones(2)})
+    compiled(
+        torch.zeros(4), {**good, "logprobs": torch.full((4,), math.nan), "unused": torch.ones(2)}
+    )
 
 
 @pytest.mark.parametrize(
     ("steps", "loss", "message"),
     [
-        ([function("torch.exp", REF)], A, r"the loss must be a tensor of a single number, it is shape \[3\]"),
+        (
+            [function("torch.exp", REF)],
+            A,
+            r"the loss must be a tensor of a single number, it is shape \[3\]",
+        ),
         ([SHAPE, LENGTH], B, "the loss must be a tensor of a single number, it is a int"),
         ([method("argmax", REF)], A, "the loss must be a float, it is int64"),
         ([method("detach", REF), method("sum", A)], B, "does not depend on the log-probabilities"),
     ],
 )
-def test_a_loss_is_one_number_that_depends_on_the_log_probabilities(steps: Any, loss: Any, message: str) -> None:
+def test_a_loss_is_one_number_that_depends_on_the_log_probabilities(
+    steps: Any, loss: Any, message: str
+) -> None:
     named = [{**step, "name": name} for step, name in zip(steps, "ab", strict=False)]
     compiled = compile_graph(request([PLACEHOLDER, *named, output(loss, {"dict": {}})]))
     with pytest.raises(EngineError, match=message):
@@ -647,7 +911,16 @@ def test_no_name_of_the_tables_has_an_effect_or_leaves_torch() -> None:
     for name in (*METHODS, *(target.rpartition(".")[2] for target in FUNCTIONS)):
         assert not name.startswith("_"), name
         assert name in ("and_", "or_") or not name.endswith("_"), name
-        assert name not in {"item", "tolist", "numpy", "apply", "map", "backward", "register_hook", "data_ptr"}, name
+        assert name not in {
+            "item",
+            "tolist",
+            "numpy",
+            "apply",
+            "map",
+            "backward",
+            "register_hook",
+            "data_ptr",
+        }, name
         assert not name.startswith(("rand", "set", "load", "save", "empty", "storage")), name
 
 
@@ -656,7 +929,19 @@ def attempts() -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
     x, wide, square = torch.rand(6) + 0.1, torch.rand(4, 1) + 0.1, torch.rand(3, 3)
     index, mask = torch.tensor([0, 2, 2, 1]), torch.tensor([True, False] * 3)
     for first in (x, wide, square, index, mask, x.double()):
-        for rest in ((), (0,), (2,), (1, 0), (0, 1), (0, 0, 2), (0.3,), (0.1, 0.9), (0, (2, -1)), ((0,), (1,)), (-1,)):
+        for rest in (
+            (),
+            (0,),
+            (2,),
+            (1, 0),
+            (0, 1),
+            (0, 0, 2),
+            (0.3,),
+            (0.1, 0.9),
+            (0, (2, -1)),
+            ((0,), (1,)),
+            (-1,),
+        ):
             yield (first, *rest), {}
         for second in (x, wide, square, index, mask):
             yield (first, second), {}
@@ -687,7 +972,9 @@ def attempts() -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
 
 @pytest.mark.parametrize("table", [FUNCTIONS, METHODS], ids=["functions", "methods"])
 @pytest.mark.filterwarnings("ignore:.*")
-def test_every_operation_works_stays_within_its_bound_and_changes_nothing(table: dict[str, Operation]) -> None:
+def test_every_operation_works_stays_within_its_bound_and_changes_nothing(
+    table: dict[str, Operation],
+) -> None:
     """What a step gives is new or a view."""
     unused = []
     for name, operation in table.items():

@@ -24,16 +24,29 @@ if TYPE_CHECKING:
 
     from engine.conftest import Checkpoint
 
-FAMILIES = ["llama", "llama-tied", "llama-bias", "llama3", "llama-linear", "mistral", "qwen2", "qwen3"]
+FAMILIES = [
+    "llama",
+    "llama-tied",
+    "llama-bias",
+    "llama3",
+    "llama-linear",
+    "mistral",
+    "qwen2",
+    "qwen3",
+]
 
 
 def load(directory: Path) -> Decoder:
     return load_decoder(directory, torch.float32, torch.device("cpu"))
 
 
-def packed_logits(model: Decoder, sequences: list[torch.Tensor], runs: list[tuple[int, int]]) -> torch.Tensor:
+def packed_logits(
+    model: Decoder, sequences: list[torch.Tensor], runs: list[tuple[int, int]]
+) -> torch.Tensor:
     positions = torch.cat([torch.arange(len(s)) for s in sequences])
-    hidden = hidden_states(model, torch.cat(sequences), positions, PackedAttention(runs, model.attention))
+    hidden = hidden_states(
+        model, torch.cat(sequences), positions, PackedAttention(runs, model.attention)
+    )
     return hidden @ model.head.weight_ND.t()
 
 
@@ -61,7 +74,11 @@ def test_rope_is_read_in_both_forms(checkpoint: Checkpoint, tmp_path: Path) -> N
     parameters = json.loads((checkpoint("llama3") / "config.json").read_text())["rope_parameters"]
     scaling = {key: value for key, value in parameters.items() if key != "rope_theta"}
     old = rewritten(
-        checkpoint("llama3"), tmp_path / "old", rope_parameters=None, rope_theta=10000.0, rope_scaling=scaling
+        checkpoint("llama3"),
+        tmp_path / "old",
+        rope_parameters=None,
+        rope_theta=10000.0,
+        rope_scaling=scaling,
     )
     assert torch.equal(load(old).frequencies, load(checkpoint("llama3")).frequencies)
     assert not torch.equal(load(old).frequencies, load(checkpoint("llama")).frequencies)
@@ -70,15 +87,27 @@ def test_rope_is_read_in_both_forms(checkpoint: Checkpoint, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mamba"}, "'mamba' is not supported; covered are gemma2, gemma3_text, llama, mistral, qwen2"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "'yarn'.*default, linear, llama3"),
+        (
+            {"model_type": "mamba"},
+            "'mamba' is not supported; covered are gemma2, gemma3_text, llama, mistral, qwen2",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}},
+            "'yarn'.*default, linear, llama3",
+        ),
         ({"hidden_act": "gelu"}, "'gelu'"),
-        ({"model_type": "mistral", "sliding_window": 0}, "a sliding window of 0 tokens sees nothing"),
+        (
+            {"model_type": "mistral", "sliding_window": 0},
+            "a sliding window of 0 tokens sees nothing",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial rotary"),
         ({"quantization_config": {"bits": 4}}, "quantized"),
         ({"intermediate_size": 64}, r"gate_proj.weight has shape \[48, 32\], expected \[64, 32\]"),
         ({"num_hidden_layers": 3}, r"no tensor model.layers.2.*which its config.json calls for"),
-        ({"num_hidden_layers": 1}, "9 tensors the decoder has no place for, such as model.layers.1.input_layernorm"),
+        (
+            {"num_hidden_layers": 1},
+            "9 tensors the decoder has no place for, such as model.layers.1.input_layernorm",
+        ),
         ({"attention_bias": True}, "no tensor model.layers.0.self_attn.q_proj.bias"),
     ],
 )
@@ -91,16 +120,27 @@ def test_uncovered_checkpoints_are_refused(
 
 
 def test_a_window_that_is_switched_off_is_no_window() -> None:
-    fields = {"model_type": "qwen2", "sliding_window": 16, "use_sliding_window": False, "hidden_size": 8}
-    sizes = dict.fromkeys(["num_attention_heads", "vocab_size", "intermediate_size", "num_hidden_layers"], 2)
-    config = DecoderConfig.from_json({**fields, **sizes, "max_position_embeddings": 64, "max_window_layers": 0})
+    fields = {
+        "model_type": "qwen2",
+        "sliding_window": 16,
+        "use_sliding_window": False,
+        "hidden_size": 8,
+    }
+    sizes = dict.fromkeys(
+        ["num_attention_heads", "vocab_size", "intermediate_size", "num_hidden_layers"], 2
+    )
+    config = DecoderConfig.from_json(
+        {**fields, **sizes, "max_position_embeddings": 64, "max_window_layers": 0}
+    )
     assert [rule.window for rule in config.attention] == [None, None]
 
 
 def test_sharded_checkpoints(checkpoint: Checkpoint, tmp_path: Path) -> None:
     whole = checkpoint("llama")
     sharded = tmp_path / "sharded"
-    AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32).save_pretrained(sharded, max_shard_size="20KB")
+    AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32).save_pretrained(
+        sharded, max_shard_size="20KB"
+    )
     shards = sorted(sharded.glob("model-*.safetensors"))
     assert len(shards) > 2
     for ours, theirs in zip(load(sharded).linears(), load(whole).linears(), strict=True):
@@ -114,17 +154,23 @@ def test_half_precision_files_are_widened(checkpoint: Checkpoint, tmp_path: Path
     target = tmp_path / "half"
     shutil.copytree(checkpoint("llama"), target)
     tensors = load_file(target / "model.safetensors")
-    save_file({name: t.to(torch.bfloat16) for name, t in tensors.items()}, target / "model.safetensors")
+    save_file(
+        {name: t.to(torch.bfloat16) for name, t in tensors.items()}, target / "model.safetensors"
+    )
     assert load(target).embed_VD.dtype == torch.float32
 
 
 def test_resolve(checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve(checkpoint("llama")) == checkpoint("llama")
     assert resolve(str(checkpoint("llama"))) == checkpoint("llama")
-    with pytest.raises(EngineError, match="not a directory; give a checkpoint directory or a hub id"):
+    with pytest.raises(
+        EngineError, match="not a directory; give a checkpoint directory or a hub id"
+    ):
         resolve(tmp_path / "absent")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(EngineError, match="nobody/nothing is not in the Hugging Face cache and HF_HUB_OFFLINE"):
+    with pytest.raises(
+        EngineError, match="nobody/nothing is not in the Hugging Face cache and HF_HUB_OFFLINE"
+    ):
         resolve("nobody/nothing")
 
 
@@ -139,7 +185,8 @@ def test_resolve_honours_the_offline_cache(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert resolve("someone/small") == repository / "snapshots" / commit
-    (repository / "snapshots" / commit / "model.safetensors").unlink()  # as where only a tokenizer was fetched
+    # as where only a tokenizer was fetched
+    (repository / "snapshots" / commit / "model.safetensors").unlink()
     with pytest.raises(EngineError, match="someone/small is not in the Hugging Face cache"):
         resolve("someone/small")
 
@@ -158,10 +205,17 @@ def test_directories_that_are_no_checkpoints(tmp_path: Path, checkpoint: Checkpo
         TorchEngine({"x": tmp_path})
 
 
-def test_models_are_described_without_loading(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_are_described_without_loading(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tinkex.engine.torch.engine.load_decoder", lambda *_: pytest.fail("loaded"))
     (model,) = TorchEngine({"small": checkpoint("qwen3")}, threads=1).models()
-    assert (model.name, model.arch, model.context_length, model.vocab_size) == ("small", "qwen3", 48, 96)
+    assert (model.name, model.arch, model.context_length, model.vocab_size) == (
+        "small",
+        "qwen3",
+        48,
+        96,
+    )
     assert model.eos_tokens == {2}
     assert model.directory == checkpoint("qwen3")
 

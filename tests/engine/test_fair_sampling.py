@@ -78,7 +78,9 @@ def test_waiting_jobs_take_no_room_for_samples_and_tables(limits: Any) -> None:
 def test_owners_have_equal_parts_of_the_rows(way: str, limits: Any) -> None:
     engine = limits(way=way, max_rows=9)
     for index, owner in enumerate("aabc"):
-        engine.sample_start(f"{owner}{index}", "one", ask(tokens_of(index, 20), 30, 50), 1, owner=owner)
+        engine.sample_start(
+            f"{owner}{index}", "one", ask(tokens_of(index, 20), 30, 50), 1, owner=owner
+        )
         engine.sample_step()
     for _ in range(2):
         engine.sample_step()
@@ -136,7 +138,9 @@ def test_prompt_that_has_begun_gets_its_part_beside_those_who_had_less(limits: A
 
 
 @pytest.mark.parametrize("way", ["native", "slabs"])
-def test_job_that_needs_most_of_the_cache_is_done_among_a_stream_of_short_ones(way: str, limits: Any) -> None:
+def test_job_that_needs_most_of_the_cache_is_done_among_a_stream_of_short_ones(
+    way: str, limits: Any
+) -> None:
     """Nobody's only job is moved for others, and one that found no room for long comes first."""
     engine = limits(way=way, cache_bytes=11 * block_bytes(limits()._bases["m"].model))
     big = ask(tokens_of(1, 500), 1, 60)
@@ -153,7 +157,9 @@ def test_job_that_needs_most_of_the_cache_is_done_among_a_stream_of_short_ones(w
         for one in ended:
             if one.job == "big":
                 break
-            engine.sample_start(f"short{count}", "two", ask(tokens_of(count, 100), 2, 12), 1, owner="b")
+            engine.sample_start(
+                f"short{count}", "two", ask(tokens_of(count, 100), 2, 12), 1, owner="b"
+            )
             count += 1
         if any(one.job == "big" for one in done):
             break
@@ -171,10 +177,14 @@ def test_jobs_that_give_way_to_each_other_give_the_same_samples(seed: int, limit
     for number in range(24):
         length = int(random.integers(1, 330))
         prompt = tokens_of(int(random.integers(3)), length)
-        requests.append(ask(prompt, int(random.integers(1, 6)), int(random.integers(1, 60)), seed=number))
+        requests.append(
+            ask(prompt, int(random.integers(1, 6)), int(random.integers(1, 60)), seed=number)
+        )
     roomy = limits()
     expected = [alone(roomy, "one", request, number) for number, request in enumerate(requests)]
-    engine = limits(cache_bytes=14 * block_bytes(roomy._bases["m"].model), max_rows=5, prefill_tokens=96)
+    engine = limits(
+        cache_bytes=14 * block_bytes(roomy._bases["m"].model), max_rows=5, prefill_tokens=96
+    )
     results: dict[str, Any] = {}
     for number, request in enumerate(requests):
         owner = "abcd"[int(random.integers(4))]

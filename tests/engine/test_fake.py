@@ -19,7 +19,9 @@ from tinkex.types.training import AdamParams, LoraConfig
 if TYPE_CHECKING:
     from pathlib import Path
 
-DATA = [Datum(ModelInput.from_ints([1, 2, 3]), {"target_tokens": [2, 3, 4], "weights": [0.0, 1.0, 1.0]})]
+DATA = [
+    Datum(ModelInput.from_ints([1, 2, 3]), {"target_tokens": [2, 3, 4], "weights": [0.0, 1.0, 1.0]})
+]
 STEP = AdamParams(learning_rate=0.1)
 
 
@@ -100,7 +102,9 @@ def test_errors_and_the_hook(fake: FakeEngine) -> None:
     with pytest.raises(EngineError, match="unknown loss 'sft'"):
         run_pass(fake, "a", DATA, "sft", {})
     bad = [Datum(ModelInput.from_ints([1]), {"target_tokens": np.array([1, 2])})]
-    with pytest.raises(EngineError, match="datum 0: 'target_tokens' has length 2 but the model input has length 1"):
+    with pytest.raises(
+        EngineError, match="datum 0: 'target_tokens' has length 2 but the model input has length 1"
+    ):
         run_pass(fake, "a", bad, "cross_entropy", {})
 
     def fail(method: str, subject: str) -> None:

@@ -18,7 +18,12 @@ from transformers import AutoModelForCausalLM
 from engine.conftest import VOCAB, WINDOW
 from engine.references import adapter_of, assert_near, gradients, randomise
 from tinkex.engine.api import ADAMW, DIMUON, EngineError, run_pass
-from tinkex.engine.families.model_config import ARCHITECTURES, AttentionRule, DecoderConfig, eos_tokens
+from tinkex.engine.families.model_config import (
+    ARCHITECTURES,
+    AttentionRule,
+    DecoderConfig,
+    eos_tokens,
+)
 from tinkex.engine.model import attention, matmul_check
 from tinkex.engine.model.attention import PackedAttention, attend, causal, trusted, visible
 from tinkex.engine.model.decoder import BARE, Adaptation, Decoder, Lora, hidden_states
@@ -67,7 +72,9 @@ def packed_logits(model: Decoder, lora: Adaptation = BARE) -> torch.Tensor:
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
     packed = PackedAttention(RUNS, model.attention)
     with torch.no_grad():
-        return model.logits(hidden_states(model, torch.cat(sequences()), positions, packed, lora), lora)
+        return model.logits(
+            hidden_states(model, torch.cat(sequences()), positions, packed, lora), lora
+        )
 
 
 def reference_logits(model: PreTrainedModel | PeftModel) -> torch.Tensor:
@@ -76,7 +83,8 @@ def reference_logits(model: PreTrainedModel | PeftModel) -> torch.Tensor:
 
 
 def transformers_model(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """By plain products: grouped ones for experts know no float64, and other attention may leave out a soft cap."""
+    """By plain products: grouped ones for experts know no float64, and other attention may leave
+    out a soft cap."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         directory, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
     )
@@ -90,7 +98,11 @@ def load(directory: Path, dtype: torch.dtype = torch.float32) -> Decoder:
 @pytest.mark.parametrize(("dtype", "block"), [(torch.float32, 8), (torch.float64, 512)])
 @pytest.mark.parametrize("family", DENSE + MIXTURES)
 def test_logits_match_transformers(
-    family: str, dtype: torch.dtype, block: int, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    dtype: torch.dtype,
+    block: int,
+    checkpoint: Checkpoint,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(attention, "BLOCK", block)
     reference = transformers_model(checkpoint(family), dtype)
@@ -114,10 +126,15 @@ def merged_gradients(
     for name, weight in list(merged.items()):
         owner, _, kind = name.rpartition(".")
         if kind == "gate_up_proj":
-            each = [[change(f"{owner}.{e}.{p}_proj") for p in ("gate", "up")] for e in range(len(weight))]
+            each = [
+                [change(f"{owner}.{e}.{p}_proj") for p in ("gate", "up")]
+                for e in range(len(weight))
+            ]
             merged[name] = weight + torch.stack([torch.cat(pair) for pair in each])
         elif kind == "down_proj":
-            merged[name] = weight + torch.stack([change(f"{owner}.{e}.down_proj") for e in range(len(weight))])
+            merged[name] = weight + torch.stack(
+                [change(f"{owner}.{e}.down_proj") for e in range(len(weight))]
+            )
         elif kind == "weight":
             merged[name] = weight + change(owner)
     total, logprobs = torch.zeros((), dtype=torch.float64), []
@@ -126,7 +143,10 @@ def merged_gradients(
         logits = functional_call(model, merged, (tokens,), tie_weights=False).logits[0]
         targets = torch.from_numpy(datum.loss_fn_inputs["target_tokens"].to_numpy())
         p = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
-        total = total - (torch.from_numpy(datum.loss_fn_inputs["weights"].to_numpy()).double() * p).sum()
+        total = (
+            total
+            - (torch.from_numpy(datum.loss_fn_inputs["weights"].to_numpy()).double() * p).sum()
+        )
         logprobs.append(p.detach().numpy())
     grads = torch.autograd.grad(total, list(leaves.values()))
     return float(total.detach()), logprobs, dict(zip(leaves, grads, strict=True))
@@ -145,14 +165,17 @@ def test_passes_equal_autograd_through_transformers(
 ) -> None:
     monkeypatch.setattr(matmul_check, "LEAST_FOR_ONEDNN", 0)
     matmul_check._choice.cache_clear()
-    monkeypatch.setattr(attention, "BLOCK", block)  # long sequences in several blocks, capped ones computed twice
+    # long sequences in several blocks, capped ones computed twice
+    monkeypatch.setattr(attention, "BLOCK", block)
     monkeypatch.setattr(trainer, "LOGITS_BUDGET", 10 * VOCAB)
     engine = TorchEngine({"m": checkpoint(family)}, dtype=dtype, threads=1, micro_batch_tokens=40)
     engine.create("a", "m", LoraConfig(rank=8))
     adapter = adapter_of(engine)
     randomise(adapter)
     layout, batch = adapter.layout, data(5, 17, 9, 17, 1, 30, 9)
-    scale = {module: 32 / layout.rank(linear) for linear in layout.linears for module in linear.modules}
+    scale = {
+        module: 32 / layout.rank(linear) for linear in layout.linears for module in linear.modules
+    }
     factors = dict(layout.tensors(adapter.state.weights))
     total, logprobs, grads = merged_gradients(checkpoint(family), factors, batch, scale)
 
@@ -182,7 +205,9 @@ def test_passes_equal_autograd_through_transformers(
         ("qwen3-moe-mixed", "attention", "window"),
     ],
 )
-def test_each_trait_matters_to_the_small_models(family: str, trait: str, value: Any, checkpoint: Checkpoint) -> None:
+def test_each_trait_matters_to_the_small_models(
+    family: str, trait: str, value: Any, checkpoint: Checkpoint
+) -> None:
     model = load(checkpoint(family))
     if trait == "attention":
         plain: dict[str, Any] = {"window": None, "softcap": None, "scale": 0.25}
@@ -206,26 +231,42 @@ def test_sampled_logprobs_equal_the_trainers(
     randomise(adapter_of(engine))
     engine.snapshot("a", "s")
     prompt = [int(token) for token in sequences()[-1][: WINDOW + 4]]
-    response = sample(engine, prompt, num_samples=3, max_tokens=3 * WINDOW, stop=[], request={"prompt_logprobs": True})
+    response = sample(
+        engine,
+        prompt,
+        num_samples=3,
+        max_tokens=3 * WINDOW,
+        stop=[],
+        request={"prompt_logprobs": True},
+    )
     assert response.prompt_logprobs is not None
     for sequence in response.sequences:
         tokens = [*prompt, *sequence.tokens]
         datum = Datum(
             ModelInput.from_ints(tokens[:-1]),
-            {"target_tokens": np.array(tokens[1:]), "weights": np.ones(len(tokens) - 1, np.float32)},
+            {
+                "target_tokens": np.array(tokens[1:]),
+                "weights": np.ones(len(tokens) - 1, np.float32),
+            },
         )
         output = run_pass(engine, "a", [datum], "cross_entropy", {}, backward=False)
         theirs = output.loss_fn_outputs[0]["logprobs"].to_numpy()
         assert len(sequence.tokens) == 3 * WINDOW
-        np.testing.assert_allclose(np.array(sequence.logprobs), theirs[len(prompt) - 1 :], atol=tolerance)
+        np.testing.assert_allclose(
+            np.array(sequence.logprobs), theirs[len(prompt) - 1 :], atol=tolerance
+        )
         np.testing.assert_allclose(
             np.array(response.prompt_logprobs[1:], float), theirs[: len(prompt) - 1], atol=tolerance
         )
 
 
 @pytest.mark.parametrize("family", ["smollm3", "mistral-window", "gemma2", "gemma3", "qwen3-moe"])
-def test_sharded_half_precision_checkpoints(family: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
-    transformers_model(checkpoint(family), torch.bfloat16).save_pretrained(tmp_path, max_shard_size="20KB")
+def test_sharded_half_precision_checkpoints(
+    family: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    transformers_model(checkpoint(family), torch.bfloat16).save_pretrained(
+        tmp_path, max_shard_size="20KB"
+    )
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     exact = reference_logits(transformers_model(tmp_path, torch.float32))
     torch.testing.assert_close(packed_logits(load(tmp_path)), exact, atol=1e-5, rtol=0)
@@ -238,7 +279,9 @@ def rms(x: torch.Tensor) -> float:
     return float(x.square().mean().sqrt())
 
 
-@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings", "ignore:The following .*_pattern keys")
+@pytest.mark.filterwarnings(
+    "ignore:Model has `tie_word_embeddings", "ignore:The following .*_pattern keys"
+)
 @pytest.mark.parametrize("family", [*DENSE, "qwen3-moe"])
 def test_peft_loads_what_is_saved(family: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
     engine = TorchEngine({"m": checkpoint(family)}, threads=1)
@@ -248,12 +291,16 @@ def test_peft_loads_what_is_saved(family: str, checkpoint: Checkpoint, tmp_path:
     engine.writer("a", optimizer=False)(tmp_path)
     base = transformers_model(checkpoint(family), torch.float32)
     theirs = reference_logits(PeftModel.from_pretrained(base, str(tmp_path)))
-    torch.testing.assert_close(packed_logits(adapter.model, Lora(adapter.factors())), theirs, atol=2e-5, rtol=0)
+    torch.testing.assert_close(
+        packed_logits(adapter.model, Lora(adapter.factors())), theirs, atol=2e-5, rtol=0
+    )
 
 
 @pytest.mark.covers("S10", "S41")
 @pytest.mark.parametrize(("rank", "each"), [(8, 2), (7, 1), (2, 1)])
-def test_experts_divide_the_rank(rank: int, each: int, checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_experts_divide_the_rank(
+    rank: int, each: int, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
     engine = TorchEngine({"m": checkpoint("qwen3-moe-mixed")}, threads=1)
     engine.create("a", "m", LoraConfig(rank=rank))
     engine.writer("a", optimizer=False)(tmp_path)
@@ -268,10 +315,15 @@ def test_experts_divide_the_rank(rank: int, each: int, checkpoint: Checkpoint, t
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "params"), [(ADAMW, AdamParams(learning_rate=1e-2)), (DIMUON, DimuonParams(learning_rate=1e-2))]
+    ("optimizer", "params"),
+    [(ADAMW, AdamParams(learning_rate=1e-2)), (DIMUON, DimuonParams(learning_rate=1e-2))],
 )
 def test_mixtures_learn_and_their_adapters_come_back(
-    optimizer: OptimizerConfigBase, params: OptimParams, checkpoint: Checkpoint, data: Data, tmp_path: Path
+    optimizer: OptimizerConfigBase,
+    params: OptimParams,
+    checkpoint: Checkpoint,
+    data: Data,
+    tmp_path: Path,
 ) -> None:
     engine = TorchEngine({"m": checkpoint("qwen3-moe-mixed")}, threads=1)
     for name in ("a", "b"):
@@ -294,7 +346,11 @@ def test_dimuon_steps_go_by_the_rank_that_experts_have(checkpoint: Checkpoint, d
     run_pass(engine, "a", data(30), "cross_entropy", {})
     engine.optim_step("a", DimuonParams(learning_rate=0.1))
     adapter = adapter_of(engine)
-    moved = {n: b for n, b in adapter.layout.tensors(adapter.state.weights) if n.endswith("lora_B") and bool(b.any())}
+    moved = {
+        n: b
+        for n, b in adapter.layout.tensors(adapter.state.weights)
+        if n.endswith("lora_B") and bool(b.any())
+    }
     assert {b.shape[1] for b in moved.values()} == {2, 8}
     for b in moved.values():
         assert float(b.norm()) == pytest.approx(0.1 * b.shape[1] ** 0.5, rel=1e-3)
@@ -308,11 +364,15 @@ class Beside:
     second: Lora
     border: int
 
-    def linear(self, x_TD: torch.Tensor, linear: Linear, rows_T: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(
+        self, x_TD: torch.Tensor, linear: Linear, rows_T: torch.Tensor | None = None
+    ) -> torch.Tensor:
         rows = torch.arange(len(x_TD)) if rows_T is None else rows_T
         assert bool((rows.diff() > 0).all()), "rows ascend"
         cut = int((rows < self.border).sum())
-        return torch.cat([self.first.linear(x_TD[:cut], linear), self.second.linear(x_TD[cut:], linear)])
+        return torch.cat(
+            [self.first.linear(x_TD[:cut], linear), self.second.linear(x_TD[cut:], linear)]
+        )
 
 
 def test_experts_say_which_tokens_they_got(checkpoint: Checkpoint) -> None:
@@ -326,11 +386,15 @@ def test_experts_say_which_tokens_they_got(checkpoint: Checkpoint) -> None:
     model, border = adapter_of(engine).model, sum(LENGTHS[:2])
     first, second = (packed_logits(model, lora) for lora in loras)
     beside = packed_logits(model, Beside(loras[0], loras[1], border))
-    torch.testing.assert_close(beside, torch.cat([first[:border], second[border:]]), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        beside, torch.cat([first[:border], second[border:]]), atol=1e-5, rtol=0
+    )
     assert float((first - second).abs().max()) > 0.1
 
 
-@pytest.mark.parametrize("rule", [AttentionRule(0.3), AttentionRule(0.3, 5), AttentionRule(0.3, 5, 1.5)])
+@pytest.mark.parametrize(
+    "rule", [AttentionRule(0.3), AttentionRule(0.3, 5), AttentionRule(0.3, 5, 1.5)]
+)
 def test_attention_under_a_mask_is_what_whole_sequences_get(rule: AttentionRule) -> None:
     """Queries of two sequences at different places, against keys of which some are room to spare."""
     generator = torch.Generator().manual_seed(0)
@@ -339,7 +403,9 @@ def test_attention_under_a_mask_is_what_whole_sequences_get(rule: AttentionRule)
     at = torch.tensor([[3, 4], [10, 11]])
     some = torch.stack([q[0, 3:5], q[1, 10:12]])
     mixed = attend(some, k, v, visible(at, torch.arange(12).expand(2, 12), rule), rule)
-    torch.testing.assert_close(mixed, torch.stack([whole[0, 3:5], whole[1, 10:12]]), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        mixed, torch.stack([whole[0, 3:5], whole[1, 10:12]]), atol=1e-6, rtol=0
+    )
 
 
 @pytest.mark.parametrize(
@@ -347,9 +413,18 @@ def test_attention_under_a_mask_is_what_whole_sequences_get(rule: AttentionRule)
     [
         (lambda: ("kernel", 0.001), None),
         (lambda: (None, 0.0), None),
-        (lambda: ("kernel", 0.5), "decoding goes without its attention kernel, which is off by 0.5 here"),
-        (lambda: ("kernel", float("nan")), "decoding goes without its attention kernel, which is off by nan here"),
-        (lambda: 1 // 0, "decoding goes without its attention kernel, and is slower: integer division"),
+        (
+            lambda: ("kernel", 0.5),
+            "decoding goes without its attention kernel, which is off by 0.5 here",
+        ),
+        (
+            lambda: ("kernel", float("nan")),
+            "decoding goes without its attention kernel, which is off by nan here",
+        ),
+        (
+            lambda: 1 // 0,
+            "decoding goes without its attention kernel, and is slower: integer division",
+        ),
     ],
     ids=["right", "none", "wrong", "not a number", "broken"],
 )
@@ -361,8 +436,12 @@ def test_a_kernel_is_trusted_if_it_gives_what_the_plain_way_gives(
     assert (said in caplog.text) if said is not None else not caplog.records
 
 
-@pytest.mark.parametrize(("window", "length", "left"), [(None, 9, None), (8, 9, 8), (8, 8, None), (2**31, 9, None)])
-def test_a_window_that_hides_nothing_is_none(window: int | None, length: int, left: int | None) -> None:
+@pytest.mark.parametrize(
+    ("window", "length", "left"), [(None, 9, None), (8, 9, 8), (8, 8, None), (2**31, 9, None)]
+)
+def test_a_window_that_hides_nothing_is_none(
+    window: int | None, length: int, left: int | None
+) -> None:
     assert AttentionRule(scale=1.0, window=window).window_within(length) == left
 
 
@@ -377,25 +456,54 @@ def test_memory_that_runs_out_says_nothing_about_a_kernel() -> None:
 def test_other_architectures_are_refused_with_the_list(checkpoint: Checkpoint) -> None:
     fields = json.loads((checkpoint("llama2") / "config.json").read_text())
     for arch in ("mixtral", "gemma3", "gpt2", None):
-        with pytest.raises(EngineError, match=f"{arch}.* is not supported; covered are {', '.join(ARCHITECTURES)}"):
+        with pytest.raises(
+            EngineError, match=f"{arch}.* is not supported; covered are {', '.join(ARCHITECTURES)}"
+        ):
             DecoderConfig.from_json({**fields, "model_type": arch})
-    assert {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "smollm3", "gemma2", "gemma3_text"} == set(ARCHITECTURES)
+    assert {
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "smollm3",
+        "gemma2",
+        "gemma3_text",
+    } == set(ARCHITECTURES)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "gemma3_text with attn_logit_softcapping"),
-        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "attention to later tokens"),
+        (
+            {"model_type": "gemma3_text", "attn_logit_softcapping": 50.0},
+            "gemma3_text with attn_logit_softcapping",
+        ),
+        (
+            {"model_type": "gemma3_text", "use_bidirectional_attention": True},
+            "attention to later tokens",
+        ),
         ({"is_causal": False}, "attention to later tokens"),
-        ({"num_key_value_heads": 3}, "num_attention_heads is 4, which num_key_value_heads, 3, does not divide"),
-        ({"num_key_value_heads": 8}, "num_attention_heads is 4, which num_key_value_heads, 8, does not divide"),
-        ({"num_attention_heads": [4, 4]}, r"num_attention_heads must be a positive whole number, and is \[4, 4\]"),
+        (
+            {"num_key_value_heads": 3},
+            "num_attention_heads is 4, which num_key_value_heads, 3, does not divide",
+        ),
+        (
+            {"num_key_value_heads": 8},
+            "num_attention_heads is 4, which num_key_value_heads, 8, does not divide",
+        ),
+        (
+            {"num_attention_heads": [4, 4]},
+            r"num_attention_heads must be a positive whole number, and is \[4, 4\]",
+        ),
         ({"vocab_size": None}, "vocab_size must be a positive whole number, and is None"),
         ({"vocab_size": float("inf")}, "vocab_size must be a positive whole number, and is inf"),
         ({"head_dim": 5}, "heads of 5 channels"),
         ({"head_dim": -8}, "head_dim must be a positive"),
-        ({"layer_types": ["chunked_attention"] * 2}, "layers of type 'chunked_attention' are not supported"),
+        (
+            {"layer_types": ["chunked_attention"] * 2},
+            "layers of type 'chunked_attention' are not supported",
+        ),
         ({"layer_types": ["full_attention"] * 3}, "layer_types has 3 entries for 2 layers"),
         ({"layer_types": ["sliding_attention"] * 2}, "layer_types of this llama contradict"),
         (
@@ -403,26 +511,60 @@ def test_other_architectures_are_refused_with_the_list(checkpoint: Checkpoint) -
             "layer_types of this qwen2 contradict",
         ),
         (
-            {"model_type": "gemma2", "layer_types": ["sliding_attention"] * 2, "sliding_window": None},
+            {
+                "model_type": "gemma2",
+                "layer_types": ["sliding_attention"] * 2,
+                "sliding_window": None,
+            },
             "layer_types of this gemma2 contradict",
         ),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling and rope_parameters say different things"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "yarn"}}, "rope type 'yarn' is not supported"),
-        ({"rope_parameters": {"rope_type": "linear"}}, "rope type 'linear' needs factor, a positive number, and has"),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "rope type 'llama3' needs low_freq_factor"),
-        ({"rope_parameters": {"rope_theta": "much"}}, "needs rope_theta, a positive number, and has 'much'"),
         (
-            {"model_type": "qwen3", "rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+            "rope_scaling and rope_parameters say different things",
+        ),
+        (
+            {"rope_parameters": None, "rope_scaling": {"type": "yarn"}},
+            "rope type 'yarn' is not supported",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "linear"}},
+            "rope type 'linear' needs factor, a positive number, and has",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 2.0}},
+            "rope type 'llama3' needs low_freq_factor",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": "much"}},
+            "needs rope_theta, a positive number, and has 'much'",
+        ),
+        (
+            {
+                "model_type": "qwen3",
+                "rope_parameters": {"full_attention": {"rope_type": "default"}},
+            },
             "rotary embeddings by the type of a layer are not supported for qwen3",
         ),
         (
-            {"model_type": "gemma3_text", "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+            {
+                "model_type": "gemma3_text",
+                "rope_parameters": {"rope_type": "linear", "factor": 2.0},
+            },
             "rope_parameters of gemma3_text have to say which type of layer they are for",
         ),
-        ({"model_type": "smollm3", "no_rope_layer_interval": 0}, "no_rope_layer_interval must be a positive"),
+        (
+            {"model_type": "smollm3", "no_rope_layer_interval": 0},
+            "no_rope_layer_interval must be a positive",
+        ),
         ({"model_type": "gemma2", "hidden_activation": "relu"}, "'relu' is not supported"),
-        ({"model_type": "gemma2", "layer_types": ["full_attention"]}, "layer_types has 1 entries for 2 layers"),
-        ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers has 1 entries for 2 layers"),
+        (
+            {"model_type": "gemma2", "layer_types": ["full_attention"]},
+            "layer_types has 1 entries for 2 layers",
+        ),
+        (
+            {"model_type": "smollm3", "no_rope_layers": [1]},
+            "no_rope_layers has 1 entries for 2 layers",
+        ),
         ({"model_type": "qwen3_moe", "num_experts": 4}, "num_experts_per_tok is 8, of 4 experts"),
     ],
 )
@@ -434,13 +576,22 @@ def test_configs_that_would_be_got_wrong_are_refused(
         DecoderConfig.from_json({**fields, **changes})
 
 
-def test_a_config_of_another_kind_of_thing_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_a_config_of_another_kind_of_thing_is_refused(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
     fields = json.loads((checkpoint("llama2") / "config.json").read_text())
-    wrong: dict[str, Any] = {"rope_parameters": [1], "rms_norm_eps": {}, "layer_types": 5, "sliding_window": "x"}
+    wrong: dict[str, Any] = {
+        "rope_parameters": [1],
+        "rms_norm_eps": {},
+        "layer_types": 5,
+        "sliding_window": "x",
+    }
     for name, value in wrong.items():
         changes = {"model_type": "mistral", name: value}
         (tmp_path / "config.json").write_text(json.dumps({**fields, **changes}))
-        with pytest.raises(EngineError, match=r"config\.json holds something of another kind than it should"):
+        with pytest.raises(
+            EngineError, match=r"config\.json holds something of another kind than it should"
+        ):
             DecoderConfig.read(tmp_path)
 
 
@@ -452,9 +603,15 @@ def test_windows_of_families_that_have_no_switch_for_them(checkpoint: Checkpoint
         assert DecoderConfig.from_json({**fields, "use_sliding_window": False}) == plain
 
 
-def test_the_length_that_rotations_were_trained_for_may_be_the_models_own(checkpoint: Checkpoint) -> None:
+def test_the_length_that_rotations_were_trained_for_may_be_the_models_own(
+    checkpoint: Checkpoint,
+) -> None:
     fields = json.loads((checkpoint("llama3") / "config.json").read_text())
-    shorter = {name: x for name, x in fields["rope_parameters"].items() if name != "original_max_position_embeddings"}
+    shorter = {
+        name: x
+        for name, x in fields["rope_parameters"].items()
+        if name != "original_max_position_embeddings"
+    }
     for given in (shorter, {**shorter, "original_max_position_embeddings": None}):
         (rope,) = DecoderConfig.from_json({**fields, "rope_parameters": given}).ropes
         assert rope["original_max_position_embeddings"] == fields["max_position_embeddings"]
@@ -469,7 +626,10 @@ def test_a_head_that_is_not_the_embedding_is_used_whatever_the_config_says(
     shutil.copytree(checkpoint("llama"), tmp_path, dirs_exist_ok=True)
     fields = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**fields, "tie_word_embeddings": True}))
-    models = [load_decoder(path, torch.float32, torch.device("cpu")) for path in (tmp_path, checkpoint("llama"))]
+    models = [
+        load_decoder(path, torch.float32, torch.device("cpu"))
+        for path in (tmp_path, checkpoint("llama"))
+    ]
     assert torch.equal(models[0].head.weight_ND, models[1].head.weight_ND)
     assert not torch.equal(models[0].head.weight_ND, models[0].embed_VD)
     tied = load_decoder(checkpoint("llama-tied"), torch.float32, torch.device("cpu"))
@@ -487,7 +647,13 @@ def test_ends_of_text_are_those_that_any_file_names(tmp_path: Path) -> None:
 
     assert ends() == set()
     assert ends(config={"eos_token_id": 2}, generation_config={"eos_token_id": [2, 5]}) == {2, 5}
-    assert ends(config={"eos_token_id": -1}, generation_config={"eos_token_id": [96, "2", None, {"a": 1}]}) == set()
+    assert (
+        ends(
+            config={"eos_token_id": -1},
+            generation_config={"eos_token_id": [96, "2", None, {"a": 1}]},
+        )
+        == set()
+    )
     named = {"eos_token": "</s>", "added_tokens_decoder": {"7": {"content": "</s>"}}}
     assert ends(config={"eos_token_id": 2}, tokenizer_config=named) == {2, 7}
     added = {"added_tokens": [{"id": 8, "content": "<end>"}], "model": {"vocab": {"</s>": 9}}}
@@ -500,14 +666,17 @@ def test_ends_of_text_are_those_that_any_file_names(tmp_path: Path) -> None:
 
 
 def test_configs_of_older_files_mean_the_same(checkpoint: Checkpoint) -> None:
-    """Before transformers 5: `rope_theta`, `rope_scaling`; and fields left out where they have the family's default."""
+    """Before transformers 5: `rope_theta`, `rope_scaling`; and fields left out where they have the
+    family's default."""
 
     def older(family: str, *gone: str, **others: Any) -> tuple[DecoderConfig, DecoderConfig]:
         fields = json.loads((checkpoint(family) / "config.json").read_text())
         changed = {name: value for name, value in {**fields, **others}.items() if name not in gone}
         return DecoderConfig.from_json(changed), DecoderConfig.from_json(fields)
 
-    old, new = older("gemma2", "layer_types", "tie_word_embeddings", "hidden_activation", "rope_parameters")
+    old, new = older(
+        "gemma2", "layer_types", "tie_word_embeddings", "hidden_activation", "rope_parameters"
+    )
     assert replace(old, ropes=new.ropes) == new
     assert [rule.window for rule in new.attention] == [WINDOW, None, WINDOW]
     scaling = {"rope_type": "linear", "factor": 4.0}

@@ -1,4 +1,5 @@
-"""In-flight targets: samples go on with new weights over the keys and values they have; versions say who drew what."""
+"""In-flight targets: samples go on with new weights over the keys and values they have; versions
+say who drew what."""
 
 from __future__ import annotations
 
@@ -15,7 +16,16 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from engine.references import adapter_of
-from engine.test_sampling_batches import WAYS, alone, ask, directory, finish, passes_of, same, tokens_of
+from engine.test_sampling_batches import (
+    WAYS,
+    alone,
+    ask,
+    directory,
+    finish,
+    passes_of,
+    same,
+    tokens_of,
+)
 from tinkex.engine.api import DrawnToken, EngineError
 from tinkex.engine.sample.blocks import BLOCK, block_bytes
 from tinkex.engine.sample.passes import StaticDecoding
@@ -39,7 +49,9 @@ def make(directory: Path) -> Make:
         engine.create("a", "m", LoraConfig(rank=4))
         adapter = adapter_of(engine)
         for version in (1, 2, 3):
-            noise = torch.randn(adapter.layout.size, generator=torch.Generator().manual_seed(version))
+            noise = torch.randn(
+                adapter.layout.size, generator=torch.Generator().manual_seed(version)
+            )
             adapter.state = type(adapter.state).fresh(adapter.state.weights + 0.05 * noise)
             engine.snapshot("a", f"v{version}")
         engine.point("t", "v1", 1)
@@ -48,7 +60,9 @@ def make(directory: Path) -> Make:
     return make
 
 
-def run(engine: TorchEngine, moves: dict[int, int], results: dict[str, SampleResponse] | None = None) -> Any:
+def run(
+    engine: TorchEngine, moves: dict[int, int], results: dict[str, SampleResponse] | None = None
+) -> Any:
     """Step to the end, and move the target to a version before these steps."""
     found = results or {}
     step = 0
@@ -73,20 +87,27 @@ class Reference:
             saved.mkdir()
             engine.sampler_writer(f"v{version}")(saved)
             if self.model is None:
-                self.model = PeftModel.from_pretrained(base, str(saved), "v1", autocast_adapter_dtype=False).double()
+                self.model = PeftModel.from_pretrained(
+                    base, str(saved), "v1", autocast_adapter_dtype=False
+                ).double()
             else:
                 self.model.load_adapter(str(saved), f"v{version}", autocast_adapter_dtype=False)
         self.model.double().eval()
 
     @torch.no_grad()
-    def logprobs(self, prompt: list[int], tokens: list[int], versions: list[int], *, keeps: bool = True) -> Any:
-        """The log-probability of each token by the weights of its version; without `keeps` they read all before it."""
+    def logprobs(
+        self, prompt: list[int], tokens: list[int], versions: list[int], *, keeps: bool = True
+    ) -> Any:
+        """The log-probability of each token by the weights of its version; without `keeps` they
+        read all before it."""
         cache, fed, found = DynamicCache(), prompt, []
         for at, (token, version) in enumerate(zip(tokens, versions, strict=True)):
             self.model.set_adapter(f"v{version}")
             if not keeps:
                 cache, fed = DynamicCache(), prompt + tokens[:at]
-            logits = self.model(torch.tensor([fed]), past_key_values=cache, use_cache=True).logits[0, -1]
+            logits = self.model(torch.tensor([fed]), past_key_values=cache, use_cache=True).logits[
+                0, -1
+            ]
             found.append(float(logits.log_softmax(-1)[token]))
             fed = [token]
         return np.array(found)

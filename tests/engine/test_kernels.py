@@ -30,7 +30,9 @@ HALF = 2**-8
 """What rounding to bfloat16 may cut off, as a share."""
 
 
-def normal(device: str, *shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def normal(
+    device: str, *shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
@@ -45,7 +47,9 @@ def compare(
     for function, dtype in ((ours, given[0].dtype), (formula, torch.float64)):
         leaves = [x.detach().to(dtype).requires_grad_() for x in given]
         results = function(*leaves)
-        into = [normal(str(x.device), *x.shape, seed=9 + n).to(x.dtype) for n, x in enumerate(results)]
+        into = [
+            normal(str(x.device), *x.shape, seed=9 + n).to(x.dtype) for n, x in enumerate(results)
+        ]
         grads = torch.autograd.grad(results, leaves, into)
         found.append([x.detach().double() for x in (*results, *grads)])
     for one, exact in zip(*found, strict=True):
@@ -59,7 +63,12 @@ def test_norms(accelerator: str, rows: int, width: int, dtype: torch.dtype, near
     weight = 1 + normal(accelerator, width, seed=3, dtype=dtype)
     x = normal(accelerator, rows, width, dtype=dtype) * 3
     share = normal(accelerator, rows, width, seed=1, dtype=dtype)
-    compare(lambda x: [norm(x, weight, 0.1)], lambda x: [F.rms_norm(x, (width,), weight.double(), 0.1)], x, near=near)
+    compare(
+        lambda x: [norm(x, weight, 0.1)],
+        lambda x: [F.rms_norm(x, (width,), weight.double(), 0.1)],
+        x,
+        near=near,
+    )
 
     def ours(x: torch.Tensor, share: torch.Tensor) -> list[torch.Tensor]:
         summed, _, normed = add_norm(x, None, share, weight, 0.1)
@@ -87,7 +96,13 @@ def test_gates(accelerator: str, activation: str, dtype: torch.dtype, near: floa
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(("heads", "groups", "channels"), [(4, 2, 16), (9, 3, 64), (2, 1, 128)])
 def test_heads(
-    accelerator: str, heads: int, groups: int, channels: int, normed: bool, dtype: torch.dtype, near: float
+    accelerator: str,
+    heads: int,
+    groups: int,
+    channels: int,
+    normed: bool,
+    dtype: torch.dtype,
+    near: float,
 ) -> None:
     rows, eps = 5, 0.1
     angles = torch.linspace(0, 3, rows * channels // 2, dtype=torch.float64, device=accelerator)
@@ -103,7 +118,10 @@ def test_heads(
     def formula(qkv: torch.Tensor) -> Sequence[torch.Tensor]:
         q, k, v = torch.split(qkv.view(rows, -1, channels), [heads, groups, groups], dim=1)
         if norms is not None:
-            q, k = (F.rms_norm(x, (channels,), w.double(), eps) for x, w in zip((q, k), norms, strict=True))
+            q, k = (
+                F.rms_norm(x, (channels,), w.double(), eps)
+                for x, w in zip((q, k), norms, strict=True)
+            )
         c, s = angles.cos(), angles.sin()
         q, k = (
             torch.cat([first * c - second * s, second * c + first * s], dim=-1)
@@ -111,14 +129,21 @@ def test_heads(
         )
         return q, k, v
 
-    compare(ours, formula, normal(accelerator, rows, (heads + 2 * groups) * channels, dtype=dtype), near=near)
+    compare(
+        ours,
+        formula,
+        normal(accelerator, rows, (heads + 2 * groups) * channels, dtype=dtype),
+        near=near,
+    )
 
 
 @pytest.mark.parametrize("vocabulary", [96, 4097])
 def test_the_softmax_of_logits_and_its_gradient(accelerator: str, vocabulary: int) -> None:
     logits = normal(accelerator, 6, vocabulary, dtype=torch.float32) * 4
     logits[1, :50] = -torch.inf
-    rows, targets = (torch.tensor(x, device=accelerator) for x in ([0, 1, 1, 3, 5, 5], [3, 60, 61, 95, 2, 2]))
+    rows, targets = (
+        torch.tensor(x, device=accelerator) for x in ([0, 1, 1, 3, 5, 5], [3, 60, 61, 95, 2, 2])
+    )
     grads = normal(accelerator, 6, seed=2, dtype=torch.float32)
     exact = logits.double().requires_grad_()
     expected = torch.log_softmax(exact, -1)[rows, targets]
@@ -134,7 +159,8 @@ def test_the_softmax_of_logits_and_its_gradient(accelerator: str, vocabulary: in
 
 @pytest.mark.parametrize("rank", [1, 8, 33, 64, 128])
 def test_the_share_of_an_adapter_is_added_as_plainly(accelerator: str, rank: int) -> None:
-    """To columns of something wider, by a part of something wider and a factor that lies either way."""
+    """To columns of something wider, by a part of something wider and a factor that lies either
+    way."""
     kernels = pytest.importorskip("tinkex.engine.kernels.gates")
     generator = torch.Generator().manual_seed(rank)
 
@@ -173,7 +199,10 @@ def test_keys_and_values_are_stored_where_they_belong(
     parts = [
         (qkv[:, heads : heads + groups], qkv[:, heads + groups :]),
         (normal(rows, groups, channels), qkv[:, heads + groups :]),
-        (normal(rows, channels, groups).transpose(1, 2), normal(groups, rows, channels).transpose(0, 1)),
+        (
+            normal(rows, channels, groups).transpose(1, 2),
+            normal(groups, rows, channels).transpose(0, 1),
+        ),
     ]
     for k, v in parts:
         kv = normal(2, blocks, BLOCK, groups, channels)
@@ -182,20 +211,33 @@ def test_keys_and_values_are_stored_where_they_belong(
             part.view(-1, groups, channels).index_copy_(0, places, x)
         kernels.store(kv, places, k, v)
         assert torch.equal(kv, expected)
-        columns = torch.stack([places, places], 1)  # as in a pass of decoding, where they lie among other inputs
+        # as in a pass of decoding, where they lie among other inputs
+        columns = torch.stack([places, places], 1)
         kernels.store(kv, columns[:, 0], v, k)
         kernels.store(kv, columns[:, 0], k, v)
         assert torch.equal(kv, expected)
 
 
-FAMILIES = ["llama", "llama-bias", "qwen2", "qwen3", "mistral-window", "gemma2", "gemma3", "smollm3", "qwen3-moe"]
+FAMILIES = [
+    "llama",
+    "llama-bias",
+    "qwen2",
+    "qwen3",
+    "mistral-window",
+    "gemma2",
+    "gemma3",
+    "smollm3",
+    "qwen3-moe",
+]
 WIDE = ["qwen3", "mistral-window", "gemma2", "gemma3", "qwen3-moe"]
 """Those whose heads are large enough for the kernel that decodes."""
 
 
 def engine_of(checkpoint: Checkpoint, family: str, device: str, dtype: torch.dtype) -> TorchEngine:
     """As it is on a GPU: with fixed shapes."""
-    engine = TorchEngine({"m": checkpoint(family)}, device=device, dtype=dtype, micro_batch_tokens=64)
+    engine = TorchEngine(
+        {"m": checkpoint(family)}, device=device, dtype=dtype, micro_batch_tokens=64
+    )
     engine._sampler = Sampler(Limits(way="static"))
     for name, rank in (("a", 4), ("b", 8)):
         engine.create(name, "m", LoraConfig(rank=rank))
@@ -236,10 +278,17 @@ def test_gradients_of_adapters_beside_each_other_are_near_those_of_the_cpu(
 
 
 @pytest.mark.parametrize("family", WIDE)
-def test_samples_have_the_trainers_log_probabilities(accelerator: str, checkpoint: Checkpoint, family: str) -> None:
+def test_samples_have_the_trainers_log_probabilities(
+    accelerator: str, checkpoint: Checkpoint, family: str
+) -> None:
     engine = engine_of(checkpoint, family, accelerator, torch.bfloat16)
-    engine._base("m").model.norm_D.mul_(3)  # as sharp as a trained model's: that makes differences larger
-    jobs = {"one": ("a", np.arange(3, 12)), "two": ("b", np.arange(5, 25)), "again": ("a", np.arange(3, 12))}
+    # as sharp as a trained model's: that makes differences larger
+    engine._base("m").model.norm_D.mul_(3)
+    jobs = {
+        "one": ("a", np.arange(3, 12)),
+        "two": ("b", np.arange(5, 25)),
+        "again": ("a", np.arange(3, 12)),
+    }
     for name in ("a", "b"):
         engine.snapshot(name, name)
     for job, (name, prompt) in jobs.items():
@@ -254,7 +303,9 @@ def test_samples_have_the_trainers_log_probabilities(accelerator: str, checkpoin
         for done in engine.sample_step():
             assert not isinstance(done.result, Exception), done.result
             ended[done.job] = done.result
-    assert [s.tokens for s in ended["one"].sequences] == [s.tokens for s in ended["again"].sequences]
+    assert [s.tokens for s in ended["one"].sequences] == [
+        s.tokens for s in ended["again"].sequences
+    ]
     gaps = []
     for job, (name, prompt) in jobs.items():
         for sequence in ended[job].sequences:

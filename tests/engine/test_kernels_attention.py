@@ -23,12 +23,14 @@ SIZES = list(product([16, 32, 64, 128], [None, 1, 50, 100, 128]))
 ROUNDING = 2.0**-8
 """The largest error of a number that is rounded to bfloat16, as a share of it."""
 FACTOR = 1.5
-"""How many `roundings` an error may be: more than three standard deviations, as one rounding's is less than half of its
-largest error."""
+"""How many `roundings` an error may be: more than three standard deviations, as one rounding's is
+less than half of its largest error."""
 
 
 def random(*size: int, seed: int, device: str) -> torch.Tensor:
-    return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).to(device, torch.bfloat16)
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).to(
+        device, torch.bfloat16
+    )
 
 
 def plain(lengths: Sequence[int], rule: AttentionRule, *qkv: torch.Tensor) -> torch.Tensor:
@@ -52,13 +54,19 @@ def attended(
 
 
 def roundings(
-    rule: AttentionRule, q_THC: torch.Tensor, k_TGC: torch.Tensor, v_TGC: torch.Tensor, grad_THC: torch.Tensor
+    rule: AttentionRule,
+    q_THC: torch.Tensor,
+    k_TGC: torch.Tensor,
+    v_TGC: torch.Tensor,
+    grad_THC: torch.Tensor,
 ) -> list[torch.Tensor]:
-    """The errors to expect of what one sequence sees and of the gradients by q, k and v, in the shapes of those.
+    """The errors to expect of what one sequence sees and of the gradients by q, k and v, in the
+    shapes of those.
 
-    Rounded to bfloat16 are the weights P, the output, the gradient S of the scores, and each result. S is
-    P * (grad V^T - D), where D is the sum of out * grad, and so has the errors of P and out as well. That counts where
-    both terms are nearly equal, above all in short sequences, whose gradients by q and k are therefore small.
+    Rounded to bfloat16 are the weights P, the output, the gradient S of the scores, and each
+    result. S is P * (grad V^T - D), where D is the sum of out * grad, and so has the errors of P
+    and out as well. That counts where both terms are nearly equal, above all in short sequences,
+    whose gradients by q and k are therefore small.
     """
     heads, groups = q_THC.shape[1], k_TGC.shape[1]
     q, g = q_THC.transpose(0, 1), grad_THC.transpose(0, 1)
@@ -74,10 +82,14 @@ def roundings(
     of_k = rule.scale**2 * ((of_D * P.square() + S.square()).mT @ q.square())
     of_v = P.square().mT @ g.square()
     of_k, of_v, dk, dv = (
-        x.view(groups, -1, *x.shape[1:]).sum(1) for x in (of_k, of_v, rule.scale * S.mT @ q, P.mT @ g)
+        x.view(groups, -1, *x.shape[1:]).sum(1)
+        for x in (of_k, of_v, rule.scale * S.mT @ q, P.mT @ g)
     )
     squares = of_O.transpose(0, 1).flatten(1), of_q.transpose(0, 1)
-    return [ROUNDING * x.sqrt() for x in (*squares, *(x.transpose(0, 1) for x in (of_k + dk**2, of_v + dv**2)))]
+    return [
+        ROUNDING * x.sqrt()
+        for x in (*squares, *(x.transpose(0, 1) for x in (of_k + dk**2, of_v + dv**2)))
+    ]
 
 
 def check(
@@ -116,7 +128,9 @@ def check(
 
 
 @pytest.mark.parametrize(("channels", "window"), SIZES)
-def test_it_is_what_plain_attention_gives(accelerator: str, channels: int, window: int | None) -> None:
+def test_it_is_what_plain_attention_gives(
+    accelerator: str, channels: int, window: int | None
+) -> None:
     if accelerator == "cuda":
         for lengths, (heads, groups) in product(LENGTHS, HEADS):
             check(accelerator, lengths, heads, groups, channels, window)
@@ -128,7 +142,15 @@ def test_it_is_what_plain_attention_gives(accelerator: str, channels: int, windo
 
 @pytest.mark.parametrize("window", [None, 50])
 def test_heads_may_lie_within_one_projection(accelerator: str, window: int | None) -> None:
-    check(accelerator, LENGTHS[0] if accelerator == "cuda" else FEWER[0], 4, 2, 128, window, strided=True)
+    check(
+        accelerator,
+        LENGTHS[0] if accelerator == "cuda" else FEWER[0],
+        4,
+        2,
+        128,
+        window,
+        strided=True,
+    )
 
 
 @pytest.mark.parametrize("channels", [8, 96, 256])

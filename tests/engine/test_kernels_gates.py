@@ -15,7 +15,9 @@ INPUTS, WIDTH, SCALE = 96, 200, 0.5
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 @pytest.mark.parametrize("tokens", [132, 1700])  # a program has up to 512 of an adapter's
 @pytest.mark.parametrize("ranks", [(8,), (1, 32), (33, 64, 128)])
-def test_a_gate_adds_shares_on_its_way(accelerator: str, ranks: tuple[int, ...], tokens: int, activation: str) -> None:
+def test_a_gate_adds_shares_on_its_way(
+    accelerator: str, ranks: tuple[int, ...], tokens: int, activation: str
+) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def random(*size: int, scale: float = 1.0) -> torch.Tensor:
@@ -23,7 +25,10 @@ def test_a_gate_adds_shares_on_its_way(accelerator: str, ranks: tuple[int, ...],
 
     weight = random(2 * WIDTH, INPUTS, scale=0.1)
     bounds = [0, *(tokens * (n + 1) // len(ranks) // 4 * 4 for n in range(len(ranks)))]
-    factors = [Factors(random(2 * r, INPUTS, scale=0.1), [random(WIDTH, r), random(WIDTH, r)], SCALE) for r in ranks]
+    factors = [
+        Factors(random(2 * r, INPUTS, scale=0.1), [random(WIDTH, r), random(WIDTH, r)], SCALE)
+        for r in ranks
+    ]
     x, grad = random(tokens, INPUTS).requires_grad_(), random(tokens, WIDTH)
 
     into = [Factors(f.a_RD.float() * 0, [b.float() * 0 for b in f.b_NR], SCALE) for f in factors]
@@ -47,7 +52,9 @@ def test_a_gate_adds_shares_on_its_way(accelerator: str, ranks: tuple[int, ...],
         gate, up = (exact_x[start:stop] @ weight.float().t()).chunk(2, dim=1)
         gate_low, up_low = (exact_x[start:stop] @ a.t()).chunk(2, dim=1)
         gate, up = gate + SCALE * gate_low @ gate_b.t(), up + SCALE * up_low @ up_b.t()
-        parts.append((F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up)
+        parts.append(
+            (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+        )
     exact_out = torch.cat(parts)
     exact_out.backward(grad.float())  # type: ignore[no-untyped-call]
     for one, other in zip(ours, [exact_out.detach(), *(leaf.grad for leaf in leaves)], strict=True):

@@ -39,7 +39,8 @@ def with_inputs(batch: list[Datum], **ranges: tuple[float, float]) -> list[Datum
 
 
 def marked(batch: list[Datum], seed: int = 1) -> list[Datum]:
-    """The same data, with about half of the positions marked for the ratio of the sequence; none in the last."""
+    """The same data, with about half of the positions marked for the ratio of the sequence; none in
+    the last."""
     random = np.random.default_rng(seed)
     masks = [(random.random(datum.model_input.length) < 0.5).astype(np.float32) for datum in batch]
     masks[-1][:] = 0
@@ -80,9 +81,13 @@ def test_one_threshold_for_each_token_and_one_for_all(engine: TorchEngine, data:
 
 
 @pytest.mark.covers("S16")
-def test_the_ratio_of_a_sequence_is_the_mean_over_its_marks(engine: TorchEngine, data: Data) -> None:
+def test_the_ratio_of_a_sequence_is_the_mean_over_its_marks(
+    engine: TorchEngine, data: Data
+) -> None:
     batch = marked(data(9, 4, 9, 3))
-    output = run_pass(engine, "a", batch, "gspo", {"clip_low_threshold": 0.0, "clip_high_threshold": 1e6})
+    output = run_pass(
+        engine, "a", batch, "gspo", {"clip_low_threshold": 0.0, "clip_high_threshold": 1e6}
+    )
     total = 0.0
     for datum, result in zip(batch, output.loss_fn_outputs, strict=True):
         inputs = {name: tensor.to_numpy() for name, tensor in datum.loss_fn_inputs.items()}
@@ -104,7 +109,9 @@ def test_a_clipped_sequence_has_no_gradient(engine: TorchEngine, data: Data) -> 
 
 @pytest.mark.covers("S16")
 @pytest.mark.parametrize("loss", ["ppo", "importance_sampling"])
-def test_a_ratio_beyond_all_bounds_is_none_where_it_is_not_seen(engine: TorchEngine, data: Data, loss: str) -> None:
+def test_a_ratio_beyond_all_bounds_is_none_where_it_is_not_seen(
+    engine: TorchEngine, data: Data, loss: str
+) -> None:
     """Its exponential is infinite, and nothing times infinity is no number."""
     advantages = np.array([0, 1.5, 2], np.float32)
     (near,) = data(3, advantages=advantages)
@@ -154,13 +161,15 @@ def test_losses_are_differentiated_as_finite_differences_say(loss: str) -> None:
     }
 
     def value(logprobs: torch.Tensor) -> torch.Tensor:
-        if loss in ("cispo", "gspo"):  # their ratios are weights, without a gradient: hold them where they are
+        # their ratios are weights, without a gradient: hold them where they are
+        if loss in ("cispo", "gspo"):
             frozen = point.clone()
             swapped = inputs | {"logprobs": inputs["logprobs"] + (logprobs.detach() - frozen)}
             return LOSSES[loss].function(logprobs, swapped, {"beta": 0.3})
         return LOSSES[loss].function(logprobs, inputs, {"beta": 0.3})
 
-    if loss == "gspo":  # its tokens have the value of the sequence's ratio, which moves with none of them
+    # its tokens have the value of the sequence's ratio, which moves with none of them
+    if loss == "gspo":
         leaf = point.clone().requires_grad_()
         value(leaf).sum().backward()  # type: ignore[no-untyped-call]
         losses = value(point)
@@ -187,22 +196,34 @@ def test_the_defaults_are_the_documented_ones() -> None:
 
 BAD: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("dro", {"beta": "much"}, {}, "loss 'dro': setting 'beta' must be a finite number, got 'much'"),
-    ("dro", {"clip_low_threshold": 1.0}, {}, "loss 'dro' has no setting 'clip_low_threshold'; known are beta"),
+    ("dro", {"clip_low_threshold": 1.0}, {}, "loss 'dro' has no setting 'clip_low_threshold'; "
+                                             "known are beta"),
     ("cispo", {"epsilon": 1.0}, {}, "known are clip_low_threshold, clip_high_threshold"),
-    ("ppo", {"clip_low_threshold": 2.0}, {}, "datum 0: 'clip_low_threshold' is above 'clip_high_threshold'"),
+    ("ppo", {"clip_low_threshold": 2.0}, {}, "datum 0: 'clip_low_threshold' is above "
+                                             "'clip_high_threshold'"),
     ("gspo", {}, {"clip_high_threshold": [2.0, 0.1, 2.0]}, "datum 0: 'clip_low_threshold' is above"),
-    ("gspo", {}, {"sequence_ratio_mask": [1.0, 1.0]}, "'sequence_ratio_mask' has length 2 but .* length 3"),
-    ("gspo", {}, {"clip_high_threshold": [float("nan")] * 3}, "'clip_high_threshold' holds NaN or infinity"),
-    ("ppo", {}, {"sequence_ratio_mask": [1.0] * 3}, "unknown input 'sequence_ratio_mask'; allowed are advantages"),
-    ("cross_entropy", {}, {"clip_low_threshold": [1.0] * 3}, "unknown input 'clip_low_threshold'; allowed are"),
-    ("importance_sampling", {}, {"beta": np.ones(3)}, "allowed are advantages, logprobs, mask, target_tokens, weights"),
+    ("gspo", {}, {"sequence_ratio_mask": [1.0, 1.0]}, "'sequence_ratio_mask' has length 2 but .* "
+                                                      "length 3"),
+    ("gspo", {}, {"clip_high_threshold": [float("nan")] * 3}, "'clip_high_threshold' holds NaN or "
+                                                              "infinity"),
+    ("ppo", {}, {"sequence_ratio_mask": [1.0] * 3}, "unknown input 'sequence_ratio_mask'; allowed "
+                                                    "are advantages"),
+    ("cross_entropy", {}, {"clip_low_threshold": [1.0] * 3}, "unknown input 'clip_low_threshold'; "
+                                                             "allowed are"),
+    ("importance_sampling", {}, {"beta": np.ones(3)}, "allowed are advantages, logprobs, mask, "
+                                                      "target_tokens, weights"),
 ]  # fmt: skip
 
 
 @pytest.mark.covers("S16", "S19")
 @pytest.mark.parametrize(("loss", "config", "inputs", "message"), BAD)
 def test_what_a_loss_does_not_take_is_refused_with_what_it_takes(
-    engine: TorchEngine, data: Data, loss: str, config: dict[str, Any], inputs: dict[str, Any], message: str
+    engine: TorchEngine,
+    data: Data,
+    loss: str,
+    config: dict[str, Any],
+    inputs: dict[str, Any],
+    message: str,
 ) -> None:
     for backward in (True, False):
         with pytest.raises(EngineError, match=message) as caught:
@@ -214,16 +235,23 @@ def test_what_a_loss_does_not_take_is_refused_with_what_it_takes(
 @pytest.mark.covers("S19")
 def test_inputs_that_programs_send_along_are_ignored(engine: TorchEngine, data: Data) -> None:
     (plain,) = data(5)
-    few = Datum(plain.model_input, {k: v for k, v in plain.loss_fn_inputs.items() if k in ("target_tokens", "weights")})
+    few = Datum(
+        plain.model_input,
+        {k: v for k, v in plain.loss_fn_inputs.items() if k in ("target_tokens", "weights")},
+    )
     more = Datum(plain.model_input, {**plain.loss_fn_inputs, "mask": np.ones(5, np.float32)})
-    ours, theirs = (run_pass(engine, "a", [datum], "cross_entropy", {}).metrics for datum in (few, more))
+    ours, theirs = (
+        run_pass(engine, "a", [datum], "cross_entropy", {}).metrics for datum in (few, more)
+    )
     assert ours == theirs
 
 
 @pytest.mark.covers("S17")
 def test_huge_and_opposite_weights_are_taken_as_they_are(engine: TorchEngine) -> None:
     weights = np.array([1e6, -1e6, 0.25, -3.0], np.float32)
-    datum = Datum(ModelInput.from_ints([1, 2, 3, 4]), {"target_tokens": [2, 3, 4, 5], "weights": weights})
+    datum = Datum(
+        ModelInput.from_ints([1, 2, 3, 4]), {"target_tokens": [2, 3, 4, 5], "weights": weights}
+    )
     output = run_pass(engine, "a", [datum], "cross_entropy", {})
     logprobs = output.loss_fn_outputs[0]["logprobs"].to_numpy().astype(np.float64)
     assert output.metrics["loss:sum"] == pytest.approx(-float((weights * logprobs).sum()), rel=1e-5)

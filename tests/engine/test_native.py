@@ -1,4 +1,5 @@
-"""Decoding by C: how it is compiled and kept, and what it computes. Other files show that it samples as PyTorch."""
+"""Decoding by C: how it is compiled and kept, and what it computes. Other files show that it
+samples as PyTorch."""
 
 from __future__ import annotations
 
@@ -57,12 +58,16 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def compiler_of(path: Path, script: str) -> list[str]:
     """A command that stands in for a compiler, and leaves a line in `calls` each time."""
     real = " ".join(next(iter(library.compilers())))
-    path.write_text(f"#!/bin/sh\necho called >> {path.parent}/calls\n{script.replace('REAL', real)}\n")
+    path.write_text(
+        f"#!/bin/sh\necho called >> {path.parent}/calls\n{script.replace('REAL', real)}\n"
+    )
     path.chmod(0o700)
     return [str(path)]
 
 
-def test_it_is_compiled_once_and_kept(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_compiled_once_and_kept(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     command = compiler_of(tmp_path / "cc", 'exec REAL "$@"')
     monkeypatch.setattr(library, "compilers", lambda: iter([command]))
     first = library.load()
@@ -77,7 +82,9 @@ def test_it_is_compiled_once_and_kept(cache: Path, tmp_path: Path, monkeypatch: 
     assert not stat.S_IMODE(cache.stat().st_mode) & 0o077
 
 
-def test_another_compiler_or_machine_makes_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_compiler_or_machine_makes_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = library.compiled(compiler_of(tmp_path / "one", 'exec REAL "$@"'), tmp_path)
     two = library.compiled(compiler_of(tmp_path / "two", 'exec REAL "$@"'), tmp_path)
     monkeypatch.setattr(library, "_machine", lambda: b"another")
@@ -86,8 +93,11 @@ def test_another_compiler_or_machine_makes_another(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("machine", ["aarch64", "arm64"])
-def test_on_arm_it_is_made_for_any_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: str) -> None:
-    """For the one that is named may be what a virtual machine does not have, and to run it would end the process."""
+def test_on_arm_it_is_made_for_any_processor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: str
+) -> None:
+    """For the one that is named may be what a virtual machine does not have, and to run it would
+    end the process."""
     monkeypatch.setattr("platform.machine", lambda: machine)
     command = compiler_of(tmp_path / "cc", f'echo "$@" > {tmp_path}/given; exit 1')
     with pytest.raises(subprocess.CalledProcessError):
@@ -96,7 +106,9 @@ def test_on_arm_it_is_made_for_any_processor(tmp_path: Path, monkeypatch: pytest
     assert [flag for flag in given if flag.startswith("-m")] == ["-mcpu=generic"]
 
 
-@pytest.mark.parametrize(("status", "expected"), [(0, ["/usr/bin/cc", "/opt/bin/clang"]), (2, ["/opt/bin/clang"])])
+@pytest.mark.parametrize(
+    ("status", "expected"), [(0, ["/usr/bin/cc", "/opt/bin/clang"]), (2, ["/opt/bin/clang"])]
+)
 def test_a_mac_is_not_asked_to_install_a_compiler(
     monkeypatch: pytest.MonkeyPatch, status: int, expected: list[str]
 ) -> None:
@@ -218,8 +230,11 @@ def test_where_nothing_can_be_written_pytorch_does_it(
     assert "sampling on the CPU goes by PyTorch alone, and is slower: " in caplog.text
 
 
-def test_without_a_home_nothing_is_left_where_the_program_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("platformdirs.user_cache_path", lambda name: Path("~/.cache") / name)  # as it says then
+def test_without_a_home_nothing_is_left_where_the_program_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # as it says then
+    monkeypatch.setattr("platformdirs.user_cache_path", lambda name: Path("~/.cache") / name)
     monkeypatch.chdir(tmp_path)
     with library._cache() as directory:
         assert directory.is_absolute()
@@ -251,7 +266,9 @@ def test_a_library_that_computes_nonsense_is_not_used(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken = tmp_path / "step.c"
-    broken.write_text(library.SOURCE.read_text().replace("w[v], kept[row][v])", "w[v], -kept[row][v])"))
+    broken.write_text(
+        library.SOURCE.read_text().replace("w[v], kept[row][v])", "w[v], -kept[row][v])")
+    )
     monkeypatch.setattr(library, "SOURCE", broken)
     with caplog.at_level(logging.INFO, "tinkex.engine"):
         assert library.load() is None
@@ -279,7 +296,9 @@ def test_a_library_whose_rows_differ_is_not_used(
     assert library.load() is None
 
 
-def test_a_library_is_checked_once_for_each_processor(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_is_checked_once_for_each_processor(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checked: list[library.Library] = []
     monkeypatch.setattr(self_check, "rows_agree", lambda loaded: not checked.append(loaded))  # type: ignore[func-returns-value]
     for machine, expected in ((b"one", 1), (b"one", 1), (b"two", 2)):
@@ -294,7 +313,8 @@ def test_a_library_is_checked_once_for_each_processor(cache: Path, monkeypatch: 
     assert len(checked) == 3
 
 
-# --- What it computes --------------------------------------------------------------------------------------------
+# --- What it computes
+# --------------------------------------------------------------------------------------------
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -315,9 +335,15 @@ def test_products_are_right_and_their_rows_depend_on_nothing_else(
 ) -> None:
     inputs = 77
     weight, x = random(sum(sizes), inputs), random(45, inputs, seed=1)
-    linear = Linear("x", "mlp", weight, random(sum(sizes), seed=2) if bias else None, ["m"] * len(sizes), sizes)
+    linear = Linear(
+        "x", "mlp", weight, random(sum(sizes), seed=2) if bias else None, ["m"] * len(sizes), sizes
+    )
     whole = native_of(engine, 2, linear).product(x, linear)
-    expected = torch.nn.functional.linear(x.double(), weight.double(), linear.bias_N.double() if bias else None)  # type: ignore[union-attr]
+    expected = torch.nn.functional.linear(
+        x.double(),
+        weight.double(),
+        linear.bias_N.double() if bias else None,  # type: ignore[union-attr]
+    )
     torch.testing.assert_close(whole.double(), expected, rtol=1e-5, atol=1e-5)
     for threads in (1, 2, 3):
         native = native_of(engine, threads, linear)
@@ -353,9 +379,13 @@ def test_factors_are_laid_out_in_panels() -> None:
 @pytest.mark.parametrize("vocab", [1, 5, 16, 97, 256, 700, 5000])
 @pytest.mark.parametrize("scale", [0.1, 3.0, 40.0])
 def test_tokens_are_drawn_as_by_pytorch(engine: TorchEngine, vocab: int, scale: float) -> None:
-    """By the same numbers; where weights differ in their last bits, a token at the edge may differ, and no other."""
+    """By the same numbers; where weights differ in their last bits, a token at the edge may differ,
+    and no other."""
     rows = 300
-    logits, numbers = scale * random(rows, vocab, seed=vocab), np.linspace(0, 1, rows, endpoint=False)
+    logits, numbers = (
+        scale * random(rows, vocab, seed=vocab),
+        np.linspace(0, 1, rows, endpoint=False),
+    )
     logits[3, 1:] = -torch.inf
     native = native_of(engine, 2)
     for temperature in (0.0, 1e-4, 0.7, 1.0, 2.5):
@@ -363,9 +393,13 @@ def test_tokens_are_drawn_as_by_pytorch(engine: TorchEngine, vocab: int, scale: 
         expected, logprobs = choose(logits, numbers, [params] * rows)
         tokens, chosen = native.draw(logits, numbers, np.full(rows, temperature))
         assert (tokens != expected.numpy()).sum() <= rows // 100
-        np.testing.assert_allclose(chosen, logprobs.numpy()[np.arange(rows), tokens], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(
+            chosen, logprobs.numpy()[np.arange(rows), tokens], rtol=1e-5, atol=1e-5
+        )
         for some in (slice(0, 1), slice(5, 40)):  # neighbours change no bit
-            again, values = native_of(engine, 1).draw(logits[some], numbers[some], np.full(rows, temperature)[some])
+            again, values = native_of(engine, 1).draw(
+                logits[some], numbers[some], np.full(rows, temperature)[some]
+            )
             np.testing.assert_array_equal(again, tokens[some])
             np.testing.assert_array_equal(values, chosen[some])
 
@@ -385,7 +419,9 @@ def test_logits_that_are_not_finite_are_not_taken_for_something(
 ) -> None:
     logits = random(2, 97)
     logits[0, 40] = value
-    tokens, logprobs = native_of(engine, 1).draw(logits, np.array([0.3, 0.3]), np.full(2, temperature))
+    tokens, logprobs = native_of(engine, 1).draw(
+        logits, np.array([0.3, 0.3]), np.full(2, temperature)
+    )
     assert not np.isfinite(logprobs[0])
     assert 0 <= tokens[0] < 97
     assert np.isfinite(logprobs[1])
@@ -396,9 +432,15 @@ def runner_of(engine: TorchEngine) -> Runner:
     return runner
 
 
-def test_dense_models_in_float32_go_this_way_and_others_do_not(checkpoint: Checkpoint, sample: Sample) -> None:
+def test_dense_models_in_float32_go_this_way_and_others_do_not(
+    checkpoint: Checkpoint, sample: Sample
+) -> None:
     ways = {}
-    for family, dtype in (("llama", torch.float32), ("llama", torch.bfloat16), ("qwen3-moe", torch.float32)):
+    for family, dtype in (
+        ("llama", torch.float32),
+        ("llama", torch.bfloat16),
+        ("qwen3-moe", torch.float32),
+    ):
         engine = TorchEngine({"m": checkpoint(family)}, dtype=dtype, threads=1)
         engine.load_sampler("s", "m", None)
         sample(engine, [5, 6, 7], max_tokens=2, stop=[])
@@ -407,8 +449,11 @@ def test_dense_models_in_float32_go_this_way_and_others_do_not(checkpoint: Check
 
 
 @pytest.mark.parametrize("family", ["long-narrow", "long-wide", "long-window"])
-def test_positions_weigh_many_blocks_alike_whether_they_are_drawn_or_read(checkpoint: Checkpoint, family: str) -> None:
-    """Also where heads fill no panel, a group has more of them than a tile has rows, and windows begin anywhere."""
+def test_positions_weigh_many_blocks_alike_whether_they_are_drawn_or_read(
+    checkpoint: Checkpoint, family: str
+) -> None:
+    """Also where heads fill no panel, a group has more of them than a tile has rows, and windows
+    begin anywhere."""
     random = np.random.default_rng(3)
     prompt = random.integers(3, 96, 200)
 
@@ -438,20 +483,26 @@ def test_positions_weigh_many_blocks_alike_whether_they_are_drawn_or_read(checkp
         text = np.concatenate([prompt, drawn[:read]])
         whole, *first = run(Limits(), text, 1)
         pieces, *second = run(Limits(prefill_tokens=37), text, 1)
-        assert first == second == [drawn[read], likely[read]], "not a bit depends on how it came to be"
+        assert first == second == [drawn[read], likely[read]], (
+            "not a bit depends on how it came to be"
+        )
         assert np.array_equal(whole, pieces)
     plain, *_ = run(Limits(way="slabs"), text, 1)
     np.testing.assert_allclose(plain, whole, atol=2e-5)
 
 
-def test_rows_see_their_own_sequence_in_whatever_order_they_come(engine: TorchEngine, sample: Sample) -> None:
+def test_rows_see_their_own_sequence_in_whatever_order_they_come(
+    engine: TorchEngine, sample: Sample
+) -> None:
     engine.load_sampler("bare", "small", None)
     sample(engine, [5, 6, 7], sampler="bare", max_tokens=2, stop=[])
     way = runner_of(engine)._decoding
     assert isinstance(way, NativeDecoding)
     tokens = np.random.default_rng(1).integers(3, 96, (2, 8))
 
-    def run(rows: list[tuple[int, int]], blocks: tuple[int, int]) -> dict[tuple[int, int], torch.Tensor]:
+    def run(
+        rows: list[tuple[int, int]], blocks: tuple[int, int]
+    ) -> dict[tuple[int, int], torch.Tensor]:
         """The hidden states of these positions of two sequences, by both."""
         sequences, positions = np.array(rows).T.copy()
         hidden = torch.empty(len(rows), 32)
@@ -468,7 +519,9 @@ def test_rows_see_their_own_sequence_in_whatever_order_they_come(engine: TorchEn
             assert torch.equal(hidden, expected[row]), f"position {row[1]} of sequence {row[0]}"
 
 
-def test_prompts_of_one_adapter_read_it_once(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_of_one_adapter_read_it_once(
+    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Beside each other they are one span, whatever their number; the bare model's are none."""
     engine.snapshot("a", "s")
     engine.load_sampler("bare", "small", None)
@@ -483,12 +536,14 @@ def test_prompts_of_one_adapter_read_it_once(engine: TorchEngine, monkeypatch: p
     monkeypatch.setattr(NativeSteps, "_spans", noted)
     for job, (sampler, size) in enumerate([("s", 5), ("bare", 3), ("s", 4), ("s", 7)]):
         request = SampleRequest(
-            prompt=ModelInput.from_ints(range(3, 3 + size)), sampling_params=SamplingParams(max_tokens=2, stop=[])
+            prompt=ModelInput.from_ints(range(3, 3 + size)),
+            sampling_params=SamplingParams(max_tokens=2, stop=[]),
         )
         engine.sample_start(f"job{job}", sampler, request, job)
     while engine.sampling():
         engine.sample_step()
-    assert spans == [[(3, 19)], [(1, 4)]]  # three prompts behind the bare model's, then a row of each
+    # three prompts behind the bare model's, then a row of each
+    assert spans == [[(3, 19)], [(1, 4)]]
 
 
 def test_weights_too_large_to_be_kept_twice_are_not(engine: TorchEngine, sample: Sample) -> None:
@@ -540,7 +595,8 @@ def test_threads_end_when_nobody_needs_them(engine: TorchEngine) -> None:
     assert threads() >= before + 8
     del native
     gc.collect()
-    wait_until(lambda: threads() < before + 4)  # the system forgets them a moment after they have ended
+    # the system forgets them a moment after they have ended
+    wait_until(lambda: threads() < before + 4)
 
 
 def test_little_work_is_done_by_the_thread_that_asks_for_it(engine: TorchEngine) -> None:
@@ -581,12 +637,23 @@ def test_threads_that_were_called_to_other_cores_may_run_anywhere_afterwards() -
 
 
 def test_threads_race_for_nothing(tmp_path: Path) -> None:
-    """A compiler sees what has no order; results show it once in a long while, under load or on ARM."""
+    """A compiler sees what has no order; results show it once in a long while, under load or on
+    ARM."""
     program = tmp_path / "racing"
-    options = ("-std=gnu11", "-O1", "-g", "-pthread", "-fsanitize=thread", "-include", str(library.SOURCE))
+    options = (
+        "-std=gnu11",
+        "-O1",
+        "-g",
+        "-pthread",
+        "-fsanitize=thread",
+        "-include",
+        str(library.SOURCE),
+    )
     source = str(Path(__file__).with_name("racing.c"))
     for compiler in library.compilers():
-        made = subprocess.run([*compiler, *options, "-o", str(program), source, "-lm"], capture_output=True)
+        made = subprocess.run(
+            [*compiler, *options, "-o", str(program), source, "-lm"], capture_output=True
+        )
         if made.returncode == 0:
             break
     else:
@@ -607,7 +674,8 @@ def test_a_forked_child_has_threads_of_its_own(engine: TorchEngine) -> None:
         patch.setattr("warnings.warn", lambda *_, **__: None)  # of threads, which are the point
         child = os.fork()
         if child == 0:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # waiting for the parent's threads would last for ever
+            # waiting for the parent's threads would last for ever
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(20)
             right = native.product(x, linear).numpy().tobytes() == expected
             del native
@@ -647,13 +715,19 @@ time.sleep(0.3)
     [
         ("0::/\n", {"cpu.max": "LIMIT"}),
         ("0::/a.slice/b.scope\n", {"cpu.max": "max 100000", "a.slice/b.scope/cpu.max": "LIMIT"}),
-        ("0::/a.slice/b.scope\n", {"a.slice/cpu.max": "LIMIT", "a.slice/b.scope/cpu.max": "max 100000"}),
+        (
+            "0::/a.slice/b.scope\n",
+            {"a.slice/cpu.max": "LIMIT", "a.slice/b.scope/cpu.max": "max 100000"},
+        ),
         ("0::/seen/from/outside\n", {"cpu.max": "LIMIT"}),
         (
             "4:memory:/m\n3:cpu,cpuacct:/c\n0::/\n",
             {"cpu/c/cpu.cfs_quota_us": "QUOTA", "cpu/c/cpu.cfs_period_us": "PERIOD"},
         ),
-        ("3:cpu:/seen/from/outside\n", {"cpu/cpu.cfs_quota_us": "QUOTA", "cpu/cpu.cfs_period_us": "PERIOD"}),
+        (
+            "3:cpu:/seen/from/outside\n",
+            {"cpu/cpu.cfs_quota_us": "QUOTA", "cpu/cpu.cfs_period_us": "PERIOD"},
+        ),
     ],
     ids=[
         "container",
@@ -670,16 +744,29 @@ def test_a_containers_share_of_the_cores_is_respected(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_text(groups)
-    for quota, expected in (("max", 8), ("50000", 1), ("100000", 1), ("250000", 3), ("gibberish", 8), ("-1", 8)):
+    for quota, expected in (
+        ("max", 8),
+        ("50000", 1),
+        ("100000", 1),
+        ("250000", 3),
+        ("gibberish", 8),
+        ("-1", 8),
+    ):
         for name, text in limits.items():
             path = tmp_path / "sys/fs/cgroup" / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            limit = text.replace("LIMIT", "QUOTA PERIOD").replace("QUOTA", quota).replace("PERIOD", "100000")
+            limit = (
+                text.replace("LIMIT", "QUOTA PERIOD")
+                .replace("QUOTA", quota)
+                .replace("PERIOD", "100000")
+            )
             path.write_text(limit + "\n")
         assert usable_cores(tmp_path) == expected
 
 
-def test_without_control_groups_all_cores_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_control_groups_all_cores_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 4, 5}, raising=False)
     assert usable_cores(tmp_path) == 3
     assert usable_cores() >= 1

@@ -1,4 +1,5 @@
-"""How many threads operations use: a block of its own number, for the thread that is in it and no other."""
+"""How many threads operations use: a block of its own number, for the thread that is in it and no
+other."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def engine(engine: TorchEngine) -> TorchEngine:
     return engine
 
 
-pytestmark = pytest.mark.skipif(_runtime() is None, reason="PyTorch's OpenMP cannot be reached here")
+pytestmark = pytest.mark.skipif(
+    _runtime() is None, reason="PyTorch's OpenMP cannot be reached here"
+)
 
 
 def test_a_block_has_its_own_number_of_threads() -> None:
@@ -100,7 +103,9 @@ def test_in_a_decoding_step_products_have_all_threads_and_the_rest_one(
     assert torch.get_num_threads() == 2
 
 
-def test_room_of_rows_that_have_ended_is_kept_and_empty(engine: TorchEngine, sample: Sample) -> None:
+def test_room_of_rows_that_have_ended_is_kept_and_empty(
+    engine: TorchEngine, sample: Sample
+) -> None:
     engine.snapshot("a", "s")
     first = sample(engine, [5, 6, 7], max_tokens=9, stop=[])
     (runner,) = engine._sampler._runners.values()
@@ -114,7 +119,9 @@ def test_room_of_rows_that_have_ended_is_kept_and_empty(engine: TorchEngine, sam
     assert again.sequences[0].logprobs == first.sequences[0].logprobs
 
 
-def test_large_room_is_given_back(engine: TorchEngine, sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_room_is_given_back(
+    engine: TorchEngine, sample: Sample, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(passes, "KEPT_SLAB", 0)
     engine.snapshot("a", "s")
     sample(engine, [5, 6, 7], max_tokens=9, stop=[])

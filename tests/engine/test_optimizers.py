@@ -58,7 +58,11 @@ def matrix_sign(matrix: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def reference_step(
-    weights: dict[str, Any], momenta: dict[str, Any], grads: dict[str, Any], params: DimuonParams, rank: int
+    weights: dict[str, Any],
+    momenta: dict[str, Any],
+    grads: dict[str, Any],
+    params: DimuonParams,
+    rank: int,
 ) -> None:
     """One Dimuon step in float64, matrix by matrix."""
     norm = math.sqrt(sum(float((grad**2).sum()) for grad in grads.values()))
@@ -66,7 +70,9 @@ def reference_step(
     for name, grad in grads.items():
         momenta[name] = params.beta1 * momenta[name] + (1 - params.beta1) * scale * grad
         sign = matrix_sign(momenta[name])
-        weights[name] = weights[name] - params.learning_rate * math.sqrt(rank) * sign / np.linalg.norm(sign)
+        weights[name] = weights[name] - params.learning_rate * math.sqrt(
+            rank
+        ) * sign / np.linalg.norm(sign)
 
 
 STEPS = [
@@ -91,7 +97,10 @@ def test_dimuon_equals_its_float64_reference(muon: TorchEngine, data: Data) -> N
         grads = arrays(adapter.grad)
         norm = math.sqrt(sum(float((grad**2).sum()) for grad in grads.values()))
         metrics = muon.optim_step("a", params)
-        assert metrics == {"grad_norm:mean": pytest.approx(norm), "learning_rate:mean": params.learning_rate}
+        assert metrics == {
+            "grad_norm:mean": pytest.approx(norm),
+            "learning_rate:mean": params.learning_rate,
+        }
         reference_step(weights, momenta, grads, params, rank=4)
         for name, view in adapter.layout.tensors(adapter.state.weights):
             assert_near(view, weights[name], 1e-6)
@@ -108,7 +117,9 @@ def test_a_direction_has_nearly_equal_singular_values_and_norm_one() -> None:
         assert float(singular.max()) < 1.4
         assert float(torch.linalg.matrix_norm(after)) == pytest.approx(1, rel=1e-6)
         aligned = u.T @ after @ v.T  # the same singular vectors
-        assert_near(aligned - torch.diag(torch.diagonal(aligned)) + torch.eye(8), torch.eye(8), 1e-5)
+        assert_near(
+            aligned - torch.diag(torch.diagonal(aligned)) + torch.eye(8), torch.eye(8), 1e-5
+        )
 
 
 def test_a_matrix_without_a_gradient_stays(checkpoint: Checkpoint, data: Data) -> None:
@@ -121,7 +132,8 @@ def test_a_matrix_without_a_gradient_stays(checkpoint: Checkpoint, data: Data) -
     for name, after in adapter.layout.tensors(adapter.state.weights):
         assert torch.equal(after, before[name]) == name.endswith("lora_A")
         if name.endswith("lora_B"):
-            assert float(torch.linalg.matrix_norm(after)) == pytest.approx(0.01 * 2, rel=1e-5)  # lr · sqrt(rank)
+            # lr · sqrt(rank)
+            assert float(torch.linalg.matrix_norm(after)) == pytest.approx(0.01 * 2, rel=1e-5)
 
 
 def test_dimuon_learns(muon: TorchEngine, data: Data) -> None:
@@ -142,9 +154,19 @@ def test_steps_without_a_gradient_change_nothing(muon: TorchEngine) -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        (AdamParams(), "this run's optimizer is dimuon: a step takes DimuonParams, not AdamParams; .* is created"),
-        (OptimParamsBase(type="lion", learning_rate=1.0), "takes DimuonParams, not those of type 'lion'"),
-        (OptimParamsBase(type="dimuon", learning_rate=1.0, damping=1.0), "not those of type 'dimuon'"),
+        (
+            AdamParams(),
+            "this run's optimizer is dimuon: a step takes DimuonParams, not AdamParams; .* is "
+            "created",
+        ),
+        (
+            OptimParamsBase(type="lion", learning_rate=1.0),
+            "takes DimuonParams, not those of type 'lion'",
+        ),
+        (
+            OptimParamsBase(type="dimuon", learning_rate=1.0, damping=1.0),
+            "not those of type 'dimuon'",
+        ),
     ],
 )
 def test_a_step_takes_the_parameters_of_the_run_s_optimizer(
@@ -166,8 +188,12 @@ def test_a_step_takes_the_parameters_of_the_run_s_optimizer(
         OptimizerConfigBase(type="adamw", amsgrad=True),
     ],
 )
-def test_unknown_optimizers_are_refused_with_those_there_are(muon: TorchEngine, config: OptimizerConfigBase) -> None:
-    message = r"is not supported; there are \{'type': 'adamw'\} and \{'type': 'dimuon', 'version': 1\}"
+def test_unknown_optimizers_are_refused_with_those_there_are(
+    muon: TorchEngine, config: OptimizerConfigBase
+) -> None:
+    message = (
+        r"is not supported; there are \{'type': 'adamw'\} and \{'type': 'dimuon', 'version': 1\}"
+    )
     with pytest.raises(EngineError, match=message):
         muon.create("b", "small", LoraConfig(rank=4), config)
     with pytest.raises(EngineError, match="there is no adapter 'b'"):
@@ -182,7 +208,9 @@ def train(engine: TorchEngine, name: str, data: Data, seeds: range) -> list[Any]
     return results
 
 
-def test_a_resumed_dimuon_run_continues_bit_equal(muon: TorchEngine, data: Data, tmp_path: Path) -> None:
+def test_a_resumed_dimuon_run_continues_bit_equal(
+    muon: TorchEngine, data: Data, tmp_path: Path
+) -> None:
     train(muon, "a", data, range(3))
     muon.writer("a", optimizer=True)(tmp_path)
     expected = train(muon, "a", data, range(3, 6))
@@ -213,7 +241,9 @@ def test_the_state_of_another_optimizer_is_refused_and_its_weights_are_not(
     run_pass(muon, "other", data(5), "cross_entropy", {})
     adapter = adapter_of(muon, "other")
     before = (adapter.state, adapter.grad)
-    with pytest.raises(EngineError, match=f"holds the state of optimizer {saved}, this run's is {min(other)}: load"):
+    with pytest.raises(
+        EngineError, match=f"holds the state of optimizer {saved}, this run's is {min(other)}: load"
+    ):
         muon.load("other", tmp_path, optimizer=True)
     assert (adapter.state, adapter.grad) == before
     muon.load("other", tmp_path, optimizer=False)
@@ -230,7 +260,8 @@ def test_a_clip_is_over_one_adapter_and_shows_in_its_step(engine: TorchEngine, d
     grad = adapter_of(engine, "a").grad
     assert grad is not None
     clip = 0.5 * float(grad.norm())
-    params = AdamParams(learning_rate=1e-3, grad_clip_norm=clip, eps=1.0)  # a large eps: the scale of gradients shows
+    # a large eps: the scale of gradients shows
+    params = AdamParams(learning_rate=1e-3, grad_clip_norm=clip, eps=1.0)
     engine.optim_step("a", params)
     state = adapter_of(engine, "a").state
     assert isinstance(state, AdamState)

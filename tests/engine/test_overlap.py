@@ -1,7 +1,9 @@
-"""A step begins before the results of the one before are read: nothing is lost, doubled or given to another.
+"""A step begins before the results of the one before are read: nothing is lost, doubled or given to
+another.
 
-Fixed shapes run on a CPU too, and so does a trainer that reads a step later; both then do what they do on a GPU, and
-what comes out is compared with each job alone on the plain path. In float64, so that no token hangs on a rounding.
+Fixed shapes run on a CPU too, and so does a trainer that reads a step later; both then do what they
+do on a GPU, and what comes out is compared with each job alone on the plain path. In float64, so
+that no token hangs on a rounding.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ ADAPTERS = {  # any two of them are too wide for the first bank
 }
 
 
-# ── sampling ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── sampling ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def crowd_of(path: Path, device: str = "cpu", dtype: torch.dtype = torch.float64) -> TorchEngine:
@@ -63,7 +65,10 @@ def crowd_of(path: Path, device: str = "cpu", dtype: torch.dtype = torch.float64
         engine.create(name, "m", lora)
         weights = adapter_of(engine, name).state.weights
         generator = torch.Generator().manual_seed(index)
-        weights.add_(torch.randn(weights.shape, generator=generator, dtype=torch.float64).to(weights), alpha=0.05)
+        weights.add_(
+            torch.randn(weights.shape, generator=generator, dtype=torch.float64).to(weights),
+            alpha=0.05,
+        )
         engine.snapshot(name, name)
     engine.load_sampler("bare", "m", None)
     return engine
@@ -149,7 +154,10 @@ def each_alone(crowd: TorchEngine) -> list[SampleResponse]:
             for done in crowd.sample_step():
                 assert isinstance(done.result, SampleResponse), done.result
                 responses.append(done.result)
-    assert {sequence.stop_reason for response in responses for sequence in response.sequences} == {"stop", "length"}
+    assert {sequence.stop_reason for response in responses for sequence in response.sequences} == {
+        "stop",
+        "length",
+    }
     return responses
 
 
@@ -197,7 +205,11 @@ def together(engine: TorchEngine, plans: Sequence[Plan], *, ahead: bool = True) 
                 sampler, request = JOBS[plan.job]
                 engine.sample_start(f"job {plan.job}", sampler, request, plan.job, listener(plan))
                 runner_of(engine)._decoding.ahead = ahead
-            if plan.cancel is not None and plan.start + plan.cancel == step and plan.job not in ran.results:
+            if (
+                plan.cancel is not None
+                and plan.start + plan.cancel == step
+                and plan.job not in ran.results
+            ):
                 engine.sample_cancel(f"job {plan.job}")
                 ran.cancelled.add(plan.job)
         if step > max(plan.start for plan in plans) and not engine.sampling():
@@ -207,7 +219,9 @@ def together(engine: TorchEngine, plans: Sequence[Plan], *, ahead: bool = True) 
             assert job not in ran.results, "told twice"
             assert job not in ran.cancelled
             ran.results[job] = done.result
-        ran.overlapped |= any(runner._unread is not None for runner in engine._sampler._runners.values())
+        ran.overlapped |= any(
+            runner._unread is not None for runner in engine._sampler._runners.values()
+        )
     raise AssertionError("it does not end")
 
 
@@ -221,14 +235,22 @@ def assert_same(ours: SampleResponse, theirs: SampleResponse, gap: float = 1e-6)
         assert (one.topk_logprobs_np is None) == (two.topk_logprobs_np is None)
         if one.topk_logprobs_np is not None and two.topk_logprobs_np is not None:
             assert np.array_equal(one.topk_logprobs_np.token_ids, two.topk_logprobs_np.token_ids)
-            np.testing.assert_allclose(one.topk_logprobs_np.logprobs, two.topk_logprobs_np.logprobs, rtol=gap, atol=gap)
+            np.testing.assert_allclose(
+                one.topk_logprobs_np.logprobs, two.topk_logprobs_np.logprobs, rtol=gap, atol=gap
+            )
     assert (ours.prompt_logprobs_np is None) == (theirs.prompt_logprobs_np is None)
     if ours.prompt_logprobs_np is not None and theirs.prompt_logprobs_np is not None:
-        np.testing.assert_allclose(ours.prompt_logprobs_np, theirs.prompt_logprobs_np, rtol=gap, atol=gap)
+        np.testing.assert_allclose(
+            ours.prompt_logprobs_np, theirs.prompt_logprobs_np, rtol=gap, atol=gap
+        )
 
 
 def check(
-    engine: TorchEngine, plans: Sequence[Plan], ran: Ran, expected: Sequence[SampleResponse], gap: float = 1e-6
+    engine: TorchEngine,
+    plans: Sequence[Plan],
+    ran: Ran,
+    expected: Sequence[SampleResponse],
+    gap: float = 1e-6,
 ) -> None:
     """Everyone has what it has alone, in order and once; nothing is held."""
     assert {plan.job for plan in plans} == ran.results.keys() | ran.cancelled
@@ -272,7 +294,11 @@ PLANS = st.lists(
 
 
 EVENTFUL = [Plan(job, job % 5) for job in range(len(JOBS))]
-EVENTFUL[4], EVENTFUL[13], EVENTFUL[12] = Plan(4, cancel=6), Plan(13, 3, cancel=27), Plan(12, 3, deaf=3)
+EVENTFUL[4], EVENTFUL[13], EVENTFUL[12] = (
+    Plan(4, cancel=6),
+    Plan(13, 3, cancel=27),
+    Plan(12, 3, deaf=3),
+)
 """All jobs at once, of which two are cancelled and one fails."""
 
 
@@ -292,7 +318,9 @@ def test_whatever_runs_beside_it_a_job_gives_what_it_gives_alone(
 def try_cases(engine: TorchEngine, expected: Sequence[SampleResponse], number: int) -> None:
     """Jobs that come, go, stop and fail at any time, in any room."""
 
-    @settings(max_examples=number, deadline=None, database=None, derandomize=True, phases=[Phase.generate])
+    @settings(
+        max_examples=number, deadline=None, database=None, derandomize=True, phases=[Phase.generate]
+    )
     @given(
         plans=PLANS,
         blocks=st.sampled_from([6, 7, 9, 12, 30]),
@@ -337,7 +365,8 @@ def test_rows_run_ahead_of_what_has_been_read(crowd: TorchEngine) -> None:
 def test_a_job_that_is_cancelled_hears_nothing_more(
     crowd: TorchEngine, expected: list[SampleResponse], steps: int
 ) -> None:
-    """At any time, also when its next token has been drawn and not been read; its neighbour feels nothing."""
+    """At any time, also when its next token has been drawn and not been read; its neighbour feels
+    nothing."""
     engine = limited(crowd)
     plans = [Plan(0), Plan(3)]
     heard: list[DrawnToken] = []
@@ -359,8 +388,11 @@ def test_a_job_that_is_cancelled_hears_nothing_more(
 
 
 @pytest.mark.parametrize("deaf", range(68, 71))
-def test_who_fails_while_room_is_made_has_failed(crowd: TorchEngine, expected: list[SampleResponse], deaf: int) -> None:
-    """Three rows need a block at once and none is free: what is unread is read first, and shows who has failed."""
+def test_who_fails_while_room_is_made_has_failed(
+    crowd: TorchEngine, expected: list[SampleResponse], deaf: int
+) -> None:
+    """Three rows need a block at once and none is free: what is unread is read first, and shows who
+    has failed."""
     plans = [Plan(15), Plan(16, deaf=deaf)]
     engine = limited(crowd, 10)
     ran = together(engine, plans)
@@ -378,10 +410,13 @@ def alone(engine: TorchEngine, request: SampleRequest) -> list[int]:
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_what_a_token_too_many_leaves_behind_harms_nobody(crowd: TorchEngine, cancelled: bool) -> None:
+def test_what_a_token_too_many_leaves_behind_harms_nobody(
+    crowd: TorchEngine, cancelled: bool
+) -> None:
     """It may be no number; in a block that another gets it is masked, but 0 times NaN is NaN."""
     engine = limited(crowd, 3, share_prefixes=False)
-    fine, broken = ask(66, 1, 20), ask(4, 1, 60)  # the end of one's prompt goes where the other was decoded
+    # the end of one's prompt goes where the other was decoded
+    fine, broken = ask(66, 1, 20), ask(4, 1, 60)
     whole, drawn = alone(engine, fine), alone(engine, broken)
     fed = {*fine.prompt.to_ints(), *broken.prompt.to_ints(), *whole}
     at = next(at for at, token in enumerate(drawn) if at > 2 and token not in {*fed, *drawn[:at]})
@@ -389,7 +424,9 @@ def test_what_a_token_too_many_leaves_behind_harms_nobody(crowd: TorchEngine, ca
     kept = embeddings[drawn[at]].clone()
     embeddings[drawn[at]] = float("nan")
     try:
-        engine.sample_start("broken", "bare", ask(4, 1, 60, stop=[] if cancelled else [drawn[at]]), 1)
+        engine.sample_start(
+            "broken", "bare", ask(4, 1, 60, stop=[] if cancelled else [drawn[at]]), 1
+        )
         for _ in range(at + 2):  # the first token; one step for each further; and one behind
             ended = engine.sample_step()
         if cancelled:
@@ -455,7 +492,11 @@ def test_when_there_is_no_memory_for_a_row_what_comes_later_is_as_ever(
             fault.setattr(passes, "zeros", refuse)
         while not failed and engine.sampling():
             try:
-                failed += [done.job for done in engine.sample_step() if isinstance(done.result, MemoryError)]
+                failed += [
+                    done.job
+                    for done in engine.sample_step()
+                    if isinstance(done.result, MemoryError)
+                ]
             except MemoryError:  # of all
                 failed.append(room)
     for job in ("one", "two", "three"):
@@ -466,7 +507,7 @@ def test_when_there_is_no_memory_for_a_row_what_comes_later_is_as_ever(
     assert alone(engine, fine) == expected
 
 
-# ── training ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── training ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -481,9 +522,14 @@ class Work:
         """Begin it; what is bad about a bad one shows when its numbers are looked at."""
         given: Sequence[Datum] = data(*self.lengths, seed=sum(self.lengths))
         if self.kind == "bad":
-            given = [*given[1:], *examples(CASES["importance_sampling"], lengths=(9,), logprobs=-1000.0)]
+            given = [
+                *given[1:],
+                *examples(CASES["importance_sampling"], lengths=(9,), logprobs=-1000.0),
+            ]
         loss = "importance_sampling" if self.kind == "bad" else "cross_entropy"
-        engine.pass_start(job, self.adapter, given, loss, {}, backward=self.kind != "forward", owner=self.adapter)
+        engine.pass_start(
+            job, self.adapter, given, loss, {}, backward=self.kind != "forward", owner=self.adapter
+        )
 
 
 WORKS = [
@@ -531,7 +577,9 @@ def passes_alone(checkpoint: Checkpoint) -> Callable[[Data], list[Alone]]:
     return get
 
 
-def assert_alike(ours: ForwardBackwardOutput | Exception, theirs: ForwardBackwardOutput | Exception) -> None:
+def assert_alike(
+    ours: ForwardBackwardOutput | Exception, theirs: ForwardBackwardOutput | Exception
+) -> None:
     if isinstance(theirs, Exception):
         assert str(ours) == str(theirs)
         return
@@ -542,7 +590,9 @@ def assert_alike(ours: ForwardBackwardOutput | Exception, theirs: ForwardBackwar
 
 
 def try_passes(checkpoint: Checkpoint, data: Data, alone: Sequence[Alone], number: int) -> None:
-    @settings(max_examples=number, deadline=None, database=None, derandomize=True, phases=[Phase.generate])
+    @settings(
+        max_examples=number, deadline=None, database=None, derandomize=True, phases=[Phase.generate]
+    )
     @given(
         starts=st.lists(
             st.tuples(st.sampled_from(range(len(WORKS))), st.integers(0, 6)),
@@ -559,7 +609,9 @@ def try_passes(checkpoint: Checkpoint, data: Data, alone: Sequence[Alone], numbe
         begun: list[int] = []
         for step in range(60):
             for work, start in starts:
-                if start == step and (drop is None or WORKS[work].adapter != drop[0] or step < drop[1]):
+                if start == step and (
+                    drop is None or WORKS[work].adapter != drop[0] or step < drop[1]
+                ):
                     WORKS[work].start(engine, str(work), data)
                     begun.append(work)
             if drop is not None and step == drop[1]:
@@ -569,7 +621,11 @@ def try_passes(checkpoint: Checkpoint, data: Data, alone: Sequence[Alone], numbe
         assert engine._trainer._unread is None
         assert sorted(work for work, _ in ended) == sorted(begun), "each once"
         for name in "abc":
-            own = [work for work, _ in ended if WORKS[work].adapter == name and WORKS[work].kind == "fine"]
+            own = [
+                work
+                for work, _ in ended
+                if WORKS[work].adapter == name and WORKS[work].kind == "fine"
+            ]
             assert own == [work for work in begun if work in own], "in order"
             if drop is not None and name == drop[0]:
                 continue
@@ -600,7 +656,9 @@ def test_so_do_passes_in_many_more_cases(
     try_passes(checkpoint, data, passes_alone(data), 60)
 
 
-def test_results_are_read_a_step_later_while_there_is_more_to_run(checkpoint: Checkpoint, data: Data) -> None:
+def test_results_are_read_a_step_later_while_there_is_more_to_run(
+    checkpoint: Checkpoint, data: Data
+) -> None:
     engine = trainer_of(checkpoint)
     for job, name in enumerate("ab"):
         engine.pass_start(str(job), name, data(24), "cross_entropy", {})
@@ -611,14 +669,18 @@ def test_results_are_read_a_step_later_while_there_is_more_to_run(checkpoint: Ch
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_passes_of_one_adapter_may_be_of_several_owners(checkpoint: Checkpoint, data: Data, ahead: bool) -> None:
+def test_passes_of_one_adapter_may_be_of_several_owners(
+    checkpoint: Checkpoint, data: Data, ahead: bool
+) -> None:
     engine = trainer_of(checkpoint, ahead=ahead)
     for job, owner in enumerate(["one", "two", "one"]):
         engine.pass_start(str(job), "a", data(8, 24), "cross_entropy", {}, owner=owner)
     assert list(step_on(engine)) == ["0", "1", "2"]
 
 
-def test_a_dropped_adapter_is_not_held_by_what_is_unread(checkpoint: Checkpoint, data: Data) -> None:
+def test_a_dropped_adapter_is_not_held_by_what_is_unread(
+    checkpoint: Checkpoint, data: Data
+) -> None:
     engine = trainer_of(checkpoint)
     engine.pass_start("1", "a", data(24, 24, 24), "cross_entropy", {})
     engine.pass_step()
@@ -630,11 +692,15 @@ def test_a_dropped_adapter_is_not_held_by_what_is_unread(checkpoint: Checkpoint,
     assert [done.job for done in engine.pass_step()] == ["1"]
 
 
-def test_an_adapter_of_the_same_name_gets_nothing_of_a_dropped_one(checkpoint: Checkpoint, data: Data) -> None:
+def test_an_adapter_of_the_same_name_gets_nothing_of_a_dropped_one(
+    checkpoint: Checkpoint, data: Data
+) -> None:
     engine = trainer_of(checkpoint)
     engine.pass_start("1", "a", data(24, 24), "cross_entropy", {})
     engine.pass_start("2", "b", data(24, 24, 24), "cross_entropy", {})
-    while engine._trainer._unread is None or "1" not in [work.job for work, _ in engine._trainer._unread.chosen]:
+    while engine._trainer._unread is None or "1" not in [
+        work.job for work, _ in engine._trainer._unread.chosen
+    ]:
         engine.pass_step()
     engine.drop("a")
     engine.create("a", "m", LoraConfig(rank=2))
@@ -676,7 +742,8 @@ def test_a_short_datum_that_memory_has_no_room_for_fails_in_the_end(
 def test_when_memory_runs_out_what_is_unread_counts_once(
     checkpoint: Checkpoint, data: Data, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pass that begins anew has had pieces read already, and one whose results are still to be read."""
+    """A pass that begins anew has had pieces read already, and one whose results are still to be
+    read."""
     engine = trainer_of(checkpoint)
     engine.create("alone", "m", LoraConfig(rank=2, seed=0))
     expected = run_pass(engine, "alone", data(*[10] * 8), "cross_entropy", {})
@@ -700,7 +767,9 @@ def test_when_memory_runs_out_what_is_unread_counts_once(
     torch.testing.assert_close(grad, alone, rtol=1e-4, atol=1e-5)
 
 
-def test_a_gradient_that_is_not_finite_is_refused_also_when_read_later(checkpoint: Checkpoint, data: Data) -> None:
+def test_a_gradient_that_is_not_finite_is_refused_also_when_read_later(
+    checkpoint: Checkpoint, data: Data
+) -> None:
     engine = trainer_of(checkpoint)
     large = data(24, 24, weights=np.full(24, 2e37, np.float32))
     engine.pass_start("large", "a", large, "cross_entropy", {})
@@ -712,8 +781,11 @@ def test_a_gradient_that_is_not_finite_is_refused_also_when_read_later(checkpoin
     assert adapter_of(engine, "b").grad is not None
 
 
-def test_a_gradient_that_cannot_be_added_fails_its_pass_alone(checkpoint: Checkpoint, data: Data) -> None:
-    """As when there is no memory for the sum; who asks learns of it, and the next one finds nothing left over."""
+def test_a_gradient_that_cannot_be_added_fails_its_pass_alone(
+    checkpoint: Checkpoint, data: Data
+) -> None:
+    """As when there is no memory for the sum; who asks learns of it, and the next one finds nothing
+    left over."""
     engine = trainer_of(checkpoint)
     adapter_of(engine, "a").grad = torch.zeros(3)
     engine.pass_start("1", "a", data(24, 24), "cross_entropy", {})
@@ -739,7 +811,8 @@ def test_a_result_that_cannot_be_made_leaves_no_gradient(
 def test_the_server_applies_a_gradient_only_when_all_passes_before_have_been_read(
     checkpoint: Checkpoint, data: Data
 ) -> None:
-    """Passes and steps of three runs at once, as a server queues them: the weights are those of one after the other."""
+    """Passes and steps of three runs at once, as a server queues them: the weights are those of one
+    after the other."""
     weights = []
     for ahead in (True, False):
         engine = trainer_of(checkpoint, ahead=ahead)
@@ -749,7 +822,13 @@ def test_the_server_applies_a_gradient_only_when_all_passes_before_have_been_rea
             for turn in range(3):
                 for index, name in enumerate("abc"):
                     for part in range(2):
-                        run_pass(engine, name, data(24, 9, 24, seed=10 * turn + 3 * index + part), "cross_entropy", {})
+                        run_pass(
+                            engine,
+                            name,
+                            data(24, 9, 24, seed=10 * turn + 3 * index + part),
+                            "cross_entropy",
+                            {},
+                        )
                     engine.optim_step(name, AdamParams(learning_rate=0.01))
         weights.append([adapter_of(engine, name).state.weights for name in "abc"])
     for ours, theirs in zip(*weights, strict=True):
@@ -765,9 +844,17 @@ async def _serve(engine: TorchEngine, data: Data) -> None:
             for part in range(2):
                 job, seed = f"{turn} {name} {part}", 10 * turn + 3 * index + part
                 start = functools.partial(
-                    engine.pass_start, job, name, data(24, 9, 24, seed=seed), "cross_entropy", {}, owner=name
+                    engine.pass_start,
+                    job,
+                    name,
+                    data(24, 9, 24, seed=seed),
+                    "cross_entropy",
+                    {},
+                    owner=name,
                 )
                 waiting.append(worker.run_pass(name, job, start))
-            waiting.append(worker.run_for(name, engine.optim_step, name, AdamParams(learning_rate=0.01)))
+            waiting.append(
+                worker.run_for(name, engine.optim_step, name, AdamParams(learning_rate=0.01))
+            )
     await asyncio.gather(*waiting)
     await worker.stop()

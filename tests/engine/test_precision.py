@@ -1,4 +1,5 @@
-"""What half precision may not cost: states are summed up without loss, logits are not rounded, and routes stay."""
+"""What half precision may not cost: states are summed up without loss, logits are not rounded, and
+routes stay."""
 
 from __future__ import annotations
 
@@ -25,7 +26,10 @@ if TYPE_CHECKING:
 
 DEVICES = [
     "cpu",
-    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no accelerator")),
+    pytest.param(
+        "cuda",
+        marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no accelerator"),
+    ),
 ]
 EPS = 1e-6
 LAYERS = 60
@@ -49,7 +53,8 @@ def test_a_state_is_summed_up_without_loss(device: str) -> None:
     assert float(ours) < 0.02 * float(lost)
     assert float(lost) > 0.002 * float(exact.norm())
     normed_exact = F.rms_norm(exact, weight.shape, weight.double(), EPS)
-    assert float((normed - normed_exact).norm()) < 0.003 * float(normed_exact.norm())  # it is rounded, once
+    # it is rounded, once
+    assert float((normed - normed_exact).norm()) < 0.003 * float(normed_exact.norm())
     cut = cut_off(x, rest, normed, weight, EPS)
     assert cut is not None
     assert float((normed + cut - normed_exact).norm()) < 5e-5 * float(normed_exact.norm())
@@ -57,7 +62,9 @@ def test_a_state_is_summed_up_without_loss(device: str) -> None:
 
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03)])
 @pytest.mark.parametrize("device", DEVICES)
-def test_gradients_pass_through_sums_and_their_norms(device: str, dtype: torch.dtype, near: float) -> None:
+def test_gradients_pass_through_sums_and_their_norms(
+    device: str, dtype: torch.dtype, near: float
+) -> None:
     weight, into = 1 + halves(96, seed=1, device=device), halves(3, 7, 96, seed=9, device=device)
 
     def gradient(of: torch.dtype, *, ours: bool) -> torch.Tensor:
@@ -93,7 +100,9 @@ def test_single_precision_has_no_second_part(device: str) -> None:
 def test_logits_are_not_rounded(rank: int) -> None:
     x, weight = halves(12, 64, seed=0, device="cuda"), halves(500, 64, seed=1, device="cuda")
     head = Linear("lm_head", "unembed", weight, None, ["lm_head"], [500], wide=True)
-    factors = Factors(halves(rank, 64, seed=2, device="cuda"), [halves(500, rank, seed=3, device="cuda")], 0.25)
+    factors = Factors(
+        halves(rank, 64, seed=2, device="cuda"), [halves(500, rank, seed=3, device="cuda")], 0.25
+    )
     exact = x.double() @ weight.double().t()
     logits = base_product(x, head)
     assert logits.dtype == torch.float32
@@ -110,7 +119,10 @@ def test_logits_are_not_rounded(rank: int) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_experts_route_by_what_was_cut_off_too(device: str) -> None:
-    wide, router = (torch.randn(*size, generator=torch.Generator().manual_seed(3)) for size in ((900, 64), (32, 64)))
+    wide, router = (
+        torch.randn(*size, generator=torch.Generator().manual_seed(3))
+        for size in ((900, 64), (32, 64))
+    )
     experts = Experts(router.to(device), [], chosen=4, normed=True)
     wide = wide.to(device)
     rounded = wide.bfloat16()
@@ -160,7 +172,10 @@ def test_mixtures_add_up_in_single_precision_and_learn_as_they_do_there(
         for layer in adapter.model.layers:
             assert layer.o.wide
             if isinstance(layer.mlp, Experts):
-                assert layer.mlp(torch.ones(3, 32, device=device, dtype=dtype), BARE).dtype == torch.float32
+                assert (
+                    layer.mlp(torch.ones(3, 32, device=device, dtype=dtype), BARE).dtype
+                    == torch.float32
+                )
     exact, ours = found
     error = sum(float((ours[name] - exact[name]).square().sum()) for name in exact)
     assert error < 0.01 * sum(float(grad.square().sum()) for grad in exact.values())

@@ -28,7 +28,9 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def unsteady(x_TD: torch.Tensor, weight_ND: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
+def unsteady(
+    x_TD: torch.Tensor, weight_ND: torch.Tensor, bias_N: torch.Tensor | None = None
+) -> torch.Tensor:
     """A product that adds up in another order for few rows, as some libraries do."""
     if x_TD.shape[0] >= 64:
         return _linear(x_TD, weight_ND, bias_N)
@@ -42,19 +44,25 @@ _linear = F.linear
 @pytest.mark.parametrize("outputs", [1, 16, 40, 300])
 @pytest.mark.parametrize("inputs", [1, 7, 512, 1100])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_products_in_c_are_right_and_their_rows_steady(outputs: int, inputs: int, threads: int) -> None:
+def test_products_in_c_are_right_and_their_rows_steady(
+    outputs: int, inputs: int, threads: int
+) -> None:
     torch.set_num_threads(threads)
     x, w, bias = random(900, inputs), random(inputs, outputs, seed=1), random(outputs, seed=2)
     start = random(900, outputs, seed=3)
     wide = F.pad(x, (2, 3))[:, 2 : 2 + inputs]
     for weight in (w, w.t().contiguous().t()):
         y = c_matmul.multiply(x, weight, bias, 0.5)
-        torch.testing.assert_close(y.double(), x.double() @ (0.5 * w.double()) + bias, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(
+            y.double(), x.double() @ (0.5 * w.double()) + bias, rtol=1e-5, atol=1e-4
+        )
         assert torch.equal(c_matmul.multiply(wide, weight, bias, 0.5), y)
         assert torch.equal(c_matmul.multiply(x.t().contiguous().t(), weight, bias, 0.5), y)
         onto = start.clone()
         c_matmul.add_product(onto, x, weight, 0.5)
-        torch.testing.assert_close(onto.double(), start + x.double() @ (0.5 * w.double()), rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(
+            onto.double(), start + x.double() @ (0.5 * w.double()), rtol=1e-5, atol=1e-4
+        )
         for rows in (slice(0, 1), slice(3, 9), slice(100, 113), slice(7, 800)):
             assert torch.equal(c_matmul.multiply(x[rows], weight, bias, 0.5), y[rows])
             part = F.pad(start[rows], (1, 1))[:, 1:-1]
@@ -86,7 +94,9 @@ def test_a_library_whose_rows_are_not_steady_is_left_for_c(
         torch.testing.assert_close(y, _linear(x, weight), rtol=1e-4, atol=1e-4)
         assert torch.equal(multiply(x[:4], weight), y[:4])
     y = matmul.weighed(x, weight, random(shape[0], seed=2))
-    torch.testing.assert_close(y, _linear(x, weight, random(shape[0], seed=2)), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        y, _linear(x, weight, random(shape[0], seed=2)), rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.skipif(matmul_check.onednn() is None, reason="PyTorch has no oneDNN here")
@@ -126,7 +136,9 @@ def test_without_c_a_library_that_is_not_steady_is_named_once(
     assert "tinkex doctor" in record.getMessage()
 
 
-def test_a_shape_is_checked_once_for_each_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shape_is_checked_once_for_each_number_of_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     checked: list[tuple[object, ...]] = []
     monkeypatch.setattr(matmul_check, "is_steady", lambda *shape, **_: not checked.append(shape))  # type: ignore[func-returns-value]
     for threads in (1, 2, 1, 2):
@@ -136,7 +148,9 @@ def test_a_shape_is_checked_once_for_each_number_of_threads(monkeypatch: pytest.
     assert checked == [("pytorch", 48, 40)] * 4  # as it lies and turned, by one thread and by two
 
 
-def test_a_batch_whose_matrices_are_split_goes_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_whose_matrices_are_split_goes_by_one_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     torch.set_num_threads(3)
     for is_steady, count, expected in ((True, 5, 3), (True, 1, 1), (False, 5, 1)):
         monkeypatch.setattr(matmul_check, "are_batches_steady", lambda _, found=is_steady: found)

@@ -78,7 +78,9 @@ def test_logprobs_equal_the_trainers(trained: TorchEngine, sample: Sample) -> No
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.7, "top_k": 20}, {"top_p": 0.8}])
 def test_a_seed_decides(params: dict[str, Any], trained: TorchEngine, sample: Sample) -> None:
     def tokens(seed: int, count: int) -> list[list[int]]:
-        result = sample(trained, PROMPT, seed=seed, num_samples=count, max_tokens=20, **FOREVER, **params)
+        result = sample(
+            trained, PROMPT, seed=seed, num_samples=count, max_tokens=20, **FOREVER, **params
+        )
         return [sequence.tokens for sequence in result.sequences]
 
     assert tokens(3, 4) == tokens(3, 4)
@@ -94,7 +96,9 @@ def test_what_a_job_gives_does_not_depend_on_others(trained: TorchEngine, sample
     for index in range(7):
         prompt = PROMPT if index == 4 else [index + 3, 4] * (index + 1)
         request = SampleRequest(
-            prompt=ModelInput.from_ints(prompt), num_samples=3, sampling_params=SamplingParams(max_tokens=15)
+            prompt=ModelInput.from_ints(prompt),
+            num_samples=3,
+            sampling_params=SamplingParams(max_tokens=15),
         )
         trained.sample_start(f"job{index}", "s", request, 5)
     trained.drop_sampler("s")  # jobs under way are not disturbed
@@ -147,7 +151,9 @@ def test_the_distribution(params: dict[str, Any], expected: list[float]) -> None
     count = 20000
     probabilities = torch.tensor([0.1, 0.4, 0.2, 0.3])
     logits = (probabilities.log() + 3.0).expand(count, -1)
-    tokens, logprobs = choose(logits, uniforms(11, np.arange(count), 0), [SamplingParams(**params)] * count)
+    tokens, logprobs = choose(
+        logits, uniforms(11, np.arange(count), 0), [SamplingParams(**params)] * count
+    )
     found = np.bincount(tokens.numpy(), minlength=4) / count
     np.testing.assert_allclose(found, expected, atol=0.012)
     assert not found[np.array(expected) == 0].any()
@@ -174,7 +180,11 @@ def test_stop_rules(trained: TorchEngine, sample: Sample) -> None:
         expected = first_end(tokens, lambda t: t[-1] in stops)
         assert sequence.tokens == expected
         assert sequence.stop_reason == ("stop" if expected[-1] in stops else "length")
-        np.testing.assert_allclose(sequence.logprobs, unstopped.logprobs[: len(expected)], atol=1e-5)  # type: ignore[arg-type, index]
+        assert sequence.logprobs is not None
+        assert unstopped.logprobs is not None
+        np.testing.assert_allclose(
+            sequence.logprobs, unstopped.logprobs[: len(expected)], atol=1e-5
+        )
     assert len({len(sequence.tokens) for sequence in ended}) > 1
 
     eos = sample(trained, PROMPT, num_samples=40, max_tokens=43).sequences
@@ -185,7 +195,9 @@ def test_stop_rules(trained: TorchEngine, sample: Sample) -> None:
 
 
 @pytest.mark.covers("S34")
-def test_stop_strings_across_token_borders(trained: TorchEngine, sample: Sample, tokenizer: Tokenizer) -> None:
+def test_stop_strings_across_token_borders(
+    trained: TorchEngine, sample: Sample, tokenizer: Tokenizer
+) -> None:
     def text_of(tokens: list[int]) -> str:
         return str(tokenizer.decode(tokens, skip_special_tokens=False))
 
@@ -232,13 +244,19 @@ def test_stop_strings_are_found_in_a_window(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.covers("S34")
 def test_stop_strings_are_found_where_bytes_are_decoded_together() -> None:
-    """As Llama 2, Mistral and Gemma have it: bytes side by side that are no text are none of them text."""
+    """As Llama 2, Mistral and Gemma have it: bytes side by side that are no text are none of them
+    text."""
     pieces = [f"<0x{byte:02X}>" for byte in range(256)]
     vocab = {piece: index for index, piece in enumerate(["<unk>", *pieces, "▁the", "▁end", "x"])}
     model = models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True)
     tokenizer = Tokenizer(model)
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     source = jobs.Source(None, None, frozenset(), lambda: tokenizer)  # type: ignore[arg-type]
     words = {"the": vocab["▁the"], "end": vocab["▁end"], "x": vocab["x"]}
@@ -253,9 +271,15 @@ def test_stop_strings_are_found_where_bytes_are_decoded_together() -> None:
             ["你", "好", "世", "界", "😀", "é", "the", "x", "a"], int(random.integers(5, 40))
         ).tolist()
         stop = str(random.choice(["吗", "😎", "结束", "end", "吗 the"]))
-        row = [token for part in [*parts, *stop.replace(" the", "|the").split("|"), "x"] for token in tokens(part)]
+        row = [
+            token
+            for part in [*parts, *stop.replace(" the", "|the").split("|"), "x"]
+            for token in tokens(part)
+        ]
         rule = jobs.StopRule(source, [stop], rows=1)
-        ended = next((at for at, token in enumerate(row) if rule(np.array([0]), np.array([token]))[0]), None)
+        ended = next(
+            (at for at, token in enumerate(row) if rule(np.array([0]), np.array([token]))[0]), None
+        )
         assert ended == len(row) - 2, (parts, stop)
         late += len(row) > 3 * (len(stop) + jobs.MARGIN)
         assert len(rule._texts[0]._tokens) <= 2 * jobs.BYTES * (len(stop) + jobs.MARGIN)
@@ -265,7 +289,10 @@ def test_stop_strings_are_found_where_bytes_are_decoded_together() -> None:
 @pytest.mark.parametrize("count", [1, 12, 20])
 def test_stop_strings_are_found_after_text_that_is_broken(count: int) -> None:
     """They may be as many tokens as they have bytes."""
-    vocab = {piece: index for index, piece in enumerate(["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "x"])}
+    vocab = {
+        piece: index
+        for index, piece in enumerate(["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "x"])
+    }
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     source = jobs.Source(None, None, frozenset(), lambda: tokenizer)  # type: ignore[arg-type]
@@ -273,7 +300,9 @@ def test_stop_strings_are_found_after_text_that_is_broken(count: int) -> None:
     for before in range(1, 250, 3):
         rule = jobs.StopRule(source, ["😎" * count], rows=1)
         row = [*([1 + 0xC3, vocab["x"]] * before)[:before], vocab["x"], *spelled]
-        ended = next((at for at, token in enumerate(row) if rule(np.array([0]), np.array([token]))[0]), None)
+        ended = next(
+            (at for at, token in enumerate(row) if rule(np.array([0]), np.array([token]))[0]), None
+        )
         assert ended == len(row) - 1, before
 
 
@@ -285,22 +314,30 @@ def test_text_that_is_broken_for_good_is_forgotten_all_the_same(tokenizer: Token
         assert len(row._tokens) <= 2 * jobs.BYTES * (3 + jobs.MARGIN)
 
 
-def test_stop_strings_need_a_tokenizer(checkpoint: Checkpoint, tmp_path: Path, sample: Sample) -> None:
+def test_stop_strings_need_a_tokenizer(
+    checkpoint: Checkpoint, tmp_path: Path, sample: Sample
+) -> None:
     for path in checkpoint("llama").iterdir():
         if path.name != "tokenizer.json":
             (tmp_path / path.name).symlink_to(path)
     engine = TorchEngine({"m": tmp_path}, threads=1)
     engine.load_sampler("s", "m", None)
-    with pytest.raises(EngineError, match=r"stop strings need a tokenizer, and m has no tokenizer\.json"):
+    with pytest.raises(
+        EngineError, match=r"stop strings need a tokenizer, and m has no tokenizer\.json"
+    ):
         sample(engine, PROMPT, max_tokens=3, stop="x")
     assert sample(engine, PROMPT, max_tokens=3, stop=[1]).sequences
 
 
 @pytest.mark.covers("S37")
-def test_prompt_logprobs(trained: TorchEngine, sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_logprobs(
+    trained: TorchEngine, sample: Sample, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = trainer_logprobs(trained, PROMPT)
     monkeypatch.setattr(jobs, "LOGITS_BUDGET", 2 * 96)  # several chunks
-    result = sample(trained, PROMPT, max_tokens=1, temperature=0.3, request={"prompt_logprobs": True})
+    result = sample(
+        trained, PROMPT, max_tokens=1, temperature=0.3, request={"prompt_logprobs": True}
+    )
     found = result.prompt_logprobs_np
     assert found is not None
     assert found.dtype == np.float32
@@ -308,14 +345,26 @@ def test_prompt_logprobs(trained: TorchEngine, sample: Sample, monkeypatch: pyte
     np.testing.assert_allclose(found[1:], expected, atol=1e-5)
     assert result.topk_prompt_logprobs_np is None
 
-    last = sample(trained, PROMPT, max_tokens=1, request={"prompt_logprobs": True, "prompt_logprobs_last_n": 2})
+    last = sample(
+        trained,
+        PROMPT,
+        max_tokens=1,
+        request={"prompt_logprobs": True, "prompt_logprobs_last_n": 2},
+    )
     assert last.prompt_logprobs_np is not None
-    np.testing.assert_array_equal(np.isnan(last.prompt_logprobs_np), [True, True, True, False, False])
+    np.testing.assert_array_equal(
+        np.isnan(last.prompt_logprobs_np), [True, True, True, False, False]
+    )
     np.testing.assert_allclose(last.prompt_logprobs_np[3:], expected[2:], atol=1e-5)
-    more = {"prompt_logprobs": True, "prompt_logprobs_last_n": 2, "prompt_alt_tokens_k": 1}  # needs the other rows too
-    assert sample(trained, PROMPT, max_tokens=1, request=more).prompt_logprobs == last.prompt_logprobs
+    # needs the other rows too
+    more = {"prompt_logprobs": True, "prompt_logprobs_last_n": 2, "prompt_alt_tokens_k": 1}
+    assert (
+        sample(trained, PROMPT, max_tokens=1, request=more).prompt_logprobs == last.prompt_logprobs
+    )
     assert sample(trained, PROMPT, max_tokens=1).prompt_logprobs is None
-    assert sample(trained, [5], max_tokens=1, request={"prompt_logprobs": True}).prompt_logprobs == [None]
+    assert sample(
+        trained, [5], max_tokens=1, request={"prompt_logprobs": True}
+    ).prompt_logprobs == [None]
 
 
 @pytest.mark.covers("S37")
@@ -331,7 +380,9 @@ def test_topk_prompt_logprobs(trained: TorchEngine, sample: Sample) -> None:
         assert (np.diff(table.logprobs[position]) <= 0).all()
         assert np.exp(table.logprobs[position]).sum() == pytest.approx(1, abs=1e-4)
         where = table.token_ids[position].tolist().index(PROMPT[position])
-        assert table.logprobs[position, where] == pytest.approx(result.prompt_logprobs_np[position], abs=1e-6)
+        assert table.logprobs[position, where] == pytest.approx(
+            result.prompt_logprobs_np[position], abs=1e-6
+        )
     assert result.topk_prompt_logprobs is not None
     assert result.topk_prompt_logprobs[0] is None
     last = sample(
@@ -347,7 +398,13 @@ def test_topk_prompt_logprobs(trained: TorchEngine, sample: Sample) -> None:
 @pytest.mark.covers("S35")
 def test_topk_sample_logprobs(trained: TorchEngine, sample: Sample) -> None:
     result = sample(
-        trained, PROMPT, max_tokens=6, num_samples=2, temperature=0.5, request={"topk_sample_logprobs": 96}, **FOREVER
+        trained,
+        PROMPT,
+        max_tokens=6,
+        num_samples=2,
+        temperature=0.5,
+        request={"topk_sample_logprobs": 96},
+        **FOREVER,
     )
     for sequence in result.sequences:
         table = sequence.topk_logprobs_np
@@ -369,13 +426,17 @@ def test_temperature_zero_reports_temperature_one(trained: TorchEngine, sample: 
 @pytest.mark.covers("S37")
 @pytest.mark.parametrize("sparse", [False, True])
 def test_target_prompt_logprobs(sparse: bool, trained: TorchEngine, sample: Sample) -> None:
-    whole = sample(trained, PROMPT, max_tokens=1, request={"topk_prompt_logprobs": 96}).topk_prompt_logprobs
+    whole = sample(
+        trained, PROMPT, max_tokens=1, request={"topk_prompt_logprobs": 96}
+    ).topk_prompt_logprobs
     assert whole is not None
     targets = np.array([[1, 2], [3, -1], [-1, -1], [50, 95]])
     asked = TensorData.from_numpy(targets)
     if sparse:
         asked = TensorData([1, 2, 3, 50, 95], "int64", [4, 2], [0, 2, 3, 3, 5], [0, 1, 0, 0, 1])
-    result = sample(trained, PROMPT, max_tokens=1, request={"target_prompt_logprobs": asked}).target_prompt_logprobs
+    result = sample(
+        trained, PROMPT, max_tokens=1, request={"target_prompt_logprobs": asked}
+    ).target_prompt_logprobs
     assert result is not None
     assert result.shape == [4, 2]
     assert result.is_sparse == sparse
@@ -389,10 +450,14 @@ def test_target_prompt_logprobs(sparse: bool, trained: TorchEngine, sample: Samp
 
 
 def test_alternative_prompt_tokens(trained: TorchEngine, sample: Sample) -> None:
-    whole = sample(trained, PROMPT, max_tokens=1, request={"topk_prompt_logprobs": 96}).topk_prompt_logprobs
+    whole = sample(
+        trained, PROMPT, max_tokens=1, request={"topk_prompt_logprobs": 96}
+    ).topk_prompt_logprobs
     assert whole is not None
     first, again, other = (
-        sample(trained, PROMPT, seed=seed, max_tokens=1, request={"prompt_alt_tokens_k": 6}).prompt_alt_tokens
+        sample(
+            trained, PROMPT, seed=seed, max_tokens=1, request={"prompt_alt_tokens_k": 6}
+        ).prompt_alt_tokens
         for seed in (1, 1, 2)
     )
     assert first is not None
@@ -411,8 +476,12 @@ def test_alternative_prompt_tokens(trained: TorchEngine, sample: Sample) -> None
 def test_limits(trained: TorchEngine, sample: Sample) -> None:
     assert len(sample(trained, PROMPT, **FOREVER).sequences[0].tokens) == 43  # up to the window
     assert len(sample(trained, PROMPT, max_tokens=43, **FOREVER).sequences[0].tokens) == 43
-    nothing = sample(trained, PROMPT, max_tokens=0, num_samples=2, request={"prompt_logprobs": True})
-    assert [(s.tokens, s.logprobs, s.stop_reason) for s in nothing.sequences] == [([], [], "length")] * 2
+    nothing = sample(
+        trained, PROMPT, max_tokens=0, num_samples=2, request={"prompt_logprobs": True}
+    )
+    assert [(s.tokens, s.logprobs, s.stop_reason) for s in nothing.sequences] == [
+        ([], [], "length")
+    ] * 2
     assert nothing.prompt_logprobs is not None
     full = sample(trained, [5] * 48, max_tokens=1, request={"prompt_logprobs": True})
     assert full.prompt_logprobs is not None
@@ -433,17 +502,37 @@ def test_limits(trained: TorchEngine, sample: Sample) -> None:
             r"exceeds the context window: 5 prompt tokens \+ 44 max_tokens > 48; at most 43",
         ),
         ([5] * 48, {"max_tokens": 1}, r"48 prompt tokens \+ 1 max_tokens > 48"),
-        ([5] * 48, {"max_tokens": 2, "request": {"prompt_logprobs": True}}, "exceeds the context window"),
+        (
+            [5] * 48,
+            {"max_tokens": 2, "request": {"prompt_logprobs": True}},
+            "exceeds the context window",
+        ),
         ([5, 96], {}, "prompt: token 96 is outside the vocabulary of 96"),
         (PROMPT, {"num_samples": 0}, "num_samples must be between 1 and 1024, got 0"),
         (PROMPT, {"num_samples": 1025}, "num_samples must be between 1 and 1024, got 1025"),
         (PROMPT, {"stop": [""]}, "a stop string must not be empty"),
-        (PROMPT, {"request": {"topk_prompt_logprobs": 97}}, "topk_prompt_logprobs must be between 0 and 96, got 97"),
+        (
+            PROMPT,
+            {"request": {"topk_prompt_logprobs": 97}},
+            "topk_prompt_logprobs must be between 0 and 96, got 97",
+        ),
         (PROMPT, {"request": {"topk_sample_logprobs": -1}}, "topk_sample_logprobs"),
-        (PROMPT, {"request": {"prompt_logprobs_last_n": 2}}, "prompt_logprobs_last_n .* needs prompt_logprobs"),
+        (
+            PROMPT,
+            {"request": {"prompt_logprobs_last_n": 2}},
+            "prompt_logprobs_last_n .* needs prompt_logprobs",
+        ),
         (PROMPT, {"request": {"prompt_logprobs": True, "prompt_logprobs_last_n": 0}}, "at least 1"),
-        (PROMPT, {"request": {"target_prompt_logprobs": TensorData([1], "int64", [1, 1])}}, r"of shape \[4, K\]"),
-        (PROMPT, {"request": {"target_prompt_logprobs": TensorData([96] * 4, "int64", [4, 1])}}, "outside the vocab"),
+        (
+            PROMPT,
+            {"request": {"target_prompt_logprobs": TensorData([1], "int64", [1, 1])}},
+            r"of shape \[4, K\]",
+        ),
+        (
+            PROMPT,
+            {"request": {"target_prompt_logprobs": TensorData([96] * 4, "int64", [4, 1])}},
+            "outside the vocab",
+        ),
         (PROMPT, {"sampler": "none"}, "there is no sampler 'none'"),
     ],
 )
@@ -451,7 +540,11 @@ def test_bad_requests(
     prompt: list[int], options: dict[str, Any], message: str, trained: TorchEngine, sample: Sample
 ) -> None:
     with pytest.raises(EngineError, match=message):
-        sample(trained, prompt, **{"max_tokens": 1, **options} if "max_tokens" not in options else options)
+        sample(
+            trained,
+            prompt,
+            **{"max_tokens": 1, **options} if "max_tokens" not in options else options,
+        )
     assert not trained.sampling()
 
 
@@ -459,11 +552,15 @@ def test_media_are_refused(trained: TorchEngine) -> None:
     image = ImageChunk(data=b"x", format="png", expected_tokens=3)
     prompt = ModelInput(chunks=[EncodedTextChunk(tokens=[1]), image])
     with pytest.raises(EngineError, match="prompt: image chunks are not supported by this model"):
-        trained.sample_start("job", "s", SampleRequest(prompt=prompt, sampling_params=SamplingParams()), 0)
+        trained.sample_start(
+            "job", "s", SampleRequest(prompt=prompt, sampling_params=SamplingParams()), 0
+        )
 
 
 def test_cancelling_and_failing(trained: TorchEngine) -> None:
-    request = SampleRequest(prompt=ModelInput.from_ints(PROMPT), sampling_params=SamplingParams(max_tokens=9, stop=[]))
+    request = SampleRequest(
+        prompt=ModelInput.from_ints(PROMPT), sampling_params=SamplingParams(max_tokens=9, stop=[])
+    )
     trained._sampler = Sampler(Limits(max_rows=2))
     heard: list[DrawnToken] = []
 
@@ -490,8 +587,11 @@ def test_cancelling_and_failing(trained: TorchEngine) -> None:
 
 
 def test_a_job_that_has_begun_to_decode_can_be_cancelled(trained: TorchEngine) -> None:
-    """As it happens when whoever reads a stream hangs up: the row leaves, the others and the engine go on."""
-    request = SampleRequest(prompt=ModelInput.from_ints(PROMPT), sampling_params=SamplingParams(max_tokens=9, stop=[]))
+    """As it happens when whoever reads a stream hangs up: the row leaves, the others and the engine
+    go on."""
+    request = SampleRequest(
+        prompt=ModelInput.from_ints(PROMPT), sampling_params=SamplingParams(max_tokens=9, stop=[])
+    )
     for name in ("left", "stays"):
         trained.sample_start(name, "s", request, 0)
     for _ in range(4):

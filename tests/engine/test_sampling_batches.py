@@ -1,4 +1,5 @@
-"""Sampling many jobs at once: neighbours change no bit, prefixes are shared, room is bounded, chunks do not block."""
+"""Sampling many jobs at once: neighbours change no bit, prefixes are shared, room is bounded,
+chunks do not block."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.sampling import SampleRequest, SampleResponse, SamplingParams
 from tinkex.types.training import LoraConfig
 
-ADAPTERS = {"one": LoraConfig(rank=4), "two": LoraConfig(rank=7, train_mlp=False), "three": LoraConfig(rank=16, seed=5)}
+ADAPTERS = {
+    "one": LoraConfig(rank=4),
+    "two": LoraConfig(rank=7, train_mlp=False),
+    "three": LoraConfig(rank=16, seed=5),
+}
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no accelerator")
 WAYS = pytest.mark.parametrize("way", ["native", "slabs", "static"])
 
@@ -57,7 +62,9 @@ def crowd(directory: Path) -> TorchEngine:
     for index, (name, lora) in enumerate(ADAPTERS.items()):
         engine.create(name, "m", lora)
         weights = engine._adapters[name].state.weights
-        weights.add_(torch.randn(weights.shape, generator=torch.Generator().manual_seed(index)), alpha=0.05)
+        weights.add_(
+            torch.randn(weights.shape, generator=torch.Generator().manual_seed(index)), alpha=0.05
+        )
         engine.snapshot(name, name)
     engine.load_sampler("bare", "m", None)
     return engine
@@ -142,7 +149,8 @@ def test_longer_neighbours_change_no_bit_where_many_heads_share_keys(
     def ask_for(length: int) -> SampleRequest:
         prompt = [token % 96 for token in tokens_of(length, length)]
         return SampleRequest(
-            prompt=ModelInput.from_ints(prompt), sampling_params=SamplingParams(max_tokens=40, stop=[])
+            prompt=ModelInput.from_ints(prompt),
+            sampling_params=SamplingParams(max_tokens=40, stop=[]),
         )
 
     expected = {length: alone(engine, "bare", ask_for(length), 1) for length in (100, 170)}
@@ -155,7 +163,9 @@ def test_longer_neighbours_change_no_bit_where_many_heads_share_keys(
 
 @pytest.mark.covers("S36")
 @pytest.mark.parametrize(
-    ("prefixes", "threads"), [(True, 1), (False, 1), (True, 2)], ids=["sharing", "not-sharing", "two-threads"]
+    ("prefixes", "threads"),
+    [(True, 1), (False, 1), (True, 2)],
+    ids=["sharing", "not-sharing", "two-threads"],
 )
 @pytest.mark.parametrize("way", ["native", "slabs"])
 @pytest.mark.usefixtures("every_library")
@@ -169,10 +179,15 @@ def test_neighbours_change_no_bit(
         expected.append(alone(limits(way=way, share_prefixes=False), sampler, request, seed))
     engine = limits(way=way, share_prefixes=prefixes, prefill_tokens=100, max_rows=24)
     random = np.random.default_rng(9)
-    neighbours = [(list(ADAPTERS)[int(random.integers(3))], int(random.integers(1, 400))) for _ in range(20)]
+    neighbours = [
+        (list(ADAPTERS)[int(random.integers(3))], int(random.integers(1, 400))) for _ in range(20)
+    ]
     results: dict[str, Any] = {}
     pending = [(f"job{i}", *MIXED[i]) for i in range(len(MIXED))]
-    pending += [(f"n{i}", s, ask(tokens_of(i, n), 1 + i % 3, 1 + i * 3), i) for i, (s, n) in enumerate(neighbours)]
+    pending += [
+        (f"n{i}", s, ask(tokens_of(i, n), 1 + i % 3, 1 + i * 3), i)
+        for i, (s, n) in enumerate(neighbours)
+    ]
     order = random.permutation(len(pending))
     for index in order:
         engine.sample_start(*pending[index])
@@ -307,7 +322,8 @@ def test_long_prompts_do_not_stop_the_others(limits: Any) -> None:
 
 @WAYS
 def test_what_does_not_fit_waits_or_is_put_back(way: str, limits: Any) -> None:
-    """Eleven blocks: nobody fails, results are those of an engine with room, listeners hear of a token once."""
+    """Eleven blocks: nobody fails, results are those of an engine with room, listeners hear of a
+    token once."""
     jobs = [("one", ask(tokens_of(1, 60), 6, 150), 1), ("two", ask(tokens_of(2, 130), 2, 100), 2)]
     jobs += [("three", ask(tokens_of(3, 30), 4, 70), 3), ("bare", ask(tokens_of(4, 200), 1, 90), 4)]
     roomy = limits(way=way)
@@ -336,7 +352,9 @@ def test_what_does_not_fit_waits_or_is_put_back(way: str, limits: Any) -> None:
             assert one.tokens == two.tokens
             np.testing.assert_allclose(one.logprobs_np, two.logprobs_np, rtol=1e-5, atol=1e-5)  # type: ignore[arg-type]
             assert [
-                drawn.token for drawn in heard[f"job{index}"] if drawn.index == got.sequences.index(two)
+                drawn.token
+                for drawn in heard[f"job{index}"]
+                if drawn.index == got.sequences.index(two)
             ] == two.tokens
         if way != "static":
             same(response, got)
@@ -345,7 +363,9 @@ def test_what_does_not_fit_waits_or_is_put_back(way: str, limits: Any) -> None:
 
 def test_a_job_that_can_never_fit_is_refused(limits: Any) -> None:
     engine = limits(cache_bytes=3 * block_bytes(limits()._bases["m"].model))
-    with pytest.raises(EngineError, match=r"a prompt of 100 tokens and 100 more need 5 blocks of 64 .* has 3"):
+    with pytest.raises(
+        EngineError, match=r"a prompt of 100 tokens and 100 more need 5 blocks of 64 .* has 3"
+    ):
         engine.sample_start("job", "one", ask(tokens_of(1, 100), tokens=100), 1)
     assert not engine.sampling()
     assert alone(engine, "one", ask(tokens_of(1, 60), tokens=60), 1).sequences[0].tokens
@@ -394,7 +414,8 @@ def test_a_pass_that_fails_takes_only_its_jobs(limits: Any) -> None:
     assert done.job == "lost"
     assert isinstance(done.result, MemoryError)
     runner._prefill.hidden = original
-    engine.sample_start("again", "one", ask(tokens_of(1, 150), 1, 40), 1)  # finds nothing of what was not computed
+    # finds nothing of what was not computed
+    engine.sample_start("again", "one", ask(tokens_of(1, 150), 1, 40), 1)
     results = finish(engine)
     assert results.keys() == {"early", "again"}
     same(expected, results["again"])
@@ -456,7 +477,9 @@ def test_rows_with_different_settings_are_chosen_together() -> None:
     numbers = uniforms([1, 2, 3, 4, 5, 6], np.arange(6), np.arange(6))
     tokens, logprobs = choose(logits, numbers, params)
     for row in range(6):
-        token, logprob = choose(logits[row : row + 1], numbers[row : row + 1], params[row : row + 1])
+        token, logprob = choose(
+            logits[row : row + 1], numbers[row : row + 1], params[row : row + 1]
+        )
         assert token == tokens[row]
         assert torch.equal(logprob[0], logprobs[row])
 
@@ -467,7 +490,9 @@ def test_owners_take_turns_where_there_is_no_room_for_all(checkpoint: Checkpoint
     engine._sampler = Sampler(Limits(max_rows=2))
     engine.load_sampler("s", "m", None)
     request = SampleRequest(
-        prompt=ModelInput.from_ints([3, 4, 5]), sampling_params=SamplingParams(max_tokens=4, stop=[]), num_samples=1
+        prompt=ModelInput.from_ints([3, 4, 5]),
+        sampling_params=SamplingParams(max_tokens=4, stop=[]),
+        num_samples=1,
     )
     for index in range(20):
         engine.sample_start(f"many{index}", "s", request, index, owner="many")
@@ -481,11 +506,16 @@ def test_owners_take_turns_where_there_is_no_room_for_all(checkpoint: Checkpoint
     assert not engine._sampler._names
 
 
-def test_short_prompts_run_as_rows_and_long_ones_in_chunks(limits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where decoding has fixed shapes. Adapters of the rows that are being decoded stay where they are meanwhile."""
+def test_short_prompts_run_as_rows_and_long_ones_in_chunks(
+    limits: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where decoding has fixed shapes. Adapters of the rows that are being decoded stay where they
+    are meanwhile."""
     expected = {}
     for name, size, seed in (("one", 10, 1), ("two", 300, 2), ("three", 200, 3)):
-        expected[name] = alone(limits(way="slabs"), name, ask(tokens_of(seed, size), 2, 40, prompt_logprobs=True), seed)
+        expected[name] = alone(
+            limits(way="slabs"), name, ask(tokens_of(seed, size), 2, 40, prompt_logprobs=True), seed
+        )
     engine = limits(way="static")
     engine.sample_start("one", "one", ask(tokens_of(1, 10), 2, 40, prompt_logprobs=True), 1)
     runner = next(iter(engine._sampler._runners.values()))
@@ -508,7 +538,9 @@ def test_short_prompts_run_as_rows_and_long_ones_in_chunks(limits: Any, monkeypa
     noted(Bank, "_put", placed, int)
     for name, size, seed in (("", 0, 0), ("two", 300, 2), ("three", 200, 3)):
         if name:
-            engine.sample_start(name, name, ask(tokens_of(seed, size), 2, 40, prompt_logprobs=True), seed)
+            engine.sample_start(
+                name, name, ask(tokens_of(seed, size), 2, 40, prompt_logprobs=True), seed
+            )
         for _ in range(3):
             results |= {done.job: done.result for done in engine.sample_step()}
     results |= finish(engine)
@@ -517,17 +549,27 @@ def test_short_prompts_run_as_rows_and_long_ones_in_chunks(limits: Any, monkeypa
     assert isinstance(runner._decoding, StaticDecoding)
     assert len(placed) <= 5  # three adapters, and once more when there has to be more room
     for name, result in results.items():
-        np.testing.assert_allclose(result.prompt_logprobs_np[1:], expected[name].prompt_logprobs_np[1:], atol=1e-5)  # type: ignore[index]
+        found, wanted = result.prompt_logprobs_np, expected[name].prompt_logprobs_np
+        assert found is not None
+        assert wanted is not None
+        np.testing.assert_allclose(found[1:], wanted[1:], atol=1e-5)
         for one, two in zip(expected[name].sequences, result.sequences, strict=True):
             assert one.tokens == two.tokens
             np.testing.assert_allclose(one.logprobs_np, two.logprobs_np, rtol=1e-5, atol=1e-5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
-def test_a_bank_holds_what_was_asked_for_last_and_nothing_else(device: str, directory: Path) -> None:
+def test_a_bank_holds_what_was_asked_for_last_and_nothing_else(
+    device: str, directory: Path
+) -> None:
     """Adapters of several kinds come and go, some into the place of another."""
     engine = TorchEngine({"m": directory}, device=device, dtype=torch.float32)
-    kinds = [LoraConfig(rank=4), LoraConfig(rank=4, train_mlp=False), LoraConfig(rank=7), LoraConfig(rank=8)]
+    kinds = [
+        LoraConfig(rank=4),
+        LoraConfig(rank=4, train_mlp=False),
+        LoraConfig(rank=7),
+        LoraConfig(rank=8),
+    ]
     loras: dict[int, Lora] = {}
     for number in range(1, 9):
         engine.create(str(number), "m", kinds[number % len(kinds)])
@@ -537,20 +579,28 @@ def test_a_bank_holds_what_was_asked_for_last_and_nothing_else(device: str, dire
     bank, random = Bank(adapter_of(engine, "1").model, 24), np.random.default_rng(5)
     overwritten = 0
     for _ in range(60):
-        wanted = sorted(random.choice(list(loras), int(random.integers(1, 4)), replace=False).tolist())
+        wanted = sorted(
+            random.choice(list(loras), int(random.integers(1, 4)), replace=False).tolist()
+        )
         before = {place.start for number, place in bank._places.items() if number not in wanted}
         stayed = set(bank._places)
         if not bank.place({number: loras[number] for number in wanted}):
             bank = Bank(adapter_of(engine, "1").model, 24)
             assert bank.place({number: loras[number] for number in wanted})
-        overwritten += sum(bank._places[number].start in before for number in wanted if number not in stayed)
+        overwritten += sum(
+            bank._places[number].start in before for number in wanted if number not in stayed
+        )
         share = bank.share(torch.tensor([*wanted, 0], device=device))
         for linear in linears:
             x = torch.randn(1, linear.weight_ND.shape[1], device=device).expand(len(wanted) + 1, -1)
             ours = share.linear(x, linear)
             for row, number in enumerate(wanted):
-                torch.testing.assert_close(ours[row], loras[number].linear(x, linear)[row], atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(
+                    ours[row], loras[number].linear(x, linear)[row], atol=1e-4, rtol=1e-4
+                )
             torch.testing.assert_close(ours[-1], BARE.linear(x, linear)[-1], atol=1e-4, rtol=1e-4)
             if len(wanted) == 1:  # with no mask, what had stayed of another would show
-                torch.testing.assert_close(bank.whole().linear(x, linear)[0], ours[0], atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(
+                    bank.whole().linear(x, linear)[0], ours[0], atol=1e-4, rtol=1e-4
+                )
     assert overwritten > 10

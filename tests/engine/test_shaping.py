@@ -1,4 +1,5 @@
-"""Penalties, biases, banned words and min_p: each token against a float64 reference, in every way of decoding."""
+"""Penalties, biases, banned words and min_p: each token against a float64 reference, in every way
+of decoding."""
 
 from __future__ import annotations
 
@@ -34,7 +35,10 @@ EACH: list[dict[str, Any]] = [
     {"presence_penalty": -1.0},
     {"frequency_penalty": 0.7},
     {"logit_bias": {5: 4.0, 6: -100.0, 299: 3.5}},
-    {"bad_words": [[7], [3, 4], [4, 3], [9, 3, 9], [8, 3]], "logit_bias": {3: 6.0, 4: 6.0, 7: 9.0, 9: 6.0}},
+    {
+        "bad_words": [[7], [3, 4], [4, 3], [9, 3, 9], [8, 3]],
+        "logit_bias": {3: 6.0, 4: 6.0, 7: 9.0, 9: 6.0},
+    },
 ]
 TOGETHER: list[dict[str, Any]] = [
     {"min_p": 0.1, "temperature": 0.7},
@@ -92,7 +96,11 @@ def candidates(logits: Any, number: float, params: SamplingParams) -> set[int]:
             order = np.argsort(-kept, kind="stable")[: params.top_k if params.top_k > 0 else None]
         for top_p in (params.top_p - 1e-4, params.top_p + 1e-4) if params.top_p < 1 else (1.0,):
             values = kept[order]
-            values = np.where(values.cumsum() - values >= top_p * values.sum(), 0, values) if top_p < 1 else values
+            values = (
+                np.where(values.cumsum() - values >= top_p * values.sum(), 0, values)
+                if top_p < 1
+                else values
+            )
             shares = values.cumsum() / values.sum()
             for offset in (-BORDER, 0, BORDER):
                 share = min(max(number + offset, 0), 1 - 1e-12)
@@ -131,7 +139,9 @@ def limited(engine: TorchEngine, **limits: Any) -> TorchEngine:
     return engine
 
 
-def ask(samples: int = 2, tokens: int = 25, prompt: list[int] = PROMPT, **params: Any) -> SampleRequest:
+def ask(
+    samples: int = 2, tokens: int = 25, prompt: list[int] = PROMPT, **params: Any
+) -> SampleRequest:
     return SampleRequest(
         prompt=ModelInput.from_ints(prompt),
         num_samples=samples,
@@ -170,18 +180,25 @@ def check(reference: Any, request: SampleRequest, seed: int, result: SampleRespo
 
 @WAYS
 @pytest.mark.parametrize("params", [*EACH, *TOGETHER])
-def test_every_token_is_the_references(way: str, params: dict[str, Any], engine: TorchEngine, reference: Any) -> None:
+def test_every_token_is_the_references(
+    way: str, params: dict[str, Any], engine: TorchEngine, reference: Any
+) -> None:
     limited(engine, way=way).sample_start("one", "s", request := ask(4, 30, **params), 11)
     result = finish(engine)["one"]
     assert check(reference, request, 11, result) >= 80
-    limited(engine, way=way).sample_start("one", "s", ask(4, 30, temperature=params.get("temperature", 1.0)), 11)
+    limited(engine, way=way).sample_start(
+        "one", "s", ask(4, 30, temperature=params.get("temperature", 1.0)), 11
+    )
     plain = finish(engine)["one"]
     assert [one.tokens for one in result.sequences] != [one.tokens for one in plain.sequences]
 
 
 @WAYS
 def test_neighbours_are_not_changed_by_a_bit(way: str, engine: TorchEngine) -> None:
-    requests = {f"shaped{index}": ask(2, 20 + index, **params) for index, params in enumerate(EACH + TOGETHER)}
+    requests = {
+        f"shaped{index}": ask(2, 20 + index, **params)
+        for index, params in enumerate(EACH + TOGETHER)
+    }
     plain = {"whole": ask(3, 30), "cut": ask(2, 30, top_k=7), "greedy": ask(1, 30, temperature=0.0)}
     alone: dict[str, SampleResponse] = {}
     for name, request in (plain | requests).items():
@@ -198,7 +215,9 @@ def test_neighbours_are_not_changed_by_a_bit(way: str, engine: TorchEngine) -> N
                 assert np.array_equal(one.logprobs_np, two.logprobs_np), name  # type: ignore[arg-type]
 
 
-def test_rows_without_changes_take_no_work(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_without_changes_take_no_work(
+    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[int] = []
     before = Shaper.choose
 
@@ -224,8 +243,14 @@ def test_rows_without_changes_take_no_work(engine: TorchEngine, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("way", ["native", "static"])
-def test_samples_that_are_put_back_go_on_alike(way: str, engine: TorchEngine, reference: Any) -> None:
-    params = {"presence_penalty": 1.2, "bad_words": [[3, 4], [4, 3]], "logit_bias": {3: 5.0, 4: 5.0}}
+def test_samples_that_are_put_back_go_on_alike(
+    way: str, engine: TorchEngine, reference: Any
+) -> None:
+    params = {
+        "presence_penalty": 1.2,
+        "bad_words": [[3, 4], [4, 3]],
+        "logit_bias": {3: 5.0, 4: 5.0},
+    }
     request = ask(2, 3 * BLOCK, list(range(20, 20 + BLOCK - 4)), **params)
     limited(engine, way=way).sample_start("roomy", "s", request, 5)
     expected = finish(engine)["roomy"]
@@ -240,36 +265,58 @@ def test_samples_that_are_put_back_go_on_alike(way: str, engine: TorchEngine, re
         for done in engine.sample_step():
             results[done.job] = done.result
         (runner,) = engine._sampler._runners.values()
-        returned += bool(runner._queues or any(one.tokens for run in runner._running for one in run.waiting))
+        returned += bool(
+            runner._queues or any(one.tokens for run in runner._running for one in run.waiting)
+        )
     assert returned
     for result in results.values():
         assert not isinstance(result, Exception)
-        assert [one.tokens for one in result.sequences] == [one.tokens for one in expected.sequences]
+        assert [one.tokens for one in result.sequences] == [
+            one.tokens for one in expected.sequences
+        ]
 
 
 @WAYS
 def test_banned_sequences_are_never_drawn(way: str, engine: TorchEngine) -> None:
     words: list[Any] = [[7], [3, 4], [3, 3, 3]]
     tempting = {3: 100.0, 4: 99.0, 7: 100.0}
-    limited(engine, way=way).sample_start("one", "s", ask(6, 40, bad_words=words, logit_bias=tempting), 2)
+    limited(engine, way=way).sample_start(
+        "one", "s", ask(6, 40, bad_words=words, logit_bias=tempting), 2
+    )
     for sequence in finish(engine)["one"].sequences:
         text = " ".join(map(str, sequence.tokens))
         assert not any(f" {' '.join(map(str, word))} " in f" {text} " for word in words)
         assert " 3 3 " in f" {text} "  # the beginning of a sequence may be drawn
 
 
-def test_a_banned_text_is_banned_within_and_at_the_start_of_a_word(checkpoint: Checkpoint, sample: Sample) -> None:
+def test_a_banned_text_is_banned_within_and_at_the_start_of_a_word(
+    checkpoint: Checkpoint, sample: Sample
+) -> None:
     engine = TorchEngine({"m": checkpoint("llama")}, threads=1)
     engine.load_sampler("s", "m", None)
     tokenizer = next(iter(engine._samplers.values())).tokenizer()
     text, ab = "cab", tokenizer.encode("ab", add_special_tokens=False).ids
     assert len(ab) == 1
-    shape = Shape.of(SamplingParams(bad_words=["ab", text]), np.array(PROMPT), 96, lambda: tokenizer)
+    shape = Shape.of(
+        SamplingParams(bad_words=["ab", text]), np.array(PROMPT), 96, lambda: tokenizer
+    )
     assert shape is not None
     assert ab[0] in shape.banned
     assert shape.lasts_W.tolist() == ab
-    result = sample(engine, PROMPT, max_tokens=30, num_samples=8, stop=[], bad_words=["ab"], logit_bias={ab[0]: 50.0})
-    assert all("ab" not in tokenizer.decode(one.tokens) for one in result.sequences if isinstance(one, SampledSequence))
+    result = sample(
+        engine,
+        PROMPT,
+        max_tokens=30,
+        num_samples=8,
+        stop=[],
+        bad_words=["ab"],
+        logit_bias={ab[0]: 50.0},
+    )
+    assert all(
+        "ab" not in tokenizer.decode(one.tokens)
+        for one in result.sequences
+        if isinstance(one, SampledSequence)
+    )
 
 
 def test_a_seed_decides(engine: TorchEngine) -> None:
@@ -283,9 +330,18 @@ def test_a_seed_decides(engine: TorchEngine) -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"logit_bias": {VOCAB: 1.0}}, f"logit_bias holds token {VOCAB}, outside the vocabulary of {VOCAB}"),
-        ({"bad_words": [[1, VOCAB]]}, f"bad_words holds token {VOCAB}, outside the vocabulary of {VOCAB}"),
-        ({"bad_words": [[token] for token in range(VOCAB)]}, f"bad_words leave none of the {VOCAB} tokens"),
+        (
+            {"logit_bias": {VOCAB: 1.0}},
+            f"logit_bias holds token {VOCAB}, outside the vocabulary of {VOCAB}",
+        ),
+        (
+            {"bad_words": [[1, VOCAB]]},
+            f"bad_words holds token {VOCAB}, outside the vocabulary of {VOCAB}",
+        ),
+        (
+            {"bad_words": [[token] for token in range(VOCAB)]},
+            f"bad_words leave none of the {VOCAB} tokens",
+        ),
     ],
 )
 def test_what_the_vocabulary_does_not_allow_is_refused(
@@ -316,7 +372,11 @@ def test_many_rows_are_changed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None
     def drawn() -> list[list[int]]:
         shaper, said = Shaper(torch.device("cpu"), 50), [[] for _ in range(9)]  # type: ignore[var-annotated]
         for at in range(300):
-            rows = [Shaped(row, shape, said[row], at) for row, shape in enumerate(shapes) if shape is not None]
+            rows = [
+                Shaped(row, shape, said[row], at)
+                for row, shape in enumerate(shapes)
+                if shape is not None
+            ]
             for row, token in enumerate(shaper.choose(logits, numbers, params, rows).tolist()):
                 said[row].append(token)
         return said

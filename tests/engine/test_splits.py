@@ -1,7 +1,8 @@
-"""However data are split and mixed, the gradient is that of their sum, and nobody's depends on anybody else.
+"""However data are split and mixed, the gradient is that of their sum, and nobody's depends on
+anybody else.
 
-Every loss, over every way to divide the same data into requests, over micro-batches of every size, with and without
-the passes of other adapters in between.
+Every loss, over every way to divide the same data into requests, over micro-batches of every size,
+with and without the passes of other adapters in between.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ def test_every_loss_has_its_case() -> None:
     assert {case.loss for case in CASES.values()} == {*LOSSES, "custom"}
 
 
-def examples(case: Case, seed: int = 0, lengths: Sequence[int] = LENGTHS, **fixed: Any) -> list[Datum]:
+def examples(
+    case: Case, seed: int = 0, lengths: Sequence[int] = LENGTHS, **fixed: Any
+) -> list[Datum]:
     """Random data with every input that the loss reads; those in `fixed` have one value throughout."""
     random = np.random.default_rng(seed)
     data = []
@@ -98,7 +101,9 @@ def make(checkpoint: Checkpoint) -> Any:
 
     def get(budget: int = 8192, dtype: torch.dtype = torch.float32) -> TorchEngine:
         if (budget, dtype) not in kept:
-            engine = TorchEngine({"m": checkpoint("llama")}, dtype=dtype, threads=1, micro_batch_tokens=budget)
+            engine = TorchEngine(
+                {"m": checkpoint("llama")}, dtype=dtype, threads=1, micro_batch_tokens=budget
+            )
             graph = trace(surprise, {"logprobs": 1, "weights": 1, "advantages": 1}, "s")
             engine.create_loss("surprise", create_request(graph, 0))
             kept[budget, dtype] = engine
@@ -114,7 +119,9 @@ def make(checkpoint: Checkpoint) -> Any:
 
 @pytest.mark.covers("S20")
 @each
-def test_metrics_say_how_they_are_combined_and_the_loss_is_always_there(case: Case, make: Any) -> None:
+def test_metrics_say_how_they_are_combined_and_the_loss_is_always_there(
+    case: Case, make: Any
+) -> None:
     metrics = run_pass(make(), "a", examples(case), case.loss, case.config).metrics
     assert "loss:sum" in metrics
     for name in metrics:
@@ -160,7 +167,9 @@ def meddle(engine: TorchEngine, turn: int) -> None:
 )
 @pytest.mark.usefixtures("every_library")
 @each
-def test_the_gradient_is_the_same_however_the_data_are_split(case: Case, stride: int, make: Any) -> None:
+def test_the_gradient_is_the_same_however_the_data_are_split(
+    case: Case, stride: int, make: Any
+) -> None:
     data = examples(case)
     whole = make(dtype=torch.float64)
     total = run_pass(whole, "a", data, case.loss, case.config).metrics["loss:sum"]
@@ -169,7 +178,9 @@ def test_the_gradient_is_the_same_however_the_data_are_split(case: Case, stride:
     assert len(every) == 15
     first = None
     for budget in BUDGETS:
-        for number, partition in enumerate(every[::stride] if budget == BUDGETS[-1] else every[:: 6 * stride]):
+        for number, partition in enumerate(
+            every[::stride] if budget == BUDGETS[-1] else every[:: 6 * stride]
+        ):
             engine = make(budget)
             losses = []
             for group in partition:
@@ -192,9 +203,18 @@ def test_neighbours_change_no_bit(case: Case, make: Any) -> None:
         for turn in range(3):
             for part in (examples(case, seed=turn), examples(case, seed=10 + turn)):
                 output = run_pass(engine, "a", part, case.loss, case.config)
-                told.append((output.metrics, [o["logprobs"].to_numpy().tobytes() for o in output.loss_fn_outputs]))
+                told.append(
+                    (
+                        output.metrics,
+                        [o["logprobs"].to_numpy().tobytes() for o in output.loss_fn_outputs],
+                    )
+                )
                 between(turn)
-            told.append(engine.optim_step("a", AdamParams(learning_rate=1e-2, grad_clip_norm=1.0, weight_decay=0.1)))
+            told.append(
+                engine.optim_step(
+                    "a", AdamParams(learning_rate=1e-2, grad_clip_norm=1.0, weight_decay=0.1)
+                )
+            )
         state = adapter_of(engine).state
         assert isinstance(state, AdamState)
         return told, state
@@ -207,7 +227,9 @@ def test_neighbours_change_no_bit(case: Case, make: Any) -> None:
         assert torch.equal(getattr(state, name), getattr(expected, name))
 
 
-def test_shares_written_before_the_base_product_make_the_same_sums(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shares_written_before_the_base_product_make_the_same_sums(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = CASES["cross_entropy"]
 
     def train(dtype: torch.dtype) -> list[torch.Tensor]:
@@ -258,7 +280,9 @@ def test_data_without_weight_are_no_ops(case: Case, make: Any) -> None:
 
 @pytest.mark.covers("S14")
 @each
-def test_a_failed_pass_leaves_no_trace(case: Case, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_pass_leaves_no_trace(
+    case: Case, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = examples(case)
     engine = make(13)
     run_pass(engine, "a", data[:2], case.loss, case.config)
@@ -303,7 +327,9 @@ def test_a_failed_pass_leaves_no_trace(case: Case, make: Any, monkeypatch: pytes
 def test_rows_of_long_products_do_not_depend_on_how_many_they_are() -> None:
     """Small models have sums so short that most libraries add them in the same order."""
     random = torch.Generator().manual_seed(3)
-    weight, x, dy = (torch.randn(shape, generator=random) for shape in ((700, 1500), (300, 1500), (300, 700)))
+    weight, x, dy = (
+        torch.randn(shape, generator=random) for shape in ((700, 1500), (300, 1500), (300, 700))
+    )
     linear = Linear("l", "mlp", weight, None, ["l"], [700])
     y = matmul.base_product(x, linear)
     dx = span_adapters.backward(dy, x, [], linear, [], wants_input=True)

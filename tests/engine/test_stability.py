@@ -81,7 +81,9 @@ def experience(engine: TorchEngine, **params: Any) -> Drawn:
     return Drawn(data, recalled)
 
 
-def gradient(engine: TorchEngine, drawn: Drawn, loss: str, config: dict[str, float]) -> tuple[Any, Any]:
+def gradient(
+    engine: TorchEngine, drawn: Drawn, loss: str, config: dict[str, float]
+) -> tuple[Any, Any]:
     """The output of a pass, and its gradient alone."""
     adapter_of(engine).grad = None
     recalled = drawn.recalled if loss == "stable_reinforce" else None
@@ -91,7 +93,7 @@ def gradient(engine: TorchEngine, drawn: Drawn, loss: str, config: dict[str, flo
     return output, grad.clone()
 
 
-# ── the loss ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the loss ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covers("U54")
@@ -115,13 +117,22 @@ def test_gradient_on_policy_is_that_of_importance_sampling(
 def reference(
     directory: Path, saved: Path, drawn: Drawn, kl_coeff: float, cap: float, limit: float
 ) -> tuple[float, list[Any], dict[str, torch.Tensor], int]:
-    """Loss, log-probabilities and gradients by transformers in float64, token by token; and how many were masked."""
+    """Loss, log-probabilities and gradients by transformers in float64, token by token; and how
+    many were masked."""
     base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
-    model = PeftModel.from_pretrained(base, str(saved), is_trainable=True, autocast_adapter_dtype=False).double()
+    model = PeftModel.from_pretrained(
+        base, str(saved), is_trainable=True, autocast_adapter_dtype=False
+    ).double()
     total, masked, logprobs = torch.zeros((), dtype=torch.float64), 0, []
-    for datum, (positions, recording) in zip(drawn.data, map(dataclasses.astuple, drawn.recalled), strict=True):
+    for datum, (positions, recording) in zip(
+        drawn.data, map(dataclasses.astuple, drawn.recalled), strict=True
+    ):
         recording = Recording(*recording)
-        p_TV = model(torch.from_numpy(datum.model_input.to_numpy()).long()[None]).logits[0].log_softmax(-1)
+        p_TV = (
+            model(torch.from_numpy(datum.model_input.to_numpy()).long()[None])
+            .logits[0]
+            .log_softmax(-1)
+        )
         targets = datum.loss_fn_inputs["target_tokens"].to_numpy()
         logprobs.append(p_TV.detach().numpy()[np.arange(targets.size), targets])
         for number, at in enumerate(positions):
@@ -153,15 +164,24 @@ def reference(
 
 @pytest.mark.covers("U54")
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize(("kl_coeff", "cap", "limit"), [(0.01, 20.0, 0.15), (0.5, 1.1, 0.05), (0.0, 20.0, 10.0)])
+@pytest.mark.parametrize(
+    ("kl_coeff", "cap", "limit"), [(0.01, 20.0, 0.15), (0.5, 1.1, 0.05), (0.0, 20.0, 10.0)]
+)
 def test_numbers_are_those_of_the_formula(
-    kl_coeff: float, cap: float, limit: float, temperature: float, checkpoint: Checkpoint, tmp_path: Path
+    kl_coeff: float,
+    cap: float,
+    limit: float,
+    temperature: float,
+    checkpoint: Checkpoint,
+    tmp_path: Path,
 ) -> None:
     engine = engine_of(checkpoint, "llama")
     drawn = experience(engine, temperature=temperature)
     randomise(adapter_of(engine))  # the policy has moved since
     engine.writer("a", optimizer=False)(tmp_path)
-    total, logprobs, grads, masked = reference(checkpoint("llama"), tmp_path, drawn, kl_coeff, cap, limit)
+    total, logprobs, grads, masked = reference(
+        checkpoint("llama"), tmp_path, drawn, kl_coeff, cap, limit
+    )
     config = {"kl_coeff": kl_coeff, "tinkex_ratio_cap": cap, "tinkex_divergence_limit": limit}
     output, _ = gradient(engine, drawn, "stable_reinforce", config)
     assert output.metrics["loss:sum"] == pytest.approx(total, rel=1e-5)
@@ -184,13 +204,22 @@ def test_pass_in_pieces_gives_the_same_as_whole(family: str, checkpoint: Checkpo
     results = []
     for budget in (8192, 13, 1):
         engine._trainer.budget = budget
-        results.append(gradient(engine, drawn, "stable_reinforce", {"kl_coeff": 0.3, "tinkex_divergence_limit": 0.05}))
+        results.append(
+            gradient(
+                engine,
+                drawn,
+                "stable_reinforce",
+                {"kl_coeff": 0.3, "tinkex_divergence_limit": 0.05},
+            )
+        )
     (whole, grad), *others = results
     for output, other in others:
         assert output.metrics["loss:sum"] == pytest.approx(whole.metrics["loss:sum"], rel=1e-5)
         assert_near(other, grad, 1e-5)
         for mine, theirs in zip(output.loss_fn_outputs, whole.loss_fn_outputs, strict=True):
-            np.testing.assert_allclose(mine["logprobs"].to_numpy(), theirs["logprobs"].to_numpy(), atol=1e-5)
+            np.testing.assert_allclose(
+                mine["logprobs"].to_numpy(), theirs["logprobs"].to_numpy(), atol=1e-5
+            )
 
 
 @pytest.mark.covers("U54")
@@ -200,7 +229,8 @@ def test_gradient_of_several_passes_is_that_of_one(checkpoint: Checkpoint) -> No
     randomise(adapter_of(engine))
     _, whole = gradient(engine, drawn, "stable_reinforce", {})
     parts = [
-        gradient(engine, Drawn(drawn.data[at::2], drawn.recalled[at::2]), "stable_reinforce", {})[1] for at in (0, 1)
+        gradient(engine, Drawn(drawn.data[at::2], drawn.recalled[at::2]), "stable_reinforce", {})[1]
+        for at in (0, 1)
     ]
     assert_near(sum(parts), whole, 1e-5)
 
@@ -211,7 +241,9 @@ def test_forward_pass_gives_the_same_numbers_and_no_gradient(checkpoint: Checkpo
     drawn = experience(engine)
     expected, _ = gradient(engine, drawn, "stable_reinforce", {})
     adapter_of(engine).grad = None
-    output = run_pass(engine, "a", drawn.data, "stable_reinforce", {}, backward=False, recalled=drawn.recalled)
+    output = run_pass(
+        engine, "a", drawn.data, "stable_reinforce", {}, backward=False, recalled=drawn.recalled
+    )
     assert adapter_of(engine).grad is None
     assert output.metrics["loss:sum"] == pytest.approx(expected.metrics["loss:sum"], rel=1e-6)
 
@@ -221,15 +253,23 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"kl_coeff": float("nan")}, "setting 'kl_coeff' must be a finite number, got nan"),
     ({"kl_coeff": float("inf")}, "setting 'kl_coeff' must be a finite number, got inf"),
     ({"kl_coeff": "0.1"}, "setting 'kl_coeff' must be a finite number, got '0.1'"),
-    ({"beta": 0.1}, "has no setting 'beta'; known are kl_coeff, tinkex_ratio_cap, tinkex_divergence_limit"),
+    (
+        {"beta": 0.1},
+        "has no setting 'beta'; known are kl_coeff, tinkex_ratio_cap, tinkex_divergence_limit",
+    ),
     ({"tinkex_ratio_cap": 0.0}, "setting 'tinkex_ratio_cap' must be above 0, got 0"),
-    ({"tinkex_divergence_limit": -1.0}, "setting 'tinkex_divergence_limit' must be at least 0, got -1"),
+    (
+        {"tinkex_divergence_limit": -1.0},
+        "setting 'tinkex_divergence_limit' must be at least 0, got -1",
+    ),
 ]
 
 
 @pytest.mark.covers("U54")
 @pytest.mark.parametrize(("config", "message"), BAD)
-def test_bad_settings_are_refused(config: dict[str, Any], message: str, checkpoint: Checkpoint) -> None:
+def test_bad_settings_are_refused(
+    config: dict[str, Any], message: str, checkpoint: Checkpoint
+) -> None:
     engine = engine_of(checkpoint, "llama")
     with pytest.raises(EngineError, match=message):
         run_pass(engine, "a", [], "stable_reinforce", config, recalled=[])
@@ -248,19 +288,31 @@ def test_data_that_disagree_with_their_recording_are_refused(checkpoint: Checkpo
     first, known = data[0], recalled[0]
     inputs = {name: tensor.to_numpy().copy() for name, tensor in first.loss_fn_inputs.items()}
     inputs["advantages"][1] = 0.5
-    refused("'advantages' is 0.5 at position 1, which was not sampled", Datum(first.model_input, inputs), known)
+    refused(
+        "'advantages' is 0.5 at position 1, which was not sampled",
+        Datum(first.model_input, inputs),
+        known,
+    )
     inputs["advantages"][1] = 0
     inputs["target_tokens"][3] += 1
-    refused("datum 0: the target at position 3 is .* names the sampled token", Datum(first.model_input, inputs), known)
-    none = Recalled(known.positions[:0], Recording(*(x[:0] for x in dataclasses.astuple(known.recording))))
+    refused(
+        "datum 0: the target at position 3 is .* names the sampled token",
+        Datum(first.model_input, inputs),
+        known,
+    )
+    none = Recalled(
+        known.positions[:0], Recording(*(x[:0] for x in dataclasses.astuple(known.recording)))
+    )
     refused("none of its targets was sampled", first, none)
     strange = dataclasses.replace(known.recording, top_tokens=known.recording.top_tokens + 90)
     refused("another vocabulary", first, Recalled(known.positions, strange))
-    with pytest.raises(EngineError, match="computed from recordings of its samples, and there are none"):
+    with pytest.raises(
+        EngineError, match="computed from recordings of its samples, and there are none"
+    ):
         run_pass(engine, "a", data, "stable_reinforce", {})
 
 
-# ── what is recorded ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── what is recorded ──────────────────────────────────────────────────────────────────────────────
 
 WAYS = [
     pytest.param("native", marks=pytest.mark.skipif(load() is None, reason="no C compiler here")),
@@ -279,23 +331,33 @@ SETTINGS: list[dict[str, Any]] = [
 @pytest.mark.covers("U52")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("params", SETTINGS, ids=str)
-def test_recording_is_of_the_model_as_it_is(way: str, params: dict[str, Any], checkpoint: Checkpoint) -> None:
+def test_recording_is_of_the_model_as_it_is(
+    way: str, params: dict[str, Any], checkpoint: Checkpoint
+) -> None:
     engine = engine_of(checkpoint, "llama", way)
     engine.load_sampler("s", "small", None)
     model = AutoModelForCausalLM.from_pretrained(checkpoint("llama"), dtype=torch.float64)
-    for prompt, (response, recordings) in zip(PROMPTS, draw(engine, samples=3, **params), strict=True):
+    for prompt, (response, recordings) in zip(
+        PROMPTS, draw(engine, samples=3, **params), strict=True
+    ):
         assert len(recordings) == 3
         for sequence, recording in zip(response.sequences, recordings, strict=True):
             tokens = sequence.tokens
             assert recording.tokens.tolist() == tokens
             np.testing.assert_array_equal(recording.logprobs, sequence.logprobs_np)
             with torch.no_grad():
-                p_SV = model(torch.tensor([*prompt, *tokens])[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+                p_SV = (
+                    model(torch.tensor([*prompt, *tokens])[None])
+                    .logits[0, len(prompt) - 1 : -1]
+                    .log_softmax(-1)
+                )
             assert recording.top_tokens.shape == (len(tokens), RECORDED_TOKENS)
             values, ids = p_SV.topk(RECORDED_TOKENS, dim=-1)
             np.testing.assert_array_equal(recording.top_tokens, ids)
             np.testing.assert_allclose(recording.top_logprobs, values, atol=1e-4)
-            np.testing.assert_allclose(recording.model_logprobs, p_SV[range(len(tokens)), tokens], atol=1e-4)
+            np.testing.assert_allclose(
+                recording.model_logprobs, p_SV[range(len(tokens)), tokens], atol=1e-4
+            )
 
 
 @pytest.mark.covers("U52")
@@ -303,14 +365,20 @@ def test_recording_is_of_the_model_as_it_is(way: str, params: dict[str, Any], ch
 def test_recording_changes_no_bit_of_a_sample(way: str, checkpoint: Checkpoint) -> None:
     engine = engine_of(checkpoint, "llama", way)
     engine.load_sampler("s", "small", None)
-    recorded, plain = draw(engine, temperature=0.8, top_p=0.9), draw(engine, recorded=False, temperature=0.8, top_p=0.9)
+    recorded, plain = (
+        draw(engine, temperature=0.8, top_p=0.9),
+        draw(engine, recorded=False, temperature=0.8, top_p=0.9),
+    )
     assert [response for response, _ in recorded] == [response for response, _ in plain]
     assert all(not recordings for _, recordings in plain)
 
 
 @pytest.mark.covers("U52")
-def test_recording_outlives_a_sample_that_is_put_back(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With room for few blocks, samples are put back and fed again: what was recorded of them stays."""
+def test_recording_outlives_a_sample_that_is_put_back(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With room for few blocks, samples are put back and fed again: what was recorded of them
+    stays."""
     roomy, narrow = (TorchEngine({"small": checkpoint("long-narrow")}, threads=1) for _ in range(2))
     for engine in (roomy, narrow):
         engine.load_sampler("s", "small", None)
@@ -327,7 +395,9 @@ def test_recording_outlives_a_sample_that_is_put_back(checkpoint: Checkpoint, mo
     assert any(returned)
     for (_, recordings), (_, others) in zip(expected, found, strict=True):
         for recording, other in zip(recordings, others, strict=True):
-            for mine, theirs in zip(dataclasses.astuple(recording), dataclasses.astuple(other), strict=True):
+            for mine, theirs in zip(
+                dataclasses.astuple(recording), dataclasses.astuple(other), strict=True
+            ):
                 np.testing.assert_array_equal(mine, theirs)
 
 

@@ -1,4 +1,5 @@
-"""Passes of several adapters in one step: nobody's results depend on who else is there, and turns are fair."""
+"""Passes of several adapters in one step: nobody's results depend on who else is there, and turns
+are fair."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def shared(checkpoint: Checkpoint, request: pytest.FixtureRequest) -> TorchEngin
     return engine
 
 
-def together(engine: TorchEngine, passes: Mapping[str, tuple[str, Sequence[Datum]]], **given: Any) -> dict[str, Any]:
+def together(
+    engine: TorchEngine, passes: Mapping[str, tuple[str, Sequence[Datum]]], **given: Any
+) -> dict[str, Any]:
     """Start passes, and step until all have ended; results by job."""
     for job, (name, data) in passes.items():
         engine.pass_start(job, name, data, "cross_entropy", {}, **given)
@@ -76,10 +79,14 @@ def test_passes_beside_each_other_give_the_bits_that_each_gives_alone(
             engine.create(name, "m", lora)
         for turn in range(3):
             if mixed:
-                ended = together(engine, dict(sorted(passes.items(), key=lambda item: (int(item[0]) * 7 + turn) % 5)))
+                ended = together(
+                    engine,
+                    dict(sorted(passes.items(), key=lambda item: (int(item[0]) * 7 + turn) % 5)),
+                )
             else:
                 ended = {
-                    job: run_pass(engine, name, given, "cross_entropy", {}) for job, (name, given) in passes.items()
+                    job: run_pass(engine, name, given, "cross_entropy", {})
+                    for job, (name, given) in passes.items()
                 }
             for name in ADAPTERS:
                 engine.optim_step(name, AdamParams(learning_rate=0.01))
@@ -115,10 +122,17 @@ def test_small_passes_share_a_step_under_the_budget(
 
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [*((name, torch.float32) for name in ("llama", "gemma3", "qwen3-moe")), ("llama", torch.bfloat16)],
+    [
+        *((name, torch.float32) for name in ("llama", "gemma3", "qwen3-moe")),
+        ("llama", torch.bfloat16),
+    ],
 )
 def test_a_datum_beyond_the_budget_keeps_little_and_gives_the_same_bits(
-    checkpoint: Checkpoint, data: Data, monkeypatch: pytest.MonkeyPatch, family: str, dtype: torch.dtype
+    checkpoint: Checkpoint,
+    data: Data,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    dtype: torch.dtype,
 ) -> None:
     results = []
     for sparing in (False, True):
@@ -156,7 +170,9 @@ def test_a_short_pass_does_not_wait_for_a_long_one(
     assert seen[1] == ["short", "long"] or seen[1] == ["short"]
 
 
-def test_turns_are_by_owner_not_by_run(shared: TorchEngine, data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turns_are_by_owner_not_by_run(
+    shared: TorchEngine, data: Data, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Somebody with three runs gets no more than somebody with one."""
     seen = steps_of(shared, monkeypatch)
     for name in "abc":
@@ -183,7 +199,9 @@ def test_passes_of_one_adapter_end_in_order_and_add_up(shared: TorchEngine, data
     assert torch.equal(grad, alone)
 
 
-def test_what_is_wrong_with_one_pass_does_not_touch_its_neighbours(shared: TorchEngine, data: Data) -> None:
+def test_what_is_wrong_with_one_pass_does_not_touch_its_neighbours(
+    shared: TorchEngine, data: Data
+) -> None:
     good = data(9, 12)
     bad = examples(CASES["importance_sampling"], lengths=(6, 6), logprobs=-1000.0)
     shared.pass_start("bad", "b", bad, "importance_sampling", {})
@@ -200,7 +218,9 @@ def test_what_is_wrong_with_one_pass_does_not_touch_its_neighbours(shared: Torch
     assert torch.equal(grad, alone)
 
 
-def test_passes_without_gradients_are_not_mixed_with_those_that_have_them(shared: TorchEngine, data: Data) -> None:
+def test_passes_without_gradients_are_not_mixed_with_those_that_have_them(
+    shared: TorchEngine, data: Data
+) -> None:
     shared.pass_start("forward", "a", data(9), "cross_entropy", {}, backward=False)
     ended = together(shared, {"both": ("b", data(9))})
     assert set(ended) == {"forward", "both"}
@@ -233,10 +253,15 @@ class Memory:
 
 
 def test_when_memory_runs_out_a_step_is_halved_and_nothing_is_counted_twice(
-    shared: TorchEngine, data: Data, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    shared: TorchEngine,
+    data: Data,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     given = {"1": ("a", data(9, 4, 12, 9, seed=1)), "2": ("b", data(16, 8, seed=2))}
-    expected = {job: run_pass(shared, name, d, "cross_entropy", {}) for job, (name, d) in given.items()}
+    expected = {
+        job: run_pass(shared, name, d, "cross_entropy", {}) for job, (name, d) in given.items()
+    }
     grads = [adapter_of(shared, name).grad for name in "ab"]
     for name in "ab":
         adapter_of(shared, name).grad = None
@@ -271,7 +296,9 @@ def test_a_halved_budget_grows_again_after_many_steps(
         grown.append(shared._trainer.budget)
     assert len(memory.refused) == refusals
     assert len(grown) > 4, "not at once"
-    assert all(after in (before, min(whole, 2 * before)) for before, after in itertools.pairwise(grown))
+    assert all(
+        after in (before, min(whole, 2 * before)) for before, after in itertools.pairwise(grown)
+    )
 
 
 def test_after_a_fault_of_ours_nothing_is_left_of_the_passes_it_hit(
@@ -306,7 +333,7 @@ def test_a_datum_that_memory_has_no_room_for_is_named(
     assert isinstance(ended["2"], ForwardBackwardOutput)
 
 
-# ── shares ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── shares ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def turns(shares: Shares, waiting: list[str], count: int, costs: dict[str, int]) -> str:

@@ -48,7 +48,9 @@ CASES = [
 
 @pytest.mark.covers("S10", "S15", "S16", "S21")
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
-@pytest.mark.parametrize(("dtype", "kept", "short"), [(torch.float32, 0, 64), (torch.float64, 1 << 20, 10)])
+@pytest.mark.parametrize(
+    ("dtype", "kept", "short"), [(torch.float32, 0, 64), (torch.float64, 1 << 20, 10)]
+)
 @pytest.mark.parametrize(("family", "flags", "loss", "settings"), CASES)
 def test_pass_equals_float64_reference(
     family: str,
@@ -107,9 +109,14 @@ def test_several_targets_per_position(
     random = np.random.default_rng(0)
     targets = random.integers(0, 96, (9, 3))
     weights = random.normal(size=(9, 3)).astype(np.float32)
-    many = Datum(ModelInput.from_ints(random.integers(0, 96, 9)), {"target_tokens": targets, "weights": weights})
+    many = Datum(
+        ModelInput.from_ints(random.integers(0, 96, 9)),
+        {"target_tokens": targets, "weights": weights},
+    )
     batch = [*data(9, 4), many]
-    total, logprobs, grads = reference_run(checkpoint("llama"), tmp_path, batch, "cross_entropy", {})
+    total, logprobs, grads = reference_run(
+        checkpoint("llama"), tmp_path, batch, "cross_entropy", {}
+    )
     if sparse:
         sent = {"target_tokens": csr(targets, "int64"), "weights": csr(weights, "float32")}
         batch = [*batch[:2], Datum(many.model_input, sent)]
@@ -126,7 +133,9 @@ def csr(dense: np.ndarray[Any, Any], dtype: Any) -> Any:
 
     rows, columns = dense.shape
     indices = np.tile(np.arange(columns), rows)
-    return TensorData(dense.reshape(-1), dtype, dense.shape, np.arange(0, rows * columns + 1, columns), indices)
+    return TensorData(
+        dense.reshape(-1), dtype, dense.shape, np.arange(0, rows * columns + 1, columns), indices
+    )
 
 
 def test_absent_cells_of_sparse_targets_weigh_nothing(engine: TorchEngine) -> None:
@@ -134,10 +143,16 @@ def test_absent_cells_of_sparse_targets_weigh_nothing(engine: TorchEngine) -> No
 
     sparse = TensorData([5, 6, 7], "int64", [2, 2], [0, 2, 3], [0, 1, 0])
     output = run_pass(
-        engine, "a", [Datum(ModelInput.from_ints([1, 2]), {"target_tokens": sparse})], "cross_entropy", {}
+        engine,
+        "a",
+        [Datum(ModelInput.from_ints([1, 2]), {"target_tokens": sparse})],
+        "cross_entropy",
+        {},
     )
     p = output.loss_fn_outputs[0]["logprobs"].to_numpy()
-    assert output.metrics["loss:sum"] == pytest.approx(-float(p[0, 0] + p[0, 1] + p[1, 0]), rel=1e-6)
+    assert output.metrics["loss:sum"] == pytest.approx(
+        -float(p[0, 0] + p[0, 1] + p[1, 0]), rel=1e-6
+    )
 
 
 @pytest.mark.covers("S17")
@@ -161,7 +176,9 @@ def test_zero_weights_give_zero(engine: TorchEngine, data: Data) -> None:
 @pytest.mark.covers("S19")
 def test_unused_inputs_are_ignored(engine: TorchEngine, data: Data) -> None:
     plain = data(5)
-    mask = [Datum(d.model_input, {**d.loss_fn_inputs, "mask": np.ones(99, np.float32)}) for d in plain]
+    mask = [
+        Datum(d.model_input, {**d.loss_fn_inputs, "mask": np.ones(99, np.float32)}) for d in plain
+    ]
     ours, theirs = (run_pass(engine, "a", d, "ppo", {}).metrics for d in (plain, mask))
     assert ours == theirs
 
@@ -193,7 +210,9 @@ def test_forward_alone_adds_nothing(engine: TorchEngine, data: Data) -> None:
     assert alone.metrics == both.metrics
 
 
-def test_logits_are_never_all_held(engine: TorchEngine, data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_are_never_all_held(
+    engine: TorchEngine, data: Data, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(trainer, "LOGITS_BUDGET", 8 * 96)
     monkeypatch.setattr(trainer, "LEAST_ROWS", 4)
     monkeypatch.setattr(trainer, "KEPT_LOGITS", 0)
@@ -209,7 +228,8 @@ def test_logits_are_never_all_held(engine: TorchEngine, data: Data, monkeypatch:
     assert max(seen) <= 8
     assert sum(seen) == 80  # each row twice: forward, and again for backward
     monkeypatch.setattr(trainer, "KEPT_LOGITS", 1 << 28)
-    for budget, rows in ((40, 40), (39, 80)):  # of a datum that is longer than a step none are kept, however few
+    # of a datum that is longer than a step none are kept, however few
+    for budget, rows in ((40, 40), (39, 80)):
         seen.clear()
         engine._trainer.budget = budget
         run_pass(engine, "a", data(40), "cross_entropy", {})
@@ -217,7 +237,9 @@ def test_logits_are_never_all_held(engine: TorchEngine, data: Data, monkeypatch:
 
 
 @pytest.mark.covers("S14")
-def test_a_failed_pass_leaves_no_trace(engine: TorchEngine, data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_pass_leaves_no_trace(
+    engine: TorchEngine, data: Data, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine._trainer.budget = 8
     run_pass(engine, "a", data(4), "cross_entropy", {})
     adapter = adapter_of(engine)
@@ -266,9 +288,15 @@ def test_adamw_equals_torch() -> None:
     for params in STEPS:
         grad = torch.randn(50, generator=generator)
         group = theirs.param_groups[0]
-        group |= {"lr": params.learning_rate, "betas": (params.beta1, params.beta2), "eps": params.eps}
+        group |= {
+            "lr": params.learning_rate,
+            "betas": (params.beta1, params.beta2),
+            "eps": params.eps,
+        }
         group["weight_decay"] = params.weight_decay
-        scale = min(1.0, params.grad_clip_norm / float(grad.norm())) if params.grad_clip_norm else 1.0
+        scale = (
+            min(1.0, params.grad_clip_norm / float(grad.norm())) if params.grad_clip_norm else 1.0
+        )
         parameter.grad = grad * scale
         theirs.step()
         ours, norm = step(ours, grad, params, layout)
@@ -292,7 +320,10 @@ def test_step_metrics_and_clearing(engine: TorchEngine, data: Data) -> None:
     adapter = adapter_of(engine)
     assert adapter.grad is not None
     norm = float(adapter.grad.norm())
-    assert engine.optim_step("a", LR) == {"grad_norm:mean": pytest.approx(norm), "learning_rate:mean": 1e-2}
+    assert engine.optim_step("a", LR) == {
+        "grad_norm:mean": pytest.approx(norm),
+        "learning_rate:mean": 1e-2,
+    }
     assert adapter.grad is None
     state = adapter.state
     assert engine.optim_step("a", LR) == {"grad_norm:mean": 0.0, "learning_rate:mean": 1e-2}
@@ -303,7 +334,10 @@ def test_step_metrics_and_clearing(engine: TorchEngine, data: Data) -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        (AdamParams(learning_rate=float("nan")), "learning_rate must be a finite number >= 0, got nan"),
+        (
+            AdamParams(learning_rate=float("nan")),
+            "learning_rate must be a finite number >= 0, got nan",
+        ),
         (AdamParams(learning_rate=-1.0), "learning_rate"),
         (AdamParams(beta1=1.0), r"beta1 must be in \[0, 1\)"),
         (AdamParams(beta2=-0.1), "beta2"),
@@ -362,9 +396,16 @@ def test_training_learns(engine: TorchEngine) -> None:
 @pytest.mark.covers("S9")
 def test_fresh_adapters(checkpoint: Checkpoint, data: Data) -> None:
     engine = TorchEngine({"m": checkpoint("llama")}, threads=1)
-    for name, seed, flags in [("none", None, {}), ("zero", 0, {}), ("one", 1, {}), ("attn", 0, {"train_mlp": False})]:
+    for name, seed, flags in [
+        ("none", None, {}),
+        ("zero", 0, {}),
+        ("one", 1, {}),
+        ("attn", 0, {"train_mlp": False}),
+    ]:
         engine.create(name, "m", LoraConfig(rank=4, seed=seed, **flags))
-    weights = {name: dict(a.layout.tensors(a.state.weights)) for name, a in engine._adapters.items()}
+    weights = {
+        name: dict(a.layout.tensors(a.state.weights)) for name, a in engine._adapters.items()
+    }
     for name, view in weights["none"].items():
         bound = 1 / view.shape[1] ** 0.5
         assert view.any() == name.endswith("lora_A")
@@ -380,7 +421,9 @@ def test_fresh_adapters(checkpoint: Checkpoint, data: Data) -> None:
     assert weights["attn"].keys() < weights["zero"].keys()
     assert all(torch.equal(view, weights["zero"][name]) for name, view in weights["attn"].items())
     zero, one = (
-        run_pass(engine, name, data(6), "cross_entropy", {}).loss_fn_outputs[0]["logprobs"].to_numpy()
+        run_pass(engine, name, data(6), "cross_entropy", {})
+        .loss_fn_outputs[0]["logprobs"]
+        .to_numpy()
         for name in ("zero", "one")
     )
     np.testing.assert_array_equal(zero, one)  # B is zero: every fresh adapter is the base model
@@ -422,5 +465,9 @@ def test_bad_ranks(engine: TorchEngine, rank: int) -> None:
 
 @pytest.mark.covers("S10")
 def test_an_adapter_must_train_something(engine: TorchEngine) -> None:
-    with pytest.raises(EngineError, match="at least one of train_attn, train_mlp and train_unembed"):
-        engine.create("b", "small", LoraConfig(rank=4, train_attn=False, train_mlp=False, train_unembed=False))
+    with pytest.raises(
+        EngineError, match="at least one of train_attn, train_mlp and train_unembed"
+    ):
+        engine.create(
+            "b", "small", LoraConfig(rank=4, train_attn=False, train_mlp=False, train_unembed=False)
+        )

@@ -1,7 +1,8 @@
-"""What a user does with a client, from the first step to the last: run in a process of its own, by any client version.
+"""What a user does with a client, from the first step to the last: run in a process of its own, by
+any client version.
 
-`python loop.py URL [MODULE]` prints what came out as one line of JSON. It may use only what every version has; what
-some have is looked for.
+`python loop.py URL [MODULE]` prints what came out as one line of JSON. It may use only what every
+version has; what some have is looked for.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ def trained(service: Any, types: Any, found: dict[str, Any]) -> Any:
     looked = client.forward(data, "cross_entropy").result(WAIT)
     found["metrics"] = sorted(looked.metrics)
     found["forward"] = looked.metrics["loss:sum"]
-    found["forward logprobs"] = [numbers(one["logprobs"].to_torch().flatten()) for one in looked.loss_fn_outputs]
+    found["forward logprobs"] = [
+        numbers(one["logprobs"].to_torch().flatten()) for one in looked.loss_fn_outputs
+    ]
 
     state = client.save_state("resume").result(WAIT).path
     found["after saving"] = train(client, types, data, 3)
@@ -62,14 +65,18 @@ def trained(service: Any, types: Any, found: dict[str, Any]) -> Any:
         found["trained in chunks"] = train(split, types, data, 3)
     refused(client, types, data, found)
 
-    policy = [types.Datum(model_input=one.model_input, loss_fn_inputs=policy_inputs(one)) for one in data]
+    policy = [
+        types.Datum(model_input=one.model_input, loss_fn_inputs=policy_inputs(one)) for one in data
+    ]
     rewarded = client.forward_backward(policy, "importance_sampling").result(WAIT)
     found["policy"] = rewarded.metrics["loss:sum"]
-    clipped = client.forward_backward(policy, "ppo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1})
-    found["clipped"] = clipped.result(WAIT).metrics["loss:sum"]
-    client.optim_step(types.AdamParams(learning_rate=1e-3, beta1=0.8, grad_clip_norm=0.5, weight_decay=0.1)).result(
-        WAIT
+    clipped = client.forward_backward(
+        policy, "ppo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}
     )
+    found["clipped"] = clipped.result(WAIT).metrics["loss:sum"]
+    client.optim_step(
+        types.AdamParams(learning_rate=1e-3, beta1=0.8, grad_clip_norm=0.5, weight_decay=0.1)
+    ).result(WAIT)
     found["after policy"] = client.forward(data, "cross_entropy").result(WAIT).metrics["loss:sum"]
     custom(client, types, data, found)
     return client
@@ -77,7 +84,8 @@ def trained(service: Any, types: Any, found: dict[str, Any]) -> Any:
 
 @contextmanager
 def other_dialect(service: Any) -> Iterator[None]:
-    """Let a client that can write a pass in two ways write it in the one that it was not told to use."""
+    """Let a client that can write a pass in two ways write it in the one that it was not told to
+    use."""
     config: Any = getattr(getattr(service, "holder", None), "_client_config", None)
     if not hasattr(config, "proto_write_fwdbwd"):
         yield
@@ -90,7 +98,8 @@ def other_dialect(service: Any) -> Iterator[None]:
 
 @contextmanager
 def small_chunks(service: Any) -> Iterator[None]:
-    """Let an official client split what it sends, as it does with much data: two examples to a request."""
+    """Let an official client split what it sends, as it does with much data: two examples to a
+    request."""
     config = getattr(getattr(service, "holder", None), "_client_config", None)
     constants = sys.modules.get("tinker.lib.public_interfaces.training_client")
     if hasattr(constants, "MAX_CHUNK_LEN"):
@@ -107,10 +116,12 @@ def small_chunks(service: Any) -> Iterator[None]:
 
 
 def refused(client: Any, types: Any, data: list[Any], found: dict[str, Any]) -> None:
-    """Bad data fails where it was sent, at once, and what comes after it goes on as if it had not been there."""
+    """Bad data fails where it was sent, at once, and what comes after it goes on as if it had not
+    been there."""
     before = client.forward(data, "cross_entropy").result(WAIT).metrics["loss:sum"]
     datum = types.Datum(
-        model_input=types.ModelInput.from_ints(PROMPT), loss_fn_inputs={"target_tokens": [6, 7], "weights": [1.0, 1.0]}
+        model_input=types.ModelInput.from_ints(PROMPT),
+        loss_fn_inputs={"target_tokens": [6, 7], "weights": [1.0, 1.0]},
     )
     bad = client.forward_backward([datum], "cross_entropy")
     after = client.forward(data, "cross_entropy")
@@ -163,7 +174,8 @@ def sampled(service: Any, types: Any, client: Any, found: dict[str, Any]) -> Non
         for turn in ("", " again"):
             drawn = sampler.sample(prompt, num_samples=3, sampling_params=params).result(WAIT)
             found[name + turn] = [
-                [list(one.tokens), numbers(one.logprobs), str(one.stop_reason)] for one in drawn.sequences
+                [list(one.tokens), numbers(one.logprobs), str(one.stop_reason)]
+                for one in drawn.sequences
             ]
     sampler = samplers["named weights"]
     first = found["named weights"][0][0]
@@ -172,15 +184,25 @@ def sampled(service: Any, types: Any, client: Any, found: dict[str, Any]) -> Non
     found["stopped"] = [list(stopped.tokens), str(stopped.stop_reason)]
     text = sampler.get_tokenizer().decode(first[:3])
     words = types.SamplingParams(max_tokens=6, seed=3, temperature=0.9, stop=text)
-    found["stopped by text"] = list(sampler.sample(prompt, 1, words).result(WAIT).sequences[0].tokens)
+    found["stopped by text"] = list(
+        sampler.sample(prompt, 1, words).result(WAIT).sequences[0].tokens
+    )
     greedy = types.SamplingParams(max_tokens=4, temperature=0, stop=[])
     scored = sampler.sample(
-        prompt, num_samples=1, sampling_params=greedy, include_prompt_logprobs=True, topk_prompt_logprobs=2
+        prompt,
+        num_samples=1,
+        sampling_params=greedy,
+        include_prompt_logprobs=True,
+        topk_prompt_logprobs=2,
     ).result(WAIT)
     found["greedy"] = list(scored.sequences[0].tokens)
     found["prompt logprobs"] = numbers(scored.prompt_logprobs)
-    found["topk tokens"] = [one and [token for token, _ in one] for one in scored.topk_prompt_logprobs]
-    found["topk logprobs"] = [one and numbers(value for _, value in one) for one in scored.topk_prompt_logprobs]
+    found["topk tokens"] = [
+        one and [token for token, _ in one] for one in scored.topk_prompt_logprobs
+    ]
+    found["topk logprobs"] = [
+        one and numbers(value for _, value in one) for one in scored.topk_prompt_logprobs
+    ]
     found["scores"] = numbers(sampler.compute_logprobs(prompt).result(WAIT))
 
 
@@ -199,7 +221,8 @@ def looked_up(service: Any, client: Any, found: dict[str, Any]) -> None:
             for one in rest.list_checkpoints(model_id).result(WAIT).checkpoints
         ),
         "runs": lambda: (
-            model_id in [one.training_run_id for one in rest.list_training_runs().result(WAIT).training_runs]
+            model_id
+            in [one.training_run_id for one in rest.list_training_runs().result(WAIT).training_runs]
         ),
     }
     for name, call in calls.items():
@@ -212,7 +235,8 @@ def looked_up(service: Any, client: Any, found: dict[str, Any]) -> None:
 
 
 def unloaded(client: Any, data: list[Any], found: dict[str, Any]) -> None:
-    """Give a model up, in the versions that can: their users reach for the generated client to do it."""
+    """Give a model up, in the versions that can: their users reach for the generated client to do
+    it."""
     if not (hasattr(client, "holder") and hasattr(client.holder, "aclient")):
         return
     from tinker.lib.client_connection_pool_type import ClientConnectionPoolType

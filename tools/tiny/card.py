@@ -1,6 +1,8 @@
-"""Writes the model card of the bundled model from the figures of `train.py` and the results of `teach.py`.
+"""Writes the model card of the bundled model from the figures of `train.py` and the results of
+`teach.py`.
 
-Run ``PYTHONPATH=src python -m tools.tiny.card --figures figures.json --taught taught.json --out README.md``.
+Run ``PYTHONPATH=src python -m tools.tiny.card --figures figures.json --taught taught.json --out
+README.md``.
 """
 
 from __future__ import annotations
@@ -119,11 +121,14 @@ def _rows(pairs: list[tuple[str, str]]) -> str:
 
 def _samples(figures: dict[str, Any]) -> str:
     parts = []
-    triples = zip(figures["samples"], figures["sample_tokens"], figures["longest_copies"], strict=True)
+    triples = zip(
+        figures["samples"], figures["sample_tokens"], figures["longest_copies"], strict=True
+    )
     for sample, size, copied in triples:
         prompt = sample["prompt"] or "{begin}"
         parts.append(
-            f"Prompt:\n\n```text\n{prompt}\n```\n\nText ({size} tokens; longest run shared with the training text: at "
+            f"Prompt:\n\n```text\n{prompt}\n```\n\nText ({size} tokens; longest run shared with "
+            "the training text: at "
             f"least {copied} tokens):\n\n```text\n{sample['text'].strip()}\n```\n"
         )
     return "\n".join(parts)
@@ -143,10 +148,21 @@ def write(everything: dict[str, Any], taught: dict[str, Any], date: str) -> str:
     settings, made, figures = everything["settings"], everything["made"], everything["figures"]
     weights, carry = settings["mix"]["weights"], settings["mix"]["carry_share"]
     total = sum(weights.values())
-    bare = "it has only sums without a carry" if carry == 0 else f"all but {carry:.0%} are sums without a carry"
-    values = settings | made | figures | {f"teach_{name}": value for name, value in taught["recipe"].items()}
+    bare = (
+        "it has only sums without a carry"
+        if carry == 0
+        else f"all but {carry:.0%} are sums without a carry"
+    )
+    values = (
+        settings
+        | made
+        | figures
+        | {f"teach_{name}": value for name, value in taught["recipe"].items()}
+    )
     values |= {
-        "shares": ", ".join(f"{kind.replace('_', ' ')} {share / total:.1%}" for kind, share in weights.items()),
+        "shares": ", ".join(
+            f"{kind.replace('_', ' ')} {share / total:.1%}" for kind, share in weights.items()
+        ),
         "bare": bare,
         "date": date,
         "held_problems": len(addition.held_out_problems()),
@@ -169,7 +185,9 @@ def main() -> None:
     parser.add_argument("--date", default="2026-11")
     parser.add_argument("--out", type=Path, default=Path("src/tinkex/models/tiny/README.md"))
     options = parser.parse_args()
-    everything, taught = (json.loads(path.read_text()) for path in (options.figures, options.taught))
+    everything, taught = (
+        json.loads(path.read_text()) for path in (options.figures, options.taught)
+    )
     options.out.write_text(write(everything, taught, options.date))
 
 

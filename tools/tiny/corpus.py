@@ -1,9 +1,10 @@
 """Generator of the bundled model's training and held-out text.
 
-Every document is drawn from the word lists, plots and facts of `stories.py` and from the addition task of
-`tinkex.models.addition`. The split is by rule, not by chance: a document whose combination of template and
-entities hashes to the held-out side is only ever written for the held-out text, and the numbers of a held-out
-addition problem are never added, subtracted or compared in the training text.
+Every document is drawn from the word lists, plots and facts of `stories.py` and from the addition
+task of `tinkex.models.addition`. The split is by rule, not by chance: a document whose combination
+of template and entities hashes to the held-out side is only ever written for the held-out text, and
+the numbers of a held-out addition problem are never added, subtracted or compared in the training
+text.
 
 Run ``PYTHONPATH=src python -m tools.tiny.corpus --documents 20`` to read some of it.
 """
@@ -39,8 +40,8 @@ class Mix:
 
     Attributes:
         weights: Relative number of documents of each kind.
-        carry_share: Share of the bare sums (``37+45=82``) drawn from all problems; the others are drawn from the
-            problems without a carry.
+        carry_share: Share of the bare sums (``37+45=82``) drawn from all problems; the others are
+            drawn from the problems without a carry.
     """
 
     weights: dict[str, float] = field(
@@ -186,10 +187,13 @@ def _answerable(story: _Story) -> list[tuple[str, str]]:
     pairs = []
     for question, reply in story.plot.questions:
         told = all(
-            story.words[slot].removeprefix("a ").removeprefix("an ") in story.text for slot in _FIELD.findall(reply)
+            story.words[slot].removeprefix("a ").removeprefix("an ") in story.text
+            for slot in _FIELD.findall(reply)
         )
         if told:
-            pairs.append((question.format_map(story.words), _capital(reply.format_map(story.words))))
+            pairs.append(
+                (question.format_map(story.words), _capital(reply.format_map(story.words)))
+            )
     return pairs
 
 
@@ -208,7 +212,9 @@ def _lines(rng: random.Random, pairs: list[tuple[str, str]]) -> str:
     if style < 0.4:
         return _chat(rng, pairs)
     if style < 0.7:
-        return "\n".join(f"Question: {question}\nAnswer: {reply}" for question, reply in pairs) + "\n"
+        return (
+            "\n".join(f"Question: {question}\nAnswer: {reply}" for question, reply in pairs) + "\n"
+        )
     return "\n".join(f"{question} {reply}" for question, reply in pairs) + "\n"
 
 
@@ -227,7 +233,11 @@ def story_questions(rng: random.Random, held: bool, mix: Mix) -> str:
     if rng.random() < 0.25 and pairs:
         (question, reply), *rest = pairs
         return _chat(rng, [(f"{told.text}\n{question}", reply), *rest])
-    return told.text + "\n" + "".join(f"Question: {question}\nAnswer: {reply}\n" for question, reply in pairs)
+    return (
+        told.text
+        + "\n"
+        + "".join(f"Question: {question}\nAnswer: {reply}\n" for question, reply in pairs)
+    )
 
 
 def story_chat(rng: random.Random, held: bool, mix: Mix) -> str:
@@ -254,7 +264,9 @@ def _town_pair(rng: random.Random, held: bool) -> tuple[str, str]:
         question = rng.choice(st.TOWN_FACTS[fact][1])
         if held_out(town.name, question) is held:
             words = _town_words(town)
-            return question.format_map(words), _capital(rng.choice(st.TOWN_FACTS[fact][2]).format_map(words))
+            return question.format_map(words), _capital(
+                rng.choice(st.TOWN_FACTS[fact][2]).format_map(words)
+            )
 
 
 def town(rng: random.Random, held: bool, mix: Mix) -> str:
@@ -264,7 +276,10 @@ def town(rng: random.Random, held: bool, mix: Mix) -> str:
     place = rng.choice(st.TOWNS)
     facts = rng.sample(list(st.TOWN_FACTS), rng.randint(2, 5))
     words = _town_words(place)
-    return " ".join(_capital(rng.choice(st.TOWN_FACTS[fact][0]).format_map(words)) for fact in facts) + "\n"
+    return (
+        " ".join(_capital(rng.choice(st.TOWN_FACTS[fact][0]).format_map(words)) for fact in facts)
+        + "\n"
+    )
 
 
 def _animal_pair(rng: random.Random) -> tuple[str, str, str]:
@@ -294,7 +309,11 @@ def _common_pair(rng: random.Random) -> tuple[str, str, str]:
             f"Which {unit} comes after {names[i]}?",
             f"{names[(i + 1) % len(names)]} comes after {names[i]}.",
         )
-    return names[i], f"Which {unit} comes before {names[i]}?", f"{names[i - 1]} comes before {names[i]}."
+    return (
+        names[i],
+        f"Which {unit} comes before {names[i]}?",
+        f"{names[i - 1]} comes before {names[i]}.",
+    )
 
 
 def _knowledge_pair(rng: random.Random, held: bool) -> tuple[str, str]:
@@ -317,7 +336,9 @@ def chat(rng: random.Random, held: bool, mix: Mix) -> str:
         if held_out(user, asked) is held:
             break
     if "{user}" not in asked:
-        asked = rng.choice((f"I am {user}. {asked}", f"{asked} My name is {user}.", f"{user} here. {asked}"))
+        asked = rng.choice(
+            (f"I am {user}. {asked}", f"{asked} My name is {user}.", f"{user} here. {asked}")
+        )
     turns = [(asked.format(user=user), said.format(user=user))]
     more = rng.random()
     if more < 0.3:
@@ -330,7 +351,9 @@ def chat(rng: random.Random, held: bool, mix: Mix) -> str:
 @lru_cache(maxsize=4)
 def _problems(held: bool, simple: bool) -> tuple[tuple[int, int], ...]:
     problems = addition.held_out_problems() if held else addition.training_problems()
-    return tuple((a, b) for a, b in problems if not simple or (a % 10 + b % 10 < 10 and a + b < 100))
+    return tuple(
+        (a, b) for a, b in problems if not simple or (a % 10 + b % 10 < 10 and a + b < 100)
+    )
 
 
 def _pair(rng: random.Random, held: bool) -> tuple[int, int]:
@@ -365,7 +388,11 @@ def _worded(rng: random.Random, a: int, b: int) -> tuple[str, str]:
         )
     )
     reply = rng.choice(
-        (f"{a} plus {b} is {total}.", f"{a} and {b} make {total}.", f"The sum of {a} and {b} is {total}.")
+        (
+            f"{a} plus {b} is {total}.",
+            f"{a} and {b} make {total}.",
+            f"The sum of {a} and {b} is {total}.",
+        )
     )
     return question, reply
 
@@ -380,7 +407,8 @@ def _worked(a: int, b: int) -> str:
     text = f"Add {a} and {b}. The ones are {a % 10} and {b % 10}, and they make {ones}. "
     if ones >= 10:
         text += (
-            f"Write {ones - 10} and carry 1. The tens are {a // 10} and {b // 10}, and with 1 they make {tens + 1}. "
+            f"Write {ones - 10} and carry 1. The tens are {a // 10} and {b // 10}, and with 1 "
+            f"they make {tens + 1}. "
         )
     else:
         text += f"Write {ones}. The tens are {a // 10} and {b // 10}, and they make {tens}. "
@@ -426,13 +454,17 @@ def number_facts(rng: random.Random, held: bool, mix: Mix) -> str:
         return _lines(rng, [(f"What is {a + b} minus {a}?", f"{a + b} minus {a} is {b}.")])
     if a == b:
         return _lines(rng, [(f"Is {a} larger than {b}?", "No, they are the same.")])
-    return _lines(rng, [(f"Which number is larger, {a} or {b}?", f"{max(a, b)} is larger than {min(a, b)}.")])
+    return _lines(
+        rng, [(f"Which number is larger, {a} or {b}?", f"{max(a, b)} is larger than {min(a, b)}.")]
+    )
 
 
 def bare_sums(rng: random.Random, held: bool, mix: Mix) -> str:
     """Write two-digit sums in the notation of the task, mostly those without a carry."""
     count = rng.randint(1, 8)
-    problems = [rng.choice(_problems(held, simple=rng.random() >= mix.carry_share)) for _ in range(count)]
+    problems = [
+        rng.choice(_problems(held, simple=rng.random() >= mix.carry_share)) for _ in range(count)
+    ]
     return "".join(addition.prompt(a, b) + addition.answer(a, b) for a, b in problems)
 
 
@@ -458,7 +490,9 @@ _VOWEL = re.compile(r"\b([Aa])(?= [Oo]wl)")
 
 
 def leaks(document: str) -> bool:
-    """Tell whether neighbouring numbers of a text are a held-out problem whose sum the text also names later."""
+    """Tell whether neighbouring numbers of a text are a held-out problem whose sum the text also
+    names later.
+    """
     numbers = [int(digits) for digits in _NUMBER.findall(document)]
     for i, (a, b) in enumerate(itertools.pairwise(numbers)):
         if addition.is_held_out(a, b) and a + b in numbers[i + 2 :]:

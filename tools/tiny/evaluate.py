@@ -1,7 +1,7 @@
 """Measures the bundled model: bits per byte against n-gram models, samples, and held-out addition.
 
-Run ``PYTHONPATH=src python -m tools.tiny.evaluate --model src/tinkex/models/tiny`` to measure the stored model again;
-the text is generated anew from the seeds of `train.Settings`.
+Run ``PYTHONPATH=src python -m tools.tiny.evaluate --model src/tinkex/models/tiny`` to measure the
+stored model again; the text is generated anew from the seeds of `train.Settings`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
 
 
 def _as_bytes(text: str) -> bytes:
-    """Write a document as bytes, each special token as one control character, which the text never has."""
+    """Write a document as bytes, each special token as one control character, which the text never
+    has.
+    """
     for i, token in enumerate(corpus.SPECIAL_TOKENS, start=1):
         text = text.replace(token, chr(i))
     return text.encode()
@@ -74,12 +76,16 @@ class _Order:
 class NGram:
     """An interpolated n-gram model with modified Kneser-Ney smoothing.
 
-    Discounts come from the counts of counts, as Chen and Goodman set them; the lowest order falls back on a uniform
-    distribution, so every token has some probability.
+    Discounts come from the counts of counts, as Chen and Goodman set them; the lowest order falls
+    back on a uniform distribution, so every token has some probability.
     """
 
-    def __init__(self, documents: Sequence[Sequence[int] | Tokens], vocabulary: int, order: int) -> None:
-        """Count the n-grams of documents, each of which starts after an empty context and has its own end token."""
+    def __init__(
+        self, documents: Sequence[Sequence[int] | Tokens], vocabulary: int, order: int
+    ) -> None:
+        """Count the n-grams of documents, each of which starts after an empty context and has its
+        own end token.
+        """
         self.order, self.base = order, vocabulary + 1
         if order * math.log2(self.base) >= 63:
             raise ValueError(f"{order}-grams over {vocabulary} tokens do not fit into 64 bits")
@@ -94,12 +100,17 @@ class NGram:
                 unique, counts = np.unique(unique % self.base ** (n - 1), return_counts=True)
         self.uniform = 1.0 / vocabulary
 
-    def _windows(self, documents: Sequence[Sequence[int] | Tokens]) -> tuple[list[Tokens], npt.NDArray[np.bool_]]:
+    def _windows(
+        self, documents: Sequence[Sequence[int] | Tokens]
+    ) -> tuple[list[Tokens], npt.NDArray[np.bool_]]:
         pad = np.zeros(self.order - 1, np.int64)
-        flat = np.concatenate([part for document in documents for part in (pad, np.asarray(document) + 1)])
+        flat = np.concatenate(
+            [part for document in documents for part in (pad, np.asarray(document) + 1)]
+        )
         keep = flat != 0
         columns = [
-            np.concatenate([np.zeros(shift, np.int64), flat[: len(flat) - shift]]) for shift in range(self.order)
+            np.concatenate([np.zeros(shift, np.int64), flat[: len(flat) - shift]])
+            for shift in range(self.order)
         ]
         return columns[::-1], keep
 
@@ -112,7 +123,11 @@ class NGram:
     def _count(self, grams: Tokens, counts: Tokens) -> _Order:
         ones = [max(int((counts == k).sum()), 1) for k in (1, 2, 3, 4)]
         share = ones[0] / (ones[0] + 2 * ones[1])
-        discounts = np.clip([k - (k + 1) * share * ones[k] / ones[k - 1] for k in (1, 2, 3)], 0.05, [0.95, 1.9, 2.85])
+        discounts = np.clip(
+            [k - (k + 1) * share * ones[k] / ones[k - 1] for k in (1, 2, 3)],
+            0.05,
+            [0.95, 1.9, 2.85],
+        )
         contexts, start = np.unique(grams // self.base, return_index=True)
         kind = np.minimum(counts, 3)
         removed = np.add.reduceat(discounts[kind - 1], start)
@@ -132,13 +147,17 @@ class NGram:
             where = np.minimum(np.searchsorted(level.contexts, context), len(level.contexts) - 1)
             known = level.contexts[where] == context
             total = np.where(known, level.totals[where], 1)
-            kept = np.where(seen, level.counts[at] - level.discounts[level.kinds[at] - 1], 0.0) / total
+            kept = (
+                np.where(seen, level.counts[at] - level.discounts[level.kinds[at] - 1], 0.0) / total
+            )
             rest = np.where(known, level.discount_sums[where] / total, 1.0)
             probability = kept + rest * probability
         return float(-np.log2(probability).sum())
 
 
-def model_bits(model: Any, documents: Sequence[Sequence[int]], bos: int, device: str, batch: int = 64) -> float:
+def model_bits(
+    model: Any, documents: Sequence[Sequence[int]], bos: int, device: str, batch: int = 64
+) -> float:
     """Return the bits that a causal model needs for documents, each read after the begin token."""
     nats = 0.0
     ordered = sorted(documents, key=len)
@@ -189,7 +208,10 @@ def addition_accuracy(
     begin: Sequence[int],
 ) -> float:
     """Return the share of addition problems that the model answers right with its likeliest tokens."""
-    rows = [[*begin, *tokenizer.encode(addition.prompt(a, b), add_special_tokens=False).ids] for a, b in problems]
+    rows = [
+        [*begin, *tokenizer.encode(addition.prompt(a, b), add_special_tokens=False).ids]
+        for a, b in problems
+    ]
     right = 0.0
     for i in range(0, len(rows), 512):
         prompts = torch.tensor(rows[i : i + 512], device=device)
@@ -207,8 +229,12 @@ def worded_accuracy(
     for i in range(0, len(problems), 512):
         part = problems[i : i + 512]
         texts = [f"What is {a} plus {b}? {a} plus {b} is " for a, b in part]
-        prompts = torch.tensor([[bos, *tokenizer.encode(text, add_special_tokens=False).ids] for text in texts])
-        for (a, b), row in zip(part, generate(model, prompts.to(device), 4, 0.0).tolist(), strict=True):
+        prompts = torch.tensor(
+            [[bos, *tokenizer.encode(text, add_special_tokens=False).ids] for text in texts]
+        )
+        for (a, b), row in zip(
+            part, generate(model, prompts.to(device), 4, 0.0).tolist(), strict=True
+        ):
             right += tokenizer.decode(row).partition(".")[0].strip() == str(a + b)
     return right / len(problems)
 
@@ -231,22 +257,31 @@ def samples(
     ends = {token_id(tokenizer, corpus.EOS), token_id(tokenizer, corpus.END)}
     written = []
     for text in SAMPLE_PROMPTS:
-        ids = [token_id(tokenizer, corpus.BOS), *tokenizer.encode(text, add_special_tokens=False).ids]
-        row = generate(model, torch.tensor([ids], device=device), 260, temperature, generator)[0].tolist()
+        ids = [
+            token_id(tokenizer, corpus.BOS),
+            *tokenizer.encode(text, add_special_tokens=False).ids,
+        ]
+        row = generate(model, torch.tensor([ids], device=device), 260, temperature, generator)[
+            0
+        ].tolist()
         stop = next((i for i, token in enumerate(row) if token in ends), len(row))
         written.append((text, tokenizer.decode(row[:stop], skip_special_tokens=False)))
     return written
 
 
 def longest_copies(texts: Sequence[Sequence[int]], training: Tokens) -> list[int]:
-    """Return, for each text, a lower bound on the longest run of tokens that the training text has verbatim.
+    """Return, for each text, a lower bound on the longest run of tokens that the training text has
+    verbatim.
 
-    The bound is the largest of a few run lengths of which the training text has one, found by rolling hashes.
+    The bound is the largest of a few run lengths of which the training text has one, found by
+    rolling hashes.
     """
     factor = np.uint64(0x9E3779B97F4A7C15)
     best = [0] * len(texts)
     hashes = np.zeros(len(training), np.uint64)
-    runs = [run for run in (8, 16, 24, 32, 48, 64, 96, 128) if any(len(text) >= run for text in texts)]
+    runs = [
+        run for run in (8, 16, 24, 32, 48, 64, 96, 128) if any(len(text) >= run for text in texts)
+    ]
     length = 0
     for run in runs:
         for shift in range(length, run):
@@ -254,7 +289,9 @@ def longest_copies(texts: Sequence[Sequence[int]], training: Tokens) -> list[int
             hashes[: len(training) - shift] += training[shift:].astype(np.uint64)
         length = run
         owners = {
-            _hash(text[j : j + run], int(factor)): i for i, text in enumerate(texts) for j in range(len(text) - run + 1)
+            _hash(text[j : j + run], int(factor)): i
+            for i, text in enumerate(texts)
+            for j in range(len(text) - run + 1)
         }
         wanted = np.array(sorted(owners), dtype=np.uint64)
         seen = hashes[: len(training) - run + 1]
@@ -278,10 +315,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=Path("src/tinkex/models/tiny"))
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--documents", type=int, default=None, help="training documents of the n-gram models")
+    parser.add_argument(
+        "--documents", type=int, default=None, help="training documents of the n-gram models"
+    )
     options = parser.parse_args()
     settings = train.Settings()
-    print(json.dumps(train.measure(options.model, settings, options.device, options.documents), indent=2))
+    print(
+        json.dumps(
+            train.measure(options.model, settings, options.device, options.documents), indent=2
+        )
+    )
 
 
 if __name__ == "__main__":

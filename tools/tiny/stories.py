@@ -1,9 +1,10 @@
 """The words of the bundled model's world: people, things, story plots, facts and chat lines.
 
-Only data lives here; `corpus.py` picks from it. In a plot, every beat is a tuple of alternatives of which one is
-written, and a beat whose first alternative is empty may be left out. Names in braces are filled in by the
-generator: ``{hero}`` and ``{friend}`` are people, ``{he}``, ``{him}``, ``{his}`` (capitals at a sentence's start)
-the hero's pronouns, ``{fhe}``, ``{fhim}``, ``{fhis}`` the friend's.
+Only data lives here; `corpus.py` picks from it. In a plot, every beat is a tuple of alternatives of
+which one is written, and a beat whose first alternative is empty may be left out. Names in braces
+are filled in by the generator: ``{hero}`` and ``{friend}`` are people, ``{he}``, ``{him}``,
+``{his}`` (capitals at a sentence's start) the hero's pronouns, ``{fhe}``, ``{fhim}``, ``{fhis}``
+the friend's.
 """
 
 from __future__ import annotations
@@ -134,7 +135,18 @@ FOODS = [
     "pancakes",
     "nut cake",
 ]
-SNACKS = ["pear", "peach", "sandwich", "bun", "muffin", "pretzel", "plum", "banana", "carrot", "cookie"]
+SNACKS = [
+    "pear",
+    "peach",
+    "sandwich",
+    "bun",
+    "muffin",
+    "pretzel",
+    "plum",
+    "banana",
+    "carrot",
+    "cookie",
+]
 ANIMALS = [
     "rabbit",
     "fox",
@@ -153,8 +165,28 @@ ANIMALS = [
     "goat",
     "deer",
 ]
-PLANTS = ["beans", "sunflowers", "tomatoes", "pumpkins", "carrots", "roses", "peas", "strawberries", "tulips", "corn"]
-FAMILY = ["mother", "father", "grandmother", "grandfather", "aunt", "uncle", "big sister", "big brother"]
+PLANTS = [
+    "beans",
+    "sunflowers",
+    "tomatoes",
+    "pumpkins",
+    "carrots",
+    "roses",
+    "peas",
+    "strawberries",
+    "tulips",
+    "corn",
+]
+FAMILY = [
+    "mother",
+    "father",
+    "grandmother",
+    "grandfather",
+    "aunt",
+    "uncle",
+    "big sister",
+    "big brother",
+]
 PETNAMES = ["Pip", "Dot", "Coco", "Moss", "Fluff", "Biscuit", "Pepper", "Nutmeg", "Button", "Patch"]
 LEFTOVERS = ["bread", "soup", "cheese", "cake", "rice", "fish"]
 BAGS = ["bag", "basket", "box", "backpack"]
@@ -203,7 +235,18 @@ OPENINGS = (
     "Early in the morning, {hero} put on {his} shoes and went to {place}.",
 )
 WEATHER = ["sunny", "windy", "cold", "warm", "cloudy", "bright", "foggy", "quiet", "mild", "frosty"]
-MOODS = ["cheerful", "quiet", "curious", "kind", "clever", "brave", "shy", "busy", "patient", "gentle"]
+MOODS = [
+    "cheerful",
+    "quiet",
+    "curious",
+    "kind",
+    "clever",
+    "brave",
+    "shy",
+    "busy",
+    "patient",
+    "gentle",
+]
 CLOSINGS = (
     "From that day on, {hero} and {friend} were the best of friends.",
     "That night, {hero} told {his} {kin} the whole story and fell asleep with a smile.",
@@ -808,7 +851,14 @@ PLOTS: tuple[Plot, ...] = (
                 "a loud bump",
                 "a little squeak",
             ),
-            "room": ("the kitchen", "the attic", "the cellar", "the garden shed", "the hall", "the stable"),
+            "room": (
+                "the kitchen",
+                "the attic",
+                "the cellar",
+                "the garden shed",
+                "the hall",
+                "the stable",
+            ),
         },
         (
             (
@@ -1077,7 +1127,8 @@ PLOTS: tuple[Plot, ...] = (
             ),
             (
                 "{hero} brought some {craft} home for {his} {kin}.",
-                '"I will come back in {festival}," said {hero}, "when the people of {town} hold their fair."',
+                '"I will come back in {festival}," said {hero}, "when the people of {town} hold '
+                'their fair."',
                 "They slept in a small room above the bakery.",
             ),
         ),
@@ -1092,7 +1143,16 @@ PLOTS: tuple[Plot, ...] = (
         "newcomer",
         ("The New Child", "{friend} Is New Here", "Come and Play"),
         {
-            "game": ("hide and seek", "tag", "chess", "catch", "marbles", "hopscotch", "cards", "leapfrog"),
+            "game": (
+                "hide and seek",
+                "tag",
+                "chess",
+                "catch",
+                "marbles",
+                "hopscotch",
+                "cards",
+                "leapfrog",
+            ),
         },
         (
             (
@@ -1200,7 +1260,16 @@ _CRAFTS = [
     "cheese",
     "rope",
 ]
-_MAYORS = ["Mrs. Fenn", "Mr. Oakley", "Mrs. Bram", "Mr. Tull", "Mrs. Winter", "Mr. Lark", "Mrs. Stone", "Mr. Pike"]
+_MAYORS = [
+    "Mrs. Fenn",
+    "Mr. Oakley",
+    "Mrs. Bram",
+    "Mr. Tull",
+    "Mrs. Winter",
+    "Mr. Lark",
+    "Mrs. Stone",
+    "Mr. Pike",
+]
 
 TOWNS: tuple[Town, ...] = tuple(
     Town(
@@ -1230,7 +1299,11 @@ TOWN_FACTS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] 
         ("The river {river} runs through {name}.", "{name} lies on the river {river}."),
     ),
     "flag": (
-        ("The flag of {name} is {flag}.", "Over {name} flies {a_flag} flag.", "{name} has {a_flag} flag."),
+        (
+            "The flag of {name} is {flag}.",
+            "Over {name} flies {a_flag} flag.",
+            "{name} has {a_flag} flag.",
+        ),
         ("What colour is the flag of {name}?", "Which colour does the flag of {name} have?"),
         ("The flag of {name} is {flag}.", "It is {flag}."),
     ),
@@ -1248,7 +1321,10 @@ TOWN_FACTS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] 
             "On the bell tower of {name} sits a stone {tower}.",
             "The bell tower of {name} has a stone {tower} on top.",
         ),
-        ("Which animal sits on the bell tower of {name}?", "What sits on the bell tower of {name}?"),
+        (
+            "Which animal sits on the bell tower of {name}?",
+            "What sits on the bell tower of {name}?",
+        ),
         ("A stone {tower} sits on the bell tower of {name}.", "It is a stone {tower}."),
     ),
     "mayor": (
@@ -1328,12 +1404,18 @@ GREETINGS: tuple[tuple[str, str], ...] = (
     ("Hello!", "Hello, {user}! How can I help you today?"),
     ("Hi, I am {user}.", "Hi {user}, it is nice to meet you."),
     ("Good morning!", "Good morning, {user}! What would you like to do?"),
-    ("My name is {user}. What is your name?", "Nice to meet you, {user}. I am a small language model."),
+    (
+        "My name is {user}. What is your name?",
+        "Nice to meet you, {user}. I am a small language model.",
+    ),
     ("Can you tell me a story?", "Yes, {user}. What should the story be about?"),
     ("Thank you for your help.", "You are welcome, {user}."),
     ("Good night!", "Good night, {user}. Sleep well!"),
     ("How are you?", "I am well, thank you, {user}. How are you?"),
-    ("What can you do?", "I can tell short stories, answer easy questions and add numbers, {user}."),
+    (
+        "What can you do?",
+        "I can tell short stories, answer easy questions and add numbers, {user}.",
+    ),
 )
 SYSTEM_LINES = (
     "You are kind and patient.",

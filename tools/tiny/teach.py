@@ -1,7 +1,8 @@
-"""Rehearses how the bundled model is taught addition: a LoRA fine-tune on examples, then reinforcement learning.
+"""Rehearses how the bundled model is taught addition: a LoRA fine-tune on examples, then
+reinforcement learning.
 
-It shows, in plain PyTorch and apart from the package's own engine, that the stored model can be taught within a
-small budget, and how accuracy on held-out problems moves over seeds.
+It shows, in plain PyTorch and apart from the package's own engine, that the stored model can be
+taught within a small budget, and how accuracy on held-out problems moves over seeds.
 
 Run ``PYTHONPATH=src python -m tools.tiny.teach --model src/tinkex/models/tiny --seeds 3``.
 """
@@ -77,7 +78,9 @@ def add_lora(model: nn.Module, rank: int, seed: int) -> list[nn.Parameter]:
 class Classroom:
     """A model with LoRA layers, its optimizer, and the two ways to teach it."""
 
-    def __init__(self, folder: Path, recipe: Recipe, seed: int, device: str, begin: bool = True) -> None:
+    def __init__(
+        self, folder: Path, recipe: Recipe, seed: int, device: str, begin: bool = True
+    ) -> None:
         """Load the stored model in float32 and prepare it for training."""
         self.recipe, self.device = recipe, device
         self.random = random.Random(seed)
@@ -87,12 +90,16 @@ class Classroom:
         self.stop = self.tokenizer.encode(addition.STOP, add_special_tokens=False).ids[0]
         self.model = evaluate.load(folder, device)
         self.parameters = add_lora(self.model, recipe.rank, seed)
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0
+        )
         self.training, self.held_out = addition.training_problems(), addition.held_out_problems()
 
     def accuracy(self) -> float:
         """Return the greedy accuracy on all held-out problems."""
-        return evaluate.addition_accuracy(self.model, self.tokenizer, self.held_out, self.device, self.begin)
+        return evaluate.addition_accuracy(
+            self.model, self.tokenizer, self.held_out, self.device, self.begin
+        )
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
@@ -109,7 +116,9 @@ class Classroom:
         tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=self.device)
         logits = self.model(input_ids=tokens[:, :-1], use_cache=False).logits[:, skip - 1 :].float()
         chosen: torch.Tensor = logits.log_softmax(-1).gather(-1, tokens[:, skip:, None]).squeeze(-1)
-        mask = torch.tensor([[j < len(row) for j in range(skip, width)] for row in rows], device=self.device)
+        mask = torch.tensor(
+            [[j < len(row) for j in range(skip, width)] for row in rows], device=self.device
+        )
         return chosen * mask
 
     def supervised(self, step: int) -> float:
@@ -117,7 +126,8 @@ class Classroom:
         recipe = self.recipe
         problems = self.random.sample(self.training, recipe.batch)
         rows = [
-            self.begin + self._encode(addition.prompt(a, b)) + self._encode(addition.answer(a, b)) for a, b in problems
+            self.begin + self._encode(addition.prompt(a, b)) + self._encode(addition.answer(a, b))
+            for a, b in problems
         ]
         skip = len(self.begin) + len(self._encode(addition.prompt(10, 10)))
         loss = -self._logprobs(rows, skip).sum()
@@ -138,7 +148,10 @@ class Classroom:
         ).tolist()
         answers = [row[: row.index(self.stop) + 1] if self.stop in row else row for row in sampled]
         rewards = torch.tensor(
-            [addition.reward(self.tokenizer.decode(row), a, b) for row, (a, b) in zip(answers, asked, strict=True)],
+            [
+                addition.reward(self.tokenizer.decode(row), a, b)
+                for row, (a, b) in zip(answers, asked, strict=True)
+            ],
             device=self.device,
         )
         groups = rewards.view(-1, recipe.rl_group)
@@ -150,7 +163,9 @@ class Classroom:
         return float(rewards.mean())
 
 
-def teach(folder: Path, recipe: Recipe, seed: int, device: str, begin: bool = True) -> dict[str, Any]:
+def teach(
+    folder: Path, recipe: Recipe, seed: int, device: str, begin: bool = True
+) -> dict[str, Any]:
     """Teach a stored model and return the held-out accuracies and times of each phase."""
     room = Classroom(folder, recipe, seed, device, begin)
     result: dict[str, Any] = {"seed": seed, "base": room.accuracy()}
@@ -173,7 +188,9 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path("src/tinkex/models/tiny"))
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--log", type=Path, default=None, help="where to write the results for the card")
+    parser.add_argument(
+        "--log", type=Path, default=None, help="where to write the results for the card"
+    )
     parser.add_argument("--no-begin", action="store_true", help="leave out the begin token")
     for name, value in asdict(Recipe()).items():
         parser.add_argument("--" + name.replace("_", "-"), type=type(value), default=value)
@@ -185,7 +202,9 @@ def main() -> None:
         results.append(teach(options.model, recipe, seed, options.device, not options.no_begin))
         print(json.dumps(results[-1]), flush=True)
     if options.log is not None:
-        options.log.write_text(json.dumps({"recipe": asdict(recipe), "results": results}, indent=2) + "\n")
+        options.log.write_text(
+            json.dumps({"recipe": asdict(recipe), "results": results}, indent=2) + "\n"
+        )
 
 
 if __name__ == "__main__":

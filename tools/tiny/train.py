@@ -1,7 +1,8 @@
 """Makes the bundled model: writes its text, trains its tokenizer and weights, and measures it.
 
-Run ``PYTHONPATH=src python -m tools.tiny.train --out src/tinkex/models/tiny --figures figures.json`` on a machine
-with a GPU. The defaults of `Settings` are those of the stored model; `card.py` writes its card from the figures.
+Run ``PYTHONPATH=src python -m tools.tiny.train --out src/tinkex/models/tiny --figures
+figures.json`` on a machine with a GPU. The defaults of `Settings` are those of the stored model;
+`card.py` writes its card from the figures.
 """
 
 from __future__ import annotations
@@ -20,13 +21,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from tools.tiny import corpus, evaluate
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from tinkex.models import addition
 
-# Words with their leading space, single digits, runs of signs, single line breaks, other white space.
+# Words with their leading space, single digits, runs of signs, single line breaks, other white
+# space.
 _PATTERN = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|[\r\n]|\s+(?!\S)|\s+"
 
 CHAT_TEMPLATE = (
@@ -74,7 +85,9 @@ def train_tokenizer(texts: Sequence[str], settings: Settings) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=settings.vocabulary,
-        special_tokens=[AddedToken(token, special=True, normalized=False) for token in corpus.SPECIAL_TOKENS],
+        special_tokens=[
+            AddedToken(token, special=True, normalized=False) for token in corpus.SPECIAL_TOKENS
+        ],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -93,10 +106,13 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     return [[*row.ids, eos] for row in encoded]
 
 
-def batches(documents: Sequence[Sequence[int]], bos: int, settings: Settings) -> Iterator[tuple[Tokens, Tokens]]:
+def batches(
+    documents: Sequence[Sequence[int]], bos: int, settings: Settings
+) -> Iterator[tuple[Tokens, Tokens]]:
     """Pack documents, newly shuffled for every pass, into rows; yield tokens and document numbers.
 
-    Most documents follow a begin token and some do not, so that the model can be prompted either way.
+    Most documents follow a begin token and some do not, so that the model can be prompted either
+    way.
     """
     rng = np.random.default_rng(settings.seed)
     row, rows = settings.context + 1, settings.batch
@@ -114,7 +130,8 @@ def batches(documents: Sequence[Sequence[int]], bos: int, settings: Settings) ->
                     np.array(tokens[: row * rows], dtype=np.int64).reshape(rows, row),
                     np.array(owners[: row * rows], dtype=np.int64).reshape(rows, row),
                 )
-                # The cut may fall inside a document; its rest is dropped, so that every batch starts cleanly.
+                # The cut may fall inside a document; its rest is dropped, so that every batch
+                # starts cleanly.
                 tokens, owners = [], []
 
 
@@ -145,7 +162,9 @@ def _optimizer(model: torch.nn.Module, settings: Settings, device: str) -> torch
         {"params": decayed, "weight_decay": settings.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95), fused=device != "cpu")
+    return torch.optim.AdamW(
+        groups, lr=settings.learning_rate, betas=(0.9, 0.95), fused=device != "cpu"
+    )
 
 
 def _learning_rate(step: int, settings: Settings) -> float:
@@ -161,8 +180,8 @@ def train(
 ) -> list[tuple[int, float]]:
     """Train the model and return its loss (nats per token) over the steps.
 
-    Every second step each document sees only itself, as it would alone; in the others it also sees the documents
-    before it in its row, which teaches the model to use its whole context.
+    Every second step each document sees only itself, as it would alone; in the others it also sees
+    the documents before it in its row, which teaches the model to use its whole context.
     """
     optimizer = _optimizer(model, settings, device)
     causal = torch.ones(settings.context, settings.context, dtype=torch.bool, device=device).tril()
@@ -180,7 +199,9 @@ def train(
             mask = ((owner[:, None, :-1] == owner[:, :-1, None]) & causal)[:, None]
         with torch.autocast(device, dtype=torch.bfloat16, enabled=device != "cpu"):
             logits = model(input_ids=row[:, :-1], attention_mask=mask, use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-100)
+        loss = torch.nn.functional.cross_entropy(
+            logits.float().flatten(0, 1), targets.flatten(), ignore_index=-100
+        )
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -189,7 +210,10 @@ def train(
         if (step + 1) % max(1, settings.steps // 20) == 0:
             history.append((step + 1, float(torch.stack(pending).mean())))
             pending = []
-            print(f"step {step + 1} loss {history[-1][1]:.4f} {time.perf_counter() - began:.0f}s", flush=True)
+            print(
+                f"step {step + 1} loss {history[-1][1]:.4f} {time.perf_counter() - began:.0f}s",
+                flush=True,
+            )
     return history
 
 
@@ -237,7 +261,9 @@ def _ngram_figures(
     return figures
 
 
-def measure(folder: Path, settings: Settings, device: str, documents: int | None = None) -> dict[str, Any]:
+def measure(
+    folder: Path, settings: Settings, device: str, documents: int | None = None
+) -> dict[str, Any]:
     """Measure a stored model on the held-out text, on held-out addition, and by samples.
 
     Args:
@@ -259,7 +285,9 @@ def measure(folder: Path, settings: Settings, device: str, documents: int | None
     held = encode(tokenizer, held_texts)
     known = set(train_texts)
     written = evaluate.samples(model, tokenizer, device, settings.seed)
-    flat = np.fromiter(itertools.chain.from_iterable(encode(tokenizer, train_texts)), dtype=np.int64)
+    flat = np.fromiter(
+        itertools.chain.from_iterable(encode(tokenizer, train_texts)), dtype=np.int64
+    )
     sample_tokens = [tokenizer.encode(text, add_special_tokens=False).ids for _, text in written]
     return {
         "held_out_documents": len(held_texts),
@@ -279,7 +307,8 @@ def measure(folder: Path, settings: Settings, device: str, documents: int | None
         "longest_copies": evaluate.longest_copies(sample_tokens, flat),
         "sample_tokens": [len(tokens) for tokens in sample_tokens],
         "samples_in_training": sum(
-            len(text) > 200 and any(text.strip() in document for document in train_texts) for _, text in written
+            len(text) > 200 and any(text.strip() in document for document in train_texts)
+            for _, text in written
         ),
     }
 
@@ -292,16 +321,24 @@ def addition_figures(model: Any, tokenizer: Tokenizer, device: str) -> dict[str,
     other = [problem for problem in held if problem not in simple]
     return {
         "prompt": evaluate.addition_accuracy(model, tokenizer, held, device, [bos]),
-        "prompt, without a begin token": evaluate.addition_accuracy(model, tokenizer, held, device, []),
-        "prompt, problems without a carry": evaluate.addition_accuracy(model, tokenizer, simple, device, [bos]),
-        "prompt, problems with a carry": evaluate.addition_accuracy(model, tokenizer, other, device, [bos]),
+        "prompt, without a begin token": evaluate.addition_accuracy(
+            model, tokenizer, held, device, []
+        ),
+        "prompt, problems without a carry": evaluate.addition_accuracy(
+            model, tokenizer, simple, device, [bos]
+        ),
+        "prompt, problems with a carry": evaluate.addition_accuracy(
+            model, tokenizer, other, device, [bos]
+        ),
         "asked in words": evaluate.worded_accuracy(model, tokenizer, held, device, bos),
     }
 
 
 def make(settings: Settings, folder: Path, device: str) -> dict[str, Any]:
     """Write the text, train tokenizer and model, store them, and return what happened."""
-    texts = corpus.documents(settings.seed, settings.documents, False, settings.mix, os.cpu_count() or 1)
+    texts = corpus.documents(
+        settings.seed, settings.documents, False, settings.mix, os.cpu_count() or 1
+    )
     tokenizer = train_tokenizer(texts[:40_000], settings)
     encoded = encode(tokenizer, texts)
     print(f"{len(texts)} documents, {sum(map(len, encoded))} tokens", flush=True)
@@ -327,14 +364,18 @@ def parse() -> tuple[Settings, argparse.Namespace]:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--figures", type=Path, default=None, help="where to write all figures; else addition only")
+    parser.add_argument(
+        "--figures", type=Path, default=None, help="where to write all figures; else addition only"
+    )
     parser.add_argument("--weight", action="append", default=[], metavar="KIND=SHARE")
     parser.add_argument("--carry-share", type=float, default=corpus.Mix().carry_share)
     plain = {name: value for name, value in asdict(Settings()).items() if name != "mix"}
     for name, value in plain.items():
         parser.add_argument("--" + name.replace("_", "-"), type=type(value), default=value)
     options = parser.parse_args()
-    weights = corpus.Mix().weights | {k: float(v) for k, v in (pair.split("=") for pair in options.weight)}
+    weights = corpus.Mix().weights | {
+        k: float(v) for k, v in (pair.split("=") for pair in options.weight)
+    }
     mix = corpus.Mix(weights, options.carry_share)
     settings = replace(Settings(), mix=mix, **{name: getattr(options, name) for name in plain})
     return settings, options

@@ -1,7 +1,7 @@
 """Training platforms: one protocol of five calls, and three that keep it.
 
-`TinkexPlatform` trains through our clients, `PeftPlatform` with plain transformers and peft, `MemoryPlatform` in numpy
-for tests. Names are resolved when first used.
+`TinkexPlatform` trains through our clients, `PeftPlatform` with plain transformers and peft,
+`MemoryPlatform` in numpy for tests. Names are resolved when first used.
 """
 
 from __future__ import annotations

@@ -42,7 +42,9 @@ class TinkexPlatform:
     def create_session(self, config: SessionConfig) -> TinkexSession:
         """Start a training run."""
         if config.checkpoint is not None:
-            client = self._service.create_training_client_from_state(config.checkpoint, config.base_model).result()
+            client = self._service.create_training_client_from_state(
+                config.checkpoint, config.base_model
+            ).result()
         else:
             shape = config.shape
             client = self._service.create_lora_training_client(
@@ -85,5 +87,7 @@ class TinkexPlatform:
         if session.sampler is None:
             session.sampler = session.client.save_weights_and_get_sampling_client().result()
         return session.sampler.sample(
-            prompt=prompt, num_samples=num_samples, sampling_params=sampling_params or SamplingParams()
+            prompt=prompt,
+            num_samples=num_samples,
+            sampling_params=sampling_params or SamplingParams(),
         ).result()

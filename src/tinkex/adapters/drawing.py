@@ -48,15 +48,28 @@ def draw(
         raise ValueError(f"the prompt must be tokens below {vocab}, got {tokens}")
     limit = context - len(tokens) if params.max_tokens is None else params.max_tokens
     if len(tokens) + limit > context:
-        raise ValueError(f"a prompt of {len(tokens)} tokens and max_tokens {limit} exceed the window of {context}")
+        raise ValueError(
+            f"a prompt of {len(tokens)} tokens and max_tokens {limit} exceed the window of "
+            f"{context}"
+        )
     if params.changes_logits or params.min_p:
-        raise ValueError("min_p, penalties, logit_bias and bad_words are not supported here; leave them out")
+        raise ValueError(
+            "min_p, penalties, logit_bias and bad_words are not supported here; leave them out"
+        )
     if num_samples < 1:
         raise ValueError(f"num_samples must be at least 1, got {num_samples}")
-    stops = set(eos) if params.stop is None else {params.stop} if isinstance(params.stop, str) else set(params.stop)
+    stops = (
+        set(eos)
+        if params.stop is None
+        else {params.stop}
+        if isinstance(params.stop, str)
+        else set(params.stop)
+    )
     if any(isinstance(stop, str) for stop in stops):
         raise ValueError("stop strings are not supported here: give token ids")
-    return SampleResponse([_sample(i, tokens, limit, params, start, stops) for i in range(num_samples)])
+    return SampleResponse(
+        [_sample(i, tokens, limit, params, start, stops) for i in range(num_samples)]
+    )
 
 
 def _sample(
@@ -82,7 +95,9 @@ def _sample(
         if len(drawn) < limit:
             logits = following(token)
     return SampledSequence(
-        stop_reason=reason, tokens_np=np.array(drawn, np.int32), logprobs_np=np.array(scores, np.float32)
+        stop_reason=reason,
+        tokens_np=np.array(drawn, np.int32),
+        logprobs_np=np.array(scores, np.float32),
     )
 
 

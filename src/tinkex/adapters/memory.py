@@ -1,4 +1,6 @@
-"""A platform in memory, for tests of training loops: a small model that truly learns, in numpy, the same every time."""
+"""A platform in memory, for tests of training loops: a small model that truly learns, in numpy, the
+same every time.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,11 @@ class MemorySession:
 
 
 class MemoryPlatform:
-    """Trains a model that sees one token back: every weight has its true gradient, nothing is random.
+    """Trains a model that sees one token back: every weight has its true gradient, nothing is
+    random.
 
-    Its losses are cross_entropy, importance_sampling and ppo. The adapter's shape and seed have no bearing on it.
+    Its losses are cross_entropy, importance_sampling and ppo. The adapter's shape and seed have no
+    bearing on it.
 
     Args:
         vocab_size: How many tokens there are; token 1 ends a text.
@@ -71,7 +75,10 @@ class MemoryPlatform:
             raise ValueError(f"there is no checkpoint {config.checkpoint!r}")
         base_model, weights = self._checkpoints[config.checkpoint]
         if base_model != config.base_model:
-            raise ValueError(f"checkpoint {config.checkpoint!r} is of {base_model!r}, not of {config.base_model!r}")
+            raise ValueError(
+                f"checkpoint {config.checkpoint!r} is of {base_model!r}, not of "
+                f"{config.base_model!r}"
+            )
         return MemorySession(base_model, weights.copy(), self._sessions)
 
     def forward_backward(
@@ -111,11 +118,16 @@ class MemoryPlatform:
             first, second = session.moments or (np.zeros_like(grad), np.zeros_like(grad))
             first = params.beta1 * first + (1 - params.beta1) * grad
             second = params.beta2 * second + (1 - params.beta2) * grad**2
-            mean, square = first / (1 - params.beta1**session.steps), second / (1 - params.beta2**session.steps)
+            mean, square = (
+                first / (1 - params.beta1**session.steps),
+                second / (1 - params.beta2**session.steps),
+            )
             decayed = session.weights * (1 - params.learning_rate * params.weight_decay)
             session.weights = decayed - params.learning_rate * mean / (np.sqrt(square) + params.eps)
             session.moments, session.grad = (first, second), None
-        return OptimStepResponse(metrics={"grad_norm:mean": norm, "learning_rate:mean": params.learning_rate})
+        return OptimStepResponse(
+            metrics={"grad_norm:mean": norm, "learning_rate:mean": params.learning_rate}
+        )
 
     def save_checkpoint(self, session: MemorySession, name: str) -> str:
         """Keep the weights as long as the platform lives."""

@@ -1,6 +1,7 @@
 """Losses of platforms that compute by themselves: values by target and their slopes, in numpy.
 
-They are those of the engine, written once more from their definitions, so that each can be checked by the other.
+They are those of the engine, written once more from their definitions, so that each can be checked
+by the other.
 """
 
 from __future__ import annotations
@@ -21,11 +22,15 @@ Slopes: TypeAlias = tuple[Array, Array]
 """The values of a loss and their derivatives by the log-probabilities."""
 
 
-def _cross_entropy(logprobs: Array, inputs: Mapping[str, Array], config: Mapping[str, float]) -> Slopes:
+def _cross_entropy(
+    logprobs: Array, inputs: Mapping[str, Array], config: Mapping[str, float]
+) -> Slopes:
     return -inputs["weights"] * logprobs, -inputs["weights"]
 
 
-def _importance_sampling(logprobs: Array, inputs: Mapping[str, Array], config: Mapping[str, float]) -> Slopes:
+def _importance_sampling(
+    logprobs: Array, inputs: Mapping[str, Array], config: Mapping[str, float]
+) -> Slopes:
     values = -np.exp(logprobs - inputs["logprobs"]) * inputs["advantages"]
     return values, values
 
@@ -33,13 +38,18 @@ def _importance_sampling(logprobs: Array, inputs: Mapping[str, Array], config: M
 def _ppo(logprobs: Array, inputs: Mapping[str, Array], config: Mapping[str, float]) -> Slopes:
     ratio, advantages = np.exp(logprobs - inputs["logprobs"]), inputs["advantages"]
     clipped = np.clip(ratio, config["clip_low_threshold"], config["clip_high_threshold"])
-    free = ratio * advantages <= clipped * advantages  # where it is not, the clipped ratio counts, which is flat
-    return -np.minimum(ratio * advantages, clipped * advantages), np.where(free, -ratio * advantages, 0.0)
+    # where it is not, the clipped ratio counts, which is flat
+    free = ratio * advantages <= clipped * advantages
+    return -np.minimum(ratio * advantages, clipped * advantages), np.where(
+        free, -ratio * advantages, 0.0
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """A loss, the inputs it reads with their defaults (those without one must be given), and its settings."""
+    """A loss, the inputs it reads with their defaults (those without one must be given), and its
+    settings.
+    """
 
     evaluate: Callable[[Array, Mapping[str, Array], Mapping[str, float]], Slopes]
     inputs: Mapping[str, float | None]
@@ -77,7 +87,11 @@ class Batch:
 
 
 def read(
-    data: Sequence[Datum], loss_fn: str, config: Mapping[str, float | str] | None, vocab: int, context: int
+    data: Sequence[Datum],
+    loss_fn: str,
+    config: Mapping[str, float | str] | None,
+    vocab: int,
+    context: int,
 ) -> Batch:
     """Check a call before anything is computed.
 
@@ -95,7 +109,11 @@ def read(
         settings[name] = float(value)
     if not data:
         raise ValueError("data is empty: there is nothing to compute")
-    return Batch(objective, settings, [_example(i, datum, objective, vocab, context) for i, datum in enumerate(data)])
+    return Batch(
+        objective,
+        settings,
+        [_example(i, datum, objective, vocab, context) for i, datum in enumerate(data)],
+    )
 
 
 def _example(index: int, datum: Datum, objective: Objective, vocab: int, context: int) -> Example:
@@ -103,16 +121,27 @@ def _example(index: int, datum: Datum, objective: Objective, vocab: int, context
         raise ValueError(f"datum {index}: only text can be trained on here")
     tokens = datum.model_input.to_numpy().astype(np.int64)
     if not 1 <= tokens.size <= context:
-        raise ValueError(f"datum {index}: {tokens.size} tokens, there must be between 1 and {context}")
+        raise ValueError(
+            f"datum {index}: {tokens.size} tokens, there must be between 1 and {context}"
+        )
     if TARGETS not in datum.loss_fn_inputs:
         raise ValueError(f"datum {index}: input {TARGETS!r} is missing")
     targets = datum.loss_fn_inputs[TARGETS].to_numpy().astype(np.int64)
-    if targets.shape[:1] != tokens.shape or targets.ndim > (2 if "weights" in objective.inputs else 1):
-        raise ValueError(f"datum {index}: {TARGETS!r} has shape {list(targets.shape)} for {tokens.size} tokens")
+    if targets.shape[:1] != tokens.shape or targets.ndim > (
+        2 if "weights" in objective.inputs else 1
+    ):
+        raise ValueError(
+            f"datum {index}: {TARGETS!r} has shape {list(targets.shape)} for {tokens.size} tokens"
+        )
     for name, found in (("model_input", tokens), (TARGETS, targets)):
         if found.size and not (found.min() >= 0 and found.max() < vocab):
-            raise ValueError(f"datum {index}: {name!r} holds a token outside the vocabulary of {vocab}")
-    inputs = {key: _input(index, datum, key, targets, default) for key, default in objective.inputs.items()}
+            raise ValueError(
+                f"datum {index}: {name!r} holds a token outside the vocabulary of {vocab}"
+            )
+    inputs = {
+        key: _input(index, datum, key, targets, default)
+        for key, default in objective.inputs.items()
+    }
     return Example(tokens, targets, inputs)
 
 
@@ -120,15 +149,21 @@ def _input(index: int, datum: Datum, key: str, targets: Array, default: float | 
     tensor = datum.loss_fn_inputs.get(key)
     if tensor is None and default is None:
         raise ValueError(f"datum {index}: input {key!r} is missing")
-    values = np.full(targets.shape, default) if tensor is None else tensor.to_numpy().astype(np.float64)
+    values = (
+        np.full(targets.shape, default) if tensor is None else tensor.to_numpy().astype(np.float64)
+    )
     if values.shape != targets.shape:
-        raise ValueError(f"datum {index}: {key!r} has shape {list(values.shape)}, targets {list(targets.shape)}")
+        raise ValueError(
+            f"datum {index}: {key!r} has shape {list(values.shape)}, targets {list(targets.shape)}"
+        )
     if not np.isfinite(values).all():
         raise ValueError(f"datum {index}: {key!r} holds NaN or infinity")
     return values
 
 
-def output(batch: Batch, logprobs: Sequence[Array], values: Sequence[Array]) -> ForwardBackwardOutput:
+def output(
+    batch: Batch, logprobs: Sequence[Array], values: Sequence[Array]
+) -> ForwardBackwardOutput:
     """What a pass gives, in the form of the engine's."""
     records = [{"logprobs": TensorData.from_numpy(found.astype(np.float32))} for found in logprobs]
     tokens = sum(example.tokens.size for example in batch.examples)

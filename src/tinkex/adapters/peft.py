@@ -1,6 +1,8 @@
-"""The platform over plain transformers and peft: the same training without any of our engine, to compare or to leave.
+"""The platform over plain transformers and peft: the same training without any of our engine, to
+compare or to leave.
 
-An adapter has the engine's shape: factors on the same modules, alpha 32. Checkpoints are directories that peft reads.
+An adapter has the engine's shape: factors on the same modules, alpha 32. Checkpoints are
+directories that peft reads.
 """
 
 from __future__ import annotations
@@ -63,7 +65,10 @@ class PeftPlatform:
     """
 
     def __init__(
-        self, directory: str | Path, models: Mapping[str, str | Path] | None = None, device: str = "cpu"
+        self,
+        directory: str | Path,
+        models: Mapping[str, str | Path] | None = None,
+        device: str = "cpu",
     ) -> None:
         self._directory, self._models, self._device = Path(directory), dict(models or {}), device
 
@@ -83,9 +88,12 @@ class PeftPlatform:
                 shape = config.shape
                 torch.manual_seed(shape.seed or 0)
                 targets = _targets(base, shape)
-                settings = PeftConfig(task_type="CAUSAL_LM", r=shape.rank, lora_alpha=ALPHA, target_modules=targets)
+                settings = PeftConfig(
+                    task_type="CAUSAL_LM", r=shape.rank, lora_alpha=ALPHA, target_modules=targets
+                )
                 model = get_peft_model(base, settings)
-        model = model.to(self._device).eval()  # training differs from this only by dropout, which there is none of
+        # training differs from this only by dropout, which there is none of
+        model = model.to(self._device).eval()
         factors = [parameter for parameter in model.parameters() if parameter.requires_grad]
         eos = base.generation_config.eos_token_id
         return PeftSession(
@@ -105,24 +113,32 @@ class PeftPlatform:
         loss_fn: str,
         loss_fn_config: Mapping[str, float | str] | None = None,
     ) -> ForwardBackwardOutput:
-        """Compute the loss of data, one after the other, and add its gradient once all have been computed."""
+        """Compute the loss of data, one after the other, and add its gradient once all have been
+        computed.
+        """
         import torch
 
         batch = numpy_losses.read(data, loss_fn, loss_fn_config, session.vocab, session.context)
         sums = [torch.zeros_like(factor) for factor in session.factors]
         logprobs, values = [], []
         for example in batch.examples:
-            tokens, targets = (torch.from_numpy(x).to(self._device) for x in (example.tokens, example.targets))
+            tokens, targets = (
+                torch.from_numpy(x).to(self._device) for x in (example.tokens, example.targets)
+            )
             rows = session.model(tokens[None]).logits[0].float().log_softmax(-1)
             found = rows.gather(1, targets.reshape(len(tokens), -1)).reshape(targets.shape)
             logprobs.append(found.detach().cpu().numpy())
             value, slopes = batch.evaluate(example, logprobs[-1])
             values.append(value)
             pull = torch.from_numpy(slopes).to(found)
-            for total, grad in zip(sums, torch.autograd.grad(found, session.factors, pull), strict=True):
+            for total, grad in zip(
+                sums, torch.autograd.grad(found, session.factors, pull), strict=True
+            ):
                 total += grad
         pending = session.grads
-        session.grads = sums if pending is None else [a + b for a, b in zip(pending, sums, strict=True)]
+        session.grads = (
+            sums if pending is None else [a + b for a, b in zip(pending, sums, strict=True)]
+        )
         return numpy_losses.output(batch, logprobs, values)
 
     def optim_step(self, session: PeftSession, params: AdamParams) -> OptimStepResponse:
@@ -138,13 +154,17 @@ class PeftPlatform:
             for factor, grad in zip(session.factors, session.grads, strict=True):
                 factor.grad = grad * scale
             [group] = session.optimizer.param_groups
-            group.update(lr=params.learning_rate, betas=(params.beta1, params.beta2), eps=params.eps)
+            group.update(
+                lr=params.learning_rate, betas=(params.beta1, params.beta2), eps=params.eps
+            )
             group["weight_decay"] = params.weight_decay
             with torch.enable_grad():
                 session.optimizer.step()
             session.optimizer.zero_grad()
             session.grads = None
-        return OptimStepResponse(metrics={"grad_norm:mean": norm, "learning_rate:mean": params.learning_rate})
+        return OptimStepResponse(
+            metrics={"grad_norm:mean": norm, "learning_rate:mean": params.learning_rate}
+        )
 
     def save_checkpoint(self, session: PeftSession, name: str) -> str:
         """Write the adapter as peft does; gives the directory."""

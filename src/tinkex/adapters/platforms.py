@@ -21,8 +21,8 @@ class SessionConfig(Record, frozen=True, kw_only=True):
     Attributes:
         base_model: The name of the model to adapt.
         lora: The shape of a fresh adapter, of rank 32 unless it is given.
-        checkpoint: What `save_checkpoint` of the same platform gave, to start from its weights instead; the optimizer
-            starts afresh.
+        checkpoint: What `save_checkpoint` of the same platform gave, to start from its weights
+            instead; the optimizer starts afresh.
 
     Example:
         >>> SessionConfig(base_model="tinkex/tiny", lora=LoraConfig(rank=8)).shape.rank
@@ -47,8 +47,9 @@ class SessionConfig(Record, frozen=True, kw_only=True):
 class TrainingPlatform(Protocol[S]):
     """Trains LoRA adapters and samples from them; S is what a platform calls a session.
 
-    A loop that is written against it runs on every platform. Calls wait for their result. Losses of data are summed,
-    gradients of passes add up until a step applies and clears them, and a loss that there is not is a `ValueError`.
+    A loop that is written against it runs on every platform. Calls wait for their result. Losses of
+    data are summed, gradients of passes add up until a step applies and clears them, and a loss
+    that there is not is a `ValueError`.
 
     Example:
         >>> def train(platform: TrainingPlatform, data: list[Datum]) -> float:
@@ -86,7 +87,8 @@ class TrainingPlatform(Protocol[S]):
     ) -> ForwardBackwardOutput:
         """Compute the loss of data and add its gradient to what the next step applies.
 
-        The log-probabilities of the targets are in `loss_fn_outputs`, the loss is `metrics["loss:sum"]`.
+        The log-probabilities of the targets are in `loss_fn_outputs`, the loss is
+        `metrics["loss:sum"]`.
 
         Args:
             session: What `create_session` gave.
@@ -123,7 +125,8 @@ class TrainingPlatform(Protocol[S]):
         """
 
     def save_checkpoint(self, session: S, name: str) -> str:
-        """Keep the weights as they are under a name that is new; what it gives can be `SessionConfig.checkpoint`.
+        """Keep the weights as they are under a name that is new; what it gives can be
+        `SessionConfig.checkpoint`.
 
         Args:
             session: What `create_session` gave.

@@ -1,4 +1,5 @@
-"""The command line. Each command lives in a module of its own that is imported when the command is run.
+"""The command line. Each command lives in a module of its own that is imported when the command is
+run.
 
 Programs call `run`, with the words that a shell would give:
 

@@ -15,8 +15,23 @@ from tinkex.cli.options import CommandGroup, Connection, connecting, formatted, 
 from tinkex.cli.outcomes import CommandError, Outcome
 from tinkex.cli.output import Column, print_json, print_table, size, write_file
 
-USAGE = ("bucket_start", "bucket_end", "base_model", "user_name", "session_id", "project_id", "estimated_cost_usd")
-STORAGE = ("project_id", "user_email", "user_name", "checkpoint_count", "size_bytes", "estimated_monthly_cost_usd")
+USAGE = (
+    "bucket_start",
+    "bucket_end",
+    "base_model",
+    "user_name",
+    "session_id",
+    "project_id",
+    "estimated_cost_usd",
+)
+STORAGE = (
+    "project_id",
+    "user_email",
+    "user_name",
+    "checkpoint_count",
+    "size_bytes",
+    "estimated_monthly_cost_usd",
+)
 
 
 @click.group(cls=CommandGroup)
@@ -27,8 +42,14 @@ def billing() -> None:
 @billing.command()
 @click.argument("starting_on")
 @click.argument("ending_before")
-@click.option("--csv", "csv_path", metavar="PATH", help="Write the rows there as CSV; - is standard output.")
-@click.option("--sessions-csv", metavar="PATH", help="Write what is known of the sessions there; - is standard output.")
+@click.option(
+    "--csv", "csv_path", metavar="PATH", help="Write the rows there as CSV; - is standard output."
+)
+@click.option(
+    "--sessions-csv",
+    metavar="PATH",
+    help="Write what is known of the sessions there; - is standard output.",
+)
 @formatted
 @connecting
 def usage(
@@ -41,8 +62,8 @@ def usage(
 ) -> Outcome:
     """What was used, hour by hour.
 
-    From STARTING_ON until before ENDING_BEFORE: both are times such as 2026-07-13T00:00:00Z or 2026-07-13, in UTC
-    unless they say otherwise.
+    From STARTING_ON until before ENDING_BEFORE: both are times such as 2026-07-13T00:00:00Z or
+    2026-07-13, in UTC unless they say otherwise.
     """
     if (csv_path, sessions_csv) == ("-", "-"):
         raise click.UsageError("only one of --csv and --sessions-csv can be standard output")
@@ -58,7 +79,10 @@ def usage(
         _write_csv(csv_path, rows)
     if sessions_csv is not None:
         sessions = [
-            {"session_id": name, "user_metadata": json.dumps(known.get("user_metadata"), ensure_ascii=False)}
+            {
+                "session_id": name,
+                "user_metadata": json.dumps(known.get("user_metadata"), ensure_ascii=False),
+            }
             for name, known in data["sessions"].items()
         ]
         _write_csv(sessions_csv, sessions, ("session_id", "user_metadata"))
@@ -73,10 +97,14 @@ def usage(
 
 @billing.command("checkpoint-storage")
 @click.option("--project-id", metavar="ID", help="Only this project.")
-@click.option("--csv", "csv_path", metavar="PATH", help="Write the rows there as CSV; - is standard output.")
+@click.option(
+    "--csv", "csv_path", metavar="PATH", help="Write the rows there as CSV; - is standard output."
+)
 @formatted
 @connecting
-def checkpoint_storage(project_id: str | None, csv_path: str | None, as_json: bool, connection: Connection) -> Outcome:
+def checkpoint_storage(
+    project_id: str | None, csv_path: str | None, as_json: bool, connection: Connection
+) -> Outcome:
     """What checkpoints take up now, by project and owner."""
     with connection.admin() as admin:
         answer = wait(admin.get_current_checkpoint_storage_usage(project_id))
@@ -114,9 +142,15 @@ def _fields(rows: Iterable[Mapping[str, Any]]) -> list[str]:
 def _print_rows(title: str, rows: Sequence[Mapping[str, Any]], first: Sequence[str]) -> None:
     """Print rows: the usual fields first, then whatever else one of them has."""
     rest = [name for name in _fields(rows) if name not in first]
-    names = [name for name in (*first, *rest) if name in first or any(row.get(name) is not None for row in rows)]
+    names = [
+        name
+        for name in (*first, *rest)
+        if name in first or any(row.get(name) is not None for row in rows)
+    ]
     cells = [[_cell(row.get(name)) for name in names] for row in rows]
-    print_table(title, [Column(name, folds=name.endswith(("_id", "_model"))) for name in names], cells)
+    print_table(
+        title, [Column(name, folds=name.endswith(("_id", "_model"))) for name in names], cells
+    )
 
 
 def _cell(value: object) -> str:
@@ -127,7 +161,9 @@ def _write_csv(path: str, rows: Sequence[Mapping[str, Any]], fields: Sequence[st
     text = io.StringIO()
     writer = csv.DictWriter(text, list(fields) or _fields(rows), restval="", lineterminator="\n")
     writer.writeheader()
-    writer.writerows({name: "null" if value is None else value for name, value in row.items()} for row in rows)
+    writer.writerows(
+        {name: "null" if value is None else value for name, value in row.items()} for row in rows
+    )
     if path == "-":
         click.echo(text.getvalue(), nl=False)
     else:

@@ -76,7 +76,9 @@ class Chat:
     def prompt(self) -> list[int]:
         """The tokens to answer to; the oldest messages are left out when there is no room for them."""
         if self.raw:
-            return [int(token) for token in self.format.tokenizer.encode(self.messages[-1]["content"])]
+            return [
+                int(token) for token in self.format.tokenizer.encode(self.messages[-1]["content"])
+            ]
         system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
         room = self.room
         for dropped in range(0, len(self.messages), 2):
@@ -91,10 +93,14 @@ class Chat:
     @property
     def room(self) -> int | None:
         """How long a prompt may be, so that there is some space for an answer."""
-        return None if self.context is None else self.context - min(self.max_tokens, self.context // 4)
+        return (
+            None if self.context is None else self.context - min(self.max_tokens, self.context // 4)
+        )
 
     def ask(self, text: str, show: Callable[[str], object]) -> Answer:
-        """Say something; the answer is shown as it comes, and remembered, also when it is interrupted."""
+        """Say something; the answer is shown as it comes, and remembered, also when it is
+        interrupted.
+        """
         self.messages.append({"role": "user", "content": text})
         try:
             answer = self._answer(show)
@@ -111,9 +117,14 @@ class Chat:
         prompt = self.prompt()
         if self.context is not None and len(prompt) >= self.context:
             raise ValueError(
-                f"that is too long: {len(prompt)} tokens, of the {self.context} that the model takes in all"
+                f"that is too long: {len(prompt)} tokens, of the {self.context} that the model "
+                "takes in all"
             )
-        most = self.max_tokens if self.context is None else max(1, min(self.max_tokens, self.context - len(prompt)))
+        most = (
+            self.max_tokens
+            if self.context is None
+            else max(1, min(self.max_tokens, self.context - len(prompt)))
+        )
         params = SamplingParams(
             max_tokens=most,
             temperature=self.temperature,
@@ -122,7 +133,12 @@ class Chat:
             stop=None if self.raw else self.format.stop,
             **self.shaping,
         )
-        text, said, tokens, reason = AnswerText(self.format, stop_texts=not self.raw), "", 0, "length"
+        text, said, tokens, reason = (
+            AnswerText(self.format, stop_texts=not self.raw),
+            "",
+            0,
+            "length",
+        )
 
         def put(piece: str) -> None:
             nonlocal said
@@ -147,7 +163,7 @@ class Chat:
         put(text.end())
         return Answer(said if self.raw else said.rstrip(), tokens, reason)
 
-    # ── commands ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── commands ──────────────────────────────────────────────────────────────────────────────────
 
     def command(self, line: str) -> str | None:
         """Carry a command out; what to say about it, or None to leave.
@@ -189,7 +205,10 @@ class Chat:
             raise CommandError("there is nothing to save yet")
         system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
         try:
-            path.write_text(json.dumps({"messages": [*system, *self.messages]}, ensure_ascii=False) + "\n", "utf-8")
+            path.write_text(
+                json.dumps({"messages": [*system, *self.messages]}, ensure_ascii=False) + "\n",
+                "utf-8",
+            )
         except OSError as error:
             raise CommandError(f"{path} cannot be written: {error.strerror or error}") from None
         return f"saved {_count(self.messages)} to {path}"
@@ -199,7 +218,9 @@ class Chat:
 
         try:
             lines = path.read_bytes().splitlines()
-            loaded = [dict(message) for message in Example.parse(1, lines[0] if lines else b"").messages]
+            loaded = [
+                dict(message) for message in Example.parse(1, lines[0] if lines else b"").messages
+            ]
         except OSError as error:
             raise CommandError(f"{path} cannot be read: {error.strerror or error}") from None
         except ValueError as error:
@@ -234,10 +255,16 @@ def _count(messages: list[Message]) -> str:
 )
 @shaping_options
 @click.option(
-    "--max-tokens", default=MAX_TOKENS, show_default=True, type=click.IntRange(1), help="The most tokens of an answer."
+    "--max-tokens",
+    default=MAX_TOKENS,
+    show_default=True,
+    type=click.IntRange(1),
+    help="The most tokens of an answer.",
 )
 @click.option("--seed", type=int, help="Seed of the answers.")
-@click.option("--raw", is_flag=True, help="Go on with each message as plain text: no chat format, no memory.")
+@click.option(
+    "--raw", is_flag=True, help="Go on with each message as plain text: no chat format, no memory."
+)
 @click.option("--base-url", metavar="URL", help=BASE_URL_HELP)
 @click.option("--api-key", metavar="KEY", help=API_KEY_HELP)
 @timeout_option
@@ -267,12 +294,13 @@ def chat(
 ) -> None:
     """Talk to a base model or a checkpoint (tinker://RUN/sampler_weights/NAME).
 
-    Without MODEL_OR_PATH and with nothing configured, it is the small model that comes with tinkex, inside this
-    process. A model without a chat template sees the conversation as "User: …" and "Assistant: …".
+    Without MODEL_OR_PATH and with nothing configured, it is the small model that comes with tinkex,
+    inside this process. A model without a chat template sees the conversation as "User: …" and
+    "Assistant: …".
 
-    A line is a message; a backslash at its end continues it on the next. /help lists the commands. Ctrl-C stops an
-    answer, Ctrl-D leaves. Where standard input is no terminal, each line of it is answered in turn, as one
-    conversation.
+    A line is a message; a backslash at its end continues it on the next. /help lists the commands.
+    Ctrl-C stops an answer, Ctrl-D leaves. Where standard input is no terminal, each line of it is
+    answered in turn, as one conversation.
     """
     if raw and system:
         raise click.UsageError("--system has no effect with --raw")
@@ -303,17 +331,24 @@ def chat(
                 tell=tell,
             )
         if is_terminal:
-            tell(f"{model_or_path or base_model} {place_of(service)}; /help lists the commands, Ctrl-D leaves")
+            tell(
+                f"{model_or_path or base_model} {place_of(service)}; /help lists the commands, "
+                "Ctrl-D leaves"
+            )
             _converse(talk)
         else:
             try:
                 _answer_lines(talk, as_json=as_json)
-            except BrokenPipeError:  # whoever read the answers has enough; nothing is left to be flushed at the end
+            except (
+                BrokenPipeError
+            ):  # whoever read the answers has enough; nothing is left to be flushed at the end
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _never_fail_to_write() -> None:
-    """Better a question mark than a traceback where there are no such signs; what is read may be anything, too."""
+    """Better a question mark than a traceback where there are no such signs; what is read may be
+    anything, too.
+    """
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
@@ -325,7 +360,8 @@ def _open(service: ServiceClient, model_or_path: str | None) -> tuple[SamplingCl
     if model_or_path is None or not model_or_path.startswith(SCHEME):
         model = model_of(service, model_or_path, "MODEL_OR_PATH")
         return service.create_sampling_client(base_model=model).result(), model
-    if "/weights/" in model_or_path:  # saved to be trained on: only a run of its own can say what it samples
+    # saved to be trained on: only a run of its own can say what it samples
+    if "/weights/" in model_or_path:
         client = service.create_training_client_from_state(model_or_path).result()
         sampler = client.save_weights_and_get_sampling_client().result()
     else:
@@ -424,7 +460,10 @@ def _answer_lines(talk: Chat, *, as_json: bool) -> None:
             raise click.ClickException(str(error)) from None
         if as_json:
             fields: dict[str, Any] = {"message": text, "answer": answer.text}
-            _pass_on(json.dumps({**fields, "tokens": answer.tokens, "finish_reason": answer.reason}) + "\n")
+            _pass_on(
+                json.dumps({**fields, "tokens": answer.tokens, "finish_reason": answer.reason})
+                + "\n"
+            )
         else:
             _pass_on("\n")
         if answer.reason == "interrupted":

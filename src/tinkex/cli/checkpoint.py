@@ -69,16 +69,42 @@ def save_options(function: F) -> F:
     options: Sequence[Callable[[F], F]] = (
         click.option("--base-model", metavar="NAME", help="The model to make an adapter for."),
         click.option(
-            "--model-path", metavar="PATH", help="A training checkpoint (tinker://…) to begin with, or a model's name."
+            "--model-path",
+            metavar="PATH",
+            help="A training checkpoint (tinker://…) to begin with, or a model's name.",
         ),
         click.option("--name", help="What to call the checkpoint.  [default: checkpoint-MODEL]"),
-        click.option("-o", "--output", metavar="FILE", help="Where to write what was saved, as JSON (required)."),
-        click.option("--rank", type=click.IntRange(1), default=32, show_default=True, help="The adapter's rank."),
-        click.option("--seed", type=int, help="Seed of the adapter's first weights."),
-        click.option("--train-mlp/--no-train-mlp", default=True, show_default="on", help="Adapt feed-forward layers."),
-        click.option("--train-attn/--no-train-attn", default=True, show_default="on", help="Adapt attention layers."),
         click.option(
-            "--train-unembed/--no-train-unembed", default=True, show_default="on", help="Adapt the output layer."
+            "-o",
+            "--output",
+            metavar="FILE",
+            help="Where to write what was saved, as JSON (required).",
+        ),
+        click.option(
+            "--rank",
+            type=click.IntRange(1),
+            default=32,
+            show_default=True,
+            help="The adapter's rank.",
+        ),
+        click.option("--seed", type=int, help="Seed of the adapter's first weights."),
+        click.option(
+            "--train-mlp/--no-train-mlp",
+            default=True,
+            show_default="on",
+            help="Adapt feed-forward layers.",
+        ),
+        click.option(
+            "--train-attn/--no-train-attn",
+            default=True,
+            show_default="on",
+            help="Adapt attention layers.",
+        ),
+        click.option(
+            "--train-unembed/--no-train-unembed",
+            default=True,
+            show_default="on",
+            help="Adapt the output layer.",
         ),
     )
     for option in reversed(options):
@@ -93,7 +119,8 @@ def save_options(function: F) -> F:
 def checkpoint(context: click.Context, /, **given: Any) -> Any:
     """Save, list, share, fetch and compare checkpoints.
 
-    With options alone it saves one, as `checkpoint save` does: tinkex checkpoint --base-model NAME --output FILE
+    With options alone it saves one, as `checkpoint save` does: tinkex checkpoint --base-model NAME
+    --output FILE
     """
     if refuse_before(context):
         return None
@@ -112,7 +139,7 @@ for _command in (diff, download, export, import_, push_hf):
     checkpoint.add_command(_command)
 
 
-# ── saving ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── saving ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def save_checkpoint(
@@ -128,7 +155,9 @@ def save_checkpoint(
     train_attn: bool,
     train_unembed: bool,
 ) -> Outcome:
-    """Make a run, save its weights, and write down where they are; nothing is written when that fails."""
+    """Make a run, save its weights, and write down where they are; nothing is written when that
+    fails.
+    """
     from tinkex.types.checkpoints import SCHEME
 
     wrong = "saving failed (please check your inputs)"
@@ -170,7 +199,7 @@ def _slug(model: str) -> str:
     return model.removeprefix("tinker://").lower().replace("/", "-").replace(":", "-")
 
 
-# ── looking ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── looking ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @checkpoint.command("list")
@@ -181,12 +210,19 @@ def _slug(model: str) -> str:
 @connecting
 @click.pass_context
 def list_command(
-    context: click.Context, run_id: str | None, limit: int, offset: int, as_json: bool, connection: Connection
+    context: click.Context,
+    run_id: str | None,
+    limit: int,
+    offset: int,
+    as_json: bool,
+    connection: Connection,
 ) -> Outcome:
     """List checkpoints, the newest first."""
     sources = [context.get_parameter_source(name) for name in ("limit", "offset")]
     if run_id is not None and click.core.ParameterSource.COMMANDLINE in sources:
-        raise click.UsageError("--run-id lists all checkpoints of the run: --limit and --offset have no effect")
+        raise click.UsageError(
+            "--run-id lists all checkpoints of the run: --limit and --offset have no effect"
+        )
     with connection.rest() as rest:
         if run_id is not None:
             found = _of_run(rest, run_id)
@@ -198,14 +234,20 @@ def list_command(
                 return page.checkpoints, page.cursor
 
             found, total = fetch_pages(fetch, "checkpoints", PAGE, limit, offset)
-    data = {"checkpoints": [checkpoint_data(item) for item in found], "total": total, "shown": len(found)}
+    data = {
+        "checkpoints": [checkpoint_data(item) for item in found],
+        "total": total,
+        "shown": len(found),
+    }
     if run_id is not None:
         data["run_id"] = run_id
     if as_json:
         print_json(data)
     else:
         place = f" for {run_id}" if run_id is not None else ""
-        print_table(f"Checkpoints{place} ({len(found)}/{total})", COLUMNS, [_row(item) for item in found])
+        print_table(
+            f"Checkpoints{place} ({len(found)}/{total})", COLUMNS, [_row(item) for item in found]
+        )
     return Outcome(data, found)
 
 
@@ -240,7 +282,10 @@ def info(path: str, as_json: bool, connection: Connection) -> Outcome:
     with connection.rest() as rest:
         found = next((item for item in _of_run(rest, run_id) if item.tinker_path == path), None)
         if found is None:
-            raise CommandError(f"there is no checkpoint {path}; `tinkex checkpoint list --run-id {run_id}` shows them")
+            raise CommandError(
+                f"there is no checkpoint {path}; `tinkex checkpoint list --run-id {run_id}` shows "
+                "them"
+            )
         weights = wait(rest.get_weights_info_by_tinker_path(path))
     data = checkpoint_data(found) | _weights_data(weights)
     if as_json:
@@ -280,7 +325,7 @@ def _weights_data(weights: WeightsInfoResponse) -> dict[str, Any]:
     return data
 
 
-# ── changing ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── changing ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @checkpoint.command()
@@ -307,11 +352,18 @@ def unpublish(path: str, as_json: bool, connection: Connection) -> Outcome:
 
 @checkpoint.command("set-ttl")
 @path_argument()
-@click.option("--ttl", type=click.IntRange(1), metavar="SECONDS", help="Let it expire so many seconds from now.")
+@click.option(
+    "--ttl",
+    type=click.IntRange(1),
+    metavar="SECONDS",
+    help="Let it expire so many seconds from now.",
+)
 @switch("--remove", help="Keep it for good.")
 @formatted
 @connecting
-def set_ttl(path: str, ttl: int | None, remove: bool, as_json: bool, connection: Connection) -> Outcome:
+def set_ttl(
+    path: str, ttl: int | None, remove: bool, as_json: bool, connection: Connection
+) -> Outcome:
     """Say when a checkpoint expires.
 
     Give one of --ttl and --remove.
@@ -339,20 +391,27 @@ def _done(data: dict[str, Any], line: str, as_json: bool) -> Outcome:
     return Outcome(data)
 
 
-# ── deleting ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── deleting ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @checkpoint.command(short_help="Delete checkpoints for good.")
 @path_argument("paths", nargs=-1)
 @click.option("--run-id", metavar="RUN", help="Instead of paths: the checkpoints of this run.")
-@click.option("--type", "kind", type=click.Choice(["training", "sampler", "external"]), help="Of the run: this type.")
+@click.option(
+    "--type",
+    "kind",
+    type=click.Choice(["training", "sampler", "external"]),
+    help="Of the run: this type.",
+)
 @click.option(
     "--before",
     type=click.DateTime(),
     metavar="DATE",
     help="Of the run: those saved before (2026-11-16, or with a time; UTC).",
 )
-@click.option("--after", type=click.DateTime(), metavar="DATE", help="Of the run: those saved after.")
+@click.option(
+    "--after", type=click.DateTime(), metavar="DATE", help="Of the run: those saved after."
+)
 @switch("--yes", "-y", help="Do not ask.")
 @formatted
 @connecting
@@ -370,11 +429,17 @@ def delete(
     if bool(paths) == (run_id is not None):
         raise click.UsageError("give either paths or --run-id")
     if run_id is None and (kind or before or after):
-        raise click.UsageError("--type, --before and --after choose among the checkpoints of --run-id")
+        raise click.UsageError(
+            "--type, --before and --after choose among the checkpoints of --run-id"
+        )
     with connection.rest() as rest:
         chosen = list(dict.fromkeys(paths))
         if run_id is not None:
-            chosen = [item.tinker_path for item in _of_run(rest, run_id) if _fits(item, kind, before, after)]
+            chosen = [
+                item.tinker_path
+                for item in _of_run(rest, run_id)
+                if _fits(item, kind, before, after)
+            ]
         if not yes and chosen and not _confirmed(chosen):
             click.echo("Aborted: nothing was deleted.", err=True)
             cancelled = {
@@ -403,7 +468,9 @@ def delete(
     return Outcome(data, exit_code=1 if failures else 0)
 
 
-def _fits(item: Checkpoint, kind: str | None, before: dt.datetime | None, after: dt.datetime | None) -> bool:
+def _fits(
+    item: Checkpoint, kind: str | None, before: dt.datetime | None, after: dt.datetime | None
+) -> bool:
     return (
         (kind is None or item.checkpoint_type == kind)
         and (before is None or item.time < before.replace(tzinfo=dt.UTC))
@@ -413,7 +480,10 @@ def _fits(item: Checkpoint, kind: str | None, before: dt.datetime | None, after:
 
 def _confirmed(paths: Sequence[str]) -> bool:
     """Ask on stderr, so that stdout has nothing but the outcome; no answer means no."""
-    click.echo(f"{len(paths)} checkpoint{'' if len(paths) == 1 else 's'} will be deleted for good:", err=True)
+    click.echo(
+        f"{len(paths)} checkpoint{'' if len(paths) == 1 else 's'} will be deleted for good:",
+        err=True,
+    )
     for path in paths:
         click.echo(f"  {path}", err=True)
     click.echo("Delete? [y/N] ", nl=False, err=True)

@@ -1,6 +1,8 @@
-"""`tinkex demo`: a small model learns two-digit addition, first from examples, then from rewards alone.
+"""`tinkex demo`: a small model learns two-digit addition, first from examples, then from rewards
+alone.
 
-Everything goes through the public client, so the same command runs against any other server with `--base-url`.
+Everything goes through the public client, so the same command runs against any other server with
+`--base-url`.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ class Recipe:
     held_out: int = 256
 
 
-QUICK = Recipe(supervised_steps=3, examples_per_step=16, reward_steps=2, prompts_per_step=4, held_out=24)
+QUICK = Recipe(
+    supervised_steps=3, examples_per_step=16, reward_steps=2, prompts_per_step=4, held_out=24
+)
 
 
 @dataclass
@@ -90,14 +94,16 @@ class Demo:
 
     def __post_init__(self) -> None:
         """Start the training run and pick the problems."""
-        self.client = self.service.create_lora_training_client(self.model, rank=self.recipe.rank, seed=0).result()
+        self.client = self.service.create_lora_training_client(
+            self.model, rank=self.recipe.rank, seed=0
+        ).result()
         self.tokenizer = self.client.get_tokenizer(backend="tokenizers")
         self.problems = addition.training_problems()
         held_out = addition.held_out_problems()
         self.held_out = self.random.sample(held_out, min(self.recipe.held_out, len(held_out)))
         self.stop = self.tokenizer.encode(addition.STOP, add_special_tokens=False)[-1:]
 
-    # ── sampling ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── sampling ──────────────────────────────────────────────────────────────────────────────────
 
     def ask(
         self,
@@ -109,18 +115,31 @@ class Demo:
         """Answers to problems, all asked at once."""
         with self.sampled.timing():
             futures = [
-                sampler.sample(ModelInput.from_ints(self.tokenizer.encode(addition.prompt(a, b))), samples, params)
-                for (a, b), params in zip(problems, self.draws(len(problems), temperature), strict=True)
+                sampler.sample(
+                    ModelInput.from_ints(self.tokenizer.encode(addition.prompt(a, b))),
+                    samples,
+                    params,
+                )
+                for (a, b), params in zip(
+                    problems, self.draws(len(problems), temperature), strict=True
+                )
             ]
             answers = [future.result().sequences for future in futures]
         self.sampled.tokens += sum(len(sequence.tokens) for group in answers for sequence in group)
         return answers
 
     def draws(self, count: int, temperature: float) -> list[SamplingParams]:
-        """How to draw for so many prompts: each by a seed of its own, for with one seed their draws would be alike."""
+        """How to draw for so many prompts: each by a seed of its own, for with one seed their draws
+        would be alike.
+        """
         limit, stop = addition.MAX_ANSWER_TOKENS, list(self.stop)
         return [
-            SamplingParams(max_tokens=limit, temperature=temperature, stop=stop, seed=self.random.getrandbits(31))
+            SamplingParams(
+                max_tokens=limit,
+                temperature=temperature,
+                stop=stop,
+                seed=self.random.getrandbits(31),
+            )
             for _ in range(count)
         ]
 
@@ -131,16 +150,20 @@ class Demo:
     def examine(self, sampler: tinkex.SamplingClient) -> tuple[float, list[str]]:
         """Greedy accuracy on the held-out problems, and the first few answers."""
         answers = [self.text(group[0]) for group in self.ask(sampler, self.held_out, 1, 0.0)]
-        right = [addition.reward(text, a, b) for text, (a, b) in zip(answers, self.held_out, strict=True)]
+        right = [
+            addition.reward(text, a, b) for text, (a, b) in zip(answers, self.held_out, strict=True)
+        ]
         return sum(right) / len(right), answers[:SHOWN]
 
     def story(self, sampler: tinkex.SamplingClient) -> str:
         """A few sentences of the model's own."""
         params = SamplingParams(max_tokens=120, temperature=0.7, seed=3, stop="\n")
-        response = sampler.sample(ModelInput.from_ints(self.tokenizer.encode(STORY)), 1, params).result()
+        response = sampler.sample(
+            ModelInput.from_ints(self.tokenizer.encode(STORY)), 1, params
+        ).result()
         return (STORY + self.text(response.sequences[0])).strip()
 
-    # ── training ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── training ──────────────────────────────────────────────────────────────────────────────────
 
     def example(self, a: int, b: int) -> Datum:
         """A problem with its answer; only the answer is trained on."""
@@ -149,9 +172,13 @@ class Demo:
         tokens = np.array([*question, *answer])
         weights = np.zeros(tokens.size - 1, dtype=np.float32)
         weights[len(question) - 1 :] = 1.0
-        return Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:], "weights": weights})
+        return Datum(
+            ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:], "weights": weights}
+        )
 
-    def experience(self, problem: tuple[int, int], sample: SampledSequence, advantage: float) -> Datum:
+    def experience(
+        self, problem: tuple[int, int], sample: SampledSequence, advantage: float
+    ) -> Datum:
         """A sampled answer, weighted by how much better than its group it was."""
         question = self.tokenizer.encode(addition.prompt(*problem))
         assert sample.tokens_np is not None
@@ -179,7 +206,11 @@ class Demo:
         with progress(self.console, "learning from examples", "loss") as bar:
             for _ in bar.steps(recipe.supervised_steps):
                 problems = self.random.sample(self.problems, recipe.examples_per_step)
-                loss = self.step([self.example(a, b) for a, b in problems], "cross_entropy", recipe.supervised_rate)
+                loss = self.step(
+                    [self.example(a, b) for a, b in problems],
+                    "cross_entropy",
+                    recipe.supervised_rate,
+                )
                 losses.append(loss / len(problems))
                 bar.show(losses[-1])
         return losses
@@ -195,11 +226,16 @@ class Demo:
                 data: list[Datum] = []
                 scores = []
                 for problem, group in zip(problems, groups, strict=True):
-                    score = np.array([addition.reward(self.text(sample), *problem) for sample in group])
+                    score = np.array(
+                        [addition.reward(self.text(sample), *problem) for sample in group]
+                    )
                     scores.append(score.mean())
                     if score.std() > 0:  # a group that agrees has nothing to teach
                         advantages = score - score.mean()
-                        data += [self.experience(problem, *pair) for pair in zip(group, advantages, strict=True)]
+                        data += [
+                            self.experience(problem, *pair)
+                            for pair in zip(group, advantages, strict=True)
+                        ]
                 rewards.append(float(np.mean(scores)))
                 if data:
                     self.step(data, "importance_sampling", recipe.reward_rate)
@@ -228,7 +264,9 @@ class _Bar:
 
 @contextlib.contextmanager
 def progress(console: Console, title: str, name: str) -> Iterator[_Bar]:
-    """A bar with count, time left and the newest value; where there is no room for them, the count and the value."""
+    """A bar with count, time left and the newest value; where there is no room for them, the count
+    and the value.
+    """
     wide, left = console.width >= NARROW, TimeRemainingColumn(elapsed_when_finished=True)
     columns = (
         TextColumn("{task.description}"),
@@ -246,16 +284,28 @@ def progress(console: Console, title: str, name: str) -> Iterator[_Bar]:
 )
 @click.option("--api-key", metavar="KEY", help=API_KEY_HELP)
 @timeout_option
-@click.option("--base-model", metavar="NAME", default="tinkex/tiny", show_default=True, help="Model to teach.")
+@click.option(
+    "--base-model", metavar="NAME", default="tinkex/tiny", show_default=True, help="Model to teach."
+)
 @click.option("--seed", default=0, show_default=True, help="Seed of the problems and the samples.")
-@click.option("--quick", is_flag=True, help="A few small steps only: shows that everything runs, teaches little.")
+@click.option(
+    "--quick",
+    is_flag=True,
+    help="A few small steps only: shows that everything runs, teaches little.",
+)
 def demo(
-    base_url: str | None, api_key: str | None, timeout: int | None, base_model: str, seed: int, quick: bool
+    base_url: str | None,
+    api_key: str | None,
+    timeout: int | None,
+    base_model: str,
+    seed: int,
+    quick: bool,
 ) -> None:
     """Watch a small model learn to add, on this machine.
 
-    A LoRA adapter learns two-digit addition, first from examples and then from rewards alone, and is tested on
-    problems that no training text contains. Takes about half a minute on two CPU cores.
+    A LoRA adapter learns two-digit addition, first from examples and then from rewards alone, and
+    is tested on problems that no training text contains. Takes about half a minute on two CPU
+    cores.
     """
     url = base_url or os.environ.get("TINKER_BASE_URL") or "local"
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -265,10 +315,17 @@ def demo(
     console = plain_console()
     began = time.perf_counter()
     with open_service(url, api_key, timeout) as service:
-        with console.status("starting the embedded backend …" if is_embedded(url) else f"connecting to {url} …"):
-            run = Demo(service, base_model, QUICK if quick else Recipe(), console, random.Random(seed))
+        with console.status(
+            "starting the embedded backend …" if is_embedded(url) else f"connecting to {url} …"
+        ):
+            run = Demo(
+                service, base_model, QUICK if quick else Recipe(), console, random.Random(seed)
+            )
         place = "inside this process" if is_embedded(url) else f"at {url}"
-        title = f"[bold]tinkex {tinkex.__version__}[/]: {escape(f'{base_model} {place}')}, ready in {_since(began)}\n"
+        title = (
+            f"[bold]tinkex {tinkex.__version__}[/]: {escape(f'{base_model} {place}')}, ready "
+            f"in {_since(began)}\n"
+        )
         console.print(title, soft_wrap=True)
         passed = _show(run, service, url, console)
         console.print(f"finished in {_since(began)}")
@@ -286,7 +343,9 @@ def _show(run: Demo, service: tinkex.ServiceClient, url: str, console: Console) 
     console.print(f"[dim]the base model tells a story:[/] {escape(run.story(base))}\n")
     with console.status(f"testing the base model on {len(run.held_out)} held-out problems …"):
         before, first_answers = run.examine(base)
-    console.print(f"greedy accuracy on {len(run.held_out)} held-out problems: [bold]{before:.1%}[/]\n")
+    console.print(
+        f"greedy accuracy on {len(run.held_out)} held-out problems: [bold]{before:.1%}[/]\n"
+    )
 
     losses = run.supervise()
     _draw(losses, "loss per problem", console)
@@ -330,8 +389,14 @@ def _mark(text: str, a: int, b: int) -> str:
 def _summary(run: Demo, before: float, middle: float, after: float) -> Table:
     table = Table(title="summary", title_justify="left", show_header=False)
     table.add_row("accuracy: base model", f"{before:.1%}")
-    table.add_row("accuracy: after examples (supervised)", f"{middle:.1%}  ({100 * (middle - before):+.1f} points)")
-    table.add_row("accuracy: after rewards (reinforcement)", f"{after:.1%}  ({100 * (after - middle):+.1f} points)")
+    table.add_row(
+        "accuracy: after examples (supervised)",
+        f"{middle:.1%}  ({100 * (middle - before):+.1f} points)",
+    )
+    table.add_row(
+        "accuracy: after rewards (reinforcement)",
+        f"{after:.1%}  ({100 * (after - middle):+.1f} points)",
+    )
     table.add_row("training", f"{run.trained.tokens:,} tokens, {run.trained.rate:,.0f} tokens/s")
     table.add_row("sampling", f"{run.sampled.tokens:,} tokens, {run.sampled.rate:,.0f} tokens/s")
     return table

@@ -1,4 +1,6 @@
-"""`tinkex checkpoint diff`: what differs between two checkpoints. Needs numpy only: no torch, no other library."""
+"""`tinkex checkpoint diff`: what differs between two checkpoints. Needs numpy only: no torch, no
+other library.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ DTYPES = {
     "U8": "u1",
     "BOOL": "?",
 }
-FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<kind>(?:embedding_)?)(?P<side>[AB])(?P<end>(?:\.weight)?)")
+FACTOR = re.compile(
+    r"(?P<module>.+)\.lora_(?P<kind>(?:embedding_)?)(?P<side>[AB])(?P<end>(?:\.weight)?)"
+)
 """The name of one factor of an adapter, as PEFT has it."""
 BLOCK = 1 << 22
 """Numbers of a product that are compared at a time."""
@@ -99,7 +103,15 @@ def _read_header(file: Path) -> Iterator[tuple[str, Tensor]]:
                 raise ValueError(f"{name} has the type {entry['dtype']}, which cannot be compared")
             if not 0 <= entry["data_offsets"][0] <= entry["data_offsets"][1] <= end:
                 raise ValueError(f"{name} lies outside of it")
-            yield name, Tensor(file, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+            yield (
+                name,
+                Tensor(
+                    file,
+                    entry["dtype"],
+                    tuple(entry["shape"]),
+                    8 + length + entry["data_offsets"][0],
+                ),
+            )
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CommandError(f"{file} cannot be read: {error}", error) from None
 
@@ -111,7 +123,8 @@ def compare(first: Path, second: Path, *, optimizer: bool = False) -> dict[str, 
     common = [name for name in tensors[0] if name in tensors[1]]
     alike = [name for name in common if tensors[0][name].shape == tensors[1][name].shape]
     compared = [
-        _compare(name, tensors[0][name].shape, [(tensors[0][name].read(), tensors[1][name].read())]) for name in alike
+        _compare(name, tensors[0][name].shape, [(tensors[0][name].read(), tensors[1][name].read())])
+        for name in alike
     ]
     pairs = _pairs(*tensors)
     for module, names in pairs.items():
@@ -127,7 +140,11 @@ def compare(first: Path, second: Path, *, optimizer: bool = False) -> dict[str, 
         },
         "only_in_first": [name for name in tensors[0] if name not in tensors[1]],
         "only_in_second": [name for name in tensors[1] if name not in tensors[0]],
-        "shapes": {name: [list(side[name].shape) for side in tensors] for name in common if name not in set(alike)},
+        "shapes": {
+            name: [list(side[name].shape) for side in tensors]
+            for name in common
+            if name not in set(alike)
+        },
         "products": sorted(pairs),
         "tensors": sorted(compared, key=_most_different),
         "summary": {
@@ -176,7 +193,7 @@ def _compare(name: str, shape: Sequence[int], blocks: Iterable[Sides]) -> dict[s
     }
 
 
-# ── adapters of different ranks ──────────────────────────────────────────────────────────────────────────────────
+# ── adapters of different ranks ───────────────────────────────────────────────────────────────────
 
 
 def _pairs(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[str, tuple[str, str]]:
@@ -187,10 +204,17 @@ def _pairs(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[st
         if match is None or match["side"] != "A":
             continue
         names = (name, f"{match['module']}.lora_{match['kind']}B{match['end']}")
-        if any(len(side[factor].shape) != 2 for side in (first, second) for factor in names if factor in side):
+        if any(
+            len(side[factor].shape) != 2
+            for side in (first, second)
+            for factor in names
+            if factor in side
+        ):
             continue
         if all(factor in side for side in (first, second) for factor in names):
-            (a, b), (other_a, other_b) = ([side[factor].shape for factor in names] for side in (first, second))
+            (a, b), (other_a, other_b) = (
+                [side[factor].shape for factor in names] for side in (first, second)
+            )
             fits = a[0] == b[1] and other_a[0] == other_b[1]
             if fits and a[0] != other_a[0] and (b[0], a[1]) == (other_b[0], other_a[1]):
                 found[match["module"]] = names
@@ -198,9 +222,13 @@ def _pairs(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[st
 
 
 def _products(
-    names: tuple[str, str], sides: Sequence[Mapping[str, Tensor]], configs: Sequence[Mapping[str, Any]]
+    names: tuple[str, str],
+    sides: Sequence[Mapping[str, Tensor]],
+    configs: Sequence[Mapping[str, Any]],
 ) -> Iterator[Sides]:
-    """The scaled products of B and A on both sides, some rows at a time: a whole one may not fit into memory."""
+    """The scaled products of B and A on both sides, some rows at a time: a whole one may not fit
+    into memory.
+    """
     factors = []
     for side, config in zip(sides, configs, strict=True):
         a, b = (side[name].read().reshape(side[name].shape) for name in names)
@@ -212,7 +240,9 @@ def _products(
 
 
 def _scale(config: Mapping[str, Any], rank: int) -> float:
-    """The factor of an adapter's product: alpha over the rank, or over its root; 1 where nothing is said."""
+    """The factor of an adapter's product: alpha over the rank, or over its root; 1 where nothing is
+    said.
+    """
     alpha = config.get("lora_alpha")
     if not isinstance(alpha, int | float) or not rank:
         return 1.0
@@ -220,7 +250,9 @@ def _scale(config: Mapping[str, Any], rank: int) -> float:
 
 
 def _ratio(norm: float, whole: float) -> float | None:
-    """A difference beside what it is a difference of; None where there is nothing to compare it with."""
+    """A difference beside what it is a difference of; None where there is nothing to compare it
+    with.
+    """
     if norm == 0:
         return 0.0
     return norm / whole if whole else None
@@ -238,19 +270,32 @@ def _largest(values: Sequence[float]) -> float:
 @click.command(short_help="What differs between two checkpoints.")
 @click.argument("first", metavar="FIRST")
 @click.argument("second", metavar="SECOND")
-@click.option("--limit", type=click.IntRange(0), default=20, show_default=True, help="How many tensors; 0: all.")
+@click.option(
+    "--limit",
+    type=click.IntRange(0),
+    default=20,
+    show_default=True,
+    help="How many tensors; 0: all.",
+)
 @switch("--optimizer", help="Compare the optimizers' states too.")
 @switch("--exit-code", help="End with 1 when they differ.")
 @formatted
 @connecting
 def diff(
-    first: str, second: str, limit: int, optimizer: bool, exit_code: bool, as_json: bool, connection: Connection
+    first: str,
+    second: str,
+    limit: int,
+    optimizer: bool,
+    exit_code: bool,
+    as_json: bool,
+    connection: Connection,
 ) -> Outcome:
-    """What differs between two checkpoints: settings, tensors that only one has, and how far the others are apart.
+    """What differs between two checkpoints: settings, tensors that only one has, and how far the
+    others are apart.
 
-    Each is a tinker:// path, which is downloaded for the purpose, or a directory. The relative difference is the norm
-    of the difference over the norm of the first. Adapters of different ranks are compared by what they add to the
-    weights: the scaled products B·A.
+    Each is a tinker:// path, which is downloaded for the purpose, or a directory. The relative
+    difference is the norm of the difference over the norm of the first. Adapters of different ranks
+    are compared by what they add to the weights: the scaled products B·A.
     """
     import tempfile
 
@@ -291,7 +336,9 @@ def _print(data: Mapping[str, Any], limit: int) -> None:
         for name in data[side]:
             click.echo(f"Only in the {label}: {name}")
     if data["products"]:
-        click.echo(f"Of different ranks, compared by their products B·A: {len(data['products'])} modules")
+        click.echo(
+            f"Of different ranks, compared by their products B·A: {len(data['products'])} modules"
+        )
     for name, (ours, theirs) in data["shapes"].items():
         if (match := FACTOR.fullmatch(name)) is not None and match["module"] in data["products"]:
             continue
@@ -300,7 +347,12 @@ def _print(data: Mapping[str, Any], limit: int) -> None:
     shown = different[:limit] if limit else different
     if shown:
         rows = [
-            (entry["name"], "x".join(map(str, entry["shape"])), f"{entry['max']:.3e}", _percent(entry["relative"]))
+            (
+                entry["name"],
+                "x".join(map(str, entry["shape"])),
+                f"{entry['max']:.3e}",
+                _percent(entry["relative"]),
+            )
             for entry in shown
         ]
         print_table(f"Tensors that differ ({len(shown)}/{len(different)})", COLUMNS, rows)

@@ -44,7 +44,12 @@ LITTLE_DISK = 1 << 30
 SKEW_SECONDS, MUCH_SKEW_SECONDS = 30.0, 300.0
 """From when on two clocks are told to differ; and to differ so much that tokens are refused."""
 PORT = 8000
-COLUMNS = (Column("Status"), Column("Check"), Column("Found", folds=True), Column("Fix", folds=True))
+COLUMNS = (
+    Column("Status"),
+    Column("Check"),
+    Column("Found", folds=True),
+    Column("Fix", folds=True),
+)
 TORCH = """
 import json, torch
 found = {"version": torch.__version__, "threads": torch.get_num_threads(), "device": "cpu", "memory": None}
@@ -75,7 +80,7 @@ class Finding:
     fix: str = ""
 
 
-# ── this machine ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── this machine ──────────────────────────────────────────────────────────────────────────────────
 
 
 def check_python() -> Iterator[Finding]:
@@ -94,14 +99,21 @@ def check_packages() -> Iterator[Finding]:
     needed = [name for name, extra in requirements() if extra is None]
     missing = [name for name in needed if installed(name) is None]
     if missing:
-        yield Finding("versions", "error", f"{describe()}; not installed: {', '.join(missing)}", "pip install tinkex")
+        yield Finding(
+            "versions",
+            "error",
+            f"{describe()}; not installed: {', '.join(missing)}",
+            "pip install tinkex",
+        )
     else:
         found = ", ".join(f"{name} {installed(name)}" for name in needed)
         yield Finding("versions", "ok", f"{describe()}; {found}" if found else describe())
 
 
 def check_torch(needed: bool) -> Iterator[Finding]:
-    """What models would run on here; another process asks torch, so that this one stays small and is not held up."""
+    """What models would run on here; another process asks torch, so that this one stays small and
+    is not held up.
+    """
     from tinkex.errors import ConfigurationError
     from tinkex.local import require_packages
 
@@ -109,7 +121,11 @@ def check_torch(needed: bool) -> Iterator[Finding]:
     try:
         require_packages()
         done = subprocess.run(
-            [sys.executable, "-c", TORCH], capture_output=True, text=True, timeout=TORCH_SECONDS, check=True
+            [sys.executable, "-c", TORCH],
+            capture_output=True,
+            text=True,
+            timeout=TORCH_SECONDS,
+            check=True,
         )
         found = json.loads(done.stdout)
     except ConfigurationError as error:
@@ -117,14 +133,28 @@ def check_torch(needed: bool) -> Iterator[Finding]:
         yield Finding("torch", status, error.message, hint)
         return
     except subprocess.TimeoutExpired:
-        yield Finding("torch", status, f"did not load within {TORCH_SECONDS:g} s", "see whether the machine is busy")
+        yield Finding(
+            "torch",
+            status,
+            f"did not load within {TORCH_SECONDS:g} s",
+            "see whether the machine is busy",
+        )
         return
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         told = str(getattr(error, "stderr", None) or error).strip().splitlines()
-        yield Finding("torch", status, told[-1] if told else "does not load", "pip install --force-reinstall torch")
+        yield Finding(
+            "torch",
+            status,
+            told[-1] if told else "does not load",
+            "pip install --force-reinstall torch",
+        )
         return
     yield Finding("torch", "ok", f"{found['version']}, {found['threads']} threads")
-    memory = f", {size(found['memory'][0])} of {size(found['memory'][1])} free" if found["memory"] else ""
+    memory = (
+        f", {size(found['memory'][0])} of {size(found['memory'][1])} free"
+        if found["memory"]
+        else ""
+    )
     yield Finding("device", "ok", found["device"] + memory)
     yield _native(found["native"], found["products"])
 
@@ -136,7 +166,10 @@ def _native(reason: str | None, is_safe: bool) -> Finding:
     fix = "install a C compiler, or pip install 'tinkex[native]'"
     if is_safe:
         return Finding("cpu", "warning", f"samples by PyTorch, and is slower: {reason}", fix)
-    found = f"samples by PyTorch: {reason}; requests that run together may change each other's last bits"
+    found = (
+        f"samples by PyTorch: {reason}; requests that run together may change each other's "
+        "last bits"
+    )
     return Finding("cpu", "warning", found, fix)
 
 
@@ -148,7 +181,9 @@ def check_memory() -> Iterator[Finding]:
         return
     detail = f"{size(available)} of {size(total)} available"
     if available < LITTLE_MEMORY:
-        yield Finding("memory", "warning", detail, "end other programs before training or serving here")
+        yield Finding(
+            "memory", "warning", detail, "end other programs before training or serving here"
+        )
     else:
         yield Finding("memory", "ok", detail)
 
@@ -156,7 +191,9 @@ def check_memory() -> Iterator[Finding]:
 def memory() -> tuple[int | None, int | None]:
     """Bytes of memory that are available, and that there are; None where that is not known."""
     with contextlib.suppress(OSError, ValueError), open("/proc/meminfo", encoding="ascii") as file:
-        kilobytes = {match[1]: int(match[2]) for match in re.finditer(r"(\w+):\s+(\d+) kB", file.read())}
+        kilobytes = {
+            match[1]: int(match[2]) for match in re.finditer(r"(\w+):\s+(\d+) kB", file.read())
+        }
         return kilobytes["MemAvailable"] * 1024, kilobytes["MemTotal"] * 1024
     with contextlib.suppress(OSError, ValueError, AttributeError):
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -175,13 +212,23 @@ def check_disk(needed: bool) -> Iterator[Finding]:
     try:
         free = _try_directory(place)
     except DataDirError:
-        fix = "set TINKER_BASE_URL to the address of that server, or TINKEX_DATA_DIR to another directory"
+        fix = (
+            "set TINKER_BASE_URL to the address of that server, or TINKEX_DATA_DIR to another "
+            "directory"
+        )
         yield Finding("disk", status, f"{place} is in use by a tinkex server", fix)
     except OSError as error:
-        yield Finding("disk", status, f"{place} cannot be written: {error.strerror or error}", elsewhere)
+        yield Finding(
+            "disk", status, f"{place} cannot be written: {error.strerror or error}", elsewhere
+        )
     else:
         if free < LITTLE_DISK:
-            yield Finding("disk", "warning", f"{size(free)} free at {place}", "make room, or set TINKEX_DATA_DIR")
+            yield Finding(
+                "disk",
+                "warning",
+                f"{size(free)} free at {place}",
+                "make room, or set TINKEX_DATA_DIR",
+            )
         else:
             yield Finding("disk", "ok", f"{size(free)} free at {place}")
 
@@ -205,7 +252,8 @@ def _try_directory(place: Path) -> int:
             Lock(place, shared=True).close()
         return shutil.disk_usage(place).free
     finally:
-        with contextlib.suppress(OSError):  # one that is not empty, or was never made, stays as it is
+        # one that is not empty, or was never made, stays as it is
+        with contextlib.suppress(OSError):
             for path in missing:
                 path.rmdir()
 
@@ -223,7 +271,7 @@ def check_port(port: int) -> Iterator[Finding]:
             yield Finding("port", "ok", f"127.0.0.1:{port} is free")
 
 
-# ── the server ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the server ────────────────────────────────────────────────────────────────────────────────────
 
 
 def check_key(connection: Connection, config: Config) -> Iterator[Finding]:
@@ -262,11 +310,19 @@ def check_server(config: Config) -> Iterator[Finding]:
         yield Finding("server", "ok", found)
         yield _clock(reply, began + (dt.datetime.now(dt.UTC) - began) / 2)
     except (AuthenticationError, PermissionDeniedError) as error:
-        refused = "refuses the key" if config.api_key or config.credential_cmd else "lets nobody in without a key"
+        refused = (
+            "refuses the key"
+            if config.api_key or config.credential_cmd
+            else "lets nobody in without a key"
+        )
         found = f"{config.base_url} answers, but {refused}: {error.message}"
         yield Finding("server", "error", found, "check TINKER_API_KEY, or run `tinkex auth login`")
     except (TinkerError, ValueError, AttributeError) as error:
-        message = error.message if isinstance(error, TinkerError) else f"its answer makes no sense: {error}"
+        message = (
+            error.message
+            if isinstance(error, TinkerError)
+            else f"its answer makes no sense: {error}"
+        )
         fix = "check TINKER_BASE_URL, the network, and whether the server runs"
         yield Finding("server", "error", f"{config.base_url}: {message}", fix)
         yield Finding("clock", "skipped", "the server says no time")
@@ -289,10 +345,12 @@ def _clock(reply: Reply, now: dt.datetime) -> Finding:
     if skew <= SKEW_SECONDS:
         return Finding("clock", "ok", f"within {max(1, round(skew))} s of the server's")
     status: Status = "error" if skew > MUCH_SKEW_SECONDS else "warning"
-    return Finding("clock", status, f"{skew:.0f} s off the server's", "set this machine's clock: turn on NTP")
+    return Finding(
+        "clock", status, f"{skew:.0f} s off the server's", "set this machine's clock: turn on NTP"
+    )
 
 
-# ── the command ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the command ───────────────────────────────────────────────────────────────────────────────────
 
 
 @click.command()
@@ -308,13 +366,16 @@ def _clock(reply: Reply, now: dt.datetime) -> Finding:
 def doctor(port: int, as_json: bool, connection: Connection) -> Outcome:
     """Check this machine, the key and the server; say what to fix.
 
-    Looks at Python, packages, torch and its device, memory, disk, the port, the key, the server and its clock. Ends
-    with 1 when something that matters is broken. Without --timeout the server has five seconds to answer.
+    Looks at Python, packages, torch and its device, memory, disk, the port, the key, the server and
+    its clock. Ends with 1 when something that matters is broken. Without --timeout the server has
+    five seconds to answer.
     """
     from tinkex.client.settings.config import is_embedded
     from tinkex.errors import ConfigurationError
 
-    quick = Connection(connection.api_key, connection.base_url, connection.timeout or SERVER_SECONDS)
+    quick = Connection(
+        connection.api_key, connection.base_url, connection.timeout or SERVER_SECONDS
+    )
     config: Config | None = None
     trouble = None
     try:
@@ -355,6 +416,10 @@ def _trouble(error: ConfigurationError) -> Finding:
 
 
 def _summary(findings: list[Finding]) -> str:
-    counts = {kind: sum(finding.status == kind for finding in findings) for kind in ("error", "warning")}
-    told = [f"{number} {kind}{'' if number == 1 else 's'}" for kind, number in counts.items() if number]
+    counts = {
+        kind: sum(finding.status == kind for finding in findings) for kind in ("error", "warning")
+    }
+    told = [
+        f"{number} {kind}{'' if number == 1 else 's'}" for kind, number in counts.items() if number
+    ]
     return f"{len(findings)} checks: {', '.join(told) or 'all is well'}"

@@ -1,4 +1,6 @@
-"""`tinkex key`: the keys of a server on this machine. A running server sees what is done here at once."""
+"""`tinkex key`: the keys of a server on this machine. A running server sees what is done here at
+once.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,8 @@ def key() -> None:
     "--owner",
     default="local",
     show_default=True,
-    help="Whose key it is: sessions, runs and checkpoints made with it are seen by keys of the same owner only.",
+    help="Whose key it is: sessions, runs and checkpoints made with it are seen by keys of the "
+    "same owner only.",
 )
 @data_dir_option
 @formatted

@@ -28,16 +28,19 @@ LONGEST_KEY = 10_000
 def auth() -> None:
     """Log in and out, and see who the key belongs to.
 
-    A key is looked for in the option --api-key, in TINKER_API_KEY, in what the command in TINKER_CREDENTIAL_CMD prints,
-    and last in the file that `tinkex auth login` leaves (~/.tinker/credentials.json).
+    A key is looked for in the option --api-key, in TINKER_API_KEY, in what the command in
+    TINKER_CREDENTIAL_CMD prints, and last in the file that `tinkex auth login` leaves
+    (~/.tinker/credentials.json).
     """
 
 
-# ── the file ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the file ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def read_credentials(path: Path) -> dict[str, Any]:
-    """The keys that are kept; an empty book when there is none, and an error when it cannot be read."""
+    """The keys that are kept; an empty book when there is none, and an error when it cannot be
+    read.
+    """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(found, dict) or not isinstance(found.setdefault("keys", {}), dict):
@@ -45,7 +48,9 @@ def read_credentials(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {"version": VERSION, "keys": {}}
     except (OSError, ValueError) as error:
-        raise CommandError(f"{path} cannot be read: {error}; mend it or move it away", error) from None
+        raise CommandError(
+            f"{path} cannot be read: {error}; mend it or move it away", error
+        ) from None
     return found
 
 
@@ -54,7 +59,9 @@ def write_credentials(path: Path, book: dict[str, Any]) -> None:
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with os.fdopen(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        with os.fdopen(
+            os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8"
+        ) as file:
             json.dump(book, file)
         os.replace(scratch, path)
     except OSError as error:
@@ -62,7 +69,7 @@ def write_credentials(path: Path, book: dict[str, Any]) -> None:
         raise CommandError(f"{path} cannot be written: {error.strerror or error}", error) from None
 
 
-# ── commands ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── commands ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @auth.command()
@@ -85,7 +92,13 @@ def login(as_json: bool, connection: Connection) -> Outcome:
     book = read_credentials(path)  # before the server is asked, in case it cannot be read
     with asked.rest() as rest:
         known = _describe(rest)
-    entry = {"type": "manual", "key": key, "name": known.name, "note": known.note, "details": known.details}
+    entry = {
+        "type": "manual",
+        "key": key,
+        "name": known.name,
+        "note": known.note,
+        "details": known.details,
+    }
     if url != HOSTED_URL:
         entry["base_url"] = url  # it is sent there and nowhere else
     book["keys"][str(known.key_id)] = entry
@@ -98,7 +111,10 @@ def login(as_json: bool, connection: Connection) -> Outcome:
     else:
         click.echo(f"Logged in as {who or known.name or known.key_id}; the key is kept in {path}")
         if url != HOSTED_URL:
-            click.echo(f"It is for {url} alone: set TINKER_BASE_URL, or give --base-url, to go there.", err=True)
+            click.echo(
+                f"It is for {url} alone: set TINKER_BASE_URL, or give --base-url, to go there.",
+                err=True,
+            )
     return Outcome(data, known)
 
 
@@ -159,7 +175,9 @@ def logout(as_json: bool, connection: Connection) -> Outcome:
         return Outcome({"removed": False, "file": str(path)})
     if isinstance(entry, dict) and entry.get("type") == "generated":
         try:
-            with Connection(str(entry.get("key")), connection.base_url, connection.timeout).rest() as rest:
+            with Connection(
+                str(entry.get("key")), connection.base_url, connection.timeout
+            ).rest() as rest:
                 wait(start(rest._transport.call(protocol.DELETE_API_KEY)))
         except TinkerError as error:
             click.echo(f"Warning: the key is still valid on the server: {error}", err=True)
@@ -249,5 +267,7 @@ def whoami(as_json: bool, connection: Connection) -> Outcome:
     if as_json:
         print_json(data)
     else:
-        print_fields({"Email": found.email or "N/A", "User": found.user_urn, "Organization": found.org_urn})
+        print_fields(
+            {"Email": found.email or "N/A", "User": found.user_urn, "Organization": found.org_urn}
+        )
     return Outcome(data, found)

@@ -1,4 +1,6 @@
-"""The `tinkex` command: a group whose commands are loaded when called, so that `--help` and completion are quick."""
+"""The `tinkex` command: a group whose commands are loaded when called, so that `--help` and
+completion are quick.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,19 @@ COMMANDS = {
     "auth": ("tinkex.cli.login:auth", "Log in and out, and see who the key belongs to."),
     "billing": ("tinkex.cli.billing:billing", "What was used, and what checkpoints take up."),
     "chat": ("tinkex.cli.chat:chat", "Talk to a model or a checkpoint."),
-    "checkpoint": ("tinkex.cli.checkpoint:checkpoint", "Save, list, share, fetch and compare checkpoints."),
-    "completion": ("tinkex.cli.completion:completion", "Print a script that completes commands in your shell."),
+    "checkpoint": (
+        "tinkex.cli.checkpoint:checkpoint",
+        "Save, list, share, fetch and compare checkpoints.",
+    ),
+    "completion": (
+        "tinkex.cli.completion:completion",
+        "Print a script that completes commands in your shell.",
+    ),
     "demo": ("tinkex.cli.demo:demo", "Watch a small model learn to add, on this machine."),
-    "doctor": ("tinkex.cli.doctor:doctor", "Check this machine, the key and the server; say what to fix."),
+    "doctor": (
+        "tinkex.cli.doctor:doctor",
+        "Check this machine, the key and the server; say what to fix.",
+    ),
     "key": ("tinkex.cli.key:key", "Make, list and revoke the keys of a server on this machine."),
     "model": ("tinkex.cli.models:model", "List the models that the server offers."),
     "run": ("tinkex.cli.runs:run", "Sample from a model; list and look up training runs."),
@@ -87,15 +98,21 @@ def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> N
     help="How to print what a command finds; may stand after the command as well.",
 )
 @click.option(
-    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show the version."
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_version,
+    help="Show the version.",
 )
 @click.pass_context
 def cli(context: click.Context, form: str | None) -> None:
-    """Train and sample language models through the Tinker API, on the hosted service or on this machine.
+    """Train and sample language models through the Tinker API, on the hosted service or on this
+    machine.
 
-    Where to connect and with which key is said by TINKER_BASE_URL and TINKER_API_KEY, or by the options of a command;
-    the base URL "local" means this process. `tinkex COMMAND -h` explains a command, and `tinkex completion -h` how to
-    have commands completed by your shell.
+    Where to connect and with which key is said by TINKER_BASE_URL and TINKER_API_KEY, or by the
+    options of a command; the base URL "local" means this process. `tinkex COMMAND -h` explains a
+    command, and `tinkex completion -h` how to have commands completed by your shell.
     """
     command = context.invoked_subcommand
     if form is not None and command in WITH_TEXT:
@@ -138,7 +155,9 @@ def run(argv: Sequence[str] | None = None) -> Result:
 
 
 def _told(error: Exception) -> str | None:
-    """One line on an error of ours or of the system's: a folder that is read-only, a full disk behind a `>`."""
+    """One line on an error of ours or of the system's: a folder that is read-only, a full disk
+    behind a `>`.
+    """
     if hasattr(error, "hint"):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
@@ -178,7 +197,9 @@ def _kind_of_number(found: re.Match[str]) -> str:
 
 
 def _open_streams() -> None:
-    """A program that was started with a stream closed has none there; nothing is read from it, or lost in it."""
+    """A program that was started with a stream closed has none there; nothing is read from it, or
+    lost in it.
+    """
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115 (until the end)
@@ -190,8 +211,10 @@ def main() -> None:
     if VARIABLE in os.environ:  # the shell asks for completions
         cli.main(prog_name="tinkex", complete_var=VARIABLE)
     code = run().exit_code
-    if code == INTERRUPTED:  # all is put away, and who wants out need not wait for threads such as those of an upload
-        atexit._run_exitfuncs()  # which nothing else would call: the last spans of a server are sent by one
+    # all is put away, and who wants out need not wait for threads such as those of an upload
+    if code == INTERRUPTED:
+        # which nothing else would call: the last spans of a server are sent by one
+        atexit._run_exitfuncs()
         with contextlib.suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()

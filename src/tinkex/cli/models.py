@@ -36,7 +36,9 @@ def list_command(substring: str | None, as_json: bool, connection: Connection) -
     with connection.rest() as rest:
         answer = wait(start(rest._transport.call(protocol.GET_SERVER_CAPABILITIES)))
     wanted = (substring or "").casefold()
-    found = [item for item in answer.supported_models if wanted in (item.model_name or "").casefold()]
+    found = [
+        item for item in answer.supported_models if wanted in (item.model_name or "").casefold()
+    ]
     data = {
         "models": [
             {
@@ -52,7 +54,12 @@ def list_command(substring: str | None, as_json: bool, connection: Connection) -
         print_json(data)
     else:
         rows = [
-            (item.model_name, item.max_context_length or "N/A", yes_no(item.trainable), yes_no(item.sampleable))
+            (
+                item.model_name,
+                item.max_context_length or "N/A",
+                yes_no(item.trainable),
+                yes_no(item.sampleable),
+            )
             for item in found
         ]
         print_table(f"Models ({len(found)}/{len(answer.supported_models)})", COLUMNS, rows)

@@ -27,7 +27,8 @@ T = TypeVar("T")
 SUMMARY = 100
 """The most signs of a summary that a shell shows beside a command."""
 REST_PATIENCE = 10.0
-"""Seconds during which a request that fails for a passing reason is sent again: somebody sits and waits."""
+"""Seconds during which a request that fails for a passing reason is sent again: somebody sits and
+waits."""
 HINTS = {"pass api_key=…": "give --api-key", 'pass base_url="local"': "give --base-url local"} | {
     'base_url="local"': "--base-url local",
     "the api_key that was passed": "--api-key",
@@ -61,7 +62,9 @@ class CommandGroup(click.Group):
     def resolve_command(
         self, context: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command, and note its name; a wrong word is told with the one that may have been meant."""
+        """Find the command, and note its name; a wrong word is told with the one that may have been
+        meant.
+        """
         if self.get_command(context, args[0]) is None and not args[0].startswith("-"):
             from difflib import get_close_matches
 
@@ -90,7 +93,9 @@ def switch(name: str, *short: str, **attributes: Any) -> Callable[[F], F]:
     """An option that is off unless given; `--no-NAME` is accepted too."""
     negative = f"--no-{name.removeprefix('--')}"
     forms = "/".join([name, negative])
-    return click.option(forms, *(f"{form}/" for form in short), cls=Switch, default=False, **attributes)
+    return click.option(
+        forms, *(f"{form}/" for form in short), cls=Switch, default=False, **attributes
+    )
 
 
 class CheckpointPath(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions only
@@ -98,7 +103,9 @@ class CheckpointPath(click.ParamType):  # type: ignore[type-arg]  # generic in n
 
     name = "path"
 
-    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> str:
+    def convert(
+        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
+    ) -> str:
         """Refuse what is no checkpoint's path."""
         return checked_path(str(value))
 
@@ -126,18 +133,21 @@ def refuse_before(context: click.Context) -> bool:
     given = [
         parameter.opts[-1]
         for parameter in context.command.params
-        if parameter.name and context.get_parameter_source(parameter.name) is click.core.ParameterSource.COMMANDLINE
+        if parameter.name
+        and context.get_parameter_source(parameter.name) is click.core.ParameterSource.COMMANDLINE
     ]
     if context.invoked_subcommand is None:
         if not given:
             click.echo(context.get_help())
         return not given
     if given:
-        raise click.UsageError(f"{given[0]} has no effect in front of `{context.invoked_subcommand}`", context)
+        raise click.UsageError(
+            f"{given[0]} has no effect in front of `{context.invoked_subcommand}`", context
+        )
     return True
 
 
-# ── format ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── format ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def formatted(function: F) -> F:
@@ -153,18 +163,22 @@ def formatted(function: F) -> F:
     @switch("--json", help="The same as --format json.")
     @click.pass_context
     @functools.wraps(function)
-    def call(context: click.Context, /, *args: Any, form: str | None, json: bool, **named: Any) -> Any:
+    def call(
+        context: click.Context, /, *args: Any, form: str | None, json: bool, **named: Any
+    ) -> Any:
         chosen = form or invocation_of(context).format
         return function(*args, as_json=json or chosen == "json", **named)
 
     return call  # type: ignore[return-value]
 
 
-# ── connection ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── connection ────────────────────────────────────────────────────────────────────────────────────
 
 
 def server_url(base_url: str | None, api_key: str | None) -> str | None:
-    """The server that was asked for; None leaves it to the configuration, and without one it is this process."""
+    """The server that was asked for; None leaves it to the configuration, and without one it is
+    this process.
+    """
     from tinkex.client.settings import environment
     from tinkex.client.settings.config import LOCAL
     from tinkex.client.settings.credentials import stored_key
@@ -172,7 +186,11 @@ def server_url(base_url: str | None, api_key: str | None) -> str | None:
     if base_url:
         return base_url
     found = environment.snapshot()
-    if api_key or any(found.get(name) for name in ("base_url", "api_key", "credential_cmd")) or stored_key():
+    if (
+        api_key
+        or any(found.get(name) for name in ("base_url", "api_key", "credential_cmd"))
+        or stored_key()
+    ):
         return None
     return LOCAL
 
@@ -186,7 +204,8 @@ class Connection:
     timeout: float | None = None
     """Seconds."""
     is_for_accounts: bool = False
-    """True if it is about keys, of which this process has none: nothing set then means the hosted service."""
+    """True if it is about keys, of which this process has none: nothing set then means the hosted
+    service."""
 
     def config(self, **settings: Any) -> Config:
         """The whole settings; ConfigurationError says what is missing."""
@@ -199,7 +218,9 @@ class Connection:
         if self.timeout is not None:
             settings = {"first_contact_patience": min(REST_PATIENCE, self.timeout), **settings}
         try:
-            return Config.resolve(api_key=self.api_key, base_url=base_url, timeout=self.timeout, **settings)
+            return Config.resolve(
+                api_key=self.api_key, base_url=base_url, timeout=self.timeout, **settings
+            )
         except ConfigurationError as error:
             for argument, option in HINTS.items():  # said in the words of programs
                 error.hint = error.hint and error.hint.replace(argument, option)
@@ -207,7 +228,9 @@ class Connection:
 
     @contextmanager
     def session(self, **settings: Any) -> Iterator[Session]:
-        """A session of these settings that is closed at the end; it is opened on the server by its first use."""
+        """A session of these settings that is closed at the end; it is opened on the server by its
+        first use.
+        """
         from tinkex.client.futures.api_future import start
         from tinkex.client.session import Session
 
@@ -219,7 +242,9 @@ class Connection:
 
     @contextmanager
     def rest(self) -> Iterator[RestClient]:
-        """A client for what is stored; it waits for a server that is away for seconds, not for minutes."""
+        """A client for what is stored; it waits for a server that is away for seconds, not for
+        minutes.
+        """
         from tinkex.client.rest import RestClient
 
         with self.session(patience=self._rest_patience()) as session:
@@ -264,8 +289,12 @@ def connecting(function: F) -> F:
     @click.option("--api-key", metavar="KEY", help=API_KEY_HELP)
     @timeout_option
     @functools.wraps(function)
-    def call(*args: Any, base_url: str | None, api_key: str | None, timeout: int | None, **named: Any) -> Any:
-        return function(*args, connection=Connection(api_key, base_url, seconds_of(timeout)), **named)
+    def call(
+        *args: Any, base_url: str | None, api_key: str | None, timeout: int | None, **named: Any
+    ) -> Any:
+        return function(
+            *args, connection=Connection(api_key, base_url, seconds_of(timeout)), **named
+        )
 
     return call  # type: ignore[return-value]
 
@@ -300,8 +329,13 @@ def explaining(what: str) -> Iterator[None]:
     try:
         yield
     except TinkerError as error:
-        advice = "please check your inputs" if error.is_user_error else "the server or the network; try again"
-        told = re.sub(rf"^{re.escape(what)} failed \(\w+ error\): ", "", str(error))  # once is enough
+        advice = (
+            "please check your inputs"
+            if error.is_user_error
+            else "the server or the network; try again"
+        )
+        # once is enough
+        told = re.sub(rf"^{re.escape(what)} failed \(\w+ error\): ", "", str(error))
         raise CommandError(f"{what} failed ({advice}): {told}", error) from error
     except (ValueError, AssertionError) as error:
         raise CommandError(f"{what} failed (please check your inputs): {error}", error) from error

@@ -1,4 +1,5 @@
-"""What commands print: tables and records for people, tab-separated lines for pipes, JSON for programs.
+"""What commands print: tables and records for people, tab-separated lines for pipes, JSON for
+programs.
 
 Sizes and times are rounded for people. JSON has them whole: bytes, and times by ISO 8601.
 """
@@ -27,11 +28,12 @@ if TYPE_CHECKING:
 
 UNITS = ("B", "KB", "MB", "GB", "TB")
 NARROWEST_FOLD = 24
-"""A column that is folded has at least this width; where there is no room for that, rows become records."""
+"""A column that is folded has at least this width; where there is no room for that, rows become
+records."""
 GAP = 2
 
 
-# ── values ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── values ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def size(count: int | None) -> str:
@@ -76,7 +78,9 @@ def when(moment: dt.datetime | str | None, now: dt.datetime | None = None) -> st
 
 
 def _amount(seconds: float) -> str | None:
-    """A span in its largest unit: empty when it is not worth telling, None when it is too long to be told."""
+    """A span in its largest unit: empty when it is not worth telling, None when it is too long to
+    be told.
+    """
     days = int(seconds // 86_400)
     if days > 30:
         return None
@@ -132,7 +136,7 @@ def print_text(text: str) -> None:
     click.echo(text)
 
 
-# ── objects ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── objects ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def checkpoint_data(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -167,7 +171,7 @@ def run_data(run: TrainingRun) -> dict[str, Any]:
     }
 
 
-# ── printing ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── printing ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def print_json(data: Any, *, indent: int | None = 2) -> None:
@@ -186,7 +190,9 @@ def _is_styled() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table; only one that folds may be broken into lines, and nothing is ever cut off."""
+    """A column of a table; only one that folds may be broken into lines, and nothing is ever cut
+    off.
+    """
 
     title: str
     folds: bool = False
@@ -198,7 +204,9 @@ class Column:
 
 
 def print_table(title: str, columns: Sequence[Column], rows: Iterable[Sequence[object]]) -> None:
-    """Print rows: as a table on a terminal, or as records where it is too narrow; tab-separated into a pipe."""
+    """Print rows: as a table on a terminal, or as records where it is too narrow; tab-separated
+    into a pipe.
+    """
     cells = [[printable(value) for value in row] for row in rows]
     click.echo(printable(title))
     if not is_terminal():
@@ -208,7 +216,9 @@ def print_table(title: str, columns: Sequence[Column], rows: Iterable[Sequence[o
     filled = [index for index in range(len(columns)) if any(row[index] for row in cells)]
     if not filled:
         return
-    _print_on_terminal([columns[index] for index in filled], [[row[index] for index in filled] for row in cells])
+    _print_on_terminal(
+        [columns[index] for index in filled], [[row[index] for index in filled] for row in cells]
+    )
 
 
 def _print_on_terminal(columns: Sequence[Column], cells: Sequence[Sequence[str]]) -> None:
@@ -218,25 +228,42 @@ def _print_on_terminal(columns: Sequence[Column], cells: Sequence[Sequence[str]]
     from tinkex.cli.terminal import plain_console
 
     terminal = plain_console()
-    widths = [max(len(column.title), *(len(row[index]) for row in cells)) for index, column in enumerate(columns)]
+    widths = [
+        max(len(column.title), *(len(row[index]) for row in cells))
+        for index, column in enumerate(columns)
+    ]
     least = [
-        min(width, NARROWEST_FOLD) if column.folds else width for width, column in zip(widths, columns, strict=True)
+        min(width, NARROWEST_FOLD) if column.folds else width
+        for width, column in zip(widths, columns, strict=True)
     ]
     if sum(least) + GAP * (len(columns) - 1) > terminal.width:
         for row in cells:
             _print_record(list(zip(columns, row, strict=True)), terminal.width)
         return
-    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold" if _is_styled() else "")
+    table = Table(
+        box=None,
+        pad_edge=False,
+        padding=(0, GAP, 0, 0),
+        header_style="bold" if _is_styled() else "",
+    )
     for column, width in zip(columns, least, strict=True):
         justify: Literal["left", "right"] = "right" if column.right else "left"
-        table.add_column(column.title, overflow="fold", no_wrap=not column.folds, min_width=width, justify=justify)
+        table.add_column(
+            column.title,
+            overflow="fold",
+            no_wrap=not column.folds,
+            min_width=width,
+            justify=justify,
+        )
     for row in cells:
         table.add_row(*(Text(value) for value in row))
     terminal.print(table)
 
 
 def _print_record(row: Sequence[tuple[Column, str]], width: int) -> None:
-    """Print a row that is too wide: what heads it, which can be copied as it stands, and the rest in few lines."""
+    """Print a row that is too wide: what heads it, which can be copied as it stands, and the rest
+    in few lines.
+    """
     heading = next((value for column, value in row if column.heads), None)
     if heading is None:
         click.echo()
@@ -259,7 +286,8 @@ def _print_record(row: Sequence[tuple[Column, str]], width: int) -> None:
 def print_fields(fields: Mapping[str, object] | Sequence[tuple[str, object]]) -> None:
     """Print labelled lines; on a terminal the values stand below each other.
 
-    Long text is broken between words, but no id or path is: it can be copied as it stands, for the terminal folds it.
+    Long text is broken between words, but no id or path is: it can be copied as it stands, for the
+    terminal folds it.
     """
     pairs = fields.items() if isinstance(fields, Mapping) else fields
     shown = [(label, printable(value)) for label, value in pairs]
@@ -273,11 +301,16 @@ def print_fields(fields: Mapping[str, object] | Sequence[tuple[str, object]]) ->
         lines = textwrap.wrap(value, room, break_long_words=False, break_on_hyphens=False)
         name = label.ljust(indent)
         if lines:
-            click.echo((click.style(name, bold=True) if _is_styled() else name) + f"\n{' ' * indent}".join(lines))
+            click.echo(
+                (click.style(name, bold=True) if _is_styled() else name)
+                + f"\n{' ' * indent}".join(lines)
+            )
 
 
 def check_place(path: Path) -> None:
-    """Refuse a place where `write_file` would fail: before the work is done that is to be written there."""
+    """Refuse a place where `write_file` would fail: before the work is done that is to be written
+    there.
+    """
     place = path.expanduser().absolute()
     above = next(parent for parent in place.parents if parent.exists())
     reason = None
@@ -292,7 +325,9 @@ def check_place(path: Path) -> None:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a file, and the directories that it lies in; all of it or nothing, unless it is a device or a pipe."""
+    """Write a file, and the directories that it lies in; all of it or nothing, unless it is a
+    device or a pipe.
+    """
     path = path.expanduser()
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:

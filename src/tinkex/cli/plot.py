@@ -1,4 +1,6 @@
-"""A line plot for the terminal, drawn in braille dots: two columns and four rows of dots to a character."""
+"""A line plot for the terminal, drawn in braille dots: two columns and four rows of dots to a
+character.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,12 @@ DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 
 
 def plot(
-    values: Sequence[float], *, width: int = 60, height: int = 8, label: str = "", ends: Sequence[object] = ()
+    values: Sequence[float],
+    *,
+    width: int = 60,
+    height: int = 8,
+    label: str = "",
+    ends: Sequence[object] = (),
 ) -> str:
     """Draw values from left to right; the axis on the left shows the largest and the smallest.
 
@@ -40,13 +47,17 @@ def plot(
         right = min(left + 1, len(values) - 1)
         value = values[left] + (values[right] - values[left]) * (place - left)
         y = round((high - value) / span * (rows - 1))
-        for row in range(min(y, y if previous is None else previous), max(y, y if previous is None else previous) + 1):
+        for row in range(
+            min(y, y if previous is None else previous),
+            max(y, y if previous is None else previous) + 1,
+        ):
             cells[row // 4][x // 2] |= DOTS[x % 2][row % 4]
         previous = y
     axis = [f"{high:.3g}", *[""] * (height - 2), f"{low:.3g}"]
     margin = max(map(len, axis))
     lines = [
-        f"{text:>{margin}} │{''.join(map(chr, row)).rstrip(chr(BLANK))}" for text, row in zip(axis, cells, strict=True)
+        f"{text:>{margin}} │{''.join(map(chr, row)).rstrip(chr(BLANK))}"
+        for text, row in zip(axis, cells, strict=True)
     ]
     lines.append(f"{'':>{margin}} └{'─' * width}")
     if ends:

@@ -1,4 +1,6 @@
-"""How far a long operation is, and how long it will take: on stderr, a bar on a terminal, else a line now and then."""
+"""How far a long operation is, and how long it will take: on stderr, a bar on a terminal, else a
+line now and then.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def remaining(done: int, total: int, seconds: float) -> str:
         return ""
     if left < 90:
         return f"about {max(1, round(left))} s left"
-    return f"about {round(left / 60)} min left" if left < 5400 else f"about {left / 3600:.1f} h left"
+    return (
+        f"about {round(left / 60)} min left" if left < 5400 else f"about {left / 3600:.1f} h left"
+    )
 
 
 class Transfer(Protocol):
@@ -119,12 +123,17 @@ def waiting(title: str) -> Iterator[None]:
 
 
 def fetch_pages(
-    fetch: Callable[[int, int], tuple[Sequence[T], Cursor | None]], what: str, page: int, limit: int, offset: int
+    fetch: Callable[[int, int], tuple[Sequence[T], Cursor | None]],
+    what: str,
+    page: int,
+    limit: int,
+    offset: int,
 ) -> tuple[list[T], int]:
     """Fetch a list page by page.
 
     Args:
-        fetch: Gives a page, by how many to give and how many to pass over, with what the server says of the whole.
+        fetch: Gives a page, by how many to give and how many to pass over, with what the server
+            says of the whole.
         what: What is listed, in words.
         page: How many a page has at most.
         limit: How many are wanted; 0 for all.

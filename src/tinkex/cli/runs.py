@@ -56,8 +56,14 @@ COLUMNS: dict[str, tuple[Column, Callable[[TrainingRun], object]]] = {
     "lora": (Column("LoRA"), lambda run: lora(run.is_lora, run.lora_rank)),
     "status": (Column("Status"), lambda run: status(run.corrupted, run.loaded)),
     "updated": (Column("Last Update"), lambda run: when(run.last_request_time)),
-    "checkpoint": (Column("Last Checkpoint"), lambda run: run.last_checkpoint and run.last_checkpoint.checkpoint_id),
-    "checkpoint_time": (Column("Saved"), lambda run: when(run.last_checkpoint.time if run.last_checkpoint else None)),
+    "checkpoint": (
+        Column("Last Checkpoint"),
+        lambda run: run.last_checkpoint and run.last_checkpoint.checkpoint_id,
+    ),
+    "checkpoint_time": (
+        Column("Saved"),
+        lambda run: when(run.last_checkpoint.time if run.last_checkpoint else None),
+    ),
 }
 DEFAULT_COLUMNS = "id,model,owner,lora,status,updated"
 
@@ -74,16 +80,31 @@ def sample_options(function: F) -> F:
     """The options of sampling."""
     options: Sequence[Callable[[F], F]] = (
         click.option("--base-model", metavar="NAME", help="The model to sample from."),
-        click.option("--model-path", metavar="PATH", help="A sampler checkpoint (tinker://…) to sample from."),
+        click.option(
+            "--model-path", metavar="PATH", help="A sampler checkpoint (tinker://…) to sample from."
+        ),
         click.option("--prompt", metavar="TEXT", help="What to continue."),
         click.option(
             "--prompt-file",
             metavar="FILE",
-            help='A file with what to continue: text, or token ids as a JSON list or as {"tokens": [...]}.',
+            help='A file with what to continue: text, or token ids as a JSON list or as {"tokens": '
+            "[...]}.",
         ),
         click.option("--max-tokens", type=click.IntRange(1), help="The most tokens of a sample."),
-        click.option("--temperature", type=click.FloatRange(0), default=1.0, show_default=True, help="0 is greedy."),
-        click.option("--top-k", type=int, default=-1, show_default=True, help="Draw from the likeliest k; -1: all."),
+        click.option(
+            "--temperature",
+            type=click.FloatRange(0),
+            default=1.0,
+            show_default=True,
+            help="0 is greedy.",
+        ),
+        click.option(
+            "--top-k",
+            type=int,
+            default=-1,
+            show_default=True,
+            help="Draw from the likeliest k; -1: all.",
+        ),
         click.option(
             "--top-p",
             type=click.FloatRange(0, 1, min_open=True),
@@ -92,12 +113,30 @@ def sample_options(function: F) -> F:
             help="Draw from the likeliest that have this probability together.",
         ),
         shaping_options,
-        click.option("--num-samples", type=click.IntRange(1), default=1, show_default=True, help="How many samples."),
+        click.option(
+            "--num-samples",
+            type=click.IntRange(1),
+            default=1,
+            show_default=True,
+            help="How many samples.",
+        ),
         click.option("--seed", type=int, help="The same seed draws the same samples."),
-        click.option("--stop", multiple=True, metavar="TEXT", help="Text that ends a sample. Repeatable."),
-        click.option("--http-pool", type=click.IntRange(1), metavar="N", help="Connections to sample over."),
-        click.option("-o", "--output", metavar="FILE", help="Write the samples there instead of printing them."),
-        switch("--json", help="Print the samples as one line of JSON: tokens, log-probabilities, stop reasons."),
+        click.option(
+            "--stop", multiple=True, metavar="TEXT", help="Text that ends a sample. Repeatable."
+        ),
+        click.option(
+            "--http-pool", type=click.IntRange(1), metavar="N", help="Connections to sample over."
+        ),
+        click.option(
+            "-o",
+            "--output",
+            metavar="FILE",
+            help="Write the samples there instead of printing them.",
+        ),
+        switch(
+            "--json",
+            help="Print the samples as one line of JSON: tokens, log-probabilities, stop reasons.",
+        ),
     )
     for option in reversed(options):
         function = option(function)
@@ -120,7 +159,7 @@ def run(context: click.Context, /, **given: Any) -> Any:
     return sample(**given)
 
 
-# ── sampling ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── sampling ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def sample(
@@ -161,7 +200,9 @@ def sample(
         with waiting("sampling"):
             sampler = wait(service.create_sampling_client(model_path, base_model), seconds)
             tokenizer = _Tokenizer(sampler.get_tokenizer)
-            tokens: ModelInput = ModelInput.from_ints(tokenizer.encode(given) if isinstance(given, str) else given)
+            tokens: ModelInput = ModelInput.from_ints(
+                tokenizer.encode(given) if isinstance(given, str) else given
+            )
             params = SamplingParams(
                 max_tokens=max_tokens,
                 temperature=temperature,
@@ -176,7 +217,10 @@ def sample(
     content = (
         _line(data)
         if json
-        else "\n\n".join(describe(number, sequence, tokenizer) for number, sequence in enumerate(response.sequences, 1))
+        else "\n\n".join(
+            describe(number, sequence, tokenizer)
+            for number, sequence in enumerate(response.sequences, 1)
+        )
     )
     if output is None:
         print_text(content)
@@ -191,7 +235,9 @@ def _line(data: Any) -> str:
 
 
 class _Tokenizer:
-    """A tokenizer that is loaded when it is needed: token ids that are to come back as token ids need none."""
+    """A tokenizer that is loaded when it is needed: token ids that are to come back as token ids
+    need none.
+    """
 
     def __init__(self, load: Callable[..., Any]) -> None:
         self._load = load
@@ -220,7 +266,11 @@ class _Tokenizer:
 def read_prompt(prompt: str | None, file: str | None) -> str | list[int]:
     """What to continue: text, or token ids."""
     if (prompt is None) == (file is None):
-        which = "one of --prompt and --prompt-file, not both" if prompt is not None else "--prompt or --prompt-file"
+        which = (
+            "one of --prompt and --prompt-file, not both"
+            if prompt is not None
+            else "--prompt or --prompt-file"
+        )
         raise CommandError(f"{WRONG}: give {which}")
     if file is None:
         return prompt or ""
@@ -235,7 +285,9 @@ def read_prompt(prompt: str | None, file: str | None) -> str | list[int]:
     except ValueError:
         return text
     tokens = found.get("tokens") if isinstance(found, dict) else found
-    if isinstance(tokens, list) and all(isinstance(item, int) and not isinstance(item, bool) for item in tokens):
+    if isinstance(tokens, list) and all(
+        isinstance(item, int) and not isinstance(item, bool) for item in tokens
+    ):
         return tokens
     return text
 
@@ -253,7 +305,8 @@ def response_data(response: SampleResponse) -> dict[str, Any]:
             for sequence in response.sequences
         ],
         "prompt_logprobs": response.prompt_logprobs,
-        "topk_prompt_logprobs": topk and [pairs and [list(pair) for pair in pairs] for pairs in topk],
+        "topk_prompt_logprobs": topk
+        and [pairs and [list(pair) for pair in pairs] for pairs in topk],
         "type": "sample",
     }
 
@@ -271,7 +324,7 @@ def describe(number: int, sequence: SampledSequence, tokenizer: _Tokenizer) -> s
     return "\n".join([*lines, " | ".join(facts)] if facts else lines)
 
 
-# ── training runs ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── training runs ─────────────────────────────────────────────────────────────────────────────────
 
 
 @run.command("list")
@@ -279,7 +332,11 @@ def describe(number: int, sequence: SampledSequence, tokenizer: _Tokenizer) -> s
 @click.option("--offset", type=int, default=0, show_default=True, help="How many to pass over.")
 @scope_option
 @click.option(
-    "-c", "--columns", default=DEFAULT_COLUMNS, show_default=True, help=f"What to show: {', '.join(COLUMNS)}."
+    "-c",
+    "--columns",
+    default=DEFAULT_COLUMNS,
+    show_default=True,
+    help=f"What to show: {', '.join(COLUMNS)}.",
 )
 @formatted
 @connecting
@@ -324,15 +381,26 @@ def info(run_id: str, access_scope: Any, as_json: bool, connection: Connection) 
         print_json(data)
         return Outcome(data, found)
     click.echo(printable(f"{found.training_run_id} ({found.base_model})"))
-    fields: dict[str, object] = {"Owner": found.model_owner, "LoRA": "Yes" if found.is_lora else "No"}
+    fields: dict[str, object] = {
+        "Owner": found.model_owner,
+        "LoRA": "Yes" if found.is_lora else "No",
+    }
     if found.lora_rank is not None:
         fields["Rank"] = found.lora_rank
-    fields |= {"Status": status(found.corrupted, found.loaded), "Last update": when(found.last_request_time)}
+    fields |= {
+        "Status": status(found.corrupted, found.loaded),
+        "Last update": when(found.last_request_time),
+    }
     shown = [*fields.items()]
     shown += _checkpoint_fields("Last training checkpoint", found.last_checkpoint)
     shown += _checkpoint_fields("Last sampler checkpoint", found.last_sampler_checkpoint)
     if found.user_metadata:
-        shown.append(("Metadata", ", ".join(f"{name}={value}" for name, value in found.user_metadata.items())))
+        shown.append(
+            (
+                "Metadata",
+                ", ".join(f"{name}={value}" for name, value in found.user_metadata.items()),
+            )
+        )
     print_fields(shown)
     return Outcome(data, found)
 

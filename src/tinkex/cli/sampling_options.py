@@ -27,7 +27,10 @@ def shaping_options(function: F) -> F:
             help="Make tokens of the prompt and the answer less likely: above 1.  [default: off]",
         ),
         click.option(
-            "--presence-penalty", type=float, default=0.0, help="Taken off tokens already drawn.  [default: off]"
+            "--presence-penalty",
+            type=float,
+            default=0.0,
+            help="Taken off tokens already drawn.  [default: off]",
         ),
         click.option(
             "--frequency-penalty",
@@ -36,9 +39,14 @@ def shaping_options(function: F) -> F:
             help="Taken off tokens already drawn, for each time.  [default: off]",
         ),
         click.option(
-            "--logit-bias", multiple=True, metavar="ID=BIAS", help="Added to a token's logit, -100 to 100. Repeatable."
+            "--logit-bias",
+            multiple=True,
+            metavar="ID=BIAS",
+            help="Added to a token's logit, -100 to 100. Repeatable.",
         ),
-        click.option("--bad-word", multiple=True, metavar="TEXT", help="Text that is not drawn. Repeatable."),
+        click.option(
+            "--bad-word", multiple=True, metavar="TEXT", help="Text that is not drawn. Repeatable."
+        ),
     )
     for option in reversed(options):
         function = option(function)
@@ -70,4 +78,6 @@ def _bias(text: str) -> tuple[int, float]:
     try:
         return int(token), float(bias)
     except ValueError:
-        raise click.UsageError(f"--logit-bias takes ID=BIAS, such as 42=-100, got {text!r}") from None
+        raise click.UsageError(
+            f"--logit-bias takes ID=BIAS, such as 42=-100, got {text!r}"
+        ) from None

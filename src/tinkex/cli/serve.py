@@ -45,7 +45,8 @@ from tinkex.server.tracing import Tracing, is_wanted
 
 F = TypeVar("F", bound=Callable[..., Any])
 SWITCH_SECONDS = 0.0005
-"""How long the engine may keep the interpreter when the event loop wants it; Python's default is ten times that."""
+"""How long the engine may keep the interpreter when the event loop wants it; Python's default is
+ten times that."""
 YOUNG_OBJECTS = 1_000
 NEVER = 1_000_000
 COLLECT_SECONDS = 300.0
@@ -85,14 +86,16 @@ def limit_options(command: F) -> F:
     "models",
     multiple=True,
     metavar="NAME[=DIR]",
-    help=f"A model to serve: a bundled name, a hub id, or NAME=DIR. Repeatable.  [default: {DEFAULT_MODEL}]",
+    help="A model to serve: a bundled name, a hub id, or NAME=DIR. Repeatable.  [default: "
+    f"{DEFAULT_MODEL}]",
 )
 @click.option(
     "--device",
     type=click.Choice(get_args(Device)),
     default="auto",
     show_default=True,
-    help="What computes; auto is the GPU where there is one. CUDA_VISIBLE_DEVICES picks among several.",
+    help="What computes; auto is the GPU where there is one. CUDA_VISIBLE_DEVICES picks among "
+    "several.",
 )
 @click.option(
     "--dtype",
@@ -102,7 +105,8 @@ def limit_options(command: F) -> F:
 @click.option(
     "--api-key",
     envvar="TINKEX_SERVER_API_KEY",
-    help="Key that clients must send, besides those of `tinkex key create` (better set TINKEX_SERVER_API_KEY).",
+    help="Key that clients must send, besides those of `tinkex key create` (better set "
+    "TINKEX_SERVER_API_KEY).",
 )
 @click.option(
     "--tokens/--no-tokens",
@@ -111,7 +115,9 @@ def limit_options(command: F) -> F:
     help="Have clients exchange their key for tokens that are good for an hour.",
 )
 @click.option(
-    "--strict", is_flag=True, help="Load weights as a run's first operation only, as the hosted service does."
+    "--strict",
+    is_flag=True,
+    help="Load weights as a run's first operation only, as the hosted service does.",
 )
 @click.option(
     "--hub-cache/--no-hub-cache",
@@ -131,12 +137,14 @@ def limit_options(command: F) -> F:
     type=click.Choice(["text", "json"]),
     default="text",
     show_default=True,
-    help="How to log; json has a line for each request as well, of polls and heartbeats with --log-level debug.",
+    help="How to log; json has a line for each request as well, of polls and heartbeats with "
+    "--log-level debug.",
 )
 @click.option(
     "--otel/--no-otel",
     default=None,
-    help="Make an OpenTelemetry span of each request.  [default: when an OTEL_ variable is set and it is installed]",
+    help="Make an OpenTelemetry span of each request.  [default: when an OTEL_ variable is set and "
+    "it is installed]",
 )
 @limit_options
 def serve(
@@ -157,9 +165,10 @@ def serve(
 ) -> None:
     """Serve models on this machine to any Tinker client.
 
-    Prints one line with the URL when it is ready. Point a client there with TINKER_BASE_URL; the official client also
-    wants a TINKER_API_KEY that starts with "tml-", and any such key will do while the server is open. Without a
-    network, give it HF_HUB_OFFLINE=1 as well, or it looks for the tokenizer there first.
+    Prints one line with the URL when it is ready. Point a client there with TINKER_BASE_URL; the
+    official client also wants a TINKER_API_KEY that starts with "tml-", and any such key will do
+    while the server is open. Without a network, give it HF_HUB_OFFLINE=1 as well, or it looks for
+    the tokenizer there first.
     """
     data_dir = data_dir or default_data_dir()
     try:
@@ -168,7 +177,8 @@ def serve(
         raise click.ClickException(str(unusable(data_dir, error))) from None
     if host not in LOOPBACK and is_open:
         raise click.UsageError(
-            f"listening on {host} would let anyone in: make a key with `tinkex key create`, set TINKEX_SERVER_API_KEY, "
+            f"listening on {host} would let anyone in: make a key with `tinkex key create`, set "
+            "TINKEX_SERVER_API_KEY, "
             "or listen on 127.0.0.1"
         )
     _log(log_level, log_format)
@@ -180,12 +190,27 @@ def serve(
         listener = _listen(host, port)
     except OSError as error:
         advice = "; --port 0 picks a free one" if error.errno == errno.EADDRINUSE else ""
-        raise click.ClickException(f"cannot listen on {host}:{port}: {error.strerror or error}{advice}") from None
+        raise click.ClickException(
+            f"cannot listen on {host}:{port}: {error.strerror or error}{advice}"
+        ) from None
     os.environ["TINKEX_HUB_CACHE"] = "1" if hub_cache else "0"
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn stops cleanly, then passes the signal on
+    # uvicorn stops cleanly, then passes the signal on
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         with listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(_serve(listener, data_dir, make, device, api_key, tokens, strict, Limits(**limits), tracing))
+            runner.run(
+                _serve(
+                    listener,
+                    data_dir,
+                    make,
+                    device,
+                    api_key,
+                    tokens,
+                    strict,
+                    Limits(**limits),
+                    tracing,
+                )
+            )
     except (OSError, DataDirError, sqlite3.Error) as error:
         raise click.ClickException(str(unusable(data_dir, error))) from None
     except EngineError as error:
@@ -193,7 +218,9 @@ def serve(
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """The event loop that waits least for the engine: uvloop's keeps the interpreter while it reads and writes."""
+    """The event loop that waits least for the engine: uvloop's keeps the interpreter while it reads
+    and writes.
+    """
     sys.setswitchinterval(SWITCH_SECONDS)
     if importlib.util.find_spec("uvloop") is None:  # not there on Windows
         return None
@@ -204,7 +231,9 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def _log(level: str, form: str) -> None:
-    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     if form == "json":
         for handler in logging.getLogger().handlers:
             handler.setFormatter(JsonFormatter())
@@ -230,7 +259,8 @@ def _has_keys(data_dir: Path) -> bool:
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol named, asyncio sends small packets at once; without it each answer is held back for 40 ms.
+    # With the protocol named, asyncio sends small packets at once; without it each answer is held
+    # back for 40 ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((host, port))
@@ -260,14 +290,28 @@ async def _serve(
     from tinkex.server.app import create_app
 
     names = ", ".join(model.name for model in engine.models())
-    app = create_app(engine, data_dir, limits=limits, api_key=api_key, tokens=tokens, strict=strict, tracing=tracing)
-    access = "key required" if await app.state.server.accounts.needs_key() else "open, no key needed"
-    ready = f"tinkex serving at {_url(listener)}  models: {names}  device: {device}  data: {data_dir}  ({access})"
+    app = create_app(
+        engine,
+        data_dir,
+        limits=limits,
+        api_key=api_key,
+        tokens=tokens,
+        strict=strict,
+        tracing=tracing,
+    )
+    access = (
+        "key required" if await app.state.server.accounts.needs_key() else "open, no key needed"
+    )
+    ready = (
+        f"tinkex serving at {_url(listener)}  models: {names}  device: {device}  data: "
+        f"{data_dir}  ({access})"
+    )
     await run_app(app, listener, lambda: click.echo(ready))
 
 
 async def run_app(app: Any, listener: socket.socket, on_ready: Callable[[], object]) -> None:
-    """Serve until a signal: then finish what can be finished in time, and leave the rest to the next start.
+    """Serve until a signal: then finish what can be finished in time, and leave the rest to the
+    next start.
 
     A second signal ends the process at once.
     """
@@ -297,7 +341,10 @@ async def run_app(app: Any, listener: socket.socket, on_ready: Callable[[], obje
             await leave(app.state.server)
             await super().shutdown(sockets)
             if getattr(self.lifespan, "shutdown_failed", False):
-                raise EngineError("the server could not put everything in order before it ended: see its log", "server")
+                raise EngineError(
+                    "the server could not put everything in order before it ended: see its log",
+                    "server",
+                )
 
     config = uvicorn.Config(
         app,
@@ -312,10 +359,12 @@ async def run_app(app: Any, listener: socket.socket, on_ready: Callable[[], obje
 
 
 async def _collect_garbage() -> None:
-    """Until cancelled: look for garbage among all objects, rarely; that among new ones is looked for as ever.
+    """Until cancelled: look for garbage among all objects, rarely; that among new ones is looked
+    for as ever.
 
-    It stops every thread, for 0.1 s with torch and some thousand samples in flight, and under load Python would do it
-    every few seconds. What torch brought, 180,000 objects that never go, is not looked through again at all.
+    It stops every thread, for 0.1 s with torch and some thousand samples in flight, and under load
+    Python would do it every few seconds. What torch brought, 180,000 objects that never go, is not
+    looked through again at all.
     """
     gc.collect()
     gc.freeze()

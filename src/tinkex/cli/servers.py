@@ -1,4 +1,6 @@
-"""Where the commands that need a model find one: the server that is configured, else one inside this process."""
+"""Where the commands that need a model find one: the server that is configured, else one inside
+this process.
+"""
 
 from __future__ import annotations
 
@@ -64,4 +66,6 @@ def context_of(service: ServiceClient, model: str | None) -> int | None:
 
 def tokenizer_of(tokenizer_id: str) -> Any:
     """A tokenizer; the bundled model's without transformers, which takes seconds to import."""
-    return get_or_load_tokenizer(tokenizer_id, backend="tokenizers" if tokenizer_id in BUNDLED else None)
+    return get_or_load_tokenizer(
+        tokenizer_id, backend="tokenizers" if tokenizer_id in BUNDLED else None
+    )

@@ -34,7 +34,9 @@ def session() -> None:
 @scope_option
 @formatted
 @connecting
-def list_command(limit: int, offset: int, access_scope: Any, as_json: bool, connection: Connection) -> Outcome:
+def list_command(
+    limit: int, offset: int, access_scope: Any, as_json: bool, connection: Connection
+) -> Outcome:
     """List the ids of sessions, the newest first."""
     with connection.rest() as rest:
 
@@ -46,7 +48,9 @@ def list_command(limit: int, offset: int, access_scope: Any, as_json: bool, conn
     if as_json:
         print_json(data)
     else:
-        print_table(f"Sessions ({len(found)})", [Column("ID", folds=True)], [[item] for item in found])
+        print_table(
+            f"Sessions ({len(found)})", [Column("ID", folds=True)], [[item] for item in found]
+        )
     return Outcome(data, found)
 
 
@@ -75,7 +79,9 @@ def info(session_id: str, access_scope: Any, as_json: bool, connection: Connecti
     fields["Training runs"] = ", ".join(found.training_run_ids) or "none"
     fields["Samplers"] = ", ".join(found.sampler_ids) or "none"
     if found.user_metadata:
-        fields["Metadata"] = ", ".join(f"{name}={value}" for name, value in found.user_metadata.items())
+        fields["Metadata"] = ", ".join(
+            f"{name}={value}" for name, value in found.user_metadata.items()
+        )
     print_fields(fields)
     return Outcome(data, found)
 
@@ -92,14 +98,21 @@ def info(session_id: str, access_scope: Any, as_json: bool, connection: Connecti
 @click.option("--detail", metavar="TEXT", help="What else there is to say of its end.")
 @formatted
 @connecting
-def finish(session_id: str, reason: Any, detail: str | None, as_json: bool, connection: Connection) -> Outcome:
+def finish(
+    session_id: str, reason: Any, detail: str | None, as_json: bool, connection: Connection
+) -> Outcome:
     """Finish a session that a program has left open.
 
     Its runs are let go, its checkpoints stay.
     """
     with connection.rest() as rest:
         wait(_checked(lambda: rest.finish_session(session_id, reason, detail)))
-    data = {"command": "session finish", "action": "finish", "session_id": session_id, "reason": reason}
+    data = {
+        "command": "session finish",
+        "action": "finish",
+        "session_id": session_id,
+        "reason": reason,
+    }
     if as_json:
         print_json(data)
     else:
@@ -137,7 +150,11 @@ def export_trace(
             if not url_only:
                 _bring(rest, url, target)
                 written = target.stat().st_size
-                data = {"session_id": session_id, "destination": str(target), "file_size_bytes": written}
+                data = {
+                    "session_id": session_id,
+                    "destination": str(target),
+                    "file_size_bytes": written,
+                }
         except (RuntimeError, OSError) as error:
             raise CommandError(reason_of(error), error) from None
     if as_json:
@@ -159,7 +176,8 @@ def _bring(rest: RestClient, url: str, target: Path) -> None:
         return url
 
     target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f".{target.name}.partial")  # continued by the next one when this one is stopped
+    # continued by the next one when this one is stopped
+    part = target.with_name(f".{target.name}.partial")
     if is_embedded(rest._transport.config.base_url):
         shutil.copyfile(url2pathname(urlsplit(url).path), part)
     else:

@@ -13,7 +13,9 @@ TICKS = 5
 LONGEST_TITLE = 50
 
 
-def chart(lines: Mapping[str, Sequence[tuple[float, float]]], title: str, x_label: str = "step") -> str:
+def chart(
+    lines: Mapping[str, Sequence[tuple[float, float]]], title: str, x_label: str = "step"
+) -> str:
     """Draw named lines of (x, y) points; those without a point are left out."""
     drawn = {name: points for name, points in lines.items() if points}
     everything = [point for points in drawn.values() for point in points] or [(0.0, 0.0)]
@@ -27,16 +29,19 @@ def chart(lines: Mapping[str, Sequence[tuple[float, float]]], title: str, x_labe
         return TOP + (high - y) / ((high - low) or 1) * (HEIGHT - TOP - BOTTOM)
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 '
+        f'{WIDTH} {HEIGHT}" '
         'font-family="sans-serif" font-size="12">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         f'<text x="{LEFT}" y="22" font-size="15">{escape(title[-LONGEST_TITLE:])}</text>',
-        f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x_label)}</text>',
+        f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 8}" '
+        f'text-anchor="middle">{escape(x_label)}</text>',
     ]
     for tick in range(TICKS + 1):
         y = low + (high - low) * tick / TICKS
         parts += [
-            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y_of(y):.1f}" y2="{y_of(y):.1f}" stroke="#ddd"/>',
+            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y_of(y):.1f}" y2="{y_of(y):.1f}" '
+            'stroke="#ddd"/>',
             f'<text x="{LEFT - 6}" y="{y_of(y) + 4:.1f}" text-anchor="end">{y:.3g}</text>',
         ]
     parts += [
@@ -46,9 +51,14 @@ def chart(lines: Mapping[str, Sequence[tuple[float, float]]], title: str, x_labe
     for index, (name, points) in enumerate(drawn.items()):
         colour = COLOURS[index % len(COLOURS)]
         path = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in points)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+        parts.append(
+            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
+        )
         if len(points) <= 50:
-            parts += [f'<circle cx="{x_of(x):.1f}" cy="{y_of(y):.1f}" r="2.5" fill="{colour}"/>' for x, y in points]
+            parts += [
+                f'<circle cx="{x_of(x):.1f}" cy="{y_of(y):.1f}" r="2.5" fill="{colour}"/>'
+                for x, y in points
+            ]
         label = WIDTH - RIGHT - 110 * (len(drawn) - index)
         parts.append(f'<text x="{label}" y="22" fill="{colour}">{escape(name)}</text>')
     return "\n".join([*parts, "</svg>\n"])

@@ -11,7 +11,8 @@ import click
 
 OUTPUT_LAYERS = {"lm_head", "unembed_tokens"}
 ADVICE = (
-    "merging it into the weights changes the embeddings as well, and what the model says. Use it unmerged, or train "
+    "merging it into the weights changes the embeddings as well, and what the model says. Use it "
+    "unmerged, or train "
     "with --no-train-unembed."
 )
 
@@ -28,15 +29,22 @@ def warn_of_files(directory: Path) -> str | None:
 
 
 def warn_of_tied(settings: Mapping[str, Any], base_model: str) -> str | None:
-    """Warn if an adapter with these settings changes an output layer that is, or may be, tied; what was said."""
+    """Warn if an adapter with these settings changes an output layer that is, or may be, tied; what
+    was said.
+    """
     targets = settings.get("target_modules")
-    if not isinstance(targets, list) or not OUTPUT_LAYERS & {str(target).rpartition(".")[2] for target in targets}:
+    if not isinstance(targets, list) or not OUTPUT_LAYERS & {
+        str(target).rpartition(".")[2] for target in targets
+    }:
         return None
     tied = is_tied(base_model)
     if tied is False:
         return None
     if tied:
-        told = f"the adapter changes the output layer, which {base_model} ties to its embeddings: {ADVICE}"
+        told = (
+            f"the adapter changes the output layer, which {base_model} ties to its embeddings: "
+            f"{ADVICE}"
+        )
     else:
         told = (
             "the adapter changes the output layer. If the base model ties that to its embeddings "
@@ -47,12 +55,18 @@ def warn_of_tied(settings: Mapping[str, Any], base_model: str) -> str | None:
 
 
 def is_tied(base_model: str) -> bool | None:
-    """True if a base model ties its output layer to its embeddings; None if that cannot be told from here."""
+    """True if a base model ties its output layer to its embeddings; None if that cannot be told
+    from here.
+    """
     found = _config(base_model)
     if found is None:
         return None
     said = found.get("tie_word_embeddings")
-    return bool(said) if said is not None else (True if "gemma" in str(found.get("model_type")) else None)
+    return (
+        bool(said)
+        if said is not None
+        else (True if "gemma" in str(found.get("model_type")) else None)
+    )
 
 
 def _config(base_model: str) -> dict[str, Any] | None:

@@ -1,4 +1,6 @@
-"""`tinkex train`: fine-tune a model on a file of examples, on any server, and go on where a run was broken off."""
+"""`tinkex train`: fine-tune a model on a file of examples, on any server, and go on where a run was
+broken off.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,14 @@ from rich.progress import Progress as Bar
 from tinkex._version import __version__
 from tinkex.cli.options import API_KEY_HELP, BASE_URL_HELP, switch, timeout_option
 from tinkex.cli.plot import plot
-from tinkex.cli.servers import capabilities_of, context_of, model_of, open_service, place_of, tokenizer_of
+from tinkex.cli.servers import (
+    capabilities_of,
+    context_of,
+    model_of,
+    open_service,
+    place_of,
+    tokenizer_of,
+)
 from tinkex.cli.svg import chart
 from tinkex.cli.terminal import plain_console
 from tinkex.client.rest import RestClient
@@ -76,7 +85,9 @@ class Keep(click.ParamType):  # type: ignore[type-arg]  # generic in newer versi
 
     name = "keep"
 
-    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> int:
+    def convert(
+        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
+    ) -> int:
         """Read a count, or `all`."""
         if value == "all":
             return 0
@@ -85,11 +96,15 @@ class Keep(click.ParamType):  # type: ignore[type-arg]  # generic in newer versi
         except ValueError:
             count = -1
         if count < 0:
-            self.fail(f"{value!r} is neither a whole number from 0 up nor 'all'", parameter, context)
+            self.fail(
+                f"{value!r} is neither a whole number from 0 up nor 'all'", parameter, context
+            )
         return count
 
 
-def _read_config(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
+def _read_config(
+    context: click.Context, parameter: click.Parameter, path: Path | None
+) -> Path | None:
     """Take options from a file; those on the command line win."""
     if path is None:
         return None
@@ -99,11 +114,15 @@ def _read_config(context: click.Context, parameter: click.Parameter, path: Path 
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise click.BadParameter(f"{path}: {reason}", context, parameter) from None
-    known = {one.name: one for one in context.command.params if one.name not in ("config", "resume")}
+    known = {
+        one.name: one for one in context.command.params if one.name not in ("config", "resume")
+    }
     if not isinstance(options, dict):
         raise click.BadParameter(f"{path} holds no table of options", context, parameter)
     given = {name.replace("-", "_"): value for name, value in options.items()}
-    given = {("output_format" if name == "format" else name): value for name, value in given.items()}
+    given = {
+        ("output_format" if name == "format" else name): value for name, value in given.items()
+    }
     if unknown := sorted(given.keys() - known.keys()):
         raise click.BadParameter(f"{path}: there is no option {unknown[0]!r}", context, parameter)
     if wrong := [name for name, value in given.items() if not isinstance(value, str | int | float)]:
@@ -123,14 +142,27 @@ def _read_config(context: click.Context, parameter: click.Parameter, path: Path 
 @click.option("--base-url", metavar="URL", help=BASE_URL_HELP)
 @click.option("--api-key", metavar="KEY", help=API_KEY_HELP)
 @timeout_option
-@click.option("--rank", default=32, show_default=True, type=click.IntRange(1), help="Rank of the LoRA adapter.")
+@click.option(
+    "--rank",
+    default=32,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Rank of the LoRA adapter.",
+)
 @click.option(
     "--train-unembed/--no-train-unembed",
     default=True,
     show_default="on",
-    help="Adapt the output layer. Turn it off for models with tied embeddings whose adapter is to be merged.",
+    help="Adapt the output layer. Turn it off for models with tied embeddings whose adapter is to "
+    "be merged.",
 )
-@click.option("--learning-rate", default=3e-4, show_default=True, type=float, help="The highest learning rate.")
+@click.option(
+    "--learning-rate",
+    default=3e-4,
+    show_default=True,
+    type=float,
+    help="The highest learning rate.",
+)
 @click.option(
     "--schedule",
     default="linear",
@@ -138,10 +170,28 @@ def _read_config(context: click.Context, parameter: click.Parameter, path: Path 
     type=click.Choice(["constant", "linear", "cosine"]),
     help="How the learning rate goes on: it stays, or falls to zero.",
 )
-@click.option("--warmup-steps", default=0, show_default=True, type=click.IntRange(0), help="Steps to rise over first.")
-@click.option("--epochs", type=click.IntRange(1), help=f"How often to go over the examples.  [default: {EPOCHS}]")
-@click.option("--steps", type=click.IntRange(1), help="How many steps to make, in place of --epochs.")
-@click.option("--batch-size", default=16, show_default=True, type=click.IntRange(1), help="Examples in a step.")
+@click.option(
+    "--warmup-steps",
+    default=0,
+    show_default=True,
+    type=click.IntRange(0),
+    help="Steps to rise over first.",
+)
+@click.option(
+    "--epochs",
+    type=click.IntRange(1),
+    help=f"How often to go over the examples.  [default: {EPOCHS}]",
+)
+@click.option(
+    "--steps", type=click.IntRange(1), help="How many steps to make, in place of --epochs."
+)
+@click.option(
+    "--batch-size",
+    default=16,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Examples in a step.",
+)
 @click.option(
     "--max-length",
     type=click.IntRange(2),
@@ -168,20 +218,39 @@ def _read_config(context: click.Context, parameter: click.Parameter, path: Path 
     type=click.Choice(["text", "chat"]),
     help="What a pair is: a text that goes on as it is, or a question and its answer.",
 )
-@click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Seed of adapter, order and split.")
 @click.option(
-    "--eval-split", type=click.FloatRange(0, 1, min_open=True, max_open=True), help="Fraction of examples to hold out."
+    "--seed",
+    default=0,
+    show_default=True,
+    type=click.IntRange(0),
+    help="Seed of adapter, order and split.",
 )
-@click.option("--eval-file", type=click.Path(path_type=Path), help="File of examples to evaluate on.")
 @click.option(
-    "--eval-every", type=click.IntRange(1), help="Steps between evaluations.  [default: an epoch; always at the end]"
+    "--eval-split",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    help="Fraction of examples to hold out.",
 )
-@click.option("--save-every", default=50, show_default=True, type=click.IntRange(1), help="Steps between checkpoints.")
+@click.option(
+    "--eval-file", type=click.Path(path_type=Path), help="File of examples to evaluate on."
+)
+@click.option(
+    "--eval-every",
+    type=click.IntRange(1),
+    help="Steps between evaluations.  [default: an epoch; always at the end]",
+)
+@click.option(
+    "--save-every",
+    default=50,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Steps between checkpoints.",
+)
 @click.option(
     "--keep",
     type=Keep(),
     metavar="N|all",
-    help="Checkpoints to keep: the last N and the best by held-out loss; older ones of this run are deleted. "
+    help="Checkpoints to keep: the last N and the best by held-out loss; older ones of this run "
+    "are deleted. "
     "0 or all: every one.  "
     f"[default: {KEPT}]",
 )
@@ -190,7 +259,8 @@ def _read_config(context: click.Context, parameter: click.Parameter, path: Path 
     "-o",
     "--output",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Directory for metrics.jsonl, config.json, run.json and loss.svg.  [default: runs/NAME, numbered]",
+    help="Directory for metrics.jsonl, config.json, run.json and loss.svg.  [default: runs/NAME, "
+    "numbered]",
 )
 @click.option(
     "--config",
@@ -218,17 +288,17 @@ def _read_config(context: click.Context, parameter: click.Parameter, path: Path 
 def train(context: click.Context, /, **options: Any) -> None:
     """Fine-tune a model on the examples in DATA.jsonl, one a line.
 
-    With nothing configured, the small model that comes with tinkex is trained inside this process. A line is a chat or
-    a pair:
+    With nothing configured, the small model that comes with tinkex is trained inside this process.
+    A line is a chat or a pair:
 
     \b
       {"messages": [{"role": "user", "content": "…"},
                     {"role": "assistant", "content": "…"}]}
       {"prompt": "…", "completion": "…"}
 
-    Chats are written by the model's chat template; without one, as "User: …" and "Assistant: …" with a blank line
-    after each. A pair is plain text that goes on (or see --pairs). Of chats the answers are learned, of pairs the
-    completions.
+    Chats are written by the model's chat template; without one, as "User: …" and "Assistant: …"
+    with a blank line after each. A pair is plain text that goes on (or see --pairs). Of chats the
+    answers are learned, of pairs the completions.
 
     \b
       tinkex train examples.jsonl
@@ -236,24 +306,37 @@ def train(context: click.Context, /, **options: Any) -> None:
       tinkex train examples.jsonl --base-url URL --base-model NAME
       tinkex train --resume runs/examples
 
-    Ctrl-C ends a run after its step, with a checkpoint; --resume goes on from there to the same result.
+    Ctrl-C ends a run after its step, with a checkpoint; --resume goes on from there to the same
+    result.
     """  # noqa: D301 (click's own sign for lines that are not to be filled)
     if options.pop("json"):
         options["output_format"] = "json"
     _choose_one(context, options)
     if options["resume"] is not None:
         _take_up(context, options)
-    if options["eval_every"] is not None and options["eval_split"] is None and options["eval_file"] is None:
-        raise click.UsageError("--eval-every has no effect without --eval-split or --eval-file", context)
+    if (
+        options["eval_every"] is not None
+        and options["eval_split"] is None
+        and options["eval_file"] is None
+    ):
+        raise click.UsageError(
+            "--eval-every has no effect without --eval-split or --eval-file", context
+        )
     if options["data"] is None:
-        raise click.UsageError("give a file of examples: tinkex train DATA.jsonl (or --resume DIR)", context)
+        raise click.UsageError(
+            "give a file of examples: tinkex train DATA.jsonl (or --resume DIR)", context
+        )
     if not options["learning_rate"] > 0 or math.isinf(options["learning_rate"]):
-        raise click.BadParameter("must be a number above zero", context, param_hint="--learning-rate")
+        raise click.BadParameter(
+            "must be a number above zero", context, param_hint="--learning-rate"
+        )
     Command(options).run()
 
 
 def _given(context: click.Context, name: str, *sources: ParameterSource) -> bool:
-    return context.get_parameter_source(name) in (sources or (ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP))
+    return context.get_parameter_source(name) in (
+        sources or (ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP)
+    )
 
 
 def _choose_one(context: click.Context, options: dict[str, Any]) -> None:
@@ -273,15 +356,23 @@ def _take_up(context: click.Context, options: dict[str, Any]) -> None:
     for name in sorted(options.keys() - WITH_RESUME):
         if _given(context, name):
             shown = "--" + name.replace("_", "-")
-            raise click.UsageError(f"{shown} has no effect with --resume: a run goes on as it was started", context)
+            raise click.UsageError(
+                f"{shown} has no effect with --resume: a run goes on as it was started", context
+            )
     try:
         folder = RunFolder.open(options["resume"])
         data = Path(folder.config["data"])
     except (ValueError, KeyError) as error:
         raise click.ClickException(str(error)) from None
     if folder.facts.get("sampler"):
-        raise click.ClickException(f"the run in {folder.path} is finished: its model is {folder.facts['sampler']}")
-    kept = {name: value for name, value in folder.config.items() if name in options and name not in NOT_KEPT}
+        raise click.ClickException(
+            f"the run in {folder.path} is finished: its model is {folder.facts['sampler']}"
+        )
+    kept = {
+        name: value
+        for name, value in folder.config.items()
+        if name in options and name not in NOT_KEPT
+    }
     kept.setdefault("keep", 0)  # who started it was not told that anything would be deleted
     now = {name: options[name] for name in WITH_RESUME if options[name] is not None}
     options.update({**kept, "data": data, **now})
@@ -318,12 +409,14 @@ class Command:
         """Say something beside the result."""
         self.notes.print(text, soft_wrap=True, markup=False)
 
-    # ── the whole ────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the whole ─────────────────────────────────────────────────────────────────────────────────
 
     def run(self) -> None:
         """Read, train, tell."""
         began = time.perf_counter()
-        files = [self.options[name] for name in ("data", "eval_file") if self.options[name] is not None]
+        files = [
+            self.options[name] for name in ("data", "eval_file") if self.options[name] is not None
+        ]
         read = [self._read(path) for path in files]
         digests = [digest(path) for path in files]
         with self._held, self._services:
@@ -335,7 +428,8 @@ class Command:
             place = None if self.options["resume"] else self._new_place()
             known = get_tokenizer_id(model)
             material = self._early_material(service, known, read)
-            client = self._client(service)  # after the checks: what is refused before it leaves no run
+            # after the checks: what is refused before it leaves no run
+            client = self._client(service)
             try:
                 told = get_tokenizer_id(model, client)
                 if material is None or told != known:
@@ -343,7 +437,8 @@ class Command:
                 plan = self._plan(len(material.train))
                 self.folder = self._open_folder(service, place, plan, material, digests)
             except BaseException:
-                with contextlib.suppress(TinkerError):  # nothing will be trained: let the server forget it
+                # nothing will be trained: let the server forget it
+                with contextlib.suppress(TinkerError):
                     client.unload_model()
                 raise
             finished = self._train(client, plan, material)
@@ -356,13 +451,17 @@ class Command:
         """A client of the server; the one before it, if any, is let go."""
         with contextlib.suppress(TinkerError):
             self._services.close()
-        service = open_service(self.options["base_url"], self.options["api_key"], self.options["timeout"], self.name)
+        service = open_service(
+            self.options["base_url"], self.options["api_key"], self.options["timeout"], self.name
+        )
         self._service = self._services.enter_context(service)
         return service
 
     def _client(self, service: ServiceClient) -> TrainingClient:
         """A fresh run, or one that goes on from the last checkpoint."""
-        folder = self.folder or (RunFolder.open(self.options["resume"]) if self.options["resume"] else None)
+        folder = self.folder or (
+            RunFolder.open(self.options["resume"]) if self.options["resume"] else None
+        )
         saved = folder.checkpoint if folder else None
         with self.notes.status(f"starting {self.model} {self.place} …"):
             if saved is not None:
@@ -375,7 +474,7 @@ class Command:
                 user_metadata={"name": self.name},
             ).result()
 
-    # ── data ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── data ──────────────────────────────────────────────────────────────────────────────────────
 
     def _read(self, path: Path) -> list[Example]:
         try:
@@ -383,7 +482,10 @@ class Command:
         except OSError as error:
             told = f"{path} cannot be read: {error.strerror or error}"
             if self.options["resume"] and path == self.options["data"]:
-                told += f" (if it was moved: tinkex train --resume {shlex.quote(str(self.options['resume']))} FILE)"
+                told += (
+                    " (if it was moved: tinkex train --resume "
+                    f"{shlex.quote(str(self.options['resume']))} FILE)"
+                )
             raise click.ClickException(told) from None
         if not examples and not bad:
             raise click.ClickException(f"{path} is empty: it has no line to learn from")
@@ -421,24 +523,37 @@ class Command:
         except TinkerError:
             return None
 
-    def _material(self, service: ServiceClient, tokenizer_id: str, read: Sequence[list[Example]]) -> Material:
+    def _material(
+        self, service: ServiceClient, tokenizer_id: str, read: Sequence[list[Example]]
+    ) -> Material:
         """The examples as tokens."""
         chat = ChatFormat(tokenizer_of(tokenizer_id))
         if not chat.has_template and any(one.messages for examples in read for one in examples):
-            self.note(f'{self.model} has no chat template: chats are written as "User: …" and "Assistant: …"')
+            self.note(
+                f'{self.model} has no chat template: chats are written as "User: …" and '
+                '"Assistant: …"'
+            )
         length = self.options["max_length"] or context_of(service, self.model)
         paths = (self.options["data"], self.options["eval_file"])
         fitted = [
-            self._fitted(path, examples, chat, length) for path, examples in zip(paths, read, strict=False) if path
+            self._fitted(path, examples, chat, length)
+            for path, examples in zip(paths, read, strict=False)
+            if path
         ]
-        rendered, held_out = hold_out(fitted[0], self.options["eval_split"] or 0.0, self.options["seed"])
+        rendered, held_out = hold_out(
+            fitted[0], self.options["eval_split"] or 0.0, self.options["seed"]
+        )
         if self.options["eval_split"] and not held_out:
             raise click.ClickException("one example cannot be split: leave out --eval-split")
         return Material(rendered, fitted[1] if len(fitted) > 1 else held_out)
 
-    def _fitted(self, path: Path, examples: list[Example], chat: ChatFormat, length: int | None) -> list[Rendered]:
+    def _fitted(
+        self, path: Path, examples: list[Example], chat: ChatFormat, length: int | None
+    ) -> list[Rendered]:
         with self.notes.status(f"tokenising {_count(len(examples), 'example')} …"):
-            rendered, bad = render(examples, chat, train_on=self.options["train_on"], pairs=self.options["pairs"])
+            rendered, bad = render(
+                examples, chat, train_on=self.options["train_on"], pairs=self.options["pairs"]
+            )
         self._judge(path, bad, f"the {_count(len(examples), 'other line')}", len(examples))
         handling = self.options["too_long"]
         fitted = fit(rendered, length, cut=handling == "cut")
@@ -455,7 +570,8 @@ class Command:
             told = f"{path}: {_count(len(lines), 'example')} longer than {length} tokens"
             if refuse:
                 raise click.ClickException(
-                    f"{told} (line {first}): nothing was trained (--too-long cut or skip goes on without)"
+                    f"{told} (line {first}): nothing was trained (--too-long cut or skip goes on "
+                    "without)"
                 )
             self.note(f"{told} {done} (line {first})")
 
@@ -474,10 +590,15 @@ class Command:
             save_every=options["save_every"],
         )
 
-    # ── the folder ───────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the folder ────────────────────────────────────────────────────────────────────────────────
 
     def _open_folder(
-        self, service: ServiceClient, place: Path | None, plan: Plan, material: Material, digests: list[str]
+        self,
+        service: ServiceClient,
+        place: Path | None,
+        plan: Plan,
+        material: Material,
+        digests: list[str],
     ) -> RunFolder:
         facts = {
             "tinkex": __version__,
@@ -489,8 +610,17 @@ class Command:
         }
         if self.options["resume"]:
             return self._same_folder(facts)
-        told = {**self.options, "base_model": self.model, "base_url": service.holder.config.base_url, "keep": self.keep}
-        config = {name: value for name, value in told.items() if value is not None and name not in NOT_KEPT}
+        told = {
+            **self.options,
+            "base_model": self.model,
+            "base_url": service.holder.config.base_url,
+            "keep": self.keep,
+        }
+        config = {
+            name: value
+            for name, value in told.items()
+            if value is not None and name not in NOT_KEPT
+        }
         for name in ("data", "eval_file"):
             if name in config:
                 config[name] = str(config[name].resolve())
@@ -503,7 +633,9 @@ class Command:
     def _new_place(self) -> Path:
         """The directory of a new run: made, held, and without a run in it."""
         place: Path = self.options["output"] or self._free_place()
-        self._held.callback(_remove_empty, [one for one in (place, *place.parents) if not one.exists()])
+        self._held.callback(
+            _remove_empty, [one for one in (place, *place.parents) if not one.exists()]
+        )
         try:
             place.mkdir(parents=True, exist_ok=True)
             self._hold(place)
@@ -524,12 +656,18 @@ class Command:
         folder = RunFolder.open(self.options["resume"])
         if folder.facts.get("digests") != facts["digests"]:
             raise click.ClickException(
-                f"{self.options['data']} (or the --eval-file) is not what the run in {folder.path} was started with: "
+                f"{self.options['data']} (or the --eval-file) is not what the run in {folder.path} "
+                "was started with: "
                 "it can only go on with the same examples"
             )
-        if changed := [name for name in ("examples", "tokens", "steps") if folder.facts.get(name) != facts[name]]:
+        if changed := [
+            name
+            for name in ("examples", "tokens", "steps")
+            if folder.facts.get(name) != facts[name]
+        ]:
             raise click.ClickException(
-                f"the run in {folder.path} was started with {folder.facts.get(changed[0])} {changed[0]}, and now there "
+                f"the run in {folder.path} was started with {folder.facts.get(changed[0])} "
+                f"{changed[0]}, and now there "
                 f"are {facts[changed[0]]}: the model's tokenizer or its longest input has changed"
             )
         done = folder.checkpoint[0] if folder.checkpoint else 0
@@ -537,7 +675,8 @@ class Command:
         return folder
 
     def _hold(self, place: Path) -> None:
-        """Keep others out of the folder until the end: of two that write there, one would lose its checkpoints.
+        """Keep others out of the folder until the end: of two that write there, one would lose its
+        checkpoints.
 
         Raises:
             click.ClickException: Another command is at work in it.
@@ -552,7 +691,9 @@ class Command:
             try:
                 fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise click.ClickException(f"another `tinkex train` is at work in {place}") from None
+                raise click.ClickException(
+                    f"another `tinkex train` is at work in {place}"
+                ) from None
 
     def _free_place(self) -> Path:
         numbers = (f"-{number}" if number > 1 else "" for number in range(1, sys.maxsize))
@@ -562,16 +703,19 @@ class Command:
             if not (place := Path("runs", f"{self.name}{number}")).joinpath("config.json").exists()
         )
 
-    # ── training ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── training ──────────────────────────────────────────────────────────────────────────────────
 
     def _train(self, client: TrainingClient, plan: Plan, material: Material) -> bool:
         """Train to the end, or until told to stop; whether it came to the end."""
         assert self.folder is not None
         folder = self.folder
         rows = (
-            f"{_count(plan.examples, 'example')}, {_count(plan.steps, 'step')} of {min(plan.batch_size, plan.examples)}"
+            f"{_count(plan.examples, 'example')}, {_count(plan.steps, 'step')} of "
+            f"{min(plan.batch_size, plan.examples)}"
         )
-        self.note(f"{self.model} {self.place}: {rows}, rank {self.options['rank']}, into {folder.path}")
+        self.note(
+            f"{self.model} {self.place}: {rows}, rank {self.options['rank']}, into {folder.path}"
+        )
         lost = 0
         with _Display(self.notes, plan, folder) as display:
             pruning = Pruning(folder, self.keep, self._delete, display.say)
@@ -604,7 +748,9 @@ class Command:
                         raise click.ClickException(f"{error}\n{self._saved(FULL)}") from error
                     if not is_lost(error) or lost > RECOVERIES:
                         raise click.ClickException(f"{error}\n{self._saved()}") from error
-                    display.say(f"the run broke off ({error.message}): going on from the last checkpoint")
+                    display.say(
+                        f"the run broke off ({error.message}): going on from the last checkpoint"
+                    )
                 except OSError as error:
                     told = f"{folder.path} cannot be written to: {error.strerror or error}"
                     raise click.ClickException(f"{told}\n{self._saved()}") from error
@@ -631,20 +777,24 @@ class Command:
         return f"tinkex train --resume {shlex.quote(str(self.folder.path))}"
 
     def _saved(self, first: str = "") -> str:
-        """What is left of a run that ended too soon, and how to go on; what to do first, if anything."""
+        """What is left of a run that ended too soon, and how to go on; what to do first, if
+        anything.
+        """
         assert self.folder is not None
         if self.folder.checkpoint is None:
             return f"no checkpoint was saved; {first}`{self._again()}` starts over"
         step, path = self.folder.checkpoint
         return f"saved after step {step}: {path}\n{first}go on with: {self._again()}"
 
-    # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the end ───────────────────────────────────────────────────────────────────────────────────
 
     def _summary(self, plan: Plan, finished: bool, began: float) -> dict[str, Any]:
         assert self.folder is not None
         metrics = self.folder.metrics()
         losses = [(record["step"], record["loss"]) for record in metrics if "loss" in record]
-        evaluated = [(record["step"], record["eval_loss"]) for record in metrics if "eval_loss" in record]
+        evaluated = [
+            (record["step"], record["eval_loss"]) for record in metrics if "eval_loss" in record
+        ]
         drawn = chart({"training": losses, "held out": evaluated}, f"{self.name}: loss per token")
         with contextlib.suppress(OSError):  # of all that a run makes, it is missed the least
             (self.folder.path / "loss.svg").write_text(drawn, encoding="utf-8")
@@ -682,7 +832,9 @@ class Command:
             click.echo(json.dumps(summary))
             return
         shown = plain_console()
-        points = [(record["step"], record["loss"]) for record in self.folder.metrics() if "loss" in record]
+        points = [
+            (record["step"], record["loss"]) for record in self.folder.metrics() if "loss" in record
+        ]
         losses = [loss for _, loss in points]
         if len(losses) >= 5:
             width = max(10, min(60, shown.width - 12))
@@ -693,13 +845,18 @@ class Command:
         if losses:
             said.append(f"loss {losses[0]:.4f} → {losses[-1]:.4f}")
         if summary["eval_loss"] is not None:
-            evaluated = [record["eval_loss"] for record in self.folder.metrics() if "eval_loss" in record]
+            evaluated = [
+                record["eval_loss"] for record in self.folder.metrics() if "eval_loss" in record
+            ]
             said.append(f"held out {evaluated[0]:.4f} → {evaluated[-1]:.4f}")
         shown.print(", ".join(said), markup=False, soft_wrap=True)
         kept, deleted = summary["kept"], summary["deleted"]
         for title, value in (
             ("checkpoint to go on from", summary["state_path"]),
-            ("best by held-out loss", summary["best_path"] if summary["best_path"] != summary["state_path"] else None),
+            (
+                "best by held-out loss",
+                summary["best_path"] if summary["best_path"] != summary["state_path"] else None,
+            ),
             ("model to sample from", summary["sampler_path"]),
             ("checkpoints kept", f"{kept} of {kept + deleted} (--keep)" if deleted else None),
             ("metrics and plot", summary["output"]),
@@ -720,7 +877,10 @@ def _whole_file(path: Path, *, all_bad: bool) -> str:
         return "--skip-bad leaves bad lines out"
     begins = begins.removeprefix(codecs.BOM_UTF8).lstrip()
     if begins.startswith(b"["):
-        return f"it looks like one JSON array: `jq -c '.[]' {shlex.quote(str(path))}` writes its items one a line"
+        return (
+            f"it looks like one JSON array: `jq -c '.[]' {shlex.quote(str(path))}` writes its "
+            "items one a line"
+        )
     return "every line is to be one JSON object, a chat or a pair: see `tinkex train -h`"
 
 
@@ -770,14 +930,20 @@ class Pruning:
     """Deletes the checkpoints that are not to be kept, each after a newer one is there and noted."""
 
     def __init__(
-        self, folder: RunFolder, keep: int, delete: Callable[[str], object], say: Callable[[str], object]
+        self,
+        folder: RunFolder,
+        keep: int,
+        delete: Callable[[str], object],
+        say: Callable[[str], object],
     ) -> None:
         self._folder, self._keep, self._delete, self._say = folder, keep, delete, say
         self._seen = folder.checkpoint
         self._complained = False
 
     def look(self) -> None:
-        """Delete what is too much, if there is a new checkpoint; what cannot be deleted stays, and does no harm."""
+        """Delete what is too much, if there is a new checkpoint; what cannot be deleted stays, and
+        does no harm.
+        """
         if not self._keep or self._folder.checkpoint == self._seen:
             return
         self._seen = self._folder.checkpoint
@@ -804,7 +970,11 @@ class _Display:
         if console.is_terminal:
             wide = console.width >= NARROW
             columns = [
-                TextColumn("step {task.completed}/{task.total}" if wide else "{task.completed}/{task.total}"),
+                TextColumn(
+                    "step {task.completed}/{task.total}"
+                    if wide
+                    else "{task.completed}/{task.total}"
+                ),
                 BarColumn(bar_width=None),
                 TextColumn("{task.fields[told]}", markup=False),
             ]
@@ -832,11 +1002,19 @@ class _Display:
         if progress.eval_loss is not None:
             self._eval_loss = f"held out {progress.eval_loss:.4f}"
         rate = progress.tokens / progress.seconds if progress.seconds else 0.0
-        left = progress.seconds / progress.made * (self._plan.steps - progress.step) if progress.made else None
+        left = (
+            progress.seconds / progress.made * (self._plan.steps - progress.step)
+            if progress.made
+            else None
+        )
         speed = f"{rate:,.0f} tokens/s" if progress.tokens else ""
         time_left = "" if left is None else f"{_duration(left)} left"
         if self._bar is not None:
-            told = (self._loss, self._eval_loss, speed, time_left) if self._wide else (self._loss, time_left)
+            told = (
+                (self._loss, self._eval_loss, speed, time_left)
+                if self._wide
+                else (self._loss, time_left)
+            )
             self._bar.update(self._task, completed=progress.step, told=" ".join(filter(None, told)))
             return
         now = time.monotonic()
@@ -844,7 +1022,9 @@ class _Display:
         if ends or progress.eval_loss is not None or now - self._said >= LINE_EVERY:
             self._said = now
             place = f"step {progress.step}/{self._plan.steps}"
-            self.say("  ".join(filter(None, (place, self._loss, self._eval_loss, speed, time_left))))
+            self.say(
+                "  ".join(filter(None, (place, self._loss, self._eval_loss, speed, time_left)))
+            )
 
 
 def _duration(seconds: float) -> str:

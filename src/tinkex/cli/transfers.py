@@ -46,7 +46,9 @@ def fetch(
 
     async def work(meter: Meter) -> Downloaded:
         try:
-            return await download_async(rest, path, directory, force, meter, resume=resume, keep_archive=keep_archive)
+            return await download_async(
+                rest, path, directory, force, meter, resume=resume, keep_archive=keep_archive
+            )
         finally:
             ended.set()
 
@@ -73,10 +75,13 @@ def fetch(
 @switch("--force", help="Replace what is there; it stays until the new one is whole.")
 @formatted
 @connecting
-def download(path: str, output: Path | None, force: bool, as_json: bool, connection: Connection) -> Outcome:
+def download(
+    path: str, output: Path | None, force: bool, as_json: bool, connection: Connection
+) -> Outcome:
     """Fetch a checkpoint's files into a directory named after it.
 
-    What an interrupted download has fetched is kept, and the next one of the same checkpoint goes on from there.
+    What an interrupted download has fetched is kept, and the next one of the same checkpoint goes
+    on from there.
     """
     with connection.rest() as rest:
         done = fetch(rest, path, output, force=force)
@@ -90,7 +95,7 @@ def download(path: str, output: Path | None, force: bool, as_json: bool, connect
     return Outcome(data, done)
 
 
-# ── for other libraries ──────────────────────────────────────────────────────────────────────────────────────────
+# ── for other libraries ───────────────────────────────────────────────────────────────────────────
 
 
 @click.command(short_help="Write an adapter as PEFT and transformers read it.")
@@ -102,14 +107,24 @@ def download(path: str, output: Path | None, force: bool, as_json: bool, connect
     type=click.Path(path_type=Path),
     help="A directory, or a file that ends in .tar, .tar.gz, .tgz or .zip.",
 )
-@click.option("--base-model", metavar="NAME", help="What the adapter calls its base model: a hub id or a directory.")
+@click.option(
+    "--base-model",
+    metavar="NAME",
+    help="What the adapter calls its base model: a hub id or a directory.",
+)
 @switch("--force", help="Replace what is there.")
 @formatted
 @connecting
 def export(
-    path: str, output: Path, base_model: str | None, force: bool, as_json: bool, connection: Connection
+    path: str,
+    output: Path,
+    base_model: str | None,
+    force: bool,
+    as_json: bool,
+    connection: Connection,
 ) -> Outcome:
-    """Write a checkpoint's adapter as PEFT and transformers read it: a directory, or an archive of one.
+    """Write a checkpoint's adapter as PEFT and transformers read it: a directory, or an archive of
+    one.
 
     What only training needs, such as the optimizer's state, is left out.
     """
@@ -126,8 +141,18 @@ def export(
         warning = warn_of_files(fetched)
         with transfer(f"Writing {output.name}") as meter:
             _replace(pack(fetched, files, scratch / "made", meter), output)
-    written = sum((output / file).stat().st_size for file in files) if output.is_dir() else output.stat().st_size
-    data = {"path": path, "destination": str(output), "base_model": named, "files": files, "size_bytes": written}
+    written = (
+        sum((output / file).stat().st_size for file in files)
+        if output.is_dir()
+        else output.stat().st_size
+    )
+    data = {
+        "path": path,
+        "destination": str(output),
+        "base_model": named,
+        "files": files,
+        "size_bytes": written,
+    }
     if warning is not None:
         data["warning"] = warning
     if as_json:
@@ -139,7 +164,9 @@ def export(
 
 @contextmanager
 def _scratch(directory: Path) -> Iterator[None]:
-    """A directory to work in; of it stays what was downloaded, when the next attempt can go on from there."""
+    """A directory to work in; of it stays what was downloaded, when the next attempt can go on from
+    there.
+    """
     from tinkex.errors import APIError
     from tinkex.hub.downloads import DownloadError
 
@@ -165,17 +192,23 @@ def _scratch(directory: Path) -> Iterator[None]:
 
 
 def _prepare(directory: Path, path: str, base_model: str) -> list[str]:
-    """Check that the files are an adapter's, name the base model in its configuration; the files to hand out."""
+    """Check that the files are an adapter's, name the base model in its configuration; the files to
+    hand out.
+    """
     config = directory / CONFIG
     if not config.exists() or not any((directory / name).exists() for name in WEIGHTS):
-        raise CommandError(f"{path} holds no PEFT adapter: {CONFIG} and {WEIGHTS[0]} are not both there")
+        raise CommandError(
+            f"{path} holds no PEFT adapter: {CONFIG} and {WEIGHTS[0]} are not both there"
+        )
     try:
         settings = dict(json.loads(config.read_text(encoding="utf-8")))
     except (TypeError, ValueError, RecursionError) as error:
         raise CommandError(f"{CONFIG} of {path} is not a JSON object: {error}", error) from None
     settings["base_model_name_or_path"] = base_model
     config.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    return sorted(file.name for file in directory.iterdir() if file.is_file() and file.name not in NOT_PEFT)
+    return sorted(
+        file.name for file in directory.iterdir() if file.is_file() and file.name not in NOT_PEFT
+    )
 
 
 Packer = Callable[[Path, list[str], Path, Meter], Path]
@@ -258,16 +291,28 @@ def _replace(made: Path, output: Path) -> None:
 
 @click.command("push-hf")
 @path_argument()
-@click.option("-r", "--repo", metavar="ID", help="The repository.  [default: one named after the model and the run]")
+@click.option(
+    "-r",
+    "--repo",
+    metavar="ID",
+    help="The repository.  [default: one named after the model and the run]",
+)
 @switch("--public", help="Let everyone see a repository that is made.")
 @click.option("--revision", metavar="BRANCH", help="The branch, made when it is not there.")
 @click.option("--commit-message", metavar="TEXT", help="What to say of the upload.")
 @switch("--create-pr", help="Propose the upload instead.")
-@click.option("--allow-pattern", "allow", multiple=True, metavar="GLOB", help="Only such files. Repeatable.")
-@click.option("--ignore-pattern", "ignore", multiple=True, metavar="GLOB", help="No such files. Repeatable.")
+@click.option(
+    "--allow-pattern", "allow", multiple=True, metavar="GLOB", help="Only such files. Repeatable."
+)
+@click.option(
+    "--ignore-pattern", "ignore", multiple=True, metavar="GLOB", help="No such files. Repeatable."
+)
 @click.option("--hf-token", metavar="TOKEN", help="The token for the hub (better set HF_TOKEN).")
 @click.option(
-    "--model-card/--no-model-card", default=True, show_default=True, help="Write a README.md if there is none."
+    "--model-card/--no-model-card",
+    default=True,
+    show_default=True,
+    help="Write a README.md if there is none.",
 )
 @formatted
 @connecting
@@ -287,8 +332,8 @@ def push_hf(
 ) -> Outcome:
     """Put a checkpoint's adapter on the Hugging Face hub.
 
-    What was fetched is kept for a week when a push is stopped or fails, and the next one goes on from there; an upload
-    does not send again what the hub has already.
+    What was fetched is kept for a week when a push is stopped or fails, and the next one goes on
+    from there; an upload does not send again what the hub has already.
     """
     from tinkex.client.futures.api_future import start
     from tinkex.hub.downloads import STOP_SECONDS
@@ -317,7 +362,10 @@ def push_hf(
         finally:
             ended.set()
 
-    with connection.rest() as rest, transfer(f"Downloading {path.rpartition('/')[2][:30]}") as meter:
+    with (
+        connection.rest() as rest,
+        transfer(f"Downloading {path.rpartition('/')[2][:30]}") as meter,
+    ):
         try:
             pushed = wait(start(work(meter)))
         except KeyboardInterrupt:
@@ -331,7 +379,9 @@ def push_hf(
         "revision": pushed.revision,
         "public": pushed.public,
     }
-    if (warning := warn_of_tied(pushed.config, pushed.config["base_model_name_or_path"])) is not None:
+    if (
+        warning := warn_of_tied(pushed.config, pushed.config["base_model_name_or_path"])
+    ) is not None:
         data["warning"] = warning
     if as_json:
         print_json(data)
@@ -349,7 +399,7 @@ def push_cache() -> Path:
     return user_cache_path("tinkex") / "push"
 
 
-# ── bringing in ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── bringing in ───────────────────────────────────────────────────────────────────────────────────
 
 
 @click.command("import", short_help="Make a training checkpoint of a PEFT adapter.")
@@ -357,7 +407,8 @@ def push_cache() -> Path:
 @click.option(
     "--base-model",
     metavar="NAME[=DIR]",
-    help="The model it was trained on, as the server calls it: a bundled name, a hub id, or NAME=DIR.  "
+    help="The model it was trained on, as the server calls it: a bundled name, a hub id, or "
+    "NAME=DIR.  "
     "[default: the one that the adapter names]",
 )
 @click.option("--name", default="imported", show_default=True, help="What to call the checkpoint.")
@@ -369,7 +420,8 @@ def push_cache() -> Path:
 def import_(directory: Path, base_model: str | None, name: str, data_dir: Path | None) -> Outcome:
     """Make a training checkpoint of a PEFT adapter in DIRECTORY, and print its path.
 
-    A training client that is created from that path computes what PEFT computes with the adapter, and trains on.
+    A training client that is created from that path computes what PEFT computes with the adapter,
+    and trains on.
     """
     import sqlite3
 
@@ -395,7 +447,9 @@ def import_(directory: Path, base_model: str | None, name: str, data_dir: Path |
         store = Store(root / DATABASE)
         try:
             with transfer(f"Importing {directory.name}") as meter:
-                saved = import_adapter(store, directory, model, base_directory, name, progress=meter)
+                saved = import_adapter(
+                    store, directory, model, base_directory, name, progress=meter
+                )
         finally:
             store.close()
     except DataDirError as error:

@@ -23,10 +23,16 @@ def commit() -> str | None:
     here = Path(__file__).resolve()
     commands = (["ls-files", "--error-unmatch", here.name], ["rev-parse", "--short", "HEAD"])
     found = None
-    for words in commands:  # the first makes sure that the repository is our own, not one that we are installed in
+    # the first makes sure that the repository is our own, not one that we are installed in
+    for words in commands:
         try:
             done = subprocess.run(
-                ["git", *words], cwd=here.parent, capture_output=True, text=True, timeout=GIT_SECONDS, check=True
+                ["git", *words],
+                cwd=here.parent,
+                capture_output=True,
+                text=True,
+                timeout=GIT_SECONDS,
+                check=True,
             )
         except (OSError, subprocess.SubprocessError):
             return None
@@ -41,7 +47,9 @@ def describe() -> str:
 
 
 def requirements() -> list[tuple[str, str | None]]:
-    """The packages that this one may use, each with the extra that brings it; not those of its tests."""
+    """The packages that this one may use, each with the extra that brings it; not those of its
+    tests.
+    """
     try:
         required = metadata.requires("tinkex") or []
     except metadata.PackageNotFoundError:

@@ -6,7 +6,12 @@ import functools
 import warnings
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tinkex.client.futures.api_future import APIFuture, AwaitableConcurrentFuture, start, users_level
+from tinkex.client.futures.api_future import (
+    APIFuture,
+    AwaitableConcurrentFuture,
+    start,
+    users_level,
+)
 from tinkex.client.http.request_names import name_requests
 from tinkex.errors import ExperimentalWarning
 from tinkex.types.external_weights import (
@@ -37,7 +42,9 @@ class Caller(Protocol):
 class CheckpointMethods:
     """Methods of RestClient that are about many checkpoints."""
 
-    def search_checkpoints(self: Caller, request: CheckpointSearchRequest) -> APIFuture[CheckpointSearchResponse]:
+    def search_checkpoints(
+        self: Caller, request: CheckpointSearchRequest
+    ) -> APIFuture[CheckpointSearchResponse]:
         """Search your checkpoints, newest first. Experimental: it may change in any release.
 
         A page's `next_cursor` is the next request's `cursor`; the last page has none.
@@ -59,7 +66,11 @@ class CheckpointMethods:
         return self._call(protocol.SEARCH_CHECKPOINTS, request)
 
     def external_weights_upload_start(
-        self: Caller, *, base_model: str, lora_config: LoraConfig, destination_project_id: str | None = None
+        self: Caller,
+        *,
+        base_model: str,
+        lora_config: LoraConfig,
+        destination_project_id: str | None = None,
     ) -> APIFuture[ExternalWeightsUploadStartResult]:
         """Begin an upload of weights: PUT each file to its address, then finish it. Experimental.
 
@@ -82,7 +93,9 @@ class CheckpointMethods:
         """
         warn_experimental("external_weights_upload_start")
         request = ExternalWeightsUploadStartRequest(
-            base_model=base_model, lora_config=lora_config, destination_project_id=destination_project_id
+            base_model=base_model,
+            lora_config=lora_config,
+            destination_project_id=destination_project_id,
         )
 
         def result(answer: Any) -> Any:
@@ -93,7 +106,9 @@ class CheckpointMethods:
         op = protocol.EXTERNAL_WEIGHTS_UPLOAD_START
         return _mapped(self._call(op, request), result)
 
-    def external_weights_upload_finish(self: Caller, upload_id: str) -> APIFuture[ExternalWeightsUploadFinishResult]:
+    def external_weights_upload_finish(
+        self: Caller, upload_id: str
+    ) -> APIFuture[ExternalWeightsUploadFinishResult]:
         """End an upload: its files become a checkpoint of external weights. Experimental.
 
         Args:

@@ -18,7 +18,12 @@ class Submitter(Protocol):
     """The part of a training client that receipts are made with."""
 
     def _receipts_of_pass(
-        self, data: Sequence[Datum], loss_fn: str, config: LossFnConfig | None, *, forward_only: bool
+        self,
+        data: Sequence[Datum],
+        loss_fn: str,
+        config: LossFnConfig | None,
+        *,
+        forward_only: bool,
     ) -> Future[list[UntypedAPIFuture]]: ...
 
     def _receipt_of_step(
@@ -127,7 +132,9 @@ class Receipts:
         if not request_id or not isinstance(request_id, str):
             raise ValueError(f"expected a request id or a receipt with one, got {request!r}")
         if op is None or op.result is None:
-            names = ", ".join(sorted(name for name, known in protocol.BY_NAME.items() if known.result is not None))
+            names = ", ".join(
+                sorted(name for name, known in protocol.BY_NAME.items() if known.result is not None)
+            )
             raise ValueError(f"{operation!r} is not an operation with a future; those are: {names}")
         return self._client._retrieve(op, request_id, options)
 
@@ -140,7 +147,8 @@ def public(receipt: Receipt) -> UntypedAPIFuture:
     """
     if receipt.request_id is None:
         raise TinkerError(
-            f"{receipt.op.name}: the server answered with the result itself, there is no future to wait for",
+            f"{receipt.op.name}: the server answered with the result itself, there is no future to "
+            "wait for",
             hint="call the method of the client instead, which takes both",
         )
     return UntypedAPIFuture(request_id=receipt.request_id)

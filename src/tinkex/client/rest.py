@@ -1,7 +1,8 @@
-"""RestClient and AdminClient: what is stored on the server, and who used it. Neither opens a session.
+"""RestClient and AdminClient: what is stored on the server, and who used it. Neither opens a
+session.
 
-Every method starts at once and returns a future: `await` it, or call `.result()`. What can be checked here
-is checked before anything is sent, and raises ValueError.
+Every method starts at once and returns a future: `await` it, or call `.result()`. What can be
+checked here is checked before anything is sent, and raises ValueError.
 """
 
 from __future__ import annotations
@@ -102,9 +103,15 @@ class _Client:
         config: Config | None = None,
     ) -> None:
         if _session is not None and (base_url is not None or api_key is not None):
-            raise ValueError(f"{type(self).__name__} takes a session or base_url and api_key, not both")
-        if config is not None and (_session is not None or base_url is not None or api_key is not None):
-            raise ValueError(f"{type(self).__name__} takes a config or the other arguments, not both")
+            raise ValueError(
+                f"{type(self).__name__} takes a session or base_url and api_key, not both"
+            )
+        if config is not None and (
+            _session is not None or base_url is not None or api_key is not None
+        ):
+            raise ValueError(
+                f"{type(self).__name__} takes a config or the other arguments, not both"
+            )
         self._session = _session
         known = _session.config if _session else config
         self._config = known or Config.resolve(base_url=base_url, api_key=api_key)
@@ -130,7 +137,9 @@ class _Client:
 
     @property
     def with_raw_response(self) -> Self:
-        """The same client, whose methods of one request give an `APIResponse`: status, headers, body and data."""
+        """The same client, whose methods of one request give an `APIResponse`: status, headers,
+        body and data.
+        """
         raw = copy.copy(self)
         raw._behind = self
         return raw
@@ -165,14 +174,19 @@ class _Client:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()._own._outcome(timeout=30)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(base_url={self._config.base_url!r})"
 
-    def _start(self, work: Callable[[Transport], Coroutine[Any, Any, T]]) -> AwaitableConcurrentFuture[T]:
+    def _start(
+        self, work: Callable[[Transport], Coroutine[Any, Any, T]]
+    ) -> AwaitableConcurrentFuture[T]:
         """Begin work over the transport; the client stays until it is done."""
         transport = self._transport
 
@@ -200,9 +214,14 @@ class _Client:
 
         return self._start(work)
 
-    def _audit_log(self, event_type: AuditEventType, day: dt.date | None) -> APIFuture[AuditLogResponse]:
+    def _audit_log(
+        self, event_type: AuditEventType, day: dt.date | None
+    ) -> APIFuture[AuditLogResponse]:
         if event_type not in get_args(AuditEventType):
-            raise ValueError(f"event_type is {event_type!r}; expected one of {', '.join(get_args(AuditEventType))}")
+            raise ValueError(
+                f"event_type is {event_type!r}; expected one of "
+                f"{', '.join(get_args(AuditEventType))}"
+            )
         if day is not None and not isinstance(day, dt.date):
             raise ValueError(f"day must be a date, got {day!r}")
         date = day.date() if isinstance(day, dt.datetime) else day
@@ -213,18 +232,22 @@ class _Client:
         self, starting_on: dt.datetime | str, ending_before: dt.datetime | str
     ) -> APIFuture[BillingUsageResponse]:
         span = GetBillingUsageRequest(
-            starting_on=_time("starting_on", starting_on), ending_before=_time("ending_before", ending_before)
+            starting_on=_time("starting_on", starting_on),
+            ending_before=_time("ending_before", ending_before),
         )
         return self._call(protocol.GET_BILLING_USAGE, query=to_builtins(span))
 
-    def _storage_usage(self, project_id: str | None) -> APIFuture[CurrentCheckpointStorageUsageResponse]:
+    def _storage_usage(
+        self, project_id: str | None
+    ) -> APIFuture[CurrentCheckpointStorageUsageResponse]:
         op = protocol.GET_CURRENT_CHECKPOINT_STORAGE_USAGE
         return self._call(op, query={"project_id": project_id})
 
 
 @name_requests
 class RestClient(_Client, CheckpointMethods):
-    """Training runs, checkpoints and sessions: look them up, share them, copy them, let them expire.
+    """Training runs, checkpoints and sessions: look them up, share them, copy them, let them
+    expire.
 
     In the examples `rest` is one; `help(tinkex)` shows how the others, such as `client`, are made.
 
@@ -241,7 +264,7 @@ class RestClient(_Client, CheckpointMethods):
         tinker://.../weights/step-100 ...
     """
 
-    # ── training runs ────────────────────────────────────────────────────────────────────────────────────────────
+    # ── training runs ─────────────────────────────────────────────────────────────────────────────
 
     def get_training_run(
         self, training_run_id: ModelID, access_scope: AccessScope | None = "owned"
@@ -250,7 +273,8 @@ class RestClient(_Client, CheckpointMethods):
 
         Args:
             training_run_id: The run.
-            access_scope: "owned" for one's own runs, "accessible" for all that one may see; None leaves it open.
+            access_scope: "owned" for one's own runs, "accessible" for all that one may see; None
+                leaves it open.
 
         Returns:
             A future of the run.
@@ -270,7 +294,8 @@ class RestClient(_Client, CheckpointMethods):
 
         Args:
             tinker_path: The checkpoint's path, `tinker://RUN/KIND/NAME`.
-            access_scope: "owned" for one's own, "accessible" for all that one may see; None leaves it open.
+            access_scope: "owned" for one's own, "accessible" for all that one may see; None leaves
+                it open.
 
         Returns:
             A future of the run.
@@ -320,7 +345,8 @@ class RestClient(_Client, CheckpointMethods):
     list_training_runs_async = value_twin(list_training_runs)
 
     def unload_model(self, model_id: ModelID) -> APIFuture[UnloadModelResponse]:
-        """Let the server forget the live state of a training run, on servers that offer it; its checkpoints stay.
+        """Let the server forget the live state of a training run, on servers that offer it; its
+        checkpoints stay.
 
         Args:
             model_id: The run; that of a client in another program, too.
@@ -335,7 +361,10 @@ class RestClient(_Client, CheckpointMethods):
             >>> rest.unload_model(client.model_id).result()
             UnloadModelResponse(model_id='...:train:0', ...)
         """
-        op, request = protocol.UNLOAD_MODEL, UnloadModelRequest(model_id=_part("model_id", model_id))
+        op, request = (
+            protocol.UNLOAD_MODEL,
+            UnloadModelRequest(model_id=_part("model_id", model_id)),
+        )
 
         async def work(transport: Transport) -> UnloadModelResponse:
             started = time.monotonic()
@@ -349,7 +378,7 @@ class RestClient(_Client, CheckpointMethods):
 
         return self._start(work)
 
-    # ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────
+    # ── checkpoints ───────────────────────────────────────────────────────────────────────────────
 
     def get_weights_info_by_tinker_path(self, tinker_path: str) -> APIFuture[WeightsInfoResponse]:
         """What a checkpoint holds; the server judges the path.
@@ -387,7 +416,9 @@ class RestClient(_Client, CheckpointMethods):
 
     list_checkpoints_async = value_twin(list_checkpoints)
 
-    def list_user_checkpoints(self, limit: int = 100, offset: int = 0) -> APIFuture[CheckpointsListResponse]:
+    def list_user_checkpoints(
+        self, limit: int = 100, offset: int = 0
+    ) -> APIFuture[CheckpointsListResponse]:
         """List the checkpoints of all one's training runs, a page at a time.
 
         Args:
@@ -426,7 +457,9 @@ class RestClient(_Client, CheckpointMethods):
         """
         parsed = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
         if parsed.checkpoint_type != "external":
-            raise ValueError(f"{tinker_path!r} is no export; expected tinker://<run>/external_weights/<name>")
+            raise ValueError(
+                f"{tinker_path!r} is no export; expected tinker://<run>/external_weights/<name>"
+            )
         path = _checkpoint(tinker_path)
         return self._call(protocol.GET_EXTERNAL_WEIGHTS_URLS, path=path)
 
@@ -440,12 +473,14 @@ class RestClient(_Client, CheckpointMethods):
         max_retries: int = ARCHIVE_ATTEMPTS,
         retry_delay: float = ARCHIVE_RETRY_SECONDS,
     ) -> APIFuture[CheckpointArchiveUrlResponse]:
-        """The signed address of a checkpoint packed into one file, once a server that still packs has done so.
+        """The signed address of a checkpoint packed into one file, once a server that still packs
+        has done so.
 
         Args:
             training_run_id: The run, or the whole `tinker://` path of a checkpoint.
             checkpoint_id: `<kind>/<name>`, when the first argument is a run.
-            max_retries: How many times to ask in all; only the answer "still packing" (503) is worth another try.
+            max_retries: How many times to ask in all; only the answer "still packing" (503) is
+                worth another try.
             retry_delay: Seconds between one try and the next.
 
         Returns:
@@ -463,13 +498,19 @@ class RestClient(_Client, CheckpointMethods):
     get_checkpoint_archive_url_async = value_twin(get_checkpoint_archive_url)
 
     def get_checkpoint_archive_url_from_tinker_path(
-        self, tinker_path: str, *, max_retries: int = ARCHIVE_ATTEMPTS, retry_delay: float = ARCHIVE_RETRY_SECONDS
+        self,
+        tinker_path: str,
+        *,
+        max_retries: int = ARCHIVE_ATTEMPTS,
+        retry_delay: float = ARCHIVE_RETRY_SECONDS,
     ) -> APIFuture[CheckpointArchiveUrlResponse]:
         """Like `get_checkpoint_archive_url` with a path."""
         parsed = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
         return self._archive(parsed.training_run_id, parsed.checkpoint_id, max_retries, retry_delay)
 
-    get_checkpoint_archive_url_from_tinker_path_async = value_twin(get_checkpoint_archive_url_from_tinker_path)
+    get_checkpoint_archive_url_from_tinker_path_async = value_twin(
+        get_checkpoint_archive_url_from_tinker_path
+    )
 
     def _archive(
         self, run: str, checkpoint_id: str | None, attempts: int, delay: float
@@ -498,7 +539,9 @@ class RestClient(_Client, CheckpointMethods):
 
         return self._start(work)
 
-    def delete_checkpoint(self, training_run_id: ModelID, checkpoint_id: str | None = None) -> APIFuture[None]:
+    def delete_checkpoint(
+        self, training_run_id: ModelID, checkpoint_id: str | None = None
+    ) -> APIFuture[None]:
         """Delete a checkpoint for good.
 
         Args:
@@ -541,7 +584,9 @@ class RestClient(_Client, CheckpointMethods):
 
     delete_checkpoint_from_tinker_path_async = value_twin(delete_checkpoint_from_tinker_path)
 
-    def publish_checkpoint(self, training_run_id: ModelID, checkpoint_id: str | None = None) -> APIFuture[None]:
+    def publish_checkpoint(
+        self, training_run_id: ModelID, checkpoint_id: str | None = None
+    ) -> APIFuture[None]:
         """Let everyone use a checkpoint.
 
         Args:
@@ -585,7 +630,9 @@ class RestClient(_Client, CheckpointMethods):
 
     publish_checkpoint_from_tinker_path_async = value_twin(publish_checkpoint_from_tinker_path)
 
-    def unpublish_checkpoint(self, training_run_id: ModelID, checkpoint_id: str | None = None) -> APIFuture[None]:
+    def unpublish_checkpoint(
+        self, training_run_id: ModelID, checkpoint_id: str | None = None
+    ) -> APIFuture[None]:
         """Keep a published checkpoint to oneself again.
 
         Args:
@@ -629,7 +676,9 @@ class RestClient(_Client, CheckpointMethods):
 
     unpublish_checkpoint_from_tinker_path_async = value_twin(unpublish_checkpoint_from_tinker_path)
 
-    def set_checkpoint_ttl_from_tinker_path(self, tinker_path: str, ttl_seconds: int | None) -> APIFuture[None]:
+    def set_checkpoint_ttl_from_tinker_path(
+        self, tinker_path: str, ttl_seconds: int | None
+    ) -> APIFuture[None]:
         """Let a checkpoint expire after so many seconds from now; None keeps it for good.
 
         Args:
@@ -647,7 +696,10 @@ class RestClient(_Client, CheckpointMethods):
             >>> rest.list_checkpoints(client.model_id).result().checkpoints[0].expires_at
             datetime.datetime(...)
         """
-        path, request = _checkpoint(tinker_path), SetCheckpointTtlRequest(ttl_seconds=_ttl(ttl_seconds))
+        path, request = (
+            _checkpoint(tinker_path),
+            SetCheckpointTtlRequest(ttl_seconds=_ttl(ttl_seconds)),
+        )
         return self._call(protocol.SET_CHECKPOINT_TTL, request, path=path)
 
     set_checkpoint_ttl_from_tinker_path_async = value_twin(set_checkpoint_ttl_from_tinker_path)
@@ -666,7 +718,8 @@ class RestClient(_Client, CheckpointMethods):
             path: The checkpoint; the server judges the path.
             destination_project_id: The project; TINKER_PROJECT_ID by default.
             ttl_seconds: Seconds after which the copy expires; never by default.
-            weights_access_token: The key of the account that may read the checkpoint, when it is another one.
+            weights_access_token: The key of the account that may read the checkpoint, when it is
+                another one.
 
         Returns:
             A future of the copy's path.
@@ -681,27 +734,34 @@ class RestClient(_Client, CheckpointMethods):
         project = destination_project_id or os.environ.get("TINKER_PROJECT_ID", "").strip()
         if not project:
             raise ValueError("give destination_project_id, or set TINKER_PROJECT_ID")
-        request = CopyWeightsRequest(source_path=path, destination_project_id=project, ttl_seconds=_ttl(ttl_seconds))
+        request = CopyWeightsRequest(
+            source_path=path, destination_project_id=project, ttl_seconds=_ttl(ttl_seconds)
+        )
         headers = {"X-Idempotency-Key": str(uuid.uuid4())}
         if weights_access_token is not None:
             headers["X-Tinker-Weights-Access-Token"] = weights_access_token
 
         async def work(transport: Transport) -> str:
-            copied: CopyWeightsResponse = await transport.call(protocol.COPY_WEIGHTS, request, headers=headers)
+            copied: CopyWeightsResponse = await transport.call(
+                protocol.COPY_WEIGHTS, request, headers=headers
+            )
             return copied.tinker_path
 
         return self._start(work)
 
     copy_weights_async = value_twin(copy_weights)
 
-    # ── sessions and samplers ────────────────────────────────────────────────────────────────────────────────────
+    # ── sessions and samplers ─────────────────────────────────────────────────────────────────────
 
-    def get_session(self, session_id: str, access_scope: AccessScope | None = "owned") -> APIFuture[GetSessionResponse]:
+    def get_session(
+        self, session_id: str, access_scope: AccessScope | None = "owned"
+    ) -> APIFuture[GetSessionResponse]:
         """The training runs and samplers of a session.
 
         Args:
             session_id: The session.
-            access_scope: "owned" for one's own, "accessible" for all that one may see; None leaves it open.
+            access_scope: "owned" for one's own, "accessible" for all that one may see; None leaves
+                it open.
 
         Returns:
             A future of their ids.
@@ -723,7 +783,8 @@ class RestClient(_Client, CheckpointMethods):
         Args:
             limit: How many to give at most.
             offset: How many to pass over.
-            access_scope: "owned" for one's own, "accessible" for all that one may see; None leaves it open.
+            access_scope: "owned" for one's own, "accessible" for all that one may see; None leaves
+                it open.
 
         Returns:
             A future of a page of ids.
@@ -738,7 +799,10 @@ class RestClient(_Client, CheckpointMethods):
     list_sessions_async = value_twin(list_sessions)
 
     def finish_session(
-        self, session_id: str, reason: ClientSessionFinishReasonType = "success", detail: str | None = None
+        self,
+        session_id: str,
+        reason: ClientSessionFinishReasonType = "success",
+        detail: str | None = None,
     ) -> APIFuture[None]:
         """Finish a session that a program has left open.
 
@@ -784,8 +848,11 @@ class RestClient(_Client, CheckpointMethods):
 
     assign_session_project_async = value_twin(assign_session_project)
 
-    def export_session_trace(self, session_id: str, *, poll_seconds: float = TRACE_POLL_SECONDS) -> APIFuture[str]:
-        """Have a session's timeline written as a Perfetto trace; the future gives a signed address to fetch it from.
+    def export_session_trace(
+        self, session_id: str, *, poll_seconds: float = TRACE_POLL_SECONDS
+    ) -> APIFuture[str]:
+        """Have a session's timeline written as a Perfetto trace; the future gives a signed address
+        to fetch it from.
 
         Args:
             session_id: The session.
@@ -809,13 +876,19 @@ class RestClient(_Client, CheckpointMethods):
             while True:
                 answer: SessionTraceExportResponse = await transport.call(op, path=path)
                 if answer.status == "failed":
-                    raise RuntimeError(f"the trace of session {session_id} could not be made: {answer.error}")
+                    raise RuntimeError(
+                        f"the trace of session {session_id} could not be made: {answer.error}"
+                    )
                 if answer.status == "ready":
                     if answer.url is None:
-                        raise APIResponseValidationError(f"{op.name} at {transport.place}: ready, but without a url")
+                        raise APIResponseValidationError(
+                            f"{op.name} at {transport.place}: ready, but without a url"
+                        )
                     return answer.url
                 if not told:
-                    logger.warning("the trace of session %s is being made; that may take a while", session_id)
+                    logger.warning(
+                        "the trace of session %s is being made; that may take a while", session_id
+                    )
                     told = True
                 await asyncio.sleep(poll_seconds)
 
@@ -855,11 +928,13 @@ class RestClient(_Client, CheckpointMethods):
             >>> rest.get_sampler(sampler.sampling_session_id).result().base_model
             'tinkex/tiny'
         """
-        return self._call(protocol.GET_SAMPLER, path={"sampler_id": _part("sampler_id", sampler_id)})
+        return self._call(
+            protocol.GET_SAMPLER, path={"sampler_id": _part("sampler_id", sampler_id)}
+        )
 
     get_sampler_async = value_twin(get_sampler)
 
-    # ── the server ───────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the server ────────────────────────────────────────────────────────────────────────────────
 
     def get_server_capabilities(self) -> APIFuture[GetServerCapabilitiesResponse]:
         """Which models the server offers.
@@ -873,7 +948,7 @@ class RestClient(_Client, CheckpointMethods):
         """
         return self._call(protocol.GET_SERVER_CAPABILITIES)
 
-    # ── the account ──────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the account ───────────────────────────────────────────────────────────────────────────────
 
     def whoami(self) -> APIFuture[WhoamiResponse]:
         """Whom the key belongs to, as the token that the server gives for it says.
@@ -898,7 +973,9 @@ class RestClient(_Client, CheckpointMethods):
                     email=said.get("email") or None,
                 )
             except KeyError as error:
-                raise RuntimeError(f"the token does not say who it is for: {error} is missing") from None
+                raise RuntimeError(
+                    f"the token does not say who it is for: {error} is missing"
+                ) from None
 
         return self._start(work)
 
@@ -920,7 +997,10 @@ class RestClient(_Client, CheckpointMethods):
 
     get_billing_usage_async = value_twin(get_billing_usage, "await AdminClient.get_billing_usage()")
 
-    @deprecated("call AdminClient.get_current_checkpoint_storage_usage(); an AdminClient is made the same way")
+    @deprecated(
+        "call AdminClient.get_current_checkpoint_storage_usage(); an AdminClient is made the same "
+        "way"
+    )
     def get_current_checkpoint_storage_usage(
         self, project_id: str | None = None
     ) -> APIFuture[CurrentCheckpointStorageUsageResponse]:
@@ -928,7 +1008,8 @@ class RestClient(_Client, CheckpointMethods):
         return self._storage_usage(project_id)
 
     get_current_checkpoint_storage_usage_async = value_twin(
-        get_current_checkpoint_storage_usage, "await AdminClient.get_current_checkpoint_storage_usage()"
+        get_current_checkpoint_storage_usage,
+        "await AdminClient.get_current_checkpoint_storage_usage()",
     )
 
 
@@ -977,7 +1058,8 @@ class AdminClient(_Client):
         """What was used, hour by hour.
 
         Args:
-            starting_on: The first hour: a datetime, or text such as `2026-07-13T00:00:00Z`; UTC if no zone is given.
+            starting_on: The first hour: a datetime, or text such as `2026-07-13T00:00:00Z`; UTC if
+                no zone is given.
             ending_before: The hour after the last one; at most 14 days later.
 
         Returns:
@@ -1015,11 +1097,13 @@ class AdminClient(_Client):
     get_current_checkpoint_storage_usage_async = value_twin(get_current_checkpoint_storage_usage)
 
 
-# ── what is checked before anything is sent ──────────────────────────────────────────────────────────────────────
+# ── what is checked before anything is sent ───────────────────────────────────────────────────────
 
 
 def _part(name: str, value: str) -> str:
-    """An id that becomes a part of a path: a dot segment or nothing at all would name another resource."""
+    """An id that becomes a part of a path: a dot segment or nothing at all would name another
+    resource.
+    """
     if not isinstance(value, str) or value in ("", ".", ".."):
         raise ValueError(f"{name} must be an id, got {value!r}")
     return value
@@ -1040,13 +1124,19 @@ def _checkpoint(run_or_path: str, checkpoint_id: str | None = None) -> dict[str,
 
 def _scope(scope: str | None) -> dict[str, object]:
     if scope is not None and scope not in get_args(AccessScope):
-        raise ValueError(f"access_scope is {scope!r}; expected one of {', '.join(get_args(AccessScope))}")
+        raise ValueError(
+            f"access_scope is {scope!r}; expected one of {', '.join(get_args(AccessScope))}"
+        )
     return {"access_scope": scope}
 
 
 def _ttl(seconds: int | None) -> int | None:
-    if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, int) or seconds <= 0):
-        raise ValueError(f"ttl_seconds must be a positive whole number, or None for no expiry; got {seconds!r}")
+    if seconds is not None and (
+        isinstance(seconds, bool) or not isinstance(seconds, int) or seconds <= 0
+    ):
+        raise ValueError(
+            f"ttl_seconds must be a positive whole number, or None for no expiry; got {seconds!r}"
+        )
     return seconds
 
 
@@ -1059,12 +1149,13 @@ def _time(name: str, value: dt.datetime | str) -> dt.datetime:
         raise ValueError(f"{name} must be a datetime or RFC 3339 text, got {value!r}") from None
 
 
-# ── odds and ends of the answers ─────────────────────────────────────────────────────────────────────────────────
+# ── odds and ends of the answers ──────────────────────────────────────────────────────────────────
 
 
 def _expiry(reply: Reply) -> dt.datetime:
     """When a redirect's address expires: its Expires header, or a quarter of an hour from now."""
-    from email.utils import parsedate_to_datetime  # used by this old endpoint alone, and not free to import
+    # used by this old endpoint alone, and not free to import
+    from email.utils import parsedate_to_datetime
 
     try:
         return parsedate_to_datetime(reply.headers["expires"])
@@ -1085,7 +1176,9 @@ async def _exchange_key(transport: Transport) -> dict[str, Any]:
     hello = ClientConfigRequest(sdk_version=PROTOCOL_VERSION)
     config: ClientConfigResponse = await transport.call(protocol.CLIENT_CONFIG, hello)
     if not config.pjwt_auth_enabled:
-        raise RuntimeError("whoami needs a token: there is none, and this server gives none in exchange for keys")
+        raise RuntimeError(
+            "whoami needs a token: there is none, and this server gives none in exchange for keys"
+        )
     token: AuthTokenResponse = await transport.call(protocol.AUTH_TOKEN, Empty())
     return _claims(token.jwt)
 

@@ -79,7 +79,8 @@ NO_STREAMS = frozenset({404, 405, 501})
 class SamplingClient:
     """Samples from fixed weights: training that goes on elsewhere does not change what it gives.
 
-    In the examples `sampler` is one; `help(tinkex)` shows how the others, such as `prompt`, are made.
+    In the examples `sampler` is one; `help(tinkex)` shows how the others, such as `prompt`, are
+    made.
 
     Example:
         >>> with ServiceClient(base_url="local") as service:
@@ -104,7 +105,8 @@ class SamplingClient:
         self._record_stability_info = record_stability_info
         self._retry_config = retry_config
         self._joining = asyncio.Lock()
-        # A copy in another process numbers its requests in a block of its own, which it may have to ask for.
+        # A copy in another process numbers its requests in a block of its own, which it may have to
+        # ask for.
         self._block: int | None = None if shadow or holder.is_shadow else 0
         self._seq_ids = itertools.count()
         self._handler: RetryHandler | None = None
@@ -124,7 +126,8 @@ class SamplingClient:
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
     ) -> AwaitableConcurrentFuture[SamplingClient]:
-        """A sampler of a checkpoint, of a base model, or of a sampling session that is there already.
+        """A sampler of a checkpoint, of a base model, or of a sampling session that is there
+        already.
 
         Args:
             holder: The session to sample in.
@@ -184,20 +187,29 @@ class SamplingClient:
         """What runs the samples: so many at once, tried again, given up when nothing comes through."""
         if self._handler is None:
             server = self._session.client_config
-            config, limit = self._retry_config or RetryConfig(), server.sample_max_concurrent_requests
+            config, limit = (
+                self._retry_config or RetryConfig(),
+                server.sample_max_concurrent_requests,
+            )
             if self._retry_config is not None:
                 limit = min(limit, config.max_connections)
             if server.sample_no_retries:
                 config = replace(config, enable_retry_logic=False)
             if not server.sample_enable_stuck_detection:
                 config = replace(config, enable_stuck_detection=False)
-            facts = {"session_id": self._session.session_id, "sampling_session_id": self.sampling_session_id}
+            facts = {
+                "session_id": self._session.session_id,
+                "sampling_session_id": self.sampling_session_id,
+            }
             name = f"sampling from {self.sampling_session_id}"
             self._handler = RetryHandler(config, name, limit=limit, metadata=facts)
         return self._handler
 
-    def on_queue_state_change(self, queue_state: Any, queue_state_reason: str | None = None) -> None:
-        """What is done when the server's queue for this sampler changes: a pause is logged, once a minute at most.
+    def on_queue_state_change(
+        self, queue_state: Any, queue_state_reason: str | None = None
+    ) -> None:
+        """What is done when the server's queue for this sampler changes: a pause is logged, once a
+        minute at most.
 
         Args:
             queue_state: "active", "paused_capacity" or "paused_rate_limit".
@@ -206,7 +218,9 @@ class SamplingClient:
         Example:
             >>> sampler.on_queue_state_change("paused_rate_limit", "too many samples at once")
         """
-        self._queue_states.on_queue_state_change(queue_state, queue_state_reason, name=self.sampling_session_id)
+        self._queue_states.on_queue_state_change(
+            queue_state, queue_state_reason, name=self.sampling_session_id
+        )
 
     def sample(
         self,
@@ -233,11 +247,15 @@ class SamplingClient:
             include_prompt_logprobs: Also give the log-probability of each prompt token.
             topk_prompt_logprobs: Also give this many likeliest tokens per prompt position.
             topk_sample_logprobs: Also give this many likeliest tokens per sampled position.
-            target_prompt_logprobs: Token ids `[P-1, K]` (int64, -1 = none) to score at each prompt position.
-            prompt_alt_tokens_k: Draw this many alternatives at each prompt position after the first.
+            target_prompt_logprobs: Token ids `[P-1, K]` (int64, -1 = none) to score at each prompt
+                position.
+            prompt_alt_tokens_k: Draw this many alternatives at each prompt position after the
+                first.
             prompt_logprobs_last_n: Give prompt log-probabilities for the last n tokens only.
-            timeout: Seconds after which the sample is given up with APITimeoutError, queueing and retries included.
-            queue_state_observer: Is told when the server's queue pauses or goes on, besides the log.
+            timeout: Seconds after which the sample is given up with APITimeoutError, queueing and
+                retries included.
+            queue_state_observer: Is told when the server's queue pauses or goes on, besides the
+                log.
             headers: Extra headers of the submission.
 
         Returns:
@@ -264,7 +282,9 @@ class SamplingClient:
             prompt_alt_tokens_k=prompt_alt_tokens_k,
             prompt_logprobs_last_n=prompt_logprobs_last_n,
         )
-        return self._session.call(self._sample, request, timeout, queue_state_observer, headers, kind=SampleFuture)
+        return self._session.call(
+            self._sample, request, timeout, queue_state_observer, headers, kind=SampleFuture
+        )
 
     sample_async = value_twin(sample)
 
@@ -357,7 +377,10 @@ class SamplingClient:
             ) from None
 
     def _tracker(self, observer: Observer | None) -> QueueStateTracker:
-        facts = {"session_id": self._session.session_id, "sampling_session_id": self.sampling_session_id}
+        facts = {
+            "session_id": self._session.session_id,
+            "sampling_session_id": self.sampling_session_id,
+        }
         return QueueStateTracker([observer], facts, listener=self.on_queue_state_change)
 
     async def _attempt(
@@ -393,7 +416,9 @@ class SamplingClient:
         request_id: str,
         notice: QueueNotice,
     ) -> SampleResponse:
-        """A result that the batched poll brings along, or one that it leaves to be polled for by itself."""
+        """A result that the batched poll brings along, or one that it leaves to be polled for by
+        itself.
+        """
         transport = self._session.transport
         response: SampleResponse
         try:
@@ -407,7 +432,9 @@ class SamplingClient:
                     raise
                 poller.fetched(request_id, time.monotonic() - asked)
             elif len(reply.body) > OFF_LOOP_BYTES:
-                response = await asyncio.to_thread(read_result, transport, protocol.ASAMPLE, reply, request_id)
+                response = await asyncio.to_thread(
+                    read_result, transport, protocol.ASAMPLE, reply, request_id
+                )
             else:
                 response = read_result(transport, protocol.ASAMPLE, reply, request_id)
         except asyncio.CancelledError:
@@ -422,12 +449,18 @@ class SamplingClient:
             return None
         if self._poller is None:
             transport, inline = self._session.transport, server.batched_results
-            self._poller = BatchPoller(transport, self.sampling_session_id, self._block or 0, inline=inline, owner=self)
+            self._poller = BatchPoller(
+                transport, self.sampling_session_id, self._block or 0, inline=inline, owner=self
+            )
             self._session.pollers.add(self._poller)
         return self._poller if self._poller.is_usable else None
 
-    async def _submit(self, request: SampleRequest, notice: QueueNotice, headers: Mapping[str, str] | None) -> Receipt:
-        """Pass the gate; back-pressure makes everyone wait, and the same request is then sent again."""
+    async def _submit(
+        self, request: SampleRequest, notice: QueueNotice, headers: Mapping[str, str] | None
+    ) -> Receipt:
+        """Pass the gate; back-pressure makes everyone wait, and the same request is then sent
+        again.
+        """
         gate, size = self._session.gate, request.prompt.estimated_bytes
         patience = None if self.retry_handler.config.enable_retry_logic else 0.0
         sent = BACKPRESSURE if headers is None else {**BACKPRESSURE, **headers}
@@ -443,7 +476,8 @@ class SamplingClient:
                     if patience == 0:
                         raise
                 except GoneError as error:
-                    error.should_retry = False  # the sampler itself is gone: no other number will bring it back
+                    # the sampler itself is gone: no other number will bring it back
+                    error.should_retry = False
                     raise
 
     def _cancel(self, receipt: Receipt) -> None:
@@ -467,10 +501,12 @@ class SamplingClient:
             prompt: What to continue.
             sampling_params: How to draw.
             num_samples: How many samples to draw; the chunks' `index` tells them apart.
-            timeout: Seconds of silence after which the stream fails; the configured timeout by default.
+            timeout: Seconds of silence after which the stream fails; the configured timeout by
+                default.
 
         Returns:
-            A stream to iterate over with `for` or `async for`. Servers that cannot stream give all tokens at the end.
+            A stream to iterate over with `for` or `async for`. Servers that cannot stream give all
+            tokens at the end.
 
         Example:
             >>> for chunk in sampler.sample_stream(prompt, SamplingParams(max_tokens=2, temperature=0)):
@@ -494,7 +530,9 @@ class SamplingClient:
         """Like `sample_stream`."""
         return self.sample_stream(prompt, sampling_params, num_samples, timeout=timeout)
 
-    async def _stream(self, stream: SampleStream, request: SampleRequest, timeout: float | None) -> None:
+    async def _stream(
+        self, stream: SampleStream, request: SampleRequest, timeout: float | None
+    ) -> None:
         if self._streams:
             gate, size = self._session.gate, request.prompt.estimated_bytes
             notice = _Notice(self, None)
@@ -514,7 +552,10 @@ class SamplingClient:
                         raise
                     break
             self._streams = False
-            logger.info("%s does not stream: the tokens of a sample come all at once", self._session.transport.place)
+            logger.info(
+                "%s does not stream: the tokens of a sample come all at once",
+                self._session.transport.place,
+            )
         texts = self._texts()
         for chunk in chunks_of(await self._sample(request, timeout)):
             stream.put(texts.add(chunk))
@@ -522,7 +563,9 @@ class SamplingClient:
     def _texts(self) -> StreamTexts:
         return StreamTexts(self.get_tokenizer)
 
-    async def _read_stream(self, stream: SampleStream, request: SampleRequest, timeout: float | None) -> None:
+    async def _read_stream(
+        self, stream: SampleStream, request: SampleRequest, timeout: float | None
+    ) -> None:
         transport, op = self._session.transport, protocol.STREAM_SAMPLE
         open_samples, texts = request.num_samples, self._texts()
         try:
@@ -547,7 +590,8 @@ class SamplingClient:
             ) from error
         if open_samples > 0:
             raise APIConnectionError(
-                f"{op.title} at {transport.place}: the stream ended before {open_samples} of its samples did"
+                f"{op.title} at {transport.place}: the stream ended before {open_samples} of its "
+                "samples did"
             )
 
     def compute_logprobs(
@@ -564,7 +608,8 @@ class SamplingClient:
             prompt: What to score.
             prompt_logprobs_last_n: Score the last n tokens only.
             timeout: Seconds after which it is given up with APITimeoutError.
-            queue_state_observer: Is told when the server's queue pauses or goes on, besides the log.
+            queue_state_observer: Is told when the server's queue pauses or goes on, besides the
+                log.
 
         Returns:
             A future of one number per token; None where there is none.
@@ -574,18 +619,25 @@ class SamplingClient:
             [None, -4..., -2..., ...]
         """
         request = self._request(
-            prompt, 1, SamplingParams(max_tokens=1), prompt_logprobs=True, prompt_logprobs_last_n=prompt_logprobs_last_n
+            prompt,
+            1,
+            SamplingParams(max_tokens=1),
+            prompt_logprobs=True,
+            prompt_logprobs_last_n=prompt_logprobs_last_n,
         )
 
         async def score() -> list[float | None]:
-            return (await self._sample(request, timeout, queue_state_observer)).prompt_logprobs or []
+            return (
+                await self._sample(request, timeout, queue_state_observer)
+            ).prompt_logprobs or []
 
         return self._session.call(score, kind=SampleFuture)
 
     compute_logprobs_async = value_twin(compute_logprobs)
 
     def get_sampler_handle(self) -> str:
-        """A text from which another process can make this client: where it is, what it samples, no credential.
+        """A text from which another process can make this client: where it is, what it samples, no
+        credential.
 
         Example:
             >>> handle = sampler.get_sampler_handle()
@@ -629,12 +681,23 @@ class SamplingClient:
                 base_model=state.get("base_model"),  # handles of older clients do not name it
                 record_stability_info=bool(state["record_stability_info"]),
             )
-        except (binascii.Error, KeyError, RecursionError, TypeError, UnicodeError, json.JSONDecodeError):
+        except (
+            binascii.Error,
+            KeyError,
+            RecursionError,
+            TypeError,
+            UnicodeError,
+            json.JSONDecodeError,
+        ):
             raise ValueError("this is no sampler handle") from None
 
     def __reduce__(self) -> Any:
-        # As in the official SDK a pickle carries the credential, unlike a handle: it goes to the user's own workers.
-        return (_unpickled, (self.get_sampler_handle(), self._session.config.api_key, self._retry_config))
+        # As in the official SDK a pickle carries the credential, unlike a handle: it goes to the
+        # user's own workers.
+        return (
+            _unpickled,
+            (self.get_sampler_handle(), self._session.config.api_key, self._retry_config),
+        )
 
     async def _model(self) -> str:
         """The base model's name: learnt when the sampler was opened, or asked for once."""
@@ -650,12 +713,18 @@ class SamplingClient:
             >>> sampler.get_base_model()
             'tinkex/tiny'
         """
-        return self._session.call(self._model).result() if self._base_model is None else self._base_model
+        return (
+            self._session.call(self._model).result()
+            if self._base_model is None
+            else self._base_model
+        )
 
     @deprecated("call SamplingClient.get_base_model(), which makes no request")
     async def get_base_model_async(self) -> str:
         """Deprecated: use `get_base_model`, which makes no request."""
-        return await self._session.call(self._model) if self._base_model is None else self._base_model
+        return (
+            await self._session.call(self._model) if self._base_model is None else self._base_model
+        )
 
     def get_tokenizer(
         self,
@@ -680,19 +749,27 @@ class SamplingClient:
             '12+34='
         """
         base_model = self.get_base_model() if sampler_fun is None else sampler_fun(self).base_model
-        return get_or_load_tokenizer(get_tokenizer_id(base_model), backend=backend, load_fun=load_fun)
+        return get_or_load_tokenizer(
+            get_tokenizer_id(base_model), backend=backend, load_fun=load_fun
+        )
 
     @unlisted
-    async def get_tokenizer_async(self, *, backend: str | None = None, load_fun: LoadFunction | None = None) -> Any:
+    async def get_tokenizer_async(
+        self, *, backend: str | None = None, load_fun: LoadFunction | None = None
+    ) -> Any:
         """Like `get_tokenizer`."""
         tokenizer_id = get_tokenizer_id(await self._session.call(self._model))
-        return await asyncio.to_thread(get_or_load_tokenizer, tokenizer_id, backend=backend, load_fun=load_fun)
+        return await asyncio.to_thread(
+            get_or_load_tokenizer, tokenizer_id, backend=backend, load_fun=load_fun
+        )
 
     def __repr__(self) -> str:
         return f"SamplingClient({self.sampling_session_id!r})"
 
 
-def _unpickled(handle: str, api_key: str | None, retry_config: RetryConfig | None) -> SamplingClient:
+def _unpickled(
+    handle: str, api_key: str | None, retry_config: RetryConfig | None
+) -> SamplingClient:
     client = SamplingClient.from_sampler_handle(handle, api_key=api_key)
     client._retry_config = retry_config
     return client
@@ -708,7 +785,9 @@ async def base_model_of(session: Session, sampling_session_id: str) -> str:
 def checked_kind(kind: SamplingClientKind) -> SamplingClientKind:
     """The kind of a sampler, if there is one of that name."""
     if kind not in get_args(SamplingClientKind):
-        raise ValueError(f"kind is {kind!r}; expected one of {', '.join(get_args(SamplingClientKind))}")
+        raise ValueError(
+            f"kind is {kind!r}; expected one of {', '.join(get_args(SamplingClientKind))}"
+        )
     return kind
 
 
@@ -722,7 +801,8 @@ async def open_sampling_client(
     record_stability_info: bool = False,
     known_model: str | None = None,
 ) -> SamplingClient:
-    """Bind a new sampler to a base model or a checkpoint; a sampling session that is there needs no binding.
+    """Bind a new sampler to a base model or a checkpoint; a sampling session that is there needs no
+    binding.
 
     Args:
         session: The session to sample in.
@@ -731,7 +811,8 @@ async def open_sampling_client(
         sampling_session_id: A sampling session that is there already.
         retry_config: How samples that fail for a passing reason are treated.
         record_stability_info: Ask the server to keep what `stable_reinforce` needs.
-        known_model: The base model under the weights, which is not sent; the server is asked for it otherwise.
+        known_model: The base model under the weights, which is not sent; the server is asked for it
+            otherwise.
 
     Returns:
         The sampler.
@@ -768,7 +849,9 @@ async def open_sampling_client(
 
 
 class _Notice:
-    """Hears of the queue on behalf of one sample; most hear nothing, so what that takes is made with the first word."""
+    """Hears of the queue on behalf of one sample; most hear nothing, so what that takes is made
+    with the first word.
+    """
 
     __slots__ = ("_client", "_observer", "_tracker")
 
@@ -776,7 +859,9 @@ class _Notice:
         self._client, self._observer = client, observer
         self._tracker: QueueStateTracker | None = None
 
-    def __call__(self, queue_state: str, queue_state_reason: str | None = None, /, *, request_id: str = "") -> object:
+    def __call__(
+        self, queue_state: str, queue_state_reason: str | None = None, /, *, request_id: str = ""
+    ) -> object:
         if self._tracker is None:
             self._tracker = self._client._tracker(self._observer)
         return self._tracker.heard(queue_state, queue_state_reason, request_id=request_id)

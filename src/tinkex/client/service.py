@@ -54,7 +54,8 @@ logger = logging.getLogger("tinkex")
 
 @name_requests
 class ServiceClient:
-    """The way in: makes training and sampling clients. Making one costs nothing; its first call opens a session.
+    """The way in: makes training and sampling clients. Making one costs nothing; its first call
+    opens a session.
 
     Args:
         user_metadata: Kept with the session.
@@ -88,7 +89,9 @@ class ServiceClient:
     ) -> None:
         if unknown:
             names = ", ".join(sorted(unknown))
-            warnings.warn(f"ServiceClient ignores unknown arguments: {names}", FutureWarning, stacklevel=2)
+            warnings.warn(
+                f"ServiceClient ignores unknown arguments: {names}", FutureWarning, stacklevel=2
+            )
         given = {
             "base_url": base_url,
             "api_key": api_key,
@@ -139,7 +142,7 @@ class ServiceClient:
         """
         return self._session.telemetry
 
-    # ── training ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── training ──────────────────────────────────────────────────────────────────────────────────
 
     def create_lora_training_client(
         self,
@@ -169,7 +172,8 @@ class ServiceClient:
 
         Raises:
             AssertionError: Nothing is to be adapted.
-            BadRequestError: The future's: the server has no such model; the message lists the ones there are.
+            BadRequestError: The future's: the server has no such model; the message lists the ones
+                there are.
 
         Example:
             >>> client = service.create_lora_training_client("tinkex/tiny", rank=16).result()
@@ -177,7 +181,13 @@ class ServiceClient:
             16
         """
         lora = _checked(
-            LoraConfig(rank=rank, seed=seed, train_unembed=train_unembed, train_mlp=train_mlp, train_attn=train_attn)
+            LoraConfig(
+                rank=rank,
+                seed=seed,
+                train_unembed=train_unembed,
+                train_mlp=train_mlp,
+                train_attn=train_attn,
+            )
         )
         number = next(self._session.model_seq_ids)
         return self._making(self._create_model, number, base_model, lora, user_metadata, optimizer)
@@ -234,7 +244,8 @@ class ServiceClient:
             path: A `tinker://…/weights/…` path.
             base_model: The name of the model under it; what the checkpoint says by default.
             user_metadata: Kept with the run.
-            weights_access_token: The key of the account that may read the checkpoint, when it is another one.
+            weights_access_token: The key of the account that may read the checkpoint, when it is
+                another one.
             optimizer: Another optimizer than the checkpoint's.
 
         Returns:
@@ -250,7 +261,14 @@ class ServiceClient:
         """
         number = next(self._session.model_seq_ids)
         return self._making(
-            self._from_state, number, path, False, base_model, user_metadata, weights_access_token, optimizer
+            self._from_state,
+            number,
+            path,
+            False,
+            base_model,
+            user_metadata,
+            weights_access_token,
+            optimizer,
         )
 
     create_training_client_from_state_async = value_twin(create_training_client_from_state)
@@ -262,13 +280,15 @@ class ServiceClient:
         user_metadata: dict[str, str] | None = None,
         weights_access_token: str | None = None,
     ) -> BackcompatTrainingClientFuture:
-        """Start a training run that carries on where a checkpoint left off, optimizer state included.
+        """Start a training run that carries on where a checkpoint left off, optimizer state
+        included.
 
         Args:
             path: A `tinker://…/weights/…` path.
             base_model: The name of the model under it; what the checkpoint says by default.
             user_metadata: Kept with the run.
-            weights_access_token: The key of the account that may read the checkpoint, when it is another one.
+            weights_access_token: The key of the account that may read the checkpoint, when it is
+                another one.
 
         Returns:
             A future of the client of the new run.
@@ -282,7 +302,16 @@ class ServiceClient:
             TrainingClient('...:train:1')
         """
         number = next(self._session.model_seq_ids)
-        return self._making(self._from_state, number, path, True, base_model, user_metadata, weights_access_token, None)
+        return self._making(
+            self._from_state,
+            number,
+            path,
+            True,
+            base_model,
+            user_metadata,
+            weights_access_token,
+            None,
+        )
 
     create_training_client_from_state_with_optimizer_async = value_twin(
         create_training_client_from_state_with_optimizer
@@ -301,7 +330,9 @@ class ServiceClient:
         """Make a run of a checkpoint: in one request, which the oldest servers do not know."""
         session = self._session
         if session.client_config_is_missing:
-            return await self._as_described(number, path, with_optimizer, base_model, user_metadata, token, optimizer)
+            return await self._as_described(
+                number, path, with_optimizer, base_model, user_metadata, token, optimizer
+            )
         request = LoadWeightsRequest(
             session_id=session.session_id,
             model_seq_id=number,
@@ -313,7 +344,9 @@ class ServiceClient:
             weights_access_token=token,
         )
         loaded: LoadWeightsResponse = await session.run(protocol.LOAD_WEIGHTS, request)
-        return await self._client_of(number, loaded.model_id or f"{session.session_id}:train:{number}")
+        return await self._client_of(
+            number, loaded.model_id or f"{session.session_id}:train:{number}"
+        )
 
     async def _as_described(
         self,
@@ -327,7 +360,8 @@ class ServiceClient:
     ) -> TrainingClient:
         """Make a run of the shape that a checkpoint has, and load the checkpoint into it."""
         session = self._session
-        headers = {"X-API-Key": token} if token else None  # a foreign checkpoint is described to its token alone
+        # a foreign checkpoint is described to its token alone
+        headers = {"X-API-Key": token} if token else None
         info: WeightsInfoResponse = await session.transport.call(
             protocol.WEIGHTS_INFO, WeightsInfoRequest(tinker_path=path), headers=headers
         )
@@ -342,7 +376,9 @@ class ServiceClient:
             )
         )
         chosen = optimizer or info.optimizer_config
-        client = await self._create_model(number, base_model or info.base_model, lora, user_metadata, chosen, 2)
+        client = await self._create_model(
+            number, base_model or info.base_model, lora, user_metadata, chosen, 2
+        )
         request = LoadWeightsRequest(
             model_id=client.model_id,
             seq_id=1,
@@ -353,17 +389,22 @@ class ServiceClient:
         try:
             await session.run(protocol.LOAD_WEIGHTS, request)
         except BaseException:
-            # A run that is not what was asked for would hold memory. Nobody waits for it to be let go.
+            # A run that is not what was asked for would hold memory. Nobody waits for it to be let
+            # go.
             runtime().task(_forget(session, client.model_id))
             raise
         return client
 
-    def create_custom_loss(self, fn: PerDatumLossFn, input_ranks: Mapping[str, Rank]) -> Future[LossHandle]:
-        """Make a loss that `forward_backward_custom` can use without a second pass, on servers that run such losses.
+    def create_custom_loss(
+        self, fn: PerDatumLossFn, input_ranks: Mapping[str, Rank]
+    ) -> Future[LossHandle]:
+        """Make a loss that `forward_backward_custom` can use without a second pass, on servers that
+        run such losses.
 
         Args:
-            fn: Takes the log-probabilities of one datum and further inputs of it, by name; returns its loss and
-                metrics named `custom/…:sum` or `custom/…:mean`. It is traced, not called with real data.
+            fn: Takes the log-probabilities of one datum and further inputs of it, by name; returns
+                its loss and metrics named `custom/…:sum` or `custom/…:mean`. It is traced, not
+                called with real data.
             input_ranks: For each parameter, how many axes it has: 0, 1 (one value a token) or 2.
 
         Returns:
@@ -386,13 +427,17 @@ class ServiceClient:
             session = self._session
             named = replace(handle, session_id=session.session_id)
             if named.key in session.custom_losses:
-                raise ValueError(f"the loss {named.name!r} was made before in this session: use its handle again")
+                raise ValueError(
+                    f"the loss {named.name!r} was made before in this session: use its handle again"
+                )
             session.custom_losses.add(named.key)
             if not session.client_config.custom_loss_server_side:
                 return named
             request = loss_graphs.create_request(named, next(session.custom_loss_seq_ids))
             try:
-                created: CreateCustomLossResponse = await session.run(protocol.CREATE_CUSTOM_LOSS, request)
+                created: CreateCustomLossResponse = await session.run(
+                    protocol.CREATE_CUSTOM_LOSS, request
+                )
             except BaseException:
                 session.custom_losses.discard(named.key)  # it was not made, and may be tried again
                 raise
@@ -400,7 +445,7 @@ class ServiceClient:
 
         return self._session.start(creating())
 
-    # ── sampling ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── sampling ──────────────────────────────────────────────────────────────────────────────────
 
     def create_sampling_client(
         self,
@@ -422,7 +467,8 @@ class ServiceClient:
 
         Raises:
             ValueError: Neither was given; or, of the future, the path is not a `tinker://` path.
-            BadRequestError: The future's: the server has no such model; the message lists the ones there are.
+            BadRequestError: The future's: the server has no such model; the message lists the ones
+                there are.
 
         Example:
             >>> sampler = service.create_sampling_client(base_model="tinkex/tiny").result()
@@ -441,17 +487,24 @@ class ServiceClient:
 
     create_sampling_client_async = value_twin(create_sampling_client)
 
-    @deprecated("make a tinkex.RestClient(), which takes the same base_url and api_key and needs no ServiceClient")
+    @deprecated(
+        "make a tinkex.RestClient(), which takes the same base_url and api_key and needs no "
+        "ServiceClient"
+    )
     def create_rest_client(self) -> RestClient:
-        """Deprecated: use `RestClient`, made directly; this one uses the service client's connections."""
+        """Deprecated: use `RestClient`, made directly; this one uses the service client's
+        connections.
+        """
         from tinkex.client.rest import RestClient
 
         return RestClient(self._session)
 
-    # ── the service ──────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the service ───────────────────────────────────────────────────────────────────────────────
 
     async def _capabilities(self) -> GetServerCapabilitiesResponse:
-        answer: GetServerCapabilitiesResponse = await self._session.transport.call(protocol.GET_SERVER_CAPABILITIES)
+        answer: GetServerCapabilitiesResponse = await self._session.transport.call(
+            protocol.GET_SERVER_CAPABILITIES
+        )
         return answer
 
     @deprecated("call RestClient().get_server_capabilities()")
@@ -472,12 +525,14 @@ class ServiceClient:
     def copy_weights(
         self, path: str, *, ttl_seconds: int | None = None, weights_access_token: str | None = None
     ) -> APIFuture[str]:
-        """Copy a checkpoint into this client's project, on servers that offer it; the future gives the copy's path.
+        """Copy a checkpoint into this client's project, on servers that offer it; the future gives
+        the copy's path.
 
         Args:
             path: The checkpoint; the server judges the path.
             ttl_seconds: Seconds after which the copy expires; never by default.
-            weights_access_token: The key of the account that may read the checkpoint, when it is another one.
+            weights_access_token: The key of the account that may read the checkpoint, when it is
+                another one.
 
         Returns:
             A future of the copy's path.
@@ -493,7 +548,10 @@ class ServiceClient:
         from tinkex.client.rest import RestClient
 
         return RestClient(self._session).copy_weights(
-            path, self._session.config.project_id, ttl_seconds=ttl_seconds, weights_access_token=weights_access_token
+            path,
+            self._session.config.project_id,
+            ttl_seconds=ttl_seconds,
+            weights_access_token=weights_access_token,
         )
 
     def get_console_url(self) -> str:
@@ -528,8 +586,8 @@ class ServiceClient:
             detail: What is to be said of that.
 
         Returns:
-            A future that is done when the server knows; with "success", once all calls made before have been carried
-            out.
+            A future that is done when the server knows; with "success", once all calls made before
+            have been carried out.
 
         Example:
             >>> service = ServiceClient(base_url="local")
@@ -541,7 +599,10 @@ class ServiceClient:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         status: ClientSessionFinishReasonType = "success"
         if kind is not None:

@@ -1,6 +1,8 @@
-"""A session: one transport, the server's configuration, a session id with its heartbeat, and the session's counters.
+"""A session: one transport, the server's configuration, a session id with its heartbeat, and the
+session's counters.
 
-It opens itself on first use, and stops when closed or when the last client that holds it is dropped.
+It opens itself on first use, and stops when closed or when the last client that holds it is
+dropped.
 """
 
 from __future__ import annotations
@@ -59,17 +61,20 @@ CANCEL_PATIENCE = 10.0
 class Session:
     """What the clients of one ServiceClient share.
 
-    With a `session_id`, it is the shadow of a session that another process owns: it keeps that one alive and never
-    ends it.
+    With a `session_id`, it is the shadow of a session that another process owns: it keeps that one
+    alive and never ends it.
 
-    Heartbeats go on through every failure, unless a limit is set, at any time: more than `max_failure_count` failures
-    in a row, or more than `max_failure_duration` seconds without a success, end them. Calls are still made then.
+    Heartbeats go on through every failure, unless a limit is set, at any time: more than
+    `max_failure_count` failures in a row, or more than `max_failure_duration` seconds without a
+    success, end them. Calls are still made then.
     """
 
     max_failure_count: float = math.inf
     max_failure_duration: float = math.inf
 
-    def __init__(self, config: Config, *, display_name: str | None = None, session_id: str = "") -> None:
+    def __init__(
+        self, config: Config, *, display_name: str | None = None, session_id: str = ""
+    ) -> None:
         self.config = config
         self.transport = Transport(config)
         self.client_config = ClientConfigResponse()
@@ -92,28 +97,40 @@ class Session:
         self._gate: DispatchGate | None = None
         self._cancels: asyncio.Semaphore | None = None
         self.telemetry: Reporter | None = None
-        self._reporters: list[Reporter] = []  # for the finalizer, which must not refer to the session
+        # for the finalizer, which must not refer to the session
+        self._reporters: list[Reporter] = []
         self.pollers: weakref.WeakSet[BatchPoller] = weakref.WeakSet()
-        """The batched polls of this session's samplers; each is flushed before the connections are closed."""
+        """The batched polls of this session's samplers; each is flushed before the connections are
+        closed."""
         self._trials: set[asyncio.Future[Reply]] = set()
         self._pending: set[Future[Any]] = set()
         self._finishing: asyncio.Future[None] | None = None
         self._releasing: asyncio.Task[None] | None = None
         self._renewing = asyncio.Lock()
-        # When the last client lets go, the transport must still be closed: on the loop, without holding the session.
-        weakref.finalize(self, _close_transport, self.transport, self._reporters, self.pollers).atexit = False
+        # When the last client lets go, the transport must still be closed: on the loop, without
+        # holding the session.
+        weakref.finalize(
+            self, _close_transport, self.transport, self._reporters, self.pollers
+        ).atexit = False
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine on the runtime once the session is open; a failure to open is its failure."""
+        """Run a coroutine on the runtime once the session is open; a failure to open is its
+        failure.
+        """
         if self.closed:
             coroutine.close()
             raise RuntimeError("ServiceClient is closed")
         return start(self._after_open(coroutine))
 
     def call(
-        self, function: Callable[..., Coroutine[Any, Any, T]], *args: Any, kind: type[Future[T]] | None = None
+        self,
+        function: Callable[..., Coroutine[Any, Any, T]],
+        *args: Any,
+        kind: type[Future[T]] | None = None,
     ) -> Future[T]:
-        """Like `start`, but the coroutine is made when its turn comes: a call cancelled earlier leaves none behind."""
+        """Like `start`, but the coroutine is made when its turn comes: a call cancelled earlier
+        leaves none behind.
+        """
         if self.closed:
             raise RuntimeError("ServiceClient is closed")
         return start(self._call(function, args), kind)
@@ -124,7 +141,9 @@ class Session:
         self.track(future)
         return future
 
-    async def _call(self, function: Callable[..., Coroutine[Any, Any, T]], args: tuple[Any, ...]) -> T:
+    async def _call(
+        self, function: Callable[..., Coroutine[Any, Any, T]], args: tuple[Any, ...]
+    ) -> T:
         if not self._is_open:
             await self.opened()
         try:
@@ -157,7 +176,9 @@ class Session:
         if self._is_open:
             return
         with self._lock:
-            if self._opening is None or (self._opening.done() and self._opening.exception() is not None):
+            if self._opening is None or (
+                self._opening.done() and self._opening.exception() is not None
+            ):
                 self._opening = start(self._open())
         await self._opening
 
@@ -174,7 +195,9 @@ class Session:
 
     def _report(self) -> None:
         send, wanted = telemetry.sender(self.transport), telemetry.goes_by_itself(self.config)
-        self.telemetry = telemetry.init(self.session_id, self.config, send, enabled=wanted, owner=self)
+        self.telemetry = telemetry.init(
+            self.session_id, self.config, send, enabled=wanted, owner=self
+        )
         if self.telemetry is not None:
             self._reporters.append(self.telemetry)
 
@@ -183,7 +206,9 @@ class Session:
         hello = ClientConfigRequest(sdk_version=PROTOCOL_VERSION)
         patience = self.config.first_contact_patience
         try:
-            self.client_config = await self.transport.call(protocol.CLIENT_CONFIG, hello, patience=patience)
+            self.client_config = await self.transport.call(
+                protocol.CLIENT_CONFIG, hello, patience=patience
+            )
         except NotFoundError:
             self.transport.is_older = self.client_config_is_missing = True
             return
@@ -198,7 +223,9 @@ class Session:
         await self.refresh()
 
     async def refresh(self) -> None:
-        """Ask for the part of the configuration that may change; the last answer stays when there is none."""
+        """Ask for the part of the configuration that may change; the last answer stays when there
+        is none.
+        """
         hello = ClientConfigRequest(sdk_version=PROTOCOL_VERSION)
         with contextlib.suppress(TinkerError):
             self.dynamic_config = await self.transport.call(
@@ -218,9 +245,12 @@ class Session:
             project_id=self.config.project_id,
             display_name=self._display_name,
         )
-        # Whoever waits for a first answer learns in time that there is none, however patient later calls may be.
+        # Whoever waits for a first answer learns in time that there is none, however patient later
+        # calls may be.
         patience = min(self.config.patience, self.config.timeout)
-        response: CreateSessionResponse = await self.transport.call(protocol.CREATE_SESSION, request, patience=patience)
+        response: CreateSessionResponse = await self.transport.call(
+            protocol.CREATE_SESSION, request, patience=patience
+        )
         self.session_id = self.transport.facts["session_id"] = response.session_id
         for level, text in (
             (logging.INFO, response.info_message),
@@ -240,7 +270,9 @@ class Session:
         return False
 
     async def renew(self, lost: str) -> None:
-        """Go on under a new id in place of one that the server has lost; whoever asks second finds it done."""
+        """Go on under a new id in place of one that the server has lost; whoever asks second finds
+        it done.
+        """
         if self.is_shadow:
             raise RuntimeError("a session that another process owns is not opened anew here")
         async with self._renewing:
@@ -252,9 +284,13 @@ class Session:
 
     @property
     def gate(self) -> DispatchGate:
-        """What bounds the submission of samples, shared by all sessions of this server and key; on the loop only."""
+        """What bounds the submission of samples, shared by all sessions of this server and key; on
+        the loop only.
+        """
         if self._gate is None:
-            self._gate = shared_gate(self._account, self.client_config.sample_dispatch_bytes_semaphore_size)
+            self._gate = shared_gate(
+                self._account, self.client_config.sample_dispatch_bytes_semaphore_size
+            )
         return self._gate
 
     async def submit(
@@ -268,7 +304,9 @@ class Session:
     ) -> Receipt:
         """Hand an operation to the server; the receipt names its future, or is the result at once."""
         named = ("model_id", "model_seq_id", "seq_id", "sampling_session_id")
-        facts = {name: value for name in named if (value := getattr(request, name, None)) is not None}
+        facts = {
+            name: value for name in named if (value := getattr(request, name, None)) is not None
+        }
         started = time.monotonic()
 
         options = {"headers": headers, "patience": patience, "final": final, "metadata": facts}
@@ -276,14 +314,20 @@ class Session:
             reply = await self._try_both(functools.partial(self._post, op, request, options))
         else:
             reply = await self._post(op, request, options, self.transport.is_older or False)
-        return legacy_servers.read_receipt(self.transport, legacy_servers.called(op, request), reply, started)
+        return legacy_servers.read_receipt(
+            self.transport, legacy_servers.called(op, request), reply, started
+        )
 
-    async def _post(self, op: Operation, request: Any, options: dict[str, Any], older: bool, **other: Any) -> Reply:
+    async def _post(
+        self, op: Operation, request: Any, options: dict[str, Any], older: bool, **other: Any
+    ) -> Reply:
         spoken, body = await _written(op, request, older, self.client_config.proto_compress_fwdbwd)
         return await self.transport.request(spoken, body, **(options | other))
 
     async def _try_both(self, post: Callable[..., Coroutine[Any, Any, Reply]]) -> Reply:
-        """The first passes a server gets show which form it reads; the older is tried when it refuses all of these."""
+        """The first passes a server gets show which form it reads; the older is tried when it
+        refuses all of these.
+        """
         trial = asyncio.ensure_future(post(False))
         self._trials.add(trial)
         trial.add_done_callback(self._trials.discard)
@@ -292,7 +336,8 @@ class Session:
         except APIStatusError as refused:
             if refused.status_code not in legacy_servers.UNREADABLE:
                 raise
-            if others := self._trials - {trial}:  # one that is read shows that this one was refused for what it says
+            # one that is read shows that this one was refused for what it says
+            if others := self._trials - {trial}:
                 await asyncio.wait(others)
             if self.transport.is_older is False:
                 raise
@@ -313,28 +358,43 @@ class Session:
         number = getattr(request, "model_seq_id", None)
         name = self.session_id if number is None else f"{self.session_id}:train:{number}"
         listener = functools.partial(self._pauses.on_queue_state_change, name=name)
-        tracker = QueueStateTracker(metadata={"session_id": self.session_id, "model_id": name}, listener=listener)
+        tracker = QueueStateTracker(
+            metadata={"session_id": self.session_id, "model_id": name}, listener=listener
+        )
         try:
             return await self.result(await self.submit(op, request), notice=tracker.heard)
         finally:
             tracker.ended()
 
-    async def result(self, receipt: Receipt, *, timeout: float | None = None, notice: QueueNotice | None = None) -> Any:
+    async def result(
+        self, receipt: Receipt, *, timeout: float | None = None, notice: QueueNotice | None = None
+    ) -> Any:
         """The result behind a receipt."""
         if receipt.request_id is None:
             return receipt.result
         return await retrieve(
-            self.transport, receipt.op, receipt.request_id, receipt.submitted, timeout=timeout, notice=notice
+            self.transport,
+            receipt.op,
+            receipt.request_id,
+            receipt.submitted,
+            timeout=timeout,
+            notice=notice,
         )
 
     async def cancel_future(self, request_id: str) -> None:
-        """Tell the server that a result is not wanted any more; so many at once, and no matter if it fails."""
+        """Tell the server that a result is not wanted any more; so many at once, and no matter if
+        it fails.
+        """
         if self._cancels is None:
-            self._cancels = asyncio.Semaphore(max(1, self.dynamic_config.sample_cancel_max_batch_size))
+            self._cancels = asyncio.Semaphore(
+                max(1, self.dynamic_config.sample_cancel_max_batch_size)
+            )
         async with self._cancels:
             with contextlib.suppress(TinkerError):
                 request = CancelFutureRequest(request_id=request_id)
-                await self.transport.call(protocol.CANCEL_FUTURE, request, timeout=30, patience=CANCEL_PATIENCE)
+                await self.transport.call(
+                    protocol.CANCEL_FUTURE, request, timeout=30, patience=CANCEL_PATIENCE
+                )
 
     def track(self, future: Future[Any]) -> None:
         """Remember a call until it has ended, so that closing can wait for it."""
@@ -342,13 +402,18 @@ class Session:
         future.add_done_callback(self._pending.discard)
 
     async def _settle(self, reason: ClientSessionFinishReasonType) -> None:
-        """Before a session ends well, what was called is carried out; otherwise what is dropped is named."""
-        pending = list(self._pending) if self._is_open else []  # else there is nothing that could be carried out
+        """Before a session ends well, what was called is carried out; otherwise what is dropped is
+        named.
+        """
+        # else there is nothing that could be carried out
+        pending = list(self._pending) if self._is_open else []
         if pending and reason == "success":
             logger.info("closing: waiting for %d calls under way", len(pending))
             await asyncio.gather(*pending, return_exceptions=True)
         elif pending:
-            logger.warning("the session ends with %d calls under way: they are dropped", len(pending))
+            logger.warning(
+                "the session ends with %d calls under way: they are dropped", len(pending)
+            )
 
     async def _abandon(self) -> None:
         await self.finish("interrupted", "the program ended without closing the session")
@@ -356,7 +421,9 @@ class Session:
             await asyncio.wait({self._releasing})
 
     async def finish(self, reason: ClientSessionFinishReasonType, detail: str | None) -> None:
-        """Tell the server that this session is over, and let go of the connections; the first reason stays."""
+        """Tell the server that this session is over, and let go of the connections; the first
+        reason stays.
+        """
         self.closed = True
         if self._finishing is None:
             self._finishing = asyncio.ensure_future(self._finish(reason, detail))
@@ -370,7 +437,9 @@ class Session:
             if self.session_id and not self.is_shadow:
                 request = FinishSessionRequest(reason=FinishReason(type=reason), detail=detail)
                 path = {"session_id": self.session_id}
-                await self.transport.call(protocol.FINISH_SESSION, request, path=path, timeout=10, patience=5)
+                await self.transport.call(
+                    protocol.FINISH_SESSION, request, path=path, timeout=10, patience=5
+                )
         except NotFoundError:
             pass  # a server that knows no finish forgets the session by itself
         except TinkerError as error:
@@ -382,16 +451,22 @@ class Session:
                 self._releasing = runtime().task(_let_go(self.transport, self._reporters))
 
 
-async def _written(op: Operation, request: Any, older: bool, compress: bool) -> tuple[Operation, codec.Body]:
+async def _written(
+    op: Operation, request: Any, older: bool, compress: bool
+) -> tuple[Operation, codec.Body]:
     """A request as bytes; passes are written in a thread, for they are large."""
     if older:
         return await asyncio.to_thread(legacy_servers.for_older, op, request)
     if legacy_servers.is_pass(op):
-        return legacy_servers.called(op, request), await asyncio.to_thread(legacy_servers.write_pass, request, compress)
+        return legacy_servers.called(op, request), await asyncio.to_thread(
+            legacy_servers.write_pass, request, compress
+        )
     return op, codec.encode(request)
 
 
-_shadows: weakref.WeakValueDictionary[tuple[str, str, str | None], Session] = weakref.WeakValueDictionary()
+_shadows: weakref.WeakValueDictionary[tuple[str, str, str | None], Session] = (
+    weakref.WeakValueDictionary()
+)
 
 
 def shadow_of(config: Config, session_id: str) -> Session:
@@ -403,11 +478,15 @@ def shadow_of(config: Config, session_id: str) -> Session:
     return shadow
 
 
-def _close_transport(transport: Transport, reporters: list[Reporter], pollers: weakref.WeakSet[BatchPoller]) -> None:
+def _close_transport(
+    transport: Transport, reporters: list[Reporter], pollers: weakref.WeakSet[BatchPoller]
+) -> None:
     runtime().release(_drop(transport, reporters, pollers))
 
 
-async def _drop(transport: Transport, reporters: list[Reporter], pollers: weakref.WeakSet[BatchPoller]) -> None:
+async def _drop(
+    transport: Transport, reporters: list[Reporter], pollers: weakref.WeakSet[BatchPoller]
+) -> None:
     await _flush(pollers)
     await _let_go(transport, reporters)
 
@@ -426,7 +505,9 @@ async def _let_go(transport: Transport, reporters: list[Reporter]) -> None:
 
 
 async def _heartbeat(reference: weakref.ref[Session], session_id: str) -> None:
-    """Beat until the session is closed, dropped or gone on the server's side, or a limit on failures is reached."""
+    """Beat until the session is closed, dropped or gone on the server's side, or a limit on
+    failures is reached.
+    """
     request = SessionHeartbeatRequest(session_id=session_id)
     heard, failures = time.monotonic(), 0
     while True:
@@ -437,7 +518,9 @@ async def _heartbeat(reference: weakref.ref[Session], session_id: str) -> None:
         transport = session.transport
         del session  # nobody is kept alive by waiting for an answer
         try:
-            await transport.call(protocol.SESSION_HEARTBEAT, request, timeout=HEARTBEAT_TIMEOUT, patience=0)
+            await transport.call(
+                protocol.SESSION_HEARTBEAT, request, timeout=HEARTBEAT_TIMEOUT, patience=0
+            )
         except Exception as error:  # whatever it is, the next beat may get through
             if isinstance(error, GoneError):
                 return
@@ -457,13 +540,17 @@ async def _heartbeat(reference: weakref.ref[Session], session_id: str) -> None:
                 return
             del session
             if silent >= SILENCE_SECONDS:
-                logger.warning("Heartbeat has failed for %.0f s: session %s: %s", silent, session_id, error)
+                logger.warning(
+                    "Heartbeat has failed for %.0f s: session %s: %s", silent, session_id, error
+                )
         else:
             heard, failures = time.monotonic(), 0
 
 
 async def _keep_informed(reference: weakref.ref[Session]) -> None:
-    """Ask for the changing part of the configuration now and then, until the session is closed or dropped."""
+    """Ask for the changing part of the configuration now and then, until the session is closed or
+    dropped.
+    """
     while (session := reference()) is not None and not session.closed:
         pause = max(session.dynamic_config.refresh_interval_sec, SHORTEST_REFRESH)
         del session

@@ -1,4 +1,6 @@
-"""TrainingClient: passes, optimizer steps and checkpoints of one training run, in the order they were called."""
+"""TrainingClient: passes, optimizer steps and checkpoints of one training run, in the order they
+were called.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,17 @@ import math
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, TypedDict, TypeVar, Unpack, get_args
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    NoReturn,
+    TypeAlias,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    get_args,
+)
 from urllib.parse import quote
 
 import numpy as np
@@ -27,7 +39,12 @@ from tinkex.client.losses.custom_passes import CustomPass, Poison, check_torch
 from tinkex.client.losses.loss_graphs import LossHandle
 from tinkex.client.receipts import Receipts, public
 from tinkex.client.sampling_client import SamplingClient, checked_kind, open_sampling_client
-from tinkex.errors import APIConnectionError, APIResponseValidationError, RequestFailedError, TinkerError
+from tinkex.errors import (
+    APIConnectionError,
+    APIResponseValidationError,
+    RequestFailedError,
+    TinkerError,
+)
 from tinkex.tokenizers import LoadFunction, get_or_load_tokenizer, tokenizer_id_of
 from tinkex.types.checkpoints import (
     CONSOLE,
@@ -85,11 +102,13 @@ Turn: TypeAlias = Callable[[], Awaitable[Fetch[T]]]
 
 
 class Outbox:
-    """Lets calls out one at a time, in the order they were made; each result is then fetched on its own.
+    """Lets calls out one at a time, in the order they were made; each result is then fetched on its
+    own.
 
-    A request takes its number when it is sent, so a call cancelled while it waits leaves no gap. A submission that
-    has begun is always carried through (`_carried`), so the server never waits for a number that was taken and not
-    sent; and a call that fails or is cancelled gives its turn up like any other.
+    A request takes its number when it is sent, so a call cancelled while it waits leaves no gap. A
+    submission that has begun is always carried through (`_carried`), so the server never waits for
+    a number that was taken and not sent; and a call that fails or is cancelled gives its turn up
+    like any other.
     """
 
     def __init__(self, session: Session, first_seq_id: int = 1) -> None:
@@ -97,9 +116,12 @@ class Outbox:
         self._next = first_seq_id
         self._turn = asyncio.Lock()  # hands over in the order of asking
         self.poison = Poison()
-        # Chunks being encoded and sent are all in memory a second time: two or so at once keep the line busy.
+        # Chunks being encoded and sent are all in memory a second time: two or so at once keep the
+        # line busy.
         config = session.client_config
-        self.budget = ByteBudget(min(config.fwdbwd_dispatch_bytes_semaphore_size, config.fwdbwd_max_chunk_bytes_count))
+        self.budget = ByteBudget(
+            min(config.fwdbwd_dispatch_bytes_semaphore_size, config.fwdbwd_max_chunk_bytes_count)
+        )
 
     def take(self) -> int:
         """The next request number; only a call whose turn it is may ask."""
@@ -127,7 +149,9 @@ class Outbox:
 
 
 async def _carried(submission: Coroutine[Any, Any, T]) -> T:
-    """Carry a submission through, even when its caller gives up meanwhile; that is then heeded afterwards."""
+    """Carry a submission through, even when its caller gives up meanwhile; that is then heeded
+    afterwards.
+    """
     task = runtime().task(submission)
     try:
         return await asyncio.shield(task)
@@ -145,7 +169,9 @@ def _checked(data: Sequence[Datum]) -> list[Datum]:
         raise ValueError("data is empty: there is nothing to compute")
     for index, item in enumerate(items):
         if not isinstance(item, Datum):
-            raise TypeError(f"data must be a list of Datum; item {index} is a {type(item).__name__}")
+            raise TypeError(
+                f"data must be a list of Datum; item {index} is a {type(item).__name__}"
+            )
     return items
 
 
@@ -159,7 +185,8 @@ class CallOptions(TypedDict, total=False):
     """
 
     timeout: float | None
-    """Seconds after which waiting is given up with APITimeoutError; the server carries the call out all the same."""
+    """Seconds after which waiting is given up with APITimeoutError; the server carries the call out
+    all the same."""
     queue_state_observer: Observer
     """Is told when the server's queue pauses or goes on, besides the log."""
 
@@ -167,21 +194,28 @@ class CallOptions(TypedDict, total=False):
 def _check_options(options: CallOptions) -> None:
     """Refuse options that do not exist, and times that are none."""
     if unknown := set(options) - CallOptions.__annotations__.keys():
-        raise TypeError(f"unknown option {min(unknown)!r}; known are {', '.join(CallOptions.__annotations__)}")
+        raise TypeError(
+            f"unknown option {min(unknown)!r}; known are {', '.join(CallOptions.__annotations__)}"
+        )
     timeout = options.get("timeout")
-    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0):
+    if timeout is not None and (
+        isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0
+    ):
         raise ValueError(f"timeout must be a positive number of seconds or None, got {timeout!r}")
 
 
 def checked_config(loss_fn: str, config: LossFnConfig | None) -> LossFnConfig | None:
     """A loss's settings in one form: numbers as floats, also those given as text.
 
-    A loss that does not exist, and a setting that is neither number nor text, are refused before anything is sent.
+    A loss that does not exist, and a setting that is neither number nor text, are refused before
+    anything is sent.
     """
     if not isinstance(loss_fn, str):
         raise TypeError(f"loss_fn must be the name of a loss, got {type(loss_fn).__name__}")
     if loss_fn not in LOSS_FNS:
-        raise ValueError(f"there is no loss {loss_fn!r}; loss_fn must be one of {', '.join(LOSS_FNS)}")
+        raise ValueError(
+            f"there is no loss {loss_fn!r}; loss_fn must be one of {', '.join(LOSS_FNS)}"
+        )
     if config is None:
         return None
     if not isinstance(config, Mapping):
@@ -208,7 +242,9 @@ def _number_in(text: str) -> float | str:
 
 
 def _checked_ttl(seconds: int | None) -> int | None:
-    if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, int) or seconds <= 0):
+    if seconds is not None and (
+        isinstance(seconds, bool) or not isinstance(seconds, int) or seconds <= 0
+    ):
         raise ValueError(f"ttl_seconds must be a positive whole number or None, got {seconds!r}")
     return seconds
 
@@ -222,7 +258,9 @@ async def _outcome(work: Awaitable[T]) -> T | Exception:
 
 
 async def _in_order(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results, or the error of the first that fails; those after it are then waited for no longer."""
+    """All results, or the error of the first that fails; those after it are then waited for no
+    longer.
+    """
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return [await task for task in tasks]
@@ -281,7 +319,9 @@ class TrainingClient:
         """
         return self._session.telemetry
 
-    def on_queue_state_change(self, queue_state: Any, queue_state_reason: str | None = None) -> None:
+    def on_queue_state_change(
+        self, queue_state: Any, queue_state_reason: str | None = None
+    ) -> None:
         """Log a pause of the server's queue that lasts 15 minutes, then once a minute.
 
         It is called for every word about the queue, and with "active" at the end of each request.
@@ -293,7 +333,9 @@ class TrainingClient:
         Example:
             >>> client.on_queue_state_change("paused_capacity", "all machines are taken")
         """
-        self._queue_states.on_queue_state_change(queue_state, queue_state_reason, name=self.model_id)
+        self._queue_states.on_queue_state_change(
+            queue_state, queue_state_reason, name=self.model_id
+        )
 
     async def _result(self, receipt: Receipt, options: CallOptions) -> Any:
         """The result behind a receipt, waited for as the call asked."""
@@ -301,11 +343,13 @@ class TrainingClient:
         observer, listener = options.get("queue_state_observer"), self.on_queue_state_change
         tracker = QueueStateTracker([observer], facts, listener=listener)
         try:
-            return await self._session.result(receipt, timeout=options.get("timeout"), notice=tracker.heard)
+            return await self._session.result(
+                receipt, timeout=options.get("timeout"), notice=tracker.heard
+            )
         finally:
             tracker.ended()
 
-    # ── passes ───────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── passes ────────────────────────────────────────────────────────────────────────────────────
 
     def forward(
         self,
@@ -379,7 +423,12 @@ class TrainingClient:
         return Receipts(self)
 
     def _receipts_of_pass(
-        self, data: Sequence[Datum], loss_fn: str, config: LossFnConfig | None, *, forward_only: bool
+        self,
+        data: Sequence[Datum],
+        loss_fn: str,
+        config: LossFnConfig | None,
+        *,
+        forward_only: bool,
     ) -> Future[list[UntypedAPIFuture]]:
         items, settings = _checked(data), checked_config(loss_fn, config)
 
@@ -420,16 +469,25 @@ class TrainingClient:
 
         async def fetch() -> ForwardBackwardOutput:
             try:
-                return combine(await _in_order([self._result(receipt, options) for receipt in receipts]))
+                return combine(
+                    await _in_order([self._result(receipt, options) for receipt in receipts])
+                )
             except RequestFailedError as error:
                 if len(receipts) > 1 and not forward_only and error.hint is None:
-                    error.hint = f"the call was sent in {len(receipts)} chunks; {PARTIAL.format('those that succeed')}"
+                    error.hint = (
+                        f"the call was sent in {len(receipts)} chunks; "
+                        f"{PARTIAL.format('those that succeed')}"
+                    )
                 raise
 
         return fetch
 
     async def _submit_data(
-        self, chunks: list[list[Datum]], loss_fn: str, config: LossFnConfig | None, forward_only: bool
+        self,
+        chunks: list[list[Datum]],
+        loss_fn: str,
+        config: LossFnConfig | None,
+        forward_only: bool,
     ) -> list[Receipt]:
         requests = [
             ForwardBackwardRequest(
@@ -445,7 +503,9 @@ class TrainingClient:
         return await _carried(self._submit_chunks(requests))
 
     def _chunks(self, data: list[Datum]) -> list[list[Datum]]:
-        """Cut data so that no chunk holds too many datums or bytes; a datum that is too big goes alone."""
+        """Cut data so that no chunk holds too many datums or bytes; a datum that is too big goes
+        alone.
+        """
         config = self._session.client_config
         chunks: list[list[Datum]] = [[]]
         size = 0
@@ -459,26 +519,42 @@ class TrainingClient:
         return chunks
 
     async def _submit_chunks(self, requests: list[ForwardBackwardRequest]) -> list[Receipt]:
-        """Send the chunks of one call, the first one last: the server can then take them in together.
+        """Send the chunks of one call, the first one last: the server can then take them in
+        together.
 
         Every chunk is sent even when another is refused, so that no number is left out.
         """
         if not self._session.client_config.parallel_fwdbwd_chunks:
-            outcomes = [await _outcome(self._submit(protocol.FORWARD_BACKWARD, request)) for request in requests]
+            outcomes = [
+                await _outcome(self._submit(protocol.FORWARD_BACKWARD, request))
+                for request in requests
+            ]
         else:
-            first, *others = [_outcome(self._submit(protocol.FORWARD_BACKWARD, request)) for request in requests]
+            first, *others = [
+                _outcome(self._submit(protocol.FORWARD_BACKWARD, request)) for request in requests
+            ]
             later = await asyncio.gather(*others)
             outcomes = [await first, *later]
         failures = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
         if failures:
             error, accepted = failures[0], len(outcomes) - len(failures)
-            if accepted and not requests[0].forward_only and isinstance(error, TinkerError) and error.hint is None:
-                error.hint = f"{accepted} of the call's {len(outcomes)} chunks were accepted; {PARTIAL.format('those')}"
+            if (
+                accepted
+                and not requests[0].forward_only
+                and isinstance(error, TinkerError)
+                and error.hint is None
+            ):
+                error.hint = (
+                    f"{accepted} of the call's {len(outcomes)} chunks were accepted; "
+                    f"{PARTIAL.format('those')}"
+                )
             raise error
         return [outcome for outcome in outcomes if isinstance(outcome, Receipt)]
 
     async def _submit(self, op: Operation, request: Any) -> Receipt:
-        """Send a numbered request. One that cannot be sent, or is refused, has its number spent all the same."""
+        """Send a numbered request. One that cannot be sent, or is refused, has its number spent all
+        the same.
+        """
         try:
             async with self._outbox.budget.taken(self._size(request)):
                 return await self._session.submit(op, request)
@@ -492,10 +568,16 @@ class TrainingClient:
 
     @staticmethod
     def _size(request: Any) -> int:
-        return sum(d.nbytes for d in request.forward_backward_input.data) if hasattr(request, "forward_only") else 0
+        return (
+            sum(d.nbytes for d in request.forward_backward_input.data)
+            if hasattr(request, "forward_only")
+            else 0
+        )
 
     async def _spend(self, seq_id: int) -> None:
-        """Use a number up with a pass over nothing, which fails: what comes after it would wait for it otherwise."""
+        """Use a number up with a pass over nothing, which fails: what comes after it would wait for
+        it otherwise.
+        """
         nothing = ForwardBackwardInput(data=[], loss_fn="cross_entropy")
         request = ForwardBackwardRequest(
             model_id=self.model_id, seq_id=seq_id, forward_only=True, forward_backward_input=nothing
@@ -512,22 +594,24 @@ class TrainingClient:
         regularizers: Sequence[RegularizerSpec] = (),
         **options: Unpack[CallOptions],
     ) -> Future[ForwardBackwardOutput]:
-        """Train on any loss written in torch, at the price of a second pass; a `LossHandle` may save that.
+        """Train on any loss written in torch, at the price of a second pass; a `LossHandle` may
+        save that.
 
         Args:
             data: The examples; each needs `target_tokens`.
-            loss_fn: Takes the data and the list of their log-probability tensors; returns the loss and metrics. Or
-                what `ServiceClient.create_custom_loss` gave.
+            loss_fn: Takes the data and the list of their log-probability tensors; returns the loss
+                and metrics. Or what `ServiceClient.create_custom_loss` gave.
             loss_type_input: Deprecated; log-probabilities are the only input there is.
-            regularizers: Terms to add to the loss; `tinkex.regularizers.regularized` has more to set.
+            regularizers: Terms to add to the loss; `tinkex.regularizers.regularized` has more to
+                set.
             options: How to wait for the result; see `CallOptions`.
 
         Returns:
             A future of the outputs; `metrics["loss:sum"]` is the custom loss.
 
         Raises:
-            ValueError: There is no data, a datum has no target tokens, the handle is another session's, or the
-                regularizers' names are not different.
+            ValueError: There is no data, a datum has no target tokens, the handle is another
+                session's, or the regularizers' names are not different.
 
         Example:
             >>> loss = lambda data, logprobs: (-sum(one.sum() for one in logprobs), {"texts": float(len(data))})
@@ -539,16 +623,24 @@ class TrainingClient:
             if loss_type_input != "logprobs":
                 raise ValueError(f"loss_type_input must be 'logprobs', got {loss_type_input!r}")
             warnings.warn(
-                "loss_type_input has no effect and will go: leave it out", DeprecationWarning, stacklevel=users_level()
+                "loss_type_input has no effect and will go: leave it out",
+                DeprecationWarning,
+                stacklevel=users_level(),
             )
         originals = _checked(data)
         _check_options(options)
         if isinstance(loss_fn, LossHandle):
             if loss_fn.session_id != self._session.session_id:
-                raise ValueError(f"the loss {loss_fn.name!r} belongs to another session: create it anew in this one")
+                raise ValueError(
+                    f"the loss {loss_fn.name!r} belongs to another session: create it anew in this "
+                    "one"
+                )
             loss_graphs.check_inputs(loss_fn, originals)
-            if loss_fn.loss_id is not None and not regularizers:  # those are the client's to compute
-                return self._pass(originals, "custom", {"loss_id": loss_fn.loss_id}, options, forward_only=False)
+            # those are the client's to compute
+            if loss_fn.loss_id is not None and not regularizers:
+                return self._pass(
+                    originals, "custom", {"loss_id": loss_fn.loss_id}, options, forward_only=False
+                )
             loss_fn = loss_graphs.per_datum(loss_fn)
         chosen: caller_losses.CustomLoss = loss_fn
         if regularizers:
@@ -558,18 +650,24 @@ class TrainingClient:
         check_torch()
         custom = CustomPass(originals, chosen, self._outbox.poison)
 
-        def submit(chunks: list[list[Datum]], forward_only: bool) -> Awaitable[Fetch[ForwardBackwardOutput]]:
+        def submit(
+            chunks: list[list[Datum]], forward_only: bool
+        ) -> Awaitable[Fetch[ForwardBackwardOutput]]:
             return self._submit_pass(chunks, "cross_entropy", None, forward_only, options)
 
-        future = self._outbox.put(lambda: custom.run(self._chunks(custom.prepared), submit), custom.place)
+        future = self._outbox.put(
+            lambda: custom.run(self._chunks(custom.prepared), submit), custom.place
+        )
         custom.watch(future)
         return future
 
     forward_backward_custom_async = twin(forward_backward_custom)
 
-    # ── steps and checkpoints ────────────────────────────────────────────────────────────────────────────────────
+    # ── steps and checkpoints ─────────────────────────────────────────────────────────────────────
 
-    def _step_request(self, optim_params: OptimParams | None, adam_params: AdamParams | None) -> OptimStepRequest:
+    def _step_request(
+        self, optim_params: OptimParams | None, adam_params: AdamParams | None
+    ) -> OptimStepRequest:
         if optim_params is not None and adam_params is not None:
             raise ValueError("give optim_params or adam_params, not both")
         params = optim_params if optim_params is not None else adam_params
@@ -605,9 +703,13 @@ class TrainingClient:
             >>> client.optim_step(AdamParams(learning_rate=1e-4)).result().metrics
             {'grad_norm:mean': ..., 'learning_rate:mean': 0.0001}
         """
-        return self._put(protocol.OPTIM_STEP, self._step_request(optim_params, adam_params), options)
+        return self._put(
+            protocol.OPTIM_STEP, self._step_request(optim_params, adam_params), options
+        )
 
-    optim_step_async = twin(optim_step, "call TrainingClient.optim_step() before waiting for the passes of the step")
+    optim_step_async = twin(
+        optim_step, "call TrainingClient.optim_step() before waiting for the passes of the step"
+    )
 
     def _receipt_of_step(
         self, optim_params: OptimParams | None, adam_params: AdamParams | None
@@ -626,7 +728,9 @@ class TrainingClient:
 
     def _retrieve(self, op: Operation, request_id: str, options: CallOptions) -> Future[Any]:
         _check_options(options)
-        future: Future[Any] = self._session.start(self._result(Receipt(op, time.monotonic(), request_id), options))
+        future: Future[Any] = self._session.start(
+            self._result(Receipt(op, time.monotonic(), request_id), options)
+        )
         self._session.track(future)
         return future
 
@@ -634,7 +738,11 @@ class TrainingClient:
         return request.model_copy(update={"seq_id": self._outbox.take()})
 
     def _put(
-        self, op: Operation, request: Any, options: CallOptions, convert: Callable[[Any], Any] | None = None
+        self,
+        op: Operation,
+        request: Any,
+        options: CallOptions,
+        convert: Callable[[Any], Any] | None = None,
     ) -> Future[Any]:
         """Queue an operation of one request; it gets its number when its turn comes."""
         _check_options(options)
@@ -668,7 +776,8 @@ class TrainingClient:
             options: How to wait for the result; see `CallOptions`.
 
         Returns:
-            A future of the answer; its `path` is what `ServiceClient.create_training_client_from_state` takes.
+            A future of the answer; its `path` is what
+            `ServiceClient.create_training_client_from_state` takes.
 
         Raises:
             ValueError: `ttl_seconds` is no positive whole number.
@@ -716,13 +825,18 @@ class TrainingClient:
             >>> sampler = service.create_sampling_client(model_path=path).result()
         """
         request = SaveWeightsForSamplerRequest(
-            model_id=self.model_id, path=name, ttl_seconds=_checked_ttl(ttl_seconds), user_metadata=user_metadata
+            model_id=self.model_id,
+            path=name,
+            ttl_seconds=_checked_ttl(ttl_seconds),
+            user_metadata=user_metadata,
         )
         return self._put(
             protocol.SAVE_WEIGHTS_FOR_SAMPLER,
             request,
             options,
-            lambda saved: SaveWeightsForSamplerResponse(path=self._path_of("save_weights_for_sampler", saved)),
+            lambda saved: SaveWeightsForSamplerResponse(
+                path=self._path_of("save_weights_for_sampler", saved)
+            ),
         )
 
     save_weights_for_sampler_async = twin(save_weights_for_sampler)
@@ -771,20 +885,29 @@ class TrainingClient:
 
     def _path_of(self, operation: str, saved: Any) -> str:
         if not saved.path:
-            raise APIResponseValidationError(f"{operation} at {self._session.transport.place}: the answer has no path")
+            raise APIResponseValidationError(
+                f"{operation} at {self._session.transport.place}: the answer has no path"
+            )
         return str(saved.path)
 
     def _sampler_of_now(
-        self, retry_config: RetryConfig | None, record_stability_info: bool, kind: SamplingClientKind
+        self,
+        retry_config: RetryConfig | None,
+        record_stability_info: bool,
+        kind: SamplingClientKind,
     ) -> Future[SamplingClient]:
         # The number is taken once: a request that is sent again must be the same request.
         request = SaveWeightsForSamplerRequest(
-            model_id=self.model_id, sampling_session_seq_id=next(self._session.sampling_session_seq_ids), kind=kind
+            model_id=self.model_id,
+            sampling_session_seq_id=next(self._session.sampling_session_seq_ids),
+            kind=kind,
         )
 
         async def turn() -> Fetch[SamplingClient]:
             checked_kind(kind)
-            receipt = await _carried(self._submit(protocol.SAVE_WEIGHTS_FOR_SAMPLER, self._numbered(request)))
+            receipt = await _carried(
+                self._submit(protocol.SAVE_WEIGHTS_FOR_SAMPLER, self._numbered(request))
+            )
 
             async def fetch() -> SamplingClient:
                 saved: SaveWeightsForSamplerResponseInternal = await self._result(receipt, {})
@@ -813,13 +936,15 @@ class TrainingClient:
         record_stability_info: bool = False,
         kind: SamplingClientKind = "snapshot",
     ) -> BackcompatSamplingClientFuture:
-        """A sampler of the weights as they are after the calls made so far; it lives as long as the session.
+        """A sampler of the weights as they are after the calls made so far; it lives as long as the
+        session.
 
         Args:
             name: Deprecated; it has no effect.
             retry_config: How samples that fail for a passing reason are treated.
             record_stability_info: Ask the server to keep what `stable_reinforce` needs.
-            kind: "snapshot" stays on these weights. "inflight" goes on to the weights of later such saves.
+            kind: "snapshot" stays on these weights. "inflight" goes on to the weights of later such
+                saves.
 
         Returns:
             A future of the sampler; it fails with ValueError if there is no such kind.
@@ -831,17 +956,23 @@ class TrainingClient:
         """
         if name is not None:
             warnings.warn(
-                "save_weights_and_get_sampling_client makes a nameless sampler, name has no effect: "
+                "save_weights_and_get_sampling_client makes a nameless sampler, name has no "
+                "effect: "
                 "save_weights_for_sampler(name) saves under a name",
                 DeprecationWarning,
                 stacklevel=users_level(),
             )
-        return BackcompatSamplingClientFuture(self._sampler_of_now(retry_config, record_stability_info, kind))
+        return BackcompatSamplingClientFuture(
+            self._sampler_of_now(retry_config, record_stability_info, kind)
+        )
 
     save_weights_and_get_sampling_client_async = value_twin(save_weights_and_get_sampling_client)
 
     def create_sampling_client(
-        self, model_path: str, retry_config: RetryConfig | None = None, record_stability_info: bool = False
+        self,
+        model_path: str,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
     ) -> BackcompatSamplingClientFuture:
         """A sampler of a saved checkpoint.
 
@@ -873,12 +1004,14 @@ class TrainingClient:
     ) -> Future[LoadWeightsResponse]:
         """Replace this run's weights by a checkpoint's; the optimizer starts afresh.
 
-        Deprecated: `ServiceClient.create_training_client_from_state` makes a new run of a checkpoint, which works on
+        Deprecated: `ServiceClient.create_training_client_from_state` makes a new run of a
+            checkpoint, which works on
         every server; replacing the weights of a run that has begun does not.
 
         Args:
             path: A `tinker://…/weights/…` path.
-            weights_access_token: The key of the account that may read the checkpoint, when it is another one.
+            weights_access_token: The key of the account that may read the checkpoint, when it is
+                another one.
             options: How to wait for the result; see `CallOptions`.
 
         Returns:
@@ -891,15 +1024,20 @@ class TrainingClient:
         """
         return self._load(path, False, weights_access_token, options)
 
-    @deprecated("ServiceClient.create_training_client_from_state_with_optimizer() makes a new run of a checkpoint")
+    @deprecated(
+        "ServiceClient.create_training_client_from_state_with_optimizer() makes a new run of a "
+        "checkpoint"
+    )
     def load_state_with_optimizer(
         self, path: str, weights_access_token: str | None = None, **options: Unpack[CallOptions]
     ) -> Future[LoadWeightsResponse]:
-        """Replace this run's weights and optimizer state by a checkpoint's. Deprecated as `load_state` is.
+        """Replace this run's weights and optimizer state by a checkpoint's. Deprecated as
+        `load_state` is.
 
         Args:
             path: A `tinker://…/weights/…` path.
-            weights_access_token: The key of the account that may read the checkpoint, when it is another one.
+            weights_access_token: The key of the account that may read the checkpoint, when it is
+                another one.
             options: How to wait for the result; see `CallOptions`.
 
         Returns:
@@ -919,19 +1057,27 @@ class TrainingClient:
         """Like `load_state`; awaiting it gives the future."""
         return self._load(path, False, weights_access_token, options)
 
-    @deprecated("ServiceClient.create_training_client_from_state_with_optimizer() makes a new run of a checkpoint")
+    @deprecated(
+        "ServiceClient.create_training_client_from_state_with_optimizer() makes a new run of a "
+        "checkpoint"
+    )
     async def load_state_with_optimizer_async(
         self, path: str, weights_access_token: str | None = None, **options: Unpack[CallOptions]
     ) -> Future[LoadWeightsResponse]:
         """Like `load_state_with_optimizer`; awaiting it gives the future."""
         return self._load(path, True, weights_access_token, options)
 
-    def _load(self, path: str, optimizer: bool, token: str | None, options: CallOptions) -> Future[LoadWeightsResponse]:
-        request = LoadWeightsRequest(model_id=self.model_id, path=path, optimizer=optimizer, weights_access_token=token)
+    def _load(
+        self, path: str, optimizer: bool, token: str | None, options: CallOptions
+    ) -> Future[LoadWeightsResponse]:
+        request = LoadWeightsRequest(
+            model_id=self.model_id, path=path, optimizer=optimizer, weights_access_token=token
+        )
         return self._put(protocol.LOAD_WEIGHTS, request, options)
 
     def drop_gradients(self) -> DropGradientsResponse:
-        """Drop the gradient gathered since the last step, on servers that offer it; a run that cannot step goes on.
+        """Drop the gradient gathered since the last step, on servers that offer it; a run that
+        cannot step goes on.
 
         Example:
             >>> passed = client.forward_backward(data, "cross_entropy")
@@ -951,7 +1097,8 @@ class TrainingClient:
         return self._put(protocol.DROP_GRADIENTS, DropGradientsRequest(model_id=self.model_id), {})
 
     def unload_model(self) -> UnloadModelResponse:
-        """Let the server forget this run's live state, on servers that offer it; its checkpoints stay.
+        """Let the server forget this run's live state, on servers that offer it; its checkpoints
+        stay.
 
         Example:
             >>> client.unload_model()
@@ -965,7 +1112,9 @@ class TrainingClient:
         return await self._outbox.put(self._unloading, Poison.ALWAYS)
 
     async def _unloading(self) -> Fetch[UnloadModelResponse]:
-        receipt = await self._session.submit(protocol.UNLOAD_MODEL, UnloadModelRequest(model_id=self.model_id))
+        receipt = await self._session.submit(
+            protocol.UNLOAD_MODEL, UnloadModelRequest(model_id=self.model_id)
+        )
 
         async def fetch() -> UnloadModelResponse:
             unloaded: UnloadModelResponse = await self._session.result(receipt)
@@ -973,10 +1122,12 @@ class TrainingClient:
 
         return fetch
 
-    # ── about the run ────────────────────────────────────────────────────────────────────────────────────────────
+    # ── about the run ─────────────────────────────────────────────────────────────────────────────
 
     async def _info(self) -> GetInfoResponse:
-        """What this run trains: learnt when it was made, or asked for once of a server that did not know then."""
+        """What this run trains: learnt when it was made, or asked for once of a server that did not
+        know then.
+        """
         async with self._asking:
             if self._known_info is None:
                 self._known_info = await info_of(self._session, self.model_id)
@@ -994,12 +1145,18 @@ class TrainingClient:
             >>> client.get_info().model_data.model_name
             'tinkex/tiny'
         """
-        return self._session.call(self._info).result() if self._known_info is None else self._known_info
+        return (
+            self._session.call(self._info).result()
+            if self._known_info is None
+            else self._known_info
+        )
 
     @deprecated("call TrainingClient.get_info(), which makes no request")
     async def get_info_async(self) -> GetInfoResponse:
         """Deprecated: use `get_info`, which makes no request."""
-        return await self._session.call(self._info) if self._known_info is None else self._known_info
+        return (
+            await self._session.call(self._info) if self._known_info is None else self._known_info
+        )
 
     def get_tokenizer(
         self,
@@ -1016,7 +1173,8 @@ class TrainingClient:
             load_fun: Loads the tokenizer, in place of the libraries.
 
         Returns:
-            transformers' tokenizer where that is installed, else a `tinkex.tokenizers.Tokenizer` with the same methods.
+            transformers' tokenizer where that is installed, else a `tinkex.tokenizers.Tokenizer`
+            with the same methods.
 
         Raises:
             ConfigurationError: It is neither on this machine nor can it be downloaded.
@@ -1030,7 +1188,8 @@ class TrainingClient:
         return get_or_load_tokenizer(tokenizer_id_of(info), backend=backend, load_fun=load_fun)
 
     def encode(self, text: str, **options: Any) -> list[int]:
-        """The tokens of a text, by this run's tokenizer; `options` are its own, e.g. `add_special_tokens`.
+        """The tokens of a text, by this run's tokenizer; `options` are its own, e.g.
+        `add_special_tokens`.
 
         Args:
             text: The text.
@@ -1078,13 +1237,20 @@ class TrainingClient:
         return f"{CONSOLE}/training_runs/{quote(self.model_id, safe='')}"
 
     @unlisted
-    async def get_tokenizer_async(self, *, backend: str | None = None, load_fun: LoadFunction | None = None) -> Any:
+    async def get_tokenizer_async(
+        self, *, backend: str | None = None, load_fun: LoadFunction | None = None
+    ) -> Any:
         """Like `get_tokenizer`."""
         info = await self._session.call(self._info)
-        return await asyncio.to_thread(get_or_load_tokenizer, tokenizer_id_of(info), backend=backend, load_fun=load_fun)
+        return await asyncio.to_thread(
+            get_or_load_tokenizer, tokenizer_id_of(info), backend=backend, load_fun=load_fun
+        )
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a TrainingClient cannot be pickled: save its state, and resume that in the other process")
+        raise TypeError(
+            "a TrainingClient cannot be pickled: save its state, and resume that in the other "
+            "process"
+        )
 
     def __repr__(self) -> str:
         return f"TrainingClient({self.model_id!r})"
@@ -1092,5 +1258,7 @@ class TrainingClient:
 
 async def info_of(session: Session, model_id: str) -> GetInfoResponse:
     """Ask the server what a run trains."""
-    info: GetInfoResponse = await session.transport.call(protocol.GET_INFO, GetInfoRequest(model_id=model_id))
+    info: GetInfoResponse = await session.transport.call(
+        protocol.GET_INFO, GetInfoRequest(model_id=model_id)
+    )
     return info

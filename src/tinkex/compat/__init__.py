@@ -1,11 +1,13 @@
-"""Programs that say `import tinker` run on tinkex, unchanged, whether or not the official package is installed.
+"""Programs that say `import tinker` run on tinkex, unchanged, whether or not the official package
+is installed.
 
     import tinkex.compat  # before anything that imports tinker
 
-or without touching the program: `python -m tinkex.compat PROGRAM …`, or TINKEX_COMPAT=1 with the hook that
-`python -m tinkex.compat --install-hook` puts in place. `uninstall()` undoes it.
+or without touching the program: `python -m tinkex.compat PROGRAM …`, or TINKEX_COMPAT=1 with the
+hook that `python -m tinkex.compat --install-hook` puts in place. `uninstall()` undoes it.
 
-Modules of that name are made when they are imported, and hold the very same classes: `tinker.Datum is tinkex.Datum`.
+Modules of that name are made when they are imported, and hold the very same classes: `tinker.Datum
+is tinkex.Datum`.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["install", "installed", "uninstall"]
 
 SHIM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "path")
-"""The directory with a package called `tinker` that makes way for tinkex: for the paths of other processes."""
+"""The directory with a package called `tinker` that makes way for tinkex: for the paths of other
+processes."""
 
 
 class _Facade(ModuleType):
@@ -40,7 +43,8 @@ class _Facade(ModuleType):
             if below in MODULES:
                 return import_module(below)
             raise AttributeError(
-                f"module {self.__name__!r} has no attribute {name!r} (it is tinkex's, by tinkex.compat)"
+                f"module {self.__name__!r} has no attribute {name!r} (it is tinkex's, by "
+                "tinkex.compat)"
             )
         module, _, attribute = home.partition(":")
         value = getattr(import_module(module), attribute)
@@ -50,7 +54,11 @@ class _Facade(ModuleType):
     def __dir__(self) -> list[str]:
         below = (name.rpartition(".") for name in MODULES)
         return sorted(
-            {*vars(self), *MODULES[self.__name__], *(name for parent, _, name in below if parent == self.__name__)}
+            {
+                *vars(self),
+                *MODULES[self.__name__],
+                *(name for parent, _, name in below if parent == self.__name__),
+            }
         )
 
 
@@ -71,10 +79,16 @@ class _Finder(MetaPathFinder, Loader):
         name = module.__name__
         if name in ("tinker", "tinker._version"):
             module.__dict__["__title__"] = "tinker"
-        offered = (*TOP, "auth", "types", "__title__", "__version__") if name == "tinker" else MODULES[name]
+        offered = (
+            (*TOP, "auth", "types", "__title__", "__version__")
+            if name == "tinker"
+            else MODULES[name]
+        )
         module.__dict__["__all__"] = sorted(offered)
 
-    def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterator[Distribution]:
+    def find_distributions(
+        self, context: DistributionFinder.Context | None = None
+    ) -> Iterator[Distribution]:
         from tinkex.compat.distribution import find
 
         return find(context)
@@ -84,7 +98,8 @@ _finder = _Finder()
 
 
 def install() -> None:
-    """Let `import tinker` and everything below it find tinkex from now on; a second call does nothing.
+    """Let `import tinker` and everything below it find tinkex from now on; a second call does
+    nothing.
 
     Raises:
         ImportError: `tinker` itself has been imported already.
@@ -95,19 +110,24 @@ def install() -> None:
     if there is not None:
         place = getattr(there, "__file__", None) or "somewhere"
         raise ImportError(
-            f"tinker has already been imported, from {place}: import tinkex.compat before anything that imports tinker",
+            f"tinker has already been imported, from {place}: import tinkex.compat before anything "
+            "that imports tinker",
             name="tinker",
         )
     sys.meta_path.insert(0, _finder)
 
 
 def uninstall() -> None:
-    """Let `import tinker` find what it found before; whoever has imported it already keeps what they have."""
+    """Let `import tinker` find what it found before; whoever has imported it already keeps what
+    they have.
+    """
     if installed():
         sys.meta_path.remove(_finder)
     sys.path[:] = [place for place in sys.path if place != SHIM]
     if inherited := os.environ.get("PYTHONPATH"):
-        os.environ["PYTHONPATH"] = os.pathsep.join(place for place in inherited.split(os.pathsep) if place != SHIM)
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            place for place in inherited.split(os.pathsep) if place != SHIM
+        )
     for name in [name for name, module in sys.modules.items() if isinstance(module, _Facade)]:
         del sys.modules[name]
 

@@ -1,4 +1,6 @@
-"""`python -m tinkex.compat …` is `python …` with tinkex under the name of tinker, there and in whatever it starts."""
+"""`python -m tinkex.compat …` is `python …` with tinkex under the name of tinker, there and in
+whatever it starts.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ def main(arguments: Sequence[str]) -> int:
         return _change_hook(arguments[0] == "--install-hook")
     if sys.flags.ignore_environment:
         print(
-            "python -m tinkex.compat works by PYTHONPATH, which -E and -I forbid; import tinkex.compat instead",
+            "python -m tinkex.compat works by PYTHONPATH, which -E and -I forbid; import "
+            "tinkex.compat instead",
             file=sys.stderr,
         )
         return 2

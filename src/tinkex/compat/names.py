@@ -1,7 +1,9 @@
-"""What is found under the name of `tinker`: each of its modules, each name in it, and where tinkex has that.
+"""What is found under the name of `tinker`: each of its modules, each name in it, and where tinkex
+has that.
 
-The modules are those that programs import: the top level, `types` with a module for each type, `auth`, the clients
-below `lib.public_interfaces`, the retries, and three private ones that are widely reached into. There are no others.
+The modules are those that programs import: the top level, `types` with a module for each type,
+`auth`, the clients below `lib.public_interfaces`, the retries, and three private ones that are
+widely reached into. There are no others.
 """
 
 from __future__ import annotations
@@ -108,8 +110,14 @@ GROUPS = {
         "OptimizerConfigBase",
     ),
     "provenance_spans": ("PromptProvenanceSpan", "ProvenanceSpans", "SampledProvenanceSpan"),
-    "save_weights_external_response": ("SaveWeightsExternalResponse", "SaveWeightsExternalResponseInternal"),
-    "save_weights_for_sampler_response": ("SaveWeightsForSamplerResponse", "SaveWeightsForSamplerResponseInternal"),
+    "save_weights_external_response": (
+        "SaveWeightsExternalResponse",
+        "SaveWeightsExternalResponseInternal",
+    ),
+    "save_weights_for_sampler_response": (
+        "SaveWeightsForSamplerResponse",
+        "SaveWeightsForSamplerResponseInternal",
+    ),
     "search_owner": ("AccessibleSearchOwner", "OwnSearchOwner", "SearchOwner", "UserSearchOwner"),
     "session_status": (
         "ClientSessionFinishErrored",
@@ -253,10 +261,20 @@ def _table() -> dict[str, dict[str, str]]:
     """Where each name of each module lives in tinkex, as `module:name`."""
     groups = {**GROUPS, **{module_name(name): (name,) for name in ALONE}}
     shared = "UntypedAPIFuture"
-    types = {name: f"tinkex.types:{name}" for names in groups.values() for name in names if name not in APART}
-    futures = {name: f"tinkex.client.futures.api_future:{name}" for name in ("APIFuture", "AwaitableConcurrentFuture")}
+    types = {
+        name: f"tinkex.types:{name}"
+        for names in groups.values()
+        for name in names
+        if name not in APART
+    }
+    futures = {
+        name: f"tinkex.client.futures.api_future:{name}"
+        for name in ("APIFuture", "AwaitableConcurrentFuture")
+    }
     client_futures = {name: f"tinkex:{name}" for name in CLIENT_FUTURES}
-    backcompat = {"BackcompatClientFuture": "tinkex.client.futures.backcompat:BackcompatClientFuture"}
+    backcompat = {
+        "BackcompatClientFuture": "tinkex.client.futures.backcompat:BackcompatClientFuture"
+    }
     retries = {name: f"tinkex.client.http.retry:{name}" for name in ("RetryConfig", "RetryHandler")}
     errors = {name: f"tinkex.errors:{name}" for name in ERRORS}
     clients = {name: f"tinkex:{name}" for name in (*CLIENTS, *LOSSES)}
@@ -268,7 +286,11 @@ def _table() -> dict[str, dict[str, str]]:
         "tinker": {name: f"tinkex:{name}" for name in (*TOP, "APIResponse")} | version | responses,
         "tinker.auth": {
             name: f"tinkex.auth:{name}"
-            for name in ("get_tinker_token", "raise_if_tinker_not_accessible", "tinker_has_credentials")
+            for name in (
+                "get_tinker_token",
+                "raise_if_tinker_not_accessible",
+                "tinker_has_credentials",
+            )
         },
         "tinker._exceptions": errors,
         "tinker._types": {"NOT_GIVEN": "tinkex:NOT_GIVEN"},
@@ -279,12 +301,19 @@ def _table() -> dict[str, dict[str, str]]:
         **{f"{interfaces}.{name}": held for name, held in own.items()},
         f"{interfaces}.api_future": futures,
         f"{interfaces}.backcompat_client_future": backcompat,
-        f"{interfaces}.backcompat_sampling_client_future": {CLIENT_FUTURES[0]: client_futures[CLIENT_FUTURES[0]]},
-        f"{interfaces}.backcompat_training_client_future": {CLIENT_FUTURES[1]: client_futures[CLIENT_FUTURES[1]]},
+        f"{interfaces}.backcompat_sampling_client_future": {
+            CLIENT_FUTURES[0]: client_futures[CLIENT_FUTURES[0]]
+        },
+        f"{interfaces}.backcompat_training_client_future": {
+            CLIENT_FUTURES[1]: client_futures[CLIENT_FUTURES[1]]
+        },
         f"{interfaces}.custom_loss": {name: clients[name] for name in LOSSES},
-        f"{interfaces}.sampling_client": own["sampling_client"] | {"RetryConfig": retries["RetryConfig"]},
-        f"{interfaces}.service_client": own["service_client"] | {"RetryConfig": retries["RetryConfig"]},
-        f"{interfaces}.training_client": own["training_client"] | {"RetryConfig": retries["RetryConfig"]},
+        f"{interfaces}.sampling_client": own["sampling_client"]
+        | {"RetryConfig": retries["RetryConfig"]},
+        f"{interfaces}.service_client": own["service_client"]
+        | {"RetryConfig": retries["RetryConfig"]},
+        f"{interfaces}.training_client": own["training_client"]
+        | {"RetryConfig": retries["RetryConfig"]},
         "tinker.types": types | {shared: f"tinkex.types:{shared}"},
         "tinker.types.shared": {shared: f"tinkex.types:{shared}"},
         "tinker.types.shared.untyped_api_future": {shared: f"tinkex.types:{shared}"},

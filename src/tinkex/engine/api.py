@@ -1,8 +1,10 @@
-"""The seam between the server and whatever computes: about twenty synchronous methods, no HTTP, no SQL.
+"""The seam between the server and whatever computes: about twenty synchronous methods, no HTTP, no
+SQL.
 
-One worker thread owns an engine and makes every call. Calls either succeed and have their whole effect, or raise and
-have none: `EngineError` with `category="user"` for what a caller did wrong, any other exception for an internal fault.
-This module imports neither torch nor the server, so that a fake, a cluster or an upstream server can stand in.
+One worker thread owns an engine and makes every call. Calls either succeed and have their whole
+effect, or raise and have none: `EngineError` with `category="user"` for what a caller did wrong,
+any other exception for an internal fault. This module imports neither torch nor the server, so that
+a fake, a cluster or an upstream server can stand in.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ def check_optimizer(config: OptimizerConfigBase) -> None:
 
 
 def token_limit(request: SampleRequest, prompt: int, context: int) -> int:
-    """How many tokens a sample may have. One token beyond the window is allowed to who only wants prompt scores.
+    """How many tokens a sample may have. One token beyond the window is allowed to who only wants
+    prompt scores.
 
     Raises:
         EngineError: The prompt and what is asked for do not fit the window.
@@ -61,7 +64,8 @@ def token_limit(request: SampleRequest, prompt: int, context: int) -> int:
     if prompt + asked > context and not scoring:
         raise EngineError(
             # by these words programs know that the prompt, and nothing else, is too long
-            f"Prompt length plus max_tokens exceeds the context window: {prompt} prompt tokens + {asked} max_tokens "
+            f"Prompt length plus max_tokens exceeds the context window: {prompt} prompt tokens + "
+            f"{asked} max_tokens "
             f"> {context}; at most {max(0, context - prompt)} tokens can be sampled"
         )
     return asked
@@ -91,7 +95,8 @@ class AdapterInfo:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """The distributions that a sample was drawn from: S tokens, and the K likeliest at each of them.
+    """The distributions that a sample was drawn from: S tokens, and the K likeliest at each of
+    them.
 
     Attributes:
         tokens: Its tokens `[S]`.
@@ -110,13 +115,21 @@ class Recording:
     @property
     def nbytes(self) -> int:
         """Its size in memory."""
-        arrays = (self.tokens, self.logprobs, self.model_logprobs, self.top_tokens, self.top_logprobs)
+        arrays = (
+            self.tokens,
+            self.logprobs,
+            self.model_logprobs,
+            self.top_tokens,
+            self.top_logprobs,
+        )
         return sum(array.nbytes for array in arrays)
 
 
 @dataclass(frozen=True, slots=True)
 class Recalled:
-    """The recording behind the sampled targets of a datum: one token for each of these positions, which ascend."""
+    """The recording behind the sampled targets of a datum: one token for each of these positions,
+    which ascend.
+    """
 
     positions: Array
     recording: Recording
@@ -157,11 +170,12 @@ class PassDone:
 
 
 Writer: TypeAlias = Callable[[Path], None]
-"""Writes something as it was when the writer was made into an existing empty directory, durably. May be called later
-and on another thread, while the engine goes on."""
+"""Writes something as it was when the writer was made into an existing empty directory, durably.
+May be called later and on another thread, while the engine goes on."""
 
 Listener: TypeAlias = Callable[[Sequence[DrawnToken]], object]
-"""Takes the tokens that a job got in a step; called on the thread that makes the step, and must be quick."""
+"""Takes the tokens that a job got in a step; called on the thread that makes the step, and must be
+quick."""
 
 
 class Engine(Protocol):
@@ -170,8 +184,16 @@ class Engine(Protocol):
     def models(self) -> Sequence[BaseModel]:
         """The base models on offer."""
 
-    def create(self, adapter: str, base_model: str, lora: LoraConfig, optimizer: OptimizerConfigBase = ADAMW) -> None:
-        """Make a fresh adapter: A seeded, B zero, no gradient, no optimizer state. Its optimizer never changes."""
+    def create(
+        self,
+        adapter: str,
+        base_model: str,
+        lora: LoraConfig,
+        optimizer: OptimizerConfigBase = ADAMW,
+    ) -> None:
+        """Make a fresh adapter: A seeded, B zero, no gradient, no optimizer state. Its optimizer
+        never changes.
+        """
 
     def drop(self, adapter: str) -> None:
         """Forget an adapter; unknown names are ignored. Its passes fail."""
@@ -188,22 +210,28 @@ class Engine(Protocol):
         owner: str = "",
         recalled: Sequence[Recalled] | None = None,
     ) -> None:
-        """Validate and admit a pass; with `backward`, the gradient of its summed loss goes to the adapter's buffer.
+        """Validate and admit a pass; with `backward`, the gradient of its summed loss goes to the
+        adapter's buffer.
 
         `recalled` has the recording behind each datum, for the loss `stable_reinforce`.
 
-        Passes advance with each `pass_step`, those of several adapters together, fairly by owner; those of one
-        adapter end in the order in which they were admitted. Its weights must not change before they have ended.
+        Passes advance with each `pass_step`, those of several adapters together, fairly by owner;
+        those of one adapter end in the order in which they were admitted. Its weights must not
+        change before they have ended.
         """
 
     def pass_step(self) -> Sequence[PassDone]:
-        """Advance the passes by a step, which should not take much longer than a second; returns those that ended."""
+        """Advance the passes by a step, which should not take much longer than a second; returns
+        those that ended.
+        """
 
     def passing(self) -> bool:
         """Whether any pass is unfinished."""
 
     def create_loss(self, loss_id: str, request: CreateCustomLossRequest) -> None:
-        """Take a loss that was sent as a graph; passes use it as loss `custom`, with its id in the configuration."""
+        """Take a loss that was sent as a graph; passes use it as loss `custom`, with its id in the
+        configuration.
+        """
 
     def drop_losses(self, prefix: str) -> None:
         """Forget the losses whose ids begin so."""
@@ -221,7 +249,9 @@ class Engine(Protocol):
         """What writes an adapter as it is now: PEFT files, and optimizer state beside them."""
 
     def load(self, adapter: str, directory: Path, *, optimizer: bool) -> None:
-        """Replace an adapter's weights (and optimizer state) by saved ones; pending gradients are dropped."""
+        """Replace an adapter's weights (and optimizer state) by saved ones; pending gradients are
+        dropped.
+        """
 
     def snapshot(self, adapter: str, sampler: str) -> None:
         """Freeze an adapter's present weights as a sampler."""
@@ -233,14 +263,18 @@ class Engine(Protocol):
         """Make a sampler of saved weights, or of the bare base model when there is no directory."""
 
     def point(self, target: str, sampler: str, version: int) -> None:
-        """Give an in-flight target the weights of a snapshot or a loaded sampler, as this version of its own.
+        """Give an in-flight target the weights of a snapshot or a loaded sampler, as this version
+        of its own.
 
-        Samples of the target that run draw their next token with them. They keep their keys and values; a prompt that
-        is being scored keeps its weights to its end. A version that is not above the present one changes nothing.
+        Samples of the target that run draw their next token with them. They keep their keys and
+        values; a prompt that is being scored keeps its weights to its end. A version that is not
+        above the present one changes nothing.
         """
 
     def drop_sampler(self, sampler: str) -> None:
-        """Forget a sampler once its jobs have ended, and the target that has its weights; unknown names are ignored."""
+        """Forget a sampler once its jobs have ended, and the target that has its weights; unknown
+        names are ignored.
+        """
 
     def sample_start(
         self,
@@ -252,17 +286,21 @@ class Engine(Protocol):
         owner: str = "",
         cache: str = "",
     ) -> None:
-        """Validate and admit a sampling job; it advances with each `sample_step`. `seed` is already decided.
+        """Validate and admit a sampling job; it advances with each `sample_step`. `seed` is already
+        decided.
 
-        Where there is no room for all, owners take turns. `sampler` may be an in-flight target. Jobs of the same
-        `cache` share the keys and values of prompts, whichever weights made them; without one, jobs of equal weights
-        do.
+        Where there is no room for all, owners take turns. `sampler` may be an in-flight target.
+        Jobs of the same `cache` share the keys and values of prompts, whichever weights made them;
+        without one, jobs of equal weights do.
 
-        A listener is told of the job's tokens as they are drawn; nothing is gathered for jobs without one.
+        A listener is told of the job's tokens as they are drawn; nothing is gathered for jobs
+        without one.
         """
 
     def sample_step(self) -> Sequence[SampleDone]:
-        """Advance the jobs by one step (one token each, or one prefill) and return those that ended."""
+        """Advance the jobs by one step (one token each, or one prefill) and return those that
+        ended.
+        """
 
     def sample_cancel(self, job: str) -> None:
         """Drop a job without a result; unknown names are ignored."""
@@ -282,7 +320,9 @@ def run_pass(
     recalled: Sequence[Recalled] | None = None,
 ) -> ForwardBackwardOutput:
     """Run a pass to its end, on an engine that is at nothing else."""
-    engine.pass_start("the only one", adapter, data, loss_fn, config, backward=backward, recalled=recalled)
+    engine.pass_start(
+        "the only one", adapter, data, loss_fn, config, backward=backward, recalled=recalled
+    )
     while engine.passing():
         for done in engine.pass_step():
             if isinstance(done.result, Exception):

@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable
 class Shares:
     """How much each of several parties has had of something that they share.
 
-    Whoever comes, or comes back after a rest, begins where the one is that has had least: what it did not use is not
-    owed to it.
+    Whoever comes, or comes back after a rest, begins where the one is that has had least: what it
+    did not use is not owed to it.
 
     Example:
         >>> shares = Shares()
@@ -24,11 +24,15 @@ class Shares:
         self._least = 0.0
 
     def note(self, waiting: Collection[str]) -> None:
-        """Say who waits for a turn now; whoever does not, and is level with the others, is forgotten."""
+        """Say who waits for a turn now; whoever does not, and is level with the others, is
+        forgotten.
+        """
         for party in waiting:
             self._had.setdefault(party, self._least)
         self._least = min((self._had[party] for party in waiting), default=self._least)
-        self._had = {party: had for party, had in self._had.items() if had > self._least or party in waiting}
+        self._had = {
+            party: had for party, had in self._had.items() if had > self._least or party in waiting
+        }
 
     def first(self, parties: Iterable[str]) -> str:
         """The one of those that wait that has had least; the earlier one of two that had the same."""

@@ -1,7 +1,9 @@
-"""An engine for tests of everything around an engine: deterministic, numpy only, a few microseconds per call.
+"""An engine for tests of everything around an engine: deterministic, numpy only, a few microseconds
+per call.
 
-Its "weights" are eight numbers. Log-probabilities are a hash of token, target and position moved a little by the
-weights, so that training changes them, checkpoints matter, and two runs of the same calls agree to the bit.
+Its "weights" are eight numbers. Log-probabilities are a hash of token, target and position moved a
+little by the weights, so that training changes them, checkpoints matter, and two runs of the same
+calls agree to the bit.
 """
 
 from __future__ import annotations
@@ -27,9 +29,22 @@ from tinkex.engine.api import (
     Writer,
     check_optimizer,
 )
-from tinkex.types.sampling import EMPTY_CELL, SampledSequence, SampleRequest, SampleResponse, StopReason, TopkLogprobs
+from tinkex.types.sampling import (
+    EMPTY_CELL,
+    SampledSequence,
+    SampleRequest,
+    SampleResponse,
+    StopReason,
+    TopkLogprobs,
+)
 from tinkex.types.tensors import Array, TensorData
-from tinkex.types.training import AdamParams, ForwardBackwardOutput, LoraConfig, OptimizerConfigBase, OptimParams
+from tinkex.types.training import (
+    AdamParams,
+    ForwardBackwardOutput,
+    LoraConfig,
+    OptimizerConfigBase,
+    OptimParams,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +55,16 @@ if TYPE_CHECKING:
 
 SIZE = 8
 STATE = "fake.json"
-LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo", "stable_reinforce", "custom")
+LOSSES = (
+    "cross_entropy",
+    "importance_sampling",
+    "ppo",
+    "cispo",
+    "dro",
+    "gspo",
+    "stable_reinforce",
+    "custom",
+)
 
 
 @dataclass
@@ -84,13 +108,16 @@ class _Job:
 
 @dataclass
 class FakeEngine:
-    """Stands in for an engine. `fail` is called with each method's name and subject first, and may raise.
+    """Stands in for an engine. `fail` is called with each method's name and subject first, and may
+    raise.
 
-    Every call takes `delay` seconds, and a step of sampling `step_delay` more. Prompts longer than `longest_prompt`
-    fail when they are started: a server cannot know that before.
+    Every call takes `delay` seconds, and a step of sampling `step_delay` more. Prompts longer than
+    `longest_prompt` fail when they are started: a server cannot know that before.
     """
 
-    base_models: Sequence[BaseModel] = (BaseModel("fake", context_length=1 << 20, vocab_size=256, arch="fake"),)
+    base_models: Sequence[BaseModel] = (
+        BaseModel("fake", context_length=1 << 20, vocab_size=256, arch="fake"),
+    )
     delay: float = 0.0
     step_delay: float = 0.0
     longest_prompt: int = 64
@@ -106,7 +133,13 @@ class FakeEngine:
         """The base models on offer."""
         return self.base_models
 
-    def create(self, adapter: str, base_model: str, lora: LoraConfig, optimizer: OptimizerConfigBase = ADAMW) -> None:
+    def create(
+        self,
+        adapter: str,
+        base_model: str,
+        lora: LoraConfig,
+        optimizer: OptimizerConfigBase = ADAMW,
+    ) -> None:
         """Make a fresh adapter; its steps are the same whatever the optimizer."""
         self._enter("create", adapter)
         self._base(base_model)
@@ -137,7 +170,10 @@ class FakeEngine:
             raise EngineError(f"unknown loss {loss_fn!r}; known are {', '.join(LOSSES)}")
         if loss_fn == "custom" and config.get("loss_id") not in self._losses:
             raise EngineError(f"there is no custom loss {config.get('loss_id')!r}")
-        arrays = [(datum.model_input.to_numpy(), *_arrays(index, datum)) for index, datum in enumerate(data)]
+        arrays = [
+            (datum.model_input.to_numpy(), *_arrays(index, datum))
+            for index, datum in enumerate(data)
+        ]
         if loss_fn == "stable_reinforce":
             if recalled is None or len(recalled) != len(data):
                 raise EngineError("loss 'stable_reinforce' needs the recordings of its samples")
@@ -193,7 +229,10 @@ class FakeEngine:
         target = self._adapter(adapter)
         given = "adamw" if isinstance(params, AdamParams) else params.type
         if given != target.optimizer.type:
-            raise EngineError(f"this run's optimizer is {target.optimizer.type}: it takes no parameters of {given}")
+            raise EngineError(
+                f"this run's optimizer is {target.optimizer.type}: it takes no parameters of "
+                f"{given}"
+            )
         norm = 0.0
         if target.grad is not None:
             norm = float(np.linalg.norm(target.grad))
@@ -222,7 +261,9 @@ class FakeEngine:
         self._enter("load", adapter)
         target, fields = self._adapter(adapter), _read(directory)
         if fields["rank"] != target.lora.rank:
-            raise EngineError(f"the saved adapter has rank {fields['rank']}, this one has {target.lora.rank}")
+            raise EngineError(
+                f"the saved adapter has rank {fields['rank']}, this one has {target.lora.rank}"
+            )
         if optimizer and "step" not in fields:
             raise EngineError(f"{directory} has no optimizer state")
         target.weights, target.grad = np.array(fields["weights"]), None
@@ -249,7 +290,9 @@ class FakeEngine:
         """Make a sampler of saved weights, or of the bare base model."""
         self._enter("load_sampler", sampler)
         self._base(base_model)
-        self._samplers[sampler] = np.zeros(SIZE) if directory is None else np.array(_read(directory)["weights"])
+        self._samplers[sampler] = (
+            np.zeros(SIZE) if directory is None else np.array(_read(directory)["weights"])
+        )
 
     def point(self, target: str, sampler: str, version: int) -> None:
         """Give an in-flight target a sampler's weights."""
@@ -266,7 +309,9 @@ class FakeEngine:
 
     def drop_sampler(self, sampler: str) -> None:
         """Forget a sampler, and the target that has its weights."""
-        for target in [target for target, (pointed, _) in self._targets.items() if pointed == sampler]:
+        for target in [
+            target for target, (pointed, _) in self._targets.items() if pointed == sampler
+        ]:
             del self._targets[target], self._samplers[target]
         self._samplers.pop(sampler, None)
 
@@ -287,7 +332,9 @@ class FakeEngine:
         length, most = request.prompt.length, self.longest_prompt
         if not 0 < length <= most:
             raise EngineError(f"prompt: {length} tokens do not fit the context window of {most}")
-        target, version = (sampler, self._targets[sampler][1]) if sampler in self._targets else (None, None)
+        target, version = (
+            (sampler, self._targets[sampler][1]) if sampler in self._targets else (None, None)
+        )
         self._jobs[job] = _Job(self._samplers[sampler], request, seed, listener, target, version)
 
     def sample_step(self) -> Sequence[SampleDone]:
@@ -307,7 +354,9 @@ class FakeEngine:
                 del self._jobs[name]
                 recordings: Sequence[Recording] = ()
                 if job.request.record_stability_info and isinstance(result, SampleResponse):
-                    recordings = [_recording(job.weights, sequence) for sequence in result.sequences]
+                    recordings = [
+                        _recording(job.weights, sequence) for sequence in result.sequences
+                    ]
                 done.append(SampleDone(name, result, recordings))
         return done
 
@@ -371,7 +420,10 @@ def _arrays(index: int, datum: Datum) -> tuple[Array, Array]:
     for key, tensor in datum.loss_fn_inputs.items():
         found, expected = tensor.to_numpy().shape[0], datum.model_input.length
         if found != expected:
-            raise EngineError(f"datum {index}: {key!r} has length {found} but the model input has length {expected}")
+            raise EngineError(
+                f"datum {index}: {key!r} has length {found} but the model input has length "
+                f"{expected}"
+            )
     weights = datum.loss_fn_inputs.get("weights", datum.loss_fn_inputs.get("advantages"))
     return targets, np.ones(targets.shape) if weights is None else weights.to_numpy().copy()
 
@@ -384,7 +436,9 @@ def _drawn(job: _Job) -> list[DrawnToken]:
         sequence = _sequence(job, index)
         assert sequence.logprobs is not None
         at = job.steps - 1
-        drawn.append(DrawnToken(index, sequence.tokens[at], sequence.logprobs[at], last, job.version))
+        drawn.append(
+            DrawnToken(index, sequence.tokens[at], sequence.logprobs[at], last, job.version)
+        )
     return drawn
 
 
@@ -397,7 +451,9 @@ def _sequence(job: _Job, index: int) -> SampledSequence:
         for at, (weights, _) in enumerate(job.drawn[: job.limit]):
             logprobs[at] = _logprobs(weights, tokens, tokens)[at]
         versions = np.array([version for _, version in job.drawn[: job.limit]], np.int64)
-    return SampledSequence("length", tokens_np=tokens, logprobs_np=logprobs.astype("f4"), weights_versions_np=versions)
+    return SampledSequence(
+        "length", tokens_np=tokens, logprobs_np=logprobs.astype("f4"), weights_versions_np=versions
+    )
 
 
 def _recording(weights: Array, sequence: SampledSequence) -> Recording:
@@ -410,7 +466,10 @@ def _recording(weights: Array, sequence: SampledSequence) -> Recording:
 
 
 def _topk(prompt: Array, logprobs: Array, k: int) -> TopkLogprobs:
-    ids, values = np.zeros((prompt.size, k), np.int32), np.full((prompt.size, k), EMPTY_CELL, np.float32)
+    ids, values = (
+        np.zeros((prompt.size, k), np.int32),
+        np.full((prompt.size, k), EMPTY_CELL, np.float32),
+    )
     known = ~np.isnan(logprobs)
     ids[known, 0], values[known, 0] = prompt[known], logprobs[known]
     return TopkLogprobs(ids, values)

@@ -13,7 +13,8 @@ def parse_object(text: str | bytes, name: Path) -> dict[str, Any]:
     """Parse a JSON object; `name` is the file that it is from.
 
     Raises:
-        EngineError: It is not JSON, is nested too deeply, has a number without end, or is no object.
+        EngineError: It is not JSON, is nested too deeply, has a number without end, or is no
+            object.
     """
     try:
         fields = json.loads(text)

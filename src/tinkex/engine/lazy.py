@@ -1,4 +1,6 @@
-"""An engine that is made when there is something to compute: whoever lists what is stored need not wait for torch."""
+"""An engine that is made when there is something to compute: whoever lists what is stored need not
+wait for torch.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ logger = logging.getLogger(__name__)
 
 
 class LateEngine:
-    """Stands for an engine over these models; the first call that needs it makes it, on the thread that calls."""
+    """Stands for an engine over these models; the first call that needs it makes it, on the thread
+    that calls.
+    """
 
     def __init__(self, models: Mapping[str, Path], make: Callable[[], Engine]) -> None:
         self._models = [describe(name, directory) for name, directory in models.items()]
@@ -43,7 +47,9 @@ class LateEngine:
         return self._models
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """A method of the engine; which engine is decided when it is called, for that may be much later."""
+        """A method of the engine; which engine is decided when it is called, for that may be much
+        later.
+        """
 
         def call(*args: Any, **named: Any) -> Any:
             if self._made is None:
@@ -55,7 +61,8 @@ class LateEngine:
         return call
 
     def _first(self) -> Engine:
-        """Make the engine, once: a library that did not load fails the second time for another reason, which misleads.
+        """Make the engine, once: a library that did not load fails the second time for another
+        reason, which misleads.
 
         Raises:
             EngineError: It cannot be made.

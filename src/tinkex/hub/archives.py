@@ -1,4 +1,6 @@
-"""Archives from elsewhere, unpacked with distrust: nothing is written before everything in them has been looked at."""
+"""Archives from elsewhere, unpacked with distrust: nothing is written before everything in them has
+been looked at.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from tinkex.errors import TinkerError
 
 CHUNK = 1 << 20
 LONGEST_HEADER = 1 << 20
-"""Names and attributes beyond this many bytes are read by nobody; the library would take them into memory."""
+"""Names and attributes beyond this many bytes are read by nobody; the library would take them into
+memory."""
 
 
 class UnsafeArchiveError(TinkerError, ValueError):
@@ -25,7 +28,8 @@ class ArchiveLimits:
     files: int = 10_000
     bytes: int = 1 << 40
     ratio: float = 200.0
-    """How many times larger than the archive its contents may be; small ones may always have `free_bytes`."""
+    """How many times larger than the archive its contents may be; small ones may always have
+    `free_bytes`."""
     free_bytes: int = 1 << 24
 
 
@@ -42,8 +46,9 @@ def extract(archive: Path, directory: Path, limits: ArchiveLimits | None = None)
     """Unpack a tar, plain or compressed, into a directory that is there; the files in it.
 
     Raises:
-        UnsafeArchiveError: A member has an absolute path or `..` in it, is no plain file or directory, comes twice, or
-            all of them are too many or too large. Nothing has been written then.
+        UnsafeArchiveError: A member has an absolute path or `..` in it, is no plain file or
+            directory, comes twice, or all of them are too many or too large. Nothing has been
+            written then.
         tarfile.TarError: It is no tar, or a broken one.
     """
     chosen = limits or ArchiveLimits()
@@ -76,7 +81,9 @@ def _checked(archive: tarfile.TarFile, size: int, limits: ArchiveLimits) -> list
     for member in archive:
         parts = _parts(member.name)
         if not (member.isreg() or member.isdir()) or member.issparse():
-            raise UnsafeArchiveError(f"{member.name!r} in the archive is neither a plain file nor a directory")
+            raise UnsafeArchiveError(
+                f"{member.name!r} in the archive is neither a plain file nor a directory"
+            )
         if not member.isdir():
             folded = tuple(part.casefold() for part in parts)
             if folded in seen:

@@ -1,6 +1,8 @@
-"""Checkpoints on your own disk: fetched piece by piece, checked, unpacked with distrust, and there whole or not at all.
+"""Checkpoints on your own disk: fetched piece by piece, checked, unpacked with distrust, and there
+whole or not at all.
 
-A connection that breaks is taken up where it broke off. What is there already is replaced at the very end, by a rename.
+A connection that breaks is taken up where it broke off. What is there already is replaced at the
+very end, by a rename.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ class DownloadError(TinkerError):
 
     reason: str
 
-    def __init__(self, message: str, reason: str, *, hint: str | None = None, **details: Any) -> None:
+    def __init__(
+        self, message: str, reason: str, *, hint: str | None = None, **details: Any
+    ) -> None:
         super().__init__(message, hint=hint, **details)
         self.reason = reason
 
@@ -86,8 +90,8 @@ def download(
 
     Args:
         rest_client: Knows the server.
-        tinker_path: A `tinker://` path. Of an export (`external_weights`) the files are fetched one by one, of other
-            checkpoints an archive.
+        tinker_path: A `tinker://` path. Of an export (`external_weights`) the files are fetched one
+            by one, of other checkpoints an archive.
         output_dir: Where to put that directory; the current directory by default.
         force: Replace a directory that is there; it stays until the new one is whole.
         progress: Is told how far it is, when the server says how much there is.
@@ -100,14 +104,25 @@ def download(
         Where it is now, and what it was.
 
     Raises:
-        DownloadError: The path is no checkpoint's, the directory is there already, or the files did not arrive whole.
+        DownloadError: The path is no checkpoint's, the directory is there already, or the files did
+            not arrive whole.
         APIStatusError: The server has no such checkpoint.
 
     Example:
         >>> download(rest, path, "models").destination
         PosixPath('.../models/..._weights_step-100')
     """
-    work = _Download(rest_client, tinker_path, output_dir, force, progress, resume, limits, max_retries, retry_delay)
+    work = _Download(
+        rest_client,
+        tinker_path,
+        output_dir,
+        force,
+        progress,
+        resume,
+        limits,
+        max_retries,
+        retry_delay,
+    )
     return start(work.run()).result()
 
 
@@ -126,10 +141,21 @@ async def download_async(
 ) -> Downloaded:
     """Like `download`; one that is cancelled has stopped writing when it is left.
 
-    With `keep_archive`, which needs `resume`, the archive stays beside the directory: the next download of the same
-    checkpoint asks the server whether it is still the same, and does not fetch it again if it is.
+    With `keep_archive`, which needs `resume`, the archive stays beside the directory: the next
+    download of the same checkpoint asks the server whether it is still the same, and does not fetch
+    it again if it is.
     """
-    work = _Download(rest_client, tinker_path, output_dir, force, progress, resume, limits, max_retries, retry_delay)
+    work = _Download(
+        rest_client,
+        tinker_path,
+        output_dir,
+        force,
+        progress,
+        resume,
+        limits,
+        max_retries,
+        retry_delay,
+    )
     work.keep_archive = keep_archive
     working = start(work.run())
     try:
@@ -178,7 +204,10 @@ class _Download:
         self._target = target_of(tinker_path, Path(output_dir or ".").expanduser().resolve())
         if os.path.lexists(self._target) and not force:
             raise DownloadError(
-                f"{self._target} is there already", "exists", hint="force=True replaces it", path=self._target
+                f"{self._target} is there already",
+                "exists",
+                hint="force=True replaces it",
+                path=self._target,
             )
         mark = "partial" if resume else f"partial-{secrets.token_hex(4)}"
         self._scratch = self._target.with_name(f".{self._target.name}.{mark}")
@@ -225,7 +254,9 @@ class _Download:
             )
             return answer.url
 
-        await fetch(self._rest._transport, address, archive, self._progress, ask_again=self.keep_archive)
+        await fetch(
+            self._rest._transport, address, archive, self._progress, ask_again=self.keep_archive
+        )
         try:
             await _undisturbed(extract, archive, files, self._limits)
         except (UnsafeArchiveError, tarfile.TarError, OSError, EOFError, ValueError) as error:
@@ -238,7 +269,9 @@ class _Download:
         await asyncio.to_thread(_make, parts)
         for name in urls:
             if name in ("", ".", "..") or set(name) & set("/\\\0"):
-                raise DownloadError(f"{self._path} has a file with an unsafe name: {name!r}", "extraction_failed")
+                raise DownloadError(
+                    f"{self._path} has a file with an unsafe name: {name!r}", "extraction_failed"
+                )
         for name in sorted(urls):
 
             async def address(name: str = name) -> str:
@@ -271,7 +304,9 @@ class _Download:
 
 
 async def _undisturbed(function: Callable[..., object], *args: object) -> None:
-    """Call a function on a thread; who is cancelled meanwhile waits for its end, and only then tidies up."""
+    """Call a function on a thread; who is cancelled meanwhile waits for its end, and only then
+    tidies up.
+    """
     working = asyncio.ensure_future(asyncio.to_thread(function, *args))
     try:
         await asyncio.shield(working)
@@ -285,10 +320,11 @@ def _make(directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
 
 
-# ── one file ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── one file ──────────────────────────────────────────────────────────────────────────────────────
 
 NOTE = ".fetch"
-"""Beside a file that is not whole yet: what it was part of, so that it is never continued with another's bytes."""
+"""Beside a file that is not whole yet: what it was part of, so that it is never continued with
+another's bytes."""
 
 
 async def fetch(
@@ -306,7 +342,8 @@ async def fetch(
         address: Gives the file's address; it is asked again when one has expired.
         path: Where to put the file.
         progress: Is told how far it is.
-        ask_again: Leave a note beside the whole file, so that the next fetch asks whether the server has the same.
+        ask_again: Leave a note beside the whole file, so that the next fetch asks whether the
+            server has the same.
 
     Raises:
         DownloadError: It did not arrive, or not whole.
@@ -331,12 +368,19 @@ async def fetch(
             url = await address()
             continue
         if status not in (0, 408, 416, 429) and status < 500:
-            raise DownloadError(f"{path.name}: the server answered {status}", "download_failed", status_code=status)
+            raise DownloadError(
+                f"{path.name}: the server answered {status}", "download_failed", status_code=status
+            )
         why = why if status == 0 else f"the server answered {status}"
         failures = 0 if await asyncio.to_thread(part.size) > had else failures + 1
         if failures < ATTEMPTS:
             await asyncio.sleep(backoff(failures, first=0.2, most=10.0))
-            logger.debug("%s broke off (%s): going on at %d", path.name, why, await asyncio.to_thread(part.size))
+            logger.debug(
+                "%s broke off (%s): going on at %d",
+                path.name,
+                why,
+                await asyncio.to_thread(part.size),
+            )
     raise DownloadError(f"{path.name} did not arrive: {why}", "download_failed", status_code=status)
 
 
@@ -361,7 +405,9 @@ class _Part:
             return 0
 
     async def read(self, transport: Transport, url: str, progress: Progress | None) -> int:
-        """Ask once, from where the file ends; 200 when it is whole, else the status that says why it is not."""
+        """Ask once, from where the file ends; 200 when it is whole, else the status that says why
+        it is not.
+        """
         have, tag = await asyncio.to_thread(self.size), self._facts.get("etag")
         headers = {"Accept": "*/*", "Accept-Encoding": "identity"}
         if have and tag:
@@ -373,7 +419,9 @@ class _Part:
                 await asyncio.to_thread(self._restart, {})
                 return 416
             if reply.status == 206:
-                span = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", reply.headers.get("content-range", ""))
+                span = re.fullmatch(
+                    r"bytes (\d+)-(\d+)/(\d+|\*)", reply.headers.get("content-range", "")
+                )
                 if span is None or int(span[1]) != have:
                     await asyncio.to_thread(self._restart, {})
                     return 416
@@ -391,7 +439,9 @@ class _Part:
             raise ConnectionError(f"{have} of {total} bytes came")
         return 200
 
-    async def _take(self, chunks: Any, have: int, total: int | None, progress: Progress | None) -> None:
+    async def _take(
+        self, chunks: Any, have: int, total: int | None, progress: Progress | None
+    ) -> None:
         waiting: list[bytes] = []
 
         def write() -> None:
@@ -417,7 +467,8 @@ class _Part:
                 await asyncio.to_thread(write)
 
     def _restart(self, facts: dict[str, Any]) -> None:
-        # In this order a file without a note is a whole one, and a note is never beside another's bytes.
+        # In this order a file without a note is a whole one, and a note is never beside another's
+        # bytes.
         self._facts = facts
         self.path.unlink(missing_ok=True)
         self._note.write_text(json.dumps(facts))
@@ -434,7 +485,9 @@ class _Part:
             if digest.hexdigest() != expected:
                 self.path.unlink()
                 self._note.unlink(missing_ok=True)
-                raise DownloadError(f"{self.path.name} arrived damaged: its checksum is another", "download_failed")
+                raise DownloadError(
+                    f"{self.path.name} arrived damaged: its checksum is another", "download_failed"
+                )
         if not ask_again:
             self._note.unlink(missing_ok=True)
 

@@ -1,4 +1,6 @@
-"""Single files of Hugging Face repositories, kept once they are here; and the token that repositories ask for."""
+"""Single files of Hugging Face repositories, kept once they are here; and the token that
+repositories ask for.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ HTTP_TIMEOUT_MS = 120_000
 SHOWN_BYTES = 500
 """How much of a refusal is kept."""
 CHUNK = 1 << 20
-PLACES = "the option hf_token, HF_TOKEN, HUGGING_FACE_HUB_TOKEN and the file that a login leaves its token in"
+PLACES = (
+    "the option hf_token, HF_TOKEN, HUGGING_FACE_HUB_TOKEN and the file that a login leaves "
+    "its token in"
+)
 
 
 class HubError(TinkerError, ValueError):
@@ -74,7 +79,8 @@ def resolve_file(
     token: str | None = None,
     http_timeout_ms: int = HTTP_TIMEOUT_MS,
 ) -> Path:
-    """A file of a repository on this machine; it is fetched when it is not here, and never asked about again.
+    """A file of a repository on this machine; it is fetched when it is not here, and never asked
+    about again.
 
     Args:
         repo_id: The repository.
@@ -96,7 +102,9 @@ def resolve_file(
     if not path.exists():
         url = build_hf_url(repo_id, revision, filename, endpoint)
         sent = token or _found_token()
-        _fetch(url, path, {"Authorization": f"Bearer {sent}"} if sent else {}, http_timeout_ms / 1000)
+        _fetch(
+            url, path, {"Authorization": f"Bearer {sent}"} if sent else {}, http_timeout_ms / 1000
+        )
     return path
 
 
@@ -112,7 +120,13 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
     """Goes where it is sent on to, without the token when that is another's place."""
 
     def redirect_request(
-        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Message, newurl: str
+        self,
+        req: urllib.request.Request,
+        fp: IO[bytes],
+        code: int,
+        msg: str,
+        headers: Message,
+        newurl: str,
     ) -> urllib.request.Request | None:
         request = super().redirect_request(req, fp, code, msg, headers, newurl)  # type: ignore[arg-type]
         if request is not None and urlsplit(newurl)[:2] != urlsplit(req.full_url)[:2]:
@@ -121,11 +135,15 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 
 
 def _fetch(url: str, path: Path, headers: Mapping[str, str], timeout: float) -> None:
-    """Put what is behind an address into a file: under another name first, so that nobody finds half of it."""
+    """Put what is behind an address into a file: under another name first, so that nobody finds
+    half of it.
+    """
     opener = urllib.request.build_opener(_Redirects)
     failure: TinkerError
     try:
-        with opener.open(urllib.request.Request(url, headers=dict(headers)), timeout=timeout) as answer:
+        with opener.open(
+            urllib.request.Request(url, headers=dict(headers)), timeout=timeout
+        ) as answer:
             path.parent.mkdir(parents=True, exist_ok=True)
             handle, scratch = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
             try:
@@ -138,12 +156,17 @@ def _fetch(url: str, path: Path, headers: Mapping[str, str], timeout: float) -> 
         return
     except urllib.error.HTTPError as refused:
         with refused:
-            failure = _refusal(url, refused.code, refused.read(SHOWN_BYTES).decode(errors="replace"), headers)
+            failure = _refusal(
+                url, refused.code, refused.read(SHOWN_BYTES).decode(errors="replace"), headers
+            )
     except TimeoutError as error:
         raise APITimeoutError(f"{_shown(url)} did not answer in time") from error
     except OSError as error:  # URLError is one
-        raise APIConnectionError(f"{_shown(url)} cannot be fetched: {getattr(error, 'reason', error)}") from error
-    raise failure  # here, so that the refusal is not behind it: that knows the address it came from, signed
+        raise APIConnectionError(
+            f"{_shown(url)} cannot be fetched: {getattr(error, 'reason', error)}"
+        ) from error
+    # here, so that the refusal is not behind it: that knows the address it came from, signed
+    raise failure
 
 
 def _copy(answer: Any, file: IO[bytes]) -> None:
@@ -169,20 +192,26 @@ def _shown(url: str) -> str:
     return url.partition("?")[0]
 
 
-# ── the token ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the token ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def resolve_token(
-    *, hf_token: str | None = None, token: str | None = None, token_path: str | os.PathLike[str] | None = None
+    *,
+    hf_token: str | None = None,
+    token: str | None = None,
+    token_path: str | os.PathLike[str] | None = None,
 ) -> str:
-    """The first token there is: as given, from the environment, or from the file that a login leaves.
+    """The first token there is: as given, from the environment, or from the file that a login
+    leaves.
 
     Raises:
         HubError: There is none; the message says where it was looked for.
     """
     found = (hf_token or "").strip() or (token or "").strip() or _found_token(token_path)
     if not found:
-        raise HubError(f"no Hugging Face token: none in {PLACES}", hint="run `hf auth login`, or set HF_TOKEN")
+        raise HubError(
+            f"no Hugging Face token: none in {PLACES}", hint="run `hf auth login`, or set HF_TOKEN"
+        )
     return found
 
 

@@ -1,7 +1,8 @@
-"""Adapters on the Hugging Face hub, by way of huggingface_hub; single files and the token are in `tinkex.hub.hub_files`.
+"""Adapters on the Hugging Face hub, by way of huggingface_hub; single files and the token are in
+`tinkex.hub.hub_files`.
 
-A checkpoint is downloaded, checked, given a model card and uploaded. A repository that holds the adapter of another
-checkpoint is left alone. The token is never logged.
+A checkpoint is downloaded, checked, given a model card and uploaded. A repository that holds the
+adapter of another checkpoint is left alone. The token is never logged.
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ from typing import Any, TypeVar
 
 from tinkex.client.futures.api_future import start
 from tinkex.client.rest import RestClient
-from tinkex.errors import APIConnectionError, APITimeoutError, ConfigurationError, RequestFailedError, TinkerError
+from tinkex.errors import (
+    APIConnectionError,
+    APITimeoutError,
+    ConfigurationError,
+    RequestFailedError,
+    TinkerError,
+)
 from tinkex.hub.downloads import DownloadError, Progress, download_async
 from tinkex.hub.hub_files import HTTP_TIMEOUT_MS, endpoint_of, resolve_token
 from tinkex.hub.hub_files import HubError as HubError
@@ -101,11 +108,13 @@ async def push_checkpoint_adapter_async(
         rest_client: Knows the server that has the checkpoint.
         tinker_path: The checkpoint.
         repo_id: The repository; one named after the base model and the run by default.
-        revision: The branch, made when it is not there; `main`, or the checkpoint's name in a repository made up here.
+        revision: The branch, made when it is not there; `main`, or the checkpoint's name in a
+            repository made up here.
         public: Whether a repository that is made can be seen by all.
         commit_message: What to say of the upload.
         create_pr: Propose the upload instead.
-        allow_patterns: Upload only files that match one of these; `*` stops at a slash, `**` does not.
+        allow_patterns: Upload only files that match one of these; `*` stops at a slash, `**` does
+            not.
         ignore_patterns: Leave out files that match one of these.
         hf_token: The token; see `tinkex.hub.hub_files.resolve_token`.
         add_model_card: Write a README.md where the checkpoint has none.
@@ -113,14 +122,16 @@ async def push_checkpoint_adapter_async(
         http_timeout_ms: How long the hub may be silent.
         progress: Is told how far the download of the checkpoint is.
         uploading: Is called when the checkpoint is here, and its upload begins.
-        cache_dir: Where to keep what was fetched when the push fails or is stopped: the next push of the checkpoint
-            goes on from there, and one that succeeds removes it. By default nothing is kept.
+        cache_dir: Where to keep what was fetched when the push fails or is stopped: the next push
+            of the checkpoint goes on from there, and one that succeeds removes it. By default
+            nothing is kept.
 
     Returns:
         Where it is now.
 
     Raises:
-        HubError: The path, the token or the files are not as they should be, or the repository is another's.
+        HubError: The path, the token or the files are not as they should be, or the repository is
+            another's.
         APIConnectionError: The hub cannot be reached, or was silent for too long.
         RequestFailedError: The hub did not do it.
 
@@ -135,16 +146,28 @@ async def push_checkpoint_adapter_async(
         raise HubError(str(error)) from None
     if re.search(r"\s", tinker_path):
         raise HubError(f"{tinker_path!r} has blanks in it: no checkpoint has")
-    if isinstance(http_timeout_ms, bool) or not isinstance(http_timeout_ms, int) or http_timeout_ms <= 0:
+    if (
+        isinstance(http_timeout_ms, bool)
+        or not isinstance(http_timeout_ms, int)
+        or http_timeout_ms <= 0
+    ):
         raise HubError(f"http_timeout_ms must be a positive whole number, got {http_timeout_ms!r}")
     hub = _Hub(resolve_token(hf_token=hf_token), endpoint_of(endpoint), http_timeout_ms)
     user = await asyncio.to_thread(hub.user)
     info = await rest_client.get_weights_info_by_tinker_path(tinker_path)
-    with _workplace(cache_dir, f"{rest_client._transport.config.base_url} {tinker_path}") as scratch:
+    with _workplace(
+        cache_dir, f"{rest_client._transport.config.base_url} {tinker_path}"
+    ) as scratch:
         keep = cache_dir is not None
         try:
             fetched = await download_async(
-                rest_client, tinker_path, scratch, force=keep, progress=progress, resume=keep, keep_archive=keep
+                rest_client,
+                tinker_path,
+                scratch,
+                force=keep,
+                progress=progress,
+                resume=keep,
+                keep_archive=keep,
             )
         except DownloadError as error:
             raise HubError(error.message) from error
@@ -168,7 +191,9 @@ async def push_checkpoint_adapter_async(
 
 @contextlib.contextmanager
 def _workplace(cache_dir: str | os.PathLike[str] | None, what: str) -> Iterator[Path]:
-    """A directory to work in. In a cache, a push takes over what one before it has left, and leaves what it has."""
+    """A directory to work in. In a cache, a push takes over what one before it has left, and leaves
+    what it has.
+    """
     if cache_dir is None:
         with tempfile.TemporaryDirectory(prefix=WORKPLACE) as scratch:
             yield Path(scratch)
@@ -199,7 +224,7 @@ def _workplace(cache_dir: str | os.PathLike[str] | None, what: str) -> Iterator[
     shutil.rmtree(own, ignore_errors=True)
 
 
-# ── the hub ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the hub ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +247,8 @@ class _Hub:
             self._library: Any = importlib.import_module("huggingface_hub")
         except ImportError:
             raise ConfigurationError(
-                "putting an adapter on the hub needs the package 'huggingface_hub'", hint="pip install 'tinkex[text]'"
+                "putting an adapter on the hub needs the package 'huggingface_hub'",
+                hint="pip install 'tinkex[text]'",
             ) from None
         self._api: Any = self._library.HfApi(endpoint=endpoint, token=token)
         self._endpoint, self._token, self._http_timeout_ms = endpoint, token, http_timeout_ms
@@ -230,20 +256,27 @@ class _Hub:
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
-        """Gives the library's requests a time limit, and takes secrets out of what is logged of them.
+        """Gives the library's requests a time limit, and takes secrets out of what is logged of
+        them.
 
-        Its session is the whole process's, so both are done on the way. Our requests are known by the token; large
-        files go to signed addresses that need none, by PUT, which nothing else here uses.
+        Its session is the whole process's, so both are done on the way. Our requests are known by
+        the token; large files go to signed addresses that need none, by PUT, which nothing else
+        here uses.
         """
         hooks = self._library.get_session().event_hooks["request"]
         limits = dict.fromkeys(("connect", "read", "write", "pool"), self._http_timeout_ms / 1000)
 
         def limit(request: Any) -> None:
-            if request.method == "PUT" or request.headers.get("authorization") == f"Bearer {self._token}":
+            if (
+                request.method == "PUT"
+                or request.headers.get("authorization") == f"Bearer {self._token}"
+            ):
                 request.extensions = {**request.extensions, "timeout": limits}
 
         loggers = [
-            logging.getLogger(name) for name in (*logging.root.manager.loggerDict, "httpx") if _names_addresses(name)
+            logging.getLogger(name)
+            for name in (*logging.root.manager.loggerDict, "httpx")
+            if _names_addresses(name)
         ]
         hooks.append(limit)
         for logger in loggers:
@@ -269,7 +302,9 @@ class _Hub:
         return str(name)
 
     def push(self, upload: _Upload) -> str:
-        """Make the repository and the branch where they are not there, and upload; the repository's full name."""
+        """Make the repository and the branch where they are not there, and upload; the repository's
+        full name.
+        """
         return self._asked(lambda: self._push(upload))
 
     def _push(self, upload: _Upload) -> str:
@@ -281,7 +316,10 @@ class _Hub:
         add = self._library.CommitOperationAdd
         self._api.create_commit(
             repo,
-            operations=[add(path_in_repo=name, path_or_fileobj=upload.directory / name) for name in upload.files],
+            operations=[
+                add(path_in_repo=name, path_or_fileobj=upload.directory / name)
+                for name in upload.files
+            ],
             commit_message=upload.message,
             revision=upload.revision,
             create_pr=upload.create_pr,
@@ -289,7 +327,9 @@ class _Hub:
         return repo
 
     def _asked(self, ask: Callable[[], T]) -> T:
-        """What the library answers; its errors become ours, and are not behind them: they may hold signed addresses."""
+        """What the library answers; its errors become ours, and are not behind them: they may hold
+        signed addresses.
+        """
         failure: TinkerError
         try:
             with self._watched():
@@ -331,17 +371,28 @@ class _Hub:
         said = " ".join(str(one) for one in (error, error.__cause__) if one is not None)
         text = self._scrubber.text(said, SHOWN_BYTES)
         if _status(error) == 401:
-            return HubError("the hub does not know this token", hint="make a new one, with leave to write")
+            return HubError(
+                "the hub does not know this token", hint="make a new one, with leave to write"
+            )
         if "TimeoutException" in kinds:  # of the HTTP library, whichever it is
-            return APITimeoutError(f"the hub at {self._endpoint} was silent for {self._http_timeout_ms} ms")
+            return APITimeoutError(
+                f"the hub at {self._endpoint} was silent for {self._http_timeout_ms} ms"
+            )
         if kinds & {"TransportError", "OSError"} and _status(error) is None:
             return APIConnectionError(f"the hub at {self._endpoint} cannot be reached: {text}")
-        return RequestFailedError(f"the hub refused: {text}", "", "server", status_code=_status(error))
+        return RequestFailedError(
+            f"the hub refused: {text}", "", "server", status_code=_status(error)
+        )
 
 
 def _names_addresses(logger: str) -> bool:
-    """Whether a logger is huggingface_hub's, which names addresses too, or of an HTTP client that it may use."""
-    return re.match(r"((httpx|httpcore|urllib3|requests)\d*|huggingface_hub)(\.|$)", logger) is not None
+    """Whether a logger is huggingface_hub's, which names addresses too, or of an HTTP client that
+    it may use.
+    """
+    return (
+        re.match(r"((httpx|httpcore|urllib3|requests)\d*|huggingface_hub)(\.|$)", logger)
+        is not None
+    )
 
 
 def _status(error: BaseException) -> int | None:
@@ -350,7 +401,7 @@ def _status(error: BaseException) -> int | None:
     return status if status or error.__cause__ is None else _status(error.__cause__)
 
 
-# ── the files ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the files ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def _prepare(directory: Path, info: WeightsInfoResponse) -> dict[str, Any]:
@@ -365,19 +416,27 @@ def _prepare(directory: Path, info: WeightsInfoResponse) -> dict[str, Any]:
         config = None
     if not isinstance(config, dict):
         raise HubError(f"{CONFIG} of the checkpoint is not a JSON object")
-    if not isinstance(config.get("base_model_name_or_path"), str) or not config["base_model_name_or_path"]:
+    if (
+        not isinstance(config.get("base_model_name_or_path"), str)
+        or not config["base_model_name_or_path"]
+    ):
         config["base_model_name_or_path"] = info.base_model or "unknown"
         (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return config
 
 
 def _destination(
-    repo_id: str | None, revision: str | None, base_model: str | None, parsed: ParsedCheckpointTinkerPath
+    repo_id: str | None,
+    revision: str | None,
+    base_model: str | None,
+    parsed: ParsedCheckpointTinkerPath,
 ) -> tuple[str, str]:
     if repo_id is not None:
         return repo_id, revision or "main"
     model = (base_model or "").rpartition("/")[2] or "adapter"
-    return clean_name(f"tinker-{model}-{parsed.training_run_id}"), revision or clean_name(parsed.name)
+    return clean_name(f"tinker-{model}-{parsed.training_run_id}"), revision or clean_name(
+        parsed.name
+    )
 
 
 def clean_name(name: str) -> str:
@@ -390,7 +449,9 @@ def clean_name(name: str) -> str:
     return re.sub(r"-+", "-", re.sub(r"[^A-Za-z0-9_.-]", "-", name)).strip("-_. ")
 
 
-def _chosen(directory: Path, allowed: Sequence[str] | None, ignored: Sequence[str]) -> Iterator[str]:
+def _chosen(
+    directory: Path, allowed: Sequence[str] | None, ignored: Sequence[str]
+) -> Iterator[str]:
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
         wanted = allowed is None or any(matches(name, pattern) for pattern in allowed)
@@ -399,7 +460,8 @@ def _chosen(directory: Path, allowed: Sequence[str] | None, ignored: Sequence[st
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern fits a path or its last part: `**` stands for anything, `*` for anything but a slash.
+    """Whether a pattern fits a path or its last part: `**` stands for anything, `*` for anything
+    but a slash.
 
     Example:
         >>> matches("a/b.json", "*.json"), matches("a/b.json", "x/*"), matches("a/b/c", "a/**")
@@ -429,6 +491,26 @@ def model_card(repo_id: str, tinker_path: str, info: WeightsInfoResponse) -> str
         f'base = AutoModelForCausalLM.from_pretrained("{base or "BASE_MODEL"}")',
         f'model = PeftModel.from_pretrained(base, "{repo_id}")',
     ]
-    body = [f"# {repo_id.rpartition('/')[2]}", "", "A LoRA adapter trained through the Tinker API.", "", "## Use", ""]
-    body += ["```python", *loading, "```", "", "## Source", "", "```", tinker_path, "```", "", "## Details", ""]
+    body = [
+        f"# {repo_id.rpartition('/')[2]}",
+        "",
+        "A LoRA adapter trained through the Tinker API.",
+        "",
+        "## Use",
+        "",
+    ]
+    body += [
+        "```python",
+        *loading,
+        "```",
+        "",
+        "## Source",
+        "",
+        "```",
+        tinker_path,
+        "```",
+        "",
+        "## Details",
+        "",
+    ]
     return "\n".join([*front, "", *body, *details, ""])

@@ -1,8 +1,8 @@
 """Two-digit addition: the verifiable task of the bundled model, its demo and its tests.
 
-The task has a fixed held-out split over *unordered* pairs: when ``{a, b}`` is held out, neither ``a + b`` nor
-``b + a`` occurs in the bundled model's training text, in any wording, nor in `training_problems`. Accuracy on
-`held_out_problems` therefore measures addition, not memory.
+The task has a fixed held-out split over *unordered* pairs: when ``{a, b}`` is held out, neither ``a
++ b`` nor ``b + a`` occurs in the bundled model's training text, in any wording, nor in
+`training_problems`. Accuracy on `held_out_problems` therefore measures addition, not memory.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _HELD_OUT_ONE_IN = 16
 def is_held_out(a: int, b: int) -> bool:
     """Tell whether the unordered pair ``{a, b}`` belongs to the held-out split.
 
-    The rule is a hash of the ordered pair of the smaller and the larger number, so it needs no table, depends on
-    no random state, and gives ``(a, b)`` and ``(b, a)`` the same side.
+    The rule is a hash of the ordered pair of the smaller and the larger number, so it needs no
+    table, depends on no random state, and gives ``(a, b)`` and ``(b, a)`` the same side.
 
     Args:
         a: One addend.
         b: The other addend.
 
     Returns:
-        True for about one pair in sixteen of the two-digit pairs, False for every pair with a number that is
-        not of two digits.
+        True for about one pair in sixteen of the two-digit pairs, False for every pair with a
+        number that is not of two digits.
     """
     low, high = min(a, b), max(a, b)
     if low < SMALLEST or high > LARGEST:
@@ -74,7 +74,8 @@ def reward(text: str, a: int, b: int) -> float:
     """Score a sampled answer.
 
     Args:
-        text: What the model wrote after `prompt`, with or without the stop; text behind the stop is ignored.
+        text: What the model wrote after `prompt`, with or without the stop; text behind the stop is
+            ignored.
         a: The first addend.
         b: The second addend.
 

@@ -16,7 +16,13 @@ if TYPE_CHECKING:
     from tinkex.recovery.policies import metrics_metadata as metrics_metadata
 
 _HOMES = {
-    "tinkex.recovery.monitor": ["Executor", "Monitor", "best_checkpoint", "metric_of", "select_checkpoint"],
+    "tinkex.recovery.monitor": [
+        "Executor",
+        "Monitor",
+        "best_checkpoint",
+        "metric_of",
+        "select_checkpoint",
+    ],
     "tinkex.recovery.policies": ["RecoveryError", "RecoveryPolicy", "metrics_metadata"],
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

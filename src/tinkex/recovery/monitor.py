@@ -1,9 +1,10 @@
-"""Runs that the server calls corrupted are noticed and made anew from a checkpoint, for those who ask for it.
+"""Runs that the server calls corrupted are noticed and made anew from a checkpoint, for those who
+ask for it.
 
-A `Monitor` looks at runs now and then and hands those that are lost to an `Executor`, which makes new clients of their
-checkpoints, so many at once and so many times. Nothing happens unless both were started with a policy that is enabled.
-What happens is told on the bus (`tinkex.events`, RECOVERY_…). For a loop that only wants to go on, `tinkex.resilient`
-is the shorter way.
+A `Monitor` looks at runs now and then and hands those that are lost to an `Executor`, which makes
+new clients of their checkpoints, so many at once and so many times. Nothing happens unless both
+were started with a policy that is enabled. What happens is told on the bus (`tinkex.events`,
+RECOVERY_…). For a loop that only wants to go on, `tinkex.resilient` is the shorter way.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def rest_client_of(service: ServiceClient) -> RestClient:
     return RestClient(service.holder)
 
 
-# ── the monitor ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the monitor ───────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(slots=True)
@@ -48,9 +49,11 @@ class _Watched:
 
 
 class Monitor:
-    """Looks at training runs every `poll_interval_ms`, and hands those that are corrupted to an executor.
+    """Looks at training runs every `poll_interval_ms`, and hands those that are corrupted to an
+    executor.
 
-    A run that was handed over is no longer watched: watch the recovered client's run instead, if you like.
+    A run that was handed over is no longer watched: watch the recovered client's run instead, if
+    you like.
 
     Args:
         executor: What takes runs up again.
@@ -88,13 +91,16 @@ class Monitor:
         with self._lock:
             return list(self._runs)
 
-    def monitor_run(self, run_id: str, service: ServiceClient, metadata: Mapping[str, Any] | None = None) -> None:
+    def monitor_run(
+        self, run_id: str, service: ServiceClient, metadata: Mapping[str, Any] | None = None
+    ) -> None:
         """Watch a run; one that is watched already is watched by these words from now on.
 
         Args:
             run_id: The run.
             service: Makes the new client.
-            metadata: Goes into every event; `training_client` is the client that `on_recovery` is told as the old one.
+            metadata: Goes into every event; `training_client` is the client that `on_recovery` is
+                told as the old one.
 
         Raises:
             RecoveryError: The policy is not enabled, or there is no executor.
@@ -108,7 +114,9 @@ class Monitor:
         if not policy.enabled:
             raise RecoveryError("recovery is not enabled by its policy", "recovery_disabled")
         if self._executor is None:
-            raise RecoveryError("there is no executor that could take a run up again", "no_executor")
+            raise RecoveryError(
+                "there is no executor that could take a run up again", "no_executor"
+            )
         facts = dict(metadata) if isinstance(metadata, Mapping) else {}
         watched = _Watched(service, self._rest_client_of(service), facts)
         with self._lock:
@@ -134,7 +142,11 @@ class Monitor:
             self._runs.pop(run_id, None)
 
     def _policy_for(self, service: ServiceClient) -> RecoveryPolicy:
-        return RecoveryPolicy.of(service.holder.config.recovery) if self._policy is None else self._policy
+        return (
+            RecoveryPolicy.of(service.holder.config.recovery)
+            if self._policy is None
+            else self._policy
+        )
 
     async def _watch(self, interval: float) -> None:
         while True:
@@ -151,7 +163,11 @@ class Monitor:
             run = await watched.rest.get_training_run(run_id)
         except Exception as error:  # whatever it is, the next look may get through
             logger.debug("run %s could not be looked at: %s", run_id, error)
-            events.emit(events.RECOVERY_POLL_ERROR, {}, {**watched.metadata, "run_id": run_id, "error": error})
+            events.emit(
+                events.RECOVERY_POLL_ERROR,
+                {},
+                {**watched.metadata, "run_id": run_id, "error": error},
+            )
             return
         if not run.corrupted or self._runs.get(run_id) is not watched:
             return
@@ -176,7 +192,7 @@ class Monitor:
                 del self._runs[run_id]
 
 
-# ── the executor ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the executor ──────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(slots=True)
@@ -191,7 +207,12 @@ class _Job:
     attempt: int = 0
 
     def tell(self, name: str, **facts: Any) -> None:
-        said = {**self.metadata, "run_id": self.run_id, "attempt": self.attempt, "strategy": self.policy.strategy_name}
+        said = {
+            **self.metadata,
+            "run_id": self.run_id,
+            "attempt": self.attempt,
+            "strategy": self.policy.strategy_name,
+        }
         events.emit(name, {"attempt": self.attempt}, {**said, **facts})
 
 
@@ -240,13 +261,15 @@ class Executor:
         run: TrainingRun | None = None,
         rest: RestClient | None = None,
     ) -> None:
-        """Take a run up again, in the background; the policy's callbacks and the events say how that went.
+        """Take a run up again, in the background; the policy's callbacks and the events say how
+        that went.
 
         Args:
             run_id: The run that was lost.
             service: Makes the new client; its session is opened anew if that was lost as well.
             policy: How often to try, and from which checkpoint.
-            metadata: Goes into every event; `training_client` is the client that `on_recovery` is told as the old one.
+            metadata: Goes into every event; `training_client` is the client that `on_recovery` is
+                told as the old one.
             last_checkpoint: The latest checkpoint, if it is known.
             run: What is known of the run; its last checkpoint is used when no other is given.
             rest: Looks checkpoints up; a client of the service's by default.
@@ -269,7 +292,9 @@ class Executor:
             if run_id in self._pending:
                 raise RecoveryError(f"run {run_id} is being taken up already", "already_pending")
             self._pending.add(run_id)
-        job = _Job(run_id, service, chosen, facts, last_checkpoint, run, rest or rest_client_of(service))
+        job = _Job(
+            run_id, service, chosen, facts, last_checkpoint, run, rest or rest_client_of(service)
+        )
         runtime().call(self._enter, job)
 
     def _enter(self, job: _Job) -> None:
@@ -311,7 +336,9 @@ class Executor:
             self._pending.discard(job.run_id)
 
     async def _restore(self, job: _Job) -> tuple[str, TrainingClient]:
-        checkpoint = await select_checkpoint(job.policy, job.run_id, job.rest, job.last_checkpoint, job.run)
+        checkpoint = await select_checkpoint(
+            job.policy, job.run_id, job.rest, job.last_checkpoint, job.run
+        )
         job.tell(events.RECOVERY_CHECKPOINT_SELECTED, checkpoint=checkpoint)
         session = job.service.holder
         if session.session_id and await session.is_lost():
@@ -334,7 +361,7 @@ async def told(callback: Callable[..., object] | None, *facts: Any) -> None:
         logger.warning("a callback of the recovery failed", exc_info=True)
 
 
-# ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── checkpoints ───────────────────────────────────────────────────────────────────────────────────
 
 
 async def select_checkpoint(
@@ -369,13 +396,17 @@ async def select_checkpoint(
         return policy.checkpoint_strategy[1]
     if policy.checkpoint_strategy == "best":
         return best_checkpoint(await _checkpoints(run_id, rest), policy, run_id)
-    known = last_checkpoint if last_checkpoint is not None else getattr(run, "last_checkpoint", None)
+    known = (
+        last_checkpoint if last_checkpoint is not None else getattr(run, "last_checkpoint", None)
+    )
     if known is None and run is None:
         known = (await rest.get_training_run(run_id)).last_checkpoint
     path = _path_of(known)
     if path is None:
         raise RecoveryError(
-            f"run {run_id} has no checkpoint to go on from", "missing_checkpoint", hint="call save_state now and then"
+            f"run {run_id} has no checkpoint to go on from",
+            "missing_checkpoint",
+            hint="call save_state now and then",
         )
     return path
 
@@ -385,7 +416,8 @@ async def _checkpoints(run_id: str, rest: RestClient) -> list[Checkpoint]:
         return (await rest.list_checkpoints(run_id)).checkpoints
     except TinkerError as error:
         raise RecoveryError(
-            f"the checkpoints of run {run_id} cannot be listed: {error.message}", "missing_checkpoint"
+            f"the checkpoints of run {run_id} cannot be listed: {error.message}",
+            "missing_checkpoint",
         ) from error
 
 
@@ -413,7 +445,8 @@ def best_checkpoint(checkpoints: list[Checkpoint], policy: RecoveryPolicy, run_i
     scored = [
         (sign * value, checkpoint.time.timestamp(), checkpoint.tinker_path)
         for checkpoint in checkpoints
-        if checkpoint.checkpoint_type == "training" and not math.isnan(value := metric_of(checkpoint, policy.metric))
+        if checkpoint.checkpoint_type == "training"
+        and not math.isnan(value := metric_of(checkpoint, policy.metric))
     ]
     if not scored:
         raise RecoveryError(

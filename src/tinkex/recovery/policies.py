@@ -1,4 +1,6 @@
-"""When and how a training run that was lost is taken up again: a policy, and the error when that fails."""
+"""When and how a training run that was lost is taken up again: a policy, and the error when that
+fails.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,11 @@ from typing import Any, Literal, TypeAlias
 from tinkex.errors import TinkerError
 
 Strategy: TypeAlias = Literal["latest", "best"] | tuple[Literal["specific"], str]
-"""Which checkpoint to go on from: the last one, the one with the best metric, or one that is named."""
+"""Which checkpoint to go on from: the last one, the one with the best metric, or one that is named.
+"""
 METRIC_PREFIX = "metric:"
-"""What metrics are called in a checkpoint's own metadata, where its other entries are the user's."""
+"""What metrics are called in a checkpoint's own metadata, where its other entries are the user's.
+"""
 
 
 class RecoveryError(TinkerError):
@@ -55,7 +59,8 @@ class RecoveryPolicy:
     checkpoint_strategy: Strategy = "latest"
     restore_optimizer: bool = True
     on_recovery: Callable[[Any, Any, str], object] | None = None
-    """Is told the old client, the new one and the checkpoint between them; in a thread of its own."""
+    """Is told the old client, the new one and the checkpoint between them; in a thread of its own.
+    """
     on_failure: Callable[[str, BaseException], object] | None = None
     """Is told the run and the last error, when all attempts have failed; in a thread of its own."""
     metric: str = "loss"
@@ -70,7 +75,9 @@ class RecoveryPolicy:
             object.__setattr__(self, item.name, item.default if kept is None else kept)
 
     @classmethod
-    def of(cls, given: RecoveryPolicy | Mapping[str, Any] | Iterable[tuple[str, Any]] | None) -> RecoveryPolicy:
+    def of(
+        cls, given: RecoveryPolicy | Mapping[str, Any] | Iterable[tuple[str, Any]] | None
+    ) -> RecoveryPolicy:
         """A policy of a policy, a mapping or pairs; names that it does not know are passed over.
 
         Args:
@@ -90,18 +97,27 @@ class RecoveryPolicy:
         if isinstance(given, RecoveryPolicy):
             return given
         if isinstance(given, str | bytes) or not (given is None or isinstance(given, Iterable)):
-            raise TypeError(f"a recovery policy is a RecoveryPolicy, a mapping or None, got {type(given).__name__}")
+            raise TypeError(
+                "a recovery policy is a RecoveryPolicy, a mapping or None, got "
+                f"{type(given).__name__}"
+            )
         try:
             values = dict(given or {})
         except (TypeError, ValueError):
-            raise TypeError("a recovery policy must be a mapping, or pairs of a name and a value") from None
+            raise TypeError(
+                "a recovery policy must be a mapping, or pairs of a name and a value"
+            ) from None
         known = {item.name for item in fields(cls)}
         return cls(**{str(name): value for name, value in values.items() if str(name) in known})
 
     @property
     def strategy_name(self) -> str:
         """The strategy in one word."""
-        return self.checkpoint_strategy if isinstance(self.checkpoint_strategy, str) else self.checkpoint_strategy[0]
+        return (
+            self.checkpoint_strategy
+            if isinstance(self.checkpoint_strategy, str)
+            else self.checkpoint_strategy[0]
+        )
 
     def backoff(self, attempt: int) -> float:
         """Seconds to wait after the n-th attempt, counted from 1.
@@ -119,8 +135,11 @@ class RecoveryPolicy:
         return float(min(self.backoff_ms * 2 ** min(attempt - 1, 60), self.max_backoff_ms)) / 1000
 
 
-def metrics_metadata(metrics: Mapping[str, float] | None = None, /, **named: float) -> dict[str, str]:
-    """Metrics in the form in which a checkpoint keeps them, for `save_state(user_metadata=…)`; `best` reads them.
+def metrics_metadata(
+    metrics: Mapping[str, float] | None = None, /, **named: float
+) -> dict[str, str]:
+    """Metrics in the form in which a checkpoint keeps them, for `save_state(user_metadata=…)`;
+    `best` reads them.
 
     Args:
         metrics: Numbers by name.
@@ -133,7 +152,10 @@ def metrics_metadata(metrics: Mapping[str, float] | None = None, /, **named: flo
         >>> metrics_metadata(loss=0.25)
         {'metric:loss': '0.25'}
     """
-    return {f"{METRIC_PREFIX}{name}": repr(float(value)) for name, value in {**(metrics or {}), **named}.items()}
+    return {
+        f"{METRIC_PREFIX}{name}": repr(float(value))
+        for name, value in {**(metrics or {}), **named}.items()
+    }
 
 
 def _flag(value: Any) -> bool | None:

@@ -1,12 +1,14 @@
-"""A training loop that goes on when its run is lost: `with tinkex.resilient(client, every=20) as trainer: …`.
+"""A training loop that goes on when its run is lost: `with tinkex.resilient(client, every=20) as
+trainer: …`.
 
-The trainer is a TrainingClient. It saves a state every so many optimizer steps, in the background, and keeps the calls
-made since. When the server has lost the run (it was unloaded, its session has ended, the server came back without it,
-or says that it is corrupted), a new run is made of the last state and those calls are made again, in their order: the
-results that were still waited for come from there, and the weights end up where they would have been. On the CPU that
-is to the bit.
+The trainer is a TrainingClient. It saves a state every so many optimizer steps, in the background,
+and keeps the calls made since. When the server has lost the run (it was unloaded, its session has
+ended, the server came back without it, or says that it is corrupted), a new run is made of the last
+state and those calls are made again, in their order: the results that were still waited for come
+from there, and the weights end up where they would have been. On the CPU that is to the bit.
 
-A state holds no gradient that waits for its step, so nothing may be pending when the block is entered.
+A state holds no gradient that waits for its step, so nothing may be pending when the block is
+entered.
 """
 
 from __future__ import annotations
@@ -37,7 +39,14 @@ from tinkex.client.sampling_client import SamplingClient, checked_kind, open_sam
 from tinkex.client.service import ServiceClient
 from tinkex.client.session import Session
 from tinkex.client.training_client import CallOptions, TrainingClient
-from tinkex.errors import APIConnectionError, APITimeoutError, GoneError, NotFoundError, RequestFailedError, TinkerError
+from tinkex.errors import (
+    APIConnectionError,
+    APITimeoutError,
+    GoneError,
+    NotFoundError,
+    RequestFailedError,
+    TinkerError,
+)
 from tinkex.recovery.monitor import told
 from tinkex.recovery.policies import RecoveryError, RecoveryPolicy
 from tinkex.types.checkpoints import (
@@ -69,7 +78,8 @@ T = TypeVar("T")
 logger = logging.getLogger("tinkex")
 
 SAMPLER_TTL = 24 * 3600
-"""Seconds that the weights behind a nameless sampler are kept for: so long it can be opened again."""
+"""Seconds that the weights behind a nameless sampler are kept for: so long it can be opened again.
+"""
 LOST = (GoneError, NotFoundError)
 """How a server answers a call for a run, a sampler or a session that it does not have."""
 
@@ -83,13 +93,15 @@ def resilient(
     name: str = "resilient",
     ttl_seconds: int | None = None,
 ) -> ResilientTrainingClient:
-    """Wrap a training client so that a loop over it survives the loss of its run; use it in a `with` block.
+    """Wrap a training client so that a loop over it survives the loss of its run; use it in a
+    `with` block.
 
     Args:
         training_client: The run to begin with, without a gradient that waits for its step.
-        every: Save a state after so many optimizer steps. What is lost is at most computed so many times again.
-        policy: How often to try and how long to wait in between, and whom to tell; `latest` with the optimizer's
-            state is the only strategy that brings the same weights.
+        every: Save a state after so many optimizer steps. What is lost is at most computed so many
+            times again.
+        policy: How often to try and how long to wait in between, and whom to tell; `latest` with
+            the optimizer's state is the only strategy that brings the same weights.
         keep: How many of the saved states are kept; older ones are deleted.
         name: What the names of the saved states begin with.
         ttl_seconds: Seconds after which a saved state expires; None keeps it.
@@ -116,11 +128,17 @@ def resilient(
     for option, value in (("every", every), ("keep", keep)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{option} must be a whole number from 1 on, got {value!r}")
-    chosen = RecoveryPolicy(enabled=True, backoff_ms=1000) if policy is None else RecoveryPolicy.of(policy)
+    chosen = (
+        RecoveryPolicy(enabled=True, backoff_ms=1000)
+        if policy is None
+        else RecoveryPolicy.of(policy)
+    )
     if not chosen.enabled:
         raise ValueError("this policy is not enabled")
     if chosen.checkpoint_strategy != "latest" or not chosen.restore_optimizer:
-        raise ValueError("only the latest state, with the optimizer's, brings the weights that would have been")
+        raise ValueError(
+            "only the latest state, with the optimizer's, brings the weights that would have been"
+        )
     return ResilientTrainingClient(training_client, every, chosen, keep, name, ttl_seconds)
 
 
@@ -142,8 +160,8 @@ class _Entry:
 class ResilientTrainingClient(TrainingClient):
     """A TrainingClient whose run may be lost; `resilient` makes it.
 
-    Cancelling a future gives up waiting for it: the call itself is always carried out. Receipts are for
-    the run of the moment; after a loss their results have to be asked for anew.
+    Cancelling a future gives up waiting for it: the call itself is always carried out. Receipts are
+    for the run of the moment; after a loss their results have to be asked for anew.
 
     Example:
         >>> with resilient(client) as trainer:
@@ -160,7 +178,9 @@ class ResilientTrainingClient(TrainingClient):
         name: str,
         ttl_seconds: int | None,
     ) -> None:
-        super().__init__(client.holder, client.model_seq_id, client.model_id, info=client._known_info)
+        super().__init__(
+            client.holder, client.model_seq_id, client.model_id, info=client._known_info
+        )
         self._every, self._policy, self._keep, self._ttl = every, policy, keep, ttl_seconds
         self._prefix = f"{name}-{secrets.token_hex(4)}"
         self._service = ServiceClient.sharing(client.holder)
@@ -182,7 +202,11 @@ class ResilientTrainingClient(TrainingClient):
     def _adopt(self, client: TrainingClient) -> None:
         self._outbox.poison.pass_on(client._outbox.poison)
         self._client = client
-        self.model_id, self.model_seq_id, self._outbox = client.model_id, client.model_seq_id, client._outbox
+        self.model_id, self.model_seq_id, self._outbox = (
+            client.model_id,
+            client.model_seq_id,
+            client._outbox,
+        )
         self._known_info = client._known_info
 
     @property
@@ -195,7 +219,7 @@ class ResilientTrainingClient(TrainingClient):
         """How many times the run was made anew."""
         return self._life
 
-    # ── the block ────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the block ─────────────────────────────────────────────────────────────────────────────────
 
     def __enter__(self) -> Self:
         self._enter().result()
@@ -222,21 +246,29 @@ class ResilientTrainingClient(TrainingClient):
             logger.debug("the server says nothing of run %s: %s", self.model_id, error)
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if kind is None:
             concurrent.futures.wait(self._left())
             self._end()
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if kind is None:
             await asyncio.gather(*self._left(), return_exceptions=True)
             self._end()
 
     def _left(self) -> list[Future[Any]]:
-        """What is to be waited for at the end of the block: all calls, and a last state that shows the run is sound."""
+        """What is to be waited for at the end of the block: all calls, and a last state that shows
+        the run is sound.
+        """
         with self._lock:
             if self._failure is None and any(entry.changes for entry in self._log):
                 self._save(f"{self._prefix}-end")
@@ -246,14 +278,21 @@ class ResilientTrainingClient(TrainingClient):
         if isinstance(self._failure, RecoveryError):
             raise self._failure
 
-    # ── keeping calls ────────────────────────────────────────────────────────────────────────────────────────────
+    # ── keeping calls ─────────────────────────────────────────────────────────────────────────────
 
     def _put_down(
-        self, name: str, call: Callable[[TrainingClient], Future[T]], *, changes: bool, is_state: bool = False
+        self,
+        name: str,
+        call: Callable[[TrainingClient], Future[T]],
+        *,
+        changes: bool,
+        is_state: bool = False,
     ) -> Future[T]:
         """Make a call, and remember how to make it again."""
         if not self._entered:
-            raise RuntimeError("use the resilient training client in a with block: `with tinkex.resilient(…) as …`")
+            raise RuntimeError(
+                "use the resilient training client in a with block: `with tinkex.resilient(…) as …`"
+            )
         future: Future[T] = Future()
         future._runtime = runtime()
         entry = _Entry(name, call, future, changes, is_state)
@@ -266,7 +305,8 @@ class ResilientTrainingClient(TrainingClient):
         return future
 
     def _make(self, entry: _Entry) -> None:
-        life = -1 if self._is_between else self._life  # between two runs a call is only looked at, not listened to
+        # between two runs a call is only looked at, not listened to
+        life = -1 if self._is_between else self._life
         made = entry.call(self._client)
         made.add_done_callback(lambda done: runtime().call(self._ended, entry, life, done))
 
@@ -293,13 +333,17 @@ class ResilientTrainingClient(TrainingClient):
 
     @staticmethod
     def _shows_loss(error: Exception) -> bool:
-        """Whether a failure means that the run is gone, or that nobody can say what became of the call."""
+        """Whether a failure means that the run is gone, or that nobody can say what became of the
+        call.
+        """
         return isinstance(error, LOST) or (
             isinstance(error, APIConnectionError) and not isinstance(error, APITimeoutError)
         )
 
     async def _judge(self, entry: _Entry, life: int, error: RequestFailedError) -> None:
-        """Tell a call that was wrong from one that failed because its run, or its session, is no more."""
+        """Tell a call that was wrong from one that failed because its run, or its session, is no
+        more.
+        """
         try:
             lost = await self._is_corrupted() or await self._is_gone()
         except Exception as unknown:
@@ -324,7 +368,9 @@ class ResilientTrainingClient(TrainingClient):
             return False
 
     async def _is_gone(self) -> bool:
-        """Whether the server refuses calls for this run: asked with a pass over nothing, under a number long used."""
+        """Whether the server refuses calls for this run: asked with a pass over nothing, under a
+        number long used.
+        """
         nothing = ForwardBackwardInput(data=[], loss_fn="cross_entropy")
         request = ForwardBackwardRequest(
             model_id=self.model_id, seq_id=1, forward_only=True, forward_backward_input=nothing
@@ -348,11 +394,16 @@ class ResilientTrainingClient(TrainingClient):
         entry.saved = saved.path
         self._deliver(entry, saved)
 
-    def _deliver(self, entry: _Entry, result: Any = None, error: BaseException | None = None) -> None:
+    def _deliver(
+        self, entry: _Entry, result: Any = None, error: BaseException | None = None
+    ) -> None:
         """Give an outcome to whoever waits for it; on the loop."""
         if entry.over:
             if error is not None:
-                self._fail(f"{entry.name}, which had succeeded, failed when it was made again: {error}", error)
+                self._fail(
+                    f"{entry.name}, which had succeeded, failed when it was made again: {error}",
+                    error,
+                )
             return
         with self._lock:
             entry.over = True
@@ -364,8 +415,11 @@ class ResilientTrainingClient(TrainingClient):
         if isinstance(error, asyncio.CancelledError):
             entry.future.cancel()
             return
-        with contextlib.suppress(concurrent.futures.InvalidStateError):  # given up by who waited for it
-            entry.future.set_exception(error) if error is not None else entry.future.set_result(result)
+        # given up by who waited for it
+        with contextlib.suppress(concurrent.futures.InvalidStateError):
+            entry.future.set_exception(error) if error is not None else entry.future.set_result(
+                result
+            )
 
     def _trim(self) -> None:
         """Forget what lies before the last sound state, once everything there has its result."""
@@ -386,7 +440,7 @@ class ResilientTrainingClient(TrainingClient):
         with contextlib.suppress(TinkerError):
             await self._rest.delete_checkpoint_from_tinker_path(path)
 
-    # ── losing a run ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── losing a run ──────────────────────────────────────────────────────────────────────────────
 
     def _lose(self, life: int, error: Exception) -> None:
         with self._lock:
@@ -400,7 +454,12 @@ class ResilientTrainingClient(TrainingClient):
         old, path = self._client, self.checkpoint
         facts: dict[str, Any] = {"run_id": old.model_id, "strategy": "latest"}
         events.emit(events.RECOVERY_DETECTED, {}, {**facts, "checkpoint": path, "error": cause})
-        logger.warning("run %s is lost (%s): going on from %s", old.model_id, getattr(cause, "message", cause), path)
+        logger.warning(
+            "run %s is lost (%s): going on from %s",
+            old.model_id,
+            getattr(cause, "message", cause),
+            path,
+        )
         error: Exception = cause
         if self._in_a_row <= self._policy.max_attempts:
             for attempt in range(1, self._policy.max_attempts + 1):
@@ -416,7 +475,11 @@ class ResilientTrainingClient(TrainingClient):
                     await asyncio.sleep(self._policy.backoff(attempt))
                     continue
                 self._replay(client)
-                events.emit(events.RECOVERY_COMPLETED, number, {**told_of, "client": client, "checkpoint": path})
+                events.emit(
+                    events.RECOVERY_COMPLETED,
+                    number,
+                    {**told_of, "client": client, "checkpoint": path},
+                )
                 await told(self._policy.on_recovery, old, client, path)
                 return
         number = {"attempt": self._policy.max_attempts}
@@ -433,7 +496,9 @@ class ResilientTrainingClient(TrainingClient):
         client = await self._service.create_training_client_from_state_with_optimizer(
             path, user_metadata=self._metadata
         )
-        events.emit(events.RECOVERY_CLIENT_CREATED, number, {**facts, "client": client, "checkpoint": path})
+        events.emit(
+            events.RECOVERY_CLIENT_CREATED, number, {**facts, "client": client, "checkpoint": path}
+        )
         return client
 
     def _replay(self, client: TrainingClient) -> None:
@@ -463,7 +528,7 @@ class ResilientTrainingClient(TrainingClient):
         for entry in left:
             self._deliver(entry, error=failure)
 
-    # ── the calls of a TrainingClient ────────────────────────────────────────────────────────────────────────────
+    # ── the calls of a TrainingClient ─────────────────────────────────────────────────────────────
 
     def forward(
         self,
@@ -475,7 +540,9 @@ class ResilientTrainingClient(TrainingClient):
         """Compute the loss and log-probabilities of data, without a gradient."""
         items = _kept(data)
         return self._put_down(
-            "forward", lambda client: client.forward(items, loss_fn, loss_fn_config, **options), changes=False
+            "forward",
+            lambda client: client.forward(items, loss_fn, loss_fn_config, **options),
+            changes=False,
         )
 
     def forward_backward(
@@ -494,12 +561,19 @@ class ResilientTrainingClient(TrainingClient):
         )
 
     def _receipts_of_pass(
-        self, data: Sequence[Datum], loss_fn: str, config: LossFnConfig | None, *, forward_only: bool
+        self,
+        data: Sequence[Datum],
+        loss_fn: str,
+        config: LossFnConfig | None,
+        *,
+        forward_only: bool,
     ) -> Future[list[UntypedAPIFuture]]:
         items = _kept(data)
         return self._put_down(
             "receipts",
-            lambda client: client._receipts_of_pass(items, loss_fn, config, forward_only=forward_only),
+            lambda client: client._receipts_of_pass(
+                items, loss_fn, config, forward_only=forward_only
+            ),
             changes=not forward_only,
         )
 
@@ -512,7 +586,9 @@ class ResilientTrainingClient(TrainingClient):
         regularizers: Sequence[RegularizerSpec] = (),
         **options: Unpack[CallOptions],
     ) -> Future[ForwardBackwardOutput]:
-        """Train on any loss written in torch; after a loss of the run it may be called again with the same data."""
+        """Train on any loss written in torch; after a loss of the run it may be called again with
+        the same data.
+        """
         items = _kept(data)
 
         def call(client: TrainingClient) -> Future[ForwardBackwardOutput]:
@@ -533,15 +609,20 @@ class ResilientTrainingClient(TrainingClient):
         adam_params: AdamParams | None = None,
         **options: Unpack[CallOptions],
     ) -> Future[OptimStepResponse]:
-        """Apply the accumulated gradient and clear it; every so many steps the state is saved after it."""
+        """Apply the accumulated gradient and clear it; every so many steps the state is saved after
+        it.
+        """
         return self._step(
-            "optim_step", lambda client: client.optim_step(optim_params, adam_params=adam_params, **options)
+            "optim_step",
+            lambda client: client.optim_step(optim_params, adam_params=adam_params, **options),
         )
 
     def _receipt_of_step(
         self, optim_params: OptimParams | None, adam_params: AdamParams | None
     ) -> Future[UntypedAPIFuture]:
-        return self._step("receipts", lambda client: client._receipt_of_step(optim_params, adam_params))
+        return self._step(
+            "receipts", lambda client: client._receipt_of_step(optim_params, adam_params)
+        )
 
     def _step(self, name: str, call: Callable[[TrainingClient], Future[T]]) -> Future[T]:
         with self._lock:  # nobody's gradient may come between a step and the state after it
@@ -552,7 +633,12 @@ class ResilientTrainingClient(TrainingClient):
         return stepped
 
     def _save(self, name: str) -> None:
-        self._put_down("save_state", lambda client: client.save_state(name, self._ttl), changes=False, is_state=True)
+        self._put_down(
+            "save_state",
+            lambda client: client.save_state(name, self._ttl),
+            changes=False,
+            is_state=True,
+        )
 
     def save_state(
         self,
@@ -565,7 +651,9 @@ class ResilientTrainingClient(TrainingClient):
         """Save weights and optimizer state under a name; it is never deleted here."""
         return self._put_down(
             "save_state",
-            lambda client: client.save_state(name, ttl_seconds, overwrite, user_metadata, **options),
+            lambda client: client.save_state(
+                name, ttl_seconds, overwrite, user_metadata, **options
+            ),
             changes=False,
         )
 
@@ -579,7 +667,9 @@ class ResilientTrainingClient(TrainingClient):
         """Save weights under a name, to sample from."""
         return self._put_down(
             "save_weights_for_sampler",
-            lambda client: client.save_weights_for_sampler(name, ttl_seconds, user_metadata, **options),
+            lambda client: client.save_weights_for_sampler(
+                name, ttl_seconds, user_metadata, **options
+            ),
             changes=False,
         )
 
@@ -593,11 +683,15 @@ class ResilientTrainingClient(TrainingClient):
         """Export weights as files that can be downloaded, on servers that offer it."""
         return self._put_down(
             "save_weights_external",
-            lambda client: client.save_weights_external(name, ttl_seconds, age_encryption_recipients, **options),
+            lambda client: client.save_weights_external(
+                name, ttl_seconds, age_encryption_recipients, **options
+            ),
             changes=False,
         )
 
-    def _load(self, path: str, optimizer: bool, token: str | None, options: CallOptions) -> Future[LoadWeightsResponse]:
+    def _load(
+        self, path: str, optimizer: bool, token: str | None, options: CallOptions
+    ) -> Future[LoadWeightsResponse]:
         def call(client: TrainingClient) -> Future[LoadWeightsResponse]:
             request = LoadWeightsRequest(
                 model_id=client.model_id, path=path, optimizer=optimizer, weights_access_token=token
@@ -623,7 +717,7 @@ class ResilientTrainingClient(TrainingClient):
         with self._lock:
             self._failure = self._failure or RuntimeError("the run was unloaded")
 
-    # ── samplers ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── samplers ──────────────────────────────────────────────────────────────────────────────────
 
     def save_weights_and_get_sampling_client(
         self,
@@ -632,7 +726,8 @@ class ResilientTrainingClient(TrainingClient):
         record_stability_info: bool = False,
         kind: SamplingClientKind = "snapshot",
     ) -> BackcompatSamplingClientFuture:
-        """A sampler of the weights as they are after the calls made so far; it outlives the run and the session.
+        """A sampler of the weights as they are after the calls made so far; it outlives the run and
+        the session.
 
         Args:
             name: Save the weights under this name; without one, under one that is kept for a day.
@@ -641,21 +736,31 @@ class ResilientTrainingClient(TrainingClient):
             kind: "snapshot" only: a sampler that follows the weights could not be opened again.
         """
         if checked_kind(kind) != "snapshot":
-            raise ValueError(f"a resilient training client makes samplers of kind 'snapshot' only, not {kind!r}")
+            raise ValueError(
+                f"a resilient training client makes samplers of kind 'snapshot' only, not {kind!r}"
+            )
         ttl = None
         if name is None:
             self._samplers += 1
             name, ttl = f"{self._prefix}-sampler-{self._samplers}", SAMPLER_TTL
         saving = self.save_weights_for_sampler(name, ttl)
-        return BackcompatSamplingClientFuture(start(self._sampler_of(saving, retry_config, record_stability_info)))
+        return BackcompatSamplingClientFuture(
+            start(self._sampler_of(saving, retry_config, record_stability_info))
+        )
 
     async def _sampler_of(
-        self, saving: Future[SaveWeightsForSamplerResponse], config: RetryConfig | None, stability: bool
+        self,
+        saving: Future[SaveWeightsForSamplerResponse],
+        config: RetryConfig | None,
+        stability: bool,
     ) -> SamplingClient:
         return await open_resilient(self._session, (await saving).path, config, stability)
 
     def create_sampling_client(
-        self, model_path: str, retry_config: RetryConfig | None = None, record_stability_info: bool = False
+        self,
+        model_path: str,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
     ) -> BackcompatSamplingClientFuture:
         """A sampler of a saved checkpoint; it outlives the run and the session."""
         opening: Future[SamplingClient] = self._session.create(
@@ -679,11 +784,13 @@ async def reopened(session: Session) -> None:
         await session.renew(known)
 
 
-# ── samplers ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── samplers ──────────────────────────────────────────────────────────────────────────────────────
 
 
 class ResilientSamplingClient(SamplingClient):
-    """A sampler of saved weights that is opened again when the server has lost it; the samples then come from there."""
+    """A sampler of saved weights that is opened again when the server has lost it; the samples then
+    come from there.
+    """
 
     _model_path: str
     _reopening: asyncio.Lock
@@ -698,11 +805,15 @@ class ResilientSamplingClient(SamplingClient):
         draw = super()._sample
         return await self._again(request, lambda asked: draw(asked, timeout, observer, headers))
 
-    async def _stream(self, stream: SampleStream, request: SampleRequest, timeout: float | None) -> None:
+    async def _stream(
+        self, stream: SampleStream, request: SampleRequest, timeout: float | None
+    ) -> None:
         read = super()._stream
         await self._again(request, lambda asked: read(stream, asked, timeout))
 
-    async def _again(self, request: SampleRequest, call: Callable[[SampleRequest], Awaitable[T]]) -> T:
+    async def _again(
+        self, request: SampleRequest, call: Callable[[SampleRequest], Awaitable[T]]
+    ) -> T:
         """Make a call, and once more if it failed because the sampler is no more."""
         known = self.sampling_session_id
         try:
@@ -713,7 +824,9 @@ class ResilientSamplingClient(SamplingClient):
                     if isinstance(error, RequestFailedError) and not await self._session.is_lost():
                         raise
                     await self._reopen()
-            return await call(request.model_copy(update={"sampling_session_id": self.sampling_session_id}))
+            return await call(
+                request.model_copy(update={"sampling_session_id": self.sampling_session_id})
+            )
 
     async def _reopen(self) -> None:
         await reopened(self._session)

@@ -1,4 +1,5 @@
-"""Regularizers: named, weighted terms added to a custom loss, with their values and gradient norms reported.
+"""Regularizers: named, weighted terms added to a custom loss, with their values and gradient norms
+reported.
 
     loss_total = base_loss + sum(weight * value)
 
@@ -47,7 +48,11 @@ if TYPE_CHECKING:
 _HOMES = {
     "tinkex.regularizers.divergences": ["Consistency", "Entropy", "KLDivergence"],
     "tinkex.regularizers.execution": ["execute_all", "execute_one"],
-    "tinkex.regularizers.gradients": ["compute_grad_norm", "grad_norm_for_regularizer", "total_grad_norm"],
+    "tinkex.regularizers.gradients": [
+        "compute_grad_norm",
+        "grad_norm_for_regularizer",
+        "total_grad_norm",
+    ],
     "tinkex.regularizers.logs": ["attach_logger", "detach", "events"],
     "tinkex.regularizers.penalties": ["ElasticNet", "GradientPenalty", "L1", "L2", "Orthogonality"],
     "tinkex.regularizers.pipeline": ["compute", "regularized"],

@@ -74,13 +74,19 @@ class Entropy(Penalty):
         check_choice("reduction", self.reduction, REDUCTIONS)
         check_number("temperature", self.temperature, above=0)
 
-    def _value(self, data: Sequence[Datum], logprobs: Logprobs) -> tuple[torch.Tensor, dict[str, Any]]:
+    def _value(
+        self, data: Sequence[Datum], logprobs: Logprobs
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
         found = parts(logprobs)
         if not found:
             raise ValueError("there are no log-probabilities")
         entropy = _reduced(joined([self._rows(part) for part in found]), self.reduction)
         value = entropy if self.mode == "minimize" else -entropy
-        return value, {"entropy": _number(value), "mode": self.mode, "temperature": self.temperature}
+        return value, {
+            "entropy": _number(value),
+            "mode": self.mode,
+            "temperature": self.temperature,
+        }
 
     def _rows(self, x: torch.Tensor) -> torch.Tensor:
         if self.temperature != 1.0:
@@ -99,16 +105,20 @@ def _divergence(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """KL of the distributions with these logarithms, by row."""
     probs = p.exp()
     counts = probs > UNLIKELY
-    ratio = (torch.where(counts, p, 0.0) - torch.where(counts, q, 0.0)).clamp(-MOST_RATIO, MOST_RATIO)
+    ratio = (torch.where(counts, p, 0.0) - torch.where(counts, q, 0.0)).clamp(
+        -MOST_RATIO, MOST_RATIO
+    )
     return (torch.where(counts, probs, 0.0) * ratio).sum(-1)
 
 
 @dataclass(frozen=True)
 class KLDivergence(Penalty):
-    """KL(P‖Q) of the model P from a reference Q, whose log-probabilities come from the first source that is given.
+    """KL(P‖Q) of the model P from a reference Q, whose log-probabilities come from the first source
+    that is given.
 
     Attributes:
-        reference_logprobs: The reference: a tensor, or a list of them where log-probabilities are one.
+        reference_logprobs: The reference: a tensor, or a list of them where log-probabilities are
+            one.
         reference_field: The input of the data that holds it.
         compute_reference: Takes the data and gives it.
         reduction: Over rows: `mean`, `sum` or `none`.
@@ -134,7 +144,9 @@ class KLDivergence(Penalty):
         check_choice("reduction", self.reduction, REDUCTIONS)
         check_choice("direction", self.direction, ("forward", "reverse"))
 
-    def _value(self, data: Sequence[Datum], logprobs: Logprobs) -> tuple[torch.Tensor, dict[str, Any]]:
+    def _value(
+        self, data: Sequence[Datum], logprobs: Logprobs
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
         ours = parts(logprobs)
         theirs = self._reference(data, logprobs)
         check_shapes(ours, theirs, "the reference's log-probabilities")
@@ -160,24 +172,30 @@ class KLDivergence(Penalty):
         if given is None:
             if self.compute_reference is None:
                 raise ValueError(
-                    "kl_divergence needs a reference: reference_logprobs, reference_field or compute_reference"
+                    "kl_divergence needs a reference: reference_logprobs, reference_field or "
+                    "compute_reference"
                 )
             given = self.compute_reference(data)
         ours = parts(logprobs)
         several = not isinstance(logprobs, torch.Tensor) and isinstance(given, list | tuple)
         tensors = list(given) if several else [given]
         if len(tensors) != len(ours):
-            raise ValueError(f"the reference has {len(tensors)} tensors for log-probabilities of {len(ours)} data")
+            raise ValueError(
+                f"the reference has {len(tensors)} tensors for log-probabilities of {len(ours)} "
+                "data"
+            )
         return [as_tensor(tensor, x) for tensor, x in zip(tensors, ours, strict=True)]
 
 
 @dataclass(frozen=True)
 class Consistency(Penalty):
-    """The distance d(x, r) to the log-probabilities r of a pair, e.g. of the same text before it was changed.
+    """The distance d(x, r) to the log-probabilities r of a pair, e.g. of the same text before it
+    was changed.
 
     Attributes:
         pair_field: The input of the data that holds r.
-        metric: `mse`, `l1`, `cosine` (1 − cos of all elements in a row), or `kl` (the mean of both directions).
+        metric: `mse`, `l1`, `cosine` (1 − cos of all elements in a row), or `kl` (the mean of both
+            directions).
         reduction: `mean`, `sum` or `none`; the cosine has none.
 
     Example:
@@ -196,7 +214,9 @@ class Consistency(Penalty):
         check_choice("metric", self.metric, ("mse", "l1", "cosine", "kl"))
         check_choice("reduction", self.reduction, REDUCTIONS)
 
-    def _value(self, data: Sequence[Datum], logprobs: Logprobs) -> tuple[torch.Tensor, dict[str, Any]]:
+    def _value(
+        self, data: Sequence[Datum], logprobs: Logprobs
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
         ours = parts(logprobs)
         theirs = field_parts(data, self.pair_field, logprobs)
         check_shapes(ours, theirs, "the pair's log-probabilities")
@@ -208,7 +228,8 @@ class Consistency(Penalty):
 
     def _distance(self, x: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
         if self.metric == "kl":
-            return 0.5 * ((x.exp() - r.exp()) * (x - r)).sum(-1)  # KL(P‖R) + KL(R‖P), taken together
+            # KL(P‖R) + KL(R‖P), taken together
+            return 0.5 * ((x.exp() - r.exp()) * (x - r)).sum(-1)
         return (x - r).square() if self.metric == "mse" else (x - r).abs()
 
 

@@ -1,4 +1,5 @@
-"""Regularizers are computed: side by side or one after the other, each with its events and its own errors.
+"""Regularizers are computed: side by side or one after the other, each with its events and its own
+errors.
 
 In either mode a regularizer is called once; its gradient is taken from that very call.
 """
@@ -22,7 +23,15 @@ import torch
 
 from tinkex import events
 from tinkex.regularizers.gradients import UNTRACED, norm_of, traced
-from tinkex.regularizers.specs import Kind, Logprobs, RegularizerError, RegularizerSpec, execute, value_of, waited
+from tinkex.regularizers.specs import (
+    Kind,
+    Logprobs,
+    RegularizerError,
+    RegularizerSpec,
+    execute,
+    value_of,
+    waited,
+)
 from tinkex.types.custom_losses import RegularizerOutput
 from tinkex.types.inputs import Datum
 
@@ -32,7 +41,8 @@ TIMEOUT = 30.0
 """Seconds that a regularizer may take beside others, or an asynchronous one may be waited for."""
 
 GRACE = 1.0
-"""Seconds beyond its own limits after which an asynchronous one is given up: by then it should have said so itself."""
+"""Seconds beyond its own limits after which an asynchronous one is given up: by then it should have
+said so itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +78,8 @@ def execute_all(
         data: The examples.
         logprobs: Their log-probabilities.
         parallel: Whether each gets a thread; the results are the same.
-        timeout: Seconds that each may take in a thread, and that an asynchronous one is waited for; None is for ever.
+        timeout: Seconds that each may take in a thread, and that an asynchronous one is waited for;
+            None is for ever.
         track_grad_norms: Whether to report the norms of their gradients.
         max_concurrency: The most threads at once; by default as many as there are processors.
 
@@ -126,7 +137,9 @@ def execute_one(
         >>> term.value, term.contribution, round(term.grad_norm, 4)
         (4.0, 2.0, 1.4142)
     """
-    return execute_all([spec], data, logprobs, parallel=False, timeout=timeout, track_grad_norms=track_grad_norms)[0]
+    return execute_all(
+        [spec], data, logprobs, parallel=False, timeout=timeout, track_grad_norms=track_grad_norms
+    )[0]
 
 
 def run_all(
@@ -165,7 +178,9 @@ class _Call:
     track: bool
 
     def patience(self, spec: RegularizerSpec) -> float:
-        """Seconds that one may take beside others; an asynchronous one is called, then waited for with a limit."""
+        """Seconds that one may take beside others; an asynchronous one is called, then waited for
+        with a limit.
+        """
         if self.timeout is None:
             return math.inf
         return 2 * self.timeout + GRACE if spec.async_ else self.timeout
@@ -189,7 +204,9 @@ class _Call:
             loss, metrics = value_of(answer, f"regularizer {spec.name!r}")
             norm = self._norm(spec, loss) if self.track else None
             value = float(loss.detach())
-            output = RegularizerOutput.from_computation(spec.name, value, spec.weight, custom=metrics, grad_norm=norm)
+            output = RegularizerOutput.from_computation(
+                spec.name, value, spec.weight, custom=metrics, grad_norm=norm
+            )
         except Exception as error:
             return _failure("regularizer_failed", spec, error)
         return Term(loss, output)
@@ -201,7 +218,9 @@ class _Call:
         try:
             return norm_of(loss, self.logprobs)
         except RuntimeError as error:
-            logger.warning("the gradient norm of regularizer %r is reported as 0.0: %s", spec.name, error)
+            logger.warning(
+                "the gradient norm of regularizer %r is reported as 0.0: %s", spec.name, error
+            )
             return 0.0
 
 
@@ -213,11 +232,15 @@ def _failure(kind: Kind, spec: RegularizerSpec, error: BaseException) -> Regular
 
 
 def _timed_out(spec: RegularizerSpec) -> RegularizerError:
-    return RegularizerError(f"regularizer {spec.name!r}: it took too long", kind="timeout", name=spec.name)
+    return RegularizerError(
+        f"regularizer {spec.name!r}: it took too long", kind="timeout", name=spec.name
+    )
 
 
 def _side_by_side(specs: Sequence[RegularizerSpec], call: _Call, most: int) -> list[Term]:
-    """Compute in threads. One that takes too long is left to itself: it cannot be stopped, only not be waited for."""
+    """Compute in threads. One that takes too long is left to itself: it cannot be stopped, only not
+    be waited for.
+    """
     for spec in specs:
         _tell_start(spec)
     done: queue.SimpleQueue[tuple[int, Outcome]] = queue.SimpleQueue()
@@ -234,11 +257,15 @@ def _side_by_side(specs: Sequence[RegularizerSpec], call: _Call, most: int) -> l
         def work() -> None:
             try:
                 outcome = context.run(call.outcome, specs[index])
-            except BaseException as error:  # a thread that ended without a word would be waited for in vain
+            except (
+                BaseException
+            ) as error:  # a thread that ended without a word would be waited for in vain
                 outcome = _failure("regularizer_failed", specs[index], error)
             done.put((index, outcome))
 
-        threading.Thread(target=work, name=f"tinkex-regularizer-{specs[index].name}", daemon=True).start()
+        threading.Thread(
+            target=work, name=f"tinkex-regularizer-{specs[index].name}", daemon=True
+        ).start()
 
     def settle(index: int, outcome: Outcome) -> None:
         running.pop(index)
@@ -259,19 +286,23 @@ def _side_by_side(specs: Sequence[RegularizerSpec], call: _Call, most: int) -> l
 
 
 def _news(
-    done: queue.SimpleQueue[tuple[int, Outcome]], running: Mapping[int, float], specs: Sequence[RegularizerSpec]
+    done: queue.SimpleQueue[tuple[int, Outcome]],
+    running: Mapping[int, float],
+    specs: Sequence[RegularizerSpec],
 ) -> list[tuple[int, Outcome]]:
     """What has ended next: a computation, or the patience with some."""
     deadline = min(running.values())
     try:
-        index, outcome = done.get(timeout=None if math.isinf(deadline) else max(0.0, deadline - time.perf_counter()))
+        index, outcome = done.get(
+            timeout=None if math.isinf(deadline) else max(0.0, deadline - time.perf_counter())
+        )
     except queue.Empty:
         late = [index for index, deadline in running.items() if time.perf_counter() >= deadline]
         return [(index, _timed_out(specs[index])) for index in late]
     return [(index, outcome)] if index in running else []  # one that was given up may still end
 
 
-# ── events ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── events ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _tell_start(spec: RegularizerSpec) -> None:

@@ -14,7 +14,9 @@ from tinkex.types.inputs import Datum
 
 logger = logging.getLogger("tinkex")
 
-UNTRACED = "the gradient of the asynchronous regularizer %r is not followed: its norm is reported as 0.0"
+UNTRACED = (
+    "the gradient of the asynchronous regularizer %r is not followed: its norm is reported as 0.0"
+)
 
 
 def parts(logprobs: Logprobs) -> list[torch.Tensor]:
@@ -28,7 +30,8 @@ def parts(logprobs: Logprobs) -> list[torch.Tensor]:
 
 
 def traced(logprobs: Logprobs) -> Logprobs:
-    """Log-probabilities whose gradient can be asked for: the same ones, or copies where those cannot have one.
+    """Log-probabilities whose gradient can be asked for: the same ones, or copies where those
+    cannot have one.
 
     Example:
         >>> traced(torch.zeros(2)).requires_grad
@@ -46,7 +49,8 @@ def _copied(logprobs: Logprobs) -> Logprobs:
 
 
 def norm_of(loss: torch.Tensor, logprobs: Logprobs) -> float:
-    """The norm of a loss's gradient by the log-probabilities it was computed from; 0 for one that is constant.
+    """The norm of a loss's gradient by the log-probabilities it was computed from; 0 for one that
+    is constant.
 
     Example:
         >>> logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
@@ -81,8 +85,11 @@ def compute_grad_norm(loss_fn: Callable[[Any], Any], logprobs: Logprobs) -> floa
     return norm_of(loss, leaves) if isinstance(loss, torch.Tensor) else 0.0
 
 
-def grad_norm_for_regularizer(spec: RegularizerSpec, data: Sequence[Datum], logprobs: Logprobs) -> float:
-    """The norm of a regularizer's gradient, not weighted; 0.0 with a warning when it fails or is asynchronous.
+def grad_norm_for_regularizer(
+    spec: RegularizerSpec, data: Sequence[Datum], logprobs: Logprobs
+) -> float:
+    """The norm of a regularizer's gradient, not weighted; 0.0 with a warning when it fails or is
+    asynchronous.
 
     Args:
         spec: The regularizer.
@@ -142,5 +149,7 @@ def _or_zero(loss_fn: Callable[[Any], torch.Tensor], logprobs: Logprobs, whose: 
     try:
         return compute_grad_norm(loss_fn, logprobs)
     except Exception as error:
-        logger.warning("the gradient norm of %s cannot be computed and is reported as 0.0: %s", whose, error)
+        logger.warning(
+            "the gradient norm of %s cannot be computed and is reported as 0.0: %s", whose, error
+        )
         return 0.0

@@ -62,7 +62,10 @@ def _line(name: str, measurements: Mapping[str, float], metadata: Mapping[str, A
 
     term = f"regularizer {fact('regularizer_name')} weight={fact('weight')}"
     if name == bus.CUSTOM_LOSS_START:
-        return f"custom loss start regularizers={fact('regularizer_count')} grad_norms={fact('track_grad_norms')}"
+        return (
+            f"custom loss start regularizers={fact('regularizer_count')} "
+            f"grad_norms={fact('track_grad_norms')}"
+        )
     if name == bus.CUSTOM_LOSS_STOP:
         sums = f"{number('loss_total')} {number('regularizer_total')}"
         return f"custom loss stop {sums} regularizers={fact('regularizer_count')} {took}"
@@ -71,5 +74,7 @@ def _line(name: str, measurements: Mapping[str, float], metadata: Mapping[str, A
     if name == bus.REGULARIZER_START:
         return f"{term} start async={fact('async')}"
     if name == bus.REGULARIZER_STOP:
-        return f"{term} stop {number('value')} {number('contribution')} {number('grad_norm')} {took}"
+        return (
+            f"{term} stop {number('value')} {number('contribution')} {number('grad_norm')} {took}"
+        )
     return f"{term} failed {took}: {fact('reason')}"

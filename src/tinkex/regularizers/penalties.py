@@ -1,8 +1,9 @@
 """Regularizers of size and shape: L1, L2, elastic net, orthogonality, gradient penalty.
 
-Every regularizer is an object whose fields are its options; `opts` given to `compute` replace some of them. It takes
-one tensor of log-probabilities x, with fields read from the first datum, or a list of tensors, one for each datum, with
-fields read from each. All are differentiable by x, which is treated as free: exp(x) is not normalised anew.
+Every regularizer is an object whose fields are its options; `opts` given to `compute` replace some
+of them. It takes one tensor of log-probabilities x, with fields read from the first datum, or a
+list of tensors, one for each datum, with fields read from each. All are differentiable by x, which
+is treated as free: exp(x) is not normalised anew.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ FLOOR = 1e-8
 
 
 class Penalty:
-    """What the regularizers here have in common: a name, and options that may be given anew for a call.
+    """What the regularizers here have in common: a name, and options that may be given anew for a
+    call.
 
     Example:
         >>> penalty = L2(clip=2.0)
@@ -65,10 +67,15 @@ class Penalty:
         given = {"lambda_" if name == "lambda" else name: value for name, value in opts.items()}
         known = [option.name for option in fields(self)]  # type: ignore[arg-type]
         if unknown := given.keys() - set(known):
-            raise ValueError(f"{self.NAME} has no option {min(unknown)!r}; known are {', '.join(known) or 'none'}")
+            raise ValueError(
+                f"{self.NAME} has no option {min(unknown)!r}; known are "
+                f"{', '.join(known) or 'none'}"
+            )
         return replace(self, **given) if given else self  # type: ignore[type-var]
 
-    def _value(self, data: Sequence[Datum], logprobs: Logprobs) -> tuple[torch.Tensor, dict[str, Any]]:
+    def _value(
+        self, data: Sequence[Datum], logprobs: Logprobs
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
         raise NotImplementedError
 
 
@@ -78,7 +85,9 @@ def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
         raise ValueError(f"unknown {name} {value!r}; it must be one of {', '.join(allowed)}")
 
 
-def check_number(name: str, value: Any, *, least: float | None = None, above: float | None = None) -> None:
+def check_number(
+    name: str, value: Any, *, least: float | None = None, above: float | None = None
+) -> None:
     """Refuse a setting that is no number, or too small a one."""
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
         raise ValueError(f"{name} must be a number, got {value!r}")
@@ -95,7 +104,9 @@ def as_tensor(value: Any, like: torch.Tensor) -> torch.Tensor:
 
 
 def field_parts(data: Sequence[Datum], key: str, logprobs: Logprobs) -> list[torch.Tensor]:
-    """An input of the data, for each part of the log-probabilities: of the first datum for a single tensor."""
+    """An input of the data, for each part of the log-probabilities: of the first datum for a single
+    tensor.
+    """
     found = parts(logprobs)
     chosen = list(data)[:1] if isinstance(logprobs, torch.Tensor) else list(data)
     if not chosen:
@@ -106,7 +117,10 @@ def field_parts(data: Sequence[Datum], key: str, logprobs: Logprobs) -> list[tor
         if key not in datum.loss_fn_inputs:
             known = ", ".join(sorted(datum.loss_fn_inputs)) or "none"
             raise ValueError(f"datum {index} has no input {key!r}; it has {known}")
-    return [as_tensor(datum.loss_fn_inputs[key], part) for datum, part in zip(chosen, found, strict=True)]
+    return [
+        as_tensor(datum.loss_fn_inputs[key], part)
+        for datum, part in zip(chosen, found, strict=True)
+    ]
 
 
 def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -124,13 +138,17 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def check_shapes(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], what: str) -> None:
     """Refuse what would be broadcast: a comparison of other things than those meant."""
     if len(ours) != len(theirs):
-        raise ValueError(f"there are {len(theirs)} tensors of {what} for log-probabilities of {len(ours)} data")
+        raise ValueError(
+            f"there are {len(theirs)} tensors of {what} for log-probabilities of {len(ours)} data"
+        )
     for mine, other in zip(ours, theirs, strict=True):
         if mine.shape != other.shape:
-            raise ValueError(f"{what} have shape {list(other.shape)}, log-probabilities {list(mine.shape)}")
+            raise ValueError(
+                f"{what} have shape {list(other.shape)}, log-probabilities {list(mine.shape)}"
+            )
 
 
-# ── sizes ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── sizes ─────────────────────────────────────────────────────────────────────────────────────────
 
 SUM_OR_MEAN = ("sum", "mean")
 
@@ -146,7 +164,11 @@ class _Size(Penalty):
     def __post_init__(self) -> None:
         if not isinstance(self.target, tuple):
             check_choice("target", self.target, ("logprobs", "probs"))
-        elif len(self.target) != 2 or self.target[0] != "field" or not isinstance(self.target[1], str):
+        elif (
+            len(self.target) != 2
+            or self.target[0] != "field"
+            or not isinstance(self.target[1], str)
+        ):
             raise ValueError(f'unknown target {self.target!r}; a field is given as ("field", key)')
         check_choice("reduction", self.reduction, SUM_OR_MEAN)
         check_number("lambda", self.lambda_)
@@ -180,7 +202,9 @@ class L1(_Size):
     reduction: str = "sum"
     lambda_: float = 1.0
 
-    def _value(self, data: Sequence[Datum], logprobs: Logprobs) -> tuple[torch.Tensor, dict[str, Any]]:
+    def _value(
+        self, data: Sequence[Datum], logprobs: Logprobs
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
         sizes = self._target(data, logprobs).abs()
         value = self.lambda_ * self._reduced(sizes)
         return value, {"l1_raw": float(value.detach()), "l1_mean": float(sizes.detach().mean())}
@@ -217,7 +241,9 @@ class L2(_Size):
         if self.center is not None and self.center != "mean":
             check_number("center", self.center)
 
-    def _value(self, data: Sequence[Datum], logprobs: Logprobs) -> tuple[torch.Tensor, dict[str, Any]]:
+    def _value(
+        self, data: Sequence[Datum], logprobs: Logprobs
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
         target = self._target(data, logprobs)
         centred = target
         if self.center is not None:
@@ -260,14 +286,16 @@ class ElasticNet(_Size):
         if self.l1_ratio > 1:
             raise ValueError(f"l1_ratio must be at most 1, got {self.l1_ratio!r}")
 
-    def _value(self, data: Sequence[Datum], logprobs: Logprobs) -> tuple[torch.Tensor, dict[str, Any]]:
+    def _value(
+        self, data: Sequence[Datum], logprobs: Logprobs
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
         target = self._target(data, logprobs)
         first, second = self._reduced(target.abs()), self._reduced(target.square())
         value = self.lambda_ * (self.l1_ratio * first + (1 - self.l1_ratio) * second)
         return value, {"elastic_net": float(value.detach()), "l1_ratio": self.l1_ratio}
 
 
-# ── shape ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── shape ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -275,7 +303,8 @@ class Orthogonality(Penalty):
     """Rows of a matrix are pushed apart, by its Gram matrix G.
 
     Attributes:
-        mode: `soft` is the sum of G² off the diagonal; `hard` that of (G − I)²; `spectral` is `soft` and (tr G − n)².
+        mode: `soft` is the sum of G² off the diagonal; `hard` that of (G − I)²; `spectral` is
+            `soft` and (tr G − n)².
         normalize: Whether rows are made unit vectors first.
         axis: What the rows are: `rows` (all axes but the last), `sequence`, or `vocabulary`.
 
@@ -294,13 +323,17 @@ class Orthogonality(Penalty):
         check_choice("mode", self.mode, ("soft", "hard", "spectral"))
         check_choice("axis", self.axis, ("rows", "sequence", "vocabulary"))
 
-    def _value(self, data: Sequence[Datum], logprobs: Logprobs) -> tuple[torch.Tensor, dict[str, Any]]:
+    def _value(
+        self, data: Sequence[Datum], logprobs: Logprobs
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
         rows = self._rows(_stacked(parts(logprobs)))
         if self.normalize:
             rows = rows / torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp(min=FLOOR)
         gram = rows @ rows.T
         if self.mode == "hard":
-            value = (gram - torch.eye(len(gram), dtype=gram.dtype, device=gram.device)).square().sum()
+            value = (
+                (gram - torch.eye(len(gram), dtype=gram.dtype, device=gram.device)).square().sum()
+            )
         else:
             value = (gram - torch.diag(gram.diagonal())).square().sum()
             if self.mode == "spectral":
@@ -323,7 +356,9 @@ def _stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return tensors[0]
     shapes = {tuple(tensor.shape) for tensor in tensors}
     if len(shapes) > 1:
-        raise ValueError(f"orthogonality needs data of one shape, these have {sorted(map(list, shapes))}")
+        raise ValueError(
+            f"orthogonality needs data of one shape, these have {sorted(map(list, shapes))}"
+        )
     return torch.stack(list(tensors))
 
 
@@ -333,7 +368,8 @@ class GradientPenalty(Penalty):
 
     Attributes:
         loss_fn: f; takes what the regularizer is given, a tensor or a list of them.
-        mode: `output` for the gradient at x; `interpolated` for that at a random point between x and a reference.
+        mode: `output` for the gradient at x; `interpolated` for that at a random point between x
+            and a reference.
         target_norm: The length that is aimed at.
         reference_field: The input of the data that holds the reference.
 
@@ -353,23 +389,32 @@ class GradientPenalty(Penalty):
         check_choice("mode", self.mode, ("output", "interpolated"))
         check_number("target_norm", self.target_norm)
 
-    def _value(self, data: Sequence[Datum], logprobs: Logprobs) -> tuple[torch.Tensor, dict[str, Any]]:
+    def _value(
+        self, data: Sequence[Datum], logprobs: Logprobs
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
         if self.loss_fn is None:
             raise KeyError("gradient_penalty needs the option loss_fn")
         given = parts(logprobs)
         with torch.enable_grad():
-            points = [part if part.requires_grad else part.detach().requires_grad_(True) for part in given]
+            points = [
+                part if part.requires_grad else part.detach().requires_grad_(True) for part in given
+            ]
             if self.mode == "interpolated":
                 points = self._between(data, logprobs, points)
             loss = self.loss_fn(points[0] if isinstance(logprobs, torch.Tensor) else points)
             penalty = (_length(loss, points) - self.target_norm) ** 2
         return penalty if any(part.requires_grad for part in given) else penalty.detach(), {}
 
-    def _between(self, data: Sequence[Datum], logprobs: Logprobs, points: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _between(
+        self, data: Sequence[Datum], logprobs: Logprobs, points: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
         references = field_parts(data, self.reference_field, logprobs)
         check_shapes(points, references, "the reference's log-probabilities")
         share = float(torch.rand(()))
-        return [share * point + (1 - share) * other for point, other in zip(points, references, strict=True)]
+        return [
+            share * point + (1 - share) * other
+            for point, other in zip(points, references, strict=True)
+        ]
 
 
 def _length(loss: torch.Tensor, points: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -379,6 +424,9 @@ def _length(loss: torch.Tensor, points: Sequence[torch.Tensor]) -> torch.Tensor:
     grads: Sequence[torch.Tensor | None] = [None] * len(points)
     if loss.requires_grad:
         grads = torch.autograd.grad(loss.sum(), points, create_graph=True, allow_unused=True)
-    known = [torch.zeros_like(point) if grad is None else grad for point, grad in zip(points, grads, strict=True)]
+    known = [
+        torch.zeros_like(point) if grad is None else grad
+        for point, grad in zip(points, grads, strict=True)
+    ]
     length: torch.Tensor = torch.linalg.vector_norm(flat(known))
     return length

@@ -1,4 +1,6 @@
-"""A loss with regularizers: `loss_total = base_loss + sum(weight * value)`, its parts reported, its gradient whole."""
+"""A loss with regularizers: `loss_total = base_loss + sum(weight * value)`, its parts reported, its
+gradient whole.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ import torch
 from tinkex import events
 from tinkex.regularizers.execution import TIMEOUT, run_all
 from tinkex.regularizers.gradients import norm_of, traced
-from tinkex.regularizers.specs import Logprobs, LossFn, RegularizerError, RegularizerSpec, accepts, value_of
+from tinkex.regularizers.specs import (
+    Logprobs,
+    LossFn,
+    RegularizerError,
+    RegularizerSpec,
+    accepts,
+    value_of,
+)
 from tinkex.types.custom_losses import CustomLossOutput
 from tinkex.types.inputs import Datum
 
@@ -48,7 +57,8 @@ def compute(
         The loss, its terms and, where asked for, the norms of their gradients.
 
     Raises:
-        RegularizerError: A regularizer failed, or (kind `pipeline_failed`) the specs or the base loss are at fault.
+        RegularizerError: A regularizer failed, or (kind `pipeline_failed`) the specs or the base
+            loss are at fault.
 
     Example:
         >>> from tinkex.regularizers import L1
@@ -105,7 +115,9 @@ def compose(
             total = sum((term.output.weight * term.loss for term in terms), total)
         whole = _norm_or_zero(total, tracked) if track_grad_norms and terms else norm
         outputs = [term.output for term in terms]
-        output = CustomLossOutput.build(base, custom, outputs, base_grad_norm=norm, total_grad_norm=whole)
+        output = CustomLossOutput.build(
+            base, custom, outputs, base_grad_norm=norm, total_grad_norm=whole
+        )
     except Exception as error:
         failure = error if isinstance(error, RegularizerError) else _failed(error)
         duration = {"duration": (time.perf_counter() - began) * 1000}
@@ -132,7 +144,8 @@ def regularized(
     """A loss with regularizers folded in, for `TrainingClient.forward_backward_custom`.
 
     Args:
-        loss_fn: Takes the data and the list of their log-probability tensors; returns the loss and metrics.
+        loss_fn: Takes the data and the list of their log-probability tensors; returns the loss and
+            metrics.
         regularizers: The terms to add.
         track_grad_norms: Whether to report the norms of all gradients, among the metrics too.
         parallel: Whether regularizers are computed side by side.
@@ -158,7 +171,9 @@ def regularized(
     specs = list(regularizers)
     _check(loss_fn, specs)
 
-    def loss(data: list[Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+    def loss(
+        data: list[Datum], logprobs: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, dict[str, float]]:
         total, output = compose(
             data,
             logprobs,
@@ -182,10 +197,14 @@ def _check(base_loss_fn: Any, specs: Sequence[Any]) -> None:
         raise ValueError("the base loss must be a callable that takes (data, logprobs)")
     for index, spec in enumerate(specs):
         if not isinstance(spec, RegularizerSpec):
-            raise ValueError(f"regularizers must be RegularizerSpec; item {index} is a {type(spec).__name__}")
+            raise ValueError(
+                f"regularizers must be RegularizerSpec; item {index} is a {type(spec).__name__}"
+            )
     repeated = [name for name, count in Counter(spec.name for spec in specs).items() if count > 1]
     if repeated:
-        raise ValueError(f"regularizers need names that differ; these are repeated: {', '.join(repeated)}")
+        raise ValueError(
+            f"regularizers need names that differ; these are repeated: {', '.join(repeated)}"
+        )
 
 
 def _failed(error: Exception) -> RegularizerError:

@@ -58,7 +58,8 @@ class Regularizer(Protocol):
 
 
 class RegularizerError(TinkerError):
-    """A loss that could not be composed; the exception behind it is its `__cause__`, where there was one.
+    """A loss that could not be composed; the exception behind it is its `__cause__`, where there
+    was one.
 
     Example:
         >>> from tinkex.regularizers import execute_one
@@ -70,14 +71,18 @@ class RegularizerError(TinkerError):
     """
 
     kind: Kind = "pipeline_failed"
-    """What went wrong: `regularizer_failed` when one raised, `regularizer_exit` when waiting for an asynchronous one
-    did, `timeout` when one took too long beside others, `pipeline_failed` for specs and base losses."""
+    """What went wrong: `regularizer_failed` when one raised, `regularizer_exit` when waiting for an
+    asynchronous one did, `timeout` when one took too long beside others, `pipeline_failed` for
+    specs and base losses."""
     name: str | None = None
     """Whose fault it is."""
 
 
-def execute(fn: Any, data: Sequence[Datum], logprobs: Logprobs, opts: Mapping[str, Any] | None = None) -> Any:
-    """Call a regularizer in whichever form it is; an asynchronous one gives its awaitable or future.
+def execute(
+    fn: Any, data: Sequence[Datum], logprobs: Logprobs, opts: Mapping[str, Any] | None = None
+) -> Any:
+    """Call a regularizer in whichever form it is; an asynchronous one gives its awaitable or
+    future.
 
     Args:
         fn: A callable of two or three arguments, or an object with `compute`.
@@ -97,7 +102,8 @@ def execute(fn: Any, data: Sequence[Datum], logprobs: Logprobs, opts: Mapping[st
 
 
 def value_of(answer: Any, whose: str) -> tuple[torch.Tensor, dict[str, Any]]:
-    """What a loss or a regularizer gave, checked: one number as a tensor, and metrics as plain values.
+    """What a loss or a regularizer gave, checked: one number as a tensor, and metrics as plain
+    values.
 
     Example:
         >>> value_of((3, {"terms": 2}), "the base loss")
@@ -106,14 +112,18 @@ def value_of(answer: Any, whose: str) -> tuple[torch.Tensor, dict[str, Any]]:
     import torch
 
     if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[1], Mapping):
-        raise ValueError(f"{whose} must return (loss, metrics), it returned a {type(answer).__name__}")
+        raise ValueError(
+            f"{whose} must return (loss, metrics), it returned a {type(answer).__name__}"
+        )
     loss, metrics = answer
     if not isinstance(loss, torch.Tensor):
         if isinstance(loss, bool) or not isinstance(loss, int | float):
             raise ValueError(f"the loss of {whose} must be a tensor, it is a {type(loss).__name__}")
         loss = torch.tensor(float(loss))
     plain = {
-        str(name): (value.item() if value.numel() == 1 else value.tolist()) if hasattr(value, "numel") else value
+        str(name): (value.item() if value.numel() == 1 else value.tolist())
+        if hasattr(value, "numel")
+        else value
         for name, value in metrics.items()
     }
     return loss.sum(), plain
@@ -131,7 +141,10 @@ def waited(answer: Any, timeout: float | None) -> Any:
     if isinstance(answer, concurrent.futures.Future):
         return answer.result(timeout)
     if not inspect.isawaitable(answer):
-        raise TypeError(f"an asynchronous regularizer must give an awaitable or a future, got {type(answer).__name__}")
+        raise TypeError(
+            "an asynchronous regularizer must give an awaitable or a future, got "
+            f"{type(answer).__name__}"
+        )
     return _in_own_loop(answer, timeout)
 
 

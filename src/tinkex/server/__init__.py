@@ -1,1 +1,3 @@
-"""The other side of the wire: an ASGI application over an Engine. It needs neither torch nor a network."""
+"""The other side of the wire: an ASGI application over an Engine. It needs neither torch nor a
+network.
+"""

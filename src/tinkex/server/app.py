@@ -73,11 +73,18 @@ def create_app(
         api_key: A key of the owner `local`, besides those made by `tinkex key create`.
         tokens: Whether clients are told to exchange their key for short-lived tokens.
         strict: Whether weights are loaded as a run's first operation only.
-        embedded: Whether the only caller is this program, which then needs no key that others were given.
+        embedded: Whether the only caller is this program, which then needs no key that others were
+            given.
         tracing: Makes a span of each request, where that is wanted.
     """
     state = State(
-        engine, data_dir, limits or Limits(), api_key=api_key, tokens=tokens, strict=strict, embedded=embedded
+        engine,
+        data_dir,
+        limits or Limits(),
+        api_key=api_key,
+        tokens=tokens,
+        strict=strict,
+        embedded=embedded,
     )
     replay.enable(state, HANDLERS)
 
@@ -91,7 +98,9 @@ def create_app(
         finally:
             for task in tasks:
                 task.cancel()
-            if not embedded:  # there the client ends with its server: to wait for another life would be to wait in vain
+            # there the client ends with its server: to wait for another life would be to wait in
+            # vain
+            if not embedded:
                 await leave(state)
                 state.promises.are_closed = True
             await state.worker.stop()
@@ -105,7 +114,10 @@ def create_app(
     # What this server cannot do is not there, and 404 says so.
     served = [op for op in OPERATIONS if op is RETRIEVE_FUTURE or op.name in HANDLERS]
     endpoints = [(op, _traced(op, _endpoint(op, state), tracing)) for op in served]
-    routes = [Route(f"{PREFIX}/{op.path}", endpoint, methods=[op.method], name=op.name) for op, endpoint in endpoints]
+    routes = [
+        Route(f"{PREFIX}/{op.path}", endpoint, methods=[op.method], name=op.name)
+        for op, endpoint in endpoints
+    ]
     routes += [
         download_route(state),
         misnamed_route(),
@@ -116,20 +128,30 @@ def create_app(
         *openai.routes(state, _authorize),
         uploads.upload_route(state),
     ]
-    app = Application(routes=routes, lifespan=lifespan, exception_handlers={404: _no_route, 405: _no_route})
-    app.direct = {(op.method, f"{PREFIX}/{op.path}"): endpoint for op, endpoint in endpoints if "{" not in op.path}
+    app = Application(
+        routes=routes, lifespan=lifespan, exception_handlers={404: _no_route, 405: _no_route}
+    )
+    app.direct = {
+        (op.method, f"{PREFIX}/{op.path}"): endpoint
+        for op, endpoint in endpoints
+        if "{" not in op.path
+    }
     app.state.server = state
     return app
 
 
 class Application(Starlette):
-    """Calls operations whose path has no parts to be read without a search, which saves a sixth of a small call."""
+    """Calls operations whose path has no parts to be read without a search, which saves a sixth of
+    a small call.
+    """
 
     direct: Mapping[tuple[str, str], Endpoint]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
-        found = self.direct.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
+        found = (
+            self.direct.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
+        )
         if found is None:
             await super().__call__(scope, receive, send)
         else:
@@ -149,7 +171,9 @@ def _fault(what: str, error: Exception) -> Response:
     """Answer after a fault of the server; a full disk is named, and may have room later."""
     if is_full_disk(error):
         complain("a request failed", error, about=what)
-        refusal = Refusal(503, f"{FULL_DISK}; ask again when there is room", headers={"Retry-After": "5"})
+        refusal = Refusal(
+            503, f"{FULL_DISK}; ask again when there is room", headers={"Retry-After": "5"}
+        )
         return _refused(refusal)
     logger.exception("%s failed", what)
     return _error(500, f"internal error: {type(error).__name__}")
@@ -182,15 +206,22 @@ def _endpoint(op: Operation, state: State) -> Endpoint:
             refusal.detail = state.without_paths(refusal.detail)
             response = _refused(refusal)
         except EngineError as error:
-            response = _error(400 if error.category == "user" else 500, state.without_paths(str(error)))
+            response = _error(
+                400 if error.category == "user" else 500, state.without_paths(str(error))
+            )
         except ClientDisconnect:
             response = Response(status_code=499)
         except Exception as error:
             response = _fault(op.name, error)
         told = request.state
-        told.owner, told.request_id = account.owner if account else None, getattr(told, "request_id", None)
+        told.owner, told.request_id = (
+            account.owner if account else None,
+            getattr(told, "request_id", None),
+        )
         seconds = time.perf_counter() - began
-        state.metrics.observe(op.name, op.method, response.status_code, seconds, told.owner, told.request_id)
+        state.metrics.observe(
+            op.name, op.method, response.status_code, seconds, told.owner, told.request_id
+        )
         return response
 
     return endpoint
@@ -218,7 +249,9 @@ async def _dispatch(op: Operation, state: State, request: Request, call: Call) -
     why = check_room(state, op, call)
     if why is not None and op.traffic == "sample":
         raise Refusal(400, why)
-    result = await (HANDLERS[op.name](state, call) if why is None else fail_in_band(state, op, call, why))
+    result = await (
+        HANDLERS[op.name](state, call) if why is None else fail_in_band(state, op, call, why)
+    )
     _note(op, state, call, result)
     request.state.request_id = getattr(result, "request_id", None)
     return _answer(result)
@@ -240,13 +273,15 @@ def _note(op: Operation, state: State, call: Call, result: Any) -> None:
     state.meter.audit(call.owner, op.name, model_id=run, tinker_path=path, details=details)
 
 
-# ── what is not in the table of operations ───────────────────────────────────────────────────────────────────────
+# ── what is not in the table of operations ────────────────────────────────────────────────────────
 
 
 def _front(state: State) -> Endpoint:
     async def front(request: Request) -> Response:
         access = "key required" if await state.accounts.needs_key() else "open"
-        return JSONResponse({"name": "tinkex", "version": __version__, "api": PREFIX, "access": access})
+        return JSONResponse(
+            {"name": "tinkex", "version": __version__, "api": PREFIX, "access": access}
+        )
 
     return front
 
@@ -287,7 +322,7 @@ def _trace(state: State) -> Endpoint:
     return trace
 
 
-# ── who asks, and what ───────────────────────────────────────────────────────────────────────────────────────────
+# ── who asks, and what ────────────────────────────────────────────────────────────────────────────
 
 
 async def _authorize(request: Request, state: State, *, needs_key: bool = True) -> Account:
@@ -307,7 +342,11 @@ async def _authorize(request: Request, state: State, *, needs_key: bool = True) 
 def _bearer(request: Request) -> str | None:
     """The key as OpenAI's clients send it, on the routes made for them."""
     kind, _, key = request.headers.get("authorization", "").partition(" ")
-    return key.strip() if kind.lower() == "bearer" and request.url.path.startswith(openai.PREFIX) else None
+    return (
+        key.strip()
+        if kind.lower() == "bearer" and request.url.path.startswith(openai.PREFIX)
+        else None
+    )
 
 
 @functools.lru_cache(64)
@@ -323,7 +362,11 @@ def _is_here(place: str) -> bool:
 async def _read(op: Operation, request: Request, state: State, account: Account) -> Call:
     """The decoded request; a body that cannot be read is refused with what is wrong with it."""
     path = {name: str(value) for name, value in request.path_params.items()}
-    place = f"{request.scope['scheme']}://{request.headers['host']}" if "host" in request.headers else None
+    place = (
+        f"{request.scope['scheme']}://{request.headers['host']}"
+        if "host" in request.headers
+        else None
+    )
     call = Call(
         None,
         path,
@@ -378,9 +421,15 @@ class Arriving:
         self._meter.let_go(self._owner, self._size)
 
 
-async def _body(request: Request, limit: int, name: str, seconds: float, arriving: Arriving) -> bytes:
+async def _body(
+    request: Request, limit: int, name: str, seconds: float, arriving: Arriving
+) -> bytes:
     announced = request.headers.get("content-length", "")
-    if announced.isascii() and announced.isdigit() and (len(announced) > 18 or int(announced) > limit):
+    if (
+        announced.isascii()
+        and announced.isdigit()
+        and (len(announced) > 18 or int(announced) > limit)
+    ):
         raise Refusal(413, f"the body has {announced} bytes; the limit is {limit} ({name})")
     chunks: list[bytes] = []
     size, stream = 0, aiter(request.stream())
@@ -391,7 +440,10 @@ async def _body(request: Request, limit: int, name: str, seconds: float, arrivin
             async with asyncio.timeout_at(min(latest + size / LEAST_RATE, loop.time() + seconds)):
                 chunk = await anext(stream, None)
         except TimeoutError:
-            why = f"the body did not arrive in time: {size} bytes have come (the limit body_seconds is {seconds:g})"
+            why = (
+                f"the body did not arrive in time: {size} bytes have come (the limit "
+                f"body_seconds is {seconds:g})"
+            )
             raise Refusal(408, why, headers={"Connection": "close"}) from None
         if chunk is None:
             return b"".join(chunks)
@@ -430,14 +482,18 @@ async def retrieve_future(op: Operation, state: State, request: Request, call: C
     promise = state.promises.get(wanted.request_id)
     if promise is None and not state.promises.is_gone(wanted.request_id):
         await _take_up(state, wanted.request_id)
-        if not await is_own(state, call.owner, "request_id", wanted.request_id):  # before, it was not known whose it is
+        # before, it was not known whose it is
+        if not await is_own(state, call.owner, "request_id", wanted.request_id):
             raise Refusal(404, f"there is no request {wanted.request_id!r}")
         promise = state.promises.get(wanted.request_id)
     if promise is None:
         if state.promises.is_gone(wanted.request_id):
             raise Refusal(410, f"the result of request {wanted.request_id!r} has expired")
         if advice := await asyncio.to_thread(state.after_loss, wanted.request_id):
-            raise Refusal(410, f"request {wanted.request_id!r} was lost when the server was restarted; {advice}")
+            raise Refusal(
+                410,
+                f"request {wanted.request_id!r} was lost when the server was restarted; {advice}",
+            )
         raise Refusal(404, f"there is no request {wanted.request_id!r}")
     try:
         async with state.promises.holding(state.limits.poll_seconds):

@@ -18,7 +18,8 @@ _told: dict[tuple[str, str], float] = {}
 
 
 def complain(what: str, error: BaseException, *, about: str = "") -> None:
-    """Log what could not be done, and why: a full disk in one line, anything else with its traceback.
+    """Log what could not be done, and why: a full disk in one line, anything else with its
+    traceback.
 
     Args:
         what: What failed.
@@ -36,6 +37,12 @@ def complain(what: str, error: BaseException, *, about: str = "") -> None:
     _told[kind] = now
     text = f"{what} ({about})" if about else what
     if is_full:
-        logger.error("%s: %s (%s); this is not logged again for %d minutes", text, FULL_DISK, error, SECONDS // 60)
+        logger.error(
+            "%s: %s (%s); this is not logged again for %d minutes",
+            text,
+            FULL_DISK,
+            error,
+            SECONDS // 60,
+        )
     else:
         logger.error("%s", text, exc_info=error)

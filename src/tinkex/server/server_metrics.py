@@ -1,4 +1,6 @@
-"""What a server does, in numbers: the text that Prometheus reads, and a line of log for each request."""
+"""What a server does, in numbers: the text that Prometheus reads, and a line of log for each
+request.
+"""
 
 from __future__ import annotations
 
@@ -46,54 +48,101 @@ class Metrics:
         owner: str | None,
         request_id: str | None = None,
     ) -> None:
-        """Count a request and log it; nothing that its sender made up is logged but ids, and those without secrets."""
+        """Count a request and log it; nothing that its sender made up is logged but ids, and those
+        without secrets.
+        """
         self._requests[operation, status] += 1
         counts = self._buckets.setdefault(operation, [0] * (len(BUCKETS) + 1))
         counts[bisect.bisect_left(BUCKETS, seconds)] += 1
         self._seconds[operation] += seconds
         level = logging.DEBUG if operation in FREQUENT and status in (200, 408) else logging.INFO
         if access.isEnabledFor(level):
-            fields = {"operation": operation, "method": method, "status": status, "ms": round(seconds * 1000, 3)}
+            fields = {
+                "operation": operation,
+                "method": method,
+                "status": status,
+                "ms": round(seconds * 1000, 3),
+            }
             fields |= {"owner": owner, "request_id": request_id and scrubber.text(request_id)}
             access.log(level, "%s %s", operation, status, extra={"fields": fields})
 
     def render(self, state: State) -> str:
         """Everything there is to know, as Prometheus reads it."""
-        return "".join(f"{line}\n" for line in (*self._of_requests(), *_of_state(state, self._began)))
+        return "".join(
+            f"{line}\n" for line in (*self._of_requests(), *_of_state(state, self._began))
+        )
 
     def _of_requests(self) -> Iterator[str]:
-        requests = {labels(operation=op, status=status): count for (op, status), count in self._requests.items()}
-        yield from family("tinkex_requests_total", "counter", "Requests by operation and status.", requests)
+        requests = {
+            labels(operation=op, status=status): count
+            for (op, status), count in self._requests.items()
+        }
+        yield from family(
+            "tinkex_requests_total", "counter", "Requests by operation and status.", requests
+        )
         name = "tinkex_request_seconds"
-        yield from prometheus.heading(name, "histogram", "How long requests took; polls are held on purpose.")
+        yield from prometheus.heading(
+            name, "histogram", "How long requests took; polls are held on purpose."
+        )
         for operation, counts in self._buckets.items():
-            yield from prometheus.histogram(name, BUCKETS, counts, self._seconds[operation], operation=operation)
+            yield from prometheus.histogram(
+                name, BUCKETS, counts, self._seconds[operation], operation=operation
+            )
 
 
 def _of_state(state: State, began: float) -> Iterator[str]:
     meter = state.meter
     tokens = {labels(kind=name): int(meter.totals[kind]) for kind, name in TOKENS.items()}
-    yield from family("tinkex_tokens_total", "counter", "Tokens, by what was done with them.", tokens)
+    yield from family(
+        "tinkex_tokens_total", "counter", "Tokens, by what was done with them.", tokens
+    )
     steps = {labels(kind=kind): state.worker.steps[kind] for kind in (TRAINING, SAMPLING)}
-    yield from family("tinkex_engine_steps_total", "counter", "Steps of the engine, by kind.", steps)
+    yield from family(
+        "tinkex_engine_steps_total", "counter", "Steps of the engine, by kind.", steps
+    )
     waiting: Counter[str] = Counter()
     for (_, operation), count in meter.open.items():
         waiting[operation] += count
     queued = {labels(operation=operation): count for operation, count in waiting.items()}
-    yield from family("tinkex_open_operations", "gauge", "Operations taken and not ended, queued or at work.", queued)
+    yield from family(
+        "tinkex_open_operations",
+        "gauge",
+        "Operations taken and not ended, queued or at work.",
+        queued,
+    )
     sampling = {"": waiting["asample"]}
-    yield from family("tinkex_samples_in_flight", "gauge", "Sample requests that have not ended.", sampling)
-    yield from family("tinkex_live_runs", "gauge", "Training runs whose adapters are loaded.", {"": len(state.runs)})
+    yield from family(
+        "tinkex_samples_in_flight", "gauge", "Sample requests that have not ended.", sampling
+    )
+    yield from family(
+        "tinkex_live_runs",
+        "gauge",
+        "Training runs whose adapters are loaded.",
+        {"": len(state.runs)},
+    )
     in_memory = sum(directory is None for directory in state.snapshots.values())
     samplers = {"": len(state.loading) + in_memory}
-    yield from family("tinkex_samplers", "gauge", "Weights held in memory to sample from.", samplers)
-    yield from family("tinkex_open_sessions", "gauge", "Sessions that are open.", {"": len(state.heard)})
-    yield from family("tinkex_kept_results", "gauge", "Futures on record, ended or not.", {"": len(state.promises)})
-    yield from family("tinkex_start_time_seconds", "gauge", "When the server was started.", {"": began})
+    yield from family(
+        "tinkex_samplers", "gauge", "Weights held in memory to sample from.", samplers
+    )
+    yield from family(
+        "tinkex_open_sessions", "gauge", "Sessions that are open.", {"": len(state.heard)}
+    )
+    yield from family(
+        "tinkex_kept_results",
+        "gauge",
+        "Futures on record, ended or not.",
+        {"": len(state.promises)},
+    )
+    yield from family(
+        "tinkex_start_time_seconds", "gauge", "When the server was started.", {"": began}
+    )
 
 
 class JsonFormatter(logging.Formatter):
-    """Log records as lines of JSON, without secrets; an access record's fields are members of their own."""
+    """Log records as lines of JSON, without secrets; an access record's fields are members of their
+    own.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         """One line."""
@@ -105,5 +154,7 @@ class JsonFormatter(logging.Formatter):
             **getattr(record, "fields", {}),
         }
         if record.exc_info:
-            said["error"] = scrubber.text(self.formatException(record.exc_info), MOST_TRACEBACK, end=True)
+            said["error"] = scrubber.text(
+                self.formatException(record.exc_info), MOST_TRACEBACK, end=True
+            )
         return json.dumps(said)

@@ -22,7 +22,9 @@ from tinkex.server.database.store import DATABASE, LOCAL_OWNER, Run, Store
 from tinkex.server.files.data_dir import Lock, make_directory, set_aside, sync_above
 from tinkex.server.files.seals import seal
 from tinkex.server.files.upload_files import sweep_uploads
-from tinkex.server.http_errors import Refusal as Refusal  # for those who know the state, from one place
+
+# for those who know the state, from one place
+from tinkex.server.http_errors import Refusal as Refusal
 from tinkex.server.routes.usage import Meter
 from tinkex.server.runs.journal import Committer, Journal
 from tinkex.server.runs.promises import Promise, Promises
@@ -40,7 +42,8 @@ RECORDINGS = "recordings"
 READ = "read"
 """What a journal of samples says where results have been read."""
 UNPLACED = ".new-"
-"""What follows a nameless sampler's name in that of a directory while its weights are written there."""
+"""What follows a nameless sampler's name in that of a directory while its weights are written
+there."""
 EXPIRED = "expired"
 """Why a session ended from which nothing was heard."""
 CARRY_ON = "carry on from a saved state with create_training_client_from_state_with_optimizer"
@@ -52,40 +55,76 @@ def _limit(default: Any, meaning: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the server will not exceed; `tinkex serve` has an option for each, with the help given here."""
+    """What the server will not exceed; `tinkex serve` has an option for each, with the help given
+    here.
+    """
 
     body_bytes: int = _limit(1 << 30, "Largest body of a request.")
-    sequence_tokens: int = _limit(1_000_000, "Longest sequence of a request, whatever a model's window is.")
+    sequence_tokens: int = _limit(
+        1_000_000, "Longest sequence of a request, whatever a model's window is."
+    )
     samples: int = _limit(1024, "Most samples that one request may ask for.")
     adapters: int = _limit(1024, "Most training runs an owner may have loaded at once.")
     open_requests: int = _limit(20_000, "Most requests an owner may have taken and not ended.")
-    samplers: int = _limit(64, "Saved weights kept in memory for sampling; the longest unused make room.")
-    snapshots: int = _limit(64, "Nameless samplers kept in memory; the oldest are put on disk.")
-    recordings_memory_bytes: int = _limit(256 << 20, "Recordings of samples kept in memory; all are on disk.")
-    recordings_disk_bytes: int = _limit(16 << 30, "Recordings of samples kept on disk; the oldest make room.")
-    unread_bytes: int = _limit(
-        2 << 30, "Most bytes of results that wait to be read by an owner, with those of open samples."
+    samplers: int = _limit(
+        64, "Saved weights kept in memory for sampling; the longest unused make room."
     )
-    announced_bytes: int = _limit(4 << 20, "Results beyond this are announced to readers before they are sent.")
+    snapshots: int = _limit(64, "Nameless samplers kept in memory; the oldest are put on disk.")
+    recordings_memory_bytes: int = _limit(
+        256 << 20, "Recordings of samples kept in memory; all are on disk."
+    )
+    recordings_disk_bytes: int = _limit(
+        16 << 30, "Recordings of samples kept on disk; the oldest make room."
+    )
+    unread_bytes: int = _limit(
+        2 << 30,
+        "Most bytes of results that wait to be read by an owner, with those of open samples.",
+    )
+    announced_bytes: int = _limit(
+        4 << 20, "Results beyond this are announced to readers before they are sent."
+    )
     inline_bytes: int = _limit(64 << 20, "Most that one batched poll brings along.")
     poll_seconds: float = _limit(25.0, "How long a poll is held when there is no result yet.")
-    quiet_seconds: float = _limit(10.0, "How long a stream says nothing before it says that it waits.")
-    held_bytes: int = _limit(4 << 30, "Most bytes of an owner's requests that arrive or have not ended.")
+    quiet_seconds: float = _limit(
+        10.0, "How long a stream says nothing before it says that it waits."
+    )
+    held_bytes: int = _limit(
+        4 << 30, "Most bytes of an owner's requests that arrive or have not ended."
+    )
     gap_seconds: float = _limit(3600.0, "How long a missing request holds up those after it.")
-    gap_bytes: int = _limit(256 << 20, "Most bytes of a run's requests that wait for a missing one.")
-    journal_bytes: int = _limit(16 << 30, "Most bytes of a run's requests on disk since its last state.")
-    connections: int = _limit(4096, "Most connections at a time, as far as the system allows as many open files.")
-    connections_per_address: int = _limit(2048, "Most connections from one address; a proxy is one.")
-    header_seconds: float = _limit(20.0, "How long a connection may take to send the header of a request.")
-    body_seconds: float = _limit(30.0, "How long the body of a request may pause, or fall behind 10 kB/s in all.")
-    session_seconds: float = _limit(1800.0, "How long nothing may be heard of a session before it is ended.")
-    drain_seconds: float = _limit(30.0, "How long a server that is told to stop waits for what is under way.")
+    gap_bytes: int = _limit(
+        256 << 20, "Most bytes of a run's requests that wait for a missing one."
+    )
+    journal_bytes: int = _limit(
+        16 << 30, "Most bytes of a run's requests on disk since its last state."
+    )
+    connections: int = _limit(
+        4096, "Most connections at a time, as far as the system allows as many open files."
+    )
+    connections_per_address: int = _limit(
+        2048, "Most connections from one address; a proxy is one."
+    )
+    header_seconds: float = _limit(
+        20.0, "How long a connection may take to send the header of a request."
+    )
+    body_seconds: float = _limit(
+        30.0, "How long the body of a request may pause, or fall behind 10 kB/s in all."
+    )
+    session_seconds: float = _limit(
+        1800.0, "How long nothing may be heard of a session before it is ended."
+    )
+    drain_seconds: float = _limit(
+        30.0, "How long a server that is told to stop waits for what is under way."
+    )
 
     def __post_init__(self) -> None:
         for limit in fields(self):
             value = getattr(self, limit.name)
             if value < 0 or (isinstance(limit.default, int) and value == 0):
-                raise ValueError(f"{limit.name} must be {'at least 1' if value == 0 else 'positive'}, got {value}")
+                raise ValueError(
+                    f"{limit.name} must be {'at least 1' if value == 0 else 'positive'}, got "
+                    f"{value}"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +154,8 @@ class LiveRun:
     gap: int | None = None
     gap_timer: asyncio.TimerHandle | None = None
     recent: dict[int, Promise] = field(default_factory=dict)
-    """Promises by number, as long as their results may have to be kept beside the next state on disk."""
+    """Promises by number, as long as their results may have to be kept beside the next state on
+    disk."""
     since_state: int = 0
     """Operations since the last state was put on disk …"""
     state_time: float = field(default_factory=time.monotonic)
@@ -123,11 +163,12 @@ class LiveRun:
     state_rest: float = 0.0
     """For how many seconds after that there is no other, since it took so long."""
     new_state: tuple[int, Writer | None] | None = None
-    """The number of a state that is not in force yet, and what writes its files if that is not done."""
+    """The number of a state that is not in force yet, and what writes its files if that is not
+    done."""
     enforcing: asyncio.Lock = field(default_factory=asyncio.Lock)
     unsaved_samplers: dict[str, int] = field(default_factory=dict)
-    """Nameless samplers of this run that are only in memory, and the numbers they were asked for under. The worker adds
-    to it, so copy it before you go through it."""
+    """Nameless samplers of this run that are only in memory, and the numbers they were asked for
+    under. The worker adds to it, so copy it before you go through it."""
     done: int = 0
     """The number of the operation that was carried out last."""
     is_between_steps: bool = True
@@ -142,7 +183,8 @@ class Call:
     path: dict[str, str]
     digest: bytes
     op: str = ""
-    """The operation's name; with the body and its type, all that is needed to carry it out again."""
+    """The operation's name; with the body and its type, all that is needed to carry it out again.
+    """
     body: bytes = b""
     """The body as it was sent."""
     content_type: str = codec.JSON
@@ -210,8 +252,12 @@ class State:
         self.limits = limits
         self.worker = Worker(engine)
         self.promises = Promises(conceal=self.without_paths)
-        directories = [model.directory.parent for model in engine.models() if model.directory is not None]
-        self._places = sorted({str(place) for place in (data_dir, *directories)}, key=len, reverse=True)
+        directories = [
+            model.directory.parent for model in engine.models() if model.directory is not None
+        ]
+        self._places = sorted(
+            {str(place) for place in (data_dir, *directories)}, key=len, reverse=True
+        )
         """Directories that others are not told of, the innermost first."""
         self.windows = {model.name: model.context_length for model in engine.models()}
         """How many tokens each base model takes."""
@@ -224,7 +270,8 @@ class State:
         self.loading: dict[str, asyncio.Future[None]] = {}
         self.committer = Committer()
         self.samples: dict[str, dict[str, int]] = {}
-        """By session, the samples in its journal that may still be asked for, and their numbers there."""
+        """By session, the samples in its journal that may still be asked for, and their numbers
+        there."""
         self.journals: dict[str, Journal] = {}
         self.recordings = SamplingRecords(
             data_dir / RECORDINGS,
@@ -236,15 +283,20 @@ class State:
         self._unplaced: dict[str, Path] = {}
         """Where the weights of nameless samplers are being written. Known to the worker alone."""
         self.writing = asyncio.Lock()
-        """Held while the state of a run or a sampler is written: one at a time is enough for a disk, and for memory."""
+        """Held while the state of a run or a sampler is written: one at a time is enough for a
+        disk, and for memory."""
         self.reviving: dict[str, asyncio.Task[None]] = {}
         self.revive: Callable[[str], Coroutine[Any, Any, None]] | None = None
-        """Takes up again what an earlier life of the server had of a run or of a session's samples."""
+        """Takes up again what an earlier life of the server had of a run or of a session's samples.
+        """
         self.bound: dict[str, str] = {}
-        """Which weights the samplers of open sessions began with: they never change to others of the same path."""
+        """Which weights the samplers of open sessions began with: they never change to others of
+        the same path."""
         make_directory(data_dir)
         self._lock = Lock(data_dir, shared=embedded)
-        self.left = {found.name for place in ("runs", "samples") for found in (data_dir / place).glob("*")}
+        self.left = {
+            found.name for place in ("runs", "samples") for found in (data_dir / place).glob("*")
+        }
         """The names of what an earlier life left in its journals."""
         self.checkpoint_dir = data_dir / "checkpoints"
         make_directory(self.checkpoint_dir)
@@ -271,7 +323,7 @@ class State:
         self.asked: dict[str, float] = {}
         """When something was last asked of runs, until it is on record."""
 
-    # ── what is on disk of what is live ──────────────────────────────────────────────────────────────────────────
+    # ── what is on disk of what is live ───────────────────────────────────────────────────────────
 
     def run_directory(self, model_id: str) -> Path:
         """Where a run's journal and states are."""
@@ -335,11 +387,16 @@ class State:
     def is_loaded(self, model_id: str) -> bool:
         """Return whether a run takes requests: at once, or after it is taken up again."""
         name = file_name(model_id)
-        return model_id in self.runs or (name in self.left and (self.data_dir / "runs" / name).is_dir())
+        return model_id in self.runs or (
+            name in self.left and (self.data_dir / "runs" / name).is_dir()
+        )
 
     def _has_sleeping_runs(self, session_id: str) -> bool:
         """Return whether a session has runs of an earlier life that are not taken up."""
-        prefix, awake = f"{file_name(session_id)}_train_", {file_name(model_id) for model_id in self.runs}
+        prefix, awake = (
+            f"{file_name(session_id)}_train_",
+            {file_name(model_id) for model_id in self.runs},
+        )
         sleeping = [name for name in self.left if name.startswith(prefix) and name not in awake]
         return any((self.data_dir / "runs" / name).is_dir() for name in sleeping)
 
@@ -347,10 +404,14 @@ class State:
         """A base model by name; the error lists the ones there are."""
         models = {model.name: model for model in self.engine.models()}
         if name not in models:
-            raise EngineError(f"there is no base model {name!r}; this server has: {', '.join(sorted(models))}")
+            raise EngineError(
+                f"there is no base model {name!r}; this server has: {', '.join(sorted(models))}"
+            )
         return models[name]
 
-    def check_base(self, name: str, digest: str, what: str, category: Literal["user", "server"] = "user") -> None:
+    def check_base(
+        self, name: str, digest: str, what: str, category: Literal["user", "server"] = "user"
+    ) -> None:
         """Refuse weights that were trained on another base model of the same name."""
         if digest and (now := self.base_model(name).digest) and now != digest:
             raise EngineError(
@@ -391,7 +452,9 @@ class State:
                     self.forget_directory(directory)
 
     def after_loss(self, request_id: str) -> str | None:
-        """What to do about a request that an earlier life of the server took; None when there was no such request."""
+        """What to do about a request that an earlier life of the server took; None when there was
+        no such request.
+        """
         owner = request_id.rpartition(":")[0]
         if owner in self.runs:
             return None
@@ -405,10 +468,12 @@ class State:
             self.worker.run(self.engine.drop_sampler, sampler)
             raise EngineError("the session has ended")
         self.snapshots[sampler] = None
-        self.loading.pop(sampler, None)  # what was loaded in the meantime must not be dropped as such
+        # what was loaded in the meantime must not be dropped as such
+        self.loading.pop(sampler, None)
         in_memory = [name for name, directory in self.snapshots.items() if directory is None]
         for name in in_memory[: -self.limits.snapshots]:
-            self.snapshots[name] = self.snapshot_directory(name)  # whoever asks from now on is queued behind the saving
+            # whoever asks from now on is queued behind the saving
+            self.snapshots[name] = self.snapshot_directory(name)
             self.worker.run(self._spill_snapshot, name)
 
     async def put_snapshot(self, sampler: str) -> None:
@@ -420,7 +485,9 @@ class State:
             await self.worker.run(self.place_snapshot, sampler, begun[1])
 
     def _spill_snapshot(self, sampler: str) -> None:
-        """The same at once, on the worker: room in memory is needed. Mostly a run's state has seen to it before."""
+        """The same at once, on the worker: room in memory is needed. Mostly a run's state has seen
+        to it before.
+        """
         begun = self.begin_snapshot(sampler)
         if begun is not None:
             write_whole(*begun)
@@ -428,7 +495,9 @@ class State:
         self.engine.drop_sampler(sampler)
 
     def begin_snapshot(self, sampler: str) -> tuple[Writer, Path] | None:
-        """What writes a nameless sampler's weights, and where to; None if they are on disk. On the worker."""
+        """What writes a nameless sampler's weights, and where to; None if they are on disk. On the
+        worker.
+        """
         directory = self.snapshot_directory(sampler)
         if directory.is_dir():
             return None
@@ -449,7 +518,9 @@ class State:
         sync_above(directory, 2)
 
     def clear_unplaced(self, session_id: str) -> None:
-        """Delete what an earlier life had not written to its end of a session's samplers. On the worker."""
+        """Delete what an earlier life had not written to its end of a session's samplers. On the
+        worker.
+        """
         written = set(self._unplaced.values())
         for scratch in (self.data_dir / "snapshots").glob(f"{file_name(session_id)}_*{UNPLACED}*"):
             if scratch not in written:
@@ -471,10 +542,13 @@ class State:
         self.drop_snapshot_files(sampler)
 
     async def note_read_samples(self) -> None:
-        """Let the journals of samples know which results have reached their readers, and drop what is over."""
+        """Let the journals of samples know which results have reached their readers, and drop what
+        is over.
+        """
         for session_id, numbers in list(self.samples.items()):
             over = [request_id for request_id in numbers if self.promises.is_over(request_id)]
-            if not over or session_id not in self.samples:  # it may have ended while another's was written
+            # it may have ended while another's was written
+            if not over or session_id not in self.samples:
                 continue
             journal = self.journal(self.samples_directory(session_id))
             for request_id in over:
@@ -498,10 +572,13 @@ class State:
         await self.note_read_samples()
         now, seconds = time.monotonic(), self.limits.session_seconds
         for session_id in [s for s, heard in self.heard.items() if heard < now - seconds]:
-            self.end_session(session_id)  # first, so that nobody who reads the record finds anything of it alive
+            # first, so that nobody who reads the record finds anything of it alive
+            self.end_session(session_id)
             await asyncio.to_thread(self.store.finish_session, session_id, EXPIRED, self._silence())
             self.heard.pop(session_id, None)  # who was heard from meanwhile came too late
-        heard = [(time.time() - (now - heard), session_id) for session_id, heard in self.heard.items()]
+        heard = [
+            (time.time() - (now - heard), session_id) for session_id, heard in self.heard.items()
+        ]
         await asyncio.to_thread(self._note_heard, heard)
         await asyncio.to_thread(self.catalogue.touch, self._take_asked())
         await asyncio.to_thread(self.catalogue.sweep)
@@ -515,17 +592,26 @@ class State:
         return f"nothing was heard for {self.limits.session_seconds:g} s (session_seconds)"
 
     def _note_heard(self, heard: list[tuple[float, str]]) -> None:
-        """Record when sessions were heard from, and end those that an earlier life of the server left open."""
-        expire = "UPDATE sessions SET finished = ?, reason = ?, detail = ? WHERE finished IS NULL AND heard < ?"
+        """Record when sessions were heard from, and end those that an earlier life of the server
+        left open.
+        """
+        expire = (
+            "UPDATE sessions SET finished = ?, reason = ?, detail = ? WHERE finished IS NULL "
+            "AND heard < ?"
+        )
         now = time.time()
         ended = [(now, EXPIRED, self._silence(), now - self.limits.session_seconds)]
         hear = "UPDATE sessions SET heard = MAX(heard, ?) WHERE session_id = ?"
         self.store.change((hear, heard), (expire, ended), flush=False)
 
     def refuse_if_stopping(self) -> None:
-        """Send whoever waits away when the server stops: what was promised is kept by its next life."""
+        """Send whoever waits away when the server stops: what was promised is kept by its next
+        life.
+        """
         if self.promises.are_left:
-            raise Refusal(503, "this server is shutting down; ask again", headers={"Retry-After": "1"})
+            raise Refusal(
+                503, "this server is shutting down; ask again", headers={"Retry-After": "1"}
+            )
 
     def refuse_if_dead(self) -> None:
         """Take nothing in that nobody would carry out; to ask again helps only after a restart."""

@@ -1,7 +1,9 @@
-"""OpenTelemetry on the server, for who uses it: a span for each request, in the trace that its headers name.
+"""OpenTelemetry on the server, for who uses it: a span for each request, in the trace that its
+headers name.
 
-Where the spans go is set up outside, as for any program: `opentelemetry-instrument tinkex serve` does it from the
-OTEL_ variables. Without the package, or when nothing says that spans are wanted, nothing of it is imported.
+Where the spans go is set up outside, as for any program: `opentelemetry-instrument tinkex serve`
+does it from the OTEL_ variables. Without the package, or when nothing says that spans are wanted,
+nothing of it is imported.
 """
 
 from __future__ import annotations
@@ -17,9 +19,17 @@ from tinkex.wire.redaction import Scrubber
 
 
 def is_wanted(variables: Mapping[str, str]) -> bool:
-    """Whether the environment asks for spans: something of OpenTelemetry's is set, and does not switch it off."""
-    named = {name: value.strip().lower() for name, value in variables.items() if name.startswith("OTEL_")}
-    return bool(named) and named.get("OTEL_SDK_DISABLED") != "true" and named.get("OTEL_TRACES_EXPORTER") != "none"
+    """Whether the environment asks for spans: something of OpenTelemetry's is set, and does not
+    switch it off.
+    """
+    named = {
+        name: value.strip().lower() for name, value in variables.items() if name.startswith("OTEL_")
+    }
+    return (
+        bool(named)
+        and named.get("OTEL_SDK_DISABLED") != "true"
+        and named.get("OTEL_TRACES_EXPORTER") != "none"
+    )
 
 
 class Tracing:
@@ -34,7 +44,9 @@ class Tracing:
 
     def __init__(self, tracer: Any = None) -> None:
         if not otel.is_available():
-            raise ConfigurationError("OpenTelemetry is not installed", hint='pip install "tinkex[otel]"')
+            raise ConfigurationError(
+                "OpenTelemetry is not installed", hint='pip install "tinkex[otel]"'
+            )
         from opentelemetry import context, trace
 
         self._api, self._context = trace, context
@@ -43,7 +55,9 @@ class Tracing:
 
     @contextlib.contextmanager
     def request(self, op: Operation, headers: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-        """A span around a request. What is put into the dictionary is told with it: owner, status, request_id."""
+        """A span around a request. What is put into the dictionary is told with it: owner, status,
+        request_id.
+        """
         attached = otel.extract(headers)
         route = f"{PREFIX}/{op.path}"
         told: dict[str, Any] = {}
@@ -51,7 +65,11 @@ class Tracing:
             span = self._tracer.start_span(
                 f"{op.method} {route}",
                 kind=self._api.SpanKind.SERVER,
-                attributes={"http.request.method": op.method, "http.route": route, "tinkex.operation": op.name},
+                attributes={
+                    "http.request.method": op.method,
+                    "http.route": route,
+                    "tinkex.operation": op.name,
+                },
             )
             current = self._context.attach(self._api.set_span_in_context(span))
             try:

@@ -1,7 +1,9 @@
-"""Conversations as tokens: prompts and examples by a model's chat template, and answers back to text as they come.
+"""Conversations as tokens: prompts and examples by a model's chat template, and answers back to
+text as they come.
 
-A tokenizer without a chat template gets a plain format: each message as `User: …`, `Assistant: …` or `System: …`,
-followed by a blank line; an answer ends with the end-of-text token, where there is one.
+A tokenizer without a chat template gets a plain format: each message as `User: …`, `Assistant: …`
+or `System: …`, followed by a blank line; an answer ends with the end-of-text token, where there is
+one.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ class Rendered:
 
     @property
     def learned(self) -> int:
-        """How many tokens are learned; the first has nothing before it that it could be foretold from."""
+        """How many tokens are learned; the first has nothing before it that it could be foretold
+        from.
+        """
         return int(np.count_nonzero(self.weights[1:]))
 
     def cut(self, length: int) -> Rendered:
@@ -63,23 +67,29 @@ class ChatFormat:
         self._begin: list[int] = [] if self.has_template else list(tokenizer.encode(""))
         self.stop_tokens, self.stop_texts = self._stops()
 
-    # ── tokens and text ──────────────────────────────────────────────────────────────────────────────────────────
+    # ── tokens and text ───────────────────────────────────────────────────────────────────────────
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, with nothing put around it."""
         return list(
-            self.tokenizer.encode(text, add_special_tokens=False) if self._is_usual else self.tokenizer.encode(text)
+            self.tokenizer.encode(text, add_special_tokens=False)
+            if self._is_usual
+            else self.tokenizer.encode(text)
         )
 
     def decode(self, tokens: Sequence[int] | Array) -> str:
         """The text of tokens, without special ones."""
         ids = [int(token) for token in tokens]
         return str(
-            self.tokenizer.decode(ids, skip_special_tokens=True) if self._is_usual else self.tokenizer.decode(ids)
+            self.tokenizer.decode(ids, skip_special_tokens=True)
+            if self._is_usual
+            else self.tokenizer.decode(ids)
         )
 
     def _text(self, messages: Sequence[Message], *, generate: bool = False) -> str:
-        """A conversation as text, or ready for an answer; `ValueError` says why the template refuses it."""
+        """A conversation as text, or ready for an answer; `ValueError` says why the template
+        refuses it.
+        """
         if not self.has_template:
             written = [
                 f"{message['role'].capitalize()}: {message['content']}"
@@ -90,7 +100,9 @@ class ChatFormat:
         try:
             return str(
                 self.tokenizer.apply_chat_template(
-                    [dict(message) for message in messages], tokenize=False, add_generation_prompt=generate
+                    [dict(message) for message in messages],
+                    tokenize=False,
+                    add_generation_prompt=generate,
                 )
             )
         except Exception as error:  # whatever a template does
@@ -113,10 +125,12 @@ class ChatFormat:
 
     @property
     def stop(self) -> list[str | int] | None:
-        """What to ask a server to stop at: texts where there are any, else tokens; None leaves it to the server."""
+        """What to ask a server to stop at: texts where there are any, else tokens; None leaves it
+        to the server.
+        """
         return list(self.stop_texts) or sorted(self.stop_tokens) or None
 
-    # ── prompts and examples ─────────────────────────────────────────────────────────────────────────────────────
+    # ── prompts and examples ──────────────────────────────────────────────────────────────────────
 
     def prompt(self, messages: Sequence[Message]) -> Array:
         """The tokens after which the assistant's next message begins."""
@@ -126,11 +140,14 @@ class ChatFormat:
             pieces, known = [], ""
         return self._joined([*pieces, (text[len(known) :], 0.0)]).tokens
 
-    def conversation(self, messages: Sequence[Message], train_on: TrainOn = ASSISTANT) -> list[Rendered]:
-        """A conversation as examples: one, unless the template writes earlier answers otherwise than the last.
+    def conversation(
+        self, messages: Sequence[Message], train_on: TrainOn = ASSISTANT
+    ) -> list[Rendered]:
+        """A conversation as examples: one, unless the template writes earlier answers otherwise
+        than the last.
 
-        Such templates (those that leave out earlier thoughts) give one example for each answer, so that each is
-        learned as it will be asked for.
+        Such templates (those that leave out earlier thoughts) give one example for each answer, so
+        that each is learned as it will be asked for.
 
         Args:
             messages: The conversation.
@@ -147,10 +164,14 @@ class ChatFormat:
         if train_on == "last":
             return [self._turn(messages, answers[-1])]
         pieces = self._pieces(messages)
-        return [self._joined(pieces)] if pieces else [self._turn(messages, index) for index in answers]
+        return (
+            [self._joined(pieces)] if pieces else [self._turn(messages, index) for index in answers]
+        )
 
     def pair(self, prompt: str, completion: str, train_on: TrainOn = ASSISTANT) -> Rendered:
-        """A text and how it goes on, put together as they are and ended; `train_on` "all" learns the prompt too."""
+        """A text and how it goes on, put together as they are and ended; `train_on` "all" learns
+        the prompt too.
+        """
         begun = [int(token) for token in self.tokenizer.encode(prompt)]
         rest = self.encode(completion)
         if self._eos is not None and rest[-1:] != [self._eos]:
@@ -165,17 +186,25 @@ class ChatFormat:
         return self._joined([(whole[:begin], 0.0), (whole[begin:], 1.0)])
 
     def _answer(self, messages: Sequence[Message], index: int) -> tuple[str, int]:
-        """The text up to the end of an answer, and where that answer begins: behind what would prompt for it."""
-        whole, prompt = self._text(messages[: index + 1]), self._text(messages[:index], generate=True)
+        """The text up to the end of an answer, and where that answer begins: behind what would
+        prompt for it.
+        """
+        whole, prompt = (
+            self._text(messages[: index + 1]),
+            self._text(messages[:index], generate=True),
+        )
         if whole.startswith(prompt):
             return whole, len(prompt)
         # Some templates prompt for thoughts and leave them out afterwards.
         return whole, next(
-            at for at, (one, other) in enumerate(zip(whole + "\0", prompt + "\1", strict=False)) if one != other
+            at
+            for at, (one, other) in enumerate(zip(whole + "\0", prompt + "\1", strict=False))
+            if one != other
         )
 
     def _pieces(self, messages: Sequence[Message]) -> list[tuple[str, float]] | None:
-        """The text up to the last answer, cut where answers begin and end; None when earlier ones are rewritten.
+        """The text up to the last answer, cut where answers begin and end; None when earlier ones
+        are rewritten.
 
         It is cut there because a prompt is tokenised before its answer is known.
         """
@@ -198,7 +227,10 @@ class ChatFormat:
             encoded = self.encode(text)
             own = [weight] * len(encoded)
             if weight and len(pieces) > 1:  # what follows the end of a turn is never asked for
-                last = max((at for at, token in enumerate(encoded) if token in self.stop_tokens), default=len(encoded))
+                last = max(
+                    (at for at, token in enumerate(encoded) if token in self.stop_tokens),
+                    default=len(encoded),
+                )
                 own[last + 1 :] = [0.0] * len(own[last + 1 :])
             tokens += encoded
             weights += own
@@ -210,7 +242,8 @@ def _answers(messages: Sequence[Message]) -> list[int]:
 
 
 class AnswerText:
-    """The text of an answer while its tokens come: never half a character, and nothing of what ends it.
+    """The text of an answer while its tokens come: never half a character, and nothing of what ends
+    it.
 
     Example:
         >>> answer = AnswerText(ChatFormat(tokenizer))
@@ -263,7 +296,12 @@ class AnswerText:
             self._held, self.ended = "", True
             return text[: min(found)]
         held = max(
-            (size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size])),
+            (
+                size
+                for stop in self._stops
+                for size in range(1, len(stop))
+                if text.endswith(stop[:size])
+            ),
             default=0,
         )
         self._held = text[len(text) - held :]

@@ -1,4 +1,6 @@
-"""The tokenizer of Kimi K2, which comes as a file of ranks for tiktoken instead of a tokenizer.json."""
+"""The tokenizer of Kimi K2, which comes as a file of ranks for tiktoken instead of a
+tokenizer.json.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ from tinkex.tokenizers import KIMI, KIMI_REVISION
 SPECIAL_TOKENS = 256
 Matching: TypeAlias = Literal["parity", "longest"]
 
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_UPPER, _LOWER = (
+    r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]",
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]",
+)
 _SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 PATTERN = "|".join(
     (
@@ -37,7 +42,8 @@ PATTERN = "|".join(
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """The ranks of a `tiktoken.model`: lines of base64, a blank and a number; others are passed over.
+    """The ranks of a `tiktoken.model`: lines of base64, a blank and a number; others are passed
+    over.
 
     Raises:
         ConfigurationError: There are none.
@@ -58,7 +64,9 @@ def read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def read_special_tokens(config: Mapping[str, Any], first: int) -> dict[str, int]:
-    """The special tokens, which follow the ranks: by their names in `tokenizer_config.json`, else as reserved ones."""
+    """The special tokens, which follow the ranks: by their names in `tokenizer_config.json`, else
+    as reserved ones.
+    """
     added = config.get("added_tokens_decoder")
     named = added if isinstance(added, Mapping) else {}
     tokens: dict[str, int] = {}
@@ -76,7 +84,8 @@ class KimiTokenizer:
         ranks: The bytes of each token and its id.
         special_tokens: Tokens that are taken whole, and their ids.
         pattern: How text is split first.
-        matching: Which special token is taken where one begins with another: tiktoken's own choice, or the longest.
+        matching: Which special token is taken where one begins with another: tiktoken's own choice,
+            or the longest.
 
     Raises:
         ConfigurationError: tiktoken is not installed.
@@ -90,7 +99,9 @@ class KimiTokenizer:
         matching: Matching = "parity",
     ) -> None:
         if matching not in ("parity", "longest"):
-            raise ValueError(f"special_token_matching must be 'parity' or 'longest', got {matching!r}")
+            raise ValueError(
+                f"special_token_matching must be 'parity' or 'longest', got {matching!r}"
+            )
         try:
             tiktoken: Any = importlib.import_module("tiktoken")
         except ImportError:
@@ -98,12 +109,19 @@ class KimiTokenizer:
                 f"the tokenizer of {KIMI} needs the package 'tiktoken'", hint="pip install tiktoken"
             ) from None
         self._encoding: Any = tiktoken.Encoding(
-            name="kimi", pat_str=pattern, mergeable_ranks=dict(ranks), special_tokens=dict(special_tokens)
+            name="kimi",
+            pat_str=pattern,
+            mergeable_ranks=dict(ranks),
+            special_tokens=dict(special_tokens),
         )
         self._special = dict(special_tokens)
         self._known = set(ranks.values()) | set(special_tokens.values())
         longest_first = sorted(special_tokens, key=len, reverse=True)
-        self._splitter = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if matching == "longest" else None
+        self._splitter = (
+            re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+            if matching == "longest"
+            else None
+        )
 
     @classmethod
     def load(
@@ -143,11 +161,14 @@ class KimiTokenizer:
         return len(self._known)
 
     def encode(self, text: str, allow_special_tokens: bool = True) -> list[int]:
-        """Text to token ids; text that spells a special token becomes it, unless that is not allowed."""
+        """Text to token ids; text that spells a special token becomes it, unless that is not
+        allowed.
+        """
         try:
             return self._encode(text, allow_special_tokens)
         except BaseException as error:
-            if type(error).__name__ != "PanicException":  # how tiktoken says that a byte is no token; no Exception
+            # how tiktoken says that a byte is no token; no Exception
+            if type(error).__name__ != "PanicException":
                 raise
             raise ValueError("the text has bytes that are no tokens") from error
 

@@ -50,7 +50,7 @@ class WhoamiResponse(Record, frozen=True, kw_only=True):
     email: str | None = None
 
 
-# ── audit ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── audit ─────────────────────────────────────────────────────────────────────────────────────────
 
 AuditEventType: TypeAlias = Literal["all", "checkpoints", "projects", "teams", "organizations"]
 """Which entries of the audit log to read."""
@@ -85,7 +85,7 @@ class AuditLogResponse(Record, frozen=True, kw_only=True):
     entries: list[AuditLogEntry]
 
 
-# ── billing ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── billing ───────────────────────────────────────────────────────────────────────────────────────
 
 
 class BillingEventMark(Variant):

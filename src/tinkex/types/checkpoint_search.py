@@ -55,9 +55,13 @@ class CheckpointSearchRequest(Record, frozen=True, kw_only=True, forbid_unknown_
     def __post_init__(self) -> None:
         if not 1 <= self.limit <= 200:
             raise ValueError(f"limit must be 1 to 200, got {self.limit}")
-        for name in ("project_ids", "user_metadata", "base_models"):  # each of them is a condition of a query
+        # each of them is a condition of a query
+        for name in ("project_ids", "user_metadata", "base_models"):
             if len(getattr(self, name) or ()) > MOST_CONDITIONS:
-                raise ValueError(f"{name} must have at most {MOST_CONDITIONS} items, got {len(getattr(self, name))}")
+                raise ValueError(
+                    f"{name} must have at most {MOST_CONDITIONS} items, got "
+                    f"{len(getattr(self, name))}"
+                )
 
 
 class CheckpointSearchResponse(Record, frozen=True, kw_only=True):

@@ -20,7 +20,8 @@ KINDS: dict[str, CheckpointType] = {
     "external_weights": "external",
 }
 SamplingClientKind: TypeAlias = Literal["snapshot", "inflight"]
-"""Which weights a sampling client uses: those it was made from, or the newest inflight save of its run."""
+"""Which weights a sampling client uses: those it was made from, or the newest inflight save of its
+run."""
 SCHEME = "tinker://"
 CONSOLE = "https://tinker.thinkingmachines.ai"
 
@@ -74,10 +75,14 @@ class ParsedCheckpointTinkerPath(Record, frozen=True, kw_only=True):
             )
         parts = tinker_path.removeprefix(SCHEME).split("/")
         if len(parts) != 3 or not all(parts):
-            raise ValueError(f"{tinker_path!r} is not a checkpoint path; expected tinker://<run>/<kind>/<name>")
+            raise ValueError(
+                f"{tinker_path!r} is not a checkpoint path; expected tinker://<run>/<kind>/<name>"
+            )
         run, kind, name = parts
         if kind not in KINDS:
-            raise ValueError(f"{tinker_path!r} has kind {kind!r}; expected one of {', '.join(KINDS)}")
+            raise ValueError(
+                f"{tinker_path!r} has kind {kind!r}; expected one of {', '.join(KINDS)}"
+            )
         return cls(
             tinker_path=tinker_path,
             training_run_id=run,
@@ -150,7 +155,8 @@ class SaveWeightsForSamplerRequest(Record, frozen=True, kw_only=True):
 
 
 class SaveWeightsForSamplerResponse(Record, frozen=True, kw_only=True):
-    """Where the sampler checkpoint lies. Calls leave `type` None, whatever the server says, as the official client.
+    """Where the sampler checkpoint lies. Calls leave `type` None, whatever the server says, as the
+    official client.
 
     Example:
         >>> saved = SaveWeightsForSamplerResponse(path="tinker://run-1/sampler_weights/final")
@@ -196,7 +202,8 @@ class SaveWeightsForSamplerResponseInternal(Record, frozen=True, kw_only=True):
 
 
 class LoadWeightsRequest(Record, frozen=True, kw_only=True):
-    """Load a checkpoint into a run: an existing one (model_id), or a new one (session_id and model_seq_id).
+    """Load a checkpoint into a run: an existing one (model_id), or a new one (session_id and
+    model_seq_id).
 
     Example:
         >>> LoadWeightsRequest(path="tinker://run-1/weights/step-100", optimizer=True, model_id="run-2").optimizer
@@ -462,7 +469,9 @@ class TrainingRun(Stamped, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         """Have the flag as one."""
         super().__post_init__()
-        msgspec.structs.force_setattr(self, "corrupted", str(self.corrupted).strip().lower() == "true")
+        msgspec.structs.force_setattr(
+            self, "corrupted", str(self.corrupted).strip().lower() == "true"
+        )
 
 
 class TrainingRunsResponse(Record, frozen=True, kw_only=True):

@@ -1,4 +1,6 @@
-"""Messages of custom losses: graphs that a server runs, and the parts of a loss that a client computes."""
+"""Messages of custom losses: graphs that a server runs, and the parts of a loss that a client
+computes.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ import msgspec
 from tinkex.types.record import Int64, Record, check_depth
 
 CustomLossInputRank: TypeAlias = Literal[0, 1, 2]
-"""How many dimensions an input has: one number, one for each token, one for each candidate of a token."""
+"""How many dimensions an input has: one number, one for each token, one for each candidate of a
+token."""
 CustomLossNodeOp: TypeAlias = Literal[
     "placeholder", "get_attr", "call_function", "call_method", "call_module", "output"
 ]
@@ -21,7 +24,8 @@ CustomLossNodeOp: TypeAlias = Literal[
 
 
 class CustomLossInput(Record, frozen=True, kw_only=True):
-    """An input of a custom loss: a scalar (rank 0), one value a token (1), or one a candidate of each token (2).
+    """An input of a custom loss: a scalar (rank 0), one value a token (1), or one a candidate of
+    each token (2).
 
     Example:
         >>> CustomLossInput(name="advantages", rank=1).rank
@@ -33,7 +37,8 @@ class CustomLossInput(Record, frozen=True, kw_only=True):
 
 
 class CustomLossNode(Record, frozen=True, kw_only=True):
-    """One step of a traced loss. Arguments are JSON values, or objects of one key such as `{"ref": node}`.
+    """One step of a traced loss. Arguments are JSON values, or objects of one key such as `{"ref":
+    node}`.
 
     Example:
         >>> node = CustomLossNode(op="call_method", name="total", target="sum", args=[{"ref": "logprobs"}])
@@ -99,7 +104,8 @@ class RegularizerSpec:
     """A regularizer as a term of a loss.
 
     Attributes:
-        fn: A callable that takes (data, logprobs) or (data, logprobs, opts), or an object with `compute`.
+        fn: A callable that takes (data, logprobs) or (data, logprobs, opts), or an object with
+            `compute`.
         weight: What its value is multiplied by; at least 0.
         name: What its numbers are called; may be left out when `fn` has a `name()`.
         async_: Whether it gives an awaitable or a future, to be waited for.
@@ -151,7 +157,10 @@ class RegularizerSpec:
             >>> spec.name, spec.async_
             ('size', False)
         """
-        given = {"async_" if name == "async" else name: value for name, value in {**(fields or {}), **others}.items()}
+        given = {
+            "async_" if name == "async" else name: value
+            for name, value in {**(fields or {}), **others}.items()
+        }
         if unknown := given.keys() - cls.__dataclass_fields__.keys():
             raise ValueError(f"a regularizer has no {min(unknown)!r}")
         for name in ("fn", "weight"):
@@ -164,13 +173,18 @@ def _check_form(fn: Any) -> None:
     if callable(getattr(fn, "compute", None)):
         return
     if not callable(fn):
-        raise ValueError(f"fn must be a callable or have compute(data, logprobs, opts), got {type(fn).__name__}")
+        raise ValueError(
+            f"fn must be a callable or have compute(data, logprobs, opts), got {type(fn).__name__}"
+        )
     if not (accepts(fn, 2) or accepts(fn, 3)):
-        raise ValueError(f"fn must take (data, logprobs) or (data, logprobs, opts); {fn!r} takes something else")
+        raise ValueError(
+            f"fn must take (data, logprobs) or (data, logprobs, opts); {fn!r} takes something else"
+        )
 
 
 def accepts(fn: Callable[..., Any], count: int) -> bool:
-    """Whether a callable can be called with so many positional arguments; true where nobody can tell.
+    """Whether a callable can be called with so many positional arguments; true where nobody can
+    tell.
 
     Example:
         >>> accepts(lambda data, logprobs: None, 2), accepts(lambda data, logprobs: None, 3)
@@ -188,7 +202,8 @@ def accepts(fn: Callable[..., Any], count: int) -> bool:
 
 
 def takes_opts(fn: Any) -> bool:
-    """Whether options are passed: to objects, to callables of three arguments, and to those whose third is `opts`.
+    """Whether options are passed: to objects, to callables of three arguments, and to those whose
+    third is `opts`.
 
     Example:
         >>> takes_opts(lambda data, logprobs: None), takes_opts(lambda data, logprobs, opts: None)
@@ -343,7 +358,9 @@ class CustomLossOutput(Record, frozen=True, kw_only=True):
             >>> CustomLossOutput.build(1.0).to_json()["base_loss"]
             {'value': 1.0, 'grad_norm': None, 'custom': {}}
         """
-        terms = {name: output.model_dump(exclude={"name"}) for name, output in self.regularizers.items()}
+        terms = {
+            name: output.model_dump(exclude={"name"}) for name, output in self.regularizers.items()
+        }
         fields: dict[str, Any] = {
             "loss_total": self.loss_total,
             "regularizers": terms,
@@ -364,10 +381,20 @@ class CustomLossOutput(Record, frozen=True, kw_only=True):
         """
         found: dict[str, Any] = dict(self.base_loss.custom) if self.base_loss is not None else {}
         if self.base_loss is not None:
-            found |= {"base_loss": self.base_loss.value, "base_loss/grad_norm": self.base_loss.grad_norm}
-        found |= {"regularizer_total": self.regularizer_total, "total_grad_norm": self.total_grad_norm}
+            found |= {
+                "base_loss": self.base_loss.value,
+                "base_loss/grad_norm": self.base_loss.grad_norm,
+            }
+        found |= {
+            "regularizer_total": self.regularizer_total,
+            "total_grad_norm": self.total_grad_norm,
+        }
         for name, output in self.regularizers.items():
-            own = {"value": output.value, "contribution": output.contribution, "grad_norm": output.grad_norm}
+            own = {
+                "value": output.value,
+                "contribution": output.contribution,
+                "grad_norm": output.grad_norm,
+            }
             found |= {f"{name}/{key}": value for key, value in {**output.custom, **own}.items()}
         numbers = {key: value for key, value in found.items() if isinstance(value, int | float)}
         return {key: float(value) for key, value in numbers.items()}

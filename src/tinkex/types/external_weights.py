@@ -11,7 +11,9 @@ from tinkex.types.record import Record
 from tinkex.types.training import LoraConfig
 
 
-class ExternalWeightsUploadStartRequest(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ExternalWeightsUploadStartRequest(
+    Record, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
     """Begin an upload of weights that were trained elsewhere, or exported before.
 
     Example:
@@ -39,7 +41,9 @@ class ExternalWeightsUploadStartResponse(Stamped, frozen=True, kw_only=True):
     expires: dt.datetime
 
 
-class ExternalWeightsUploadFinishRequest(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ExternalWeightsUploadFinishRequest(
+    Record, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
     """End an upload whose files are all there.
 
     Example:

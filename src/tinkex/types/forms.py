@@ -1,4 +1,6 @@
-"""Two forms that records share: times that always know their zone, and messages told apart by a tag."""
+"""Two forms that records share: times that always know their zone, and messages told apart by a
+tag.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from tinkex.types.record import Record
 
 
 class Stamped(Record, frozen=True, kw_only=True):
-    """A record with times. One that came without a zone is UTC: mixing the two kinds would fail when compared."""
+    """A record with times. One that came without a zone is UTC: mixing the two kinds would fail
+    when compared.
+    """
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -22,9 +26,11 @@ class Stamped(Record, frozen=True, kw_only=True):
 
 
 class Variant:
-    """The mark of a group of records of which a field holds one, told apart by their `type` (or another field).
+    """The mark of a group of records of which a field holds one, told apart by their `type` (or
+    another field).
 
-    msgspec's own tags would take `type` away from the fields; a mark that reads itself keeps it an ordinary one.
+    msgspec's own tags would take `type` away from the fields; a mark that reads itself keeps it an
+    ordinary one.
     """
 
     __slots__ = ()
@@ -39,7 +45,9 @@ class Variant:
         kinds: dict[Any, type[Any]] = {_tag_of(kind): kind for kind in subclasses}
         named = value.get(cls.TAG) if isinstance(value, dict) else None
         if not isinstance(named, str) or named not in kinds:
-            raise ValueError(f"{cls.TAG} is {named!r}; expected one of {', '.join(map(str, kinds))}")
+            raise ValueError(
+                f"{cls.TAG} is {named!r}; expected one of {', '.join(map(str, kinds))}"
+            )
         read: Self = kinds[named].from_wire(value)
         return read
 

@@ -49,7 +49,8 @@ class QueueState(StrEnum):
 
     @classmethod
     def parse(cls, value: Any) -> Self:
-        """The state a text names, whatever its case and surrounding blanks; anything else is unknown.
+        """The state a text names, whatever its case and surrounding blanks; anything else is
+        unknown.
 
         Args:
             value: The text.

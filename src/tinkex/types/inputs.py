@@ -1,4 +1,6 @@
-"""What goes into a model: chunks of tokens or media, model inputs, and the data a loss is computed on."""
+"""What goes into a model: chunks of tokens or media, model inputs, and the data a loss is computed
+on.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def token_array(tokens: Any) -> Array:
     if array.size == 0 and array.ndim <= 1:
         return EMPTY
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ValueError(f"tokens must be a flat list of integers, got shape {array.shape} of {array.dtype}")
+        raise ValueError(
+            f"tokens must be a flat list of integers, got shape {array.shape} of {array.dtype}"
+        )
     if int(array.min()) < 0 or int(array.max()) > MAX_TOKEN:
         raise ValueError("token ids must lie between 0 and 2**31 - 1")
     return array.astype(np.int32, copy=False)
@@ -95,7 +99,9 @@ class EncodedTextChunk(Fixed):
         return cls(tokens=value["tokens"], type=value.get("type", "encoded_text"))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, EncodedTextChunk) and np.array_equal(self.tokens_np, other.tokens_np)
+        return isinstance(other, EncodedTextChunk) and np.array_equal(
+            self.tokens_np, other.tokens_np
+        )
 
     def __hash__(self) -> int:
         return hash(self.tokens_np.tobytes())
@@ -108,7 +114,9 @@ class EncodedTextChunk(Fixed):
 
 
 def text_chunk(tokens: Array) -> EncodedTextChunk:
-    """A chunk of an int32 array as it is: what comes off the wire is checked against the model it is for."""
+    """A chunk of an int32 array as it is: what comes off the wire is checked against the model it
+    is for.
+    """
     chunk = EncodedTextChunk.__new__(EncodedTextChunk)
     put(chunk, "tokens_np", tokens)
     return chunk
@@ -215,7 +223,9 @@ def _expected(tokens: int | None, name: str) -> int:
 
 
 def _container_rows(blob: bytes) -> int:
-    """First dimension of a tensor container: optional marker 254, dtype byte, varint rank, varint dimensions."""
+    """First dimension of a tensor container: optional marker 254, dtype byte, varint rank, varint
+    dimensions.
+    """
     position = 1 if blob[:1] == b"\xfe" else 0
     position += 1
     rank, position = _varint(blob, position)
@@ -328,7 +338,8 @@ class ModelInput(Fixed):
             An input of one chunk.
 
         Raises:
-            TokenizerError: Neither a tokenizer nor a model name was given, or the text is none; it is a ValueError.
+            TokenizerError: Neither a tokenizer nor a model name was given, or the text is none; it
+                is a ValueError.
 
         Example:
             >>> from tinkex.tokenizers import load_tokenizer
@@ -340,12 +351,16 @@ class ModelInput(Fixed):
             # By name and only here: types are the lowest layer and cost nothing to import.
             tokenizers: Any = importlib.import_module("tinkex.tokenizers")
             if tokenizer is not None:
-                raise tokenizers.TokenizerError(f"{min(options)} has no effect on a tokenizer that is given")
+                raise tokenizers.TokenizerError(
+                    f"{min(options)} has no effect on a tokenizer that is given"
+                )
             if not isinstance(model_name, str) or not model_name:
                 raise tokenizers.TokenizerError("from_text needs a tokenizer or a model_name")
             if add_special_tokens:
                 return cls.from_ints(tokenizers.encode(text, model_name, **options))
-            tokenizer = tokenizers.get_or_load_tokenizer(tokenizers.get_tokenizer_id(model_name), **options)
+            tokenizer = tokenizers.get_or_load_tokenizer(
+                tokenizers.get_tokenizer_id(model_name), **options
+            )
         return cls.from_ints(tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     @classmethod
@@ -610,15 +625,18 @@ def _span_wire(span: ProvenanceSpan) -> dict[str, Any]:
 
 def _check_tiling(name: str, spans: Sequence[ProvenanceSpan], length: int) -> None:
     if (covered := sum(span.length for span in spans)) != length:
-        raise ValueError(f"the spans of {name} cover {covered} positions of {length}; they must cover each once")
+        raise ValueError(
+            f"the spans of {name} cover {covered} positions of {length}; they must cover each once"
+        )
 
 
 @dataclasses.dataclass(init=False, eq=False, repr=False, frozen=True, slots=True)
 class Datum(Wired):
     """One training example: the tokens a model reads and the tensors its loss is computed from.
 
-    Values of `loss_fn_inputs` may be lists, numpy arrays, torch tensors or TensorData. Two-dimensional torch tensors of
-    target tokens or weights are stored sparsely when that is smaller. `with_provenance` adds where tokens came from.
+    Values of `loss_fn_inputs` may be lists, numpy arrays, torch tensors or TensorData.
+    Two-dimensional torch tensors of target tokens or weights are stored sparsely when that is
+    smaller. `with_provenance` adds where tokens came from.
 
     Example:
         >>> datum = Datum(ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3], "weights": [0, 1.0]})
@@ -648,19 +666,28 @@ class Datum(Wired):
         if not isinstance(model_input, ModelInput):
             model_input = read_input(model_input, "model_input")
         if loss_fn_inputs is not None and not isinstance(loss_fn_inputs, Mapping):
-            raise TypeError(f"loss_fn_inputs must map names to tensors, got a {type(loss_fn_inputs).__name__}")
+            raise TypeError(
+                f"loss_fn_inputs must map names to tensors, got a {type(loss_fn_inputs).__name__}"
+            )
         for name in loss_fn_inputs or ():
             if not isinstance(name, str):
                 raise TypeError(f"loss_fn_inputs must map names to tensors, got the name {name!r}")
-        tensors = {name: _input_tensor(name, value) for name, value in (loss_fn_inputs or {}).items()}
+        tensors = {
+            name: _input_tensor(name, value) for name, value in (loss_fn_inputs or {}).items()
+        }
         put(self, "model_input", model_input)
         put(self, "loss_fn_inputs", tensors)
         put(self, "model_input_spans", _spans(model_input_spans, "model_input_spans"))
         put(self, "loss_fn_input_spans", _spans(loss_fn_input_spans, "loss_fn_input_spans"))
         if (model_input_spans is None) != (loss_fn_input_spans is None):
-            raise ValueError("provenance comes in pairs: give model_input_spans and loss_fn_input_spans, or neither")
+            raise ValueError(
+                "provenance comes in pairs: give model_input_spans and loss_fn_input_spans, or "
+                "neither"
+            )
 
-    def with_provenance(self, model_input: ProvenanceSpans, loss_fn_inputs: ProvenanceSpans) -> Self:
+    def with_provenance(
+        self, model_input: ProvenanceSpans, loss_fn_inputs: ProvenanceSpans
+    ) -> Self:
         """With spans that say where its tokens came from.
 
         Args:
@@ -690,11 +717,15 @@ class Datum(Wired):
     @property
     def nbytes(self) -> int:
         """Size on the wire, as the protocol estimates it for cutting chunks."""
-        return self.model_input._size(per_token=4) + sum(tensor.nbytes for tensor in self.loss_fn_inputs.values())
+        return self.model_input._size(per_token=4) + sum(
+            tensor.nbytes for tensor in self.loss_fn_inputs.values()
+        )
 
     @property
     def estimated_bytes(self) -> int:
-        """Size as budgets of requests count it: ten bytes a token and a number, and media as they are."""
+        """Size as budgets of requests count it: ten bytes a token and a number, and media as they
+        are.
+        """
         numbers = sum(tensor.values.size for tensor in self.loss_fn_inputs.values())
         return self.model_input.estimated_bytes + 10 * numbers
 
@@ -741,7 +772,12 @@ class Datum(Wired):
         except ValueError as error:
             raise ValueError(f"model_input: {error}") from None
         try:
-            return cls(model_input, tensors, value.get("model_input_spans"), value.get("loss_fn_input_spans"))
+            return cls(
+                model_input,
+                tensors,
+                value.get("model_input_spans"),
+                value.get("loss_fn_input_spans"),
+            )
         except TypeError as error:
             raise ValueError(f"bad provenance: {error}") from None
 
@@ -755,7 +791,10 @@ class Datum(Wired):
 
     def __repr__(self) -> str:
         spans = "" if self.model_input_spans is None else ", with provenance"
-        return f"Datum(model_input={self.model_input!r}, loss_fn_inputs={self.loss_fn_inputs!r}{spans})"
+        return (
+            f"Datum(model_input={self.model_input!r}, "
+            f"loss_fn_inputs={self.loss_fn_inputs!r}{spans})"
+        )
 
     def __reduce__(self) -> Any:
         return (type(self), tuple(getattr(self, name) for name in self.FIELDS))
@@ -768,7 +807,9 @@ def _wired_tensor(name: str, value: Any) -> TensorData:
             with np.errstate(over="raise", invalid="raise"):
                 return _input_tensor(name, value)
         except FloatingPointError:
-            raise ValueError(f"loss_fn_inputs[{name!r}]: holds a number that its dtype cannot hold") from None
+            raise ValueError(
+                f"loss_fn_inputs[{name!r}]: holds a number that its dtype cannot hold"
+            ) from None
     try:
         return TensorData.from_wire(value)
     except ValueError as error:
@@ -779,7 +820,11 @@ def read_input(value: Any, name: str) -> ModelInput:
     """A model input in its JSON form; anything else is refused with what to write instead."""
     if isinstance(value, Mapping):
         return ModelInput(**value)
-    how = "ModelInput.from_text(text, tokenizer=...)" if isinstance(value, str) else "ModelInput.from_ints(tokens)"
+    how = (
+        "ModelInput.from_text(text, tokenizer=...)"
+        if isinstance(value, str)
+        else "ModelInput.from_ints(tokens)"
+    )
     raise TypeError(f"{name} must be a ModelInput, got a {type(value).__name__}: use {how}")
 
 

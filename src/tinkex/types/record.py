@@ -1,8 +1,9 @@
 """The bases of every message, with the methods programs expect of a model.
 
-A plain message is a `Record`: an immutable msgspec struct. What holds bulk data (tokens, tensors), keeps fields it does
-not know, or has several spellings is a `Wired` class instead: it writes and reads its own JSON, and may be a field of a
-record. `to_builtins` and `from_builtins` convert either kind to and from JSON-ready values.
+A plain message is a `Record`: an immutable msgspec struct. What holds bulk data (tokens, tensors),
+keeps fields it does not know, or has several spellings is a `Wired` class instead: it writes and
+reads its own JSON, and may be a field of a record. `to_builtins` and `from_builtins` convert either
+kind to and from JSON-ready values.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ def parse_literal(kind: Any, value: Any) -> Any:
         >>> parse_literal(TensorDtype, "int64"), parse_literal(TensorDtype, "int8")
         ('int64', None)
     """
-    return next((known for known in get_args(kind) if type(known) is type(value) and known == value), None)
+    return next(
+        (known for known in get_args(kind) if type(known) is type(value) and known == value), None
+    )
 
 
 class Wired(metaclass=WiredMeta):
@@ -116,11 +119,14 @@ class Wired(metaclass=WiredMeta):
             [3]
         """
         source = copy.deepcopy(self) if deep else self
-        return type(self)(**{name: getattr(source, name) for name in self.FIELDS} | dict(update or {}))
+        return type(self)(
+            **{name: getattr(source, name) for name in self.FIELDS} | dict(update or {})
+        )
 
     @classmethod
     def model_validate(cls, value: Any, **_: Any) -> Self:
-        """Build from a dictionary (or return an instance as it is); `ValueError` says what is wrong.
+        """Build from a dictionary (or return an instance as it is); `ValueError` says what is
+        wrong.
 
         Example:
             >>> EncodedTextChunk.model_validate({"tokens": [1, 2], "type": "encoded_text"}).length
@@ -148,12 +154,16 @@ class Wired(metaclass=WiredMeta):
 
 
 class Fixed(Wired):
-    """A wired type whose fields never change once it is made; `put` sets them while it is being made."""
+    """A wired type whose fields never change once it is made; `put` sets them while it is being
+    made.
+    """
 
     __slots__ = ()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"{type(self).__name__} cannot be changed; make a copy with another {name}")
+        raise AttributeError(
+            f"{type(self).__name__} cannot be changed; make a copy with another {name}"
+        )
 
     def __delattr__(self, name: str) -> None:
         raise AttributeError(f"{type(self).__name__} cannot be changed; {name} stays")
@@ -198,7 +208,9 @@ def _fields(record: Record, keep_none: bool) -> dict[str, Any]:
     sent = {}
     for name in record.__struct_fields__:
         value = getattr(record, name)
-        if name in record.NOT_SENT or (value is None and not keep_none and name not in record.SENT_AS_NULL):
+        if name in record.NOT_SENT or (
+            value is None and not keep_none and name not in record.SENT_AS_NULL
+        ):
             continue
         if name in record.SENT_WHEN_SET and record.SENT_WHEN_SET[name] == value:
             continue
@@ -237,13 +249,24 @@ def from_json(kind: type[T], body: bytes) -> T:
 
 
 def _without_nulls(kind: Any, value: Any) -> Any:
-    """Decoded JSON less the nulls for what need not be given: some clients write one where others write nothing."""
+    """Decoded JSON less the nulls for what need not be given: some clients write one where others
+    write nothing.
+    """
     if isinstance(value, list):
-        inner = next((get_args(one)[0] for one in (kind, *get_args(kind)) if get_origin(one) is list), None)
+        inner = next(
+            (get_args(one)[0] for one in (kind, *get_args(kind)) if get_origin(one) is list), None
+        )
         return [_without_nulls(inner, item) for item in value]
     if not isinstance(value, dict):
         return value
-    record = next((one for one in (kind, *get_args(kind)) if isinstance(one, type) and issubclass(one, Record)), None)
+    record = next(
+        (
+            one
+            for one in (kind, *get_args(kind))
+            if isinstance(one, type) and issubclass(one, Record)
+        ),
+        None,
+    )
     if record is None:
         return value
     fields = {field.name: field for field in msgspec.structs.fields(record)}
@@ -280,7 +303,9 @@ def _unsendable(value: Any, path: str = "") -> str | None:
         items = ((f"{path}.{name}" if path else str(name), item) for name, item in value.items())
     elif isinstance(value, list):
         items = ((f"{path}[{index}]", item) for index, item in enumerate(value))
-    return next((told for name, item in items if (told := _unsendable(item, name)) is not None), None)
+    return next(
+        (told for name, item in items if (told := _unsendable(item, name)) is not None), None
+    )
 
 
 def _finite(value: Any) -> Any:
@@ -300,7 +325,8 @@ def _finite(value: Any) -> Any:
 
 
 class Record(msgspec.Struct, metaclass=RecordMeta, frozen=True, kw_only=True):
-    """An immutable message. Unknown keywords are refused; unknown fields of a decoded message are ignored.
+    """An immutable message. Unknown keywords are refused; unknown fields of a decoded message are
+    ignored.
 
     Example:
         >>> params = SamplingParams(max_tokens=16, temperature=0.7)
@@ -344,12 +370,20 @@ class Record(msgspec.Struct, metaclass=RecordMeta, frozen=True, kw_only=True):
             value = getattr(self, name)
             skipped = (exclude_none and value is None) or name in self.NOT_SENT
             skipped = skipped or (name in self.SENT_WHEN_SET and self.SENT_WHEN_SET[name] == value)
-            if not skipped and not (name in usual and usual[name] == value) and _wanted(name, include, exclude):
+            if (
+                not skipped
+                and not (name in usual and usual[name] == value)
+                and _wanted(name, include, exclude)
+            ):
                 dumped[name] = self._dump_field(value, mode, exclude_none)
         return dumped
 
     def _dump_field(self, value: Any, mode: str, exclude_none: bool) -> Any:
-        return to_builtins(value, keep_none=not exclude_none) if mode == "json" else _dump(value, exclude_none)
+        return (
+            to_builtins(value, keep_none=not exclude_none)
+            if mode == "json"
+            else _dump(value, exclude_none)
+        )
 
     def model_dump_json(self, *, indent: int | None = None, **options: Any) -> str:
         """The fields as a JSON string; options as for `model_dump`.
@@ -374,7 +408,8 @@ class Record(msgspec.Struct, metaclass=RecordMeta, frozen=True, kw_only=True):
 
     @classmethod
     def model_validate(cls, value: Any, **_: Any) -> Self:
-        """Build from a dictionary (or return an instance as it is); `ValueError` names the bad field.
+        """Build from a dictionary (or return an instance as it is); `ValueError` names the bad
+        field.
 
         Example:
             >>> AdamParams.model_validate({"learning_rate": 0.001, "weight_decay": 0.1}).weight_decay
@@ -454,7 +489,11 @@ def check_depth(value: Any, name: str) -> None:
     """Refuse a value that is nested deeper than anyone can mean: others walk it by recursion."""
     level = [value]
     for _ in range(DEEPEST + 1):
-        held = [one.values() if isinstance(one, Mapping) else one for one in level if isinstance(one, Mapping | list)]
+        held = [
+            one.values() if isinstance(one, Mapping) else one
+            for one in level
+            if isinstance(one, Mapping | list)
+        ]
         level = [item for items in held for item in items]
         if not level:
             return
@@ -472,10 +511,14 @@ def _dump(value: Any, exclude_none: bool) -> Any:
 
 
 def pydantic_schema(kind: type[Any]) -> Any:
-    """Let `kind` be a field of a user's pydantic model (pydantic is imported only by who already uses it)."""
+    """Let `kind` be a field of a user's pydantic model (pydantic is imported only by who already
+    uses it).
+    """
     from pydantic_core import core_schema
 
     return core_schema.no_info_plain_validator_function(
         lambda value: from_builtins(kind, value),
-        serialization=core_schema.plain_serializer_function_ser_schema(lambda v: to_builtins(v, keep_none=True)),
+        serialization=core_schema.plain_serializer_function_ser_schema(
+            lambda v: to_builtins(v, keep_none=True)
+        ),
     )

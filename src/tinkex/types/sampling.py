@@ -9,14 +9,24 @@ from typing import Any, ClassVar, Literal, Self, TypeAlias
 import numpy as np
 
 from tinkex.types.inputs import ModelInput, read_input, token_array
-from tinkex.types.record import Int64, Record, Wired, from_builtins, number, parse_literal, settle, whole
+from tinkex.types.record import (
+    Int64,
+    Record,
+    Wired,
+    from_builtins,
+    number,
+    parse_literal,
+    settle,
+    whole,
+)
 from tinkex.types.sampling_params import SamplingParams as SamplingParams
 from tinkex.types.tensors import Array, TensorData
 
 StopReason: TypeAlias = Literal["length", "stop"]
 """Why a sample ended: at its longest, or at a stop token or string."""
 TopkList: TypeAlias = list[list[tuple[int, float]] | None]
-"""For each position the likeliest tokens with their log-probabilities; None where nothing was computed."""
+"""For each position the likeliest tokens with their log-probabilities; None where nothing was
+computed."""
 
 EMPTY_CELL = -99999.0
 """Log-probability of an unused cell in a top-k table; its token id is 0."""
@@ -52,15 +62,25 @@ class SampleRequest(Record, frozen=True, kw_only=True):
             settle(self, "prompt", read_input(self.prompt, "prompt"))
         if not isinstance(self.sampling_params, SamplingParams):
             settle(self, "sampling_params", from_builtins(SamplingParams, self.sampling_params))
-        for name in ("num_samples", "topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
+        for name in (
+            "num_samples",
+            "topk_prompt_logprobs",
+            "topk_sample_logprobs",
+            "prompt_alt_tokens_k",
+        ):
             settle(self, name, whole(getattr(self, name), name))
         if self.prompt_logprobs_last_n is not None:
-            settle(self, "prompt_logprobs_last_n", whole(self.prompt_logprobs_last_n, "prompt_logprobs_last_n"))
+            settle(
+                self,
+                "prompt_logprobs_last_n",
+                whole(self.prompt_logprobs_last_n, "prompt_logprobs_last_n"),
+            )
 
 
 @dataclasses.dataclass(eq=False, frozen=True, slots=True)
 class TopkLogprobs:
-    """The k likeliest tokens at each of `length` positions, best first; unused cells hold EMPTY_CELL.
+    """The k likeliest tokens at each of `length` positions, best first; unused cells hold
+    EMPTY_CELL.
 
     Example:
         >>> table = TopkLogprobs(np.array([[464, 262]]), np.array([[-0.5, -1.5]]))
@@ -99,13 +119,16 @@ class TopkLogprobs:
 def _same(first: Any, second: Any) -> bool:
     """Equality of two fields, arrays by content; missing values are equal to missing values."""
     if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
-        return np.array_equal(first, second, equal_nan=first.dtype.kind == "f" and second.dtype.kind == "f")
+        return np.array_equal(
+            first, second, equal_nan=first.dtype.kind == "f" and second.dtype.kind == "f"
+        )
     return type(first) is type(second) and bool(first == second)
 
 
 @dataclasses.dataclass(eq=False, repr=False, frozen=True, slots=True)
 class SampledSequence(Wired):
-    """One sample. `tokens` and `logprobs` read as lists; `tokens_np` and `logprobs_np` are the arrays behind them.
+    """One sample. `tokens` and `logprobs` read as lists; `tokens_np` and `logprobs_np` are the
+    arrays behind them.
 
     Example:
         >>> told = {"tokens": [7, 2], "logprobs": [-0.5, -0.25], "stop_reason": "stop"}
@@ -139,7 +162,8 @@ class SampledSequence(Wired):
 
     @property
     def weights_versions(self) -> list[int] | None:
-        """The version of the weights that drew each token, where an in-flight sampler of a tinkex server drew it.
+        """The version of the weights that drew each token, where an in-flight sampler of a tinkex
+        server drew it.
 
         Versions count the in-flight saves of a run from 1.
 
@@ -200,7 +224,11 @@ class SampledSequence(Wired):
             >>> SampledSequence("length", tokens_np=np.array([7, 2])).to_wire()
             {'stop_reason': 'length', 'tokens': [7, 2], 'logprobs': None}
         """
-        wire: dict[str, Any] = {"stop_reason": self.stop_reason, "tokens": self.tokens, "logprobs": self.logprobs}
+        wire: dict[str, Any] = {
+            "stop_reason": self.stop_reason,
+            "tokens": self.tokens,
+            "logprobs": self.logprobs,
+        }
         if self.weights_versions_np is not None:
             wire["weights_versions"] = self.weights_versions
         return wire
@@ -250,7 +278,9 @@ class SampledSequence(Wired):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, SampledSequence):
             return NotImplemented
-        return all(_same(mine, theirs) for mine, theirs in zip(self._state(), other._state(), strict=True))
+        return all(
+            _same(mine, theirs) for mine, theirs in zip(self._state(), other._state(), strict=True)
+        )
 
     __hash__ = None  # type: ignore[assignment]  # arrays have none
 
@@ -316,7 +346,9 @@ class SampleResponse(Wired):
         """One value per prompt token; None where there is none, as for the first."""
         if self._prompt_logprobs_list is None and self.prompt_logprobs_np is not None:
             object.__setattr__(
-                self, "_prompt_logprobs_list", [None if p != p else p for p in self.prompt_logprobs_np.tolist()]
+                self,
+                "_prompt_logprobs_list",
+                [None if p != p else p for p in self.prompt_logprobs_np.tolist()],
             )
         return self._prompt_logprobs_list
 
@@ -324,7 +356,9 @@ class SampleResponse(Wired):
     def topk_prompt_logprobs(self) -> TopkList | None:
         """The likeliest tokens at each prompt position, when asked for."""
         if self._topk_prompt_logprobs_list is None and self.topk_prompt_logprobs_np is not None:
-            object.__setattr__(self, "_topk_prompt_logprobs_list", self.topk_prompt_logprobs_np.tolist())
+            object.__setattr__(
+                self, "_topk_prompt_logprobs_list", self.topk_prompt_logprobs_np.tolist()
+            )
         return self._topk_prompt_logprobs_list
 
     def named(self, sequence_ids: Sequence[str]) -> SampleResponse:
@@ -341,7 +375,10 @@ class SampleResponse(Wired):
             'seq-1'
         """
         count = len(sequence_ids)
-        named = [sequence.named(name) for sequence, name in zip(self.sequences, sequence_ids, strict=False)]
+        named = [
+            sequence.named(name)
+            for sequence, name in zip(self.sequences, sequence_ids, strict=False)
+        ]
         return SampleResponse(named + self.sequences[count:], *self._state()[1:])
 
     def to_wire(self) -> dict[str, Any]:
@@ -351,7 +388,10 @@ class SampleResponse(Wired):
             >>> SampleResponse([SampledSequence("stop", tokens_np=np.array([7]))]).to_wire()["sequences"]
             [{'stop_reason': 'stop', 'tokens': [7], 'logprobs': None}]
         """
-        wire: dict[str, Any] = {"sequences": [s.to_wire() for s in self.sequences], "type": "sample"}
+        wire: dict[str, Any] = {
+            "sequences": [s.to_wire() for s in self.sequences],
+            "type": "sample",
+        }
         if (logprobs := self.prompt_logprobs) is not None:
             wire["prompt_logprobs"] = logprobs
         if (topk := self.topk_prompt_logprobs) is not None:
@@ -383,7 +423,9 @@ class SampleResponse(Wired):
         return cls(
             [SampledSequence.from_wire(item) for item in value["sequences"]],
             prompt_logprobs_np=_floats(value.get("prompt_logprobs")),
-            prompt_cache_hit_tokens=whole(value.get("prompt_cache_hit_tokens") or 0, "prompt_cache_hit_tokens"),
+            prompt_cache_hit_tokens=whole(
+                value.get("prompt_cache_hit_tokens") or 0, "prompt_cache_hit_tokens"
+            ),
             _topk_prompt_logprobs_list=_topk(value.get("topk_prompt_logprobs")),
         )
 
@@ -403,7 +445,9 @@ class SampleResponse(Wired):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, SampleResponse):
             return NotImplemented
-        return all(_same(mine, theirs) for mine, theirs in zip(self._state(), other._state(), strict=True))
+        return all(
+            _same(mine, theirs) for mine, theirs in zip(self._state(), other._state(), strict=True)
+        )
 
     __hash__ = None  # type: ignore[assignment]  # arrays have none
 
@@ -429,7 +473,9 @@ def _versions(values: Any, tokens: int) -> Array | None:
     except (OverflowError, TypeError, ValueError) as error:
         raise ValueError(f"malformed weights_versions: {error}") from None
     if versions.shape != (tokens,):
-        raise ValueError(f"malformed weights_versions: there are {tokens} tokens, and {versions.size} versions")
+        raise ValueError(
+            f"malformed weights_versions: there are {tokens} tokens, and {versions.size} versions"
+        )
     return versions
 
 
@@ -483,7 +529,9 @@ class SampleStreamChunk(Record, frozen=True, kw_only=True, dict=True):
         """
         if value.get("error") is not None:
             return cls.error(str(value["error"]))
-        fields = {name: value[name] for name in cls.__struct_fields__ if value.get(name) is not None}
+        fields = {
+            name: value[name] for name in cls.__struct_fields__ if value.get(name) is not None
+        }
         if fields.get("finish_reason") is not None:
             fields["event_type"] = "done"
         return from_builtins(cls, fields)
@@ -526,8 +574,8 @@ class SampleStreamChunk(Record, frozen=True, kw_only=True, dict=True):
     def text(self) -> str:
         """The text that the chunk adds to its sample: whole characters only.
 
-        The text of a character of several tokens is in the chunk of the last one; what is left at the end is in the
-        last chunk. The tokenizer is loaded when this is first looked at.
+        The text of a character of several tokens is in the chunk of the last one; what is left at
+        the end is in the last chunk. The tokenizer is loaded when this is first looked at.
 
         Example:
             >>> stream = sampler.sample_stream(prompt, SamplingParams(max_tokens=2, temperature=0))

@@ -23,8 +23,8 @@ LONGEST_BAD_WORD = 256
 class SamplingParams(Record, frozen=True, kw_only=True):
     """How to sample. `stop` absent ends at the end-of-text tokens; an empty list never stops early.
 
-    `min_p` and the fields after it are tinkex's own: they are sent only when they are set, and other
-    servers may refuse or ignore them.
+    `min_p` and the fields after it are tinkex's own: they are sent only when they are set, and
+    other servers may refuse or ignore them.
 
     Example:
         >>> SamplingParams(max_tokens=16, temperature=0.7).top_k
@@ -49,7 +49,8 @@ class SamplingParams(Record, frozen=True, kw_only=True):
     min_p: float = 0.0
     """Tokens less likely than this share of the likeliest token are not drawn."""
     repetition_penalty: float = 1.0
-    """Divides positive logits, and multiplies negative ones, of tokens of the prompt and the output."""
+    """Divides positive logits, and multiplies negative ones, of tokens of the prompt and the
+    output."""
     presence_penalty: float = 0.0
     """Taken off the logit of each token of the output."""
     frequency_penalty: float = 0.0
@@ -60,7 +61,14 @@ class SamplingParams(Record, frozen=True, kw_only=True):
     """Texts and sequences of tokens that are not drawn."""
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+        for name in (
+            "temperature",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+        ):
             settle(self, name, number(getattr(self, name), name))
         settle(self, "top_k", whole(self.top_k, "top_k"))
         for name in ("max_tokens", "seed"):
@@ -69,7 +77,11 @@ class SamplingParams(Record, frozen=True, kw_only=True):
         if self.stop is not None and not isinstance(self.stop, str):
             if len({isinstance(item, str) for item in self.stop}) > 1:
                 raise ValueError("stop must be all strings or all token ids")
-            settle(self, "stop", [item if isinstance(item, str) else whole(item, "stop") for item in self.stop])
+            settle(
+                self,
+                "stop",
+                [item if isinstance(item, str) else whole(item, "stop") for item in self.stop],
+            )
         if self.max_tokens is not None and self.max_tokens < 0:
             raise ValueError("max_tokens must be >= 0")
         if not self.temperature >= 0 or self.temperature == float("inf"):
@@ -99,11 +111,14 @@ class SamplingParams(Record, frozen=True, kw_only=True):
         least, largest = REPETITION
         if not least <= self.repetition_penalty <= largest:
             raise ValueError(
-                f"repetition_penalty must be between {least} and {largest:g} (1 is off), got {self.repetition_penalty}"
+                f"repetition_penalty must be between {least} and {largest:g} (1 is off), got "
+                f"{self.repetition_penalty}"
             )
         for name in ("presence_penalty", "frequency_penalty"):
             if not -PENALTY <= getattr(self, name) <= PENALTY:
-                raise ValueError(f"{name} must be between -2 and 2 (0 is off), got {getattr(self, name)}")
+                raise ValueError(
+                    f"{name} must be between -2 and 2 (0 is off), got {getattr(self, name)}"
+                )
 
 
 def _biases(given: Any) -> dict[int, float] | None:
@@ -117,7 +132,9 @@ def _biases(given: Any) -> dict[int, float] | None:
     biases = {_token(key, "logit_bias"): number(bias, "logit_bias") for key, bias in given.items()}
     for token, bias in biases.items():
         if not abs(bias) <= BIAS or math.isnan(bias):
-            raise ValueError(f"logit_bias of token {token} must be between -100 and 100, got {bias}")
+            raise ValueError(
+                f"logit_bias of token {token} must be between -100 and 100, got {bias}"
+            )
     return biases
 
 
@@ -126,7 +143,10 @@ def _bad_words(given: Any) -> list[str | list[int]] | None:
     if given is None:
         return None
     if isinstance(given, str) or not hasattr(given, "__iter__"):
-        raise ValueError(f"bad_words must be a list of texts or of lists of token ids, got {type(given).__name__}")
+        raise ValueError(
+            "bad_words must be a list of texts or of lists of token ids, got "
+            f"{type(given).__name__}"
+        )
     words = [word if isinstance(word, str) else _sequence(word) for word in given]
     if len(words) > MOST_BAD_WORDS:
         raise ValueError(f"bad_words takes at most {MOST_BAD_WORDS} entries, got {len(words)}")
@@ -135,13 +155,19 @@ def _bad_words(given: Any) -> list[str | list[int]] | None:
             raise ValueError("bad_words must not hold an empty entry")
         if len(word) > LONGEST_BAD_WORD:
             kind = "characters" if isinstance(word, str) else "tokens"
-            raise ValueError(f"an entry of bad_words has {len(word)} {kind}; at most {LONGEST_BAD_WORD} are taken")
+            raise ValueError(
+                f"an entry of bad_words has {len(word)} {kind}; at most {LONGEST_BAD_WORD} are "
+                "taken"
+            )
     return words or None
 
 
 def _sequence(word: Any) -> list[int]:
     if not hasattr(word, "__iter__"):
-        raise ValueError(f"an entry of bad_words must be a text or a list of token ids, got {type(word).__name__}")
+        raise ValueError(
+            "an entry of bad_words must be a text or a list of token ids, got "
+            f"{type(word).__name__}"
+        )
     return [_token(token, "bad_words") for token in word]
 
 

@@ -52,9 +52,11 @@ class ClientConfigResponse(Record, frozen=True, kw_only=True):
     custom_loss_server_side: bool = False
     sample_join_sampling_session: bool = False
     batched_results: bool = False
-    """Of this project's servers, and ignored by other clients: a batched poll can bring the results themselves."""
+    """Of this project's servers, and ignored by other clients: a batched poll can bring the results
+    themselves."""
     proto_write_fwdbwd: bool = False
-    """Of clients before 0.25, which send passes as protobuf when they are told to; others do so anyway."""
+    """Of clients before 0.25, which send passes as protobuf when they are told to; others do so
+    anyway."""
     fwd_via_fwdbwd: bool = False
     """Of the same clients: a pass without a gradient goes the same way."""
     create_model_via_load_weights: bool = False
@@ -200,7 +202,10 @@ class GetServerCapabilitiesResponse(Record, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         listed = [model for model in self.supported_models if model is not None]
-        models = [SupportedModel(model_name=model) if isinstance(model, str) else model for model in listed]
+        models = [
+            SupportedModel(model_name=model) if isinstance(model, str) else model
+            for model in listed
+        ]
         settle(self, "supported_models", [SupportedModel.model_validate(model) for model in models])
 
     def model_names(self) -> list[str | None]:
@@ -317,7 +322,8 @@ class RequestFailedResponse(Record, frozen=True, kw_only=True):
 
 
 class TryAgainResponse(Record, frozen=True, kw_only=True):
-    """An operation that is still going on; `ValueError` says what is wrong with one that makes no sense.
+    """An operation that is still going on; `ValueError` says what is wrong with one that makes no
+    sense.
 
     Example:
         >>> waiting = TryAgainResponse(request_id="request-1", queue_state="paused_capacity", retry_after_ms=500)
@@ -382,7 +388,8 @@ class FuturesRetrieveRequest(Record, frozen=True, kw_only=True):
     timeout: float | None = None
     retrieved_request_ids: list[str] = msgspec.field(default_factory=list)
     inline_bytes: Int64 | None = None
-    """Of servers with `batched_results`: bring results along with the answer, up to so many bytes in all."""
+    """Of servers with `batched_results`: bring results along with the answer, up to so many bytes
+    in all."""
 
 
 class CompletionMark(Variant):
@@ -405,7 +412,8 @@ class FutureFinished(Record, CompletionMark, frozen=True, kw_only=True):
     response_payload_uncompressed_size: int | None = None
     content_type: str | None = None
     inline_size: int | None = None
-    """How many bytes of the answer are this result, when it came along; see `codec.decode_batch`."""
+    """How many bytes of the answer are this result, when it came along; see `codec.decode_batch`.
+    """
 
 
 class FutureFailed(Record, CompletionMark, frozen=True, kw_only=True):
@@ -464,7 +472,7 @@ class JoinSamplingSessionResponse(Record, frozen=True, kw_only=True):
     client_counter: int
 
 
-# ── sessions as they are listed and searched ─────────────────────────────────────────────────────────────────────
+# ── sessions as they are listed and searched ──────────────────────────────────────────────────────
 
 
 class GetSessionResponse(Record, frozen=True, kw_only=True):
@@ -779,7 +787,10 @@ class ClientFinishedSessionStatusQuery(Record, StatusQueryMark, frozen=True, kw_
 
 
 SessionStatusQuery: TypeAlias = (
-    ActiveSessionStatusQuery | CancelledSessionStatusQuery | FailedSessionStatusQuery | ClientFinishedSessionStatusQuery
+    ActiveSessionStatusQuery
+    | CancelledSessionStatusQuery
+    | FailedSessionStatusQuery
+    | ClientFinishedSessionStatusQuery
 )
 """Which sessions to search, by how they are doing."""
 
@@ -829,9 +840,13 @@ class SessionSearchRequest(Record, frozen=True, kw_only=True):
             raise ValueError(f"limit must be 1 to 200, got {self.limit}")
         if self.statuses is not None and not self.statuses:
             raise ValueError("statuses must not be empty; leave it out to match every status")
-        for name in ("project_ids", "user_metadata", "statuses"):  # each of them is a condition of a query
+        # each of them is a condition of a query
+        for name in ("project_ids", "user_metadata", "statuses"):
             if len(getattr(self, name) or ()) > MOST_CONDITIONS:
-                raise ValueError(f"{name} must have at most {MOST_CONDITIONS} items, got {len(getattr(self, name))}")
+                raise ValueError(
+                    f"{name} must have at most {MOST_CONDITIONS} items, got "
+                    f"{len(getattr(self, name))}"
+                )
 
 
 class SessionSummary(Stamped, frozen=True, kw_only=True):
@@ -871,7 +886,8 @@ class SessionSearchResponse(Record, frozen=True, kw_only=True):
     next_cursor: SessionSearchCursor | None = None
 
 
-# A field's annotation is a union for readers and type checkers, and the group's mark for msgspec, which reads by it.
+# A field's annotation is a union for readers and type checkers, and the group's mark for msgspec,
+# which reads by it.
 if TYPE_CHECKING:
     _FinishReason: TypeAlias = ClientSessionFinishReason
     _FailedReason: TypeAlias = SessionFailedReason

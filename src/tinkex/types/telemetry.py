@@ -11,7 +11,9 @@ import msgspec
 from tinkex.types.record import Record, from_builtins, literal_values, settle, to_builtins
 from tinkex.types.sessions import TelemetrySendRequest
 
-EventType: TypeAlias = Literal["SESSION_START", "SESSION_END", "UNHANDLED_EXCEPTION", "GENERIC_EVENT"]
+EventType: TypeAlias = Literal[
+    "SESSION_START", "SESSION_END", "UNHANDLED_EXCEPTION", "GENERIC_EVENT"
+]
 """The kinds of reported events."""
 Severity: TypeAlias = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 """How bad an event is."""
@@ -99,7 +101,9 @@ class GenericEvent(Record, frozen=True, kw_only=True):
     event: EventType = "GENERIC_EVENT"
 
 
-TelemetryEvent: TypeAlias = SessionStartEvent | SessionEndEvent | UnhandledExceptionEvent | GenericEvent
+TelemetryEvent: TypeAlias = (
+    SessionStartEvent | SessionEndEvent | UnhandledExceptionEvent | GenericEvent
+)
 """An event that is reported."""
 EVENTS: dict[str, type[TelemetryEvent]] = {
     "SESSION_START": SessionStartEvent,
@@ -111,7 +115,8 @@ EVENTS: dict[str, type[TelemetryEvent]] = {
 if TYPE_CHECKING:
     Events: TypeAlias = list[TelemetryEvent]
 else:
-    # msgspec tells members of a union apart only by tags, which cannot be fields as well: they are read by hand.
+    # msgspec tells members of a union apart only by tags, which cannot be fields as well: they are
+    # read by hand.
     Events = list[Any]
 
 
@@ -123,7 +128,9 @@ def parse_event(value: Any) -> TelemetryEvent | None:
         >>> type(parse_event({"event": "SESSION_START", **told})).__name__, parse_event({"event": "NEWS", **told})
         ('SessionStartEvent', None)
     """
-    if isinstance(value, SessionStartEvent | SessionEndEvent | UnhandledExceptionEvent | GenericEvent):
+    if isinstance(
+        value, SessionStartEvent | SessionEndEvent | UnhandledExceptionEvent | GenericEvent
+    ):
         return value
     kind = EVENTS.get(str(value.get("event"))) if isinstance(value, dict) else None
     return None if kind is None else from_builtins(kind, value)
@@ -146,7 +153,11 @@ class TelemetryBatch(Record, frozen=True, kw_only=True):
     process_uuid: str
 
     def __post_init__(self) -> None:
-        settle(self, "events", [event for item in self.events if (event := parse_event(item)) is not None])
+        settle(
+            self,
+            "events",
+            [event for item in self.events if (event := parse_event(item)) is not None],
+        )
 
     @classmethod
     def from_list(cls, events: Iterable[Any], **metadata: str) -> TelemetryBatch:

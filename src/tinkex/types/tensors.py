@@ -1,4 +1,6 @@
-"""TensorData: a tensor as the protocol carries it, kept in one numpy array from the first touch to the last."""
+"""TensorData: a tensor as the protocol carries it, kept in one numpy array from the first touch to
+the last.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,8 @@ def dtype_of(array: Array | np.dtype[Any], *, warn: bool = False) -> TensorDtype
 
 
 def check_precision_loss(array: Array | np.dtype[Any]) -> tuple[TensorDtype, str] | None:
-    """What is lost when an array is sent: the wire dtype and a reason, or None when every value fits.
+    """What is lost when an array is sent: the wire dtype and a reason, or None when every value
+    fits.
 
     Args:
         array: The array.
@@ -87,7 +90,9 @@ def _pad(value: Any, dtype: np.dtype[Any]) -> Any:
 
 
 def packed_list(values: list[Any], code: str, dtype: npt.DTypeLike) -> Array | None:
-    """A flat list of numbers as an array, three times as fast as numpy makes it; None when it is anything else."""
+    """A flat list of numbers as an array, three times as fast as numpy makes it; None when it is
+    anything else.
+    """
     if not values or type(values[0]) not in (int, float):
         return None
     try:
@@ -154,19 +159,35 @@ class TensorData(Fixed):
         put(self, "_values", values)
         put(self, "dtype", dtype)
         put(self, "shape", None if shape is None else [int(n) for n in shape])
-        put(self, "_crow", None if sparse_crow_indices is None else np.asarray(sparse_crow_indices, dtype=np.int64))
-        put(self, "_col", None if sparse_col_indices is None else np.asarray(sparse_col_indices, dtype=np.int64))
+        put(
+            self,
+            "_crow",
+            None
+            if sparse_crow_indices is None
+            else np.asarray(sparse_crow_indices, dtype=np.int64),
+        )
+        put(
+            self,
+            "_col",
+            None if sparse_col_indices is None else np.asarray(sparse_col_indices, dtype=np.int64),
+        )
         self._check()
 
     def _check(self) -> None:
         if (self._crow is None) != (self._col is None):
-            raise ValueError("a sparse tensor needs both sparse_crow_indices and sparse_col_indices")
+            raise ValueError(
+                "a sparse tensor needs both sparse_crow_indices and sparse_col_indices"
+            )
         if self.shape is not None and len(self.shape) > MAX_DIMENSIONS:
-            raise ValueError(f"tensor shape has {len(self.shape)} dimensions; at most {MAX_DIMENSIONS} are allowed")
+            raise ValueError(
+                f"tensor shape has {len(self.shape)} dimensions; at most {MAX_DIMENSIONS} are "
+                "allowed"
+            )
         if self.shape is not None and any(n < 0 for n in self.shape):
             raise ValueError(f"tensor shape {self.shape} has a negative dimension")
         if self._crow is None or self._col is None:
-            if self.shape is not None and any(n > MAX_LENGTH for n in self.shape):  # beside a dimension of 0
+            # beside a dimension of 0
+            if self.shape is not None and any(n > MAX_LENGTH for n in self.shape):
                 raise ValueError(f"tensor shape {self.shape} has a dimension that is too large")
             if self.shape is not None and math.prod(self.shape) != self._values.size:
                 raise ValueError(f"tensor has {self._values.size} values but shape {self.shape}")
@@ -245,7 +266,9 @@ class TensorData(Fixed):
 
     @classmethod
     def _dense(cls, values: Array, dtype: TensorDtype, shape: list[int]) -> Self:
-        """A tensor of an array that has the dtype and the shape's size: there is nothing left to check."""
+        """A tensor of an array that has the dtype and the shape's size: there is nothing left to
+        check.
+        """
         tensor = cls.__new__(cls)
         put(tensor, "_values", values)
         put(tensor, "dtype", dtype)
@@ -279,7 +302,8 @@ class TensorData(Fixed):
 
     @classmethod
     def from_torch_sparse(cls, tensor: torch.Tensor, pad_value: float = 0) -> Self:
-        """Copy a two-dimensional torch tensor as compressed sparse rows if that is smaller, else as it is.
+        """Copy a two-dimensional torch tensor as compressed sparse rows if that is smaller, else as
+        it is.
 
         Args:
             tensor: Any torch tensor; one that is not two-dimensional stays dense.
@@ -344,7 +368,11 @@ class TensorData(Fixed):
         if array.size == 0 and not isinstance(value, np.ndarray):
             array = array.astype(DTYPES[dtype or "float32"])
         elif dtype is not None and array.dtype.kind in "iubf" and not isinstance(value, np.ndarray):
-            if dtype == "int64" and array.dtype.kind == "f" and not np.all(array == np.floor(array)):
+            if (
+                dtype == "int64"
+                and array.dtype.kind == "f"
+                and not np.all(array == np.floor(array))
+            ):
                 raise ValueError("expected integers")
             array = array.astype(DTYPES[dtype])
         return cls.from_numpy(array)
@@ -436,11 +464,15 @@ class TensorData(Fixed):
             [1, 2]
         """
         if not isinstance(value, dict):
-            raise ValueError(f"a tensor must be an object with data and dtype, got {type(value).__name__}")
+            raise ValueError(
+                f"a tensor must be an object with data and dtype, got {type(value).__name__}"
+            )
         dtype, shape = value.get("dtype"), value.get("shape")
         if dtype != "int64" and dtype != "float32":
             raise ValueError(f"unknown tensor dtype {dtype!r}; use 'int64' or 'float32'")
-        if shape is not None and not (isinstance(shape, list) and all(type(n) is int for n in shape)):
+        if shape is not None and not (
+            isinstance(shape, list) and all(type(n) is int for n in shape)
+        ):
             raise ValueError("bad tensor: shape must be a list of whole numbers")
         crow, col = value.get("sparse_crow_indices"), value.get("sparse_col_indices")
         try:
@@ -448,8 +480,12 @@ class TensorData(Fixed):
                 data=_numbers(value.get("data", []), dtype, "data"),
                 dtype=dtype,
                 shape=shape,
-                sparse_crow_indices=None if crow is None else _numbers(crow, "int64", "sparse_crow_indices"),
-                sparse_col_indices=None if col is None else _numbers(col, "int64", "sparse_col_indices"),
+                sparse_crow_indices=None
+                if crow is None
+                else _numbers(crow, "int64", "sparse_crow_indices"),
+                sparse_col_indices=None
+                if col is None
+                else _numbers(col, "int64", "sparse_col_indices"),
             )
         except ValueError as error:
             raise ValueError(f"bad tensor: {error}") from None
@@ -480,12 +516,20 @@ class TensorData(Fixed):
             return True
         if not isinstance(other, TensorData):
             return NotImplemented
-        if (self.dtype, self._shape(), self.is_sparse) != (other.dtype, other._shape(), other.is_sparse):
+        if (self.dtype, self._shape(), self.is_sparse) != (
+            other.dtype,
+            other._shape(),
+            other.is_sparse,
+        ):
             return False
         same = np.array_equal(self._values, other._values, equal_nan=self.dtype == "float32")
         if self._crow is None or other._crow is None or self._col is None or other._col is None:
             return same
-        return same and np.array_equal(self._crow, other._crow) and np.array_equal(self._col, other._col)
+        return (
+            same
+            and np.array_equal(self._crow, other._crow)
+            and np.array_equal(self._col, other._col)
+        )
 
     def _shape(self) -> list[int]:
         return [self._values.size] if self.shape is None else self.shape
@@ -497,7 +541,10 @@ class TensorData(Fixed):
         shape = self._shape()
         preview = np.array2string(self._values[:6], separator=", ", threshold=6)
         sparse = ", sparse" if self.is_sparse else ""
-        return f"TensorData({preview}{'…' if self._values.size > 6 else ''}, {self.dtype}, shape={shape}{sparse})"
+        return (
+            f"TensorData({preview}{'…' if self._values.size > 6 else ''}, {self.dtype}, "
+            f"shape={shape}{sparse})"
+        )
 
     def __reduce__(self) -> Any:
         return (type(self), (self._values, self.dtype, self.shape, self._crow, self._col))

@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 import msgspec
 
 from tinkex.types.inputs import Datum, LossFnOutput
-from tinkex.types.record import Fixed, Int64, Record, Wired, check_depth, from_builtins, number, put, settle, whole
+from tinkex.types.record import (
+    Fixed,
+    Int64,
+    Record,
+    Wired,
+    check_depth,
+    from_builtins,
+    number,
+    put,
+    settle,
+    whole,
+)
 from tinkex.types.tensors import TensorData
 
 ModelID: TypeAlias = str
@@ -19,7 +30,14 @@ ModelID: TypeAlias = str
 RequestID: TypeAlias = str
 """The id of a submitted operation."""
 LossFnType: TypeAlias = Literal[
-    "cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo", "stable_reinforce", "custom"
+    "cross_entropy",
+    "importance_sampling",
+    "ppo",
+    "cispo",
+    "dro",
+    "gspo",
+    "stable_reinforce",
+    "custom",
 ]
 """The losses that the protocol names; a server need not have all of them."""
 LossFnConfig: TypeAlias = Mapping[str, float | str]
@@ -47,7 +65,9 @@ class LoraConfig(Record, frozen=True, kw_only=True):
 
 
 class _Open(Fixed):
-    """An object with a `type` and whatever else was given: kinds unknown to this version pass through unchanged."""
+    """An object with a `type` and whatever else was given: kinds unknown to this version pass
+    through unchanged.
+    """
 
     __slots__ = ("_extra", "type")
     KIND: ClassVar[str | None] = None
@@ -76,7 +96,9 @@ class _Open(Fixed):
         if not isinstance(value, Mapping) or not isinstance(value.get("type", cls.KIND), str):
             raise ValueError("an optimizer must be an object with a type")
         check_depth(value, "an optimizer")
-        kind = next((known for known in cls.__subclasses__() if value.get("type") == known.KIND), cls)
+        kind = next(
+            (known for known in cls.__subclasses__() if value.get("type") == known.KIND), cls
+        )
         try:
             return kind(**value)
         except (TypeError, ValueError) as error:
@@ -106,7 +128,8 @@ def _reopen(kind: type[_Open], fields: dict[str, Any]) -> _Open:
 
 
 class OptimizerConfigBase(_Open):
-    """The optimizer a model is created with; kinds this version does not know are passed through unchanged.
+    """The optimizer a model is created with; kinds this version does not know are passed through
+    unchanged.
 
     Example:
         >>> OptimizerConfigBase(type="lion", version=2).to_wire()  # a kind of a later server
@@ -174,7 +197,8 @@ class AdamParams(Record, frozen=True, kw_only=True):
                 settle(self, name, number(value, name))
 
     def validate(self) -> Self:
-        """The same, if every value makes sense; the constructor itself takes any numbers, as servers may.
+        """The same, if every value makes sense; the constructor itself takes any numbers, as
+        servers may.
 
         Raises:
             ValueError: Names the first field that is out of range.
@@ -201,7 +225,8 @@ class AdamParams(Record, frozen=True, kw_only=True):
 
 
 class OptimParamsBase(_Open):
-    """The hyper-parameters of one step of an optimizer other than AdamW; unknown kinds pass through unchanged.
+    """The hyper-parameters of one step of an optimizer other than AdamW; unknown kinds pass through
+    unchanged.
 
     Example:
         >>> OptimParamsBase(type="lion", learning_rate=1e-4).learning_rate  # a kind of a later server
@@ -334,7 +359,8 @@ class DropGradientsResponse(Record, frozen=True, kw_only=True):
 
 
 class ModelData(Record, frozen=True, kw_only=True):
-    """What a model is. A variant in the tokenizer's name, after a colon, is the model's and is cut off.
+    """What a model is. A variant in the tokenizer's name, after a colon, is the model's and is cut
+    off.
 
     Example:
         >>> ModelData(model_name="Qwen/Qwen3-8B", tokenizer_id="Qwen/Qwen3-8B:chat").tokenizer_id
@@ -457,7 +483,8 @@ class ForwardRequest(Record, frozen=True):
 
 @dataclasses.dataclass(init=False, repr=False, frozen=True, slots=True)
 class ForwardBackwardOutput(Wired):
-    """One record of tensors per datum, in the order of the data, and metrics named `name:reduction`.
+    """One record of tensors per datum, in the order of the data, and metrics named
+    `name:reduction`.
 
     Example:
         >>> outputs = [{"logprobs": TensorData([-0.5, -0.25], "float32")}]
@@ -484,7 +511,9 @@ class ForwardBackwardOutput(Wired):
 
     @property
     def loss(self) -> float | None:
-        """The loss among the metrics: the one of that name, else the sum; None when there is neither."""
+        """The loss among the metrics: the one of that name, else the sum; None when there is
+        neither.
+        """
         return self.metrics.get("loss", self.metrics.get("loss:sum"))
 
     def to_wire(self) -> dict[str, Any]:
@@ -497,7 +526,8 @@ class ForwardBackwardOutput(Wired):
         return {
             "loss_fn_output_type": self.loss_fn_output_type,
             "loss_fn_outputs": [
-                {name: tensor.to_wire() for name, tensor in output.items()} for output in self.loss_fn_outputs
+                {name: tensor.to_wire() for name, tensor in output.items()}
+                for output in self.loss_fn_outputs
             ],
             "metrics": in_order(self.metrics),
         }
@@ -523,15 +553,20 @@ class ForwardBackwardOutput(Wired):
         if not isinstance(value, Mapping) or not isinstance(value.get("loss_fn_outputs"), list):
             raise ValueError("a forward_backward result must be an object with loss_fn_outputs")
         outputs = [
-            {name: _read_tensor(tensor) for name, tensor in output.items()} for output in value["loss_fn_outputs"]
+            {name: _read_tensor(tensor) for name, tensor in output.items()}
+            for output in value["loss_fn_outputs"]
         ]
-        return cls(str(value.get("loss_fn_output_type", "")), outputs, dict(value.get("metrics") or {}))
+        return cls(
+            str(value.get("loss_fn_output_type", "")), outputs, dict(value.get("metrics") or {})
+        )
 
     def __hash__(self) -> int:
         return hash((self.loss_fn_output_type, len(self.loss_fn_outputs), *self.metrics))
 
     def __repr__(self) -> str:
-        return f"ForwardBackwardOutput({len(self.loss_fn_outputs)} outputs, metrics={self.metrics!r})"
+        return (
+            f"ForwardBackwardOutput({len(self.loss_fn_outputs)} outputs, metrics={self.metrics!r})"
+        )
 
     def __reduce__(self) -> Any:
         return (type(self), (self.loss_fn_output_type, self.loss_fn_outputs, self.metrics))
@@ -541,7 +576,8 @@ FIRST_METRICS = ("loss:sum", "tokens:sum")
 
 
 def in_order(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Metrics in the order that both dialects give them in: the loss, the tokens, the others by name.
+    """Metrics in the order that both dialects give them in: the loss, the tokens, the others by
+    name.
 
     Example:
         >>> in_order({"clipped:mean": 0.1, "tokens:sum": 8.0, "loss:sum": 2.0})
@@ -553,7 +589,11 @@ def in_order(metrics: Mapping[str, float]) -> dict[str, float]:
 
 def _read_tensor(value: Any) -> TensorData:
     """A tensor of a result; servers of old may have written a bare list of numbers."""
-    return TensorData.from_any(value, "float32") if isinstance(value, list) else TensorData.from_wire(value)
+    return (
+        TensorData.from_any(value, "float32")
+        if isinstance(value, list)
+        else TensorData.from_wire(value)
+    )
 
 
 if TYPE_CHECKING:
@@ -565,8 +605,9 @@ else:
 class OptimStepRequest(Record, frozen=True, kw_only=True):
     """Apply the accumulated gradient.
 
-    The parameters may be given under any of three names, once. Afterwards `optim_params` has them; they are sent as
-    `adam_params` when they are AdamW's, else as `optimizer_params`, and the other of the two is None.
+    The parameters may be given under any of three names, once. Afterwards `optim_params` has them;
+    they are sent as `adam_params` when they are AdamW's, else as `optimizer_params`, and the other
+    of the two is None.
 
     Example:
         >>> request = OptimStepRequest(model_id="run-1", optim_params=AdamParams(learning_rate=1e-3))
@@ -584,9 +625,14 @@ class OptimStepRequest(Record, frozen=True, kw_only=True):
     type: Literal["optim_step"] = "optim_step"
 
     def __post_init__(self) -> None:
-        given = {id(params): params for name in _PARAMS if (params := getattr(self, name)) is not None}
+        given = {
+            id(params): params for name in _PARAMS if (params := getattr(self, name)) is not None
+        }
         if len(given) != 1:
-            raise ValueError("an optimizer step needs parameters, once: optim_params, adam_params or optimizer_params")
+            raise ValueError(
+                "an optimizer step needs parameters, once: optim_params, adam_params or "
+                "optimizer_params"
+            )
         params = _optim_params(*given.values())
         settle(self, "optim_params", params)
         settle(self, "adam_params", params if isinstance(params, AdamParams) else None)
@@ -606,7 +652,11 @@ class OptimStepRequest(Record, frozen=True, kw_only=True):
             ['model_id', 'optimizer_params', 'seq_id', 'type']
         """
         dumped = super().model_dump(**options)
-        return {name: value for name, value in dumped.items() if value is not None or name not in _PARAMS}
+        return {
+            name: value
+            for name, value in dumped.items()
+            if value is not None or name not in _PARAMS
+        }
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """A copy, with some fields replaced.

@@ -108,22 +108,31 @@ def decode(kind: type[T], data: bytes, content_type: str = JSON) -> T:
         raise ValueError(f"malformed JSON: {error}") from None
     except RecursionError:
         raise ValueError("malformed JSON: it is nested too deeply") from None
-    except (AttributeError, KeyError, OverflowError, TypeError) as error:  # from the types that read their own JSON
+    except (
+        AttributeError,
+        KeyError,
+        OverflowError,
+        TypeError,
+    ) as error:  # from the types that read their own JSON
         raise ValueError(f"malformed {kind.__name__}: {error!r}") from None
 
 
 def encode_batch(head: FuturesRetrieveResponse, payloads: Sequence[bytes]) -> Body:
-    """A batched answer with results in it: the length of the JSON head (4 bytes, little-endian), the head, the results.
+    """A batched answer with results in it: the length of the JSON head (4 bytes, little-endian),
+    the head, the results.
 
-    Each completion of the head says how many bytes its result has (`inline_size`) and of which `content_type` they
-    are; those without an `inline_size` brought none. A failed operation's result is its `RequestFailedResponse`.
+    Each completion of the head says how many bytes its result has (`inline_size`) and of which
+    `content_type` they are; those without an `inline_size` brought none. A failed operation's
+    result is its `RequestFailedResponse`.
     """
     text = to_json(head)
     return Body(b"".join((len(text).to_bytes(4, "little"), text, *payloads)), BATCH)
 
 
 def decode_batch(data: bytes) -> tuple[FuturesRetrieveResponse, dict[str, tuple[str, bytes]]]:
-    """The head of a batched answer, and by request id the content type and bytes of the results that came along."""
+    """The head of a batched answer, and by request id the content type and bytes of the results
+    that came along.
+    """
     size = int.from_bytes(data[:4], "little")
     head = decode(FuturesRetrieveResponse, data[4 : 4 + size])
     payloads, start = {}, 4 + size

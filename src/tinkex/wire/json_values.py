@@ -1,8 +1,8 @@
 """From what a caller has to what JSON can say: plain mappings, lists and scalars.
 
-Two marks tell "no value was given" from None, which is a value: `NOT_GIVEN`, the default of a parameter that may be
-left out, and `OMIT`, said by a caller who wants an entry left out that would be there otherwise. Both are falsy, and
-`transform` drops the entries that hold them.
+Two marks tell "no value was given" from None, which is a value: `NOT_GIVEN`, the default of a
+parameter that may be left out, and `OMIT`, said by a caller who wants an entry left out that would
+be there otherwise. Both are falsy, and `transform` drops the entries that hold them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ T = TypeVar("T")
 D = TypeVar("D")
 
 Format: TypeAlias = Literal["iso8601"] | Callable[[Any], Any]
-"""How to write a value: "iso8601", as times are anyway, or by a function; its result is not looked into."""
+"""How to write a value: "iso8601", as times are anyway, or by a function; its result is not looked
+into."""
 
 
 class _Mark:
@@ -107,16 +108,20 @@ def transform(
     formats: Mapping[str, Format] | None = None,
     drop_none: bool = False,
 ) -> Any:
-    """Plain data from mappings, records, dataclasses, models, lists and arrays, however they are nested.
+    """Plain data from mappings, records, dataclasses, models, lists and arrays, however they are
+    nested.
 
-    Entries that hold `NOT_GIVEN` or `OMIT` are dropped, keys become strings, times ISO-8601 text, and numpy's numbers
-    and arrays plain ones. What it does not know, such as bytes, passes.
+    Entries that hold `NOT_GIVEN` or `OMIT` are dropped, keys become strings, times ISO-8601 text,
+    and numpy's numbers and arrays plain ones. What it does not know, such as bytes, passes.
 
     Args:
         data: What to transform; one of the marks itself gives None.
-        aliases: Other names for keys, at any depth; `ValueError` if two entries end up under one name.
-        formats: How to write the values under these keys (their names before aliases), at any depth; None stays None.
-        drop_none: Drop the entries of mappings and objects that hold None, but not those a record must send as null.
+        aliases: Other names for keys, at any depth; `ValueError` if two entries end up under one
+            name.
+        formats: How to write the values under these keys (their names before aliases), at any
+            depth; None stays None.
+        drop_none: Drop the entries of mappings and objects that hold None, but not those a record
+            must send as null.
 
     Example:
         >>> transform({"a": OMIT, "b": None, 3: (1, dt.date(2026, 1, 2))}, aliases={"b": "c"})
@@ -124,8 +129,14 @@ def transform(
     """
     for key, form in (formats or {}).items():
         if form != "iso8601" and not callable(form):
-            raise ValueError(f"the format of {key!r} is {form!r}; it can be 'iso8601' or a function")
-    return _Transformer(aliases or {}, formats or {}, drop_none).plain(data) if is_given(data) else None
+            raise ValueError(
+                f"the format of {key!r} is {form!r}; it can be 'iso8601' or a function"
+            )
+    return (
+        _Transformer(aliases or {}, formats or {}, drop_none).plain(data)
+        if is_given(data)
+        else None
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -149,30 +160,44 @@ class _Transformer:
             return self.plain(to_builtins(value, keep_none=True))
         if hasattr(value, "tolist") and hasattr(value, "dtype"):
             listed = value.tolist()
-            return listed if getattr(value.dtype, "kind", "") in ("b", "i", "u", "f") else self.plain(listed)
+            return (
+                listed
+                if getattr(value.dtype, "kind", "") in ("b", "i", "u", "f")
+                else self.plain(listed)
+            )
         if isinstance(value, type):
             return value
         return self.object(value)
 
     def object(self, value: Any) -> Any:
         if isinstance(value, Record):
-            sent = {name: getattr(value, name) for name in value.__struct_fields__ if name not in value.NOT_SENT}
+            sent = {
+                name: getattr(value, name)
+                for name in value.__struct_fields__
+                if name not in value.NOT_SENT
+            }
             return self.entries(sent, value.SENT_AS_NULL)
         if isinstance(value, msgspec.Struct):
             return self.entries({name: getattr(value, name) for name in value.__struct_fields__})
         if dataclasses.is_dataclass(value):
-            return self.entries({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
+            return self.entries(
+                {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            )
         if callable(dump := getattr(value, "model_dump", None)):
             return self.plain(dump())
         return value
 
-    def entries(self, mapping: Mapping[Any, Any], sent_as_null: frozenset[str] = frozenset()) -> dict[str, Any]:
+    def entries(
+        self, mapping: Mapping[Any, Any], sent_as_null: frozenset[str] = frozenset()
+    ) -> dict[str, Any]:
         made: dict[str, Any] = {}
         for key, value in mapping.items():
             name = str(key.value if isinstance(key, Enum) else key)
             if value is not None and is_given(value):
                 value = self.formatted(name, value)
-            if not is_given(value) or (value is None and self.drop_none and name not in sent_as_null):
+            if not is_given(value) or (
+                value is None and self.drop_none and name not in sent_as_null
+            ):
                 continue
             alias = self.aliases.get(name, name)
             if alias in made:

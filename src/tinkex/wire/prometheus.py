@@ -30,7 +30,11 @@ def labels(**values: object) -> str:
         >>> labels(operation="sample", status=200)
         '{operation="sample",status="200"}'
     """
-    return "{" + ",".join(f'{name}="{str(value).translate(_ESCAPES)}"' for name, value in values.items()) + "}"
+    return (
+        "{"
+        + ",".join(f'{name}="{str(value).translate(_ESCAPES)}"' for name, value in values.items())
+        + "}"
+    )
 
 
 def family(name: str, kind: str, help_text: str, values: Mapping[str, float]) -> Iterator[str]:
@@ -49,7 +53,9 @@ def heading(name: str, kind: str, help_text: str) -> Iterator[str]:
 def histogram(
     name: str, bounds: Sequence[float], counts: Sequence[int], total: float, **labelled: object
 ) -> Iterator[str]:
-    """The lines of one histogram, without its heading: `counts` by bucket, and one more for what is above them all."""
+    """The lines of one histogram, without its heading: `counts` by bucket, and one more for what is
+    above them all.
+    """
     for bound, count in zip((*bounds, "+Inf"), accumulate(counts), strict=True):
         yield f"{name}_bucket{labels(**labelled, le=bound)} {count}"
     own = labels(**labelled) if labelled else ""

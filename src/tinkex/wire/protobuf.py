@@ -1,7 +1,8 @@
-"""The protobuf half of the wire: the schema as a table, and the conversions of the three messages that use it.
+"""The protobuf half of the wire: the schema as a table, and the conversions of the three messages
+that use it.
 
-The messages are built at run time in a private descriptor pool, so there is no generated code to fall out of step with
-the installed runtime. Packed arrays are little-endian raw bytes.
+The messages are built at run time in a private descriptor pool, so there is no generated code to
+fall out of step with the installed runtime. Packed arrays are little-endian raw bytes.
 """
 
 from __future__ import annotations
@@ -36,17 +37,24 @@ from tinkex.types.sampling import (
     TopkLogprobs,
 )
 from tinkex.types.tensors import Array, TensorData
-from tinkex.types.training import ForwardBackwardInput, ForwardBackwardOutput, ForwardBackwardRequest, in_order
+from tinkex.types.training import (
+    ForwardBackwardInput,
+    ForwardBackwardOutput,
+    ForwardBackwardRequest,
+    in_order,
+)
 
 PACKAGE = "tinker_public"
 FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4
 STOP, LENGTH = 0, 1
 Buffer: TypeAlias = Any
-"""Bytes, or an array of bytes, which, unlike a memoryview, is nothing that the garbage collector must look at."""
+"""Bytes, or an array of bytes, which, unlike a memoryview, is nothing that the garbage collector
+must look at."""
 
 
 class Pieces:
-    """Bytes that lie in many buffers. They are put together as they are sent, a piece at a time; `bytes()` joins all.
+    """Bytes that lie in many buffers. They are put together as they are sent, a piece at a time;
+    `bytes()` joins all.
 
     Example:
         >>> list(Pieces([b"abc", b"defgh", b"i"]).cut(4))
@@ -84,14 +92,16 @@ class Pieces:
 
 
 MAX_DATUMS = 1 << 20
-"""Most datums of one result: those without a tensor cost its sender nothing, and its reader memory."""
+"""Most datums of one result: those without a tensor cost its sender nothing, and its reader memory.
+"""
 
 ENUMS: dict[str, list[str]] = {
     "StopReason": ["STOP", "LENGTH"],
     "DType": ["UNSPECIFIED", "FLOAT32", "INT64", "INT32", "BFLOAT16"],
 }
 
-# message -> {field: (number, type)}; a type may be prefixed by "repeated", "optional", "oneof NAME" or be "map VALUE".
+# message -> {field: (number, type)}; a type may be prefixed by "repeated", "optional", "oneof NAME"
+# or be "map VALUE".
 MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
     "ForwardBackwardRequest": {
         "model_id": (1, "string"),
@@ -113,8 +123,16 @@ MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
         "prompt_tokens": (1, "oneof span PromptProvenanceSpan"),
         "sampled_tokens": (2, "oneof span SampledProvenanceSpan"),
     },
-    "PromptProvenanceSpan": {"sequence_id": (1, "string"), "offset": (2, "int64"), "length": (3, "int64")},
-    "SampledProvenanceSpan": {"sequence_id": (1, "string"), "offset": (2, "int64"), "length": (3, "int64")},
+    "PromptProvenanceSpan": {
+        "sequence_id": (1, "string"),
+        "offset": (2, "int64"),
+        "length": (3, "int64"),
+    },
+    "SampledProvenanceSpan": {
+        "sequence_id": (1, "string"),
+        "offset": (2, "int64"),
+        "length": (3, "int64"),
+    },
     "Chunk": {
         "encoded_text": (1, "oneof chunk EncodedTextChunk"),
         "image": (2, "oneof chunk ImageChunk"),
@@ -135,7 +153,11 @@ MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
         "dtype": (3, "DType"),
         "shape": (4, "repeated int64"),
     },
-    "SparseCsr": {"values": (1, "bytes"), "crow_indices": (2, "bytes"), "col_indices": (3, "bytes")},
+    "SparseCsr": {
+        "values": (1, "bytes"),
+        "crow_indices": (2, "bytes"),
+        "col_indices": (3, "bytes"),
+    },
     "ForwardBackwardOutput": {
         "loss_fn_output_type": (1, "string"),
         "loss_fn_outputs": (2, "repeated ArrayRecord"),
@@ -194,7 +216,9 @@ def message(name: str) -> Any:
 def _pool() -> Any:
     from google.protobuf import descriptor_pb2, descriptor_pool
 
-    file = descriptor_pb2.FileDescriptorProto(name="tinkex/wire.proto", package=PACKAGE, syntax="proto3")
+    file = descriptor_pb2.FileDescriptorProto(
+        name="tinkex/wire.proto", package=PACKAGE, syntax="proto3"
+    )
     for enum, labels in ENUMS.items():
         declared = file.enum_type.add(name=enum)
         for number, label in enumerate(labels):
@@ -211,7 +235,9 @@ class NotInProtobuf(ValueError):
 
 
 def _declare(entry: Any, fields: dict[str, tuple[int, str]]) -> None:
-    """Fill one message of the descriptor. Oneofs of real unions come before those that proto3 makes for `optional`."""
+    """Fill one message of the descriptor. Oneofs of real unions come before those that proto3 makes
+    for `optional`.
+    """
     for _, spec in fields.values():
         if spec.startswith("oneof ") and spec.split()[1] not in [o.name for o in entry.oneof_decl]:
             entry.oneof_decl.add(name=spec.split()[1])
@@ -233,7 +259,9 @@ def _declare(entry: Any, fields: dict[str, tuple[int, str]]) -> None:
 
 
 def _declare_map(entry: Any, field: str, number: int, value: str) -> None:
-    nested = entry.nested_type.add(name="".join(part.title() for part in field.split("_")) + "Entry")
+    nested = entry.nested_type.add(
+        name="".join(part.title() for part in field.split("_")) + "Entry"
+    )
     nested.options.map_entry = True
     _set_type(nested.field.add(name="key", number=1, label=OPTIONAL), "string")
     _set_type(nested.field.add(name="value", number=2, label=OPTIONAL), value)
@@ -269,11 +297,13 @@ def unpacked(body: bytes, dtype: str, what: str) -> Array:
     """The array behind raw bytes, without a copy."""
     size = np.dtype(dtype).itemsize
     if len(body) % size:
-        raise ValueError(f"malformed protobuf: {what} has {len(body)} bytes, not a multiple of {size}")
+        raise ValueError(
+            f"malformed protobuf: {what} has {len(body)} bytes, not a multiple of {size}"
+        )
     return np.frombuffer(body, dtype=np.dtype(dtype).newbyteorder("<"))
 
 
-# ── tensors ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── tensors ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def put_tensor(target: Any, tensor: TensorData) -> None:
@@ -322,15 +352,15 @@ def get_tensor(source: Any, what: str) -> TensorData:
         raise ValueError(f"malformed protobuf: {what}: {error}") from None
 
 
-# ── forward_backward ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── forward_backward ──────────────────────────────────────────────────────────────────────────────
 
 
 def encode_forward_backward(request: ForwardBackwardRequest) -> Pieces:
     """ForwardBackwardRequest as bytes.
 
-    The data are nearly all of it, and the runtime copies every array twice on its way out. So ordinary datums are
-    written here, as small headers between views of the arrays, which are never all joined; a message may be
-    concatenated from messages, so everything else is the runtime's.
+    The data are nearly all of it, and the runtime copies every array twice on its way out. So
+    ordinary datums are written here, as small headers between views of the arrays, which are never
+    all joined; a message may be concatenated from messages, so everything else is the runtime's.
     """
     body = request.forward_backward_input
     kind = message("ForwardBackwardRequest")
@@ -341,7 +371,9 @@ def encode_forward_backward(request: ForwardBackwardRequest) -> Pieces:
         else:
             tail.loss_fn_config[key] = float(value)
             tail.loss_fn_config_v2[key].number = float(value)
-    parts: list[Buffer] = [kind(model_id=request.model_id, seq_id=request.seq_id or 0).SerializeToString()]
+    parts: list[Buffer] = [
+        kind(model_id=request.model_id, seq_id=request.seq_id or 0).SerializeToString()
+    ]
     for datum in body.data:
         _add_datum(parts, datum)
     parts.append(tail.SerializeToString(deterministic=True))
@@ -372,7 +404,9 @@ def _view(array: Array, dtype: str) -> Array:
 
 
 def _add_datum(parts: list[Buffer], datum: Datum) -> None:
-    """Append a datum as field 3: by hand if it is text with dense tensors, else as the runtime writes it."""
+    """Append a datum as field 3: by hand if it is text with dense tensors, else as the runtime
+    writes it.
+    """
     is_plain = (
         datum.model_input_spans is None
         and datum.loss_fn_input_spans is None
@@ -402,12 +436,16 @@ def _add_datum(parts: list[Buffer], datum: Datum) -> None:
 def _tensor_entry(name: bytes, tensor: TensorData) -> tuple[Buffer, ...]:
     """One entry of a datum's map of tensors."""
     values = _view(tensor.values, tensor.dtype)
-    shape = b"".join(map(_varint, tensor.shape if tensor.shape is not None else [tensor.values.size]))
+    shape = b"".join(
+        map(_varint, tensor.shape if tensor.shape is not None else [tensor.values.size])
+    )
     start = _delimited(1, len(values))
     end = b"\x18" + _varint(FLOAT32 if tensor.dtype == "float32" else INT64)
     if shape:
         end += _delimited(4, len(shape)) + shape
-    head = _delimited(1, len(name)) + name + _delimited(2, len(start) + len(values) + len(end)) + start
+    head = (
+        _delimited(1, len(name)) + name + _delimited(2, len(start) + len(values) + len(end)) + start
+    )
     return _delimited(2, len(head) + len(values) + len(end)) + head, values, end
 
 
@@ -483,7 +521,9 @@ def _get_spans(source: Any) -> ProvenanceSpans:
         if (kind := wire.WhichOneof("span")) is None:
             raise ValueError("a provenance span is empty")
         span = getattr(wire, kind)
-        spans.append(SPANS[kind](sequence_id=span.sequence_id, offset=span.offset, length=span.length))
+        spans.append(
+            SPANS[kind](sequence_id=span.sequence_id, offset=span.offset, length=span.length)
+        )
     return spans
 
 
@@ -493,8 +533,12 @@ def _get_chunk(source: Any, index: int) -> ModelInputChunk:
             tokens = unpacked(source.encoded_text.tokens, "int32", f"data[{index}].model_input")
             return text_chunk(tokens)
         case "image":
-            expected = source.image.expected_tokens if source.image.HasField("expected_tokens") else None
-            return ImageChunk(data=source.image.data, format=source.image.format, expected_tokens=expected)
+            expected = (
+                source.image.expected_tokens if source.image.HasField("expected_tokens") else None
+            )
+            return ImageChunk(
+                data=source.image.data, format=source.image.format, expected_tokens=expected
+            )
         case "dmel":
             return DmelChunk(dmel=source.dmel.dmel)
     raise ValueError(f"malformed protobuf: data[{index}].model_input has an empty chunk")
@@ -514,7 +558,9 @@ def encode_forward_backward_output(output: ForwardBackwardOutput) -> bytes:
 
 def _put_batch(target: Any, tensors: list[TensorData]) -> None:
     dtype, shape = tensors[0].dtype, tensors[0].shape
-    target.data = packed(np.concatenate([tensor.to_numpy().reshape(-1) for tensor in tensors]), dtype)
+    target.data = packed(
+        np.concatenate([tensor.to_numpy().reshape(-1) for tensor in tensors]), dtype
+    )
     sizes = np.array([0, *(tensor.to_numpy().nbytes for tensor in tensors)], dtype=np.int64)
     target.offsets = packed(np.cumsum(sizes), "int64")
     target.dtype = FLOAT32 if dtype == "float32" else INT64
@@ -530,12 +576,15 @@ def decode_forward_backward_output(body: bytes) -> ForwardBackwardOutput:
         fields = {name: _get_batch(field, name) for name, field in record.fields.items()}
         count = record.num_datums or max((len(rows) for rows in fields.values()), default=0)
         if any(len(rows) != count for rows in fields.values()):
-            raise ValueError("malformed protobuf: the fields of a result differ in their number of datums")
+            raise ValueError(
+                "malformed protobuf: the fields of a result differ in their number of datums"
+            )
         if not 0 <= count <= MAX_DATUMS:
             raise ValueError(f"malformed protobuf: a result of {count} datums")
         outputs.extend({name: rows[i] for name, rows in fields.items()} for i in range(count))
     kind = wire.loss_fn_output_type.rsplit(":", 1)[-1]
-    return ForwardBackwardOutput(kind, outputs, in_order(wire.metrics))  # the map itself keeps no order
+    # the map itself keeps no order
+    return ForwardBackwardOutput(kind, outputs, in_order(wire.metrics))
 
 
 def _get_batch(source: Any, name: str) -> list[TensorData]:
@@ -543,7 +592,12 @@ def _get_batch(source: Any, name: str) -> list[TensorData]:
     width = 2 if source.dtype == BFLOAT16 else 4 if source.dtype in (FLOAT32, INT32) else 8
     offsets = unpacked(source.offsets, "int64", f"offsets of result field {name!r}")
     bounds = (offsets // width).tolist()
-    if not bounds or bounds[0] < 0 or bounds[-1] > values.size or any(a > b for a, b in pairwise(bounds)):
+    if (
+        not bounds
+        or bounds[0] < 0
+        or bounds[-1] > values.size
+        or any(a > b for a, b in pairwise(bounds))
+    ):
         raise ValueError(f"malformed protobuf: offsets of result field {name!r}")
     dtype = "float32" if values.dtype == np.float32 else "int64"
     trailing = list(source.trailing_shape)
@@ -554,7 +608,7 @@ def _get_batch(source: Any, name: str) -> list[TensorData]:
     ]
 
 
-# ── samples ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── samples ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def encode_sample(response: SampleResponse) -> bytes:
@@ -569,13 +623,25 @@ def encode_sample(response: SampleResponse) -> bytes:
             target.tokens = packed(tokens, "int32")
         if logprobs is not None:
             target.logprobs = packed(logprobs, "float32")
-        _put_topk(target, "topk_sampled_logprobs", sequence.topk_logprobs_np or _table(sequence.topk_logprobs))
+        _put_topk(
+            target,
+            "topk_sampled_logprobs",
+            sequence.topk_logprobs_np or _table(sequence.topk_logprobs),
+        )
         if sequence.weights_versions_np is not None:
             _put_versions(target, sequence.weights_versions_np)
-    scores = response.prompt_logprobs if response.prompt_logprobs_np is None else response.prompt_logprobs_np
+    scores = (
+        response.prompt_logprobs
+        if response.prompt_logprobs_np is None
+        else response.prompt_logprobs_np
+    )
     if scores is not None:
         wire.prompt_logprobs = packed(scores, "float32")
-    _put_topk(wire, "topk_prompt_logprobs", response.topk_prompt_logprobs_np or _table(response.topk_prompt_logprobs))
+    _put_topk(
+        wire,
+        "topk_prompt_logprobs",
+        response.topk_prompt_logprobs_np or _table(response.topk_prompt_logprobs),
+    )
     if response.target_prompt_logprobs is not None:
         put_tensor(wire.target_prompt_logprobs, response.target_prompt_logprobs)
     if response.prompt_alt_tokens is not None:
@@ -590,7 +656,10 @@ def _table(rows: TopkList | None) -> TopkLogprobs | None:
     if rows is None:
         return None
     width = max((len(row) for row in rows if row), default=0)
-    ids, logprobs = np.zeros((len(rows), width), np.int32), np.full((len(rows), width), EMPTY_CELL, np.float32)
+    ids, logprobs = (
+        np.zeros((len(rows), width), np.int32),
+        np.full((len(rows), width), EMPTY_CELL, np.float32),
+    )
     for index, row in enumerate(rows):
         for place, (token, logprob) in enumerate(row or ()):
             ids[index, place], logprobs[index, place] = token, logprob
@@ -600,7 +669,9 @@ def _table(rows: TopkList | None) -> TopkLogprobs | None:
 def _put_versions(target: Any, versions: Array) -> None:
     """Neighbours of the same version as one span: there are few."""
     starts = np.flatnonzero(np.diff(versions, prepend=versions[:1] - 1))
-    for start, tokens in zip(starts.tolist(), np.diff([*starts, versions.size]).tolist(), strict=True):
+    for start, tokens in zip(
+        starts.tolist(), np.diff([*starts, versions.size]).tolist(), strict=True
+    ):
         target.weights_spans.add(version=int(versions[start]), tokens=tokens)
 
 
@@ -609,7 +680,9 @@ def _get_versions(source: Any, tokens: int) -> Array | None:
         return None
     counts = [span.tokens for span in source.weights_spans]
     if min(counts, default=0) < 0 or sum(counts) != tokens:
-        raise ValueError(f"malformed protobuf: weights_spans cover {sum(counts)} tokens of {tokens}")
+        raise ValueError(
+            f"malformed protobuf: weights_spans cover {sum(counts)} tokens of {tokens}"
+        )
     return np.repeat(np.array([span.version for span in source.weights_spans], np.int64), counts)
 
 
@@ -667,7 +740,10 @@ def _get_topk(source: Any, field: str) -> TopkLogprobs | None:
     if not source.HasField(field):
         return None
     table = getattr(source, field)
-    ids, logprobs = unpacked(table.token_ids, "int32", field), unpacked(table.logprobs, "float32", field)
+    ids, logprobs = (
+        unpacked(table.token_ids, "int32", field),
+        unpacked(table.logprobs, "float32", field),
+    )
     shape = (table.length, table.k)
     if ids.size != logprobs.size or ids.size != table.length * table.k:
         raise ValueError(f"malformed protobuf: {field} is not {table.length} x {table.k}")

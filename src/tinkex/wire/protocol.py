@@ -128,7 +128,9 @@ def _future(
     return Operation(name, "POST", name, request, UntypedAPIFuture, result, traffic, request_type)
 
 
-def _post(name: str, request: type[Any], response: type[Any], traffic: Traffic = "rest", path: str = "") -> Operation:
+def _post(
+    name: str, request: type[Any], response: type[Any], traffic: Traffic = "rest", path: str = ""
+) -> Operation:
     return Operation(name, "POST", path or name, request, response, traffic=traffic)
 
 
@@ -136,7 +138,9 @@ def _get(name: str, path: str, response: type[Any]) -> Operation:
     return Operation(name, "GET", path, None, response)
 
 
-CLIENT_CONFIG = _post("client_config", ClientConfigRequest, ClientConfigResponse, "session", "client/config")
+CLIENT_CONFIG = _post(
+    "client_config", ClientConfigRequest, ClientConfigResponse, "session", "client/config"
+)
 CLIENT_DYNAMIC_CONFIG = _post(
     "client_dynamic_config",
     ClientConfigRequest,
@@ -148,17 +152,25 @@ AUTH_TOKEN = _post("auth_token", Empty, AuthTokenResponse, "session", "auth/toke
 GET_API_KEY = _get("get_api_key", "auth/apikey/me", ApiKeyResponse)
 DELETE_API_KEY = Operation("delete_api_key", "DELETE", "auth/apikey/me", None, Empty)
 CREATE_SESSION = _post("create_session", CreateSessionRequest, CreateSessionResponse, "session")
-SESSION_HEARTBEAT = _post("session_heartbeat", SessionHeartbeatRequest, SessionHeartbeatResponse, "session")
-FINISH_SESSION = _post("finish_session", FinishSessionRequest, Empty, "session", "sessions/{session_id}/finish")
+SESSION_HEARTBEAT = _post(
+    "session_heartbeat", SessionHeartbeatRequest, SessionHeartbeatResponse, "session"
+)
+FINISH_SESSION = _post(
+    "finish_session", FinishSessionRequest, Empty, "session", "sessions/{session_id}/finish"
+)
 CREATE_MODEL = _future("create_model", CreateModelRequest, CreateModelResponse, "CreateModel")
 UNLOAD_MODEL = _future("unload_model", UnloadModelRequest, UnloadModelResponse, "UnloadModel")
-DROP_GRADIENTS = _future("drop_gradients", DropGradientsRequest, DropGradientsResponse, "DropGradients")
+DROP_GRADIENTS = _future(
+    "drop_gradients", DropGradientsRequest, DropGradientsResponse, "DropGradients"
+)
 """Ours alone: the hosted service has no such operation."""
 CREATE_CUSTOM_LOSS = _future(
     "create_custom_loss", CreateCustomLossRequest, CreateCustomLossResponse, "CreateCustomLoss"
 )
 GET_INFO = _post("get_info", GetInfoRequest, GetInfoResponse)
-FORWARD_BACKWARD = _future("forward_backward", ForwardBackwardRequest, ForwardBackwardOutput, "ForwardBackward")
+FORWARD_BACKWARD = _future(
+    "forward_backward", ForwardBackwardRequest, ForwardBackwardOutput, "ForwardBackward"
+)
 FORWARD = _future("forward", ForwardRequest, ForwardBackwardOutput, "Forward")
 OPTIM_STEP = _future("optim_step", OptimStepRequest, OptimStepResponse, "OptimStep")
 SAVE_WEIGHTS = _future("save_weights", SaveWeightsRequest, SaveWeightsResponse, "SaveWeights")
@@ -169,13 +181,19 @@ SAVE_WEIGHTS_FOR_SAMPLER = _future(
     "SaveWeightsForSampler",
 )
 SAVE_WEIGHTS_EXTERNAL = _future(
-    "save_weights_external", SaveWeightsExternalRequest, SaveWeightsExternalResponseInternal, "SaveWeightsExternal"
+    "save_weights_external",
+    SaveWeightsExternalRequest,
+    SaveWeightsExternalResponseInternal,
+    "SaveWeightsExternal",
 )
 LOAD_WEIGHTS = _future("load_weights", LoadWeightsRequest, LoadWeightsResponse, "LoadWeights")
 WEIGHTS_INFO = _post("weights_info", WeightsInfoRequest, WeightsInfoResponse)
 COPY_WEIGHTS = _post("copy_weights", CopyWeightsRequest, CopyWeightsResponse)
 CREATE_SAMPLING_SESSION = _post(
-    "create_sampling_session", CreateSamplingSessionRequest, CreateSamplingSessionResponse, "session"
+    "create_sampling_session",
+    CreateSamplingSessionRequest,
+    CreateSamplingSessionResponse,
+    "session",
 )
 JOIN_SAMPLING_SESSION = _post(
     "join_sampling_session", JoinSamplingSessionRequest, JoinSamplingSessionResponse, "session"
@@ -184,7 +202,9 @@ GET_SAMPLER = _get("get_sampler", "samplers/{sampler_id}", GetSamplerResponse)
 ASAMPLE = _future("asample", SampleRequest, SampleResponse, "Sample", "sample")
 STREAM_SAMPLE = _post("stream_sample", SampleRequest, SampleStreamChunk, "sample")
 RETRIEVE_FUTURE = _post("retrieve_future", FutureRetrieveRequest, Empty, "poll")
-RETRIEVE_FUTURES = _post("retrieve_futures", FuturesRetrieveRequest, FuturesRetrieveResponse, "poll")
+RETRIEVE_FUTURES = _post(
+    "retrieve_futures", FuturesRetrieveRequest, FuturesRetrieveResponse, "poll"
+)
 CANCEL_FUTURE = _post("cancel_future", CancelFutureRequest, Empty, "sample")
 
 RUN = "training_runs/{training_run_id}"
@@ -197,28 +217,49 @@ LIST_CHECKPOINTS = _get("list_checkpoints", f"{RUN}/checkpoints", CheckpointsLis
 LIST_USER_CHECKPOINTS = _get("list_user_checkpoints", "checkpoints", CheckpointsListResponse)
 DELETE_CHECKPOINT = Operation("delete_checkpoint", "DELETE", CHECKPOINT, None, Empty)
 PUBLISH_CHECKPOINT = Operation("publish_checkpoint", "POST", f"{CHECKPOINT}/publish", None, Empty)
-UNPUBLISH_CHECKPOINT = Operation("unpublish_checkpoint", "DELETE", f"{CHECKPOINT}/publish", None, Empty)
-SET_CHECKPOINT_TTL = Operation("set_checkpoint_ttl", "PUT", f"{CHECKPOINT}/ttl", SetCheckpointTtlRequest, Empty)
+UNPUBLISH_CHECKPOINT = Operation(
+    "unpublish_checkpoint", "DELETE", f"{CHECKPOINT}/publish", None, Empty
+)
+SET_CHECKPOINT_TTL = Operation(
+    "set_checkpoint_ttl", "PUT", f"{CHECKPOINT}/ttl", SetCheckpointTtlRequest, Empty
+)
 GET_EXTERNAL_WEIGHTS_URLS = _get(
     "get_external_weights_urls", f"{CHECKPOINT}/external_weights_urls", ExternalWeightsUrlsResponse
 )
-GET_CHECKPOINT_ARCHIVE = _get("get_checkpoint_archive", f"{CHECKPOINT}/archive", CheckpointArchiveUrlResponse)
+GET_CHECKPOINT_ARCHIVE = _get(
+    "get_checkpoint_archive", f"{CHECKPOINT}/archive", CheckpointArchiveUrlResponse
+)
 LIST_SESSIONS = _get("list_sessions", "sessions", ListSessionsResponse)
 GET_SESSION = _get("get_session", "sessions/{session_id}", GetSessionResponse)
 ASSIGN_SESSION_PROJECT = Operation(
-    "assign_session_project", "PUT", "sessions/{session_id}/project", AssignSessionProjectRequest, Empty
+    "assign_session_project",
+    "PUT",
+    "sessions/{session_id}/project",
+    AssignSessionProjectRequest,
+    Empty,
 )
-EXPORT_SESSION_TRACE = _get("export_session_trace", "sessions/{session_id}/trace_export", SessionTraceExportResponse)
+EXPORT_SESSION_TRACE = _get(
+    "export_session_trace", "sessions/{session_id}/trace_export", SessionTraceExportResponse
+)
 EXTERNAL_WEIGHTS_UPLOAD_START = _post(
-    "external_weights_upload_start", ExternalWeightsUploadStartRequest, ExternalWeightsUploadStartResponse
+    "external_weights_upload_start",
+    ExternalWeightsUploadStartRequest,
+    ExternalWeightsUploadStartResponse,
 )
 EXTERNAL_WEIGHTS_UPLOAD_FINISH = _post(
-    "external_weights_upload_finish", ExternalWeightsUploadFinishRequest, ExternalWeightsUploadFinishResponse
+    "external_weights_upload_finish",
+    ExternalWeightsUploadFinishRequest,
+    ExternalWeightsUploadFinishResponse,
 )
 SEARCH_CHECKPOINTS = _post(
-    "search_checkpoints", CheckpointSearchRequest, CheckpointSearchResponse, path="checkpoints/search"
+    "search_checkpoints",
+    CheckpointSearchRequest,
+    CheckpointSearchResponse,
+    path="checkpoints/search",
 )
-SEARCH_SESSIONS = _post("search_sessions", SessionSearchRequest, SessionSearchResponse, path="sessions/search")
+SEARCH_SESSIONS = _post(
+    "search_sessions", SessionSearchRequest, SessionSearchResponse, path="sessions/search"
+)
 GET_BILLING_USAGE = _get("get_billing_usage", "billing/usage/events", BillingUsageResponse)
 GET_CURRENT_CHECKPOINT_STORAGE_USAGE = _get(
     "get_current_checkpoint_storage_usage",
@@ -226,7 +267,9 @@ GET_CURRENT_CHECKPOINT_STORAGE_USAGE = _get(
     CurrentCheckpointStorageUsageResponse,
 )
 GET_AUDIT_LOG = _get("get_audit_log", "audit", AuditLogResponse)
-GET_SERVER_CAPABILITIES = _get("get_server_capabilities", "get_server_capabilities", GetServerCapabilitiesResponse)
+GET_SERVER_CAPABILITIES = _get(
+    "get_server_capabilities", "get_server_capabilities", GetServerCapabilitiesResponse
+)
 HEALTHZ = _get("healthz", "healthz", HealthResponse)
 TELEMETRY = _post("telemetry", TelemetrySendRequest, TelemetryResponse, "telemetry")
 

@@ -1,4 +1,6 @@
-"""What was sent and what came back, as far as it may be kept and shown: without credentials, and in bounds."""
+"""What was sent and what came back, as far as it may be kept and shown: without credentials, and in
+bounds.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,8 @@ def redact_headers(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 def redact_url(url: str) -> str:
-    """A URL that can be shown: without a name and password, and without the values of secret parameters.
+    """A URL that can be shown: without a name and password, and without the values of secret
+    parameters.
 
     Example:
         >>> redact_url("https://me:pw@host/x?page=2&token=abc")
@@ -77,7 +80,8 @@ def redact_url(url: str) -> str:
         return url.rpartition("@")[2]
     pairs = [pair.partition("=") for pair in parts.query.split("&")] if parts.query else []
     query = "&".join(
-        name + sign + (REDACTED if value and is_secret_name(unquote(name)) else value) for name, sign, value in pairs
+        name + sign + (REDACTED if value and is_secret_name(unquote(name)) else value)
+        for name, sign, value in pairs
     )
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, query, ""))
 
@@ -113,7 +117,9 @@ class Headers(Mapping[str, str]):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request that was made. Credentials are taken out when it is put together, so that it may be kept and shown."""
+    """A request that was made. Credentials are taken out when it is put together, so that it may be
+    kept and shown.
+    """
 
     method: str
     url: str
@@ -160,13 +166,18 @@ class Response:
 
 
 def wait_asked(headers: Mapping[str, str], body: object = None) -> float | None:
-    """Seconds that an answer asks its reader to wait: in its headers, else as `retry_after_ms` in its body.
+    """Seconds that an answer asks its reader to wait: in its headers, else as `retry_after_ms` in
+    its body.
 
     A date in the header counts from now; one that has passed asks for no wait.
     """
     found = Headers(headers)
     told = body.get("retry_after_ms") if isinstance(body, Mapping) else None
-    for value, scale in ((found.get("retry-after-ms"), 1e-3), (found.get("retry-after"), 1.0), (told, 1e-3)):
+    for value, scale in (
+        (found.get("retry-after-ms"), 1e-3),
+        (found.get("retry-after"), 1.0),
+        (told, 1e-3),
+    ):
         try:
             seconds = float(value) * scale  # type: ignore[arg-type]  # what is no number is passed over
         except (OverflowError, TypeError, ValueError):
@@ -192,7 +203,8 @@ def bounded(body: object) -> object:
 
 
 def describe_body(body: object) -> str:
-    """What an answer's body says, in few words: its detail, message or error, the title of a page, or how it begins.
+    """What an answer's body says, in few words: its detail, message or error, the title of a page,
+    or how it begins.
 
     Example:
         >>> describe_body({"detail": "no such model"})
@@ -207,13 +219,27 @@ def describe_body(body: object) -> str:
         except (ValueError, RecursionError):
             body = text
     if isinstance(body, str):
-        return _short(_page(body) if re.match(r"\s*<(!doctype|html|head|body|\?xml)", body, re.I) else body)
+        return _short(
+            _page(body) if re.match(r"\s*<(!doctype|html|head|body|\?xml)", body, re.I) else body
+        )
     if isinstance(body, Mapping):
         told = next((body[name] for name in ("detail", "message", "error") if body.get(name)), None)
-        return describe_body(told) if told is not None else _short(_written(dict(body)) if body else "")
-    if isinstance(body, list) and body and all(isinstance(item, Mapping) and "msg" in item for item in body):
+        return (
+            describe_body(told)
+            if told is not None
+            else _short(_written(dict(body)) if body else "")
+        )
+    if (
+        isinstance(body, list)
+        and body
+        and all(isinstance(item, Mapping) and "msg" in item for item in body)
+    ):
         # What a validator found, as `{"loc": ["body", "rank"], "msg": "…"}` each.
-        return _short("; ".join(": ".join([*map(str, item.get("loc", ())[-1:]), str(item["msg"])]) for item in body))
+        return _short(
+            "; ".join(
+                ": ".join([*map(str, item.get("loc", ())[-1:]), str(item["msg"])]) for item in body
+            )
+        )
     return "" if body is None else _short(_written(body))
 
 
@@ -228,7 +254,11 @@ def _page(html: str) -> str:
     """The title of a page, else its first words."""
     html = html[: 10 * KEPT_CHARACTERS]
     title = re.search(r"<title[^>]*>(.*?)</title", html, re.I | re.S)
-    words = title[1] if title else re.sub(r"<(script|style).*?</\1>|<[^>]*>", " ", html, flags=re.I | re.S)
+    words = (
+        title[1]
+        if title
+        else re.sub(r"<(script|style).*?</\1>|<[^>]*>", " ", html, flags=re.I | re.S)
+    )
     return f"an HTML page: {' '.join(words.split()) or 'blank'}"
 
 

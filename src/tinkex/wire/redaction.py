@@ -1,6 +1,8 @@
-"""What may leave the process as a report: data made plain and small, without anything that looks like a secret.
+"""What may leave the process as a report: data made plain and small, without anything that looks
+like a secret.
 
-Rather too much is left out than too little: nobody misses a word in a report, and a key once sent cannot be recalled.
+Rather too much is left out than too little: nobody misses a word in a report, and a key once sent
+cannot be recalled.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ SHORTEST_SECRET = 4
 """A known secret that is shorter is not looked for: it would be found in every other word."""
 CUT = "…"
 
-# A name that says what follows it: in headers, queries, settings, and the printed forms of mappings and of pairs.
-# But after `get_api_key:`, which is an operation, a message follows.
+# A name that says what follows it: in headers, queries, settings, and the printed forms of mappings
+# and of pairs. But after `get_api_key:`, which is an operation, a message follows.
 _NAMED = (
     r"(?:(?<!\bget_)(?<!\bdelete_)api[-_]?key|access[-_]?key(?:[-_]?id)?|private[-_]?key|secret|passw(?:or)?d|passphrase|credentials?|"
     r"(?:access|auth|bearer|csrf|hf|id|refresh|security|session)[-_]?token|\btoken|\bjwt|\bsig(?:nature)?)"
@@ -49,7 +51,8 @@ _WORD = r"[^\s\"',;&}\])]{1,4096}"
 
 _SHAPES: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"(?:(?<![A-Za-z0-9])|(?<=%[0-9A-F]{2}))tml-[\w.~+/=-]+", re.I), REDACTED),
-    (re.compile(r"(?<![A-Za-z0-9+/])(?:dG1sL|aGZf)[A-Za-z0-9+/_-]{12,}={0,2}"), REDACTED),  # tml- and hf_ in base64
+    # tml- and hf_ in base64
+    (re.compile(r"(?<![A-Za-z0-9+/])(?:dG1sL|aGZf)[A-Za-z0-9+/_-]{12,}={0,2}"), REDACTED),
     (re.compile(r"eyJ[\w-]{8,}(?:\.[\w-]*){0,2}"), REDACTED),
     (re.compile(r"(?<![A-Za-z0-9])(?:hf_|sk-|gh[pousr]_|AKIA)[A-Za-z0-9_-]{12,}"), REDACTED),
 )
@@ -81,18 +84,26 @@ def secrets_of(config: Config) -> tuple[str, ...]:
     for name, value in config.default_headers.items():
         if is_secret_name(name):
             _, _, bare = value.partition(" ")
-            found |= {value} if " " in bare else {value, bare}  # with its scheme, as in "Bearer …", and without
+            # with its scheme, as in "Bearer …", and without
+            found |= {value} if " " in bare else {value, bare}
     found |= {value for name, value in config.default_query.items() if is_secret_name(name)}
     found |= {value for _, value in config.proxy_headers}
     if config.proxy is not None:
         account = urlsplit(config.proxy).netloc.rpartition("@")[0]
         password = account.partition(":")[2]
-        found |= {account, password, unquote(password), base64.b64encode(unquote(account).encode()).decode()}
+        found |= {
+            account,
+            password,
+            unquote(password),
+            base64.b64encode(unquote(account).encode()).decode(),
+        }
     return tuple(sorted((secret for secret in found if secret), key=len, reverse=True))
 
 
 def secrets_in(url: str) -> tuple[str, ...]:
-    """What a signed address holds that is nobody else's business: the values of its secret parameters."""
+    """What a signed address holds that is nobody else's business: the values of its secret
+    parameters.
+    """
     query = url.partition("?")[2].partition("#")[0]
     return tuple(value for name, value in parse_qsl(query) if is_secret_name(name))
 
@@ -100,16 +111,24 @@ def secrets_in(url: str) -> tuple[str, ...]:
 class Scrubber:
     """Makes texts and data fit to be sent.
 
-    `secrets` are known ones, left out wherever they are found, also as they are written in addresses and in base64.
+    `secrets` are known ones, left out wherever they are found, also as they are written in
+    addresses and in base64.
     """
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
-        known = {form for secret in secrets if len(secret) >= SHORTEST_SECRET for form in forms_of(secret)}
+        known = {
+            form
+            for secret in secrets
+            if len(secret) >= SHORTEST_SECRET
+            for form in forms_of(secret)
+        }
         ordered = sorted(known, key=len, reverse=True)
         self._known = re.compile("|".join(map(re.escape, ordered))) if ordered else None
 
     def text(self, value: str, most: int = MOST_TEXT, *, end: bool = False) -> str:
-        """A text without secrets, of `most` characters at most: the first, or the last where the `end` counts."""
+        """A text without secrets, of `most` characters at most: the first, or the last where the
+        `end` counts.
+        """
         value = _window(value.encode(errors="replace").decode(), 4 * most, end)
         value = self._without_known(value)
         for pattern, replacement in _PATTERNS:
@@ -119,7 +138,9 @@ class Scrubber:
         return CUT + value[1 - most :] if end else value[: most - 1] + CUT
 
     def without_keys(self, value: str) -> str:
-        """A text as it is, but for the known secrets and what looks like a key: for bodies, which stay readable."""
+        """A text as it is, but for the known secrets and what looks like a key: for bodies, which
+        stay readable.
+        """
         value = self._without_known(value)
         for pattern, replacement in _SHAPES:
             value = pattern.sub(replacement, value)
@@ -129,7 +150,9 @@ class Scrubber:
         return value if self._known is None else self._known.sub(REDACTED, value)
 
     def data(self, value: Any) -> Any:
-        """Data as JSON has it: mappings, lists, text, numbers, true, false and null; anything else is printed."""
+        """Data as JSON has it: mappings, lists, text, numbers, true, false and null; anything else
+        is printed.
+        """
         return _Walk(self).plain(value, 0)
 
     def mapping(self, value: Mapping[Any, Any] | None) -> dict[str, Any]:
@@ -156,10 +179,13 @@ class _Walk:
             return float(value) if -float("inf") < value < float("inf") else str(float(value))
         if isinstance(value, str):
             return self._text(value)
-        if getattr(value, "shape", None) == () and hasattr(value, "item"):  # a number of numpy's or torch's
+        # a number of numpy's or torch's
+        if getattr(value, "shape", None) == () and hasattr(value, "item"):
             return self.plain(value.item(), depth)
         fields = _fields(value)
-        if depth >= MOST_DEPTH and (fields is not None or isinstance(value, list | tuple | set | frozenset)):
+        if depth >= MOST_DEPTH and (
+            fields is not None or isinstance(value, list | tuple | set | frozenset)
+        ):
             return CUT
         if fields is not None:
             return self._mapping(fields, depth)
@@ -176,7 +202,9 @@ class _Walk:
     def _mapping(self, fields: Mapping[Any, Any], depth: int) -> dict[str, Any]:
         # {"name": "x-api-key", "value": "…"} is a header too
         named = any(
-            is_secret_name(_name(fields[key])) for key in ("name", "key", "header") if _is_name(fields.get(key))
+            is_secret_name(_name(fields[key]))
+            for key in ("name", "key", "header")
+            if _is_name(fields.get(key))
         )
         plain: dict[str, Any] = {}
         for count, (key, value) in enumerate(fields.items()):
@@ -185,7 +213,9 @@ class _Walk:
                 break
             name = _name(key)
             secret = is_secret_name(name) or (named and name.lower() == "value")
-            plain[self._text(name)] = REDACTED if secret and value is not None else self.plain(value, depth + 1)
+            plain[self._text(name)] = (
+                REDACTED if secret and value is not None else self.plain(value, depth + 1)
+            )
         return plain
 
     def _list(self, items: Iterable[Any], depth: int) -> list[Any]:
@@ -196,7 +226,8 @@ class _Walk:
                 plain.append(CUT)
                 break
             plain.append(REDACTED if secret else self.plain(item, depth + 1))
-            secret = _is_name(item) and is_secret_name(_name(item))  # the next item is its value, as in a pair
+            # the next item is its value, as in a pair
+            secret = _is_name(item) and is_secret_name(_name(item))
         return plain
 
 
@@ -242,7 +273,9 @@ def _printed(value: Any) -> str:
 
 
 def _window(value: str, most: int, end: bool) -> str:
-    """As much of a huge text as is looked at, cut between words: half a secret is not recognised as one."""
+    """As much of a huge text as is looked at, cut between words: half a secret is not recognised as
+    one.
+    """
     if len(value) <= most:
         return value
     if end:

@@ -1,12 +1,14 @@
 """Server-sent events: bytes in as they come off the wire, whole events out.
 
-The reader keeps to the WHATWG standard: lines end at CR LF, LF or CR; a blank line ends an event; comments and unknown
-fields mean nothing; one blank after the colon belongs to the syntax and any further one to the value. An event without
-a data line is none, so a block of comments, sent to keep a connection open, is silent.
+The reader keeps to the WHATWG standard: lines end at CR LF, LF or CR; a blank line ends an event;
+comments and unknown fields mean nothing; one blank after the colon belongs to the syntax and any
+further one to the value. An event without a data line is none, so a block of comments, sent to keep
+a connection open, is silent.
 
-It differs from the standard in two points. `id` is the event's own and is not carried over to the ones after it. And a
-stream that ends right after a whole line, without the blank line that should follow, has its last event delivered all
-the same (servers forget it); one that ends within a line was cut off, and what it left unfinished is dropped.
+It differs from the standard in two points. `id` is the event's own and is not carried over to the
+ones after it. And a stream that ends right after a whole line, without the blank line that should
+follow, has its last event delivered all the same (servers forget it); one that ends within a line
+was cut off, and what it left unfinished is dropped.
 """
 
 from __future__ import annotations
@@ -52,8 +54,9 @@ class ServerSentEvent(Record, frozen=True, kw_only=False):
 class Decoder:
     r"""Takes a stream in pieces, cut anywhere, and gives the events that each piece completes.
 
-    No more than `limit` bytes are kept for an event that is not complete. A line that goes over it ends the decoder:
-    events before that line are still delivered, then every call raises `ValueError`.
+    No more than `limit` bytes are kept for an event that is not complete. A line that goes over it
+    ends the decoder: events before that line are still delivered, then every call raises
+    `ValueError`.
 
     Example:
         >>> decoder = Decoder()
@@ -72,7 +75,8 @@ class Decoder:
         self._limit = limit
         self._overrun = False
         self._begun = False
-        self._after_return = False  # the last piece ended in CR: an LF that starts the next one belongs to it
+        # the last piece ended in CR: an LF that starts the next one belongs to it
+        self._after_return = False
         self._rest = bytearray()  # a line that has not ended
         self._forget()
 
@@ -102,7 +106,9 @@ class Decoder:
         return events
 
     def close(self) -> list[ServerSentEvent]:
-        """End the stream: gives the last event if all its lines were whole and only the blank one is missing."""
+        """End the stream: gives the last event if all its lines were whole and only the blank one
+        is missing.
+        """
         if self._overrun:
             raise self._too_long()
         last = None if self._rest else self._event()
@@ -124,7 +130,8 @@ class Decoder:
                 self._forget()
                 continue
             name, _, value = line.partition(b":")
-            if name:  # comments may go on for ever: they keep a connection open, and nothing is kept of them
+            # comments may go on for ever: they keep a connection open, and nothing is kept of them
+            if name:
                 self._size += len(line) + 1
             if value.startswith(b" "):
                 del value[0]
@@ -143,7 +150,8 @@ class Decoder:
                 self._retry = _leading_number(value)
 
     def _exceeds(self, line: bytearray) -> bool:
-        return len(line) > 0 and self._size + len(line) > self._limit  # a blank line ends the event: it adds nothing
+        # a blank line ends the event: it adds nothing
+        return len(line) > 0 and self._size + len(line) > self._limit
 
     def _event(self) -> ServerSentEvent | None:
         if self._data is None:
@@ -164,8 +172,12 @@ class Decoder:
         return ValueError(f"the stream holds an event of more than {self._limit} bytes, the limit")
 
 
-async def events(chunks: AsyncIterator[bytes], limit: int = EVENT_LIMIT) -> AsyncIterator[ServerSentEvent]:
-    """The events of a stream, each as soon as it is complete; the source is closed when the reader stops early."""
+async def events(
+    chunks: AsyncIterator[bytes], limit: int = EVENT_LIMIT
+) -> AsyncIterator[ServerSentEvent]:
+    """The events of a stream, each as soon as it is complete; the source is closed when the reader
+    stops early.
+    """
     decoder = Decoder(limit)
     try:
         async for chunk in chunks:

@@ -1,4 +1,6 @@
-"""Futures: what every call returns, how a result is fetched, and how the results of several chunks become one."""
+"""Futures: what every call returns, how a result is fetched, and how the results of several chunks
+become one.
+"""
 
 from __future__ import annotations
 
@@ -53,14 +55,16 @@ logger = logging.getLogger("tinkex")
 
 POLL_TIMEOUT = 45.0
 HELD = 1.0
-"""A poll that the server held for this long and left without a result has run out: poll again at once."""
+"""A poll that the server held for this long and left without a result has run out: poll again at
+once."""
 
 
 class APIFuture(ABC, Generic[T]):
     """The outcome of a call that has begun: `await` it, or call `.result()`.
 
-    Every call that uses the network returns one. `future()` is the `concurrent.futures.Future` behind it, with `done`,
-    `cancel` and `add_done_callback`, for `concurrent.futures.wait` and `as_completed`.
+    Every call that uses the network returns one. `future()` is the `concurrent.futures.Future`
+    behind it, with `done`, `cancel` and `add_done_callback`, for `concurrent.futures.wait` and
+    `as_completed`.
 
     Example:
         >>> call: APIFuture[TrainingRun] = rest.get_training_run(client.model_id)
@@ -112,7 +116,8 @@ class APIFuture(ABC, Generic[T]):
 
     @abstractmethod
     def future(self) -> concurrent.futures.Future[T]:
-        """The concurrent future behind this one: `done`, `cancel`, `add_done_callback` and the rest.
+        """The concurrent future behind this one: `done`, `cancel`, `add_done_callback` and the
+        rest.
 
         Example:
             >>> rest.get_training_run(client.model_id).future().result().base_model
@@ -142,8 +147,9 @@ class APIFuture(ABC, Generic[T]):
 class Future(APIFuture[T], concurrent.futures.Future[T]):
     """The outcome of a call that has begun, and a `concurrent.futures.Future` itself.
 
-    `await` it in any event loop, or call `.result(timeout)` in any thread. A timeout, or a cancelled waiter, never
-    cancels the work; `cancel()` does. `concurrent.futures.wait` and `as_completed` take it too.
+    `await` it in any event loop, or call `.result(timeout)` in any thread. A timeout, or a
+    cancelled waiter, never cancels the work; `cancel()` does. `concurrent.futures.wait` and
+    `as_completed` take it too.
 
     Example:
         >>> future = client.forward(data, "cross_entropy")
@@ -152,17 +158,22 @@ class Future(APIFuture[T], concurrent.futures.Future[T]):
     """
 
     def __init__(self, future: concurrent.futures.Future[T] | None = None) -> None:
-        """Make a future to resolve by hand, or one that takes the outcome of another and passes a cancel on to it."""
+        """Make a future to resolve by hand, or one that takes the outcome of another and passes a
+        cancel on to it.
+        """
         super().__init__()
         self._runtime: Runtime | None = None
         if future is not None:
             self._runtime = getattr(future, "_runtime", None)
             # The plain methods throughout: a sample's future warns of its own.
             _Plain.add_done_callback(future, lambda done: _copy_outcome(done, self))
-            _Plain.add_done_callback(self, lambda mine: give_up(future) if _Plain.cancelled(mine) else None)
+            _Plain.add_done_callback(
+                self, lambda mine: give_up(future) if _Plain.cancelled(mine) else None
+            )
 
     def result(self, timeout: float | None = None) -> T:
-        """Block until the outcome is there; `TimeoutError` after `timeout` seconds leaves the work running.
+        """Block until the outcome is there; `TimeoutError` after `timeout` seconds leaves the work
+        running.
 
         Args:
             timeout: Seconds to wait at most; for ever by default.
@@ -190,7 +201,9 @@ class Future(APIFuture[T], concurrent.futures.Future[T]):
         except TimeoutError:
             if _Plain.done(self):
                 raise
-            raise TimeoutError(f"not done after {timeout} s; the work goes on, result() can be called again") from None
+            raise TimeoutError(
+                f"not done after {timeout} s; the work goes on, result() can be called again"
+            ) from None
 
     if not TYPE_CHECKING:  # a checker would take it that every name is there
 
@@ -236,17 +249,27 @@ class Future(APIFuture[T], concurrent.futures.Future[T]):
             warnings.warn(message, RuntimeWarning, stacklevel=users_level())
 
     def _check_own_loop(self) -> None:
-        """Refuse to wait on the loop that has to bring the outcome, or in a process that has no such loop."""
+        """Refuse to wait on the loop that has to bring the outcome, or in a process that has no
+        such loop.
+        """
         self._check_process()
         if self._runtime is not None and self._runtime.is_current and not _Plain.done(self):
-            raise RuntimeError("result() would block tinkex's own event loop for ever: await the future instead")
+            raise RuntimeError(
+                "result() would block tinkex's own event loop for ever: await the future instead"
+            )
 
     def _check_process(self) -> None:
         """Refuse to wait in a forked child for a loop that only the parent has."""
-        # The state is read without the lock: another thread may have held that when the process was forked.
-        if self._runtime is not None and self._state in ("PENDING", "RUNNING") and self._runtime.is_inherited:
+        # The state is read without the lock: another thread may have held that when the process was
+        # forked.
+        if (
+            self._runtime is not None
+            and self._state in ("PENDING", "RUNNING")
+            and self._runtime.is_inherited
+        ):
             raise RuntimeError(
-                "this call was pending when the process was forked, and only the parent process gets its result: wait "
+                "this call was pending when the process was forked, and only the parent process "
+                "gets its result: wait "
                 "for it before the fork, or make the call again with a client made after it"
             )
 
@@ -301,10 +324,12 @@ class Future(APIFuture[T], concurrent.futures.Future[T]):
 
 
 class SampleFuture(Future[T]):
-    """The outcome of `sample` or `compute_logprobs`: a `concurrent.futures.Future` and an `APIFuture`.
+    """The outcome of `sample` or `compute_logprobs`: a `concurrent.futures.Future` and an
+    `APIFuture`.
 
-    `await`, `.result()`, `.future()` and `concurrent.futures.wait` are the ways to use it. `done`, `cancel` and the
-    other methods of a concurrent future work, with a warning: they will be found on `.future()` alone.
+    `await`, `.result()`, `.future()` and `concurrent.futures.wait` are the ways to use it. `done`,
+    `cancel` and the other methods of a concurrent future work, with a warning: they will be found
+    on `.future()` alone.
 
     Example:
         >>> future = sampler.sample(prompt, 1, SamplingParams(max_tokens=8))
@@ -321,7 +346,8 @@ class SampleFuture(Future[T]):
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"DEPRECATED: {name}() will be removed from the futures of samples: await the future, call .result(), "
+                f"DEPRECATED: {name}() will be removed from the futures of samples: await the "
+                "future, call .result(), "
                 f"or use .future().{name}()",
                 FutureWarning,
                 stacklevel=3,
@@ -394,7 +420,8 @@ class AwaitableConcurrentFuture(APIFuture[T]):
         self._own: Future[T] = future if isinstance(future, Future) else Future(future)
 
     def result(self, timeout: float | None = None) -> T:
-        """Block until the outcome is there; `TimeoutError` after `timeout` seconds leaves the work running.
+        """Block until the outcome is there; `TimeoutError` after `timeout` seconds leaves the work
+        running.
 
         Args:
             timeout: Seconds to wait at most; for ever by default.
@@ -456,12 +483,18 @@ def _missing(future: APIFuture[Any], name: str) -> AttributeError:
     message = f"{type(future).__name__!r} object has no attribute {name!r}"
     if not name.startswith("_"):
         there = hasattr(_Plain, name)
-        message += ": `.future()` has it" if there else ": `.result()`, or `await`, gives the outcome of the call"
+        message += (
+            ": `.future()` has it"
+            if there
+            else ": `.result()`, or `await`, gives the outcome of the call"
+        )
     return AttributeError(message, name=name, obj=future)
 
 
 def in_users_loop() -> bool:
-    """Whether blocking here would block an event loop that ought to go on; a notebook's is meant to be blocked."""
+    """Whether blocking here would block an event loop that ought to go on; a notebook's is meant to
+    be blocked.
+    """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -469,7 +502,9 @@ def in_users_loop() -> bool:
     return "ipykernel" not in sys.modules
 
 
-def _wake(loop: asyncio.AbstractEventLoop, inbox: Inbox, woken: asyncio.Future[None], _: object) -> None:
+def _wake(
+    loop: asyncio.AbstractEventLoop, inbox: Inbox, woken: asyncio.Future[None], _: object
+) -> None:
     """Let whoever awaits a future in a loop of theirs look at it; the loop may be gone by now."""
     if not loop.is_closed():
         inbox.put(loop, _set, woken)
@@ -500,10 +535,11 @@ def users_level() -> int:
 
 
 def unlisted(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """Let a coroutine function pass for a plain one that returns its coroutine: to be awaited as before.
+    """Let a coroutine function pass for a plain one that returns its coroutine: to be awaited as
+    before.
 
-    For what the official clients do not have. Programs that trace those look over their coroutine functions, and the
-    cookbook will not go on when there is one that it does not know.
+    For what the official clients do not have. Programs that trace those look over their coroutine
+    functions, and the cookbook will not go on when there is one that it does not know.
     """
 
     @functools.wraps(method)
@@ -532,7 +568,9 @@ PAUSED_SECONDS = 1.0
 class QueueNotice(Protocol):
     """Is told the queue's state and the reason for it, with every answer that names them."""
 
-    def __call__(self, queue_state: str, queue_state_reason: str | None = None, /, *, request_id: str = "") -> object:
+    def __call__(
+        self, queue_state: str, queue_state_reason: str | None = None, /, *, request_id: str = ""
+    ) -> object:
         """Take note."""
 
 
@@ -548,8 +586,9 @@ async def retrieve(
 ) -> Any:
     """Poll until an operation has ended: its result, or RequestFailedError when it failed.
 
-    A poll that runs out is repeated for ever, or for `timeout` seconds; faults on the way for as long as the
-    transport is patient. At the end of that time the last fault is raised, if there was one, else APITimeoutError.
+    A poll that runs out is repeated for ever, or for `timeout` seconds; faults on the way for as
+    long as the transport is patient. At the end of that time the last fault is raised, if there was
+    one, else APITimeoutError.
     """
     poll = _Poll(transport, op, request_id, submitted, notice)
     if timeout is None:
@@ -574,14 +613,20 @@ class _Poll:
         submitted: float,
         notice: QueueNotice | None,
     ) -> None:
-        self.transport, self.op, self.request_id, self.submitted = transport, op, request_id, submitted
+        self.transport, self.op, self.request_id, self.submitted = (
+            transport,
+            op,
+            request_id,
+            submitted,
+        )
         self.notice = notice
         self.started = time.monotonic()
         self.iteration = self.failures = self.early = self.malformed = 0
         self.failing_since = 0.0
         self.last_failure: Exception | None = None
         self.asked: tuple[bool, codec.Body] | None = None
-        """Whether the poll that was made last allows an announcement, and its body: most are repeated as they are."""
+        """Whether the poll that was made last allows an announcement, and its body: most are
+        repeated as they are."""
 
     async def run(self, metadata_only: bool) -> Any:
         """Poll on; a result whose size was announced is fetched under the budget for large results."""
@@ -591,7 +636,8 @@ class _Poll:
                 if not metadata_only:
                     raise self._told(
                         APIResponseValidationError(
-                            f"{self.op.title} at {self.transport.place}: the size of the result of {self.request_id} "
+                            f"{self.op.title} at {self.transport.place}: the size of the result of "
+                            f"{self.request_id} "
                             "was announced a second time instead of the result"
                         )
                     )
@@ -627,7 +673,9 @@ class _Poll:
         self.last_failure = error
         error.request_id, error.attempts = self.request_id, self.failures
         self.malformed = self.malformed + 1 if _says_nothing(error) else 0
-        hopeless = self.malformed > MALFORMED_ATTEMPTS if self.malformed else not is_retryable(error)
+        hopeless = (
+            self.malformed > MALFORMED_ATTEMPTS if self.malformed else not is_retryable(error)
+        )
         if hopeless or time.monotonic() - self.failing_since > self._patience(error):
             if isinstance(error, GoneError) and error.hint is None:
                 error.hint = "the result was kept for a time and is gone: submit the request again"
@@ -637,7 +685,10 @@ class _Poll:
             logger.warning("waiting for %s: %s; still trying", self.request_id, error.message)
         chosen = self.transport.config.poll_backoff
         if chosen is not None and (error.status or 0) >= 500:
-            delay = max(poll_delay(chosen, self.iteration - 1), min(error.retry_after or 0.0, LONGEST_RETRY_AFTER))
+            delay = max(
+                poll_delay(chosen, self.iteration - 1),
+                min(error.retry_after or 0.0, LONGEST_RETRY_AFTER),
+            )
         else:
             delay = backoff(self.failures, error.retry_after)
         await asyncio.sleep(delay)
@@ -648,7 +699,9 @@ class _Poll:
         return min(CONFLICT_PATIENCE, patience) if error.status == 409 else patience
 
     async def _after_pending(self, sent: float, delay: float | None) -> None:
-        """A poll that was held is repeated at once; a server that does not hold must not be polled in a hot loop."""
+        """A poll that was held is repeated at once; a server that does not hold must not be polled
+        in a hot loop.
+        """
         if delay is not None:
             await asyncio.sleep(delay)
         elif time.monotonic() - sent >= HELD:
@@ -661,7 +714,8 @@ class _Poll:
         """What is raised at the end of the time: the failure that stood in the way, if one did."""
         waited = time.monotonic() - self.started
         error = self.last_failure or APITimeoutError(
-            f"{self.op.title} at {self.transport.place}: request {self.request_id} had no result after {waited:.1f} s",
+            f"{self.op.title} at {self.transport.place}: request {self.request_id} had no result "
+            f"after {waited:.1f} s",
             request_id=self.request_id,
             hint="the server carries it out all the same",
         )
@@ -673,7 +727,9 @@ class _Poll:
         name = next((name for kind, name in _EVENTS.items() if isinstance(error, kind)), None)
         if name is not None:
             category = None if error.category is None else error.category.value
-            self._tell(name, {"status": error.status, "category": category, "error_type": error.type})
+            self._tell(
+                name, {"status": error.status, "category": category, "error_type": error.type}
+            )
         return error
 
     def _tell(self, name: str, facts: dict[str, Any]) -> None:
@@ -689,10 +745,14 @@ class _Poll:
             events.emit(name, {"elapsed_time": (time.monotonic() - self.started) * 1000}, named)
 
     async def _ask(self, metadata_only: bool, sent: float) -> tuple[Any, float | None]:
-        """One poll: a result, an announcement or PENDING, with the seconds that the server asks to wait, if it does."""
+        """One poll: a result, an announcement or PENDING, with the seconds that the server asks to
+        wait, if it does.
+        """
         op = self.op
         if self.asked is None or self.asked[0] is not metadata_only:
-            request = FutureRetrieveRequest(request_id=self.request_id, allow_metadata_only=metadata_only)
+            request = FutureRetrieveRequest(
+                request_id=self.request_id, allow_metadata_only=metadata_only
+            )
             self.asked = metadata_only, codec.encode(request)
         wants_protobuf = op.result is not None and codec.has_protobuf(op.result)
         headers = {
@@ -708,7 +768,9 @@ class _Poll:
         if reply.status == 408:
             delay = self._heed(_mapping(reply.body))
             chosen = self.transport.config.poll_backoff
-            return PENDING, delay if chosen is None else max(delay or 0.0, poll_delay(chosen, self.iteration - 1))
+            return PENDING, delay if chosen is None else max(
+                delay or 0.0, poll_delay(chosen, self.iteration - 1)
+            )
         if reply.status >= 300:
             raise self.transport.refusal(op, reply)
         return await self._read(reply)
@@ -716,7 +778,8 @@ class _Poll:
     async def _read(self, reply: Reply) -> tuple[Any, float | None]:
         """What a good answer says."""
         if codec.PROTOBUF not in reply.content_type:
-            # Only the small answers are JSON when protobuf was asked for; a look at the keys is cheap either way.
+            # Only the small answers are JSON when protobuf was asked for; a look at the keys is
+            # cheap either way.
             envelope = _mapping(reply.body)
             status = str(envelope.get("status", "")).lower()
             if str(envelope.get("type", "")).lower() == "try_again":
@@ -734,7 +797,9 @@ class _Poll:
         return await decode_result(self.transport, self.op, reply), None
 
     def _heed(self, envelope: Mapping[str, Any], paused: float | None = None) -> float | None:
-        """Pass the queue's state on; the seconds to wait before the next poll, where the server says."""
+        """Pass the queue's state on; the seconds to wait before the next poll, where the server
+        says.
+        """
         state, reason = envelope.get("queue_state"), envelope.get("queue_state_reason")
         reason = self.transport.without_keys(reason) if isinstance(reason, str) else None
         if self.notice is not None and isinstance(state, str):
@@ -742,7 +807,11 @@ class _Poll:
         asked = envelope.get("retry_after_ms")
         if isinstance(asked, int) and not isinstance(asked, bool) and asked >= 0:
             return min(asked / 1000, LONGEST_RETRY_AFTER)
-        return paused if isinstance(state, str) and state.strip().lower().startswith("paused") else None
+        return (
+            paused
+            if isinstance(state, str) and state.strip().lower().startswith("paused")
+            else None
+        )
 
 
 _EVENTS: dict[type[TinkerError], str] = {
@@ -791,14 +860,21 @@ def _says_nothing(error: APIError) -> bool:
     if not isinstance(error, APIStatusError) or error.status_code != 400:
         return False
     body = error.body
-    return not body or (isinstance(body, dict) and not any(body.get(name) for name in ("message", "error", "detail")))
+    return not body or (
+        isinstance(body, dict)
+        and not any(body.get(name) for name in ("message", "error", "detail"))
+    )
 
 
-def failure_of(transport: Transport, op: Operation, envelope: Mapping[str, Any], request_id: str) -> RequestFailedError:
+def failure_of(
+    transport: Transport, op: Operation, envelope: Mapping[str, Any], request_id: str
+) -> RequestFailedError:
     """The error that an answer in band reports, in any of the forms servers use."""
     told = envelope.get("error")
     inner: Mapping[str, Any] = told if isinstance(told, dict) else {}
-    text = transport.without_keys(str((inner.get("message") or inner.get("error")) if inner else told or ""))
+    text = transport.without_keys(
+        str((inner.get("message") or inner.get("error")) if inner else told or "")
+    )
     category = RequestErrorCategory.parse(inner.get("category") or envelope.get("category"))
     return RequestFailedError(
         f"{op.title} failed ({category.value} error): {text or 'the server gives no reason'}",
@@ -807,15 +883,17 @@ def failure_of(transport: Transport, op: Operation, envelope: Mapping[str, Any],
     )
 
 
-# ── several futures ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── several futures ───────────────────────────────────────────────────────────────────────────────
 
 
 def await_many(
     futures: Iterable[concurrent.futures.Future[T]], timeout: float | None = None
 ) -> list[T | BaseException]:
-    """The outcome of each future, in the order given: its result, or the error in its place. Never raises.
+    """The outcome of each future, in the order given: its result, or the error in its place. Never
+    raises.
 
-    Each is waited for in turn, for `timeout` seconds at most; whoever is late has `TimeoutError` in its place.
+    Each is waited for in turn, for `timeout` seconds at most; whoever is late has `TimeoutError` in
+    its place.
 
     Args:
         futures: What to wait for.
@@ -838,8 +916,11 @@ def await_many(
     return outcomes
 
 
-async def await_many_async(futures: Iterable[Awaitable[T]], timeout: float | None = None) -> list[T | BaseException]:
-    """Like `await_many`, in an event loop: all are waited for together, for `timeout` seconds at most.
+async def await_many_async(
+    futures: Iterable[Awaitable[T]], timeout: float | None = None
+) -> list[T | BaseException]:
+    """Like `await_many`, in an event loop: all are waited for together, for `timeout` seconds at
+    most.
 
     Args:
         futures: What to wait for; anything that can be awaited.
@@ -863,7 +944,7 @@ async def await_many_async(futures: Iterable[Awaitable[T]], timeout: float | Non
     return await asyncio.gather(*(outcome(future) for future in futures), return_exceptions=True)
 
 
-# ── several chunks, one result ───────────────────────────────────────────────────────────────────────────────────
+# ── several chunks, one result ────────────────────────────────────────────────────────────────────
 
 
 def _weighted_mean(values: Sequence[float], weights: Sequence[int]) -> float:
@@ -873,7 +954,11 @@ def _weighted_mean(values: Sequence[float], weights: Sequence[int]) -> float:
 
 def _hash_sum(values: Sequence[float]) -> float:
     """The sum of hashes, as 64 bits hold it; what is no hash spoils it."""
-    return float(sum(int(v) for v in values) % 2**64) if all(math.isfinite(v) for v in values) else math.nan
+    return (
+        float(sum(int(v) for v in values) % 2**64)
+        if all(math.isfinite(v) for v in values)
+        else math.nan
+    )
 
 
 def _hash_unordered(values: Sequence[float]) -> float:
@@ -887,17 +972,20 @@ REDUCTIONS: dict[str, Callable[[Sequence[float], Sequence[int]], float]] = {
     "sum": lambda values, _: sum(values),
     "min": lambda values, _: min(values),
     "max": lambda values, _: max(values),
-    "slack": lambda values, weights: max(values) - _weighted_mean(values, weights) if sum(weights) else 0.0,
+    "slack": lambda values, weights: (
+        max(values) - _weighted_mean(values, weights) if sum(weights) else 0.0
+    ),
     "hash2": lambda values, _: _hash_sum(values),
     "hash_unordered": lambda values, _: _hash_unordered(values),
 }
 
 
 def combine(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
-    """Join the results of one call's chunks: outputs in order, metrics by the reduction their names end in.
+    """Join the results of one call's chunks: outputs in order, metrics by the reduction their names
+    end in.
 
-    A name that ends in no known reduction is averaged; a chunk that lacks a metric, or has no number for it, does not
-    count for it.
+    A name that ends in no known reduction is averaged; a chunk that lacks a metric, or has no
+    number for it, does not count for it.
 
     Args:
         outputs: The results, in the order of the chunks.

@@ -1,7 +1,8 @@
 """BackcompatClientFuture: the future of a client, which can still be used as if it were the client.
 
-Methods that make clients used to wait for them. They return such a future now, so programs that were written before
-go on working, with a warning for each use. A subclass for one kind of client is made with `forwarding`.
+Methods that make clients used to wait for them. They return such a future now, so programs that
+were written before go on working, with a warning for each use. A subclass for one kind of client is
+made with `forwarding`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class BackcompatClientFuture(APIFuture[C]):
             The client.
 
         Raises:
-            TimeoutError: The client is not there yet. It is still being made, so `result()` can be called again.
+            TimeoutError: The client is not there yet. It is still being made, so `result()` can be
+                called again.
             RuntimeError: Called on tinkex's own thread, which would wait for itself.
 
         Example:
@@ -65,7 +67,8 @@ class BackcompatClientFuture(APIFuture[C]):
         """Await the client.
 
         Args:
-            timeout: Seconds to wait at most; for ever by default. When they are over, the client is given up.
+            timeout: Seconds to wait at most; for ever by default. When they are over, the client is
+                given up.
 
         Returns:
             The client.
@@ -101,7 +104,9 @@ class BackcompatClientFuture(APIFuture[C]):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Read an attribute from the client; a name with a leading underscore is not looked for there."""
+            """Read an attribute from the client; a name with a leading underscore is not looked for
+            there.
+            """
             if name.startswith("_"):
                 raise AttributeError(name, name=name, obj=self)
             return _read(self, name, 3)
@@ -121,10 +126,11 @@ class BackcompatClientFuture(APIFuture[C]):
 
 
 def forwarding(client_class: type[Any]) -> Callable[[type[F]], type[F]]:
-    """Give the future of a client a forwarder for each public method and property of the client's class.
+    """Give the future of a client a forwarder for each public method and property of the client's
+    class.
 
-    A forwarder warns, waits for the client, and calls the method that the client then has: a method that was replaced
-    on the client's class is found.
+    A forwarder warns, waits for the client, and calls the method that the client then has: a method
+    that was replaced on the client's class is found.
 
     Args:
         client_class: The client's class.
@@ -157,7 +163,9 @@ def _property(name: str) -> property:
 
 def _read(future: BackcompatClientFuture[Any], name: str, level: int) -> Any:
     owner = type(future).__name__
-    warnings.warn(f"DEPRECATED: {owner}.{name} will be removed: {ADVICE}", FutureWarning, stacklevel=level)
+    warnings.warn(
+        f"DEPRECATED: {owner}.{name} will be removed: {ADVICE}", FutureWarning, stacklevel=level
+    )
     return getattr(future.result(), name)
 
 
@@ -179,6 +187,9 @@ def _forwarder(owner: str, name: str, method: Callable[..., Any]) -> Callable[..
 
     made = forward_async if name.endswith("_async") else forward
     made.__name__, made.__qualname__, made.__module__ = name, f"{owner}.{name}", method.__module__
-    made.__doc__ = f"Deprecated: use `{method.__qualname__}` of the client itself, which .result() or await gives."
+    made.__doc__ = (
+        f"Deprecated: use `{method.__qualname__}` of the client itself, which .result() "
+        "or await gives."
+    )
     made.__annotations__ = dict(method.__annotations__)
     return made

@@ -1,12 +1,14 @@
-"""One poll for all samples of a client: it asks which have ended, and the results of many come in one answer.
+"""One poll for all samples of a client: it asks which have ended, and the results of many come in
+one answer.
 
-It is a convenience, and nothing depends on it alone. A sample that it cannot speak for is polled for by itself: when a
-poll fails, when a result is too large to come along, and when a sample has waited so long that the server may have
-forgotten about it (one that was restarted before its first word looks like one with nothing to say).
+It is a convenience, and nothing depends on it alone. A sample that it cannot speak for is polled
+for by itself: when a poll fails, when a result is too large to come along, and when a sample has
+waited so long that the server may have forgotten about it (one that was restarted before its first
+word looks like one with nothing to say).
 
 The server keeps results until they are acknowledged. While samples are waited for, each poll
-acknowledges the results of earlier ones. When none is, one poll with a timeout of 0 acknowledges the
-rest, and nothing is sent until the next sample.
+acknowledges the results of earlier ones. When none is, one poll with a timeout of 0 acknowledges
+the rest, and nothing is sent until the next sample.
 """
 
 from __future__ import annotations
@@ -23,7 +25,11 @@ from tinkex.client.futures.api_future import HELD, POLL_TIMEOUT
 from tinkex.client.futures.loop_thread import runtime
 from tinkex.client.http.transport import OFF_LOOP_BYTES, Reply, Transport, backoff
 from tinkex.errors import GoneError, TinkerError
-from tinkex.types.sessions import FuturesRetrieveRequest, FuturesRetrieveResponse, SamplingSessionFuturesTarget
+from tinkex.types.sessions import (
+    FuturesRetrieveRequest,
+    FuturesRetrieveResponse,
+    SamplingSessionFuturesTarget,
+)
 from tinkex.wire import codec
 from tinkex.wire.protocol import RETRIEVE_FUTURES
 
@@ -32,19 +38,22 @@ logger = logging.getLogger("tinkex")
 INLINE_BYTES = 4 << 20
 """How much of results one answer may bring along; what is larger is fetched by itself."""
 GATHER_SECONDS = 0.005
-"""Polls that bring something are so far apart at least: what ends together comes together, also within a process."""
+"""Polls that bring something are so far apart at least: what ends together comes together, also
+within a process."""
 REST_SECONDS = 5.0
 """After a poll that failed, results are polled for one by one for so long."""
 DOUBT_SECONDS = 60.0
 """A sample that has waited for so long may be asked for by itself."""
 DOUBTED = 16
-"""How many samples are, in each such time; if the poll missed one of them, all that have waited as long are."""
+"""How many samples are, in each such time; if the poll missed one of them, all that have waited as
+long are."""
 ACK_DELAY = 0.2
 """Seconds without a waiting sample before results are acknowledged: the next poll may do it."""
 LAST_ACK_SECONDS = 2.0
 """Seconds that closing waits for the last acknowledgement."""
 MOST_FETCHED = 10_000
-"""Fetched results that are remembered until a poll can report them; the oldest are dropped beyond that."""
+"""Fetched results that are remembered until a poll can report them; the oldest are dropped beyond
+that."""
 NO_ENDPOINT = frozenset({404, 405, 501})
 
 
@@ -55,10 +64,12 @@ class _Waiter:
 
 
 class BatchPoller:
-    """Waits for the samples of one client together, while any is waited for; on the runtime's loop only.
+    """Waits for the samples of one client together, while any is waited for; on the runtime's loop
+    only.
 
-    A submission is a block: `begin()`, then `outcome(request_id)` when the receipt is there, then `end(…)`. What the
-    outcome's future gives is the reply that holds the result, or None when it has to be fetched by itself.
+    A submission is a block: `begin()`, then `outcome(request_id)` when the receipt is there, then
+    `end(…)`. What the outcome's future gives is the reply that holds the result, or None when it
+    has to be fetched by itself.
 
     Args:
         transport: Sends the polls.
@@ -78,7 +89,9 @@ class BatchPoller:
         owner: object | None = None,
     ) -> None:
         self._transport = transport
-        self._target = SamplingSessionFuturesTarget(sampling_session_id=sampling_session_id, cloned_sampler_id=clone)
+        self._target = SamplingSessionFuturesTarget(
+            sampling_session_id=sampling_session_id, cloned_sampler_id=clone
+        )
         self._inline = inline
         self._cursor = self._acknowledged = 0
         """The cursor of the last answer, and the one that the server has been told last."""
@@ -88,7 +101,8 @@ class BatchPoller:
         self._open: dict[int, None] = {}
         """The numbers of submissions whose receipts are not there yet; the oldest comes first."""
         self._early: dict[str, tuple[int, Reply | None]] = {}
-        """Outcomes that nobody waits for yet, each with the number of the latest submission that it may belong to."""
+        """Outcomes that nobody waits for yet, each with the number of the latest submission that it
+        may belong to."""
         self._fetched: dict[str, None] = {}
         """Results that were fetched by themselves, until a poll has reported them."""
         self._empty_polls = 0
@@ -101,7 +115,7 @@ class BatchPoller:
         if owner is not None:
             weakref.finalize(owner, self._flush_soon).atexit = False
 
-    # ── submissions ──────────────────────────────────────────────────────────────────────────────────────────────
+    # ── submissions ───────────────────────────────────────────────────────────────────────────────
 
     def begin(self) -> int:
         """Note that a request is being submitted: its end may be told before its receipt comes."""
@@ -110,7 +124,9 @@ class BatchPoller:
         return self._submissions
 
     def end(self, submission: int) -> None:
-        """Note that a submission is over; outcomes that only it or older ones could have asked for are dropped."""
+        """Note that a submission is over; outcomes that only it or older ones could have asked for
+        are dropped.
+        """
         del self._open[submission]
         if self._early:
             oldest = next(iter(self._open), self._submissions + 1)
@@ -141,7 +157,9 @@ class BatchPoller:
             self._acknowledge_later()
 
     def fetched(self, request_id: str, seconds: float) -> None:
-        """Note that a result was asked for by itself, so that the server can forget it, and how long that took."""
+        """Note that a result was asked for by itself, so that the server can forget it, and how
+        long that took.
+        """
         if self.is_usable:
             self._fetched[request_id] = None
             if len(self._fetched) > MOST_FETCHED:
@@ -152,7 +170,7 @@ class BatchPoller:
             if seconds < HELD:  # it was there all along, or gone, and the poll has not said so
                 self._doubt(len(self._waiting))
 
-    # ── polls ────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── polls ─────────────────────────────────────────────────────────────────────────────────────
 
     async def _run(self) -> None:
         """Poll while somebody waits."""
@@ -176,7 +194,8 @@ class BatchPoller:
         spent = time.monotonic() - sent
         if is_news or spent >= HELD:
             self._empty_polls = 0
-            if self._waiting and spent < GATHER_SECONDS:  # where one ends at once, others are about to
+            # where one ends at once, others are about to
+            if self._waiting and spent < GATHER_SECONDS:
                 await asyncio.sleep(GATHER_SECONDS - spent)
         else:  # a server that does not hold polls must not be asked in a hot loop
             self._empty_polls += 1
@@ -196,7 +215,9 @@ class BatchPoller:
             retrieved_request_ids=fetched,
             inline_bytes=INLINE_BYTES if self._inline else None,
         )
-        reply = await self._transport.poll(RETRIEVE_FUTURES, request, {"Accept": codec.JSON}, POLL_TIMEOUT)
+        reply = await self._transport.poll(
+            RETRIEVE_FUTURES, request, {"Accept": codec.JSON}, POLL_TIMEOUT
+        )
         if reply.status >= 300 and reply.status != 408:
             raise self._transport.refusal(RETRIEVE_FUTURES, reply)
         head, results = await self._read(reply)
@@ -204,14 +225,17 @@ class BatchPoller:
             self._fetched.pop(request_id, None)
         self._acknowledged = cursor
         is_news = head.cursor > self._cursor
-        if head.cursor < self._cursor:  # the server has begun anew: what was asked for may never be mentioned again
+        # the server has begun anew: what was asked for may never be mentioned again
+        if head.cursor < self._cursor:
             self._release(len(self._waiting))
         self._cursor = head.cursor
         for completion in head.completions:
             self._settle(completion.request_id, results.get(completion.request_id))
         return is_news
 
-    async def _read(self, reply: Reply) -> tuple[FuturesRetrieveResponse, dict[str, tuple[str, bytes]]]:
+    async def _read(
+        self, reply: Reply
+    ) -> tuple[FuturesRetrieveResponse, dict[str, tuple[str, bytes]]]:
         if reply.status == 408:
             return FuturesRetrieveResponse(completions=[], cursor=self._cursor), {}
         if codec.BATCH not in reply.content_type:
@@ -229,7 +253,7 @@ class BatchPoller:
         elif not waiter.future.done():
             waiter.future.set_result(reply)
 
-    # ── acknowledgements ─────────────────────────────────────────────────────────────────────────────────────────
+    # ── acknowledgements ──────────────────────────────────────────────────────────────────────────
 
     @property
     def _owes(self) -> bool:
@@ -275,7 +299,7 @@ class BatchPoller:
         if self._owes:
             runtime().release(self.flush())
 
-    # ── when it cannot be relied on ──────────────────────────────────────────────────────────────────────────────
+    # ── when it cannot be relied on ───────────────────────────────────────────────────────────────
 
     def _learn(self, error: Exception) -> None:
         """Take note of what a failed poll says of the server."""
@@ -289,7 +313,9 @@ class BatchPoller:
         """Poll for each result by itself after a failed poll, and for new ones for a while."""
         self._learn(error)
         self._rests_until = time.monotonic() + REST_SECONDS
-        logger.debug("batched polling: %s; %d results are polled for one by one", error, len(self._waiting))
+        logger.debug(
+            "batched polling: %s; %d results are polled for one by one", error, len(self._waiting)
+        )
 
     def _doubt(self, most: int) -> None:
         """Let those go and ask by themselves that have waited for very long."""

@@ -1,6 +1,7 @@
 """The one background thread of a process: an asyncio loop on which all network work runs.
 
-It starts when first needed, is a daemon, and is forgotten in a forked child, which then starts its own.
+It starts when first needed, is a daemon, and is forgotten in a forked child, which then starts its
+own.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ T = TypeVar("T")
 CLOSE_SECONDS = 3.0
 """How long the end of a program waits for sessions to be finished that nobody closed."""
 EXIT_SECONDS = 30.0
-"""How long the end of a program waits for what still runs: an interpreter that ends under a busy engine crashes."""
+"""How long the end of a program waits for what still runs: an interpreter that ends under a busy
+engine crashes."""
 
 
 class Inbox:
-    """Hands functions to an event loop from any thread; those that come close together wake it once.
+    """Hands functions to an event loop from any thread; those that come close together wake it
+    once.
 
     Waking a loop takes a system call on either side, which many samples at once need not make each.
     """
@@ -35,10 +38,14 @@ class Inbox:
     __slots__ = ("__weakref__", "_waiting", "_woken")
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[contextvars.Context, Callable[..., object], tuple[Any, ...]]] = deque()
+        self._waiting: deque[tuple[contextvars.Context, Callable[..., object], tuple[Any, ...]]] = (
+            deque()
+        )
         self._woken = False
 
-    def put(self, loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: Any) -> None:
+    def put(
+        self, loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: Any
+    ) -> None:
         """Run a function on the loop soon, in the caller's context; in the order of asking."""
         self._waiting.append((contextvars.copy_context(), function, args))
         if self._woken:
@@ -102,7 +109,9 @@ class Runtime:
         self._closers = [kept for kept in self._closers if kept() is not None]
 
     def release(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine that lets something go; the loop does not stop before that is done, or has had its time."""
+        """Run a coroutine that lets something go; the loop does not stop before that is done, or
+        has had its time.
+        """
         if self.stopped:
             coroutine.close()
             return
@@ -119,7 +128,11 @@ class Runtime:
             task.exception()  # mark as seen: whoever could be told is gone
 
     async def _wind_up(self) -> None:
-        closers = [asyncio.ensure_future(method()) for closer in self._closers if (method := closer()) is not None]
+        closers = [
+            asyncio.ensure_future(method())
+            for closer in self._closers
+            if (method := closer()) is not None
+        ]
         closers += self._releases
         if closers:
             await asyncio.wait(closers, timeout=CLOSE_SECONDS)
@@ -160,7 +173,9 @@ class Runtime:
             return
         self.call(self._start, coroutine, future)
 
-    def _start(self, coroutine: Coroutine[Any, Any, T], future: concurrent.futures.Future[T]) -> None:
+    def _start(
+        self, coroutine: Coroutine[Any, Any, T], future: concurrent.futures.Future[T]
+    ) -> None:
         if _Plain.cancelled(future):
             coroutine.close()
             return
@@ -223,9 +238,11 @@ async def in_own_thread(function: Callable[..., T], *args: Any) -> T:
 
 
 def before_exit(function: Callable[[], None]) -> None:
-    """Have a function called when the program ends, while threads can still be used; the last one first.
+    """Have a function called when the program ends, while threads can still be used; the last one
+    first.
 
-    `atexit` alone comes too late: by then the pool that `asyncio.to_thread` uses has been shut down.
+    `atexit` alone comes too late: by then the pool that `asyncio.to_thread` uses has been shut
+    down.
     """
     register = getattr(threading, "_register_atexit", atexit.register)
     register(function)

@@ -1,7 +1,8 @@
 """Word from the server that queued work is held up: who is told, when, and what the log says.
 
-A poll hands what it hears to a `QueueStateTracker`, which passes changes on to the bus and to observers, and every word
-to the clients' own observer. That one writes to the log through a `QueueStateLogger`.
+A poll hands what it hears to a `QueueStateTracker`, which passes changes on to the bus and to
+observers, and every word to the clients' own observer. That one writes to the log through a
+`QueueStateLogger`.
 """
 
 from __future__ import annotations
@@ -36,13 +37,18 @@ _RATE_LIMITS: dict[str, str] = {
     "Sampling": "concurrent sampler weights limit hit",
     "Training": "concurrent training clients rate limit hit",
 }
-_IDS: dict[str, tuple[str, ...]] = {"Sampling": ("sampling_session_id", "session_id"), "Training": ("model_id",)}
+_IDS: dict[str, tuple[str, ...]] = {
+    "Sampling": ("sampling_session_id", "session_id"),
+    "Training": ("model_id",),
+}
 
 
 class ReasonObserver(Protocol):
     """Is told the state and the server's reason; a callable with these parameters will do as well."""
 
-    def on_queue_state_change(self, queue_state: QueueState, queue_state_reason: str | None, /) -> object:
+    def on_queue_state_change(
+        self, queue_state: QueueState, queue_state_reason: str | None, /
+    ) -> object:
         """Take note."""
 
 
@@ -67,7 +73,8 @@ Observer: TypeAlias = ReasonObserver | StateObserver | MetadataObserver | Callab
 class QueueStateLogger:
     """Warns that a client is held up and why, at most once a minute for each; safe in any thread.
 
-    A pause of training is logged when the same state has lasted 15 minutes, one of sampling at once.
+    A pause of training is logged when the same state has lasted 15 minutes, one of sampling at
+    once.
 
     Args:
         kind: What is held up; it begins the message and picks the usual reasons.
@@ -75,7 +82,9 @@ class QueueStateLogger:
         grace: Seconds that a state has to last; by default those of the kind.
     """
 
-    def __init__(self, kind: Kind, clock: Callable[[], float] = time.monotonic, grace: float | None = None) -> None:
+    def __init__(
+        self, kind: Kind, clock: Callable[[], float] = time.monotonic, grace: float | None = None
+    ) -> None:
         self.kind = kind
         self._clock = clock
         self._grace = GRACE_SECONDS[kind] if grace is None else grace
@@ -95,18 +104,27 @@ class QueueStateLogger:
 
         Args:
             queue_state: The state, or its text.
-            queue_state_reason: The server's reason, or metadata that holds it; a usual one is given where it is empty.
+            queue_state_reason: The server's reason, or metadata that holds it; a usual one is given
+                where it is empty.
             name: The id of the client; by default the one in the metadata, else "unknown".
         """
         state = QueueState.parse(queue_state)
         metadata = queue_state_reason if isinstance(queue_state_reason, Mapping) else {}
-        reason = metadata.get("queue_state_reason") if metadata is queue_state_reason else queue_state_reason
+        reason = (
+            metadata.get("queue_state_reason")
+            if metadata is queue_state_reason
+            else queue_state_reason
+        )
         if name is None:
-            name = next((str(metadata[key]) for key in _IDS[self.kind] if metadata.get(key)), "unknown")
+            name = next(
+                (str(metadata[key]) for key in _IDS[self.kind] if metadata.get(key)), "unknown"
+            )
         if state is QueueState.ACTIVE:
             self._resume(name)
         elif self._has_lasted(name, state) and self._is_due(name):
-            logger.warning("%s is paused for %s. Reason: %s", self.kind, name, self._reason(state, reason))
+            logger.warning(
+                "%s is paused for %s. Reason: %s", self.kind, name, self._reason(state, reason)
+            )
 
     def clear(self, name: str) -> None:
         """Forget when this client was last spoken of; one that was not is fine."""
@@ -145,15 +163,20 @@ class QueueStateLogger:
             return True
 
     def _reason(self, state: QueueState, reason: Any) -> str:
-        given = " ".join(reason.split()) if isinstance(reason, str) else ""  # one line, whatever the server sends
+        # one line, whatever the server sends
+        given = " ".join(reason.split()) if isinstance(reason, str) else ""
         if given:
             return given
-        usual = {QueueState.PAUSED_RATE_LIMIT: _RATE_LIMITS[self.kind], QueueState.PAUSED_CAPACITY: NO_CAPACITY}
+        usual = {
+            QueueState.PAUSED_RATE_LIMIT: _RATE_LIMITS[self.kind],
+            QueueState.PAUSED_CAPACITY: NO_CAPACITY,
+        }
         return usual.get(state, "unknown")
 
 
 class QueueStateTracker:
-    """Passes on what one request hears of its queue, when the state or the reason has changed; the first word is new.
+    """Passes on what one request hears of its queue, when the state or the reason has changed; the
+    first word is new.
 
     Args:
         observers: Who is told of changes, in this order; `None` among them is skipped.
@@ -180,8 +203,12 @@ class QueueStateTracker:
         """The state heard last; None before the first."""
         return self._last[0]
 
-    def heard(self, queue_state: Any, queue_state_reason: str | None = None, *, request_id: str = "") -> bool:
-        """Take what the server says (an unknown text is the state "unknown"); whether it was a change."""
+    def heard(
+        self, queue_state: Any, queue_state_reason: str | None = None, *, request_id: str = ""
+    ) -> bool:
+        """Take what the server says (an unknown text is the state "unknown"); whether it was a
+        change.
+        """
         state = QueueState.parse(queue_state)
         if self._listener is not None:
             notify(self._listener, state, queue_state_reason, self._metadata)
@@ -212,8 +239,8 @@ def notify(
 ) -> None:
     """Tell an observer in the form it takes; what goes wrong in it is logged and never raised.
 
-    It is called with the state alone if it takes one argument. A second one gets the metadata if its name is
-    `metadata`, else the reason.
+    It is called with the state alone if it takes one argument. A second one gets the metadata if
+    its name is `metadata`, else the reason.
     """
     call = getattr(observer, "on_queue_state_change", observer)
     if not callable(call):
@@ -237,17 +264,23 @@ def _arguments(
 
 @functools.lru_cache(256)
 def _second_of_method(function: Callable[..., object]) -> Literal["metadata", "reason"] | None:
-    """What a method takes besides the state; our own are asked for every sample that waits, and looking is dear."""
+    """What a method takes besides the state; our own are asked for every sample that waits, and
+    looking is dear.
+    """
     return _second_of(function, skipped=1)
 
 
-def _second_of(call: Callable[..., object], skipped: int = 0) -> Literal["metadata", "reason"] | None:
+def _second_of(
+    call: Callable[..., object], skipped: int = 0
+) -> Literal["metadata", "reason"] | None:
     """What an observer takes besides the state, by its parameters after the first so many."""
     try:
         parameters = list(inspect.signature(call).parameters.values())
     except (TypeError, ValueError):  # some built-in functions do not tell
         return "reason"
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][skipped:]
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][
+        skipped:
+    ]
     if len(positional) < 2:
         return "reason" if any(p.kind is p.VAR_POSITIONAL for p in parameters) else None
     return "metadata" if positional[1].name == "metadata" else "reason"

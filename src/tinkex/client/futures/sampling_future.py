@@ -17,7 +17,8 @@ from tinkex.client.session import Session
 class BackcompatSamplingClientFuture(BackcompatClientFuture[SamplingClient], SamplingClient):
     """The future of a SamplingClient: `await` it, or call `.result()`.
 
-    It can still be used as if it were the client, with a warning. A pickle of it is one of the client.
+    It can still be used as if it were the client, with a warning. A pickle of it is one of the
+    client.
 
     Example:
         >>> service.create_sampling_client(base_model="tinkex/tiny").result()
@@ -32,4 +33,6 @@ class BackcompatSamplingClientFuture(BackcompatClientFuture[SamplingClient], Sam
 
 def open_later(session: Session, **options: Any) -> BackcompatSamplingClientFuture:
     """Begin to open a sampler; `options` are those of `open_sampling_client`."""
-    return BackcompatSamplingClientFuture(session.create(functools.partial(open_sampling_client, session, **options)))
+    return BackcompatSamplingClientFuture(
+        session.create(functools.partial(open_sampling_client, session, **options))
+    )

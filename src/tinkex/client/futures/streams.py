@@ -1,4 +1,6 @@
-"""Streams: what can be taken piece by piece while the rest is still on its way, as the tokens of samples."""
+"""Streams: what can be taken piece by piece while the rest is still on its way, as the tokens of
+samples.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ T = TypeVar("T")
 class Stream(Generic[T]):
     """What arrives piece by piece, for `for` in any thread or `async for` in any event loop.
 
-    One reader at a time. Leaving a `with` block, or `close()`, hangs up, and the server stops; just ceasing to read
-    does not, for the rest may be read later.
+    One reader at a time. Leaving a `with` block, or `close()`, hangs up, and the server stops; just
+    ceasing to read does not, for the rest may be read later.
     """
 
     def __init__(self) -> None:
@@ -47,13 +49,17 @@ class Stream(Generic[T]):
         _wake(reader)
 
     def _take(self) -> tuple[T] | Future[None] | None:
-        """A chunk; or what to wait for; or None at the end, where an error is raised instead if there was one."""
+        """A chunk; or what to wait for; or None at the end, where an error is raised instead if
+        there was one.
+        """
         with self._lock:
             if self._chunks:
                 return (self._chunks.popleft(),)
             if not self._ended:
                 if self._reader is not None and not self._reader.done():
-                    raise RuntimeError("this stream is being read already: it has one reader at a time")
+                    raise RuntimeError(
+                        "this stream is being read already: it has one reader at a time"
+                    )
                 self._reader = Future()
                 return self._reader
         assert self._source is not None
@@ -67,7 +73,8 @@ class Stream(Generic[T]):
                 try:
                     taken.result()
                 finally:
-                    taken.cancel()  # whoever waited and was interrupted has given up: let the next one wait
+                    # whoever waited and was interrupted has given up: let the next one wait
+                    taken.cancel()
             else:
                 yield taken[0]
 
@@ -90,7 +97,10 @@ class Stream(Generic[T]):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -98,7 +108,10 @@ class Stream(Generic[T]):
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 

@@ -1,7 +1,7 @@
 """Deprecated methods: a decorator that warns, and functions that make the `*_async` twins.
 
-A twin is made of the method that replaces it. It calls that method by name, so a subclass or a patch that replaces the
-method also replaces what the twin does.
+A twin is made of the method that replaces it. It calls that method by name, so a subclass or a
+patch that replaces the method also replaces what the twin does.
 """
 
 from __future__ import annotations
@@ -65,8 +65,11 @@ def twin(method: Callable[P, T], advice: str = "") -> Callable[P, Coroutine[Any,
     return _made(method, give, note, advice)
 
 
-def value_twin(method: Callable[P, APIFuture[T]], advice: str = "") -> Callable[P, Coroutine[Any, Any, T]]:
-    """Make the `*_async` twin of a method; awaiting it gives the value of the future that the method returns.
+def value_twin(
+    method: Callable[P, APIFuture[T]], advice: str = ""
+) -> Callable[P, Coroutine[Any, Any, T]]:
+    """Make the `*_async` twin of a method; awaiting it gives the value of the future that the
+    method returns.
 
     Args:
         method: The method, as it stands in the class body.
@@ -90,7 +93,10 @@ def _is_plain(function: Any) -> bool:
 
 
 def _made(
-    method: Callable[..., Any], give: Callable[[str, Any, Any, Any], Coroutine[Any, Any, Any]], note: str, advice: str
+    method: Callable[..., Any],
+    give: Callable[[str, Any, Any, Any], Coroutine[Any, Any, Any]],
+    note: str,
+    advice: str,
 ) -> Callable[..., Any]:
     name = method.__name__
     owner = method.__qualname__.rpartition(".")[0]

@@ -1,4 +1,5 @@
-"""Any endpoint by its path: requests and answers as they are, under the same retries, credentials and limits.
+"""Any endpoint by its path: requests and answers as they are, under the same retries, credentials
+and limits.
 
 For what has no method of its own (yet), and for looking at an answer's status and headers.
 """
@@ -33,7 +34,8 @@ EventParser: TypeAlias = Literal["json", "raw"] | Callable[[sse.ServerSentEvent]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Timeout:
-    """Seconds a request may take, in the official SDK's words: only silence while reading ends a request here.
+    """Seconds a request may take, in the official SDK's words: only silence while reading ends a
+    request here.
 
     Example:
         >>> Timeout(30.0).read, Timeout(30.0, read=5.0).read
@@ -79,9 +81,11 @@ class RequestOptions(TypedDict, total=False):
     idempotency_key: str | Omit
     """Sent instead of one made up; OMIT sends none."""
     follow_redirects: bool
-    """False: an answer that sends on to another address is returned as `{"url", "status", "expires"}`."""
+    """False: an answer that sends on to another address is returned as `{"url", "status",
+    "expires"}`."""
     files: Any
-    """Sent with the body as a form; see `tinkex.client.http.multipart`. They are read in a thread: leave open ones open till then."""
+    """Sent with the body as a form; see `tinkex.client.http.multipart`. They are read in a thread:
+    leave open ones open till then."""
     transform: Mapping[str, Any]
     """Passed to `tinkex.wire.json_values.transform`: aliases, formats, drop_none."""
     response: Literal["data", "wrapped"]
@@ -93,7 +97,8 @@ class RequestOptions(TypedDict, total=False):
 class HttpClient:
     """Requests by path, relative to the base URL; a path without a leading slash is an endpoint's.
 
-    Every method returns a `Future` of the decoded answer, or of an `APIResponse` with `response="wrapped"`.
+    Every method returns a `Future` of the decoded answer, or of an `APIResponse` with
+    `response="wrapped"`.
 
     Example:
         >>> with HttpClient(base_url="local") as http:
@@ -102,7 +107,11 @@ class HttpClient:
     """
 
     def __init__(
-        self, *, base_url: str | None = None, api_key: str | None = None, config: Config | None = None
+        self,
+        *,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        config: Config | None = None,
     ) -> None:
         if config is not None and (base_url is not None or api_key is not None):
             raise ValueError("give a config, or base_url and api_key, not both")
@@ -204,8 +213,8 @@ class HttpClient:
             params: The query.
             headers: Extra headers.
             timeout: Seconds of silence after which the stream fails.
-            event_parser: What is made of an event: its decoded data, its text, or what a function gives. None and ""
-                are left out.
+            event_parser: What is made of an event: its decoded data, its text, or what a function
+                gives. None and "" are left out.
 
         Returns:
             The events, to iterate over with `for` or `async for`.
@@ -218,7 +227,9 @@ class HttpClient:
             ...     print(event)
         """
         if event_parser not in ("json", "raw") and not callable(event_parser):
-            raise ValueError(f'event_parser must be "json", "raw" or a function, got {event_parser!r}')
+            raise ValueError(
+                f'event_parser must be "json", "raw" or a function, got {event_parser!r}'
+            )
         op, url, limit = _operation("GET", path), self._url(path, params), _seconds(timeout)
         stream = EventStream()
         stream.begin(start(self._read_events(stream, op, url, headers, limit, event_parser)))
@@ -237,7 +248,10 @@ class HttpClient:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()._outcome(timeout=30)
 
@@ -245,28 +259,44 @@ class HttpClient:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self.close()
 
     def _start(self, method: Method, path: str, body: Any, options: RequestOptions) -> Future[Any]:
         _check(method, options)
-        op, url, fields = _operation(method, path), self._url(path, options.get("params")), _fields(body, options)
+        op, url, fields = (
+            _operation(method, path),
+            self._url(path, options.get("params")),
+            _fields(body, options),
+        )
         ready = None if options.get("files") else _body(method, fields, options)
         return start(self._request(op, url, fields, ready, options))
 
     def _url(self, path: str, params: Mapping[str, Any] | None) -> str:
-        """The path from the base URL on, with the query that the settings, the path and the call make together."""
+        """The path from the base URL on, with the query that the settings, the path and the call
+        make together.
+        """
         plain, _, text = path.partition("?")
         if "://" in plain:
-            raise ValueError(f"give a path, not an address: {plain!r}; the client's base URL says where requests go")
-        whole = quote(plain if plain.startswith("/") else f"{PREFIX}/{plain}", safe="!$%&'()*+,/:;=@[]~")
+            raise ValueError(
+                f"give a path, not an address: {plain!r}; the client's base URL says where "
+                "requests go"
+            )
+        whole = quote(
+            plain if plain.startswith("/") else f"{PREFIX}/{plain}", safe="!$%&'()*+,/:;=@[]~"
+        )
         given: dict[str, Any] = {}
         for name, value in (params or {}).items():
             if not str(name).strip():
                 raise ValueError("a query parameter has a blank name")
             if value is not None and not isinstance(value, str | int | float):
-                raise ValueError(f"query parameter {name!r} must be text or a number, got {value!r}")
+                raise ValueError(
+                    f"query parameter {name!r} must be text or a number, got {value!r}"
+                )
             given[str(name).strip()] = value
         own = [pair for pair in parse_qsl(text, keep_blank_values=True) if pair[0] not in given]
         named = given.keys() | dict(own).keys()
@@ -319,11 +349,21 @@ class HttpClient:
         parser: EventParser,
     ) -> None:
         try:
-            async with self._transport.stream(op, headers=headers, timeout=timeout, url=url) as reply:
+            async with self._transport.stream(
+                op, headers=headers, timeout=timeout, url=url
+            ) as reply:
                 if not stream.head.done():
-                    stream.head.set_result(StreamHead(reply.status, reply.headers, op.method, reply.url))
+                    stream.head.set_result(
+                        StreamHead(reply.status, reply.headers, op.method, reply.url)
+                    )
                 async for event in sse.events(reply.chunks):
-                    value = event.json() if parser == "json" else event.data if parser == "raw" else parser(event)
+                    value = (
+                        event.json()
+                        if parser == "json"
+                        else event.data
+                        if parser == "raw"
+                        else parser(event)
+                    )
                     if value is not None and value != "":
                         stream.put(value)
         except Exception as error:
@@ -360,7 +400,10 @@ def _close(transport: Transport) -> None:
 def _check(method: Method, options: RequestOptions) -> None:
     """Refuse options that are unknown or would have no effect."""
     if unknown := set(options) - RequestOptions.__annotations__.keys():
-        raise TypeError(f"unknown option {min(unknown)!r}; known are {', '.join(RequestOptions.__annotations__)}")
+        raise TypeError(
+            f"unknown option {min(unknown)!r}; known are "
+            f"{', '.join(RequestOptions.__annotations__)}"
+        )
     if method == "GET" and (idle := {"extra_json", "files", "transform"} & options.keys()):
         raise TypeError(f"a GET has no body: {min(idle)} would have no effect")
     if options.get("response", "data") not in ("data", "wrapped"):
@@ -380,7 +423,10 @@ def _fields(body: Any, options: RequestOptions) -> Any:
     wanted, extra = options.get("transform"), options.get("extra_json")
     if isinstance(body, str | bytes):
         if wanted or extra:
-            raise TypeError(f"a body of {type(body).__name__} is sent as it is: give data to transform or extend it")
+            raise TypeError(
+                f"a body of {type(body).__name__} is sent as it is: give data to transform or "
+                "extend it"
+            )
         return body
     fields = transform(body, **(wanted or {}))
     if not extra:
@@ -407,7 +453,11 @@ def _operation(method: Method, path: str) -> Operation:
 def _redirection(reply: Reply) -> dict[str, Any] | None:
     if not 300 <= reply.status < 400:
         return None
-    return {"url": reply.headers.get("location"), "status": reply.status, "expires": reply.headers.get("expires")}
+    return {
+        "url": reply.headers.get("location"),
+        "status": reply.status,
+        "expires": reply.headers.get("expires"),
+    }
 
 
 def _text(value: Any) -> str:

@@ -1,7 +1,9 @@
-"""What servers of other ages understand: how a request is written for them, and what their receipts look like.
+"""What servers of other ages understand: how a request is written for them, and what their receipts
+look like.
 
-The newest protocol sends passes as protobuf and answers every long operation with the name of a future. Older servers
-know JSON alone, a separate endpoint for forward passes, fewer fields, and may answer with the result at once.
+The newest protocol sends passes as protobuf and answers every long operation with the name of a
+future. Older servers know JSON alone, a separate endpoint for forward passes, fewer fields, and may
+answer with the result at once.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ NEWER_FIELDS: dict[Operation, dict[str, Any]] = {
     protocol.OPTIM_STEP: {"type": "optim_step"},
     protocol.FORWARD_BACKWARD: {"forward_only": False},
 }
-"""Fields that older servers may refuse, by the values that say nothing: those are not sent to them."""
+"""Fields that older servers may refuse, by the values that say nothing: those are not sent to them.
+"""
 UNREADABLE = frozenset({400, 415, 422, 501})
 """How a server refuses a body in a form that it does not know."""
 
@@ -66,12 +69,16 @@ def called(op: Operation, request: Any) -> Operation:
 
 
 def shows_dialect(op: Operation, request: Any) -> bool:
-    """Whether the answer to a request tells which form a server reads: a pass over nothing is refused in any."""
+    """Whether the answer to a request tells which form a server reads: a pass over nothing is
+    refused in any.
+    """
     return is_pass(op) and bool(request.forward_backward_input.data)
 
 
 def write_pass(request: ForwardBackwardRequest, compress: bool) -> codec.Body:
-    """A pass as protobuf; as JSON when it holds something that the protobuf schema has no place for."""
+    """A pass as protobuf; as JSON when it holds something that the protobuf schema has no place
+    for.
+    """
     try:
         return codec.encode(request, compress=compress)
     except NotInProtobuf:
@@ -84,12 +91,16 @@ def for_older(op: Operation, request: Any) -> tuple[Operation, codec.Body]:
         op, request = (
             protocol.FORWARD,
             ForwardRequest(
-                forward_input=request.forward_backward_input, model_id=request.model_id, seq_id=request.seq_id
+                forward_input=request.forward_backward_input,
+                model_id=request.model_id,
+                seq_id=request.seq_id,
             ),
         )
     plain: dict[str, Any] = to_builtins(request)
     silent = NEWER_FIELDS.get(op, {})
-    kept = {name: value for name, value in plain.items() if name not in silent or value != silent[name]}
+    kept = {
+        name: value for name, value in plain.items() if name not in silent or value != silent[name]
+    }
     return op, codec.Body(msgspec.json.encode(kept))
 
 
@@ -122,4 +133,6 @@ def _fields(kind: type[Any]) -> tuple[str, ...]:
 def sequence_ids(receipt: Receipt, request: SampleRequest) -> list[str]:
     """The ids of samples; servers that give none have theirs made up of the request's."""
     name = receipt.request_id or f"{request.sampling_session_id}:{request.seq_id}"
-    return receipt.sample_sequence_ids or [f"{name}:{index}" for index in range(request.num_samples)]
+    return receipt.sample_sequence_ids or [
+        f"{name}:{index}" for index in range(request.num_samples)
+    ]

@@ -1,6 +1,8 @@
-"""What keeps a client from asking too much at once: byte budgets, a shared back-off, a dispatch gate, a breaker.
+"""What keeps a client from asking too much at once: byte budgets, a shared back-off, a dispatch
+gate, a breaker.
 
-All of it lives on the runtime's loop; nothing here sleeps in a thread. Budgets are shared by whoever shares their key.
+All of it lives on the runtime's loop; nothing here sleeps in a thread. Budgets are shared by
+whoever shares their key.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ THROTTLED_WEIGHT = 20
 class ByteBudget:
     """Lets holders through while less than the budget is taken; waiters in order.
 
-    A holder that finds anything left may overdraw it, so that one request larger than the whole budget still passes.
+    A holder that finds anything left may overdraw it, so that one request larger than the whole
+    budget still passes.
     """
 
     def __init__(self, size: int) -> None:
@@ -62,7 +65,8 @@ class ByteBudget:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # it was our turn just as we gave up: pass it on
+            # it was our turn just as we gave up: pass it on
+            if turn.done() and not turn.cancelled():
                 self.give_back(size)
             raise
 
@@ -99,7 +103,8 @@ class Backoff:
 
 
 class DispatchGate:
-    """Bounds the samples being submitted: by number, by fewer after back-pressure, and by bytes of prompt.
+    """Bounds the samples being submitted: by number, by fewer after back-pressure, and by bytes of
+    prompt.
 
     Permits are held while submitting, not while waiting for results.
     """
@@ -111,7 +116,9 @@ class DispatchGate:
         self._bytes = ByteBudget(byte_budget)
 
     def passed(self, size: int) -> _Pass:
-        """Around the submission of a prompt of this many bytes, which waits until the shared pause is over."""
+        """Around the submission of a prompt of this many bytes, which waits until the shared pause
+        is over.
+        """
         return _Pass(self, size)
 
     async def enter(self, size: int) -> tuple[bool, int]:
@@ -146,7 +153,9 @@ class DispatchGate:
         self._all.release()
 
     def refused(self, size: int, retry_after: float | None) -> None:
-        """Note back-pressure: everyone pauses for the longer of what the prompt's size and the server ask for."""
+        """Note back-pressure: everyone pauses for the longer of what the prompt's size and the
+        server ask for.
+        """
         self.backoff.pause(max(1.0 if size <= SMALL_PROMPT_BYTES else 5.0, retry_after or 0.0))
 
 
@@ -188,7 +197,7 @@ def shared_gate(key: Hashable, byte_budget: int) -> DispatchGate:
     return _gates.setdefault(key, DispatchGate(byte_budget))
 
 
-# ── an account that must be topped up ────────────────────────────────────────────────────────────────────────────
+# ── an account that must be topped up ─────────────────────────────────────────────────────────────
 
 BILLING_SECONDS = 5.0
 BILLING_QUIET = 300.0
@@ -196,10 +205,11 @@ BILLING_NOTICE = 60.0
 
 
 class BillingPause:
-    """What a 402 means: not a failure, but a wait until someone tops the account up, said aloud once a minute.
+    """What a 402 means: not a failure, but a wait until someone tops the account up, said aloud
+    once a minute.
 
-    Everyone who shares it waits in one incident, which is forgotten after five quiet minutes; when it has lasted
-    `limit` seconds, a 402 is an error like any other.
+    Everyone who shares it waits in one incident, which is forgotten after five quiet minutes; when
+    it has lasted `limit` seconds, a 402 is an error like any other.
     """
 
     def __init__(self, limit: float = 3600.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -219,7 +229,8 @@ class BillingPause:
         if now - self._noticed >= BILLING_NOTICE:
             self._noticed = now
             logger.warning(
-                "paused: %s; the work goes on when the account is topped up, or fails in %.0f minutes",
+                "paused: %s; the work goes on when the account is topped up, or fails in %.0f "
+                "minutes",
                 error.message,
                 left / 60,
             )
@@ -227,7 +238,7 @@ class BillingPause:
         return True
 
 
-# ── circuit breaker ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── circuit breaker ───────────────────────────────────────────────────────────────────────────────
 
 BreakerState: TypeAlias = Literal["closed", "open", "half_open"]
 
@@ -238,10 +249,11 @@ class CircuitOpenError(TinkerError):
 
 @dataclass
 class CircuitBreaker:
-    """Stops calling what keeps failing: after `failure_threshold` failures in a row it is open for `reset_seconds`.
+    """Stops calling what keeps failing: after `failure_threshold` failures in a row it is open for
+    `reset_seconds`.
 
-    Then `half_open_calls` probes are let through; one that succeeds closes it, one that fails opens it again. Refusals
-    (4xx) are answers, not failures.
+    Then `half_open_calls` probes are let through; one that succeeds closes it, one that fails opens
+    it again. Refusals (4xx) are answers, not failures.
 
     Example:
         >>> breaker = CircuitBreaker("sample", failure_threshold=2)
@@ -314,7 +326,8 @@ class CircuitBreaker:
             if not self.allows():
                 left = max(0.0, self.reset_seconds - (self.clock() - (self._opened or 0.0)))
                 raise CircuitOpenError(
-                    f"the circuit breaker {self.name!r} is open after {self.failures} failures in a row",
+                    f"the circuit breaker {self.name!r} is open after {self.failures} failures in "
+                    "a row",
                     hint=f"the next attempt is let through in {left:.0f} s",
                 )
             probing = self.state == "half_open"

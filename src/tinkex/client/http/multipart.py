@@ -1,10 +1,12 @@
 """Request bodies: JSON, or multipart forms with files.
 
-A file is its content, or a tuple `(file name or None, content[, content type or None[, headers]])`. Content is bytes, a
-list of bytes, a file opened in binary mode, a path, or text. Text is taken as a path when there is such a file, when it
-has a slash or a backslash, or when it starts with `.` or `~`; else it is the content itself. Give bytes to be sure.
+A file is its content, or a tuple `(file name or None, content[, content type or None[, headers]])`.
+Content is bytes, a list of bytes, a file opened in binary mode, a path, or text. Text is taken as a
+path when there is such a file, when it has a slash or a backslash, or when it starts with `.` or
+`~`; else it is the content itself. Give bytes to be sure.
 
-Whatever cannot be sent is a `ValueError` or `TypeError` that starts with "Failed to prepare request".
+Whatever cannot be sent is a `ValueError` or `TypeError` that starts with "Failed to prepare
+request".
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from typing import IO, Any, TypeAlias
 from tinkex.types.record import to_json
 from tinkex.wire.json_values import transform
 
-FileContent: TypeAlias = bytes | bytearray | memoryview | str | os.PathLike[str] | IO[bytes] | list[bytes]
+FileContent: TypeAlias = (
+    bytes | bytearray | memoryview | str | os.PathLike[str] | IO[bytes] | list[bytes]
+)
 Headers: TypeAlias = Mapping[str, str] | Sequence[tuple[str, str]]
 File: TypeAlias = (
     FileContent
@@ -35,7 +39,8 @@ BINARY = "application/octet-stream"
 
 _FIELD_OF_HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-_BOUNDARY = re.compile(r"[0-9A-Za-z'()+_,./:=? -]{0,69}[0-9A-Za-z'()+_,./:=?-]")  # RFC 2046, section 5.1.1
+# RFC 2046, section 5.1.1
+_BOUNDARY = re.compile(r"[0-9A-Za-z'()+_,./:=? -]{0,69}[0-9A-Za-z'()+_,./:=?-]")
 _GIVEN_BOUNDARY = re.compile(r';\s*boundary=(?:"([^"]*)"|([^;\s]*))', re.IGNORECASE)
 _TOKEN = re.compile(r"[0-9A-Za-z'+_.-]+")
 
@@ -52,13 +57,16 @@ def _preparing() -> Iterator[None]:
 
 @_preparing()
 def multipart(fields: Any, files: Files | None, boundary: str | None = None) -> tuple[str, bytes]:
-    """The content type and the bytes of a form: its fields first, then its files, each in the order given.
+    """The content type and the bytes of a form: its fields first, then its files, each in the order
+    given.
 
     Args:
-        fields: A mapping or an object, transformed as a JSON body would be. What is nested gets bracketed names: `a[b]`
-            for the entries of a mapping, `a[]` once for each item of a list. None is sent as empty text.
+        fields: A mapping or an object, transformed as a JSON body would be. What is nested gets
+            bracketed names: `a[b]` for the entries of a mapping, `a[]` once for each item of a
+            list. None is sent as empty text.
         files: Files by name, or pairs of name and file where a name occurs more than once.
-        boundary: What separates the parts: `ValueError` if it occurs in one of them. By default 16 random bytes in hex.
+        boundary: What separates the parts: `ValueError` if it occurs in one of them. By default 16
+            random bytes in hex.
 
     Example:
         >>> content_type, body = multipart({"user": {"name": "Ada"}}, {}, boundary="B")
@@ -70,25 +78,36 @@ def multipart(fields: Any, files: Files | None, boundary: str | None = None) -> 
 
 @_preparing()
 def body_for(
-    body: Any, files: Files | None = None, headers: Mapping[str, str] | None = None, *, drop_none: bool = False
+    body: Any,
+    files: Files | None = None,
+    headers: Mapping[str, str] | None = None,
+    *,
+    drop_none: bool = False,
 ) -> tuple[str | None, bytes]:
     """The content type to send and the body's bytes; no type where there is nothing to send.
 
-    It is a form when there are files or the headers' content type says multipart/form-data (whose boundary is then
-    used, if it has one), else JSON. Text and bytes are sent as they are, and cannot be a form.
+    It is a form when there are files or the headers' content type says multipart/form-data (whose
+    boundary is then used, if it has one), else JSON. Text and bytes are sent as they are, and
+    cannot be a form.
     """
-    given = next((value for name, value in (headers or {}).items() if name.lower() == "content-type"), None)
+    given = next(
+        (value for name, value in (headers or {}).items() if name.lower() == "content-type"), None
+    )
     wants_form = given is not None and given.partition(";")[0].strip().lower() == FORM
     if files or wants_form:
         found = _GIVEN_BOUNDARY.search(given) if wants_form and given else None
-        return _multipart(body, files, (found[1] if found[2] is None else found[2]) if found else None, drop_none)
+        return _multipart(
+            body, files, (found[1] if found[2] is None else found[2]) if found else None, drop_none
+        )
     if isinstance(body, str | bytes):
         return given or JSON, body.encode() if isinstance(body, str) else body
     data = transform(body, drop_none=drop_none)
     return (None, b"") if data is None else (given or JSON, to_json(data))
 
 
-def _multipart(fields: Any, files: Files | None, boundary: str | None, drop_none: bool = False) -> tuple[str, bytes]:
+def _multipart(
+    fields: Any, files: Files | None, boundary: str | None, drop_none: bool = False
+) -> tuple[str, bytes]:
     flat = transform(fields, drop_none=drop_none)
     if flat is not None and not isinstance(flat, dict):
         raise TypeError(f"the fields of a form must be a mapping, got {type(fields).__name__}")
@@ -97,7 +116,9 @@ def _multipart(fields: Any, files: Files | None, boundary: str | None, drop_none
     if boundary is None:
         boundary = secrets.token_hex(16)
     elif not _BOUNDARY.fullmatch(boundary):
-        raise ValueError(f"{boundary!r} cannot be a boundary: it takes 1 to 70 letters, digits or '()+_,-./:=?")
+        raise ValueError(
+            f"{boundary!r} cannot be a boundary: it takes 1 to 70 letters, digits or '()+_,-./:=?"
+        )
     elif any(f"--{boundary}".encode() in text for part in parts for text in part):
         raise ValueError(f"the boundary {boundary!r} occurs in what it should separate")
     pieces = []
@@ -134,7 +155,9 @@ def _pairs(files: Any) -> Iterable[tuple[str, Any]]:
     if isinstance(files, Mapping):
         return [(str(name), file) for name, file in files.items()]
     if not isinstance(files, list | tuple):
-        raise TypeError(f"files must be a mapping or a list of (name, file) pairs, got {type(files).__name__}")
+        raise TypeError(
+            f"files must be a mapping or a list of (name, file) pairs, got {type(files).__name__}"
+        )
     for pair in files:
         if not isinstance(pair, list | tuple) or len(pair) != 2 or not isinstance(pair[0], str):
             raise TypeError("a list of files must hold pairs of a name and a file")
@@ -145,8 +168,12 @@ def _file_part(name: str, file: Any) -> tuple[bytes, bytes]:
     content_type: str | None = None
     extra: Any = None
     if isinstance(file, tuple):
-        if not 2 <= len(file) <= 4 or not all(item is None or isinstance(item, str) for item in (file[0], *file[2:3])):
-            raise TypeError(f"the file {name!r} must be (file name, content[, content type[, headers]])")
+        if not 2 <= len(file) <= 4 or not all(
+            item is None or isinstance(item, str) for item in (file[0], *file[2:3])
+        ):
+            raise TypeError(
+                f"the file {name!r} must be (file name, content[, content type[, headers]])"
+            )
         filename, source, content_type, extra = [*file, None, None][:4]
         content, _ = _content(name, source)
     else:
@@ -196,7 +223,8 @@ def _read(name: str, path: str) -> bytes:
             f"there is no file {shown} to send as {name!r}; text is sent itself if given as bytes"
         ) from None
     except (OSError, ValueError) as error:
-        why = (isinstance(error, OSError) and error.strerror) or error  # without the path again, which may be long
+        # without the path again, which may be long
+        why = (isinstance(error, OSError) and error.strerror) or error
         raise ValueError(f"the file {name!r} cannot be read from {shown}: {why}") from error
 
 
@@ -208,8 +236,8 @@ def _disposition(name: str, filename: str | None = None) -> bytes:
 def _quoted(name: str) -> str:
     """A name for between quotes.
 
-    Browsers write a quote as %22 and leave backslashes, to which some servers give a meaning of their own; with both of
-    them percent-encoded every reader sees the name end in the same place.
+    Browsers write a quote as %22 and leave backslashes, to which some servers give a meaning of
+    their own; with both of them percent-encoded every reader sees the name end in the same place.
     """
     if _CONTROL.search(name):
         raise ValueError(f"the name {name!r} has control characters")

@@ -96,5 +96,7 @@ def _naming(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
     chosen: Any = call_coroutine if function.__code__.co_flags & inspect.CO_COROUTINE else call
     # Doctests and warnings take a function to belong to the module of its globals.
-    made = types.FunctionType(chosen.__code__, function.__globals__, function.__name__, None, chosen.__closure__)
+    made = types.FunctionType(
+        chosen.__code__, function.__globals__, function.__name__, None, chosen.__closure__
+    )
     return functools.update_wrapper(made, function)

@@ -83,7 +83,8 @@ class APIResponse:
                 return parser(self.data)
         except Exception as error:
             raise APIResponseValidationError(
-                f"{self.method} {self.url}: the answer is not what was asked for: {error}", body=self.data
+                f"{self.method} {self.url}: the answer is not what was asked for: {error}",
+                body=self.data,
             ) from error
         raise TypeError(f"a parser is a record type or a function, got {type(parser).__name__}")
 
@@ -91,5 +92,12 @@ class APIResponse:
 def wrapped(op: Operation, reply: Reply, data: Any) -> APIResponse:
     """A reply and what was made of it, as one."""
     return APIResponse(
-        reply.status, reply.headers, op.method, reply.url, reply.body, data, reply.elapsed, reply.retries
+        reply.status,
+        reply.headers,
+        op.method,
+        reply.url,
+        reply.body,
+        data,
+        reply.elapsed,
+        reply.retries,
     )

@@ -37,7 +37,11 @@ class RetryConfig:
     enable_retry_logic: bool = True
     """False: every failure is final, and a request is sent once."""
     enable_stuck_detection: bool = True
-    retryable_exceptions: tuple[type[BaseException], ...] = (TimeoutError, APIConnectionError, GoneError)
+    retryable_exceptions: tuple[type[BaseException], ...] = (
+        TimeoutError,
+        APIConnectionError,
+        GoneError,
+    )
     """Tried again, besides the statuses 408, 409, 429 and 5xx."""
     max_retries: int | None = None
     """How often, at most; None: for as long as anything comes through."""
@@ -47,7 +51,9 @@ class RetryConfig:
         if self.max_connections <= 0:
             raise ValueError(f"max_connections must be greater than 0, got {self.max_connections}")
         if self.progress_timeout <= 0:
-            raise ValueError(f"progress_timeout must be greater than 0, got {self.progress_timeout}")
+            raise ValueError(
+                f"progress_timeout must be greater than 0, got {self.progress_timeout}"
+            )
         if self.retry_delay_base <= 0 or self.retry_delay_max < self.retry_delay_base:
             raise ValueError("retry_delay_base must be greater than 0 and at most retry_delay_max")
         if not 0 <= self.jitter_factor <= 1:
@@ -56,7 +62,8 @@ class RetryConfig:
             raise ValueError(f"max_retries must not be negative, got {self.max_retries}")
 
     def delay(self, attempt: int, jitter: float | None = None) -> float:
-        """Seconds to wait after the n-th failure, counted from 0; `jitter` in [0, 1] stands in for the dice.
+        """Seconds to wait after the n-th failure, counted from 0; `jitter` in [0, 1] stands in for
+        the dice.
 
         Args:
             attempt: How many failures came before.
@@ -92,11 +99,14 @@ class RetryConfig:
             return bool(told)
         if isinstance(error, self.retryable_exceptions):
             return True
-        return isinstance(error, APIStatusError) and (error.status_code in (408, 409, 429) or error.status_code >= 500)
+        return isinstance(error, APIStatusError) and (
+            error.status_code in (408, 409, 429) or error.status_code >= 500
+        )
 
 
 class RetryHandler:
-    """Runs calls under a `RetryConfig`: so many at once, tried again, given up when nothing comes through.
+    """Runs calls under a `RetryConfig`: so many at once, tried again, given up when nothing comes
+    through.
 
     Args:
         config: How often, how long, how many.
@@ -156,7 +166,8 @@ class RetryHandler:
             try:
                 result = await self._persist(function, args, kwargs)
             except asyncio.CancelledError:
-                if task not in self._stuck or task.uncancel() > 0:  # given up by someone else, or by them as well
+                # given up by someone else, or by them as well
+                if task not in self._stuck or task.uncancel() > 0:
                     raise
                 raise APIConnectionError(
                     f"{self.name}: nothing has come through for {self.config.progress_timeout:g} s",
@@ -186,28 +197,44 @@ class RetryHandler:
                     self._emit(events.RETRY_FAILED, attempt, spent, error=error)
                     raise
                 delay = max(self.config.delay(attempt), getattr(error, "retry_after", None) or 0.0)
-                self._emit(events.RETRY_RETRY, attempt, spent | {"delay_ms": delay * 1000}, error=error)
-                logger.warning("%s: %s; trying again in %.1f s", self.name, getattr(error, "message", error), delay)
+                self._emit(
+                    events.RETRY_RETRY, attempt, spent | {"delay_ms": delay * 1000}, error=error
+                )
+                logger.warning(
+                    "%s: %s; trying again in %.1f s",
+                    self.name,
+                    getattr(error, "message", error),
+                    delay,
+                )
                 attempt += 1
                 await asyncio.sleep(delay)
             else:
                 if events.is_heard():
-                    self._emit(events.RETRY_STOP, attempt, {"duration": (self._clock() - begun) * 1000}, result="ok")
+                    self._emit(
+                        events.RETRY_STOP,
+                        attempt,
+                        {"duration": (self._clock() - begun) * 1000},
+                        result="ok",
+                    )
                 return result
 
     def _may_go_on(self, attempt: int, started: float, error: Exception) -> bool:
         """Whether the n-th attempt's failure, counted from 0, is followed by another attempt."""
         config = self.config
-        if not config.enable_retry_logic or (config.max_retries is not None and attempt >= config.max_retries):
+        if not config.enable_retry_logic or (
+            config.max_retries is not None and attempt >= config.max_retries
+        ):
             return False
         if self._clock() - max(started, self._progress) > config.progress_timeout:
             return False
         return config.is_retryable(error)
 
     def _emit(self, name: str, attempt: int, measurements: dict[str, float], **facts: Any) -> None:
-        events.emit(name, measurements, {**self._metadata, "name": self.name, "attempt": attempt, **facts})
+        events.emit(
+            name, measurements, {**self._metadata, "name": self.name, "attempt": attempt, **facts}
+        )
 
-    # ── when nothing comes through any more ──────────────────────────────────────────────────────────────────────
+    # ── when nothing comes through any more ───────────────────────────────────────────────────────
 
     def _begin(self, task: asyncio.Task[Any]) -> None:
         now = self._clock()
@@ -226,7 +253,9 @@ class RetryHandler:
             self._watch = None
 
     def _look(self) -> None:
-        """Give up what has been under way all that time if nothing has come through; look again when it is due next."""
+        """Give up what has been under way all that time if nothing has come through; look again
+        when it is due next.
+        """
         self._watch, now = None, self._clock()
         for task, since in self._running.items():
             left = max(since, self._progress) + self.config.progress_timeout - now

@@ -1,6 +1,7 @@
 """One HTTP exchange: headers, encoding, retries, typed errors. The only file that knows HTTP.
 
-An `Exchange` moves bytes: over sockets with aiohttp here, or straight into an ASGI application (`tinkex.local`).
+An `Exchange` moves bytes: over sockets with aiohttp here, or straight into an ASGI application
+(`tinkex.local`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ import time
 import traceback
 import uuid
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Container, Iterator, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Container,
+    Iterator,
+    Mapping,
+)
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -28,7 +37,13 @@ from tinkex._version import __version__
 from tinkex.client.http.limits import BillingPause, BreakerRegistry, ByteBudget
 from tinkex.client.http.request_names import headers_of
 from tinkex.client.settings.config import POOL_SIZES, Config, is_address, is_embedded
-from tinkex.client.settings.credentials import Token, check_token, is_token, rejects_token, run_command
+from tinkex.client.settings.credentials import (
+    Token,
+    check_token,
+    is_token,
+    rejects_token,
+    run_command,
+)
 from tinkex.errors import (
     APIConnectionError,
     APIError,
@@ -48,7 +63,15 @@ from tinkex.types.account import AuthTokenResponse
 from tinkex.types.sessions import Empty
 from tinkex.wire import codec
 from tinkex.wire.protobuf import Pieces
-from tinkex.wire.protocol import AUTH_TOKEN, BY_NAME, CLIENT_CONFIG, PREFIX, PROTOCOL_VERSION, Operation, Traffic
+from tinkex.wire.protocol import (
+    AUTH_TOKEN,
+    BY_NAME,
+    CLIENT_CONFIG,
+    PREFIX,
+    PROTOCOL_VERSION,
+    Operation,
+    Traffic,
+)
 from tinkex.wire.redacted_http import redact_headers, redact_url, wait_asked
 from tinkex.wire.redaction import MOST_TRACEBACK, Scrubber, secrets_in, secrets_of
 
@@ -65,11 +88,13 @@ RESPONSE_BYTES = 52_428_800
 """Bytes of announced results that are fetched at once, until the server says otherwise."""
 CONNECT_SECONDS = 5.0
 LARGE_BODY = 1 << 16
-"""Bodies from this size on are written piece by piece, so that the loop gets to other things in between."""
+"""Bodies from this size on are written piece by piece, so that the loop gets to other things in
+between."""
 PIECE_BYTES = 1 << 18
 LONGEST_RETRY_AFTER = 60.0
 REJECTED_ATTEMPTS = 16
-"""How often a request is sent again that a proxy on the way rejected with a 400 that says nothing."""
+"""How often a request is sent again that a proxy on the way rejected with a 400 that says nothing.
+"""
 ANSWER_BYTES = 1 << 30
 """Largest answer that is read, expanded."""
 SHORT_ANSWER_BYTES = 16 << 20
@@ -120,7 +145,9 @@ class StreamReply:
 
 
 class Exchange(Protocol):
-    """Moves requests and replies. `traffic` says over which connections; header names come back lower-case."""
+    """Moves requests and replies. `traffic` says over which connections; header names come back
+    lower-case.
+    """
 
     async def send(
         self,
@@ -149,7 +176,9 @@ class Exchange(Protocol):
 
 
 class HttpExchange:
-    """Exchanges over sockets, each class of traffic over connections of its own: none of them starves another."""
+    """Exchanges over sockets, each class of traffic over connections of its own: none of them
+    starves another.
+    """
 
     def __init__(
         self,
@@ -196,15 +225,16 @@ class HttpExchange:
         if limits is None:
             import aiohttp
 
-            # Passes and results may be large: only silence ends those, not a slow line or a wait for a connection.
-            # For the others, one timer for the whole request says all.
+            # Passes and results may be large: only silence ends those, not a slow line or a wait
+            # for a connection. For the others, one timer for the whole request says all.
             limits = self._timeouts[timeout, large] = aiohttp.ClientTimeout(
                 total=None if large else timeout,
                 sock_connect=min(CONNECT_SECONDS, timeout),
                 sock_read=timeout if large else None,
             )
         address = self._base_url + path if path.startswith("/") else path
-        if self._proxy_headers and address.startswith("http:"):  # aiohttp gives them to tunnels alone
+        # aiohttp gives them to tunnels alone
+        if self._proxy_headers and address.startswith("http:"):
             headers = {**headers, **self._proxy_headers}
         return self._pool(traffic).request(
             method,
@@ -229,14 +259,21 @@ class HttpExchange:
         *,
         streaming: bool = False,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The same for any body: a large one is written piece by piece, and a peer that stops taking it is noticed."""
+        """The same for any body: a large one is written piece by piece, and a peer that stops
+        taking it is noticed.
+        """
         async with asyncio.timeout(None) as deadline:
             data: bytes | AsyncIterator[bytes] | None
             if body is None or len(body) < LARGE_BODY:
                 data = None if body is None else bytes(body)
             else:
-                data, headers = _upload(body, deadline, timeout), {**headers, "Content-Length": str(len(body))}
-            async with self._begin(method, path, headers, data, timeout, traffic, streaming=streaming) as response:
+                data, headers = (
+                    _upload(body, deadline, timeout),
+                    {**headers, "Content-Length": str(len(body))},
+                )
+            async with self._begin(
+                method, path, headers, data, timeout, traffic, streaming=streaming
+            ) as response:
                 deadline.reschedule(None)  # from here on the HTTP library listens for silence
                 yield response
 
@@ -251,12 +288,17 @@ class HttpExchange:
     ) -> Reply:
         """Send over HTTP/1.1 and read the whole answer."""
         try:
-            if body is None or len(body) < LARGE_BODY:  # read to its end, or failing, an answer lets its connection go
+            # read to its end, or failing, an answer lets its connection go
+            if body is None or len(body) < LARGE_BODY:
                 data = None if body is None else bytes(body)
                 response = await self._begin(method, path, headers, data, timeout, traffic)
-                return Reply(response.status, _lower(response.headers), await _read(response, traffic))
+                return Reply(
+                    response.status, _lower(response.headers), await _read(response, traffic)
+                )
             async with self._request(method, path, headers, body, timeout, traffic) as response:
-                return Reply(response.status, _lower(response.headers), await _read(response, traffic))
+                return Reply(
+                    response.status, _lower(response.headers), await _read(response, traffic)
+                )
         except Exception as error:
             if (plain := _plain_error(error, timeout)) is None:
                 raise
@@ -275,7 +317,9 @@ class HttpExchange:
         """Send over HTTP/1.1 and hand the answer's bytes on as they come."""
         async with contextlib.AsyncExitStack() as stack:
             with _plain_errors(timeout):
-                request = self._request(method, path, headers, body, timeout, traffic, streaming=True)
+                request = self._request(
+                    method, path, headers, body, timeout, traffic, streaming=True
+                )
                 response = await stack.enter_async_context(request)
             self._streams.add(response)
             stack.callback(self._streams.discard, response)
@@ -325,7 +369,8 @@ async def _read(response: aiohttp.ClientResponse, traffic: Traffic) -> bytes:
             size += len(piece)
             if size > limit:
                 raise APIResponseValidationError(
-                    f"{response.method} {response.url.path}: the answer has more than {limit} bytes, the limit"
+                    f"{response.method} {response.url.path}: the answer has more than {limit} "
+                    "bytes, the limit"
                 )
             pieces.append(piece)
     except BaseException:
@@ -335,10 +380,13 @@ async def _read(response: aiohttp.ClientResponse, traffic: Traffic) -> bytes:
     return b"".join(pieces)
 
 
-async def _upload(body: bytes | Pieces, deadline: asyncio.Timeout, seconds: float) -> AsyncIterator[bytes]:
+async def _upload(
+    body: bytes | Pieces, deadline: asyncio.Timeout, seconds: float
+) -> AsyncIterator[bytes]:
     """A large body, piece by piece while it is written; a peer that stops taking it is noticed.
 
-    The HTTP library listens for silence only once all is written. After the last piece it has as much time again.
+    The HTTP library listens for silence only once all is written. After the last piece it has as
+    much time again.
     """
     loop, left = asyncio.get_running_loop(), len(body)
     for piece in (Pieces([body]) if isinstance(body, bytes) else body).cut(PIECE_BYTES):
@@ -353,12 +401,16 @@ def _lower(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 def _plain_error(error: Exception, timeout: float) -> Exception | None:
-    """What the HTTP library raises, as one of the two errors that an exchange may raise; None for anything else."""
+    """What the HTTP library raises, as one of the two errors that an exchange may raise; None for
+    anything else.
+    """
     import aiohttp
 
     if isinstance(error, TimeoutError):
         return TimeoutError(
-            "no connection in time" if "connect" in str(error).lower() else f"no answer within {timeout:g} s"
+            "no connection in time"
+            if "connect" in str(error).lower()
+            else f"no answer within {timeout:g} s"
         )
     if isinstance(error, aiohttp.ClientConnectorError):
         return ConnectionError(error.os_error.strerror or str(error.os_error))
@@ -378,7 +430,8 @@ def _plain_errors(timeout: float) -> Iterator[None]:
         raise plain from error
 
 
-# A base URL whose scheme is listed here is served by the named factory instead of HTTP; imported when used.
+# A base URL whose scheme is listed here is served by the named factory instead of HTTP; imported
+# when used.
 EMBEDDED_FACTORY = "tinkex.local:open_exchange"
 
 
@@ -391,7 +444,9 @@ def open_exchange(config: Config) -> Exchange:
         module, name = EMBEDDED_FACTORY.split(":")
         factory: Callable[[str], Exchange] = getattr(import_module(module), name)
         return factory(config.base_url)
-    return HttpExchange(config.base_url, config.proxy_url, config.proxy_authorization, config.pool_sizes)
+    return HttpExchange(
+        config.base_url, config.proxy_url, config.proxy_authorization, config.pool_sizes
+    )
 
 
 class Transport:
@@ -399,7 +454,9 @@ class Transport:
 
     def __init__(self, config: Config, exchange: Exchange | None = None) -> None:
         self.config = config
-        self.place = config.base_url if is_embedded(config.base_url) else urlsplit(config.base_url).netloc
+        self.place = (
+            config.base_url if is_embedded(config.base_url) else urlsplit(config.base_url).netloc
+        )
         self.billing = BillingPause()
         self.response_budget = ByteBudget(RESPONSE_BYTES)
         self.facts: dict[str, Any] = {}
@@ -455,7 +512,11 @@ class Transport:
         command = self.config.credential_cmd
         if self._credential is None and command:
             self._credential = await run_command(command)
-        if self._credential is not None and is_token(self._credential) and not is_embedded(self.config.base_url):
+        if (
+            self._credential is not None
+            and is_token(self._credential)
+            and not is_embedded(self.config.base_url)
+        ):
             try:
                 check_token(self._credential, time.time())
             except TinkerError:
@@ -487,7 +548,9 @@ class Transport:
             headers[KEY_HEADER] = await self._token.value()
             self._keep_secret(headers[KEY_HEADER])
 
-    async def _replace_key(self, op: Operation, headers: dict[str, str], told: Mapping[str, str]) -> bool:
+    async def _replace_key(
+        self, op: Operation, headers: dict[str, str], told: Mapping[str, str]
+    ) -> bool:
         """Put a new token into the headers of a request that was answered 401, if that may help."""
         rejected = headers.get(KEY_HEADER)
         if self._token is None or rejected is None or op in (AUTH_TOKEN, CLIENT_CONFIG):
@@ -499,21 +562,27 @@ class Transport:
         logger.debug("%s: the token was rejected; sent once more with a new one", op.name)
         return True
 
-    async def _all_headers(self, op: Operation, timeout: float, *more: Mapping[str, str]) -> dict[str, str]:
-        """Headers of a request, the later the stronger: ours, the configured ones, those of the request."""
+    async def _all_headers(
+        self, op: Operation, timeout: float, *more: Mapping[str, str]
+    ) -> dict[str, str]:
+        """Headers of a request, the later the stronger: ours, the configured ones, those of the
+        request.
+        """
         own = {
             **self._headers,
             **await self._key_headers(op),
             "X-Stainless-Read-Timeout": f"{timeout:g}",
             **headers_of(op.name),
         }
-        if self.config.default_headers or not all(OUR_NAMES.issuperset(headers) for headers in more):
+        if self.config.default_headers or not all(
+            OUR_NAMES.issuperset(headers) for headers in more
+        ):
             return _merged(own, self.config.default_headers, *more)
         for headers in more:
             own.update(headers)
         return own
 
-    # ── whole calls ──────────────────────────────────────────────────────────────────────────────────────────────
+    # ── whole calls ───────────────────────────────────────────────────────────────────────────────
 
     async def call(
         self,
@@ -571,8 +640,9 @@ class Transport:
     ) -> Reply:
         """The same with bytes at both ends: a reply whose status is good, or a typed error.
 
-        A `url` (from the base URL on) stands in for the operation's path and the query. Without `follow`, an answer
-        that sends on to another address is returned as it is. Headers named in `without` are not sent.
+        A `url` (from the base URL on) stands in for the operation's path and the query. Without
+        `follow`, an answer that sends on to another address is returned as it is. Headers named in
+        `without` are not sent.
         """
         limit = self.config.timeout if timeout is None else timeout
         merged = await self._all_headers(op, limit, _body_headers(op, body), headers or {})
@@ -587,12 +657,21 @@ class Transport:
             try:
                 reply = await self.persist(sending, patience, final, max_retries)
             except AuthenticationError as error:
-                if error.response is None or not await self._replace_key(op, merged, error.response.headers):
+                if error.response is None or not await self._replace_key(
+                    op, merged, error.response.headers
+                ):
                     raise
                 reply = await self.persist(sending, patience, final, max_retries)
             outcome["retry_count"] = sending.retries
         self._heed_deprecation(op, reply.headers)
-        return Reply(reply.status, reply.headers, reply.body, reply.url, time.monotonic() - started, sending.retries)
+        return Reply(
+            reply.status,
+            reply.headers,
+            reply.body,
+            reply.url,
+            time.monotonic() - started,
+            sending.retries,
+        )
 
     @contextlib.asynccontextmanager
     async def stream(
@@ -604,7 +683,9 @@ class Transport:
         timeout: float | None = None,
         url: str | None = None,
     ) -> AsyncIterator[StreamReply]:
-        """An answer whose bytes come as they are made. It is asked for once: what has been read cannot be unread."""
+        """An answer whose bytes come as they are made. It is asked for once: what has been read
+        cannot be unread.
+        """
         limit = self.config.timeout if timeout is None else timeout
         body = None if request is None else await _encode(request, False, True)
         wants = {"Accept": codec.EVENT_STREAM}
@@ -617,13 +698,17 @@ class Transport:
             async with contextlib.AsyncExitStack() as stack:
                 with self._typed_errors(op, self.place, address):
                     reply = await stack.enter_async_context(
-                        self._exchange.stream(op.method, url, self._traced(merged), data, limit, op.traffic)
+                        self._exchange.stream(
+                            op.method, url, self._traced(merged), data, limit, op.traffic
+                        )
                     )
                 if reply.status == 401 and await self._replace_key(op, merged, reply.headers):
                     await stack.aclose()
                     with self._typed_errors(op, self.place, address):
                         reply = await stack.enter_async_context(
-                            self._exchange.stream(op.method, url, self._traced(merged), data, limit, op.traffic)
+                            self._exchange.stream(
+                                op.method, url, self._traced(merged), data, limit, op.traffic
+                            )
                         )
                 source = self._typed_chunks(op, address, reply.chunks)
                 chunks = await stack.enter_async_context(contextlib.aclosing(source))
@@ -633,11 +718,14 @@ class Transport:
                 yield replace(reply, chunks=chunks, url=address)
 
     @contextlib.asynccontextmanager
-    async def fetch(self, url: str, headers: Mapping[str, str], timeout: float) -> AsyncIterator[StreamReply]:
-        """What is behind a whole address, such as a signed one, as it comes; our credential is for no one there.
+    async def fetch(
+        self, url: str, headers: Mapping[str, str], timeout: float
+    ) -> AsyncIterator[StreamReply]:
+        """What is behind a whole address, such as a signed one, as it comes; our credential is for
+        no one there.
 
-        All statuses are returned, but that redirects are followed; what goes wrong is a plain ConnectionError or
-        TimeoutError.
+        All statuses are returned, but that redirects are followed; what goes wrong is a plain
+        ConnectionError or TimeoutError.
         """
         sent = {"User-Agent": self._headers["User-Agent"], **headers}
         for left in reversed(range(MOST_REDIRECTS + 1)):
@@ -645,7 +733,9 @@ class Transport:
             place = url
             if _origin(url) == _origin(self._home):
                 exchange = self._exchange
-                place = url.removeprefix("http://local") if is_embedded(self.config.base_url) else url
+                place = (
+                    url.removeprefix("http://local") if is_embedded(self.config.base_url) else url
+                )
             async with exchange.stream("GET", place, sent, None, timeout) as reply:
                 found = _next_address(url, Reply(reply.status, reply.headers, b""))
                 if found is None or not left:
@@ -655,8 +745,12 @@ class Transport:
                 raise ConnectionError("an encrypted address sends on to one that is not")
             url = found
 
-    async def _typed_chunks(self, op: Operation, address: str, chunks: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
-        """The bytes of an answer. Only what goes wrong on the way is ours: what a reader raises is the reader's."""
+    async def _typed_chunks(
+        self, op: Operation, address: str, chunks: AsyncIterator[bytes]
+    ) -> AsyncGenerator[bytes]:
+        """The bytes of an answer. Only what goes wrong on the way is ours: what a reader raises is
+        the reader's.
+        """
         try:
             while True:
                 with self._typed_errors(op, self.place, address):
@@ -668,7 +762,9 @@ class Transport:
             if (close := getattr(chunks, "aclose", None)) is not None:
                 await close()
 
-    async def poll(self, op: Operation, request: Any, headers: Mapping[str, str], timeout: float) -> Reply:
+    async def poll(
+        self, op: Operation, request: Any, headers: Mapping[str, str], timeout: float
+    ) -> Reply:
         """One attempt at a long poll, with all statuses returned: the caller knows what they mean.
 
         A request that is sent again and again may come as the body that was made of it.
@@ -692,7 +788,9 @@ class Transport:
         headers: Mapping[str, str] | None = None,
         timeout: float | None = None,
     ) -> Reply:
-        """One attempt at a request without a body, with all statuses returned: the caller knows what they mean."""
+        """One attempt at a request without a body, with all statuses returned: the caller knows
+        what they mean.
+        """
         limit = self.config.timeout if timeout is None else timeout
         merged = await self._all_headers(op, limit, headers or {})
         with self._observed(op, None) as outcome:
@@ -703,7 +801,7 @@ class Transport:
             outcome["result"] = "ok" if reply.status < 400 else "error"
             return reply
 
-    # ── single attempts ──────────────────────────────────────────────────────────────────────────────────────────
+    # ── single attempts ───────────────────────────────────────────────────────────────────────────
 
     async def send(
         self,
@@ -733,7 +831,8 @@ class Transport:
     ) -> tuple[Reply, str]:
         """Go where a GET is sent on to, some steps at most; the last reply, and who gave it.
 
-        Only what no one minds being seen goes to another origin: the key and extra headers are for this one alone.
+        Only what no one minds being seen goes to another origin: the key and extra headers are for
+        this one alone.
         """
         address, place = self._home + url, self.place
         for _ in range(MOST_REDIRECTS):
@@ -741,13 +840,22 @@ class Transport:
             if found is None:
                 break
             if _origin(found) != _origin(address):
-                headers = {name: value for name, value in headers.items() if name.lower() in ("user-agent", "accept")}
+                headers = {
+                    name: value
+                    for name, value in headers.items()
+                    if name.lower() in ("user-agent", "accept")
+                }
             address, place = found, urlsplit(found).hostname or ""
             reply = await self.exchange(op, address, headers, None, timeout)
         return reply, place
 
     async def exchange(
-        self, op: Operation, url: str, headers: Mapping[str, str], body: bytes | Pieces | None, timeout: float
+        self,
+        op: Operation,
+        url: str,
+        headers: Mapping[str, str],
+        body: bytes | Pieces | None,
+        timeout: float,
     ) -> Reply:
         """One attempt: whatever reply comes, or APIConnectionError when none does."""
         self._check_usable(op)
@@ -774,10 +882,14 @@ class Transport:
             raise self._typed_error(op, place, address, error) from error
         return Reply(reply.status, reply.headers, reply.body, address, time.monotonic() - started)
 
-    def _dump(self, op: Operation, address: str, headers: Mapping[str, str], body: bytes | Pieces | None) -> None:
+    def _dump(
+        self, op: Operation, address: str, headers: Mapping[str, str], body: bytes | Pieces | None
+    ) -> None:
         """Log an attempt, where that is wanted."""
         if self.config.dump_headers:
-            shown = {name: self._scrubber.text(value) for name, value in redact_headers(headers).items()}
+            shown = {
+                name: self._scrubber.text(value) for name, value in redact_headers(headers).items()
+            }
             place = self._scrubber.without_keys(redact_url(address))
             logger.info("%s %s headers=%s body=%d bytes", op.method, place, shown, len(body or b""))
 
@@ -798,10 +910,14 @@ class Transport:
         if self._closed:
             raise TinkerError(f"{op.name}: the client was closed before there was an answer")
 
-    def _typed_error(self, op: Operation, place: str, address: str, error: Exception) -> APIConnectionError:
+    def _typed_error(
+        self, op: Operation, place: str, address: str, error: Exception
+    ) -> APIConnectionError:
         """The error behind an answer that did not come."""
         if isinstance(error, TimeoutError):
-            return APITimeoutError(f"{op.title} at {place}: {error}", request=self._sent(op, address))
+            return APITimeoutError(
+                f"{op.title} at {place}: {error}", request=self._sent(op, address)
+            )
         return APIConnectionError(
             self._scrubber.text(f"{op.title}: cannot reach {place}: {error}"),
             request=self._sent(op, address),
@@ -821,8 +937,12 @@ class Transport:
     def _observed(
         self, op: Operation, metadata: Mapping[str, Any] | None, url: str | None = None
     ) -> AbstractContextManager[dict[str, Any]]:
-        """Around a request: whoever listens is told of it, and how it went; the block may say so in the outcome."""
-        return self._announced(op, metadata, url) if events.is_heard() else contextlib.nullcontext({})
+        """Around a request: whoever listens is told of it, and how it went; the block may say so in
+        the outcome.
+        """
+        return (
+            self._announced(op, metadata, url) if events.is_heard() else contextlib.nullcontext({})
+        )
 
     @contextlib.contextmanager
     def _announced(
@@ -831,7 +951,9 @@ class Transport:
         outcome: dict[str, Any] = {}
         facts = {
             "method": op.method,
-            "path": f"{PREFIX}/{op.path}" if op.name in BY_NAME or not url else url.partition("?")[0],
+            "path": f"{PREFIX}/{op.path}"
+            if op.name in BY_NAME or not url
+            else url.partition("?")[0],
             "pool_type": op.traffic,
             "base_url": self.config.base_url,
             **self.facts,
@@ -846,13 +968,20 @@ class Transport:
             facts |= {"result": "error", "retry_count": error.attempts - 1}
             events.emit(events.HTTP_STOP, {"duration": _milliseconds(started)}, facts)
             raise
-        except (asyncio.CancelledError, GeneratorExit):  # whoever asked has gone: no failure, but an end
+        except (
+            asyncio.CancelledError,
+            GeneratorExit,
+        ):  # whoever asked has gone: no failure, but an end
             facts |= {"result": "cancelled", "retry_count": outcome.get("retry_count", 0)}
             events.emit(events.HTTP_STOP, {"duration": _milliseconds(started)}, facts)
             raise
         except Exception as error:
             lines = self._scrubber.text(traceback.format_exc(), MOST_TRACEBACK, end=True)
-            facts |= {"kind": type(error).__name__, "reason": self._scrubber.text(str(error)), "stacktrace": lines}
+            facts |= {
+                "kind": type(error).__name__,
+                "reason": self._scrubber.text(str(error)),
+                "stacktrace": lines,
+            }
             events.emit(events.HTTP_EXCEPTION, {"duration": _milliseconds(started)}, facts)
             raise
         facts = {**facts, "result": "ok", "retry_count": 0, **outcome}
@@ -862,16 +991,24 @@ class Transport:
         """The exchange for addresses that the server sends us on to."""
         if self._outside is None:
             config = self.config
-            self._outside = HttpExchange("", config.proxy_url, config.proxy_authorization, config.pool_sizes)
+            self._outside = HttpExchange(
+                "", config.proxy_url, config.proxy_authorization, config.pool_sizes
+            )
         return self._outside
 
     async def persist(
-        self, sending: _Sending, patience: float, final: Container[int] = (), max_retries: int | None = None
+        self,
+        sending: _Sending,
+        patience: float,
+        final: Container[int] = (),
+        max_retries: int | None = None,
     ) -> Reply:
-        """The retry policy: exponential with jitter, the server's Retry-After honoured, bounded by time.
+        """The retry policy: exponential with jitter, the server's Retry-After honoured, bounded by
+        time.
 
-        An account that must be topped up is waited for much longer, and counts for nothing. A good answer that the
-        server wants asked for again (`x-should-retry: true`) is the answer when there has been enough of that.
+        An account that must be topped up is waited for much longer, and counts for nothing. A good
+        answer that the server wants asked for again (`x-should-retry: true`) is the answer when
+        there has been enough of that.
         """
         started, number = time.monotonic(), sending.retries
         while True:
@@ -906,14 +1043,16 @@ class Transport:
                     logger.debug("%s; attempt %d", error.message, number + 1)
                 await asyncio.sleep(delay)
 
-    # ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── answers ───────────────────────────────────────────────────────────────────────────────────
 
     def decode(self, op: Operation, kind: type[Any], reply: Reply) -> Any:
         """Read a good answer; a bad one names the endpoint and what is wrong with it."""
         try:
             return codec.decode(kind, reply.body or b"{}", reply.content_type or codec.JSON)
         except ValueError as error:
-            raise self.misread(op, reply, f"the answer is not a {kind.__name__}: {error}") from error
+            raise self.misread(
+                op, reply, f"the answer is not a {kind.__name__}: {error}"
+            ) from error
 
     def misread(self, op: Operation, reply: Reply, problem: str) -> APIResponseValidationError:
         """The error behind a good status with a body that cannot be read."""
@@ -922,7 +1061,9 @@ class Transport:
         return APIResponseValidationError(message, body=response.content, response=response)
 
     def refusal(self, op: Operation, reply: Reply, place: str = "") -> APIError:
-        """The error behind a bad status. Secrets that the server may have been told and repeats are left out."""
+        """The error behind a bad status. Secrets that the server may have been told and repeats are
+        left out.
+        """
         where = f"{op.title} at {place or self.place}"
         response = self._response(op, reply)
         error: APIError
@@ -942,7 +1083,9 @@ class Transport:
                 retry_after=reply.retry_after,
             )
             error.retry_after = _bounded(error.retry_after)
-            if (text := reply.headers.get("retry-after")) is not None and wait_asked({"retry-after": text}) is None:
+            if (text := reply.headers.get("retry-after")) is not None and wait_asked(
+                {"retry-after": text}
+            ) is None:
                 shown = self._scrubber.text(self._without_secrets(text, reply.url), 100)
                 logger.warning("%s: a retry-after that cannot be read: %r", where, shown)
         error.should_retry = _should_retry(reply.headers)
@@ -950,7 +1093,9 @@ class Transport:
 
     def _heed_deprecation(self, op: Operation, headers: Mapping[str, str]) -> None:
         if note := headers.get("x-deprecation-note"):
-            level = logging.ERROR if headers.get("x-deprecation-level") == "error" else logging.WARNING
+            level = (
+                logging.ERROR if headers.get("x-deprecation-level") == "error" else logging.WARNING
+            )
             logger.log(level, "%s: %s", op.name, self._scrubber.text(note))
 
     def without_keys(self, text: str) -> str:
@@ -958,7 +1103,9 @@ class Transport:
         return self._scrubber.without_keys(text)
 
     def _without_secrets(self, text: str, url: str) -> str:
-        """What came from an address, as it is but for keys and for what the address itself was signed with."""
+        """What came from an address, as it is but for keys and for what the address itself was
+        signed with.
+        """
         return Scrubber(secrets_in(url)).without_keys(self.without_keys(text))
 
     def _body(self, data: bytes, url: str) -> bytes:
@@ -971,9 +1118,13 @@ class Transport:
 
     def _response(self, op: Operation, reply: Reply) -> Response:
         """An answer as an error keeps it."""
-        headers = {name: self._without_secrets(value, reply.url) for name, value in reply.headers.items()}
+        headers = {
+            name: self._without_secrets(value, reply.url) for name, value in reply.headers.items()
+        }
         content = self._body(reply.body[:KEPT_BYTES], reply.url)
-        return Response(reply.status, headers, content, self._sent(op, reply.url or self._home), reply.elapsed)
+        return Response(
+            reply.status, headers, content, self._sent(op, reply.url or self._home), reply.elapsed
+        )
 
 
 class _Sending:
@@ -996,12 +1147,18 @@ class _Sending:
         self.retries = 0
 
     def attempt(self, number: int) -> Awaitable[Reply]:
-        """Send it once more, under its own number; through the operation's breaker, where there are any."""
+        """Send it once more, under its own number; through the operation's breaker, where there are
+        any.
+        """
         self.retries = number
         self.headers["X-Stainless-Retry-Count"] = str(number)
         send = self._again if number else self._once
         breakers = self.transport.breakers
-        return send() if breakers is None else breakers.get(f"{self.op.method} {self.op.path}").call(send)
+        return (
+            send()
+            if breakers is None
+            else breakers.get(f"{self.op.method} {self.op.path}").call(send)
+        )
 
     async def _again(self) -> Reply:
         """Send it with a token that is good now: retries may go on for longer than one lasts."""
@@ -1009,11 +1166,15 @@ class _Sending:
         return await self._once()
 
     def _once(self) -> Awaitable[Reply]:
-        return self.transport.send(self.op, self.url, self.headers, self.body, self.timeout, self.follow)
+        return self.transport.send(
+            self.op, self.url, self.headers, self.body, self.timeout, self.follow
+        )
 
 
 class RejectedError(APIConnectionError):
-    """A 400 that says nothing: not the server's answer, but that of a proxy that did not let the request through."""
+    """A 400 that says nothing: not the server's answer, but that of a proxy that did not let the
+    request through.
+    """
 
 
 @functools.cache
@@ -1021,7 +1182,9 @@ def _platform_headers() -> dict[str, str]:
     """What the official SDK says of itself in every request; the version is that of the protocol."""
     system = {"Darwin": "MacOS"}.get(platform.system(), platform.system() or "Unknown")
     machine = platform.machine().lower()
-    arch = {"x86_64": "x64", "amd64": "x64", "aarch64": "arm64", "i386": "x32", "i686": "x32"}.get(machine, machine)
+    arch = {"x86_64": "x64", "amd64": "x64", "aarch64": "arm64", "i386": "x32", "i686": "x32"}.get(
+        machine, machine
+    )
     return {
         "X-Stainless-Package-Version": PROTOCOL_VERSION,
         "X-Stainless-OS": system,
@@ -1075,7 +1238,9 @@ def _should_retry(headers: Mapping[str, str]) -> bool | None:
     return {"true": True, "false": False}.get(headers.get("x-should-retry", "").strip().lower())
 
 
-def target(op: Operation, path: Mapping[str, str] | None = None, query: Mapping[str, object] | None = None) -> str:
+def target(
+    op: Operation, path: Mapping[str, str] | None = None, query: Mapping[str, object] | None = None
+) -> str:
     """The path and query of a request; what is None is left out of the query."""
     url = f"{PREFIX}/{op.path}"
     if path or "{" in url:
@@ -1087,14 +1252,17 @@ def target(op: Operation, path: Mapping[str, str] | None = None, query: Mapping[
 
 
 def _next_address(address: str, reply: Reply) -> str | None:
-    """Where the answer from an address sends its reader on to, if it does and the place can be gone to."""
+    """Where the answer from an address sends its reader on to, if it does and the place can be gone
+    to.
+    """
     if reply.status not in REDIRECTS or "location" not in reply.headers:
         return None
     try:
         found = urldefrag(urljoin(address, reply.headers["location"])).url
     except ValueError:
         return None
-    # A signed address must arrive as it was written, but for the characters that no address may have.
+    # A signed address must arrive as it was written, but for the characters that no address may
+    # have.
     found = quote(found, safe="!$%&'()*+,/:;=?@[]~")
     return found if is_address(found) else None
 
@@ -1109,10 +1277,16 @@ def origin_of(base_url: str) -> str:
 
 def _origin(address: str) -> tuple[str, str, int | None]:
     parts = urlsplit(address)
-    return parts.scheme, parts.hostname or "", parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+    return (
+        parts.scheme,
+        parts.hostname or "",
+        parts.port or {"http": 80, "https": 443}.get(parts.scheme),
+    )
 
 
-def backoff(failures: int, retry_after: float | None = None, first: float = 0.5, most: float = 10.0) -> float:
+def backoff(
+    failures: int, retry_after: float | None = None, first: float = 0.5, most: float = 10.0
+) -> float:
     """Seconds to wait after the n-th failure in a row."""
     delay: float = min(first * 2 ** (failures - 1), most) * random.uniform(0.75, 1.0)
     return max(delay, retry_after) if retry_after and retry_after <= LONGEST_RETRY_AFTER else delay
@@ -1131,7 +1305,9 @@ async def _beginning(chunks: AsyncIterator[bytes]) -> bytes:
 async def _encode(request: Any, compress: bool, as_protobuf: bool) -> codec.Body:
     size = getattr(request, "nbytes", 0)
     if codec.has_protobuf(type(request)) or size > OFF_LOOP_BYTES:
-        return await asyncio.to_thread(codec.encode, request, compress=compress, as_protobuf=as_protobuf)
+        return await asyncio.to_thread(
+            codec.encode, request, compress=compress, as_protobuf=as_protobuf
+        )
     return codec.encode(request, compress=compress)
 
 

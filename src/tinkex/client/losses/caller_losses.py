@@ -1,7 +1,8 @@
-"""Custom losses computed by the caller: any function of the log-probabilities, trained through cross-entropy.
+"""Custom losses computed by the caller: any function of the log-probabilities, trained through
+cross-entropy.
 
-The server's cross-entropy is the plain sum of -weight * logprob, so weights of minus the loss's gradient make it
-compute that gradient. Torch is imported when a custom loss is used, not before.
+The server's cross-entropy is the plain sum of -weight * logprob, so weights of minus the loss's
+gradient make it compute that gradient. Torch is imported when a custom loss is used, not before.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from tinkex.types.training import ForwardBackwardOutput
 if TYPE_CHECKING:
     import torch
 
-CustomLoss: TypeAlias = "Callable[[list[Datum], list[torch.Tensor]], tuple[torch.Tensor, dict[str, float]]]"
+CustomLoss: TypeAlias = (
+    "Callable[[list[Datum], list[torch.Tensor]], tuple[torch.Tensor, dict[str, float]]]"
+)
 
 
 def forward_data(data: Sequence[Datum]) -> list[Datum]:
@@ -43,7 +46,9 @@ def _with_inputs(datum: Datum, targets: TensorData, weights: TensorData) -> Datu
 def evaluate(
     loss_fn: CustomLoss, data: list[Datum], output: ForwardBackwardOutput
 ) -> tuple[list[Datum], float, dict[str, float]]:
-    """Run a user's loss on the first pass's log-probabilities: the second pass's data, the loss, its metrics."""
+    """Run a user's loss on the first pass's log-probabilities: the second pass's data, the loss,
+    its metrics.
+    """
     import torch
 
     logprobs = [torch.from_numpy(np.array(values)) for values in _logprobs(len(data), output)]
@@ -52,12 +57,18 @@ def evaluate(
     with torch.enable_grad():  # whatever an earlier loss left this thread with
         answer = loss_fn(data, logprobs)
     if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[1], Mapping):
-        raise ValueError(f"the custom loss must return (loss, metrics), it returned a {type(answer).__name__}")
+        raise ValueError(
+            f"the custom loss must return (loss, metrics), it returned a {type(answer).__name__}"
+        )
     loss, metrics = answer
     if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
-        raise ValueError("the custom loss does not depend on the log-probabilities: it has no gradient")
+        raise ValueError(
+            "the custom loss does not depend on the log-probabilities: it has no gradient"
+        )
     if loss.numel() != 1:
-        raise ValueError(f"the custom loss must be a single number, it has shape {list(loss.shape)}")
+        raise ValueError(
+            f"the custom loss must be a single number, it has shape {list(loss.shape)}"
+        )
     loss.backward()  # type: ignore[no-untyped-call]
     weighted = []
     for datum, leaf in zip(data, logprobs, strict=True):
@@ -67,7 +78,11 @@ def evaluate(
         weights = TensorData.from_numpy(-gradient.numpy())
         targets = datum.loss_fn_inputs["target_tokens"]
         weighted.append(_with_inputs(datum, targets, weights))
-    return weighted, float(loss.detach()), {str(name): float(value) for name, value in metrics.items()}
+    return (
+        weighted,
+        float(loss.detach()),
+        {str(name): float(value) for name, value in metrics.items()},
+    )
 
 
 def _logprobs(count: int, output: ForwardBackwardOutput) -> list[np.ndarray[Any, Any]]:
@@ -81,8 +96,12 @@ def _logprobs(count: int, output: ForwardBackwardOutput) -> list[np.ndarray[Any,
     return [record["logprobs"].to_numpy() for record in records]
 
 
-def report(output: ForwardBackwardOutput, loss: float, metrics: dict[str, float]) -> ForwardBackwardOutput:
-    """The second pass's result as the caller expects it: their loss, the surrogate beside it; their metrics win."""
+def report(
+    output: ForwardBackwardOutput, loss: float, metrics: dict[str, float]
+) -> ForwardBackwardOutput:
+    """The second pass's result as the caller expects it: their loss, the surrogate beside it; their
+    metrics win.
+    """
     merged: dict[str, Any] = dict(output.metrics)
     if "loss:sum" in merged:
         merged["surrogate_loss:sum"] = merged.pop("loss:sum")

@@ -1,7 +1,9 @@
-"""Custom losses: the passes they need, the thread that they run on, and what follows when one fails.
+"""Custom losses: the passes they need, the thread that they run on, and what follows when one
+fails.
 
-A custom pass is a forward pass over the data, the caller's loss on this machine, and a backward pass over the same
-chunks. A loss that fails leaves a training run without a gradient that later calls count on, so they are refused.
+A custom pass is a forward pass over the data, the caller's loss on this machine, and a backward
+pass over the same chunks. A loss that fails leaves a training run without a gradient that later
+calls count on, so they are refused.
 """
 
 from __future__ import annotations
@@ -39,10 +41,12 @@ THREAD_NAME = "tinkex-custom-loss"
 def check_torch() -> None:
     """Refuse a custom loss where PyTorch is missing; this does not import it."""
     if sys.modules.get("torch") is None and importlib.util.find_spec("torch") is None:
-        raise ImportError("a custom loss is computed with PyTorch, which is not installed: pip install torch")
+        raise ImportError(
+            "a custom loss is computed with PyTorch, which is not installed: pip install torch"
+        )
 
 
-# ── a client whose loss failed ───────────────────────────────────────────────────────────────────────────────────
+# ── a client whose loss failed ────────────────────────────────────────────────────────────────────
 
 
 class Poison:
@@ -71,8 +75,10 @@ class Poison:
         """Raise if the call at this place is behind a failure."""
         if place > self._place:
             raise RuntimeError(
-                "an earlier custom loss of this training client failed or was cancelled, so its gradient is missing "
-                "and the client takes no more training requests; make another client from a saved state"
+                "an earlier custom loss of this training client failed or was cancelled, so its "
+                "gradient is missing "
+                "and the client takes no more training requests; make another client from a saved "
+                "state"
             ) from self._cause
 
     def pass_on(self, other: Poison) -> None:
@@ -81,7 +87,7 @@ class Poison:
             other.spread(Poison.ALWAYS, self._cause)
 
 
-# ── the thread ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the thread ────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(eq=False, slots=True)
@@ -93,7 +99,8 @@ class _Job:
 class LossThread:
     """The daemon thread that losses run on, one after the other.
 
-    A loss that is given up while it runs cannot be stopped. Those behind it go on in another thread.
+    A loss that is given up while it runs cannot be stopped. Those behind it go on in another
+    thread.
     """
 
     def __init__(self) -> None:
@@ -191,14 +198,15 @@ def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | Non
         future.set_exception(failure)
 
 
-# ── the passes ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the passes ────────────────────────────────────────────────────────────────────────────────────
 
 
 class CustomPass:
-    """One call of a custom loss: forward passes, the loss, and backward passes over the same chunks.
+    """One call of a custom loss: forward passes, the loss, and backward passes over the same
+    chunks.
 
-    The call keeps its turn until the backward passes are submitted, so their numbers follow those of the forward
-    passes, and whatever was called later comes after both.
+    The call keeps its turn until the backward passes are submitted, so their numbers follow those
+    of the forward passes, and whatever was called later comes after both.
     """
 
     def __init__(self, data: list[Datum], loss: caller_losses.CustomLoss, poison: Poison) -> None:
@@ -216,7 +224,9 @@ class CustomPass:
             self._poison.spread(self.place, error)
             raise
         try:
-            weighted, loss, metrics = await on_loss_thread(caller_losses.evaluate, self._loss, self._data, first)
+            weighted, loss, metrics = await on_loss_thread(
+                caller_losses.evaluate, self._loss, self._data, first
+            )
         except Exception as error:
             self._poison.spread(self.place, error)
             raise

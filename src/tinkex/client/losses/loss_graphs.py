@@ -1,8 +1,10 @@
-"""Losses that a server can run: a function of one datum's tensors, traced by torch.fx into a graph that is data.
+"""Losses that a server can run: a function of one datum's tensors, traced by torch.fx into a graph
+that is data.
 
-`trace` makes a handle of a function and says at once what a graph cannot hold; `create_request` is the handle as a
-server takes it. Where a server takes no graphs, `per_datum` makes a loss of the handle that the caller computes, with
-the same result. Torch is imported when a loss is traced, not before.
+`trace` makes a handle of a function and says at once what a graph cannot hold; `create_request` is
+the handle as a server takes it. Where a server takes no graphs, `per_datum` makes a loss of the
+handle that the caller computes, with the same result. Torch is imported when a loss is traced, not
+before.
 """
 
 from __future__ import annotations
@@ -29,10 +31,15 @@ if TYPE_CHECKING:
 
     from tinkex.types.inputs import Datum
 
-PerDatumLossFn: TypeAlias = "Callable[Concatenate[torch.Tensor, ...], tuple[torch.Tensor, Mapping[str, torch.Tensor]]]"
-"""A loss of one datum: takes its log-probabilities and the inputs it names, returns the loss and its metrics."""
+PerDatumLossFn: TypeAlias = (
+    "Callable[Concatenate[torch.Tensor, ...], tuple[torch.Tensor, Mapping[str, torch.Tensor]]]"
+)
+"""A loss of one datum: takes its log-probabilities and the inputs it names, returns the loss and
+its metrics."""
 
-CallerLoss: TypeAlias = "Callable[[list[Datum], list[torch.Tensor]], tuple[torch.Tensor, dict[str, float]]]"
+CallerLoss: TypeAlias = (
+    "Callable[[list[Datum], list[torch.Tensor]], tuple[torch.Tensor, dict[str, float]]]"
+)
 
 MAX_INPUTS = 16
 """Most parameters of a loss, `logprobs` included."""
@@ -70,7 +77,9 @@ class LossHandle:
 
     @property
     def key(self) -> str:
-        """What the loss computes, as a digest: handles of equal functions with equal inputs have equal keys."""
+        """What the loss computes, as a digest: handles of equal functions with equal inputs have
+        equal keys.
+        """
         return hashlib.sha256(f"{self.graph.code}{self.inputs!r}".encode()).hexdigest()
 
     @property
@@ -79,16 +88,21 @@ class LossHandle:
         return tuple(each.name for each in self.inputs)
 
 
-def trace(fn: PerDatumLossFn, input_ranks: Mapping[str, CustomLossInputRank], session_id: str) -> LossHandle:
+def trace(
+    fn: PerDatumLossFn, input_ranks: Mapping[str, CustomLossInputRank], session_id: str
+) -> LossHandle:
     """Trace a loss and check that a server can rebuild it.
 
     Args:
-        fn: A plain function of `logprobs` and of the inputs it names, with torch, math and operator only.
-        input_ranks: For each parameter 0 (a single number), 1 (one value a token) or 2 (one a candidate of a token).
+        fn: A plain function of `logprobs` and of the inputs it names, with torch, math and operator
+            only.
+        input_ranks: For each parameter 0 (a single number), 1 (one value a token) or 2 (one a
+            candidate of a token).
         session_id: The session in which the loss will be used.
 
     Raises:
-        ValueError: The function cannot be sent as a graph; the message says why and what to write instead.
+        ValueError: The function cannot be sent as a graph; the message says why and what to write
+            instead.
         ImportError: Torch is not installed.
 
     Example:
@@ -100,18 +114,24 @@ def trace(fn: PerDatumLossFn, input_ranks: Mapping[str, CustomLossInputRank], se
     try:
         import torch.fx
     except ImportError as error:
-        raise ImportError("custom losses are traced with torch; install it: pip install 'tinkex[local]'") from error
+        raise ImportError(
+            "custom losses are traced with torch; install it: pip install 'tinkex[local]'"
+        ) from error
     name = str(getattr(fn, "__name__", type(fn).__name__))
     where = f"custom loss {name!r}"
     if not isinstance(fn, types.FunctionType):
-        raise ValueError(f"{where} is a {type(fn).__name__}; give a plain function made with def or lambda")
+        raise ValueError(
+            f"{where} is a {type(fn).__name__}; give a plain function made with def or lambda"
+        )
     inputs = _inputs(where, fn, input_ranks)
     try:
         graph = torch.fx.symbolic_trace(fn)
     except Exception as error:  # it runs the user's code: anything may come out
         raise ValueError(
-            f"{where} cannot be traced: {error}. Its tensors have no values yet: use torch.where instead of if, "
-            "x.shape[0] instead of len(x), whole tensors instead of loops, and torch or math instead of other libraries"
+            f"{where} cannot be traced: {error}. Its tensors have no values yet: use torch.where "
+            "instead of if, "
+            "x.shape[0] instead of len(x), whole tensors instead of loops, and torch or math "
+            "instead of other libraries"
         ) from error
     for node in graph.graph.nodes:
         _check_node(where, node)
@@ -126,49 +146,58 @@ def _inputs(
     parameters = list(inspect.signature(fn).parameters.values())
     if not parameters or parameters[0].name != "logprobs":
         raise ValueError(
-            f"{where} must take logprobs first, then the inputs it reads, such as def loss(logprobs, advantages)"
+            f"{where} must take logprobs first, then the inputs it reads, such as def "
+            "loss(logprobs, advantages)"
         )
     for parameter in parameters:
         _check_parameter(where, parameter)
     if len(parameters) > MAX_INPUTS:
         raise ValueError(
-            f"{where} takes {len(parameters)} parameters; at most {MAX_INPUTS} are allowed, logprobs included"
+            f"{where} takes {len(parameters)} parameters; at most {MAX_INPUTS} are allowed, "
+            "logprobs included"
         )
     names = [parameter.name for parameter in parameters]
     if set(ranks) != set(names):
         raise ValueError(
-            f"{where}: input_ranks must give a rank for each parameter ({', '.join(names)}) and for nothing else, "
+            f"{where}: input_ranks must give a rank for each parameter ({', '.join(names)}) and "
+            "for nothing else, "
             f"it has {', '.join(map(str, ranks)) or 'none'}"
         )
     for name, rank in ranks.items():
         if isinstance(rank, bool) or rank not in get_args(CustomLossInputRank):
             raise ValueError(f"{where}: the rank of {name!r} must be 0, 1 or 2, got {rank!r}")
     if ranks["logprobs"] == 0:
-        raise ValueError(f"{where}: logprobs has rank 1 ([T]) or 2 ([T, K] for several targets a token), not 0")
+        raise ValueError(
+            f"{where}: logprobs has rank 1 ([T]) or 2 ([T, K] for several targets a token), not 0"
+        )
     return tuple(CustomLossInput(name=name, rank=ranks[name]) for name in names)
 
 
 def _check_parameter(where: str, parameter: inspect.Parameter) -> None:
     if parameter.kind not in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
         raise ValueError(
-            f"{where}: {parameter} must be a plain positional parameter; name each input instead of "
+            f"{where}: {parameter} must be a plain positional parameter; name each input instead "
+            "of "
             "*args, **kwargs or keyword-only ones"
         )
     if parameter.default is not parameter.empty:
         raise ValueError(
-            f"{where}: parameter {parameter.name!r} has a default, but every datum must hold each input; "
+            f"{where}: parameter {parameter.name!r} has a default, but every datum must hold each "
+            "input; "
             "remove the default, or write a constant into the function"
         )
     if INPUT_NAME.fullmatch(parameter.name) is None:
         raise ValueError(
-            f"{where}: parameter {parameter.name!r} must be at most 64 lowercase letters, digits and underscores"
+            f"{where}: parameter {parameter.name!r} must be at most 64 lowercase letters, digits "
+            "and underscores"
         )
 
 
 def _check_node(where: str, node: torch.fx.Node) -> None:
     if node.op == "get_attr":
         raise ValueError(
-            f"{where} holds a tensor of its own ({node.target}); pass tensors as inputs of the data, write single "
+            f"{where} holds a tensor of its own ({node.target}); pass tensors as inputs of the "
+            "data, write single "
             "values as numbers, and make others from an input, such as torch.zeros_like(logprobs)"
         )
     if node.op == "call_module":
@@ -176,7 +205,9 @@ def _check_node(where: str, node: torch.fx.Node) -> None:
     if node.op == "call_function":
         target = _qualified(node.target)
         if target != "getattr" and target.split(".")[0] not in _LIBRARIES:
-            raise ValueError(f"{where} calls {target}; only functions of torch, math and operator can be sent")
+            raise ValueError(
+                f"{where} calls {target}; only functions of torch, math and operator can be sent"
+            )
     if node.op == "call_method":
         _check_method(where, str(node.target))
     if node.op == "output":
@@ -187,29 +218,48 @@ def _check_method(where: str, method: str) -> None:
     import torch
 
     if method in _LEAVING:
-        raise ValueError(f"{where} calls {method}(), which leaves torch; keep every value a tensor, metrics too")
+        raise ValueError(
+            f"{where} calls {method}(), which leaves torch; keep every value a tensor, metrics too"
+        )
     if method == "backward":
-        raise ValueError(f"{where} calls backward(); return the loss, its gradient is taken for you")
+        raise ValueError(
+            f"{where} calls backward(); return the loss, its gradient is taken for you"
+        )
     if not hasattr(torch.Tensor, method):
-        raise ValueError(f"{where} calls {method}(), which tensors do not have; use a method of torch.Tensor")
+        raise ValueError(
+            f"{where} calls {method}(), which tensors do not have; use a method of torch.Tensor"
+        )
 
 
 def _check_output(where: str, output: Any) -> None:
     import torch.fx
 
-    if not isinstance(output, tuple | list) or len(output) != 2 or not isinstance(output[1], Mapping):
-        raise ValueError(f"{where} must return (loss, metrics): a tensor and a dict of tensors, {{}} if there are none")
+    if (
+        not isinstance(output, tuple | list)
+        or len(output) != 2
+        or not isinstance(output[1], Mapping)
+    ):
+        raise ValueError(
+            f"{where} must return (loss, metrics): a tensor and a dict of tensors, {{}} if there "
+            "are none"
+        )
     loss, metrics = output
     if not isinstance(loss, torch.fx.Node):
-        raise ValueError(f"{where} must return a loss that is computed from its inputs, it returns {loss!r}")
+        raise ValueError(
+            f"{where} must return a loss that is computed from its inputs, it returns {loss!r}"
+        )
     for name, value in metrics.items():
         if not isinstance(name, str) or METRIC_NAME.fullmatch(name) is None:
             raise ValueError(
-                f"{where}: metric {name!r} must be named custom/NAME:sum or custom/NAME:mean with NAME in lowercase; "
+                f"{where}: metric {name!r} must be named custom/NAME:sum or custom/NAME:mean with "
+                "NAME in lowercase; "
                 "the ending says how the values of several data are combined"
             )
         if not isinstance(value, torch.fx.Node):
-            raise ValueError(f"{where}: metric {name!r} must be a tensor computed from its inputs, it is {value!r}")
+            raise ValueError(
+                f"{where}: metric {name!r} must be a tensor computed from its inputs, it is "
+                f"{value!r}"
+            )
 
 
 def _qualified(function: Any) -> str:
@@ -222,7 +272,9 @@ def _qualified(function: Any) -> str:
     module = getattr(function, "__module__", None)
     if module is None and getattr(torch, name, None) is function:
         module = "torch"
-    return f"{module}.{name}".replace("_operator.", "operator.", 1).replace("torch._ops.", "torch.ops.", 1)
+    return f"{module}.{name}".replace("_operator.", "operator.", 1).replace(
+        "torch._ops.", "torch.ops.", 1
+    )
 
 
 def wire_graph(handle: LossHandle) -> CustomLossGraph:
@@ -238,19 +290,26 @@ def wire_graph(handle: LossHandle) -> CustomLossGraph:
         target = _qualified(node.target) if node.op == "call_function" else str(node.target)
         args = [_wire_value(handle, value) for value in node.args]
         kwargs = {name: _wire_value(handle, value) for name, value in node.kwargs.items()}
-        nodes.append(CustomLossNode(op=node.op, name=node.name, target=target, args=args, kwargs=kwargs))
+        nodes.append(
+            CustomLossNode(op=node.op, name=node.name, target=target, args=args, kwargs=kwargs)
+        )
     return CustomLossGraph(nodes=nodes)
 
 
 def _wire_value(handle: LossHandle, value: Any) -> Any:
-    """An argument as JSON: plain values as they are, everything else as an object of one key that names its kind."""
+    """An argument as JSON: plain values as they are, everything else as an object of one key that
+    names its kind.
+    """
     import torch.fx
 
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):
         if not -(1 << 63) <= value < 1 << 63:
-            raise ValueError(f"custom loss {handle.name!r} uses {value}, too large for an integer; write it as a float")
+            raise ValueError(
+                f"custom loss {handle.name!r} uses {value}, too large for an integer; write it as "
+                "a float"
+            )
         return int(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"float": str(float(value))}
@@ -261,7 +320,9 @@ def _wire_value(handle: LossHandle, value: Any) -> Any:
     if isinstance(value, list):
         return [_wire_value(handle, item) for item in value]
     if isinstance(value, slice):
-        return {"slice": [_wire_value(handle, item) for item in (value.start, value.stop, value.step)]}
+        return {
+            "slice": [_wire_value(handle, item) for item in (value.start, value.stop, value.step)]
+        }
     if value is Ellipsis:
         return {"ellipsis": True}
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
@@ -293,7 +354,8 @@ def create_request(handle: LossHandle, seq: int) -> CreateCustomLossRequest:
 
 
 def check_inputs(handle: LossHandle, data: Sequence[Datum]) -> None:
-    """Refuse data that lack an input of a loss, or hold it with another rank: `ValueError` names the datum.
+    """Refuse data that lack an input of a loss, or hold it with another rank: `ValueError` names
+    the datum.
 
     Example:
         >>> handle = trace(lambda logprobs: (-logprobs.sum(), {}), {"logprobs": 1}, "session-1")
@@ -305,20 +367,25 @@ def check_inputs(handle: LossHandle, data: Sequence[Datum]) -> None:
     """
     for index, datum in enumerate(data):
         for each in handle.inputs:
-            name = "target_tokens" if each.name == "logprobs" else each.name  # every target has a log-probability
+            # every target has a log-probability
+            name = "target_tokens" if each.name == "logprobs" else each.name
             tensor = datum.loss_fn_inputs.get(name)
             if tensor is None:
-                raise ValueError(f"datum {index} has no {name!r}, which loss {handle.name!r} takes; add it")
+                raise ValueError(
+                    f"datum {index} has no {name!r}, which loss {handle.name!r} takes; add it"
+                )
             rank = 1 if tensor.shape is None else len(tensor.shape)
             if rank != each.rank:
                 raise ValueError(
-                    f"datum {index}: {name!r} has rank {rank}, but loss {handle.name!r} declares {each.name!r} "
+                    f"datum {index}: {name!r} has rank {rank}, but loss {handle.name!r} declares "
+                    f"{each.name!r} "
                     f"with rank {each.rank} ({_SHAPES[each.rank]})"
                 )
 
 
 def per_datum(handle: LossHandle) -> CallerLoss:
-    """A loss that the caller computes, for `forward_backward_custom` with a server that takes no graphs.
+    """A loss that the caller computes, for `forward_backward_custom` with a server that takes no
+    graphs.
 
     The losses of the data are summed, and their metrics are summed or averaged as their names say.
 
@@ -330,7 +397,9 @@ def per_datum(handle: LossHandle) -> CallerLoss:
         (tensor(0.7500), {})
     """
 
-    def loss_fn(data: list[Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+    def loss_fn(
+        data: list[Datum], logprobs: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, dict[str, float]]:
         import torch
 
         check_inputs(handle, data)
@@ -343,16 +412,23 @@ def per_datum(handle: LossHandle) -> CallerLoss:
             losses.append(loss)
             for name, value in metrics.items():
                 totals[name] = totals.get(name, 0.0) + value
-        means = {name: total / len(data) for name, total in totals.items() if name.endswith(":mean")}
+        means = {
+            name: total / len(data) for name, total in totals.items() if name.endswith(":mean")
+        }
         return torch.stack(losses).sum(), totals | means
 
     return loss_fn
 
 
-def _run(handle: LossHandle, index: int, datum: Datum, logprobs: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+def _run(
+    handle: LossHandle, index: int, datum: Datum, logprobs: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, float]]:
     where = f"datum {index}: loss {handle.name!r}"
     if logprobs.ndim != handle.inputs[0].rank:
-        raise ValueError(f"{where} takes logprobs of rank {handle.inputs[0].rank}, they have {list(logprobs.shape)}")
+        raise ValueError(
+            f"{where} takes logprobs of rank {handle.inputs[0].rank}, they have "
+            f"{list(logprobs.shape)}"
+        )
     inputs = [datum.loss_fn_inputs[name].to_torch() for name in handle.input_names[1:]]
     try:
         # Not a plain call of the graph: that prints what went wrong to stderr before it raises.
@@ -361,5 +437,8 @@ def _run(handle: LossHandle, index: int, datum: Datum, logprobs: torch.Tensor) -
         raise ValueError(f"{where} failed: {error}") from error
     for name, value in {"the loss": loss, **metrics}.items():
         if tuple(getattr(value, "shape", (None,))) != ():
-            raise ValueError(f"{where}: {name} must be a tensor of a single number, such as x.sum(); it is {value!r}")
+            raise ValueError(
+                f"{where}: {name} must be a tensor of a single number, such as x.sum(); it is "
+                f"{value!r}"
+            )
     return loss, {name: float(value.detach()) for name, value in metrics.items()}

@@ -1,8 +1,8 @@
 """Credentials: where they are found, and the short-lived tokens that some servers want instead.
 
-A key comes from the argument, TINKER_API_KEY, the command in TINKER_CREDENTIAL_CMD, or the file that a login leaves
-behind. When a server asks for tokens, the credential is exchanged for one, which is renewed before it expires and when
-the server rejects it.
+A key comes from the argument, TINKER_API_KEY, the command in TINKER_CREDENTIAL_CMD, or the file
+that a login leaves behind. When a server asks for tokens, the credential is exchanged for one,
+which is renewed before it expires and when the server rejects it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def stored_key(path: Path | None = None, *, server: str | None = None) -> str | 
 
     Args:
         path: The file; by default the user's.
-        server: An address; only a key that a login has left for it counts. None: only one that is for no such server.
+        server: An address; only a key that a login has left for it counts. None: only one that is
+            for no such server.
     """
     try:
         stored = json.loads((path or credentials_file()).read_text())
@@ -69,11 +70,14 @@ def stored_key(path: Path | None = None, *, server: str | None = None) -> str | 
 
 
 _running: dict[str, asyncio.Task[str]] = {}
-"""Commands under way: clients that start together ask once, for some commands ask the user in turn."""
+"""Commands under way: clients that start together ask once, for some commands ask the user in turn.
+"""
 
 
 async def run_command(command: str) -> str:
-    """The credential that a shell command prints; run in a thread, once for all who ask meanwhile, and never shown."""
+    """The credential that a shell command prints; run in a thread, once for all who ask meanwhile,
+    and never shown.
+    """
     task = _running.get(command)
     if task is None or task.get_loop() is not asyncio.get_running_loop():
         task = _running[command] = asyncio.create_task(_run(command))
@@ -93,12 +97,21 @@ async def _run(command: str) -> str:
     def run() -> str:
         try:
             done = subprocess.run(  # the user's own command, in the user's own shell
-                command, shell=True, capture_output=True, text=True, timeout=COMMAND_SECONDS, env=os.environ
+                command,
+                shell=True,
+                capture_output=True,
+                text=True,
+                timeout=COMMAND_SECONDS,
+                env=os.environ,
             )
         except subprocess.TimeoutExpired:
-            raise ConfigurationError(f"TINKER_CREDENTIAL_CMD gave nothing within {COMMAND_SECONDS} s") from None
+            raise ConfigurationError(
+                f"TINKER_CREDENTIAL_CMD gave nothing within {COMMAND_SECONDS} s"
+            ) from None
         if done.returncode:
-            raise ConfigurationError(f"TINKER_CREDENTIAL_CMD failed with exit code {done.returncode}")
+            raise ConfigurationError(
+                f"TINKER_CREDENTIAL_CMD failed with exit code {done.returncode}"
+            )
         if not done.stdout.strip():
             raise ConfigurationError("TINKER_CREDENTIAL_CMD printed nothing")
         return done.stdout.strip()
@@ -164,7 +177,9 @@ class Token:
         clock: The time of day, in seconds; for tests.
     """
 
-    def __init__(self, exchange: Callable[[], Awaitable[str]], clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, exchange: Callable[[], Awaitable[str]], clock: Callable[[], float] = time.time
+    ) -> None:
         self._exchange = exchange
         self._clock = clock
         self._value = ""
@@ -238,10 +253,15 @@ class Token:
         expires, issued = _seconds(said, "exp"), _seconds(said, "iat")
         if expires is not None and expires <= now:
             raise TinkerError(
-                f"the server gave a token that expired {now - expires:.0f} s ago", hint="check this machine's clock"
+                f"the server gave a token that expired {now - expires:.0f} s ago",
+                hint="check this machine's clock",
             )
         # Both times are the server's: a clock that is wrong here does not matter.
-        life = expires - issued if expires is not None and issued is not None and expires > issued else None
+        life = (
+            expires - issued
+            if expires is not None and issued is not None and expires > issued
+            else None
+        )
         self._value, self._expires = value, now + ASSUMED_LIFE if expires is None else expires
         self._margin = RENEW_NOW if life is None else min(RENEW_NOW, life / 4)
         self._given.append(value)
@@ -254,7 +274,9 @@ class Token:
         if not self._is_stopped:
             call = functools.partial(_renew_token, weakref.ref(self))
             # An empty context: the renewal is no part of the call that caused it.
-            self._timer = asyncio.get_running_loop().call_later(seconds, call, context=contextvars.Context())
+            self._timer = asyncio.get_running_loop().call_later(
+                seconds, call, context=contextvars.Context()
+            )
 
     def renew_in_background(self) -> None:
         """Begin a renewal that no request waits for."""

@@ -1,4 +1,6 @@
-"""Settings as the environment gives them: trimmed, blank means unset; every reader takes another mapping for tests."""
+"""Settings as the environment gives them: trimmed, blank means unset; every reader takes another
+mapping for tests.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ from tinkex.wire.redacted_http import REDACTED, redact_headers, redact_url
 
 TRUE = {"1", "true", "yes", "on"}
 FALSE = {"0", "false", "no", "off"}
-PARITY = {"python": "python", "Python": "python", "PYTHON": "python", "beam": "beam", "BEAM": "beam"} | {
+PARITY = {
+    "python": "python",
+    "Python": "python",
+    "PYTHON": "python",
+    "beam": "beam",
+    "BEAM": "beam",
+} | {
     "elixir": "beam",
     "ELIXIR": "beam",
 }
@@ -37,7 +45,9 @@ def flag(name: str, environment: Mapping[str, str] | None = None) -> bool | None
 
 def words(name: str, environment: Mapping[str, str] | None = None) -> tuple[str, ...] | None:
     """A comma-separated list without its blanks; None when nothing is left."""
-    parts = tuple(part.strip() for part in (text(name, environment) or "").split(",") if part.strip())
+    parts = tuple(
+        part.strip() for part in (text(name, environment) or "").split(",") if part.strip()
+    )
     return parts or None
 
 
@@ -49,10 +59,16 @@ def mapping(name: str, environment: Mapping[str, str] | None = None) -> dict[str
         return None
     if not isinstance(value, dict):
         return None
-    return {key: item if isinstance(item, str) else json.dumps(item) for key, item in value.items() if item is not None}
+    return {
+        key: item if isinstance(item, str) else json.dumps(item)
+        for key, item in value.items()
+        if item is not None
+    }
 
 
-def pairs(name: str, environment: Mapping[str, str] | None = None) -> tuple[tuple[str, str], ...] | None:
+def pairs(
+    name: str, environment: Mapping[str, str] | None = None
+) -> tuple[tuple[str, str], ...] | None:
     """A JSON array of [name, value] pairs; what is not one is left out."""
     try:
         value = json.loads(text(name, environment) or "null")
@@ -67,7 +83,9 @@ def pairs(name: str, environment: Mapping[str, str] | None = None) -> tuple[tupl
     )
 
 
-def choice(name: str, choices: Mapping[str, str], environment: Mapping[str, str] | None = None) -> str | None:
+def choice(
+    name: str, choices: Mapping[str, str], environment: Mapping[str, str] | None = None
+) -> str | None:
     """One of several words; None when unset or another."""
     return choices.get(text(name, environment) or "")
 
@@ -92,7 +110,10 @@ def poll_backoff(environment: Mapping[str, str] | None = None) -> str | None:
 
 def pool_sizes(environment: Mapping[str, str] | None = None) -> dict[str, int] | None:
     """Connections for sampling: TINKEX_POOL_SIZE of them in each of TINKEX_POOL_COUNT pools."""
-    size, count = positive("TINKEX_POOL_SIZE", environment), positive("TINKEX_POOL_COUNT", environment)
+    size, count = (
+        positive("TINKEX_POOL_SIZE", environment),
+        positive("TINKEX_POOL_COUNT", environment),
+    )
     if size is None and count is None:
         return None
     return {"sample": (size or POOL_SIZE) * (count or POOL_COUNT)}

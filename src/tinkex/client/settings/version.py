@@ -12,5 +12,7 @@ def current() -> str:
 
 
 def tinker_sdk() -> str:
-    """The version of the Tinker SDK that servers are told: in sessions, telemetry and headers. It is fixed."""
+    """The version of the Tinker SDK that servers are told: in sessions, telemetry and headers. It
+    is fixed.
+    """
     return PROTOCOL_VERSION

@@ -1,4 +1,5 @@
-"""What a checkpoint's `config.json` says about a decoder, in our words; what we would get wrong is refused.
+"""What a checkpoint's `config.json` says about a decoder, in our words; what we would get wrong is
+refused.
 
 Where a file leaves something out, the family's own default holds, as in transformers.
 """
@@ -18,7 +19,16 @@ from tinkex.engine.json_files import read_object
 if TYPE_CHECKING:
     import torch
 
-ARCHITECTURES = ("gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "smollm3")
+ARCHITECTURES = (
+    "gemma2",
+    "gemma3_text",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "smollm3",
+)
 GEMMAS = ("gemma2", "gemma3_text")
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 HEAD_DIMS = {"gemma2": 256, "gemma3_text": 256, "qwen3": 128}
@@ -27,7 +37,10 @@ ROPE_TYPES = ("default", "linear", "llama3")
 SLIDING = "sliding_attention"
 LAYER_TYPES = ("full_attention", SLIDING)
 TRAINED = "original_max_position_embeddings"
-ROPE_NEEDS = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor", TRAINED)}
+ROPE_NEEDS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", TRAINED),
+}
 DIGEST_BLOCK, DIGEST_BLOCKS = 4096, 256
 """The size of the samples of a file of weights, and about how many of them its digest takes."""
 CHECKPOINT_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -37,20 +50,26 @@ Fields: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class AttentionRule:
-    """How one layer attends: the factor on q.k, how many tokens back it sees (itself included), its scores' bound."""
+    """How one layer attends: the factor on q.k, how many tokens back it sees (itself included), its
+    scores' bound.
+    """
 
     scale: float
     window: int | None = None
     softcap: float | None = None
 
     def window_within(self, length: int) -> int | None:
-        """The window, if a sequence of this length is longer than it; else it hides nothing, and is none."""
+        """The window, if a sequence of this length is longer than it; else it hides nothing, and is
+        none.
+        """
         return self.window if self.window is not None and self.window < length else None
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """The sparse layers of a mixture: how many experts each has, how many of them see a token, and their size."""
+    """The sparse layers of a mixture: how many experts each has, how many of them see a token, and
+    their size.
+    """
 
     layers: frozenset[int]
     count: int
@@ -100,13 +119,17 @@ class DecoderConfig:
         try:
             fields = read_object(path)
         except FileNotFoundError:
-            raise EngineError(f"{directory} has no config.json: not a Hugging Face checkpoint") from None
+            raise EngineError(
+                f"{directory} has no config.json: not a Hugging Face checkpoint"
+            ) from None
         try:
             return cls.from_json(fields)
         except KeyError as error:
             raise EngineError(f"{path} does not say {error}") from None
         except (TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise EngineError(f"{path} holds something of another kind than it should: {error}") from None
+            raise EngineError(
+                f"{path} holds something of another kind than it should: {error}"
+            ) from None
 
     @classmethod
     def from_json(cls, fields: Fields) -> DecoderConfig:
@@ -114,7 +137,13 @@ class DecoderConfig:
         _refuse_uncovered(fields)
         arch = str(fields["model_type"])
         gemma = arch in GEMMAS
-        names = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "intermediate_size")
+        names = (
+            "hidden_size",
+            "num_attention_heads",
+            "num_hidden_layers",
+            "vocab_size",
+            "intermediate_size",
+        )
         hidden, heads, layers, vocab, mlp = (_size(fields, name) for name in names)
         head_dim, kv_heads = _heads(fields, hidden, heads)
         attention_bias = bool(fields.get("attention_bias", False))
@@ -142,7 +171,9 @@ class DecoderConfig:
             centred_norms=gemma,
             activation=_activation(fields),
             embed_scale=math.sqrt(hidden) if gemma else 1.0,
-            logit_cap=fields.get("final_logit_softcapping", 30.0 if arch == "gemma2" else None) if gemma else None,
+            logit_cap=fields.get("final_logit_softcapping", 30.0 if arch == "gemma2" else None)
+            if gemma
+            else None,
             attention=tuple(AttentionRule(scale, window, softcap) for window in windows),
             ropes=ropes,
             rotary=rotary,
@@ -157,14 +188,20 @@ def _refuse_uncovered(fields: Fields) -> None:
         raise EngineError(f"model_type {arch!r} is not supported; {covered}")
     if _activation(fields) not in ACTIVATIONS:
         raise EngineError(
-            f"hidden_act {_activation(fields)!r} is not supported; {covered}, with {' or '.join(ACTIVATIONS)}"
+            f"hidden_act {_activation(fields)!r} is not supported; {covered}, with "
+            f"{' or '.join(ACTIVATIONS)}"
         )
     if fields.get("quantization_config"):
         raise EngineError(f"quantized checkpoints are not supported; {covered}, in floating point")
     if fields.get("use_bidirectional_attention") or fields.get("is_causal") is False:
-        raise EngineError(f"attention to later tokens is not supported; {covered}, with causal attention")
+        raise EngineError(
+            f"attention to later tokens is not supported; {covered}, with causal attention"
+        )
     if arch == "gemma3_text" and fields.get("attn_logit_softcapping") is not None:
-        raise EngineError("gemma3_text with attn_logit_softcapping is not supported: transformers ignores it there")
+        raise EngineError(
+            "gemma3_text with attn_logit_softcapping is not supported: transformers ignores it "
+            "there"
+        )
 
 
 def _activation(fields: Fields) -> str:
@@ -176,7 +213,12 @@ def _activation(fields: Fields) -> str:
 def _size(fields: Fields, name: str) -> int:
     """A number that has to be a whole one, and more than none."""
     value = fields[name]
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 1 or not float(value).is_integer():
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or value < 1
+        or not float(value).is_integer()
+    ):
         raise EngineError(f"{name} must be a positive whole number, and is {value!r}")
     return int(value)
 
@@ -186,10 +228,16 @@ def _heads(fields: Fields, hidden: int, heads: int) -> tuple[int, int]:
     channels = fields.get("head_dim", HEAD_DIMS.get(fields["model_type"])) or hidden // heads
     channels = _size({"head_dim": channels}, "head_dim")
     if channels % 2:
-        raise EngineError(f"heads of {channels} channels are not supported: rotary embeddings turn them in pairs")
-    groups = _size({"num_key_value_heads": fields.get("num_key_value_heads") or heads}, "num_key_value_heads")
+        raise EngineError(
+            f"heads of {channels} channels are not supported: rotary embeddings turn them in pairs"
+        )
+    groups = _size(
+        {"num_key_value_heads": fields.get("num_key_value_heads") or heads}, "num_key_value_heads"
+    )
     if heads % groups:
-        raise EngineError(f"num_attention_heads is {heads}, which num_key_value_heads, {groups}, does not divide")
+        raise EngineError(
+            f"num_attention_heads is {heads}, which num_key_value_heads, {groups}, does not divide"
+        )
     return channels, groups
 
 
@@ -199,15 +247,22 @@ def _windows(fields: Fields, layers: int) -> list[int | None]:
     if listed is not None:
         _check_layer_types(listed, layers)
     windows = _windows_by(fields, listed, layers)
-    if listed is not None and [kind == SLIDING for kind in listed] != [window is not None for window in windows]:
-        # Llama, Mistral and Qwen3-MoE have one kind of layer, and elsewhere something says that there is no window.
-        raise EngineError(f"layer_types of this {arch} contradict what else its config says of sliding windows")
+    if listed is not None and [kind == SLIDING for kind in listed] != [
+        window is not None for window in windows
+    ]:
+        # Llama, Mistral and Qwen3-MoE have one kind of layer, and elsewhere something says that
+        # there is no window.
+        raise EngineError(
+            f"layer_types of this {arch} contradict what else its config says of sliding windows"
+        )
     return windows
 
 
 def _check_layer_types(kinds: Sequence[Any], layers: int) -> None:
     if unknown := [kind for kind in kinds if kind not in LAYER_TYPES]:
-        raise EngineError(f"layers of type {unknown[0]!r} are not supported; covered are {', '.join(LAYER_TYPES)}")
+        raise EngineError(
+            f"layers of type {unknown[0]!r} are not supported; covered are {', '.join(LAYER_TYPES)}"
+        )
     if len(kinds) != layers:
         raise EngineError(f"layer_types has {len(kinds)} entries for {layers} layers")
 
@@ -256,38 +311,51 @@ def _per_layer(name: str, values: Sequence[Any], layers: int) -> Sequence[Any]:
     return values[:layers]
 
 
-def _ropes(fields: Fields, windows: Sequence[int | None]) -> tuple[tuple[Fields, ...], tuple[int | None, ...]]:
+def _ropes(
+    fields: Fields, windows: Sequence[int | None]
+) -> tuple[tuple[Fields, ...], tuple[int | None, ...]]:
     """The kinds of rotary embedding, and which one each layer has."""
     arch = fields["model_type"]
     if arch != "gemma3_text":
         theta = 2000000.0 if arch == "smollm3" else 10000.0
         parameters = fields.get("rope_parameters") or {}
         if any(isinstance(value, Mapping) for value in parameters.values()):
-            raise EngineError(f"rotary embeddings by the type of a layer are not supported for {arch}")
+            raise EngineError(
+                f"rotary embeddings by the type of a layer are not supported for {arch}"
+            )
         kind = _rope(fields, theta, parameters)
         return (kind,), tuple(0 if roped else None for roped in _roped(fields, len(windows)))
     given = fields.get("rope_parameters") or {}
     if not all(isinstance(value, Mapping | None) for value in given.values()):
         raise EngineError(f"rope_parameters of {arch} have to say which type of layer they are for")
     everywhere = _rope(fields, 1000000.0, given.get("full_attention"))
-    local = {"rope_theta": fields.get("rope_local_base_freq")}  # scaling is for the layers that see all
+    # scaling is for the layers that see all
+    local = {"rope_theta": fields.get("rope_local_base_freq")}
     nearby = _rope(local, 10000.0, given.get(SLIDING))
     return (everywhere, nearby), tuple(0 if window is None else 1 for window in windows)
 
 
 def _rope(fields: Fields, theta: float, parameters: Fields | None) -> Fields:
-    """The rotary parameters, from the form before transformers 5 (`rope_theta`, `rope_scaling`) or the one after."""
+    """The rotary parameters, from the form before transformers 5 (`rope_theta`, `rope_scaling`) or
+    the one after.
+    """
     scaling, given = _typed(fields.get("rope_scaling") or {}), _typed(parameters or {})
     if scaling and given and not scaling.items() <= given.items():
-        raise EngineError("rope_scaling and rope_parameters say different things: keep the one that is meant")
+        raise EngineError(
+            "rope_scaling and rope_parameters say different things: keep the one that is meant"
+        )
     rope = {"rope_theta": fields.get("rope_theta") or theta, **scaling, **given}
     kind = rope.get("rope_type", "default")
     if kind not in ROPE_TYPES:
-        raise EngineError(f"rope type {kind!r} is not supported; covered are {', '.join(ROPE_TYPES)}")
+        raise EngineError(
+            f"rope type {kind!r} is not supported; covered are {', '.join(ROPE_TYPES)}"
+        )
     if (rope.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1.0) != 1.0:
         raise EngineError("partial rotary embeddings are not supported")
     if kind == "llama3":  # what stands outside comes first, as in transformers
-        rope[TRAINED] = fields.get(TRAINED) or rope.get(TRAINED) or fields.get("max_position_embeddings")
+        rope[TRAINED] = (
+            fields.get(TRAINED) or rope.get(TRAINED) or fields.get("max_position_embeddings")
+        )
     for name in ("rope_theta", *ROPE_NEEDS.get(kind, ())):
         rope[name] = _positive(rope, name, kind)
     return {**rope, "rope_type": kind}
@@ -305,14 +373,18 @@ def _positive(rope: Fields, name: str, kind: str) -> float:
     except (KeyError, TypeError, ValueError):
         value = 0.0
     if not 0 < value < math.inf:
-        raise EngineError(f"rope type {kind!r} needs {name}, a positive number, and has {rope.get(name)!r}")
+        raise EngineError(
+            f"rope type {kind!r} needs {name}, a positive number, and has {rope.get(name)!r}"
+        )
     return value
 
 
 def _experts(fields: Fields, layers: int) -> ExpertsConfig | None:
     dense, step = fields.get("mlp_only_layers") or [], int(fields.get("decoder_sparse_step", 1))
     count = int(fields.get("num_local_experts") or fields.get("num_experts", 128))
-    sparse = frozenset(i for i in range(layers) if count > 0 and i not in dense and (i + 1) % step == 0)
+    sparse = frozenset(
+        i for i in range(layers) if count > 0 and i not in dense and (i + 1) % step == 0
+    )
     if not sparse:
         return None
     chosen = int(fields.get("num_experts_per_tok", 8))
@@ -328,23 +400,29 @@ def _experts(fields: Fields, layers: int) -> ExpertsConfig | None:
 
 
 def resolve(source: str | Path) -> Path:
-    """The directory of a checkpoint given as a directory or a hub id; the offline cache is asked first."""
+    """The directory of a checkpoint given as a directory or a hub id; the offline cache is asked
+    first.
+    """
     path = Path(source).expanduser()
     if path.is_dir():
         return path
     if isinstance(source, Path) or source.count("/") != 1 or source.startswith((".", "/", "~")):
         raise EngineError(
-            f"{source} is not a directory; give a checkpoint directory or a hub id such as Qwen/Qwen3-0.6B"
+            f"{source} is not a directory; give a checkpoint directory or a hub id such as "
+            "Qwen/Qwen3-0.6B"
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.constants import HF_HUB_OFFLINE
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        cached = Path(snapshot_download(source, local_files_only=True, allow_patterns=CHECKPOINT_FILES))
+        cached = Path(
+            snapshot_download(source, local_files_only=True, allow_patterns=CHECKPOINT_FILES)
+        )
     except LocalEntryNotFoundError:
         cached = None
-    if cached is not None and any(cached.glob("*.safetensors")):  # a cached tokenizer alone is no checkpoint
+    # a cached tokenizer alone is no checkpoint
+    if cached is not None and any(cached.glob("*.safetensors")):
         return cached
     if HF_HUB_OFFLINE:
         raise EngineError(
@@ -354,11 +432,14 @@ def resolve(source: str | Path) -> Path:
     try:
         return Path(snapshot_download(source, allow_patterns=CHECKPOINT_FILES))
     except Exception as error:
-        raise EngineError(f"{source} is neither a directory nor a model that can be downloaded: {error}") from error
+        raise EngineError(
+            f"{source} is neither a directory nor a model that can be downloaded: {error}"
+        ) from error
 
 
 def eos_tokens(directory: Path, vocab: int) -> frozenset[int]:
-    """The end-of-text tokens that `generation_config.json`, `config.json` and the tokenizer's own files name.
+    """The end-of-text tokens that `generation_config.json`, `config.json` and the tokenizer's own
+    files name.
 
     Some files say -1 for none.
     """
@@ -397,7 +478,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def describe(name: str, directory: Path) -> BaseModel:
-    """What is known of a base model before its weights are read; without torch, which takes seconds to import."""
+    """What is known of a base model before its weights are read; without torch, which takes seconds
+    to import.
+    """
     config = DecoderConfig.read(directory)
     return BaseModel(
         name=name,
@@ -431,7 +514,9 @@ def weights_digest(directory: Path) -> str:
 
 
 def inverse_frequencies(config: DecoderConfig) -> torch.Tensor:
-    """Angle per position of each of the C/2 channel pairs, `[kinds of rotary embedding, C/2]`, scaled."""
+    """Angle per position of each of the C/2 channel pairs, `[kinds of rotary embedding, C/2]`,
+    scaled.
+    """
     import torch
 
     return torch.stack([_frequencies(rope, config.head_dim) for rope in config.ropes])
@@ -449,7 +534,9 @@ def _frequencies(rope: Fields, channels: int) -> torch.Tensor:
 
 def _llama3(frequencies: torch.Tensor, rope: Fields) -> torch.Tensor:
     """Slow rotations are divided by `factor`, quick ones kept, and those between interpolated."""
-    trained, low, high = (float(rope[name]) for name in (TRAINED, "low_freq_factor", "high_freq_factor"))
+    trained, low, high = (
+        float(rope[name]) for name in (TRAINED, "low_freq_factor", "high_freq_factor")
+    )
     turns = trained * frequencies / (2 * math.pi)
     keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return (1 - keep) * frequencies / float(rope["factor"]) + keep * frequencies

@@ -1,8 +1,10 @@
-"""Attention within packed sequences on a GPU, and its gradient. Import it only where Triton is installed.
+"""Attention within packed sequences on a GPU, and its gradient. Import it only where Triton is
+installed.
 
-A program has a tile of queries, or of keys, of one sequence and goes over all that it meets on the other side. Forward
-keeps the log-sum-exp of the scores, which makes the weights again; the keys' gradient adds up the query heads of a
-group in registers. Nothing is added up in memory, so the same numbers give the same bits.
+A program has a tile of queries, or of keys, of one sequence and goes over all that it meets on the
+other side. Forward keeps the log-sum-exp of the scores, which makes the weights again; the keys'
+gradient adds up the query heads of a group in registers. Nothing is added up in memory, so the same
+numbers give the same bits.
 
 Axes: T packed tokens, H query heads, G key/value heads, C channels, N tiles.
 """
@@ -37,7 +39,8 @@ class Tiling(NamedTuple):
     """Tokens of the other side that it takes at once."""
     warps: int
     stages: int
-    """How many steps are in shared memory at a time; a step is loaded while another is computed from three on."""
+    """How many steps are in shared memory at a time; a step is loaded while another is computed
+    from three on."""
 
 
 FORWARD = Tiling(64, 64, 4, 3)
@@ -62,12 +65,15 @@ def queries_tiling(channels: int) -> Tiling:
     return QUERIES.get(channels, SMALL)
 
 
-def tiles(lengths: Sequence[int], block: int, device: torch.device, *, of_keys: bool) -> torch.Tensor:
-    """Tiles of sequences that lie side by side, int32 `[N, 3]`: where the sequence starts, its end, the tile's start.
+def tiles(
+    lengths: Sequence[int], block: int, device: torch.device, *, of_keys: bool
+) -> torch.Tensor:
+    """Tiles of sequences that lie side by side, int32 `[N, 3]`: where the sequence starts, its end,
+    the tile's start.
 
-    The longest sequences come first, and of each the tiles with most work, so that all end at about the same time: a
-    tile of keys meets the queries from there on, a tile of queries the keys up to there. Tiles of one sequence read
-    the same numbers, and are neighbours for that.
+    The longest sequences come first, and of each the tiles with most work, so that all end at about
+    the same time: a tile of keys meets the queries from there on, a tile of queries the keys up to
+    there. Tiles of one sequence read the same numbers, and are neighbours for that.
     """
     ends = np.cumsum(lengths)
     table = np.array(
@@ -97,7 +103,9 @@ def tables(lengths: Sequence[int], channels: int, device: torch.device) -> Table
     keys_N3 = tiles(lengths, keys_tiling(channels).block, device, of_keys=True)
     block = queries_tiling(channels).block
     return Tables(
-        forward_N3, keys_N3, forward_N3 if block == FORWARD.block else tiles(lengths, block, device, of_keys=False)
+        forward_N3,
+        keys_N3,
+        forward_N3 if block == FORWARD.block else tiles(lengths, block, device, of_keys=False),
     )
 
 
@@ -105,7 +113,9 @@ def tables(lengths: Sequence[int], channels: int, device: torch.device) -> Table
 def _rows(  # type: ignore[no-untyped-def]
     ptr, first, end, stride, BLOCK: tl.constexpr, C: tl.constexpr, WHOLE: tl.constexpr
 ):
-    """A block of tokens; beyond the sequence its last one, which can be read without a mask and is never used."""
+    """A block of tokens; beyond the sequence its last one, which can be read without a mask and is
+    never used.
+    """
     row = tl.arange(0, BLOCK)
     if not WHOLE:
         row = tl.minimum(row, end - 1 - first)
@@ -136,7 +146,8 @@ def _row_numbers(  # type: ignore[no-untyped-def]
 ):
     """The two numbers of each token of a block, read as one.
 
-    Beyond the sequence the first is infinite: weights, which are divided by its power, are then none.
+    Beyond the sequence the first is infinite: weights, which are divided by its power, are then
+    none.
     """
     row = tl.arange(0, BLOCK)
     at = row
@@ -170,7 +181,9 @@ def _forward_step(  # type: ignore[no-untyped-def]
     MASKED: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
-    """Add the values of a block of keys to a tile of queries, each by its weight, relative to the highest score yet."""
+    """Add the values of a block of keys to a tile of queries, each by its weight, relative to the
+    highest score yet.
+    """
     k = _rows(k_ptr, first, end, k_row, KEYS, C, not MASKED)
     scores = tl.dot(q, tl.trans(k))
     if MASKED:
@@ -179,7 +192,8 @@ def _forward_step(  # type: ignore[no-untyped-def]
         scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(highest, tl.max(scores, 1) * scale)
     base = higher
-    if WINDOWED:  # there a query may see nothing of its first blocks, and -inf less -inf is no number
+    # there a query may see nothing of its first blocks, and -inf less -inf is no number
+    if WINDOWED:
         base = tl.where(higher == float("-inf"), 0.0, higher)
     weights = tl.math.exp2(scores * scale - base[:, None])
     shrunk = tl.math.exp2(highest - base)
@@ -273,7 +287,9 @@ def _forward(  # type: ignore[no-untyped-def]
             WINDOWED,
         )
     at, inside = _own_rows(start, end, heads, head, QUERIES, C)
-    tl.store(out_ptr + at, (mixed / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside[:, None])
+    tl.store(
+        out_ptr + at, (mixed / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside[:, None]
+    )
     lse_at = lse_ptr + head * tokens + start + tl.arange(0, QUERIES)
     tl.store(lse_at, (highest + tl.math.log2(total)) * LN_2, mask=inside)
 
@@ -294,12 +310,16 @@ def _delta(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     LOG2_E: tl.constexpr,
 ):
-    """For each head and token, the log-sum-exp to base two, and the sum of output times its gradient."""
+    """For each head and token, the log-sum-exp to base two, and the sum of output times its
+    gradient.
+    """
     head = (tl.program_id(0) % heads).to(tl.int64)
     first = tl.program_id(0) // heads * BLOCK
     row = first + tl.arange(0, BLOCK)
     out = _rows(out_ptr + head * out_head, first, tokens, out_row, BLOCK, C, False).to(tl.float32)
-    dout = _rows(dout_ptr + head * dout_head, first, tokens, dout_row, BLOCK, C, False).to(tl.float32)
+    dout = _rows(dout_ptr + head * dout_head, first, tokens, dout_row, BLOCK, C, False).to(
+        tl.float32
+    )
     inside = row < tokens
     at = head * tokens + row
     lse = tl.load(lse_ptr + at, mask=inside, other=0.0)
@@ -373,7 +393,9 @@ def _keys_gradient(  # type: ignore[no-untyped-def]
     QUERIES: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
-    """A tile of keys of one head, and of their values: over the queries from there on of the heads that share them."""
+    """A tile of keys of one head, and of their values: over the queries from there on of the heads
+    that share them.
+    """
     group = (tl.program_id(0) % groups).to(tl.int64)
     tile = tiles_ptr + tl.program_id(0) // groups * 3
     end = tl.load(tile + 1)
@@ -386,8 +408,8 @@ def _keys_gradient(  # type: ignore[no-untyped-def]
     q_ptr += head * q_head
     dout_ptr += head * dout_head
     numbers_ptr += head * tokens
-    # The blocks that need a mask: those beside the tile itself, and one that goes beyond the sequence. The heads are
-    # part of one loop, which is then long enough to keep its loads ahead.
+    # The blocks that need a mask: those beside the tile itself, and one that goes beyond the
+    # sequence. The heads are part of one loop, which is then long enough to keep its loads ahead.
     if WINDOWED:
         beside = tl.cdiv(tl.minimum(end - start, KEYS - 1 + window), QUERIES)
         near = beside
@@ -613,8 +635,12 @@ def forward(
     return out_THC, lse_HT
 
 
-def row_numbers(dout_THC: torch.Tensor, out_THC: torch.Tensor, lse_HT: torch.Tensor) -> torch.Tensor:
-    """What both gradients need of each query: its log-sum-exp to base two, and its delta, two floats in 64 bits."""
+def row_numbers(
+    dout_THC: torch.Tensor, out_THC: torch.Tensor, lse_HT: torch.Tensor
+) -> torch.Tensor:
+    """What both gradients need of each query: its log-sum-exp to base two, and its delta, two
+    floats in 64 bits.
+    """
     tokens, heads, channels = out_THC.shape
     numbers_HT2 = lse_HT.new_empty(heads, tokens, 2)
     _delta[(triton.cdiv(tokens, DELTA_BLOCK) * heads,)](
@@ -741,7 +767,12 @@ class VarlenAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         """By queries, keys and values."""
         q, k, v, out, lse = ctx.saved_tensors
-        return *gradients(grads[0], (q, k, v), out, lse, ctx.tables, ctx.scale, ctx.window), None, None, None
+        return (
+            *gradients(grads[0], (q, k, v), out, lse, ctx.tables, ctx.scale, ctx.window),
+            None,
+            None,
+            None,
+        )
 
 
 def gradients(
@@ -760,4 +791,8 @@ def gradients(
     tiling = keys_tiling(channels)
     dk_TGC, dv_TGC = keys_gradient(qkv, dout_THC, numbers, tables.keys_N3, scale, window, tiling)
     tiling = queries_tiling(channels)
-    return queries_gradient(qkv, dout_THC, numbers, tables.queries_N3, scale, window, tiling), dk_TGC, dv_TGC
+    return (
+        queries_gradient(qkv, dout_THC, numbers, tables.queries_N3, scale, window, tiling),
+        dk_TGC,
+        dv_TGC,
+    )

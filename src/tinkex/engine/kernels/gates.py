@@ -1,9 +1,11 @@
 """Kernels for accelerators, in Triton: what compilers make poorly of two halves of one tensor.
 
-A program takes one token. Everything is computed in float32 and rounded once. Imported only where there is an
-accelerator; `elementwise.py` has the same formulas for everywhere else, and the tests hold these against them.
+A program takes one token. Everything is computed in float32 and rounded once. Imported only where
+there is an accelerator; `elementwise.py` has the same formulas for everywhere else, and the tests
+hold these against them.
 
-Axes: T packed tokens, F mlp, H query heads, G key/value heads, C channels of a head, N = (H + 2 G) C.
+Axes: T packed tokens, F mlp, H query heads, G key/value heads, C channels of a head, N = (H + 2 G)
+C.
 """
 
 from __future__ import annotations
@@ -43,12 +45,16 @@ def _gate_backward(dy, gate_up, out, F, BLOCK: tl.constexpr, GELU: tl.constexpr)
     if GELU:  # gate * sigmoid(2 inner) is the tanh form
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         share = tl.sigmoid(2 * inner)
-        slope = share + gate * share * (1 - share) * 2 * 0.7978845608028654 * (1 + 3 * 0.044715 * gate * gate)
+        slope = share + gate * share * (1 - share) * 2 * 0.7978845608028654 * (
+            1 + 3 * 0.044715 * gate * gate
+        )
     else:
         share = tl.sigmoid(gate)
         slope = share * (1 + gate * (1 - share))
     tl.store(out + row * 2 * F + at, (grad * up * slope).to(out.dtype.element_ty), mask=inside)
-    tl.store(out + row * 2 * F + F + at, (grad * gate * share).to(out.dtype.element_ty), mask=inside)
+    tl.store(
+        out + row * 2 * F + F + at, (grad * gate * share).to(out.dtype.element_ty), mask=inside
+    )
 
 
 def gate_forward(gate_up_TN: torch.Tensor, activation: str) -> torch.Tensor:
@@ -65,7 +71,9 @@ def gate_backward(dy_TF: torch.Tensor, gate_up_TN: torch.Tensor, activation: str
     rows, width = dy_TF.shape
     out = torch.empty_like(gate_up_TN)
     grid = (rows, triton.cdiv(width, GATE_BLOCK))
-    _gate_backward[grid](dy_TF.contiguous(), gate_up_TN, out, width, BLOCK=GATE_BLOCK, GELU=activation != "silu")
+    _gate_backward[grid](
+        dy_TF.contiguous(), gate_up_TN, out, width, BLOCK=GATE_BLOCK, GELU=activation != "silu"
+    )
     return out
 
 
@@ -134,7 +142,12 @@ def _turned_gradient(
         size = 2 * HALF
         square = (tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / size
         scale = tl.rsqrt(square + eps)
-        pull = (tl.sum(back_first * first, axis=1) + tl.sum(back_second * second, axis=1)) / size * scale * scale
+        pull = (
+            (tl.sum(back_first * first, axis=1) + tl.sum(back_second * second, axis=1))
+            / size
+            * scale
+            * scale
+        )
         back_first = scale[:, None] * (back_first - first * pull[:, None])
         back_second = scale[:, None] * (back_second - second * pull[:, None])
     kind = target.dtype.element_ty
@@ -164,7 +177,18 @@ def _heads_forward(
     source = qkv + row * (H + 2 * G) * size
     turn_cos, turn_sin = cos + row * HALF, sin + row * HALF
     _turned(source, q + row * H * size, q_weight, turn_cos, turn_sin, eps, H, H_PADDED, HALF, NORM)
-    _turned(source + H * size, k + row * G * size, k_weight, turn_cos, turn_sin, eps, G, G_PADDED, HALF, NORM)
+    _turned(
+        source + H * size,
+        k + row * G * size,
+        k_weight,
+        turn_cos,
+        turn_sin,
+        eps,
+        G,
+        G_PADDED,
+        HALF,
+        NORM,
+    )
 
 
 @triton.jit
@@ -190,9 +214,13 @@ def _heads_backward(
     size = 2 * HALF
     start = row * (H + 2 * G) * size
     c, s = cos + row * HALF, sin + row * HALF
-    _turned_gradient(dq + row * H * size, qkv + start, out + start, q_weight, c, s, eps, H, H_PADDED, HALF, NORM)
+    _turned_gradient(
+        dq + row * H * size, qkv + start, out + start, q_weight, c, s, eps, H, H_PADDED, HALF, NORM
+    )
     keys = start + H * size
-    _turned_gradient(dk + row * G * size, qkv + keys, out + keys, k_weight, c, s, eps, G, G_PADDED, HALF, NORM)
+    _turned_gradient(
+        dk + row * G * size, qkv + keys, out + keys, k_weight, c, s, eps, G, G_PADDED, HALF, NORM
+    )
     at = tl.arange(0, G_PADDED * 2 * HALF)
     inside = at < G * size
     values = tl.load(dv + row * G * size + at, mask=inside)
@@ -251,7 +279,7 @@ def _tiles(heads: int, groups: int, channels: int, normed: bool) -> dict[str, ob
     }
 
 
-# ── shares of adapters ───────────────────────────────────────────────────────────────────────────────────────────
+# ── shares of adapters ────────────────────────────────────────────────────────────────────────────
 
 SHARE_ROWS = 64
 
@@ -280,7 +308,9 @@ def _add_product(
     at = y + row[:, None] * y_row + column[None, :]
     before = tl.load(at, mask=inside, other=0.0)
     low = tl.load(
-        left + row[:, None] * left_row + rank[None, :], mask=(row < T)[:, None] & (rank < R)[None, :], other=0.0
+        left + row[:, None] * left_row + rank[None, :],
+        mask=(row < T)[:, None] & (rank < R)[None, :],
+        other=0.0,
     )
     high = tl.load(
         right + column[None, :] * right_column + rank[:, None] * right_rank,
@@ -291,10 +321,13 @@ def _add_product(
     tl.store(at, (before.to(tl.float32) + share).to(y.dtype.element_ty), mask=inside)
 
 
-def add_product(y_TN: torch.Tensor, low_TR: torch.Tensor, high_RN: torch.Tensor, scale: float) -> None:
+def add_product(
+    y_TN: torch.Tensor, low_TR: torch.Tensor, high_RN: torch.Tensor, scale: float
+) -> None:
     """Add the scaled product of two low-rank factors: one pass over y, which is all that it costs."""
     (rows, columns), rank = y_TN.shape, low_TR.shape[1]
-    wide = 64 if rank <= 32 else 128  # measured: with these it moves 85 to 95 % of what a plain pass over y does
+    # measured: with these it moves 85 to 95 % of what a plain pass over y does
+    wide = 64 if rank <= 32 else 128
     _add_product[(triton.cdiv(columns, wide), triton.cdiv(rows, SHARE_ROWS))](
         *(y_TN, low_TR, high_RN, scale, rows, columns, y_TN.stride(0), low_TR.stride(0)),
         *(high_RN.stride(1), high_RN.stride(0)),
@@ -306,11 +339,12 @@ def add_product(y_TN: torch.Tensor, low_TR: torch.Tensor, high_RN: torch.Tensor,
     )
 
 
-# ── gates of a projection whose shares have not been added yet ───────────────────────────────────────────────────
+# ── gates of a projection whose shares have not been added yet ────────────────────────────────────
 
 TILE = 64
 TILES = 8
-"""So many tiles of rows are one program's, under each other: it reads its part of B once, and the next tile ahead."""
+"""So many tiles of rows are one program's, under each other: it reads its part of B once, and the
+next tile ahead."""
 
 
 @triton.jit
@@ -384,7 +418,9 @@ def _shared_gate(
         if BACKWARD:
             grad = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
             if GELU:
-                slope = share + gate * share * (1 - share) * 2 * 0.7978845608028654 * (1 + 3 * 0.044715 * gate * gate)
+                slope = share + gate * share * (1 - share) * 2 * 0.7978845608028654 * (
+                    1 + 3 * 0.044715 * gate * gate
+                )
             else:
                 slope = share * (1 + gate * (1 - share))
             to = out + row[:, None] * y_row + column[None, :]
@@ -403,7 +439,8 @@ def shared_gate(
     out: torch.Tensor,
     dy_TF: torch.Tensor | None = None,
 ) -> None:
-    """activation(gate) * up of a projection to which an adapter's share is added on the way, or its gradient.
+    """activation(gate) * up of a projection to which an adapter's share is added on the way, or its
+    gradient.
 
     The sum is never written: that saves a pass over the widest activations there are.
     """
@@ -426,16 +463,19 @@ def shared_gate(
 
 @functools.cache
 def _stages(rank: int, device: torch.device) -> int:
-    """How many tiles lie in shared memory at a time: three where there is then room for two programs, else two."""
+    """How many tiles lie in shared memory at a time: three where there is then room for two
+    programs, else two.
+    """
     known = torch.cuda.get_device_properties(device)
-    room = getattr(known, "shared_memory_per_multiprocessor", 0)  # older versions of PyTorch do not say
+    # older versions of PyTorch do not say
+    room = getattr(known, "shared_memory_per_multiprocessor", 0)
     tile, factors = 2 * TILE * (3 * TILE + 2 * rank), 2 * 2 * TILE * rank
     if 2 * (factors + 3 * tile) <= room:
         return 3
     return 2 if factors + 2 * tile <= room else 1
 
 
-# ── keys and values ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── keys and values ───────────────────────────────────────────────────────────────────────────────
 
 
 @triton.jit
@@ -459,11 +499,17 @@ def _store(
     channel = tl.arange(0, C_PADDED)[None, :]
     inside = (head < G) & (channel < C)
     to = tl.load(places + row) * G * C + head * C + channel
-    tl.store(keys + to, tl.load(k + row * k_row + head * k_head + channel, mask=inside), mask=inside)
-    tl.store(values + to, tl.load(v + row * v_row + head * v_head + channel, mask=inside), mask=inside)
+    tl.store(
+        keys + to, tl.load(k + row * k_row + head * k_head + channel, mask=inside), mask=inside
+    )
+    tl.store(
+        values + to, tl.load(v + row * v_row + head * v_head + channel, mask=inside), mask=inside
+    )
 
 
-def store(kv_2NSGC: torch.Tensor, places_T: torch.Tensor, k_TGC: torch.Tensor, v_TGC: torch.Tensor) -> None:
+def store(
+    kv_2NSGC: torch.Tensor, places_T: torch.Tensor, k_TGC: torch.Tensor, v_TGC: torch.Tensor
+) -> None:
     """Put keys and values of tokens at their places in the cache of a layer."""
     rows, groups, channels = k_TGC.shape
     if k_TGC.stride(2) != 1 or v_TGC.stride(2) != 1:
@@ -478,7 +524,7 @@ def store(kv_2NSGC: torch.Tensor, places_T: torch.Tensor, k_TGC: torch.Tensor, v
     )
 
 
-# ── norms ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── norms ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 @triton.jit
@@ -545,7 +591,11 @@ def norm_forward(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torc
 
 
 def add_norm_forward(
-    x_TD: torch.Tensor, rest_TD: torch.Tensor | None, share_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+    x_TD: torch.Tensor,
+    rest_TD: torch.Tensor | None,
+    share_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """A sum, what rounding cut off it, if it is rounded, and the norm of both."""
     summed, out = torch.empty_like(x_TD), torch.empty_like(x_TD)
@@ -562,7 +612,11 @@ def add_norm_forward(
 
 
 def norm_backward(
-    dsummed_TD: torch.Tensor | None, dy_TD: torch.Tensor, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+    dsummed_TD: torch.Tensor | None,
+    dy_TD: torch.Tensor,
+    x_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
 ) -> torch.Tensor:
     """The gradient by what was normed, and what comes through the sum besides, if there was one."""
     out = torch.empty_like(x_TD)
@@ -586,7 +640,7 @@ def _row(x_TD: torch.Tensor) -> dict[str, object]:
     return {"BLOCK": block, "num_warps": max(1, min(16, block // 512))}
 
 
-# ── the head ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the head ──────────────────────────────────────────────────────────────────────────────────────
 
 HEAD_BLOCK = 4096
 
@@ -621,7 +675,9 @@ def _softmax_gradient(logits, sums, row_grad, out, V, BLOCK: tl.constexpr):
 def log_sums(logits_TV: torch.Tensor) -> torch.Tensor:
     """The logarithm of the sum of exponentials of each row, in one pass over it."""
     out = torch.empty(logits_TV.shape[0], 1, dtype=torch.float32, device=logits_TV.device)
-    _log_sums[(logits_TV.shape[0],)](logits_TV, out, logits_TV.shape[1], BLOCK=HEAD_BLOCK, num_warps=8)
+    _log_sums[(logits_TV.shape[0],)](
+        logits_TV, out, logits_TV.shape[1], BLOCK=HEAD_BLOCK, num_warps=8
+    )
     return out
 
 
@@ -632,5 +688,7 @@ def softmax_gradient(
     rows, vocab = logits_TV.shape
     out = torch.empty(logits_TV.shape, dtype=dtype, device=logits_TV.device)
     grid = (rows, triton.cdiv(vocab, HEAD_BLOCK))
-    _softmax_gradient[grid](logits_TV, sums_T1, row_grad_T1.float(), out, vocab, BLOCK=HEAD_BLOCK, num_warps=8)
+    _softmax_gradient[grid](
+        logits_TV, sums_T1, row_grad_T1.float(), out, vocab, BLOCK=HEAD_BLOCK, num_warps=8
+    )
     return out

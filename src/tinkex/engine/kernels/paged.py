@@ -1,9 +1,11 @@
-"""Attention of decoding on a GPU, straight from the blocks: a Triton kernel. Import it only where Triton is installed.
+"""Attention of decoding on a GPU, straight from the blocks: a Triton kernel. Import it only where
+Triton is installed.
 
-One program per row and key/value head goes through the row's blocks and keeps a running softmax; the query heads of the
-group are the rows of its products.
+One program per row and key/value head goes through the row's blocks and keeps a running softmax;
+the query heads of the group are the rows of its products.
 
-Axes: B rows, H query heads, G key/value heads, R query heads of a group, C channels, N blocks, S positions of a block.
+Axes: B rows, H query heads, G key/value heads, R query heads of a group, C channels, N blocks, S
+positions of a block.
 """
 
 import importlib

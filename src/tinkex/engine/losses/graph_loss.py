@@ -1,9 +1,10 @@
-"""Losses sent as graphs: rebuilt from tables of pure operations, bounded in size and time before anything is computed.
+"""Losses sent as graphs: rebuilt from tables of pure operations, bounded in size and time before
+anything is computed.
 
-A graph comes from anyone who may train. Its names are looked up in the tables of `operations.py` and nowhere else: no
-attribute is followed, nothing is imported or evaluated. The values that flow from step to step are tensors, numbers,
-dtypes, devices, and tuples of these. Arguments are checked and the size of every result is bounded before the step is
-run.
+A graph comes from anyone who may train. Its names are looked up in the tables of `operations.py`
+and nowhere else: no attribute is followed, nothing is imported or evaluated. The values that flow
+from step to step are tensors, numbers, dtypes, devices, and tuples of these. Arguments are checked
+and the size of every result is bounded before the step is run.
 """
 
 from __future__ import annotations
@@ -169,7 +170,10 @@ class Allowance:
         """Take the time since then from it, that of a gradient too."""
         self.seconds -= time.monotonic() - since
         if self.seconds < 0:
-            raise EngineError("the custom loss takes too long for one pass, with its gradient; send less data in one")
+            raise EngineError(
+                "the custom loss takes too long for one pass, with its gradient; send less data in "
+                "one"
+            )
 
 
 @dataclass(slots=True)
@@ -205,9 +209,14 @@ class _Budget:
     def charge(self, work: int) -> None:
         """Take work from the budget before it is done."""
         if work > self.work:
-            raise Refusal("the loss needs more work than is allowed for this datum, with its gradient")
+            raise Refusal(
+                "the loss needs more work than is allowed for this datum, with its gradient"
+            )
         if work > self.allowance.work:
-            raise Refusal("the data of this pass together need more work than is allowed; send less data in one")
+            raise Refusal(
+                "the data of this pass together need more work than is allowed; send less data in "
+                "one"
+            )
         self.work -= work
         self.allowance.work -= work
 
@@ -239,9 +248,13 @@ class CompiledLoss:
     _limits: GraphLimits
 
     def __call__(
-        self, logprobs: torch.Tensor, inputs: Mapping[str, torch.Tensor], allowance: Allowance | None = None
+        self,
+        logprobs: torch.Tensor,
+        inputs: Mapping[str, torch.Tensor],
+        allowance: Allowance | None = None,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The loss of a datum and its metrics, each a single number; the loss is differentiable by `logprobs`.
+        """The loss of a datum and its metrics, each a single number; the loss is differentiable by
+        `logprobs`.
 
         Args:
             logprobs: The log-probabilities of the datum's targets, `[T]` or `[T, K]`.
@@ -249,7 +262,8 @@ class CompiledLoss:
             allowance: What the pass may still use; that of a pass of this datum alone by default.
 
         Raises:
-            EngineError: An input is missing or has another rank, or a step failed or would cost too much.
+            EngineError: An input is missing or has another rank, or a step failed or would cost too
+                much.
         """
         given = {**inputs, "logprobs": logprobs}
         where = f"custom loss {self.name!r}"
@@ -257,20 +271,39 @@ class CompiledLoss:
             if name not in given:
                 raise EngineError(f"{where}: input {name!r} is missing")
             if given[name].ndim != rank:
-                raise EngineError(f"{where}: input {name!r} must have rank {rank}, not shape {list(given[name].shape)}")
-        values = {node: given[name].to(logprobs.device) for node, name in self._placeholders.items()}
+                raise EngineError(
+                    f"{where}: input {name!r} must have rank {rank}, not shape "
+                    f"{list(given[name].shape)}"
+                )
+        values = {
+            node: given[name].to(logprobs.device) for node, name in self._placeholders.items()
+        }
         self._run(values, logprobs.device, allowance)
         loss = self._single(values[self._output[0]], "the loss")
         if not loss.is_floating_point():
-            raise EngineError(f"{where}: the loss must be a float, it is {str(loss.dtype).removeprefix('torch.')}")
+            raise EngineError(
+                f"{where}: the loss must be a float, it is {str(loss.dtype).removeprefix('torch.')}"
+            )
         if logprobs.requires_grad and torch.is_grad_enabled() and not loss.requires_grad:
-            raise EngineError(f"{where} does not depend on the log-probabilities: it has no gradient")
-        return loss, {name: self._single(values[node], name).detach() for name, node in self._output[1].items()}
+            raise EngineError(
+                f"{where} does not depend on the log-probabilities: it has no gradient"
+            )
+        return loss, {
+            name: self._single(values[node], name).detach()
+            for name, node in self._output[1].items()
+        }
 
     def _single(self, value: Any, what: str) -> torch.Tensor:
         if not isinstance(value, torch.Tensor) or value.ndim != 0:
-            found = f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-            raise EngineError(f"custom loss {self.name!r}: {what} must be a tensor of a single number, it is {found}")
+            found = (
+                f"shape {list(value.shape)}"
+                if isinstance(value, torch.Tensor)
+                else f"a {type(value).__name__}"
+            )
+            raise EngineError(
+                f"custom loss {self.name!r}: {what} must be a tensor of a single number, it is "
+                f"{found}"
+            )
         return value
 
     def allowance(self, given: int) -> Allowance:
@@ -281,7 +314,8 @@ class CompiledLoss:
         """Estimate the work of a datum from the shapes of its inputs; None if its values decide."""
         allowance = Allowance(math.inf, self._limits.seconds)
         values: dict[str, Any] = {
-            node: torch.empty(tuple(shapes[name]), device=META) for node, name in self._placeholders.items()
+            node: torch.empty(tuple(shapes[name]), device=META)
+            for node, name in self._placeholders.items()
         }
         try:
             with torch.no_grad():
@@ -290,7 +324,9 @@ class CompiledLoss:
             return None
         return int(spent)
 
-    def _run(self, values: dict[str, Any], device: torch.device, allowance: Allowance | None = None) -> float:
+    def _run(
+        self, values: dict[str, Any], device: torch.device, allowance: Allowance | None = None
+    ) -> float:
         """Run the steps, and add their results to the values; gives the work that it took."""
         given = sum(value.numel() for value in values.values())
         budget = _Budget.of(self._limits, given, allowance or Allowance.of(self._limits, given))
@@ -300,12 +336,16 @@ class CompiledLoss:
                 values[step.name] = self._result(step, values, device, budget)
             except Refusal as refusal:
                 raise EngineError(_where(self.name, step) + str(refusal)) from None
-            except Exception as error:  # torch raises a dozen kinds of errors for arguments that do not fit
+            except (
+                Exception
+            ) as error:  # torch raises a dozen kinds of errors for arguments that do not fit
                 text = str(error).partition("\n")[0][:300] or type(error).__name__
                 raise EngineError(_where(self.name, step) + text) from error
         return whole - budget.work
 
-    def _result(self, step: _Step, values: Mapping[str, Any], device: torch.device, budget: _Budget) -> Any:
+    def _result(
+        self, step: _Step, values: Mapping[str, Any], device: torch.device, budget: _Budget
+    ) -> Any:
         def settle(leaf: Any) -> Any:
             if isinstance(leaf, _Ref):
                 return values[leaf.name]
@@ -313,7 +353,10 @@ class CompiledLoss:
 
         operation = step.operation
         args, kwargs = replace(step.args, settle), replace(step.kwargs, settle)
-        if sum(1 for _ in islice(leaves((args, kwargs)), 2 * self._limits.pieces)) == 2 * self._limits.pieces:
+        if (
+            sum(1 for _ in islice(leaves((args, kwargs)), 2 * self._limits.pieces))
+            == 2 * self._limits.pieces
+        ):
             raise Refusal("has too many arguments")
         if operation.makes:
             kwargs["device"] = device
@@ -321,10 +364,15 @@ class CompiledLoss:
         bound = None if operation.bound is None else operation.bound(args, kwargs)
         if bound is None:
             with torch.no_grad():
-                sized = operation.function(*replace(args, _valueless), **replace(kwargs, _valueless))
+                sized = operation.function(
+                    *replace(args, _valueless), **replace(kwargs, _valueless)
+                )
             bound = _numbers(sized)
         budget.check(bound)
-        budget.charge(WITH_GRADIENT * (product + self._limits.number_work * (_numbers((args, kwargs)) + bound)))
+        budget.charge(
+            WITH_GRADIENT
+            * (product + self._limits.number_work * (_numbers((args, kwargs)) + bound))
+        )
         value = _admitted(operation.function(*args, **kwargs))
         budget.spend(value)
         return value
@@ -333,13 +381,15 @@ class CompiledLoss:
         """Run on tensors without values, to refuse at once what no data could make right."""
         shapes: list[tuple[int, ...]] = [(), (8,), (8, 4)]
         values: dict[str, Any] = {
-            node: torch.empty(shapes[self.input_ranks[name]], device=META) for node, name in self._placeholders.items()
+            node: torch.empty(shapes[self.input_ranks[name]], device=META)
+            for node, name in self._placeholders.items()
         }
         try:
             self._run(values, META)
         except EngineError as error:
-            # A refusal, and arguments that a function does not have, hold for any data. What else goes wrong may be
-            # due to the length, the dtypes or the missing values of the rehearsal: the data will tell.
+            # A refusal, and arguments that a function does not have, hold for any data. What else
+            # goes wrong may be due to the length, the dtypes or the missing values of the
+            # rehearsal: the data will tell.
             if error.__cause__ is None or isinstance(error.__cause__, TypeError):
                 raise
 
@@ -364,7 +414,10 @@ def _where(loss: str, node: CustomLossNode | _Step) -> str:
     return f"custom loss {loss!r}: node {node.name[:64]!r} ({node.target[:64]}): "
 
 
-def compile_graph(request: CreateCustomLossRequest, limits: GraphLimits = GraphLimits()) -> CompiledLoss:  # noqa: B008
+def compile_graph(
+    request: CreateCustomLossRequest,
+    limits: GraphLimits = GraphLimits(),  # noqa: B008
+) -> CompiledLoss:
     """Rebuild a loss from its graph; nothing but operations of the tables can come of it.
 
     Raises:
@@ -375,7 +428,8 @@ def compile_graph(request: CreateCustomLossRequest, limits: GraphLimits = GraphL
     nodes = request.graph.nodes
     if not len(ranks) < len(nodes) <= limits.nodes:
         raise EngineError(
-            f"custom loss {loss!r} has {len(nodes)} nodes; it needs its inputs and an output, at most {limits.nodes}"
+            f"custom loss {loss!r} has {len(nodes)} nodes; it needs its inputs and an output, at "
+            f"most {limits.nodes}"
         )
     reader = _Reader(limits)
     placeholders = {}
@@ -403,25 +457,39 @@ def compile_graph(request: CreateCustomLossRequest, limits: GraphLimits = GraphL
 def _input_ranks(loss: str, request: CreateCustomLossRequest) -> dict[str, int]:
     ranks: dict[str, int] = {each.name: each.rank for each in request.inputs}
     if len(ranks) != len(request.inputs) or not 1 <= len(ranks) <= MAX_INPUTS:
-        raise EngineError(f"custom loss {loss!r} must have 1 to {MAX_INPUTS} inputs, each with a name of its own")
+        raise EngineError(
+            f"custom loss {loss!r} must have 1 to {MAX_INPUTS} inputs, each with a name of its own"
+        )
     if next(iter(ranks)) != "logprobs" or ranks["logprobs"] == 0:
-        raise EngineError(f"custom loss {loss!r}: the first input must be logprobs, with rank 1 or 2")
+        raise EngineError(
+            f"custom loss {loss!r}: the first input must be logprobs, with rank 1 or 2"
+        )
     for name, rank in ranks.items():
         if INPUT_NAME.fullmatch(name) is None or rank not in (0, 1, 2):
-            raise EngineError(f"custom loss {loss!r}: input {name[:64]!r} needs a lowercase name and a rank of 0 to 2")
+            raise EngineError(
+                f"custom loss {loss!r}: input {name[:64]!r} needs a lowercase name and a rank of 0 "
+                "to 2"
+            )
     return ranks
 
 
 def _check_name(loss: str, node: CustomLossNode, reader: _Reader) -> None:
     if NODE_NAME.fullmatch(node.name) is None or node.name in reader.known:
-        raise EngineError(_where(loss, node) + "must have a name of its own, of letters, digits and underscores")
+        raise EngineError(
+            _where(loss, node) + "must have a name of its own, of letters, digits and underscores"
+        )
 
 
 def _step(node: CustomLossNode, reader: _Reader) -> _Step:
     """A node looked up in the tables, with its arguments read."""
-    tables: dict[str, Mapping[str, Operation]] = {"call_function": FUNCTIONS, "call_method": METHODS}
+    tables: dict[str, Mapping[str, Operation]] = {
+        "call_function": FUNCTIONS,
+        "call_method": METHODS,
+    }
     if node.op not in tables:
-        raise Refusal(f"a {node.op[:64]} cannot stand here; allowed are call_function and call_method")
+        raise Refusal(
+            f"a {node.op[:64]} cannot stand here; allowed are call_function and call_method"
+        )
     operation = tables[node.op].get(node.target)
     if operation is None:
         raise Refusal("is not among the operations that a loss may use")
@@ -442,7 +510,9 @@ def _step(node: CustomLossNode, reader: _Reader) -> _Step:
 def _keywords(kwargs: Mapping[str, Any], reader: _Reader) -> Iterator[tuple[str, Any]]:
     for name, value in kwargs.items():
         if name in INERT:
-            if not any(value is inert or (type(value) is int and value == inert) for inert in INERT[name]):
+            if not any(
+                value is inert or (type(value) is int and value == inert) for inert in INERT[name]
+            ):
                 raise Refusal(f"takes {name} only as {INERT[name][0]}")
         elif name not in KEYWORDS:
             raise Refusal(f"takes no keyword {name[:64]!r}")
@@ -471,14 +541,21 @@ def _output(loss: str, node: CustomLossNode, reader: _Reader) -> tuple[str, dict
     pair = node.args[0]
     if isinstance(pair, dict) and list(pair) == ["tuple"]:
         pair = pair["tuple"]
-    if not isinstance(pair, list) or len(pair) != 2 or not isinstance(pair[1], dict) or list(pair[1]) != ["dict"]:
+    if (
+        not isinstance(pair, list)
+        or len(pair) != 2
+        or not isinstance(pair[1], dict)
+        or list(pair[1]) != ["dict"]
+    ):
         raise EngineError(where + "must be a loss and a dict of metrics")
     metrics = pair[1]["dict"]
     if not isinstance(metrics, dict) or len(metrics) > reader.limits.metrics:
         raise EngineError(where + f"must hold a dict of at most {reader.limits.metrics} metrics")
     for name in metrics:
         if METRIC_NAME.fullmatch(name) is None:
-            raise EngineError(where + f"metric {name[:64]!r} must be named custom/NAME:sum or custom/NAME:mean")
+            raise EngineError(
+                where + f"metric {name[:64]!r} must be named custom/NAME:sum or custom/NAME:mean"
+            )
     names = {name: _result_name(where, name, value, reader) for name, value in metrics.items()}
     return _result_name(where, "the loss", pair[0], reader), names
 
@@ -499,5 +576,7 @@ def _used(steps: Iterable[_Step], wanted: set[str]) -> tuple[_Step, ...]:
     for step in reversed(list(steps)):
         if step.name in wanted:
             kept.append(step)
-            wanted.update(leaf.name for leaf in leaves((step.args, step.kwargs)) if isinstance(leaf, _Ref))
+            wanted.update(
+                leaf.name for leaf in leaves((step.args, step.kwargs)) if isinstance(leaf, _Ref)
+            )
     return tuple(kept[::-1])

@@ -1,9 +1,11 @@
-"""The operations that a loss sent as a graph may use: tables of names, and checks of arguments before a call.
+"""The operations that a loss sent as a graph may use: tables of names, and checks of arguments
+before a call.
 
-To allow an operation, add its name to a table. It must be pure, must not need large intermediate results, and must not
-turn values into sizes or Python numbers. The size of its result is bounded before the call: by a bound that holds for
-its whole row, or on the meta device, which allocates nothing. One that
-takes indices needs a check of their range, because a GPU does not survive one that is out of it.
+To allow an operation, add its name to a table. It must be pure, must not need large intermediate
+results, and must not turn values into sizes or Python numbers. The size of its result is bounded
+before the call: by a bound that holds for its whole row, or on the meta device, which allocates
+nothing. One that takes indices needs a check of their range, because a GPU does not survive one
+that is out of it.
 """
 
 from __future__ import annotations
@@ -38,13 +40,15 @@ class GraphLimits:
         total_elements: Most numbers in the results of all steps of one datum ...
         total_growth: ... or so many times those in the loss's inputs, if that is more.
         work: Most multiplications in one matrix product.
-        pass_work: Most multiplications for all data of a pass, with their gradients; a number that is read or made
-            counts as `number_work` of them ...
-        pass_growth: ... or so many times the numbers in the pass's inputs, if that is more. One datum may use
-            half of the former, or so many times its own.
+        pass_work: Most multiplications for all data of a pass, with their gradients; a number that
+            is read or made counts as `number_work` of them ...
+        pass_growth: ... or so many times the numbers in the pass's inputs, if that is more. One
+            datum may use half of the former, or so many times its own.
         number_work: How many multiplications a number counts as.
-        seconds: Longest computation of the loss for all data of a pass; it is stopped between two steps ...
-        seconds_growth: ... or so many seconds for each number in the pass's inputs, if that is more.
+        seconds: Longest computation of the loss for all data of a pass; it is stopped between two
+            steps ...
+        seconds_growth: ... or so many seconds for each number in the pass's inputs, if that is
+            more.
     """
 
     nodes: int = 1024
@@ -89,8 +93,8 @@ class Operation:
         check: Refuses arguments before the call; gives the multiplications of a matrix product.
         texts: What its texts may be.
         makes: Whether it makes a tensor from none, and must be told the device.
-        bound: Most numbers in a tensor of the result. None, or a bound of None, leaves that to the meta device: it
-            knows every operation, but takes longer than most of them.
+        bound: Most numbers in a tensor of the result. None, or a bound of None, leaves that to the
+            meta device: it knows every operation, but takes longer than most of them.
     """
 
     function: Callable[..., Any]
@@ -129,7 +133,9 @@ def replace(value: Any, change: Callable[[Any], Any]) -> Any:
 
 def _bind(args: Arguments, kwargs: Keywords, *names: str) -> list[Any]:
     """Arguments by name: positional ones in order, then keywords; None for those not given."""
-    return [args[place] if place < len(args) else kwargs.get(name) for place, name in enumerate(names)]
+    return [
+        args[place] if place < len(args) else kwargs.get(name) for place, name in enumerate(names)
+    ]
 
 
 def _check_numbers(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> None:
@@ -146,13 +152,22 @@ def _check_sum(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> None:
     if not args or not all(isinstance(value, tuple) for value in args):
         return _check_operands(args, kwargs, limits)
     # Shapes are tuples: x.shape[:-1] + (1,). Tuples of tuples could grow without end.
-    if kwargs or sum(map(len, args)) > limits.pieces or not all(type(item) is int for value in args for item in value):
+    if (
+        kwargs
+        or sum(map(len, args)) > limits.pieces
+        or not all(type(item) is int for value in args for item in value)
+    ):
         raise Refusal(f"joins shapes of at most {limits.pieces} integers")
 
 
 def _check_power(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> None:
     _check_operands(args, kwargs, limits)
-    if len(args) == 2 and all(isinstance(value, int) for value in args) and abs(args[0]) > 1 and args[1] > 64:
+    if (
+        len(args) == 2
+        and all(isinstance(value, int) for value in args)
+        and abs(args[0]) > 1
+        and args[1] > 64
+    ):
         raise Refusal("makes an integer that is too large")
 
 
@@ -177,7 +192,11 @@ def _check_quotient(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> N
 
 def _check_product(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> int:
     # Products of more dimensions copy what they broadcast, which may be larger than what they give.
-    if kwargs or len(args) != 2 or not all(isinstance(value, torch.Tensor) and value.ndim <= 2 for value in args):
+    if (
+        kwargs
+        or len(args) != 2
+        or not all(isinstance(value, torch.Tensor) and value.ndim <= 2 for value in args)
+    ):
         raise Refusal("takes two tensors of at most two dimensions")
     columns = args[1].shape[1] if args[1].ndim == 2 else 1
     return _check_work(args[0].numel() * columns, limits)
@@ -217,7 +236,10 @@ def _check_same_shapes(args: Arguments, kwargs: Keywords, limits: GraphLimits) -
     # These broadcast inside and give a single number: a small result would hide a large allocation.
     shapes = {value.shape for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)}
     if len(shapes) > 1:
-        raise Refusal(f"takes tensors of one shape, got {', '.join(sorted(str(list(shape)) for shape in shapes))}")
+        raise Refusal(
+            "takes tensors of one shape, got "
+            f"{', '.join(sorted(str(list(shape)) for shape in shapes))}"
+        )
 
 
 def _check_pieces(tensor: Any, dim: Any, size: Any, limits: GraphLimits) -> None:
@@ -254,13 +276,16 @@ def _check_repeats(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> No
 
 def _check_differences(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> None:
     order = _bind(args, kwargs, "input", "n")[1]
-    if order is not None and not (type(order) is int and 0 <= order <= 8):  # one round of the computation each
+    # one round of the computation each
+    if order is not None and not (type(order) is int and 0 <= order <= 8):
         raise Refusal("takes an order n of at most 8")
 
 
 def _check_where(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> None:
     if len(args) + len(kwargs) != 3:
-        raise Refusal("takes a condition and two values: the size of a result cannot depend on values")
+        raise Refusal(
+            "takes a condition and two values: the size of a result cannot depend on values"
+        )
 
 
 def _check_sizes(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> None:
@@ -284,14 +309,21 @@ def _check_range(index: torch.Tensor, low: int, high: int) -> None:
     if index.is_meta or index.numel() == 0:
         return
     if index.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8):
-        raise Refusal(f"takes an index of integers, got {str(index.dtype).removeprefix('torch.')}; use .long()")
+        raise Refusal(
+            f"takes an index of integers, got {str(index.dtype).removeprefix('torch.')}; use "
+            ".long()"
+        )
     if int(index.min()) < low or int(index.max()) >= high:
         raise Refusal(f"has an index outside {low} to {high - 1}")
 
 
 def _check_places(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> None:
     tensor, dim, index = _bind(args, kwargs, "input", "dim", "index")
-    if not isinstance(tensor, torch.Tensor) or type(dim) is not int or not isinstance(index, torch.Tensor):
+    if (
+        not isinstance(tensor, torch.Tensor)
+        or type(dim) is not int
+        or not isinstance(index, torch.Tensor)
+    ):
         raise Refusal("takes a tensor, a dimension and an index")
     _check_range(index, 0, dim_size(tensor, dim))
 
@@ -304,7 +336,9 @@ def _check_take(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> None:
 def _check_classes(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> None:
     tensor, classes = _bind(args, kwargs, "input", "num_classes")
     if not isinstance(tensor, torch.Tensor) or type(classes) is not int or classes < 1:
-        raise Refusal("takes a tensor and num_classes: the size of a result cannot depend on values")
+        raise Refusal(
+            "takes a tensor and num_classes: the size of a result cannot depend on values"
+        )
     _check_range(tensor, 0, classes)
 
 
@@ -318,7 +352,10 @@ def _check_getattr(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> No
     elif type(owner).__module__ == "torch.return_types":
         known = RESULT_ATTRIBUTES
     if name not in known:
-        raise Refusal(f"cannot read {name!r} of a {type(owner).__name__}; allowed are {', '.join(known) or 'none'}")
+        raise Refusal(
+            f"cannot read {name!r} of a {type(owner).__name__}; allowed are "
+            f"{', '.join(known) or 'none'}"
+        )
 
 
 def _check_getitem(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> None:
@@ -352,7 +389,10 @@ def _check_item(item: Any) -> None:
     plain = item is None or item is Ellipsis or type(item) is int or _is_plain_slice(item)
     listed = isinstance(item, list) and all(type(value) is int for value in item)
     if not (plain or listed or isinstance(item, torch.Tensor)):
-        raise Refusal(f"cannot index with a {type(item).__name__}; use integers, slices of integers, and tensors")
+        raise Refusal(
+            f"cannot index with a {type(item).__name__}; use integers, slices of integers, and "
+            "tensors"
+        )
 
 
 def _placed(items: Arguments, rank: int) -> Iterator[tuple[torch.Tensor, int]]:
@@ -389,7 +429,9 @@ def _broadcast_bound(args: Arguments, kwargs: Keywords) -> int:
         shape = tensor.shape
         sizes = [1] * (len(shape) - len(sizes)) + sizes
         for place in range(1, len(shape) + 1):
-            sizes[-place] = max(sizes[-place], shape[-place]) if sizes[-place] != 1 else shape[-place]
+            sizes[-place] = (
+                max(sizes[-place], shape[-place]) if sizes[-place] != 1 else shape[-place]
+            )
     return math.prod(sizes)
 
 
@@ -399,7 +441,9 @@ def _sum_bound(args: Arguments, kwargs: Keywords) -> int:
 
 
 def _getitem_bound(args: Arguments, kwargs: Keywords) -> int | None:
-    """Parts hold no more than the whole; only an index of integers can repeat, and is left to the meta device."""
+    """Parts hold no more than the whole; only an index of integers can repeat, and is left to the
+    meta device.
+    """
     if isinstance(args[0], tuple):
         return 0
     items = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -469,13 +513,17 @@ FUNCTIONS: dict[str, Operation] = {
     **{f"torch.{name}": operation for name, operation in _CHECKED.items()},
     **_table("torch.", torch, "cat concat hstack stack vstack", bound=_sum_bound),
     **_table("torch.", torch, "full_like ones_like zeros_like", bound=_broadcast_bound),
-    **_table("torch.", torch, "arange eye full linspace ones zeros", check=_check_sizes, makes=True),
+    **_table(
+        "torch.", torch, "arange eye full linspace ones zeros", check=_check_sizes, makes=True
+    ),
     "torch.where": Operation(torch.where, _check_where, bound=_broadcast_bound),
     **_table("torch.functional.", torch, "norm", check=_check_named, bound=_broadcast_bound),
     **_table("torch.functional.", torch, "split", check=_check_split, bound=_sum_bound),
     **_table("torch.functional.", torch, "einsum", check=_check_equation, texts=EQUATION),
     **_table("torch.nn.functional.", F, _ACTIVATIONS, check=_check_named, bound=_broadcast_bound),
-    **_table("torch.nn.functional.", F, _DISTANCES, check=_check_same_shapes, bound=_broadcast_bound),
+    **_table(
+        "torch.nn.functional.", F, _DISTANCES, check=_check_same_shapes, bound=_broadcast_bound
+    ),
     **_table("torch.nn.functional.", F, "pad"),
     **_table("torch._C._nn.", torch._C._nn, "gelu log_sigmoid softplus", bound=_broadcast_bound),
     **_table("torch._C._nn.", torch._C._nn, "one_hot", check=_check_classes),
@@ -490,7 +538,8 @@ FUNCTIONS: dict[str, Operation] = {
     "getattr": Operation(getattr, _check_getattr, texts=ATTRIBUTES, bound=_nothing),
     **_table("math.", math, _MATH, check=_check_numbers, bound=_nothing),
 }
-"""Functions, as torch.fx names them: some by where torch keeps them rather than by where programs find them."""
+"""Functions, as torch.fx names them: some by where torch keeps them rather than by where programs
+find them."""
 
 _CONVERSIONS = """
     bfloat16 bool contiguous dim double float half int long ndimension nelement norm reshape_as short size to type_as
@@ -508,7 +557,8 @@ METHODS: dict[str, Operation] = {
     "cpu": Operation(_identity, bound=_nothing),
     "cuda": Operation(_identity, bound=_nothing),
 }
-"""Methods of tensors. Moving to another device does nothing: a loss is computed where the model is."""
+"""Methods of tensors. Moving to another device does nothing: a loss is computed where the model is.
+"""
 
 _KEYWORD_NAMES = """
     alpha approximate atol axis beta chunks condition copy correction decimals delta descending destination device
@@ -528,10 +578,14 @@ INERT: dict[str, tuple[Any, ...]] = {
     "reduce": (None,),
     "_stacklevel": (3,),
 }
-"""Keywords that torch.fx writes out with the value that means nothing; they are left out of the call."""
+"""Keywords that torch.fx writes out with the value that means nothing; they are left out of the
+call."""
 
 _DTYPE_NAMES = "bfloat16 bool float16 float32 float64 int16 int32 int64 int8 uint8"
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPE_NAMES.split()}
 LAYOUTS = {"strided": torch.strided}
-MEMORY_FORMATS = {"contiguous_format": torch.contiguous_format, "preserve_format": torch.preserve_format}
+MEMORY_FORMATS = {
+    "contiguous_format": torch.contiguous_format,
+    "preserve_format": torch.preserve_format,
+}
 FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}

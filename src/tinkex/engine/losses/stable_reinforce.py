@@ -1,14 +1,16 @@
-"""The loss `stable_reinforce`: REINFORCE for samples that another policy drew. Its form is tinkex's own.
+"""The loss `stable_reinforce`: REINFORCE for samples that another policy drew. Its form is tinkex's
+own.
 
-The sampler's distribution at each sampled token was recorded: its K likeliest tokens, and what remains as one more
-bucket. With π the model now, μ that distribution, y the sampled token and A its advantage, the loss is the sum over
-sampled tokens of
+The sampler's distribution at each sampled token was recorded: its K likeliest tokens, and what
+remains as one more bucket. With π the model now, μ that distribution, y the sampled token and A its
+advantage, the loss is the sum over sampled tokens of
 
     -min(r, c) · m · A · log π(y)  +  kl_coeff · KL(π‖μ)
 
-where r = π(y)/q(y) is the ratio to the probability that y was drawn with, a constant; m is 0 where π and μ differ by
-more than δ in total variation and the step would take them further apart, else 1; KL and total variation are taken over
-the buckets. Where π is μ, its gradient is that of `importance_sampling`.
+where r = π(y)/q(y) is the ratio to the probability that y was drawn with, a constant; m is 0 where
+π and μ differ by more than δ in total variation and the step would take them further apart, else 1;
+KL and total variation are taken over the buckets. Where π is μ, its gradient is that of
+`importance_sampling`.
 
 Axes: N data, M wanted log-probabilities of a micro-batch, S sampled targets, K likeliest tokens.
 """
@@ -36,7 +38,8 @@ LEAST_SHARE = 1e-6
 """What remains beside the likeliest tokens counts as this much at least: less is rounding."""
 
 INPUTS = Loss(lambda logprobs_M, inputs, config: logprobs_M, required=("advantages",))
-"""What its data must have; log-probabilities that come along are ignored, since the recording has them."""
+"""What its data must have; log-probabilities that come along are ignored, since the recording has
+them."""
 
 
 def read_settings(settings: Mapping[str, float]) -> dict[str, float]:
@@ -44,7 +47,9 @@ def read_settings(settings: Mapping[str, float]) -> dict[str, float]:
     for key, value in settings.items():
         if value < 0 or (key == RATIO_CAP and value == 0):
             least = "above 0" if key == RATIO_CAP else "at least 0"
-            raise EngineError(f"loss 'stable_reinforce': setting {key!r} must be {least}, got {value!r}")
+            raise EngineError(
+                f"loss 'stable_reinforce': setting {key!r} must be {least}, got {value!r}"
+            )
     return dict(settings)
 
 
@@ -61,9 +66,13 @@ class StableReinforce:
         examples = read_examples(data, INPUTS, {}, room)
         if len(self.recalled) != len(data):
             raise EngineError(f"{len(data)} data have {len(self.recalled)} recordings", "server")
-        for index, (recalled, targets) in enumerate(zip(self.recalled, examples.targets, strict=True)):
+        for index, (recalled, targets) in enumerate(
+            zip(self.recalled, examples.targets, strict=True)
+        ):
             _check(index, recalled, targets, examples.inputs["advantages"][index], room)
-        others = [Others(recalled.positions, recalled.recording.top_tokens) for recalled in self.recalled]
+        others = [
+            Others(recalled.positions, recalled.recording.top_tokens) for recalled in self.recalled
+        ]
         return Examples(examples.tokens, examples.targets, examples.inputs, others)
 
     def sizes(self, examples: Examples) -> Sequence[int]:
@@ -71,7 +80,12 @@ class StableReinforce:
         return [targets.size for targets in examples.targets]
 
     def evaluate(
-        self, logprobs_M: torch.Tensor, examples: Examples, indices: Sequence[int], *, backward: bool
+        self,
+        logprobs_M: torch.Tensor,
+        examples: Examples,
+        indices: Sequence[int],
+        *,
+        backward: bool,
     ) -> Evaluated:
         """The loss of the chosen data, and its gradient if there is to be one."""
         batch = _Batch.of(logprobs_M.device, [self.recalled[i] for i in indices], examples, indices)
@@ -88,7 +102,9 @@ class StableReinforce:
         now_SB, then_SB = _buckets(top_SK), _buckets(batch.recorded_SK)
         distance_S = 0.5 * (now_SB.detach().exp() - then_SB.exp()).abs().sum(-1)
         moved_S = drawn_S.detach() - batch.model_S
-        leaves_S = (distance_S > self.settings[DIVERGENCE_LIMIT]) & (moved_S * batch.advantages_S > 0)
+        leaves_S = (distance_S > self.settings[DIVERGENCE_LIMIT]) & (
+            moved_S * batch.advantages_S > 0
+        )
         cap = math.log(self.settings[RATIO_CAP])
         ratio_S = (drawn_S.detach() - batch.sampler_S).clamp(max=cap).exp()
         losses_S = -torch.where(leaves_S, 0.0, ratio_S) * batch.advantages_S * drawn_S
@@ -124,7 +140,11 @@ class _Batch:
 
     @classmethod
     def of(
-        cls, device: torch.device, recalled: Sequence[Recalled], examples: Examples, indices: Sequence[int]
+        cls,
+        device: torch.device,
+        recalled: Sequence[Recalled],
+        examples: Examples,
+        indices: Sequence[int],
     ) -> _Batch:
         drawn, top, places, advantages = [], [], [], []
         wanted = targets = 0
@@ -158,21 +178,27 @@ def _check(index: int, recalled: Recalled, targets: Array, advantages: Array, ro
     """Refuse a datum that does not agree with what was recorded of it."""
     positions, recording = recalled.positions, recalled.recording
     if not positions.size:
-        raise EngineError(f"datum {index}: none of its targets was sampled; 'stable_reinforce' needs one at least")
+        raise EngineError(
+            f"datum {index}: none of its targets was sampled; 'stable_reinforce' needs one at least"
+        )
     elsewhere = np.delete(advantages, positions)
     if elsewhere.any():
         at = int(np.setdiff1d(np.flatnonzero(advantages), positions)[0])
         raise EngineError(
-            f"datum {index}: 'advantages' is {advantages[at]:g} at position {at}, which was not sampled; "
+            f"datum {index}: 'advantages' is {advantages[at]:g} at position {at}, which was not "
+            "sampled; "
             "'stable_reinforce' takes advantages on sampled targets only"
         )
     wrong = np.flatnonzero(targets[positions] != recording.tokens)
     if wrong.size:
         at = int(positions[wrong[0]])
         raise EngineError(
-            f"datum {index}: the target at position {at} is {targets[at]}, but its span names the sampled token "
+            f"datum {index}: the target at position {at} is {targets[at]}, but its span names the "
+            "sampled token "
             f"{recording.tokens[wrong[0]]}"
         )
     width = min(RECORDED_TOKENS, room.vocab)
     if recording.top_tokens.shape[1] != width or recording.top_tokens.max() >= room.vocab:
-        raise EngineError(f"datum {index}: its samples were drawn from a model with another vocabulary")
+        raise EngineError(
+            f"datum {index}: its samples were drawn from a model with another vocabulary"
+        )

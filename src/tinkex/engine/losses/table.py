@@ -1,8 +1,10 @@
-"""Losses: pure functions of log-probabilities, and the checks that data must pass before anything is computed.
+"""Losses: pure functions of log-probabilities, and the checks that data must pass before anything
+is computed.
 
-A loss gets the log-probability of every target and the data's other inputs as flat tensors, and returns one value per
-target. Values are summed, never averaged: the gradient of a batch is the sum over however it was split.
-To add a loss, write its function, add a row to `LOSSES`, and a float64 gradient test.
+A loss gets the log-probability of every target and the data's other inputs as flat tensors, and
+returns one value per target. Values are summed, never averaged: the gradient of a batch is the sum
+over however it was split. To add a loss, write its function, add a row to `LOSSES`, and a float64
+gradient test.
 
 Axes: M targets of a micro-batch, N data in it.
 """
@@ -29,7 +31,8 @@ SEQUENCE = "sequence"
 """Beside a loss's inputs: for each target, the number of its datum in the micro-batch."""
 
 KNOWN_INPUTS = (TARGETS, "weights", "logprobs", "advantages", "mask")
-"""Inputs that any loss accepts; those it has no use for are ignored, because programs send them along."""
+"""Inputs that any loss accepts; those it has no use for are ignored, because programs send them
+along."""
 
 CUSTOM = "custom"
 """The name under which passes use a loss that was sent as a graph."""
@@ -56,13 +59,16 @@ def importance_sampling(logprobs_M: torch.Tensor, inputs: Inputs, config: Config
 def ppo(logprobs_M: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
     """-min(r·A, clip(r)·A)."""
     log_ratio_M = _log_ratio(logprobs_M, inputs)
-    # Where A is positive what lies above the clip is not seen, and need not be more than a number can be.
+    # Where A is positive what lies above the clip is not seen, and need not be more than a number
+    # can be.
     bounded_M = torch.where(inputs["advantages"] > 0, log_ratio_M.clamp(max=LARGEST), log_ratio_M)
     return _clipped_objective(torch.exp(bounded_M), inputs)
 
 
 def _log_ratio(logprobs_M: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-    """To the policy that sampled; zero where no advantage makes use of it, which may be out of all bounds."""
+    """To the policy that sampled; zero where no advantage makes use of it, which may be out of all
+    bounds.
+    """
     return torch.where(inputs["advantages"] != 0, logprobs_M - inputs["logprobs"], 0.0)
 
 
@@ -79,16 +85,22 @@ def dro(logprobs_M: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tenso
 
 
 def gspo(logprobs_M: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
-    """-min(s·A, clip(s)·A), with the ratio s of the whole sequence: the geometric mean over the positions marked.
+    """-min(s·A, clip(s)·A), with the ratio s of the whole sequence: the geometric mean over the
+    positions marked.
 
-    Each token has the value of s and the gradient of its own log-probability. A sequence without marks has s = 1.
+    Each token has the value of s and the gradient of its own log-probability. A sequence without
+    marks has s = 1.
     """
     marked_M = (inputs["sequence_ratio_mask"] != 0).to(logprobs_M.dtype)
     sequence_M = inputs[SEQUENCE]
     zeros_N = logprobs_M.new_zeros(int(sequence_M[-1]) + 1)
-    totals_N = zeros_N.index_add(0, sequence_M, marked_M * (logprobs_M.detach() - inputs["logprobs"]))
+    totals_N = zeros_N.index_add(
+        0, sequence_M, marked_M * (logprobs_M.detach() - inputs["logprobs"])
+    )
     means_N = totals_N / zeros_N.index_add(0, sequence_M, marked_M).clamp(min=1)
-    return _clipped_objective(torch.exp(means_N[sequence_M] + (logprobs_M - logprobs_M.detach())), inputs)
+    return _clipped_objective(
+        torch.exp(means_N[sequence_M] + (logprobs_M - logprobs_M.detach())), inputs
+    )
 
 
 def _clip(ratio_M: torch.Tensor, inputs: Inputs) -> torch.Tensor:
@@ -96,11 +108,14 @@ def _clip(ratio_M: torch.Tensor, inputs: Inputs) -> torch.Tensor:
 
 
 def _clipped_objective(ratio_M: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-    return -torch.minimum(ratio_M * inputs["advantages"], _clip(ratio_M, inputs) * inputs["advantages"])
+    return -torch.minimum(
+        ratio_M * inputs["advantages"], _clip(ratio_M, inputs) * inputs["advantages"]
+    )
 
 
 STEP_WORK = 1 << 34
-"""Multiplications of losses that were sent as graphs which fill a step: some tenths of a second on a CPU."""
+"""Multiplications of losses that were sent as graphs which fill a step: some tenths of a second on
+a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +127,8 @@ class Loss:
         required: Inputs a datum must have.
         optional: Inputs it may have, with their fill.
         config: Settings and their defaults; one without a default must be given.
-        by_token: Settings that a datum may give instead as an input, a value for each of its tokens.
+        by_token: Settings that a datum may give instead as an input, a value for each of its
+            tokens.
         several_targets: Whether a position may have several targets.
         elementwise: Whether its values are reported.
     """
@@ -135,13 +151,17 @@ POLICY = ("logprobs", "advantages")
 THRESHOLDS = ("clip_low_threshold", "clip_high_threshold")
 
 
-def _clipping(function: Callable[..., torch.Tensor], low: float, high: float, **optional: float) -> Loss:
+def _clipping(
+    function: Callable[..., torch.Tensor], low: float, high: float, **optional: float
+) -> Loss:
     config = dict(zip(THRESHOLDS, (low, high), strict=True))
     return Loss(function, required=POLICY, optional=optional, config=config, by_token=THRESHOLDS)
 
 
 LOSSES: dict[str, Loss] = {
-    "cross_entropy": Loss(cross_entropy, optional={"weights": 1.0}, several_targets=True, elementwise=True),
+    "cross_entropy": Loss(
+        cross_entropy, optional={"weights": 1.0}, several_targets=True, elementwise=True
+    ),
     "importance_sampling": Loss(importance_sampling, required=POLICY),
     "ppo": _clipping(ppo, 0.8, 1.2),
     "cispo": _clipping(cispo, 0.0, 4.0),
@@ -154,7 +174,9 @@ def find_loss(name: str, config: Mapping[str, float | str]) -> tuple[Loss, dict[
     """A loss by name and its configuration, defaults filled in."""
     loss = LOSSES.get(name)
     if loss is None:
-        raise EngineError(f"unknown loss {name!r}; known are {', '.join([*LOSSES, STABLE_REINFORCE, CUSTOM])}")
+        raise EngineError(
+            f"unknown loss {name!r}; known are {', '.join([*LOSSES, STABLE_REINFORCE, CUSTOM])}"
+        )
     return loss, fill_settings(name, loss.config, config)
 
 
@@ -167,7 +189,9 @@ def fill_settings(
         if key not in defaults:
             raise EngineError(f"loss {name!r} has no setting {key!r}; known are {known}")
         if isinstance(value, str) or not np.isfinite(value):
-            raise EngineError(f"loss {name!r}: setting {key!r} must be a finite number, got {value!r}")
+            raise EngineError(
+                f"loss {name!r}: setting {key!r} must be a finite number, got {value!r}"
+            )
     settings = {**defaults, **config}
     for key, setting in settings.items():
         if setting is None:
@@ -177,7 +201,9 @@ def fill_settings(
 
 @dataclass(frozen=True, slots=True)
 class Others:
-    """Tokens whose log-probabilities a loss reads beside those of the targets: as many at each of some positions."""
+    """Tokens whose log-probabilities a loss reads beside those of the targets: as many at each of
+    some positions.
+    """
 
     positions: Array
     """Ascending."""
@@ -187,7 +213,9 @@ class Others:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """The values of a loss on a micro-batch, their gradient by its log-probabilities, and metrics of each datum."""
+    """The values of a loss on a micro-batch, their gradient by its log-probabilities, and metrics
+    of each datum.
+    """
 
     losses_L: torch.Tensor
     grad_M: torch.Tensor | None
@@ -201,7 +229,9 @@ class Evaluated:
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """Data that passed every check: per datum its tokens, its targets `[N]` or `[N, K]`, and inputs of their shape."""
+    """Data that passed every check: per datum its tokens, its targets `[N]` or `[N, K]`, and inputs
+    of their shape.
+    """
 
     tokens: list[Array]
     targets: list[Array]
@@ -212,12 +242,16 @@ class Examples:
     """By datum, the work of its loss, if that is more than reading its targets."""
 
     def weight(self, index: int, budget: int) -> int:
-        """The tokens of a datum, and the work of its loss as tokens: STEP_WORK is as much as a step's budget."""
+        """The tokens of a datum, and the work of its loss as tokens: STEP_WORK is as much as a
+        step's budget.
+        """
         tokens = self.tokens[index].size
         return tokens + self.work[index] * budget // STEP_WORK if self.work else tokens
 
     def wanted(self, index: int) -> tuple[Array, Array]:
-        """The tokens whose log-probabilities the loss of a datum reads, and how many each of its positions has."""
+        """The tokens whose log-probabilities the loss of a datum reads, and how many each of its
+        positions has.
+        """
         targets, size = self.targets[index], self.tokens[index].size
         if not self.others:
             return targets.reshape(-1), np.full(size, targets.size // size)
@@ -238,7 +272,9 @@ class Examples:
         if not self.others:
             return None
         starts = np.cumsum([0, *(self._size(index) for index in indices[:-1])])
-        return np.concatenate([start + self._own(index) for start, index in zip(starts, indices, strict=True)])
+        return np.concatenate(
+            [start + self._own(index) for start, index in zip(starts, indices, strict=True)]
+        )
 
     def _size(self, index: int) -> int:
         return self.targets[index].size + (self.others[index].tokens.size if self.others else 0)
@@ -264,7 +300,9 @@ class Room:
 
 
 def read_examples(data: Sequence[Datum], loss: Loss, settings: Config, room: Room) -> Examples:
-    """Check data for a loss and a model; an `EngineError` names the datum, the key and the values at fault."""
+    """Check data for a loss and a model; an `EngineError` names the datum, the key and the values
+    at fault.
+    """
     allowed = {*KNOWN_INPUTS, *loss.inputs}
     for index, datum in enumerate(data):
         if unknown := datum.loss_fn_inputs.keys() - allowed:
@@ -274,7 +312,9 @@ def read_examples(data: Sequence[Datum], loss: Loss, settings: Config, room: Roo
     fills = {**loss.optional, **{key: settings[key] for key in loss.by_token}}
     inputs: dict[str, list[Array]] = {}
     for key in loss.inputs:
-        inputs[key] = [_input(index, datum, key, targets[index], fills) for index, datum in enumerate(data)]
+        inputs[key] = [
+            _input(index, datum, key, targets[index], fills) for index, datum in enumerate(data)
+        ]
         _check_finite(inputs[key], key)
     if loss.by_token == THRESHOLDS:
         _check_thresholds(*(inputs[key] for key in THRESHOLDS))
@@ -285,7 +325,10 @@ def read_targets(data: Sequence[Datum], rank: int, room: Room) -> tuple[list[Arr
     """The tokens and the targets of each datum; these have at most so many axes."""
     if not data:
         raise EngineError("data is empty: a pass needs at least one datum")
-    tokens = [read_tokens(datum.model_input, f"datum {index}", room.context) for index, datum in enumerate(data)]
+    tokens = [
+        read_tokens(datum.model_input, f"datum {index}", room.context)
+        for index, datum in enumerate(data)
+    ]
     _check_range(tokens, "model_input", room.vocab)
     targets = [_targets(index, datum, tokens[index].size, rank) for index, datum in enumerate(data)]
     _check_range(targets, TARGETS, room.vocab)
@@ -296,7 +339,10 @@ def read_tokens(model_input: ModelInput, where: str, context: int) -> Array:
     """The tokens of a text input that fits the context window."""
     for chunk in model_input.chunks:
         if not isinstance(chunk, EncodedTextChunk):
-            raise EngineError(f"{where}: {MEDIA.get(chunk.type, chunk.type)} chunks are not supported by this model")
+            raise EngineError(
+                f"{where}: {MEDIA.get(chunk.type, chunk.type)} chunks are not supported by this "
+                "model"
+            )
     tokens = model_input.to_numpy()
     if tokens.size == 0:
         raise EngineError(f"{where}: the model input is empty")
@@ -311,7 +357,9 @@ def _targets(index: int, datum: Datum, length: int, rank: int) -> Array:
         raise EngineError(f"datum {index}: {TARGETS!r} must be int64, got {tensor.dtype}")
     shape = check_shape(index, TARGETS, tensor, length)
     if len(shape) > rank:
-        raise EngineError(f"datum {index}: {TARGETS!r} has shape {shape}; one target per position is needed")
+        raise EngineError(
+            f"datum {index}: {TARGETS!r} has shape {shape}; one target per position is needed"
+        )
     return tensor.to_numpy()
 
 
@@ -321,12 +369,16 @@ def _input(index: int, datum: Datum, key: str, targets: Array, fills: Config) ->
     tensor = present(index, datum, key)
     shape = check_shape(index, key, tensor, len(targets))
     if shape != list(targets.shape):
-        raise EngineError(f"datum {index}: {key!r} has shape {shape} but {TARGETS!r} has {list(targets.shape)}")
+        raise EngineError(
+            f"datum {index}: {key!r} has shape {shape} but {TARGETS!r} has {list(targets.shape)}"
+        )
     return tensor.to_numpy()
 
 
 def _filled(tensor: TensorData, targets: Array, value: float) -> Array:
-    """The default of an input: the same value at every target, and zero where a sparse tensor lists none."""
+    """The default of an input: the same value at every target, and zero where a sparse tensor lists
+    none.
+    """
     if tensor.csr is None:
         return np.full(targets.shape, value, dtype=np.float32)
     rows, columns = tensor.csr
@@ -347,9 +399,13 @@ def check_shape(index: int, key: str, tensor: TensorData, length: int) -> list[i
     shape = [tensor.values.size] if tensor.shape is None else tensor.shape
     found = shape[0] if shape else 1
     if found != length or not shape:
-        raise EngineError(f"datum {index}: {key!r} has length {found} but the model input has length {length}")
+        raise EngineError(
+            f"datum {index}: {key!r} has length {found} but the model input has length {length}"
+        )
     if len(shape) > 1 and max(shape[1:]) > MAX_TARGETS:
-        raise EngineError(f"datum {index}: {key!r} has shape {shape}; at most {MAX_TARGETS} targets a position")
+        raise EngineError(
+            f"datum {index}: {key!r} has shape {shape}; at most {MAX_TARGETS} targets a position"
+        )
     return shape
 
 
@@ -360,8 +416,15 @@ def _check_range(arrays: Sequence[Array], key: str, vocab: int) -> None:
     for index, array in enumerate(arrays):
         bad = array[(array < 0) | (array >= vocab)]
         if bad.size:
-            hint = "; to leave a position out, give it weight 0" if key == TARGETS and bad[0] < 0 else ""
-            raise EngineError(f"datum {index}: {key!r} holds token {bad[0]}, outside the vocabulary of {vocab}{hint}")
+            hint = (
+                "; to leave a position out, give it weight 0"
+                if key == TARGETS and bad[0] < 0
+                else ""
+            )
+            raise EngineError(
+                f"datum {index}: {key!r} holds token {bad[0]}, outside the vocabulary of "
+                f"{vocab}{hint}"
+            )
 
 
 def _check_finite(arrays: Sequence[Array], key: str) -> None:

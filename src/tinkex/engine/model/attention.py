@@ -1,10 +1,11 @@
 """Attention: what a layer may see and how it weighs it, and the ways of computing that.
 
-A layer's `AttentionRule` is all that training, prefill and decoding need to agree on. `causal` attends whole sequences,
-`attend` any queries to any keys under a mask (made by `visible`); neither knows about caches.
+A layer's `AttentionRule` is all that training, prefill and decoding need to agree on. `causal`
+attends whole sequences, `attend` any queries to any keys under a mask (made by `visible`); neither
+knows about caches.
 
-Axes: T packed tokens, B sequences, L their length, Q queries, K keys, H query heads, G key/value heads (H is a multiple
-of G), C channels of a head.
+Axes: T packed tokens, B sequences, L their length, Q queries, K keys, H query heads, G key/value
+heads (H is a multiple of G), C channels of a head.
 """
 
 from __future__ import annotations
@@ -27,17 +28,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 SHORT = 64
-"""Sequences up to this length are attended by plain products on a CPU (measured: the fused kernel wins beyond)."""
+"""Sequences up to this length are attended by plain products on a CPU (measured: the fused kernel
+wins beyond)."""
 BLOCK = 512
 """How many queries of a sequence are attended at once where a mask has to be written out."""
 KERNEL_ERROR = 0.02
-"""How far our attention and its gradient may be from PyTorch's, as a share: both round to 16 bits on the way."""
+"""How far our attention and its gradient may be from PyTorch's, as a share: both round to 16 bits
+on the way."""
 
 logger = logging.getLogger("tinkex.engine")
 
 
 def visible(queries: torch.Tensor, keys: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
-    """Whether the query at a position sees the key at another: positions `[..., Q]`, `[..., K]` -> `[..., Q, K]`."""
+    """Whether the query at a position sees the key at another: positions `[..., Q]`, `[..., K]` ->
+    `[..., Q, K]`.
+    """
     back = queries[..., :, None] - keys[..., None, :]
     return back >= 0 if rule.window is None else (back >= 0) & (back < rule.window)
 
@@ -58,21 +63,29 @@ def widened(x: torch.Tensor) -> torch.Tensor:
 
 
 def attend(
-    q_BQHC: torch.Tensor, k_BKGC: torch.Tensor, v_BKGC: torch.Tensor, seen: torch.Tensor, rule: AttentionRule
+    q_BQHC: torch.Tensor,
+    k_BKGC: torch.Tensor,
+    v_BKGC: torch.Tensor,
+    seen: torch.Tensor,
+    rule: AttentionRule,
 ) -> torch.Tensor:
-    """Attention under a mask, `[Q, K]` or `[B, Q, K]`, in which every query sees a key; returns `[B, Q, H*C]`."""
+    """Attention under a mask, `[Q, K]` or `[B, Q, K]`, in which every query sees a key; returns
+    `[B, Q, H*C]`.
+    """
     count, queries, heads, channels = q_BQHC.shape
     groups = k_BKGC.shape[2]
     seen = seen[..., None, :, :]
     if rule.softcap is None:
         q, k, v = (x.transpose(1, 2) for x in (q_BQHC, k_BKGC, v_BKGC))
-        if heads != groups and q.device.type != "cpu":  # there, kernels that take a mask want a key for every head
+        # there, kernels that take a mask want a key for every head
+        if heads != groups and q.device.type != "cpu":
             k, v = (x.repeat_interleave(heads // groups, dim=1) for x in (k, v))
         mixed = F.scaled_dot_product_attention(
             q, k, v, attn_mask=seen, scale=rule.scale, enable_gqa=q.shape[1] != k.shape[1]
         )
         return mixed.transpose(1, 2).reshape(count, queries, -1)
-    # The heads that share keys are one more axis of the product, so that keys are read where they lie.
+    # The heads that share keys are one more axis of the product, so that keys are read where they
+    # lie.
     q = q_BQHC.view(count, queries, groups, -1, channels).permute(0, 2, 3, 1, 4)
     k, v = (x.transpose(1, 2)[:, :, None] for x in (k_BKGC, v_BKGC))
     with steady_batch(q.shape[:3].numel()) if q.is_cpu else nullcontext():
@@ -82,7 +95,9 @@ def attend(
     return mixed.permute(0, 3, 1, 2, 4).reshape(count, queries, -1)
 
 
-def causal(q_BLHC: torch.Tensor, k_BLGC: torch.Tensor, v_BLGC: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
+def causal(
+    q_BLHC: torch.Tensor, k_BLGC: torch.Tensor, v_BLGC: torch.Tensor, rule: AttentionRule
+) -> torch.Tensor:
     """Causal attention of B sequences of one length; returns `[B*L, H*C]`."""
     count, length, heads, channels = q_BLHC.shape
     groups = k_BLGC.shape[2]
@@ -94,7 +109,8 @@ def causal(q_BLHC: torch.Tensor, k_BLGC: torch.Tensor, v_BLGC: torch.Tensor, rul
             q, k, v, is_causal=True, scale=rule.scale, enable_gqa=heads != groups
         )
         return mixed_BHLC.transpose(1, 2).reshape(count * length, -1)
-    # The heads that share keys become more rows of one product: (B G, H/G L, C) against (B G, L, C).
+    # The heads that share keys become more rows of one product: (B G, H/G L, C) against (B G, L,
+    # C).
     split = (count, length, groups, heads // groups, channels)
     q = q_BLHC.reshape(split).permute(0, 2, 3, 1, 4).reshape(count * groups, -1, channels)
     k, v = (x.transpose(1, 2).reshape(count * groups, length, channels) for x in (k_BLGC, v_BLGC))
@@ -103,31 +119,47 @@ def causal(q_BLHC: torch.Tensor, k_BLGC: torch.Tensor, v_BLGC: torch.Tensor, rul
     return mixed.view(split).permute(0, 3, 1, 2, 4).reshape(count * length, -1)
 
 
-def _by_blocks(q_BLHC: torch.Tensor, k_BLGC: torch.Tensor, v_BLGC: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
+def _by_blocks(
+    q_BLHC: torch.Tensor, k_BLGC: torch.Tensor, v_BLGC: torch.Tensor, rule: AttentionRule
+) -> torch.Tensor:
     """Block after block of queries, each against the keys it can see and no others."""
     length = q_BLHC.shape[1]
     positions = torch.arange(length, device=q_BLHC.device)
-    # Capped scores are no kernel's business and would all be kept for backward: it computes a block's again instead.
+    # Capped scores are no kernel's business and would all be kept for backward: it computes a
+    # block's again instead.
     again = rule.softcap is not None and length > BLOCK and torch.is_grad_enabled()
     mixed = []
     for start in range(0, length, BLOCK):
         rows = slice(start, min(start + BLOCK, length))
         keys = slice(0 if rule.window is None else max(0, start - rule.window + 1), rows.stop)
-        parts = (q_BLHC[:, rows], k_BLGC[:, keys], v_BLGC[:, keys], visible(positions[rows], positions[keys], rule))
+        parts = (
+            q_BLHC[:, rows],
+            k_BLGC[:, keys],
+            v_BLGC[:, keys],
+            visible(positions[rows], positions[keys], rule),
+        )
         if again:
-            mixed.append(checkpoint(attend, *parts, rule, use_reentrant=False, preserve_rng_state=False))
+            mixed.append(
+                checkpoint(attend, *parts, rule, use_reentrant=False, preserve_rng_state=False)
+            )
         else:
             mixed.append(attend(*parts, rule))
     return mixed[0] if len(mixed) == 1 else torch.cat(mixed, dim=1)
 
 
 class _ShortAttention(torch.autograd.Function):
-    """Causal attention by batched products: for many short sequences on a CPU twice as quick as the fused kernel."""
+    """Causal attention by batched products: for many short sequences on a CPU twice as quick as the
+    fused kernel.
+    """
 
     @staticmethod
-    def forward(ctx: Any, q_NRC: torch.Tensor, k_NLC: torch.Tensor, v_NLC: torch.Tensor, scale: float) -> torch.Tensor:
+    def forward(
+        ctx: Any, q_NRC: torch.Tensor, k_NLC: torch.Tensor, v_NLC: torch.Tensor, scale: float
+    ) -> torch.Tensor:
         length = k_NLC.shape[1]
-        future = torch.full((length, length), -torch.inf, dtype=q_NRC.dtype, device=q_NRC.device).triu_(1)
+        future = torch.full(
+            (length, length), -torch.inf, dtype=q_NRC.dtype, device=q_NRC.device
+        ).triu_(1)
         mask = future.repeat(q_NRC.shape[1] // length, 1)
         with steady_batch(q_NRC.shape[0]):
             probs = torch.baddbmm(mask, q_NRC, k_NLC.transpose(1, 2), alpha=scale).softmax(-1)
@@ -141,19 +173,29 @@ class _ShortAttention(torch.autograd.Function):
         q, k, v, probs = ctx.saved_tensors
         with steady_batch(q.shape[0]):
             d_probs = grads[0] @ v.transpose(1, 2)
-            d_scores = torch.ops.aten._softmax_backward_data(d_probs, probs, -1, probs.dtype).mul_(ctx.scale)
-            return d_scores @ k, d_scores.transpose(1, 2) @ q, probs.transpose(1, 2) @ grads[0], None
+            d_scores = torch.ops.aten._softmax_backward_data(d_probs, probs, -1, probs.dtype).mul_(
+                ctx.scale
+            )
+            return (
+                d_scores @ k,
+                d_scores.transpose(1, 2) @ q,
+                probs.transpose(1, 2) @ grads[0],
+                None,
+            )
 
 
 class PackedAttention:
     """Causal attention within packed sequences, given as runs of (count B, length L).
 
-    On a CPU a run is one call: whoever packs puts sequences of equal length side by side. On an accelerator one kernel
-    takes sequences of any lengths.
+    On a CPU a run is one call: whoever packs puts sequences of equal length side by side. On an
+    accelerator one kernel takes sequences of any lengths.
     """
 
     def __init__(
-        self, runs: Sequence[tuple[int, int]], rules: Sequence[AttentionRule], device: torch.device | str = "cpu"
+        self,
+        runs: Sequence[tuple[int, int]],
+        rules: Sequence[AttentionRule],
+        device: torch.device | str = "cpu",
     ) -> None:
         self._runs, self._rules = runs, rules
         self._longest = max(length for _, length in runs)
@@ -161,9 +203,13 @@ class PackedAttention:
         self._tables: dict[int, Any] = {}
         """By head size, and the same for all layers."""
         if torch.device(device).type == "cuda":
-            self._bounds = to_device(np.cumsum([0, *self._lengths()]), torch.device(device), torch.int32)
+            self._bounds = to_device(
+                np.cumsum([0, *self._lengths()]), torch.device(device), torch.int32
+            )
 
-    def __call__(self, layer: int, q_THC: torch.Tensor, k_TGC: torch.Tensor, v_TGC: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, layer: int, q_THC: torch.Tensor, k_TGC: torch.Tensor, v_TGC: torch.Tensor
+    ) -> torch.Tensor:
         """Attend, by the layer's rule."""
         rule = self._rules[layer]
         if self._bounds is not None and takes_packed(q_THC, rule):
@@ -175,7 +221,12 @@ class PackedAttention:
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
     def _at_once(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, rule: AttentionRule
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        bounds: torch.Tensor,
+        rule: AttentionRule,
     ) -> torch.Tensor:
         window = rule.window_within(self._longest)
         kernels = _packed_kernels(*_heads(q, k), window is not None)
@@ -184,7 +235,9 @@ class PackedAttention:
         channels = q.shape[2]
         if channels not in self._tables:
             self._tables[channels] = kernels.tables(self._lengths(), channels, q.device)
-        mixed: torch.Tensor = kernels.VarlenAttention.apply(q, k, v, rule.scale, window, self._tables[channels])
+        mixed: torch.Tensor = kernels.VarlenAttention.apply(
+            q, k, v, rule.scale, window, self._tables[channels]
+        )
         return mixed.flatten(1)
 
     def _lengths(self) -> list[int]:
@@ -206,13 +259,17 @@ def flash(
     window: int | None,
     keys: tuple[torch.Tensor, int] | None = None,
 ) -> Sequence[torch.Tensor]:
-    """PyTorch's kernel for packed sequences: output, log-sum-exp, and what its own backward wants besides.
+    """PyTorch's kernel for packed sequences: output, log-sum-exp, and what its own backward wants
+    besides.
 
-    `keys` are their bounds and the most of a sequence, where they reach further back than queries; both end together.
+    `keys` are their bounds and the most of a sequence, where they reach further back than queries;
+    both end together.
     """
     bounds_k, longest_k = keys or (bounds, longest)
     parts: Sequence[torch.Tensor] = torch.ops.aten._flash_attention_forward(
-        *(q, k, v, bounds, bounds_k, longest, longest_k, 0.0, True, False), scale=scale, **_sides(window)
+        *(q, k, v, bounds, bounds_k, longest, longest_k, 0.0, True, False),
+        scale=scale,
+        **_sides(window),
     )
     return parts
 
@@ -233,7 +290,9 @@ def _heads(q: torch.Tensor, k: torch.Tensor) -> tuple[int, int, int, torch.dtype
 def _packed_kernels(
     heads: int, groups: int, channels: int, dtype: torch.dtype, device: torch.device, windowed: bool
 ) -> Any:
-    """Our kernels for packed sequences, if Triton is here and they give what PyTorch's own give on such heads."""
+    """Our kernels for packed sequences, if Triton is here and they give what PyTorch's own give on
+    such heads.
+    """
 
     def measured() -> tuple[Any, float]:
         from tinkex.engine.kernels import flash
@@ -246,13 +305,16 @@ def _packed_kernels(
 
 
 def trusted(who: str, measured: Callable[[], tuple[Any, float]], most: float) -> Any:
-    """A kernel for attention that is off by no more than that on this device, else None: the plain way is always there.
+    """A kernel for attention that is off by no more than that on this device, else None: the plain
+    way is always there.
 
     Why it goes without is said aloud.
     """
     try:
         kernel, error = measured()
-    except torch.OutOfMemoryError:  # which says nothing about the kernel: whoever asks again may find room
+    except (
+        torch.OutOfMemoryError
+    ):  # which says nothing about the kernel: whoever asks again may find room
         raise
     except Exception as reason:  # no Triton, no compiler, no such chip: all that matters is that there is another way
         logger.warning("%s goes without its attention kernel, and is slower: %s", who, reason)
@@ -264,7 +326,13 @@ def trusted(who: str, measured: Callable[[], tuple[Any, float]], most: float) ->
 
 
 def _kernel_error(
-    kernels: Any, heads: int, groups: int, channels: int, dtype: torch.dtype, device: torch.device, windowed: bool
+    kernels: Any,
+    heads: int,
+    groups: int,
+    channels: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    windowed: bool,
 ) -> float:
     """How far what the kernels give is from PyTorch's, as a share, for a few sequences.
 
@@ -274,13 +342,29 @@ def _kernel_error(
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         q, k, v, d_out = (
-            torch.empty(sum(lengths), count, channels, dtype=dtype, device=device).normal_(generator=generator)
+            torch.empty(sum(lengths), count, channels, dtype=dtype, device=device).normal_(
+                generator=generator
+            )
             for count in (heads, groups, groups, heads)
         )
         bounds = to_device(np.cumsum([0, *lengths]), device, torch.int32)
         out, lse, *state = flash(q, k, v, bounds, max(lengths), scale, window)
         expected = torch.ops.aten._flash_attention_backward(
-            *(d_out, q, k, v, out, lse, bounds, bounds, max(lengths), max(lengths), 0.0, True, *state[:2]),
+            *(
+                d_out,
+                q,
+                k,
+                v,
+                out,
+                lse,
+                bounds,
+                bounds,
+                max(lengths),
+                max(lengths),
+                0.0,
+                True,
+                *state[:2],
+            ),
             scale=scale,
             **_sides(window),
         )
@@ -288,4 +372,6 @@ def _kernel_error(
         mixed, sums = kernels.forward((q, k, v), tables.forward_N3, scale, window)
         got = kernels.gradients(d_out, (q, k, v), mixed, sums, tables, scale, window)
         pairs = zip((mixed, *got), (out, *expected), strict=True)
-        return float(torch.stack([(a.float() - b.float()).norm() / b.float().norm() for a, b in pairs]).max())
+        return float(
+            torch.stack([(a.float() - b.float()).norm() / b.float().norm() for a, b in pairs]).max()
+        )

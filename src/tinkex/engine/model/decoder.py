@@ -1,15 +1,18 @@
-"""One decoder for the Llama line and its relatives, configured by the checkpoint's own `config.json`.
+"""One decoder for the Llama line and its relatives, configured by the checkpoint's own
+`config.json`.
 
 Choices:
-- Tokens are packed: linear layers see `[T, D]` without padding; only attention knows where sequences begin.
-- Attention is a callable, so that training, prefill and decoding share every other line of the model, and their
-  log-probabilities agree.
-- What families differ in is data: flags of the config, a rule per layer for attention, norms that are absent.
+- Tokens are packed: linear layers see `[T, D]` without padding; only attention knows where
+  sequences begin.
+- Attention is a callable, so that training, prefill and decoding share every other line of the
+  model, and their log-probabilities agree.
+- What families differ in is data: flags of the config, a rule per layer for attention, norms that
+  are absent.
 - q, k, v are one matrix, and gate and up are another: fewer, larger products.
 - Base weights are frozen; gradients reach LoRA factors only (see `lora.py`).
 
-Axes: T packed tokens, D hidden, N outputs of a linear layer, H query heads, G key/value heads, C channels of a
-head, F mlp, V vocabulary, B sequences of equal length, L their length.
+Axes: T packed tokens, D hidden, N outputs of a linear layer, H query heads, G key/value heads, C
+channels of a head, F mlp, V vocabulary, B sequences of equal length, L their length.
 """
 
 from __future__ import annotations
@@ -37,10 +40,16 @@ Attend: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], to
 
 
 class Adaptation(Protocol):
-    """What is added to the linear layers of a pass: one adapter, several beside each other, or none."""
+    """What is added to the linear layers of a pass: one adapter, several beside each other, or
+    none.
+    """
 
-    def linear(self, x_TD: torch.Tensor, linear: Linear, rows_T: torch.Tensor | None = None) -> torch.Tensor:
-        """A linear layer with its share added; `rows_T`, ascending, names the tokens of the pass in x, if not all."""
+    def linear(
+        self, x_TD: torch.Tensor, linear: Linear, rows_T: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """A linear layer with its share added; `rows_T`, ascending, names the tokens of the pass in
+        x, if not all.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +58,9 @@ class Lora:
 
     factors: Mapping[str, Factors]
 
-    def linear(self, x_TD: torch.Tensor, linear: Linear, rows_T: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(
+        self, x_TD: torch.Tensor, linear: Linear, rows_T: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """A linear layer with this adapter's share added, whichever tokens these are."""
         factors = self.factors.get(linear.name)
         shares = [] if factors is None else [Share(0, x_TD.shape[0], factors, None)]
@@ -68,7 +79,9 @@ class Mlp:
     down: Linear
     activation: str
 
-    def __call__(self, x_TD: torch.Tensor, lora: Adaptation, rows_T: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(
+        self, x_TD: torch.Tensor, lora: Adaptation, rows_T: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The share that is added; `rows_T` as for `Adaptation.linear`."""
         gated_TF = None
         if rows_T is None and isinstance(lora, SpanAdapters):
@@ -99,7 +112,11 @@ class Layer:
     @property
     def head_norms(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The norms of queries and keys, where a family has them."""
-        return None if self.q_norm_C is None or self.k_norm_C is None else (self.q_norm_C, self.k_norm_C)
+        return (
+            None
+            if self.q_norm_C is None or self.k_norm_C is None
+            else (self.q_norm_C, self.k_norm_C)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +133,9 @@ class Decoder:
 
     def linears(self) -> list[Linear]:
         """Every layer that can carry LoRA factors, in a fixed order."""
-        inner = [linear for layer in self.layers for linear in (layer.qkv, layer.o, *layer.mlp.linears())]
+        inner = [
+            linear for layer in self.layers for linear in (layer.qkv, layer.o, *layer.mlp.linears())
+        ]
         return [*inner, self.head]
 
     @property
@@ -132,7 +151,9 @@ class Decoder:
     def logits(
         self, hidden_TD: torch.Tensor, lora: Adaptation = BARE, rows_T: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """What the head makes of hidden states, within the model's bound; `rows_T` as for `Adaptation.linear`."""
+        """What the head makes of hidden states, within the model's bound; `rows_T` as for
+        `Adaptation.linear`.
+        """
         return cap_logits(lora.linear(hidden_TD, self.head, rows_T), self.config.logit_cap)
 
 
@@ -150,21 +171,26 @@ def hidden_states(
     *,
     sparing: bool = False,
 ) -> torch.Tensor:
-    """Run the decoder on packed tokens; returns the normalised hidden states `[T, D]` that the head reads.
+    """Run the decoder on packed tokens; returns the normalised hidden states `[T, D]` that the head
+    reads.
 
-    If `sparing`, what is kept for backward is one state per layer, and the rest is computed again there.
+    If `sparing`, what is kept for backward is one state per layer, and the rest is computed again
+    there.
     """
     config, eps = model.config, model.config.norm_eps
     x_TD = F.embedding(tokens_T, model.embed_VD)
     if config.embed_scale != 1.0:
-        x_TD = x_TD * torch.tensor(config.embed_scale, dtype=x_TD.dtype)  # rounded as the weights are
+        # rounded as the weights are
+        x_TD = x_TD * torch.tensor(config.embed_scale, dtype=x_TD.dtype)
     turns = _turns(model, positions_T, x_TD.dtype)
     norms_D = [*(layer.input_norm_D for layer in model.layers[1:]), model.norm_D]
     normed_TD = norm(x_TD, model.layers[0].input_norm_D, eps)
     rest_TD: torch.Tensor | None = None
     for index, next_norm_D in enumerate(norms_D):
         kind = config.rotary[index]
-        run = partial(_layer, model, index, next_norm_D, attend, lora, None if kind is None else turns[kind])
+        run = partial(
+            _layer, model, index, next_norm_D, attend, lora, None if kind is None else turns[kind]
+        )
         if sparing:
             x_TD, rest_TD, normed_TD = checkpoint(
                 run, x_TD, rest_TD, normed_TD, use_reentrant=False, preserve_rng_state=False
@@ -185,7 +211,9 @@ def _layer(
     rest_TD: torch.Tensor | None,
     normed_TD: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """The state of each token after a layer, what rounding has cut off it, and its norm, which the next one reads."""
+    """The state of each token after a layer, what rounding has cut off it, and its norm, which the
+    next one reads.
+    """
     config, layer, eps = model.config, model.layers[index], model.config.norm_eps
     sizes = (config.heads, config.kv_heads, config.kv_heads)
     q, k, v = turned_heads(lora.linear(normed_TD, layer.qkv), sizes, layer.head_norms, turn, eps)
@@ -195,14 +223,21 @@ def _layer(
     if isinstance(layer.mlp, Mlp):
         fed_TD = layer.mlp(normed_TD, lora)
     else:
-        fed_TD = layer.mlp(normed_TD, lora, cut_off(x_TD, rest_TD, normed_TD, layer.mlp_norm_D, eps))
+        fed_TD = layer.mlp(
+            normed_TD, lora, cut_off(x_TD, rest_TD, normed_TD, layer.mlp_norm_D, eps)
+        )
     fed_TD = _optional_norm(fed_TD, layer.post_mlp_norm_D, eps)
     return add_norm(x_TD, rest_TD, fed_TD, next_norm_D, eps)
 
 
-def _turns(model: Decoder, positions_T: torch.Tensor, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _turns(
+    model: Decoder, positions_T: torch.Tensor, dtype: torch.dtype
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Cosines and sines `[T, 1, C/2]` of each kind of rotary embedding."""
-    angles = [positions_T[:, None, None].to(torch.float32) * frequencies for frequencies in model.frequencies]
+    angles = [
+        positions_T[:, None, None].to(torch.float32) * frequencies
+        for frequencies in model.frequencies
+    ]
     return [(torch.cos(angle).to(dtype), torch.sin(angle).to(dtype)) for angle in angles]
 
 

@@ -1,9 +1,11 @@
-"""The operations between matrix products: norms, rotations, gates. Each goes over memory once, forward and backward.
+"""The operations between matrix products: norms, rotations, gates. Each goes over memory once,
+forward and backward.
 
-On a CPU that takes a few operations in place, with gradients by hand; on an accelerator a kernel of `kernels.py` each.
+On a CPU that takes a few operations in place, with gradients by hand; on an accelerator a kernel of
+`kernels.py` each.
 
-Axes: T packed tokens, D hidden, H query heads, G key/value heads, C channels of a head, N outputs of a linear layer,
-F mlp (N = 2 F).
+Axes: T packed tokens, D hidden, H query heads, G key/value heads, C channels of a head, N outputs
+of a linear layer, F mlp (N = 2 F).
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ def kernels_for(x: torch.Tensor) -> Any:
     return _load_kernels() if x.is_cuda else None
 
 
-# ── norms ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── norms ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -45,13 +47,18 @@ def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def add_norm(
-    x: torch.Tensor, rest: torch.Tensor | None, share: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    rest: torch.Tensor | None,
+    share: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """The sum of a token's state and a share, what rounding cuts off it, and the norm of that sum before rounding.
+    """The sum of a token's state and a share, what rounding cuts off it, and the norm of that sum
+    before rounding.
 
-    `rest` is what was cut off before. In half precision a state is rounded at every sum, and it is what every layer
-    reads: with the rests, sums are as good as in single precision, and half of what trainer and sampler differ by goes.
-    In single precision there are none.
+    `rest` is what was cut off before. In half precision a state is rounded at every sum, and it is
+    what every layer reads: with the rests, sums are as good as in single precision, and half of
+    what trainer and sampler differ by goes. In single precision there are none.
     """
     if not (x.requires_grad or share.requires_grad):
         return _summed_normed(x, rest, share, weight, eps)
@@ -61,9 +68,15 @@ def add_norm(
 
 @torch.no_grad()
 def cut_off(
-    summed: torch.Tensor, rest: torch.Tensor | None, normed: torch.Tensor, weight: torch.Tensor, eps: float
+    summed: torch.Tensor,
+    rest: torch.Tensor | None,
+    normed: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
 ) -> torch.Tensor | None:
-    """What rounding has cut off the norm that `add_norm` gave, in single precision; None where nothing was."""
+    """What rounding has cut off the norm that `add_norm` gave, in single precision; None where
+    nothing was.
+    """
     if rest is None:
         return None
     return F.rms_norm(summed.float() + rest, weight.shape, weight.float(), eps) - normed
@@ -82,7 +95,11 @@ def _fits(x: torch.Tensor) -> bool:
 
 
 def _summed_normed(
-    x: torch.Tensor, rest: torch.Tensor | None, share: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    rest: torch.Tensor | None,
+    share: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     if (fused := kernels_for(x)) is not None and _fits(x):
         summed, left, normed = fused.add_norm_forward(x, rest, share, weight, eps)
@@ -96,7 +113,9 @@ def _summed_normed(
     return summed, left, F.rms_norm(wide, weight.shape, weight.float(), eps).to(x.dtype)
 
 
-def _norm_gradient(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def _norm_gradient(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
     """With y = x r w and r = 1 / rms(x): dx = r (g - x r^2 mean(g x)), g = dy w."""
     if x.dtype != weight.dtype:
         return _norm_gradient(dy.to(weight.dtype), x.to(weight.dtype), weight, eps).to(x.dtype)
@@ -128,7 +147,12 @@ class _AddNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, rest: torch.Tensor | None, share: torch.Tensor, weight: torch.Tensor, eps: float
+        ctx: Any,
+        x: torch.Tensor,
+        rest: torch.Tensor | None,
+        share: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
     ) -> Any:
         summed, left, normed = _summed_normed(x, rest, share, weight, eps)
         ctx.save_for_backward(summed, weight)
@@ -151,7 +175,7 @@ class _AddNorm(torch.autograd.Function):
         return dx, None, dx, None, None
 
 
-# ── rotations ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── rotations ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def rotate(x_THC: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -171,7 +195,9 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
 
 
 class _Rotate(torch.autograd.Function):
-    """The gradient of a rotation is the rotation back: two passes over memory instead of autograd's eight."""
+    """The gradient of a rotation is the rotation back: two passes over memory instead of autograd's
+    eight.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -184,7 +210,7 @@ class _Rotate(torch.autograd.Function):
         return _rotated(grads[0], cos, -sin), None, None
 
 
-# ── heads: the fused projection into queries, keys and values, normed and turned ─────────────────────────────────
+# ── heads: the fused projection into queries, keys and values, normed and turned ──────────────────
 
 
 def turned_heads(
@@ -194,8 +220,14 @@ def turned_heads(
     turn: tuple[torch.Tensor, torch.Tensor] | None,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys, values `[T, heads, C]` of their fused projection; `turn` has cosines and sines `[T, 1, C/2]`."""
-    if turn is not None and (fused := kernels_for(qkv_TN)) is not None and _is_power(turn[0].shape[-1]):
+    """Queries, keys, values `[T, heads, C]` of their fused projection; `turn` has cosines and sines
+    `[T, 1, C/2]`.
+    """
+    if (
+        turn is not None
+        and (fused := kernels_for(qkv_TN)) is not None
+        and _is_power(turn[0].shape[-1])
+    ):
         if not qkv_TN.requires_grad:
             q, k, v = fused.heads_forward(qkv_TN, sizes, norms, *turn, eps)
             return q, k, v
@@ -239,10 +271,16 @@ class _TurnedHeads(torch.autograd.Function):
         qkv, cos, sin = ctx.saved_tensors
         fused = kernels_for(qkv)
         assert fused is not None
-        return fused.heads_backward(*grads, qkv, ctx.norms, cos, sin, ctx.eps), None, None, None, None
+        return (
+            fused.heads_backward(*grads, qkv, ctx.norms, cos, sin, ctx.eps),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
-# ── gates ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── gates ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def gated(gate_up_TN: torch.Tensor, activation: str) -> torch.Tensor:
@@ -262,7 +300,9 @@ def _gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 class _Gated(torch.autograd.Function):
-    """Keeps the fused projection alone and writes its gradient in place: no split, no concatenation."""
+    """Keeps the fused projection alone and writes its gradient in place: no split, no
+    concatenation.
+    """
 
     @staticmethod
     def forward(ctx: Any, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
@@ -284,6 +324,8 @@ class _Gated(torch.autograd.Function):
             torch.ops.aten.silu_backward.grad_input(d_gate, gate, grad_input=d_gate)
         else:
             torch.ops.aten.gelu.out(gate, approximate="tanh", out=d_up)
-            torch.ops.aten.gelu_backward.grad_input(d_gate, gate, approximate="tanh", grad_input=d_gate)
+            torch.ops.aten.gelu_backward.grad_input(
+                d_gate, gate, approximate="tanh", grad_input=d_gate
+            )
         d_up.mul_(grads[0])
         return out, None

@@ -1,7 +1,9 @@
-"""Mixtures of experts: a router sends each token to a few of many mlps, whose results are weighed and added.
+"""Mixtures of experts: a router sends each token to a few of many mlps, whose results are weighed
+and added.
 
-Tokens are sorted by expert, and the experts that got some run one after another: each sees its tokens in the order of
-the pass. Factors of LoRA are each expert's own; the router is frozen, yet gradients pass through its weights.
+Tokens are sorted by expert, and the experts that got some run one after another: each sees its
+tokens in the order of the pass. Factors of LoRA are each expert's own; the router is frozen, yet
+gradients pass through its weights.
 
 Axes: T packed tokens, D hidden, E experts, K experts of a token, S = T K pairs of token and expert.
 """
@@ -28,7 +30,8 @@ class Experts:
     """The sparse counterpart of an mlp."""
 
     router_ED: torch.Tensor
-    """In float32 at least: a route that flips between training and sampling costs more than all other rounding.
+    """In float32 at least: a route that flips between training and sampling costs more than all
+    other rounding.
 
     For the same reason what is added to the states of a mixture is not rounded to half precision.
     """
@@ -36,24 +39,35 @@ class Experts:
     chosen: int
     normed: bool
 
-    def __call__(self, x_TD: torch.Tensor, lora: Adaptation, cut_TD: torch.Tensor | None = None) -> torch.Tensor:
-        """The share that is added to tokens, in float32 at least; the router also reads what rounding cut off them."""
+    def __call__(
+        self, x_TD: torch.Tensor, lora: Adaptation, cut_TD: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The share that is added to tokens, in float32 at least; the router also reads what
+        rounding cut off them.
+        """
         weights_TK, experts_TK = self.route(x_TD, cut_TD)
         order_S = experts_TK.flatten().argsort(stable=True)
         tokens_S = order_S // self.chosen
         counts = torch.bincount(experts_TK.flatten(), minlength=len(self.each)).tolist()
         outputs = []
-        parts = zip(self.each, *(torch.split(part, counts) for part in (x_TD[tokens_S], tokens_S)), strict=True)
+        parts = zip(
+            self.each,
+            *(torch.split(part, counts) for part in (x_TD[tokens_S], tokens_S)),
+            strict=True,
+        )
         for expert, part_TD, rows_T in parts:
             if rows_T.shape[0]:
                 outputs.append(expert(part_TD, lora, rows_T))
-        # Each pair back to its place beside its token, so that sums have one order whatever the device.
+        # Each pair back to its place beside its token, so that sums have one order whatever the
+        # device.
         places_S = torch.empty_like(order_S)
         places_S[order_S] = torch.arange(order_S.shape[0], device=order_S.device)
         y_TKD = torch.cat(outputs)[places_S].view(*weights_TK.shape, -1)
         return torch.einsum("tkd,tk->td", y_TKD.to(weights_TK.dtype), weights_TK)
 
-    def route(self, x_TD: torch.Tensor, cut_TD: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def route(
+        self, x_TD: torch.Tensor, cut_TD: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """For each token its experts, likeliest first, and their weights."""
         wide_TD = x_TD.to(self.router_ED.dtype)
         wide_TD = wide_TD if cut_TD is None else wide_TD + cut_TD
@@ -65,6 +79,8 @@ class Experts:
         return weights_TK, experts_TK
 
     def linears(self) -> Iterator[Linear]:
-        """Projections of one kind side by side, so that the factors of all experts can be read as one tensor."""
+        """Projections of one kind side by side, so that the factors of all experts can be read as
+        one tensor.
+        """
         for kind in zip(*(expert.linears() for expert in self.each), strict=True):
             yield from kind

@@ -1,7 +1,8 @@
 """Products with the weights of the base model, and the small ones that adapters add to them.
 
-On a CPU the bits of a row of a float32 product must not depend on the other rows. `product_check` says which library
-keeps to that for a shape: oneDNN, which is quicker than MKL by a sixth where the processor is not Intel's, MKL, or C.
+On a CPU the bits of a row of a float32 product must not depend on the other rows. `product_check`
+says which library keeps to that for a shape: oneDNN, which is quicker than MKL by a sixth where the
+processor is not Intel's, MKL, or C.
 
 Axes: T tokens, D inputs, N outputs, R rank.
 """
@@ -32,8 +33,12 @@ def base_product(x_TD: torch.Tensor, linear: Linear) -> torch.Tensor:
     return weighed(x_TD, linear.weight_ND, linear.bias_N)
 
 
-def weighed(x_TD: torch.Tensor, weight_ND: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
-    """The product with a weight of the base model. Which library makes it depends on the weight, never on the rows."""
+def weighed(
+    x_TD: torch.Tensor, weight_ND: torch.Tensor, bias_N: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The product with a weight of the base model. Which library makes it depends on the weight,
+    never on the rows.
+    """
     if not _is_checked(x_TD):
         return F.linear(x_TD, weight_ND, bias_N)
     name = matmul_check.choice(weight_ND)
@@ -45,13 +50,17 @@ def weighed(x_TD: torch.Tensor, weight_ND: torch.Tensor, bias_N: torch.Tensor | 
 
 
 def lowered(x_TD: torch.Tensor, low_RD: torch.Tensor) -> torch.Tensor:
-    """The product with a small matrix, `x @ low.t()`: with a factor of an adapter, or what chooses experts."""
+    """The product with a small matrix, `x @ low.t()`: with a factor of an adapter, or what chooses
+    experts.
+    """
     if _is_checked(x_TD) and matmul_check.choice(low_RD, is_small=True) == "c":
         return c_matmul.multiply(x_TD, low_RD.t())
     return F.linear(x_TD, low_RD)
 
 
-def add_small(y_TN: torch.Tensor, low_TR: torch.Tensor, high_RN: torch.Tensor, scale: float) -> None:
+def add_small(
+    y_TN: torch.Tensor, low_TR: torch.Tensor, high_RN: torch.Tensor, scale: float
+) -> None:
     """Add the scaled product with a factor of an adapter, all of one precision."""
     if _is_checked(low_TR) and matmul_check.choice(high_RN.t(), is_small=True) == "c":
         c_matmul.add_product(y_TN, low_TR, high_RN, scale)
@@ -64,9 +73,15 @@ def _is_checked(x: torch.Tensor) -> bool:
     return x.is_cpu and x.dtype == torch.float32
 
 
-def add_product(y_TN: torch.Tensor, low_TR: torch.Tensor, high_RN: torch.Tensor, scale: float) -> None:
+def add_product(
+    y_TN: torch.Tensor, low_TR: torch.Tensor, high_RN: torch.Tensor, scale: float
+) -> None:
     """Add the scaled product of two low-rank factors, which may be of less precision."""
-    if low_TR.shape[1] <= MOST_FUSED and (fused := kernels_for(y_TN)) is not None and low_TR.dtype == torch.bfloat16:
+    if (
+        low_TR.shape[1] <= MOST_FUSED
+        and (fused := kernels_for(y_TN)) is not None
+        and low_TR.dtype == torch.bfloat16
+    ):
         fused.add_product(y_TN, low_TR, high_RN, scale)
     elif y_TN.dtype == low_TR.dtype:
         add_small(y_TN, low_TR, high_RN, scale)
@@ -74,7 +89,9 @@ def add_product(y_TN: torch.Tensor, low_TR: torch.Tensor, high_RN: torch.Tensor,
         y_TN.add_(product(low_TR, high_RN), alpha=scale)
 
 
-def write_product(y_TN: torch.Tensor, low_TR: torch.Tensor, high_RN: torch.Tensor, scale: float) -> None:
+def write_product(
+    y_TN: torch.Tensor, low_TR: torch.Tensor, high_RN: torch.Tensor, scale: float
+) -> None:
     """Write the scaled product of two low-rank factors over whatever is there."""
     torch.addmm(y_TN, low_TR, high_RN, beta=0, alpha=scale, out=y_TN)
 

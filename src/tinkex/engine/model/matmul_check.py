@@ -1,10 +1,13 @@
-"""The library that multiplies float32 matrices on a CPU: the first whose rows are steady, as a check finds here.
+"""The library that multiplies float32 matrices on a CPU: the first whose rows are steady, as a
+check finds here.
 
-A row is steady if its bits are the same beside any other rows. oneDNN's and MKL's are on some processors and for some
-shapes. Elsewhere they add up in an order that depends on how many rows there are, and neighbours would change last bits
-of results. The products in C (`native/matmul.py`) have one order everywhere.
+A row is steady if its bits are the same beside any other rows. oneDNN's and MKL's are on some
+processors and for some shapes. Elsewhere they add up in an order that depends on how many rows
+there are, and neighbours would change last bits of results. The products in C (`native/matmul.py`)
+have one order everywhere.
 
-A shape is checked before its first product, which takes milliseconds. PyTorch's number of threads is part of it.
+A shape is checked before its first product, which takes milliseconds. PyTorch's number of threads
+is part of it.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ if TYPE_CHECKING:
 Name: TypeAlias = Literal["onednn", "pytorch", "c"]
 
 LEAST_FOR_ONEDNN = 1 << 16
-"""Weights of fewer numbers go through PyTorch's own product (MKL's on x86), which is quicker to begin."""
+"""Weights of fewer numbers go through PyTorch's own product (MKL's on x86), which is quicker to
+begin."""
 
 MOST_ROWS = 516
 PARTS = ((0, 4), (8, 16), (40, 64), (100, 152), (4, 136), (96, 292))
@@ -70,9 +74,11 @@ def _choice(outputs: int, inputs: int, turned: bool, is_large: bool, threads: in
 
 
 def steady_batch(count: int) -> AbstractContextManager[None]:
-    """A block in which batched products, of so many matrices, give each the same bits as beside others.
+    """A block in which batched products, of so many matrices, give each the same bits as beside
+    others.
 
-    With several threads a library may split single products, if there are few of them, and then adds up otherwise.
+    With several threads a library may split single products, if there are few of them, and then
+    adds up otherwise.
     """
     threads = torch.get_num_threads()
     if threads == 1 or (count > 1 and are_batches_steady(threads)):
@@ -93,7 +99,8 @@ def are_batches_steady(threads: int) -> bool:
             for count in range(2, min(BATCH, 2 * threads) + 1):
                 some = torch.baddbmm(bias[:count], q[:count], k[:count].transpose(1, 2), alpha=0.3)
                 if not (
-                    torch.equal(some, scores[:count]) and torch.equal(torch.bmm(bias[:count], k[:count]), mixed[:count])
+                    torch.equal(some, scores[:count])
+                    and torch.equal(torch.bmm(bias[:count], k[:count]), mixed[:count])
                 ):
                     return False
     return True
@@ -104,15 +111,18 @@ def is_safe(outputs: int, inputs: int) -> bool:
     weight_ND = torch.empty(outputs, inputs)
     names = [choice(weight_ND), choice(weight_ND[:32], is_small=True)]
     return all(
-        n == "c" or is_steady(n, *shape) for n, shape in zip(names, ((outputs, inputs), (32, inputs)), strict=True)
+        n == "c" or is_steady(n, *shape)
+        for n, shape in zip(names, ((outputs, inputs), (32, inputs)), strict=True)
     )
 
 
 @functools.cache
 def _warn() -> None:
     logger.warning(
-        "products of matrices depend on how many rows they have, with the libraries of this machine: requests that run "
-        "together may change last bits of each other's results. A C compiler mends that: see `tinkex doctor`"
+        "products of matrices depend on how many rows they have, with the libraries of this "
+        "machine: requests that run "
+        "together may change last bits of each other's results. A C compiler mends that: see "
+        "`tinkex doctor`"
     )
 
 
@@ -145,7 +155,9 @@ def _ways(name: Name, weight_ND: torch.Tensor) -> list[Callable[[torch.Tensor], 
     return [lambda x_TD: F.linear(x_TD, weight_ND), lambda x_TD: _added(x_TD, weight_ND)]
 
 
-def _by_onednn(operator: Callable[..., torch.Tensor], weight: torch.Tensor, x_TD: torch.Tensor) -> torch.Tensor:
+def _by_onednn(
+    operator: Callable[..., torch.Tensor], weight: torch.Tensor, x_TD: torch.Tensor
+) -> torch.Tensor:
     return operator(x_TD, weight, None, "none", [], "")
 
 
@@ -161,7 +173,9 @@ def _rows_agree(multiply: Callable[[torch.Tensor], torch.Tensor], x_TD: torch.Te
 
 @functools.cache
 def onednn() -> Callable[..., torch.Tensor] | None:
-    """OneDNN's product with a weight, as it lies or packed, where PyTorch has it; elsewhere than on x86 not tried."""
+    """OneDNN's product with a weight, as it lies or packed, where PyTorch has it; elsewhere than on
+    x86 not tried.
+    """
     if platform.machine() not in ("x86_64", "AMD64"):
         return None
     if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # type: ignore[no-untyped-call]

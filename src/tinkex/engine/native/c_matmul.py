@@ -1,6 +1,8 @@
-"""Products of float32 matrices by `step.c`, in which a row's sums have one order among any other rows.
+"""Products of float32 matrices by `step.c`, in which a row's sums have one order among any other
+rows.
 
-Weights are packed for each product, so that none is kept twice. Every thread of Python has a team of its own.
+Weights are packed for each product, so that none is kept twice. Every thread of Python has a team
+of its own.
 
 Axes: T rows, D inputs, N outputs.
 """
@@ -31,7 +33,9 @@ def multiply(
     return y_TN
 
 
-def add_product(y_TN: torch.Tensor, x_TD: torch.Tensor, w_DN: torch.Tensor, scale: float = 1.0) -> None:
+def add_product(
+    y_TN: torch.Tensor, x_TD: torch.Tensor, w_DN: torch.Tensor, scale: float = 1.0
+) -> None:
     """Add a scaled product to what is there."""
     if y_TN.stride(1) == 1 or y_TN.shape[1] == 1:
         _run(y_TN, x_TD, w_DN, None, scale, onto=True)
@@ -51,10 +55,15 @@ def _run(
     (rows, inputs), outputs = x_TD.shape, w_DN.shape[1]
     tensors = [y_TN, x_TD, w_DN] if bias_N is None else [y_TN, x_TD, w_DN, bias_N]
     shapes_fit = (
-        w_DN.shape[0] == inputs and y_TN.shape == (rows, outputs) and (bias_N is None or len(bias_N) == outputs)
+        w_DN.shape[0] == inputs
+        and y_TN.shape == (rows, outputs)
+        and (bias_N is None or len(bias_N) == outputs)
     )
-    if not shapes_fit or any(t.dtype != torch.float32 or not t.is_cpu for t in tensors):  # C would read anything
-        raise ValueError(f"no such product: {[(tuple(t.shape), t.dtype, t.device.type) for t in tensors]}")
+    # C would read anything
+    if not shapes_fit or any(t.dtype != torch.float32 or not t.is_cpu for t in tensors):
+        raise ValueError(
+            f"no such product: {[(tuple(t.shape), t.dtype, t.device.type) for t in tensors]}"
+        )
     if x_TD.stride(1) != 1:
         x_TD = x_TD.contiguous()
     bias_N = None if bias_N is None else bias_N.contiguous()

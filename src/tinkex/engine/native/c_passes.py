@@ -1,7 +1,9 @@
-"""Prompts and decoding by `step.c`, from blocks where they lie: what `tinkex.engine.sample.passes` does by PyTorch.
+"""Prompts and decoding by `step.c`, from blocks where they lie: what `tinkex.engine.sample.passes`
+does by PyTorch.
 
-A position of a prompt is a row like any other, so that where a prompt is cut changes no bit. Within a block C lays keys
-and values out in panels, so nobody else may read them; blocks are copied and cleared whole.
+A position of a prompt is a row like any other, so that where a prompt is cut changes no bit. Within
+a block C lays keys and values out in panels, so nobody else may read them; blocks are copied and
+cleared whole.
 
 Axes: T tokens of a pass, B rows, N blocks of a row, D hidden, V vocabulary.
 """
@@ -34,7 +36,9 @@ KEPT_ADAPTERS = 256 << 20
 
 
 class NativeSteps:
-    """A model without experts and its cache, as C knows them, and the adapters of rows that ran last."""
+    """A model without experts and its cache, as C knows them, and the adapters of rows that ran
+    last.
+    """
 
     def __init__(self, native: Native, pool: Pool) -> None:
         self._native, self.config = native, native.model.config
@@ -53,9 +57,11 @@ class NativeSteps:
         hidden_BD: torch.Tensor | None = None,
         logits_BV: torch.Tensor | None = None,
     ) -> None:
-        """Run rows of these tokens at these positions, whose blocks are given, and fill what is given.
+        """Run rows of these tokens at these positions, whose blocks are given, and fill what is
+        given.
 
-        `adapters` has the number and the factors of weights, and for how many rows; equal ones lie side by side.
+        `adapters` has the number and the factors of weights, and for how many rows; equal ones lie
+        side by side.
         """
         spans = self._spans(adapters)
         step = c.Step(
@@ -110,11 +116,15 @@ class NativePrefill:
     def hidden(self, pieces: Sequence[Piece]) -> torch.Tensor:
         """As `Prompts.hidden`."""
         counts = [piece.stop - piece.start for piece in pieces]
-        tokens = np.concatenate([piece.tokens[piece.start : piece.stop] for piece in pieces]).astype(np.int64)
+        tokens = np.concatenate(
+            [piece.tokens[piece.start : piece.stop] for piece in pieces]
+        ).astype(np.int64)
         positions = np.concatenate([np.arange(piece.start, piece.stop) for piece in pieces])
         tables = np.repeat(_tables([piece.blocks for piece in pieces]), counts, axis=0)
         hidden_TD = torch.empty(len(tokens), self._steps.config.hidden)
-        adapters = [(piece.weights, piece.lora, count) for piece, count in zip(pieces, counts, strict=True)]
+        adapters = [
+            (piece.weights, piece.lora, count) for piece, count in zip(pieces, counts, strict=True)
+        ]
         self._steps.run(tokens, positions, tables, adapters, hidden_BD=hidden_TD)
         return hidden_TD
 

@@ -1,7 +1,9 @@
-"""`step.c` as a library: compiled once for this machine by whatever C compiler it has, and kept in the user's cache.
+"""`step.c` as a library: compiled once for this machine by whatever C compiler it has, and kept in
+the user's cache.
 
-Compilers: `$CC`, `cc`, `gcc`, `clang`, or the one in the Python package `ziglang` (the extra `tinkex[native]`). Without
-any, or with `TINKEX_NATIVE=0`, there is no library, and the engine goes without.
+Compilers: `$CC`, `cc`, `gcc`, `clang`, or the one in the Python package `ziglang` (the extra
+`tinkex[native]`). Without any, or with `TINKEX_NATIVE=0`, there is no library, and the engine goes
+without.
 """
 
 from __future__ import annotations
@@ -46,14 +48,23 @@ logger = logging.getLogger("tinkex.engine")
 class Linear(ctypes.Structure):
     """A linear layer: packed weights, a bias or none, and the projections it consists of."""
 
-    _fields_ = (("weight", Pointer), ("bias", Pointer), ("inputs", Int), ("parts", Int), ("sizes", Int * PARTS))
+    _fields_ = (
+        ("weight", Pointer),
+        ("bias", Pointer),
+        ("inputs", Int),
+        ("parts", Int),
+        ("sizes", Int * PARTS),
+    )
 
 
 class Layer(ctypes.Structure):
     """A layer; norms that a family does not have are null."""
 
     _fields_ = (
-        *((f"{name}_norm", Pointer) for name in ("input", "mlp", "q", "k", "post_attention", "post_mlp")),
+        *(
+            (f"{name}_norm", Pointer)
+            for name in ("input", "mlp", "q", "k", "post_attention", "post_mlp")
+        ),
         *((name, Linear) for name in ("qkv", "o", "gate_up", "down")),
         ("rotary", Int),
         ("window", Int),
@@ -66,7 +77,10 @@ class Model(ctypes.Structure):
     """A model, and where its keys and values lie."""
 
     _fields_ = (
-        *((name, Int) for name in ("layers", "hidden", "heads", "groups", "channels", "mlp", "vocab", "gelu")),
+        *(
+            (name, Int)
+            for name in ("layers", "hidden", "heads", "groups", "channels", "mlp", "vocab", "gelu")
+        ),
         *((name, Int) for name in ("blocks", "block", "kinds")),
         *((name, Real) for name in ("eps", "embed_scale", "logit_cap")),
         *((name, Pointer) for name in ("embed", "norm", "frequencies")),
@@ -105,7 +119,10 @@ class Matrices(ctypes.Structure):
 
     _fields_ = (
         *((name, Pointer) for name in ("x", "w", "bias", "y")),
-        *((name, Int) for name in ("rows", "inputs", "outputs", "x_row", "w_input", "w_output", "y_row")),
+        *(
+            (name, Int)
+            for name in ("rows", "inputs", "outputs", "x_row", "w_input", "w_output", "y_row")
+        ),
         ("scale", ctypes.c_double),
         ("onto", Int),
     )
@@ -118,18 +135,24 @@ class Library:
         library = ctypes.CDLL(str(path))
         self.team_new = _function(library.team_new, Pointer, ctypes.c_int)
         self.team_free = _function(library.team_free, None, Pointer)
-        self.run_rows = _function(library.run_rows, ctypes.c_int, ctypes.POINTER(Model), ctypes.POINTER(Step), Pointer)
+        self.run_rows = _function(
+            library.run_rows, ctypes.c_int, ctypes.POINTER(Model), ctypes.POINTER(Step), Pointer
+        )
         self.draw = _function(library.draw, ctypes.c_int, Pointer, Int, Int, *([Pointer] * 5))
         self.share = Int.in_dll(library, "share")
         """What is worth a thread, in multiplications."""
-        self.product = _function(library.product, None, ctypes.POINTER(Linear), Pointer, Int, Pointer, Pointer)
+        self.product = _function(
+            library.product, None, ctypes.POINTER(Linear), Pointer, Int, Pointer, Pointer
+        )
         self.matrices = _function(library.matrices, ctypes.c_int, ctypes.POINTER(Matrices), Pointer)
 
     def check(self) -> None:
         """See that a product comes out right: a compiler can be wrong about a machine."""
         random = np.random.default_rng(0)
         rows, outputs, inputs = 11, 37, 29
-        weight, x = (random.normal(size=(count, inputs)).astype(np.float32) for count in (outputs, rows))
+        weight, x = (
+            random.normal(size=(count, inputs)).astype(np.float32) for count in (outputs, rows)
+        )
         y = np.empty((rows, outputs), np.float32)
         panels = np.zeros((-(-outputs // PANEL), inputs, PANEL), np.float32)
         for output, values in enumerate(weight):
@@ -149,7 +172,9 @@ def _function(function: Any, result: Any, *arguments: Any) -> Any:
 
 @functools.cache
 def load() -> Library | None:
-    """The library, if this machine can have it; compiled the first time, which takes a second or a few."""
+    """The library, if this machine can have it; compiled the first time, which takes a second or a
+    few.
+    """
     found = look()
     if isinstance(found, Library):
         return found
@@ -200,7 +225,11 @@ def compilers() -> Iterator[Sequence[str]]:
     seen = set()  # several names are often one program
     for name in ("cc", "gcc", "clang"):
         path = shutil.which(name)
-        if path is not None and (real := os.path.realpath(path)) not in seen and not _is_offer(path):
+        if (
+            path is not None
+            and (real := os.path.realpath(path)) not in seen
+            and not _is_offer(path)
+        ):
             seen.add(real)
             yield [path]
     if importlib.util.find_spec("ziglang") is not None:
@@ -208,7 +237,9 @@ def compilers() -> Iterator[Sequence[str]]:
 
 
 def _is_offer(path: str) -> bool:
-    """A Mac without a compiler has programs of its name, which open a window that offers to install one."""
+    """A Mac without a compiler has programs of its name, which open a window that offers to install
+    one.
+    """
     if sys.platform != "darwin" or not path.startswith("/usr/bin/"):
         return False
     try:
@@ -218,7 +249,9 @@ def _is_offer(path: str) -> bool:
 
 
 def compiled(compiler: Sequence[str], directory: Path) -> Path:
-    """The library as this compiler makes it for this machine, unless it is in the directory already."""
+    """The library as this compiler makes it for this machine, unless it is in the directory
+    already.
+    """
     command = [*compiler, *FLAGS, _tuning()]
     made_of = [SOURCE.read_bytes(), *map(os.fsencode, command), _machine(), _identity(compiler[0])]
     digest = hashlib.blake2b(b"\0".join(made_of), digest_size=12).hexdigest()
@@ -247,33 +280,44 @@ def compiled(compiler: Sequence[str], directory: Path) -> Path:
 def _tuning() -> str:
     """For this processor; on ARM for any, as all have the vectors that are used.
 
-    There clang and zig go by a processor's name, and make what a virtual machine does not let it do: to run it would
-    end this process.
+    There clang and zig go by a processor's name, and make what a virtual machine does not let it
+    do: to run it would end this process.
     """
     return "-mcpu=generic" if platform.machine() in ("arm64", "aarch64") else "-march=native"
 
 
 def _name(made_of: str, path: Path) -> str:
-    """Tells what is in a file: to load one that a crash or a full disk has cut off would end this process."""
+    """Tells what is in a file: to load one that a crash or a full disk has cut off would end this
+    process.
+    """
     return f"step-{made_of}-{hashlib.blake2b(path.read_bytes(), digest_size=12).hexdigest()}.so"
 
 
 @contextmanager
 def _cache() -> Iterator[Path]:
-    """A directory that is this user's alone, for what lies in it is run; one for the moment if there is no such."""
+    """A directory that is this user's alone, for what lies in it is run; one for the moment if
+    there is no such.
+    """
     from platformdirs import user_cache_path
 
     path = user_cache_path("tinkex") / "native"
     private = False
-    if path.is_absolute():  # without a home it begins with "~", and would be made wherever the program runs
+    # without a home it begins with "~", and would be made wherever the program runs
+    if path.is_absolute():
         with suppress(OSError):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             about = path.stat()
-            private = about.st_uid == os.getuid() and not about.st_mode & 0o022 and os.access(path, os.W_OK)
+            private = (
+                about.st_uid == os.getuid()
+                and not about.st_mode & 0o022
+                and os.access(path, os.W_OK)
+            )
     if private:
         yield path
     else:
-        with tempfile.TemporaryDirectory(prefix="tinkex-native-", ignore_cleanup_errors=True) as temporary:
+        with tempfile.TemporaryDirectory(
+            prefix="tinkex-native-", ignore_cleanup_errors=True
+        ) as temporary:
             yield Path(temporary)
 
 
@@ -298,6 +342,8 @@ def _identity(program: str) -> bytes:
 
 def _message(error: Exception) -> str:
     if isinstance(error, subprocess.CalledProcessError):
-        lines = error.stderr.decode(errors="replace").strip().splitlines() or [f"exit {error.returncode}"]
+        lines = error.stderr.decode(errors="replace").strip().splitlines() or [
+            f"exit {error.returncode}"
+        ]
         return f"{Path(error.cmd[0]).name} fails: {lines[-1]}"
     return str(error)

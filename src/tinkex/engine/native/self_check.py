@@ -1,7 +1,7 @@
 """A small model in C: a row must get the same bits alone and among others.
 
-A compiler may change the order or the rounding of sums in one loop and not in another. So what it has made is tried
-before it is used: a library in a moment, once; what was found lies beside it.
+A compiler may change the order or the rounding of sums in one loop and not in another. So what it
+has made is tried before it is used: a library in a moment, once; what was found lies beside it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ class _Trial:
         """Return whether all logits have the same bits."""
         rows = [(at, table) for count, table in PROMPTS for at in range(count)]
         whole = self._logits(rows, 1)
-        alone = np.concatenate([self._logits([row], 1, keeps=index > 0) for index, row in enumerate(rows)])
+        alone = np.concatenate(
+            [self._logits([row], 1, keeps=index > 0) for index, row in enumerate(rows)]
+        )
         if not np.isfinite(whole).all() or whole.tobytes() != alone.tobytes():
             return False
         before = self._library.share.value
@@ -71,7 +73,9 @@ class _Trial:
         finally:
             self._library.share.value = before
 
-    def _logits(self, rows: list[tuple[int, tuple[int, int]]], threads: int, *, keeps: bool = False) -> Array:
+    def _logits(
+        self, rows: list[tuple[int, tuple[int, int]]], threads: int, *, keeps: bool = False
+    ) -> Array:
         if not keeps:
             self._cache[:] = 0
         positions = np.array([at for at, _ in rows], np.int64)
@@ -110,7 +114,9 @@ class _Trial:
             layer.gate_up = self._linear(HIDDEN, MLP, MLP)
             layer.down = self._linear(MLP, HIDDEN)
             layer.window, layer.scale, layer.softcap = 6 * index, CHANNELS**-0.5, 20.0 * index
-        model: Model = c.Model(layers=LAYERS, hidden=HIDDEN, heads=HEADS, groups=GROUPS, channels=CHANNELS, mlp=MLP)
+        model: Model = c.Model(
+            layers=LAYERS, hidden=HIDDEN, heads=HEADS, groups=GROUPS, channels=CHANNELS, mlp=MLP
+        )
         model.vocab, model.blocks, model.block, model.kinds = VOCAB, BLOCKS, BLOCK, 1
         model.eps, model.embed_scale, model.logit_cap = 1e-5, 1.5, 30.0
         model.embed, model.norm = self._numbers(VOCAB * HIDDEN), self._numbers(HIDDEN, around=1)
@@ -135,7 +141,9 @@ class _Trial:
     def _linear(self, inputs: int, *sizes: int) -> Linear:
         panels = sum(-(-size // PANEL) for size in sizes)
         weight, bias = self._panels(inputs, panels * PANEL), self._numbers(sum(sizes))
-        return self._c.Linear(weight, bias, inputs, len(sizes), (self._c.Int * self._c.PARTS)(*sizes))
+        return self._c.Linear(
+            weight, bias, inputs, len(sizes), (self._c.Int * self._c.PARTS)(*sizes)
+        )
 
     def _panels(self, inputs: int, outputs: int) -> int:
         return self._numbers(-(-outputs // PANEL) * PANEL * inputs, scale=inputs**-0.5)
@@ -152,12 +160,23 @@ def _matrices_agree(library: Library) -> bool:
 
     random = np.random.default_rng(1)
     rows, inputs, outputs = 41, 530, 75
-    x, w = (random.normal(size=size).astype(np.float32) for size in ((rows, inputs), (inputs, outputs)))
+    x, w = (
+        random.normal(size=size).astype(np.float32) for size in ((rows, inputs), (inputs, outputs))
+    )
 
     def multiplied(first: int, count: int, strides: tuple[int, int], team: int) -> bytes:
         y = np.empty((count, outputs), np.float32)
         given = c.Matrices(
-            *(x[first:].ctypes.data, w.ctypes.data, None, y.ctypes.data, count, inputs, outputs, inputs),
+            *(
+                x[first:].ctypes.data,
+                w.ctypes.data,
+                None,
+                y.ctypes.data,
+                count,
+                inputs,
+                outputs,
+                inputs,
+            ),
             *(*strides, outputs, 1.0, 0),
         )
         if library.matrices(ctypes.byref(given), team):

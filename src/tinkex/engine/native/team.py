@@ -19,7 +19,9 @@ class Team:
 
     @property
     def address(self) -> int:
-        """The threads. A forked child has none of its parent's, and would wait for them for ever: it gets its own."""
+        """The threads. A forked child has none of its parent's, and would wait for them for ever:
+        it gets its own.
+        """
         if self._process != os.getpid():
             self._address, self._process = self._gather(), os.getpid()
         return self._address
@@ -29,7 +31,8 @@ class Team:
         if team is None:
             raise MemoryError("no memory for a team of threads")
         dismissal = weakref.finalize(self, _dismiss, self.library, team, os.getpid())
-        dismissal.atexit = False  # a daemon thread may be in the middle of a call, and who waits then waits for ever
+        # a daemon thread may be in the middle of a call, and who waits then waits for ever
+        dismissal.atexit = False
         return team
 
 

@@ -28,7 +28,9 @@ LINE = 64
 
 
 class Native:
-    """A model's linear layers, packed when they are first used, and the threads that multiply with them."""
+    """A model's linear layers, packed when they are first used, and the threads that multiply with
+    them.
+    """
 
     def __init__(self, library: Library, model: Decoder, threads: int) -> None:
         self.library, self.model, self._team = library, model, Team(library, threads)
@@ -61,10 +63,14 @@ class Native:
         """A linear layer of the base model."""
         x_TD = x_TD.contiguous()
         y_TN = x_TD.new_empty(x_TD.shape[0], linear.weight_ND.shape[0])
-        self.library.product(self.linear(linear), x_TD.data_ptr(), x_TD.shape[0], y_TN.data_ptr(), self.team)
+        self.library.product(
+            self.linear(linear), x_TD.data_ptr(), x_TD.shape[0], y_TN.data_ptr(), self.team
+        )
         return y_TN
 
-    def draw(self, logits_BV: torch.Tensor, uniforms_B: Array, temperatures_B: Array) -> tuple[Array, Array]:
+    def draw(
+        self, logits_BV: torch.Tensor, uniforms_B: Array, temperatures_B: Array
+    ) -> tuple[Array, Array]:
         """A token for each row, the likeliest where the temperature is 0, and its log-probability."""
         rows, vocab = logits_BV.shape
         logits_BV = logits_BV.contiguous()
@@ -77,11 +83,15 @@ class Native:
 
 
 class PackedLora:
-    """The factors of an adapter, for the linear layers of a model in their order; B has the scale in it."""
+    """The factors of an adapter, for the linear layers of a model in their order; B has the scale
+    in it.
+    """
 
     def __init__(self, lora: Lora, linears: Sequence[Linear]) -> None:
         self._kept: list[torch.Tensor] = []
-        self.factors = (c.Factors * len(linears))(*(self._pack(lora.factors.get(x.name)) for x in linears))
+        self.factors = (c.Factors * len(linears))(
+            *(self._pack(lora.factors.get(x.name)) for x in linears)
+        )
         self.bytes = sum(tensor.nbytes for tensor in self._kept)
 
     def _pack(self, factors: Factors | None) -> c.Factors:
@@ -94,7 +104,9 @@ class PackedLora:
 
 
 def _room(floats: int) -> torch.Tensor:
-    """Memory in one piece, which gets large pages where the system has them, from the start of a cache line on."""
+    """Memory in one piece, which gets large pages where the system has them, from the start of a
+    cache line on.
+    """
     memory = np.empty(floats + LINE // 4, np.float32)
     return torch.from_numpy(memory)[-memory.ctypes.data % LINE // 4 :][:floats]
 
@@ -117,7 +129,9 @@ def address(tensor: torch.Tensor | None) -> int | None:
 
 
 def find(model: Decoder, most_bytes: int) -> Native | None:
-    """The way of C for a model, if this machine has it and a second copy of the weights may be kept."""
+    """The way of C for a model, if this machine has it and a second copy of the weights may be
+    kept.
+    """
     like = model.embed_VD
     size = sum(linear.weight_ND.nbytes for linear in model.linears())
     if like.device.type != "cpu" or like.dtype != torch.float32 or size > most_bytes:

@@ -1,8 +1,10 @@
-"""Where keys and values lie: a pool of blocks, who holds them, and how blocks of prompts are found again.
+"""Where keys and values lie: a pool of blocks, who holds them, and how blocks of prompts are found
+again.
 
-A block has room for `BLOCK` positions of one sequence, in every layer. What a position holds depends on its tokens and
-weights alone, to the bit: a block that is found by its key is as good as one computed again. In-flight samplers are the
-exception: a session of theirs has a namespace of its own, in which blocks of older weights are found.
+A block has room for `BLOCK` positions of one sequence, in every layer. What a position holds
+depends on its tokens and weights alone, to the bit: a block that is found by its key is as good as
+one computed again. In-flight samplers are the exception: a session of theirs has a namespace of its
+own, in which blocks of older weights are found.
 
 Axes: L layers, N blocks, S positions, G key/value heads, C channels of a head, T tokens of a pass.
 """
@@ -25,9 +27,11 @@ if TYPE_CHECKING:
     from tinkex.types.tensors import Array
 
 BLOCK = 64
-"""Positions in a block. Lengths of keys are rounded up to it, so that how a row is summed up depends on that row."""
+"""Positions in a block. Lengths of keys are rounded up to it, so that how a row is summed up
+depends on that row."""
 NOTHING, SCRATCH = 0, 1
-"""Two blocks that are nobody's: one is all zeros and only read, the other takes what padding rows write."""
+"""Two blocks that are nobody's: one is all zeros and only read, the other takes what padding rows
+write."""
 RESERVED = 2
 
 
@@ -37,7 +41,9 @@ def blocks_for(positions: int) -> int:
 
 
 class Blocks:
-    """Who holds which block. Keyed blocks outlast their last holder, until their room is needed: oldest first."""
+    """Who holds which block. Keyed blocks outlast their last holder, until their room is needed:
+    oldest first.
+    """
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -89,7 +95,9 @@ class Blocks:
             self._by_key[key], self._key_of[block] = block, key
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One holder less. The end of a prompt is given up before its beginning, which others may share."""
+        """One holder less. The end of a prompt is given up before its beginning, which others may
+        share.
+        """
         for block in reversed(blocks):
             self._holders[block] -= 1
             if not self._holders[block]:
@@ -113,8 +121,14 @@ class Blocks:
 
 
 def namespace(weights: int, cache: str) -> bytes:
-    """A name for the keys and values that one may find: those of a cache, else those of equal weights."""
-    return hashlib.blake2b(cache.encode(), digest_size=16).digest() if cache else weights.to_bytes(8, "little")
+    """A name for the keys and values that one may find: those of a cache, else those of equal
+    weights.
+    """
+    return (
+        hashlib.blake2b(cache.encode(), digest_size=16).digest()
+        if cache
+        else weights.to_bytes(8, "little")
+    )
 
 
 def prompt_keys(space: bytes, prompt: Array) -> list[bytes]:
@@ -122,7 +136,9 @@ def prompt_keys(space: bytes, prompt: Array) -> list[bytes]:
     keys, key = [], space
     tokens = np.ascontiguousarray(prompt, dtype=np.int64)
     for start in range(0, prompt.size - BLOCK + 1, BLOCK):
-        key = hashlib.blake2b(key + tokens[start : start + BLOCK].tobytes(), digest_size=16).digest()
+        key = hashlib.blake2b(
+            key + tokens[start : start + BLOCK].tobytes(), digest_size=16
+        ).digest()
         keys.append(key)
     return keys
 
@@ -136,7 +152,9 @@ class Pool:
         self.kv = zeros(self.shape, like)
         self.blocks = Blocks(count)
 
-    def write(self, layer: int, places_T: torch.Tensor, k_TGC: torch.Tensor, v_TGC: torch.Tensor) -> None:
+    def write(
+        self, layer: int, places_T: torch.Tensor, k_TGC: torch.Tensor, v_TGC: torch.Tensor
+    ) -> None:
         """Put the keys and values of tokens at their places (block * BLOCK + offset)."""
         if (fused := kernels_for(k_TGC)) is not None:
             fused.store(self.kv[layer], places_T, k_TGC, v_TGC)
@@ -145,10 +163,13 @@ class Pool:
             part.view(-1, *part.shape[2:]).index_copy_(0, places_T, x)
 
     def read(self, layer: int, tables_UN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The keys and values of U sequences, `[U, S, G, C]` each, copied together from their blocks."""
+        """The keys and values of U sequences, `[U, S, G, C]` each, copied together from their
+        blocks.
+        """
         count = tables_UN.shape[0]
         keys, values = (
-            part.index_select(0, tables_UN.view(-1)).view(count, -1, *part.shape[2:]) for part in self.kv[layer]
+            part.index_select(0, tables_UN.view(-1)).view(count, -1, *part.shape[2:])
+            for part in self.kv[layer]
         )
         return keys, values
 
@@ -169,7 +190,14 @@ class Pool:
 def block_bytes(model: Decoder) -> int:
     """What a block costs."""
     config = model.config
-    return config.layers * 2 * BLOCK * config.kv_heads * config.head_dim * model.embed_VD.element_size()
+    return (
+        config.layers
+        * 2
+        * BLOCK
+        * config.kv_heads
+        * config.head_dim
+        * model.embed_VD.element_size()
+    )
 
 
 def zeros(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,8 @@
-"""Sampling requests: what is asked, what is known about the prompt, which tokens the samples have, and when they end.
+"""Sampling requests: what is asked, what is known about the prompt, which tokens the samples have,
+and when they end.
 
-Log-probabilities of sampled tokens are those of the temperature-scaled distribution before top-k and top-p cut it (at
-temperature 0, of the unscaled one); those of prompts are at temperature 1.
+Log-probabilities of sampled tokens are those of the temperature-scaled distribution before top-k
+and top-p cut it (at temperature 0, of the unscaled one); those of prompts are at temperature 1.
 
 Axes: T positions of a prompt, V vocabulary, K likeliest tokens.
 """
@@ -72,21 +73,32 @@ class Source:
 
     @cached_property
     def weights(self) -> int:
-        """A number for these weights, never given to others; samplers of the bare model share theirs."""
+        """A number for these weights, never given to others; samplers of the bare model share
+        theirs.
+        """
         return next(_NUMBERS) if self.lora.factors else BARE_WEIGHTS
 
 
-# --- Stopping ----------------------------------------------------------------------------------------------------
+# --- Stopping
+# ----------------------------------------------------------------------------------------------------
 
 
 class StopRule:
     """Says which rows end with the token they have just got."""
 
     def __init__(self, source: Source, stop: str | Sequence[str | int] | None, rows: int) -> None:
-        items = [stop] if isinstance(stop, str) else sorted(source.eos_tokens) if stop is None else list(stop)
+        items = (
+            [stop]
+            if isinstance(stop, str)
+            else sorted(source.eos_tokens)
+            if stop is None
+            else list(stop)
+        )
         ids = [item for item in items if not isinstance(item, str)]
         if any(not 0 <= item < source.model.config.vocab for item in ids):
-            raise EngineError(f"stop holds a token outside the vocabulary of {source.model.config.vocab}")
+            raise EngineError(
+                f"stop holds a token outside the vocabulary of {source.model.config.vocab}"
+            )
         self._tokens = frozenset(ids)
         self._strings = [item for item in items if isinstance(item, str)]
         if "" in self._strings:
@@ -103,7 +115,12 @@ class StopRule:
     def __call__(self, rows: Array, tokens: Array) -> Array:
         """Whether each row, having got its token, is at its end."""
         pairs = zip(rows.tolist(), tokens.tolist(), strict=True)
-        return np.array([self._said(row, token) if self._strings else token in self._tokens for row, token in pairs])
+        return np.array(
+            [
+                self._said(row, token) if self._strings else token in self._tokens
+                for row, token in pairs
+            ]
+        )
 
     def _said(self, row: int, token: int) -> bool:
         text = self._texts[row].add(token, keep=max(map(len, self._strings)))
@@ -111,10 +128,12 @@ class StopRule:
 
 
 class _Text:
-    """The end of a row's decoded text, from not many more tokens than a stop string can reach back over.
+    """The end of a row's decoded text, from not many more tokens than a stop string can reach back
+    over.
 
-    Decoding a suffix of the tokens can spoil its first characters, such as a space that is stripped: the margin. One
-    that begins within a character can spoil them all, where bytes side by side are decoded together.
+    Decoding a suffix of the tokens can spoil its first characters, such as a space that is
+    stripped: the margin. One that begins within a character can spoil them all, where bytes side by
+    side are decoded together.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -138,7 +157,9 @@ class _Text:
     def _shorten(self, enough: int, tokens_a_character: float) -> None:
         """Forget the first tokens, if what follows them is text, and enough of it."""
         for generous in (1.0, 1.25, 1.5):
-            start = self._whole(len(self._tokens) - math.ceil(enough * tokens_a_character * generous))
+            start = self._whole(
+                len(self._tokens) - math.ceil(enough * tokens_a_character * generous)
+            )
             rest = self._decode(self._tokens[start:])
             if len(rest) >= enough and BROKEN not in rest:
                 self._forget(start)
@@ -147,7 +168,10 @@ class _Text:
     def _whole(self, start: int) -> int:
         """The last place up to there at which a character begins."""
         for at in range(start, max(0, start - BYTES), -1):
-            if any(BROKEN not in self._decode(self._tokens[at : at + some]) for some in range(1, BYTES + 1)):
+            if any(
+                BROKEN not in self._decode(self._tokens[at : at + some])
+                for some in range(1, BYTES + 1)
+            ):
                 return at
         return max(0, start)
 
@@ -160,7 +184,8 @@ class _Text:
         return text
 
 
-# --- Prompts -----------------------------------------------------------------------------------------------------
+# --- Prompts
+# -----------------------------------------------------------------------------------------------------
 
 
 class PromptScores:
@@ -175,7 +200,9 @@ class PromptScores:
 
     @cached_property
     def logprobs_P(self) -> Array:
-        """The log-probability of each token of the prompt. Like the tables below, it is made when it is needed."""
+        """The log-probability of each token of the prompt. Like the tables below, it is made when
+        it is needed.
+        """
         return np.full(self._prompt.size, np.nan, dtype=np.float32)
 
     @cached_property
@@ -184,7 +211,9 @@ class PromptScores:
 
     @cached_property
     def _alt(self) -> list[Array]:
-        return [np.zeros((self._prompt.size - 1, self._alternatives), t) for t in (np.int64, np.float32)]
+        return [
+            np.zeros((self._prompt.size - 1, self._alternatives), t) for t in (np.int64, np.float32)
+        ]
 
     @property
     def rows(self) -> range:
@@ -212,7 +241,9 @@ class PromptScores:
         span = slice(rows.start, rows.stop)
         for column in range(self._alternatives):
             numbers = uniforms(self._seed, ALTERNATIVES + column, positions)
-            tokens, logprobs = choose(logits_TV, numbers, [self._request.sampling_params] * len(rows))
+            tokens, logprobs = choose(
+                logits_TV, numbers, [self._request.sampling_params] * len(rows)
+            )
             self._alt[0][span, column] = tokens.cpu().numpy()
             self._alt[1][span, column] = logprobs.gather(1, tokens[:, None])[:, 0].cpu().numpy()
 
@@ -227,12 +258,16 @@ class PromptScores:
             topk_prompt_logprobs_np=self._topk if self._k else None,
             target_prompt_logprobs=None if self._targets is None else self._targets.tensor(),
             prompt_cache_hit_tokens=reused,
-            prompt_alt_tokens=PromptAltTokens(*map(TensorData.from_numpy, self._alt)) if self._alternatives else None,
+            prompt_alt_tokens=PromptAltTokens(*map(TensorData.from_numpy, self._alt))
+            if self._alternatives
+            else None,
         )
 
 
 class _Targets:
-    """Log-probabilities of chosen tokens at prompt positions: row i of the request scores position i + 1."""
+    """Log-probabilities of chosen tokens at prompt positions: row i of the request scores position
+    i + 1.
+    """
 
     def __init__(self, request: TensorData, rows: Array, tokens: Array) -> None:
         self._request, self._rows, self._tokens = request, rows, tokens
@@ -244,16 +279,24 @@ class _Targets:
             return None
         shape, tokens = request.shape or [], request.values
         if request.dtype != "int64" or len(shape) != 2 or shape[0] != length - 1:
-            raise EngineError(f"target_prompt_logprobs must be int64 of shape [{length - 1}, K], got {request!r}")
+            raise EngineError(
+                f"target_prompt_logprobs must be int64 of shape [{length - 1}, K], got {request!r}"
+            )
         if tokens.size and (tokens.min() < -1 or tokens.max() >= vocab):
-            raise EngineError(f"target_prompt_logprobs holds a token outside the vocabulary of {vocab}")
+            raise EngineError(
+                f"target_prompt_logprobs holds a token outside the vocabulary of {vocab}"
+            )
         counts = np.diff(request.csr[0]) if request.csr else np.full(shape[0], shape[1])
         return cls(request, np.repeat(np.arange(shape[0]), counts), tokens)
 
     def add(self, rows: range, logprobs_TV: torch.Tensor) -> None:
-        here = np.flatnonzero((self._rows >= rows.start) & (self._rows < rows.stop) & (self._tokens >= 0))
+        here = np.flatnonzero(
+            (self._rows >= rows.start) & (self._rows < rows.stop) & (self._tokens >= 0)
+        )
         at = (torch.from_numpy(self._rows[here] - rows.start), torch.from_numpy(self._tokens[here]))
-        self._logprobs[here] = logprobs_TV[tuple(x.to(logprobs_TV.device) for x in at)].cpu().numpy()
+        self._logprobs[here] = (
+            logprobs_TV[tuple(x.to(logprobs_TV.device) for x in at)].cpu().numpy()
+        )
 
     def tensor(self) -> TensorData:
         crow, col = self._request.csr or (None, None)
@@ -261,7 +304,9 @@ class _Targets:
 
 
 def _empty_topk(length: int, k: int) -> TopkLogprobs:
-    return TopkLogprobs(np.zeros((length, k), np.int32), np.full((length, k), EMPTY_CELL, np.float32))
+    return TopkLogprobs(
+        np.zeros((length, k), np.int32), np.full((length, k), EMPTY_CELL, np.float32)
+    )
 
 
 def _put_topk(table: TopkLogprobs, where: slice, logprobs_TV: torch.Tensor, k: int) -> None:
@@ -273,15 +318,16 @@ def _clear(table: TopkLogprobs, length: int) -> None:
     table.token_ids[:length], table.logprobs[:length] = 0, EMPTY_CELL
 
 
-# --- Jobs --------------------------------------------------------------------------------------------------------
+# --- Jobs
+# --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False, slots=True)
 class Sample:
     """One of a job's samples: the tokens it has, and its row while it is being decoded.
 
-    A sample that was put back has tokens which its new row must be fed again: `fed` of them have been. `drawn` counts
-    tokens that have been chosen on the device and not been read.
+    A sample that was put back has tokens which its new row must be fed again: `fed` of them have
+    been. `drawn` counts tokens that have been chosen on the device and not been read.
     """
 
     index: int
@@ -299,7 +345,8 @@ class Sample:
 class Job:
     """One request: its prompt and what is known of it, its samples, and how they end.
 
-    Thousands may wait. So what takes room for each sample, or for tables, is made when the job's turn has come.
+    Thousands may wait. So what takes room for each sample, or for tables, is made when the job's
+    turn has come.
     """
 
     def __init__(
@@ -347,7 +394,9 @@ class Job:
         scores: tuple[Array, Array, Array] | None = None,
         version: int | None = None,
     ) -> None:
-        """Give samples a token each, tell the listener, and mark those that end. A recording takes the scores."""
+        """Give samples a token each, tell the listener, and mark those that end. A recording takes
+        the scores.
+        """
         if not np.isfinite(logprobs).all():
             raise EngineError("the model's logits are not finite: its weights are broken", "server")
         indices = np.array([sample.index for sample in samples])
@@ -355,7 +404,9 @@ class Job:
             self.recorder.add(indices, np.array([len(sample.tokens) for sample in samples]), scores)
         ended = self._stop(indices, tokens)
         drawn = []
-        for at, (sample, token, logprob) in enumerate(zip(samples, tokens.tolist(), logprobs.tolist(), strict=True)):
+        for at, (sample, token, logprob) in enumerate(
+            zip(samples, tokens.tolist(), logprobs.tolist(), strict=True)
+        ):
             if version is not None and (not sample.versions or sample.versions[-1][1] != version):
                 sample.versions.append((len(sample.tokens), version))
             sample.tokens.append(token)
@@ -366,7 +417,11 @@ class Job:
                 sample.stop_reason = "stop"
             elif len(sample.tokens) == self.limit:
                 sample.stop_reason = "length"
-            drawn.append(DrawnToken(sample.index, token, logprob, sample.stop_reason, version, self.reused or 0))
+            drawn.append(
+                DrawnToken(
+                    sample.index, token, logprob, sample.stop_reason, version, self.reused or 0
+                )
+            )
         if self._listener is not None:
             self._listener(drawn)
 
@@ -375,9 +430,13 @@ class Job:
         return len(sample.tokens) + sample.drawn >= self.limit
 
     def score_rows(self, start: int, stop: int) -> Iterator[range]:
-        """The positions in `[start, stop)` whose logits the request asks for, in portions that fit the budget."""
+        """The positions in `[start, stop)` whose logits the request asks for, in portions that fit
+        the budget.
+        """
         wanted = self.scores.rows
-        return _blocks(range(max(wanted.start, start), min(wanted.stop, stop)), self.source.model.config.vocab)
+        return _blocks(
+            range(max(wanted.start, start), min(wanted.stop, stop)), self.source.model.config.vocab
+        )
 
     @property
     def is_scored(self) -> bool:
@@ -386,7 +445,9 @@ class Job:
 
     @property
     def first_scored(self) -> int:
-        """The first position whose hidden state is needed; only what lies before it may come from others."""
+        """The first position whose hidden state is needed; only what lies before it may come from
+        others.
+        """
         rows = self.scores.rows
         return rows.start if len(rows) else self.prompt.size - 1
 
@@ -403,7 +464,10 @@ class Job:
         k = self.request.topk_sample_logprobs
         table = None
         if k:
-            ids, values = np.zeros((len(sample.topk), k), np.int32), np.zeros((len(sample.topk), k), np.float32)
+            ids, values = (
+                np.zeros((len(sample.topk), k), np.int32),
+                np.zeros((len(sample.topk), k), np.float32),
+            )
             for at, row in enumerate(sample.topk):
                 ids[at], values[at] = row.token_ids, row.logprobs
             table = TopkLogprobs(ids, values)
@@ -431,7 +495,9 @@ def _blocks(rows: range, vocab: int) -> Iterator[range]:
 
 def _check(request: SampleRequest, prompt: Array, vocab: int) -> None:
     if not 1 <= request.num_samples <= MAX_SAMPLES:
-        raise EngineError(f"num_samples must be between 1 and {MAX_SAMPLES}, got {request.num_samples}")
+        raise EngineError(
+            f"num_samples must be between 1 and {MAX_SAMPLES}, got {request.num_samples}"
+        )
     if prompt.max() >= vocab:
         raise EngineError(f"prompt: token {prompt.max()} is outside the vocabulary of {vocab}")
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
@@ -439,5 +505,7 @@ def _check(request: SampleRequest, prompt: Array, vocab: int) -> None:
         if not 0 <= getattr(request, name) <= most:
             raise EngineError(f"{name} must be between 0 and {most}, got {getattr(request, name)}")
     last_n = request.prompt_logprobs_last_n
-    if last_n is not None and (last_n < 1 or not (request.prompt_logprobs or request.topk_prompt_logprobs)):
+    if last_n is not None and (
+        last_n < 1 or not (request.prompt_logprobs or request.topk_prompt_logprobs)
+    ):
         raise EngineError("prompt_logprobs_last_n must be at least 1 and needs prompt_logprobs")

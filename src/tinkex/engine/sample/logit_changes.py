@@ -1,12 +1,15 @@
-"""Changes of logits that single requests ask for: banned words, biases, and penalties of what was said.
+"""Changes of logits that single requests ask for: banned words, biases, and penalties of what was
+said.
 
-Banned tokens go first, then biases, then penalties: repetition, frequency, presence. The changed logits decide which
-token is drawn; log-probabilities are reported of the unchanged ones.
+Banned tokens go first, then biases, then penalties: repetition, frequency, presence. The changed
+logits decide which token is drawn; log-probabilities are reported of the unchanged ones.
 
-Tokens of a sample are kept on the device, because the next step begins before the host has read them. Only samples
-whose request looks back take room there, and only rows of such requests are computed here.
+Tokens of a sample are kept on the device, because the next step begins before the host has read
+them. Only samples whose request looks back take room there, and only rows of such requests are
+computed here.
 
-Axes: B rows, V vocabulary, T tokens of a sample, W banned sequences, L tokens before the last of a sequence.
+Axes: B rows, V vocabulary, T tokens of a sample, W banned sequences, L tokens before the last of a
+sequence.
 """
 
 from __future__ import annotations
@@ -61,27 +64,38 @@ class Shape:
         return bool(self.lasts_W.size or self.repetition != 1 or self.presence or self.frequency)
 
     @classmethod
-    def of(cls, params: SamplingParams, prompt: Array, vocab: int, tokenizer: Callable[[], Tokenizer]) -> Shape | None:
+    def of(
+        cls, params: SamplingParams, prompt: Array, vocab: int, tokenizer: Callable[[], Tokenizer]
+    ) -> Shape | None:
         """The changes of a request; None if it asks for none."""
         if not params.changes_logits:
             return None
         biases = params.logit_bias or {}
         penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         words = _sequences(params.bad_words or [], tokenizer)
-        for name, tokens in (("logit_bias", biases), ("bad_words", (token for word in words for token in word))):
+        for name, tokens in (
+            ("logit_bias", biases),
+            ("bad_words", (token for word in words for token in word)),
+        ):
             for token in tokens:
                 if token >= vocab:
-                    raise EngineError(f"{name} holds token {token}, outside the vocabulary of {vocab}")
+                    raise EngineError(
+                        f"{name} holds token {token}, outside the vocabulary of {vocab}"
+                    )
         if len({word[-1] for word in words}) >= vocab:
             raise EngineError(f"bad_words leave none of the {vocab} tokens to be drawn; name fewer")
         banned = {word[0] for word in words if len(word) == 1}
         longer = [word for word in words if len(word) > 1]
-        befores_WL = np.full((len(longer), max((len(word) - 1 for word in longer), default=0)), ANY, np.int64)
+        befores_WL = np.full(
+            (len(longer), max((len(word) - 1 for word in longer), default=0)), ANY, np.int64
+        )
         for row, word in zip(befores_WL, longer, strict=True):
             row[1 - len(word) :] = word[:-1]
         return cls(
             *penalties,
-            np.unique(prompt).astype(np.int64) if params.repetition_penalty != 1 else np.zeros(0, np.int64),
+            np.unique(prompt).astype(np.int64)
+            if params.repetition_penalty != 1
+            else np.zeros(0, np.int64),
             np.array(list(biases), np.int64),
             np.array(list(biases.values()), np.float32),
             np.array(sorted(banned), np.int64),
@@ -90,14 +104,19 @@ class Shape:
         )
 
 
-def _sequences(words: Sequence[str | list[int]], tokenizer: Callable[[], Tokenizer]) -> set[tuple[int, ...]]:
+def _sequences(
+    words: Sequence[str | list[int]], tokenizer: Callable[[], Tokenizer]
+) -> set[tuple[int, ...]]:
     """Banned sequences of tokens. A text is banned as it begins a word, and as it goes on with one."""
     found = {tuple(word) for word in words if not isinstance(word, str)}
     for word in words:
         if isinstance(word, str):
-            inside, begins = (_encoded(f"{space}{word.lstrip()}", tokenizer()) for space in ("", " "))
+            inside, begins = (
+                _encoded(f"{space}{word.lstrip()}", tokenizer()) for space in ("", " ")
+            )
             found.add(inside)
-            if len(begins) == len(inside) and begins[0] != inside[0]:  # else a space of its own stands first
+            # else a space of its own stands first
+            if len(begins) == len(inside) and begins[0] != inside[0]:
                 found.add(begins)
     return found
 
@@ -120,7 +139,9 @@ class Shaped(NamedTuple):
 
 
 class Shaper:
-    """Chooses tokens for rows that have changes, and remembers them for as long as their samples run."""
+    """Chooses tokens for rows that have changes, and remembers them for as long as their samples
+    run.
+    """
 
     def __init__(self, device: torch.device, vocab: int) -> None:
         self._device, self._vocab = device, vocab
@@ -130,13 +151,19 @@ class Shaper:
         self._plan: _Plan | None = None
 
     def choose(
-        self, logits_BV: torch.Tensor, numbers_B: Array, params_B: Sequence[SamplingParams], rows: Sequence[Shaped]
+        self,
+        logits_BV: torch.Tensor,
+        numbers_B: Array,
+        params_B: Sequence[SamplingParams],
+        rows: Sequence[Shaped],
     ) -> torch.Tensor:
         """A token for each row, of its changed logits."""
         step = max(1, ROWS_BUDGET // self._vocab)
         if len(rows) > step:
             parts = [slice(start, start + step) for start in range(0, len(rows), step)]
-            return torch.cat([self.choose(logits_BV[p], numbers_B[p], params_B[p], rows[p]) for p in parts])
+            return torch.cat(
+                [self.choose(logits_BV[p], numbers_B[p], params_B[p], rows[p]) for p in parts]
+            )
         slots = np.array([self._slot(row) for row in rows])
         lengths = np.array([row.length for row in rows])
         changed_BV = self._changed(logits_BV, rows, slots, lengths)
@@ -157,7 +184,9 @@ class Shaper:
             self._tokens, self._free = self._tokens.new_zeros(0, FIRST_WIDTH), []
             self._plan = None
 
-    def _changed(self, logits_BV: torch.Tensor, rows: Sequence[Shaped], slots: Array, lengths: Array) -> torch.Tensor:
+    def _changed(
+        self, logits_BV: torch.Tensor, rows: Sequence[Shaped], slots: Array, lengths: Array
+    ) -> torch.Tensor:
         shapes = [row.shape for row in rows]
         if self._plan is None or not self._plan.fits(shapes):
             self._plan = _Plan(shapes, self._vocab, self._device)
@@ -166,7 +195,9 @@ class Shaper:
             longest = max(1, int(lengths.max()))
             self._widen(longest)
             slots_B = to_device(np.maximum(slots, 0), self._device)
-            told = _Told(self._tokens[slots_B, :longest].long(), to_device(lengths, self._device)[:, None])
+            told = _Told(
+                self._tokens[slots_B, :longest].long(), to_device(lengths, self._device)[:, None]
+            )
         return self._plan.changed(logits_BV, told)
 
     def _slot(self, row: Shaped) -> int:
@@ -180,7 +211,9 @@ class Shaper:
             slot = self._slots[row.sample] = self._free.pop()
             if row.tokens:  # it was put back, and its room was given away
                 self._widen(len(row.tokens))
-                self._tokens[slot, : len(row.tokens)] = to_device(row.tokens, self._device, torch.int32)
+                self._tokens[slot, : len(row.tokens)] = to_device(
+                    row.tokens, self._device, torch.int32
+                )
         return slot
 
     def _more_slots(self) -> None:
@@ -211,14 +244,18 @@ class _Plan:
         self._shapes = list(shapes)
 
         def flat(tokens: Sequence[Array]) -> torch.Tensor:
-            return to_device(np.concatenate([row * vocab + ids for row, ids in enumerate(tokens)]), device)
+            return to_device(
+                np.concatenate([row * vocab + ids for row, ids in enumerate(tokens)]), device
+            )
 
         def column(values: Sequence[float]) -> torch.Tensor:
             return to_device(values, device, torch.float32)[:, None]
 
         self._banned = flat([shape.banned for shape in shapes])
         self._biased = flat([shape.biased for shape in shapes])
-        self._biases = to_device(np.concatenate([shape.biases for shape in shapes]), device, torch.float32)
+        self._biases = to_device(
+            np.concatenate([shape.biases for shape in shapes]), device, torch.float32
+        )
         self._prompt = flat([shape.prompt for shape in shapes])
         self._lasts = flat([shape.lasts_W for shape in shapes])
         counts = [shape.lasts_W.size for shape in shapes]
@@ -232,7 +269,9 @@ class _Plan:
 
     def fits(self, shapes: Sequence[Shape]) -> bool:
         """True if these are the rows it was made for."""
-        return len(shapes) == len(self._shapes) and all(a is b for a, b in zip(shapes, self._shapes, strict=True))
+        return len(shapes) == len(self._shapes) and all(
+            a is b for a, b in zip(shapes, self._shapes, strict=True)
+        )
 
     def changed(self, logits_BV: torch.Tensor, told: _Told | None) -> torch.Tensor:
         """The changed logits, in float32 at least."""
@@ -251,9 +290,13 @@ class _Plan:
             seen_BV = counts_BV > 0
             seen_BV.view(-1).index_fill_(0, self._prompt, True)
             factors_BV = torch.where(seen_BV, self._repetition_B1.to(flat.dtype), 1)
-            changed_BV = torch.where(changed_BV > 0, changed_BV / factors_BV, changed_BV * factors_BV)
+            changed_BV = torch.where(
+                changed_BV > 0, changed_BV / factors_BV, changed_BV * factors_BV
+            )
         if self._counts:
-            changed_BV = changed_BV - counts_BV * self._frequency_B1 - (counts_BV > 0) * self._presence_B1
+            changed_BV = (
+                changed_BV - counts_BV * self._frequency_B1 - (counts_BV > 0) * self._presence_B1
+            )
         return changed_BV
 
     def _count(self, like_BV: torch.Tensor, told: _Told) -> torch.Tensor:
@@ -276,4 +319,6 @@ class _Plan:
 def _side_by_side(tables: Sequence[Array]) -> Array:
     """Tables of banned sequences as one, padded at the left."""
     width = max(table.shape[1] for table in tables)
-    return np.concatenate([np.pad(t, ((0, 0), (width - t.shape[1], 0)), constant_values=ANY) for t in tables])
+    return np.concatenate(
+        [np.pad(t, ((0, 0), (width - t.shape[1], 0)), constant_values=ANY) for t in tables]
+    )

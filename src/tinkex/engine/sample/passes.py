@@ -1,16 +1,19 @@
 """The two kinds of pass a sampler makes: chunks of prompts, and one more token for every row.
 
-Both write keys and values before they attend, layer by layer, so that a prompt can share blocks with another of the
-same pass. How a position is summed up depends on that position alone: its keys reach from 0 to the end of its block,
-what lies beyond it is masked, and numbers of rows are padded (see `row_adapters`). Where a chunk is cut, which rows are
-neighbours and whether a prefix was found therefore change no bit on a CPU.
+Both write keys and values before they attend, layer by layer, so that a prompt can share blocks
+with another of the same pass. How a position is summed up depends on that position alone: its keys
+reach from 0 to the end of its block, what lies beyond it is masked, and numbers of rows are padded
+(see `row_adapters`). Where a chunk is cut, which rows are neighbours and whether a prefix was found
+therefore change no bit on a CPU.
 
-Decoding comes in two forms. `SlabDecoding`, for a CPU, keeps a copy of each running row's keys and values in one piece,
-because products read those where they lie. `StaticDecoding`, for a GPU, reads blocks where they are, has fixed shapes,
-and is recorded as CUDA graphs; on a CPU it runs the same code without them.
+Decoding comes in two forms. `SlabDecoding`, for a CPU, keeps a copy of each running row's keys and
+values in one piece, because products read those where they lie. `StaticDecoding`, for a GPU, reads
+blocks where they are, has fixed shapes, and is recorded as CUDA graphs; on a CPU it runs the same
+code without them.
 
-Axes: T tokens of a pass, B rows, U tiles of queries, Q queries of a tile, S positions, N blocks of a row, H query
-heads, G key/value heads, R query heads of a group times queries, C channels of a head, L layers, V vocabulary.
+Axes: T tokens of a pass, B rows, U tiles of queries, Q queries of a tile, S positions, N blocks of
+a row, H query heads, G key/value heads, R query heads of a group times queries, C channels of a
+head, L layers, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,7 +28,15 @@ import numpy as np
 import torch
 
 from tinkex.engine.families.model_config import AttentionRule
-from tinkex.engine.model.attention import attend, flash, soft_cap, takes_packed, trusted, visible, widened
+from tinkex.engine.model.attention import (
+    attend,
+    flash,
+    soft_cap,
+    takes_packed,
+    trusted,
+    visible,
+    widened,
+)
 from tinkex.engine.model.decoder import BARE, Adaptation, Decoder, Lora, hidden_states
 from tinkex.engine.model.matmul_check import are_batches_steady, steady_batch
 from tinkex.engine.sample.blocks import BLOCK, NOTHING, RESERVED, SCRATCH, Pool, zeros
@@ -38,12 +49,14 @@ if TYPE_CHECKING:
 
 SMALLEST_SLAB = 128
 FIRST_SLOTS = 32
-"""Room in a new slab. It takes memory where rows lie, so that more costs little; making room later means a copy."""
+"""Room in a new slab. It takes memory where rows lie, so that more costs little; making room later
+means a copy."""
 CUDA_TILE = 512
-"""Queries attended at once in prefill on a GPU, where its kernel cannot take whole prompts; on a CPU a block of them,
-so that the bits do not depend on more."""
+"""Queries attended at once in prefill on a GPU, where its kernel cannot take whole prompts; on a
+CPU a block of them, so that the bits do not depend on more."""
 KEPT_SLAB = 512 << 20
-"""An empty slab of up to so many bytes is kept: to touch fresh memory takes longer than many a job."""
+"""An empty slab of up to so many bytes is kept: to touch fresh memory takes longer than many a job.
+"""
 LONG_ATTENTION = 1 << 18
 """From so many numbers in a layer's keys on, a CPU attends with all threads."""
 PROMPT_ROWS = (16, 64, 256)
@@ -56,7 +69,9 @@ KERNEL_ERROR = 0.03
 
 @dataclass(eq=False, slots=True)
 class Row:
-    """A sequence being decoded: its weights, its blocks, how many positions they hold, and the token that is next."""
+    """A sequence being decoded: its weights, its blocks, how many positions they hold, and the
+    token that is next.
+    """
 
     lora: Lora
     weights: int
@@ -82,13 +97,20 @@ class Piece:
 
 
 def weigh(
-    q_NRC: torch.Tensor, k_NSC: torch.Tensor, v_NSC: torch.Tensor, bias: torch.Tensor, rule: AttentionRule
+    q_NRC: torch.Tensor,
+    k_NSC: torch.Tensor,
+    v_NSC: torch.Tensor,
+    bias: torch.Tensor,
+    rule: AttentionRule,
 ) -> torch.Tensor:
     """Attention by plain products; `bias` is 0 or -inf."""
     if rule.softcap is None:
         scores = torch.baddbmm(bias, q_NRC, k_NSC.transpose(1, 2), alpha=rule.scale)
     else:
-        scores = soft_cap(widened(torch.bmm(q_NRC * rule.scale, k_NSC.transpose(1, 2))), rule.softcap) + bias
+        scores = (
+            soft_cap(widened(torch.bmm(q_NRC * rule.scale, k_NSC.transpose(1, 2))), rule.softcap)
+            + bias
+        )
     return torch.bmm(scores.softmax(-1).to(v_NSC.dtype), v_NSC)
 
 
@@ -97,14 +119,17 @@ def put(array: Array | Sequence[int] | Sequence[Sequence[int]], like: torch.Tens
     return to_device(array, like.device)
 
 
-# --- Prefill -----------------------------------------------------------------------------------------------------
+# --- Prefill
+# -----------------------------------------------------------------------------------------------------
 
 
 class Prompts(Protocol):
     """Runs pieces of prompts and leaves their keys and values in the pool."""
 
     def hidden(self, pieces: Sequence[Piece]) -> torch.Tensor:
-        """The hidden states of all positions of the pieces, in order, which has equal weights side by side."""
+        """The hidden states of all positions of the pieces, in order, which has equal weights side
+        by side.
+        """
 
 
 class Prefill:
@@ -114,7 +139,9 @@ class Prefill:
         self._model, self._pool, self._products = model, pool, products
 
     def hidden(self, pieces: Sequence[Piece]) -> torch.Tensor:
-        """The hidden states of all positions of the pieces, in order, which has equal weights side by side."""
+        """The hidden states of all positions of the pieces, in order, which has equal weights side
+        by side.
+        """
         count = sum(piece.stop - piece.start for piece in pieces)
         total = padded(count)
         tokens, positions = np.zeros(total, np.int64), np.zeros(total, np.int64)
@@ -131,7 +158,9 @@ class Prefill:
         embed = self._model.embed_VD
         attention = PrefillAttention(self._model, self._pool, pieces, put(places, embed))
         lora = RowAdapters.of(self._products, lora_T, total)
-        return hidden_states(self._model, put(tokens, embed), put(positions, embed), attention, lora)
+        return hidden_states(
+            self._model, put(tokens, embed), put(positions, embed), attention, lora
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +176,14 @@ class _Tiles:
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
     def bias(self, rule: AttentionRule, dtype: torch.dtype) -> torch.Tensor:
-        """0 where a query sees a key, else -inf: `[U, Q, S]`, made once for layers with the same window."""
+        """0 where a query sees a key, else -inf: `[U, Q, S]`, made once for layers with the same
+        window.
+        """
         if rule.window not in self.masks:
             seen = self.seen(rule)
-            self.masks[rule.window] = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)
+            self.masks[rule.window] = torch.zeros(seen.shape, dtype=dtype).masked_fill_(
+                ~seen, -torch.inf
+            )
         return self.masks[rule.window]
 
     def seen(self, rule: AttentionRule) -> torch.Tensor:
@@ -161,7 +194,8 @@ class _Tiles:
 
 @dataclass(frozen=True, slots=True)
 class _Whole:
-    """Pieces as packed sequences, each with all keys up to its end: one call for them all, where a kernel takes that.
+    """Pieces as packed sequences, each with all keys up to its end: one call for them all, where a
+    kernel takes that.
 
     What pads the pass is one more sequence, which nobody looks at.
     """
@@ -181,14 +215,22 @@ class _Whole:
             queries.append(rest)
             places.append(np.full(rest, SCRATCH * BLOCK))
         keys = [place.size for place in places]
-        bounds_q, bounds_k = (to_device(np.cumsum([0, *sizes]), device, torch.int32) for sizes in (queries, keys))
-        return cls(to_device(np.concatenate(places), device), bounds_q, bounds_k, max(queries), max(keys))
+        bounds_q, bounds_k = (
+            to_device(np.cumsum([0, *sizes]), device, torch.int32) for sizes in (queries, keys)
+        )
+        return cls(
+            to_device(np.concatenate(places), device), bounds_q, bounds_k, max(queries), max(keys)
+        )
 
 
 class PrefillAttention:
-    """Attention of pieces of prompts to all that lies before them, at once or by tiles on a fixed grid of positions."""
+    """Attention of pieces of prompts to all that lies before them, at once or by tiles on a fixed
+    grid of positions.
+    """
 
-    def __init__(self, model: Decoder, pool: Pool, pieces: Sequence[Piece], places_T: torch.Tensor) -> None:
+    def __init__(
+        self, model: Decoder, pool: Pool, pieces: Sequence[Piece], places_T: torch.Tensor
+    ) -> None:
         self._rules, self._pool, self._places_T = model.attention, pool, places_T
         self._pieces = pieces
         self._exact = places_T.device.type == "cpu"
@@ -196,13 +238,18 @@ class PrefillAttention:
     @functools.cached_property
     def _tiles(self) -> list[_Tiles]:
         tile = BLOCK if self._exact else CUDA_TILE
-        return [_tiles(end, tile, units, self._places_T) for end, units in _units(self._pieces, tile).items()]
+        return [
+            _tiles(end, tile, units, self._places_T)
+            for end, units in _units(self._pieces, tile).items()
+        ]
 
     @functools.cached_property
     def _whole(self) -> _Whole:
         return _Whole.of(self._pieces, self._places_T.shape[0], self._places_T.device)
 
-    def __call__(self, layer: int, q_THC: torch.Tensor, k_TGC: torch.Tensor, v_TGC: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, layer: int, q_THC: torch.Tensor, k_TGC: torch.Tensor, v_TGC: torch.Tensor
+    ) -> torch.Tensor:
         """Keep the keys and values, then attend."""
         self._pool.write(layer, self._places_T, k_TGC, v_TGC)
         rule = self._rules[layer]
@@ -221,7 +268,9 @@ class PrefillAttention:
         whole = self._whole
         k_KGC, v_KGC = self._pool.gather(layer, whole.places_K)
         keys = (whole.bounds_k, whole.longest_k)
-        return flash(q_THC, k_KGC, v_KGC, whole.bounds_q, whole.longest_q, rule.scale, rule.window, keys)[0].flatten(1)
+        return flash(
+            q_THC, k_KGC, v_KGC, whole.bounds_q, whole.longest_q, rule.scale, rule.window, keys
+        )[0].flatten(1)
 
 
 def _places(blocks: Sequence[int], positions: Array) -> Array:
@@ -231,28 +280,50 @@ def _places(blocks: Sequence[int], positions: Array) -> Array:
 
 
 def _by_kernel(
-    q_UQHC: torch.Tensor, k_USGC: torch.Tensor, v_USGC: torch.Tensor, tiles: _Tiles, rule: AttentionRule
+    q_UQHC: torch.Tensor,
+    k_USGC: torch.Tensor,
+    v_USGC: torch.Tensor,
+    tiles: _Tiles,
+    rule: AttentionRule,
 ) -> torch.Tensor:
     return attend(q_UQHC, k_USGC, v_USGC, tiles.seen(rule), rule)
 
 
 def _by_products(
-    q_UQHC: torch.Tensor, k_USGC: torch.Tensor, v_USGC: torch.Tensor, tiles: _Tiles, rule: AttentionRule
+    q_UQHC: torch.Tensor,
+    k_USGC: torch.Tensor,
+    v_USGC: torch.Tensor,
+    tiles: _Tiles,
+    rule: AttentionRule,
 ) -> torch.Tensor:
-    """The same arithmetic for every query, however many there are: heads of a group are rows of one product."""
+    """The same arithmetic for every query, however many there are: heads of a group are rows of one
+    product.
+    """
     units, queries, heads, channels = q_UQHC.shape
     positions, groups = k_USGC.shape[1:3]
-    q = q_UQHC.view(units, queries, groups, -1, channels).permute(0, 2, 3, 1, 4).reshape(units * groups, -1, channels)
-    k, v = (x.transpose(1, 2).reshape(units * groups, positions, channels) for x in (k_USGC, v_USGC))
+    q = (
+        q_UQHC.view(units, queries, groups, -1, channels)
+        .permute(0, 2, 3, 1, 4)
+        .reshape(units * groups, -1, channels)
+    )
+    k, v = (
+        x.transpose(1, 2).reshape(units * groups, positions, channels) for x in (k_USGC, v_USGC)
+    )
     bias_UQS = tiles.bias(rule, q.dtype)
-    bias = bias_UQS[:, None, None].expand(-1, groups, heads // groups, -1, -1).reshape(units * groups, -1, positions)
+    bias = (
+        bias_UQS[:, None, None]
+        .expand(-1, groups, heads // groups, -1, -1)
+        .reshape(units * groups, -1, positions)
+    )
     with steady_batch(units * groups):
         mixed = weigh(q, k, v, bias, rule)
     return mixed.view(units, groups, -1, queries, channels).permute(0, 3, 1, 2, 4)
 
 
 def _units(pieces: Sequence[Piece], tile: int) -> dict[int, list[tuple[Piece, int, int, int]]]:
-    """(piece, first row in the pass, first and last position) of every tile, by where the tile ends."""
+    """(piece, first row in the pass, first and last position) of every tile, by where the tile
+    ends.
+    """
     units: dict[int, list[tuple[Piece, int, int, int]]] = {}
     row = 0
     for piece in pieces:
@@ -266,9 +337,14 @@ def _units(pieces: Sequence[Piece], tile: int) -> dict[int, list[tuple[Piece, in
     return units
 
 
-def _tiles(end: int, tile: int, units: Sequence[tuple[Piece, int, int, int]], like: torch.Tensor) -> _Tiles:
-    starts, stops = (np.array(edges)[:, None] for edges in zip(*(unit[2:] for unit in units), strict=True))
-    if like.device.type == "cpu":  # every query at its own place: in a product, bits may depend on that and on the rows
+def _tiles(
+    end: int, tile: int, units: Sequence[tuple[Piece, int, int, int]], like: torch.Tensor
+) -> _Tiles:
+    starts, stops = (
+        np.array(edges)[:, None] for edges in zip(*(unit[2:] for unit in units), strict=True)
+    )
+    # every query at its own place: in a product, bits may depend on that and on the rows
+    if like.device.type == "cpu":
         steps = np.arange(end - tile, end)
     else:
         steps = starts + np.arange(padded(int((stops - starts).max())))
@@ -285,7 +361,8 @@ def _tiles(end: int, tile: int, units: Sequence[tuple[Piece, int, int, int]], li
     )
 
 
-# --- Decoding ----------------------------------------------------------------------------------------------------
+# --- Decoding
+# ----------------------------------------------------------------------------------------------------
 
 
 class Decoding(Protocol):
@@ -315,17 +392,20 @@ class Decoding(Protocol):
 
 @dataclass(eq=False, slots=True)
 class _Slab:
-    """Keys and values of rows of like length, `[L, 2, slots, G, S, C]`; the first slots are in use, without gaps."""
+    """Keys and values of rows of like length, `[L, 2, slots, G, S, C]`; the first slots are in use,
+    without gaps.
+    """
 
     kv: torch.Tensor
     rows: list[Row]
 
 
 class SlabDecoding:
-    """Decoding on a CPU. Rows lie in slabs by length, of which each is a third or a half longer than the one before.
+    """Decoding on a CPU. Rows lie in slabs by length, of which each is a third or a half longer
+    than the one before.
 
-    Rows attend to all of their slab, what they have not reached being masked: the order in which a product sums up
-    depends on how long it is, so that must not be for the neighbours to say.
+    Rows attend to all of their slab, what they have not reached being masked: the order in which a
+    product sums up depends on how long it is, so that must not be for the neighbours to say.
     """
 
     ahead = False
@@ -336,13 +416,19 @@ class SlabDecoding:
         self._one_thread, self._all_threads = Threads(1), Threads(torch.get_num_threads())
 
     def join(self, row: Row, prompt: Sequence[int]) -> None:
-        """Copy the prompt's keys and values into a slot, which is taken last: there may be no memory for the others."""
+        """Copy the prompt's keys and values into a slot, which is taken last: there may be no
+        memory for the others.
+        """
         blocks = put(prompt, self._pool.kv)
         parts = self._pool.kv.index_select(2, blocks).flatten(2, 3)  # [L, 2, S, G, C]
-        self._slot(row, row.length + 1)[..., : row.length, :] = parts[:, :, : row.length].transpose(2, 3)
+        self._slot(row, row.length + 1)[..., : row.length, :] = parts[:, :, : row.length].transpose(
+            2, 3
+        )
 
     def leave(self, row: Row) -> None:
-        """Close the gap that the row leaves; its own slot is zeroed, for what is masked must be finite."""
+        """Close the gap that the row leaves; its own slot is zeroed, for what is masked must be
+        finite.
+        """
         length, slot = row.place
         slab = self._slabs[length]
         last = slab.rows.pop()
@@ -350,7 +436,8 @@ class SlabDecoding:
             slab.kv[:, :, slot] = slab.kv[:, :, last.place[1]]
             slab.rows[slot] = last
             last.place = (length, slot)
-        slab.kv[:, :, len(slab.rows), :, : last.length + 1] = 0  # with what a pass that failed may have written
+        # with what a pass that failed may have written
+        slab.kv[:, :, len(slab.rows), :, : last.length + 1] = 0
         if not slab.rows and slab.kv.nbytes > KEPT_SLAB:
             del self._slabs[length]
 
@@ -365,11 +452,17 @@ class SlabDecoding:
         """Decode one token of each row."""
         total, embed = padded(len(rows)), self._model.embed_VD
         tokens, positions = np.zeros(total, np.int64), np.zeros(total, np.int64)
-        tokens[: len(rows)], positions[: len(rows)] = [r.token for r in rows], [r.length for r in rows]
+        tokens[: len(rows)], positions[: len(rows)] = (
+            [r.token for r in rows],
+            [r.length for r in rows],
+        )
         lora = RowAdapters.of(self._products, [row.lora for row in rows], total)
         attention = _SlabAttention(self._model, self._slabs, rows, total, self._all_threads)
-        with self._one_thread:  # but for the products and long attention, waking another takes longer than the work
-            hidden_TD = hidden_states(self._model, put(tokens, embed), put(positions, embed), attention, lora)
+        # but for the products and long attention, waking another takes longer than the work
+        with self._one_thread:
+            hidden_TD = hidden_states(
+                self._model, put(tokens, embed), put(positions, embed), attention, lora
+            )
             for row in rows:
                 row.length += 1
             return self._model.logits(hidden_TD, lora)[: len(rows)]
@@ -417,16 +510,27 @@ class _SlabAttention:
     """Attention of one new position of each row to what lies in its slot."""
 
     def __init__(
-        self, model: Decoder, slabs: dict[int, _Slab], rows: Sequence[Row], total: int, threads: Threads
+        self,
+        model: Decoder,
+        slabs: dict[int, _Slab],
+        rows: Sequence[Row],
+        total: int,
+        threads: Threads,
     ) -> None:
         self._rules, self._total = model.attention, total
         index = {id(row): at for at, row in enumerate(rows)}
         self._parts = [
-            _SlabPart(slab, [index[id(row)] for row in slab.rows], threads) for slab in slabs.values() if slab.rows
+            _SlabPart(slab, [index[id(row)] for row in slab.rows], threads)
+            for slab in slabs.values()
+            if slab.rows
         ]
-        self._plain = len(self._parts) == 1 and isinstance(self._parts[0].rows, slice) and total == len(rows)
+        self._plain = (
+            len(self._parts) == 1 and isinstance(self._parts[0].rows, slice) and total == len(rows)
+        )
 
-    def __call__(self, layer: int, q_THC: torch.Tensor, k_TGC: torch.Tensor, v_TGC: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, layer: int, q_THC: torch.Tensor, k_TGC: torch.Tensor, v_TGC: torch.Tensor
+    ) -> torch.Tensor:
         """Keep the keys and values, then attend, slab by slab."""
         rule = self._rules[layer]
         if self._plain:
@@ -443,12 +547,15 @@ class _SlabPart:
 
     def __init__(self, slab: _Slab, order: list[int], threads: Threads) -> None:
         straight = range(order[0], order[0] + len(order))
-        self.rows = slice(straight.start, straight.stop) if order == list(straight) else torch.tensor(order)
+        self.rows = (
+            slice(straight.start, straight.stop) if order == list(straight) else torch.tensor(order)
+        )
         """Where they are in the pass, in the order of their slots."""
         self._slab = slab
         groups, size, channels = slab.kv.shape[3:]
         positions = np.array([row.length for row in slab.rows])
-        several = len(order) * groups  # a single product may be split among threads, which shows in its last bits
+        # a single product may be split among threads, which shows in its last bits
+        several = len(order) * groups
         is_long = several > 1 and several * size * channels >= LONG_ATTENTION
         self._threads = threads if is_long and are_batches_steady(threads.count) else nullcontext()
         heads = np.arange(len(order) * groups)
@@ -457,7 +564,12 @@ class _SlabPart:
         self._biases: dict[int | None, torch.Tensor] = {}
 
     def attend(
-        self, layer: int, q_BHC: torch.Tensor, k_BGC: torch.Tensor, v_BGC: torch.Tensor, rule: AttentionRule
+        self,
+        layer: int,
+        q_BHC: torch.Tensor,
+        k_BGC: torch.Tensor,
+        v_BGC: torch.Tensor,
+        rule: AttentionRule,
     ) -> torch.Tensor:
         """Query heads of a group read its keys where they lie."""
         count, groups, channels = k_BGC.shape
@@ -468,22 +580,28 @@ class _SlabPart:
         k, v = (x.view(-1, size, channels)[:used] for x in (keys, values))
         q = q_BHC.reshape(used, -1, channels)
         with self._threads:
-            return weigh(q, k, v, self._bias(rule, groups, q.shape[1], q.dtype), rule).view(count, -1)
+            return weigh(q, k, v, self._bias(rule, groups, q.shape[1], q.dtype), rule).view(
+                count, -1
+            )
 
-    def _bias(self, rule: AttentionRule, groups: int, queries: int, dtype: torch.dtype) -> torch.Tensor:
+    def _bias(
+        self, rule: AttentionRule, groups: int, queries: int, dtype: torch.dtype
+    ) -> torch.Tensor:
         if rule.window not in self._biases:
             seen_B1S = visible(self._positions_B1, torch.arange(self._slab.kv.shape[4]), rule)
             bias = torch.zeros(seen_B1S.shape, dtype=dtype).masked_fill_(~seen_B1S, -torch.inf)
-            # Written out, because it is what products begin with, and a copy in one piece is the quickest.
+            # Written out, because it is what products begin with, and a copy in one piece is the
+            # quickest.
             self._biases[rule.window] = bias.repeat_interleave(groups, dim=0).repeat(1, queries, 1)
         return self._biases[rule.window]
 
 
 class StaticDecoding:
-    """Decoding with fixed shapes: numbers of rows and of blocks are rounded up, and each pair of them is recorded once.
+    """Decoding with fixed shapes: numbers of rows and of blocks are rounded up, and each pair of
+    them is recorded once.
 
-    A row of padding writes to a block of its own kind and reads zeros. The tokens of a pass stay on the device for the
-    next one, which can be begun while the host still looks at them.
+    A row of padding writes to a block of its own kind and reads zeros. The tokens of a pass stay on
+    the device for the next one, which can be begun while the host still looks at them.
     """
 
     ahead = True
@@ -501,7 +619,9 @@ class StaticDecoding:
 
     @property
     def _captures(self) -> bool:
-        """Whether passes are recorded; those of experts cannot be, for who gets which token is known only then."""
+        """Whether passes are recorded; those of experts cannot be, for who gets which token is
+        known only then.
+        """
         return self._pool.kv.device.type == "cuda" and self._model.is_dense
 
     def join(self, row: Row, prompt: Sequence[int]) -> None:
@@ -529,7 +649,9 @@ class StaticDecoding:
         return logits_BV
 
     def hidden(self, rows: Sequence[Row]) -> torch.Tensor:
-        """What the head reads, for positions of prompts: rows that see each other if they share blocks."""
+        """What the head reads, for positions of prompts: rows that see each other if they share
+        blocks.
+        """
         size = next(size for size in PROMPT_ROWS if size >= len(rows))
         return self._run(rows, size)[0]
 
@@ -557,7 +679,9 @@ class StaticDecoding:
         """The next pass writes over them in the bank."""
 
     def _width(self, blocks: int) -> int:
-        """Room in the tables: the kernel reads what a row has, so few widths do; plain attention reads it all."""
+        """Room in the tables: the kernel reads what a row has, so few widths do; plain attention
+        reads it all.
+        """
         if self._kernel is None:
             return _rounded(blocks)
         width = KERNEL_WIDTH
@@ -566,7 +690,8 @@ class StaticDecoding:
         return width
 
     def _place(self, rows: Sequence[Row]) -> int:
-        """See that the adapters of these rows are in the bank; 0 if there are none, 1 if all have one, else 2.
+        """See that the adapters of these rows are in the bank; 0 if there are none, 1 if all have
+        one, else 2.
 
         Those of the rows that were decoded last stay: prompts run in between.
         """
@@ -605,7 +730,9 @@ class _Host:
 
 
 class _Shape:
-    """A pass over a fixed number of rows with room for a fixed number of blocks: its inputs, and its graph."""
+    """A pass over a fixed number of rows with room for a fixed number of blocks: its inputs, and
+    its graph.
+    """
 
     def __init__(
         self,
@@ -617,10 +744,19 @@ class _Shape:
         rows: int,
         width: int,
     ) -> None:
-        self._model, self._pool, self._bank, self._kernel, self._drawn = model, pool, bank, kernel, drawn
+        self._model, self._pool, self._bank, self._kernel, self._drawn = (
+            model,
+            pool,
+            bank,
+            kernel,
+            drawn,
+        )
         pinned = pool.kv.device.type == "cuda"
         # Two, in turn: what is being filled may not be what the device is still to copy.
-        self._hosts = [_Host(torch.zeros(rows, 5 + width, dtype=torch.int64, pin_memory=pinned)) for _ in range(2)]
+        self._hosts = [
+            _Host(torch.zeros(rows, 5 + width, dtype=torch.int64, pin_memory=pinned))
+            for _ in range(2)
+        ]
         self._inputs = torch.zeros(rows, 5 + width, dtype=torch.int64, device=pool.kv.device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._outputs: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -628,14 +764,22 @@ class _Shape:
     def fill(self, rows: Sequence[Row]) -> None:
         """Put tokens, positions, places, adapters and tables where the pass reads them."""
         self._hosts.reverse()
-        if (copied := self._hosts[0].copied) is not None:  # passes that draw nothing are waited for nowhere else
+        # passes that draw nothing are waited for nowhere else
+        if (copied := self._hosts[0].copied) is not None:
             copied.synchronize()
         host = self._hosts[0].values.numpy()
         host[:] = 0
         host[:, 2], host[:, 4] = SCRATCH * BLOCK, -1
         for at, row in enumerate(rows):
             place = row.blocks[row.length // BLOCK] * BLOCK + row.length % BLOCK
-            host[at, : 5 + len(row.blocks)] = row.token, row.length, place, row.weights, row.drawn, *row.blocks
+            host[at, : 5 + len(row.blocks)] = (
+                row.token,
+                row.length,
+                place,
+                row.weights,
+                row.drawn,
+                *row.blocks,
+            )
         self._inputs.copy_(self._hosts[0].values, non_blocking=True)
         self._hosts[0].copied = mark(self._inputs.device)
 
@@ -648,12 +792,15 @@ class _Shape:
                 self._pass()
         torch.cuda.current_stream().wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
-        # Another thread may be copying weights to the host (copies.to_host_beside), which does not concern the graph.
+        # Another thread may be copying weights to the host (copies.to_host_beside), which does not
+        # concern the graph.
         with torch.cuda.graph(self._graph, pool=memory, capture_error_mode="thread_local"):
             self._outputs = self._pass()
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the head reads, and its logits `[B, V]`; under a graph they are overwritten by the next run."""
+        """What the head reads, and its logits `[B, V]`; under a graph they are overwritten by the
+        next run.
+        """
         if self._graph is None or self._outputs is None:
             return self._pass()
         self._graph.replay()
@@ -663,7 +810,12 @@ class _Shape:
         tokens_B, positions_B, places_B, weights_B, drawn_B = self._inputs[:, :5].unbind(1)
         tokens_B = torch.where(drawn_B < 0, tokens_B, self._drawn[drawn_B.clamp_min(0)])
         attention = _BlockAttention(
-            self._model.attention, self._pool, self._kernel, self._inputs[:, 5:], positions_B, places_B
+            self._model.attention,
+            self._pool,
+            self._kernel,
+            self._inputs[:, 5:],
+            positions_B,
+            places_B,
         )
         lora = self._bank(weights_B)
         hidden_BD = hidden_states(self._model, tokens_B, positions_B, attention, lora)
@@ -671,9 +823,11 @@ class _Shape:
 
 
 class ShortPrompts:
-    """Prompts where decoding has fixed shapes: a few tokens are run as rows of a pass that has been recorded.
+    """Prompts where decoding has fixed shapes: a few tokens are run as rows of a pass that has been
+    recorded.
 
-    The host takes longer to start a pass of prefill, kernel after kernel, than the device to run a short one.
+    The host takes longer to start a pass of prefill, kernel after kernel, than the device to run a
+    short one.
     """
 
     def __init__(self, prefill: Prefill, decoding: StaticDecoding) -> None:
@@ -686,13 +840,17 @@ class ShortPrompts:
         rows = [
             Row(piece.lora, piece.weights, list(piece.blocks), position, token)
             for piece in pieces
-            for position, token in enumerate(piece.tokens[piece.start : piece.stop].tolist(), piece.start)
+            for position, token in enumerate(
+                piece.tokens[piece.start : piece.stop].tolist(), piece.start
+            )
         ]
         return self._decoding.hidden(rows)
 
 
 class _BlockAttention:
-    """Attention of one new position of each row to the blocks of its table, by the kernel or by plain means."""
+    """Attention of one new position of each row to the blocks of its table, by the kernel or by
+    plain means.
+    """
 
     def __init__(
         self,
@@ -708,14 +866,18 @@ class _BlockAttention:
         self._positions_B = positions_B.contiguous()
         self._masks: dict[int | None, torch.Tensor] = {}
 
-    def __call__(self, layer: int, q_BHC: torch.Tensor, k_BGC: torch.Tensor, v_BGC: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, layer: int, q_BHC: torch.Tensor, k_BGC: torch.Tensor, v_BGC: torch.Tensor
+    ) -> torch.Tensor:
         """Keep the keys and values, then attend."""
         self._pool.write(layer, self._places_B, k_BGC, v_BGC)
         rule = self._rules[layer]
         if self._kernel is None:
             return self._gathered(layer, q_BHC, rule)
         kv_2NSGC, softcap = self._pool.kv[layer], rule.softcap
-        return self._kernel(q_BHC, kv_2NSGC, self._tables_BN, self._positions_B, rule.scale, rule.window, softcap)
+        return self._kernel(
+            q_BHC, kv_2NSGC, self._tables_BN, self._positions_B, rule.scale, rule.window, softcap
+        )
 
     def _gathered(self, layer: int, q_BHC: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
         """Over a copy of the blocks: the heads of a group are queries of one sequence."""
@@ -734,15 +896,22 @@ class _BlockAttention:
 
 
 Kernel: TypeAlias = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float, int | None, float | None], torch.Tensor
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float, int | None, float | None],
+    torch.Tensor,
 ]
 """Attention from blocks, as `paged_kernel.paged_attention` does it."""
 
 
 def find_kernel(model: Decoder, pool: Pool) -> Kernel | None:
-    """The kernel, if Triton is here and it gives what plain attention gives on the heads of this model."""
+    """The kernel, if Triton is here and it gives what plain attention gives on the heads of this
+    model.
+    """
     config = model.config
-    if pool.kv.device.type != "cuda" or config.head_dim & (config.head_dim - 1) or config.head_dim < 16:
+    if (
+        pool.kv.device.type != "cuda"
+        or config.head_dim & (config.head_dim - 1)
+        or config.head_dim < 16
+    ):
         return None
 
     def measured() -> tuple[Kernel, float]:
@@ -768,7 +937,9 @@ def _kernel_error(kernel: Kernel, model: Decoder) -> float:
         rule = model.attention[layer]
         plain = _BlockAttention(model.attention, pool, None, tables_BN, positions_B, positions_B)
         expected = plain._gathered(layer, q_BHC, rule)
-        got = kernel(q_BHC, pool.kv[layer], tables_BN, positions_B, rule.scale, rule.window, rule.softcap)
+        got = kernel(
+            q_BHC, pool.kv[layer], tables_BN, positions_B, rule.scale, rule.window, rule.softcap
+        )
         worst = max(worst, float((got - expected).abs().max()))
     return worst
 

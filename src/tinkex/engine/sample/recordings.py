@@ -1,8 +1,8 @@
 """Recordings: the distributions that samples were drawn from, kept while they are drawn.
 
-A recording holds the likeliest tokens at each position and their log-probabilities under the model as it is: at
-temperature 1, before top-k and top-p. It is gathered for all recorded rows of a step at once, on the device, and costs
-samples without a recording nothing.
+A recording holds the likeliest tokens at each position and their log-probabilities under the model
+as it is: at temperature 1, before top-k and top-p. It is gathered for all recorded rows of a step
+at once, on the device, and costs samples without a recording nothing.
 
 Axes: B rows of a step, R recorded ones, S tokens of a sample, K likeliest tokens, V vocabulary.
 """
@@ -40,18 +40,24 @@ class Scores:
         """Score rows; the results are there once the device has come so far."""
         rows_R = to_device(np.asarray(rows), logits_BV.device)
         logprobs_RV = log_softmax(logits_BV[rows_R])
-        logprobs_RK, tokens_RK = logprobs_RV.topk(min(RECORDED_TOKENS, logprobs_RV.shape[1]), dim=-1)
+        logprobs_RK, tokens_RK = logprobs_RV.topk(
+            min(RECORDED_TOKENS, logprobs_RV.shape[1]), dim=-1
+        )
         drawn_R = logprobs_RV.gather(1, tokens_B.to(logits_BV.device)[rows_R][:, None])[:, 0]
         return cls(to_host(tokens_RK), to_host(logprobs_RK), to_host(drawn_R))
 
     def rows(self, rows: slice, kept: Array) -> tuple[Array, Array, Array]:
         """The kept ones of some rows."""
-        tokens, logprobs, drawn = (x.numpy()[rows][kept] for x in (self.tokens_RK, self.logprobs_RK, self.drawn_R))
+        tokens, logprobs, drawn = (
+            x.numpy()[rows][kept] for x in (self.tokens_RK, self.logprobs_RK, self.drawn_R)
+        )
         return tokens, logprobs, drawn
 
 
 class Recorder:
-    """The recordings of a job while its samples are drawn: arrays that grow with the longest sample."""
+    """The recordings of a job while its samples are drawn: arrays that grow with the longest
+    sample.
+    """
 
     def __init__(self, samples: int, limit: int, vocab: int) -> None:
         room, width = min(limit, FIRST_ROOM), min(RECORDED_TOKENS, vocab)
@@ -64,7 +70,11 @@ class Recorder:
         """Take in one position of each of these samples."""
         if positions.max() >= self._drawn.shape[1]:
             self._grow()
-        self._tokens[samples, positions], self._logprobs[samples, positions], self._drawn[samples, positions] = scores
+        (
+            self._tokens[samples, positions],
+            self._logprobs[samples, positions],
+            self._drawn[samples, positions],
+        ) = scores
 
     def _grow(self) -> None:
         more = min(self._limit, 2 * self._drawn.shape[1]) - self._drawn.shape[1]
@@ -74,7 +84,9 @@ class Recorder:
         )
 
     def recording(self, sample: int, tokens: Sequence[int], logprobs: Sequence[float]) -> Recording:
-        """The recording of a sample that has ended, with its tokens and log-probabilities as they are reported."""
+        """The recording of a sample that has ended, with its tokens and log-probabilities as they
+        are reported.
+        """
         count = len(tokens)
         return Recording(
             np.array(tokens, np.int32),

@@ -1,8 +1,9 @@
-"""Who gets rows, blocks and prompt tokens where there is no room for all: owners share them from the next step on.
+"""Who gets rows, blocks and prompt tokens where there is no room for all: owners share them from
+the next step on.
 
-Each owner that has work may have an equal part. What an owner leaves unused, others may have until it comes back; then
-it gets a row or blocks of the owner that has most. An owner's only job never gives way to another owner, so that
-everyone gets on.
+Each owner that has work may have an equal part. What an owner leaves unused, others may have until
+it comes back; then it gets a row or blocks of the owner that has most. An owner's only job never
+gives way to another owner, so that everyone gets on.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class Running:
-    """A job that has been admitted: the blocks of its prompt, how far that has been run, and its samples."""
+    """A job that has been admitted: the blocks of its prompt, how far that has been run, and its
+    samples.
+    """
 
     name: str
     job: Job
@@ -41,8 +44,19 @@ class Running:
 class Room:
     """Chooses who is next, and who gives way; the runner does it."""
 
-    def __init__(self, running: Sequence[Running], queues: Mapping[str, object], blocks: Blocks, max_rows: int) -> None:
-        self._running, self._queues, self._blocks, self._max_rows = running, queues, blocks, max_rows
+    def __init__(
+        self,
+        running: Sequence[Running],
+        queues: Mapping[str, object],
+        blocks: Blocks,
+        max_rows: int,
+    ) -> None:
+        self._running, self._queues, self._blocks, self._max_rows = (
+            running,
+            queues,
+            blocks,
+            max_rows,
+        )
 
     @property
     def seated(self) -> int:
@@ -58,17 +72,24 @@ class Room:
 
     def seating(self) -> Seating:
         """An order in which samples that wait are given rows."""
-        return Seating([running for running in self._running if running.ready and running.waiting], self._rows())
+        return Seating(
+            [running for running in self._running if running.ready and running.waiting],
+            self._rows(),
+        )
 
     def row_for(self, owner: str) -> tuple[Running, Sample] | None:
-        """A sample that has to give its row to an owner who has less than its part; None if there is none."""
+        """A sample that has to give its row to an owner who has less than its part; None if there
+        is none.
+        """
         rows, part = self._rows(), self._part(self._max_rows)
         richest = max(rows, key=rows.__getitem__, default=owner)
         if rows[owner] >= part or rows[richest] <= part:
             return None
         return self._cheapest(richest)
 
-    def blocks_for(self, owner: str, needed: int, keep: Container[Running]) -> Running | tuple[Running, Sample] | None:
+    def blocks_for(
+        self, owner: str, needed: int, keep: Container[Running]
+    ) -> Running | tuple[Running, Sample] | None:
         """A job or a sample that has to give its blocks to an owner who has less than its part.
 
         Those to keep are about to be run, and others may have found what they will write.
@@ -76,12 +97,16 @@ class Room:
         used, part = self._used(), self._part(self._blocks.count)
         if used[owner] + needed > part:
             return None
-        return next((found for rich in _most_first(used, part) if (found := self._movable(rich, keep))), None)
+        return next(
+            (found for rich in _most_first(used, part) if (found := self._movable(rich, keep))),
+            None,
+        )
 
     def growing(self, owner: str) -> Running | tuple[Running, Sample]:
         """A job or a sample whose block is needed for a row of an owner to grow.
 
-        Of the owner who has most, if that is another and has more than one; else of this owner, the youngest.
+        Of the owner who has most, if that is another and has more than one; else of this owner, the
+        youngest.
         """
         used = self._used()
         richest = max(used, key=used.__getitem__)
@@ -94,7 +119,9 @@ class Room:
         """Return whether no job of an owner has begun."""
         return all(running.owner != owner for running in self._running)
 
-    def _movable(self, owner: str, keep: Container[Running] = ()) -> Running | tuple[Running, Sample] | None:
+    def _movable(
+        self, owner: str, keep: Container[Running] = ()
+    ) -> Running | tuple[Running, Sample] | None:
         """Return the thing an owner can best do without; None if it has only one."""
         mine = [running for running in self._running if running.owner == owner]
         idle = [running for running in mine if not running.rows and running not in keep]
@@ -104,7 +131,12 @@ class Room:
 
     def _cheapest(self, owner: str) -> tuple[Running, Sample]:
         """The sample that has the least to be fed again, the youngest of those."""
-        mine = [(running, sample) for running in self._running if running.owner == owner for sample in running.rows]
+        mine = [
+            (running, sample)
+            for running in self._running
+            if running.owner == owner
+            for sample in running.rows
+        ]
         return min(reversed(mine), key=lambda pair: len(pair[1].tokens))
 
     def _part(self, total: int) -> int:
@@ -123,13 +155,17 @@ class Room:
         used = Counter[str]()
         for running in self._running:
             shared = running.job.prompt.size // BLOCK
-            own = sum(len(sample.row.blocks) - shared for sample in running.rows if sample.row is not None)
+            own = sum(
+                len(sample.row.blocks) - shared for sample in running.rows if sample.row is not None
+            )
             used[running.owner] += len(running.blocks) + own
         return used
 
 
 class Seating:
-    """Jobs whose samples wait for rows: the owner who has fewest is next, and of an owner the oldest job."""
+    """Jobs whose samples wait for rows: the owner who has fewest is next, and of an owner the
+    oldest job.
+    """
 
     def __init__(self, running: Iterable[Running], rows: Counter[str]) -> None:
         self._rows = rows
@@ -144,7 +180,9 @@ class Seating:
         return self._jobs[min(self._jobs, key=self._rows.__getitem__)][0]
 
     def note(self, running: Running, *, is_seated: bool) -> None:
-        """Say how it went: one that found no room is not asked again, nor one whose samples all have rows."""
+        """Say how it went: one that found no room is not asked again, nor one whose samples all
+        have rows.
+        """
         self._rows[running.owner] += is_seated
         if not is_seated or not running.waiting:
             jobs = self._jobs[running.owner]

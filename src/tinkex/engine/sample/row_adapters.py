@@ -1,11 +1,13 @@
-"""Several adapters in one pass: products with the base weights over all rows, each adapter's share over its own.
+"""Several adapters in one pass: products with the base weights over all rows, each adapter's share
+over its own.
 
-`RowAdapters` goes through the adapters one by one: exact, no copies, any shapes. `Bank` lays the factors of all
-adapters side by side in memory of fixed addresses and masks what is not a row's own: few large products of fixed
-shapes, which a CUDA graph can hold.
+`RowAdapters` goes through the adapters one by one: exact, no copies, any shapes. `Bank` lays the
+factors of all adapters side by side in memory of fixed addresses and masks what is not a row's own:
+few large products of fixed shapes, which a CUDA graph can hold.
 
-On a CPU the bits of a row of a product depend on its neighbours' number unless that is a multiple of `ROWS`; therefore
-rows are padded to one. Then what a row gets does not depend on what else is in the pass.
+On a CPU the bits of a row of a product depend on its neighbours' number unless that is a multiple
+of `ROWS`; therefore rows are padded to one. Then what a row gets does not depend on what else is in
+the pass.
 
 Axes: T rows of a pass, D inputs, N outputs, R rank (times the projections that share an input).
 """
@@ -40,19 +42,25 @@ def padded(rows: int) -> int:
 
 
 class Products:
-    """Products with the frozen weights. On a CPU in float32 they are made from a second copy in another layout.
+    """Products with the frozen weights. On a CPU in float32 they are made from a second copy in
+    another layout.
 
-    By C where there is a compiler, else by oneDNN if its rows are steady. Measured for 4 to 32 rows the latter takes
-    half to a third of the time of MKL, which lays out the weights each time, and C four fifths of that.
+    By C where there is a compiler, else by oneDNN if its rows are steady. Measured for 4 to 32 rows
+    the latter takes half to a third of the time of MKL, which lays out the weights each time, and C
+    four fifths of that.
     """
 
     def __init__(self, model: Decoder, most_bytes: int, native: Native | None = None) -> None:
         self._native = native
-        size = sum(linear.weight_ND.numel() * linear.weight_ND.element_size() for linear in model.linears())
+        size = sum(
+            linear.weight_ND.numel() * linear.weight_ND.element_size() for linear in model.linears()
+        )
         like = model.embed_VD
         fits = like.device.type == "cpu" and like.dtype == torch.float32 and size <= most_bytes
         self._fits = fits
-        self._threads = Threads(torch.get_num_threads()) if like.device.type == "cpu" else nullcontext()
+        self._threads = (
+            Threads(torch.get_num_threads()) if like.device.type == "cpu" else nullcontext()
+        )
         self._packed: dict[str, torch.Tensor] = {}
 
     def __call__(self, x_TD: torch.Tensor, linear: Linear) -> torch.Tensor:
@@ -64,11 +72,16 @@ class Products:
             return self(F.pad(x_TD, (0, 0, 0, padded(rows) - rows)), linear)[:rows]
         with self._threads:
             multiply = matmul_check.onednn() if self._fits else None
-            if multiply is None or matmul_check.choice(linear.weight_ND, is_packed=True) != "onednn":
+            if (
+                multiply is None
+                or matmul_check.choice(linear.weight_ND, is_packed=True) != "onednn"
+            ):
                 return base_product(x_TD, linear)
             weight = self._packed.get(linear.name)
             if weight is None:
-                weight = self._packed[linear.name] = torch.ops.mkldnn._reorder_linear_weight(linear.weight_ND)
+                weight = self._packed[linear.name] = torch.ops.mkldnn._reorder_linear_weight(
+                    linear.weight_ND
+                )
             return multiply(x_TD, weight, linear.bias_N, "none", [], "")
 
 
@@ -83,7 +96,9 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Rows of spans, each span padded by repeating its last: where they come from, and where they go back to."""
+    """Rows of spans, each span padded by repeating its last: where they come from, and where they
+    go back to.
+    """
 
     source: torch.Tensor
     result: torch.Tensor
@@ -111,7 +126,9 @@ class RowAdapters:
 
     @classmethod
     def of(cls, products: Products, lora_T: Sequence[Lora], rows: int) -> RowAdapters:
-        """For rows whose adapters are given, equal ones side by side; padding up to `rows` goes with the last."""
+        """For rows whose adapters are given, equal ones side by side; padding up to `rows` goes
+        with the last.
+        """
         spans: list[Span] = []
         for row, lora in enumerate(lora_T):
             if spans and spans[-1].lora is lora:
@@ -121,14 +138,22 @@ class RowAdapters:
         spans[-1] = Span(spans[-1].lora, spans[-1].start, rows)
         return cls(products, [span for span in spans if span.lora.factors])
 
-    def linear(self, x_TD: torch.Tensor, linear: Linear, rows_T: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(
+        self, x_TD: torch.Tensor, linear: Linear, rows_T: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """A linear layer, with the share of each adapter added to its rows."""
         y_TN = self._products(x_TD, linear)
-        bounds = [(s.start, s.stop) for s in self._spans] if rows_T is None else _within(self._spans, rows_T)
+        bounds = (
+            [(s.start, s.stop) for s in self._spans]
+            if rows_T is None
+            else _within(self._spans, rows_T)
+        )
         if all((stop - start) % ROWS == 0 for start, stop in bounds):
             self._add(x_TD, y_TN, linear, bounds)
             return y_TN
-        spread = Spread.of(bounds, x_TD) if rows_T is not None or self._spread is None else self._spread
+        spread = (
+            Spread.of(bounds, x_TD) if rows_T is not None or self._spread is None else self._spread
+        )
         if rows_T is None:  # the same for every layer
             self._spread = spread
         x, y = x_TD[spread.source], y_TN[spread.source]
@@ -137,12 +162,15 @@ class RowAdapters:
         y_TN[spread.target] = y[spread.result]
         return y_TN
 
-    def _add(self, x: torch.Tensor, y: torch.Tensor, linear: Linear, bounds: Sequence[tuple[int, int]]) -> None:
+    def _add(
+        self, x: torch.Tensor, y: torch.Tensor, linear: Linear, bounds: Sequence[tuple[int, int]]
+    ) -> None:
         for span, (start, stop) in zip(self._spans, bounds, strict=True):
             factors = span.lora.factors.get(linear.name)
             if factors is None or start == stop:
                 continue
-            if stop - start == x.shape[0]:  # alone, which is common, and here a slice takes a tenth of a product's time
+            # alone, which is common, and here a slice takes a tenth of a product's time
+            if stop - start == x.shape[0]:
                 _add_share(x, y, linear, factors)
             else:
                 _add_share(x[start:stop], y[start:stop], linear, factors)
@@ -161,12 +189,18 @@ def _add_share(x: torch.Tensor, y: torch.Tensor, linear: Linear, factors: Factor
         _add_product(y, low, factors.b_NR[0].t(), factors.scale)
         return
     lows = low.chunk(len(linear.sizes), dim=1)
-    for part, low_part, b_NR in zip(y.split_with_sizes(linear.sizes, 1), lows, factors.b_NR, strict=True):
+    for part, low_part, b_NR in zip(
+        y.split_with_sizes(linear.sizes, 1), lows, factors.b_NR, strict=True
+    ):
         add_small(part, low_part, b_NR.t(), factors.scale)
 
 
-def _add_product(y_TN: torch.Tensor, low_TR: torch.Tensor, high_RN: torch.Tensor, scale: float) -> None:
-    """For few rows a library's product is quicker than our kernel, which logits of more precision need."""
+def _add_product(
+    y_TN: torch.Tensor, low_TR: torch.Tensor, high_RN: torch.Tensor, scale: float
+) -> None:
+    """For few rows a library's product is quicker than our kernel, which logits of more precision
+    need.
+    """
     if y_TN.dtype == low_TR.dtype:
         add_small(y_TN, low_TR, high_RN, scale)
     else:
@@ -179,10 +213,12 @@ def widest(lora: Lora) -> int:
 
 
 class Bank:
-    """Adapters side by side: for each linear layer A `[R, D]` and B `[N, R]` of them all, and who owns which rank.
+    """Adapters side by side: for each linear layer A `[R, D]` and B `[N, R]` of them all, and who
+    owns which rank.
 
-    The share of all adapters is two products; between them, what is not a row's own is multiplied by zero. Where
-    several projections share an input, B has zeros off its diagonal of blocks: one product instead of three.
+    The share of all adapters is two products; between them, what is not a row's own is multiplied
+    by zero. Where several projections share an input, B has zeros off its diagonal of blocks: one
+    product instead of three.
     """
 
     def __init__(self, model: Decoder, ranks: int) -> None:
@@ -200,9 +236,11 @@ class Bank:
         self._places: dict[int, _Place] = {}
 
     def place(self, adapters: Mapping[int, Lora]) -> bool:
-        """See that these adapters, by number (0 is the bare model), are in the bank; False if it is too small.
+        """See that these adapters, by number (0 is the bare model), are in the bank; False if it is
+        too small.
 
-        One that comes where one of its kind leaves is written over it. Otherwise what leaves is wiped out first.
+        One that comes where one of its kind leaves is written over it. Otherwise what leaves is
+        wiped out first.
         """
         left = [self._places.pop(number) for number in list(self._places) if number not in adapters]
         new = {n: lora for n, lora in adapters.items() if lora.factors and n not in self._places}
@@ -233,7 +271,9 @@ class Bank:
         self._owner_R[place.start : place.stop] = number
         every = lora.factors.values()
         torch._foreach_copy_(place.a, [a for x in every for a in x.a_RD.chunk(len(x.b_NR))])
-        torch._foreach_copy_(place.b, [b if x.scale == 1 else b * x.scale for x in every for b in x.b_NR])
+        torch._foreach_copy_(
+            place.b, [b if x.scale == 1 else b * x.scale for x in every for b in x.b_NR]
+        )
 
     def _gap(self, rank: int) -> int | None:
         """The first run of free ranks that is long enough."""
@@ -260,7 +300,9 @@ class Bank:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Place:
-    """The ranks `[start, stop)` of a bank, and the parts of its matrices that one adapter takes there."""
+    """The ranks `[start, stop)` of a bank, and the parts of its matrices that one adapter takes
+    there.
+    """
 
     start: int
     stop: int
@@ -283,12 +325,16 @@ class BankShare:
     mask_TR: torch.Tensor | None
     """What is each row's own; None if everything is."""
 
-    def linear(self, x_TD: torch.Tensor, linear: Linear, rows_T: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(
+        self, x_TD: torch.Tensor, linear: Linear, rows_T: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """A linear layer with each row's adapter's share added."""
         y_TN = base_product(x_TD, linear)
         low_TR = lowered(x_TD, self.a[linear.name])
         if self.mask_TR is not None:
             mask_TR = self.mask_TR if rows_T is None else self.mask_TR[rows_T]
-            low_TR = (low_TR.view(x_TD.shape[0], -1, mask_TR.shape[1]) * mask_TR[:, None]).view(low_TR.shape)
+            low_TR = (low_TR.view(x_TD.shape[0], -1, mask_TR.shape[1]) * mask_TR[:, None]).view(
+                low_TR.shape
+            )
         _add_product(y_TN, low_TR, self.b[linear.name].t(), 1.0)
         return y_TN

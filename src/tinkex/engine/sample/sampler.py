@@ -1,17 +1,18 @@
 """Sampling: all jobs on a base model advance together, whatever adapters they use.
 
-A step decodes one token of every row and runs a chunk of prompts beside it; a new job joins at the next step. Keys and
-values lie in a bounded number of blocks. Samples of one prompt share its blocks, and so do jobs whose prompts begin
-alike under the same weights, also when they come later. Jobs wait while there is no room; those of an owner are
-admitted in the order they came. Owners share rows, blocks and the tokens of prompts (see `room`): one that comes gets
-its part in the next step, if need be that of a sample of the owner that has most. A sample that gives way, or is
-the youngest when the room ends in the middle, keeps its tokens, and is fed them again.
+A step decodes one token of every row and runs a chunk of prompts beside it; a new job joins at the
+next step. Keys and values lie in a bounded number of blocks. Samples of one prompt share its
+blocks, and so do jobs whose prompts begin alike under the same weights, also when they come later.
+Jobs wait while there is no room; those of an owner are admitted in the order they came. Owners
+share rows, blocks and the tokens of prompts (see `room`): one that comes gets its part in the next
+step, if need be that of a sample of the owner that has most. A sample that gives way, or is the
+youngest when the room ends in the middle, keeps its tokens, and is fed them again.
 
-Where the device runs on its own, a step is begun before the tokens of the one before have been read: rows whose end is
-seen only then have run for a token too many, which nobody looks at.
+Where the device runs on its own, a step is begun before the tokens of the one before have been
+read: rows whose end is seen only then have run for a token too many, which nobody looks at.
 
-What a job gives depends on that job alone: random numbers are counted (see `choices`), and on a CPU neighbours change
-no bit of a row (see `decoding`).
+What a job gives depends on that job alone: random numbers are counted (see `choices`), and on a CPU
+neighbours change no bit of a row (see `decoding`).
 
 Axes: B rows, T tokens of a pass, D hidden, V vocabulary.
 """
@@ -58,7 +59,8 @@ if TYPE_CHECKING:
     from tinkex.types.tensors import Array
 
 PATIENCE = 200
-"""After so many steps without any job taken in, an owner's next job comes before those of others."""
+"""After so many steps without any job taken in, an owner's next job comes before those of others.
+"""
 FIRST_TOKENS = 64
 """How many samples draw their first token at once."""
 
@@ -74,10 +76,12 @@ class Limits:
     cache_bytes: int | None = None
     """Memory for keys and values in blocks."""
     packed_bytes: int = 4 << 30
-    """Base weights up to this size are kept a second time on a CPU, in the layout that makes products quick."""
+    """Base weights up to this size are kept a second time on a CPU, in the layout that makes
+    products quick."""
     share_prefixes: bool = True
     way: Literal["native", "slabs", "static"] | None = None
-    """How rows are decoded: by C, by PyTorch, or by that with fixed shapes, as on a GPU (there under CUDA graphs)."""
+    """How rows are decoded: by C, by PyTorch, or by that with fixed shapes, as on a GPU (there
+    under CUDA graphs)."""
 
     def prefill(self, device: torch.device) -> int:
         """The budget of a chunk."""
@@ -92,7 +96,9 @@ class Limits:
             room = int(0.4 * torch.cuda.mem_get_info(device)[0])
         else:
             room = 2 << 30
-        return min(room // block_bytes(model), 2 * self.max_rows * (blocks_for(model.config.context) + 1))
+        return min(
+            room // block_bytes(model), 2 * self.max_rows * (blocks_for(model.config.context) + 1)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +112,8 @@ class _Drawn:
     topk: Sequence[tuple[torch.Tensor, torch.Tensor] | None]
     """The likeliest tokens, for jobs that ask for them."""
     scores: Mapping[int, tuple[Scores, slice]]
-    """For jobs that are recorded, by their place in `jobs`, what is recorded of them and which rows of it."""
+    """For jobs that are recorded, by their place in `jobs`, what is recorded of them and which rows
+    of it."""
     both_2B: torch.Tensor
     """Tokens and log-probabilities."""
     done: torch.cuda.Event | None
@@ -120,7 +127,9 @@ class Runner:
         self._chunk = limits.prefill(model.embed_VD.device)
         self._pool = Pool(model, limits.blocks(model))
         self._blocks = self._pool.blocks
-        self._native = find_native(model, limits.packed_bytes) if limits.way in (None, "native") else None
+        self._native = (
+            find_native(model, limits.packed_bytes) if limits.way in (None, "native") else None
+        )
         self._products = Products(model, limits.packed_bytes, self._native)
         self._prefill, self._decoding = self._choose_way()
         self._shaper = Shaper(model.embed_VD.device, model.config.vocab)
@@ -156,7 +165,8 @@ class Runner:
         needed = blocks_for(job.prompt.size) + blocks_for(end) - job.prompt.size // BLOCK
         if needed > self._blocks.count:
             raise EngineError(
-                f"a prompt of {job.prompt.size} tokens and {job.limit} more need {needed} blocks of {BLOCK} positions; "
+                f"a prompt of {job.prompt.size} tokens and {job.limit} more need {needed} blocks "
+                f"of {BLOCK} positions; "
                 f"the cache of this server has {self._blocks.count}"
             )
         self._queues.setdefault(owner, deque()).append((name, job))
@@ -174,7 +184,9 @@ class Runner:
         return done
 
     def move(self, target: str, source: Source) -> None:
-        """Have the jobs of an in-flight target go on with other weights; what is in the cache stays there."""
+        """Have the jobs of an in-flight target go on with other weights; what is in the cache stays
+        there.
+        """
         for job in [job for queue in self._queues.values() for _, job in queue]:
             if job.target == target:
                 job.source = source
@@ -204,7 +216,9 @@ class Runner:
     # --- Room ---
 
     def _seat(self) -> None:
-        """Give rows to samples that wait for one, in turn by owner, and to every row the block its next token needs."""
+        """Give rows to samples that wait for one, in turn by owner, and to every row the block its
+        next token needs.
+        """
         seating = self._room.seating()
         while (running := seating.next()) is not None:
             seating.note(running, is_seated=running in self._running and self._seat_next(running))
@@ -244,7 +258,9 @@ class Runner:
         return True
 
     def _clear(self, owner: str, needed: int, keep: Container[Running] = ()) -> bool:
-        """See that so many blocks are free besides one for each row to grow; others give theirs if they have most."""
+        """See that so many blocks are free besides one for each row to grow; others give theirs if
+        they have most.
+        """
         while self._blocks.free < needed + self._room.seated:
             given = self._room.blocks_for(owner, needed, keep)
             if given is None:
@@ -259,8 +275,11 @@ class Runner:
             self._unseat(*given)
 
     def _make_room(self, sample: Sample, owner: str) -> bool:
-        """See that a block is free: by the owner who has most, else by whatever of this owner is younger or this."""
-        if not self._blocks.free:  # who is put back keeps all its tokens, and who has ended makes room
+        """See that a block is free: by the owner who has most, else by whatever of this owner is
+        younger or this.
+        """
+        # who is put back keeps all its tokens, and who has ended makes room
+        if not self._blocks.free:
             self._read(self._unread)
             self._unread = None
             self._take_out()
@@ -276,7 +295,8 @@ class Runner:
     def _unseat(self, running: Running, sample: Sample, *, again: bool = True) -> None:
         assert sample.row is not None
         self._decoding.leave(sample.row)
-        if sample.drawn:  # nobody will look whether the last position is finite, and who gets the block counts on it
+        # nobody will look whether the last position is finite, and who gets the block counts on it
+        if sample.drawn:
             self._pool.clear([sample.row.blocks[(sample.row.length - 1) // BLOCK]])
         self._blocks.release(sample.row.blocks)
         running.rows.remove(sample)
@@ -300,7 +320,10 @@ class Runner:
         self._done += [self._finish(running) for running in ended]
 
     def _finish(self, running: Running) -> SampleDone:
-        held = [*running.blocks, *(block for s in running.rows if s.row is not None for block in s.row.blocks)]
+        held = [
+            *running.blocks,
+            *(block for s in running.rows if s.row is not None for block in s.row.blocks),
+        ]
         self._remove(running)
         if running.error is None:
             return running.job.done(running.name)
@@ -320,7 +343,9 @@ class Runner:
         }
         if not owners:
             return None
-        rows = self._decoding.arrange([sample.row for _, sample in owners.values() if sample.row is not None])
+        rows = self._decoding.arrange(
+            [sample.row for _, sample in owners.values() if sample.row is not None]
+        )
         pairs = [owners[id(row)] for row in rows]
         for row, (_, sample) in zip(rows, pairs, strict=True):
             if sample.fed < len(sample.tokens):
@@ -336,8 +361,12 @@ class Runner:
             _fail([running for running, _ in pairs], error)
             return None
 
-    def _draw(self, logits_BV: torch.Tensor, pairs: Sequence[tuple[Running, Sample]], *, later: bool) -> _Drawn:
-        """Choose a token for every sample, on the device; `later` ones are the next that their rows are fed."""
+    def _draw(
+        self, logits_BV: torch.Tensor, pairs: Sequence[tuple[Running, Sample]], *, later: bool
+    ) -> _Drawn:
+        """Choose a token for every sample, on the device; `later` ones are the next that their rows
+        are fed.
+        """
         tokens_B, chosen_B, known = self._choose(logits_BV, pairs)
         if later:
             self._decoding.keep(tokens_B)
@@ -349,7 +378,10 @@ class Runner:
                 sample.row.drawn = at
         firsts = [(pairs[at_b[0]][0], at_b) for at_b in rows_of.values()]
         jobs = [(running, at_b, running.job.source.version) for running, at_b in firsts]
-        topk = [_likeliest(known, at_b, running.job.request.topk_sample_logprobs) for running, at_b, _ in jobs]
+        topk = [
+            _likeliest(known, at_b, running.job.request.topk_sample_logprobs)
+            for running, at_b, _ in jobs
+        ]
         scores = _scores(logits_BV, tokens_B, firsts)
         both_2B = to_host(torch.stack([tokens_B.double(), chosen_B.double()]))  # one copy
         samples = [(sample, sample.row) for _, sample in pairs]
@@ -358,9 +390,11 @@ class Runner:
     def _choose(
         self, logits_BV: torch.Tensor, pairs: Sequence[tuple[Running, Sample]]
     ) -> tuple[torch.Tensor, torch.Tensor, _Logprobs]:
-        """A token for every sample, its log-probability, and those of all tokens where more than that is asked for.
+        """A token for every sample, its log-probability, and those of all tokens where more than
+        that is asked for.
 
-        Which way a sample goes depends on its own request: by C if there is nothing to truncate and nothing to list.
+        Which way a sample goes depends on its own request: by C if there is nothing to truncate and
+        nothing to list.
         """
         requests, numbers_B = [running.job.request for running, _ in pairs], _numbers(pairs)
         params_B = [request.sampling_params for request in requests]
@@ -385,11 +419,15 @@ class Runner:
     def _chosen(
         self, logits_BV: torch.Tensor, numbers_B: Array, pairs: Sequence[tuple[Running, Sample]]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `choose`, for samples; those whose logits are to be changed are chosen again, of the changed ones."""
+        """As `choose`, for samples; those whose logits are to be changed are chosen again, of the
+        changed ones.
+        """
         params_B = [running.job.request.sampling_params for running, _ in pairs]
         tokens_B, logprobs_BV = choose(logits_BV, numbers_B, params_B)
         changes = {
-            at: Shaped(id(sample), running.job.shape, sample.tokens, len(sample.tokens) + sample.drawn)
+            at: Shaped(
+                id(sample), running.job.shape, sample.tokens, len(sample.tokens) + sample.drawn
+            )
             for at, (running, sample) in enumerate(pairs)
             if running.job.shape is not None
         }
@@ -397,12 +435,17 @@ class Runner:
             rows = list(changes)
             rows_b = put(rows, logits_BV)
             tokens_B[rows_b] = self._shaper.choose(
-                logits_BV[rows_b], numbers_B[rows], [params_B[at] for at in rows], list(changes.values())
+                logits_BV[rows_b],
+                numbers_B[rows],
+                [params_B[at] for at in rows],
+                list(changes.values()),
             )
         return tokens_B, logprobs_BV
 
     def _read(self, drawn: _Drawn | None) -> None:
-        """Give samples the tokens that were drawn for them; those that have ended or gone meanwhile need none."""
+        """Give samples the tokens that were drawn for them; those that have ended or gone meanwhile
+        need none.
+        """
         if drawn is None:
             return
         try:
@@ -413,7 +456,9 @@ class Runner:
             _fail([running for running, *_ in drawn.jobs], error)
             return
         tokens, logprobs = both_2B[0].astype(np.int64), both_2B[1].astype(np.float32)
-        for number, ((running, at_b, version), topk) in enumerate(zip(drawn.jobs, drawn.topk, strict=True)):
+        for number, ((running, at_b, version), topk) in enumerate(
+            zip(drawn.jobs, drawn.topk, strict=True)
+        ):
             kept = [at for at in at_b if drawn.samples[at][0].row is drawn.samples[at][1]]
             samples = [drawn.samples[at][0] for at in kept]
             for sample in samples:
@@ -424,7 +469,9 @@ class Runner:
                 scores = None
                 if (recorded := drawn.scores.get(number)) is not None:
                     scores = recorded[0].rows(recorded[1], np.isin(at_b, kept))
-                running.job.commit(samples, tokens[kept], logprobs[kept], _table(topk, at_b, kept), scores, version)
+                running.job.commit(
+                    samples, tokens[kept], logprobs[kept], _table(topk, at_b, kept), scores, version
+                )
             except Exception as error:
                 running.error = error
                 continue
@@ -435,7 +482,9 @@ class Runner:
     # --- Prompts ---
 
     def _run_prompts(self) -> None:
-        """Run a chunk, in parts by owner: of jobs whose prompts have begun, then of those in the queue."""
+        """Run a chunk, in parts by owner: of jobs whose prompts have begun, then of those in the
+        queue.
+        """
         parts = self._allot()
         if not parts:
             return
@@ -449,7 +498,8 @@ class Runner:
     def _allot(self) -> dict[Running, int]:
         """Return the tokens of each prompt to run now: each owner's part, then the rest."""
         begun = [running.owner for running in self._running if not running.ready]
-        owners = list(dict.fromkeys([*begun, *self._queues]))  # of two who had the same, the one who came first
+        # of two who had the same, the one who came first
+        owners = list(dict.fromkeys([*begun, *self._queues]))
         self._shares.note(owners)
         order = sorted(owners, key=lambda owner: self._shares.had(owner))
         parts: dict[Running, int] = {}
@@ -459,7 +509,9 @@ class Runner:
                 first = self._patient(order)
                 admits = first in (None, owner)
                 budget -= self._allot_to(owner, min(most, budget), parts, admits=admits)
-        self._refused = Counter({owner: self._refused[owner] + 1 for owner in owners if self._room.has_nothing(owner)})
+        self._refused = Counter(
+            {owner: self._refused[owner] + 1 for owner in owners if self._room.has_nothing(owner)}
+        )
         return parts
 
     def _patient(self, order: Sequence[str]) -> str | None:
@@ -471,12 +523,19 @@ class Runner:
         for running in self._running:
             if left and running.owner == owner and not running.ready and running.error is None:
                 left -= self._extend(running, left, parts)
-        while admits and left and owner in self._queues and (admitted := self._admit(owner, parts)) is not None:
+        while (
+            admits
+            and left
+            and owner in self._queues
+            and (admitted := self._admit(owner, parts)) is not None
+        ):
             left -= self._extend(admitted, left, parts)
         return budget - left
 
     def _extend(self, running: Running, most: int, parts: dict[Running, int]) -> int:
-        """Allot more of a prompt. Full blocks are shared at once: who finds them attends after they are written."""
+        """Allot more of a prompt. Full blocks are shared at once: who finds them attends after they
+        are written.
+        """
         start = running.done + parts.get(running, 0)
         stop = min(running.job.prompt.size, start + most)
         if stop == start:
@@ -488,7 +547,9 @@ class Runner:
         return stop - start
 
     def _admit(self, owner: str, parts: Container[Running]) -> Running | None:
-        """Take an owner's next job in, if there is room for its prompt and for each row to grow by a block."""
+        """Take an owner's next job in, if there is room for its prompt and for each row to grow by
+        a block.
+        """
         name, job = self._queues[owner][0]
         if not self._room.admits(owner):
             return None
@@ -504,7 +565,9 @@ class Runner:
             self._shares.charge(owner, job.prompt.size + len(job.samples) * job.limit)
             job.reused = len(blocks) * BLOCK
         waiting = [sample for sample in job.samples if sample.stop_reason is None]
-        running = Running(name, job, owner, blocks + self._blocks.take(needed), len(blocks) * BLOCK, waiting)
+        running = Running(
+            name, job, owner, blocks + self._blocks.take(needed), len(blocks) * BLOCK, waiting
+        )
         self._running.append(running)
         return running
 
@@ -515,7 +578,9 @@ class Runner:
     def _piece(self, running: Running, count: int) -> Piece:
         """The next part of a prompt."""
         source, start = running.job.source, running.done
-        return Piece(source.lora, source.weights, running.job.prompt, running.blocks, start, start + count)
+        return Piece(
+            source.lora, source.weights, running.job.prompt, running.blocks, start, start + count
+        )
 
     def _run_chunk(self, chunk: Sequence[tuple[Running, Piece]]) -> None:
         hidden_TD = self._prefill.hidden([piece for _, piece in chunk])
@@ -523,7 +588,9 @@ class Runner:
         for running, piece in chunk:
             for rows in running.job.score_rows(piece.start, piece.stop):
                 first = at + rows.start - piece.start
-                logits_TV = self._logits(hidden_TD[first : first + len(rows)], [piece.lora] * len(rows))
+                logits_TV = self._logits(
+                    hidden_TD[first : first + len(rows)], [piece.lora] * len(rows)
+                )
                 running.job.scores.add(rows, logits_TV)
             at += piece.stop - piece.start
             running.done = piece.stop
@@ -549,7 +616,9 @@ class Runner:
         for at, running in enumerate(runnings):
             running.ready = True
             if not finite_B[at]:
-                running.error = EngineError("the model's logits are not finite: its weights are broken", "server")
+                running.error = EngineError(
+                    "the model's logits are not finite: its weights are broken", "server"
+                )
             elif running.job.limit == 0:
                 running.waiting.clear()
             else:
@@ -577,7 +646,9 @@ def _fail(runnings: Sequence[Running], error: Exception) -> None:
 def _numbers(pairs: Sequence[tuple[Running, Sample]]) -> Array:
     seeds = [running.job.seed for running, _ in pairs]
     indices = np.array([sample.index for _, sample in pairs])
-    return uniforms(seeds, indices, np.array([len(sample.tokens) + sample.drawn for _, sample in pairs]))
+    return uniforms(
+        seeds, indices, np.array([len(sample.tokens) + sample.drawn for _, sample in pairs])
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -596,11 +667,15 @@ class _Logprobs:
 def _is_plain(request: SampleRequest) -> bool:
     """Whether a sample is drawn among all tokens, and no others are listed beside it."""
     params = request.sampling_params
-    is_whole = (params.top_k == -1 and params.top_p == 1 and not params.min_p) or params.temperature < GREEDY_BELOW
+    is_whole = (
+        params.top_k == -1 and params.top_p == 1 and not params.min_p
+    ) or params.temperature < GREEDY_BELOW
     return is_whole and not request.topk_sample_logprobs and not params.changes_logits
 
 
-def _likeliest(known: _Logprobs, at_b: Sequence[int], k: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _likeliest(
+    known: _Logprobs, at_b: Sequence[int], k: int
+) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Tokens and log-probabilities of the k likeliest, for some samples."""
     if not k:
         return None
@@ -656,7 +731,9 @@ class Sampler:
     def step(self) -> list[SampleDone]:
         """Advance every job by a step; one that fails does not disturb the others."""
         with torch.inference_mode():
-            ended = [done for runner in self._runners.values() if runner.busy() for done in runner.step()]
+            ended = [
+                done for runner in self._runners.values() if runner.busy() for done in runner.step()
+            ]
         self._names -= {done.job for done in ended}
         return ended
 

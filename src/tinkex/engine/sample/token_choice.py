@@ -1,7 +1,8 @@
 """Choosing tokens: counted random numbers, and the token that a number picks from a row of logits.
 
-The number that decides a token is a hash of the seed, the sample's index and the position, not the next of a stream.
-Rows of different requests are chosen together; what a row gets depends on that row.
+The number that decides a token is a hash of the seed, the sample's index and the position, not the
+next of a stream. Rows of different requests are chosen together; what a row gets depends on that
+row.
 
 Axes: B rows, V vocabulary.
 """
@@ -53,7 +54,9 @@ def _mix(x: Array) -> Array:
 def choose(
     logits_BV: torch.Tensor, uniforms_B: Array, params_B: Sequence[SamplingParams]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A token for each row, and the log-probabilities `[B, V]` they are reported from: scaled, not truncated."""
+    """A token for each row, and the log-probabilities `[B, V]` they are reported from: scaled, not
+    truncated.
+    """
     temperatures = np.array([params.temperature for params in params_B])
     greedy = temperatures < GREEDY_BELOW
     logprobs_BV = log_softmax(_scaled(logits_BV, np.where(greedy, 1.0, temperatures)))
@@ -68,7 +71,9 @@ def choose(
             tokens_B[rows_b] = logits_BV[rows_b].argmax(-1)
         else:
             cut = [[params_B[row].min_p, params_B[row].top_p] for row in rows]
-            min_p_b1, top_p_b1 = to_device(cut, logits_BV.device, torch.float64)[:, :, None].unbind(1)
+            min_p_b1, top_p_b1 = to_device(cut, logits_BV.device, torch.float64)[:, :, None].unbind(
+                1
+            )
             probs_bV, numbers_b1 = _likely(probs_BV[rows_b], min_p_b1), numbers_B1[rows_b]
             if top_k == UNSORTED:
                 tokens_B[rows_b] = _invert(probs_bV, numbers_b1)
@@ -78,7 +83,9 @@ def choose(
 
 
 def _alike(params_B: Sequence[SamplingParams], greedy: Array) -> list[tuple[list[int], int | None]]:
-    """The rows that are not simply drawn, by their top_k; None for greedy ones, UNSORTED for min_p alone."""
+    """The rows that are not simply drawn, by their top_k; None for greedy ones, UNSORTED for min_p
+    alone.
+    """
     kinds: dict[int | None, list[int]] = {}
     for row, params in enumerate(params_B):
         if greedy[row]:
@@ -97,7 +104,9 @@ def _likely(probs_BV: torch.Tensor, min_p_B1: torch.Tensor) -> torch.Tensor:
 
 
 def _scaled(logits_BV: torch.Tensor, temperatures: Array) -> torch.Tensor:
-    """Logits over temperatures. Subtracting 0 and dividing by 1 change no bit, so rows do not feel each other."""
+    """Logits over temperatures. Subtracting 0 and dividing by 1 change no bit, so rows do not feel
+    each other.
+    """
     logits_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32))
     column = to_device(temperatures, logits_BV.device, logits_BV.dtype)[:, None]
     if (temperatures < COLD_BELOW).any():
@@ -119,13 +128,18 @@ def _invert(weights_BV: torch.Tensor, numbers_B1: torch.Tensor) -> torch.Tensor:
     span_B1 = _first_above(sums_BN, cumulated_BN, wanted_B1)
     before_B1 = cumulated_BN.gather(1, span_B1) - sums_BN.gather(1, span_B1)
     inside_BS = spans_BNS.gather(1, span_B1[:, :, None].expand(-1, -1, SPAN))[:, 0]
-    rest_B1 = (wanted_B1 - before_B1).clamp_min(0)  # rounding may take it below, where a weight of 0 would be hit
+    # rounding may take it below, where a weight of 0 would be hit
+    rest_B1 = (wanted_B1 - before_B1).clamp_min(0)
     at_B1 = _first_above(inside_BS, inside_BS.cumsum(-1, dtype=torch.float64), rest_B1)
     return (span_B1 * SPAN + at_B1)[:, 0]
 
 
-def _first_above(weights_BN: torch.Tensor, cumulated_BN: torch.Tensor, wanted_B1: torch.Tensor) -> torch.Tensor:
-    """Where the cumulated weight first exceeds what is wanted; where rounding lets it never, the largest weight."""
+def _first_above(
+    weights_BN: torch.Tensor, cumulated_BN: torch.Tensor, wanted_B1: torch.Tensor
+) -> torch.Tensor:
+    """Where the cumulated weight first exceeds what is wanted; where rounding lets it never, the
+    largest weight.
+    """
     at_B1 = torch.searchsorted(cumulated_BN, wanted_B1, right=True)
     largest_B1 = weights_BN.argmax(-1, keepdim=True)
     return torch.where(at_B1 < weights_BN.shape[1], at_B1, largest_B1)
@@ -140,5 +154,7 @@ def _draw_truncated(
     else:
         values, order = probs_BV.sort(dim=-1, descending=True, stable=True)
     before = values.cumsum(-1, dtype=torch.float64) - values
-    values = values.masked_fill(before >= top_p_B1 * values.sum(-1, keepdim=True, dtype=torch.float64), 0)
+    values = values.masked_fill(
+        before >= top_p_B1 * values.sum(-1, keepdim=True, dtype=torch.float64), 0
+    )
     return order.gather(1, _invert(values, numbers_B1)[:, None])[:, 0]

@@ -1,7 +1,7 @@
 """Copies between host and device for which neither waits.
 
-A plain copy waits until the device has done all that it was given before. These are put in line; what goes to the host
-is looked at when a mark says that it is there.
+A plain copy waits until the device has done all that it was given before. These are put in line;
+what goes to the host is looked at when a mark says that it is there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ STAGING = 1 << 22
 
 
 def to_device(
-    values: Array | Sequence[int] | Sequence[float] | Sequence[Sequence[int]] | Sequence[Sequence[float]],
+    values: Array
+    | Sequence[int]
+    | Sequence[float]
+    | Sequence[Sequence[int]]
+    | Sequence[Sequence[float]],
     device: torch.device,
     dtype: torch.dtype = torch.int64,
 ) -> torch.Tensor:
@@ -35,7 +39,9 @@ def to_host(x: torch.Tensor) -> torch.Tensor:
 
 
 def mark(device: torch.device) -> torch.cuda.Event | None:
-    """To wait until the device has done all it has been given so far; None where nothing is ever outstanding."""
+    """To wait until the device has done all it has been given so far; None where nothing is ever
+    outstanding.
+    """
     if device.type != "cuda":
         return None
     event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -44,7 +50,8 @@ def mark(device: torch.device) -> torch.cuda.Event | None:
 
 
 def to_host_beside(x: torch.Tensor, ready: torch.cuda.Event | None) -> torch.Tensor:
-    """A flat tensor on the host, for a thread that is not the engine's; whatever the device does meanwhile goes on.
+    """A flat tensor on the host, for a thread that is not the engine's; whatever the device does
+    meanwhile goes on.
 
     `ready` is a mark that was made when the tensor was: it is not read before.
     """
@@ -64,5 +71,7 @@ def to_host_beside(x: torch.Tensor, ready: torch.cuda.Event | None) -> torch.Ten
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all such copies. PyTorch hands out a few of each priority in turn: of this one nobody else has any."""
+    """One for all such copies. PyTorch hands out a few of each priority in turn: of this one nobody
+    else has any.
+    """
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]

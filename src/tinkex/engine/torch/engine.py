@@ -8,14 +8,29 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tinkex.engine.api import ADAMW, BaseModel, EngineError, Listener, PassDone, Recalled, SampleDone, Writer
+from tinkex.engine.api import (
+    ADAMW,
+    BaseModel,
+    EngineError,
+    Listener,
+    PassDone,
+    Recalled,
+    SampleDone,
+    Writer,
+)
 from tinkex.engine.families.model_config import describe, resolve
 from tinkex.engine.losses.graph_loss import CompiledLoss, compile_graph
 from tinkex.engine.model.decoder import BARE, Decoder, Lora
 from tinkex.engine.sample.jobs import Job, Source
 from tinkex.engine.sample.sampler import Sampler
 from tinkex.engine.torch.lora import Layout
-from tinkex.engine.torch.model_files import adapter_writer, load_adapter, load_decoder, load_factors, read_lora_config
+from tinkex.engine.torch.model_files import (
+    adapter_writer,
+    load_adapter,
+    load_decoder,
+    load_factors,
+    read_lora_config,
+)
 from tinkex.engine.torch.openmp import calm_openmp, usable_cores
 from tinkex.engine.train.objectives import find_objective
 from tinkex.engine.train.trainer import Adapter, Trainer
@@ -60,7 +75,8 @@ class _Base:
         path = self.directory / "tokenizer.json"
         if not path.exists():
             raise EngineError(
-                f"stop strings need a tokenizer, and {self.name} has no tokenizer.json; stop at token ids"
+                f"stop strings need a tokenizer, and {self.name} has no tokenizer.json; stop at "
+                "token ids"
             )
         from tokenizers import Tokenizer
 
@@ -73,8 +89,9 @@ class _Base:
 class TorchEngine:
     """Trains and samples LoRA adapters on base models, given by name as directories or hub ids.
 
-    Weights are float32 on a CPU and bfloat16 on an accelerator unless `dtype` says otherwise; LoRA factors and
-    optimizer state are float32 at least. `threads` is fixed at the start: on a CPU it decides the last bits of results.
+    Weights are float32 on a CPU and bfloat16 on an accelerator unless `dtype` says otherwise; LoRA
+    factors and optimizer state are float32 at least. `threads` is fixed at the start: on a CPU it
+    decides the last bits of results.
     """
 
     def __init__(
@@ -91,8 +108,12 @@ class TorchEngine:
         torch.set_num_threads(threads or min(torch.get_num_threads(), usable_cores()))
         where = torch.device(device)
         dtype = dtype or (torch.float32 if where.type == "cpu" else torch.bfloat16)
-        self._bases = {name: _Base(name, resolve(source), dtype, where) for name, source in models.items()}
-        self._trainer = Trainer(micro_batch_tokens or _step_tokens(where), ahead=where.type == "cuda")
+        self._bases = {
+            name: _Base(name, resolve(source), dtype, where) for name, source in models.items()
+        }
+        self._trainer = Trainer(
+            micro_batch_tokens or _step_tokens(where), ahead=where.type == "cuda"
+        )
         self._dropped: list[PassDone] = []
         self._adapters: dict[str, Adapter] = {}
         self._losses: dict[str, CompiledLoss] = {}
@@ -109,7 +130,13 @@ class TorchEngine:
         """The base models on offer."""
         return [base.about for base in self._bases.values()]
 
-    def create(self, adapter: str, base_model: str, lora: LoraConfig, optimizer: OptimizerConfigBase = ADAMW) -> None:
+    def create(
+        self,
+        adapter: str,
+        base_model: str,
+        lora: LoraConfig,
+        optimizer: OptimizerConfigBase = ADAMW,
+    ) -> None:
         """Make a fresh adapter: A seeded, B zero, no gradient, no optimizer state."""
         if adapter in self._adapters:
             raise EngineError(f"there is an adapter {adapter!r} already")
@@ -132,9 +159,13 @@ class TorchEngine:
         owner: str = "",
         recalled: Sequence[Recalled] | None = None,
     ) -> None:
-        """Validate and admit a pass; with `backward`, the gradient of its summed loss goes to the adapter's buffer."""
+        """Validate and admit a pass; with `backward`, the gradient of its summed loss goes to the
+        adapter's buffer.
+        """
         objective = find_objective(loss_fn, config, self._losses, recalled)
-        self._trainer.start(job, adapter, self._adapter(adapter), data, objective, backward=backward, owner=owner)
+        self._trainer.start(
+            job, adapter, self._adapter(adapter), data, objective, backward=backward, owner=owner
+        )
 
     def pass_step(self) -> Sequence[PassDone]:
         """Advance the passes by a step and return those that ended."""
@@ -167,10 +198,14 @@ class TorchEngine:
     def writer(self, adapter: str, *, optimizer: bool) -> Writer:
         """What writes an adapter as it is now: PEFT files, and optimizer state beside them."""
         saved = self._adapter(adapter)
-        return adapter_writer(saved.base_model, saved.layout, saved.state.weights, saved.state if optimizer else None)
+        return adapter_writer(
+            saved.base_model, saved.layout, saved.state.weights, saved.state if optimizer else None
+        )
 
     def load(self, adapter: str, directory: Path, *, optimizer: bool) -> None:
-        """Replace an adapter's weights (and optimizer state) by saved ones; pending gradients are dropped."""
+        """Replace an adapter's weights (and optimizer state) by saved ones; pending gradients are
+        dropped.
+        """
         target = self._adapter(adapter)
         target.state = load_adapter(directory, target.layout, target.state, optimizer=optimizer)
         target.drop_gradients()
@@ -222,12 +257,18 @@ class TorchEngine:
         owner: str = "",
         cache: str = "",
     ) -> None:
-        """Validate and admit a sampling job; it advances with each `sample_step`. `seed` is already decided."""
+        """Validate and admit a sampling job; it advances with each `sample_step`. `seed` is already
+        decided.
+        """
         target = sampler if sampler in self._targets else None
-        self._sampler.start(job, Job(self._source(sampler), request, seed, listener, target, cache), owner)
+        self._sampler.start(
+            job, Job(self._source(sampler), request, seed, listener, target, cache), owner
+        )
 
     def sample_step(self) -> Sequence[SampleDone]:
-        """Advance the jobs by one step (one token each, or one prefill) and return those that ended."""
+        """Advance the jobs by one step (one token each, or one prefill) and return those that
+        ended.
+        """
         return self._sampler.step()
 
     def sample_cancel(self, job: str) -> None:
@@ -240,7 +281,9 @@ class TorchEngine:
 
     def _base(self, name: str) -> _Base:
         if name not in self._bases:
-            raise EngineError(f"there is no base model {name!r}; there are {', '.join(self._bases) or 'none'}")
+            raise EngineError(
+                f"there is no base model {name!r}; there are {', '.join(self._bases) or 'none'}"
+            )
         return self._bases[name]
 
     def _source(self, sampler: str) -> Source:

@@ -1,12 +1,15 @@
-"""LoRA factors: their layout in one flat buffer, and their seeded start; `span_adapters` and `row_adapters` apply them.
+"""LoRA factors: their layout in one flat buffer, and their seeded start; `span_adapters` and
+`row_adapters` apply them.
 
-    y = x W^T + (32 / r) (x A^T) B^T        A [r, in] seeded, B [out, r] zero, W frozen; r is less for experts
+    y = x W^T + (32 / r) (x A^T) B^T        A [r, in] seeded, B [out, r] zero, W frozen; r is less
+    for experts
 
-All factors of an adapter are views of one flat float32 tensor, and so are their gradients: optimizer steps, clipping
-and copies are single operations. A tensor of weights is never changed in place, only replaced; therefore a snapshot
-is a reference.
+All factors of an adapter are views of one flat float32 tensor, and so are their gradients:
+optimizer steps, clipping and copies are single operations. A tensor of weights is never changed in
+place, only replaced; therefore a snapshot is a reference.
 
-Axes: T packed tokens, D inputs, N outputs, R rank (times the projections that share an input, for stacked A).
+Axes: T packed tokens, D inputs, N outputs, R rank (times the projections that share an input, for
+stacked A).
 """
 
 from __future__ import annotations
@@ -37,7 +40,9 @@ GROUPS = {
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A frozen projection, or several of one input stacked along N; `modules` are their checkpoint names."""
+    """A frozen projection, or several of one input stacked along N; `modules` are their checkpoint
+    names.
+    """
 
     name: str
     group: str
@@ -46,12 +51,13 @@ class Linear:
     modules: Sequence[str]
     sizes: list[int]
     sharers: int = 1
-    """How many linear layers share the rank of an adapter: the experts of a layer, else this one alone."""
+    """How many linear layers share the rank of an adapter: the experts of a layer, else this one
+    alone."""
     wide: bool = False
     """Whether results are not rounded to half precision where the device can leave that out.
 
-    Logits are the largest numbers there are, and to round one moves a probability by percents; and what rounding does
-    to the states of a mixture sends tokens to other experts.
+    Logits are the largest numbers there are, and to round one moves a probability by percents; and
+    what rounding does to the states of a mixture sends tokens to other experts.
     """
 
 
@@ -78,11 +84,15 @@ class Layout:
             raise EngineError(f"LoRA rank must be between 1 and {MAX_RANK}, got {lora.rank}")
         groups = trained_groups(lora)
         if not groups:
-            raise EngineError("at least one of train_attn, train_mlp and train_unembed must be true")
+            raise EngineError(
+                "at least one of train_attn, train_mlp and train_unembed must be true"
+            )
         self.lora = lora
         self.linears = [linear for linear in linears if linear.group in groups]
         self.size = sum(
-            self.rank(x) * (w.shape[1] * len(x.sizes) + w.shape[0]) for x in self.linears for w in [x.weight_ND]
+            self.rank(x) * (w.shape[1] * len(x.sizes) + w.shape[0])
+            for x in self.linears
+            for w in [x.weight_ND]
         )
 
     def rank(self, linear: Linear) -> int:
@@ -107,7 +117,9 @@ class Layout:
         for linear in self.linears:
             rank = self.rank(linear)
             a_RD = take(rank * len(linear.sizes), linear.weight_ND.shape[1])
-            views[linear.name] = Factors(a_RD, [take(size, rank) for size in linear.sizes], ALPHA / rank)
+            views[linear.name] = Factors(
+                a_RD, [take(size, rank) for size in linear.sizes], ALPHA / rank
+            )
         return views
 
     def tensors(self, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -123,7 +135,8 @@ class Layout:
     def initial(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Fresh weights: A uniform in ±1/sqrt(in), as peft draws it, B zero.
 
-        Each module has its own stream, so that what it starts from depends on the seed and its name alone.
+        Each module has its own stream, so that what it starts from depends on the seed and its name
+        alone.
         """
         seed = DEFAULT_SEED if self.lora.seed is None else self.lora.seed
         flat = torch.zeros(self.size, dtype=torch.float32)

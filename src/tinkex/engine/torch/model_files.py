@@ -1,4 +1,6 @@
-"""Files: base checkpoints in Hugging Face layout, adapters in PEFT layout, optimizer state beside them."""
+"""Files: base checkpoints in Hugging Face layout, adapters in PEFT layout, optimizer state beside
+them.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class _Tensors:
     def __init__(self, directory: Path, stack: ExitStack) -> None:
         paths = sorted(directory.glob("model*.safetensors"))
         if not paths:
-            raise EngineError(f"{directory} has no model*.safetensors; only safetensors checkpoints are read")
+            raise EngineError(
+                f"{directory} has no model*.safetensors; only safetensors checkpoints are read"
+            )
         self._directory = directory
         self._where: dict[str, Any] = {}
         for path in paths:
@@ -59,16 +63,22 @@ class _Tensors:
         if not isinstance(named, dict):
             raise EngineError(f"{index} has no weight_map")
         if lost := named.keys() - self._where.keys():
-            raise EngineError(f"{self._directory} lacks the shards of {len(lost)} tensors, such as {min(lost)}")
+            raise EngineError(
+                f"{self._directory} lacks the shards of {len(lost)} tensors, such as {min(lost)}"
+            )
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """One tensor, which must have this shape."""
         if name not in self._where:
-            raise EngineError(f"{self._directory} has no tensor {name}, which its config.json calls for")
+            raise EngineError(
+                f"{self._directory} has no tensor {name}, which its config.json calls for"
+            )
         self._unread.discard(name)
         tensor: torch.Tensor = self._where[name].get_tensor(name)
         if tuple(tensor.shape) != shape:
-            raise EngineError(f"{self._directory}: {name} has shape {list(tensor.shape)}, expected {list(shape)}")
+            raise EngineError(
+                f"{self._directory}: {name} has shape {list(tensor.shape)}, expected {list(shape)}"
+            )
         return tensor
 
     def differ(self, one: str, other: str) -> bool:
@@ -82,7 +92,8 @@ class _Tensors:
         """Every tensor must have been read: one left over means another architecture."""
         if left := self._unread - set(ignored):
             raise EngineError(
-                f"{self._directory} has {len(left)} tensors the decoder has no place for, such as {min(left)}"
+                f"{self._directory} has {len(left)} tensors the decoder has no place for, such as "
+                f"{min(left)}"
             )
 
 
@@ -92,7 +103,8 @@ def load_decoder(directory: Path, dtype: torch.dtype, device: torch.device) -> D
     with ExitStack() as stack:
         tensors = _Tensors(directory, stack)
         if config.tied and tensors.differ("lm_head.weight", "model.embed_tokens.weight"):
-            config = replace(config, tied=False)  # as transformers 5 has it: a head of its own is there to be used
+            # as transformers 5 has it: a head of its own is there to be used
+            config = replace(config, tied=False)
         decoder = assemble(config, tensors, dtype, device)
         tensors.finish(["lm_head.weight"] if config.tied else [])
     return decoder
@@ -105,7 +117,9 @@ class Tensors(Protocol):
         """One tensor, which must have this shape."""
 
 
-def assemble(config: DecoderConfig, tensors: Tensors, dtype: torch.dtype, device: torch.device) -> Decoder:
+def assemble(
+    config: DecoderConfig, tensors: Tensors, dtype: torch.dtype, device: torch.device
+) -> Decoder:
     """Put a decoder together from its tensors."""
     source = _Source(config, tensors, dtype, device)
     layers = [source.layer(index) for index in range(config.layers)]
@@ -134,39 +148,69 @@ class _Source:
         return self.tensors.read(name, shape).to(device=self.device, dtype=self.dtype)
 
     def norm(self, module: str, size: int) -> torch.Tensor:
-        """The weight of a norm. One that is kept less one would lose bits where 16 are all: it stays in float32."""
+        """The weight of a norm. One that is kept less one would lose bits where 16 are all: it
+        stays in float32.
+        """
         if not self.config.centred_norms:
             return self.get(f"{module}.weight", size)
         wide = torch.promote_types(self.dtype, torch.float32)
         return self.tensors.read(f"{module}.weight", (size,)).to(device=self.device, dtype=wide) + 1
 
     def linear(
-        self, prefix: str, name: str, group: str, inputs: int, bias: bool, *, wide: bool = False, **outputs: int
+        self,
+        prefix: str,
+        name: str,
+        group: str,
+        inputs: int,
+        bias: bool,
+        *,
+        wide: bool = False,
+        **outputs: int,
     ) -> Linear:
         """Projections of one input, stacked."""
         modules, sizes = [prefix + module for module in outputs], list(outputs.values())
-        parts = [self.get(f"{module}.weight", size, inputs) for module, size in zip(modules, sizes, strict=True)]
-        biases = [self.get(f"{module}.bias", size) for module, size in zip(modules, sizes, strict=True) if bias]
+        parts = [
+            self.get(f"{module}.weight", size, inputs)
+            for module, size in zip(modules, sizes, strict=True)
+        ]
+        biases = [
+            self.get(f"{module}.bias", size)
+            for module, size in zip(modules, sizes, strict=True)
+            if bias
+        ]
         bias_N = torch.cat(biases) if bias else None
         return Linear(prefix + name, group, torch.cat(parts), bias_N, modules, sizes, wide=wide)
 
     def layer(self, index: int) -> Layer:
         config, prefix = self.config, f"model.layers.{index}."
-        hidden, query, key = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
+        hidden, query, key = (
+            config.hidden,
+            config.heads * config.head_dim,
+            config.kv_heads * config.head_dim,
+        )
         attn = prefix + "self_attn."
         is_mixture = config.experts is not None
-        # With norms after attention and mlp, the one that is called "post attention" elsewhere has this other name.
-        before_mlp = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
+        # With norms after attention and mlp, the one that is called "post attention" elsewhere has
+        # this other name.
+        before_mlp = (
+            "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
+        )
         return Layer(
             input_norm_D=self.norm(prefix + "input_layernorm", hidden),
-            qkv=self.linear(attn, "qkv", "attn", hidden, config.qkv_bias, q_proj=query, k_proj=key, v_proj=key),
+            qkv=self.linear(
+                attn, "qkv", "attn", hidden, config.qkv_bias, q_proj=query, k_proj=key, v_proj=key
+            ),
             o=self.linear(attn, "o", "attn", query, config.o_bias, wide=is_mixture, o_proj=hidden),
             mlp_norm_D=self.norm(prefix + before_mlp, hidden),
             mlp=self.feed_forward(index, prefix + "mlp."),
             q_norm_C=self.norm(attn + "q_norm", config.head_dim) if config.qk_norm else None,
             k_norm_C=self.norm(attn + "k_norm", config.head_dim) if config.qk_norm else None,
-            post_attention_norm_D=self.norm(prefix + "post_attention_layernorm", hidden) if config.post_norms else None,
-            post_mlp_norm_D=self.norm(prefix + "post_feedforward_layernorm", hidden) if config.post_norms else None,
+            post_attention_norm_D=self.norm(prefix + "post_attention_layernorm", hidden)
+            if config.post_norms
+            else None,
+            post_mlp_norm_D=self.norm(prefix + "post_feedforward_layernorm", hidden)
+            if config.post_norms
+            else None,
         )
 
     def feed_forward(self, index: int, prefix: str) -> Mlp | Experts:
@@ -174,7 +218,9 @@ class _Source:
         if config.experts is not None and index in config.experts.layers:
             return self.experts(config.experts, prefix)
         return Mlp(
-            gate_up=self.linear(prefix, "gate_up", "mlp", hidden, config.mlp_bias, gate_proj=size, up_proj=size),
+            gate_up=self.linear(
+                prefix, "gate_up", "mlp", hidden, config.mlp_bias, gate_proj=size, up_proj=size
+            ),
             down=self.linear(prefix, "down", "mlp", size, config.mlp_bias, down_proj=hidden),
             activation=config.activation,
         )
@@ -182,7 +228,9 @@ class _Source:
     def experts(self, about: ExpertsConfig, prefix: str) -> Experts:
         """The experts of a layer: each a view of two tensors that hold them all."""
         hidden, size = self.config.hidden, about.mlp
-        gate_up_END = torch.empty(about.count, 2 * size, hidden, dtype=self.dtype, device=self.device)
+        gate_up_END = torch.empty(
+            about.count, 2 * size, hidden, dtype=self.dtype, device=self.device
+        )
         down_END = torch.empty(about.count, hidden, size, dtype=self.dtype, device=self.device)
 
         def expert(number: int) -> Mlp:
@@ -193,8 +241,12 @@ class _Source:
             gate_up_ND[size:] = self.tensors.read(f"{up}.weight", (size, hidden))
             down_ND[:] = self.tensors.read(f"{down}.weight", (hidden, size))
             return Mlp(
-                Linear(own + "gate_up", "mlp", gate_up_ND, None, [gate, up], [size, size], about.count),
-                Linear(own + "down", "mlp", down_ND, None, [down], [hidden], about.count, wide=True),
+                Linear(
+                    own + "gate_up", "mlp", gate_up_ND, None, [gate, up], [size, size], about.count
+                ),
+                Linear(
+                    own + "down", "mlp", down_ND, None, [down], [hidden], about.count, wide=True
+                ),
                 self.config.activation,
             )
 
@@ -206,13 +258,18 @@ class _Source:
         )
 
 
-def adapter_writer(base_model: str, layout: Layout, weights: torch.Tensor, state: State | None = None) -> Writer:
-    """What writes PEFT files, and an optimizer's state beside them. None of it is ever changed, so it can wait."""
+def adapter_writer(
+    base_model: str, layout: Layout, weights: torch.Tensor, state: State | None = None
+) -> Writer:
+    """What writes PEFT files, and an optimizer's state beside them. None of it is ever changed, so
+    it can wait.
+    """
     ready = mark(weights.device)
 
     def named(flat: torch.Tensor, prefix: str) -> dict[str, torch.Tensor]:
         views = layout.tensors(to_host_beside(flat, ready))
-        # copies, since what shares memory is refused; numpy's, since PyTorch would start threads for this one
+        # copies, since what shares memory is refused; numpy's, since PyTorch would start threads
+        # for this one
         copies = ((name, np.array(view.numpy(), np.float32)) for name, view in views)
         return {f"{prefix}{name}.weight": torch.from_numpy(copy) for name, copy in copies}
 
@@ -255,7 +312,9 @@ def _peft_config(base_model: str, layout: Layout) -> dict[str, Any]:
 
 
 def _rank_pattern(layout: Layout) -> dict[str, int]:
-    """The rank of experts, where it is not the adapter's: for peft where they are modules, and where they are fused."""
+    """The rank of experts, where it is not the adapter's: for peft where they are modules, and
+    where they are fused.
+    """
     ranks = {layout.rank(linear) for linear in layout.linears if linear.sharers > 1}
     patterns = {}
     for rank in ranks:
@@ -288,17 +347,23 @@ def read_lora_config(directory: Path) -> LoraConfig:
         "use_rslora": False,
     }.items():
         if fields.get(name, expected) != expected:
-            raise EngineError(f"{path}: {name} is {shown(fields[name])}; only {expected!r} is supported")
+            raise EngineError(
+                f"{path}: {name} is {shown(fields[name])}; only {expected!r} is supported"
+            )
     rank, targets = fields.get("r"), fields.get("target_modules") or []
     if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= MAX_RANK:
-        raise EngineError(f"{path}: r must be a whole number between 1 and {MAX_RANK}, got {shown(rank)}")
+        raise EngineError(
+            f"{path}: r must be a whole number between 1 and {MAX_RANK}, got {shown(rank)}"
+        )
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         raise EngineError(f"{path}: target_modules must be a list of names, got {shown(targets)}")
     modules = set(targets)
     groups = {group for group, members in GROUPS.items() if modules & set(members)}
     missing = {name for group in groups for name in GROUPS[group]} ^ modules
     if missing or not groups:
-        raise EngineError(f"{path}: target_modules {sorted(modules)} are not whole groups of {GROUPS}")
+        raise EngineError(
+            f"{path}: target_modules {sorted(modules)} are not whole groups of {GROUPS}"
+        )
     flags = {f"train_{group}": group in groups for group in GROUPS}
     return LoraConfig(rank=rank, **flags)
 
@@ -319,25 +384,36 @@ def load_factors(directory: Path, layout: Layout, like: torch.Tensor) -> torch.T
     for name in ("rank", "train_attn", "train_mlp", "train_unembed"):
         ours, theirs = getattr(layout.lora, name), getattr(saved, name)
         if ours != theirs:
-            raise EngineError(f"the adapter saved in {directory} has {name} {theirs}, this one has {ours}")
+            raise EngineError(
+                f"the adapter saved in {directory} has {name} {theirs}, this one has {ours}"
+            )
     weights, _ = _read_flat(directory / ADAPTER_WEIGHTS, layout, like, [PREFIX])
     return weights[0]
 
 
 def _read_flat(
-    path: Path, layout: Layout, like: torch.Tensor, prefixes: list[str], optimizer: str | None = None
+    path: Path,
+    layout: Layout,
+    like: torch.Tensor,
+    prefixes: list[str],
+    optimizer: str | None = None,
 ) -> tuple[list[torch.Tensor], dict[str, str]]:
     """Flat buffers, one per prefix, from a file that holds exactly these tensors."""
     if not path.exists():
         raise EngineError(f"{path.parent} has no {path.name}")
     flats = [torch.empty(layout.size, dtype=like.dtype) for _ in prefixes]
-    views = {name: view for p, flat in zip(prefixes, flats, strict=True) for name, view in _views(layout, flat, p)}
+    views = {
+        name: view
+        for p, flat in zip(prefixes, flats, strict=True)
+        for name, view in _views(layout, flat, p)
+    }
     try:
         with safe_open(path, framework="pt") as opened:
             metadata = dict(opened.metadata() or {})
             if metadata.get("optimizer") != optimizer:
                 raise EngineError(
-                    f"{path} holds the state of optimizer {metadata.get('optimizer')}, this run's is {optimizer}: "
+                    f"{path} holds the state of optimizer {metadata.get('optimizer')}, this run's "
+                    f"is {optimizer}: "
                     "load the weights alone, or create the run with the other optimizer"
                 )
             if differing := views.keys() ^ set(opened.keys()):
@@ -345,7 +421,10 @@ def _read_flat(
             for name, view in views.items():
                 tensor = opened.get_tensor(name)
                 if tensor.shape != view.shape:
-                    raise EngineError(f"{path}: {name} has shape {list(tensor.shape)}, expected {list(view.shape)}")
+                    raise EngineError(
+                        f"{path}: {name} has shape {list(tensor.shape)}, expected "
+                        f"{list(view.shape)}"
+                    )
                 view.copy_(tensor)
     except SafetensorError as error:
         raise EngineError(f"{path} cannot be read: {error}") from None

@@ -1,8 +1,10 @@
-"""How OpenMP's threads wait, how many of them an operation gets, and how many cores there are for all of them.
+"""How OpenMP's threads wait, how many of them an operation gets, and how many cores there are for
+all of them.
 
-On a machine with anything else to do, a thread that spins takes the core its partner needs, and every small operation
-crawls: measured on two shared cores, a decoding step of 5 ms took 100. Threads that sleep have to be woken, though,
-which takes longer than many an operation: `Threads` keeps small ones to the thread that starts them.
+On a machine with anything else to do, a thread that spins takes the core its partner needs, and
+every small operation crawls: measured on two shared cores, a decoding step of 5 ms took 100.
+Threads that sleep have to be woken, though, which takes longer than many an operation: `Threads`
+keeps small ones to the thread that starts them.
 """
 
 from __future__ import annotations
@@ -23,14 +25,17 @@ _idle = threading.Event()
 
 
 def calm_openmp() -> None:
-    """Make waiting threads sleep; call it before torch is imported if possible. A user's OMP_WAIT_POLICY wins."""
+    """Make waiting threads sleep; call it before torch is imported if possible. A user's
+    OMP_WAIT_POLICY wins.
+    """
     if "OMP_WAIT_POLICY" in os.environ or not _settled.acquire(blocking=False):
         return
     if "torch" not in sys.modules:
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # read once, when torch loads the OpenMP library
         return
-    # Too late for the environment. GNU's library also stops spinning when it manages more threads than there are
-    # cores, so a second, idle team of threads has the same effect; it must outlive this call.
+    # Too late for the environment. GNU's library also stops spinning when it manages more threads
+    # than there are cores, so a second, idle team of threads has the same effect; it must outlive
+    # this call.
     ready = threading.Event()
     threading.Thread(target=_hold_team, args=(ready,), name="tinkex-openmp", daemon=True).start()
     ready.wait(10)
@@ -45,15 +50,23 @@ def _hold_team(ready: threading.Event) -> None:
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """How many cores this process gets: those it may run on, and no more than a container's share of time."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """How many cores this process gets: those it may run on, and no more than a container's share
+    of time.
+    """
+    allowed = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return max(1, min([allowed, *_shares(root)]))
 
 
 def _shares(root: Path) -> Iterator[int]:
-    """How many cores each control group that this process is in may use, where it has a limit (on Linux)."""
+    """How many cores each control group that this process is in may use, where it has a limit (on
+    Linux).
+    """
     try:
-        groups = [line.split(":", 2)[1:] for line in (root / "proc/self/cgroup").read_text().splitlines()]
+        groups = [
+            line.split(":", 2)[1:] for line in (root / "proc/self/cgroup").read_text().splitlines()
+        ]
     except OSError:
         return
     for controllers, inside in groups:
@@ -64,7 +77,8 @@ def _shares(root: Path) -> Iterator[int]:
         else:
             continue
         own = top / inside.lstrip("/")
-        for group in (own, *own.parents):  # a container may see its own group as the top one, under another name
+        # a container may see its own group as the top one, under another name
+        for group in (own, *own.parents):
             try:
                 quota, period = " ".join((group / name).read_text() for name in names).split()
                 if int(quota) > 0:
@@ -78,8 +92,8 @@ def _shares(root: Path) -> Iterator[int]:
 class Threads:
     """Within the block, operations that the calling thread starts use so many threads.
 
-    Other threads keep the number they have, which `torch.set_num_threads` would not let them. Without effect where
-    PyTorch has no OpenMP that can be reached.
+    Other threads keep the number they have, which `torch.set_num_threads` would not let them.
+    Without effect where PyTorch has no OpenMP that can be reached.
     """
 
     def __init__(self, count: int) -> None:

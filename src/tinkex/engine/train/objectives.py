@@ -1,9 +1,11 @@
 """What a pass minimises: a loss of the table, or one that was sent as a graph.
 
-Both read the data they need, and give the values of the loss together with its gradient by the log-probabilities. What
-goes wrong there names its datum, and is known before the model's own gradient is begun.
+Both read the data they need, and give the values of the loss together with its gradient by the
+log-probabilities. What goes wrong there names its datum, and is known before the model's own
+gradient is begun.
 
-Axes: M targets of a micro-batch, L values of a loss: one per target, or one per datum where the loss is a graph.
+Axes: M targets of a micro-batch, L values of a loss: one per target, or one per datum where the
+loss is a graph.
 """
 
 from __future__ import annotations
@@ -59,7 +61,12 @@ class Objective(Protocol):
         """How many values each datum has."""
 
     def evaluate(
-        self, logprobs_M: torch.Tensor, examples: Examples, indices: Sequence[int], *, backward: bool
+        self,
+        logprobs_M: torch.Tensor,
+        examples: Examples,
+        indices: Sequence[int],
+        *,
+        backward: bool,
     ) -> Evaluated:
         """The loss of the chosen data, and its gradient if there is to be one."""
 
@@ -74,15 +81,22 @@ def find_objective(
     if name == STABLE_REINFORCE:
         settings = read_settings(fill_settings(name, DEFAULTS, config))
         if recalled is None:
-            raise EngineError(f"loss {name!r} is computed from recordings of its samples, and there are none")
+            raise EngineError(
+                f"loss {name!r} is computed from recordings of its samples, and there are none"
+            )
         return StableReinforce(settings, recalled)
     if name != CUSTOM:
         return TableLoss(*find_loss(name, config))
     loss_id = config.get("loss_id")
     if not isinstance(loss_id, str) or len(config) > 1:
-        raise EngineError(f"loss {CUSTOM!r} takes one setting, 'loss_id': the text that create_custom_loss gave")
+        raise EngineError(
+            f"loss {CUSTOM!r} takes one setting, 'loss_id': the text that create_custom_loss gave"
+        )
     if loss_id not in losses:
-        raise EngineError(f"there is no custom loss {loss_id!r}: create it, and again after a restart of the server")
+        raise EngineError(
+            f"there is no custom loss {loss_id!r}: create it, and again after a restart of the "
+            "server"
+        )
     return GraphLoss(losses[loss_id])
 
 
@@ -107,7 +121,12 @@ class TableLoss:
         return [targets.size for targets in examples.targets]
 
     def evaluate(
-        self, logprobs_M: torch.Tensor, examples: Examples, indices: Sequence[int], *, backward: bool
+        self,
+        logprobs_M: torch.Tensor,
+        examples: Examples,
+        indices: Sequence[int],
+        *,
+        backward: bool,
     ) -> Evaluated:
         """The loss of the chosen data, and its gradient if there is to be one."""
 
@@ -115,18 +134,27 @@ class TableLoss:
             flat = np.concatenate([array.reshape(-1) for array in arrays])
             return to_device(flat, logprobs_M.device, dtype)
 
-        inputs = {key: put([v[i] for i in indices], logprobs_M.dtype) for key, v in examples.inputs.items()}
-        inputs[SEQUENCE] = put([np.full(examples.targets[i].size, n) for n, i in enumerate(indices)], torch.int64)
+        inputs = {
+            key: put([v[i] for i in indices], logprobs_M.dtype)
+            for key, v in examples.inputs.items()
+        }
+        inputs[SEQUENCE] = put(
+            [np.full(examples.targets[i].size, n) for n, i in enumerate(indices)], torch.int64
+        )
         leaf_M = logprobs_M.detach().requires_grad_(backward)
         losses_M = self.loss.function(leaf_M, inputs, self.settings)
-        return Evaluated(losses_M, torch.autograd.grad(losses_M.sum(), leaf_M)[0] if backward else None)
+        return Evaluated(
+            losses_M, torch.autograd.grad(losses_M.sum(), leaf_M)[0] if backward else None
+        )
 
 
 @dataclass(slots=True)
 class GraphLoss:
-    """A loss that was sent as a graph: it takes one datum at a time, with inputs of their own shapes and dtypes.
+    """A loss that was sent as a graph: it takes one datum at a time, with inputs of their own
+    shapes and dtypes.
 
-    All data of a pass share one allowance of work and time. A datum that is computed again replaces what it used.
+    All data of a pass share one allowance of work and time. A datum that is computed again replaces
+    what it used.
     """
 
     compiled: CompiledLoss
@@ -146,19 +174,27 @@ class GraphLoss:
             name: [self._input(index, datum, name, axes) for index, datum in enumerate(data)]
             for name, axes in ranks.items()
         }
-        sizes = [[array.size, *(each[index].size for each in inputs.values())] for index, array in enumerate(targets)]
+        sizes = [
+            [array.size, *(each[index].size for each in inputs.values())]
+            for index, array in enumerate(targets)
+        ]
         self._allowance = self.compiled.allowance(sum(map(sum, sizes)))
         shapes = [
-            {"logprobs": array.shape} | {name: arrays[index].shape for name, arrays in inputs.items()}
+            {"logprobs": array.shape}
+            | {name: arrays[index].shape for name, arrays in inputs.items()}
             for index, array in enumerate(targets)
         ]
         return Examples(tokens, targets, inputs, work=self._work(shapes))
 
     def _work(self, shapes: Sequence[Mapping[str, Sequence[int]]]) -> list[int]:
-        """Estimate the work of each datum: as much as that of the next larger one that was looked at."""
+        """Estimate the work of each datum: as much as that of the next larger one that was looked
+        at.
+        """
         keys = [tuple(tuple(shape) for shape in each.values()) for each in shapes]
         distinct = sorted(set(keys), key=lambda key: (sum(map(math.prod, key)), key))
-        looked_at = sorted({round(place * (len(distinct) - 1) / (LOOKED_AT - 1)) for place in range(LOOKED_AT)})
+        looked_at = sorted(
+            {round(place * (len(distinct) - 1) / (LOOKED_AT - 1)) for place in range(LOOKED_AT)}
+        )
         places = {key: place for place, key in enumerate(distinct)}
         works = []
         for place in looked_at:
@@ -179,7 +215,8 @@ class GraphLoss:
     def _check_rank(self, index: int, name: str, shape: Sequence[int], rank: int) -> None:
         if len(shape) != rank:
             raise EngineError(
-                f"datum {index}: {name!r} has shape {list(shape)}, custom loss {self.compiled.name!r} takes rank {rank}"
+                f"datum {index}: {name!r} has shape {list(shape)}, custom loss "
+                f"{self.compiled.name!r} takes rank {rank}"
             )
 
     def sizes(self, examples: Examples) -> Sequence[int]:
@@ -187,12 +224,19 @@ class GraphLoss:
         return [1] * len(examples.targets)
 
     def evaluate(
-        self, logprobs_M: torch.Tensor, examples: Examples, indices: Sequence[int], *, backward: bool
+        self,
+        logprobs_M: torch.Tensor,
+        examples: Examples,
+        indices: Sequence[int],
+        *,
+        backward: bool,
     ) -> Evaluated:
         """The loss of the chosen data, and its gradient if there is to be one."""
         losses, grads = [], []
         metrics: dict[str, list[float]] = {name: [] for name in self.compiled.metrics}
-        parts = torch.split(logprobs_M.detach(), [examples.targets[index].size for index in indices])
+        parts = torch.split(
+            logprobs_M.detach(), [examples.targets[index].size for index in indices]
+        )
         for index, part in zip(indices, parts, strict=True):
             leaf = part.view(examples.targets[index].shape).requires_grad_(backward)
             inputs = {name: torch.tensor(arrays[index]) for name, arrays in examples.inputs.items()}
@@ -228,5 +272,7 @@ class GraphLoss:
             (grad,) = torch.autograd.grad(loss, leaf)
         except RuntimeError as error:  # an operation without a derivative
             text = str(error).partition("\n")[0][:300]
-            raise EngineError(f"custom loss {self.compiled.name!r} has no gradient: {text}") from error
+            raise EngineError(
+                f"custom loss {self.compiled.name!r} has no gradient: {text}"
+            ) from error
         return grad.reshape(-1)

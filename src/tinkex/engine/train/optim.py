@@ -1,7 +1,8 @@
-"""Optimizers on one flat buffer per adapter: pure functions from a state and a gradient to the next state.
+"""Optimizers on one flat buffer per adapter: pure functions from a state and a gradient to the next
+state.
 
-AdamW is torch's. Dimuon is Muon on the two matrices of each LoRA pair; `docs/guides/optimizers.md` says what of it is
-documented and what is our choice.
+AdamW is torch's. Dimuon is Muon on the two matrices of each LoRA pair; `docs/guides/optimizers.md`
+says what of it is documented and what is our choice.
 
 Axes: B matrices of one shape, R the shorter side of a matrix, D the longer one.
 """
@@ -27,7 +28,8 @@ from tinkex.types.training import (
 )
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-"""The coefficients of Muon's iteration: five rounds bring singular values from 0.01 to between 0.7 and 1.2."""
+"""The coefficients of Muon's iteration: five rounds bring singular values from 0.01 to between 0.7
+and 1.2."""
 ROUNDS = 5
 
 
@@ -58,7 +60,9 @@ class AdamState:
 
 @dataclass(frozen=True, slots=True)
 class DimuonState:
-    """Weights with the running average of their gradients, and how many steps made them. Never changed in place."""
+    """Weights with the running average of their gradients, and how many steps made them. Never
+    changed in place.
+    """
 
     KIND: ClassVar = "dimuon"
     PARAMS: ClassVar = DimuonParams
@@ -74,7 +78,9 @@ class DimuonState:
         return cls(weights, torch.zeros_like(weights))
 
     @classmethod
-    def saved(cls, weights: torch.Tensor, moments: Sequence[torch.Tensor], step: int) -> DimuonState:
+    def saved(
+        cls, weights: torch.Tensor, moments: Sequence[torch.Tensor], step: int
+    ) -> DimuonState:
         """A state as it was saved, with the moments in the order of their names."""
         (momentum,) = moments
         return cls(weights, momentum, step)
@@ -84,7 +90,10 @@ class Overflow(EngineError):
     """A step that would leave numbers which are not finite."""
 
     def __init__(self, norm: float) -> None:
-        super().__init__(f"the step overflows: the gradient's norm is {norm:.3g}; scale the loss or clip the gradient")
+        super().__init__(
+            f"the step overflows: the gradient's norm is {norm:.3g}; scale the loss or clip the "
+            "gradient"
+        )
         self.norm = norm
 
 
@@ -98,10 +107,13 @@ def state_type(config: OptimizerConfigBase) -> type[AdamState] | type[DimuonStat
 
 
 def check(params: OptimParams, kind: type[AdamState] | type[DimuonState]) -> None:
-    """Refuse the hyper-parameters of another optimizer, and those that mean nothing or would end in NaN."""
+    """Refuse the hyper-parameters of another optimizer, and those that mean nothing or would end in
+    NaN.
+    """
     if not isinstance(params, kind.PARAMS):
         raise EngineError(
-            f"this run's optimizer is {kind.KIND}: a step takes {kind.PARAMS.__name__}, not {_described(params)}; "
+            f"this run's optimizer is {kind.KIND}: a step takes {kind.PARAMS.__name__}, not "
+            f"{_described(params)}; "
             "the optimizer is chosen when a run is created"
         )
     if isinstance(params, AdamParams):
@@ -136,7 +148,9 @@ def _check_dimuon(params: DimuonParams) -> None:
         raise EngineError(f"beta1 must be in [0, 1), got {params.beta1}")
 
 
-def step(state: State, grad: torch.Tensor, params: OptimParams, layout: Layout) -> tuple[State, float]:
+def step(
+    state: State, grad: torch.Tensor, params: OptimParams, layout: Layout
+) -> tuple[State, float]:
     """One step of a run's optimizer, and the norm of the gradient before clipping.
 
     A gradient so large that the step overflows is refused, with the state as it was.
@@ -151,7 +165,11 @@ def step(state: State, grad: torch.Tensor, params: OptimParams, layout: Layout) 
     else:
         assert isinstance(params, DimuonParams)
         after = dimuon(state, grad, params, layout)
-    if not bool(torch.isfinite(sum((getattr(after, name).sum() for name in state.MOMENTS), after.weights.sum()))):
+    if not bool(
+        torch.isfinite(
+            sum((getattr(after, name).sum() for name in state.MOMENTS), after.weights.sum())
+        )
+    ):
         raise Overflow(norm)
     return after, norm
 
@@ -168,8 +186,12 @@ def adamw(state: AdamState, grad: torch.Tensor, params: AdamParams) -> AdamState
     return AdamState(weights, exp_avg, exp_avg_sq, number)
 
 
-def dimuon(state: DimuonState, grad: torch.Tensor, params: DimuonParams, layout: Layout) -> DimuonState:
-    """Each A and each B moves by the learning rate times its orthogonalised momentum, its norm the root of its rank."""
+def dimuon(
+    state: DimuonState, grad: torch.Tensor, params: DimuonParams, layout: Layout
+) -> DimuonState:
+    """Each A and each B moves by the learning rate times its orthogonalised momentum, its norm the
+    root of its rank.
+    """
     momentum = state.momentum.lerp(grad, 1 - params.beta1)
     weights = state.weights.clone()
     for views, moments in zip(_by_shape(layout, weights), _by_shape(layout, momentum), strict=True):
@@ -193,16 +215,20 @@ def _matrices(layout: Layout, flat: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def orthogonalised(moments_BRD: torch.Tensor) -> torch.Tensor:
-    """Matrices with the singular vectors of the given ones, singular values made nearly equal, and norm 1.
+    """Matrices with the singular vectors of the given ones, singular values made nearly equal, and
+    norm 1.
 
-    Newton-Schulz: each round multiplies by a polynomial of X X^T, so that the rounds need only that small square
-    matrix. It is kept in float64, because they magnify the rounding of small singular values. Zero stays zero.
+    Newton-Schulz: each round multiplies by a polynomial of X X^T, so that the rounds need only that
+    small square matrix. It is kept in float64, because they magnify the rounding of small singular
+    values. Zero stays zero.
     """
     wide_BRD = moments_BRD.double()
     norms_B11 = torch.linalg.matrix_norm(wide_BRD, keepdim=True)
     wide_BRD = wide_BRD / norms_B11.where(norms_B11 > 0, 1.0)
     gram_BRR = wide_BRD @ wide_BRD.mT
-    factor_BRR = eye_RR = torch.eye(gram_BRR.shape[-1], dtype=gram_BRR.dtype, device=gram_BRR.device)
+    factor_BRR = eye_RR = torch.eye(
+        gram_BRR.shape[-1], dtype=gram_BRR.dtype, device=gram_BRR.device
+    )
     first, third, fifth = NEWTON_SCHULZ
     for _ in range(ROUNDS):
         round_BRR = first * eye_RR + third * gram_BRR + fifth * (gram_BRR @ gram_BRR)

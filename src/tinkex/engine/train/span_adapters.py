@@ -1,10 +1,12 @@
 """Several adapters beside each other in one pass.
 
-The product with the frozen weight is one for all tokens; each adapter adds its share to its own span of them, and its
-gradients go to its own buffer. Where the product of a row does not depend on how many rows there are (on a CPU: from
-twelve rows on, or for a multiple of four), nothing that an adapter computes depends on its neighbours, to the bit.
+The product with the frozen weight is one for all tokens; each adapter adds its share to its own
+span of them, and its gradients go to its own buffer. Where the product of a row does not depend on
+how many rows there are (on a CPU: from twelve rows on, or for a multiple of four), nothing that an
+adapter computes depends on its neighbours, to the bit.
 
-Axes: T packed tokens, D inputs, N outputs, R rank (times the projections that share an input, for stacked A).
+Axes: T packed tokens, D inputs, N outputs, R rank (times the projections that share an input, for
+stacked A).
 """
 
 from __future__ import annotations
@@ -16,7 +18,15 @@ import torch
 import torch.nn.functional as F
 
 from tinkex.engine.model.elementwise import kernels_for
-from tinkex.engine.model.matmul import MOST_FUSED, add_product, base_product, lowered, product, weighed, write_product
+from tinkex.engine.model.matmul import (
+    MOST_FUSED,
+    add_product,
+    base_product,
+    lowered,
+    product,
+    weighed,
+    write_product,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,7 +39,9 @@ ROWS = 4
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The tokens of one adapter: its factors by linear layer, and where their gradients are added, if they are."""
+    """The tokens of one adapter: its factors by linear layer, and where their gradients are added,
+    if they are.
+    """
 
     start: int
     stop: int
@@ -53,11 +65,14 @@ class SpanAdapters:
     def __init__(self, spans: Sequence[Span], device: torch.device) -> None:
         self.spans = spans
         self.anchor: torch.Tensor | None = None
-        """Empty, and requires a gradient: through it autograd records layers whose input needs none."""
+        """Empty, and requires a gradient: through it autograd records layers whose input needs
+        none."""
         if any(span.into is not None for span in spans):
             self.anchor = torch.zeros(0, device=device, requires_grad=True)
 
-    def linear(self, x_TD: torch.Tensor, linear: Linear, rows_T: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(
+        self, x_TD: torch.Tensor, linear: Linear, rows_T: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """A linear layer with each adapter's share added to its own tokens."""
         shares = self.shares(linear) if rows_T is None else self._shares_of(linear, rows_T)
         if self.anchor is None:
@@ -66,10 +81,16 @@ class SpanAdapters:
         return y_TN
 
     def gated(self, x_TD: torch.Tensor, linear: Linear, activation: str) -> torch.Tensor | None:
-        """A gated projection whose shares are added within its gate; None where there is no kernel for that."""
+        """A gated projection whose shares are added within its gate; None where there is no kernel
+        for that.
+        """
         shares = self.shares(linear)
         whole = sum(share.stop - share.start for share in shares) == x_TD.shape[0]
-        if self.anchor is None or not whole or any(x.factors.b_NR[0].shape[1] > MOST_FUSED for x in shares):
+        if (
+            self.anchor is None
+            or not whole
+            or any(x.factors.b_NR[0].shape[1] > MOST_FUSED for x in shares)
+        ):
             return None
         if x_TD.dtype != torch.bfloat16 or kernels_for(x_TD) is None:
             return None
@@ -80,31 +101,49 @@ class SpanAdapters:
         """Who adds what to a linear layer, of these tokens, counted from the first of them."""
         found = []
         for span in self.spans:
-            first, last = max(span.start, start), span.stop if stop is None else min(span.stop, stop)
+            first, last = (
+                max(span.start, start),
+                span.stop if stop is None else min(span.stop, stop),
+            )
             if first < last and linear.name in span.factors:
                 into = None if span.into is None else span.into[linear.name]
                 found.append(Share(first - start, last - start, span.factors[linear.name], into))
         return found
 
     def _shares_of(self, linear: Linear, rows_T: torch.Tensor) -> list[Share]:
-        bounds = torch.tensor([(span.start, span.stop) for span in self.spans], device=rows_T.device)
+        bounds = torch.tensor(
+            [(span.start, span.stop) for span in self.spans], device=rows_T.device
+        )
         places = torch.searchsorted(rows_T, bounds).tolist()
         return [
-            Share(start, stop, span.factors[linear.name], None if span.into is None else span.into[linear.name])
+            Share(
+                start,
+                stop,
+                span.factors[linear.name],
+                None if span.into is None else span.into[linear.name],
+            )
             for span, (start, stop) in zip(self.spans, places, strict=True)
             if start < stop and linear.name in span.factors
         ]
 
 
-def forward(x_TD: torch.Tensor, linear: Linear, shares: Sequence[Share]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def forward(
+    x_TD: torch.Tensor, linear: Linear, shares: Sequence[Share]
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The product with every share added, and each share's x A^T."""
     lows = [lowered(x_TD[share.start : share.stop], share.factors.a_RD) for share in shares]
     onto = _go_first(shares, x_TD) and linear.bias_N is None and not linear.wide
-    y_TN = x_TD.new_empty(x_TD.shape[0], linear.weight_ND.shape[0]) if onto else base_product(x_TD, linear)
+    y_TN = (
+        x_TD.new_empty(x_TD.shape[0], linear.weight_ND.shape[0])
+        if onto
+        else base_product(x_TD, linear)
+    )
     add = write_product if onto else add_product
     for share, low_TR in zip(shares, lows, strict=True):
         here, factors = slice(share.start, share.stop), share.factors
-        for y, low, b in zip(_parts(y_TN[here], linear), _each(low_TR, linear), factors.b_NR, strict=True):
+        for y, low, b in zip(
+            _parts(y_TN[here], linear), _each(low_TR, linear), factors.b_NR, strict=True
+        ):
             add(y, low, b.t(), factors.scale)
     return y_TN.addmm_(x_TD, linear.weight_ND.t()) if onto else y_TN, lows
 
@@ -112,8 +151,9 @@ def forward(x_TD: torch.Tensor, linear: Linear, shares: Sequence[Share]) -> tupl
 def _go_first(shares: Sequence[Share], x_TD: torch.Tensor) -> bool:
     """Whether shares are written where the product with the base weights is then added.
 
-    On an accelerator they are read while it is made, which is quicker than to go over it again, and the sum is rounded
-    once. Every token has to have one. Autograd could not follow: `_MixedLinear` has the gradient by hand.
+    On an accelerator they are read while it is made, which is quicker than to go over it again, and
+    the sum is rounded once. Every token has to have one. Autograd could not follow: `_MixedLinear`
+    has the gradient by hand.
     """
     if not x_TD.is_cuda or torch.is_grad_enabled():
         return False
@@ -129,7 +169,9 @@ def backward(
     *,
     wants_input: bool,
 ) -> torch.Tensor | None:
-    """Add the gradients of each share's A and B to its buffer; returns the gradient of x, if that is wanted."""
+    """Add the gradients of each share's A and B to its buffer; returns the gradient of x, if that
+    is wanted.
+    """
     onto = wants_input and _go_first(shares, x_TD)
     dx_TD = None
     if wants_input:
@@ -139,7 +181,9 @@ def backward(
         here, factors = slice(share.start, share.stop), share.factors
         dy, dlows = dy_TN[here], []
         into_b = [None] * len(factors.b_NR) if share.into is None else share.into.b_NR
-        for part, low, b, db in zip(_parts(dy, linear), _each(low_TR, linear), factors.b_NR, into_b, strict=True):
+        for part, low, b, db in zip(
+            _parts(dy, linear), _each(low_TR, linear), factors.b_NR, into_b, strict=True
+        ):
             if db is not None:
                 db.add_(product(part.t(), low), alpha=factors.scale)
             dlows.append(lowered(part, b.t()))
@@ -160,7 +204,9 @@ def _each(low_TR: torch.Tensor, linear: Linear) -> Sequence[torch.Tensor]:
 
 
 class _MixedLinear(torch.autograd.Function):
-    """Forward and backward by hand: W gets no gradient, A and B add theirs to buffers, x gets one if it needs it."""
+    """Forward and backward by hand: W gets no gradient, A and B add theirs to buffers, x gets one
+    if it needs it.
+    """
 
     @staticmethod
     def forward(
@@ -175,16 +221,25 @@ class _MixedLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         x_TD, *lows = ctx.saved_tensors
         dy_TN = grads[0].to(x_TD.dtype)
-        dx = backward(dy_TN, x_TD, lows, ctx.linear, ctx.shares, wants_input=ctx.needs_input_grad[0])
+        dx = backward(
+            dy_TN, x_TD, lows, ctx.linear, ctx.shares, wants_input=ctx.needs_input_grad[0]
+        )
         return dx, None, None, None
 
 
 class _MixedGate(torch.autograd.Function):
-    """A gated projection of several adapters' tokens: what the base weights give is kept, the sum is made twice."""
+    """A gated projection of several adapters' tokens: what the base weights give is kept, the sum
+    is made twice.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, anchor: torch.Tensor, linear: Linear, shares: Sequence[Share], activation: str
+        ctx: Any,
+        x: torch.Tensor,
+        anchor: torch.Tensor,
+        linear: Linear,
+        shares: Sequence[Share],
+        activation: str,
     ) -> torch.Tensor:
         y_TN = F.linear(x, linear.weight_ND, linear.bias_N)
         lows = [F.linear(x[share.start : share.stop], share.factors.a_RD) for share in shares]
@@ -203,7 +258,9 @@ class _MixedGate(torch.autograd.Function):
         for share, low_TR in zip(ctx.shares, lows, strict=True):
             here = slice(share.start, share.stop)
             _fuse_gate(y_TN[here], low_TR, share, ctx.activation, dy_TN[here], grad_TF[here])
-        dx = backward(dy_TN, x_TD, lows, ctx.linear, ctx.shares, wants_input=ctx.needs_input_grad[0])
+        dx = backward(
+            dy_TN, x_TD, lows, ctx.linear, ctx.shares, wants_input=ctx.needs_input_grad[0]
+        )
         return dx, None, None, None, None
 
 
@@ -216,4 +273,6 @@ def _fuse_gate(
     grad_TF: torch.Tensor | None = None,
 ) -> None:
     gate_FR, up_FR = share.factors.b_NR
-    kernels_for(y_TN).shared_gate(y_TN, low_TR, (gate_FR, up_FR), share.factors.scale, activation, out, grad_TF)
+    kernels_for(y_TN).shared_gate(
+        y_TN, low_TR, (gate_FR, up_FR), share.factors.scale, activation, out, grad_TF
+    )

@@ -1,15 +1,17 @@
-"""Training passes: pack, run, log-probabilities of the targets, loss, backward into a scratch buffer.
+"""Training passes: pack, run, log-probabilities of the targets, loss, backward into a scratch
+buffer.
 
-A pass is cut into pieces under a token budget: its data are sorted by length, so that sequences of equal length lie
-side by side and share one attention call. A step takes pieces of as many passes as fit the budget, of any adapters of
-one base model, fairly by owner, and runs them together. How a pass is cut depends on that pass alone, and nothing is
-ever reduced over tokens of two pieces: so its results do not depend on what runs beside it. The gradient of a pass is
-complete before it is added to an adapter's: a pass that fails leaves no trace. A datum that is longer than a step's
+A pass is cut into pieces under a token budget: its data are sorted by length, so that sequences of
+equal length lie side by side and share one attention call. A step takes pieces of as many passes as
+fit the budget, of any adapters of one base model, fairly by owner, and runs them together. How a
+pass is cut depends on that pass alone, and nothing is ever reduced over tokens of two pieces: so
+its results do not depend on what runs beside it. The gradient of a pass is complete before it is
+added to an adapter's: a pass that fails leaves no trace. A datum that is longer than a step's
 budget is run with its layers' states alone kept for backward. Where the device runs on its own, the
 results of a step are read when the next one is under way.
 
-Axes: T packed tokens of a step, M targets (one or several per token), D hidden, V vocabulary, L values of a loss
-(one per target, or one per datum), N data.
+Axes: T packed tokens of a step, M targets (one or several per token), D hidden, V vocabulary, L
+values of a loss (one per target, or one per datum), N data.
 """
 
 from __future__ import annotations
@@ -39,7 +41,12 @@ from tinkex.engine.train.span_adapters import ROWS, Span, SpanAdapters
 from tinkex.engine.train.span_adapters import backward as mixed_backward
 from tinkex.engine.train.span_adapters import forward as mixed_forward
 from tinkex.types.tensors import Array, TensorData
-from tinkex.types.training import ForwardBackwardOutput, LoraConfig, OptimizerConfigBase, OptimParams
+from tinkex.types.training import (
+    ForwardBackwardOutput,
+    LoraConfig,
+    OptimizerConfigBase,
+    OptimParams,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -52,10 +59,12 @@ LOGITS_BUDGET = 1 << 24
 """How many logits are computed at once."""
 
 LEAST_ROWS = 64
-"""… but of so many tokens at least: reading the head's weights takes as long as a product with so many."""
+"""… but of so many tokens at least: reading the head's weights takes as long as a product with so
+many."""
 
 KEPT_LOGITS = 1 << 28
-"""A step with no more logits than this keeps them for backward; one with more, or of one long datum, does not."""
+"""A step with no more logits than this keeps them for backward; one with more, or of one long
+datum, does not."""
 
 KEPT_SHARE = 0.2
 """On an accelerator it keeps those that take no more than this share of the memory that is free."""
@@ -64,20 +73,28 @@ ROOMIER = 16
 """An accelerator computes so many times as many at once."""
 
 SPARE_BEYOND = 4
-"""On a CPU, which has more memory than time, a datum may be so many times as long before its layers run twice."""
+"""On a CPU, which has more memory than time, a datum may be so many times as long before its layers
+run twice."""
 
 GROW_AFTER = 500
-"""Steps after which a budget that was halved is doubled again: what took the memory may have gone."""
+"""Steps after which a budget that was halved is doubled again: what took the memory may have gone.
+"""
 
 MOST_PIECES = 64
 """How many pieces a step takes: each costs some small products of its own."""
 
 
 class Adapter:
-    """A LoRA adapter in training: weights and optimizer state, and the gradient gathered since the last step."""
+    """A LoRA adapter in training: weights and optimizer state, and the gradient gathered since the
+    last step.
+    """
 
     def __init__(
-        self, base_model: str, model: Decoder, lora: LoraConfig, optimizer: OptimizerConfigBase = ADAMW
+        self,
+        base_model: str,
+        model: Decoder,
+        lora: LoraConfig,
+        optimizer: OptimizerConfigBase = ADAMW,
     ) -> None:
         kind = state_type(optimizer)
         self.base_model = base_model
@@ -123,8 +140,10 @@ class Adapter:
         largest, job = self.largest
         clip = "clip the gradient (grad_clip_norm=1.0), " if math.isfinite(norm) else ""
         return (
-            f"the step overflows: the gradient's norm is {norm:.3g}, and its largest number, {largest:.3g}, is from "
-            f"request {job}. Nothing was changed, and the next step has the same gradient: {clip}drop it "
+            f"the step overflows: the gradient's norm is {norm:.3g}, and its largest number, "
+            f"{largest:.3g}, is from "
+            f"request {job}. Nothing was changed, and the next step has the same gradient: "
+            f"{clip}drop it "
             "(drop_gradients) or load a saved state (load_state)"
         )
 
@@ -166,17 +185,22 @@ class Pass:
         return sum(self.examples.weight(index, budget) for index in piece)
 
     def finish(self, largest: float) -> ForwardBackwardOutput:
-        """Add the gradient to the adapter's; everything has been run. Takes the largest number in the gradient."""
+        """Add the gradient to the adapter's; everything has been run. Takes the largest number in
+        the gradient.
+        """
         if self.scratch is not None and not math.isfinite(largest):
             raise EngineError("the gradient is not finite; nothing was added")
-        output = self.results.output(self.examples, self.objective)  # what can still fail comes before what is kept
+        # what can still fail comes before what is kept
+        output = self.results.output(self.examples, self.objective)
         if self.scratch is not None:
             self.adapter.gather(self.scratch, largest, self.job)
         return output
 
 
 def cut(examples: Examples, budget: int) -> Iterator[list[int]]:
-    """Indices of the data, shortest first, in pieces that weigh at most `budget` tokens (or one datum)."""
+    """Indices of the data, shortest first, in pieces that weigh at most `budget` tokens (or one
+    datum).
+    """
     piece: list[int] = []
     total = 0
     for index in sorted(range(len(examples.tokens)), key=lambda i: examples.tokens[i].size):
@@ -229,19 +253,25 @@ class Trainer:
 
     def drop(self, name: str) -> list[PassDone]:
         """Forget an adapter; its passes fail."""
-        dropped = [PassDone(p.job, EngineError("the run was dropped")) for p in self._passes.pop(name, ())]
+        dropped = [
+            PassDone(p.job, EngineError("the run was dropped")) for p in self._passes.pop(name, ())
+        ]
         if not self._passes:  # nobody will read it, and it holds the adapter
             self._unread = None
         return dropped
 
     def step(self) -> list[PassDone]:
-        """Run a few pieces together, and return the passes that ended; after a fault of ours, that is all of them."""
+        """Run a few pieces together, and return the passes that ended; after a fault of ours, that
+        is all of them.
+        """
         done: list[PassDone] = []
         try:
             self._step(done)
         except Exception as error:
             logger.exception("a step of training failed; the passes under way are lost")
-            done += [PassDone(work.job, error) for passes in self._passes.values() for work in passes]
+            done += [
+                PassDone(work.job, error) for passes in self._passes.values() for work in passes
+            ]
             self._passes, self._unread = {}, None
         return done
 
@@ -270,7 +300,9 @@ class Trainer:
 
     def _sparing(self, chosen: Sequence[tuple[Pass, list[int]]]) -> bool:
         """Whether a step has to be, since its one datum exceeds what the budget allows to keep."""
-        return sum(work.size(piece) for work, piece in chosen) > self.budget * (1 if self.ahead else SPARE_BEYOND)
+        return sum(work.size(piece) for work, piece in chosen) > self.budget * (
+            1 if self.ahead else SPARE_BEYOND
+        )
 
     def _read(self, launched: Launched | None) -> list[PassDone]:
         """Take in the results of a step."""
@@ -289,7 +321,10 @@ class Trainer:
         self._note()
         chosen: list[tuple[Pass, list[int]]] = []
         total = 0
-        while len(chosen) < MOST_PIECES and (work := self._next(chosen[0][0] if chosen else None)) is not None:
+        while (
+            len(chosen) < MOST_PIECES
+            and (work := self._next(chosen[0][0] if chosen else None)) is not None
+        ):
             size = work.weight(work.pieces[0], self.budget)
             if chosen and total + size > self.budget:
                 break
@@ -344,10 +379,18 @@ class Trainer:
             done.append(PassDone(job, result))
         return done
 
-    def _halve(self, chosen: list[tuple[Pass, list[int]]], error: Exception) -> dict[str, Exception | None]:
-        """Begin the passes of a step anew under a smaller budget; what took the least it can fails, and is returned."""
+    def _halve(
+        self, chosen: list[tuple[Pass, list[int]]], error: Exception
+    ) -> dict[str, Exception | None]:
+        """Begin the passes of a step anew under a smaller budget; what took the least it can fails,
+        and is returned.
+        """
         works = {work.job: work for work, _ in chosen}
-        if len(chosen) == 1 and len(chosen[0][1]) == 1 and (self._sparing(chosen) or self.budget == 1):
+        if (
+            len(chosen) == 1
+            and len(chosen[0][1]) == 1
+            and (self._sparing(chosen) or self.budget == 1)
+        ):
             (work, [index]), size = chosen[0], chosen[0][0].size(chosen[0][1])
             text = f"datum {index}: {size} tokens need more memory than there is; nothing was added"
             refusal = EngineError(text, "server")
@@ -355,7 +398,9 @@ class Trainer:
             return {work.job: refusal}
         tokens = sum(work.size(piece) for work, piece in chosen)
         self.budget, self._since_halved = max(1, min(self.budget, tokens) // 2), 0
-        logger.warning("memory ran out at %d tokens in a step; from now on it takes %d", tokens, self.budget)
+        logger.warning(
+            "memory ran out at %d tokens in a step; from now on it takes %d", tokens, self.budget
+        )
         for work in works.values():
             work.begin(self.budget)
         if torch.cuda.is_available():
@@ -375,7 +420,9 @@ def _go_together(one: Pass, other: Pass) -> bool:
 
 def _is_out_of_memory(error: Exception) -> bool:
     """Of an accelerator, or of the machine, for which torch has no class of its own."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+    return isinstance(
+        error, torch.OutOfMemoryError | MemoryError
+    ) or "can't allocate memory" in str(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,42 +433,61 @@ class Launched:
     losses: Sequence[Evaluated | EngineError]
     logprobs: Sequence[torch.Tensor]
     largest: Mapping[str, torch.Tensor]
-    """The largest number in the gradient of a pass, by job, for those of which this was the last step."""
+    """The largest number in the gradient of a pass, by job, for those of which this was the last
+    step."""
     done: torch.cuda.Event | None
 
     def read(self) -> Iterator[tuple[Pass, Exception | None]]:
-        """Wait for the results and store them; gives each piece with what was wrong with it, if anything was."""
+        """Wait for the results and store them; gives each piece with what was wrong with it, if
+        anything was.
+        """
         if self.done is not None:
             self.done.synchronize()
-        for (work, piece), logprobs_M, loss in zip(self.chosen, self.logprobs, self.losses, strict=True):
+        for (work, piece), logprobs_M, loss in zip(
+            self.chosen, self.logprobs, self.losses, strict=True
+        ):
             work.left -= 1
-            yield work, loss if isinstance(loss, EngineError) else _put(work, piece, logprobs_M, loss)
+            yield (
+                work,
+                loss if isinstance(loss, EngineError) else _put(work, piece, logprobs_M, loss),
+            )
 
 
-def launch(chosen: Sequence[tuple[Pass, list[int]]], *, keep_logits: bool, sparing: bool) -> Launched:
+def launch(
+    chosen: Sequence[tuple[Pass, list[int]]], *, keep_logits: bool, sparing: bool
+) -> Launched:
     """Run pieces beside each other; what is wrong with one never reaches another's tokens.
 
-    If `sparing`, layers are computed again in backward rather than kept; without `keep_logits`, those are.
+    If `sparing`, layers are computed again in backward rather than kept; without `keep_logits`,
+    those are.
     """
     model, wants_gradient = chosen[0][0].adapter.model, chosen[0][0].backward
     packed = Packed.of(chosen, model.embed_VD)
     adapters = SpanAdapters(
-        [_span(work, rows) for (work, _), rows in zip(chosen, packed.spans, strict=True)], packed.device
+        [_span(work, rows) for (work, _), rows in zip(chosen, packed.spans, strict=True)],
+        packed.device,
     )
     with torch.set_grad_enabled(wants_gradient):
         attend = PackedAttention(packed.runs, model.attention, packed.device)
         hidden_TD = hidden_states(
-            *(model, packed.tokens_T, packed.positions_T, attend, adapters), sparing=sparing and wants_gradient
+            *(model, packed.tokens_T, packed.positions_T, attend, adapters),
+            sparing=sparing and wants_gradient,
         )
         wanted = packed.wanted(model.head, adapters.spans)
         logprobs_M = target_logprobs(model, hidden_TD, wanted, adapters, keep=keep_logits)
         parts = torch.split(logprobs_M.detach(), packed.sizes)
-        losses = [_evaluate(work, piece, part) for (work, piece), part in zip(chosen, parts, strict=True)]
+        losses = [
+            _evaluate(work, piece, part) for (work, piece), part in zip(chosen, parts, strict=True)
+        ]
         if wants_gradient and not all(isinstance(loss, EngineError) for loss in losses):
             grads = [_gradient(loss, part) for loss, part in zip(losses, parts, strict=True)]
             logprobs_M.backward(torch.cat(grads))  # type: ignore[no-untyped-call]
-    last = {work.job: work.scratch for work, _ in chosen if work.scratch is not None and not work.pieces}
-    largest = {job: to_host(torch.linalg.vector_norm(scratch, math.inf)) for job, scratch in last.items()}
+    last = {
+        work.job: work.scratch for work, _ in chosen if work.scratch is not None and not work.pieces
+    }
+    largest = {
+        job: to_host(torch.linalg.vector_norm(scratch, math.inf)) for job, scratch in last.items()
+    }
     logprobs = torch.split(to_host(logprobs_M.detach()), packed.sizes)
     losses = [loss if isinstance(loss, EngineError) else loss.to_host() for loss in losses]
     return Launched(chosen, losses, logprobs, largest, mark(packed.device))
@@ -436,7 +502,9 @@ def _span(work: Pass, rows: tuple[int, int]) -> Span:
 
 
 def _evaluate(work: Pass, piece: list[int], logprobs_M: torch.Tensor) -> Evaluated | EngineError:
-    """The loss of a piece and its gradient by the log-probabilities; what is wrong with it concerns its pass alone."""
+    """The loss of a piece and its gradient by the log-probabilities; what is wrong with it concerns
+    its pass alone.
+    """
     try:
         return work.objective.evaluate(logprobs_M, work.examples, piece, backward=work.backward)
     except EngineError as error:
@@ -449,7 +517,9 @@ def _gradient(loss: Evaluated | EngineError, logprobs_M: torch.Tensor) -> torch.
     return loss.grad_M
 
 
-def _put(work: Pass, piece: list[int], logprobs_M: torch.Tensor, loss: Evaluated) -> EngineError | None:
+def _put(
+    work: Pass, piece: list[int], logprobs_M: torch.Tensor, loss: Evaluated
+) -> EngineError | None:
     """Store the results of a piece, if they are numbers."""
     try:
         own = work.examples.own(piece)
@@ -487,7 +557,9 @@ class Packed:
     def wanted(self, head: Linear, spans: Sequence[Span]) -> Wanted:
         """The targets, in chunks whose logits fit the budget."""
         distinct = bool((np.diff(self.rows) > 0).all())
-        return Wanted(self.rows_M, self.targets_M, _chunks(head, self.rows, spans, self.device), distinct)
+        return Wanted(
+            self.rows_M, self.targets_M, _chunks(head, self.rows, spans, self.device), distinct
+        )
 
     @classmethod
     def of(cls, chosen: Sequence[tuple[Pass, list[int]]], like: torch.Tensor) -> Packed:
@@ -504,7 +576,10 @@ class Packed:
             examples = work.examples
             sequences = [examples.tokens[index] for index in piece]
             wanted = [examples.wanted(index) for index in piece]
-            flat, per_token = [tokens for tokens, _ in wanted], np.concatenate([counts for _, counts in wanted])
+            flat, per_token = (
+                [tokens for tokens, _ in wanted],
+                np.concatenate([counts for _, counts in wanted]),
+            )
             if padding := -per_token.size % ROWS:
                 sequences.append(np.zeros(padding, dtype=np.int64))
             here = [sequence.size for sequence in sequences]
@@ -540,14 +615,17 @@ class Wanted:
     rows_M: torch.Tensor
     targets_M: torch.Tensor
     chunks: Sequence[tuple[slice, slice]]
-    """Slices of tokens whose logits are computed at once, with the slices of targets that belong to them."""
+    """Slices of tokens whose logits are computed at once, with the slices of targets that belong to
+    them."""
     distinct: bool
     """Whether no token has two targets."""
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """Log-probabilities of every target of a pass and values of its loss, datum after datum in the order given."""
+    """Log-probabilities of every target of a pass and values of its loss, datum after datum in the
+    order given.
+    """
 
     starts: Array
     logprobs_M: Array
@@ -573,14 +651,17 @@ class Results:
 
     def output(self, examples: Examples, objective: Objective) -> ForwardBackwardOutput:
         """One record per datum, and the sums."""
-        columns = {"logprobs": self.logprobs_M} | ({"elementwise_loss": self.losses_L} if objective.elementwise else {})
+        columns = {"logprobs": self.logprobs_M} | (
+            {"elementwise_loss": self.losses_L} if objective.elementwise else {}
+        )
         singles = {name: column.astype(np.float32) for name, column in columns.items()}
         outputs: list[LossFnOutput] = []
         for index, targets in enumerate(examples.targets):
             span = slice(self.starts[index], self.starts[index + 1])
             outputs.append(
                 {
-                    name: TensorData(column[span], "float32", targets.shape)  # a view: no copy per datum
+                    # a view: no copy per datum
+                    name: TensorData(column[span], "float32", targets.shape)
                     for name, column in singles.items()
                 }
             )
@@ -606,7 +687,9 @@ def _check_finite(what: str, values: Array, starts: Array, indices: list[int]) -
 def target_logprobs(
     model: Decoder, hidden_TD: torch.Tensor, wanted: Wanted, adapters: SpanAdapters, *, keep: bool
 ) -> torch.Tensor:
-    """Log-probabilities of targets, never holding all logits unless they are few and may be kept for backward."""
+    """Log-probabilities of targets, never holding all logits unless they are few and may be kept
+    for backward.
+    """
     logprobs_M: torch.Tensor = _TargetLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden_TD, adapters.anchor, model.head, wanted, adapters, model.config.logit_cap, keep
     )
@@ -622,10 +705,13 @@ def _may_keep(logits: int, like: torch.Tensor) -> bool:
     return logits * torch.float32.itemsize <= KEPT_SHARE * free
 
 
-def _chunks(head: Linear, rows: Array, spans: Sequence[Span], device: torch.device) -> list[tuple[slice, slice]]:
+def _chunks(
+    head: Linear, rows: Array, spans: Sequence[Span], device: torch.device
+) -> list[tuple[slice, slice]]:
     """Slices of tokens whose logits fit the budget, with the slices of targets that belong to them.
 
-    Spans that fit a chunk are never cut, and one that does not is cut by itself: neighbours decide nothing.
+    Spans that fit a chunk are never cut, and one that does not is cut by itself: neighbours decide
+    nothing.
     """
     budget = LOGITS_BUDGET * (ROOMIER if device.type == "cuda" else 1)
     room = max(LEAST_ROWS, budget // head.weight_ND.shape[0]) // ROWS * ROWS
@@ -649,7 +735,9 @@ def _chunks(head: Linear, rows: Array, spans: Sequence[Span], device: torch.devi
 
 
 class _TargetLogprobs(torch.autograd.Function):
-    """Log-softmax at the targets. Backward needs the logits again: kept when few, else recomputed by chunk."""
+    """Log-softmax at the targets. Backward needs the logits again: kept when few, else recomputed
+    by chunk.
+    """
 
     @staticmethod
     def forward(
@@ -662,10 +750,16 @@ class _TargetLogprobs(torch.autograd.Function):
         cap: float | None,
         keep: bool,
     ) -> torch.Tensor:
-        keep = keep and anchor is not None and _may_keep(hidden_TD.shape[0] * head.weight_ND.shape[0], hidden_TD)
+        keep = (
+            keep
+            and anchor is not None
+            and _may_keep(hidden_TD.shape[0] * head.weight_ND.shape[0], hidden_TD)
+        )
         out, kept = [], []
         for rows, span in wanted.chunks:
-            logits_TV, _ = mixed_forward(hidden_TD[rows], head, adapters.shares(head, rows.start, rows.stop))
+            logits_TV, _ = mixed_forward(
+                hidden_TD[rows], head, adapters.shares(head, rows.start, rows.stop)
+            )
             scored = Scored.of(cap_logits(logits_TV, cap))
             out.append(scored.at(wanted.rows_M[span] - rows.start, wanted.targets_M[span]))
             if keep:
@@ -683,17 +777,23 @@ class _TargetLogprobs(torch.autograd.Function):
             x_TD = hidden_TD[rows]
             if ctx.kept:
                 scored, ctx.kept[chunk] = ctx.kept[chunk], None
-                lows = [lowered(x_TD[share.start : share.stop], share.factors.a_RD) for share in shares]
+                lows = [
+                    lowered(x_TD[share.start : share.stop], share.factors.a_RD) for share in shares
+                ]
             else:
                 logits_TV, lows = mixed_forward(x_TD, ctx.head, shares)
                 scored = Scored.of(cap_logits(logits_TV, ctx.cap))
             slope_TV = None if ctx.cap is None else soft_cap_slope(scored.logits_TV, ctx.cap)
             here_M, targets_M = wanted.rows_M[span] - rows.start, wanted.targets_M[span]
             dtype = x_TD.dtype if slope_TV is None else slope_TV.dtype
-            dlogits_TV = scored.gradient(here_M, targets_M, grads[0][span], dtype, distinct=wanted.distinct)
+            dlogits_TV = scored.gradient(
+                here_M, targets_M, grads[0][span], dtype, distinct=wanted.distinct
+            )
             if slope_TV is not None:
                 dlogits_TV.mul_(slope_TV)
-            dx_TD = mixed_backward(dlogits_TV.to(x_TD.dtype), x_TD, lows, ctx.head, shares, wants_input=True)
+            dx_TD = mixed_backward(
+                dlogits_TV.to(x_TD.dtype), x_TD, lows, ctx.head, shares, wants_input=True
+            )
             assert dx_TD is not None
             dhidden_TD[rows] = dx_TD
         return dhidden_TD, None, None, None, None, None, None
@@ -725,35 +825,50 @@ class Scored:
         *,
         distinct: bool,
     ) -> torch.Tensor:
-        """Of the logits: at targets theirs, less softmax times its sum over the row. The logits may be overwritten.
+        """Of the logits: at targets theirs, less softmax times its sum over the row. The logits may
+        be overwritten.
 
-        Where softmax is near one the two nearly cancel out: so they are subtracted before anything is rounded.
+        Where softmax is near one the two nearly cancel out: so they are subtracted before anything
+        is rounded.
         """
-        row_grad_T1 = torch.zeros(self.logits_TV.shape[0], 1, dtype=grad_M.dtype, device=grad_M.device)
+        row_grad_T1 = torch.zeros(
+            self.logits_TV.shape[0], 1, dtype=grad_M.dtype, device=grad_M.device
+        )
         row_grad_T1.index_add_(0, rows_M, grad_M[:, None])
         if dtype == self.sums_T1.dtype:
             dlogits_TV = self.logits_TV.sub_(self.sums_T1).exp_().mul_(-row_grad_T1)
             return dlogits_TV.index_put_((rows_M, targets_M), grad_M, accumulate=True)
         if not distinct:  # those that are the same token of the same row become one
-            places_M, back_M = torch.unique(rows_M * self.logits_TV.shape[1] + targets_M, return_inverse=True)
+            places_M, back_M = torch.unique(
+                rows_M * self.logits_TV.shape[1] + targets_M, return_inverse=True
+            )
             summed_M = torch.zeros(places_M.shape[0], dtype=grad_M.dtype, device=grad_M.device)
             grad_M = summed_M.index_add_(0, back_M, grad_M)
-            rows_M, targets_M = places_M // self.logits_TV.shape[1], places_M % self.logits_TV.shape[1]
+            rows_M, targets_M = (
+                places_M // self.logits_TV.shape[1],
+                places_M % self.logits_TV.shape[1],
+            )
         theirs_M = grad_M - self.at(rows_M, targets_M).exp() * row_grad_T1[rows_M, 0]
         dlogits_TV = self._softmax_gradient(row_grad_T1, dtype)
         return dlogits_TV.index_put_((rows_M, targets_M), theirs_M.to(dtype))
 
     def _softmax_gradient(self, row_grad_T1: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if (fused := kernels_for(self.logits_TV)) is not None:
-            gradient: torch.Tensor = fused.softmax_gradient(self.logits_TV, self.sums_T1, row_grad_T1, dtype)
+            gradient: torch.Tensor = fused.softmax_gradient(
+                self.logits_TV, self.sums_T1, row_grad_T1, dtype
+            )
             return gradient
         return (-torch.exp(self.logits_TV.float() - self.sums_T1) * row_grad_T1).to(dtype)
 
 
 def _log_sum(logits_TV: torch.Tensor) -> torch.Tensor:
-    return torch.logsumexp(logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32)), -1, keepdim=True)
+    return torch.logsumexp(
+        logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32)), -1, keepdim=True
+    )
 
 
 def log_softmax(logits_TV: torch.Tensor) -> torch.Tensor:
     """Log-softmax in float32 at least."""
-    return torch.log_softmax(logits_TV, dim=-1, dtype=torch.promote_types(logits_TV.dtype, torch.float32))
+    return torch.log_softmax(
+        logits_TV, dim=-1, dtype=torch.promote_types(logits_TV.dtype, torch.float32)
+    )

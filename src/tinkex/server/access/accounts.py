@@ -1,8 +1,9 @@
 """Who asks: keys, the short-lived tokens given for them, and the account each belongs to.
 
-A key is 256 random bits, so a plain SHA-256 of it is kept: there is nothing to guess, and a slow hash would only slow
-every request down. Keys are read from the store, so that one made or revoked by the command line counts at once: a key
-not seen before is always looked up, one that was found is trusted for a second.
+A key is 256 random bits, so a plain SHA-256 of it is kept: there is nothing to guess, and a slow
+hash would only slow every request down. Keys are read from the store, so that one made or revoked
+by the command line counts at once: a key not seen before is always looked up, one that was found is
+trusted for a second.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def hash_of(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
-# ── keys on record ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── keys on record ────────────────────────────────────────────────────────────────────────────────
 
 
 def create_key(store: Store, name: str, owner: str = LOCAL_OWNER) -> tuple[int, str]:
@@ -70,7 +71,9 @@ def create_key(store: Store, name: str, owner: str = LOCAL_OWNER) -> tuple[int, 
     key = PREFIX + secrets.token_urlsafe(32)
     sql = "INSERT INTO keys (hash, owner, name, created) VALUES (?, ?, ?, ?) RETURNING id"
     number = int(store.rows(sql, hash_of(key), owner, name, time.time())[0]["id"])
-    record(store, owner, "organizations", "api_key_created", details={"key_id": number, "name": name})
+    record(
+        store, owner, "organizations", "api_key_created", details={"key_id": number, "name": name}
+    )
     return number, key
 
 
@@ -81,7 +84,9 @@ def list_keys(store: Store) -> list[Key]:
 
 
 def revoke_key(store: Store, number: int) -> bool:
-    """Let a key no longer open anything; False when there is none of that number, or it was revoked before."""
+    """Let a key no longer open anything; False when there is none of that number, or it was revoked
+    before.
+    """
     sql = "UPDATE keys SET revoked = ? WHERE id = ? AND revoked IS NULL RETURNING owner, name"
     revoked = store.rows(sql, time.time(), number)
     for row in revoked:
@@ -98,7 +103,7 @@ def has_keys(store: Store) -> bool:
     return is_keyed(store.root) or bool(store.rows("SELECT 1 FROM keys LIMIT 1"))
 
 
-# ── who asks ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── who asks ──────────────────────────────────────────────────────────────────────────────────────
 
 
 class Accounts:
@@ -111,7 +116,9 @@ class Accounts:
         embedded: Whether the only caller is this very program, which needs no key of the store.
     """
 
-    def __init__(self, store: Store, data_dir: Path, api_key: str | None = None, *, embedded: bool = False) -> None:
+    def __init__(
+        self, store: Store, data_dir: Path, api_key: str | None = None, *, embedded: bool = False
+    ) -> None:
         self._store = store
         self._given = hash_of(api_key) if api_key else None
         self._embedded = embedded
@@ -123,7 +130,11 @@ class Accounts:
 
     async def needs_key(self) -> bool:
         """Whether a key has been configured or made."""
-        if not self._closed and not self._embedded and time.monotonic() - self._looked > TRUSTED_SECONDS:
+        if (
+            not self._closed
+            and not self._embedded
+            and time.monotonic() - self._looked > TRUSTED_SECONDS
+        ):
             self._closed = await asyncio.to_thread(has_keys, self._store)
             self._looked = time.monotonic()
         return self._closed
@@ -131,7 +142,10 @@ class Accounts:
     async def account(self, credential: str | None) -> Account:
         """Return the account of a key or token; refuse others with 401."""
         if not credential:
-            raise Refusal(401, "this server needs an API key: send it as X-API-Key (TINKER_API_KEY in clients)")
+            raise Refusal(
+                401,
+                "this server needs an API key: send it as X-API-Key (TINKER_API_KEY in clients)",
+            )
         if credential.startswith("eyJ"):
             return await self._holder(credential)
         digest = hash_of(credential)
@@ -142,28 +156,38 @@ class Accounts:
             account = await asyncio.to_thread(self._find, digest)
             if account is None:
                 self._trusted.pop(digest, None)
-                raise Refusal(401, "this API key is not known here, or has been revoked; `tinkex key create` makes one")
+                raise Refusal(
+                    401,
+                    "this API key is not known here, or has been revoked; `tinkex key create` "
+                    "makes one",
+                )
             found = self._trusted[digest] = (time.monotonic(), account)
         return found[1]
 
     async def reader(self, owner: str, token: str | None) -> str:
-        """Who reads a checkpoint: the account of the access token, where one is given, else whoever asks."""
+        """Who reads a checkpoint: the account of the access token, where one is given, else whoever
+        asks.
+        """
         if not token or not await self.needs_key():
             return owner
         try:
             return (await self.account(token)).owner
-        except Refusal as refusal:  # the caller's own key is not the reason, and a new token is no remedy
+        except (
+            Refusal
+        ) as refusal:  # the caller's own key is not the reason, and a new token is no remedy
             raise Refusal(403, f"the access token of the checkpoint: {refusal.detail}") from None
 
     def _find(self, digest: bytes) -> Account | None:
-        for row in self._store.rows("SELECT * FROM keys WHERE hash = ? AND revoked IS NULL", digest):
+        for row in self._store.rows(
+            "SELECT * FROM keys WHERE hash = ? AND revoked IS NULL", digest
+        ):
             if hmac.compare_digest(row["hash"], digest):
                 used = "UPDATE keys SET last_used = ? WHERE id = ?"
                 self._store.change((used, [(time.time(), row["id"])]), flush=False)
                 return Account(row["owner"], row["id"])
         return None
 
-    # ── tokens ───────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── tokens ────────────────────────────────────────────────────────────────────────────────────
 
     def token(self, account: Account) -> str:
         """A token that speaks for an account for an hour, or until its key is revoked."""
@@ -181,12 +205,16 @@ class Accounts:
         return f"{text}.{_text(self.sign(text, account.key_id))}"
 
     def sign(self, text: str, key_id: int = 0) -> bytes:
-        """A signature that this data directory alone can make; what the server's own key signed ends with that key."""
+        """A signature that this data directory alone can make; what the server's own key signed
+        ends with that key.
+        """
         secret = self._secret + (self._given or b"") if key_id == 0 else self._secret
         return hmac.digest(secret, text.encode(), "sha256")
 
     async def check_key(self, key_id: int) -> None:
-        """Refuse a signed address whose key has been revoked since; 0 is the server's own key, or none."""
+        """Refuse a signed address whose key has been revoked since; 0 is the server's own key, or
+        none.
+        """
         sql = "SELECT 1 FROM keys WHERE id = ? AND revoked IS NULL"
         if key_id and not await asyncio.to_thread(self._store.rows, sql, key_id):
             raise Refusal(403, "the API key that this address was made for has been revoked")
@@ -196,15 +224,25 @@ class Accounts:
         text, _, signature = token.rpartition(".")
         try:
             said: dict[str, Any] = json.loads(_bytes(text.split(".")[1]))
-            owner, key_id, expires = said["sub"].removeprefix(user_urn("")), int(said["key"]), float(said["exp"])
+            owner, key_id, expires = (
+                said["sub"].removeprefix(user_urn("")),
+                int(said["key"]),
+                float(said["exp"]),
+            )
             given = _bytes(signature)
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError):
             raise unknown from None
-        if not hmac.compare_digest(self.sign(text, key_id), given):  # of a kind that this server alone signs with
+        # of a kind that this server alone signs with
+        if not hmac.compare_digest(self.sign(text, key_id), given):
             raise unknown
         if expires <= time.time():
-            raise _rejected("this token has expired: exchange the API key for a new one at auth/token")
-        if key_id and time.monotonic() - self._valid.get(key_id, -TRUSTED_SECONDS) >= TRUSTED_SECONDS:
+            raise _rejected(
+                "this token has expired: exchange the API key for a new one at auth/token"
+            )
+        if (
+            key_id
+            and time.monotonic() - self._valid.get(key_id, -TRUSTED_SECONDS) >= TRUSTED_SECONDS
+        ):
             sql = "SELECT 1 FROM keys WHERE id = ? AND revoked IS NULL"
             if not await asyncio.to_thread(self._store.rows, sql, key_id):
                 raise _rejected("the API key that this token was given for has been revoked")
@@ -229,7 +267,7 @@ def _bytes(text: str) -> bytes:
     return base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
 
 
-# ── handlers ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── handlers ──────────────────────────────────────────────────────────────────────────────────────
 
 
 async def auth_token(state: State, call: Call) -> AuthTokenResponse:
@@ -241,7 +279,11 @@ async def get_api_key(state: State, call: Call) -> ApiKeyResponse:
     """The key that asks."""
     name, note = "TINKEX_SERVER_API_KEY", "the key that the server was started with"
     if call.key_id:
-        row = (await asyncio.to_thread(state.store.rows, "SELECT name FROM keys WHERE id = ?", call.key_id))[0]
+        row = (
+            await asyncio.to_thread(
+                state.store.rows, "SELECT name FROM keys WHERE id = ?", call.key_id
+            )
+        )[0]
         name, note = row["name"], ""
     elif not await state.accounts.needs_key():
         name, note = "open", "this server is open: no key is needed"
@@ -253,6 +295,9 @@ async def get_api_key(state: State, call: Call) -> ApiKeyResponse:
 async def delete_api_key(state: State, call: Call) -> Empty:
     """Revoke the key that asks."""
     if not call.key_id:
-        raise Refusal(400, "there is no key on record to revoke: the server was started with its key, or is open")
+        raise Refusal(
+            400,
+            "there is no key on record to revoke: the server was started with its key, or is open",
+        )
     await asyncio.to_thread(revoke_key, state.store, call.key_id)
     return Empty()

@@ -59,5 +59,7 @@ def _decode(op: Operation, call: Call, limit: int) -> None:
     try:
         call.request = codec.decode(op.request, plain or b"{}", call.content_type)
     except ValueError as error:
-        raise Unreadable(str(error), codec.peek(plain, call.content_type), digest_of("", plain)) from None
+        raise Unreadable(
+            str(error), codec.peek(plain, call.content_type), digest_of("", plain)
+        ) from None
     call.digest = digest_of(op.path, plain)

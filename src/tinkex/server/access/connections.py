@@ -28,7 +28,12 @@ RESERVED_SECONDS = 5.0
 OTHER_FILES = 256
 """Files that the server may have open besides connections."""
 HEALTH_PATH = f"{PREFIX}/{HEALTHZ.path}"
-FULL = to_json({"detail": "this server has as many connections as it takes (connections, connections_per_address)"})
+FULL = to_json(
+    {
+        "detail": "this server has as many connections as it takes (connections, "
+        "connections_per_address)"
+    }
+)
 
 Protocol: TypeAlias = Any
 """A class of uvicorn's for connections: it has no stubs for those that are built of it."""
@@ -41,7 +46,11 @@ class Doors:
         most = limits.connections
         if most_files is not None:
             most = min(most, max(1, most_files - OTHER_FILES - RESERVE))
-        self.most, self.most_of_one, self.header_seconds = most, limits.connections_per_address, limits.header_seconds
+        self.most, self.most_of_one, self.header_seconds = (
+            most,
+            limits.connections_per_address,
+            limits.header_seconds,
+        )
         self._by_address: Counter[str] = Counter()
         self._reserved = 0
         self._warned = False
@@ -53,7 +62,9 @@ class Doors:
         if is_full:
             if not self._warned:
                 self._warned = True
-                logger.warning("there are too many connections, the last from %s; more are refused", address)
+                logger.warning(
+                    "there are too many connections, the last from %s; more are refused", address
+                )
             if self._reserved >= RESERVE:
                 return None
             self._reserved += 1
@@ -108,7 +119,9 @@ def guarded(doors: Doors) -> Protocol:
             self._address, self._is_reserved = address, not entered
             if self._is_reserved:
                 app: Any = self.app
-                self.app: Any = lambda scope, receive, send: _health_alone(app, scope, receive, send)
+                self.app: Any = lambda scope, receive, send: _health_alone(
+                    app, scope, receive, send
+                )
             self._wait()
 
         def connection_lost(self, exc: Exception | None) -> None:
@@ -135,7 +148,11 @@ def guarded(doors: Doors) -> Protocol:
             return self.cycle is not None and not self.cycle.response_complete
 
         def _wait(self) -> None:
-            seconds = min(doors.header_seconds, RESERVED_SECONDS) if self._is_reserved else doors.header_seconds
+            seconds = (
+                min(doors.header_seconds, RESERVED_SECONDS)
+                if self._is_reserved
+                else doors.header_seconds
+            )
             self._waiting = self.loop.call_later(seconds, self._give_up)
 
         def _stop_waiting(self) -> None:
@@ -152,7 +169,9 @@ def guarded(doors: Doors) -> Protocol:
 
 
 def raise_file_limit(wanted: int) -> int | None:
-    """Allow this process as many open files as it may have, up to a number; None where there is no limit."""
+    """Allow this process as many open files as it may have, up to a number; None where there is no
+    limit.
+    """
     try:
         import resource
     except ImportError:  # Windows

@@ -1,6 +1,8 @@
-"""What is looked at before any handler: whose the things are that a request names, and whether there is room for it.
+"""What is looked at before any handler: whose the things are that a request names, and whether
+there is room for it.
 
-The checks are here, over the fields that requests share, and not in the handlers: a new handler cannot forget them.
+The checks are here, over the fields that requests share, and not in the handlers: a new handler
+cannot forget them.
 """
 
 from __future__ import annotations
@@ -25,7 +27,12 @@ NOUNS = {
     "training_run_id": "training run",
 }
 """The fields that name something with an owner, and what each names."""
-SHOWN_TO_OTHERS = {"get_training_run", "list_checkpoints", "get_checkpoint_archive", "get_external_weights_urls"}
+SHOWN_TO_OTHERS = {
+    "get_training_run",
+    "list_checkpoints",
+    "get_checkpoint_archive",
+    "get_external_weights_urls",
+}
 """Operations on a run that may be another's, because a checkpoint of it is published."""
 JUDGED_BY_HANDLERS = SHOWN_TO_OTHERS | {
     "delete_checkpoint",
@@ -34,7 +41,8 @@ JUDGED_BY_HANDLERS = SHOWN_TO_OTHERS | {
     "set_checkpoint_ttl",
     "cancel_future",
 }
-"""Operations whose handlers check the owner, so that they answer alike for what is another's and what is not there."""
+"""Operations whose handlers check the owner, so that they answer alike for what is another's and
+what is not there."""
 PASSES = ("forward_backward", "forward")
 UNLIMITED = {"unload_model"}
 """What makes room is never refused for want of it."""
@@ -49,16 +57,23 @@ async def check_ownership(state: State, op: Operation, call: Call) -> None:
 
 def _named(op: Operation, call: Call) -> list[tuple[str, str]]:
     target = getattr(call.request, "target", None)
-    places: list[Any] = [*([call.request] if call.request is not None else []), *([target] if target else [])]
+    places: list[Any] = [
+        *([call.request] if call.request is not None else []),
+        *([target] if target else []),
+    ]
     named = [(field, getattr(place, field, None)) for place in places for field in NOUNS]
     named += [(field, name) for field, name in call.path.items() if field in NOUNS]
     if op.name in JUDGED_BY_HANDLERS:
-        named = [(field, name) for field, name in named if field not in ("training_run_id", "request_id")]
+        named = [
+            (field, name) for field, name in named if field not in ("training_run_id", "request_id")
+        ]
     return [(field, name) for field, name in named if isinstance(name, str)]
 
 
 def check_room(state: State, op: Operation, call: Call) -> str | None:
-    """Why there is no room for a request; None when there is. Refuses what may be asked again at once, later."""
+    """Why there is no room for a request; None when there is. Refuses what may be asked again at
+    once, later.
+    """
     if op.traffic not in ("train", "sample") or op.name in UNLIMITED or op.name == "cancel_future":
         return None
     state.refuse_if_dead()
@@ -66,9 +81,15 @@ def check_room(state: State, op: Operation, call: Call) -> str | None:
         raise Refusal(503, "this server is shutting down", headers={"Retry-After": "1"})
     limits = state.limits
     if (longest := _longest(call.request)) > limits.sequence_tokens:
-        return f"a sequence has {longest} tokens; the limit sequence_tokens of this server is {limits.sequence_tokens}"
+        return (
+            f"a sequence has {longest} tokens; the limit sequence_tokens of this server is "
+            f"{limits.sequence_tokens}"
+        )
     if state.meter.open_of(call.owner) >= limits.open_requests:
-        why = f"{limits.open_requests} requests are open, which is the limit open_requests of this server"
+        why = (
+            f"{limits.open_requests} requests are open, which is the limit open_requests of this "
+            "server"
+        )
         if op.traffic == "sample":
             paused = {"queue_state": "paused_capacity", "queue_state_reason": why}
             raise Refusal(429, why, headers={"Retry-After": "1"}, fields=paused)
@@ -82,27 +103,35 @@ def check_room(state: State, op: Operation, call: Call) -> str | None:
         raise Refusal(429, why, headers={"Retry-After": "1"}, fields=paused)
     if unread >= limits.unread_bytes:
         return _unread(unread, "", limits.unread_bytes)
-    if op.name in PASSES and (held := _journalled(state, call.request.model_id)) >= limits.journal_bytes:
+    if (
+        op.name in PASSES
+        and (held := _journalled(state, call.request.model_id)) >= limits.journal_bytes
+    ):
         return (
-            f"the requests of this run since its last state take {held} bytes on disk, and the limit journal_bytes of "
+            f"the requests of this run since its last state take {held} bytes on disk, and the "
+            "limit journal_bytes of "
             f"this server is {limits.journal_bytes}; take an optimizer step, or load a state"
         )
     if op.name == "create_model" or (op.name == "load_weights" and call.request.model_id is None):
         live = sum(live.run.owner == call.owner for live in state.runs.values())
         if live + state.meter.creating[call.owner] >= limits.adapters:
             return (
-                f"{limits.adapters} training runs are loaded, which is the limit adapters of this server; "
+                f"{limits.adapters} training runs are loaded, which is the limit adapters of this "
+                "server; "
                 "unload one, or finish its session"
             )
     return None
 
 
 def check_held(held: int, size: int, limit: int) -> None:
-    """Have a request sent again later if it and the others of its owner take too much memory; one alone may."""
+    """Have a request sent again later if it and the others of its owner take too much memory; one
+    alone may.
+    """
     if held > limit and held > size:
         raise Refusal(
             429,
-            f"{held - size} bytes of other requests arrive or have not ended, and the limit held_bytes of this server "
+            f"{held - size} bytes of other requests arrive or have not ended, and the limit "
+            "held_bytes of this server "
             f"is {limit}; send this one again later",
             headers={"Retry-After": "1"},
         )
@@ -114,7 +143,8 @@ def _journalled(state: State, model_id: str) -> int:
 
 def _unread(unread: int, coming: str, limit: int) -> str:
     return (
-        f"{unread} bytes of results wait to be read{coming}, and the limit unread_bytes of this server is {limit}; "
+        f"{unread} bytes of results wait to be read{coming}, and the limit unread_bytes of this "
+        f"server is {limit}; "
         "read results before you ask for more"
     )
 
@@ -129,13 +159,18 @@ def _longest(request: Any) -> int:
 
 
 async def fail_in_band(state: State, op: Operation, call: Call, why: str) -> UntypedAPIFuture:
-    """Refuse a request that there is no room for: with a future that fails, for its number is spent all the same."""
+    """Refuse a request that there is no room for: with a future that fails, for its number is spent
+    all the same.
+    """
     request = call.request
     model_id = getattr(request, "model_id", None)
     if model_id is not None:
         spent = Call(None, {}, call.digest, op="", body=why.encode(), owner=call.owner)
         return await spend(state, spent, model_id, getattr(request, "seq_id", None))
-    if getattr(request, "session_id", None) is None or getattr(request, "model_seq_id", None) is None:
+    if (
+        getattr(request, "session_id", None) is None
+        or getattr(request, "model_seq_id", None) is None
+    ):
         raise Refusal(400, why)
     await require_session(state, request.session_id)
     model_id = f"{request.session_id}:train:{request.model_seq_id}"

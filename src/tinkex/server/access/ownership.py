@@ -20,7 +20,8 @@ async def is_own(state: State, owner: str, field: str, name: str) -> bool:
 
 async def _owner(state: State, field: str, name: str) -> str | None:
     """Return an object's owner: its name begins with its session's."""
-    if field == "request_id" and name.startswith(f"{DIRECT}:"):  # of no session; it says itself who asked
+    # of no session; it says itself who asked
+    if field == "request_id" and name.startswith(f"{DIRECT}:"):
         promise = state.promises.get(name)
         return None if promise is None else promise.owner
     session = name.partition(":")[0]

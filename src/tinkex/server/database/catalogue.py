@@ -1,4 +1,5 @@
-"""What is on record of runs and checkpoints, as their readers ask for it: by owner, by page, by what has expired.
+"""What is on record of runs and checkpoints, as their readers ask for it: by owner, by page, by
+what has expired.
 
 The store writes single facts; this reads many. It shares the store's connection and lock.
 """
@@ -19,12 +20,15 @@ from tinkex.server.database.store import Run, SavedCheckpoint, Store
 from tinkex.types.training import LoraConfig
 
 ALIVE = "(c.expires IS NULL OR c.expires > :now)"
-SHARED = f"EXISTS (SELECT 1 FROM checkpoints c WHERE c.model_id = r.model_id AND c.public AND {ALIVE})"
+SHARED = (
+    f"EXISTS (SELECT 1 FROM checkpoints c WHERE c.model_id = r.model_id AND c.public AND {ALIVE})"
+)
 PROJECT = """coalesce(
     (SELECT s.project_id FROM sessions s WHERE s.session_id = r.session_id),
     (SELECT c.project_id FROM checkpoints c WHERE c.model_id = r.model_id AND c.project_id IS NOT NULL LIMIT 1)
 )"""
-"""A run is where its session is; one that was copied or imported has none, and is where its checkpoint was put."""
+"""A run is where its session is; one that was copied or imported has none, and is where its
+checkpoint was put."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +52,14 @@ class Catalogue:
         with self._store._lock:
             return self._store._db.execute(query, {"now": time.time(), **values}).fetchall()
 
-    # ── runs ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── runs ──────────────────────────────────────────────────────────────────────────────────────
 
     def runs(
         self, owner: str, *, accessible: bool, project_id: str | None, limit: int, offset: int
     ) -> tuple[list[RunRecord], int]:
-        """A page of the runs that someone owns, or may see, the newest first; and how many there are."""
+        """A page of the runs that someone owns, or may see, the newest first; and how many there
+        are.
+        """
         where = f"FROM runs r WHERE {self._visible(accessible)}"
         if project_id is not None:
             where += f" AND {PROJECT} = :project"
@@ -73,7 +79,9 @@ class Catalogue:
         return f"(r.owner = :owner OR {SHARED})" if accessible else "r.owner = :owner"
 
     def _records(self, rows: list[sqlite3.Row], owner: str) -> list[RunRecord]:
-        training, sampler = (self._last(rows, owner, kind) for kind in ("weights", "sampler_weights"))
+        training, sampler = (
+            self._last(rows, owner, kind) for kind in ("weights", "sampler_weights")
+        )
         return [
             RunRecord(
                 run=_run(row),
@@ -109,17 +117,25 @@ class Catalogue:
         with self._store._lock:
             self._store._db.execute("UPDATE runs SET corrupted = 1 WHERE model_id = ?", (model_id,))
 
-    # ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────
+    # ── checkpoints ───────────────────────────────────────────────────────────────────────────────
 
     def checkpoints(
         self, owner: str, *, model_id: str | None = None, limit: int, offset: int
     ) -> tuple[list[SavedCheckpoint], int]:
-        """A page of someone's checkpoints, or of those of a run that they may see; the newest first, and the count."""
-        visible = "c.owner = :owner" if model_id is None else "c.model_id = :id AND (c.owner = :owner OR c.public)"
+        """A page of someone's checkpoints, or of those of a run that they may see; the newest
+        first, and the count.
+        """
+        visible = (
+            "c.owner = :owner"
+            if model_id is None
+            else "c.model_id = :id AND (c.owner = :owner OR c.public)"
+        )
         where = f"FROM checkpoints c WHERE {visible} AND {ALIVE}"
         values = {"owner": owner, "id": model_id}
         total = self._rows(f"SELECT count(*) {where}", **values)[0][0]
-        page = f"SELECT c.* {where} ORDER BY c.created DESC, c.tinker_path LIMIT :limit OFFSET :offset"
+        page = (
+            f"SELECT c.* {where} ORDER BY c.created DESC, c.tinker_path LIMIT :limit OFFSET :offset"
+        )
         rows = self._rows(page, **values, limit=limit, offset=offset)
         return [self._store.saved(row) for row in rows], total
 
@@ -130,7 +146,9 @@ class Catalogue:
             WHERE c.owner = :owner AND instr(c.tinker_path, '/sampler_weights/') AND {ALIVE}
               AND c.base_model IN (SELECT value FROM json_each(:bases))
             ORDER BY c.created DESC, c.tinker_path LIMIT :limit"""
-        rows = self._rows(query, owner=owner, bases=json.dumps(list(base_models)), limit=max(0, limit))
+        rows = self._rows(
+            query, owner=owner, bases=json.dumps(list(base_models)), limit=max(0, limit)
+        )
         return [self._store.saved(row) for row in rows]
 
     def set_public(self, path: str, owner: str, public: bool) -> bool:
@@ -147,7 +165,9 @@ class Catalogue:
 
     def remove(self, path: str, owner: str) -> Path | None:
         """Strike a checkpoint off; gives the directory, which is now nobody's."""
-        rows = self._rows(f"DELETE FROM checkpoints AS c WHERE {_OWN} RETURNING directory", path=path, owner=owner)
+        rows = self._rows(
+            f"DELETE FROM checkpoints AS c WHERE {_OWN} RETURNING directory", path=path, owner=owner
+        )
         return self._directory(rows[0]) if rows else None
 
     def sweep(self) -> None:

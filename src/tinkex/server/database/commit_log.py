@@ -52,11 +52,15 @@ class _Log:
         magic, _, self._page, _, *_, one, two = HEADER.unpack(header)
         self._order, self._file, self.salts = ">u4" if magic & 1 else "<u4", file, header[16:24]
         self.sums: Sums = (one, two)
-        known = magic & ~1 == MAGIC and 512 <= self._page <= 65536 and not self._page & (self._page - 1)
+        known = (
+            magic & ~1 == MAGIC and 512 <= self._page <= 65536 and not self._page & (self._page - 1)
+        )
         self.is_valid = known and self._after((0, 0), header[:24]) == self.sums
 
     def commits(self, frames: int = 0, sums: Sums | None = None) -> Iterator[tuple[int, Sums]]:
-        """Yield the valid commits behind a number of frames, each with the frames up to it and their sums."""
+        """Yield the valid commits behind a number of frames, each with the frames up to it and
+        their sums.
+        """
         found = self.sums if sums is None else sums
         self._file.seek(HEADER.size + frames * (FRAME.size + self._page))
         while True:
@@ -114,12 +118,22 @@ def check(database: Path) -> None:
                 return
             found = _Log(file, header)
             flushed = _recorded(record_of(database), found.salts)
-            valid = max((frames for frames, _ in found.commits()), default=0) if found.is_valid and flushed else 0
+            valid = (
+                max((frames for frames, _ in found.commits()), default=0)
+                if found.is_valid and flushed
+                else 0
+            )
             if found.is_valid and valid >= flushed:
                 return
         if header == before:
-            what = f"{valid} of {flushed} frames are valid" if found.is_valid else "its header has a wrong checksum"
-            raise DataDirError(f"{log.name} is damaged ({what}); restore the directory from a backup")
+            what = (
+                f"{valid} of {flushed} frames are valid"
+                if found.is_valid
+                else "its header has a wrong checksum"
+            )
+            raise DataDirError(
+                f"{log.name} is damaged ({what}); restore the directory from a backup"
+            )
 
 
 def _recorded(path: Path, salts: bytes) -> int:
@@ -166,7 +180,10 @@ class RecordingLock:
         self._lock.acquire()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         try:
             if self._db is not None and self._db.total_changes != self._noted:

@@ -70,7 +70,10 @@ def keep(db: sqlite3.Connection) -> None:
             ("changed", f"UPDATE OF {', '.join(table.columns)}", put),
             ("deleted", "DELETE", drop),
         ):
-            db.execute(f"CREATE TEMP TRIGGER {table.name}_{name} AFTER {event} ON main.{table.name} BEGIN {work}; END")
+            db.execute(
+                f"CREATE TEMP TRIGGER {table.name}_{name} AFTER {event} ON main.{table.name} BEGIN "
+                f"{work}; END"
+            )
 
 
 def register(db: sqlite3.Connection) -> None:
@@ -95,7 +98,8 @@ def verify(db: sqlite3.Connection, name: str) -> None:
             raise _damaged(name, found)
         for table in _tables(db):
             sound = (
-                f"SELECT count(*) FROM {table.name} t JOIN {TABLE} d ON d.of_table = '{table.name}' "
+                f"SELECT count(*) FROM {table.name} t JOIN {TABLE} d ON d.of_table = "
+                f"'{table.name}' "
                 f"AND d.of_row = {table.key('t')} AND d.digest = {table.digest('t')}"
             )
             there = f"SELECT count(*) FROM {table.name}"

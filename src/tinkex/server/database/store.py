@@ -1,6 +1,8 @@
-"""Facts that outlive the process, in SQLite: sessions, training runs, samplers, checkpoints. Tensors are files.
+"""Facts that outlive the process, in SQLite: sessions, training runs, samplers, checkpoints.
+Tensors are files.
 
-One connection behind one lock: every statement is short, and callers that must not block go through a thread.
+One connection behind one lock: every statement is short, and callers that must not block go through
+a thread.
 """
 
 from __future__ import annotations
@@ -102,7 +104,8 @@ MIGRATIONS = (
 DATABASE = "tinkex.sqlite3"
 """The file of a data directory that holds its facts."""
 DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
-"""Errors at the start that only a damaged database gives; the last one is a schema that a migration does not fit."""
+"""Errors at the start that only a damaged database gives; the last one is a schema that a migration
+does not fit."""
 KNOWN_SAMPLERS = 10_000
 """Samplers that are remembered beside the database."""
 SEARCH_SECONDS = 5.0
@@ -175,7 +178,9 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """What a request for saving was answered; its checkpoint may have been replaced or deleted since."""
+    """What a request for saving was answered; its checkpoint may have been replaced or deleted
+    since.
+    """
 
     tinker_path: str
     size_bytes: int
@@ -185,12 +190,14 @@ class Store:
     """The database of one data directory."""
 
     def __init__(self, path: Path) -> None:
-        self.root = path.parent  # checkpoints are recorded relative to it, so that the directory can be moved
+        # checkpoints are recorded relative to it, so that the directory can be moved
+        self.root = path.parent
         self._lock = commit_log.RecordingLock(path)
         self._samplers: dict[str, Sampler] = {}
         self._uri = f"{path.resolve().as_uri()}?mode=ro"
         self.searchers = ThreadPoolExecutor(2, "tinkex-search")
-        """Threads for searches: those of several owners take turns on them, and nothing else waits for them."""
+        """Threads for searches: those of several owners take turns on them, and nothing else waits
+        for them."""
         commit_log.check(path)
         self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=30)
         self._db.row_factory = sqlite3.Row
@@ -200,12 +207,17 @@ class Store:
             self._db.execute("PRAGMA synchronous=FULL")  # what is answered is on disk
             self._lock.watch(self._db)
             self._migrate()
-        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # in the schema, or in what SQLite says of it
+        except (
+            sqlite3.DatabaseError,
+            UnicodeDecodeError,
+        ) as error:  # in the schema, or in what SQLite says of it
             self._db.close()
             code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
             if code not in DAMAGED:  # a full disk, say
                 raise
-            raise DataDirError(f"{DATABASE} is damaged ({error}); restore the directory from a backup") from None
+            raise DataDirError(
+                f"{DATABASE} is damaged ({error}); restore the directory from a backup"
+            ) from None
 
     def _migrate(self) -> None:
         with self._lock:
@@ -249,7 +261,9 @@ class Store:
                 return db.execute(query, values).fetchall()
             except sqlite3.OperationalError as error:
                 if time.monotonic() > until:
-                    raise TimeoutError(f"the query took longer than {SEARCH_SECONDS:g} s") from error
+                    raise TimeoutError(
+                        f"the query took longer than {SEARCH_SECONDS:g} s"
+                    ) from error
                 raise
 
     def close(self) -> None:
@@ -300,9 +314,11 @@ class Store:
                     self._db.execute("ROLLBACK")
                 raise
 
-    # ── sessions ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── sessions ──────────────────────────────────────────────────────────────────────────────────
 
-    def add_session(self, session_id: str, request: dict[str, Any], owner: str = LOCAL_OWNER) -> None:
+    def add_session(
+        self, session_id: str, request: dict[str, Any], owner: str = LOCAL_OWNER
+    ) -> None:
         """Record a new session."""
         self._insert(
             "sessions",
@@ -329,21 +345,32 @@ class Store:
     def open_sessions(self) -> list[str]:
         """The sessions that have not ended."""
         with self._lock:
-            rows = self._db.execute("SELECT session_id FROM sessions WHERE finished IS NULL").fetchall()
+            rows = self._db.execute(
+                "SELECT session_id FROM sessions WHERE finished IS NULL"
+            ).fetchall()
         return [row["session_id"] for row in rows]
 
     def finish_session(self, session_id: str, reason: str, detail: str | None) -> None:
-        """Record how a session ended; the first reason stays. What it saved need not be told from new requests now."""
+        """Record how a session ended; the first reason stays. What it saved need not be told from
+        new requests now.
+        """
         self.change(
             (
-                "UPDATE sessions SET finished = ?, reason = ?, detail = ? WHERE session_id = ? AND finished IS NULL",
+                "UPDATE sessions SET finished = ?, reason = ?, detail = ? WHERE session_id = ? AND "
+                "finished IS NULL",
                 [(time.time(), reason, detail, session_id)],
             ),
-            ("DELETE FROM saves WHERE request_id > ? || ':' AND request_id < ? || ';'", [(session_id, session_id)]),
-            ("DELETE FROM inflight WHERE model_id > ? || ':' AND model_id < ? || ';'", [(session_id, session_id)]),
+            (
+                "DELETE FROM saves WHERE request_id > ? || ':' AND request_id < ? || ';'",
+                [(session_id, session_id)],
+            ),
+            (
+                "DELETE FROM inflight WHERE model_id > ? || ':' AND model_id < ? || ';'",
+                [(session_id, session_id)],
+            ),
         )
 
-    # ── runs and samplers ────────────────────────────────────────────────────────────────────────────────────────
+    # ── runs and samplers ─────────────────────────────────────────────────────────────────────────
 
     def add_run(self, run: Run) -> None:
         """Record a new training run."""
@@ -388,14 +415,21 @@ class Store:
         row = _sampler_row(sampler)
         self.change(
             (_insertion("samplers", row, replace=True), [tuple(row.values())]),
-            ("INSERT OR IGNORE INTO inflight VALUES (?, ?, ?)", [(sampler.model_id, number, sampler.version)]),
+            (
+                "INSERT OR IGNORE INTO inflight VALUES (?, ?, ?)",
+                [(sampler.model_id, number, sampler.version)],
+            ),
         )
         self._samplers.pop(sampler.sampler_id, None)
 
     def inflight_versions(self, model_id: str, number: int) -> tuple[int, int]:
-        """The version that the request of this number made or is to make, and the newest of its run; 0 if none."""
+        """The version that the request of this number made or is to make, and the newest of its
+        run; 0 if none.
+        """
         newest = self.newest_version(model_id)
-        row = self._one("SELECT version FROM inflight WHERE model_id = ? AND number = ?", model_id, number)
+        row = self._one(
+            "SELECT version FROM inflight WHERE model_id = ? AND number = ?", model_id, number
+        )
         return (newest + 1 if row is None else int(row["version"])), newest
 
     def newest_version(self, model_id: str) -> int:
@@ -410,7 +444,9 @@ class Store:
     def sampler(self, sampler_id: str) -> Sampler | None:
         """A sampler of this or an earlier life of the server."""
         with self._lock:
-            row = self._db.execute("SELECT * FROM samplers WHERE sampler_id = ?", (sampler_id,)).fetchone()
+            row = self._db.execute(
+                "SELECT * FROM samplers WHERE sampler_id = ?", (sampler_id,)
+            ).fetchone()
             if row is None:
                 return None
             if len(self._samplers) >= KNOWN_SAMPLERS:
@@ -428,19 +464,24 @@ class Store:
             return sampler
 
     def join_sampler(self, sampler_id: str) -> int:
-        """The number of one more client of a sampler: 1, 2, …, and none twice, in any life of the server."""
+        """The number of one more client of a sampler: 1, 2, …, and none twice, in any life of the
+        server.
+        """
         row = self._one(
-            "INSERT INTO joins VALUES (?, 1) ON CONFLICT (sampler_id) DO UPDATE SET clients = clients + 1 "
+            "INSERT INTO joins VALUES (?, 1) ON CONFLICT (sampler_id) DO UPDATE SET clients = "
+            "clients + 1 "
             "RETURNING clients",
             sampler_id,
         )
         assert row is not None
         return int(row["clients"])
 
-    # ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────
+    # ── checkpoints ───────────────────────────────────────────────────────────────────────────────
 
     def put_checkpoint(self, saved: SavedCheckpoint, request_id: str | None = None) -> None:
-        """Record a checkpoint whose files are already in place, and with it that a request for it has been met."""
+        """Record a checkpoint whose files are already in place, and with it that a request for it
+        has been met.
+        """
         row = {
             "tinker_path": saved.tinker_path,
             "model_id": saved.model_id,
@@ -464,8 +505,12 @@ class Store:
         )
 
     def save(self, request_id: str) -> Save | None:
-        """What a request for saving was answered, if it has been met: it must not be met twice, in any life."""
-        row = self._one("SELECT tinker_path, size_bytes FROM saves WHERE request_id = ?", request_id)
+        """What a request for saving was answered, if it has been met: it must not be met twice, in
+        any life.
+        """
+        row = self._one(
+            "SELECT tinker_path, size_bytes FROM saves WHERE request_id = ?", request_id
+        )
         return None if row is None else Save(row["tinker_path"], row["size_bytes"])
 
     def checkpoint(self, tinker_path: str) -> SavedCheckpoint | None:

@@ -39,7 +39,9 @@ def expiry(ttl_seconds: int | None) -> float | None:
     if ttl_seconds is None:
         return None
     if not MIN_TTL <= ttl_seconds <= MAX_TTL:
-        raise EngineError(f"ttl_seconds must lie between {MIN_TTL} and {MAX_TTL}, got {ttl_seconds}")
+        raise EngineError(
+            f"ttl_seconds must lie between {MIN_TTL} and {MAX_TTL}, got {ttl_seconds}"
+        )
     return time.time() + ttl_seconds
 
 
@@ -66,9 +68,11 @@ def saving(
     optimizer: bool,
     finish: Callable[[Path], None] | None = None,
 ) -> Beside:
-    """Save what a run has learnt so far; `finish` may change the files before they are in place. On the worker.
+    """Save what a run has learnt so far; `finish` may change the files before they are in place. On
+    the worker.
 
-    A request that was met in an earlier life is not met again: what it saved may have been replaced or deleted since.
+    A request that was met in an earlier life is not met again: what it saved may have been replaced
+    or deleted since.
     """
     write_adapter = state.engine.writer(run.model_id, optimizer=optimizer)
 
@@ -90,7 +94,9 @@ def saving(
     return Beside(begin, end)
 
 
-def put_files(store: Store, root: Path, run: Run, wanted: Wanted, write: Callable[[Path], None]) -> SavedCheckpoint:
+def put_files(
+    store: Store, root: Path, run: Run, wanted: Wanted, write: Callable[[Path], None]
+) -> SavedCheckpoint:
     """Write to a temporary name, flush, rename, then record: a checkpoint is whole or not there."""
     return _place_files(store, run, wanted, _write_files(store, root, run, wanted, write))
 
@@ -104,7 +110,9 @@ def _free_path(store: Store, run: Run, wanted: Wanted) -> str:
     return path
 
 
-def _write_files(store: Store, root: Path, run: Run, wanted: Wanted, write: Callable[[Path], None]) -> Path:
+def _write_files(
+    store: Store, root: Path, run: Run, wanted: Wanted, write: Callable[[Path], None]
+) -> Path:
     """Write to a temporary name, and flush."""
     check_name(wanted.name)
     expiry(wanted.ttl_seconds)
@@ -119,7 +127,9 @@ def _write_files(store: Store, root: Path, run: Run, wanted: Wanted, write: Call
 
 
 def _place_files(store: Store, run: Run, wanted: Wanted, scratch: Path) -> SavedCheckpoint:
-    """Let files that were written be a checkpoint. Saves do it on the worker, as loads do: neither sees half of it."""
+    """Let files that were written be a checkpoint. Saves do it on the worker, as loads do: neither
+    sees half of it.
+    """
     parent = scratch.parent
     target = parent / wanted.name
     try:
@@ -169,7 +179,9 @@ def _place(root: Path, model_id: str) -> Path:
 
 
 def clear_leftovers(state: State, model_id: str) -> None:
-    """Delete what a killed server left of saving and deleting a run's checkpoints: whatever is not on record."""
+    """Delete what a killed server left of saving and deleting a run's checkpoints: whatever is not
+    on record.
+    """
     kept = state.catalogue.directories(model_id)
     for directory in _place(state.checkpoint_dir, model_id).glob("*/*"):
         if directory not in kept:
@@ -196,7 +208,8 @@ def readable(state: State, path: str, reader: str) -> SavedCheckpoint | None:
 def find_checkpoint(
     state: State, path: str, kind: str, base_model: str | None = None, *, reader: str
 ) -> SavedCheckpoint:
-    """A checkpoint of the kind (and the base model) an operation needs; each mistake gets its own message.
+    """A checkpoint of the kind (and the base model) an operation needs; each mistake gets its own
+    message.
 
     One that its reader may not see is not there for them.
     """
@@ -211,9 +224,15 @@ def find_checkpoint(
         )
     saved = readable(state, path, reader)
     if saved is None:
-        raise EngineError(f"there is no checkpoint {path}; it was never saved, or has been deleted or expired")
+        raise EngineError(
+            f"there is no checkpoint {path}; it was never saved, or has been deleted or expired"
+        )
     if parsed.checkpoint_type == "external" and not (saved.directory / WEIGHTS).exists():
-        raise EngineError(f"{path} is encrypted for its recipients, so that this server cannot read it")
+        raise EngineError(
+            f"{path} is encrypted for its recipients, so that this server cannot read it"
+        )
     if base_model is not None and saved.base_model != base_model:
-        raise EngineError(f"checkpoint {path} is of base model {saved.base_model!r}, this is {base_model!r}")
+        raise EngineError(
+            f"checkpoint {path} is of base model {saved.base_model!r}, this is {base_model!r}"
+        )
     return saved

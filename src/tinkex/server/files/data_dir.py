@@ -17,7 +17,8 @@ LOCK_FILE = "lock"
 SECRET_FILE = "signing.key"
 SECRET_BYTES = 32
 SECRET_DIGEST = "signing.key.sha256"
-"""The file with the digest of the secret: one that is damaged would end every token without a word."""
+"""The file with the digest of the secret: one that is damaged would end every token without a word.
+"""
 KEYED_FILE = "keyed"
 """Exists once a key has been made: from then on the server never opens without one."""
 SET_ASIDE = "set-aside"
@@ -25,7 +26,9 @@ SET_ASIDE = "set-aside"
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Return whether an error says that the disk is full; safetensors and SQLite have errors of their own for that."""
+    """Return whether an error says that the disk is full; safetensors and SQLite have errors of
+    their own for that.
+    """
     told = str(error)
     return (
         getattr(error, "errno", None) == errno.ENOSPC
@@ -126,8 +129,10 @@ def signing_secret(data_dir: Path) -> bytes:
         is_known = True
     if not is_known:
         raise DataDirError(
-            f"{path} does not have the digest in {digest.name}: one of them is damaged; put both back "
-            f"from a backup, or delete {path.name}: a new one is made, and tokens signed with the old one end"
+            f"{path} does not have the digest in {digest.name}: one of them is damaged; put both "
+            "back "
+            f"from a backup, or delete {path.name}: a new one is made, and tokens signed with the "
+            "old one end"
         )
     return found
 
@@ -135,7 +140,9 @@ def signing_secret(data_dir: Path) -> bytes:
 def mark_keyed(data_dir: Path) -> None:
     """Note durably that keys exist, before the first one is made."""
     if not (data_dir / KEYED_FILE).exists():
-        write_durably(data_dir / KEYED_FILE, b"Delete this file to let the server open without keys.\n")
+        write_durably(
+            data_dir / KEYED_FILE, b"Delete this file to let the server open without keys.\n"
+        )
 
 
 def is_keyed(data_dir: Path) -> bool:
@@ -154,7 +161,9 @@ def set_aside(data_dir: Path, directory: Path, why: str) -> Path | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        logger.error("%s %s; it cannot be set aside and stays where it is: %s", directory, why, error)
+        logger.error(
+            "%s %s; it cannot be set aside and stays where it is: %s", directory, why, error
+        )
         return None
     sync_directory(place)
     sync_directory(directory.parent)

@@ -1,7 +1,8 @@
-"""Puts the tokenizers of local models where `AutoTokenizer.from_pretrained(name)` looks without a network.
+"""Puts the tokenizers of local models where `AutoTokenizer.from_pretrained(name)` looks without a
+network.
 
-The Hugging Face cache keeps a repository as `models--ORG--NAME/{refs/main, snapshots/REVISION/…}`. What is already
-cached under a name is left alone, unless an earlier run of ours put it there.
+The Hugging Face cache keeps a repository as `models--ORG--NAME/{refs/main, snapshots/REVISION/…}`.
+What is already cached under a name is left alone, unless an earlier run of ours put it there.
 """
 
 from __future__ import annotations
@@ -34,14 +35,21 @@ def cache_root() -> Path:
     """The hub's cache directory, found as its own library finds it."""
     if path := os.environ.get("HF_HUB_CACHE"):
         return Path(path).expanduser()
-    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
+    home = (
+        os.environ.get("HF_HOME")
+        or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
+    )
     return Path(home).expanduser() / "hub"
 
 
 def publish_tokenizer(name: str, directory: Path) -> Path | None:
-    """Copy a model's tokenizer files into the cache under its name; None when there was nothing to do."""
+    """Copy a model's tokenizer files into the cache under its name; None when there was nothing to
+    do.
+    """
     files = [directory / file for file in FILES if (directory / file).is_file()]
-    if not REPOSITORY.fullmatch(name) or not any(file.name.startswith("tokenizer") for file in files):
+    if not REPOSITORY.fullmatch(name) or not any(
+        file.name.startswith("tokenizer") for file in files
+    ):
         return None
     repository = cache_root() / ("models--" + name.replace("/", "--"))
     if repository.exists() and not (repository / MARK).exists():
@@ -56,7 +64,8 @@ def publish_tokenizer(name: str, directory: Path) -> Path | None:
         _write(repository / MARK, "\n".join(sorted(ours)))
         refs = repository / "refs"
         refs.mkdir(parents=True, exist_ok=True)
-        if all(line in ours for line in _lines(refs / "main")):  # a real download has come since: leave it alone
+        # a real download has come since: leave it alone
+        if all(line in ours for line in _lines(refs / "main")):
             _write(refs / "main", revision)
     except OSError as error:
         logger.warning("the tokenizer of %s could not be put into the hub cache: %s", name, error)

@@ -1,7 +1,8 @@
 """Adapters from elsewhere: PEFT files become a training checkpoint that computes the same function.
 
-Our factors are scaled by 32 / rank; another scale goes into B. A module that the adapter leaves alone, but whose group
-we train as a whole, gets a fresh pair: B is zero, so that it adds nothing, and A is not, so that it can learn.
+Our factors are scaled by 32 / rank; another scale goes into B. A module that the adapter leaves
+alone, but whose group we train as a whole, gets a fresh pair: B is zero, so that it adds nothing,
+and A is not, so that it can learn.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from tinkex.server.files.checkpoint_files import Wanted, put_files
 from tinkex.types.tensors import Array
 from tinkex.types.training import LoraConfig
 
-# The engine's conventions; it cannot be asked here, for it imports torch. A test holds them together.
+# The engine's conventions; it cannot be asked here, for it imports torch. A test holds them
+# together.
 ALPHA = 32
 MAX_RANK = 1024
 MOST_ALPHA = 1e30
@@ -41,10 +43,18 @@ KNOWN = {module: group for group, modules in GROUPS.items() for module in module
 PLAIN = {
     "peft_type": ("LORA",),
     "bias": ("none",),
-    "init_lora_weights": (True, False, "gaussian", "eva"),  # other beginnings change the base model as well
+    # other beginnings change the base model as well
+    "init_lora_weights": (True, False, "gaussian", "eva"),
 }
 """What a setting must be, where an adapter has it."""
-READ = {"r", "lora_alpha", "use_rslora", "base_model_name_or_path", "target_modules", "exclude_modules"}
+READ = {
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "base_model_name_or_path",
+    "target_modules",
+    "exclude_modules",
+}
 IDLE = {
     "auto_mapping",
     "ensure_weight_tying",
@@ -126,7 +136,9 @@ class Adapter:
     def shape(self) -> LoraConfig:
         """The least that holds it."""
         groups = {KNOWN[_last(module)] for module in self.factors}
-        return LoraConfig(rank=self.source.rank, **{f"train_{group}": group in groups for group in GROUPS})
+        return LoraConfig(
+            rank=self.source.rank, **{f"train_{group}": group in groups for group in GROUPS}
+        )
 
     def writer(self, base_model: str, lora: LoraConfig) -> Callable[[Path], None]:
         """Write it in our form; modules of the shape that it leaves alone get fresh factors."""
@@ -139,7 +151,9 @@ class Adapter:
         return write
 
 
-def read_adapter(directory: Path, base_directory: Path, progress: Progress | None = None) -> Adapter:
+def read_adapter(
+    directory: Path, base_directory: Path, progress: Progress | None = None
+) -> Adapter:
     """Read PEFT files.
 
     Raises:
@@ -151,7 +165,11 @@ def read_adapter(directory: Path, base_directory: Path, progress: Progress | Non
 
 def most_bytes(base_directory: Path, lora: LoraConfig) -> int:
     """The most that the weights of an adapter of a shape can take as a file."""
-    sizes = [sum(sizes) for module, sizes in module_shapes(base_directory).items() if _trains(lora, module)]
+    sizes = [
+        sum(sizes)
+        for module, sizes in module_shapes(base_directory).items()
+        if _trains(lora, module)
+    ]
     return sum(8 * lora.rank * size + 1024 for size in sizes) + (1 << 20)
 
 
@@ -166,18 +184,27 @@ def read_source(directory: Path) -> Source:
         fields = json.loads(path.read_text())
     except (FileNotFoundError, NotADirectoryError):
         raise EngineError(f"{directory} has no {CONFIG}: not a PEFT adapter") from None
-    except (ValueError, RecursionError) as error:  # a number of 5,000 digits is a ValueError as well
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # a number of 5,000 digits is a ValueError as well
         raise EngineError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(fields, dict):
         raise EngineError(f"{path} is not a PEFT configuration: expected an object")
     for name, value in fields.items():
         if name in PLAIN and value is not None and value not in PLAIN[name]:
-            raise EngineError(f"{path}: {name} is {value!r}; only {PLAIN[name][0]!r} can be imported")
+            raise EngineError(
+                f"{path}: {name} is {value!r}; only {PLAIN[name][0]!r} can be imported"
+            )
         if value and name not in PLAIN and name not in READ | IDLE:
-            raise EngineError(f"{path}: {name} is {value!r}; adapters that have it cannot be imported")
+            raise EngineError(
+                f"{path}: {name} is {value!r}; adapters that have it cannot be imported"
+            )
     rank, alpha = fields.get("r"), fields.get("lora_alpha")
     if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= MAX_RANK:
-        raise EngineError(f"{path}: r must be a whole number between 1 and {MAX_RANK}, got {rank!r}")
+        raise EngineError(
+            f"{path}: r must be a whole number between 1 and {MAX_RANK}, got {rank!r}"
+        )
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < MOST_ALPHA:
         raise EngineError(f"{path}: lora_alpha must be a positive number, got {alpha!r}")
     scale = alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
@@ -192,14 +219,17 @@ def read_source(directory: Path) -> Source:
 
 
 def module_shapes(directory: Path) -> dict[str, tuple[int, int]]:
-    """(outputs, inputs) of the modules of a base model that adapters can be for, from the heads of its files."""
+    """(outputs, inputs) of the modules of a base model that adapters can be for, from the heads of
+    its files.
+    """
     shapes: dict[str, tuple[int, int]] = {}
     paths = sorted(directory.glob("model*.safetensors"))
     for path in paths:
         for name, about in _header(path).items():
             module = name.removesuffix(".weight")
             if name == "model.embed_tokens.weight":
-                shapes.setdefault("lm_head", (about["shape"][0], about["shape"][1]))  # they may be one and the same
+                # they may be one and the same
+                shapes.setdefault("lm_head", (about["shape"][0], about["shape"][1]))
             if name.endswith(".weight") and _last(module) in KNOWN:
                 shapes[module] = (about["shape"][0], about["shape"][1])
     if not shapes:
@@ -223,7 +253,9 @@ def _last(module: str) -> str:
 
 
 class _Told:
-    """How far an import is: reading counts as much as the file has, writing as much as the checkpoint will have."""
+    """How far an import is: reading counts as much as the file has, writing as much as the
+    checkpoint will have.
+    """
 
     def __init__(self, progress: Progress | None) -> None:
         self._progress = progress
@@ -240,8 +272,12 @@ class _Told:
             self._progress(self._done, self._read + self._write)
 
 
-def _read_factors(source: Source, shapes: Mapping[str, tuple[int, int]], told: _Told) -> dict[str, tuple[Array, Array]]:
-    """(A, B) by module, B scaled for us; every tensor of the file must be one of them, of the right shape."""
+def _read_factors(
+    source: Source, shapes: Mapping[str, tuple[int, int]], told: _Told
+) -> dict[str, tuple[Array, Array]]:
+    """(A, B) by module, B scaled for us; every tensor of the file must be one of them, of the right
+    shape.
+    """
     path = source.directory / WEIGHTS
     tensors = _read_tensors(path, told)
     sides: dict[str, dict[str, Array]] = {}
@@ -249,33 +285,54 @@ def _read_factors(source: Source, shapes: Mapping[str, tuple[int, int]], told: _
         module, _, side = key.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
         if _last(module) == "unembed_tokens":  # what the hosted service calls it
             module = "lm_head"
-        if _last(key.removesuffix(".weight").removesuffix(".base_layer")) in ("embed_tokens", "lm_head"):
+        if _last(key.removesuffix(".weight").removesuffix(".base_layer")) in (
+            "embed_tokens",
+            "lm_head",
+        ):
             raise EngineError(
                 f"{path}: {key} is the base model's own, which stays as it is here; "
                 "save the adapter with save_embedding_layers=False"
             )
-        if not key.startswith(PREFIX) or not key.endswith(".weight") or side not in ("lora_A", "lora_B"):
-            raise EngineError(f"{path}: {key} is not a LoRA factor; other kinds of adapters cannot be imported")
+        if (
+            not key.startswith(PREFIX)
+            or not key.endswith(".weight")
+            or side not in ("lora_A", "lora_B")
+        ):
+            raise EngineError(
+                f"{path}: {key} is not a LoRA factor; other kinds of adapters cannot be imported"
+            )
         if module not in shapes:
             known = ", ".join(KNOWN)
-            raise EngineError(f"{path}: {key} is of a module that cannot be trained here; those that can are {known}")
+            raise EngineError(
+                f"{path}: {key} is of a module that cannot be trained here; those that can are "
+                f"{known}"
+            )
         outputs, inputs = shapes[module]
         expected = (source.rank, inputs) if side == "lora_A" else (outputs, source.rank)
         if tensor.shape != expected:
-            raise EngineError(f"{path}: {key} has shape {list(tensor.shape)}, the base model wants {list(expected)}")
+            raise EngineError(
+                f"{path}: {key} has shape {list(tensor.shape)}, the base model wants "
+                f"{list(expected)}"
+            )
         if not np.isfinite(tensor).all():
             raise EngineError(f"{path}: {key} holds NaN or infinity")
         sides.setdefault(module, {})[side] = tensor
     lost = [module for module, pair in sides.items() if len(pair) != 2]
-    lost += [module for module in shapes if module not in sides and _is_target(module, source.targets)]
+    lost += [
+        module for module in shapes if module not in sides and _is_target(module, source.targets)
+    ]
     if lost or not sides:
         raise EngineError(f"{path} lacks factors of {min(lost, default='any module')}")
     factor = source.scale / (ALPHA / source.rank)
-    return {module: (pair["lora_A"], _scaled(pair["lora_B"], factor)) for module, pair in sides.items()}
+    return {
+        module: (pair["lora_A"], _scaled(pair["lora_B"], factor)) for module, pair in sides.items()
+    }
 
 
 def _is_target(module: str, targets: list[str] | None) -> bool:
-    """Whether an adapter was made for a module, by PEFT's own rule: a whole name, or the end of one."""
+    """Whether an adapter was made for a module, by PEFT's own rule: a whole name, or the end of
+    one.
+    """
     return any(module == target or module.endswith(f".{target}") for target in targets or ())
 
 
@@ -293,7 +350,8 @@ def _read_tensors(path: Path, told: _Told) -> dict[str, Array]:
     if not path.exists():
         if pickles := sorted(file.name for file in path.parent.glob("*.bin")):
             raise EngineError(
-                f"{path.parent} has its weights in {pickles[0]}, a pickle, which can run any code when it is read: "
+                f"{path.parent} has its weights in {pickles[0]}, a pickle, which can run any code "
+                "when it is read: "
                 "save it again as safetensors where you trust it"
             )
         raise EngineError(f"{path.parent} has no {WEIGHTS}")
@@ -305,7 +363,9 @@ def _read_tensors(path: Path, told: _Told) -> dict[str, Array]:
     tensors = {}
     for name, about in found:
         if about["dtype"] not in FLOATS:
-            raise EngineError(f"{path}: {name} is {about['dtype']}; expected one of {', '.join(FLOATS)}")
+            raise EngineError(
+                f"{path}: {name} is {about['dtype']}; expected one of {', '.join(FLOATS)}"
+            )
         raw = np.frombuffer(about["data"], FLOATS[about["dtype"]])
         if about["dtype"] == "BF16":  # the upper half of a float
             raw = (raw.astype("<u4") << 16).view("<f4")
@@ -353,7 +413,9 @@ def _write(
 
 
 def _write_tensors(tensors: Mapping[str, Array], path: Path, told: _Told) -> None:
-    """Write float32 tensors as a safetensors file, piece by piece: the library tells nothing before the end."""
+    """Write float32 tensors as a safetensors file, piece by piece: the library tells nothing before
+    the end.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():
@@ -371,7 +433,9 @@ def _write_tensors(tensors: Mapping[str, Array], path: Path, told: _Told) -> Non
 
 
 def _fresh(module: str, rank: int, outputs: int, inputs: int) -> tuple[Array, Array]:
-    """Factors that add nothing yet: A uniform in ±1/sqrt(in), the same for a name each time, and B zero."""
+    """Factors that add nothing yet: A uniform in ±1/sqrt(in), the same for a name each time, and B
+    zero.
+    """
     seed = int.from_bytes(hashlib.sha256(module.encode()).digest()[:8], "little")
     bound = 1 / math.sqrt(inputs)
     a = np.random.default_rng(seed).uniform(-bound, bound, (rank, inputs)).astype(np.float32)

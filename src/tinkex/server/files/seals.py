@@ -32,7 +32,8 @@ def seal(directory: Path) -> None:
 def check(directory: Path) -> None:
     """Refuse a directory whose sealed files are not as they were.
 
-    Files that were added later are not looked at. A file that has not changed since it was checked is not read again.
+    Files that were added later are not looked at. A file that has not changed since it was checked
+    is not read again.
 
     Raises:
         EngineError: A file is damaged or missing.

@@ -66,7 +66,10 @@ def find_upload(root: Path, upload_id: str) -> Upload | None:
 def unfinished(root: Path, owner: str) -> int:
     """Return the number of an owner's open uploads."""
     found = [find_upload(root, path.name) for path in root.glob("*")]
-    return sum(one is not None and one.owner == owner and not (one.directory / "done").exists() for one in found)
+    return sum(
+        one is not None and one.owner == owner and not (one.directory / "done").exists()
+        for one in found
+    )
 
 
 def sweep_uploads(root: Path) -> None:

@@ -1,7 +1,7 @@
 """Which samples have ended, in order: what one poll tells a client about all that it waits for.
 
-A log begins with the first poll for it, so that clients which ask for each result cost nothing. Its numbers are
-acknowledged by the next poll; only then is a result that was sent along forgotten.
+A log begins with the first poll for it, so that clients which ask for each result cost nothing. Its
+numbers are acknowledged by the next poll; only then is a result that was sent along forgotten.
 """
 
 from __future__ import annotations
@@ -40,20 +40,25 @@ def target_of(sampler_id: str, seq_id: int | None) -> Target:
     return sampler_id, (seq_id or 0) // CLONE
 
 
-async def poll(state: State, request: FuturesRetrieveRequest) -> FuturesRetrieveResponse | codec.Body:
+async def poll(
+    state: State, request: FuturesRetrieveRequest
+) -> FuturesRetrieveResponse | codec.Body:
     """What has ended since the cursor; held for as long as a poll may be held when nothing has."""
     target = (request.target.sampling_session_id, request.target.cloned_sampler_id)
     if state.promises.log(target) is None:
         sampler = await asyncio.to_thread(state.store.sampler, target[0])
         if sampler is None:
             raise Refusal(404, f"there is no sampling session {target[0]!r}")
-        await state.revived(sampler.session_id)  # what was asked for before a restart ends in this log, too
+        # what was asked for before a restart ends in this log, too
+        await state.revived(sampler.session_id)
         state.promises.open_log(target, sampler.session_id)
     log = state.promises.log(target)
     assert log is not None
     if request.prev_cursor > log.cursor:
         raise Refusal(
-            410, f"cursor {request.prev_cursor} is of an earlier life of this server; ask for each request by its id"
+            410,
+            f"cursor {request.prev_cursor} is of an earlier life of this server; ask for each "
+            "request by its id",
         )
     state.hear(log.session_id)
     state.promises.acknowledge(log, request.prev_cursor)
@@ -61,7 +66,11 @@ async def poll(state: State, request: FuturesRetrieveRequest) -> FuturesRetrieve
         promise = state.promises.get(request_id)
         if promise is not None and promise.target == target and promise.done.is_set():
             state.promises.free(promise)
-    seconds = state.limits.poll_seconds if request.timeout is None else min(request.timeout, state.limits.poll_seconds)
+    seconds = (
+        state.limits.poll_seconds
+        if request.timeout is None
+        else min(request.timeout, state.limits.poll_seconds)
+    )
     with contextlib.suppress(TimeoutError):
         async with state.promises.holding(seconds):
             await log.wait(request.prev_cursor)
@@ -72,11 +81,15 @@ async def poll(state: State, request: FuturesRetrieveRequest) -> FuturesRetrieve
         state.refuse_if_stopping()
     if request.inline_bytes is None:
         return await _list(ended, request.prev_cursor)
-    return await _carry(ended, request.prev_cursor, min(request.inline_bytes, state.limits.inline_bytes))
+    return await _carry(
+        ended, request.prev_cursor, min(request.inline_bytes, state.limits.inline_bytes)
+    )
 
 
 async def _list(ended: Sequence[Promise], cursor: int) -> FuturesRetrieveResponse:
-    """Name what has ended. Each result is encoded once, here, and kept until it is fetched: so its size is known."""
+    """Name what has ended. Each result is encoded once, here, and kept until it is fetched: so its
+    size is known.
+    """
     completions: list[FutureCompletion] = []
     for promise in ended:
         promise.kept = await encoding(promise, as_protobuf=True)
@@ -103,7 +116,9 @@ async def _carry(ended: Sequence[Promise], cursor: int, budget: int) -> codec.Bo
             promise.kept = body
         promise.is_sent = is_inline
         completions.append(completion)
-    head = FuturesRetrieveResponse(completions=completions, cursor=_last([promise for promise, *_ in carried], cursor))
+    head = FuturesRetrieveResponse(
+        completions=completions, cursor=_last([promise for promise, *_ in carried], cursor)
+    )
     return codec.encode_batch(head, payloads)
 
 
@@ -125,7 +140,9 @@ def _pack(ended: Sequence[Promise], budget: int) -> list[Carried]:
 def _completion(promise: Promise, body: codec.Body) -> FutureCompletion:
     if isinstance(promise.result, RequestFailedResponse):
         return FutureFailed(request_id=promise.request_id)
-    return FutureFinished(request_id=promise.request_id, response_payload_uncompressed_size=len(body.data))
+    return FutureFinished(
+        request_id=promise.request_id, response_payload_uncompressed_size=len(body.data)
+    )
 
 
 def _last(ended: Sequence[Promise], cursor: int) -> int:

@@ -1,4 +1,5 @@
-"""Weights that leave the server: exported checkpoints, archives, and the signed addresses they are fetched from.
+"""Weights that leave the server: exported checkpoints, archives, and the signed addresses they are
+fetched from.
 
 An address is signed with a secret of the data directory and needs no key, so that any program can
 fetch the files, in pieces if it likes. The signature covers the checkpoint and which one of that
@@ -56,7 +57,7 @@ IN_PROCESS = "http://local"
 CHUNK = 1 << 20
 
 
-# ── exporting ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── exporting ─────────────────────────────────────────────────────────────────────────────────────
 
 
 async def save_weights_external(state: State, call: Call) -> UntypedAPIFuture:
@@ -73,21 +74,29 @@ async def save_weights_external(state: State, call: Call) -> UntypedAPIFuture:
         recipients = request.age_encryption_recipients
         finish = encryption(recipients) if recipients else None
         request_id = f"{run.model_id}:{call.number}"
-        wanted = Wanted("external_weights", request.path, request.ttl_seconds, request_id=request_id)
+        wanted = Wanted(
+            "external_weights", request.path, request.ttl_seconds, request_id=request_id
+        )
         return saving(state, run, wanted, answer, optimizer=False, finish=finish)
 
     return await enqueue(state, call, request.model_id, request.seq_id, work, is_save=True)
 
 
 def encryption(recipients: Sequence[str]) -> Callable[[Path], None]:
-    """What encrypts every file of a directory for its recipients; refuses what it cannot do before anything is done."""
+    """What encrypts every file of a directory for its recipients; refuses what it cannot do before
+    anything is done.
+    """
     if len(recipients) > MOST_RECIPIENTS:
-        raise EngineError(f"age_encryption_recipients: at most {MOST_RECIPIENTS} are possible, got {len(recipients)}")
+        raise EngineError(
+            f"age_encryption_recipients: at most {MOST_RECIPIENTS} are possible, got "
+            f"{len(recipients)}"
+        )
     try:
         pyrage: Any = importlib.import_module("pyrage")
     except ImportError:
         raise EngineError(
-            "age_encryption_recipients: this server cannot encrypt, because pyrage is not installed there "
+            "age_encryption_recipients: this server cannot encrypt, because pyrage is not "
+            "installed there "
             "(pip install pyrage); nothing was exported"
         ) from None
     keys = [_recipient(pyrage, text) for text in recipients]
@@ -106,11 +115,12 @@ def _recipient(pyrage: Any, text: str) -> Any:
         return kind.Recipient.from_str(text)
     except pyrage.RecipientError as error:
         raise EngineError(
-            f"age_encryption_recipients: {text!r} is no recipient (age1… or ssh-… public keys are): {error}"
+            f"age_encryption_recipients: {text!r} is no recipient (age1… or ssh-… public keys "
+            f"are): {error}"
         ) from None
 
 
-# ── signing ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── signing ───────────────────────────────────────────────────────────────────────────────────────
 
 
 async def get_external_weights_urls(state: State, call: Call) -> ExternalWeightsUrlsResponse:
@@ -124,11 +134,15 @@ async def get_external_weights_urls(state: State, call: Call) -> ExternalWeights
     except FileNotFoundError:  # deleted meanwhile
         raise nothing_at(saved.tinker_path) from None
     urls = {name: _address(state, call, saved, name, expires) for name in names}
-    return ExternalWeightsUrlsResponse(urls=urls, expires=dt.datetime.fromtimestamp(expires, dt.UTC))
+    return ExternalWeightsUrlsResponse(
+        urls=urls, expires=dt.datetime.fromtimestamp(expires, dt.UTC)
+    )
 
 
 async def get_checkpoint_archive(state: State, call: Call) -> Response:
-    """Send on to the signed address of a checkpoint's files as one archive, as older clients ask for it."""
+    """Send on to the signed address of a checkpoint's files as one archive, as older clients ask
+    for it.
+    """
     saved = await _readable(state, call)
     expires = _expiry(saved)
     until = format_datetime(dt.datetime.fromtimestamp(expires, dt.UTC), usegmt=True)
@@ -149,13 +163,17 @@ def _expiry(saved: SavedCheckpoint) -> int:
 
 
 TERMS = ("expires", "saved", "reader", "key")
-"""What an address says of itself beside the file: until when, and for which checkpoint, reader and key."""
+"""What an address says of itself beside the file: until when, and for which checkpoint, reader and
+key."""
 
 
 def _address(state: State, call: Call, saved: SavedCheckpoint, file: str, expires: int) -> str:
     parts = [call.path[part] for part in ("training_run_id", "kind", "name")] + [file]
     terms = [str(expires), _identity(saved), _mark(state.accounts, call.owner), str(call.key_id)]
-    signed = [*zip(TERMS, terms, strict=True), ("signature", _signature(state.accounts, parts, terms))]
+    signed = [
+        *zip(TERMS, terms, strict=True),
+        ("signature", _signature(state.accounts, parts, terms)),
+    ]
     query = "&".join(f"{name}={quote(value, safe='')}" for name, value in signed)
     place = "/".join(quote(part, safe=":") for part in parts)
     return f"{call.base_url or IN_PROCESS}{PREFIX}/downloads/{place}?{query}"
@@ -178,7 +196,7 @@ def _mark(accounts: Accounts, reader: str) -> str:
     return accounts.sign(f"reader {reader}", 1).hex()[:32]
 
 
-# ── downloading ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── downloading ───────────────────────────────────────────────────────────────────────────────────
 
 
 def download_route(state: State) -> Route:
@@ -195,11 +213,19 @@ def download_route(state: State) -> Route:
 
 
 async def _download(state: State, request: Request) -> Response:
-    run, kind, name, file = (str(request.path_params[part]) for part in ("training_run_id", "kind", "name", "file"))
-    terms, given = [request.query_params.get(term, "") for term in TERMS], request.query_params.get("signature", "")
+    run, kind, name, file = (
+        str(request.path_params[part]) for part in ("training_run_id", "kind", "name", "file")
+    )
+    terms, given = (
+        [request.query_params.get(term, "") for term in TERMS],
+        request.query_params.get("signature", ""),
+    )
     expected = _signature(state.accounts, [run, kind, name, file], terms)
     if not hmac.compare_digest(given.encode(), expected.encode()):
-        raise Refusal(403, "this address is not signed by this server: ask for a new one, and use it unchanged")
+        raise Refusal(
+            403,
+            "this address is not signed by this server: ask for a new one, and use it unchanged",
+        )
     expires, identity, reader, key_id = terms
     if int(expires) <= time.time():
         raise Refusal(403, "this address has expired: ask for a new one")
@@ -209,7 +235,9 @@ async def _download(state: State, request: Request) -> Response:
     if saved is None or not (saved.public or _mark(state.accounts, saved.owner) == reader):
         raise nothing_at(path)
     if _identity(saved) != identity:
-        raise Refusal(404, f"{path} has been saved again since this address was made: ask for a new one")
+        raise Refusal(
+            404, f"{path} has been saved again since this address was made: ask for a new one"
+        )
     pieces = await asyncio.to_thread(_pieces, saved, file)
     try:
         digest = await asyncio.to_thread(_digest, pieces)
@@ -310,7 +338,9 @@ def _respond(request: Request, pieces: tuple[Piece, ...], files: Files, digest: 
             start, stop = wanted
             if start >= stop:
                 _close(files)
-                return Response(status_code=416, headers={**headers, "Content-Range": f"bytes */{size}"})
+                return Response(
+                    status_code=416, headers={**headers, "Content-Range": f"bytes */{size}"}
+                )
             status, headers["Content-Range"] = 206, f"bytes {start}-{stop - 1}/{size}"
     headers["Content-Length"] = str(stop - start)
     if request.method == "HEAD":
@@ -322,7 +352,8 @@ def _respond(request: Request, pieces: tuple[Piece, ...], files: Files, digest: 
 def _range(header: str, size: int) -> tuple[int, int] | None:
     """The span that a Range header asks for, empty when there is none such; None to send the whole."""
     match = re.fullmatch(r"\s*bytes\s*=\s*(\d{0,18})-(\d{0,18})\s*", header)
-    if match is None or not any(match.groups()):  # several ranges at once may be answered with everything
+    # several ranges at once may be answered with everything
+    if match is None or not any(match.groups()):
         return None
     first, last = match.groups()
     if not first:
@@ -332,7 +363,9 @@ def _range(header: str, size: int) -> tuple[int, int] | None:
     return int(first), min(int(last) + 1, size) if last else size
 
 
-async def _read(pieces: tuple[Piece, ...], files: Files, start: int, stop: int) -> AsyncIterator[bytes]:
+async def _read(
+    pieces: tuple[Piece, ...], files: Files, start: int, stop: int
+) -> AsyncIterator[bytes]:
     """The bytes of a span."""
     position = 0
     try:

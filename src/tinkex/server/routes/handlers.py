@@ -1,7 +1,8 @@
 """What each operation does: one function per row of the table, over the server's state.
 
-A handler validates what must be known before anything is promised (and refuses with an HTTP status), then hands the
-work to the worker and returns a receipt. Whatever fails after that fails in band, in the future's result.
+A handler validates what must be known before anything is promised (and refuses with an HTTP
+status), then hands the work to the worker and returns a receipt. Whatever fails after that fails in
+band, in the future's result.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ from tinkex.server.database.store import Run, Sampler, Save
 from tinkex.server.files.checkpoint_files import Wanted, find_checkpoint, readable, reading, saving
 from tinkex.server.files.seals import check
 from tinkex.server.routes.batch_poll import poll, target_of
-from tinkex.server.routes.exports import get_checkpoint_archive, get_external_weights_urls, save_weights_external
+from tinkex.server.routes.exports import (
+    get_checkpoint_archive,
+    get_external_weights_urls,
+    save_weights_external,
+)
 from tinkex.server.routes.records import (
     copy_weights,
     delete_checkpoint,
@@ -42,7 +47,10 @@ from tinkex.server.routes.session_records import (
     list_sessions,
     search_sessions,
 )
-from tinkex.server.routes.uploads import external_weights_upload_finish, external_weights_upload_start
+from tinkex.server.routes.uploads import (
+    external_weights_upload_finish,
+    external_weights_upload_start,
+)
 from tinkex.server.routes.usage import (
     get_audit_log,
     get_billing_usage,
@@ -133,11 +141,13 @@ LOSS = ":loss:"
 """Between a session's id and a number in the id of a custom loss."""
 
 
-# ── sessions and configuration ───────────────────────────────────────────────────────────────────────────────────
+# ── sessions and configuration ────────────────────────────────────────────────────────────────────
 
 
 async def client_config(state: State, call: Call) -> ClientConfigResponse:
-    """How clients should behave: a call is one request, so that bad data in it leaves no half of its gradient."""
+    """How clients should behave: a call is one request, so that bad data in it leaves no half of
+    its gradient.
+    """
     assert isinstance(call.request, ClientConfigRequest)
     return ClientConfigResponse(
         pjwt_auth_enabled=state.tokens,
@@ -145,7 +155,8 @@ async def client_config(state: State, call: Call) -> ClientConfigResponse:
         fwdbwd_max_chunk_bytes_count=256_000_000,
         create_model_via_load_weights=True,
         sample_join_sampling_session=True,
-        sample_use_retrieve_futures=False,  # without the results in it a batched poll is one round trip more
+        # without the results in it a batched poll is one round trip more
+        sample_use_retrieve_futures=False,
         custom_loss_server_side=True,
         batched_results=True,
         proto_write_fwdbwd=True,
@@ -162,7 +173,9 @@ async def create_session(state: State, call: Call) -> CreateSessionResponse:
     """Open a session."""
     request: CreateSessionRequest = call.request
     session_id = str(uuid.uuid4())
-    await asyncio.to_thread(state.store.add_session, session_id, request.model_dump(mode="json"), call.owner)
+    await asyncio.to_thread(
+        state.store.add_session, session_id, request.model_dump(mode="json"), call.owner
+    )
     state.heard[session_id] = time.monotonic()
     return CreateSessionResponse(session_id=session_id)
 
@@ -196,7 +209,9 @@ async def finish_session(state: State, call: Call) -> Empty:
     if await asyncio.to_thread(state.store.session_state, session_id) is None:
         raise Refusal(404, f"there is no session {session_id!r}")
     state.heard.pop(session_id, None)  # from here on the record says whether it is open
-    await asyncio.to_thread(state.store.finish_session, session_id, request.reason.type, request.detail)
+    await asyncio.to_thread(
+        state.store.finish_session, session_id, request.reason.type, request.detail
+    )
     state.end_session(session_id)
     return Empty()
 
@@ -205,13 +220,17 @@ class Capabilities(GetServerCapabilitiesResponse, frozen=True, kw_only=True):
     """The server's capabilities, with a field that the protocol does not have."""
 
     own_losses: dict[str, str]
-    """Losses whose form is this server's own, though the protocol has their names, and how they are computed."""
+    """Losses whose form is this server's own, though the protocol has their names, and how they are
+    computed."""
 
 
 OWN_LOSSES = {
-    STABLE_REINFORCE: "tinkex's own form of this loss: the hosted service's is not published. Sum over sampled tokens "
-    "of -min(r, tinkex_ratio_cap) * m * A * log p + kl_coeff * KL(p || sampler); m is 0 where p and the sampler differ "
-    "by more than tinkex_divergence_limit in total variation and the step would take them further apart"
+    STABLE_REINFORCE: "tinkex's own form of this loss: the hosted service's is not published. Sum "
+    "over sampled tokens "
+    "of -min(r, tinkex_ratio_cap) * m * A * log p + kl_coeff * KL(p || sampler); m is 0 where p "
+    "and the sampler differ "
+    "by more than tinkex_divergence_limit in total variation and the step would take them further "
+    "apart"
 }
 
 
@@ -243,7 +262,7 @@ async def telemetry(state: State, call: Call) -> TelemetryResponse:
     return TelemetryResponse(status="accepted")
 
 
-# ── training ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── training ──────────────────────────────────────────────────────────────────────────────────────
 
 
 async def create_model(state: State, call: Call) -> UntypedAPIFuture:
@@ -253,16 +272,20 @@ async def create_model(state: State, call: Call) -> UntypedAPIFuture:
     model_id = f"{request.session_id}:train:{request.model_seq_id}"
     lora = request.lora_config or LoraConfig(rank=DEFAULT_RANK)
     if not call.is_replayed:
-        state.base_model(request.base_model)  # a name that is not there is refused at once, as for samplers
+        # a name that is not there is refused at once, as for samplers
+        state.base_model(request.base_model)
         await state.revived(model_id)
-        live = state.runs.get(model_id)  # after a restart it may be all that is known of the first request
+        # after a restart it may be all that is known of the first request
+        live = state.runs.get(model_id)
         if live is not None and (live.run.base_model, live.run.lora) != (request.base_model, lora):
             receipt = failed_receipt(state, f"{model_id}:0", request.session_id, call)
             return UntypedAPIFuture(request_id=receipt, model_id=model_id)
 
     async def creating() -> CreateModelResponse:
         optimizer = request.optimizer_config
-        run = await state.worker.run(new_run, state, model_id, call, request.base_model, lora, optimizer)
+        run = await state.worker.run(
+            new_run, state, model_id, call, request.base_model, lora, optimizer
+        )
         enter(state, LiveRun(run))
         return CreateModelResponse(model_id=model_id)
 
@@ -296,7 +319,16 @@ def new_run(
         raise EngineError(f"model {model_id!r} is no longer loaded; {CARRY_ON}")
     state.engine.create(model_id, base_model, lora, optimizer)
     metadata = request.user_metadata or {}
-    run = Run(model_id, request.session_id, base_model, lora, optimizer.to_wire(), metadata, call.owner, base.digest)
+    run = Run(
+        model_id,
+        request.session_id,
+        base_model,
+        lora,
+        optimizer.to_wire(),
+        metadata,
+        call.owner,
+        base.digest,
+    )
     if known is None:
         state.store.add_run(run)
     return run
@@ -353,7 +385,9 @@ def _session_of(model_id: str) -> str:
 
 
 async def _recalled(state: State, call: Call) -> tuple[Sequence[Recalled], Collection[str]]:
-    """The recordings behind the data of a pass, which are kept for it from now on, and the ids of its samples."""
+    """The recordings behind the data of a pass, which are kept for it from now on, and the ids of
+    its samples.
+    """
     request: ForwardBackwardRequest = call.request
     session_id, data = _session_of(request.model_id), request.forward_backward_input.data
     recalled, names = await recall(state.recordings, session_id, data, is_replayed=call.is_replayed)
@@ -389,7 +423,9 @@ async def optim_step(state: State, call: Call) -> UntypedAPIFuture:
 
 
 async def drop_gradients(state: State, call: Call) -> UntypedAPIFuture:
-    """Drop the gradient that was gathered since the last step, when everything asked for before is done."""
+    """Drop the gradient that was gathered since the last step, when everything asked for before is
+    done.
+    """
     request: DropGradientsRequest = call.request
 
     def work() -> DropGradientsResponse:
@@ -400,7 +436,9 @@ async def drop_gradients(state: State, call: Call) -> UntypedAPIFuture:
 
 
 async def create_custom_loss(state: State, call: Call) -> UntypedAPIFuture:
-    """Take a loss that was sent as a graph, for the passes of its session; its number again gives the same receipt."""
+    """Take a loss that was sent as a graph, for the passes of its session; its number again gives
+    the same receipt.
+    """
     request: CreateCustomLossRequest = call.request
     session_id = request.session_id
     await require_session(state, session_id)
@@ -420,8 +458,14 @@ async def create_custom_loss(state: State, call: Call) -> UntypedAPIFuture:
 def require_own_loss(model_id: str, loss_id: float | str | None) -> None:
     """Refuse a custom loss of another session."""
     session_id = _session_of(model_id)
-    if isinstance(loss_id, str) and LOSS in loss_id and not loss_id.startswith(f"{session_id}{LOSS}"):
-        raise EngineError(f"the custom loss {loss_id!r} belongs to another session; create it in this one")
+    if (
+        isinstance(loss_id, str)
+        and LOSS in loss_id
+        and not loss_id.startswith(f"{session_id}{LOSS}")
+    ):
+        raise EngineError(
+            f"the custom loss {loss_id!r} belongs to another session; create it in this one"
+        )
 
 
 async def unload_model(state: State, call: Call) -> UntypedAPIFuture:
@@ -448,7 +492,7 @@ async def get_info(state: State, call: Call) -> GetInfoResponse:
     )
 
 
-# ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── checkpoints ───────────────────────────────────────────────────────────────────────────────────
 
 
 def _request_id(call: Call) -> str:
@@ -479,7 +523,9 @@ async def save_weights(state: State, call: Call) -> UntypedAPIFuture:
 
 
 async def save_weights_for_sampler(state: State, call: Call) -> UntypedAPIFuture:
-    """Save weights to sample from: under a name, or as a nameless sampler that lives with the session."""
+    """Save weights to sample from: under a name, or as a nameless sampler that lives with the
+    session.
+    """
     request: SaveWeightsForSamplerRequest = call.request
     live = await live_run(state, request.model_id)
     run = live.run
@@ -498,7 +544,9 @@ async def save_weights_for_sampler(state: State, call: Call) -> UntypedAPIFuture
             )
 
             def answer(saved: Save) -> SaveWeightsForSamplerResponseInternal:
-                return SaveWeightsForSamplerResponseInternal(path=saved.tinker_path, type="save_weights_for_sampler")
+                return SaveWeightsForSamplerResponseInternal(
+                    path=saved.tinker_path, type="save_weights_for_sampler"
+                )
 
             return saving(state, run, wanted, answer, optimizer=False)
         if request.sampling_session_seq_id is None:
@@ -508,7 +556,8 @@ async def save_weights_for_sampler(state: State, call: Call) -> UntypedAPIFuture
         known = state.store.sampler(sampler_id)
         if known is not None and known.model_id != run.model_id:
             raise EngineError(
-                f"sampling session {sampler_id!r} was opened before, not for this run; use another number"
+                f"sampling session {sampler_id!r} was opened before, not for this run; use another "
+                "number"
             )
         if request.kind == "inflight":
             nonlocal version
@@ -516,7 +565,8 @@ async def save_weights_for_sampler(state: State, call: Call) -> UntypedAPIFuture
             return SaveWeightsForSamplerResponseInternal(
                 sampling_session_id=sampler_id, type="save_weights_for_sampler"
             )
-        state.drop_snapshot_files(sampler_id)  # a client that uses a number again means the new weights
+        # a client that uses a number again means the new weights
+        state.drop_snapshot_files(sampler_id)
         state.engine.snapshot(run.model_id, sampler_id)
         live.unsaved_samplers[sampler_id] = call.number
         state.store.add_sampler(
@@ -530,9 +580,13 @@ async def save_weights_for_sampler(state: State, call: Call) -> UntypedAPIFuture
                 model_id=run.model_id,
             )
         )
-        return SaveWeightsForSamplerResponseInternal(sampling_session_id=sampler_id, type="save_weights_for_sampler")
+        return SaveWeightsForSamplerResponseInternal(
+            sampling_session_id=sampler_id, type="save_weights_for_sampler"
+        )
 
-    def after(saved: SaveWeightsForSamplerResponseInternal) -> SaveWeightsForSamplerResponseInternal:
+    def after(
+        saved: SaveWeightsForSamplerResponseInternal,
+    ) -> SaveWeightsForSamplerResponseInternal:
         if saved.sampling_session_id is not None and request.kind == "inflight":
             if version is not None:
                 inflight.publish(state, run, saved.sampling_session_id, version)
@@ -540,8 +594,11 @@ async def save_weights_for_sampler(state: State, call: Call) -> UntypedAPIFuture
             state.keep_snapshot(run.session_id, saved.sampling_session_id)
         return saved
 
-    # The official client counts sampling_session_seq_id up when it retries: it does not make another request of it.
-    call.digest = digest_of("", to_json(request.model_copy(update={"sampling_session_seq_id": None})))
+    # The official client counts sampling_session_seq_id up when it retries: it does not make
+    # another request of it.
+    call.digest = digest_of(
+        "", to_json(request.model_copy(update={"sampling_session_seq_id": None}))
+    )
     return await enqueue(state, call, request.model_id, request.seq_id, work, after, is_save=True)
 
 
@@ -549,7 +606,8 @@ async def load_weights(state: State, call: Call) -> UntypedAPIFuture:
     """Load a checkpoint into a run, or make a run of it."""
     request: LoadWeightsRequest = call.request
     reader = call.reader or await state.accounts.reader(call.owner, request.weights_access_token)
-    if request.weights_access_token is not None:  # whose it is will do, and no secret is put on disk
+    # whose it is will do, and no secret is put on disk
+    if request.weights_access_token is not None:
         call.reader, call.content_type, call.encoding = reader, JSON, None
         call.body = to_json(request.model_copy(update={"weights_access_token": None}))
     if request.model_id is None:
@@ -562,7 +620,8 @@ async def load_weights(state: State, call: Call) -> UntypedAPIFuture:
         assert call.number is not None
         if state.strict and call.number > 1:
             raise EngineError(
-                "LoadWeights is not permitted after a run's first operation (this server is strict); "
+                "LoadWeights is not permitted after a run's first operation (this server is "
+                "strict); "
                 "create a run from the checkpoint instead"
             )
         if (loaded := loaded_before(state, call, model_id, call.number)) is not None:
@@ -579,7 +638,9 @@ async def load_weights(state: State, call: Call) -> UntypedAPIFuture:
     return await enqueue(state, call, model_id, request.seq_id, work)
 
 
-async def _create_by_loading(state: State, call: Call, request: LoadWeightsRequest, reader: str) -> UntypedAPIFuture:
+async def _create_by_loading(
+    state: State, call: Call, request: LoadWeightsRequest, reader: str
+) -> UntypedAPIFuture:
     if request.session_id is None or request.model_seq_id is None:
         raise Refusal(400, "load_weights needs model_id, or session_id and model_seq_id")
     await require_session(state, request.session_id)
@@ -591,7 +652,9 @@ async def _create_by_loading(state: State, call: Call, request: LoadWeightsReque
             optimizer = OptimizerConfigBase.from_wire(known.optimizer)
             base_model, lora, directory = known.base_model, known.lora, loaded
         else:
-            saved = find_checkpoint(state, request.path, "weights", request.base_model, reader=reader)
+            saved = find_checkpoint(
+                state, request.path, "weights", request.base_model, reader=reader
+            )
             state.check_base(saved.base_model, saved.base_digest, request.path)
             optimizer = request.optimizer_config or OptimizerConfigBase.from_wire(saved.optimizer)
             base_model, lora, directory = saved.base_model, saved.lora, saved.directory
@@ -599,8 +662,11 @@ async def _create_by_loading(state: State, call: Call, request: LoadWeightsReque
         try:
             with reading(directory, request.path):
                 check(directory)
-                state.engine.load(model_id, directory, optimizer=request.optimizer or directory == loaded)
-            write_state(state, live, 0)  # the checkpoint may be deleted as soon as the client knows that it is loaded
+                state.engine.load(
+                    model_id, directory, optimizer=request.optimizer or directory == loaded
+                )
+            # the checkpoint may be deleted as soon as the client knows that it is loaded
+            write_state(state, live, 0)
         except BaseException:  # a run that is not what was asked for must not be trained by mistake
             state.engine.drop(model_id)
             raise
@@ -636,7 +702,7 @@ async def weights_info(state: State, call: Call) -> WeightsInfoResponse:
     )
 
 
-# ── sampling ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── sampling ──────────────────────────────────────────────────────────────────────────────────────
 
 
 async def create_sampling_session(state: State, call: Call) -> CreateSamplingSessionResponse:
@@ -645,7 +711,9 @@ async def create_sampling_session(state: State, call: Call) -> CreateSamplingSes
     await require_session(state, request.session_id)
     base_model = await _source(state, call, request.base_model, request.model_path)
     sampler_id = f"{request.session_id}:sample:{request.sampling_session_seq_id}"
-    sampler = Sampler(sampler_id, request.session_id, base_model, request.model_path, owner=call.owner)
+    sampler = Sampler(
+        sampler_id, request.session_id, base_model, request.model_path, owner=call.owner
+    )
     known = await asyncio.to_thread(state.store.sampler, sampler_id)
     if known is not None and (known.base_model, known.model_path, known.model_id) != (
         base_model,
@@ -665,7 +733,9 @@ async def _source(state: State, call: Call, base_model: str | None, model_path: 
     """The base model under what someone wants to sample from; refuses what is not there."""
     try:
         if model_path is not None:
-            saved = await asyncio.to_thread(find_checkpoint, state, model_path, "sampler_weights", reader=call.owner)
+            saved = await asyncio.to_thread(
+                find_checkpoint, state, model_path, "sampler_weights", reader=call.owner
+            )
             base_model = saved.base_model
         if base_model is None:
             raise EngineError("sampling needs a base_model or a model_path")
@@ -695,14 +765,20 @@ async def asample(state: State, call: Call) -> UntypedAPIFuture:
     known = state.promises.get(request_id)
     if known is not None and known.digest != call.digest:
         request_id = failed_receipt(state, request_id, sampler.session_id, call, target)
-    elif known is None and not state.promises.is_gone(request_id):  # a late repetition draws nothing either
+    elif known is None and not state.promises.is_gone(
+        request_id
+    ):  # a late repetition draws nothing either
         source = await find_source(state, sampler)
-        if state.promises.get(request_id) is None:  # the same request may have come twice while weights were sought
+        # the same request may have come twice while weights were sought
+        if state.promises.get(request_id) is None:
             cancel = functools.partial(state.worker.cancel, request_id)
-            promise = state.promises.add(request_id, call.digest, sampler.session_id, target, cancel, call.owner)
+            promise = state.promises.add(
+                request_id, call.digest, sampler.session_id, target, cancel, call.owner
+            )
 
             if request.record_stability_info and sampler.session_id not in state.heard:
-                request = request.model_copy(update={"record_stability_info": None})  # nobody could train on it
+                # nobody could train on it
+                request = request.model_copy(update={"record_stability_info": None})
 
             async def drawing(seed: int) -> SampleResponse:
                 drawing = draw(state, request_id, source, request, seed, owner=call.owner)
@@ -718,7 +794,9 @@ async def asample(state: State, call: Call) -> UntypedAPIFuture:
 
 
 async def stream_sample(state: State, call: Call) -> SampleStream:
-    """Draw samples and send each token when it is there; the number is not used, for nothing is kept under it."""
+    """Draw samples and send each token when it is there; the number is not used, for nothing is
+    kept under it.
+    """
     request: SampleRequest = call.request
     sampler = await _sampler_of(state, call, request)
     _check_window(state, sampler, request)
@@ -737,7 +815,11 @@ async def _sampler_of(state: State, call: Call, request: SampleRequest) -> Sampl
     """The sampler a request names, or one made for the model or checkpoint that it names instead."""
     if not 1 <= request.num_samples <= state.limits.samples:
         most = state.limits.samples
-        raise Refusal(400, f"num_samples must lie between 1 and {most} (the limit samples), got {request.num_samples}")
+        raise Refusal(
+            400,
+            f"num_samples must lie between 1 and {most} (the limit samples), got "
+            f"{request.num_samples}",
+        )
     if request.sampling_session_id is None:
         if request.base_model is None and request.model_path is None:
             raise Refusal(400, "a sample needs a sampling_session_id, a base_model or a model_path")
@@ -754,7 +836,9 @@ async def _sampler_of(state: State, call: Call, request: SampleRequest) -> Sampl
 
 
 def _check_window(state: State, sampler: Sampler, request: SampleRequest) -> None:
-    """Refuse what does not fit the model's window at once: programs look for this in the answer to their request."""
+    """Refuse what does not fit the model's window at once: programs look for this in the answer to
+    their request.
+    """
     window = state.windows.get(sampler.base_model)
     if window is not None:
         try:
@@ -776,7 +860,7 @@ async def join_sampling_session(state: State, call: Call) -> JoinSamplingSession
     return JoinSamplingSessionResponse(client_counter=number)
 
 
-# ── futures ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── futures ───────────────────────────────────────────────────────────────────────────────────────
 
 
 async def retrieve_futures(state: State, call: Call) -> FuturesRetrieveResponse | Body:
@@ -785,7 +869,9 @@ async def retrieve_futures(state: State, call: Call) -> FuturesRetrieveResponse 
 
 
 async def cancel_future(state: State, call: Call) -> Empty:
-    """Give a sample up. Whatever has a place in a run's order is carried out all the same, and what has ended stays."""
+    """Give a sample up. Whatever has a place in a run's order is carried out all the same, and what
+    has ended stays.
+    """
     request: CancelFutureRequest = call.request
     promise = state.promises.get(request.request_id)
     if (

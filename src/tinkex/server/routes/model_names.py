@@ -1,4 +1,6 @@
-"""The `model` of OpenAI-compatible callers: a base model, a sampler's path, or both as `<base>;<path>`."""
+"""The `model` of OpenAI-compatible callers: a base model, a sampler's path, or both as
+`<base>;<path>`.
+"""
 
 from __future__ import annotations
 
@@ -43,25 +45,39 @@ async def resolve(state: State, name: str, owner: str) -> NamedModel:
     if not separator and base.startswith(SCHEME):
         base, path = "", base
     if separator and not (base and path):
-        raise _malformed(f"{name!r} is no model; expected <base model>;{SCHEME}<run>/sampler_weights/<name>")
+        raise _malformed(
+            f"{name!r} is no model; expected <base model>;{SCHEME}<run>/sampler_weights/<name>"
+        )
     if not path:
         return NamedModel(name, _base(state, base, name))
     try:
-        saved = await asyncio.to_thread(find_checkpoint, state, path, "sampler_weights", reader=owner)
+        saved = await asyncio.to_thread(
+            find_checkpoint, state, path, "sampler_weights", reader=owner
+        )
     except EngineError as error:
-        raise (_unknown if str(error).startswith("there is no") else _malformed)(str(error)) from None
+        raise (_unknown if str(error).startswith("there is no") else _malformed)(
+            str(error)
+        ) from None
     trained_on = _base(state, saved.base_model, name)
     if base and _base(state, base, name) != trained_on:
-        raise _malformed(f"checkpoint {path} was trained on {trained_on.name!r}, not on {base!r}; name that, or none")
+        raise _malformed(
+            f"checkpoint {path} was trained on {trained_on.name!r}, not on {base!r}; name that, or "
+            "none"
+        )
     return NamedModel(name, trained_on, saved)
 
 
 def _base(state: State, base: str, name: str) -> BaseModel:
-    """A base model by its name, or by that and a variant such as `:peft:32768`, which is passed over."""
+    """A base model by its name, or by that and a variant such as `:peft:32768`, which is passed
+    over.
+    """
     models = {model.name: model for model in state.engine.models()}
     found = models.get(base) or models.get(base.partition(":")[0])
     if found is None:
-        raise _unknown(f"there is no model {name!r}; this server has the base models {', '.join(sorted(models))}")
+        raise _unknown(
+            f"there is no model {name!r}; this server has the base models "
+            f"{', '.join(sorted(models))}"
+        )
     return found
 
 

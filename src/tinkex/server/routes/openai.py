@@ -37,18 +37,34 @@ def routes(state: State, authorize: Authorize) -> list[Route]:
 
     async def models(state: State, request: Request, owner: str) -> dict[str, Any]:
         limit = _limit(request.query_params.get("limit"))
-        found = [_object(NamedModel(model.name, model), began) for model in state.engine.models()][:limit]
+        found = [_object(NamedModel(model.name, model), began) for model in state.engine.models()][
+            :limit
+        ]
         bases = {model.name: model for model in state.engine.models()}
-        saved = await asyncio.to_thread(Catalogue(state.store).samplers, owner, [*bases], limit - len(found))
-        found += [_object(NamedModel(one.tinker_path, bases[one.base_model], one), began) for one in saved]
+        saved = await asyncio.to_thread(
+            Catalogue(state.store).samplers, owner, [*bases], limit - len(found)
+        )
+        found += [
+            _object(NamedModel(one.tinker_path, bases[one.base_model], one), began) for one in saved
+        ]
         return {"object": "list", "data": found}
 
     async def model(state: State, request: Request, owner: str) -> dict[str, Any]:
         return _object(await resolve(state, request.path_params["model"], owner), began)
 
     return [
-        Route(MODELS, _endpoint(state, authorize, "openai_models", models), methods=["GET"], name="openai_models"),
-        Route(MODEL, _endpoint(state, authorize, "openai_model", model), methods=["GET"], name="openai_model"),
+        Route(
+            MODELS,
+            _endpoint(state, authorize, "openai_models", models),
+            methods=["GET"],
+            name="openai_models",
+        ),
+        Route(
+            MODEL,
+            _endpoint(state, authorize, "openai_model", model),
+            methods=["GET"],
+            name="openai_model",
+        ),
     ]
 
 
@@ -76,7 +92,9 @@ def _endpoint(
 def _refused(refusal: Refusal) -> Response:
     """An error in the form that OpenAI's clients read."""
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
-    kind = kinds.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "server_error")
+    kind = kinds.get(
+        refusal.status, "invalid_request_error" if refusal.status < 500 else "server_error"
+    )
     code = refusal.fields.get("code")
     error = {
         "message": refusal.detail[:DETAIL_CHARACTERS],

@@ -1,7 +1,9 @@
-"""The server as an OpenAPI 3.1 document, made of the table of operations and of the messages themselves.
+"""The server as an OpenAPI 3.1 document, made of the table of operations and of the messages
+themselves.
 
-Nothing is described twice: paths, bodies and answers follow from `tinkex.wire.protocol`, schemas from the types. By hand is
-only what the types cannot say, because they read their own JSON, and what handlers read from a query.
+Nothing is described twice: paths, bodies and answers follow from `tinkex.wire.protocol`, schemas
+from the types. By hand is only what the types cannot say, because they read their own JSON, and
+what handlers read from a query.
 """
 
 from __future__ import annotations
@@ -60,7 +62,9 @@ def _optional(schema: Schema) -> Schema:
     return {"anyOf": [schema, {"type": "null"}]}
 
 
-_SPAN = _object("sequence_id length", sequence_id={"type": "string", "minLength": 1}, offset=COUNT, length=COUNT)
+_SPAN = _object(
+    "sequence_id length", sequence_id={"type": "string", "minLength": 1}, offset=COUNT, length=COUNT
+)
 _NUMBERS = _optional(_list(_optional({"type": "number"})))
 _TABLE = _optional(_list(_optional(_list(_list({"type": "number"})))))
 
@@ -69,7 +73,12 @@ WIRED: dict[str, Schema] = {
     "ModelInput": _object(
         "chunks",
         chunks=_list(
-            {"anyOf": [_ref(f"{name}Chunk") for name in ("EncodedText", "Image", "ImageAssetPointer", "Dmel")]}
+            {
+                "anyOf": [
+                    _ref(f"{name}Chunk")
+                    for name in ("EncodedText", "Image", "ImageAssetPointer", "Dmel")
+                ]
+            }
         ),
     ),
     "TensorData": _object(
@@ -81,7 +90,10 @@ WIRED: dict[str, Schema] = {
         sparse_col_indices=_optional(_list(COUNT)),
     ),
     "ProvenanceSpan": {
-        "anyOf": [_object("prompt_tokens", prompt_tokens=_SPAN), _object("sampled_tokens", sampled_tokens=_SPAN)]
+        "anyOf": [
+            _object("prompt_tokens", prompt_tokens=_SPAN),
+            _object("sampled_tokens", sampled_tokens=_SPAN),
+        ]
     },
     "Datum": _object(
         "model_input",
@@ -113,8 +125,12 @@ WIRED: dict[str, Schema] = {
 READ_BY_HAND: dict[tuple[str, str], Schema] = {
     ("ForwardBackwardInput", "data"): _list(_ref("Datum")),
     ("GetServerCapabilitiesResponse", "supported_models"): _list(_ref("SupportedModel")),
-    ("OptimStepRequest", "optim_params"): _optional({"anyOf": [_ref("AdamParams"), {"type": "object"}]}),
-    ("OptimStepRequest", "optimizer_params"): _optional({"anyOf": [_ref("AdamParams"), {"type": "object"}]}),
+    ("OptimStepRequest", "optim_params"): _optional(
+        {"anyOf": [_ref("AdamParams"), {"type": "object"}]}
+    ),
+    ("OptimStepRequest", "optimizer_params"): _optional(
+        {"anyOf": [_ref("AdamParams"), {"type": "object"}]}
+    ),
 }
 """Fields whose annotation says less than what is accepted, because a record reads them itself."""
 
@@ -134,24 +150,39 @@ QUERIES: dict[str, dict[str, tuple[Schema, bool]]] = {
     "get_current_checkpoint_storage_usage": {"project_id": _TEXT},
     "get_audit_log": {
         "day": ({"type": "string", "format": "date"}, False),
-        "event_type": ({"enum": ["all", "checkpoints", "projects", "teams", "organizations"]}, False),
+        "event_type": (
+            {"enum": ["all", "checkpoints", "projects", "teams", "organizations"]},
+            False,
+        ),
     },
 }
-"""What handlers read from the query: by operation and name, the schema and whether it must be given."""
+"""What handlers read from the query: by operation and name, the schema and whether it must be
+given."""
 
 REASONS = {
     400: "What was sent is not what this operation takes; `detail` names the field.",
-    401: "There is no key, or it is not known here; or the token is not valid, as WWW-Authenticate then says.",
-    403: "The server is open, and to this machine only; or the access token of a checkpoint is not known here.",
+    401: "There is no key, or it is not known here; or the token is not valid, as WWW-Authenticate "
+    "then says.",
+    403: "The server is open, and to this machine only; or the access token of a checkpoint is not "
+    "known here.",
     404: "What is named is not there, or belongs to somebody else.",
     408: "There is no result yet: ask again.",
     410: "What is named was there and is over.",
     413: "The body is larger than this server takes.",
     429: "Too much is under way: wait as long as Retry-After says.",
     500: "A fault of the server, which has logged it.",
-    503: "The server is shutting down, or cannot write to its disk: ask again later. Or its engine has died.",
+    503: "The server is shutting down, or cannot write to its disk: ask again later. Or its engine "
+    "has died.",
 }
-NAMES_A_THING = {"session_id", "model_id", "sampling_session_id", "request_id", "tinker_path", "source_path", "target"}
+NAMES_A_THING = {
+    "session_id",
+    "model_id",
+    "sampling_session_id",
+    "request_id",
+    "tinker_path",
+    "source_path",
+    "target",
+}
 MAY_BE_OVER = {"session_id", "model_id", "request_id", "target"}
 
 
@@ -164,7 +195,11 @@ def describe(served: frozenset[str]) -> Schema:
         paths.setdefault(f"{PREFIX}/{op.path}", {})[op.method.lower()] = _operation(op, operations)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "tinkex", "version": __version__, "description": "A server of the Tinker training API."},
+        "info": {
+            "title": "tinkex",
+            "version": __version__,
+            "description": "A server of the Tinker training API.",
+        },
         "paths": paths | _others(),
         "components": {
             "schemas": _schemas(operations),
@@ -175,24 +210,33 @@ def describe(served: frozenset[str]) -> Schema:
     }
 
 
-# ── operations ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── operations ────────────────────────────────────────────────────────────────────────────────────
 
 
 def _operation(op: Operation, operations: Iterable[Operation]) -> Schema:
-    described: Schema = {"operationId": op.name, "tags": [op.traffic], "responses": _responses(op, operations)}
+    described: Schema = {
+        "operationId": op.name,
+        "tags": [op.traffic],
+        "responses": _responses(op, operations),
+    }
     if op.result is not None:
         described["x-result"] = _ref(op.result.__name__)
     parameters = _path_parameters(op.path) + [
-        _parameter("query", name, schema, required) for name, (schema, required) in QUERIES.get(op.name, {}).items()
+        _parameter("query", name, schema, required)
+        for name, (schema, required) in QUERIES.get(op.name, {}).items()
     ]
     if op.request is not None:
-        parameters.append(_parameter("header", "Content-Encoding", {"enum": ["identity", "zstd"]}, False))
+        parameters.append(
+            _parameter("header", "Content-Encoding", {"enum": ["identity", "zstd"]}, False)
+        )
         described["requestBody"] = {"required": True, "content": _contents(op.request)}
     return described | ({"parameters": parameters} if parameters else {})
 
 
 def _path_parameters(path: str) -> list[Schema]:
-    return [_parameter("path", name, {"type": "string"}, True) for name in re.findall(r"{(\w+)}", path)]
+    return [
+        _parameter("path", name, {"type": "string"}, True) for name in re.findall(r"{(\w+)}", path)
+    ]
 
 
 def _parameter(place: str, name: str, schema: Schema, required: bool) -> Schema:
@@ -202,18 +246,26 @@ def _parameter(place: str, name: str, schema: Schema, required: bool) -> Schema:
 def _contents(kind: type[Any]) -> Schema:
     contents: Schema = {codec.JSON: {"schema": _ref(kind.__name__)}}
     if codec.has_protobuf(kind):
-        contents[codec.PROTOBUF] = {"schema": {"contentMediaType": codec.PROTOBUF, "title": kind.__name__}}
+        contents[codec.PROTOBUF] = {
+            "schema": {"contentMediaType": codec.PROTOBUF, "title": kind.__name__}
+        }
     return contents
 
 
 def _responses(op: Operation, operations: Iterable[Operation]) -> Schema:
-    answer: Schema = {"description": "Done." if op.result is None else "Taken: the result can be asked for by its id."}
+    answer: Schema = {
+        "description": "Done."
+        if op.result is None
+        else "Taken: the result can be asked for by its id."
+    }
     answer["content"] = _contents(op.response)
     if op is RETRIEVE_FUTURE:
         kinds = {other.result for other in operations if other.result is not None}
         names = sorted(kind.__name__ for kind in kinds | {RequestFailedResponse})
         told = _object("status", status={"const": "complete_metadata"}, response_payload_size=COUNT)
-        answer["description"] = "The result, or why there is none; or how large it is, if that was asked for."
+        answer["description"] = (
+            "The result, or why there is none; or how large it is, if that was asked for."
+        )
         answer["content"] = {
             codec.JSON: {"schema": {"anyOf": [*map(_ref, names), told]}},
             codec.PROTOBUF: {"schema": {"contentMediaType": codec.PROTOBUF}},
@@ -222,12 +274,20 @@ def _responses(op: Operation, operations: Iterable[Operation]) -> Schema:
         answer["content"][codec.BATCH] = {"schema": {"contentMediaType": codec.BATCH}}
     elif op is STREAM_SAMPLE:
         answer["content"] = {codec.EVENT_STREAM: {"schema": _ref(SampleStreamChunk.__name__)}}
-    done = {"302": {"description": "Where the archive is."}} if op is GET_CHECKPOINT_ARCHIVE else {"200": answer}
+    done = (
+        {"302": {"description": "Where the archive is."}}
+        if op is GET_CHECKPOINT_ARCHIVE
+        else {"200": answer}
+    )
     return done | _refusals(_statuses(op))
 
 
 def _statuses(op: Operation) -> list[int]:
-    fields = set() if op.request is None else {field.name for field in msgspec.structs.fields(op.request)}
+    fields = (
+        set()
+        if op.request is None
+        else {field.name for field in msgspec.structs.fields(op.request)}
+    )
     found = {401, 403, 500}
     if fields or QUERIES.get(op.name) or "{" in op.path:
         found.add(400)
@@ -251,44 +311,80 @@ def _refusals(statuses: Iterable[int]) -> dict[str, Schema]:
 
 
 def _refusal(status: int) -> Schema:
-    schema = _object("queue_state", queue_state={"type": "string"}) if status == 408 else _ref("Error")
+    schema = (
+        _object("queue_state", queue_state={"type": "string"}) if status == 408 else _ref("Error")
+    )
     return {"description": REASONS[status], "content": {codec.JSON: {"schema": schema}}}
 
 
 def _others() -> dict[str, Schema]:
     """What is not in the table of operations: always read, never with a body."""
-    link = [_parameter("query", name, {"type": "string"}, True) for name in ("expires", "signature")]
+    link = [
+        _parameter("query", name, {"type": "string"}, True) for name in ("expires", "signature")
+    ]
     download = f"{PREFIX}/downloads/{{training_run_id}}/{{kind}}/{{name}}/{{file}}"
     found = {
         "/": ("front", codec.JSON, [], ()),
         PATH: ("openapi", codec.JSON, [], ()),
         "/metrics": ("metrics", "text/plain", [], (401, 403)),
         "/traces/{session_id}.json": ("trace", codec.JSON, link, (403,)),
-        openai.MODELS: ("openai_models", codec.JSON, [_parameter("query", "limit", COUNT, False)], (400, 401, 403)),
+        openai.MODELS: (
+            "openai_models",
+            codec.JSON,
+            [_parameter("query", "limit", COUNT, False)],
+            (400, 401, 403),
+        ),
         openai.MODEL.replace(":path", ""): ("openai_model", codec.JSON, [], (400, 401, 403, 404)),
         download: ("download", "application/octet-stream", link, (403, 404)),
     }
     upload = _read(UPLOAD_PATH, "upload", codec.JSON, link, (403,))
-    upload["requestBody"] = {"required": True, "content": {"application/octet-stream": {"schema": {}}}}
+    upload["requestBody"] = {
+        "required": True,
+        "content": {"application/octet-stream": {"schema": {}}},
+    }
     upload["responses"] |= _refusals((400, 408, 413, 503))
-    return {path: {"get": _read(path, *facts)} for path, facts in found.items()} | {UPLOAD_PATH: {"put": upload}}
+    return {path: {"get": _read(path, *facts)} for path, facts in found.items()} | {
+        UPLOAD_PATH: {"put": upload}
+    }
 
 
-def _read(path: str, name: str, content_type: str, link: list[Schema], statuses: Iterable[int]) -> Schema:
+def _read(
+    path: str, name: str, content_type: str, link: list[Schema], statuses: Iterable[int]
+) -> Schema:
     answer = {"200": {"description": "Here it is.", "content": {content_type: {"schema": {}}}}}
     responses = answer | _refusals(statuses)
-    return {"operationId": name, "parameters": _path_parameters(path) + link, "responses": responses}
+    return {
+        "operationId": name,
+        "parameters": _path_parameters(path) + link,
+        "responses": responses,
+    }
 
 
-# ── schemas ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── schemas ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def _schemas(operations: Iterable[Operation]) -> dict[str, Schema]:
-    kinds = {kind for op in operations for kind in (op.request, op.response, op.result) if kind is not None}
-    kinds |= {Empty, RequestFailedResponse, SupportedModel, ImageChunk, ImageAssetPointerChunk, DmelChunk}
+    kinds = {
+        kind
+        for op in operations
+        for kind in (op.request, op.response, op.result)
+        if kind is not None
+    }
+    kinds |= {
+        Empty,
+        RequestFailedResponse,
+        SupportedModel,
+        ImageChunk,
+        ImageAssetPointerChunk,
+        DmelChunk,
+    }
     kinds |= {kind for mark in Variant.__subclasses__() for kind in mark.__subclasses__()}
-    records = sorted((kind for kind in kinds if issubclass(kind, Record)), key=lambda kind: kind.__name__)
-    _, made = msgspec.json.schema_components(records, schema_hook=_hook, ref_template=f"{COMPONENTS}{{name}}")
+    records = sorted(
+        (kind for kind in kinds if issubclass(kind, Record)), key=lambda kind: kind.__name__
+    )
+    _, made = msgspec.json.schema_components(
+        records, schema_hook=_hook, ref_template=f"{COMPONENTS}{{name}}"
+    )
     for schema in made.values():
         if "description" in schema:
             schema["description"] = inspect.cleandoc(schema["description"])

@@ -1,6 +1,8 @@
-"""Runs and checkpoints as their owners see them: listed, published, given a time to live, copied, deleted.
+"""Runs and checkpoints as their owners see them: listed, published, given a time to live, copied,
+deleted.
 
-What is another's is not there, unless it was published; what was published can be read by all and changed by none.
+What is another's is not there, unless it was published; what was published can be read by all and
+changed by none.
 """
 
 from __future__ import annotations
@@ -21,7 +23,14 @@ from starlette.routing import Route
 
 from tinkex.server.database.catalogue import RunRecord, discard
 from tinkex.server.database.store import Run, SavedCheckpoint
-from tinkex.server.files.checkpoint_files import NAME, NAME_RULE, Wanted, expiry, put_files, readable
+from tinkex.server.files.checkpoint_files import (
+    NAME,
+    NAME_RULE,
+    Wanted,
+    expiry,
+    put_files,
+    readable,
+)
 from tinkex.server.files.seals import check, contents
 from tinkex.server.state import Call, Refusal, State
 from tinkex.types.checkpoints import (
@@ -41,10 +50,13 @@ from tinkex.types.sessions import Empty
 from tinkex.wire.protocol import PREFIX, RUN
 
 PAGE, CHECKPOINT_PAGE, LARGEST_PAGE = 20, 100, 1000
-ID_RULE = f"expected training_runs/<run>/checkpoints/<kind>/<name>, where <kind> is one of {', '.join(KINDS)}"
+ID_RULE = (
+    "expected training_runs/<run>/checkpoints/<kind>/<name>, where <kind> is one of "
+    f"{', '.join(KINDS)}"
+)
 
 
-# ── lists ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── lists ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def list_training_runs(state: State, call: Call) -> TrainingRunsResponse:
@@ -70,7 +82,9 @@ async def list_training_runs(state: State, call: Call) -> TrainingRunsResponse:
 
 async def get_training_run(state: State, call: Call) -> TrainingRun:
     """One run."""
-    return _training_run(state, await _run_of(state, call, accessible=_is_accessible(call)), call.owner)
+    return _training_run(
+        state, await _run_of(state, call, accessible=_is_accessible(call)), call.owner
+    )
 
 
 async def list_checkpoints(state: State, call: Call) -> CheckpointsListResponse:
@@ -90,7 +104,9 @@ async def _checkpoints(state: State, call: Call, model_id: str | None) -> Checkp
     limit = -1 if whole else min(limit, LARGEST_PAGE)
 
     def look() -> tuple[list[SavedCheckpoint], int]:
-        return state.catalogue.checkpoints(call.owner, model_id=model_id, limit=limit, offset=offset)
+        return state.catalogue.checkpoints(
+            call.owner, model_id=model_id, limit=limit, offset=offset
+        )
 
     found, total = await asyncio.to_thread(look)
     return CheckpointsListResponse(
@@ -138,7 +154,9 @@ def _training_run(state: State, record: RunRecord, reader: str) -> TrainingRun:
         lora_rank=run.lora.rank,
         last_request_time=_moment(max(record.last_request, state.asked.get(run.model_id, 0.0))),
         last_checkpoint=checkpoint_record(record.last_training) if record.last_training else None,
-        last_sampler_checkpoint=checkpoint_record(record.last_sampler) if record.last_sampler else None,
+        last_sampler_checkpoint=checkpoint_record(record.last_sampler)
+        if record.last_sampler
+        else None,
         user_metadata=_texts(run.user_metadata) if run.owner == reader else None,
         loaded=state.is_loaded(run.model_id),
     )
@@ -166,14 +184,19 @@ def _moment(seconds: float) -> dt.datetime:
 
 def _texts(metadata: dict[str, Any]) -> dict[str, str] | None:
     """A run's metadata may hold anything; readers are promised texts."""
-    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()} or None
+    return {
+        key: value if isinstance(value, str) else json.dumps(value)
+        for key, value in metadata.items()
+    } or None
 
 
-# ── changes ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── changes ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def checkpoint_path(call: Call) -> str:
-    """The path of the checkpoint that a request's address names; a malformed one is refused with the rule."""
+    """The path of the checkpoint that a request's address names; a malformed one is refused with
+    the rule.
+    """
     run, kind, name = (call.path[part] for part in ("training_run_id", "kind", "name"))
     if kind not in KINDS:
         raise Refusal(400, f"{kind!r} is not a kind of checkpoint: {ID_RULE}")
@@ -184,11 +207,15 @@ def checkpoint_path(call: Call) -> str:
 
 def nothing_at(path: str) -> Refusal:
     """The answer to whoever asks for a checkpoint that is not there, or not theirs."""
-    return Refusal(404, f"there is no checkpoint {path}; it was never saved, or has been deleted or expired")
+    return Refusal(
+        404, f"there is no checkpoint {path}; it was never saved, or has been deleted or expired"
+    )
 
 
 async def delete_checkpoint(state: State, call: Call) -> Empty:
-    """Delete a checkpoint: record and files. Samplers that have it in memory keep it until they are dropped."""
+    """Delete a checkpoint: record and files. Samplers that have it in memory keep it until they are
+    dropped.
+    """
     path = checkpoint_path(call)
     directory = await asyncio.to_thread(state.catalogue.remove, path, call.owner)
     if directory is None:
@@ -218,41 +245,59 @@ async def set_checkpoint_ttl(state: State, call: Call) -> Empty:
     """Let a checkpoint expire after a time from now, or never."""
     request: SetCheckpointTtlRequest = call.request
     path = checkpoint_path(call)
-    if not await asyncio.to_thread(state.catalogue.set_expiry, path, call.owner, expiry(request.ttl_seconds)):
+    if not await asyncio.to_thread(
+        state.catalogue.set_expiry, path, call.owner, expiry(request.ttl_seconds)
+    ):
         raise nothing_at(path)
     return Empty()
 
 
-# ── copies ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── copies ────────────────────────────────────────────────────────────────────────────────────────
 
 _copying = threading.Lock()
 
 
 async def copy_weights(state: State, call: Call) -> CopyWeightsResponse:
-    """Copy a checkpoint into a project, as a run of its own; the same request again gives the same copy."""
+    """Copy a checkpoint into a project, as a run of its own; the same request again gives the same
+    copy.
+    """
     request: CopyWeightsRequest = call.request
     if not request.destination_project_id:
         raise Refusal(400, "copy_weights needs a destination_project_id")
     if request.session_id is not None or request.model_seq_id is not None:
-        raise Refusal(400, "copy_weights makes a run of its own here: session_id and model_seq_id have no place in it")
+        raise Refusal(
+            400,
+            "copy_weights makes a run of its own here: session_id and model_seq_id have no place "
+            "in it",
+        )
     try:
         ParsedCheckpointTinkerPath.from_tinker_path(request.source_path)
     except ValueError as error:
         raise Refusal(400, str(error)) from None
     key = call.headers.get("x-idempotency-key")
-    copy_id = uuid.uuid4() if key is None else uuid.uuid5(uuid.NAMESPACE_URL, f"{call.owner} {key} {call.digest.hex()}")
-    reader = await state.accounts.reader(call.owner, call.headers.get("x-tinker-weights-access-token"))
+    copy_id = (
+        uuid.uuid4()
+        if key is None
+        else uuid.uuid5(uuid.NAMESPACE_URL, f"{call.owner} {key} {call.digest.hex()}")
+    )
+    reader = await state.accounts.reader(
+        call.owner, call.headers.get("x-tinker-weights-access-token")
+    )
     saved = await asyncio.to_thread(_copy, state, request, call.owner, reader, str(copy_id))
     if saved is None:
         raise nothing_at(request.source_path)
     return CopyWeightsResponse(tinker_path=saved.tinker_path)
 
 
-def _copy(state: State, request: CopyWeightsRequest, owner: str, reader: str, copy_id: str) -> SavedCheckpoint | None:
+def _copy(
+    state: State, request: CopyWeightsRequest, owner: str, reader: str, copy_id: str
+) -> SavedCheckpoint | None:
     source = readable(state, request.source_path, reader)
     if source is None:
         return None
-    kind, name = ParsedCheckpointTinkerPath.from_tinker_path(source.tinker_path).checkpoint_id.split("/")
+    kind, name = ParsedCheckpointTinkerPath.from_tinker_path(
+        source.tinker_path
+    ).checkpoint_id.split("/")
     run = Run(
         f"{copy_id}:train:0",
         copy_id,
@@ -263,7 +308,13 @@ def _copy(state: State, request: CopyWeightsRequest, owner: str, reader: str, co
         owner,
         source.base_digest,
     )
-    wanted = Wanted(kind, name, request.ttl_seconds, source.user_metadata, project_id=request.destination_project_id)
+    wanted = Wanted(
+        kind,
+        name,
+        request.ttl_seconds,
+        source.user_metadata,
+        project_id=request.destination_project_id,
+    )
 
     def write(directory: Path) -> None:
         check(source.directory)
@@ -291,17 +342,23 @@ def _link(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-# ── misnamed ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── misnamed ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def misnamed_route() -> Route:
-    """Where requests end up whose checkpoint id is not one, such as a bare name: they are told the rule."""
+    """Where requests end up whose checkpoint id is not one, such as a bare name: they are told the
+    rule.
+    """
 
     async def misnamed(request: Request) -> Response:
         given = request.path_params["rest"]
         if given.split("/")[0] in KINDS and given.count("/") >= 1:
-            return JSONResponse({"detail": f"there is no {request.method} {request.url.path} here"}, 404)
+            return JSONResponse(
+                {"detail": f"there is no {request.method} {request.url.path} here"}, 404
+            )
         return JSONResponse({"detail": f"{given!r} is not a checkpoint's id: {ID_RULE}"}, 400)
 
     methods = ["GET", "POST", "PUT", "PATCH", "DELETE"]
-    return Route(f"{PREFIX}/{RUN}/checkpoints/{{rest:path}}", misnamed, methods=methods, name="misnamed")
+    return Route(
+        f"{PREFIX}/{RUN}/checkpoints/{{rest:path}}", misnamed, methods=methods, name="misnamed"
+    )

@@ -1,7 +1,8 @@
 """Samples as they are drawn: a stream of server-sent events, one per token.
 
-A stream is not a future: nothing is promised, nothing is kept, and a client that goes away ends its sample. Tokens go
-out as numbers; text is left to the client, whose tokenizer knows how to join the pieces of a character.
+A stream is not a future: nothing is promised, nothing is kept, and a client that goes away ends its
+sample. Tokens go out as numbers; text is left to the client, whose tokenizer knows how to join the
+pieces of a character.
 """
 
 from __future__ import annotations
@@ -39,12 +40,17 @@ def event(fields: dict[str, Any], name: str = "") -> bytes:
 class SampleStream(Response):
     """The answer to a request for a stream: `draw` starts the sample, `cancel` drops it.
 
-    Events that the client is slow to take wait here; there are never more of them than the request asked for tokens.
+    Events that the client is slow to take wait here; there are never more of them than the request
+    asked for tokens.
     """
 
     def __init__(self, draw: Draw, cancel: Callable[[], object], quiet_seconds: float) -> None:
         # A proxy must neither keep events nor gather them.
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", "Content-Type": codec.EVENT_STREAM}
+        headers = {
+            "Cache-Control": "no-cache",
+            "X-Accel-Buffering": "no",
+            "Content-Type": codec.EVENT_STREAM,
+        }
         super().__init__(None, headers=headers)
         del self.headers["content-length"]
         self._draw, self._cancel, self._quiet_seconds = draw, cancel, quiet_seconds
@@ -57,7 +63,10 @@ class SampleStream(Response):
         """Send events until the sample has ended or the client has gone."""
         drawing = asyncio.ensure_future(self._draw(self._hear))
         drawing.add_done_callback(lambda _: self._news.set())
-        gone, writing = asyncio.ensure_future(_disconnect(receive)), asyncio.ensure_future(self._write(drawing, send))
+        gone, writing = (
+            asyncio.ensure_future(_disconnect(receive)),
+            asyncio.ensure_future(self._write(drawing, send)),
+        )
         try:
             await asyncio.wait({gone, writing}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -75,7 +84,12 @@ class SampleStream(Response):
         for token in drawn:
             self._lengths[token.index] = self._lengths.get(token.index, 0) + 1
             logprob = token.logprob if math.isfinite(token.logprob) else None
-            fields = {"token_id": token.token, "token": None, "logprob": logprob, "index": token.index}
+            fields = {
+                "token_id": token.token,
+                "token": None,
+                "logprob": logprob,
+                "index": token.index,
+            }
             if token.version is not None:
                 fields["weights_version"] = token.version
             self._events.append(event(fields | {"event_type": "token"}))
@@ -85,7 +99,12 @@ class SampleStream(Response):
 
     def _end(self, index: int, reason: str, total: int, reused: int) -> None:
         self._ended.add(index)
-        fields = {"index": index, "finish_reason": reason, "total_tokens": total, "event_type": "done"}
+        fields = {
+            "index": index,
+            "finish_reason": reason,
+            "total_tokens": total,
+            "event_type": "done",
+        }
         if reused:
             fields["prompt_cache_hit_tokens"] = reused
         self._events.append(event(fields))
@@ -105,7 +124,9 @@ class SampleStream(Response):
         await _send(send, self._take() + END, more=False)
 
     def _take(self) -> bytes:
-        """What has come up since the last time: tokens of several steps may go out together, each its own event."""
+        """What has come up since the last time: tokens of several steps may go out together, each
+        its own event.
+        """
         events, self._events = self._events, []
         return b"".join(events)
 
@@ -120,10 +141,14 @@ class SampleStream(Response):
         else:
             for index, sequence in enumerate(result.sequences):
                 if index not in self._ended:  # a sample of no tokens had none to tell its end with
-                    self._end(index, sequence.stop_reason, sequence.length, result.prompt_cache_hit_tokens)
+                    self._end(
+                        index, sequence.stop_reason, sequence.length, result.prompt_cache_hit_tokens
+                    )
 
     def _fail(self, message: str, category: str) -> None:
-        self._events.append(event({"error": message, "category": category, "event_type": "error"}, "error"))
+        self._events.append(
+            event({"error": message, "category": category, "event_type": "error"}, "error")
+        )
 
 
 async def _send(send: Send, data: bytes, *, more: bool = True) -> None:
@@ -136,6 +161,8 @@ async def _disconnect(receive: Receive) -> None:
 
 
 def _retrieve(drawing: asyncio.Future[Any]) -> None:
-    """Nobody waits for a sample whose client has gone; asyncio would complain of its failure at the end."""
+    """Nobody waits for a sample whose client has gone; asyncio would complain of its failure at the
+    end.
+    """
     if not drawing.cancelled():
         drawing.exception()

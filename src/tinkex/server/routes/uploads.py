@@ -1,4 +1,6 @@
-"""Uploads of external weights: signed addresses, the files as they come, and the checkpoint they become."""
+"""Uploads of external weights: signed addresses, the files as they come, and the checkpoint they
+become.
+"""
 
 from __future__ import annotations
 
@@ -47,10 +49,12 @@ PIECE = 1 << 20
 NAME = "uploaded"
 
 
-# ── beginning ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── beginning ─────────────────────────────────────────────────────────────────────────────────────
 
 
-async def external_weights_upload_start(state: State, call: Call) -> ExternalWeightsUploadStartResponse:
+async def external_weights_upload_start(
+    state: State, call: Call
+) -> ExternalWeightsUploadStartResponse:
     """Begin an upload: give a signed address for each file."""
     request: ExternalWeightsUploadStartRequest = call.request
     upload = await asyncio.to_thread(_begin, state, request, call.owner)
@@ -68,20 +72,28 @@ async def external_weights_upload_start(state: State, call: Call) -> ExternalWei
 def _begin(state: State, request: ExternalWeightsUploadStartRequest, owner: str) -> Upload:
     lora, project = request.lora_config, request.destination_project_id
     if project is not None and not 1 <= len(project) <= 200:
-        raise Refusal(400, f"destination_project_id must have 1 to 200 characters, got {len(project)}")
+        raise Refusal(
+            400, f"destination_project_id must have 1 to 200 characters, got {len(project)}"
+        )
     if not 1 <= lora.rank <= MAX_RANK:
         raise Refusal(400, f"lora_config.rank must be between 1 and {MAX_RANK}, got {lora.rank}")
     if not any(getattr(lora, f"train_{group}") for group in GROUPS):
-        raise Refusal(400, "lora_config changes no layers: set train_attn, train_mlp or train_unembed")
+        raise Refusal(
+            400, "lora_config changes no layers: set train_attn, train_mlp or train_unembed"
+        )
     try:
         weights = most_bytes(_files_of(state, request.base_model), lora)
     except EngineError as error:
         raise Refusal(400, str(error)) from None
     if unfinished(state.upload_dir, owner) >= MOST_UNFINISHED:
-        raise Refusal(400, f"{MOST_UNFINISHED} uploads have begun, which is the limit; finish them, or wait")
+        raise Refusal(
+            400, f"{MOST_UNFINISHED} uploads have begun, which is the limit; finish them, or wait"
+        )
     name = secrets.token_hex(16)
     sizes = {CONFIG: CONFIG_BYTES, WEIGHTS: weights}
-    upload = Upload(name, state.upload_dir / name, owner, float(int(time.time() + LIFETIME)), sizes, request)
+    upload = Upload(
+        name, state.upload_dir / name, owner, float(int(time.time() + LIFETIME)), sizes, request
+    )
     upload.write()
     return upload
 
@@ -98,7 +110,7 @@ def _signature(state: State, upload_id: str, file: str, expires: str, key: str) 
     return state.accounts.sign("\n".join(["upload", upload_id, file, expires, key]), own_key).hex()
 
 
-# ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── files ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def upload_route(state: State) -> Route:
@@ -119,9 +131,16 @@ def upload_route(state: State) -> Route:
 
 async def _take(state: State, request: Request, coming: set[Path]) -> None:
     upload_id, file = request.path_params["upload_id"], request.path_params["file"]
-    expires, key, given = (request.query_params.get(part, "") for part in ("expires", "key", "signature"))
-    if not hmac.compare_digest(given.encode(), _signature(state, upload_id, file, expires, key).encode()):
-        raise Refusal(403, "this address is not signed by this server: use it unchanged, or start another upload")
+    expires, key, given = (
+        request.query_params.get(part, "") for part in ("expires", "key", "signature")
+    )
+    if not hmac.compare_digest(
+        given.encode(), _signature(state, upload_id, file, expires, key).encode()
+    ):
+        raise Refusal(
+            403,
+            "this address is not signed by this server: use it unchanged, or start another upload",
+        )
     await state.accounts.check_key(int(key))
     upload = await asyncio.to_thread(find_upload, state.upload_dir, upload_id)
     if upload is None or file not in upload.sizes:
@@ -131,7 +150,9 @@ async def _take(state: State, request: Request, coming: set[Path]) -> None:
         raise Refusal(415, "files are taken as they are: leave Content-Encoding out")
     length = request.headers.get("content-length", "0")
     if not (length.isascii() and length.isdigit()) or len(length) > 18 or int(length) > most:
-        raise Refusal(413, f"{file} may have at most {most} bytes for this base model and lora_config")
+        raise Refusal(
+            413, f"{file} may have at most {most} bytes for this base model and lora_config"
+        )
     target = upload.directory / file
     if target in coming or upload_id in state.finishing:
         raise Refusal(409, f"{file} is just coming, or the upload is being finished: wait for that")
@@ -154,7 +175,9 @@ async def _receive(request: Request, target: Path, most: int) -> None:
                 except StopAsyncIteration:
                     break
                 except TimeoutError:
-                    raise Refusal(408, f"nothing came for {IDLE_SECONDS:g} s: send the file again") from None
+                    raise Refusal(
+                        408, f"nothing came for {IDLE_SECONDS:g} s: send the file again"
+                    ) from None
                 size += len(chunk)
                 if size > most:
                     raise Refusal(413, f"{target.name} may have at most {most} bytes; it has more")
@@ -179,15 +202,20 @@ def _flush(file: BinaryIO) -> None:
     os.fsync(file.fileno())
 
 
-# ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the end ───────────────────────────────────────────────────────────────────────────────────────
 
 
-async def external_weights_upload_finish(state: State, call: Call) -> ExternalWeightsUploadFinishResponse:
+async def external_weights_upload_finish(
+    state: State, call: Call
+) -> ExternalWeightsUploadFinishResponse:
     """Make a checkpoint of an upload's files; a repeated request gets the same one."""
     request: ExternalWeightsUploadFinishRequest = call.request
     upload = await asyncio.to_thread(find_upload, state.upload_dir, request.upload_id)
     if upload is None or upload.owner != call.owner:
-        raise Refusal(404, f"there is no upload {request.upload_id[:64]!r}; it was never begun, or has expired")
+        raise Refusal(
+            404,
+            f"there is no upload {request.upload_id[:64]!r}; it was never begun, or has expired",
+        )
     if upload.id in state.finishing:
         raise Refusal(409, f"upload {upload.id} is being finished already")
     state.finishing.add(upload.id)
@@ -195,7 +223,11 @@ async def external_weights_upload_finish(state: State, call: Call) -> ExternalWe
         path = await asyncio.to_thread(_finish, state, upload)
     except EngineError as error:
         # Files of the server are nothing that a caller could look at.
-        told = str(error).replace(f"{upload.directory}{os.sep}", "").replace(str(upload.directory), "the upload")
+        told = (
+            str(error)
+            .replace(f"{upload.directory}{os.sep}", "")
+            .replace(str(upload.directory), "the upload")
+        )
         raise Refusal(400 if error.category == "user" else 500, told) from None
     finally:
         state.finishing.discard(upload.id)
@@ -205,20 +237,35 @@ async def external_weights_upload_finish(state: State, call: Call) -> ExternalWe
 def _finish(state: State, upload: Upload) -> str:
     request, session = upload.request, str(uuid.UUID(upload.id))
     base, lora = state.base_model(request.base_model), request.lora_config
-    run = Run(f"{session}:train:0", session, base.name, lora, {"type": "adamw"}, {}, upload.owner, base.digest)
+    run = Run(
+        f"{session}:train:0",
+        session,
+        base.name,
+        lora,
+        {"type": "adamw"},
+        {},
+        upload.owner,
+        base.digest,
+    )
     path = f"{SCHEME}{run.model_id}/external_weights/{NAME}"
     if state.store.checkpoint(path) is None:
         if missing := upload.missing():
-            raise EngineError(f"{', '.join(missing)} has not been uploaded: PUT it to its address first")
+            raise EngineError(
+                f"{', '.join(missing)} has not been uploaded: PUT it to its address first"
+            )
         adapter = read_adapter(upload.directory, _files_of(state, request.base_model))
         if adapter.source.rank != lora.rank:
             raise EngineError(
-                f"{CONFIG}: r is {adapter.source.rank}, but the upload's lora_config has rank {lora.rank}"
+                f"{CONFIG}: r is {adapter.source.rank}, but the upload's lora_config has rank "
+                f"{lora.rank}"
             )
         found = adapter.shape()
         for group in GROUPS:
             if getattr(found, f"train_{group}") and not getattr(lora, f"train_{group}"):
-                raise EngineError(f"{WEIGHTS} changes {group} layers, but the upload's lora_config does not train them")
+                raise EngineError(
+                    f"{WEIGHTS} changes {group} layers, but the upload's lora_config does not "
+                    "train them"
+                )
         wanted = Wanted("external_weights", NAME, project_id=request.destination_project_id)
         put_files(state.store, state.checkpoint_dir, run, wanted, adapter.writer(base.name, lora))
     if state.store.run(run.model_id) is None:

@@ -1,7 +1,9 @@
-"""What was used and what was done: tokens and storage by the hour, an audit trail, a timeline per session.
+"""What was used and what was done: tokens and storage by the hour, an audit trail, a timeline per
+session.
 
-Everything is noted in memory, once per operation and never per token, and written to the store every few seconds in one
-transaction. Nothing costs anything here: amounts are counted, prices are zero.
+Everything is noted in memory, once per operation and never per token, and written to the store
+every few seconds in one transaction. Nothing costs anything here: amounts are counted, prices are
+zero.
 """
 
 from __future__ import annotations
@@ -72,10 +74,12 @@ AUDITED = {
     "set_checkpoint_ttl": ("checkpoints", "checkpoint_ttl_set"),
     "assign_session_project": ("projects", "session_assigned"),
 }
-"""Operations that leave a trace in the audit log when they succeed: under which type, and by what name."""
+"""Operations that leave a trace in the audit log when they succeed: under which type, and by what
+name."""
 SAVES = ("save_weights", "save_weights_for_sampler", "save_weights_external")
 ADD_AUDIT = (
-    "INSERT INTO audit (at, owner, category, event, model_id, tinker_path, details) VALUES (?, ?, ?, ?, ?, ?, ?)"
+    "INSERT INTO audit (at, owner, category, event, model_id, tinker_path, details) VALUES "
+    "(?, ?, ?, ?, ?, ?, ?)"
 )
 ADD_USE = """
     INSERT INTO usage VALUES (?, ?, ?, ?, ?, ?)
@@ -83,13 +87,19 @@ ADD_USE = """
 """
 
 
-def record(store: Store, owner: str, category: str, event: str, *, details: Mapping[str, Any]) -> None:
+def record(
+    store: Store, owner: str, category: str, event: str, *, details: Mapping[str, Any]
+) -> None:
     """Write one entry of the audit log at once; for those who are no running server."""
-    store.change((ADD_AUDIT, [(time.time(), owner, category, event, None, None, json.dumps(details))]))
+    store.change(
+        (ADD_AUDIT, [(time.time(), owner, category, event, None, None, json.dumps(details))])
+    )
 
 
 class Meter:
-    """Counts what a server's operations use and notes what they do; on the event loop, except for the writing."""
+    """Counts what a server's operations use and notes what they do; on the event loop, except for
+    the writing.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -127,10 +137,14 @@ class Meter:
         if self.unread[owner] <= 0:
             del self.unread[owner]
 
-    def count(self, owner: str, session_id: str, base_model: str, kind: Kind, amount: float) -> None:
+    def count(
+        self, owner: str, session_id: str, base_model: str, kind: Kind, amount: float
+    ) -> None:
         """Add to what was used in this hour."""
         if amount:
-            self._uses[int(time.time()) // HOUR * HOUR, owner, session_id, base_model, kind] += amount
+            self._uses[int(time.time()) // HOUR * HOUR, owner, session_id, base_model, kind] += (
+                amount
+            )
             self.totals[kind] += amount
 
     def audit(
@@ -148,14 +162,18 @@ class Meter:
             said = json.dumps(dict(details or {}))
             self._entries.append((time.time(), owner, category, event, model_id, tinker_path, said))
 
-    def span(self, session_id: str, request_id: str, operation: str, began: float, error: str | None) -> None:
+    def span(
+        self, session_id: str, request_id: str, operation: str, began: float, error: str | None
+    ) -> None:
         """Note that an operation has ended; what a session does beyond a limit is not kept."""
         self._lengths[session_id] += 1
         if self._lengths[session_id] <= SPANS_PER_SESSION:
             self._spans.append((session_id, request_id, operation, began, time.time(), error))
 
     async def flush(self) -> None:
-        """Write what was noted since the last time; what cannot be written now is kept for the next time."""
+        """Write what was noted since the last time; what cannot be written now is kept for the next
+        time.
+        """
         uses, self._uses = self._uses, defaultdict(float)
         spans, self._spans = self._spans, []
         entries, self._entries = self._entries, []
@@ -187,7 +205,13 @@ class Meter:
         """
         for row in await asyncio.to_thread(self._store.rows, sql, time.time()):
             session_id = row["model_id"].partition(":")[0]
-            self.count(row["owner"], session_id, row["base_model"], "storage", row["size"] / GIGABYTE * hours)
+            self.count(
+                row["owner"],
+                session_id,
+                row["base_model"],
+                "storage",
+                row["size"] / GIGABYTE * hours,
+            )
 
     async def run(self) -> None:
         """Until cancelled: write, weigh, and forget old timelines."""
@@ -201,7 +225,9 @@ class Meter:
                 await self.flush()
                 if time.monotonic() - tidied > HOUR:
                     old = time.time() - KEEP_SPANS_SECONDS
-                    await asyncio.to_thread(self._store.rows, "DELETE FROM spans WHERE began < ?", old)
+                    await asyncio.to_thread(
+                        self._store.rows, "DELETE FROM spans WHERE began < ?", old
+                    )
                     tidied = time.monotonic()
             except Exception as error:
                 complain("usage could not be written; it is tried again", error)
@@ -209,7 +235,9 @@ class Meter:
 
 @dataclass(slots=True)
 class Watch:
-    """Waits for the end of one operation: called by its promise, in place of whoever was to be called before."""
+    """Waits for the end of one operation: called by its promise, in place of whoever was to be
+    called before.
+    """
 
     meter: Meter
     operation: str
@@ -250,12 +278,20 @@ class Watch:
         meter.count(self.owner, promise.session_id, self.base_model, "training", self.tokens)
         path = getattr(result, "path", None) or self.path
         if path is not None:  # a nameless snapshot is no checkpoint
-            meter.count(self.owner, promise.session_id, self.base_model, "checkpoint", self.operation in SAVES)
+            meter.count(
+                self.owner,
+                promise.session_id,
+                self.base_model,
+                "checkpoint",
+                self.operation in SAVES,
+            )
             meter.audit(self.owner, self.operation, model_id=self.model_id, tinker_path=path)
 
 
 def watch(state: State, operation: str, call: Call, request_id: str) -> None:
-    """See an operation through to its end, if it has just been taken: a repeated one is watched already."""
+    """See an operation through to its end, if it has just been taken: a repeated one is watched
+    already.
+    """
     promise = state.promises.get(request_id)
     if promise is None or promise.done.is_set() or isinstance(promise.on_settled, Watch):
         return
@@ -263,7 +299,9 @@ def watch(state: State, operation: str, call: Call, request_id: str) -> None:
     model_id = getattr(request, "model_id", None)
     live = state.runs.get(model_id) if model_id else None
     creates = operation == "create_model" or (operation == "load_weights" and model_id is None)
-    bound = most_of(request, max(state.windows.values())) if isinstance(request, SampleRequest) else 0
+    bound = (
+        most_of(request, max(state.windows.values())) if isinstance(request, SampleRequest) else 0
+    )
     promise.on_settled = Watch(
         meter,
         operation,
@@ -286,8 +324,12 @@ def watch(state: State, operation: str, call: Call, request_id: str) -> None:
 
 
 def lengths(request: Any) -> list[int]:
-    """How long the sequences are that a training request brings; one whose length is unknown counts as nothing."""
-    body = getattr(request, "forward_backward_input", None) or getattr(request, "forward_input", None)
+    """How long the sequences are that a training request brings; one whose length is unknown counts
+    as nothing.
+    """
+    body = getattr(request, "forward_backward_input", None) or getattr(
+        request, "forward_input", None
+    )
     return [_length(datum.model_input) for datum in body.data] if body is not None else []
 
 
@@ -299,7 +341,11 @@ def _length(model_input: Any) -> int:
 
 
 async def metered_stream(
-    state: State, call: Call, sampler: Sampler, request: SampleRequest, drawing: Awaitable[SampleResponse]
+    state: State,
+    call: Call,
+    sampler: Sampler,
+    request: SampleRequest,
+    drawing: Awaitable[SampleResponse],
 ) -> SampleResponse:
     """A sample that no promise stands for: its time is noted here, and its tokens like any other's."""
     name, began, error = "stream_sample", time.time(), None
@@ -311,11 +357,17 @@ async def metered_stream(
         raise
     finally:
         state.meter.open[call.owner, name] -= 1
-        state.meter.span(sampler.session_id, f"{sampler.sampler_id}:{name}:{began}", name, began, error)
+        state.meter.span(
+            sampler.session_id, f"{sampler.sampler_id}:{name}:{began}", name, began, error
+        )
 
 
 async def metered(
-    state: State, call: Call, sampler: Sampler, request: SampleRequest, drawing: Awaitable[SampleResponse]
+    state: State,
+    call: Call,
+    sampler: Sampler,
+    request: SampleRequest,
+    drawing: Awaitable[SampleResponse],
 ) -> SampleResponse:
     """A sample, counted once it is there."""
     response = await drawing
@@ -326,11 +378,13 @@ async def metered(
     return response
 
 
-# ── handlers ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── handlers ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def sees_all(owner: str) -> bool:
-    """Whether an owner sees everyone's usage and audit log: the operator of the server does, others see their own."""
+    """Whether an owner sees everyone's usage and audit log: the operator of the server does, others
+    see their own.
+    """
     return owner == LOCAL_OWNER
 
 
@@ -341,7 +395,9 @@ async def get_billing_usage(state: State, call: Call) -> BillingUsageResponse:
         raise Refusal(400, "ending_before must be later than starting_on")
     if end - start > LONGEST:
         days = (end - start).days
-        raise Refusal(400, f"from starting_on to ending_before are {days} days; the most is {LONGEST.days}")
+        raise Refusal(
+            400, f"from starting_on to ending_before are {days} days; the most is {LONGEST.days}"
+        )
     await state.meter.flush()
     rows = await asyncio.to_thread(
         state.store.rows,
@@ -354,11 +410,14 @@ async def get_billing_usage(state: State, call: Call) -> BillingUsageResponse:
         sees_all(call.owner),
         call.owner,
     )
-    metadata = {row["session_id"]: row["user_metadata"] for row in rows if row["user_metadata"] is not None}
+    metadata = {
+        row["session_id"]: row["user_metadata"] for row in rows if row["user_metadata"] is not None
+    }
     return BillingUsageResponse(
         data=[_event(row) for row in rows],
         sessions={
-            session: BillingUsageSession(user_metadata=texts(json.loads(text))) for session, text in metadata.items()
+            session: BillingUsageSession(user_metadata=texts(json.loads(text)))
+            for session, text in metadata.items()
         },
         cost_data_through=dt.datetime.now(dt.UTC),
     )
@@ -366,7 +425,10 @@ async def get_billing_usage(state: State, call: Call) -> BillingUsageResponse:
 
 def texts(metadata: Mapping[str, Any]) -> dict[str, str]:
     """Metadata as lists show it: values that are no text are written as JSON."""
-    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in metadata.items()}
+    return {
+        name: value if isinstance(value, str) else json.dumps(value)
+        for name, value in metadata.items()
+    }
 
 
 def _hour(call: Call, name: str) -> dt.datetime:
@@ -375,11 +437,20 @@ def _hour(call: Call, name: str) -> dt.datetime:
         raise Refusal(400, f"{name} is missing: give a full hour such as 2026-07-13T00:00:00Z")
     try:
         moment = dt.datetime.fromisoformat(text)
-        moment = moment.replace(tzinfo=dt.UTC) if moment.tzinfo is None else moment.astimezone(dt.UTC)
-    except (ValueError, OverflowError):  # in UTC, the first hours of the year 1 elsewhere are before all years
-        raise Refusal(400, f"{name} is {text!r}; expected a time such as 2026-07-13T00:00:00Z") from None
+        moment = (
+            moment.replace(tzinfo=dt.UTC) if moment.tzinfo is None else moment.astimezone(dt.UTC)
+        )
+    except (
+        ValueError,
+        OverflowError,
+    ):  # in UTC, the first hours of the year 1 elsewhere are before all years
+        raise Refusal(
+            400, f"{name} is {text!r}; expected a time such as 2026-07-13T00:00:00Z"
+        ) from None
     if (moment.minute, moment.second, moment.microsecond) != (0, 0, 0):
-        raise Refusal(400, f"{name} is {text!r}; usage is kept by the hour: give a full hour, in UTC")
+        raise Refusal(
+            400, f"{name} is {text!r}; usage is kept by the hour: give a full hour, in UTC"
+        )
     return moment
 
 
@@ -402,13 +473,17 @@ def _event(row: Any) -> BillingUsageEvent:
         session_id=row["session_id"],
         project_id=row["project_id"],
         estimated_cost_usd=0.0,
-        effective_rate_usd_per_million_tokens=0.0 if kind in ("training", "prefill", "sample") else None,
+        effective_rate_usd_per_million_tokens=0.0
+        if kind in ("training", "prefill", "sample")
+        else None,
         effective_rate_usd_per_gigabyte_month=0.0 if kind == "storage" else None,
         event_info=infos[kind],
     )
 
 
-async def get_current_checkpoint_storage_usage(state: State, call: Call) -> CurrentCheckpointStorageUsageResponse:
+async def get_current_checkpoint_storage_usage(
+    state: State, call: Call
+) -> CurrentCheckpointStorageUsageResponse:
     """What checkpoints take up now, by project and owner."""
     project = call.query.get("project_id")
     rows = await asyncio.to_thread(
@@ -448,7 +523,10 @@ async def get_audit_log(state: State, call: Call) -> AuditLogResponse:
     """What was done on a day, UTC; today unless another is named."""
     category = call.query.get("event_type", "all")
     if category not in get_args(AuditEventType):
-        raise Refusal(400, f"event_type is {category!r}; expected one of {', '.join(get_args(AuditEventType))}")
+        raise Refusal(
+            400,
+            f"event_type is {category!r}; expected one of {', '.join(get_args(AuditEventType))}",
+        )
     text = call.query.get("day")
     try:
         day = dt.date.fromisoformat(text) if text else dt.datetime.now(dt.UTC).date()
@@ -458,7 +536,8 @@ async def get_audit_log(state: State, call: Call) -> AuditLogResponse:
     await state.meter.flush()
     rows = await asyncio.to_thread(
         state.store.rows,
-        "SELECT * FROM audit WHERE at >= ? AND at < ? AND (? OR owner = ?) AND (? = 'all' OR category = ?) ORDER BY at",
+        "SELECT * FROM audit WHERE at >= ? AND at < ? AND (? OR owner = ?) AND (? = 'all' OR "
+        "category = ?) ORDER BY at",
         start,
         start + 24 * HOUR,
         sees_all(call.owner),

@@ -1,7 +1,7 @@
 """How a request becomes a promise: once, in the order of its number, and never twice.
 
-A number that was refused is spent all the same, and one that never comes is given up after a time: nothing behind it
-waits for ever.
+A number that was refused is spent all the same, and one that never comes is given up after a time:
+nothing behind it waits for ever.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ STATE_OPERATIONS = 32
 STATE_SECONDS = 30.0
 """… so many seconds, its next optimizer step puts its state on disk."""
 STATE_REST = 40
-"""But not before so many times the time that its last one took: that of a large model takes seconds, and a disk and
-processors have other things to do."""
+"""But not before so many times the time that its last one took: that of a large model takes
+seconds, and a disk and processors have other things to do."""
 
 LEAVE_SECONDS = 10.0
 """How long a server that stops may take to put its runs on disk."""
@@ -66,7 +66,9 @@ async def promise_once(
     begin: Callable[[], Awaitable[Any]],
     model_id: str,
 ) -> UntypedAPIFuture:
-    """A receipt for the creation of a run; the same request again gets the same receipt, another one a failure."""
+    """A receipt for the creation of a run; the same request again gets the same receipt, another
+    one a failure.
+    """
     if not call.is_replayed:
         await state.revived(model_id)
     promise = state.promises.get(request_id)
@@ -76,16 +78,25 @@ async def promise_once(
     if promise is None:
         promise = state.promises.add(request_id, call.digest, session_id)
         journal = state.journal(state.run_directory(model_id))
-        await _taken(state, promise, journal, 0, call, lambda: state.promises.follow(promise, begin()))
+        await _taken(
+            state, promise, journal, 0, call, lambda: state.promises.follow(promise, begin())
+        )
     elif promise.recorded is not None:
         await asyncio.shield(promise.recorded)
     return UntypedAPIFuture(request_id=request_id, model_id=model_id)
 
 
 async def _taken(
-    state: State, promise: Promise, journal: Journal, number: int, call: Call, begin: Callable[[], None]
+    state: State,
+    promise: Promise,
+    journal: Journal,
+    number: int,
+    call: Call,
+    begin: Callable[[], None],
 ) -> None:
-    """Put a request on disk, then begin with it: both or neither, even if nobody waits for the receipt any more."""
+    """Put a request on disk, then begin with it: both or neither, even if nobody waits for the
+    receipt any more.
+    """
     if call.is_replayed:
         begin()
         return
@@ -95,7 +106,8 @@ async def _taken(
         if call.encoding:
             facts["encoding"] = call.encoding
         if not call.op or call.reader is not None:
-            facts["digest"] = call.digest.hex()  # the body is the reason, or lacks the token: not what came
+            # the body is the reason, or lacks the token: not what came
+            facts["digest"] = call.digest.hex()
         if call.reader is not None:
             facts["reader"] = call.reader
         if call.seed is not None:
@@ -111,18 +123,25 @@ async def _taken(
         await asyncio.shield(task)
     except OSError as error:
         state.promises.take_back(promise)
-        raise Refusal(503, f"the request cannot be put on disk, so it was not taken: {error}") from None
+        raise Refusal(
+            503, f"the request cannot be put on disk, so it was not taken: {error}"
+        ) from None
     except Exception:  # a fault of ours: whoever asks again must not wait for what nobody does
         state.promises.take_back(promise)
         raise
 
 
 async def take_sample(
-    state: State, promise: Promise, call: Call, request: SampleRequest, draw: Callable[[int], Awaitable[Any]]
+    state: State,
+    promise: Promise,
+    call: Call,
+    request: SampleRequest,
+    draw: Callable[[int], Awaitable[Any]],
 ) -> None:
     """Put a request for samples on disk with the seed that is used for it, and draw meanwhile.
 
-    A sample changes nothing, so it need not wait for the disk; its receipt does, and whoever could read its result.
+    A sample changes nothing, so it need not wait for the disk; its receipt does, and whoever could
+    read its result.
     """
     if call.seed is None:
         seed = request.sampling_params.seed
@@ -136,13 +155,15 @@ async def take_sample(
 
     def begin() -> None:
         if not call.is_replayed:
-            watch(state, call.op, call, promise.request_id)  # it may have been drawn, and end at once
+            # it may have been drawn, and end at once
+            watch(state, call.op, call, promise.request_id)
         state.promises.follow(promise, drawing)
 
     try:
         await _taken(state, promise, journal, call.number, call, begin)
     except Exception:  # it was not taken
-        drawing.add_done_callback(lambda done: done.cancelled() or done.exception())  # which nobody is to hear of
+        # which nobody is to hear of
+        drawing.add_done_callback(lambda done: done.cancelled() or done.exception())
         state.worker.cancel(promise.request_id)
         raise
 
@@ -161,7 +182,8 @@ async def live_run(state: State, model_id: str) -> LiveRun:
         raise Refusal(404, f"there is no model {model_id!r}")
     raise Refusal(
         410,
-        f"model {model_id!r} is no longer loaded (it was unloaded, its session has ended, or it could not be taken up "
+        f"model {model_id!r} is no longer loaded (it was unloaded, its session has ended, or it "
+        "could not be taken up "
         f"again after a restart); {CARRY_ON}",
     )
 
@@ -179,8 +201,8 @@ async def enqueue(
 ) -> UntypedAPIFuture:
     """Put an operation into its run's lane; a repeated number gives the original receipt.
 
-    The work of a pass is to start it on the engine, under a name that it is given; other work is done when it returns,
-    or goes on beside the engine, as saves do.
+    The work of a pass is to start it on the engine, under a name that it is given; other work is
+    done when it returns, or goes on beside the engine, as saves do.
     """
     live = await live_run(state, model_id)
     if call.number is None:
@@ -204,7 +226,9 @@ async def enqueue(
     _check_gap(state, live, number, call)
     promise = state.promises.add(request_id, call.digest, live.run.session_id)
     if number < live.lane.next:  # it will not be carried out, so it need not be on disk
-        promise.fail(f"request number {number} of this run has passed; the next one is {live.lane.next}")
+        promise.fail(
+            f"request number {number} of this run has passed; the next one is {live.lane.next}"
+        )
         return UntypedAPIFuture(request_id=request_id, model_id=model_id)
 
     def begin() -> None:
@@ -219,13 +243,17 @@ async def enqueue(
             released = live.lane.offer(number, queued)
         except ValueError:
             live.lane.let_go(number)
-            promise.fail(f"request number {number} of this run has passed; the next one is {live.lane.next}")
+            promise.fail(
+                f"request number {number} of this run has passed; the next one is {live.lane.next}"
+            )
             released = []
         _release(state, live, released)
 
     live.lane.hold(number, call.size)
     try:
-        await _taken(state, promise, state.journal(state.run_directory(model_id)), number, call, begin)
+        await _taken(
+            state, promise, state.journal(state.run_directory(model_id)), number, call, begin
+        )
     except Exception:
         live.lane.let_go(number)
         raise
@@ -238,7 +266,8 @@ def _check_gap(state: State, live: LiveRun, number: int, call: Call) -> None:
     if number > live.lane.next and held > limit and not call.is_replayed:
         raise Refusal(
             429,
-            f"{live.lane.held_bytes} bytes of requests of this run wait for request number {live.lane.next}, which "
+            f"{live.lane.held_bytes} bytes of requests of this run wait for request number "
+            f"{live.lane.next}, which "
             f"has not come; the limit gap_bytes is {limit}",
             headers={"Retry-After": "1"},
         )
@@ -253,7 +282,9 @@ def _free(state: State, live: LiveRun) -> int:
 
 
 def _work(state: State, live: LiveRun, number: int, call: Call, work: Callable[[], Any]) -> Any:
-    """Carry an operation out; where nothing is pending after it, the run's state may go to disk. On the worker."""
+    """Carry an operation out; where nothing is pending after it, the run's state may go to disk. On
+    the worker.
+    """
     if state.promises.are_left:
         raise Left()
     if call.op in ("forward_backward", "forward") and not call.request.forward_only:
@@ -275,18 +306,23 @@ def _is_overdue(state: State, live: LiveRun) -> bool:
     if held >= state.limits.journal_bytes // 2 and live.state_rest != math.inf:
         return True
     waited = time.monotonic() - live.state_time
-    return waited >= live.state_rest and (live.since_state >= STATE_OPERATIONS or waited >= STATE_SECONDS)
+    return waited >= live.state_rest and (
+        live.since_state >= STATE_OPERATIONS or waited >= STATE_SECONDS
+    )
 
 
 def freeze_state(state: State, live: LiveRun, number: int) -> None:
-    """Have the run as it is now become a state; its files are written beside what comes next. On the worker."""
+    """Have the run as it is now become a state; its files are written beside what comes next. On
+    the worker.
+    """
     write = state.engine.writer(live.run.model_id, optimizer=True)
     live.since_state, live.state_rest = 0, math.inf  # until it is written
     live.new_state = (number, write)
 
 
 def write_state(state: State, live: LiveRun, number: int) -> None:
-    """The same, with its files written at once, for what was loaded may be deleted as soon as the client knows of it.
+    """The same, with its files written at once, for what was loaded may be deleted as soon as the
+    client knows of it.
 
     On the worker.
     """
@@ -298,7 +334,8 @@ def write_state(state: State, live: LiveRun, number: int) -> None:
         if not is_full_disk(error):
             raise
         raise EngineError(
-            "the server's disk is full: what was loaded cannot be kept for a restart; make room and load it again",
+            "the server's disk is full: what was loaded cannot be kept for a restart; make room "
+            "and load it again",
             "server",
         ) from error
     _rest(live, time.monotonic() - began)
@@ -321,7 +358,9 @@ def _write_files(directory: Path, number: int, write: Writer) -> None:
 
 
 def loaded_before(state: State, call: Call, model_id: str, number: int) -> Path | None:
-    """What a load gave in an earlier life of the server: the checkpoint may be another by now, or gone."""
+    """What a load gave in an earlier life of the server: the checkpoint may be another by now, or
+    gone.
+    """
     written = state.run_directory(model_id) / f"state-{number}.new"
     return written if call.is_replayed and written.is_dir() else None
 
@@ -337,9 +376,11 @@ def settle_state(state: State, live: LiveRun) -> asyncio.Task[None] | None:
 
 
 async def leave(state: State) -> None:
-    """Begin nothing more, send those who wait away, and put the runs on disk as they stand: the next life is quick.
+    """Begin nothing more, send those who wait away, and put the runs on disk as they stand: the
+    next life is quick.
 
-    What does not get done within a time is left to the journals, like everything else that was promised.
+    What does not get done within a time is left to the journals, like everything else that was
+    promised.
     """
     if state.promises.are_left:
         return
@@ -355,7 +396,11 @@ async def leave(state: State) -> None:
                     pass
     except (TimeoutError, EngineError) as error:
         why = str(error) or "it took too long"
-        logger.warning("not every run could be put on disk (%s); the next start takes them up from their journals", why)
+        logger.warning(
+            "not every run could be put on disk (%s); the next start takes them up from their "
+            "journals",
+            why,
+        )
 
 
 def _freeze_last_state(state: State, live: LiveRun) -> None:
@@ -369,7 +414,9 @@ async def _enforce_in_turn(state: State, live: LiveRun, number: int, write: Writ
 
 
 async def _enforce(state: State, live: LiveRun, number: int, write: Writer | None) -> None:
-    """Write a state's files and what must outlive the journal, make it the one in force, drop what it stands for."""
+    """Write a state's files and what must outlive the journal, make it the one in force, drop what
+    it stands for.
+    """
     directory = state.run_directory(live.run.model_id)
     written = directory / f"state-{number}.new"
     journal = state.journal(directory)
@@ -385,7 +432,8 @@ async def _enforce(state: State, live: LiveRun, number: int, write: Writer | Non
         for sampler, taken in live.unsaved_samplers.copy().items():
             if taken <= number and sampler in state.snapshots:
                 await state.put_snapshot(sampler)
-            if taken <= number and live.unsaved_samplers.get(sampler) == taken:  # else it was made anew meanwhile
+            # else it was made anew meanwhile
+            if taken <= number and live.unsaved_samplers.get(sampler) == taken:
                 del live.unsaved_samplers[sampler]
         now = time.monotonic()
         covered = {key: promise for key, promise in live.recent.items() if key <= number}
@@ -398,7 +446,11 @@ async def _enforce(state: State, live: LiveRun, number: int, write: Writer | Non
         if live.state_rest == math.inf:
             _rest(live, 0)
         if directory.exists():  # else the run was let go meanwhile, and there is nothing to keep
-            complain("the state of a run could not be put on disk; its journal stays", error, about=live.run.model_id)
+            complain(
+                "the state of a run could not be put on disk; its journal stays",
+                error,
+                about=live.run.model_id,
+            )
         return
     for key in covered.keys() - wanted.keys():
         live.recent.pop(key, None)
@@ -474,7 +526,9 @@ async def enqueue_unload(state: State, call: Call, model_id: str) -> UntypedAPIF
     promise = state.promises.add(request_id, call.digest, live.run.session_id)
     last = live.last = _free(state, live) if call.number is None else call.number
     try:
-        await _taken(state, promise, state.journal(state.run_directory(model_id)), last, call, begin)
+        await _taken(
+            state, promise, state.journal(state.run_directory(model_id)), last, call, begin
+        )
     except Refusal:
         live.last = None
         raise
@@ -482,7 +536,9 @@ async def enqueue_unload(state: State, call: Call, model_id: str) -> UntypedAPIF
 
 
 def _drop(state: State, live: LiveRun) -> Beside:
-    """Drop a run's adapter, once the samplers that were made of it are on disk: there is no journal any more then."""
+    """Drop a run's adapter, once the samplers that were made of it are on disk: there is no journal
+    any more then.
+    """
     if state.promises.are_left:
         raise Left()
     begun: dict[str, tuple[Writer, Path]] = {}
@@ -496,7 +552,9 @@ def _drop(state: State, live: LiveRun) -> Beside:
             try:
                 write_whole(write, scratch)
             except Exception:
-                logger.exception("the sampler %s could not be put on disk; a restart will lose it", sampler)
+                logger.exception(
+                    "the sampler %s could not be put on disk; a restart will lose it", sampler
+                )
 
     def drop(_: None) -> None:
         for sampler, found in begun.items():
@@ -508,7 +566,9 @@ def _drop(state: State, live: LiveRun) -> Beside:
 
 
 async def recall_unload(state: State, model_id: str) -> bool:
-    """Promise the unloading of a run that is not loaded: it is done. False when there is no such run."""
+    """Promise the unloading of a run that is not loaded: it is done. False when there is no such
+    run.
+    """
     run = await asyncio.to_thread(state.store.run, model_id)
     if run is None or model_id in state.runs:
         return False
@@ -536,7 +596,9 @@ def _begin(state: State, live: LiveRun, queued: Queued) -> None:
 
 
 async def spend_number(state: State, numbered: tuple[str, int], digest: bytes, why: str) -> None:
-    """Let a refused request use its number up: its client has moved on, and later requests must not wait for it."""
+    """Let a refused request use its number up: its client has moved on, and later requests must not
+    wait for it.
+    """
     await state.revived(numbered[0])
     if numbered[0] in state.runs:
         await spend(state, Call(None, {}, digest, op="", body=why.encode()), *numbered)
@@ -551,8 +613,12 @@ async def spend(state: State, call: Call, model_id: str, number: int | None) -> 
     return await enqueue(state, call, model_id, number, work)
 
 
-def failed_receipt(state: State, request_id: str, session_id: str, call: Call, target: Target | None = None) -> str:
-    """The id of a failure for a request whose number belongs to another: it is read like any other result."""
+def failed_receipt(
+    state: State, request_id: str, session_id: str, call: Call, target: Target | None = None
+) -> str:
+    """The id of a failure for a request whose number belongs to another: it is read like any other
+    result.
+    """
     failed_id = f"{request_id}:{call.digest.hex()[:12]}"
     if state.promises.get(failed_id) is None:
         number = request_id.rpartition(":")[2]
@@ -572,7 +638,9 @@ async def _execute(
 
 
 def _watch_gap(state: State, live: LiveRun) -> None:
-    """Start, or stop, the clock of a missing number; others that arrive meanwhile do not set it back."""
+    """Start, or stop, the clock of a missing number; others that arrive meanwhile do not set it
+    back.
+    """
     missing = live.lane.missing
     if missing == live.gap:
         return
@@ -582,7 +650,9 @@ def _watch_gap(state: State, live: LiveRun) -> None:
         patience = state.limits.gap_seconds
         if live.last is not None:
             patience = min(patience, UNLOAD_GAP_SECONDS)
-        live.gap_timer = asyncio.get_running_loop().call_later(patience, _close_gap, state, live, missing)
+        live.gap_timer = asyncio.get_running_loop().call_later(
+            patience, _close_gap, state, live, missing
+        )
 
 
 def _stop_clock(live: LiveRun) -> None:
@@ -598,11 +668,17 @@ def _close_gap(state: State, live: LiveRun, missing: int) -> None:
 
 
 async def _give_up_durably(state: State, live: LiveRun, missing: int) -> None:
-    """Put it on disk before anybody is told that a number was given up: another life must not carry it out."""
+    """Put it on disk before anybody is told that a number was given up: another life must not carry
+    it out.
+    """
     try:
-        await state.journal(state.run_directory(live.run.model_id)).append(missing, {"op": GIVEN_UP})
+        await state.journal(state.run_directory(live.run.model_id)).append(
+            missing, {"op": GIVEN_UP}
+        )
     except OSError:
-        logger.exception("that request %d of %s was given up cannot be put on disk", missing, live.run.model_id)
+        logger.exception(
+            "that request %d of %s was given up cannot be put on disk", missing, live.run.model_id
+        )
     give_up_gap(state, live, missing)
 
 
@@ -614,7 +690,8 @@ def give_up_gap(state: State, live: LiveRun, missing: int) -> None:
     abandoned = [queued for queued in waiting if not queued.is_due_anyway]
     for queued in abandoned:
         queued.promise.fail(
-            f"request number {missing} of this run never arrived, so the {len(abandoned)} after it were not "
+            f"request number {missing} of this run never arrived, so the {len(abandoned)} after it "
+            "were not "
             "executed; the run goes on with the next request"
         )
     for queued in waiting:

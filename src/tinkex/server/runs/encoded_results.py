@@ -1,4 +1,6 @@
-"""Results as bytes: encoded where that holds nothing up, and only once for those that are announced before they go."""
+"""Results as bytes: encoded where that holds nothing up, and only once for those that are announced
+before they go.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,20 @@ OFF_LOOP_VALUES = 8_000
 def size_of(result: object) -> int:
     """About how many bytes a result takes in memory; small ones count as nothing."""
     if isinstance(result, ForwardBackwardOutput):
-        return sum(tensor.values.nbytes for output in result.loss_fn_outputs for tensor in output.values())
+        return sum(
+            tensor.values.nbytes for output in result.loss_fn_outputs for tensor in output.values()
+        )
     if not isinstance(result, SampleResponse):
         return 0
     tables = [result.topk_prompt_logprobs_np, *(one.topk_logprobs_np for one in result.sequences)]
-    size = sum(table.token_ids.nbytes + table.logprobs.nbytes for table in tables if table is not None)
-    return size + 8 * sum(one.length for one in result.sequences) + getattr(result.prompt_logprobs_np, "nbytes", 0)
+    size = sum(
+        table.token_ids.nbytes + table.logprobs.nbytes for table in tables if table is not None
+    )
+    return (
+        size
+        + 8 * sum(one.length for one in result.sequences)
+        + getattr(result.prompt_logprobs_np, "nbytes", 0)
+    )
 
 
 async def encoding(promise: Promise, *, as_protobuf: bool) -> codec.Body:
@@ -43,12 +53,22 @@ def is_heavy(promise: Promise) -> bool:
     if isinstance(result, ForwardBackwardOutput):
         tensors = (tensor for output in result.loss_fn_outputs for tensor in output.values())
         return sum(tensor.values.size for tensor in tensors) > OFF_LOOP_VALUES
-    if not isinstance(result, SampleResponse) or result.target_prompt_logprobs or result.prompt_alt_tokens:
+    if (
+        not isinstance(result, SampleResponse)
+        or result.target_prompt_logprobs
+        or result.prompt_alt_tokens
+    ):
         return True
-    tables = [result.topk_prompt_logprobs_np, *(sequence.topk_logprobs_np for sequence in result.sequences)]
+    tables = [
+        result.topk_prompt_logprobs_np,
+        *(sequence.topk_logprobs_np for sequence in result.sequences),
+    ]
     values = sum(sequence.length for sequence in result.sequences)
     values += sum(table.token_ids.size for table in tables if table is not None)
-    return values + (0 if result.prompt_logprobs_np is None else result.prompt_logprobs_np.size) > OFF_LOOP_VALUES
+    return (
+        values + (0 if result.prompt_logprobs_np is None else result.prompt_logprobs_np.size)
+        > OFF_LOOP_VALUES
+    )
 
 
 def most_of(request: SampleRequest, window: int) -> int:
@@ -64,15 +84,20 @@ def most_of(request: SampleRequest, window: int) -> int:
 
 
 def encode(promise: Promise, *, as_protobuf: bool) -> codec.Body:
-    """Encode a result, unless it is kept in that form; one that cannot be encoded becomes a failure."""
+    """Encode a result, unless it is kept in that form; one that cannot be encoded becomes a
+    failure.
+    """
     wants_protobuf = as_protobuf and codec.has_protobuf(type(promise.result))
     if promise.kept is not None and (promise.kept.content_type == codec.PROTOBUF) == wants_protobuf:
         return promise.kept
     try:
         return codec.encode(promise.result, as_protobuf=as_protobuf)
-    except ValueError as error:  # in band as well: a client would repeat a poll that gets a 500 for ever
+    except (
+        ValueError
+    ) as error:  # in band as well: a client would repeat a poll that gets a 500 for ever
         logger.exception("the result of %s cannot be encoded", promise.request_id)
         promise.result = RequestFailedResponse(
-            error=f"internal error: the result cannot be sent: {error}", category=RequestErrorCategory.Server
+            error=f"internal error: the result cannot be sent: {error}",
+            category=RequestErrorCategory.Server,
         )
         return codec.encode(promise.result, as_protobuf=False)

@@ -34,7 +34,8 @@ SECTOR = 512
 """Bytes that a disk writes at once: after a power loss a hole of zeros is at least that long."""
 SEGMENT_BYTES = 16 << 20
 OFF_LOOP_BYTES = 64_000
-"""Bodies that are larger than this are made a record in a thread, which takes a second for each GiB."""
+"""Bodies that are larger than this are made a record in a thread, which takes a second for each
+GiB."""
 FLUSHES = 16
 """Files that are flushed at the same time."""
 
@@ -53,7 +54,9 @@ class Entry:
 
 
 class Place(NamedTuple):
-    """The place of a record in a log. Once a record could not be written, those after it lie elsewhere."""
+    """The place of a record in a log. Once a record could not be written, those after it lie
+    elsewhere.
+    """
 
     segment: Path
     offset: int
@@ -94,7 +97,8 @@ class Segment:
             if flush:
                 os.fdatasync(self._file.fileno())
         except OSError:
-            with contextlib.suppress(OSError):  # what was refused must not come to life in a later one
+            # what was refused must not come to life in a later one
+            with contextlib.suppress(OSError):
                 self._file.truncate(self._size)
                 self._file.seek(self._size)
             raise
@@ -121,10 +125,12 @@ class _Job:
 
 
 class Committer:
-    """Threads that write and flush for all logs: whoever comes while a flush is under way shares the next one.
+    """Threads that write and flush for all logs: whoever comes while a flush is under way shares
+    the next one.
 
-    The files of a turn are flushed at the same time: the disk takes many flushes in about the time of one, and with a
-    file for each of many runs, one after the other would make all of them wait for the sum.
+    The files of a turn are flushed at the same time: the disk takes many flushes in about the time
+    of one, and with a file for each of many runs, one after the other would make all of them wait
+    for the sum.
     """
 
     def __init__(self, *, flush: bool = True) -> None:
@@ -205,7 +211,8 @@ class Journal:
         self._size = 0
         self._is_closed = False
         self.highest: dict[Path, int] = {}
-        """The highest number in each segment: what can be dropped when everything up to a number can."""
+        """The highest number in each segment: what can be dropped when everything up to a number
+        can."""
         self._sizes: dict[Path, int] = {}
 
     @property
@@ -221,8 +228,11 @@ class Journal:
     async def append(self, number: int, facts: dict[str, Any], body: bytes = b"") -> Place:
         """Add a record; it is safe when this returns where it lies."""
         entry = Entry(number, facts, body)
-        record = await asyncio.to_thread(encode, entry) if len(body) > OFF_LOOP_BYTES else encode(entry)
-        if self._is_closed:  # between the request for it and now; its directory is gone, and must not come back
+        record = (
+            await asyncio.to_thread(encode, entry) if len(body) > OFF_LOOP_BYTES else encode(entry)
+        )
+        # between the request for it and now; its directory is gone, and must not come back
+        if self._is_closed:
             raise OSError(f"{self.directory} is closed: its run or session has ended")
         if self._file is None or self._size > SEGMENT_BYTES:
             self.rotate()
@@ -235,11 +245,15 @@ class Journal:
         return place
 
     def rotate(self) -> None:
-        """Go on in a new segment, unless this one is new; the old one is closed when it has been written to the end."""
+        """Go on in a new segment, unless this one is new; the old one is closed when it has been
+        written to the end.
+        """
         if self._file is not None and not self._size:
             return
         if self._last is None:
-            taken = [int(path.stem.rpartition("-")[2]) for path in self.directory.glob("segment-*.log")]
+            taken = [
+                int(path.stem.rpartition("-")[2]) for path in self.directory.glob("segment-*.log")
+            ]
             self._last = max(taken, default=0)
         self._last += 1
         if (old := self._file) is not None:
@@ -302,7 +316,9 @@ def encode(entry: Entry) -> bytes:
     return b"".join((header, zlib.crc32(header).to_bytes(4, "little"), facts, entry.body))
 
 
-def read_records(path: Path, data: bytes, *, may_be_torn: bool = True) -> Iterator[tuple[Entry, int]]:
+def read_records(
+    path: Path, data: bytes, *, may_be_torn: bool = True
+) -> Iterator[tuple[Entry, int]]:
     """Yield the records of a file's bytes, each with the offset of its end.
 
     A torn record ends the file, unless the file was put in force whole (`may_be_torn=False`).

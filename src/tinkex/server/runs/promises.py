@@ -1,7 +1,8 @@
 """Promises: the futures a server has handed out, each by the id under which its result is fetched.
 
-They live in memory. A result may be read more than once; some time after it was read, or when nobody came for it,
-it is forgotten and its id answers "gone". Samples are noted in a log as they end, for clients that poll for many.
+They live in memory. A result may be read more than once; some time after it was read, or when
+nobody came for it, it is forgotten and its id answers "gone". Samples are noted in a log as they
+end, for clients that poll for many.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ _scrubber = Scrubber()
 
 
 class Left(EngineError):
-    """Work that is not begun because the server stops: its promise stands, and the next life keeps it."""
+    """Work that is not begun because the server stops: its promise stands, and the next life keeps
+    it.
+    """
 
     def __init__(self) -> None:
         super().__init__("the server is stopping", "server")
@@ -71,7 +74,8 @@ class Promise:
     number: int = 0
     """Its place in the log."""
     is_sent: bool = False
-    """Whether the result went out with the log's last word on it: once acknowledged, nobody will ask for it."""
+    """Whether the result went out with the log's last word on it: once acknowledged, nobody will
+    ask for it."""
     finished: float = 0.0
     read: float = 0.0
     size: int = 0
@@ -98,21 +102,25 @@ class Promise:
         if on_read is not None:
             on_read()
 
-    def fail(self, message: str, category: RequestErrorCategory = RequestErrorCategory.User) -> None:
+    def fail(
+        self, message: str, category: RequestErrorCategory = RequestErrorCategory.User
+    ) -> None:
         """Give the promise a failure."""
         self.settle(RequestFailedResponse(error=message, category=category))
 
 
 def first_cursor() -> int:
-    """Where a log that is begun now begins: above every earlier one, for none ends more samples than microseconds."""
+    """Where a log that is begun now begins: above every earlier one, for none ends more samples
+    than microseconds.
+    """
     return time.time_ns() // 1000
 
 
 class Log:
     """The samples of one client that have ended and that it has not acknowledged, by number.
 
-    Numbers go up from one log to the next, so that a cursor of an earlier one, closed with its session or in an earlier
-    life of the server, never hides anything.
+    Numbers go up from one log to the next, so that a cursor of an earlier one, closed with its
+    session or in an earlier life of the server, never hides anything.
     """
 
     def __init__(self, session_id: str, first: int) -> None:
@@ -168,7 +176,9 @@ class Promises:
     """All promises of a server."""
 
     def __init__(
-        self, clock: Callable[[], float] = time.monotonic, conceal: Callable[[str], str] = lambda text: text
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        conceal: Callable[[str], str] = lambda text: text,
     ) -> None:
         self._conceal = conceal
         """Takes out of a failure's text what its reader is not to know."""
@@ -179,9 +189,11 @@ class Promises:
         self._clock = clock
         self._held: set[asyncio.Timeout] = set()
         self.are_left = False
-        """Whether the server stops: what is not begun is left to its next life, and nobody is held any more."""
+        """Whether the server stops: what is not begun is left to its next life, and nobody is held
+        any more."""
         self.are_closed = False
-        """Whether the worker has ended: what it did not finish has not failed, for the next life does it."""
+        """Whether the worker has ended: what it did not finish has not failed, for the next life
+        does it."""
 
     def __len__(self) -> int:
         return len(self._promises)
@@ -251,7 +263,9 @@ class Promises:
         for promise in list(self._promises.values()):
             if not promise.done.is_set():
                 continue
-            if now - promise.finished > KEEP_UNREAD or (promise.read and now - promise.read > KEEP_READ):
+            if now - promise.finished > KEEP_UNREAD or (
+                promise.read and now - promise.read > KEEP_READ
+            ):
                 self._forget(promise)
         self._sweep_read(now)
         for request_id in list(self._gone)[:-KEEP_GONE]:
@@ -266,11 +280,14 @@ class Promises:
             kept += promise.size
             if kept > KEEP_READ_BYTES:
                 self._forget(promise)
-                promise.result = promise.kept = None  # a run may hold on to the promise until its next state
+                # a run may hold on to the promise until its next state
+                promise.result = promise.kept = None
 
     def forget_session(self, session_id: str) -> None:
         """Drop everything of a session that is over for good."""
-        for target in [target for target, log in self._logs.items() if log.session_id == session_id]:
+        for target in [
+            target for target, log in self._logs.items() if log.session_id == session_id
+        ]:
             self._logs.pop(target).close()
         for promise in [p for p in self._promises.values() if p.session_id == session_id]:
             promise.fail("the session has ended", RequestErrorCategory.User)
@@ -287,7 +304,7 @@ class Promises:
         if promise.target is not None and (log := self._logs.get(promise.target)) is not None:
             log.remove(promise)
 
-    # ── logs ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── logs ──────────────────────────────────────────────────────────────────────────────────────
 
     def log(self, target: Target) -> Log | None:
         """The log of a client that has polled for it."""
@@ -298,12 +315,18 @@ class Promises:
         if target in self._logs:
             return
         log = self._logs[target] = Log(session_id, first_cursor())
-        ended = [p for p in self._promises.values() if p.target == target and p.done.is_set() and not p.read]
+        ended = [
+            p
+            for p in self._promises.values()
+            if p.target == target and p.done.is_set() and not p.read
+        ]
         for promise in sorted(ended, key=lambda promise: promise.finished):
             log.add(promise)
 
     def acknowledge(self, log: Log, cursor: int) -> None:
-        """Take a client's word that it knows of everything up to a number; what it was sent can be forgotten."""
+        """Take a client's word that it knows of everything up to a number; what it was sent can be
+        forgotten.
+        """
         for promise in log.until(cursor):
             if promise.is_sent:
                 self._forget(promise)
@@ -312,7 +335,9 @@ class Promises:
                 promise.touch()
 
     def sweep_logs(self, sessions: Container[str]) -> None:
-        """Forget logs that nobody polls for, of sessions that are not open or where there never was anything."""
+        """Forget logs that nobody polls for, of sessions that are not open or where there never was
+        anything.
+        """
         stale = self._clock() - KEEP_READ
         for target, log in list(self._logs.items()):
             if log.polled < stale and (log.is_untouched or log.session_id not in sessions):
@@ -340,7 +365,9 @@ class Promises:
 
 
 def internal(error: Exception) -> str:
-    """What is told in band of a fault of the server: a full disk is worth knowing of, a secret is not to be told."""
+    """What is told in band of a fault of the server: a full disk is worth knowing of, a secret is
+    not to be told.
+    """
     if is_full_disk(error):
         return f"{FULL_DISK}; ask again when there is room"
     return f"internal error: {type(error).__name__}: {_scrubber.text(str(error))}"

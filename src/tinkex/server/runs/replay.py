@@ -1,7 +1,8 @@
 """What an earlier life of the server had promised is taken up again, when somebody asks for it.
 
-A run is rebuilt from its last state on disk and the requests that its journal holds after it: they go through the same
-handlers as when they came, and give the same results. Samples are drawn again with the seeds that were drawn for them.
+A run is rebuilt from its last state on disk and the requests that its journal holds after it: they
+go through the same handlers as when they came, and give the same results. Samples are drawn again
+with the seeds that were drawn for them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,18 @@ from tinkex.server.files.seals import check
 from tinkex.server.runs.admission import GIVEN_UP, UNFINISHED, UNKNOWN, give_up_gap, spend
 from tinkex.server.runs.journal import DamagedJournalError, Entry, read_records
 from tinkex.server.runs.scheduler import Lane
-from tinkex.server.state import DIRECT, READ, RECORDINGS, UNPLACED, Call, LiveRun, Queued, Refusal, State, digest_of
+from tinkex.server.state import (
+    DIRECT,
+    READ,
+    RECORDINGS,
+    UNPLACED,
+    Call,
+    LiveRun,
+    Queued,
+    Refusal,
+    State,
+    digest_of,
+)
 from tinkex.types.sessions import RequestFailedResponse
 from tinkex.types.training import CreateModelResponse, OptimizerConfigBase
 from tinkex.wire import codec
@@ -35,7 +47,8 @@ logger = logging.getLogger("tinkex.server")
 SCRATCH = ("checkpoints/*/*/.saving-*", "checkpoints/*/*/.deleting-*", f"snapshots/*{UNPLACED}*")
 """What saving and deleting leaves when it is not finished, and …"""
 ABANDONED_SECONDS = 3600.0
-"""… after how long nobody can be at it any more, another process with the same data directory included."""
+"""… after how long nobody can be at it any more, another process with the same data directory
+included."""
 
 Handlers: TypeAlias = Mapping[str, Callable[[State, Call], Awaitable[Any]]]
 
@@ -76,7 +89,8 @@ async def _revive(state: State, handlers: Handlers, name: str) -> None:
             logger.exception("%s could not be taken up again", name)
             state.runs.pop(name, None)
             state.worker.run(state.engine.drop, name)
-            # A server that stops, or has no memory left, says nothing about the run: the next life tries again.
+            # A server that stops, or has no memory left, says nothing about the run: the next life
+            # tries again.
             if not (isinstance(error, EngineError) and error.category == "server"):
                 await asyncio.to_thread(state.catalogue.mark_corrupted, name)
                 state.set_aside(directory, "cannot be taken up again")
@@ -92,13 +106,14 @@ async def _revive(state: State, handlers: Handlers, name: str) -> None:
             logger.exception("the samples of %s could not be taken up again", name)
 
 
-# ── runs ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── runs ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def _revive_run(state: State, handlers: Handlers, model_id: str, directory: Path) -> None:
     started = time.monotonic()
     entries = await asyncio.to_thread(state.journal(directory).read)
-    if entries and entries[0].facts["op"] == "create_custom_loss":  # has a journal as runs have, of one request
+    # has a journal as runs have, of one request
+    if entries and entries[0].facts["op"] == "create_custom_loss":
         await handlers["create_custom_loss"](state, call_of(entries[0]))
         return
     run = await asyncio.to_thread(state.store.run, model_id)
@@ -116,9 +131,12 @@ async def _revive_run(state: State, handlers: Handlers, model_id: str, directory
         live = LiveRun(run, Lane[Queued](number + 1))
         await state.worker.run(_thaw, state, run, frozen)
         await asyncio.to_thread(_read_results, state, live, frozen / "results.log")
-        state.runs[model_id] = live  # not before its results are known: one that is asked for again is not a new one
+        # not before its results are known: one that is asked for again is not a new one
+        state.runs[model_id] = live
         if state.promises.get(f"{model_id}:0") is None:
-            state.promises.add(f"{model_id}:0", UNKNOWN, session_id).settle(CreateModelResponse(model_id=model_id))
+            state.promises.add(f"{model_id}:0", UNKNOWN, session_id).settle(
+                CreateModelResponse(model_id=model_id)
+            )
     else:
         number = 0
         creation = next((entry for entry in entries if entry.number == 0), None)
@@ -149,7 +167,9 @@ def _clear_unfinished(directory: Path) -> None:
 
 
 def _thaw(state: State, run: Run, directory: Path) -> None:
-    state.engine.create(run.model_id, run.base_model, run.lora, OptimizerConfigBase.from_wire(run.optimizer))
+    state.engine.create(
+        run.model_id, run.base_model, run.lora, OptimizerConfigBase.from_wire(run.optimizer)
+    )
     check(directory)
     state.engine.load(run.model_id, directory, optimizer=True)
 
@@ -166,7 +186,12 @@ async def _replay(state: State, handlers: Handlers, live: LiveRun, entry: Entry)
         else:
             await spend(state, call, live.run.model_id, entry.number)
     except Refusal as refusal:
-        logger.warning("request %d of %s cannot be repeated: %s", entry.number, live.run.model_id, refusal.detail)
+        logger.warning(
+            "request %d of %s cannot be repeated: %s",
+            entry.number,
+            live.run.model_id,
+            refusal.detail,
+        )
 
 
 def call_of(entry: Entry) -> Call:
@@ -198,15 +223,17 @@ def call_of(entry: Entry) -> Call:
 def _last_state(directory: Path) -> tuple[int, Path | None]:
     """The state in force: the last that was finished."""
     states = {
-        int(path.name.removeprefix("state-")): path for path in directory.glob("state-*") if path.suffix != ".new"
+        int(path.name.removeprefix("state-")): path
+        for path in directory.glob("state-*")
+        if path.suffix != ".new"
     }
     number = max(states, default=-1)
     return number, states.get(number)
 
 
-KINDS: dict[str, type[Any]] = {op.result.__name__: op.result for op in BY_NAME.values() if op.result is not None} | {
-    "RequestFailedResponse": RequestFailedResponse
-}
+KINDS: dict[str, type[Any]] = {
+    op.result.__name__: op.result for op in BY_NAME.values() if op.result is not None
+} | {"RequestFailedResponse": RequestFailedResponse}
 
 
 def _read_results(state: State, live: LiveRun, path: Path) -> None:
@@ -214,24 +241,37 @@ def _read_results(state: State, live: LiveRun, path: Path) -> None:
     data = path.read_bytes() if path.exists() else b""
     for entry, _ in read_records(path, data, may_be_torn=False):
         facts = entry.facts
-        promise = state.promises.add(facts["id"], bytes.fromhex(facts["digest"]), live.run.session_id)
+        promise = state.promises.add(
+            facts["id"], bytes.fromhex(facts["digest"]), live.run.session_id
+        )
         promise.settle(codec.decode(KINDS[facts["kind"]], entry.body, facts["type"]))
         live.recent[entry.number] = promise
 
 
-# ── samples ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── samples ───────────────────────────────────────────────────────────────────────────────────────
 
 
-async def _revive_samples(state: State, handlers: Handlers, session_id: str, directory: Path) -> None:
+async def _revive_samples(
+    state: State, handlers: Handlers, session_id: str, directory: Path
+) -> None:
     """Draw what was asked for again; what nobody asks for any more costs a little time, no more."""
     if session_id != DIRECT:
         if await asyncio.to_thread(state.store.session_state, session_id) != "active":
             return
         state.heard[session_id] = time.monotonic()
     entries = await asyncio.to_thread(state.journal(directory).read)
-    over = {request_id for entry in entries if entry.facts["op"] == READ for request_id in entry.facts["ids"]}
+    over = {
+        request_id
+        for entry in entries
+        if entry.facts["op"] == READ
+        for request_id in entry.facts["ids"]
+    }
     for entry in entries:
-        if entry.facts["op"] == READ or entry.facts["id"] in over or state.promises.get(entry.facts["id"]) is not None:
+        if (
+            entry.facts["op"] == READ
+            or entry.facts["id"] in over
+            or state.promises.get(entry.facts["id"]) is not None
+        ):
             continue
         try:
             await handlers[entry.facts["op"]](state, await asyncio.to_thread(call_of, entry))

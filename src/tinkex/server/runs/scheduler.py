@@ -1,10 +1,11 @@
 """Order and turns: a lane per training run, and the one worker thread that owns the engine.
 
-A lane is pure bookkeeping (no clock, no threads): operations go in by number and come out when every number before them
-has. The worker hands passes to the engine as soon as nothing of their run is before them, so that those of several runs
-can share its steps; what else a run is asked for waits until its passes have ended. Steps of training and of sampling
-take turns by the time they take, so that neither stops the other. Files are written on a thread of their own: what a
-run is to learn or load next waits for that, the engine does not.
+A lane is pure bookkeeping (no clock, no threads): operations go in by number and come out when
+every number before them has. The worker hands passes to the engine as soon as nothing of their run
+is before them, so that those of several runs can share its steps; what else a run is asked for
+waits until its passes have ended. Steps of training and of sampling take turns by the time they
+take, so that neither stops the other. Files are written on a thread of their own: what a run is to
+learn or load next waits for that, the engine does not.
 """
 
 from __future__ import annotations
@@ -25,7 +26,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from tinkex.engine.api import DrawnToken, Engine, EngineError, Listener, PassDone, Recording, SampleDone
+from tinkex.engine.api import (
+    DrawnToken,
+    Engine,
+    EngineError,
+    Listener,
+    PassDone,
+    Recording,
+    SampleDone,
+)
 from tinkex.engine.fair_share import Shares
 from tinkex.types.sampling import SampleRequest, SampleResponse
 from tinkex.types.training import ForwardBackwardOutput
@@ -38,7 +47,8 @@ EXIT_SECONDS = 60.0
 CANCELLED = "the request was cancelled"
 STOPPED = "the server was stopped"
 TAKING_SECONDS = 0.05
-"""So long may steps wait while operations are taken in: what has come together is begun together."""
+"""So long may steps wait while operations are taken in: what has come together is begun together.
+"""
 TRAINING, SAMPLING = "training", "sampling"
 
 
@@ -59,7 +69,9 @@ class Lane(Generic[T]):
         """Bytes of the operations that wait for a missing number, or are on their way to do so."""
 
     def offer(self, number: int, item: T) -> list[T]:
-        """Take an operation in; returns those whose turn has come. A number that has passed is refused."""
+        """Take an operation in; returns those whose turn has come. A number that has passed is
+        refused.
+        """
         if number < self.next or number in self._waiting:
             raise ValueError(f"request number {number} has been used; the next one is {self.next}")
         self._waiting[number] = item
@@ -93,7 +105,9 @@ class Lane(Generic[T]):
         return self.next if self._waiting else None
 
     def give_up(self) -> list[T]:
-        """Stop waiting for the missing numbers; returns the operations that waited, which must now fail."""
+        """Stop waiting for the missing numbers; returns the operations that waited, which must now
+        fail.
+        """
         abandoned = [self._waiting[number] for number in sorted(self._waiting)]
         for number in self._waiting:
             self.let_go(number)
@@ -111,14 +125,16 @@ def _end(worker: weakref.ref[Worker], thread: threading.Thread, pid: int) -> Non
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """The rest of an operation: work on another thread, while the engine goes on, and then something on the worker.
+    """The rest of an operation: work on another thread, while the engine goes on, and then
+    something on the worker.
 
     Passes and saves of the same run do not wait for it: it must not depend on what they change.
     """
 
     work: Callable[[], Any]
     then: Callable[[Any], Any]
-    """Takes what the work returned and gives the operation's result, before anything that waits for it begins."""
+    """Takes what the work returned and gives the operation's result, before anything that waits for
+    it begins."""
 
 
 class Sampled(NamedTuple):
@@ -142,7 +158,9 @@ class _Task:
 
 
 class Worker:
-    """The thread that owns the engine: runs operations in the order given, and advances passes and samples between."""
+    """The thread that owns the engine: runs operations in the order given, and advances passes and
+    samples between.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -174,7 +192,8 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="tinkex-engine", daemon=True)
         self._thread.start()
-        # A program must not end while the engine computes: the interpreter would be torn down under it.
+        # A program must not end while the engine computes: the interpreter would be torn down under
+        # it.
         register = getattr(threading, "_register_atexit", atexit.register)
         register(functools.partial(_end, weakref.ref(self), self._thread, os.getpid()))
 
@@ -195,15 +214,23 @@ class Worker:
         return self._put(function, args)
 
     def run_for(self, run: str, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
-        """Queue a function that comes after everything that was queued for the same run; see `Beside` for its end."""
+        """Queue a function that comes after everything that was queued for the same run; see
+        `Beside` for its end.
+        """
         return self._put(function, args, run)
 
     def run_save(self, run: str, function: Callable[[], Beside]) -> asyncio.Future[Any]:
-        """Queue a function that comes after what its run was asked for, other saves excepted: they end in order."""
+        """Queue a function that comes after what its run was asked for, other saves excepted: they
+        end in order.
+        """
         return self._put(function, (), run, is_save=True)
 
-    def run_pass(self, run: str, job: str, start: Callable[[], object]) -> asyncio.Future[ForwardBackwardOutput]:
-        """Queue a pass, which `start` starts on the engine under this job's name; the future has its output."""
+    def run_pass(
+        self, run: str, job: str, start: Callable[[], object]
+    ) -> asyncio.Future[ForwardBackwardOutput]:
+        """Queue a pass, which `start` starts on the engine under this job's name; the future has
+        its output.
+        """
         return self._put(start, (), run, job)
 
     def _put(
@@ -219,7 +246,8 @@ class Worker:
         future: asyncio.Future[Any] = self._loop.create_future()
         future.add_done_callback(_seen)
         self._tasks.put(_Task(function, args, future, run, job, is_save))
-        if self.failure is not None:  # else the thread takes it, or empties the queue after it has said so
+        # else the thread takes it, or empties the queue after it has said so
+        if self.failure is not None:
             _settle(future, self.failure)
         return future
 
@@ -233,7 +261,9 @@ class Worker:
         owner: str = "",
         cache: str = "",
     ) -> asyncio.Future[Sampled]:
-        """Queue a sampling job. A listener is called on the event loop, for the last time before the job is done."""
+        """Queue a sampling job. A listener is called on the event loop, for the last time before
+        the job is done.
+        """
         assert self._loop is not None, "the worker has not been started"
         done: asyncio.Future[Sampled] = self._loop.create_future()
         admitted = self.run(self._admit, job, sampler, request, seed, done, listener, owner, cache)
@@ -243,7 +273,8 @@ class Worker:
     def cancel(self, job: str) -> None:
         """Drop a job, started or not; it fails. One that has ended is left alone."""
         self._cancelled.add(job)
-        self.run(self._uncancel, job)  # wakes the thread; and behind this job's admission nothing has to be remembered
+        # wakes the thread; and behind this job's admission nothing has to be remembered
+        self.run(self._uncancel, job)
 
     def _uncancel(self, job: str) -> None:
         self._drop_cancelled()
@@ -300,19 +331,26 @@ class Worker:
             while self._take():
                 if not self._stopping:
                     self._advance()
-        except BaseException as error:  # nobody else would hear of it, and everyone would wait for ever
-            logger.critical("the engine's thread has died; the server must be restarted", exc_info=True)
+        except (
+            BaseException
+        ) as error:  # nobody else would hear of it, and everyone would wait for ever
+            logger.critical(
+                "the engine's thread has died; the server must be restarted", exc_info=True
+            )
             why = self.failure = _death(error)
         self._stopping = True
         try:
             self._stop_all(why)
-            self._files.shutdown()  # what is being written is finished; what has not begun sees that it is too late
+            # what is being written is finished; what has not begun sees that it is too late
+            self._files.shutdown()
             self._empty_queue(why)
         finally:
             self._post(self._ended.set)
 
     def _take(self) -> bool:
-        """Take what has been queued, and wait for something if there is nothing to do; false at the end."""
+        """Take what has been queued, and wait for something if there is nothing to do; false at the
+        end.
+        """
         until = time.perf_counter() + TAKING_SECONDS
         try:
             while True:
@@ -413,7 +451,10 @@ class Worker:
         self._close(self._saves, task, outcome)
 
     def _stop_all(self, why: EngineError) -> None:
-        for task in [*self._passes.values(), *(task for tasks in self._waiting.values() for task in tasks)]:
+        for task in [
+            *self._passes.values(),
+            *(task for tasks in self._waiting.values() for task in tasks),
+        ]:
             self._resolve(task.future, why)
         self._waiting.clear()
         self._empty_queue(why)
@@ -455,7 +496,11 @@ class Worker:
             logger.exception("a sampling step failed; the samples under way are lost")
             self._fail_samples(error)
             return
-        outcomes = [(self._samples.pop(done.job), _outcome(done)) for done in ended if done.job in self._samples]
+        outcomes = [
+            (self._samples.pop(done.job), _outcome(done))
+            for done in ended
+            if done.job in self._samples
+        ]
         if outcomes:  # told together, so that whoever waits for several is woken once
             self._post(_settle_all, outcomes)
 
@@ -474,17 +519,23 @@ class Worker:
 
 def _death(error: BaseException) -> EngineError:
     kind = type(error).__name__
-    return EngineError(f"the server's engine has died ({kind}): see the server's log, and restart it", "server")
+    return EngineError(
+        f"the server's engine has died ({kind}): see the server's log, and restart it", "server"
+    )
 
 
 def _seen(future: asyncio.Future[Any]) -> None:
-    """Not everyone waits for what they ask the worker to drop; asyncio would complain of its failure at the end."""
+    """Not everyone waits for what they ask the worker to drop; asyncio would complain of its
+    failure at the end.
+    """
     if not future.cancelled():
         future.exception()
 
 
 def _outcome(done: SampleDone) -> Sampled | Exception:
-    return done.result if isinstance(done.result, Exception) else Sampled(done.result, done.recordings)
+    return (
+        done.result if isinstance(done.result, Exception) else Sampled(done.result, done.recordings)
+    )
 
 
 def _settle(future: asyncio.Future[Any], outcome: Any) -> None:

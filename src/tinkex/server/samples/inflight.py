@@ -1,8 +1,10 @@
-"""In-flight samplers: a run has one target, every save moves it, and all its sessions follow without going back.
+"""In-flight samplers: a run has one target, every save moves it, and all its sessions follow
+without going back.
 
-A save counts the version up, freezes the weights under a name of that version, and points the target to them. A session
-is bound to the target; its floor is the version it was made with. What is put on disk, makes room in memory and is
-found again after a restart are the weights of the newest version, like those of any nameless sampler.
+A save counts the version up, freezes the weights under a name of that version, and points the
+target to them. A session is bound to the target; its floor is the version it was made with. What is
+put on disk, makes room in memory and is found again after a restart are the weights of the newest
+version, like those of any nameless sampler.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ def _weights(model_id: str, version: int) -> str:
 
 
 def cache_of(sampler: Sampler) -> str:
-    """The namespace of a session's cached prompts; a session that is made again under its old id has another."""
+    """The namespace of a session's cached prompts; a session that is made again under its old id
+    has another.
+    """
     return f"{sampler.sampler_id}@{sampler.version}"
 
 
@@ -46,15 +50,17 @@ def check(request: SaveWeightsForSamplerRequest) -> None:
     for name in ("path", "ttl_seconds"):
         if getattr(request, name) is not None:
             raise EngineError(
-                f"save_weights_for_sampler: kind 'inflight' takes no {name}; leave it out, or use kind 'snapshot'"
+                f"save_weights_for_sampler: kind 'inflight' takes no {name}; leave it out, or use "
+                "kind 'snapshot'"
             )
 
 
 def save(state: State, live: LiveRun, sampler_id: str, number: int) -> int | None:
-    """Move a run's target to its present weights, for a new session; returns the version. On the worker.
+    """Move a run's target to its present weights, for a new session; returns the version. On the
+    worker.
 
-    What an earlier life of the server did is not done again if a later save has replaced it, for the target never goes
-    back: None then.
+    What an earlier life of the server did is not done again if a later save has replaced it, for
+    the target never goes back: None then.
     """
     run = live.run
     version, newest = state.store.inflight_versions(run.model_id, number)
@@ -67,9 +73,12 @@ def save(state: State, live: LiveRun, sampler_id: str, number: int) -> int | Non
         if name == sampler_id or name.startswith(f"{_target(run.model_id)}:"):
             live.unsaved_samplers.pop(name, None)
     live.unsaved_samplers[weights] = number
-    state.drop_snapshot_files(sampler_id)  # the client may have used the number for a snapshot before
+    # the client may have used the number for a snapshot before
+    state.drop_snapshot_files(sampler_id)
     state.engine.drop_sampler(sampler_id)
-    sampler = Sampler(sampler_id, run.session_id, run.base_model, None, True, run.owner, run.model_id, version)
+    sampler = Sampler(
+        sampler_id, run.session_id, run.base_model, None, True, run.owner, run.model_id, version
+    )
     state.store.add_inflight(sampler, number)
     return version
 
@@ -94,14 +103,18 @@ async def find(state: State, sampler: Sampler) -> Present:
     version = state.targets.get(model_id, 0)
     if not version or sampler.version is None or version < sampler.version:
         raise Refusal(
-            410, f"the weights of in-flight sampler {sampler.sampler_id!r} went with their session; save them again"
+            410,
+            f"the weights of in-flight sampler {sampler.sampler_id!r} went with their session; "
+            "save them again",
         )
     weights = _weights(model_id, version)
     return Present(_target(model_id), weights, version, state.snapshots.get(weights))
 
 
 async def _restore(state: State, model_id: str) -> None:
-    """Find a target of an earlier life: its newest weights on disk, else in what its run does again."""
+    """Find a target of an earlier life: its newest weights on disk, else in what its run does
+    again.
+    """
     version = await asyncio.to_thread(state.store.newest_version, model_id)
     weights = _weights(model_id, version)
     directory = state.snapshot_directory(weights)

@@ -1,7 +1,8 @@
-"""Provenance: from the spans of training data to the recordings of the samples that they are made of.
+"""Provenance: from the spans of training data to the recordings of the samples that they are made
+of.
 
-Only the loss `stable_reinforce` reads spans. Tokens of a prompt are not compared with it: programs send zeros as
-targets there.
+Only the loss `stable_reinforce` reads spans. Tokens of a prompt are not compared with it: programs
+send zeros as targets there.
 """
 
 from __future__ import annotations
@@ -22,11 +23,17 @@ async def recall(
     """The recording behind each datum, and the ids of all samples that the data name.
 
     Raises:
-        EngineError: Spans are missing, do not fit their datum, or name a sample that cannot be trained on.
+        EngineError: Spans are missing, do not fit their datum, or name a sample that cannot be
+            trained on.
     """
     spans = [_spans_of(index, datum) for index, datum in enumerate(data)]
     names = frozenset(span.sequence_id for both in spans for side in both for span in side)
-    wanted = {span.sequence_id for _, side in spans for span in side if isinstance(span, SampledProvenanceSpan)}
+    wanted = {
+        span.sequence_id
+        for _, side in spans
+        for span in side
+        if isinstance(span, SampledProvenanceSpan)
+    }
     found = await records.recall(session_id, names, wanted, expired=is_replayed)
 
     def resolve() -> list[Recalled]:
@@ -38,7 +45,8 @@ async def recall(
 def _spans_of(index: int, datum: Datum) -> tuple[ProvenanceSpans, ProvenanceSpans]:
     if datum.model_input_spans is None or datum.loss_fn_input_spans is None:
         raise EngineError(
-            f"datum {index} has no provenance, which 'stable_reinforce' needs: say with Datum.with_provenance which "
+            f"datum {index} has no provenance, which 'stable_reinforce' needs: say with "
+            "Datum.with_provenance which "
             "samples its tokens come from"
         )
     return datum.model_input_spans, datum.loss_fn_input_spans
@@ -69,17 +77,24 @@ def _resolve(
             parts.append(_part(recording, slice(span.offset, span.offset + span.length)))
         at += span.length
     if not positions:
-        raise EngineError(f"datum {index}: none of its targets was sampled; 'stable_reinforce' needs one at least")
+        raise EngineError(
+            f"datum {index}: none of its targets was sampled; 'stable_reinforce' needs one at least"
+        )
     if len({part.top_tokens.shape[1] for part in parts}) > 1:
-        raise EngineError(f"datum {index}: its samples were drawn from models with different vocabularies")
+        raise EngineError(
+            f"datum {index}: its samples were drawn from models with different vocabularies"
+        )
     return Recalled(np.concatenate(positions), _joined(parts))
 
 
-def _check_side(index: int, field: str, spans: ProvenanceSpans, length: int, found: Mapping[str, Remembered]) -> None:
+def _check_side(
+    index: int, field: str, spans: ProvenanceSpans, length: int, found: Mapping[str, Remembered]
+) -> None:
     covered = sum(span.length for span in spans)
     if covered != length:
         raise EngineError(
-            f"datum {index}: the spans of {field} cover {covered} positions of {length}; they must cover each once"
+            f"datum {index}: the spans of {field} cover {covered} positions of {length}; they must "
+            "cover each once"
         )
     for span in spans:
         sample = found[span.sequence_id]
@@ -88,7 +103,8 @@ def _check_side(index: int, field: str, spans: ProvenanceSpans, length: int, fou
             what, most = "prompt", sample.prompt
         if span.offset + span.length > most:
             raise EngineError(
-                f"datum {index}: a span of {field} names tokens {span.offset} to {span.offset + span.length} of the "
+                f"datum {index}: a span of {field} names tokens {span.offset} to "
+                f"{span.offset + span.length} of the "
                 f"{what} of {span.sequence_id!r}, which has {most}"
             )
 

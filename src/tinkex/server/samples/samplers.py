@@ -18,7 +18,9 @@ from tinkex.types.sampling import SampleRequest, SampleResponse
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """Where a sampler's weights are: the engine's name for them, and the files they can be loaded from."""
+    """Where a sampler's weights are: the engine's name for them, and the files they can be loaded
+    from.
+    """
 
     name: str
     base_model: str
@@ -49,10 +51,14 @@ async def find_source(state: State, sampler: Sampler) -> WeightSource:
             await _find_snapshot(state, sampler)
         if sampler.sampler_id not in state.snapshots:
             raise Refusal(
-                410, f"the weights of sampler {sampler.sampler_id!r} went with their session; save them again"
+                410,
+                f"the weights of sampler {sampler.sampler_id!r} went with their session; save them "
+                "again",
             )
         directory = state.snapshots[sampler.sampler_id]
-        return WeightSource(sampler.sampler_id, sampler.base_model, directory, is_loadable=directory is not None)
+        return WeightSource(
+            sampler.sampler_id, sampler.base_model, directory, is_loadable=directory is not None
+        )
     if sampler.model_path is None:
         return WeightSource(f"base/{sampler.base_model}", sampler.base_model)
     saved = await asyncio.to_thread(state.store.checkpoint, sampler.model_path)
@@ -67,7 +73,8 @@ async def find_source(state: State, sampler: Sampler) -> WeightSource:
                 state.bound[sampler.sampler_id] = name
             state.check_base(saved.base_model, saved.base_digest, saved.tinker_path)
             return WeightSource(name, saved.base_model, saved.directory)
-    if bound is not None and bound in state.loading:  # weights that are still in memory may be sampled from
+    # weights that are still in memory may be sampled from
+    if bound is not None and bound in state.loading:
         return WeightSource(bound, sampler.base_model, is_loadable=False)
     raise Refusal(410, f"checkpoint {sampler.model_path} has been deleted or has expired")
 
@@ -98,18 +105,23 @@ async def draw(
     *,
     owner: str,
 ) -> SampleResponse:
-    """Queue the loading of weights that are not there yet, then the sample, without a pause between the two.
+    """Queue the loading of weights that are not there yet, then the sample, without a pause between
+    the two.
 
-    The worker keeps that order, and a job holds its weights: they cannot be dropped before it has them.
+    The worker keeps that order, and a job holds its weights: they cannot be dropped before it has
+    them.
     """
     seed = request.sampling_params.seed if seed is None else seed
     loading = load(state, source) if source.is_loadable else None
-    if source.target is not None and loading is not None:  # the target went with the weights when they made room
+    # the target went with the weights when they made room
+    if source.target is not None and loading is not None:
         state.worker.run(state.engine.point, source.target, source.name, source.version)
     seed = secrets.randbits(63) if seed is None else seed
     sampler = source.target or source.name
     try:
-        response, recordings = await state.worker.sample(job, sampler, request, seed, listener, owner, source.cache)
+        response, recordings = await state.worker.sample(
+            job, sampler, request, seed, listener, owner, source.cache
+        )
     except EngineError as refused:
         error = loading.exception() if loading is not None and loading.done() else None
         if isinstance(error, EngineError) or error is None:
@@ -122,11 +134,15 @@ async def draw(
 
 
 def load(state: State, source: WeightSource) -> asyncio.Future[None]:
-    """Load weights unless they are there or on their way; the longest unused make room. A failure is not kept."""
+    """Load weights unless they are there or on their way; the longest unused make room. A failure
+    is not kept.
+    """
     loading = state.loading.pop(source.name, None)
     if loading is None:
         loading = state.worker.run(_load, state, source)
-        loading.add_done_callback(lambda done: state.loading.pop(source.name, None) if done.exception() else None)
+        loading.add_done_callback(
+            lambda done: state.loading.pop(source.name, None) if done.exception() else None
+        )
     state.loading[source.name] = loading  # the last used comes last
     while len(state.loading) > state.limits.samplers:
         oldest = next(iter(state.loading))

@@ -1,9 +1,10 @@
 """Sampling records: the recordings of samples, kept for the sessions that drew them.
 
-A recording is on disk before its sample can be read, so that a restart changes nothing; memory holds those used last,
-up to a budget. Each can be trained on for a day after it was sampled or last used. Files are segments of an append-only
-log, one log for each session; a segment is deleted when all in it has expired, or to make room: that of the session
-which takes the most room, and its oldest first. What a pass in a journal needs is never deleted.
+A recording is on disk before its sample can be read, so that a restart changes nothing; memory
+holds those used last, up to a budget. Each can be trained on for a day after it was sampled or last
+used. Files are segments of an append-only log, one log for each session; a segment is deleted when
+all in it has expired, or to make room: that of the session which takes the most room, and its
+oldest first. What a pass in a journal needs is never deleted.
 """
 
 from __future__ import annotations
@@ -116,23 +117,39 @@ class SamplingRecords:
         kept = sum(sum(session.sizes.values()) for session in self._sessions.values())
         return kept + sum(self._left.values())
 
-    # ── recording ────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── recording ─────────────────────────────────────────────────────────────────────────────────
 
-    async def keep(self, session_id: str, request_id: str, prompt: int, recordings: Sequence[Recording]) -> None:
+    async def keep(
+        self, session_id: str, request_id: str, prompt: int, recordings: Sequence[Recording]
+    ) -> None:
         """Have the recordings of a request on disk.
 
         Raises:
-            EngineError: They cannot be kept, or are not those that were kept of the same request before.
+            EngineError: They cannot be kept, or are not those that were kept of the same request
+                before.
         """
         session = await self._session(session_id)
         if request_id in session.kept:  # drawn again after a restart
             known = await self._load(session, request_id)
             if not all(map(_same, known, recordings)):
-                raise EngineError("the sample was drawn before, and came out otherwise now; ask for it again", "server")
+                raise EngineError(
+                    "the sample was drawn before, and came out otherwise now; ask for it again",
+                    "server",
+                )
             return
         now, body = time.time(), _pack(recordings)
-        lengths, width = [len(recording.tokens) for recording in recordings], recordings[0].top_tokens.shape[1]
-        facts = {"op": SAMPLED, "id": request_id, "at": now, "prompt": prompt, "lengths": lengths, "width": width}
+        lengths, width = (
+            [len(recording.tokens) for recording in recordings],
+            recordings[0].top_tokens.shape[1],
+        )
+        facts = {
+            "op": SAMPLED,
+            "id": request_id,
+            "at": now,
+            "prompt": prompt,
+            "lengths": lengths,
+            "width": width,
+        }
         await self._make_room(len(body))
         self._coming += len(body)
         try:
@@ -143,20 +160,29 @@ class SamplingRecords:
         session.kept[request_id] = _Kept(place.segment, place.offset, prompt, lengths, width, until)
         self._cache_in(request_id, tuple(recordings))
 
-    async def _append(self, session: _Session, now: float, facts: dict[str, Any], body: bytes = b"") -> Place:
+    async def _append(
+        self, session: _Session, now: float, facts: dict[str, Any], body: bytes = b""
+    ) -> Place:
         try:
             facts["checksum"] = _checksum(facts)
             place = await self._journal(session.directory).append(int(now * 1e9), facts, body)
         except OSError as error:
-            raise EngineError(f"the recording of a sample cannot be put on disk: {error}", "server") from None
+            raise EngineError(
+                f"the recording of a sample cannot be put on disk: {error}", "server"
+            ) from None
         session.sizes[place.segment] = max(session.sizes[place.segment], place.offset + place.size)
         session.until[place.segment] = max(session.until[place.segment], now + TRAINABLE_SECONDS)
         return place
 
-    # ── using ────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── using ─────────────────────────────────────────────────────────────────────────────────────
 
     async def recall(
-        self, session_id: str, names: Collection[str], wanted: Collection[str], *, expired: bool = False
+        self,
+        session_id: str,
+        names: Collection[str],
+        wanted: Collection[str],
+        *,
+        expired: bool = False,
     ) -> dict[str, Remembered]:
         """The samples of these ids, those that are `wanted` with their recordings.
 
@@ -164,7 +190,8 @@ class SamplingRecords:
             session_id: Whose they must be.
             names: Ids of samples.
             wanted: Those of them whose recordings are needed.
-            expired: Whether those will do that have expired: a pass that was accepted before is done again.
+            expired: Whether those will do that have expired: a pass that was accepted before is
+                done again.
 
         Raises:
             EngineError: One of them cannot be trained on.
@@ -174,7 +201,9 @@ class SamplingRecords:
         for name in names:
             request_id, _, number = name.rpartition(":")
             if not name.startswith(f"{session_id}:"):
-                raise EngineError(f"sequence {name!r} was sampled in another session than this run's")
+                raise EngineError(
+                    f"sequence {name!r} was sampled in another session than this run's"
+                )
             kept = session.kept.get(request_id)
             if kept is None or not number.isdecimal() or not number.isascii() or len(number) > 9:
                 raise EngineError(_unknown(name))
@@ -183,7 +212,9 @@ class SamplingRecords:
             index = int(number)
             if not expired and kept.until[index] < now:
                 hours = TRAINABLE_SECONDS / 3600
-                raise EngineError(f"sequence {name!r} can no longer be trained on: not used for {hours:g} hours")
+                raise EngineError(
+                    f"sequence {name!r} can no longer be trained on: not used for {hours:g} hours"
+                )
             recording = None
             if name in wanted:
                 recording = (await self._load(session, request_id))[index]
@@ -191,7 +222,9 @@ class SamplingRecords:
         return found
 
     def hold(self, session_id: str, model_id: str, number: int, names: Collection[str]) -> None:
-        """Keep what a pass of a run needs until the run's state on disk covers it, and restart the day of each."""
+        """Keep what a pass of a run needs until the run's state on disk covers it, and restart the
+        day of each.
+        """
         session, now = self._sessions.get(session_id), time.time()
         if session is None:  # it has ended
             return
@@ -221,7 +254,7 @@ class SamplingRecords:
             if session is not None and run == model_id and used <= number:
                 del session.pins[run, used]
 
-    # ── what goes ────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── what goes ─────────────────────────────────────────────────────────────────────────────────
 
     def forget(self, session_id: str) -> None:
         """Forget a session; its files go with its directory."""
@@ -250,7 +283,9 @@ class SamplingRecords:
         return [segment for segment in sorted(session.sizes) if segment not in pinned]
 
     async def _make_room(self, size: int) -> None:
-        """Drop the oldest segments of the session that has most, until so many bytes fit the budget on disk."""
+        """Drop the oldest segments of the session that has most, until so many bytes fit the budget
+        on disk.
+        """
         while self._is_full(size) and self._left:
             await self._session(next(iter(self._left)))
         while self._is_full(size):
@@ -264,14 +299,17 @@ class SamplingRecords:
                     break
             else:
                 raise EngineError(
-                    f"there is no room for a recording of {size} bytes: the limit recordings_disk_bytes is "
+                    f"there is no room for a recording of {size} bytes: the limit "
+                    "recordings_disk_bytes is "
                     f"{self._disk_bytes}, and passes that are under way need what is there",
                     "server",
                 )
 
     def _is_full(self, size: int) -> bool:
         requests = sum(len(session.kept) for session in self._sessions.values())
-        return self.bytes_on_disk + self._coming + size > self._disk_bytes or requests >= MOST_REQUESTS
+        return (
+            self.bytes_on_disk + self._coming + size > self._disk_bytes or requests >= MOST_REQUESTS
+        )
 
     def _drop(self, session: _Session, segment: Path) -> None:
         for request_id in [name for name, kept in session.kept.items() if kept.segment == segment]:
@@ -282,7 +320,7 @@ class SamplingRecords:
         self._journal(session.directory).highest.pop(segment, None)
         segment.unlink(missing_ok=True)
 
-    # ── memory and disk ──────────────────────────────────────────────────────────────────────────────────────────
+    # ── memory and disk ───────────────────────────────────────────────────────────────────────────
 
     def _cache_in(self, request_id: str, recordings: tuple[Recording, ...]) -> None:
         self._cache_out(request_id)
@@ -312,7 +350,9 @@ class SamplingRecords:
             session.until[segment] = max(session.until[segment], until)
             if facts["op"] == SAMPLED:
                 lengths, untils = facts["lengths"], [until] * len(facts["lengths"])
-                kept = _Kept(segment, place.offset, facts["prompt"], lengths, facts["width"], untils)
+                kept = _Kept(
+                    segment, place.offset, facts["prompt"], lengths, facts["width"], untils
+                )
                 session.kept.setdefault(facts["id"], kept)
                 continue
             for name in facts["ids"]:
@@ -335,7 +375,8 @@ class SamplingRecords:
 
 def _unknown(name: str) -> str:
     return (
-        f"sequence {name!r} is not known: it was not sampled with {FLAG}, was dropped for want of room "
+        f"sequence {name!r} is not known: it was not sampled with {FLAG}, was dropped for want of "
+        "room "
         "(recordings_disk_bytes), or was forgotten a day after its last use"
     )
 
@@ -393,13 +434,21 @@ def _read(kept: _Kept, request_id: str) -> tuple[Recording, ...]:
                 if entry is not None and entry.facts.get("id") == request_id:
                     return tuple(_unpack(kept, entry.body))
     logger.error("%s is damaged: the recording of %s cannot be read", kept.segment, request_id)
-    raise EngineError(f"the recording of {request_id!r} is damaged on disk: sample again, or train without it")
+    raise EngineError(
+        f"the recording of {request_id!r} is damaged on disk: sample again, or train without it"
+    )
 
 
 def _offsets(kept: _Kept, request_id: str) -> Iterator[int]:
-    """The place a record should have, then the one it has: another record may not have been written."""
+    """The place a record should have, then the one it has: another record may not have been
+    written.
+    """
     yield kept.offset
-    yield from (place.offset for place, facts in _scan_segment(kept.segment) if facts.get("id") == request_id)
+    yield from (
+        place.offset
+        for place, facts in _scan_segment(kept.segment)
+        if facts.get("id") == request_id
+    )
 
 
 def _scan_segment(segment: Path) -> Iterator[tuple[Place, dict[str, Any]]]:
@@ -431,7 +480,9 @@ def _checksum(facts: dict[str, Any]) -> int:
 
 
 def _checked(data: bytes) -> dict[str, Any] | None:
-    """Return the facts of a record, or None if they are damaged; they have a checksum without the body."""
+    """Return the facts of a record, or None if they are damaged; they have a checksum without the
+    body.
+    """
     try:
         facts: dict[str, Any] = json.loads(data)
         checksum = facts.pop("checksum")
@@ -441,7 +492,11 @@ def _checked(data: bytes) -> dict[str, Any] | None:
 
 
 def _scan(directory: Path) -> list[tuple[Place, dict[str, Any]]]:
-    return [found for segment in sorted(directory.glob("segment-*.log")) for found in _scan_segment(segment)]
+    return [
+        found
+        for segment in sorted(directory.glob("segment-*.log"))
+        for found in _scan_segment(segment)
+    ]
 
 
 def _files_size(directory: Path) -> int:

@@ -1,4 +1,6 @@
-"""Is on the path of processes that `python -m tinkex.compat` starts, and makes way for tinkex when imported."""
+"""Is on the path of processes that `python -m tinkex.compat` starts, and makes way for tinkex when
+imported.
+"""
 
 import sys
 from importlib import import_module

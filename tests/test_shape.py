@@ -1,0 +1,84 @@
+"""The shape of the code, held to ceilings. A ceiling rises only in a commit that says why."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tools import shape  # noqa: E402
+
+CEILINGS = {
+    "flat-modules": 12,
+    "cycles": 6,
+    "large-classes": 15,
+    "large-files": 43,
+    "repeated-names": 1,
+    "repeated-runs": 63,
+    "way-functions": 83,
+    "way-modules": 21,
+    "private-uses": 24,
+    "clauses": 615,
+    "wide-code": 515,
+    "wide-prose": 775,
+}
+CODE = 44_000
+"""Lines of code of the package, at 100 columns, without docstrings, comments and blank lines."""
+
+
+def test_ceilings_cover_every_figure() -> None:
+    assert CEILINGS.keys() == shape.FIGURES.keys()
+
+
+@pytest.mark.parametrize("name", CEILINGS)
+def test_figure_stays_below_its_ceiling(name: str) -> None:
+    found = shape.FIGURES[name][1]()
+    listed = "\n".join(found)
+    assert len(found) <= CEILINGS[name], f"{shape.FIGURES[name][0]}:\n{listed}"
+
+
+def test_code_does_not_grow() -> None:
+    assert shape.code_total() <= CODE, shape.rooms()
+
+
+def test_a_figure_finds_what_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package with one fault of each kind is found out."""
+    package = tmp_path / "src" / "tinkex"
+    (package / "room").mkdir(parents=True)
+    methods = "".join(f"    def m{number}(self) -> None: ...\n" for number in range(26))
+    run = "".join(f"value{number} = call({number})\n" for number in range(6))
+    (package / "__init__.py").write_text("")
+    (package / "one.py").write_text(
+        f'"""What it is."""\n\ndef ask() -> None:\n    from tinkex.room import two\n\n{run}'
+        f"class Large:\n{methods}" + "x = 1\n" * 500 + "y = 'wide'" + " " * 100 + "\n"
+    )
+    (package / "room" / "__init__.py").write_text("")
+    (package / "room" / "one.py").write_text("")
+    (package / "room" / "two.py").write_text(f"from tinkex.one import ask, _hidden\n{run}")
+    monkeypatch.setattr(shape, "ROOT", tmp_path)
+    monkeypatch.setattr(shape, "SRC", package)
+    shape.modules.cache_clear()
+    try:
+        counts = {
+            name: len(measure())
+            for name, (_, measure) in shape.FIGURES.items()
+            if not name.startswith("way")
+        }
+        assert counts == {
+            "flat-modules": 1,
+            "cycles": 1,
+            "large-classes": 1,
+            "large-files": 1,
+            "repeated-names": 1,
+            "repeated-runs": 1,
+            "private-uses": 1,
+            "clauses": 1,
+            "wide-code": 1,
+            "wide-prose": 0,
+        }
+    finally:
+        shape.modules.cache_clear()
