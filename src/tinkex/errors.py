@@ -22,10 +22,13 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 from tinkex.types.sessions import RequestErrorCategory
-from tinkex.wire.redacted_http import Request as Request
-from tinkex.wire.redacted_http import Response as Response
-from tinkex.wire.redacted_http import bounded, wait_asked
-from tinkex.wire.redacted_http import describe_body as describe_body
+from tinkex.wire.redacted_http import (
+    Request as Request,
+    Response as Response,
+    bounded,
+    describe_body as describe_body,
+    wait_asked,
+)
 
 NOT_THE_CALLERS = {408, 410, 429}
 """Refusals with a status of the 400s that are nobody's mistake: too slow, expired, too many at

@@ -207,8 +207,7 @@ def trace(tracer: Any = None, handler_id: str | None = None) -> str:
         raise ConfigurationError(
             "OpenTelemetry is not installed", hint='pip install "tinkex[otel]"'
         )
-    from opentelemetry import context
-    from opentelemetry import trace as api
+    from opentelemetry import context, trace as api
 
     chosen = handler_id or f"tinkex-otel-{next(_numbers)}"
     maker = api.get_tracer("tinkex") if tracer is None else tracer

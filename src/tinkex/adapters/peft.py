@@ -75,8 +75,7 @@ class PeftPlatform:
     def create_session(self, config: SessionConfig) -> PeftSession:
         """Load the model in float32, with a fresh adapter or that of a checkpoint's directory."""
         import torch
-        from peft import LoraConfig as PeftConfig
-        from peft import PeftModel, get_peft_model
+        from peft import LoraConfig as PeftConfig, PeftModel, get_peft_model
         from transformers import AutoModelForCausalLM
 
         place = str(self._models.get(config.base_model, config.base_model))

@@ -24,8 +24,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 from rich.console import Console
-from rich.progress import BarColumn, TextColumn
-from rich.progress import Progress as Bar
+from rich.progress import BarColumn, Progress as Bar, TextColumn
 
 from tinkex._version import __version__
 from tinkex.cli.options import API_KEY_HELP, BASE_URL_HELP, switch, timeout_option

@@ -34,12 +34,16 @@ from tinkex.errors import (
     TinkerError,
 )
 from tinkex.hub.downloads import DownloadError, Progress, download_async
-from tinkex.hub.hub_files import HTTP_TIMEOUT_MS, endpoint_of, resolve_token
-from tinkex.hub.hub_files import HubError as HubError
-from tinkex.hub.hub_files import build_hf_url as build_hf_url
-from tinkex.hub.hub_files import default_cache_dir as default_cache_dir
-from tinkex.hub.hub_files import resolve_file as resolve_file
-from tinkex.hub.hub_files import sanitize_repo_id as sanitize_repo_id
+from tinkex.hub.hub_files import (
+    HTTP_TIMEOUT_MS,
+    HubError as HubError,
+    build_hf_url as build_hf_url,
+    default_cache_dir as default_cache_dir,
+    endpoint_of,
+    resolve_file as resolve_file,
+    resolve_token,
+    sanitize_repo_id as sanitize_repo_id,
+)
 from tinkex.types.checkpoints import ParsedCheckpointTinkerPath, WeightsInfoResponse
 from tinkex.wire.redaction import Scrubber
 

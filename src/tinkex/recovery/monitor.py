@@ -24,8 +24,12 @@ from tinkex.client.rest import RestClient
 from tinkex.client.service import ServiceClient
 from tinkex.client.training_client import TrainingClient
 from tinkex.errors import TinkerError
-from tinkex.recovery.policies import METRIC_PREFIX, RecoveryError, RecoveryPolicy
-from tinkex.recovery.policies import metrics_metadata as metrics_metadata
+from tinkex.recovery.policies import (
+    METRIC_PREFIX,
+    RecoveryError,
+    RecoveryPolicy,
+    metrics_metadata as metrics_metadata,
+)
 from tinkex.types.checkpoints import Checkpoint, TrainingRun
 
 logger = logging.getLogger("tinkex")

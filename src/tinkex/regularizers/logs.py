@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tinkex import events as bus
-from tinkex.telemetry import attach_lines
-from tinkex.telemetry import detach as detach
+from tinkex.telemetry import attach_lines, detach as detach
 
 EVENTS = (
     bus.CUSTOM_LOSS_START,

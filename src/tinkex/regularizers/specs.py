@@ -10,9 +10,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from tinkex.errors import TinkerError
-from tinkex.types.custom_losses import RegularizerSpec as RegularizerSpec
-from tinkex.types.custom_losses import accepts as accepts
-from tinkex.types.custom_losses import takes_opts
+from tinkex.types.custom_losses import (
+    RegularizerSpec as RegularizerSpec,
+    accepts as accepts,
+    takes_opts,
+)
 from tinkex.types.inputs import Datum
 
 if TYPE_CHECKING:

@@ -21,8 +21,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from tinkex.client.settings.config import Config
 from tinkex.types.record import Record, to_builtins
-from tinkex.wire.redacted_http import REDACTED, forms_of
-from tinkex.wire.redacted_http import is_secret_name as is_secret_name
+from tinkex.wire.redacted_http import REDACTED, forms_of, is_secret_name as is_secret_name
 
 MOST_TEXT = 4_096
 """Characters of one text; of a longer one, the beginning is kept."""

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import torch
 import torch.nn.functional as F
 
-from tinkex.engine.native import c_matmul
-from tinkex.engine.native import library as c
+from tinkex.engine.native import c_matmul, library as c
 from tinkex.engine.torch.openmp import Threads
 
 if TYPE_CHECKING:

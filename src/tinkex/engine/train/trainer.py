@@ -37,9 +37,13 @@ from tinkex.engine.torch.device_copies import mark, to_device, to_host
 from tinkex.engine.torch.lora import Factors, Layout, Linear
 from tinkex.engine.train.objectives import Objective
 from tinkex.engine.train.optim import Overflow, State, check, state_type, step
-from tinkex.engine.train.span_adapters import ROWS, Span, SpanAdapters
-from tinkex.engine.train.span_adapters import backward as mixed_backward
-from tinkex.engine.train.span_adapters import forward as mixed_forward
+from tinkex.engine.train.span_adapters import (
+    ROWS,
+    Span,
+    SpanAdapters,
+    backward as mixed_backward,
+    forward as mixed_forward,
+)
 from tinkex.types.tensors import Array, TensorData
 from tinkex.types.training import (
     ForwardBackwardOutput,

@@ -24,8 +24,7 @@ from tinkex.server.complaints import complain
 from tinkex.server.files.data_dir import is_full_disk, sync_directory
 from tinkex.server.routes.usage import watch
 from tinkex.server.runs.encoded_results import encode
-from tinkex.server.runs.journal import Entry, Journal
-from tinkex.server.runs.journal import encode as encode_entry
+from tinkex.server.runs.journal import Entry, Journal, encode as encode_entry
 from tinkex.server.runs.promises import JUST_READ, Left, Promise, Target
 from tinkex.server.runs.scheduler import Beside
 from tinkex.server.state import CARRY_ON, Call, LiveRun, Queued, Refusal, State, write_whole
