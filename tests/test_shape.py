@@ -23,7 +23,7 @@ CEILINGS = {
     "way-modules": 21,
     "private-uses": 24,
     "clauses": 615,
-    "wide-code": 515,
+    "wide-code": 517,
     "wide-prose": 775,
 }
 CODE = 44_000
