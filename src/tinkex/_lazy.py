@@ -16,13 +16,18 @@ IMPORT = re.compile(r"^    from (\S+) import (\([^)]*\)|[^\n]*)", re.MULTILINE)
 NAME = re.compile(r"(\w+) as \1\b")
 
 
+def homes_of(file: str) -> dict[str, str]:
+    """Return the module of each name that a package's source lists."""
+    with open(file, encoding="utf-8") as opened:  # pathlib costs more than all the rest
+        source = opened.read()
+    return {name: home for home, text in IMPORT.findall(source) for name in NAME.findall(text)}
+
+
 def names_of(
     package: str, file: str, *more: str
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
     """Return a package's `__all__`, `__getattr__` and `__dir__`; `more` are names that it has itself."""
-    with open(file, encoding="utf-8") as opened:  # pathlib costs more than all the rest
-        source = opened.read()
-    homes = {name: home for home, text in IMPORT.findall(source) for name in NAME.findall(text)}
+    homes = homes_of(file)
     names = sorted([*homes, *more])
 
     def get(name: str) -> Any:
