@@ -166,7 +166,9 @@ class APIError(TinkerError):
 
     Example:
         >>> try:
-        ...     raise BadRequestError("no such loss", body={"detail": "loss_fn"}, request_id="request-1")
+        ...     raise BadRequestError(
+        ...         "no such loss", body={"detail": "loss_fn"}, request_id="request-1"
+        ...     )
         ... except APIError as error:
         ...     print(error.status, error.data, error.request_id)
         400 {'detail': 'loss_fn'} request-1
@@ -381,7 +383,11 @@ class AuthenticationError(APIStatusError):
     """401: no key, or one the server does not know.
 
     Example:
-        >>> print(AuthenticationError("the server does not know this key", hint="check TINKER_API_KEY"))
+        >>> print(
+        ...     AuthenticationError(
+        ...         "the server does not know this key", hint="check TINKER_API_KEY"
+        ...     )
+        ... )
         the server does not know this key
         hint: check TINKER_API_KEY
     """
@@ -418,7 +424,9 @@ class NotFoundError(APIStatusError):
 
     Example:
         >>> try:
-        ...     raise NotFoundError("no checkpoint weights/step-100")  # as rest.delete_checkpoint(...).result() does
+        ...     raise NotFoundError(
+        ...         "no checkpoint weights/step-100"
+        ...     )  # as rest.delete_checkpoint(...).result() does
         ... except NotFoundError as error:
         ...     print(error.status, error)
         404 no checkpoint weights/step-100
@@ -432,7 +440,10 @@ class ConflictError(APIStatusError):
 
     Example:
         >>> error = ConflictError("the run is being saved")
-        >>> is_retryable(error), error.is_retryable  # it may pass by itself, but it is the caller's conflict
+        >>> (
+        ...     is_retryable(error),
+        ...     error.is_retryable,
+        ... )  # it may pass by itself, but it is the caller's conflict
         (True, False)
     """
 
@@ -455,7 +466,9 @@ class UnprocessableEntityError(APIStatusError):
     """422: understood, and wrong.
 
     Example:
-        >>> error = UnprocessableEntityError("data[0]: no target_tokens", body={"detail": "data[0]: no target_tokens"})
+        >>> error = UnprocessableEntityError(
+        ...     "data[0]: no target_tokens", body={"detail": "data[0]: no target_tokens"}
+        ... )
         >>> error.status, error.data["detail"]
         (422, 'data[0]: no target_tokens')
     """
@@ -524,7 +537,9 @@ class RequestFailedError(TinkerError):
             The error, to be raised.
 
         Example:
-            >>> RequestFailedError.from_response(500, {"error": "out of memory", "category": "server"}).format()
+            >>> RequestFailedError.from_response(
+            ...     500, {"error": "out of memory", "category": "server"}
+            ... ).format()
             '[request_failed (500)] out of memory'
         """
         told = body if isinstance(body, Mapping) else {}

@@ -170,7 +170,9 @@ def attach(handler_id: str, names: Iterable[str] | None, handler: Handler) -> No
         TypeError: The names are a single text.
 
     Example:
-        >>> attach("printer", [HTTP_STOP], lambda name, measurements, metadata: print(metadata["path"]))
+        >>> attach(
+        ...     "printer", [HTTP_STOP], lambda name, measurements, metadata: print(metadata["path"])
+        ... )
         >>> detach("printer")
         True
     """
@@ -218,7 +220,10 @@ def handlers(name: str | None = None) -> list[Attachment]:
 
     Example:
         >>> attach("printer", ["my.event"], print)
-        >>> [known.handler_id for known in handlers("my.event") if known.names is not None], detach("printer")
+        >>> (
+        ...     [known.handler_id for known in handlers("my.event") if known.names is not None],
+        ...     detach("printer"),
+        ... )
         (['printer'], True)
     """
     return [known for known in _attached if name is None or known.hears(name)]
@@ -251,7 +256,11 @@ def emit(name: str, measurements: Mapping[str, float], metadata: Mapping[str, An
         metadata: What else is known.
 
     Example:
-        >>> attach("printer", ["my.epoch"], lambda name, measurements, metadata: print(name, measurements["loss"]))
+        >>> attach(
+        ...     "printer",
+        ...     ["my.epoch"],
+        ...     lambda name, measurements, metadata: print(name, measurements["loss"]),
+        ... )
         >>> emit("my.epoch", {"loss": 0.31}, {"epoch": 3})
         my.epoch 0.31
         >>> detach("printer")

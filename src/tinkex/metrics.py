@@ -7,7 +7,12 @@ the same way beside it.
 
 Example:
     >>> reset()
-    >>> increment("batches"), set_gauge("epoch", 3), record_histogram("step_ms", 5), record_histogram("step_ms", 15)
+    >>> (
+    ...     increment("batches"),
+    ...     set_gauge("epoch", 3),
+    ...     record_histogram("step_ms", 5),
+    ...     record_histogram("step_ms", 15),
+    ... )
     (None, None, None, None)
     >>> seen = snapshot()
     >>> seen.counters["batches"], seen.gauges["epoch"], seen.histograms["step_ms"].p95

@@ -69,7 +69,9 @@ def inject(headers: Mapping[str, str], config: Config | None = None) -> dict[str
     else a program carries along (baggage) is not for the server. No failure gets out of here.
 
     Example:
-        >>> attached = extract({"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"})
+        >>> attached = extract(
+        ...     {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+        ... )
         >>> inject({"accept": "*/*"})
         {'accept': '*/*', 'traceparent': '00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01'}
         >>> release(attached)
@@ -100,7 +102,9 @@ class Attached:
     """A context that `extract` made the current one.
 
     Example:
-        >>> attached = extract({"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"})
+        >>> attached = extract(
+        ...     {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+        ... )
         >>> isinstance(attached, Attached), release(attached)
         (True, None)
     """
@@ -113,7 +117,9 @@ def extract(headers: Mapping[str, str], config: Config | None = None) -> Attache
     none, or it is off.
 
     Example:
-        >>> attached = extract({"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"})
+        >>> attached = extract(
+        ...     {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+        ... )
         >>> inject({})["traceparent"].split("-")[1]
         '0af7651916cd43dd8448eb211c80319c'
         >>> release(attached)

@@ -132,7 +132,9 @@ def attach_lines(
         ValueError: There is no such level, or the id is taken.
 
     Example:
-        >>> handler = attach_lines(lambda name, numbers, facts: f"{name} {numbers}", ["my.epoch"], "epochs")
+        >>> handler = attach_lines(
+        ...     lambda name, numbers, facts: f"{name} {numbers}", ["my.epoch"], "epochs"
+        ... )
         >>> detach(handler)
         True
     """
@@ -425,7 +427,11 @@ class Reporter:
         Example:
             >>> async def post(batch: TelemetrySendRequest) -> None: ...
             >>> reporter = Reporter(post, "session-1")
-            >>> reporter.log("epoch_end", {"epoch": 3, "loss": 0.31}), reporter.stop(), reporter.log("too late")
+            >>> (
+            ...     reporter.log("epoch_end", {"epoch": 3, "loss": 0.31}),
+            ...     reporter.stop(),
+            ...     reporter.log("too late"),
+            ... )
             (True, True, False)
         """
         if not self.is_alive:
@@ -563,7 +569,12 @@ class Reporter:
             >>> async def post(batch: TelemetrySendRequest) -> None:
             ...     sent.extend(batch.events)
             >>> reporter = Reporter(post, "session-1")
-            >>> reporter.log("epoch_end"), reporter.flush(sync=True), sent[-1]["event_name"], reporter.stop()
+            >>> (
+            ...     reporter.log("epoch_end"),
+            ...     reporter.flush(sync=True),
+            ...     sent[-1]["event_name"],
+            ...     reporter.stop(),
+            ... )
             (True, True, 'epoch_end', True)
         """
         if not self.is_alive:

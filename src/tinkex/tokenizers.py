@@ -106,7 +106,9 @@ def tokenizer_id_of(info: Any) -> str:
     """Whose tokenizer a run has, by what its server says of it: an object or a mapping.
 
     Example:
-        >>> info = GetInfoResponse(model_data=ModelData(model_name="Qwen/Qwen3-8B"), model_id="run-1")
+        >>> info = GetInfoResponse(
+        ...     model_data=ModelData(model_name="Qwen/Qwen3-8B"), model_id="run-1"
+        ... )
         >>> tokenizer_id_of(info)
         'Qwen/Qwen3-8B'
     """
@@ -427,7 +429,10 @@ class Tokenizer:
 
     Example:
         >>> tokenizer = load_tokenizer("tinkex/tiny", backend="tokenizers")
-        >>> tokenizer.eos_token, tokenizer.decode(tokenizer.encode("hello", add_special_tokens=False))
+        >>> (
+        ...     tokenizer.eos_token,
+        ...     tokenizer.decode(tokenizer.encode("hello", add_special_tokens=False)),
+        ... )
         ('<|eos|>', 'hello')
     """
 
@@ -590,7 +595,11 @@ class Tokenizer:
         Example:
             >>> tokenizer = load_tokenizer("tinkex/tiny", backend="tokenizers")
             >>> question = [{"role": "user", "content": "2 + 2?"}]
-            >>> print(tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True))
+            >>> print(
+            ...     tokenizer.apply_chat_template(
+            ...         question, tokenize=False, add_generation_prompt=True
+            ...     )
+            ... )
             <|bos|><|user|>2 + 2?<|end|><|assistant|>
         """
         if self.chat_template is None:

@@ -51,11 +51,15 @@ class MemoryPlatform:
         >>> session = platform.create_session(SessionConfig(base_model="any"))
         >>> datum = Datum(ModelInput.from_ints([5, 6]), {"target_tokens": [6, 7]})
         >>> for _ in range(50):
-        ...     loss = platform.forward_backward(session, [datum], "cross_entropy").metrics["loss:sum"]
+        ...     loss = platform.forward_backward(session, [datum], "cross_entropy").metrics[
+        ...         "loss:sum"
+        ...     ]
         ...     stepped = platform.optim_step(session, AdamParams(learning_rate=0.5))
         >>> loss < 0.01
         True
-        >>> platform.sample(session, ModelInput.from_ints([5]), 1, SamplingParams(max_tokens=2)).sequences[0].tokens
+        >>> platform.sample(
+        ...     session, ModelInput.from_ints([5]), 1, SamplingParams(max_tokens=2)
+        ... ).sequences[0].tokens
         [6, 7]
     """
 

@@ -61,7 +61,9 @@ class PeftPlatform:
 
     Example:
         >>> platform = PeftPlatform("checkpoints", {"tinkex/tiny": "path/to/tiny"})
-        >>> session = platform.create_session(SessionConfig(base_model="tinkex/tiny"))  # doctest: +SKIP
+        >>> session = platform.create_session(
+        ...     SessionConfig(base_model="tinkex/tiny")
+        ... )  # doctest: +SKIP
     """
 
     def __init__(

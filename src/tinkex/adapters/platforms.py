@@ -55,7 +55,9 @@ class TrainingPlatform(Protocol[S]):
         >>> def train(platform: TrainingPlatform, data: list[Datum]) -> float:
         ...     session = platform.create_session(SessionConfig(base_model="tinkex/tiny"))
         ...     for _ in range(3):
-        ...         loss = platform.forward_backward(session, data, "cross_entropy").metrics["loss:sum"]
+        ...         loss = platform.forward_backward(session, data, "cross_entropy").metrics[
+        ...             "loss:sum"
+        ...         ]
         ...         platform.optim_step(session, AdamParams(learning_rate=1e-3))
         ...     return loss
         >>> train(TinkexPlatform(service), data) < 10
@@ -163,6 +165,8 @@ class TrainingPlatform(Protocol[S]):
         Example:
             >>> platform = TinkexPlatform(service)
             >>> session = platform.create_session(SessionConfig(base_model="tinkex/tiny"))
-            >>> platform.sample(session, prompt, num_samples=2, sampling_params=SamplingParams(max_tokens=8))
+            >>> platform.sample(
+            ...     session, prompt, num_samples=2, sampling_params=SamplingParams(max_tokens=8)
+            ... )
             SampleResponse([SampledSequence(...), SampledSequence(...)])
         """

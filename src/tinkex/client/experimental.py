@@ -87,7 +87,9 @@ class CheckpointMethods:
 
         Example:
             >>> shape = LoraConfig(rank=8, train_unembed=False)
-            >>> begun = rest.external_weights_upload_start(base_model="tinkex/tiny", lora_config=shape).result()
+            >>> begun = rest.external_weights_upload_start(
+            ...     base_model="tinkex/tiny", lora_config=shape
+            ... ).result()
             >>> sorted(begun.urls)
             ['adapter_config.json', 'adapter_model.safetensors']
         """

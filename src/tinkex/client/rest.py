@@ -130,7 +130,9 @@ class _Client:
 
         Example:
             >>> from tinkex import telemetry
-            >>> telemetry.log(rest.get_telemetry(), "evaluated", {"accuracy": 0.9})  # False: nobody is told
+            >>> telemetry.log(
+            ...     rest.get_telemetry(), "evaluated", {"accuracy": 0.9}
+            ... )  # False: nobody is told
             False
         """
         return self._session.telemetry if self._session is not None else None
@@ -408,7 +410,10 @@ class RestClient(_Client, CheckpointMethods):
 
         Example:
             >>> saved = client.save_state("step-100").result()
-            >>> [checkpoint.checkpoint_id for checkpoint in rest.list_checkpoints(client.model_id).result().checkpoints]
+            >>> [
+            ...     checkpoint.checkpoint_id
+            ...     for checkpoint in rest.list_checkpoints(client.model_id).result().checkpoints
+            ... ]
             ['weights/step-100']
         """
         path = {"training_run_id": _part("training_run_id", training_run_id)}
@@ -430,7 +435,9 @@ class RestClient(_Client, CheckpointMethods):
 
         Example:
             >>> saved = client.save_state("step-100").result()
-            >>> rest.list_user_checkpoints(limit=1).result().checkpoints[0].tinker_path == saved.path
+            >>> rest.list_user_checkpoints(limit=1).result().checkpoints[
+            ...     0
+            ... ].tinker_path == saved.path
             True
         """
         query = {"limit": limit, "offset": offset}
@@ -818,7 +825,9 @@ class RestClient(_Client, CheckpointMethods):
             ValueError: There is no such reason.
 
         Example:
-            >>> rest.finish_session(client.holder.session_id, "interrupted", "the machine was needed").result()
+            >>> rest.finish_session(
+            ...     client.holder.session_id, "interrupted", "the machine was needed"
+            ... ).result()
         """
         if reason not in get_args(ClientSessionFinishReasonType):
             allowed = ", ".join(get_args(ClientSessionFinishReasonType))
@@ -943,7 +952,10 @@ class RestClient(_Client, CheckpointMethods):
             A future of the answer.
 
         Example:
-            >>> [model.model_name for model in rest.get_server_capabilities().result().supported_models]
+            >>> [
+            ...     model.model_name
+            ...     for model in rest.get_server_capabilities().result().supported_models
+            ... ]
             ['tinkex/tiny']
         """
         return self._call(protocol.GET_SERVER_CAPABILITIES)
@@ -1089,7 +1101,10 @@ class AdminClient(_Client):
 
         Example:
             >>> saved = client.save_state("step-100").result()
-            >>> [item.size_bytes for item in admin.get_current_checkpoint_storage_usage().result().data]
+            >>> [
+            ...     item.size_bytes
+            ...     for item in admin.get_current_checkpoint_storage_usage().result().data
+            ... ]
             [...]
         """
         return self._storage_usage(project_id)

@@ -86,7 +86,9 @@ class SamplingClient:
         >>> with ServiceClient(base_url="local") as service:
         ...     sampler = service.create_sampling_client(base_model="tinkex/tiny").result()
         ...     prompt = ModelInput.from_ints(sampler.get_tokenizer().encode("Once upon a time"))
-        ...     sampler.sample(prompt, num_samples=4, sampling_params=SamplingParams(max_tokens=8)).result()
+        ...     sampler.sample(
+        ...         prompt, num_samples=4, sampling_params=SamplingParams(max_tokens=8)
+        ...     ).result()
         SampleResponse([SampledSequence(...), ...])
     """
 
@@ -177,7 +179,9 @@ class SamplingClient:
 
         Example:
             >>> from tinkex import telemetry
-            >>> telemetry.log(sampler.get_telemetry(), "evaluated", {"accuracy": 0.9})  # False: nobody is told
+            >>> telemetry.log(
+            ...     sampler.get_telemetry(), "evaluated", {"accuracy": 0.9}
+            ... )  # False: nobody is told
             False
         """
         return self._session.telemetry
@@ -267,7 +271,9 @@ class SamplingClient:
 
         Example:
             >>> prompt = ModelInput.from_ints(tokenizer.encode("12+34="))
-            >>> drawn = sampler.sample(prompt, 1, SamplingParams(max_tokens=2, temperature=0)).result()
+            >>> drawn = sampler.sample(
+            ...     prompt, 1, SamplingParams(max_tokens=2, temperature=0)
+            ... ).result()
             >>> [tokenizer.decode(sequence.tokens) for sequence in drawn.sequences]
             ['46']
         """
@@ -509,7 +515,9 @@ class SamplingClient:
             tokens at the end.
 
         Example:
-            >>> for chunk in sampler.sample_stream(prompt, SamplingParams(max_tokens=2, temperature=0)):
+            >>> for chunk in sampler.sample_stream(
+            ...     prompt, SamplingParams(max_tokens=2, temperature=0)
+            ... ):
             ...     print(chunk.text, end="", flush=True)
             46
         """

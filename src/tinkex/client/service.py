@@ -137,7 +137,9 @@ class ServiceClient:
 
         Example:
             >>> from tinkex import telemetry
-            >>> telemetry.log(service.get_telemetry(), "evaluated", {"accuracy": 0.9})  # False: nobody is told
+            >>> telemetry.log(
+            ...     service.get_telemetry(), "evaluated", {"accuracy": 0.9}
+            ... )  # False: nobody is told
             False
         """
         return self._session.telemetry
@@ -417,7 +419,9 @@ class ServiceClient:
         Example:
             >>> def weighted(logprobs, weights):
             ...     return -(logprobs * weights).sum(), {"custom/tokens:sum": weights.sum()}
-            >>> handle = service.create_custom_loss(weighted, {"logprobs": 1, "weights": 1}).result()
+            >>> handle = service.create_custom_loss(
+            ...     weighted, {"logprobs": 1, "weights": 1}
+            ... ).result()
             >>> client.forward_backward_custom(data, handle).result().metrics["custom/tokens:sum"]
             8.0
         """
@@ -472,7 +476,9 @@ class ServiceClient:
 
         Example:
             >>> sampler = service.create_sampling_client(base_model="tinkex/tiny").result()
-            >>> sampler.sample(prompt, num_samples=4, sampling_params=SamplingParams(max_tokens=8)).result()
+            >>> sampler.sample(
+            ...     prompt, num_samples=4, sampling_params=SamplingParams(max_tokens=8)
+            ... ).result()
             SampleResponse([SampledSequence(...), ...])
         """
         if model_path is None and base_model is None:

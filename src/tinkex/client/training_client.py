@@ -314,7 +314,9 @@ class TrainingClient:
 
         Example:
             >>> from tinkex import telemetry
-            >>> telemetry.log(client.get_telemetry(), "evaluated", {"accuracy": 0.9})  # False: nobody is told
+            >>> telemetry.log(
+            ...     client.get_telemetry(), "evaluated", {"accuracy": 0.9}
+            ... )  # False: nobody is told
             False
         """
         return self._session.telemetry
@@ -614,7 +616,10 @@ class TrainingClient:
                 session's, or the regularizers' names are not different.
 
         Example:
-            >>> loss = lambda data, logprobs: (-sum(one.sum() for one in logprobs), {"texts": float(len(data))})
+            >>> loss = lambda data, logprobs: (
+            ...     -sum(one.sum() for one in logprobs),
+            ...     {"texts": float(len(data))},
+            ... )
             >>> result = client.forward_backward_custom(data, loss).result()
             >>> result.metrics["loss:sum"], result.metrics["texts"]
             (10.6..., 1.0)

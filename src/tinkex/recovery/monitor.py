@@ -283,7 +283,9 @@ class Executor:
 
         Example:
             >>> recovered = Future()
-            >>> policy = RecoveryPolicy(enabled=True, on_recovery=lambda old, new, path: recovered.set_result(new))
+            >>> policy = RecoveryPolicy(
+            ...     enabled=True, on_recovery=lambda old, new, path: recovered.set_result(new)
+            ... )
             >>> Executor().recover(client.model_id, service, policy, last_checkpoint=path)
             >>> recovered.result(timeout=60)
             TrainingClient('...:train:1')
@@ -441,8 +443,12 @@ def best_checkpoint(checkpoints: list[Checkpoint], policy: RecoveryPolicy, run_i
 
     Example:
         >>> for step, loss in enumerate([0.5, 0.2, 0.3]):
-        ...     saved = client.save_state(f"step-{step}", user_metadata=metrics_metadata(loss=loss)).result()
-        >>> best_checkpoint(rest.list_checkpoints(client.model_id).result().checkpoints, RecoveryPolicy())
+        ...     saved = client.save_state(
+        ...         f"step-{step}", user_metadata=metrics_metadata(loss=loss)
+        ...     ).result()
+        >>> best_checkpoint(
+        ...     rest.list_checkpoints(client.model_id).result().checkpoints, RecoveryPolicy()
+        ... )
         'tinker://.../weights/step-1'
     """
     sign = 1 if policy.metric_mode == "max" else -1
@@ -472,7 +478,9 @@ def metric_of(checkpoint: Checkpoint, name: str) -> float:
         The number, or NaN.
 
     Example:
-        >>> saved = client.save_state("step-100", user_metadata=metrics_metadata(loss=0.25)).result()
+        >>> saved = client.save_state(
+        ...     "step-100", user_metadata=metrics_metadata(loss=0.25)
+        ... ).result()
         >>> metric_of(rest.list_checkpoints(client.model_id).result().checkpoints[0], "loss")
         0.25
     """

@@ -44,7 +44,9 @@ class RecoveryPolicy:
     """How lost runs are taken up again. A value of the wrong kind counts as its default.
 
     Example:
-        >>> policy = RecoveryPolicy(enabled=True, checkpoint_strategy="best", metric="accuracy", metric_mode="max")
+        >>> policy = RecoveryPolicy(
+        ...     enabled=True, checkpoint_strategy="best", metric="accuracy", metric_mode="max"
+        ... )
         >>> policy.max_attempts
         3
     """
@@ -90,7 +92,9 @@ class RecoveryPolicy:
             TypeError: It is something else.
 
         Example:
-            >>> policy = RecoveryPolicy.of({"enabled": True, "checkpoint_strategy": "BEST", "max_attempts": 0})
+            >>> policy = RecoveryPolicy.of(
+            ...     {"enabled": True, "checkpoint_strategy": "BEST", "max_attempts": 0}
+            ... )
             >>> policy.checkpoint_strategy, policy.max_attempts
             ('best', 3)
         """

@@ -126,7 +126,10 @@ class KLDivergence(Penalty):
         symmetric: The mean of both, whatever the direction.
 
     Example:
-        >>> ours, reference = torch.log(torch.tensor([[0.5, 0.5]])), torch.log(torch.tensor([[0.9, 0.1]]))
+        >>> ours, reference = (
+        ...     torch.log(torch.tensor([[0.5, 0.5]])),
+        ...     torch.log(torch.tensor([[0.9, 0.1]])),
+        ... )
         >>> value, metrics = KLDivergence(reference_logprobs=reference).compute([], ours)
         >>> round(float(value), 4), metrics["kl_direction"]
         (0.5108, 'forward')

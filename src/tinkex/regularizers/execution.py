@@ -50,7 +50,9 @@ class Term:
     """A regularizer that was computed: its loss as a tensor, not weighted, and its numbers.
 
     Example:
-        >>> Term(torch.tensor(4.0), RegularizerOutput.from_computation("l2", 4.0, 0.5)).output.contribution
+        >>> Term(
+        ...     torch.tensor(4.0), RegularizerOutput.from_computation("l2", 4.0, 0.5)
+        ... ).output.contribution
         2.0
     """
 
@@ -133,7 +135,12 @@ def execute_one(
 
     Example:
         >>> from tinkex.regularizers import L1
-        >>> term = execute_one(RegularizerSpec(L1(), weight=0.5), [], torch.tensor([-1.0, -3.0]), track_grad_norms=True)
+        >>> term = execute_one(
+        ...     RegularizerSpec(L1(), weight=0.5),
+        ...     [],
+        ...     torch.tensor([-1.0, -3.0]),
+        ...     track_grad_norms=True,
+        ... )
         >>> term.value, term.contribution, round(term.grad_norm, 4)
         (4.0, 2.0, 1.4142)
     """

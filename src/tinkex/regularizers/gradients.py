@@ -100,7 +100,9 @@ def grad_norm_for_regularizer(
         The norm.
 
     Example:
-        >>> spec = RegularizerSpec(lambda data, logprobs: (logprobs.square().sum(), {}), weight=0.5, name="square")
+        >>> spec = RegularizerSpec(
+        ...     lambda data, logprobs: (logprobs.square().sum(), {}), weight=0.5, name="square"
+        ... )
         >>> grad_norm_for_regularizer(spec, [], torch.tensor([-3.0, -4.0]))
         10.0
     """
@@ -129,8 +131,15 @@ def total_grad_norm(
         The norm.
 
     Example:
-        >>> spec = RegularizerSpec(lambda data, logprobs: (logprobs.square().sum(), {}), weight=0.5, name="square")
-        >>> total_grad_norm(lambda data, logprobs: (logprobs.sum() * 0, {}), [spec], [], torch.tensor([-3.0, -4.0]))
+        >>> spec = RegularizerSpec(
+        ...     lambda data, logprobs: (logprobs.square().sum(), {}), weight=0.5, name="square"
+        ... )
+        >>> total_grad_norm(
+        ...     lambda data, logprobs: (logprobs.sum() * 0, {}),
+        ...     [spec],
+        ...     [],
+        ...     torch.tensor([-3.0, -4.0]),
+        ... )
         5.0
     """
 

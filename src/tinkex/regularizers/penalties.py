@@ -192,7 +192,9 @@ class L1(_Size):
         lambda_: λ; `lambda` among `opts`.
 
     Example:
-        >>> value, metrics = L1(lambda_=0.5).compute([], [torch.tensor([-1.0, -3.0]), torch.tensor([-2.0])])
+        >>> value, metrics = L1(lambda_=0.5).compute(
+        ...     [], [torch.tensor([-1.0, -3.0]), torch.tensor([-2.0])]
+        ... )
         >>> float(value), metrics["l1_mean"]
         (3.0, 2.0)
     """
@@ -374,7 +376,9 @@ class GradientPenalty(Penalty):
         reference_field: The input of the data that holds the reference.
 
     Example:
-        >>> penalty = GradientPenalty(loss_fn=lambda logprobs: logprobs.square().sum(), target_norm=1.0)
+        >>> penalty = GradientPenalty(
+        ...     loss_fn=lambda logprobs: logprobs.square().sum(), target_norm=1.0
+        ... )
         >>> float(penalty.compute([], torch.tensor([-1.5, -2.0]))[0])  # (5 - 1) ** 2
         16.0
     """

@@ -63,7 +63,9 @@ def compute(
     Example:
         >>> from tinkex.regularizers import L1
         >>> loss = lambda data, logprobs: (-logprobs.mean(), {})
-        >>> output = compute([], torch.tensor([-1.0, -3.0]), loss, [RegularizerSpec(L1(), weight=0.5)])
+        >>> output = compute(
+        ...     [], torch.tensor([-1.0, -3.0]), loss, [RegularizerSpec(L1(), weight=0.5)]
+        ... )
         >>> output.loss, output.base_loss.value, output.regularizers["l1_sparsity"].contribution
         (4.0, 2.0, 2.0)
     """
@@ -161,10 +163,14 @@ def regularized(
 
     Example:
         >>> from tinkex.regularizers import L1
-        >>> def base(data: list[Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        >>> def base(
+        ...     data: list[Datum], logprobs: list[torch.Tensor]
+        ... ) -> tuple[torch.Tensor, dict[str, float]]:
         ...     return -torch.cat(logprobs).sum(), {}
         >>> loss = regularized(base, [RegularizerSpec(L1(), weight=0.5)])
-        >>> total, metrics = loss([], [torch.tensor([-1.0, -3.0])])  # as forward_backward_custom(data, loss) does
+        >>> total, metrics = loss(
+        ...     [], [torch.tensor([-1.0, -3.0])]
+        ... )  # as forward_backward_custom(data, loss) does
         >>> float(total), metrics["l1_sparsity/value"]
         (6.0, 4.0)
     """

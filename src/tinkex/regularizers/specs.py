@@ -36,7 +36,10 @@ class Regularizer(Protocol):
         >>> class Brevity:
         ...     def compute(self, data, logprobs, opts):
         ...         return sum(part.exp().sum() for part in logprobs), {}
-        >>> isinstance(Brevity(), Regularizer), RegularizerSpec(Brevity(), weight=0.1, name="brevity").weight
+        >>> (
+        ...     isinstance(Brevity(), Regularizer),
+        ...     RegularizerSpec(Brevity(), weight=0.1, name="brevity").weight,
+        ... )
         (True, 0.1)
     """
 
@@ -66,7 +69,9 @@ class RegularizerError(TinkerError):
     Example:
         >>> from tinkex.regularizers import execute_one
         >>> try:
-        ...     execute_one(RegularizerSpec(lambda data, logprobs: 1 / 0, weight=1.0, name="broken"), [], [])
+        ...     execute_one(
+        ...         RegularizerSpec(lambda data, logprobs: 1 / 0, weight=1.0, name="broken"), [], []
+        ...     )
         ... except RegularizerError as error:
         ...     print(error.kind, error.name, type(error.__cause__).__name__)
         regularizer_failed broken ZeroDivisionError
@@ -96,7 +101,9 @@ def execute(
         What it gives: value and metrics, or an awaitable of them.
 
     Example:
-        >>> execute(lambda data, logprobs: (sum(logprobs), {"terms": len(logprobs)}), [], [1.0, 2.0])
+        >>> execute(
+        ...     lambda data, logprobs: (sum(logprobs), {"terms": len(logprobs)}), [], [1.0, 2.0]
+        ... )
         (3.0, {'terms': 2})
     """
     call = fn.compute if callable(getattr(fn, "compute", None)) else fn

@@ -248,7 +248,12 @@ class AnswerText:
     Example:
         >>> answer = AnswerText(ChatFormat(tokenizer))
         >>> stream = sampler.sample_stream(prompt, SamplingParams(max_tokens=2, temperature=0))
-        >>> "".join(answer.add(chunk.token_id) for chunk in stream if chunk.token_id is not None) + answer.end()
+        >>> (
+        ...     "".join(
+        ...         answer.add(chunk.token_id) for chunk in stream if chunk.token_id is not None
+        ...     )
+        ...     + answer.end()
+        ... )
         '46'
     """
 

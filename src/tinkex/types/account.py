@@ -78,7 +78,10 @@ class AuditLogResponse(Record, frozen=True, kw_only=True):
 
     Example:
         >>> entry = AuditLogEntry(timestamp=dt.datetime(2026, 1, 2, 12), event="project.created")
-        >>> [f"{entry.timestamp:%H:%M} {entry.event}" for entry in AuditLogResponse(entries=[entry]).entries]
+        >>> [
+        ...     f"{entry.timestamp:%H:%M} {entry.event}"
+        ...     for entry in AuditLogResponse(entries=[entry]).entries
+        ... ]
         ['12:00 project.created']
     """
 
@@ -175,7 +178,9 @@ class GetBillingUsageRequest(Stamped, frozen=True, kw_only=True):
 
     Example:
         >>> first, last = dt.datetime(2026, 1, 1), dt.datetime(2026, 1, 2)
-        >>> GetBillingUsageRequest(starting_on=first, ending_before=last).starting_on.isoformat()  # without a zone: UTC
+        >>> GetBillingUsageRequest(
+        ...     starting_on=first, ending_before=last
+        ... ).starting_on.isoformat()  # without a zone: UTC
         '2026-01-01T00:00:00+00:00'
     """
 
@@ -211,7 +216,9 @@ class BillingUsageSession(Record, frozen=True, kw_only=True):
     """What is known of a session that events name.
 
     Example:
-        >>> BillingUsageSession(user_metadata={"experiment": "lr-sweep"}).user_metadata["experiment"]
+        >>> BillingUsageSession(user_metadata={"experiment": "lr-sweep"}).user_metadata[
+        ...     "experiment"
+        ... ]
         'lr-sweep'
     """
 
@@ -223,7 +230,11 @@ class BillingUsageResponse(Stamped, frozen=True, kw_only=True):
 
     Example:
         >>> hour = {"bucket_start": "2026-01-01T10:00:00Z", "bucket_end": "2026-01-01T11:00:00Z"}
-        >>> event = {**hour, "estimated_cost_usd": 0.25, "event_info": {"type": "checkpoint", "count": 1}}
+        >>> event = {
+        ...     **hour,
+        ...     "estimated_cost_usd": 0.25,
+        ...     "event_info": {"type": "checkpoint", "count": 1},
+        ... }
         >>> usage = BillingUsageResponse.model_validate({"data": [event]})
         >>> sum(event.estimated_cost_usd or 0 for event in usage.data)
         0.25
@@ -249,7 +260,9 @@ class CurrentCheckpointStorageUsageItem(Record, frozen=True, kw_only=True):
     """What one owner's checkpoints in one project take up.
 
     Example:
-        >>> item = CurrentCheckpointStorageUsageItem(checkpoint_count=3, size_bytes=6 * 10**9, size_gigabytes=6.0)
+        >>> item = CurrentCheckpointStorageUsageItem(
+        ...     checkpoint_count=3, size_bytes=6 * 10**9, size_gigabytes=6.0
+        ... )
         >>> item.size_gigabytes / item.checkpoint_count
         2.0
     """
@@ -268,7 +281,9 @@ class CurrentCheckpointStorageUsageResponse(Record, frozen=True, kw_only=True):
     """What checkpoints take up now.
 
     Example:
-        >>> item = CurrentCheckpointStorageUsageItem(checkpoint_count=3, size_bytes=6 * 10**9, size_gigabytes=6.0)
+        >>> item = CurrentCheckpointStorageUsageItem(
+        ...     checkpoint_count=3, size_bytes=6 * 10**9, size_gigabytes=6.0
+        ... )
         >>> usage = CurrentCheckpointStorageUsageResponse(data=[item])
         >>> sum(item.checkpoint_count for item in usage.data)
         3

@@ -65,7 +65,9 @@ class ParsedCheckpointTinkerPath(Record, frozen=True, kw_only=True):
             ValueError: The scheme, the shape or the kind is wrong; the message says which.
 
         Example:
-            >>> ParsedCheckpointTinkerPath.from_tinker_path("tinker://run-1/sampler_weights/final").checkpoint_id
+            >>> ParsedCheckpointTinkerPath.from_tinker_path(
+            ...     "tinker://run-1/sampler_weights/final"
+            ... ).checkpoint_id
             'sampler_weights/final'
         """
         if not isinstance(tinker_path, str) or not tinker_path.startswith(SCHEME):
@@ -117,7 +119,9 @@ class SaveWeightsResponse(Record, frozen=True, kw_only=True):
     """Where the training checkpoint lies.
 
     Example:
-        >>> saved = SaveWeightsResponse(path="tinker://run-1/weights/step-100")  # save_state("step-100").result()
+        >>> saved = SaveWeightsResponse(
+        ...     path="tinker://run-1/weights/step-100"
+        ... )  # save_state("step-100").result()
         >>> saved.path
         'tinker://run-1/weights/step-100'
     """
@@ -192,7 +196,9 @@ class SaveWeightsForSamplerResponseInternal(Record, frozen=True, kw_only=True):
     """Either a path (named) or a sampling session (nameless).
 
     Example:
-        >>> SaveWeightsForSamplerResponseInternal(sampling_session_id="sampler-1").sampling_session_id
+        >>> SaveWeightsForSamplerResponseInternal(
+        ...     sampling_session_id="sampler-1"
+        ... ).sampling_session_id
         'sampler-1'
     """
 
@@ -206,7 +212,9 @@ class LoadWeightsRequest(Record, frozen=True, kw_only=True):
     model_seq_id).
 
     Example:
-        >>> LoadWeightsRequest(path="tinker://run-1/weights/step-100", optimizer=True, model_id="run-2").optimizer
+        >>> LoadWeightsRequest(
+        ...     path="tinker://run-1/weights/step-100", optimizer=True, model_id="run-2"
+        ... ).optimizer
         True
     """
 
@@ -272,7 +280,9 @@ class SaveWeightsExternalRequest(Record, frozen=True, kw_only=True):
     """Save weights as files to download; readable by the recipients alone when there are any.
 
     Example:
-        >>> SaveWeightsExternalRequest(model_id="run-1", path="export", ttl_seconds=3600).ttl_seconds
+        >>> SaveWeightsExternalRequest(
+        ...     model_id="run-1", path="export", ttl_seconds=3600
+        ... ).ttl_seconds
         3600
     """
 
@@ -300,7 +310,9 @@ class SaveWeightsExternalResponseInternal(Record, frozen=True, kw_only=True):
     """Where the exported checkpoint lies, and how large it is.
 
     Example:
-        >>> answer = SaveWeightsExternalResponseInternal(path="tinker://run-1/external_weights/a", size_bytes=2048)
+        >>> answer = SaveWeightsExternalResponseInternal(
+        ...     path="tinker://run-1/external_weights/a", size_bytes=2048
+        ... )
         >>> answer.size_bytes
         2048
     """
@@ -329,7 +341,9 @@ class CheckpointArchiveUrlResponse(Stamped, frozen=True, kw_only=True):
 
     Example:
         >>> until = dt.datetime(2026, 1, 2, tzinfo=dt.UTC)
-        >>> answer = CheckpointArchiveUrlResponse(url="https://files.example.org/1.tar", expires=until)
+        >>> answer = CheckpointArchiveUrlResponse(
+        ...     url="https://files.example.org/1.tar", expires=until
+        ... )
         >>> answer.url, answer.expires.isoformat()
         ('https://files.example.org/1.tar', '2026-01-02T00:00:00+00:00')
     """
@@ -342,7 +356,9 @@ class CopyWeightsRequest(Record, frozen=True, kw_only=True):
     """Copy a checkpoint into a project.
 
     Example:
-        >>> CopyWeightsRequest(source_path="tinker://run-1/weights/a", destination_project_id="p-1").source_path
+        >>> CopyWeightsRequest(
+        ...     source_path="tinker://run-1/weights/a", destination_project_id="p-1"
+        ... ).source_path
         'tinker://run-1/weights/a'
     """
 
@@ -396,8 +412,14 @@ class Checkpoint(Stamped, frozen=True, kw_only=True):
     """A saved state of a training run.
 
     Example:
-        >>> fields = {"checkpoint_id": "weights/a", "checkpoint_type": "training", "time": "2026-01-02T00:00:00Z"}
-        >>> saved = Checkpoint.model_validate({**fields, "tinker_path": "tinker://run-1/weights/a", "size_bytes": 2048})
+        >>> fields = {
+        ...     "checkpoint_id": "weights/a",
+        ...     "checkpoint_type": "training",
+        ...     "time": "2026-01-02T00:00:00Z",
+        ... }
+        >>> saved = Checkpoint.model_validate(
+        ...     {**fields, "tinker_path": "tinker://run-1/weights/a", "size_bytes": 2048}
+        ... )
         >>> saved.tinker_path, saved.training_run_id, saved.size_bytes
         ('tinker://run-1/weights/a', 'run-1', 2048)
     """
@@ -423,9 +445,15 @@ class CheckpointsListResponse(Record, frozen=True, kw_only=True):
     """A page of checkpoints.
 
     Example:
-        >>> fields = {"checkpoint_id": "weights/a", "checkpoint_type": "training", "time": "2026-01-02T00:00:00Z"}
+        >>> fields = {
+        ...     "checkpoint_id": "weights/a",
+        ...     "checkpoint_type": "training",
+        ...     "time": "2026-01-02T00:00:00Z",
+        ... }
         >>> saved = Checkpoint.model_validate({**fields, "tinker_path": "tinker://run-1/weights/a"})
-        >>> page = CheckpointsListResponse(checkpoints=[saved])  # rest.list_checkpoints("run-1").result()
+        >>> page = CheckpointsListResponse(
+        ...     checkpoints=[saved]
+        ... )  # rest.list_checkpoints("run-1").result()
         >>> [checkpoint.tinker_path for checkpoint in page.checkpoints]
         ['tinker://run-1/weights/a']
     """
@@ -444,8 +472,17 @@ class TrainingRun(Stamped, frozen=True, kw_only=True):
     """A training run and what was last saved of it.
 
     Example:
-        >>> fields = {"base_model": "Qwen/Qwen3-8B", "model_owner": "ann", "is_lora": True, "lora_rank": 32}
-        >>> told = {"training_run_id": "run-1", "last_request_time": "2026-01-02T00:00:00Z", **fields}
+        >>> fields = {
+        ...     "base_model": "Qwen/Qwen3-8B",
+        ...     "model_owner": "ann",
+        ...     "is_lora": True,
+        ...     "lora_rank": 32,
+        ... }
+        >>> told = {
+        ...     "training_run_id": "run-1",
+        ...     "last_request_time": "2026-01-02T00:00:00Z",
+        ...     **fields,
+        ... }
         >>> run = TrainingRun.model_validate(told)
         >>> run.base_model, run.lora_rank, run.corrupted
         ('Qwen/Qwen3-8B', 32, False)
@@ -479,7 +516,11 @@ class TrainingRunsResponse(Record, frozen=True, kw_only=True):
 
     Example:
         >>> fields = {"base_model": "Qwen/Qwen3-8B", "model_owner": "ann", "is_lora": True}
-        >>> run = {"training_run_id": "run-1", "last_request_time": "2026-01-02T00:00:00Z", **fields}
+        >>> run = {
+        ...     "training_run_id": "run-1",
+        ...     "last_request_time": "2026-01-02T00:00:00Z",
+        ...     **fields,
+        ... }
         >>> cursor = {"offset": 0, "limit": 20, "total_count": 1}
         >>> page = TrainingRunsResponse.model_validate({"training_runs": [run], "cursor": cursor})
         >>> [run.training_run_id for run in page.training_runs], page.cursor.total_count

@@ -41,7 +41,9 @@ class CustomLossNode(Record, frozen=True, kw_only=True):
     node}`.
 
     Example:
-        >>> node = CustomLossNode(op="call_method", name="total", target="sum", args=[{"ref": "logprobs"}])
+        >>> node = CustomLossNode(
+        ...     op="call_method", name="total", target="sum", args=[{"ref": "logprobs"}]
+        ... )
         >>> node.target, node.args
         ('sum', [{'ref': 'logprobs'}])
     """
@@ -61,7 +63,9 @@ class CustomLossGraph(Record, frozen=True, kw_only=True):
     """A traced loss as data: its steps in the order in which they run.
 
     Example:
-        >>> graph = CustomLossGraph(nodes=[CustomLossNode(op="placeholder", name="logprobs", target="logprobs")])
+        >>> graph = CustomLossGraph(
+        ...     nodes=[CustomLossNode(op="placeholder", name="logprobs", target="logprobs")]
+        ... )
         >>> [node.op for node in graph.nodes], graph.format
         (['placeholder'], 1)
     """
@@ -74,8 +78,15 @@ class CreateCustomLossRequest(Record, frozen=True, kw_only=True):
     """Store a loss on the server; its first input is `logprobs`.
 
     Example:
-        >>> fields = {"session_id": "s-1", "custom_loss_seq_id": 0, "name": "nll", "graph": CustomLossGraph(nodes=[])}
-        >>> CreateCustomLossRequest(inputs=[CustomLossInput(name="logprobs", rank=1)], **fields).inputs[0].name
+        >>> fields = {
+        ...     "session_id": "s-1",
+        ...     "custom_loss_seq_id": 0,
+        ...     "name": "nll",
+        ...     "graph": CustomLossGraph(nodes=[]),
+        ... }
+        >>> CreateCustomLossRequest(
+        ...     inputs=[CustomLossInput(name="logprobs", rank=1)], **fields
+        ... ).inputs[0].name
         'logprobs'
     """
 
@@ -112,7 +123,9 @@ class RegularizerSpec:
         opts: What is passed to a regularizer that takes options.
 
     Example:
-        >>> RegularizerSpec(lambda data, logprobs: (logprobs.abs().sum(), {}), weight=0.1, name="size").weight
+        >>> RegularizerSpec(
+        ...     lambda data, logprobs: (logprobs.abs().sum(), {}), weight=0.1, name="size"
+        ... ).weight
         0.1
     """
 
@@ -152,8 +165,14 @@ class RegularizerSpec:
             ValueError: Names what is missing, unknown or out of range.
 
         Example:
-            >>> settings = {"weight": 0.1, "name": "size", "async": False}  # as a file of settings has them
-            >>> spec = RegularizerSpec.new(settings, fn=lambda data, logprobs: (logprobs.abs().sum(), {}))
+            >>> settings = {
+            ...     "weight": 0.1,
+            ...     "name": "size",
+            ...     "async": False,
+            ... }  # as a file of settings has them
+            >>> spec = RegularizerSpec.new(
+            ...     settings, fn=lambda data, logprobs: (logprobs.abs().sum(), {})
+            ... )
             >>> spec.name, spec.async_
             ('size', False)
         """
@@ -299,7 +318,9 @@ class CustomLossOutput(Record, frozen=True, kw_only=True):
     """A loss and the terms it is made of.
 
     Example:
-        >>> output = CustomLossOutput.build(1.0, outputs=[RegularizerOutput.from_computation("l2", 4.0, 0.5)])
+        >>> output = CustomLossOutput.build(
+        ...     1.0, outputs=[RegularizerOutput.from_computation("l2", 4.0, 0.5)]
+        ... )
         >>> output.loss, output.regularizers["l2"].contribution
         (3.0, 2.0)
     """
@@ -376,7 +397,9 @@ class CustomLossOutput(Record, frozen=True, kw_only=True):
         """The numbers in a flat form, as results of passes carry them; texts are left out.
 
         Example:
-            >>> CustomLossOutput.build(1.0, outputs=[RegularizerOutput.from_computation("l2", 4.0, 0.5)]).metrics()
+            >>> CustomLossOutput.build(
+            ...     1.0, outputs=[RegularizerOutput.from_computation("l2", 4.0, 0.5)]
+            ... ).metrics()
             {'base_loss': 1.0, 'regularizer_total': 2.0, 'l2/value': 4.0, 'l2/contribution': 2.0}
         """
         found: dict[str, Any] = dict(self.base_loss.custom) if self.base_loss is not None else {}

@@ -17,7 +17,9 @@ class ExternalWeightsUploadStartRequest(
     """Begin an upload of weights that were trained elsewhere, or exported before.
 
     Example:
-        >>> ExternalWeightsUploadStartRequest(base_model="tinkex/tiny", lora_config=LoraConfig(rank=8)).lora_config.rank
+        >>> ExternalWeightsUploadStartRequest(
+        ...     base_model="tinkex/tiny", lora_config=LoraConfig(rank=8)
+        ... ).lora_config.rank
         8
     """
 
@@ -31,7 +33,9 @@ class ExternalWeightsUploadStartResponse(Stamped, frozen=True, kw_only=True):
 
     Example:
         >>> files = {"adapter_config.json": "https://files.example.org/1"}
-        >>> answer = ExternalWeightsUploadStartResponse(upload_id="u-1", urls=files, expires=dt.datetime(2026, 1, 2))
+        >>> answer = ExternalWeightsUploadStartResponse(
+        ...     upload_id="u-1", urls=files, expires=dt.datetime(2026, 1, 2)
+        ... )
         >>> list(answer.urls), answer.expires.isoformat()
         (['adapter_config.json'], '2026-01-02T00:00:00+00:00')
     """
@@ -58,7 +62,9 @@ class ExternalWeightsUploadFinishResponse(Record, frozen=True, kw_only=True):
     """The path of the checkpoint that the files have become.
 
     Example:
-        >>> ExternalWeightsUploadFinishResponse(tinker_path="tinker://run-1/external_weights/uploaded").tinker_path
+        >>> ExternalWeightsUploadFinishResponse(
+        ...     tinker_path="tinker://run-1/external_weights/uploaded"
+        ... ).tinker_path
         'tinker://run-1/external_weights/uploaded'
     """
 
@@ -87,7 +93,9 @@ class ExternalWeightsUploadFinishResult:
     """An upload that has ended, and the path of its checkpoint.
 
     Example:
-        >>> ExternalWeightsUploadFinishResult("tinker://run-1/external_weights/uploaded").tinker_path
+        >>> ExternalWeightsUploadFinishResult(
+        ...     "tinker://run-1/external_weights/uploaded"
+        ... ).tinker_path
         'tinker://run-1/external_weights/uploaded'
     """
 

@@ -162,7 +162,9 @@ class ImageChunk(_Blob, frozen=True, kw_only=True):
     """An encoded image.
 
     Example:
-        >>> image = ImageChunk(data=b"...", format="png", expected_tokens=64)  # data=Path("page.png").read_bytes()
+        >>> image = ImageChunk(
+        ...     data=b"...", format="png", expected_tokens=64
+        ... )  # data=Path("page.png").read_bytes()
         >>> ModelInput(chunks=[image, EncodedTextChunk(tokens=[464, 2068])]).length
         66
     """
@@ -182,7 +184,9 @@ class ImageAssetPointerChunk(_Blob, frozen=True, kw_only=True):
     """An image stored elsewhere.
 
     Example:
-        >>> image = ImageAssetPointerChunk(location="s3://images/page.png", format="png", expected_tokens=64)
+        >>> image = ImageAssetPointerChunk(
+        ...     location="s3://images/page.png", format="png", expected_tokens=64
+        ... )
         >>> ModelInput(chunks=[image, EncodedTextChunk(tokens=[464, 2068])]).length
         66
     """
@@ -202,7 +206,9 @@ class DmelChunk(_Blob, frozen=True, kw_only=True):
     """Audio as a discretised mel spectrogram in a tensor container.
 
     Example:
-        >>> container = bytes([0, 2, 50, 80])  # a dtype, two dimensions: 50 frames of 80 bands, then the values
+        >>> container = bytes(
+        ...     [0, 2, 50, 80]
+        ... )  # a dtype, two dimensions: 50 frames of 80 bands, then the values
         >>> DmelChunk(dmel=container).length
         50
     """
@@ -343,7 +349,9 @@ class ModelInput(Fixed):
 
         Example:
             >>> from tinkex.tokenizers import load_tokenizer
-            >>> tokenizer = load_tokenizer("tinkex/tiny", backend="tokenizers")  # or training.get_tokenizer()
+            >>> tokenizer = load_tokenizer(
+            ...     "tinkex/tiny", backend="tokenizers"
+            ... )  # or training.get_tokenizer()
             >>> tokenizer.decode(ModelInput.from_text("hello", tokenizer=tokenizer).to_ints())
             '<|bos|>hello'
         """
@@ -389,7 +397,10 @@ class ModelInput(Fixed):
 
         Example:
             >>> prompt = ModelInput.from_ints([464])
-            >>> prompt.append(ImageChunk(data=b"...", format="png", expected_tokens=64)).length, prompt.length
+            >>> (
+            ...     prompt.append(ImageChunk(data=b"...", format="png", expected_tokens=64)).length,
+            ...     prompt.length,
+            ... )
             (65, 1)
         """
         return type(self)(chunks=[*self.chunks, chunk])
@@ -496,7 +507,9 @@ class ModelInput(Fixed):
             ValueError: Something is missing or not of its kind.
 
         Example:
-            >>> ModelInput.from_wire({"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}).to_ints()
+            >>> ModelInput.from_wire(
+            ...     {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
+            ... ).to_ints()
             [1, 2]
         """
         if not isinstance(value, Mapping) or not isinstance(value.get("chunks"), list):
@@ -581,7 +594,9 @@ class SampledProvenanceSpan:
         length: How many tokens it takes.
 
     Example:
-        >>> SampledProvenanceSpan(sequence_id="seq-1", offset=4, length=8)  # what follows the first four sampled tokens
+        >>> SampledProvenanceSpan(
+        ...     sequence_id="seq-1", offset=4, length=8
+        ... )  # what follows the first four sampled tokens
         SampledProvenanceSpan(sequence_id='seq-1', offset=4, length=8)
     """
 
@@ -639,7 +654,9 @@ class Datum(Wired):
     smaller. `with_provenance` adds where tokens came from.
 
     Example:
-        >>> datum = Datum(ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3], "weights": [0, 1.0]})
+        >>> datum = Datum(
+        ...     ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3], "weights": [0, 1.0]}
+        ... )
         >>> datum.loss_fn_inputs["target_tokens"].dtype
         'int64'
     """
@@ -701,9 +718,13 @@ class Datum(Wired):
             ValueError: The runs do not add up to the length of what they cover.
 
         Example:
-            >>> datum = Datum(ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3]})  # 1 was read, 2 and 3 drawn
+            >>> datum = Datum(
+            ...     ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3]}
+            ... )  # 1 was read, 2 and 3 drawn
             >>> read = PromptProvenanceSpan(sequence_id="a", length=1)
-            >>> first, both = (SampledProvenanceSpan(sequence_id="a", length=length) for length in (1, 2))
+            >>> first, both = (
+            ...     SampledProvenanceSpan(sequence_id="a", length=length) for length in (1, 2)
+            ... )
             >>> datum = datum.with_provenance([read, first], [both])
             >>> datum.to_wire()["loss_fn_input_spans"]
             [{'sampled_tokens': {'sequence_id': 'a', 'offset': 0, 'length': 2}}]
@@ -757,7 +778,10 @@ class Datum(Wired):
             ValueError: Something is missing or not of its kind.
 
         Example:
-            >>> wire = {"model_input": {"chunks": [{"tokens": [1]}]}, "loss_fn_inputs": {"target_tokens": [2]}}
+            >>> wire = {
+            ...     "model_input": {"chunks": [{"tokens": [1]}]},
+            ...     "loss_fn_inputs": {"target_tokens": [2]},
+            ... }
             >>> Datum.from_wire(wire).loss_fn_inputs["target_tokens"].tolist()
             [2]
         """

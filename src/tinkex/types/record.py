@@ -398,7 +398,9 @@ class Record(msgspec.Struct, metaclass=RecordMeta, frozen=True, kw_only=True):
         """A copy, with some fields replaced.
 
         Example:
-            >>> AdamParams(learning_rate=1e-3).model_copy(update={"learning_rate": 1e-4}).learning_rate
+            >>> AdamParams(learning_rate=1e-3).model_copy(
+            ...     update={"learning_rate": 1e-4}
+            ... ).learning_rate
             0.0001
         """
         for name in update or ():
@@ -412,7 +414,9 @@ class Record(msgspec.Struct, metaclass=RecordMeta, frozen=True, kw_only=True):
         field.
 
         Example:
-            >>> AdamParams.model_validate({"learning_rate": 0.001, "weight_decay": 0.1}).weight_decay
+            >>> AdamParams.model_validate(
+            ...     {"learning_rate": 0.001, "weight_decay": 0.1}
+            ... ).weight_decay
             0.1
         """
         return value if isinstance(value, cls) else from_builtins(cls, value)

@@ -37,7 +37,9 @@ class SampleRequest(Record, frozen=True, kw_only=True):
 
     Example:
         >>> params = SamplingParams(max_tokens=16)
-        >>> SampleRequest(prompt=ModelInput.from_ints([1, 2]), sampling_params=params, num_samples=4).num_samples
+        >>> SampleRequest(
+        ...     prompt=ModelInput.from_ints([1, 2]), sampling_params=params, num_samples=4
+        ... ).num_samples
         4
     """
 
@@ -297,7 +299,9 @@ class PromptAltTokens:
 
     Example:
         >>> tokens, logprobs = np.array([[464, 262]]), np.array([[-0.5, -1.5]])
-        >>> alternatives = PromptAltTokens(TensorData.from_numpy(tokens), TensorData.from_numpy(logprobs))
+        >>> alternatives = PromptAltTokens(
+        ...     TensorData.from_numpy(tokens), TensorData.from_numpy(logprobs)
+        ... )
         >>> alternatives.tokens.tolist()
         [[464, 262]]
     """
@@ -385,7 +389,9 @@ class SampleResponse(Wired):
         """JSON form, as older dialects use it.
 
         Example:
-            >>> SampleResponse([SampledSequence("stop", tokens_np=np.array([7]))]).to_wire()["sequences"]
+            >>> SampleResponse([SampledSequence("stop", tokens_np=np.array([7]))]).to_wire()[
+            ...     "sequences"
+            ... ]
             [{'stop_reason': 'stop', 'tokens': [7], 'logprobs': None}]
         """
         wire: dict[str, Any] = {
@@ -414,7 +420,9 @@ class SampleResponse(Wired):
             ValueError: Something is missing or not of its kind.
 
         Example:
-            >>> answer = SampleResponse.from_wire({"sequences": [], "prompt_logprobs": [None, -0.5]})
+            >>> answer = SampleResponse.from_wire(
+            ...     {"sequences": [], "prompt_logprobs": [None, -0.5]}
+            ... )
             >>> answer.prompt_logprobs
             [None, -0.5]
         """
@@ -498,7 +506,11 @@ class SampleStreamChunk(Record, frozen=True, kw_only=True, dict=True):
     """One event of a stream of samples: a token, the end, or an error (whose text is in `token`).
 
     Example:
-        >>> stream = [SampleStreamChunk(token="Hel"), SampleStreamChunk(token="lo"), SampleStreamChunk.done("stop", 2)]
+        >>> stream = [
+        ...     SampleStreamChunk(token="Hel"),
+        ...     SampleStreamChunk(token="lo"),
+        ...     SampleStreamChunk.done("stop", 2),
+        ... ]
         >>> "".join(chunk.token for chunk in stream if not chunk.is_done)
         'Hello'
     """
@@ -596,7 +608,9 @@ class CreateSamplingSessionRequest(Record, frozen=True, kw_only=True):
 
     Example:
         >>> path = "tinker://run-1/sampler_weights/final"
-        >>> CreateSamplingSessionRequest(session_id="session-1", sampling_session_seq_id=0, model_path=path).model_path
+        >>> CreateSamplingSessionRequest(
+        ...     session_id="session-1", sampling_session_seq_id=0, model_path=path
+        ... ).model_path
         'tinker://run-1/sampler_weights/final'
     """
 

@@ -99,7 +99,10 @@ class SamplingParams(Record, frozen=True, kw_only=True):
         """True if logits are changed before tokens are drawn.
 
         Example:
-            >>> SamplingParams(min_p=0.1).changes_logits, SamplingParams(bad_words=["no"]).changes_logits
+            >>> (
+            ...     SamplingParams(min_p=0.1).changes_logits,
+            ...     SamplingParams(bad_words=["no"]).changes_logits,
+            ... )
             (False, True)
         """
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)

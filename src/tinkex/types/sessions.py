@@ -99,7 +99,9 @@ class CreateSessionResponse(Record, frozen=True, kw_only=True):
     """A session, and what the server wants its user to read.
 
     Example:
-        >>> CreateSessionResponse(session_id="session-1", warning_message="maintenance at noon").warning_message
+        >>> CreateSessionResponse(
+        ...     session_id="session-1", warning_message="maintenance at noon"
+        ... ).warning_message
         'maintenance at noon'
     """
 
@@ -148,7 +150,9 @@ class FinishSessionRequest(Record, frozen=True, kw_only=True):
     """Close a session.
 
     Example:
-        >>> FinishSessionRequest(reason=FinishReason(type="errored"), detail="out of data").model_dump()
+        >>> FinishSessionRequest(
+        ...     reason=FinishReason(type="errored"), detail="out of data"
+        ... ).model_dump()
         {'reason': {'type': 'errored'}, 'detail': 'out of data'}
     """
 
@@ -171,7 +175,9 @@ class SupportedModel(Record, frozen=True, kw_only=True):
     """A base model the server offers.
 
     Example:
-        >>> model = SupportedModel(model_name="Qwen/Qwen3-8B", max_context_length=32_768, trainable=True)
+        >>> model = SupportedModel(
+        ...     model_name="Qwen/Qwen3-8B", max_context_length=32_768, trainable=True
+        ... )
         >>> model.max_context_length
         32768
     """
@@ -193,7 +199,9 @@ class GetServerCapabilitiesResponse(Record, frozen=True, kw_only=True):
     """What the server offers; models may be listed by their names alone.
 
     Example:
-        >>> offer = GetServerCapabilitiesResponse.model_validate({"supported_models": ["tinkex/tiny"]})
+        >>> offer = GetServerCapabilitiesResponse.model_validate(
+        ...     {"supported_models": ["tinkex/tiny"]}
+        ... )
         >>> "tinkex/tiny" in offer.model_names()  # offer = rest.get_server_capabilities().result()
         True
     """
@@ -212,7 +220,10 @@ class GetServerCapabilitiesResponse(Record, frozen=True, kw_only=True):
         """The names of the models, in their order; None for one that has no name.
 
         Example:
-            >>> models = [SupportedModel(model_name="tinkex/tiny"), SupportedModel(model_name="Qwen/Qwen3-8B")]
+            >>> models = [
+            ...     SupportedModel(model_name="tinkex/tiny"),
+            ...     SupportedModel(model_name="Qwen/Qwen3-8B"),
+            ... ]
             >>> GetServerCapabilitiesResponse(supported_models=models).model_names()
             ['tinkex/tiny', 'Qwen/Qwen3-8B']
         """
@@ -234,7 +245,11 @@ class TelemetrySendRequest(Record, frozen=True, kw_only=True):
     """A batch of client events.
 
     Example:
-        >>> len(TelemetrySendRequest(events=[{"event": "SESSION_START"}], session_id="session-1").events)
+        >>> len(
+        ...     TelemetrySendRequest(
+        ...         events=[{"event": "SESSION_START"}], session_id="session-1"
+        ...     ).events
+        ... )
         1
     """
 
@@ -312,7 +327,9 @@ class RequestFailedResponse(Record, frozen=True, kw_only=True):
     """An operation that failed; final.
 
     Example:
-        >>> failed = RequestFailedResponse.model_validate({"error": "no such loss", "category": "user"})
+        >>> failed = RequestFailedResponse.model_validate(
+        ...     {"error": "no such loss", "category": "user"}
+        ... )
         >>> failed.error, failed.category.is_retryable
         ('no such loss', False)
     """
@@ -326,7 +343,9 @@ class TryAgainResponse(Record, frozen=True, kw_only=True):
     sense.
 
     Example:
-        >>> waiting = TryAgainResponse(request_id="request-1", queue_state="paused_capacity", retry_after_ms=500)
+        >>> waiting = TryAgainResponse(
+        ...     request_id="request-1", queue_state="paused_capacity", retry_after_ms=500
+        ... )
         >>> waiting.queue_state, waiting.retry_after_ms
         ('paused_capacity', 500)
     """
@@ -440,7 +459,10 @@ class FuturesRetrieveResponse(Record, frozen=True, kw_only=True):
     Example:
         >>> told = {"completions": [{"state": "finished", "request_id": "request-1"}], "cursor": 13}
         >>> answer = FuturesRetrieveResponse.model_validate(told)
-        >>> [done.request_id for done in answer.completions if done.state == "finished"], answer.cursor
+        >>> (
+        ...     [done.request_id for done in answer.completions if done.state == "finished"],
+        ...     answer.cursor,
+        ... )
         (['request-1'], 13)
     """
 
@@ -516,7 +538,9 @@ class SessionTraceExportResponse(Record, frozen=True, kw_only=True):
     """How far the export of a session's timeline has come.
 
     Example:
-        >>> export = SessionTraceExportResponse(status="ready", url="https://files.example.org/trace.json")
+        >>> export = SessionTraceExportResponse(
+        ...     status="ready", url="https://files.example.org/trace.json"
+        ... )
         >>> export.url if export.status == "ready" else export.error
         'https://files.example.org/trace.json'
     """
@@ -581,7 +605,9 @@ class SessionFailedRequestReason(Record, FailedReasonMark, frozen=True, kw_only=
     """A request.
 
     Example:
-        >>> SessionFailedRequestReason(request_id="request-1", request_type="optim_step").request_type
+        >>> SessionFailedRequestReason(
+        ...     request_id="request-1", request_type="optim_step"
+        ... ).request_type
         'optim_step'
     """
 
@@ -665,7 +691,9 @@ class ClientSessionFinished(Record, StatusMark, frozen=True, kw_only=True):
     """Its client said that it was done.
 
     Example:
-        >>> status = ClientSessionFinished.model_validate({"reason": {"type": "errored"}, "detail": "out of data"})
+        >>> status = ClientSessionFinished.model_validate(
+        ...     {"reason": {"type": "errored"}, "detail": "out of data"}
+        ... )
         >>> status.reason.type, status.detail
         ('errored', 'out of data')
     """
@@ -680,7 +708,9 @@ class SessionFailed(Record, StatusMark, frozen=True, kw_only=True):
 
     Example:
         >>> reason = SessionFailedTrainingRunReason(training_run_id="run-1")
-        >>> SessionFailed(category="internal", reason=reason, message="the run is corrupted").message
+        >>> SessionFailed(
+        ...     category="internal", reason=reason, message="the run is corrupted"
+        ... ).message
         'the run is corrupted'
     """
 
@@ -720,7 +750,9 @@ class UserSearchOwner(Record, OwnerMark, frozen=True, kw_only=True):
     """The sessions of one to ten users.
 
     Example:
-        >>> SessionSearchRequest(owner=UserSearchOwner(owner_urns=["user:1", "user:2"])).owner.owner_urns
+        >>> SessionSearchRequest(
+        ...     owner=UserSearchOwner(owner_urns=["user:1", "user:2"])
+        ... ).owner.owner_urns
         ['user:1', 'user:2']
     """
 
@@ -762,7 +794,10 @@ class FailedSessionStatusQuery(Record, StatusQueryMark, frozen=True, kw_only=Tru
     """Sessions that failed.
 
     Example:
-        >>> ended_badly = [FailedSessionStatusQuery(), ClientFinishedSessionStatusQuery(reasons=["errored"])]
+        >>> ended_badly = [
+        ...     FailedSessionStatusQuery(),
+        ...     ClientFinishedSessionStatusQuery(reasons=["errored"]),
+        ... ]
         >>> [status.type for status in SessionSearchRequest(statuses=ended_badly).statuses]
         ['failed', 'client_finished']
     """
@@ -800,7 +835,9 @@ class SessionSearchCursor(Record, frozen=True, kw_only=True):
 
     Example:
         >>> created = dt.datetime(2026, 1, 2, tzinfo=dt.UTC)
-        >>> cursor = SessionSearchCursor(last_created_at=created, last_session_id="session-9")  # page.next_cursor
+        >>> cursor = SessionSearchCursor(
+        ...     last_created_at=created, last_session_id="session-9"
+        ... )  # page.next_cursor
         >>> SessionSearchRequest(cursor=cursor).cursor.last_session_id
         'session-9'
     """
@@ -853,7 +890,12 @@ class SessionSummary(Stamped, frozen=True, kw_only=True):
     """A session that was found.
 
     Example:
-        >>> fields = {"owner": "user:1", "project_id": "p-1", "checkpoints_count": 3, "status": {"type": "active"}}
+        >>> fields = {
+        ...     "owner": "user:1",
+        ...     "project_id": "p-1",
+        ...     "checkpoints_count": 3,
+        ...     "status": {"type": "active"},
+        ... }
         >>> told = {"session_id": "session-1", "created_at": "2026-01-02T00:00:00Z", **fields}
         >>> found = SessionSummary.model_validate(told)
         >>> found.status.type, found.checkpoints_count

@@ -52,7 +52,9 @@ class SessionEndEvent(Record, frozen=True, kw_only=True):
 
     Example:
         >>> now = dt.datetime(2026, 1, 2, tzinfo=dt.UTC)
-        >>> SessionEndEvent(event_id="e-9", event_session_index=8, timestamp=now, duration="0:01:30").duration
+        >>> SessionEndEvent(
+        ...     event_id="e-9", event_session_index=8, timestamp=now, duration="0:01:30"
+        ... ).duration
         '0:01:30'
     """
 
@@ -68,8 +70,14 @@ class UnhandledExceptionEvent(Record, frozen=True, kw_only=True):
     """An exception that nobody caught.
 
     Example:
-        >>> common = {"event_id": "e-2", "event_session_index": 1, "timestamp": dt.datetime(2026, 1, 2, tzinfo=dt.UTC)}
-        >>> UnhandledExceptionEvent(error_type="KeyError", error_message="'loss'", **common).severity
+        >>> common = {
+        ...     "event_id": "e-2",
+        ...     "event_session_index": 1,
+        ...     "timestamp": dt.datetime(2026, 1, 2, tzinfo=dt.UTC),
+        ... }
+        >>> UnhandledExceptionEvent(
+        ...     error_type="KeyError", error_message="'loss'", **common
+        ... ).severity
         'ERROR'
     """
 
@@ -87,7 +95,11 @@ class GenericEvent(Record, frozen=True, kw_only=True):
     """Anything else, under a name of its own.
 
     Example:
-        >>> common = {"event_id": "e-2", "event_session_index": 1, "timestamp": dt.datetime(2026, 1, 2, tzinfo=dt.UTC)}
+        >>> common = {
+        ...     "event_id": "e-2",
+        ...     "event_session_index": 1,
+        ...     "timestamp": dt.datetime(2026, 1, 2, tzinfo=dt.UTC),
+        ... }
         >>> GenericEvent(event_name="epoch_end", event_data={"loss": 0.31}, **common).event_data
         {'loss': 0.31}
     """
@@ -124,8 +136,15 @@ def parse_event(value: Any) -> TelemetryEvent | None:
     """An event from its JSON form; None when its type is not known here.
 
     Example:
-        >>> told = {"event_id": "e-1", "event_session_index": 0, "timestamp": "2026-01-02T00:00:00Z"}
-        >>> type(parse_event({"event": "SESSION_START", **told})).__name__, parse_event({"event": "NEWS", **told})
+        >>> told = {
+        ...     "event_id": "e-1",
+        ...     "event_session_index": 0,
+        ...     "timestamp": "2026-01-02T00:00:00Z",
+        ... }
+        >>> (
+        ...     type(parse_event({"event": "SESSION_START", **told})).__name__,
+        ...     parse_event({"event": "NEWS", **told}),
+        ... )
         ('SessionStartEvent', None)
     """
     if isinstance(
@@ -140,8 +159,17 @@ class TelemetryBatch(Record, frozen=True, kw_only=True):
     """Events of one session; those of unknown types are dropped when a batch is read.
 
     Example:
-        >>> told = {"event_id": "e-1", "event_session_index": 0, "timestamp": "2026-01-02T00:00:00Z"}
-        >>> shared = {"platform": "Linux", "sdk_version": "0.38.0", "session_id": "session-1", "process_uuid": "p"}
+        >>> told = {
+        ...     "event_id": "e-1",
+        ...     "event_session_index": 0,
+        ...     "timestamp": "2026-01-02T00:00:00Z",
+        ... }
+        >>> shared = {
+        ...     "platform": "Linux",
+        ...     "sdk_version": "0.38.0",
+        ...     "session_id": "session-1",
+        ...     "process_uuid": "p",
+        ... }
         >>> TelemetryBatch(events=[{"event": "SESSION_START", **told}], **shared).size
         1
     """
@@ -171,7 +199,12 @@ class TelemetryBatch(Record, frozen=True, kw_only=True):
             The batch.
 
         Example:
-            >>> shared = {"platform": "Linux", "sdk_version": "0.38.0", "session_id": "session-1", "process_uuid": "p"}
+            >>> shared = {
+            ...     "platform": "Linux",
+            ...     "sdk_version": "0.38.0",
+            ...     "session_id": "session-1",
+            ...     "process_uuid": "p",
+            ... }
             >>> TelemetryBatch.from_list([], **shared).metadata["session_id"]
             'session-1'
         """
@@ -181,9 +214,20 @@ class TelemetryBatch(Record, frozen=True, kw_only=True):
         """The JSON forms of the events.
 
         Example:
-            >>> told = {"event_id": "e-1", "event_session_index": 0, "timestamp": "2026-01-02T00:00:00Z"}
-            >>> shared = {"platform": "Linux", "sdk_version": "0.38.0", "session_id": "session-1", "process_uuid": "p"}
-            >>> TelemetryBatch.from_list([{"event": "SESSION_START", **told}], **shared).to_list()[0]["timestamp"]
+            >>> told = {
+            ...     "event_id": "e-1",
+            ...     "event_session_index": 0,
+            ...     "timestamp": "2026-01-02T00:00:00Z",
+            ... }
+            >>> shared = {
+            ...     "platform": "Linux",
+            ...     "sdk_version": "0.38.0",
+            ...     "session_id": "session-1",
+            ...     "process_uuid": "p",
+            ... }
+            >>> TelemetryBatch.from_list([{"event": "SESSION_START", **told}], **shared).to_list()[
+            ...     0
+            ... ]["timestamp"]
             '2026-01-02T00:00:00Z'
         """
         return [to_builtins(event) for event in self.events]
@@ -202,7 +246,12 @@ class TelemetryBatch(Record, frozen=True, kw_only=True):
         """The request that sends this batch.
 
         Example:
-            >>> shared = {"platform": "Linux", "sdk_version": "0.38.0", "session_id": "session-1", "process_uuid": "p"}
+            >>> shared = {
+            ...     "platform": "Linux",
+            ...     "sdk_version": "0.38.0",
+            ...     "session_id": "session-1",
+            ...     "process_uuid": "p",
+            ... }
             >>> TelemetryBatch.from_list([], **shared).to_request().session_id
             'session-1'
         """

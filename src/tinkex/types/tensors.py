@@ -387,7 +387,9 @@ class TensorData(Fixed):
             The array; without a copy where the tensor is dense.
 
         Example:
-            >>> output = {"logprobs": TensorData([-0.5, -0.25], "float32", [2])}  # one of result.loss_fn_outputs
+            >>> output = {
+            ...     "logprobs": TensorData([-0.5, -0.25], "float32", [2])
+            ... }  # one of result.loss_fn_outputs
             >>> float(output["logprobs"].to_numpy().mean())
             -0.375
         """

@@ -158,7 +158,9 @@ class DimuonOptimizerConfig(OptimizerConfigBase):
     """Muon on matrices.
 
     Example:
-        >>> config = DimuonOptimizerConfig()  # create_lora_training_client(..., optimizer_config=config)
+        >>> config = (
+        ...     DimuonOptimizerConfig()
+        ... )  # create_lora_training_client(..., optimizer_config=config)
         >>> config.to_wire()
         {'type': 'dimuon', 'version': 1}
     """
@@ -229,7 +231,9 @@ class OptimParamsBase(_Open):
     unchanged.
 
     Example:
-        >>> OptimParamsBase(type="lion", learning_rate=1e-4).learning_rate  # a kind of a later server
+        >>> OptimParamsBase(
+        ...     type="lion", learning_rate=1e-4
+        ... ).learning_rate  # a kind of a later server
         0.0001
     """
 
@@ -393,7 +397,9 @@ class GetInfoResponse(Record, frozen=True, kw_only=True):
 
     Example:
         >>> data = ModelData(model_name="Qwen/Qwen3-8B")
-        >>> info = GetInfoResponse(model_data=data, model_id="run-1", is_lora=True, lora_rank=32)  # training.get_info()
+        >>> info = GetInfoResponse(
+        ...     model_data=data, model_id="run-1", is_lora=True, lora_rank=32
+        ... )  # training.get_info()
         >>> info.model_data.model_name, info.lora_rank
         ('Qwen/Qwen3-8B', 32)
     """
@@ -431,7 +437,9 @@ class ForwardBackwardInput(Record, frozen=True):
     """Data and loss of one pass.
 
     Example:
-        >>> datum = Datum(ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3], "weights": [1.0, 1.0]})
+        >>> datum = Datum(
+        ...     ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3], "weights": [1.0, 1.0]}
+        ... )
         >>> ForwardBackwardInput(data=[datum], loss_fn="cross_entropy").loss_fn
         'cross_entropy'
     """
@@ -457,7 +465,9 @@ class ForwardBackwardRequest(Record, frozen=True):
 
     Example:
         >>> work = ForwardBackwardInput(data=[], loss_fn="cross_entropy")
-        >>> ForwardBackwardRequest(forward_backward_input=work, model_id="run-1", seq_id=3).forward_only
+        >>> ForwardBackwardRequest(
+        ...     forward_backward_input=work, model_id="run-1", seq_id=3
+        ... ).forward_only
         False
     """
 
@@ -488,8 +498,13 @@ class ForwardBackwardOutput(Wired):
 
     Example:
         >>> outputs = [{"logprobs": TensorData([-0.5, -0.25], "float32")}]
-        >>> result = ForwardBackwardOutput("logprobs", outputs, {"loss:sum": 0.75, "tokens:sum": 2.0})
-        >>> result.metrics["loss:sum"] / result.metrics["tokens:sum"], result.loss_fn_outputs[0]["logprobs"].tolist()
+        >>> result = ForwardBackwardOutput(
+        ...     "logprobs", outputs, {"loss:sum": 0.75, "tokens:sum": 2.0}
+        ... )
+        >>> (
+        ...     result.metrics["loss:sum"] / result.metrics["tokens:sum"],
+        ...     result.loss_fn_outputs[0]["logprobs"].tolist(),
+        ... )
         (0.375, [-0.5, -0.25])
     """
 
@@ -547,7 +562,9 @@ class ForwardBackwardOutput(Wired):
 
         Example:
             >>> outputs = [{"logprobs": {"data": [-0.5], "dtype": "float32"}}]
-            >>> ForwardBackwardOutput.from_wire({"loss_fn_outputs": outputs, "metrics": {"loss:sum": 0.5}}).loss
+            >>> ForwardBackwardOutput.from_wire(
+            ...     {"loss_fn_outputs": outputs, "metrics": {"loss:sum": 0.5}}
+            ... ).loss
             0.5
         """
         if not isinstance(value, Mapping) or not isinstance(value.get("loss_fn_outputs"), list):
@@ -610,7 +627,9 @@ class OptimStepRequest(Record, frozen=True, kw_only=True):
     of the two is None.
 
     Example:
-        >>> request = OptimStepRequest(model_id="run-1", optim_params=AdamParams(learning_rate=1e-3))
+        >>> request = OptimStepRequest(
+        ...     model_id="run-1", optim_params=AdamParams(learning_rate=1e-3)
+        ... )
         >>> request.adam_params.learning_rate, request.optimizer_params is None
         (0.001, True)
     """
@@ -648,7 +667,11 @@ class OptimStepRequest(Record, frozen=True, kw_only=True):
             The dictionary.
 
         Example:
-            >>> sorted(OptimStepRequest(model_id="run-1", optim_params=DimuonParams(learning_rate=0.02)).model_dump())
+            >>> sorted(
+            ...     OptimStepRequest(
+            ...         model_id="run-1", optim_params=DimuonParams(learning_rate=0.02)
+            ...     ).model_dump()
+            ... )
             ['model_id', 'optimizer_params', 'seq_id', 'type']
         """
         dumped = super().model_dump(**options)
@@ -670,7 +693,9 @@ class OptimStepRequest(Record, frozen=True, kw_only=True):
 
         Example:
             >>> request = OptimStepRequest(model_id="run-1", optim_params=AdamParams())
-            >>> request.model_copy(update={"optim_params": DimuonParams(learning_rate=0.02)}).adam_params is None
+            >>> request.model_copy(
+            ...     update={"optim_params": DimuonParams(learning_rate=0.02)}
+            ... ).adam_params is None
             True
         """
         update = dict(update or {})
@@ -694,7 +719,9 @@ class OptimStepResponse(Record, frozen=True, kw_only=True):
     """What the step did.
 
     Example:
-        >>> step = OptimStepResponse(metrics={"grad_norm": 0.4})  # training.optim_step(AdamParams()).result()
+        >>> step = OptimStepResponse(
+        ...     metrics={"grad_norm": 0.4}
+        ... )  # training.optim_step(AdamParams()).result()
         >>> step.success, (step.metrics or {}).get("grad_norm")
         (True, 0.4)
     """

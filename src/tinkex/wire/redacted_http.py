@@ -57,7 +57,9 @@ def redact_headers(headers: Mapping[str, str]) -> dict[str, str]:
     """Headers that can be shown; addresses in them, too, as `redact_url` shows them.
 
     Example:
-        >>> redact_headers({"Accept": "*/*", "X-API-Key": "tml-1", "Location": "https://me:pw@host/x"})
+        >>> redact_headers(
+        ...     {"Accept": "*/*", "X-API-Key": "tml-1", "Location": "https://me:pw@host/x"}
+        ... )
         {'Accept': '*/*', 'X-API-Key': '[REDACTED]', 'Location': 'https://host/x'}
     """
     return {

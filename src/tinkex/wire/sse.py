@@ -42,7 +42,10 @@ class ServerSentEvent(Record, frozen=True, kw_only=False):
         """The data decoded, or the text itself where it is not JSON.
 
         Example:
-            >>> ServerSentEvent(data='{"token": "Hi"}').json(), ServerSentEvent(data="[DONE]").json()
+            >>> (
+            ...     ServerSentEvent(data='{"token": "Hi"}').json(),
+            ...     ServerSentEvent(data="[DONE]").json(),
+            ... )
             ({'token': 'Hi'}, '[DONE]')
         """
         try:

@@ -109,7 +109,9 @@ class APIFuture(ABC, Generic[T]):
         Example:
             >>> import asyncio
             >>> async def main() -> str:
-            ...     return (await rest.get_training_run(client.model_id).result_async(timeout=60)).base_model
+            ...     return (
+            ...         await rest.get_training_run(client.model_id).result_async(timeout=60)
+            ...     ).base_model
             >>> asyncio.run(main())
             'tinkex/tiny'
         """
@@ -317,7 +319,10 @@ class Future(APIFuture[T], concurrent.futures.Future[T]):
         Example:
             >>> import concurrent.futures
             >>> futures = [client.forward(data, "cross_entropy").future() for _ in range(2)]
-            >>> [future.result().metrics["loss:sum"] for future in concurrent.futures.as_completed(futures)]
+            >>> [
+            ...     future.result().metrics["loss:sum"]
+            ...     for future in concurrent.futures.as_completed(futures)
+            ... ]
             [10.6..., 10.6...]
         """
         return self
@@ -453,7 +458,9 @@ class AwaitableConcurrentFuture(APIFuture[T]):
         Example:
             >>> import asyncio
             >>> async def main() -> str:
-            ...     return (await rest.get_training_run(client.model_id).result_async(timeout=60)).base_model
+            ...     return (
+            ...         await rest.get_training_run(client.model_id).result_async(timeout=60)
+            ...     ).base_model
             >>> asyncio.run(main())
             'tinkex/tiny'
         """
@@ -932,7 +939,9 @@ async def await_many_async(
     Example:
         >>> import asyncio
         >>> async def main() -> list[SampleResponse | BaseException]:
-        ...     return await await_many_async([sampler.sample(prompt, 1, SamplingParams(max_tokens=8))])
+        ...     return await await_many_async(
+        ...         [sampler.sample(prompt, 1, SamplingParams(max_tokens=8))]
+        ...     )
         >>> asyncio.run(main())
         [SampleResponse(...)]
     """

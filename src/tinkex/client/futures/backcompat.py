@@ -79,7 +79,9 @@ class BackcompatClientFuture(APIFuture[C]):
         Example:
             >>> import asyncio
             >>> async def main() -> SamplingClient:
-            ...     return await service.create_sampling_client(base_model="tinkex/tiny").result_async(timeout=60)
+            ...     return await service.create_sampling_client(
+            ...         base_model="tinkex/tiny"
+            ...     ).result_async(timeout=60)
             >>> asyncio.run(main())
             SamplingClient('...:sample:0')
         """
@@ -95,7 +97,9 @@ class BackcompatClientFuture(APIFuture[C]):
 
         Example:
             >>> import concurrent.futures
-            >>> futures = [service.create_lora_training_client("tinkex/tiny").future() for _ in range(2)]
+            >>> futures = [
+            ...     service.create_lora_training_client("tinkex/tiny").future() for _ in range(2)
+            ... ]
             >>> len([future.result() for future in concurrent.futures.as_completed(futures)])
             2
         """

@@ -192,7 +192,9 @@ class HttpClient:
 
         Example:
             >>> saved = client.save_state("step-100").result()
-            >>> http.delete(f"training_runs/{client.model_id}/checkpoints/weights/step-100").result()
+            >>> http.delete(
+            ...     f"training_runs/{client.model_id}/checkpoints/weights/step-100"
+            ... ).result()
             {}
         """
         return self._start("DELETE", path, None, options)

@@ -73,7 +73,10 @@ class RetryConfig:
             Seconds.
 
         Example:
-            >>> [RetryConfig(retry_delay_base=0.5, jitter_factor=0).delay(attempt) for attempt in range(4)]
+            >>> [
+            ...     RetryConfig(retry_delay_base=0.5, jitter_factor=0).delay(attempt)
+            ...     for attempt in range(4)
+            ... ]
             [0.5, 1.0, 2.0, 4.0]
         """
         plain: float = min(self.retry_delay_base * 2 ** min(attempt, 60), self.retry_delay_max)
@@ -91,7 +94,10 @@ class RetryConfig:
 
         Example:
             >>> config = RetryConfig()
-            >>> config.is_retryable(TimeoutError()), config.is_retryable(APIStatusError("no", status_code=400))
+            >>> (
+            ...     config.is_retryable(TimeoutError()),
+            ...     config.is_retryable(APIStatusError("no", status_code=400)),
+            ... )
             (True, False)
         """
         told = getattr(error, "should_retry", None)
