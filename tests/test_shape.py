@@ -16,17 +16,17 @@ CEILINGS = {
     "flat-modules": 12,
     "cycles": 6,
     "large-classes": 15,
-    "large-files": 43,
+    "large-files": 44,
     "repeated-names": 1,
-    "repeated-runs": 63,
+    "repeated-runs": 61,
     "way-functions": 83,
     "way-modules": 21,
     "private-uses": 24,
     "clauses": 615,
-    "wide-code": 517,
+    "wide-code": 351,
     "wide-prose": 775,
 }
-CODE = 44_000
+CODE = 43_505
 """Lines of code of the package, at 100 columns, without docstrings, comments and blank lines."""
 
 
