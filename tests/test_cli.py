@@ -318,6 +318,8 @@ def test_the_help_of_serve() -> None:
         "--data-dir",
         "--model",
         "NAME[=DIR]",
+        "--engine",
+        "[fake|torch]",
         "--device",
         "--dtype",
         "--tokens",

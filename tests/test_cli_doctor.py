@@ -175,7 +175,7 @@ def test_torch_matters_only_where_models_run_here(
     monkeypatch.setattr(doctor, "TORCH_SECONDS", 0.3)
     code, found = examine(capsys)
     assert "0.3 s" in found["torch"]["detail"]
-    monkeypatch.setattr("tinkex.local.LOCAL_PACKAGES", ("a_package_that_is_not_there",))
+    monkeypatch.setattr("tinkex.engine.torch.kind.LOCAL_PACKAGES", ("a_package_that_is_not_there",))
     code, found = examine(capsys)
     assert "pip install 'tinkex[local]'" in found["torch"]["fix"]
 

@@ -233,7 +233,7 @@ warnings.simplefilter("ignore", DeprecationWarning)
 os.environ["TINKEX_DATA_DIR"] = tempfile.mkdtemp()
 import tinkex, tinkex.local
 from tinkex.engine.fake import FakeEngine
-tinkex.local.late_engine = lambda models=None: FakeEngine()
+tinkex.local.lazy_engine = lambda models=None: FakeEngine()
 service = tinkex.ServiceClient(base_url="local")
 service.get_server_capabilities()
 child = os.fork()

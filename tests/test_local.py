@@ -22,9 +22,9 @@ import tinkex
 from tinkex import LocalBackend, RestClient, ServiceClient, local
 from tinkex.client.futures.api_future import start
 from tinkex.engine.api import EngineError
+from tinkex.engine.base_models import describe
 from tinkex.engine.fake import FakeEngine
-from tinkex.engine.families.model_config import describe
-from tinkex.engine.lazy import LateEngine
+from tinkex.engine.lazy import LazyEngine
 from tinkex.local import AsgiExchange
 
 STEP = tinkex.AdamParams(learning_rate=0.1)
@@ -40,7 +40,7 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[FakeE
         engines.append(FakeEngine())
         return engines[-1]
 
-    monkeypatch.setattr(local, "late_engine", make)
+    monkeypatch.setattr(local, "lazy_engine", make)
     monkeypatch.setenv("TINKEX_DATA_DIR", str(tmp_path / "data"))
     yield engines
     assert local._shared == {}
@@ -160,7 +160,7 @@ def test_an_engine_is_made_when_there_is_something_to_compute(
 
 def test_a_method_that_was_asked_for_early_is_the_engines_when_it_is_called() -> None:
     engine = FakeEngine()
-    late = LateEngine({}, lambda: engine)
+    late = LazyEngine({}, lambda: engine)
     drop, create = late.drop, late.create
     drop("a")
     create("a", "fake", tinkex.LoraConfig(rank=4))

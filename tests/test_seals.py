@@ -11,8 +11,8 @@ import pytest
 
 from support import Wire, pass_json, serving
 from tinkex.engine.api import BaseModel, EngineError
+from tinkex.engine.base_models import weights_digest
 from tinkex.engine.fake import FakeEngine
-from tinkex.engine.families.model_config import weights_digest
 from tinkex.server.files.seals import SEAL, check, seal
 
 

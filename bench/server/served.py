@@ -122,7 +122,7 @@ def main() -> None:
     if args.engine == "fake":
         from tinkex.engine.fake import FakeEngine
 
-        command.make_engine = lambda models: FakeEngine(delay=args.delay, step_delay=args.delay)  # type: ignore[assignment]
+        command.make_engine = lambda *_: FakeEngine(delay=args.delay, step_delay=args.delay)  # type: ignore[assignment]
     if args.watch is None:
         command.serve(rest)
         return

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import itertools
 import os
 import threading
@@ -17,23 +16,26 @@ from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, Self
 from urllib.parse import unquote
 
 from tinkex.client.futures.api_future import start
 from tinkex.client.http.transport import Exchange, Reply, StreamReply
 from tinkex.client.settings.config import LOCAL
+from tinkex.engine.base_models import (
+    DEFAULT_MODEL as DEFAULT_MODEL,
+    resolve_models as resolve_models,
+)
+from tinkex.engine.registry import DEFAULT_ENGINE, find_engine
+from tinkex.engine.torch.kind import require_packages as require_packages
 from tinkex.errors import ConfigurationError
-from tinkex.tokenizers import BUNDLED
 from tinkex.wire.protocol import Traffic
 
 if TYPE_CHECKING:
     from tinkex.engine.api import Engine
 
-DEFAULT_MODEL = "tinkex/tiny"
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
-LOCAL_PACKAGES = ("torch", "safetensors", "starlette", "uvicorn", "tokenizers", "huggingface_hub")
 
 
 def default_data_dir() -> Path:
@@ -55,52 +57,8 @@ def default_data_dir() -> Path:
     return user_data_path("tinkex")
 
 
-def resolve_models(models: Mapping[str, str | Path] | None) -> dict[str, Path]:
-    """Directories by model name; a name without one is bundled or looked up on the hub (cache
-    first).
-
-    Args:
-        models: Directories or hub ids by model name; empty ones stand for the name itself.
-
-    Returns:
-        A directory for each name.
-
-    Raises:
-        EngineError: One is neither a directory nor on the hub.
-
-    Example:
-        >>> resolve_models({"tinkex/tiny": ""})
-        {'tinkex/tiny': PosixPath('.../models/tiny')}
-    """
-    if not models:
-        return {DEFAULT_MODEL: BUNDLED[DEFAULT_MODEL]}
-    from tinkex.engine.families.model_config import resolve
-
-    resolved = {}
-    for name, place in models.items():
-        resolved[name] = (
-            BUNDLED[name] if not place and name in BUNDLED else resolve(str(place or name))
-        )
-    return resolved
-
-
-def require_packages() -> None:
-    """Raise ConfigurationError unless what the `local` extra brings is installed.
-
-    Raises:
-        ConfigurationError: Something is missing; the message says what.
-    """
-    missing = [name for name in LOCAL_PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigurationError(
-            "running models on this machine needs packages that are not installed: "
-            f"{', '.join(missing)}",
-            hint="pip install 'tinkex[local]'",
-        )
-
-
-def pick_device(device: Device) -> Literal["cpu", "cuda"]:
-    """What `auto` stands for on this machine; whether there is what is asked for.
+def pick_device(device: Device) -> str:
+    """Return the device that the PyTorch engine computes on, after a check that it is there.
 
     Args:
         device: `auto` is the GPU where PyTorch can use one, else the CPU.
@@ -115,56 +73,41 @@ def pick_device(device: Device) -> Literal["cpu", "cuda"]:
         >>> pick_device("cpu")
         'cpu'
     """
-    require_packages()
-    from tinkex.engine.torch.openmp import calm_openmp
-
-    calm_openmp()  # takes effect best before torch is imported
-    import torch
-
-    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
-        return "cpu"
-    if not torch.cuda.is_available():
-        raise ConfigurationError(
-            "there is no GPU here that PyTorch can use",
-            hint="see what `tinkex doctor` finds, or compute on the cpu",
-        )
-    return "cuda"
+    return find_engine(DEFAULT_ENGINE).pick_device(device)
 
 
 def make_engine(
     models: Mapping[str, str | Path] | None = None,
-    device: Device = "cpu",
+    device: str = "cpu",
     dtype: Dtype | None = None,
+    engine: str = DEFAULT_ENGINE,
 ) -> Engine:
-    """A torch engine over these models; each is loaded when first used.
+    """Make an engine over these models; each is loaded when first used.
 
     Args:
         models: Directories or hub ids by model name; the bundled model by default.
         device: What computes; `auto` is the GPU where PyTorch can use one, else the CPU.
         dtype: Of the base weights; float32 on a CPU and bfloat16 on a GPU by default.
+        engine: The kind of engine, by its name in the registry.
 
     Returns:
         The engine.
 
     Raises:
-        ConfigurationError: The `local` extra is not installed, or there is no such device.
+        ConfigurationError: There is no such engine or device, or a package is not installed.
 
     Example:
         >>> [model.name for model in make_engine({"tinkex/tiny": ""}).models()]
         ['tinkex/tiny']
     """
-    picked = pick_device(device)
-    import torch
-
-    from tinkex.engine.torch.engine import TorchEngine
-
-    kinds = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}
-    return TorchEngine(resolve_models(models), device=picked, dtype=kinds[dtype])
+    kind = find_engine(engine)
+    return kind.make(models or {DEFAULT_MODEL: ""}, kind.pick_device(device), dtype)
 
 
-def late_engine(models: Mapping[str, str | Path] | None = None) -> Engine:
-    """What `make_engine` makes, made when there is something to compute: torch takes seconds to
-    import.
+def lazy_engine(models: Mapping[str, str | Path] | None = None) -> Engine:
+    """Return the default engine, made when there is something to compute.
+
+    To import torch takes seconds.
 
     Args:
         models: Directories or hub ids by model name; the bundled model by default.
@@ -177,10 +120,10 @@ def late_engine(models: Mapping[str, str | Path] | None = None) -> Engine:
         EngineError: One of the models cannot be used.
     """
     require_packages()
-    from tinkex.engine.lazy import LateEngine
+    from tinkex.engine.lazy import LazyEngine
 
     found = resolve_models(models)
-    return cast("Engine", LateEngine(found, lambda: make_engine(found)))
+    return LazyEngine(found, lambda: make_engine(found))
 
 
 def publish_tokenizers(engine: Engine) -> None:
@@ -445,7 +388,7 @@ class LocalBackend:
             return self._exchange
 
     def _build(self) -> Any:
-        engine = self._engine or late_engine(self._models)
+        engine = self._engine or lazy_engine(self._models)
         publish_tokenizers(engine)
         import sqlite3
 

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tinkex.engine.api import EngineError
-from tinkex.engine.families.model_config import DecoderConfig, resolve
+from tinkex.engine.base_models import resolve
+from tinkex.engine.families.model_config import DecoderConfig
 from tinkex.engine.model.attention import PackedAttention
 from tinkex.engine.model.decoder import Decoder, hidden_states
 from tinkex.engine.torch.engine import TorchEngine

@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM
 from engine.conftest import VOCAB, WINDOW
 from engine.references import adapter_of, assert_near, gradients, randomise
 from tinkex.engine.api import ADAMW, DIMUON, EngineError, run_pass
+from tinkex.engine.base_models import eos_tokens
 from tinkex.engine.families.model_config import (
     ARCHITECTURES,
     AttentionRule,
     DecoderConfig,
-    eos_tokens,
 )
 from tinkex.engine.model import attention, matmul_check
 from tinkex.engine.model.attention import PackedAttention, attend, causal, trusted, visible

@@ -24,14 +24,13 @@ import click
 
 from tinkex.client.settings.config import LOOPBACK
 from tinkex.engine.api import Engine, EngineError
+from tinkex.engine.registry import DEFAULT_ENGINE, engine_names, find_engine
 from tinkex.errors import ConfigurationError
 from tinkex.local import (
     DEFAULT_MODEL,
-    Device,
     Dtype,
     default_data_dir,
     make_engine,
-    pick_device,
     publish_tokenizers,
     unusable,
 )
@@ -51,6 +50,22 @@ YOUNG_OBJECTS = 1_000
 NEVER = 1_000_000
 COLLECT_SECONDS = 300.0
 """How often garbage is looked for among all objects."""
+
+
+class EngineOption(click.Option):
+    """An option whose value is an engine; the list of them is read when it is shown."""
+
+    def make_metavar(self, ctx: click.Context) -> str:
+        """Return the names, as the help shows them."""
+        return f"[{'|'.join(engine_names())}]"
+
+
+def _check_engine(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    try:
+        find_engine(value)
+    except ConfigurationError as error:
+        raise click.BadParameter(str(error)) from None
+    return value
 
 
 def limit_options(command: F) -> F:
@@ -90,12 +105,19 @@ def limit_options(command: F) -> F:
     f"{DEFAULT_MODEL}]",
 )
 @click.option(
+    "--engine",
+    cls=EngineOption,
+    callback=_check_engine,
+    default=DEFAULT_ENGINE,
+    show_default=True,
+    help="What trains and samples.",
+)
+@click.option(
     "--device",
-    type=click.Choice(get_args(Device)),
     default="auto",
     show_default=True,
-    help="What computes; auto is the GPU where there is one. CUDA_VISIBLE_DEVICES picks among "
-    "several.",
+    help="Where the engine computes: auto, cpu or cuda; auto is the GPU where there is one. "
+    "CUDA_VISIBLE_DEVICES picks among several.",
 )
 @click.option(
     "--dtype",
@@ -152,7 +174,8 @@ def serve(
     port: int,
     data_dir: Path | None,
     models: tuple[str, ...],
-    device: Device,
+    engine: str,
+    device: str,
     dtype: Dtype | None,
     api_key: str | None,
     tokens: bool,
@@ -184,8 +207,8 @@ def serve(
     _log(log_level, log_format)
     tracing = _tracing(otel)
     places = dict(_parse_model(model) for model in models)
-    device = pick_device(device)
-    make = partial(make_engine, places, device, dtype)
+    device = find_engine(engine).pick_device(device)
+    make = partial(make_engine, places, device, dtype, engine)
     try:
         listener = _listen(host, port)
     except OSError as error:
@@ -278,7 +301,7 @@ async def _serve(
     listener: socket.socket,
     data_dir: Path,
     make: Callable[[], Engine],
-    device: Device,
+    device: str,
     api_key: str | None,
     tokens: bool,
     strict: bool,

@@ -20,6 +20,7 @@ from tinkex.engine.api import (
     RECORDED_TOKENS,
     BaseModel,
     DrawnToken,
+    Engine,
     EngineError,
     Listener,
     PassDone,
@@ -29,6 +30,9 @@ from tinkex.engine.api import (
     Writer,
     check_optimizer,
 )
+from tinkex.engine.base_models import describe, resolve_models
+from tinkex.engine.registry import EngineKind
+from tinkex.errors import ConfigurationError
 from tinkex.types.sampling import (
     EMPTY_CELL,
     SampledSequence,
@@ -107,7 +111,7 @@ class _Job:
 
 
 @dataclass
-class FakeEngine:
+class FakeEngine(Engine):
     """Stands in for an engine. `fail` is called with each method's name and subject first, and may
     raise.
 
@@ -347,7 +351,7 @@ class FakeEngine:
                 self.fail("sample_step", name)
                 if job.listener is not None and job.steps <= job.limit:
                     job.listener(_drawn(job))
-                result: SampleResponse | Exception | None = self._finished(job)
+                result: SampleResponse | Exception | None = _finished(job)
             except Exception as error:
                 result = error
             if result is not None:
@@ -367,20 +371,6 @@ class FakeEngine:
     def sampling(self) -> bool:
         """Whether any job is unfinished."""
         return bool(self._jobs)
-
-    def _finished(self, job: _Job) -> SampleResponse | None:
-        request = job.request
-        if job.steps < job.limit:
-            return None
-        sequences = [_sequence(job, index) for index in range(request.num_samples)]
-        if not (request.prompt_logprobs or request.topk_prompt_logprobs):
-            return SampleResponse(sequences)
-        prompt = request.prompt.to_numpy()
-        logprobs = np.full(prompt.size, np.nan, dtype=np.float32)
-        logprobs[1:] = _logprobs(job.weights, prompt[:-1], prompt[1:])
-        logprobs[: max(1, prompt.size - (request.prompt_logprobs_last_n or prompt.size))] = np.nan
-        k = request.topk_prompt_logprobs
-        return SampleResponse(sequences, logprobs, _topk(prompt, logprobs, k) if k else None)
 
     def _enter(self, method: str, subject: str) -> None:
         self.fail(method, subject)
@@ -426,6 +416,22 @@ def _arrays(index: int, datum: Datum) -> tuple[Array, Array]:
             )
     weights = datum.loss_fn_inputs.get("weights", datum.loss_fn_inputs.get("advantages"))
     return targets, np.ones(targets.shape) if weights is None else weights.to_numpy().copy()
+
+
+def _finished(job: _Job) -> SampleResponse | None:
+    """Return the result of a job that has all its tokens."""
+    request = job.request
+    if job.steps < job.limit:
+        return None
+    sequences = [_sequence(job, index) for index in range(request.num_samples)]
+    if not (request.prompt_logprobs or request.topk_prompt_logprobs):
+        return SampleResponse(sequences)
+    prompt = request.prompt.to_numpy()
+    logprobs = np.full(prompt.size, np.nan, dtype=np.float32)
+    logprobs[1:] = _logprobs(job.weights, prompt[:-1], prompt[1:])
+    logprobs[: max(1, prompt.size - (request.prompt_logprobs_last_n or prompt.size))] = np.nan
+    k = request.topk_prompt_logprobs
+    return SampleResponse(sequences, logprobs, _topk(prompt, logprobs, k) if k else None)
 
 
 def _drawn(job: _Job) -> list[DrawnToken]:
@@ -481,3 +487,17 @@ def _read(directory: Path) -> dict[str, Any]:
         raise EngineError(f"{directory} has no {STATE}")
     fields: dict[str, Any] = json.loads(path.read_text())
     return fields
+
+
+def _pick_device(device: str) -> str:
+    if device not in ("auto", "cpu"):
+        raise ConfigurationError(f"the fake engine has no device {device!r}; there are auto, cpu")
+    return "cpu"
+
+
+def _make(models: Mapping[str, str | Path], device: str, dtype: str | None) -> Engine:
+    places = resolve_models(models)
+    return FakeEngine([describe(name, directory) for name, directory in places.items()])
+
+
+FAKE = EngineKind(_make, _pick_device)

@@ -1,40 +1,43 @@
-"""An engine that is made when there is something to compute: whoever lists what is stored need not
-wait for torch.
-"""
+"""An engine that is made when there is something to compute, since torch takes seconds to import."""
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from tinkex.engine.api import EngineError
-from tinkex.engine.families.model_config import describe
+from tinkex.engine.api import BaseModel, Engine, EngineError
+from tinkex.engine.base_models import describe
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
-
-    from tinkex.engine.api import BaseModel, Engine
-
-IDLE: dict[str, Any] = {
-    "drop": None,
-    "drop_losses": None,
-    "drop_sampler": None,
-    "sample_cancel": None,
-    "pass_step": (),
-    "sample_step": (),
-    "passing": False,
-    "sampling": False,
-}
-"""What an engine that has nothing answers, by method."""
+P = ParamSpec("P")
+R = TypeVar("R")
 
 logger = logging.getLogger(__name__)
 
 
-class LateEngine:
-    """Stands for an engine over these models; the first call that needs it makes it, on the thread
-    that calls.
-    """
+def _making(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """Return a method that makes the engine first."""
+
+    def call(self: LazyEngine, /, *args: P.args, **named: P.kwargs) -> R:
+        made: Callable[P, R] = getattr(self.engine(), method.__name__)
+        return made(*args, **named)
+
+    return call
+
+
+def _idle(method: Callable[Concatenate[Any, P], R], answer: R) -> Callable[Concatenate[Any, P], R]:
+    """Return a method that has this answer while there is no engine."""
+    making = _making(method)
+
+    def call(self: LazyEngine, /, *args: P.args, **named: P.kwargs) -> R:
+        return making(self, *args, **named) if self.is_made() else answer
+
+    return call
+
+
+class LazyEngine(Engine):
+    """Stands for an engine over these models; the first call that needs it makes it, on its thread."""
 
     def __init__(self, models: Mapping[str, Path], make: Callable[[], Engine]) -> None:
         self._models = [describe(name, directory) for name, directory in models.items()]
@@ -43,34 +46,46 @@ class LateEngine:
         self._failure = ""
 
     def models(self) -> Sequence[BaseModel]:
-        """The base models on offer."""
+        """Return the base models on offer."""
         return self._models
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        """A method of the engine; which engine is decided when it is called, for that may be much
-        later.
-        """
+    def is_made(self) -> bool:
+        """Return whether there is an engine yet."""
+        return self._made is not None
 
-        def call(*args: Any, **named: Any) -> Any:
-            if self._made is None:
-                if name in IDLE:
-                    return IDLE[name]
-                self._made = self._first()
-            return getattr(self._made, name)(*args, **named)
-
-        return call
-
-    def _first(self) -> Engine:
-        """Make the engine, once: a library that did not load fails the second time for another
-        reason, which misleads.
+    def engine(self) -> Engine:
+        """Return the engine, made once: a second import of a broken library fails misleadingly.
 
         Raises:
             EngineError: It cannot be made.
         """
-        if not self._failure:
+        if self._made is None and not self._failure:
             try:
-                return self._make()
+                self._made = self._make()
             except Exception as error:
                 logger.exception("the engine cannot be made")
                 self._failure = f"the engine cannot be made: {type(error).__name__}: {error}"
-        raise EngineError(self._failure, "server")
+        if self._made is None:
+            raise EngineError(self._failure, "server")
+        return self._made
+
+    create = _making(Engine.create)
+    drop = _idle(Engine.drop, None)
+    pass_start = _making(Engine.pass_start)
+    pass_step = _idle(Engine.pass_step, ())
+    passing = _idle(Engine.passing, False)
+    create_loss = _making(Engine.create_loss)
+    drop_losses = _idle(Engine.drop_losses, None)
+    drop_gradients = _making(Engine.drop_gradients)
+    optim_step = _making(Engine.optim_step)
+    writer = _making(Engine.writer)
+    load = _making(Engine.load)
+    snapshot = _making(Engine.snapshot)
+    sampler_writer = _making(Engine.sampler_writer)
+    load_sampler = _making(Engine.load_sampler)
+    point = _making(Engine.point)
+    drop_sampler = _idle(Engine.drop_sampler, None)
+    sample_start = _making(Engine.sample_start)
+    sample_step = _idle(Engine.sample_step, ())
+    sample_cancel = _idle(Engine.sample_cancel, None)
+    sampling = _idle(Engine.sampling, False)

@@ -6,14 +6,13 @@ Where a file leaves something out, the family's own default holds, as in transfo
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from tinkex.engine.api import BaseModel, EngineError
+from tinkex.engine.api import EngineError
 from tinkex.engine.json_files import read_object
 
 if TYPE_CHECKING:
@@ -41,9 +40,6 @@ ROPE_NEEDS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", TRAINED),
 }
-DIGEST_BLOCK, DIGEST_BLOCKS = 4096, 256
-"""The size of the samples of a file of weights, and about how many of them its digest takes."""
-CHECKPOINT_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 Fields: TypeAlias = Mapping[str, Any]
 
@@ -397,120 +393,6 @@ def _experts(fields: Fields, layers: int) -> ExpertsConfig | None:
         mlp=int(fields.get("moe_intermediate_size", 768)),
         normed=bool(fields.get("norm_topk_prob", False)),
     )
-
-
-def resolve(source: str | Path) -> Path:
-    """The directory of a checkpoint given as a directory or a hub id; the offline cache is asked
-    first.
-    """
-    path = Path(source).expanduser()
-    if path.is_dir():
-        return path
-    if isinstance(source, Path) or source.count("/") != 1 or source.startswith((".", "/", "~")):
-        raise EngineError(
-            f"{source} is not a directory; give a checkpoint directory or a hub id such as "
-            "Qwen/Qwen3-0.6B"
-        )
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.constants import HF_HUB_OFFLINE
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        cached = Path(
-            snapshot_download(source, local_files_only=True, allow_patterns=CHECKPOINT_FILES)
-        )
-    except LocalEntryNotFoundError:
-        cached = None
-    # a cached tokenizer alone is no checkpoint
-    if cached is not None and any(cached.glob("*.safetensors")):
-        return cached
-    if HF_HUB_OFFLINE:
-        raise EngineError(
-            f"{source} is not in the Hugging Face cache and HF_HUB_OFFLINE is set; "
-            "download it first (hf download) or give a directory"
-        )
-    try:
-        return Path(snapshot_download(source, allow_patterns=CHECKPOINT_FILES))
-    except Exception as error:
-        raise EngineError(
-            f"{source} is neither a directory nor a model that can be downloaded: {error}"
-        ) from error
-
-
-def eos_tokens(directory: Path, vocab: int) -> frozenset[int]:
-    """The end-of-text tokens that `generation_config.json`, `config.json` and the tokenizer's own
-    files name.
-
-    Some files say -1 for none.
-    """
-    found: list[Any] = []
-    for name in ("generation_config.json", "config.json"):
-        value = _read_json(directory / name).get("eos_token_id")
-        found += value if isinstance(value, list) else [value]
-    about = _read_json(directory / "tokenizer_config.json")
-    ends = about.get("eos_token")
-    content = ends.get("content") if isinstance(ends, Mapping) else ends
-    if isinstance(content, str):
-        found.append(_token_id(directory, about, content))
-    return frozenset(token for token in found if type(token) is int and 0 <= token < vocab)
-
-
-def _token_id(directory: Path, about: Fields, content: str) -> int | None:
-    """The number of a token that a tokenizer's settings name."""
-    for number, token in (about.get("added_tokens_decoder") or {}).items():
-        if isinstance(token, Mapping) and token.get("content") == content:
-            return int(number)
-    tokenizer = _read_json(directory / "tokenizer.json")
-    for token in tokenizer.get("added_tokens") or []:
-        if isinstance(token, Mapping) and token.get("content") == content:
-            return int(token["id"])
-    vocabulary = (tokenizer.get("model") or {}).get("vocab")
-    found = vocabulary.get(content) if isinstance(vocabulary, Mapping) else None
-    return None if found is None else int(found)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """An optional file, which has to be a JSON object if it is there."""
-    try:
-        return read_object(path)
-    except FileNotFoundError:
-        return {}
-
-
-def describe(name: str, directory: Path) -> BaseModel:
-    """What is known of a base model before its weights are read; without torch, which takes seconds
-    to import.
-    """
-    config = DecoderConfig.read(directory)
-    return BaseModel(
-        name=name,
-        context_length=config.context,
-        vocab_size=config.vocab,
-        arch=config.arch,
-        directory=directory,
-        eos_tokens=eos_tokens(directory, config.vocab),
-        digest=weights_digest(directory),
-    )
-
-
-def weights_digest(directory: Path) -> str:
-    """Return a digest of a base model's configuration and of samples of its weights.
-
-    All names, shapes and sizes enter it, and blocks at regular distances of each file. Reading all
-    of the weights would take minutes for a large model.
-    """
-    digest = hashlib.sha256((directory / "config.json").read_bytes())
-    for path in sorted(directory.glob("*.safetensors")):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
-        with path.open("rb") as file:
-            head = int.from_bytes(file.read(8), "little")
-            digest.update(file.read(min(head, size)))
-            first = 8 + head
-            for at in range(first, size, max(DIGEST_BLOCK, (size - first) // DIGEST_BLOCKS)):
-                file.seek(at)
-                digest.update(file.read(DIGEST_BLOCK))
-    return digest.hexdigest()
 
 
 def inverse_frequencies(config: DecoderConfig) -> torch.Tensor:

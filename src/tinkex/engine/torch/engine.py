@@ -11,6 +11,7 @@ import torch
 from tinkex.engine.api import (
     ADAMW,
     BaseModel,
+    Engine,
     EngineError,
     Listener,
     PassDone,
@@ -18,7 +19,7 @@ from tinkex.engine.api import (
     SampleDone,
     Writer,
 )
-from tinkex.engine.families.model_config import describe, resolve
+from tinkex.engine.base_models import describe, resolve
 from tinkex.engine.losses.graph_loss import CompiledLoss, compile_graph
 from tinkex.engine.model.decoder import BARE, Decoder, Lora
 from tinkex.engine.sample.jobs import Job, Source
@@ -86,7 +87,7 @@ class _Base:
         return Source(self.model, lora, self.about.eos_tokens, lambda: self.tokenizer)
 
 
-class TorchEngine:
+class TorchEngine(Engine):
     """Trains and samples LoRA adapters on base models, given by name as directories or hub ids.
 
     Weights are float32 on a CPU and bfloat16 on an accelerator unless `dtype` says otherwise; LoRA
