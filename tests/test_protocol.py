@@ -45,6 +45,26 @@ def test_names_and_paths_are_unique() -> None:
     assert listed == set(OPERATIONS)
 
 
+def test_operation_without_ownership_does_not_import() -> None:
+    with pytest.raises(TypeError, match="owned_by"):
+        Operation("x", "GET", "x", None, Record)  # type: ignore[call-arg]
+    for path, owned_by, wrong in (
+        ("runs/{model_id}", protocol.OPEN, "does not name ['model_id']"),
+        ("runs", "model_id", "there is no such field"),
+        ("runs/{name}", "name", "expected some of"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(wrong)):
+            Operation("x", "GET", path, None, Record, owned_by=owned_by)
+
+
+def test_operation_declares_every_owned_field_of_its_body() -> None:
+    request = protocol.SESSION_HEARTBEAT.request
+    with pytest.raises(ValueError, match="session_id"):
+        Operation("x", "POST", "x", request, Record, owned_by=protocol.OPEN)
+    assert protocol.LOAD_WEIGHTS.owned_fields == ("session_id", "model_id")
+    assert protocol.RETRIEVE_FUTURES.owned_fields == ("target.sampling_session_id",)
+
+
 def test_the_server_has_these_routes_and_no_others(tmp_path: Path) -> None:
     app = create_app(FakeEngine(), tmp_path)
     # where signed addresses lead, and where misnamed checkpoints end up
