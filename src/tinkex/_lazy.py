@@ -2,6 +2,7 @@
 
 A package lists its names once, as imports for type checkers (`from x import y as y` under
 `TYPE_CHECKING`). `names_of` reads that list from the source, so no second list can differ.
+"""
 
 from __future__ import annotations
 
