@@ -27,7 +27,6 @@ from tinkex.server.access import accounts
 from tinkex.server.access.accounts import Accounts, create_key, has_keys, list_keys, revoke_key
 from tinkex.server.database.store import DATABASE, Store
 from tinkex.server.files.data_dir import KEYED_FILE, SECRET_FILE, DataDirError
-from tinkex.server.routes.handlers import HANDLERS
 from tinkex.server.state import Limits
 from tinkex.wire import protocol
 from tinkex.wire.protocol import OPERATIONS, Operation
@@ -424,9 +423,7 @@ def foreign(name: str, own: dict[str, str], its: dict[str, str]) -> list[Any]:
         "set_checkpoint_ttl": [{"ttl_seconds": 7200}],
         "copy_weights": [{"source_path": its["saved"], "destination_project_id": "mine"}],
         "search_sessions": [{"session_id": session}],
-        "telemetry": [
-            {"session_id": session, "events": [], "platform": "x", "sdk_version": "x"}
-        ],
+        "telemetry": [{"session_id": session, "events": [], "platform": "x", "sdk_version": "x"}],
         "external_weights_upload_finish": [{"upload_id": "0" * 32}],
     }
     return bodies.get(name, [None])

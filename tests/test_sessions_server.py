@@ -18,8 +18,7 @@ import pytest
 
 import tinkex
 from support import Clock, Heard, Keyed, Wire, pass_json, sample_json, serving, step_json
-from test_survival import life, played
-from test_survival import until as until_so
+from test_survival import life, played, until as until_so
 from tinkex.client.rest import RestClient
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.access.accounts import create_key, revoke_key
@@ -60,7 +59,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The time as the server sees it."""
     made = Clock()
-    for module in ("state", "routes.handlers"):
+    for module in ("state", "routes.session_calls"):
         monkeypatch.setattr(f"tinkex.server.{module}.time", made)
     return made
 

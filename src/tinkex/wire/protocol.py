@@ -144,7 +144,9 @@ class Owned:
         if unknown := declared - fields:
             raise ValueError(f"{name}: owned_by names {sorted(unknown)}; there is no such field")
         if any(field.rpartition(".")[2] not in OWNED_FIELDS for field in self.owned_fields):
-            raise ValueError(f"{name}: owned_by is {self.owned_by!r}; expected some of {[*OWNED_FIELDS]}")
+            raise ValueError(
+                f"{name}: owned_by is {self.owned_by!r}; expected some of {[*OWNED_FIELDS]}"
+            )
         open_fields = (fields & OWNED_FIELDS.keys()) - declared
         if open_fields and self.owned_by is not BY_HANDLER:
             raise ValueError(f"{name}: owned_by does not name {sorted(open_fields)}")
@@ -169,7 +171,7 @@ class Operation(Owned):
 
     @property
     def title(self) -> str:
-        """What messages call it: the client's word, where the wire has one that nobody has called."""
+        """The operation's name in messages: the client's method, or the wire's name."""
         return TITLES.get(self.name, self.name)
 
 

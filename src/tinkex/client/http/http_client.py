@@ -449,7 +449,14 @@ def _body(method: Method, fields: Any, options: RequestOptions) -> codec.Body | 
 
 def _operation(method: Method, path: str) -> Operation:
     name = path.partition("?")[0]
-    return Operation(f"{method} {name}", method, name.removeprefix(PREFIX).strip("/"), None, Empty, owned_by=BY_HANDLER)
+    return Operation(
+        f"{method} {name}",
+        method,
+        name.removeprefix(PREFIX).strip("/"),
+        None,
+        Empty,
+        owned_by=BY_HANDLER,
+    )
 
 
 def _redirection(reply: Reply) -> dict[str, Any] | None:
