@@ -25,8 +25,7 @@ from urllib.parse import quote, unquote, urlencode, urlsplit
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
 from schemas import DEEP, DEEP_OBJECT, TEXTS, Json, Place, breaks, broken, values, written
 from support import Wire, pass_json, sample_json, serving, step_json

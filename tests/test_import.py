@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from peft import LoraConfig as PeftConfig
-from peft import get_peft_model
+from peft import LoraConfig as PeftConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 

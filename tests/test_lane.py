@@ -8,8 +8,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tinkex.engine.api import EngineError
 from tinkex.engine.fake import FakeEngine

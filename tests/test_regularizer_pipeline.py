@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tinkex import events as bus
-from tinkex import regularizers
+from tinkex import events as bus, regularizers
 from tinkex.regularizers import (
     L1,
     Consistency,

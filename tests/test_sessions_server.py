@@ -18,8 +18,7 @@ import pytest
 
 import tinkex
 from support import Clock, Heard, Keyed, Wire, pass_json, sample_json, serving, step_json
-from test_survival import life, played
-from test_survival import until as until_so
+from test_survival import life, played, until as until_so
 from tinkex.client.rest import RestClient
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.access.accounts import create_key, revoke_key

@@ -8,8 +8,7 @@ import time
 from collections.abc import AsyncIterator
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 from tinkex.wire.sse import Decoder, ServerSentEvent, events
 

@@ -14,8 +14,7 @@ import numpy as np
 import pydantic
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import tinkex
 from tinkex import types

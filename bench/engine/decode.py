@@ -166,8 +166,7 @@ def profile(run: Callable[[], object], device: str) -> None:
     import cProfile
     import pstats
 
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as profiler
+    from torch.profiler import ProfilerActivity, profile as profiler
 
     host = cProfile.Profile()
     host.enable()

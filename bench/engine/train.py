@@ -64,8 +64,7 @@ def theirs(
     """Seconds and peak memory of transformers + peft for the same data, padded batch by batch,
     sorted by length.
     """
-    from peft import LoraConfig as PeftConfig
-    from peft import get_peft_model
+    from peft import LoraConfig as PeftConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = {k: v for k, v in SHAPES[shape].items() if k != "model_type"}
@@ -170,8 +169,7 @@ def main() -> None:
 
 def profile(engine: TorchEngine, device: str, parts: dict[str, list[Datum]]) -> None:
     """Where the time goes."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as profiler
+    from torch.profiler import ProfilerActivity, profile as profiler
 
     kinds = [ProfilerActivity.CUDA] if device == "cuda" else [ProfilerActivity.CPU]
     with profiler(activities=kinds) as seen:
