@@ -27,7 +27,7 @@ from tinkex.server.access import accounts
 from tinkex.server.access.accounts import Accounts, create_key, has_keys, list_keys, revoke_key
 from tinkex.server.database.store import DATABASE, Store
 from tinkex.server.files.data_dir import KEYED_FILE, SECRET_FILE, DataDirError
-from tinkex.server.routes.handlers import HANDLERS
+from tinkex.server.routes.handler_table import collect
 from tinkex.server.state import Limits
 from tinkex.wire import protocol
 from tinkex.wire.protocol import OPERATIONS, Operation
@@ -449,7 +449,7 @@ NOBODYS = {
     "get_audit_log",
 }
 """Operations that name nothing with an owner; what the lists show is looked at below."""
-SERVED = [op for op in OPERATIONS if op.name in HANDLERS or op is protocol.RETRIEVE_FUTURE]
+SERVED = [op for op in OPERATIONS if op.name in collect() or op is protocol.RETRIEVE_FUTURE]
 
 
 def test_nobody_can_do_anything_with_the_things_of_another(two: tuple[Keyed, Keyed]) -> None:

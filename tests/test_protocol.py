@@ -12,7 +12,7 @@ from starlette.routing import Route
 from support import Wire, pass_json, sample_json, serving, step_json
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.app import create_app
-from tinkex.server.routes.handlers import HANDLERS
+from tinkex.server.routes.handler_table import collect
 from tinkex.types.record import Record, Wired, from_json
 from tinkex.wire import codec, protocol
 from tinkex.wire.protocol import OPERATIONS, PREFIX, Operation
@@ -68,7 +68,7 @@ def test_the_server_has_these_routes_and_no_others(tmp_path: Path) -> None:
 
 @each
 def test_each_operation_has_a_handler_and_types(op: Operation) -> None:
-    assert (op is protocol.RETRIEVE_FUTURE or op.name in HANDLERS) == (op.name not in CLIENT_ONLY)
+    assert (op is protocol.RETRIEVE_FUTURE or op.name in collect()) == (op.name not in CLIENT_ONLY)
     bodiless = op.method in ("GET", "DELETE") or op is protocol.PUBLISH_CHECKPOINT
     assert bodiless == (op.request is None)
     assert op.request is None or issubclass(op.request, Record | Wired)
@@ -79,7 +79,7 @@ def test_each_operation_has_a_handler_and_types(op: Operation) -> None:
 
 
 def test_there_is_no_handler_without_an_operation() -> None:
-    assert {op.name for op in SERVED} - {"retrieve_future"} == HANDLERS.keys()
+    assert {op.name for op in SERVED} - {"retrieve_future"} == collect().keys()
     assert {op.name for op in OPERATIONS} >= CLIENT_ONLY
 
 

@@ -29,7 +29,7 @@ from tinkex.server.complaints import FULL_DISK, complain
 from tinkex.server.files.data_dir import is_full_disk
 from tinkex.server.routes import openai, openapi, uploads
 from tinkex.server.routes.exports import download_route
-from tinkex.server.routes.handlers import HANDLERS
+from tinkex.server.routes.handler_table import HANDLERS, collect
 from tinkex.server.routes.records import misnamed_route
 from tinkex.server.routes.session_records import signed_trace, trace_path
 from tinkex.server.routes.usage import watch
@@ -86,7 +86,7 @@ def create_app(
         strict=strict,
         embedded=embedded,
     )
-    replay.enable(state, HANDLERS)
+    replay.enable(state, collect())
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:

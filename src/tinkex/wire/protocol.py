@@ -115,7 +115,7 @@ class Operation:
 
     @property
     def title(self) -> str:
-        """What messages call it: the client's word, where the wire has one that nobody has called."""
+        """The operation's name in messages: the client's method, or the wire's name."""
         return TITLES.get(self.name, self.name)
 
 

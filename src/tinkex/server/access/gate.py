@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from tinkex.server.access.ownership import is_own
-from tinkex.server.routes.handlers import require_session
+from tinkex.server.routes.session_calls import require_session
 from tinkex.server.routes.usage import lengths
 from tinkex.server.runs.admission import UNKNOWN, failed_receipt, spend
 from tinkex.server.state import Call, Refusal, State
