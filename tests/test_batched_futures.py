@@ -22,7 +22,8 @@ from support import Wire, pass_json, sample_json, serving, step_json, wait_until
 from tinkex.engine.api import EngineError
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.app import create_app
-from tinkex.server.routes import batch_poll, handlers
+from tinkex.server.routes import batch_poll, future_calls, server_info
+from tinkex.server.routes.handler_table import HANDLERS
 from tinkex.server.runs.promises import KEEP_READ, Log, Promises
 from tinkex.server.runs.scheduler import Worker
 from tinkex.server.state import Limits, State
@@ -32,7 +33,7 @@ from tinkex.types.sessions import FuturesRetrieveResponse, RequestFailedResponse
 from tinkex.wire import codec
 
 CLONE = 1_000_000_000
-HANDLERS_CONFIG = handlers.client_config
+HANDLERS_CONFIG = server_info.client_config
 
 
 @pytest.fixture
@@ -961,7 +962,7 @@ def test_the_official_client_can_poll_in_batches_and_join_and_cancel(
         return answer.model_copy(update={"sample_use_retrieve_futures": True})
 
     clones, cancelled = set[int](), list[str]()
-    real_poll, real_cancel = batch_poll.poll, handlers.cancel_future
+    real_poll, real_cancel = batch_poll.poll, future_calls.cancel_future
 
     freed, unheld = set[str](), list[float]()
 
@@ -980,9 +981,9 @@ def test_the_official_client_can_poll_in_batches_and_join_and_cancel(
         cancelled.append(call.request.request_id)
         return await real_cancel(state, call)
 
-    monkeypatch.setitem(handlers.HANDLERS, "cancel_future", cancel_future)
-    monkeypatch.setitem(handlers.HANDLERS, "client_config", client_config)
-    monkeypatch.setattr(handlers, "poll", poll)
+    monkeypatch.setitem(HANDLERS, "cancel_future", cancel_future)
+    monkeypatch.setitem(HANDLERS, "client_config", client_config)
+    monkeypatch.setattr(future_calls, "poll", poll)
     wire = serve(FakeEngine(step_delay=0.001), Limits(poll_seconds=5))
     environment = {
         **os.environ,

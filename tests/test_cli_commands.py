@@ -21,7 +21,8 @@ import tinkex
 from faulty import Answer, FaultyServer, Seen, faulty_server
 from support import Wire, serving
 from tinkex.cli import run
-from tinkex.cli.main import COMMANDS, cli, main
+from tinkex.cli.commands import COMMANDS
+from tinkex.cli.main import cli, main
 from tinkex.cli.options import Connection
 from tinkex.cli.outcomes import Result
 from tinkex.cli.output import size

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import datetime as dt
+import io
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from rich.progress import Progress, TextColumn
 
 from tinkex.cli import output, progress
 from tinkex.cli.outcomes import CommandError
@@ -328,6 +332,39 @@ def test_on_a_terminal_there_is_a_bar_on_stderr(
     assert shown.out == ""
     assert "Downloading it" in shown.err
     assert "thinking" in shown.err
+
+
+def test_display_prints_lines_above_its_bar() -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=60)
+    bar = Progress(
+        TextColumn("{task.completed} of {task.total}: {task.fields[text]}"), console=console
+    )
+    with progress.Display(bar, total=9, done=3) as display:
+        display.show(4, text="loss 0.5", line=lambda: "a line, which a terminal never gets")
+        display.say("evaluated")
+    assert "4 of 9: loss 0.5" in screen.getvalue()
+    assert "evaluated" in screen.getvalue()
+    assert "never" not in screen.getvalue()
+
+
+def test_display_without_a_terminal_prints_urgent_lines_at_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with progress.Display(total=9) as display:
+        display.show(1, line=lambda: "the first", at_once=True)
+        display.show(2, line=lambda: "too soon")
+        display.say("evaluated")
+    assert capsys.readouterr() == ("", "the first\nevaluated\n")
+
+
+@pytest.mark.parametrize(
+    "module", sorted(Path(progress.__file__).parent.glob("*.py")), ids=lambda path: path.name
+)
+def test_progress_is_drawn_by_display_alone(module: Path) -> None:
+    text = module.read_text(encoding="utf-8")
+    assert not re.search(r"\.status\(|\bLive\(|\btrack\(", text)
+    assert "rich.progress" not in text or "Display" in text
 
 
 def test_json_is_what_programs_can_read(capsys: pytest.CaptureFixture[str]) -> None:

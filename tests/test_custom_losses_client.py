@@ -25,7 +25,7 @@ from tinkex import ServiceClient, TrainingClient, types
 from tinkex.client.losses import custom_passes
 from tinkex.engine.api import EngineError
 from tinkex.engine.fake import FakeEngine
-from tinkex.server.routes import handlers
+from tinkex.server.routes import training_calls, weights_calls
 from tinkex.server.runs import admission
 from tinkex.server.state import Limits, Refusal
 
@@ -97,7 +97,8 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
             )
         return await original(state, call, model_id, seq_id, *work, **kinds)
 
-    monkeypatch.setattr(handlers, "enqueue", enqueue)
+    for module in (training_calls, weights_calls):
+        monkeypatch.setattr(module, "enqueue", enqueue)
     return made
 
 
@@ -398,7 +399,7 @@ def test_a_chunk_that_is_rejected_holds_nothing_up(
     client: TrainingClient, log: Log, refused: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     configure(client, fwdbwd_max_chunk_len=1)
-    original = vars(handlers)["enqueue"]  # which may be the one that keeps the log
+    original = vars(training_calls)["enqueue"]  # which may be the one that keeps the log
 
     async def enqueue(
         state: Any, call: Any, model_id: str, seq_id: int, *work: Any, **kinds: Any
@@ -407,7 +408,8 @@ def test_a_chunk_that_is_rejected_holds_nothing_up(
             raise Refusal(400, "not this chunk")
         return await original(state, call, model_id, seq_id, *work, **kinds)
 
-    monkeypatch.setattr(handlers, "enqueue", enqueue)
+    for module in (training_calls, weights_calls):
+        monkeypatch.setattr(module, "enqueue", enqueue)
     bad, stepped = client.forward_backward_custom(TWO, doubled), client.optim_step(STEP)
     with pytest.raises(tinkex.BadRequestError, match="not this chunk"):
         bad.result(20)

@@ -202,7 +202,7 @@ def test_every_event_is_in_the_guide_to_telemetry() -> None:
 
 
 def test_every_command_is_in_the_guide_to_the_command_line() -> None:
-    from tinkex.cli.main import COMMANDS
+    from tinkex.cli.commands import COMMANDS
 
     text = (DOCS / "guides" / "cli-guide.md").read_text(encoding="utf-8")
     for name in COMMANDS:

@@ -12,7 +12,7 @@ from starlette.routing import Route
 from support import Wire, pass_json, sample_json, serving, step_json
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.app import create_app
-from tinkex.server.routes.handlers import HANDLERS
+from tinkex.server.routes.handler_table import collect
 from tinkex.types.record import Record, Wired, from_json
 from tinkex.wire import codec, protocol
 from tinkex.wire.protocol import OPERATIONS, PREFIX, Operation
@@ -45,6 +45,26 @@ def test_names_and_paths_are_unique() -> None:
     assert listed == set(OPERATIONS)
 
 
+def test_operation_without_ownership_does_not_import() -> None:
+    with pytest.raises(TypeError, match="owned_by"):
+        Operation("x", "GET", "x", None, Record)  # type: ignore[call-arg]
+    for path, owned_by, wrong in (
+        ("runs/{model_id}", protocol.OPEN, "does not name ['model_id']"),
+        ("runs", "model_id", "there is no such field"),
+        ("runs/{name}", "name", "expected some of"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(wrong)):
+            Operation("x", "GET", path, None, Record, owned_by=owned_by)
+
+
+def test_operation_declares_every_owned_field_of_its_body() -> None:
+    request = protocol.SESSION_HEARTBEAT.request
+    with pytest.raises(ValueError, match="session_id"):
+        Operation("x", "POST", "x", request, Record, owned_by=protocol.OPEN)
+    assert protocol.LOAD_WEIGHTS.owned_fields == ("session_id", "model_id")
+    assert protocol.RETRIEVE_FUTURES.owned_fields == ("target.sampling_session_id",)
+
+
 def test_the_server_has_these_routes_and_no_others(tmp_path: Path) -> None:
     app = create_app(FakeEngine(), tmp_path)
     # where signed addresses lead, and where misnamed checkpoints end up
@@ -68,7 +88,7 @@ def test_the_server_has_these_routes_and_no_others(tmp_path: Path) -> None:
 
 @each
 def test_each_operation_has_a_handler_and_types(op: Operation) -> None:
-    assert (op is protocol.RETRIEVE_FUTURE or op.name in HANDLERS) == (op.name not in CLIENT_ONLY)
+    assert (op is protocol.RETRIEVE_FUTURE or op.name in collect()) == (op.name not in CLIENT_ONLY)
     bodiless = op.method in ("GET", "DELETE") or op is protocol.PUBLISH_CHECKPOINT
     assert bodiless == (op.request is None)
     assert op.request is None or issubclass(op.request, Record | Wired)
@@ -79,7 +99,7 @@ def test_each_operation_has_a_handler_and_types(op: Operation) -> None:
 
 
 def test_there_is_no_handler_without_an_operation() -> None:
-    assert {op.name for op in SERVED} - {"retrieve_future"} == HANDLERS.keys()
+    assert {op.name for op in SERVED} - {"retrieve_future"} == collect().keys()
     assert {op.name for op in OPERATIONS} >= CLIENT_ONLY
 
 

@@ -447,6 +447,7 @@ def test_every_method_has_a_case_and_a_twin() -> None:
         "get_telemetry",
         "holder",
         "search_checkpoints",
+        "transport",
         *UPLOADS,
         "whoami",
         "with_raw_response",
@@ -1036,7 +1037,7 @@ def test_a_service_client_makes_one(faulty: FaultyServer) -> None:
         with pytest.warns(FutureWarning, match="RestClient"):
             client = service.create_rest_client()
         assert client.list_sessions().result(10).sessions == ["x"]
-        assert client._transport is service._session.transport
+        assert client.transport is service._session.transport
         client.close().result(10)
         assert client.list_sessions().result(10).sessions == ["x"]
     with pytest.raises(tinkex.TinkerError, match="closed"):
@@ -1079,7 +1080,7 @@ def test_a_client_that_is_dropped_finishes_what_it_began_and_goes(faulty: Faulty
     faulty.script("audit?event_type=all", Answer(body=LOG, delay=0.2))
     client = AdminClient(base_url=faulty.base_url)
     future, gone = client.get_audit_log(), weakref.ref(client)
-    carrier = client._transport
+    carrier = client.transport
     del client
     gc.collect()
     assert future.result(10).entries

@@ -59,7 +59,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The time as the server sees it."""
     made = Clock()
-    for module in ("state", "routes.handlers"):
+    for module in ("state", "routes.session_calls"):
         monkeypatch.setattr(f"tinkex.server.{module}.time", made)
     return made
 

@@ -21,7 +21,7 @@ from support import wait_until
 from tinkex import ServiceClient, TrainingClient, types
 from tinkex.engine.api import EngineError
 from tinkex.engine.fake import FakeEngine
-from tinkex.server.routes import handlers
+from tinkex.server.routes import training_calls, weights_calls
 from tinkex.server.runs import admission
 from tinkex.server.state import Limits
 
@@ -72,7 +72,8 @@ def numbers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         arrived.append(seq_id)
         return await original(state, call, model_id, seq_id, *work, **kinds)
 
-    monkeypatch.setattr(handlers, "enqueue", enqueue)
+    for module in (training_calls, weights_calls):
+        monkeypatch.setattr(module, "enqueue", enqueue)
     return arrived
 
 

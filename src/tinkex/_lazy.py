@@ -1,7 +1,7 @@
 """Names of a package that are imported when first used.
 
-A package lists its names once, as imports for type checkers (`from module import name as name` under
-`TYPE_CHECKING`). `names_of` reads that list from the package's source, so no second one can differ.
+A package lists its names once, as imports for type checkers (`from x import y as y` under
+`TYPE_CHECKING`). `names_of` reads that list from the source, so no second list can differ.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def homes_of(file: str) -> dict[str, str]:
 def names_of(
     package: str, file: str, *more: str
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """Return a package's `__all__`, `__getattr__` and `__dir__`; `more` are names that it has itself."""
+    """Return a package's `__all__`, `__getattr__` and `__dir__`; `more` names are its own."""
     homes = homes_of(file)
     names = sorted([*homes, *more])
 

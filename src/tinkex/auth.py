@@ -1,6 +1,4 @@
-"""Whether there is a credential, and whether it lets one in; as the official SDK's module of that
-name.
-"""
+"""Check for a credential and whether the server accepts it, like the official SDK's `auth`."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ def get_tinker_token() -> str | None:
 
 
 def tinker_has_credentials() -> bool:
-    """Whether there is a credential of any kind; the command counts without being run.
+    """Return True if there is a credential of any kind; the command counts without being run.
 
     Example:
         >>> import os

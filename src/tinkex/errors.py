@@ -31,8 +31,7 @@ from tinkex.wire.redacted_http import (
 )
 
 NOT_THE_CALLERS = {408, 410, 429}
-"""Refusals with a status of the 400s that are nobody's mistake: too slow, expired, too many at
-once."""
+"""Statuses of the 400s that are not the caller's mistake: too slow, expired, too many."""
 
 
 class TinkerError(Exception):
@@ -53,23 +52,23 @@ class TinkerError(Exception):
     """
     message: str
     hint: str | None = None
-    """What to do about it."""
+    """Advice to the user."""
     category: RequestErrorCategory | None = None
-    """Whose fault it is, as far as that is known."""
+    """Cause of the failure, as far as it is known."""
     body: object = None
-    """What the server answered: decoded, or the beginning of its text."""
+    """Answer of the server: decoded, or the beginning of its text."""
     request: Any = None
-    """What was sent, as a `Request`, or as what a program put there."""
+    """The request, as a `Request`, or as a program set it."""
     response: Any = None
     """The answer, as a `Response`, or as what a program put there."""
     request_id: str | None = None
     """The id of the operation, or of the request, that failed."""
     attempts: int = 1
-    """How often it was tried."""
+    """Number of attempts."""
     retry_after: float | None = None
     """Seconds the server asks to wait."""
     should_retry: bool | None = None
-    """Whether to try again, where someone who knows has said so."""
+    """Whether to try again, if the server or a caller has decided."""
 
     def __init__(
         self, message: str = "", *others: object, hint: str | None = None, **details: Any
@@ -97,9 +96,7 @@ class TinkerError(Exception):
 
     @property
     def is_user_error(self) -> bool:
-        """Whether the caller made a mistake: by category, or by a status of the 400s except 408,
-        410, 429.
-        """
+        """True for a caller's mistake: by category, or by a 4xx status except 408, 410, 429."""
         status = self.status or 0
         return self.category == RequestErrorCategory.User or (
             400 <= status < 500 and status not in NOT_THE_CALLERS
@@ -107,12 +104,12 @@ class TinkerError(Exception):
 
     @property
     def is_retryable(self) -> bool:
-        """Whether the operation may succeed when the caller starts it anew: true of all but the
-        caller's mistakes.
+        """True if the operation may succeed when the caller starts it again.
 
-        The function `is_retryable` answers another question: whether the very same request may be
-        sent again. The two differ for 409, which may pass by itself but is the caller's conflict,
-        and for 410 and failed operations, which have to be submitted anew.
+        This is True for all but the caller's mistakes. The function `is_retryable` answers another
+        question: whether the very same request may be sent again. The two differ for 409, which may
+        pass by itself but is the caller's conflict, and for 410 and failed operations, which must
+        be submitted again.
         """
         return not self.is_user_error
 
@@ -325,9 +322,7 @@ class APIStatusError(APIError):
 
 
 def _placed(place: tuple[Any, ...], *named: Any) -> tuple[Any, ...]:
-    """Positional arguments in place of keywords; a text in the first place is the message, the last
-    of them.
-    """
+    """Return positional arguments as keywords; a text in the first place is the message."""
     if place and isinstance(place[0], str):
         place = (*named[:-1], *place)
     if len(place) > len(named):
@@ -343,8 +338,9 @@ def _request_of(response: Any) -> Any:
 
 
 def category_of(status: int, body: object = None) -> RequestErrorCategory:
-    """Whose fault a refusal is: as the body says, else by the status; a limit is never the
-    caller's.
+    """Return the cause of a refusal: from its body, else from its status.
+
+    A limit is never the caller's fault.
 
     Args:
         status: The HTTP status.
@@ -555,7 +551,7 @@ class RequestFailedError(TinkerError):
 
 
 class ExperimentalWarning(FutureWarning):
-    """What was called may change or go in any release.
+    """Warns of an API that may change or go in any release.
 
     Example:
         >>> import warnings
@@ -595,10 +591,9 @@ def error_for(status: int) -> type[APIStatusError]:
 
 
 def is_retryable(error: BaseException) -> bool:
-    """Whether the same request, sent again, may succeed: the question of the transport, before an
-    error is raised.
+    """Return True if the same request, sent again, may succeed; asked by the transport.
 
-    For a caller who holds the error, `error.is_retryable` says whether to start over.
+    A caller who holds the error reads `error.is_retryable`, which says whether to start over.
 
     Args:
         error: What the request ended with.

@@ -1,9 +1,7 @@
-"""The bus on which the client says what happens: named events with numbers and facts, for whoever
-listens.
+"""The client's event bus: named events with measurements and metadata for handlers.
 
 Handlers are called at once, in the thread (and task) that emits. Nothing is computed for an event
-that nobody listens to, and a handler that fails never breaks the call it listens to: it is detached
-instead.
+without a handler. A handler that fails is detached and never breaks the call.
 
 Durations (`duration`, `elapsed_time`) and `delay_ms` are milliseconds; `system_time` is seconds
 since 1970.
@@ -65,8 +63,7 @@ FUTURE_EVENTS = (
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What an event carries: the names of its measurements and of its metadata, callers' own left
-    out.
+    """Names of an event's measurements and metadata, without those that callers add.
 
     Example:
         >>> CATALOGUE[HTTP_STOP].measurements
@@ -121,8 +118,11 @@ CATALOGUE: Mapping[str, Contents] = {
     ),
     REGULARIZER_EXCEPTION: Contents(("duration",), (*_TERM, "reason")),
 }
-"""Every event by name. What belongs to a session also carries its `session_id`, and
-`sampling_session_id`, `model_id` or `model_seq_id` where there is one."""
+"""Every event by name.
+
+Events of a session also carry `session_id`, and `sampling_session_id`, `model_id` or `model_seq_id`
+where there is one.
+"""
 
 # ── the bus ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -141,7 +141,7 @@ class Attachment:
     handler: Handler
 
     def hears(self, name: str) -> bool:
-        """Whether events of this name are for the handler.
+        """Return True if events of this name are for the handler.
 
         Example:
             >>> everything = Attachment("printer", None, print)
@@ -209,8 +209,7 @@ def detach(handler_id: str) -> bool:
 
 
 def handlers(name: str | None = None) -> list[Attachment]:
-    """What is attached, in the order in which it is called; only what hears one name, if a name is
-    given.
+    """Return the attached handlers in calling order; with a name, those of that event.
 
     Args:
         name: An event.
@@ -230,8 +229,9 @@ def handlers(name: str | None = None) -> list[Attachment]:
 
 
 def is_heard(name: str | None = None) -> bool:
-    """Whether anybody listens (to this name, if one is given): what only an event needs need not be
-    computed else.
+    """Return True if any handler listens (to this name, if given).
+
+    Check it before computing a costly measurement.
 
     Args:
         name: An event.

@@ -1,5 +1,4 @@
-"""What a session reports about itself: a reporter that sends in the background, and what makes use
-of it.
+"""Telemetry of a session: a reporter that sends in the background, and its users.
 
 By itself, telemetry goes to the hosted service only, and not when it is switched off
 (`Config.telemetry`, or `TINKER_TELEMETRY=0`). A reporter never delays an error or the end of a
@@ -64,7 +63,7 @@ Send: TypeAlias = Callable[[TelemetrySendRequest], Awaitable[TelemetryResponse |
 """Posts one batch, or raises."""
 
 CLOSE_SECONDS = 1.0
-"""How long the end of a session, or of a program, waits for its last events to be sent."""
+"""Longest wait for the last events at the end of a session or a program."""
 HTTP_SECONDS = 5.0
 MOST_QUEUE_CHARACTERS = 8 * 1024 * 1024
 """Texts that wait to be sent, of all events together."""
@@ -73,10 +72,10 @@ SERVICE_BATCH = 100
 """The most events that the service takes at once."""
 
 LOGGED_EVENTS = (*bus.HTTP_EVENTS, bus.QUEUE_STATE_CHANGE)
-"""What the console logger shows by default."""
+"""Events of the console logger by default."""
 REPORTED_EVENTS = (bus.HTTP_EXCEPTION, bus.QUEUE_STATE_CHANGE, *bus.FUTURE_EVENTS)
-"""What a reporter sends of the bus by default: what went wrong. Every single request would be a
-second load."""
+"""Events of the bus that a reporter sends by default: failures; single requests would be too many.
+"""
 
 _printed = Scrubber()
 """For lines of the log: no secrets there either."""
@@ -100,8 +99,7 @@ Line: TypeAlias = Callable[[str, Mapping[str, float], Mapping[str, Any]], str]
 def attach_logger(
     handler_id: str | None = None, events: Iterable[str] = LOGGED_EVENTS, level: str | int = "info"
 ) -> str:
-    """Write a line to the log "tinkex" for every event of these names; the id is what `detach`
-    takes.
+    """Log a line to "tinkex" for every event of these names; return the id for `detach`.
 
     Args:
         handler_id: A name for the logger; one is made up by default.
@@ -125,8 +123,7 @@ def attach_logger(
 def attach_lines(
     line: Line, events: Iterable[str], handler_id: str, level: str | int = "info"
 ) -> str:
-    """Write what `line` makes of these events to the log "tinkex", without secrets; a failed
-    request is an error.
+    """Log `line(event)` to "tinkex", without secrets; a failed request is logged as an error.
 
     Raises:
         ValueError: There is no such level, or the id is taken.
@@ -190,8 +187,7 @@ def _line(name: str, measurements: Mapping[str, float], metadata: Mapping[str, A
 
 
 def is_enabled(config: Config, explicit: bool | None = None) -> bool:
-    """Whether telemetry is on: what is said here, else what the configuration says, else the
-    environment; else yes.
+    """Return True if telemetry is on: the argument, else the configuration, else the environment.
 
     Example:
         >>> is_enabled(Config(base_url="http://127.0.0.1:8000", telemetry=False))
@@ -204,8 +200,7 @@ def is_enabled(config: Config, explicit: bool | None = None) -> bool:
 
 
 def goes_by_itself(config: Config) -> bool:
-    """Whether a session of this configuration reports without being asked to: on the hosted
-    service, if it is on.
+    """Return True if a session reports by default: on the hosted service, if it is on.
 
     Example:
         >>> goes_by_itself(Config(base_url="http://127.0.0.1:8000"))  # not the hosted service
@@ -217,7 +212,7 @@ def goes_by_itself(config: Config) -> bool:
 
 
 class Caller(Protocol):
-    """What makes requests: a transport."""
+    """Sends requests: a transport."""
 
     async def call(
         self,
@@ -231,7 +226,7 @@ class Caller(Protocol):
 
 
 def sender(transport: Caller, timeout: float = HTTP_SECONDS) -> Send:
-    """What posts batches through a transport, to its server; a request is tried once more at most."""
+    """Return a function that posts batches through a transport, with at most one retry."""
 
     async def send(batch: TelemetrySendRequest) -> TelemetryResponse:
         answer: TelemetryResponse = await transport.call(
@@ -287,8 +282,7 @@ def send_sync(
 # ── the reporter ──────────────────────────────────────────────────────────────────────────────────
 
 _reporting: contextvars.ContextVar[bool] = contextvars.ContextVar("reporting", default=False)
-"""Set while telemetry is sent: what happens meanwhile is not reported, or reporting would never
-end."""
+"""Set while telemetry is sent, so that sending is not reported itself."""
 _process_uuid = str(uuid.uuid4())
 _named: weakref.WeakValueDictionary[str, Reporter] = weakref.WeakValueDictionary()
 _named_lock = threading.Lock()
@@ -406,9 +400,7 @@ class Reporter:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it takes events: it has not ended, and the process has not forked since it was
-        made.
-        """
+        """True while it takes events: it has not ended, and the process has not forked."""
         return not self._ended and os.getpid() == self._pid
 
     # ── what is told ──
@@ -447,8 +439,7 @@ class Reporter:
             return False
 
     def log_exception(self, error: BaseException, severity: str = "error") -> bool:
-        """Report an exception, and have it sent soon; the user's own mistakes are told apart from
-        all others.
+        """Report an exception and send it soon; mark the user's own mistakes.
 
         Args:
             error: The exception.
@@ -472,8 +463,7 @@ class Reporter:
         return self.flush() and taken
 
     def log_fatal_exception(self, error: BaseException, severity: str = "error") -> bool:
-        """Report an exception that ends the program, and with it the session; they are sent while
-        it ends.
+        """Report an exception that ends the program and the session, and send it at once.
 
         Args:
             error: The exception.
@@ -602,8 +592,7 @@ class Reporter:
         return self.is_alive and self._wait(lambda: self._gone >= self._pushed, timeout)
 
     def stop(self, timeout: float = 5.0) -> bool:
-        """Report the end of the session, wait until everything is sent, and end; False when it had
-        ended before.
+        """Report the end of the session and wait until all is sent; False if it had ended before.
 
         Args:
             timeout: Seconds to wait at most.
@@ -627,8 +616,7 @@ class Reporter:
         return True
 
     async def aclose(self, timeout: float = CLOSE_SECONDS) -> None:
-        """End within `timeout`, sent or not; to be awaited on the runtime's loop, any number of
-        times.
+        """End within `timeout`, sent or not; await it on the runtime's loop, any number of times.
 
         Args:
             timeout: Seconds it may take.
@@ -682,9 +670,7 @@ class Reporter:
             )
 
     def _queue(self, kind: type[TelemetryEvent], size: int, **fields: Any) -> bool:
-        """Number an event and put it into the queue, if there is room; the end of a session always
-        has some.
-        """
+        """Number an event and queue it if there is room; the end of a session always has room."""
         if os.getpid() != self._pid:
             return False
         with self._changed:
@@ -850,8 +836,9 @@ def _tick(reference: weakref.ref[Reporter], handler_id: str) -> None:
 
 
 def _owner_is_gone(reporter: Reporter) -> None:
-    """A session was dropped. This may run anywhere, even under a lock of this thread: the loop does
-    the rest.
+    """Handle a dropped session.
+
+    This may run anywhere, even under a lock of this thread, so the loop does the rest.
     """
     if os.getpid() == reporter._pid:
         reporter._runtime.call(lambda: reporter._runtime.task(reporter.aclose(CLOSE_SECONDS)))
@@ -979,8 +966,7 @@ def stop(reporter: Reporter | None, timeout: float = 5.0) -> bool:
 
 
 def retry_delay(attempt: int, base: float = 1.0) -> float:
-    """Seconds before a batch is sent again: they double with every attempt, and 1 to 10 percent are
-    added.
+    """Return the delay before a batch is sent again: doubled per attempt, plus 1 to 10 percent.
 
     Example:
         >>> 4.0 < retry_delay(2) < 4.5
@@ -1003,11 +989,9 @@ def duration_text(seconds: float) -> str:
 
 
 def user_error(error: BaseException) -> object | None:
-    """The user's own mistake behind an exception, if there is one: it, or what it came from, is a
-    refusal (4xx).
+    """Return the user's mistake (4xx) behind an exception, or None.
 
-    An error of tinkex speaks for itself: what it came from does not count, and 410 is nobody's
-    mistake.
+    For an error of tinkex its cause does not count, and 410 is not the user's mistake.
 
     Example:
         >>> user_error(TinkerError("no such loss", category="user")), user_error(KeyError("loss"))
@@ -1060,7 +1044,7 @@ def _is_object(value: object) -> bool:
 
 
 def _facts(error: object) -> dict[str, Any]:
-    """What is reported about a user's mistake."""
+    """Return the reported facts of a user's mistake."""
     facts: dict[str, Any] = {"error_type": _type_name(error), "message": _message(error)}
     if (status := _status(error)) is not None:
         facts["status_code"] = status
@@ -1116,7 +1100,7 @@ def _without_headers(value: Mapping[str, Any]) -> dict[str, Any]:
 
 @runtime_checkable
 class Provider(Protocol):
-    """What may have a reporter; by default it has none.
+    """An object that may have a reporter; by default it has none.
 
     Example:
         >>> class Trainer(Provider):
@@ -1132,11 +1116,10 @@ class Provider(Protocol):
 
 
 class capture_exceptions(contextlib.ContextDecorator):
-    """Report exceptions of a block, or of a function (a plain one or a coroutine function), and let
-    them pass.
+    """Report exceptions of a block or a function (sync or async), and let them pass.
 
-    An exception that passes through several of these is reported once. Cancellation, and a program
-    that ends as it should, are no exceptions to report.
+    An exception that passes through several of these is reported once. Cancellation and a normal
+    exit are not reported.
 
     Args:
         reporter: Where to, or what has one; nothing is reported without.
@@ -1206,8 +1189,7 @@ async def async_capture(
     fatal: bool = False,
     severity: str = "error",
 ) -> T:
-    """Run a coroutine, or a function in a thread, with its exceptions reported; the value or the
-    exception is yours.
+    """Run a coroutine, or a function in a thread, report its exceptions, and return its value.
 
     Args:
         work: The coroutine or the function.
@@ -1231,7 +1213,7 @@ async def async_capture(
 
 
 def _is_no_failure(error: BaseException) -> bool:
-    """Whether an exception only says that something was called off, or that a program ends well."""
+    """Return True for a cancellation or a normal exit."""
     if isinstance(error, SystemExit):
         return error.code in (None, 0)
     return isinstance(
@@ -1240,7 +1222,7 @@ def _is_no_failure(error: BaseException) -> bool:
 
 
 def _was_reported(error: BaseException, reporter: Reporter) -> bool:
-    """Whether this reporter was told of the exception before; from now on it was."""
+    """Return True if this reporter knew the exception already, and remember it."""
     told = getattr(error, "_tinkex_reported_by", None) == reporter.handler_id
     with contextlib.suppress(AttributeError):
         error._tinkex_reported_by = reporter.handler_id  # type: ignore[attr-defined]

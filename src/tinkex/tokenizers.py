@@ -44,11 +44,10 @@ KIMI_OPTIONS = frozenset(
         "http_timeout_ms",
     }
 )
-"""What only the loading of Kimi's files heeds; with other tokenizers it is no matter."""
+"""Options that matter only for Kimi's files; other tokenizers ignore them."""
 
 LoadFunction = Callable[[str, Mapping[str, Any]], Any]
-"""Takes a tokenizer's id and options for loading it (`revision`, when one is pinned); gives the
-tokenizer."""
+"""Loads a tokenizer by its id and options (`revision`, when one is pinned)."""
 
 
 class TokenizerError(TinkerError, ValueError):
@@ -71,7 +70,7 @@ class TokenizerError(TinkerError, ValueError):
 def get_tokenizer_id(
     model_name: Any, training_client: Any = None, *, info_fun: Callable[[Any], Any] | None = None
 ) -> str:
-    """Whose tokenizer a model has: as its server says, else by the model's name.
+    """Return the id of a model's tokenizer: from its server, else from the model's name.
 
     Args:
         model_name: The model; a variant after a colon is cut off.
@@ -103,7 +102,7 @@ def get_tokenizer_id(
 
 
 def tokenizer_id_of(info: Any) -> str:
-    """Whose tokenizer a run has, by what its server says of it: an object or a mapping.
+    """Return the id of a run's tokenizer from the server's description, an object or a mapping.
 
     Example:
         >>> info = GetInfoResponse(
@@ -122,7 +121,7 @@ def _field(value: Any, name: str) -> Any:
 
 
 def kimi_tokenizer(tokenizer_id: Any) -> bool:
-    """Whether a tokenizer is the one of Kimi K2, which needs tiktoken.
+    """Return True if a tokenizer is Kimi K2's, which needs tiktoken.
 
     Example:
         >>> kimi_tokenizer("moonshotai/Kimi-K2-Thinking"), kimi_tokenizer("Qwen/Qwen3-8B")
@@ -150,7 +149,7 @@ def clear_cache() -> None:
 
 
 def _cached(key: Any, load: Callable[[], Any]) -> Any:
-    """What was loaded first stays; failures do not."""
+    """Load once and keep the result; failures are not kept."""
     if key in _cache:
         return _cache[key]
     loaded = load()
@@ -252,8 +251,7 @@ def encode(
     allow_special_tokens: bool = True,
     **options: Any,
 ) -> list[int]:
-    """The tokens of a text, by a model's tokenizer as it is: special tokens are added where it adds
-    them by itself.
+    """Tokenise a text with a model's tokenizer, with the special tokens it adds by itself.
 
     Args:
         text: What to tokenise.
@@ -486,7 +484,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens there are, added ones left out."""
+        """Number of tokens, without added ones."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=False))
 
     def __len__(self) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from tinkex.cli.options import API_KEY_HELP, BASE_URL_HELP, switch, timeout_option
+from tinkex.cli.progress import waiting
 from tinkex.cli.sampling_options import shaping_of, shaping_options
 from tinkex.cli.servers import context_of, model_of, open_service, place_of, tokenizer_of
 from tinkex.cli.terminal import plain_console
@@ -315,7 +316,7 @@ def chat(
 
     _never_fail_to_write()
     with open_service(base_url, api_key, timeout) as service:
-        with notes.status("starting …"):
+        with waiting("starting …"):
             sampler, base_model = _open(service, model_or_path)
             talk = Chat(
                 sampler,

@@ -1,14 +1,16 @@
-"""`tinkex completion`: the script that has a shell complete commands and options."""
+"""`tinkex completion`: print the script for shell completion."""
 
 from __future__ import annotations
 
 import click
 from click.shell_completion import FishComplete, ShellComplete, get_completion_class
 
-VARIABLE = "_TINKEX_COMPLETE"
+from tinkex.cli.commands import COMPLETION_VARIABLE
+
 FISH = """\
 function _tinkex_completion
-    set -l response (env %(complete_var)s=fish_complete COMP_WORDS=(commandline -cp) COMP_CWORD=(commandline -t) tinkex)
+    set -l asked %(complete_var)s=fish_complete COMP_WORDS=(commandline -cp)
+    set -l response (env $asked COMP_CWORD=(commandline -t) tinkex)
 
     for completion in $response
         set -l found (string split --max 1 "," -- $completion)
@@ -26,7 +28,7 @@ end
 
 complete --no-files --command tinkex --arguments "(_tinkex_completion)"
 """
-"""As click's own, which cuts what it says of a command at the first comma."""
+"""Click's own script cuts a command's summary at the first comma."""
 HOW = """\b
 bash, in ~/.bashrc:
   eval "$(tinkex completion bash)"
@@ -38,20 +40,20 @@ fish, once:
 
 
 class FishScript(FishComplete):
-    """What fish is given."""
+    """The completion of fish, with the script above."""
 
     source_template = FISH
 
 
 @click.command(epilog=HOW)
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
-def completion(shell: str) -> str:
+@click.pass_context
+def completion(context: click.Context, shell: str) -> str:
     """Print a script that completes the commands and options of tinkex in your shell."""
-    from tinkex.cli.main import cli
-
     kind = FishScript if shell == "fish" else get_completion_class(shell)
     assert kind is not None
-    # Not bash's own method, which starts a bash to learn its version first.
-    script = ShellComplete.source(kind(cli, {}, "tinkex", VARIABLE))
+    root = context.find_root().command
+    # bash's own method would start a bash first, to learn its version
+    script = ShellComplete.source(kind(root, {}, "tinkex", COMPLETION_VARIABLE))
     click.echo(script)
     return script

@@ -26,6 +26,7 @@ from rich.table import Table
 import tinkex
 from tinkex.cli.options import API_KEY_HELP, timeout_option
 from tinkex.cli.plot import plot
+from tinkex.cli.progress import Display, waiting
 from tinkex.cli.servers import open_service
 from tinkex.cli.terminal import plain_console
 from tinkex.client.settings.config import is_embedded
@@ -203,8 +204,9 @@ class Demo:
     def supervise(self) -> list[float]:
         """Learn from right answers; the loss per problem at each step."""
         recipe, losses = self.recipe, []
-        with progress(self.console, "learning from examples", "loss") as bar:
-            for _ in bar.steps(recipe.supervised_steps):
+        steps = recipe.supervised_steps
+        with progress(self.console, "learning from examples", steps) as bar:
+            for step in range(1, steps + 1):
                 problems = self.random.sample(self.problems, recipe.examples_per_step)
                 loss = self.step(
                     [self.example(a, b) for a, b in problems],
@@ -212,14 +214,15 @@ class Demo:
                     recipe.supervised_rate,
                 )
                 losses.append(loss / len(problems))
-                bar.show(losses[-1])
+                bar.show(step, text=f"loss {losses[-1]:.3f}")
         return losses
 
     def reinforce(self) -> list[float]:
         """Learn from rewards alone; the mean reward at each step."""
         recipe, rewards = self.recipe, []
-        with progress(self.console, "learning from rewards ", "reward") as bar:
-            for _ in bar.steps(recipe.reward_steps):
+        steps = recipe.reward_steps
+        with progress(self.console, "learning from rewards ", steps) as bar:
+            for step in range(1, steps + 1):
                 problems = self.random.sample(self.problems, recipe.prompts_per_step)
                 sampler = self.client.save_weights_and_get_sampling_client().result()
                 groups = self.ask(sampler, problems, recipe.samples_per_prompt, 1.0)
@@ -239,41 +242,19 @@ class Demo:
                 rewards.append(float(np.mean(scores)))
                 if data:
                     self.step(data, "importance_sampling", recipe.reward_rate)
-                bar.show(rewards[-1])
+                bar.show(step, text=f"reward {rewards[-1]:.3f}")
         return rewards
 
 
-class _Bar:
-    """A progress bar that also shows the newest value."""
-
-    def __init__(self, progress: Progress, title: str, name: str) -> None:
-        self._progress, self._title, self._name = progress, title, name
-        self._task = progress.add_task(title, total=None, value="")
-
-    def steps(self, count: int) -> Iterator[int]:
-        """Count up, moving the bar."""
-        self._progress.update(self._task, total=count)
-        for step in range(count):
-            yield step
-            self._progress.advance(self._task)
-
-    def show(self, value: float) -> None:
-        """Show the newest value."""
-        self._progress.update(self._task, value=f"{self._name} {value:.3f}")
-
-
-@contextlib.contextmanager
-def progress(console: Console, title: str, name: str) -> Iterator[_Bar]:
-    """A bar with count, time left and the newest value; where there is no room for them, the count
-    and the value.
-    """
+def progress(console: Console, title: str, total: int) -> Display:
+    """Return a bar with the count, the time left and the newest value; narrow terminals get less."""
     wide, left = console.width >= NARROW, TimeRemainingColumn(elapsed_when_finished=True)
     columns = (
         TextColumn("{task.description}"),
         *((BarColumn(), MofNCompleteColumn(), left) if wide else (MofNCompleteColumn(),)),
+        TextColumn("{task.fields[text]}"),
     )
-    with Progress(*columns, TextColumn("{task.fields[value]}"), console=console) as shown:
-        yield _Bar(shown, title, name)
+    return Display(Progress(*columns, console=console), title, total)
 
 
 @click.command()
@@ -315,7 +296,7 @@ def demo(
     console = plain_console()
     began = time.perf_counter()
     with open_service(url, api_key, timeout) as service:
-        with console.status(
+        with waiting(
             "starting the embedded backend …" if is_embedded(url) else f"connecting to {url} …"
         ):
             run = Demo(
@@ -341,7 +322,7 @@ def _show(run: Demo, service: tinkex.ServiceClient, url: str, console: Console) 
     """The demo from the first sample to the summary; whether the model learned in both parts."""
     base = service.create_sampling_client(base_model=run.model).result()
     console.print(f"[dim]the base model tells a story:[/] {escape(run.story(base))}\n")
-    with console.status(f"testing the base model on {len(run.held_out)} held-out problems …"):
+    with waiting(f"testing the base model on {len(run.held_out)} held-out problems …"):
         before, first_answers = run.examine(base)
     console.print(
         f"greedy accuracy on {len(run.held_out)} held-out problems: [bold]{before:.1%}[/]\n"

@@ -139,9 +139,9 @@ def _describe(rest: Any) -> ApiKeyResponse:
 
     async def ask() -> ApiKeyResponse:
         try:
-            known: ApiKeyResponse = await rest._transport.call(protocol.GET_API_KEY)
+            known: ApiKeyResponse = await rest.transport.call(protocol.GET_API_KEY)
         except NotFoundError:
-            await rest._transport.call(protocol.GET_SERVER_CAPABILITIES)
+            await rest.transport.call(protocol.GET_SERVER_CAPABILITIES)
             return ApiKeyResponse(key_id="default")
         return known
 
@@ -178,7 +178,7 @@ def logout(as_json: bool, connection: Connection) -> Outcome:
             with Connection(
                 str(entry.get("key")), connection.base_url, connection.timeout
             ).rest() as rest:
-                wait(start(rest._transport.call(protocol.DELETE_API_KEY)))
+                wait(start(rest.transport.call(protocol.DELETE_API_KEY)))
         except TinkerError as error:
             click.echo(f"Warning: the key is still valid on the server: {error}", err=True)
     if book["keys"]:
@@ -212,7 +212,7 @@ def status(as_json: bool, connection: Connection) -> Outcome:
     problem = None
     try:
         with connection.rest() as rest:
-            wait(start(rest._transport.call(protocol.GET_SERVER_CAPABILITIES)))
+            wait(start(rest.transport.call(protocol.GET_SERVER_CAPABILITIES)))
     except TinkerError as error:
         problem = error
     data = {

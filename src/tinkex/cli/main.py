@@ -1,5 +1,6 @@
-"""The `tinkex` command: a group whose commands are loaded when called, so that `--help` and
-completion are quick.
+"""The `tinkex` command.
+
+Commands are imported when they are called, so that `--help` and completion stay quick.
 """
 
 from __future__ import annotations
@@ -16,68 +17,41 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from tinkex.cli.completion import VARIABLE
+from tinkex.cli.commands import COMMANDS, COMPLETION_VARIABLE, Form
 from tinkex.cli.options import CommandGroup
 from tinkex.cli.outcomes import NO_ROOM, Invocation, Outcome, Result, invocation_of, reason_of
 
-COMMANDS = {
-    "auth": ("tinkex.cli.login:auth", "Log in and out, and see who the key belongs to."),
-    "billing": ("tinkex.cli.billing:billing", "What was used, and what checkpoints take up."),
-    "chat": ("tinkex.cli.chat:chat", "Talk to a model or a checkpoint."),
-    "checkpoint": (
-        "tinkex.cli.checkpoint:checkpoint",
-        "Save, list, share, fetch and compare checkpoints.",
-    ),
-    "completion": (
-        "tinkex.cli.completion:completion",
-        "Print a script that completes commands in your shell.",
-    ),
-    "demo": ("tinkex.cli.demo:demo", "Watch a small model learn to add, on this machine."),
-    "doctor": (
-        "tinkex.cli.doctor:doctor",
-        "Check this machine, the key and the server; say what to fix.",
-    ),
-    "key": ("tinkex.cli.key:key", "Make, list and revoke the keys of a server on this machine."),
-    "model": ("tinkex.cli.models:model", "List the models that the server offers."),
-    "run": ("tinkex.cli.runs:run", "Sample from a model; list and look up training runs."),
-    "serve": ("tinkex.cli.serve:serve", "Serve models on this machine to any Tinker client."),
-    "session": ("tinkex.cli.session_commands:session", "List, look up and finish sessions."),
-    "train": ("tinkex.cli.train:train", "Fine-tune a model on a file of examples."),
-    "version": ("tinkex.cli.versions:version", "Which version this is."),
-}
 INTERRUPTED = 130
-WITHOUT_FORMAT = {"completion", "demo", "serve"}
-"""Commands whose output has one form only."""
-WITH_TEXT = {"chat", "train"}
-"""Commands with a --format of their own, which knows no tables."""
 RANGE = re.compile(r"is not a valid (integer|float) range(?=\.)")
-"""How click says that a word is no number, where there are bounds."""
+"""Click's complaint about a value that is not a number, for an option with bounds."""
 
 
 class LazyGroup(CommandGroup):
-    """A group that knows its commands' names and summaries without importing them."""
+    """A group that lists its commands without importing them."""
 
     def list_commands(self, context: click.Context) -> list[str]:
-        """The names, sorted."""
+        """Return the sorted names."""
         return sorted(COMMANDS)
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         """Import a command."""
         if name not in COMMANDS:
             return None
-        module, attribute = COMMANDS[name][0].split(":")
+        module, attribute = COMMANDS[name].target.split(":")
         command: click.Command = getattr(import_module(module), attribute)
         return command
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands from the table."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, COMMANDS[name][1]) for name in self.list_commands(context)])
+            formatter.write_dl(
+                [(name, COMMANDS[name].summary) for name in self.list_commands(context)]
+            )
 
     def shell_complete(self, context: click.Context, incomplete: str) -> list[CompletionItem]:
         """Complete commands from the table."""
         names = [name for name in self.list_commands(context) if name.startswith(incomplete)]
-        found = [CompletionItem(name, help=COMMANDS[name][1]) for name in names]
+        found = [CompletionItem(name, help=COMMANDS[name].summary) for name in names]
         return [*found, *click.Command.shell_complete(self, context, incomplete)]
 
 
@@ -107,27 +81,29 @@ def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> N
 )
 @click.pass_context
 def cli(context: click.Context, form: str | None) -> None:
-    """Train and sample language models through the Tinker API, on the hosted service or on this
-    machine.
+    """Train and sample language models through the Tinker API.
 
-    Where to connect and with which key is said by TINKER_BASE_URL and TINKER_API_KEY, or by the
-    options of a command; the base URL "local" means this process. `tinkex COMMAND -h` explains a
-    command, and `tinkex completion -h` how to have commands completed by your shell.
+    The server is the hosted service, another server, or this process (base URL "local"). Set it
+    by TINKER_BASE_URL and TINKER_API_KEY, or by a command's options. `tinkex COMMAND -h` explains
+    a command, `tinkex completion -h` shell completion.
     """
     command = context.invoked_subcommand
-    if form is not None and command in WITH_TEXT:
-        raise click.UsageError(f"give --format after the command: `tinkex {command} --format json`")
-    if form is not None and command in WITHOUT_FORMAT:
-        raise click.UsageError(f"--format has no effect on `{command}`")
+    if form is not None and command in COMMANDS:
+        if COMMANDS[command].form is Form.TEXT_OR_JSON:
+            raise click.UsageError(
+                f"give --format after the command: `tinkex {command} --format json`"
+            )
+        if COMMANDS[command].form is Form.FIXED:
+            raise click.UsageError(f"--format has no effect on `{command}`")
     invocation_of(context).format = form
 
 
 def run(argv: Sequence[str] | None = None) -> Result:
-    """Run a command and say how it ended; what goes wrong on purpose is one error on stderr."""
+    """Run a command and return its result; expected errors are one line on stderr."""
     called = Invocation()
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        # Not `cli.main`, which ends the process when whoever reads its output goes away.
+        # `cli.main` would end the process when the reader of its output goes away.
         with cli.make_context("tinkex", words, obj=called) as context:
             returned = cli.invoke(context)
         sys.stdout.flush()
@@ -146,35 +122,33 @@ def run(argv: Sequence[str] | None = None) -> Result:
         _abandon_stdout()
         return Result(1, called.command, error=error)
     except Exception as error:
-        told = _told(error)
-        if told is None:  # nobody foresaw it: a traceback is worth more than a message
+        message = _message_of(error)
+        if message is None:  # unexpected: a traceback helps more than a message
             raise
-        click.echo(f"Error: {told}", err=True)
+        click.echo(f"Error: {message}", err=True)
         return Result(1, called.command, error=error)
     return _result(called.command, returned)
 
 
-def _told(error: Exception) -> str | None:
-    """One line on an error of ours or of the system's: a folder that is read-only, a full disk
-    behind a `>`.
-    """
+def _message_of(error: Exception) -> str | None:
+    """Return one line about an expected error, such as a read-only folder or a full disk."""
     if hasattr(error, "hint"):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
         if error.filename:
             return reason_of(error)
         if error.errno in NO_ROOM:
-            _abandon_stdout()  # it may be that which could not be written
+            _abandon_stdout()  # stdout itself may have failed
             return f"cannot write: {reason_of(error)}"
     return None
 
 
 def _abandon_stdout() -> None:
-    """Nobody reads any more: what is still to be flushed goes nowhere, without another error."""
+    """Discard what is still to be flushed, so that it raises no second error."""
     with contextlib.suppress(OSError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
 
 
 def _result(command: str, returned: Any) -> Result:
@@ -184,7 +158,7 @@ def _result(command: str, returned: Any) -> Result:
 
 
 def _show(error: click.ClickException) -> None:
-    """Print an error; after a usage error, one line that points to the help of its command."""
+    """Print an error; a usage error also points to the help of its command."""
     click.echo(f"Error: {RANGE.sub(_kind_of_number, error.format_message())}", err=True)
     context = getattr(error, "ctx", None)
     if isinstance(error, click.UsageError) and context is not None:
@@ -192,28 +166,27 @@ def _show(error: click.ClickException) -> None:
 
 
 def _kind_of_number(found: re.Match[str]) -> str:
-    """What a range is a range of; that a word is no range helps nobody."""
+    """Name the kind of number that an option takes."""
     return "is not a whole number" if found[1] == "integer" else "is not a number"
 
 
 def _open_streams() -> None:
-    """A program that was started with a stream closed has none there; nothing is read from it, or
-    lost in it.
-    """
+    """Open os.devnull in place of each standard stream that was closed at the start."""
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115 (until the end)
+            mode = "r" if name == "stdin" else "w"
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (open until the end)
 
 
 def main() -> None:
-    """Run the command line of this process, and end it."""
+    """Run the command line of this process and exit."""
     _open_streams()
-    if VARIABLE in os.environ:  # the shell asks for completions
-        cli.main(prog_name="tinkex", complete_var=VARIABLE)
+    if COMPLETION_VARIABLE in os.environ:  # the shell asks for completions
+        cli.main(prog_name="tinkex", complete_var=COMPLETION_VARIABLE)
     code = run().exit_code
-    # all is put away, and who wants out need not wait for threads such as those of an upload
+    # everything is closed; an interrupt need not wait for threads, such as those of an upload
     if code == INTERRUPTED:
-        # which nothing else would call: the last spans of a server are sent by one
+        # os._exit skips these, and one of them sends the server's last spans
         atexit._run_exitfuncs()
         with contextlib.suppress(OSError):
             sys.stdout.flush()

@@ -34,7 +34,7 @@ def list_command(substring: str | None, as_json: bool, connection: Connection) -
     from tinkex.wire import protocol
 
     with connection.rest() as rest:
-        answer = wait(start(rest._transport.call(protocol.GET_SERVER_CAPABILITIES)))
+        answer = wait(start(rest.transport.call(protocol.GET_SERVER_CAPABILITIES)))
     wanted = (substring or "").casefold()
     found = [
         item for item in answer.supported_models if wanted in (item.model_name or "").casefold()

@@ -1,6 +1,4 @@
-"""How far a long operation is, and how long it will take: on stderr, a bar on a terminal, else a
-line now and then.
-"""
+"""The progress of long operations: a bar on a terminal, elsewhere a line now and then."""
 
 from __future__ import annotations
 
@@ -8,27 +6,27 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import click
 
 from tinkex.cli.output import size
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
+    from rich.progress import Progress, ProgressColumn
 
     from tinkex.types.checkpoints import Cursor
 
 T = TypeVar("T")
 
 LINE_SECONDS = 5.0
-"""Where there is no terminal: how often a line says how far it is."""
+"""Seconds between two lines of progress, where there is no terminal."""
 
 Meter = Callable[[int, int], None]
 
 
 def remaining(done: int, total: int, seconds: float) -> str:
-    """An estimate of the time left, from the time that the first part took.
+    """Estimate the time left, from the time that the first part took.
 
     Example:
         >>> remaining(1, 4, 60.0)
@@ -44,82 +42,129 @@ def remaining(done: int, total: int, seconds: float) -> str:
     )
 
 
-class Transfer(Protocol):
+class Display:
+    """The progress of one operation, which the three functions below and `train` and `demo` draw.
+
+    Args:
+        bar: The bar to draw; without one, lines go to stderr.
+        title: The bar's title.
+        total: The number of parts, if it is known.
+        done: The number of parts that are done already.
+    """
+
+    def __init__(
+        self, bar: Progress | None = None, title: str = "", total: int | None = None, done: int = 0
+    ) -> None:
+        self._bar = bar
+        self._task = bar.add_task(title, total=total, completed=done, text="") if bar else None
+        self._said = time.monotonic()
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def say(self, text: str) -> None:
+        """Print a line; a bar stays below it."""
+        if self._bar is None:
+            click.echo(text, err=True)
+        else:
+            self._bar.console.print(text, soft_wrap=True, markup=False)
+
+    def show(
+        self,
+        done: int,
+        total: int | None = None,
+        *,
+        text: str = "",
+        line: Callable[[], str] | None = None,
+        at_once: bool = False,
+    ) -> None:
+        """Show how much is done.
+
+        Args:
+            done: The number of parts that are done.
+            total: The number of parts, if it was not known before.
+            text: Shown at the bar's right, by a column of its own.
+            line: Makes the line that stands for a bar where there is none.
+            at_once: Print the line even if the last one is recent.
+        """
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=done, total=total, text=text)
+            return
+        now = time.monotonic()
+        if line is not None and (at_once or now - self._said >= LINE_SECONDS):
+            self._said = now
+            self.say(line())
+
+    def end(self, message: str | None = None) -> None:
+        """Stop drawing; print a message about what comes next, if any."""
+        if self._bar is not None:
+            self._bar.stop()
+        if message is not None:
+            click.echo(message, err=True)
+
+
+def _on_stderr(title: str, columns: Callable[[], Sequence[ProgressColumn]]) -> Display:
+    """Return a display on stderr that is erased at the end; rich is imported on a terminal only."""
+    if not sys.stderr.isatty():
+        return Display()
+    from rich.progress import Progress
+
+    from tinkex.cli.terminal import plain_console
+
+    bar = Progress(*columns(), console=plain_console(stderr=True), transient=True)
+    return Display(bar, title)
+
+
+class Transfer:
     """A meter of bytes."""
 
+    def __init__(self, title: str, display: Display) -> None:
+        self._title, self._display, self._began = title, display, time.monotonic()
+
     def __call__(self, done: int, total: int, /) -> None:
-        """Show how many have come, and how many there are."""
+        """Show how many bytes of how many have come."""
+        self._display.show(
+            done, total, line=(lambda: self._line(done, total)) if done < total else None
+        )
+
+    def _line(self, done: int, total: int) -> str:
+        left = remaining(done, total, time.monotonic() - self._began)
+        return f"{self._title}: {size(done)} of {size(total)}" + (f", {left}" if left else "")
 
     def end(self, title: str) -> None:
-        """Show no more, and say what comes next; others may write to the terminal then."""
+        """Stop the meter and print what comes next; others may then write to the terminal."""
+        self._display.end(title)
 
 
 @contextmanager
 def transfer(title: str) -> Iterator[Transfer]:
-    """Give a meter of bytes: it is called with how many have come, and how many there are."""
-    if not sys.stderr.isatty():
-        yield _Lines(title)
-        return
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+    """Show the progress of a transfer; call the result with the bytes that came and all bytes."""
 
-    from tinkex.cli.terminal import plain_console
+    def columns() -> Sequence[ProgressColumn]:
+        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=None),
-        DownloadColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=plain_console(stderr=True), transient=True) as shown:
-        yield _Bar(shown, title)
+        title_column = TextColumn("{task.description}", markup=False)
+        return title_column, BarColumn(bar_width=None), DownloadColumn(), TimeRemainingColumn()
+
+    with _on_stderr(title, columns) as display:
+        yield Transfer(title, display)
 
 
-class _Bar:
-    """A meter that draws."""
+def waiting(title: str) -> Display:
+    """Show on a terminal that a call is waited for, and for how long."""
 
-    def __init__(self, shown: Progress, title: str) -> None:
-        self._shown, self._task = shown, shown.add_task(title, total=None)
+    def columns() -> Sequence[ProgressColumn]:
+        from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    def __call__(self, done: int, total: int) -> None:
-        self._shown.update(self._task, completed=done, total=total)
+        title_column = TextColumn("{task.description}", markup=False)
+        return SpinnerColumn(), title_column, TimeElapsedColumn()
 
-    def end(self, title: str) -> None:
-        self._shown.stop()
-        click.echo(title, err=True)
-
-
-class _Lines:
-    """A meter that writes a line now and then."""
-
-    def __init__(self, title: str) -> None:
-        self._title, self._began = title, time.monotonic()
-        self._told = self._began
-
-    def __call__(self, done: int, total: int) -> None:
-        now = time.monotonic()
-        if now - self._told >= LINE_SECONDS and done < total:
-            self._told = now
-            left = remaining(done, total, now - self._began)
-            click.echo(f"{self._title}: {size(done)} of {size(total)}, {left}", err=True)
-
-    def end(self, title: str) -> None:
-        click.echo(title, err=True)
-
-
-@contextmanager
-def waiting(title: str) -> Iterator[None]:
-    """Say what is waited for, on a terminal, with the time it takes."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    from tinkex.cli.terminal import plain_console
-
-    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-    with Progress(*columns, console=plain_console(stderr=True), transient=True) as shown:
-        shown.add_task(title, total=None)
-        yield
+    return _on_stderr(title, columns)
 
 
 def fetch_pages(
@@ -132,15 +177,14 @@ def fetch_pages(
     """Fetch a list page by page.
 
     Args:
-        fetch: Gives a page, by how many to give and how many to pass over, with what the server
-            says of the whole.
-        what: What is listed, in words.
-        page: How many a page has at most.
-        limit: How many are wanted; 0 for all.
-        offset: How many to pass over.
+        fetch: Returns a page and the server's cursor, given a count and an offset.
+        what: The name of the items, for the lines of progress.
+        page: The most items of a page.
+        limit: The most items to fetch; 0 for all.
+        offset: The number of items to skip.
 
     Returns:
-        What was found, and how many there are in all.
+        The items, and the number of items on the server.
     """
     limit, offset = max(limit, 0), max(offset, 0)
     items: list[T] = []

@@ -178,11 +178,11 @@ def _bring(rest: RestClient, url: str, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     # continued by the next one when this one is stopped
     part = target.with_name(f".{target.name}.partial")
-    if is_embedded(rest._transport.config.base_url):
+    if is_embedded(rest.transport.config.base_url):
         shutil.copyfile(url2pathname(urlsplit(url).path), part)
     else:
         with transfer(f"Downloading {target.name}") as meter:
-            wait(start(fetch(rest._transport, address, part, meter)))
+            wait(start(fetch(rest.transport, address, part, meter)))
     os.replace(part, target)
 
 

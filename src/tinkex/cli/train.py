@@ -29,6 +29,7 @@ from rich.progress import BarColumn, Progress as Bar, TextColumn
 from tinkex._version import __version__
 from tinkex.cli.options import API_KEY_HELP, BASE_URL_HELP, switch, timeout_option
 from tinkex.cli.plot import plot
+from tinkex.cli.progress import Display, waiting
 from tinkex.cli.servers import (
     capabilities_of,
     context_of,
@@ -68,8 +69,6 @@ KEPT = 3
 """Checkpoints that a run keeps, besides the best one."""
 SHOWN = 20
 """Bad lines that are listed one by one."""
-LINE_EVERY = 5.0
-"""Seconds between two lines of progress, where there is no terminal."""
 NARROW = 60
 FULL = "make room where the server keeps checkpoints (`tinkex checkpoint delete`), then "
 RECOVERIES = 3
@@ -462,7 +461,7 @@ class Command:
             RunFolder.open(self.options["resume"]) if self.options["resume"] else None
         )
         saved = folder.checkpoint if folder else None
-        with self.notes.status(f"starting {self.model} {self.place} …"):
+        with waiting(f"starting {self.model} {self.place} …"):
             if saved is not None:
                 return service.create_training_client_from_state_with_optimizer(saved[1]).result()
             return service.create_lora_training_client(
@@ -549,7 +548,7 @@ class Command:
     def _fitted(
         self, path: Path, examples: list[Example], chat: ChatFormat, length: int | None
     ) -> list[Rendered]:
-        with self.notes.status(f"tokenising {_count(len(examples), 'example')} …"):
+        with waiting(f"tokenising {_count(len(examples), 'example')} …"):
             rendered, bad = render(
                 examples, chat, train_on=self.options["train_on"], pairs=self.options["pairs"]
             )
@@ -716,11 +715,11 @@ class Command:
             f"{self.model} {self.place}: {rows}, rank {self.options['rank']}, into {folder.path}"
         )
         lost = 0
-        with _Display(self.notes, plan, folder) as display:
+        with _StepDisplay(self.notes, plan, folder) as display:
             pruning = Pruning(folder, self.keep, self._delete, display.say)
 
             def listen(progress: Progress) -> None:
-                display.show(progress)
+                display.show_step(progress)
                 pruning.look()
 
             while True:
@@ -957,73 +956,45 @@ class Pruning:
             self._folder.forget(path)
 
 
-class _Display:
-    """How far a run is: a bar on a terminal, else a line now and then."""
+class _StepDisplay(Display):
+    """The display of a run's steps, with its losses, its speed and the time left."""
 
     def __init__(self, console: Console, plan: Plan, folder: RunFolder) -> None:
-        self._console, self._plan = console, plan
-        self._first = folder.checkpoint[0] if folder.checkpoint else 0
-        self._bar: Bar | None = None
-        self._said = -math.inf
+        self._steps, self._first = plan.steps, folder.checkpoint[0] if folder.checkpoint else 0
+        self._wide = console.width >= NARROW
         self._loss = self._eval_loss = ""
+        bar = None
         if console.is_terminal:
-            wide = console.width >= NARROW
-            columns = [
-                TextColumn(
-                    "step {task.completed}/{task.total}"
-                    if wide
-                    else "{task.completed}/{task.total}"
-                ),
+            count = "{task.completed}/{task.total}"
+            columns = (
+                TextColumn(f"step {count}" if self._wide else count),
                 BarColumn(bar_width=None),
-                TextColumn("{task.fields[told]}", markup=False),
-            ]
-            self._bar = Bar(*columns, console=console, expand=True)
-            self._wide = wide
-            self._task = self._bar.add_task("", total=plan.steps, completed=self._first, told="")
+                TextColumn("{task.fields[text]}", markup=False),
+            )
+            bar = Bar(*columns, console=console, expand=True)
+        super().__init__(bar, total=plan.steps, done=self._first)
 
-    def __enter__(self) -> _Display:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def say(self, text: str) -> None:
-        """Say something above the bar."""
-        self._console.print(text, soft_wrap=True, markup=False)
-
-    def show(self, progress: Progress) -> None:
-        """Show how far the run is."""
+    def show_step(self, progress: Progress) -> None:
+        """Show the progress of the run after a step."""
         if progress.loss is not None:
             self._loss = f"loss {progress.loss:.4f}"
         if progress.eval_loss is not None:
             self._eval_loss = f"held out {progress.eval_loss:.4f}"
         rate = progress.tokens / progress.seconds if progress.seconds else 0.0
-        left = (
-            progress.seconds / progress.made * (self._plan.steps - progress.step)
-            if progress.made
-            else None
-        )
         speed = f"{rate:,.0f} tokens/s" if progress.tokens else ""
-        time_left = "" if left is None else f"{_duration(left)} left"
-        if self._bar is not None:
-            told = (
-                (self._loss, self._eval_loss, speed, time_left)
-                if self._wide
-                else (self._loss, time_left)
-            )
-            self._bar.update(self._task, completed=progress.step, told=" ".join(filter(None, told)))
-            return
-        now = time.monotonic()
-        ends = progress.step in (0, self._first + 1, self._plan.steps)
-        if ends or progress.eval_loss is not None or now - self._said >= LINE_EVERY:
-            self._said = now
-            place = f"step {progress.step}/{self._plan.steps}"
-            self.say(
-                "  ".join(filter(None, (place, self._loss, self._eval_loss, speed, time_left)))
-            )
+        left = ""
+        if progress.made:
+            seconds = progress.seconds / progress.made * (self._steps - progress.step)
+            left = f"{_duration(seconds)} left"
+        facts = [self._loss, self._eval_loss, speed, left]
+        line = [f"step {progress.step}/{self._steps}", *facts]
+        ends = progress.step in (0, self._first + 1, self._steps)
+        self.show(
+            progress.step,
+            text=" ".join(filter(None, facts if self._wide else [self._loss, left])),
+            line=lambda: "  ".join(filter(None, line)),
+            at_once=ends or progress.eval_loss is not None,
+        )
 
 
 def _duration(seconds: float) -> str:

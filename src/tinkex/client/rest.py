@@ -147,9 +147,10 @@ class _Client:
         return raw
 
     @property
-    def _transport(self) -> Transport:
+    def transport(self) -> Transport:
+        """The transport of this client's requests; what it offers may change in any release."""
         if self._behind is not None:
-            return self._behind._transport
+            return self._behind.transport
         if self._session is not None:
             return self._session.transport
         with self._lock:
@@ -190,7 +191,7 @@ class _Client:
         self, work: Callable[[Transport], Coroutine[Any, Any, T]]
     ) -> AwaitableConcurrentFuture[T]:
         """Begin work over the transport; the client stays until it is done."""
-        transport = self._transport
+        transport = self.transport
 
         async def working(client: _Client) -> T:
             return await work(transport)

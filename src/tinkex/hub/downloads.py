@@ -255,7 +255,7 @@ class _Download:
             return answer.url
 
         await fetch(
-            self._rest._transport, address, archive, self._progress, ask_again=self.keep_archive
+            self._rest.transport, address, archive, self._progress, ask_again=self.keep_archive
         )
         try:
             await _undisturbed(extract, archive, files, self._limits)
@@ -280,7 +280,7 @@ class _Download:
                     urls = (await self._rest.get_external_weights_urls(self._path)).urls
                 return urls.pop(name)
 
-            await fetch(self._rest._transport, address, parts / name, self._progress)
+            await fetch(self._rest.transport, address, parts / name, self._progress)
         for name in await asyncio.to_thread(os.listdir, parts):
             if not name.endswith(NOTE):
                 os.replace(parts / name, files / name)

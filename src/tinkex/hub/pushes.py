@@ -159,9 +159,7 @@ async def push_checkpoint_adapter_async(
     hub = _Hub(resolve_token(hf_token=hf_token), endpoint_of(endpoint), http_timeout_ms)
     user = await asyncio.to_thread(hub.user)
     info = await rest_client.get_weights_info_by_tinker_path(tinker_path)
-    with _workplace(
-        cache_dir, f"{rest_client._transport.config.base_url} {tinker_path}"
-    ) as scratch:
+    with _workplace(cache_dir, f"{rest_client.transport.config.base_url} {tinker_path}") as scratch:
         keep = cache_dir is not None
         try:
             fetched = await download_async(

@@ -23,13 +23,13 @@ from tinkex.client.settings.config import LOOPBACK
 from tinkex.engine.api import Engine, EngineError
 from tinkex.server.access import bodies
 from tinkex.server.access.accounts import Account
-from tinkex.server.access.gate import check_held, check_ownership, check_room, fail_in_band
-from tinkex.server.access.ownership import is_own
+from tinkex.server.access.gate import check_held, check_room, fail_in_band
+from tinkex.server.access.ownership import check_ownership, is_own
 from tinkex.server.complaints import FULL_DISK, complain
 from tinkex.server.files.data_dir import is_full_disk
 from tinkex.server.routes import openai, openapi, uploads
 from tinkex.server.routes.exports import download_route
-from tinkex.server.routes.handlers import HANDLERS
+from tinkex.server.routes.handler_table import HANDLERS, collect
 from tinkex.server.routes.records import misnamed_route
 from tinkex.server.routes.session_records import signed_trace, trace_path
 from tinkex.server.routes.usage import watch
@@ -86,7 +86,7 @@ def create_app(
         strict=strict,
         embedded=embedded,
     )
-    replay.enable(state, HANDLERS)
+    replay.enable(state, collect())
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -243,7 +243,7 @@ def _traced(op: Operation, endpoint: Endpoint, tracing: Tracing | None) -> Endpo
 
 
 async def _dispatch(op: Operation, state: State, request: Request, call: Call) -> Response:
-    await check_ownership(state, op, call)
+    await check_ownership(state, op, call.owner, call.path, call.request)
     if op is RETRIEVE_FUTURE:
         return await retrieve_future(op, state, request, call)
     why = check_room(state, op, call)

@@ -1,8 +1,7 @@
-"""Conversations as tokens: prompts and examples by a model's chat template, and answers back to
-text as they come.
+"""Conversations as tokens: prompts and examples by a chat template, answers back to text.
 
 A tokenizer without a chat template gets a plain format: each message as `User: …`, `Assistant: …`
-or `System: …`, followed by a blank line; an answer ends with the end-of-text token, where there is
+or `System: …`, followed by a blank line. An answer ends with the end-of-text token, where there is
 one.
 """
 
@@ -35,9 +34,7 @@ class Rendered:
 
     @property
     def learned(self) -> int:
-        """How many tokens are learned; the first has nothing before it that it could be foretold
-        from.
-        """
+        """Number of tokens to learn; the first token has no context to be predicted from."""
         return int(np.count_nonzero(self.weights[1:]))
 
     def cut(self, length: int) -> Rendered:
@@ -46,7 +43,7 @@ class Rendered:
 
 
 class ChatFormat:
-    """How conversations are written for one tokenizer.
+    """Writes conversations for one tokenizer.
 
     Args:
         tokenizer: What `get_tokenizer` of a client gives, or any object with `encode` and `decode`.
@@ -87,8 +84,9 @@ class ChatFormat:
         )
 
     def _text(self, messages: Sequence[Message], *, generate: bool = False) -> str:
-        """A conversation as text, or ready for an answer; `ValueError` says why the template
-        refuses it.
+        """Return a conversation as text, complete or ready for an answer.
+
+        `ValueError` tells why the template refuses it.
         """
         if not self.has_template:
             written = [
@@ -109,7 +107,7 @@ class ChatFormat:
             raise ValueError(f"the model's chat template refuses it: {error}") from error
 
     def _stops(self) -> tuple[frozenset[int], tuple[str, ...]]:
-        """What ends an answer: the tokens, and the texts where no token does."""
+        """Return the tokens that end an answer, and the texts where no token does."""
         ends = frozenset() if self._eos is None else frozenset({int(self._eos)})
         if not self.has_template:
             return ends, PLAIN_STOPS
@@ -125,9 +123,7 @@ class ChatFormat:
 
     @property
     def stop(self) -> list[str | int] | None:
-        """What to ask a server to stop at: texts where there are any, else tokens; None leaves it
-        to the server.
-        """
+        """Return the `stop` to send: texts if any, else tokens, else None for the default."""
         return list(self.stop_texts) or sorted(self.stop_tokens) or None
 
     # ── prompts and examples ──────────────────────────────────────────────────────────────────────
@@ -143,11 +139,10 @@ class ChatFormat:
     def conversation(
         self, messages: Sequence[Message], train_on: TrainOn = ASSISTANT
     ) -> list[Rendered]:
-        """A conversation as examples: one, unless the template writes earlier answers otherwise
-        than the last.
+        """Return a conversation as examples: usually one.
 
-        Such templates (those that leave out earlier thoughts) give one example for each answer, so
-        that each is learned as it will be asked for.
+        Some templates write earlier answers otherwise than the last, for example without thoughts.
+        They give one example per answer, so that each is learned as it will be asked for.
 
         Args:
             messages: The conversation.
@@ -169,9 +164,7 @@ class ChatFormat:
         )
 
     def pair(self, prompt: str, completion: str, train_on: TrainOn = ASSISTANT) -> Rendered:
-        """A text and how it goes on, put together as they are and ended; `train_on` "all" learns
-        the prompt too.
-        """
+        """Join a text and its continuation; `train_on` "all" learns the prompt too."""
         begun = [int(token) for token in self.tokenizer.encode(prompt)]
         rest = self.encode(completion)
         if self._eos is not None and rest[-1:] != [self._eos]:
@@ -186,9 +179,7 @@ class ChatFormat:
         return self._joined([(whole[:begin], 0.0), (whole[begin:], 1.0)])
 
     def _answer(self, messages: Sequence[Message], index: int) -> tuple[str, int]:
-        """The text up to the end of an answer, and where that answer begins: behind what would
-        prompt for it.
-        """
+        """Return the text up to the end of an answer, and the position where the answer begins."""
         whole, prompt = (
             self._text(messages[: index + 1]),
             self._text(messages[:index], generate=True),
@@ -203,10 +194,10 @@ class ChatFormat:
         )
 
     def _pieces(self, messages: Sequence[Message]) -> list[tuple[str, float]] | None:
-        """The text up to the last answer, cut where answers begin and end; None when earlier ones
-        are rewritten.
+        """Cut a conversation's text where answers begin and end.
 
-        It is cut there because a prompt is tokenised before its answer is known.
+        The cut keeps tokens as in sampling, where a prompt is tokenised before its answer exists.
+        Returns None if the template rewrites earlier answers.
         """
         answers = _answers(messages)
         text = self._text(messages[: answers[-1] + 1]) if answers else ""
@@ -242,8 +233,7 @@ def _answers(messages: Sequence[Message]) -> list[int]:
 
 
 class AnswerText:
-    """The text of an answer while its tokens come: never half a character, and nothing of what ends
-    it.
+    """Text of an answer while its tokens arrive, without half characters or end markers.
 
     Example:
         >>> answer = AnswerText(ChatFormat(tokenizer))
@@ -264,7 +254,7 @@ class AnswerText:
         self._from = self._read = 0
         self._held = ""
         self.ended = False
-        """Whether the answer is over: what comes after is not shown."""
+        """True once the answer has ended; later tokens are not shown."""
 
     def add(self, token: int) -> str:
         """Take a token; the text that is certain by now."""

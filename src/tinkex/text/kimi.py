@@ -1,6 +1,4 @@
-"""The tokenizer of Kimi K2, which comes as a file of ranks for tiktoken instead of a
-tokenizer.json.
-"""
+"""The tokenizer of Kimi K2, which comes as a file of ranks for tiktoken."""
 
 from __future__ import annotations
 
@@ -38,12 +36,11 @@ PATTERN = "|".join(
         r"\s+",
     )
 )
-"""How text is split before the ranks apply; the first alternative that fits is taken."""
+"""Splits text before the ranks apply; the first alternative that fits is taken."""
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """The ranks of a `tiktoken.model`: lines of base64, a blank and a number; others are passed
-    over.
+    """Read the ranks of a `tiktoken.model`: lines of base64, a blank and a number; skip others.
 
     Raises:
         ConfigurationError: There are none.
@@ -64,8 +61,9 @@ def read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def read_special_tokens(config: Mapping[str, Any], first: int) -> dict[str, int]:
-    """The special tokens, which follow the ranks: by their names in `tokenizer_config.json`, else
-    as reserved ones.
+    """Return the special tokens, which follow the ranks.
+
+    Their names come from `tokenizer_config.json`; tokens without one are reserved.
     """
     added = config.get("added_tokens_decoder")
     named = added if isinstance(added, Mapping) else {}
@@ -157,13 +155,11 @@ class KimiTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens there are."""
+        """Number of tokens."""
         return len(self._known)
 
     def encode(self, text: str, allow_special_tokens: bool = True) -> list[int]:
-        """Text to token ids; text that spells a special token becomes it, unless that is not
-        allowed.
-        """
+        """Tokenise a text; text that spells a special token becomes it if that is allowed."""
         try:
             return self._encode(text, allow_special_tokens)
         except BaseException as error:

@@ -1,4 +1,4 @@
-"""The nouns of the protocol: everything that is sent or received, by the names the protocol uses."""
+"""Messages of the protocol, by the names that the protocol uses."""
 
 from types import ModuleType as _ModuleType
 

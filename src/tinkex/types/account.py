@@ -53,7 +53,7 @@ class WhoamiResponse(Record, frozen=True, kw_only=True):
 # ── audit ─────────────────────────────────────────────────────────────────────────────────────────
 
 AuditEventType: TypeAlias = Literal["all", "checkpoints", "projects", "teams", "organizations"]
-"""Which entries of the audit log to read."""
+"""Entries of the audit log to read."""
 
 
 class AuditLogEntry(Stamped, frozen=True, kw_only=True):
@@ -74,7 +74,7 @@ class AuditLogEntry(Stamped, frozen=True, kw_only=True):
 
 
 class AuditLogResponse(Record, frozen=True, kw_only=True):
-    """What was done on a day.
+    """The audit log of one day.
 
     Example:
         >>> entry = AuditLogEntry(timestamp=dt.datetime(2026, 1, 2, 12), event="project.created")
@@ -92,7 +92,7 @@ class AuditLogResponse(Record, frozen=True, kw_only=True):
 
 
 class BillingEventMark(Variant):
-    """What a billing event is about."""
+    """The subject of a billing event."""
 
     __slots__ = ()
 
@@ -166,7 +166,7 @@ BillingEventInfo: TypeAlias = (
     | CheckpointBillingEvent
     | StorageBillingEvent
 )
-"""What was used."""
+"""The work that an event bills."""
 if TYPE_CHECKING:
     _EventInfo: TypeAlias = BillingEventInfo
 else:
@@ -189,7 +189,7 @@ class GetBillingUsageRequest(Stamped, frozen=True, kw_only=True):
 
 
 class BillingUsageEvent(Stamped, frozen=True, kw_only=True):
-    """What one hour of one kind of use came to.
+    """Usage of one kind in one hour.
 
     Example:
         >>> hour = {"bucket_start": "2026-01-01T10:00:00Z", "bucket_end": "2026-01-01T11:00:00Z"}
@@ -213,7 +213,7 @@ class BillingUsageEvent(Stamped, frozen=True, kw_only=True):
 
 
 class BillingUsageSession(Record, frozen=True, kw_only=True):
-    """What is known of a session that events name.
+    """Description of a session that events name.
 
     Example:
         >>> BillingUsageSession(user_metadata={"experiment": "lr-sweep"}).user_metadata[
@@ -226,7 +226,7 @@ class BillingUsageSession(Record, frozen=True, kw_only=True):
 
 
 class BillingUsageResponse(Stamped, frozen=True, kw_only=True):
-    """What was used in a span of hours.
+    """Usage in a span of hours.
 
     Example:
         >>> hour = {"bucket_start": "2026-01-01T10:00:00Z", "bucket_end": "2026-01-01T11:00:00Z"}
@@ -257,7 +257,7 @@ class GetCurrentCheckpointStorageUsageRequest(Record, frozen=True, kw_only=True)
 
 
 class CurrentCheckpointStorageUsageItem(Record, frozen=True, kw_only=True):
-    """What one owner's checkpoints in one project take up.
+    """Storage of one owner's checkpoints in one project.
 
     Example:
         >>> item = CurrentCheckpointStorageUsageItem(
@@ -278,7 +278,7 @@ class CurrentCheckpointStorageUsageItem(Record, frozen=True, kw_only=True):
 
 
 class CurrentCheckpointStorageUsageResponse(Record, frozen=True, kw_only=True):
-    """What checkpoints take up now.
+    """Storage that checkpoints use now.
 
     Example:
         >>> item = CurrentCheckpointStorageUsageItem(

@@ -13,15 +13,14 @@ from tinkex.types.record import Int64, Record, check_depth
 from tinkex.types.training import AdamOptimizerConfig, OptimizerConfigBase
 
 CheckpointType: TypeAlias = Literal["training", "sampler", "external"]
-"""What a checkpoint is for: to train on, to sample from, or to be taken away."""
+"""Purpose of a checkpoint: training, sampling, or export."""
 KINDS: dict[str, CheckpointType] = {
     "weights": "training",
     "sampler_weights": "sampler",
     "external_weights": "external",
 }
 SamplingClientKind: TypeAlias = Literal["snapshot", "inflight"]
-"""Which weights a sampling client uses: those it was made from, or the newest inflight save of its
-run."""
+"""Weights of a sampling client: those it began with, or the run's newest in-flight save."""
 SCHEME = "tinker://"
 CONSOLE = "https://tinker.thinkingmachines.ai"
 
@@ -34,7 +33,10 @@ def console_url(path: str) -> str:
         'run-1/weights%2Fstep-100'
     """
     parsed = ParsedCheckpointTinkerPath.from_tinker_path(path)
-    return f"{CONSOLE}/checkpoints/{quote(parsed.training_run_id, safe='')}/{quote(parsed.checkpoint_id, safe='')}"
+    run, checkpoint = (
+        quote(part, safe="") for part in (parsed.training_run_id, parsed.checkpoint_id)
+    )
+    return f"{CONSOLE}/checkpoints/{run}/{checkpoint}"
 
 
 class ParsedCheckpointTinkerPath(Record, frozen=True, kw_only=True):
@@ -116,7 +118,7 @@ class SaveWeightsRequest(Record, frozen=True, kw_only=True):
 
 
 class SaveWeightsResponse(Record, frozen=True, kw_only=True):
-    """Where the training checkpoint lies.
+    """Path of a saved training checkpoint.
 
     Example:
         >>> saved = SaveWeightsResponse(
@@ -159,8 +161,9 @@ class SaveWeightsForSamplerRequest(Record, frozen=True, kw_only=True):
 
 
 class SaveWeightsForSamplerResponse(Record, frozen=True, kw_only=True):
-    """Where the sampler checkpoint lies. Calls leave `type` None, whatever the server says, as the
-    official client.
+    """Path of a saved sampler checkpoint.
+
+    Like the official client, calls leave `type` None.
 
     Example:
         >>> saved = SaveWeightsForSamplerResponse(path="tinker://run-1/sampler_weights/final")
@@ -182,7 +185,7 @@ class SaveWeightsForSamplerResponse(Record, frozen=True, kw_only=True):
         return console_url(self.path)
 
     def get_playground_url(self) -> str:
-        """Where the checkpoint can be talked to in the hosted service's console.
+        """Return the address of the hosted console's page where one can chat with the checkpoint.
 
         Example:
             >>> saved = SaveWeightsForSamplerResponse(path="tinker://run-1/sampler_weights/final")
@@ -208,8 +211,10 @@ class SaveWeightsForSamplerResponseInternal(Record, frozen=True, kw_only=True):
 
 
 class LoadWeightsRequest(Record, frozen=True, kw_only=True):
-    """Load a checkpoint into a run: an existing one (model_id), or a new one (session_id and
-    model_seq_id).
+    """Request to load a checkpoint.
+
+    Give `model_id` to load into an existing run, `session_id` and `model_seq_id` to load into a new
+    one.
 
     Example:
         >>> LoadWeightsRequest(
@@ -235,7 +240,7 @@ class LoadWeightsRequest(Record, frozen=True, kw_only=True):
 
 
 class LoadWeightsResponse(Record, frozen=True, kw_only=True):
-    """What was loaded.
+    """Checkpoint that was loaded, and its run.
 
     Example:
         >>> LoadWeightsResponse(path="tinker://run-1/weights/step-100", model_id="run-2").model_id
@@ -259,7 +264,7 @@ class WeightsInfoRequest(Record, frozen=True, kw_only=True):
 
 
 class WeightsInfoResponse(Record, frozen=True, kw_only=True):
-    """What a checkpoint holds.
+    """Description of a checkpoint's weights.
 
     Example:
         >>> info = WeightsInfoResponse(base_model="Qwen/Qwen3-8B", is_lora=True, lora_rank=32)
@@ -295,7 +300,7 @@ class SaveWeightsExternalRequest(Record, frozen=True, kw_only=True):
 
 
 class SaveWeightsExternalResponse(Record, frozen=True, kw_only=True):
-    """Where the exported checkpoint lies.
+    """Path of an exported checkpoint.
 
     Example:
         >>> SaveWeightsExternalResponse(path="tinker://run-1/external_weights/export").path
@@ -307,7 +312,7 @@ class SaveWeightsExternalResponse(Record, frozen=True, kw_only=True):
 
 
 class SaveWeightsExternalResponseInternal(Record, frozen=True, kw_only=True):
-    """Where the exported checkpoint lies, and how large it is.
+    """Path and size of an exported checkpoint.
 
     Example:
         >>> answer = SaveWeightsExternalResponseInternal(
@@ -371,7 +376,7 @@ class CopyWeightsRequest(Record, frozen=True, kw_only=True):
 
 
 class CopyWeightsResponse(Record, frozen=True, kw_only=True):
-    """Where the copy lies.
+    """Path of a copied checkpoint.
 
     Example:
         >>> CopyWeightsResponse(tinker_path="tinker://run-2/weights/step-100").tinker_path
@@ -395,7 +400,7 @@ class SetCheckpointTtlRequest(Record, frozen=True, kw_only=True):
 
 
 class Cursor(Record, frozen=True, kw_only=True):
-    """Which part of a list this is.
+    """Position of a page in a list.
 
     Example:
         >>> cursor = Cursor(offset=0, limit=20, total_count=45)

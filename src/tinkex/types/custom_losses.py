@@ -1,6 +1,4 @@
-"""Messages of custom losses: graphs that a server runs, and the parts of a loss that a client
-computes.
-"""
+"""Messages of custom losses: graphs for the server, and parts computed by the client."""
 
 from __future__ import annotations
 
@@ -15,8 +13,7 @@ import msgspec
 from tinkex.types.record import Int64, Record, check_depth
 
 CustomLossInputRank: TypeAlias = Literal[0, 1, 2]
-"""How many dimensions an input has: one number, one for each token, one for each candidate of a
-token."""
+"""Dimensions of an input: 0 a scalar, 1 a value per token, 2 a value per candidate of a token."""
 CustomLossNodeOp: TypeAlias = Literal[
     "placeholder", "get_attr", "call_function", "call_method", "call_module", "output"
 ]
@@ -24,8 +21,7 @@ CustomLossNodeOp: TypeAlias = Literal[
 
 
 class CustomLossInput(Record, frozen=True, kw_only=True):
-    """An input of a custom loss: a scalar (rank 0), one value a token (1), or one a candidate of
-    each token (2).
+    """Input of a custom loss: a scalar (rank 0), a value per token (1), or per candidate (2).
 
     Example:
         >>> CustomLossInput(name="advantages", rank=1).rank
@@ -37,8 +33,9 @@ class CustomLossInput(Record, frozen=True, kw_only=True):
 
 
 class CustomLossNode(Record, frozen=True, kw_only=True):
-    """One step of a traced loss. Arguments are JSON values, or objects of one key such as `{"ref":
-    node}`.
+    """One step of a traced loss.
+
+    Arguments are JSON values, or objects of one key such as `{"ref": node}`.
 
     Example:
         >>> node = CustomLossNode(
@@ -202,8 +199,7 @@ def _check_form(fn: Any) -> None:
 
 
 def accepts(fn: Callable[..., Any], count: int) -> bool:
-    """Whether a callable can be called with so many positional arguments; true where nobody can
-    tell.
+    """Return True if a callable takes this many positional arguments, or if that is unknown.
 
     Example:
         >>> accepts(lambda data, logprobs: None, 2), accepts(lambda data, logprobs: None, 3)
@@ -221,8 +217,9 @@ def accepts(fn: Callable[..., Any], count: int) -> bool:
 
 
 def takes_opts(fn: Any) -> bool:
-    """Whether options are passed: to objects, to callables of three arguments, and to those whose
-    third is `opts`.
+    """Return True if options are passed to a callable.
+
+    They are passed to objects, to callables of three arguments, and to those whose third is `opts`.
 
     Example:
         >>> takes_opts(lambda data, logprobs: None), takes_opts(lambda data, logprobs, opts: None)
@@ -238,7 +235,7 @@ def takes_opts(fn: Any) -> bool:
 
 
 class RegularizerOutput(Record, frozen=True, kw_only=True):
-    """What one term added to a loss, and how long its gradient is when that was asked for.
+    """Contribution of one term to a loss, with its gradient's norm if that was asked for.
 
     Example:
         >>> term = RegularizerOutput(name="l2", value=4.0, weight=0.5, contribution=2.0)

@@ -1,6 +1,4 @@
-"""Two forms that records share: times that always know their zone, and messages told apart by a
-tag.
-"""
+"""Forms that records share: times with a zone, and messages told apart by a tag."""
 
 from __future__ import annotations
 
@@ -14,8 +12,9 @@ from tinkex.types.record import Record
 
 
 class Stamped(Record, frozen=True, kw_only=True):
-    """A record with times. One that came without a zone is UTC: mixing the two kinds would fail
-    when compared.
+    """A record with times.
+
+    A time without a zone is read as UTC, since aware and naive times cannot be compared.
     """
 
     def __post_init__(self) -> None:
@@ -26,11 +25,10 @@ class Stamped(Record, frozen=True, kw_only=True):
 
 
 class Variant:
-    """The mark of a group of records of which a field holds one, told apart by their `type` (or
-    another field).
+    """Base of a group of records that share a field, told apart by `type` (or another field).
 
-    msgspec's own tags would take `type` away from the fields; a mark that reads itself keeps it an
-    ordinary one.
+    msgspec's own tags would take `type` away from the fields. A base class that decodes itself
+    keeps `type` an ordinary field.
     """
 
     __slots__ = ()
@@ -38,7 +36,7 @@ class Variant:
 
     @classmethod
     def from_wire(cls, value: Any) -> Self:
-        """Read the JSON form: of this very record, or of the one of the group that the tag names."""
+        """Read the JSON form of this record, or of the record of the group that the tag names."""
         if issubclass(cls, Record):
             return msgspec.convert(value, cls, dec_hook=_read_variant)
         subclasses: list[Any] = cls.__subclasses__()

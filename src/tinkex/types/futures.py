@@ -1,4 +1,4 @@
-"""What a poll may return, and the states of queued work."""
+"""Results of polls, and the states of queued work."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ FutureRetrieveResponse: TypeAlias = (
     | UnloadModelResponse
     | RequestFailedResponse
 )
-"""Whatever an operation may result in."""
+"""Any result of an operation."""
 
 
 class QueueState(StrEnum):
-    """Whether work that is still to be done moves on.
+    """Progress of queued work: active or paused, and why.
 
     Example:
         >>> QueueState("paused_capacity") is QueueState.PAUSED_CAPACITY
@@ -49,8 +49,7 @@ class QueueState(StrEnum):
 
     @classmethod
     def parse(cls, value: Any) -> Self:
-        """The state a text names, whatever its case and surrounding blanks; anything else is
-        unknown.
+        """Return the state that a text names, ignoring case and outer blanks; unknown otherwise.
 
         Args:
             value: The text.

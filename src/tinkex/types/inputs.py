@@ -1,6 +1,4 @@
-"""What goes into a model: chunks of tokens or media, model inputs, and the data a loss is computed
-on.
-"""
+"""Model inputs: chunks of tokens or media, and the data that a loss is computed on."""
 
 from __future__ import annotations
 
@@ -65,7 +63,7 @@ class EncodedTextChunk(Fixed):
 
     @property
     def length(self) -> int:
-        """How many tokens the chunk takes."""
+        """Number of tokens in the chunk."""
         return int(self.tokens_np.size)
 
     def to_wire(self) -> dict[str, Any]:
@@ -107,15 +105,17 @@ class EncodedTextChunk(Fixed):
         return hash(self.tokens_np.tobytes())
 
     def __repr__(self) -> str:
-        return f"EncodedTextChunk(tokens={np.array2string(self.tokens_np, separator=', ', threshold=12)})"
+        tokens = np.array2string(self.tokens_np, separator=", ", threshold=12)
+        return f"EncodedTextChunk(tokens={tokens})"
 
     def __reduce__(self) -> Any:
         return (text_chunk, (self.tokens_np,))
 
 
 def text_chunk(tokens: Array) -> EncodedTextChunk:
-    """A chunk of an int32 array as it is: what comes off the wire is checked against the model it
-    is for.
+    """Wrap an int32 array as a chunk without checking it.
+
+    The server checks tokens from the wire against the model.
     """
     chunk = EncodedTextChunk.__new__(EncodedTextChunk)
     put(chunk, "tokens_np", tokens)
@@ -176,7 +176,7 @@ class ImageChunk(_Blob, frozen=True, kw_only=True):
 
     @property
     def length(self) -> int:
-        """How many tokens the image takes; known only when `expected_tokens` is given."""
+        """Number of tokens the image takes; needs `expected_tokens`."""
         return _expected(self.expected_tokens, "ImageChunk")
 
 
@@ -198,7 +198,7 @@ class ImageAssetPointerChunk(_Blob, frozen=True, kw_only=True):
 
     @property
     def length(self) -> int:
-        """How many tokens the image takes; known only when `expected_tokens` is given."""
+        """Number of tokens the image takes; needs `expected_tokens`."""
         return _expected(self.expected_tokens, "ImageAssetPointerChunk")
 
 
@@ -229,8 +229,9 @@ def _expected(tokens: int | None, name: str) -> int:
 
 
 def _container_rows(blob: bytes) -> int:
-    """First dimension of a tensor container: optional marker 254, dtype byte, varint rank, varint
-    dimensions.
+    """Return the first dimension of a tensor container.
+
+    The layout is: optional marker 254, dtype byte, varint rank, varint dimensions.
     """
     position = 1 if blob[:1] == b"\xfe" else 0
     position += 1
@@ -426,7 +427,7 @@ class ModelInput(Fixed):
 
     @property
     def length(self) -> int:
-        """How many tokens the input takes."""
+        """Number of tokens in the input."""
         return sum(chunk.length for chunk in self.chunks)
 
     @property
@@ -450,7 +451,7 @@ class ModelInput(Fixed):
 
     @property
     def is_text(self) -> bool:
-        """Whether every chunk is text."""
+        """True if every chunk is text."""
         return all(isinstance(chunk, EncodedTextChunk) for chunk in self.chunks)
 
     def to_numpy(self) -> Array:
@@ -536,7 +537,7 @@ def _model_input(chunks: list[ModelInputChunk]) -> ModelInput:
 LossFnInputs: TypeAlias = dict[str, TensorData]
 """The tensors that a loss needs, by name."""
 LossFnOutput: TypeAlias = dict[str, TensorData]
-"""What a loss gives for one datum, by name."""
+"""Outputs of a loss for one datum, by name."""
 
 INPUT_DTYPES: dict[str, TensorDtype] = {
     "target_tokens": "int64",
@@ -609,9 +610,9 @@ class SampledProvenanceSpan:
 
 
 ProvenanceSpan: TypeAlias = PromptProvenanceSpan | SampledProvenanceSpan
-"""Where tokens of a datum come from: written by hand, or sampled."""
+"""Origin of some tokens of a datum: written by hand, or sampled."""
 ProvenanceSpans: TypeAlias = list[ProvenanceSpan]
-"""Where all tokens of a datum come from, in order."""
+"""Origin of all tokens of a datum, in order."""
 SPANS: dict[str, type[ProvenanceSpan]] = {
     "prompt_tokens": PromptProvenanceSpan,
     "sampled_tokens": SampledProvenanceSpan,
@@ -744,9 +745,7 @@ class Datum(Wired):
 
     @property
     def estimated_bytes(self) -> int:
-        """Size as budgets of requests count it: ten bytes a token and a number, and media as they
-        are.
-        """
+        """Size for request budgets: ten bytes per token and number; media count as they are."""
         numbers = sum(tensor.values.size for tensor in self.loss_fn_inputs.values())
         return self.model_input.estimated_bytes + 10 * numbers
 

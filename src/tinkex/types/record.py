@@ -24,7 +24,7 @@ T = TypeVar("T")
 Int64: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """A whole number that fits where numbers end up: in names of files, in journals, in a database."""
 DEEPEST = 64
-"""How deep a value may be nested that is passed on as it is."""
+"""Deepest nesting of a value that is passed on unchanged."""
 
 
 def literal_values(kind: Any) -> tuple[Any, ...]:
@@ -65,7 +65,7 @@ def parse_literal(kind: Any, value: Any) -> Any:
 
 
 class Wired(metaclass=WiredMeta):
-    """A type that knows its own JSON form; its constructor takes the names in `FIELDS` as keywords."""
+    """A type with its own JSON form; its constructor takes the names in `FIELDS` as keywords."""
 
     __slots__ = ()
     FIELDS: ClassVar[tuple[str, ...]] = ()
@@ -125,8 +125,7 @@ class Wired(metaclass=WiredMeta):
 
     @classmethod
     def model_validate(cls, value: Any, **_: Any) -> Self:
-        """Build from a dictionary (or return an instance as it is); `ValueError` says what is
-        wrong.
+        """Build from a dictionary, or return an instance unchanged; `ValueError` names the fault.
 
         Example:
             >>> EncodedTextChunk.model_validate({"tokens": [1, 2], "type": "encoded_text"}).length
@@ -154,9 +153,7 @@ class Wired(metaclass=WiredMeta):
 
 
 class Fixed(Wired):
-    """A wired type whose fields never change once it is made; `put` sets them while it is being
-    made.
-    """
+    """Base of wire types whose fields never change; only `put` sets them, during construction."""
 
     __slots__ = ()
 
@@ -225,7 +222,7 @@ def _decode_bulk(kind: type[Any], value: Any) -> Any:
 
 
 def from_builtins(kind: type[T], value: Any) -> T:
-    """Validate decoded JSON into a record or bulk type; errors are `ValueError` and carry the path."""
+    """Validate decoded JSON into a record or bulk type; a `ValueError` carries the path."""
     if hasattr(kind, "from_wire"):
         return value if isinstance(value, kind) else kind.from_wire(value)  # type: ignore[attr-defined]
     return msgspec.convert(value, kind, str_keys=True, dec_hook=_decode_bulk)
@@ -249,8 +246,9 @@ def from_json(kind: type[T], body: bytes) -> T:
 
 
 def _without_nulls(kind: Any, value: Any) -> Any:
-    """Decoded JSON less the nulls for what need not be given: some clients write one where others
-    write nothing.
+    """Remove nulls of optional fields from decoded JSON.
+
+    Some clients send null for a field that others leave out.
     """
     if isinstance(value, list):
         inner = next(
@@ -278,7 +276,7 @@ def _without_nulls(kind: Any, value: Any) -> Any:
 
 
 def _may_lack(field: msgspec.structs.FieldInfo) -> bool:
-    """Whether a null for a field says no more than its absence."""
+    """Return True if null and absence mean the same for a field."""
     return field.default is None or (not field.required and type(None) not in get_args(field.type))
 
 
@@ -325,8 +323,9 @@ def _finite(value: Any) -> Any:
 
 
 class Record(msgspec.Struct, metaclass=RecordMeta, frozen=True, kw_only=True):
-    """An immutable message. Unknown keywords are refused; unknown fields of a decoded message are
-    ignored.
+    """An immutable message.
+
+    It refuses unknown keywords, and ignores unknown fields of a decoded message.
 
     Example:
         >>> params = SamplingParams(max_tokens=16, temperature=0.7)
@@ -410,8 +409,7 @@ class Record(msgspec.Struct, metaclass=RecordMeta, frozen=True, kw_only=True):
 
     @classmethod
     def model_validate(cls, value: Any, **_: Any) -> Self:
-        """Build from a dictionary (or return an instance as it is); `ValueError` names the bad
-        field.
+        """Build from a dictionary, or return an instance unchanged; `ValueError` names the field.
 
         Example:
             >>> AdamParams.model_validate(
@@ -515,9 +513,7 @@ def _dump(value: Any, exclude_none: bool) -> Any:
 
 
 def pydantic_schema(kind: type[Any]) -> Any:
-    """Let `kind` be a field of a user's pydantic model (pydantic is imported only by who already
-    uses it).
-    """
+    """Let `kind` be a field of a user's pydantic model, without importing pydantic here."""
     from pydantic_core import core_schema
 
     return core_schema.no_info_plain_validator_function(

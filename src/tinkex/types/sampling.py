@@ -25,8 +25,7 @@ from tinkex.types.tensors import Array, TensorData
 StopReason: TypeAlias = Literal["length", "stop"]
 """Why a sample ended: at its longest, or at a stop token or string."""
 TopkList: TypeAlias = list[list[tuple[int, float]] | None]
-"""For each position the likeliest tokens with their log-probabilities; None where nothing was
-computed."""
+"""Likeliest tokens and log-probabilities at each position; None where none were computed."""
 
 EMPTY_CELL = -99999.0
 """Log-probability of an unused cell in a top-k table; its token id is 0."""
@@ -81,8 +80,7 @@ class SampleRequest(Record, frozen=True, kw_only=True):
 
 @dataclasses.dataclass(eq=False, frozen=True, slots=True)
 class TopkLogprobs:
-    """The k likeliest tokens at each of `length` positions, best first; unused cells hold
-    EMPTY_CELL.
+    """The k likeliest tokens at each position, best first; unused cells hold EMPTY_CELL.
 
     Example:
         >>> table = TopkLogprobs(np.array([[464, 262]]), np.array([[-0.5, -1.5]]))
@@ -129,8 +127,9 @@ def _same(first: Any, second: Any) -> bool:
 
 @dataclasses.dataclass(eq=False, repr=False, frozen=True, slots=True)
 class SampledSequence(Wired):
-    """One sample. `tokens` and `logprobs` read as lists; `tokens_np` and `logprobs_np` are the
-    arrays behind them.
+    """One sample.
+
+    `tokens` and `logprobs` read as lists; `tokens_np` and `logprobs_np` are the arrays behind them.
 
     Example:
         >>> told = {"tokens": [7, 2], "logprobs": [-0.5, -0.25], "stop_reason": "stop"}
@@ -164,10 +163,9 @@ class SampledSequence(Wired):
 
     @property
     def weights_versions(self) -> list[int] | None:
-        """The version of the weights that drew each token, where an in-flight sampler of a tinkex
-        server drew it.
+        """Version of the weights that drew each token; only tinkex's in-flight samplers report it.
 
-        Versions count the in-flight saves of a run from 1.
+        Versions count a run's in-flight saves from 1.
 
         Example:
             >>> told = {"tokens": [7, 2], "stop_reason": "stop", "weights_versions": [1, 2]}
@@ -201,7 +199,7 @@ class SampledSequence(Wired):
 
     @property
     def length(self) -> int:
-        """How many tokens were sampled."""
+        """Number of sampled tokens."""
         return len(self.tokens) if self.tokens_np is None else int(self.tokens_np.size)
 
     def named(self, sequence_id: str) -> SampledSequence:
@@ -599,7 +597,7 @@ class SampleStreamChunk(Record, frozen=True, kw_only=True, dict=True):
 
     @property
     def is_done(self) -> bool:
-        """Whether the stream ends here, well or not."""
+        """True if the stream ends here, with or without an error."""
         return self.event_type != "token"
 
 
@@ -634,7 +632,7 @@ class CreateSamplingSessionResponse(Record, frozen=True, kw_only=True):
 
 
 class GetSamplerResponse(Record, frozen=True, kw_only=True):
-    """What a sampler samples from.
+    """Model and weights that a sampler draws from.
 
     Example:
         >>> sampler = GetSamplerResponse(sampler_id="sampler-1", base_model="Qwen/Qwen3-8B")

@@ -1,4 +1,4 @@
-"""How samples are drawn: the settings of a request, and their limits."""
+"""Settings of a sampling request, and their limits."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ LONGEST_BAD_WORD = 256
 
 
 class SamplingParams(Record, frozen=True, kw_only=True):
-    """How to sample. `stop` absent ends at the end-of-text tokens; an empty list never stops early.
+    """Settings of a sampling request.
 
-    `min_p` and the fields after it are tinkex's own: they are sent only when they are set, and
-    other servers may refuse or ignore them.
+    Without `stop`, a sample ends at the end-of-text tokens; an empty list never stops early.
+
+    `min_p` and the fields after it are tinkex's own. They are sent only when set; other servers may
+    refuse or ignore them.
 
     Example:
         >>> SamplingParams(max_tokens=16, temperature=0.7).top_k
@@ -49,8 +51,8 @@ class SamplingParams(Record, frozen=True, kw_only=True):
     min_p: float = 0.0
     """Tokens less likely than this share of the likeliest token are not drawn."""
     repetition_penalty: float = 1.0
-    """Divides positive logits, and multiplies negative ones, of tokens of the prompt and the
-    output."""
+    """Penalty on tokens of the prompt and the output: divides positive logits, multiplies negative.
+    """
     presence_penalty: float = 0.0
     """Taken off the logit of each token of the output."""
     frequency_penalty: float = 0.0

@@ -12,7 +12,7 @@ from tinkex.types.forms import Stamped, Variant
 from tinkex.types.record import Int64, Record, check_depth, settle, whole
 
 ClientSessionFinishReasonType: TypeAlias = Literal["success", "errored", "interrupted"]
-"""How a session ended, in one word."""
+"""Outcome of a session, in one word."""
 
 
 class ClientConfigRequest(Record, frozen=True, kw_only=True):
@@ -27,7 +27,7 @@ class ClientConfigRequest(Record, frozen=True, kw_only=True):
 
 
 class ClientConfigResponse(Record, frozen=True, kw_only=True):
-    """How the server wants its clients to behave.
+    """Settings that the server gives its clients.
 
     Example:
         >>> ClientConfigResponse(fwdbwd_max_chunk_len=256).fwdbwd_max_chunk_len
@@ -52,11 +52,9 @@ class ClientConfigResponse(Record, frozen=True, kw_only=True):
     custom_loss_server_side: bool = False
     sample_join_sampling_session: bool = False
     batched_results: bool = False
-    """Of this project's servers, and ignored by other clients: a batched poll can bring the results
-    themselves."""
+    """True on tinkex servers, where a batched poll can carry the results; others ignore it."""
     proto_write_fwdbwd: bool = False
-    """Of clients before 0.25, which send passes as protobuf when they are told to; others do so
-    anyway."""
+    """Asks clients before 0.25 to send passes as protobuf; later clients always do."""
     fwd_via_fwdbwd: bool = False
     """Of the same clients: a pass without a gradient goes the same way."""
     create_model_via_load_weights: bool = False
@@ -136,7 +134,7 @@ class SessionHeartbeatResponse(Record, frozen=True, kw_only=True):
 
 
 class FinishReason(Record, frozen=True, kw_only=True):
-    """How a session ended.
+    """Outcome of a session.
 
     Example:
         >>> FinishReason(type="errored").type
@@ -196,7 +194,7 @@ else:
 
 
 class GetServerCapabilitiesResponse(Record, frozen=True, kw_only=True):
-    """What the server offers; models may be listed by their names alone.
+    """Models and features of a server; a model may be listed by its name alone.
 
     Example:
         >>> offer = GetServerCapabilitiesResponse.model_validate(
@@ -284,7 +282,7 @@ class FutureRetrieveRequest(Record, frozen=True, kw_only=True):
 
 
 class RequestErrorCategory(StrEnum):
-    """Whose fault a failed operation is.
+    """Cause of a failed operation: the server, the user, or unknown.
 
     Example:
         >>> RequestErrorCategory("server").is_retryable, RequestErrorCategory("user").is_retryable
@@ -319,7 +317,7 @@ class RequestErrorCategory(StrEnum):
 
     @property
     def is_retryable(self) -> bool:
-        """Whether an operation that failed so may succeed when it is submitted anew."""
+        """True if the operation may succeed when it is submitted again."""
         return self != RequestErrorCategory.User
 
 
@@ -339,8 +337,7 @@ class RequestFailedResponse(Record, frozen=True, kw_only=True):
 
 
 class TryAgainResponse(Record, frozen=True, kw_only=True):
-    """An operation that is still going on; `ValueError` says what is wrong with one that makes no
-    sense.
+    """Answer for an operation that is still running; raises `ValueError` if it is inconsistent.
 
     Example:
         >>> waiting = TryAgainResponse(
@@ -381,7 +378,7 @@ class CancelFutureRequest(Record, frozen=True, kw_only=True):
 
 
 class SamplingSessionFuturesTarget(Record, frozen=True, kw_only=True):
-    """Whose results a batched poll waits for.
+    """Sampler whose results a batched poll waits for.
 
     Example:
         >>> SamplingSessionFuturesTarget(sampling_session_id="sampler-1").type
@@ -407,12 +404,11 @@ class FuturesRetrieveRequest(Record, frozen=True, kw_only=True):
     timeout: float | None = None
     retrieved_request_ids: list[str] = msgspec.field(default_factory=list)
     inline_bytes: Int64 | None = None
-    """Of servers with `batched_results`: bring results along with the answer, up to so many bytes
-    in all."""
+    """Most bytes of results that the answer may carry; needs a server with `batched_results`."""
 
 
 class CompletionMark(Variant):
-    """How an operation ended."""
+    """Outcome of an operation."""
 
     __slots__ = ()
     TAG = "state"
@@ -431,8 +427,7 @@ class FutureFinished(Record, CompletionMark, frozen=True, kw_only=True):
     response_payload_uncompressed_size: int | None = None
     content_type: str | None = None
     inline_size: int | None = None
-    """How many bytes of the answer are this result, when it came along; see `codec.decode_batch`.
-    """
+    """Bytes of the answer that hold this result, if it came along; see `codec.decode_batch`."""
 
 
 class FutureFailed(Record, CompletionMark, frozen=True, kw_only=True):
@@ -483,7 +478,7 @@ class JoinSamplingSessionRequest(Record, frozen=True, kw_only=True):
 
 
 class JoinSamplingSessionResponse(Record, frozen=True, kw_only=True):
-    """Which of the session's clients this one is.
+    """Number of this client among those of the session.
 
     Example:
         >>> JoinSamplingSessionResponse(client_counter=2).client_counter
@@ -498,7 +493,7 @@ class JoinSamplingSessionResponse(Record, frozen=True, kw_only=True):
 
 
 class GetSessionResponse(Record, frozen=True, kw_only=True):
-    """What belongs to a session.
+    """Runs and samplers of a session.
 
     Example:
         >>> session = GetSessionResponse(training_run_ids=["run-1"], sampler_ids=["sampler-1"])
@@ -535,7 +530,7 @@ class AssignSessionProjectRequest(Record, frozen=True, kw_only=True):
 
 
 class SessionTraceExportResponse(Record, frozen=True, kw_only=True):
-    """How far the export of a session's timeline has come.
+    """Progress of the export of a session's timeline.
 
     Example:
         >>> export = SessionTraceExportResponse(
@@ -551,7 +546,7 @@ class SessionTraceExportResponse(Record, frozen=True, kw_only=True):
 
 
 class FinishMark(Variant):
-    """How a client said that its session ended."""
+    """Outcome of a session, as its client reported it."""
 
     __slots__ = ()
 
@@ -592,11 +587,11 @@ class ClientSessionFinishInterrupted(Record, FinishMark, frozen=True, kw_only=Tr
 ClientSessionFinishReason: TypeAlias = (
     ClientSessionFinishSuccess | ClientSessionFinishErrored | ClientSessionFinishInterrupted
 )
-"""How a session ended, as its client tells it."""
+"""Outcome of a session, as its client reports it."""
 
 
 class FailedReasonMark(Variant):
-    """What made a session fail."""
+    """Cause of a session's failure."""
 
     __slots__ = ()
 
@@ -647,19 +642,19 @@ SessionFailedReason: TypeAlias = (
 
 
 class StatusMark(Variant):
-    """Where a session stands."""
+    """Status of a session."""
 
     __slots__ = ()
 
 
 class StatusQueryMark(Variant):
-    """Where a session that is searched for stands."""
+    """Status of the sessions to search."""
 
     __slots__ = ()
 
 
 class OwnerMark(Variant):
-    """Whose sessions are searched."""
+    """Owner whose sessions are searched."""
 
     __slots__ = ()
 
@@ -721,7 +716,7 @@ class SessionFailed(Record, StatusMark, frozen=True, kw_only=True):
 
 
 SessionStatus: TypeAlias = SessionFailed | SessionCancelled | ClientSessionFinished | SessionActive
-"""Whether a session is active, and how it ended if not."""
+"""Status of a session: active, or its outcome."""
 
 
 class OwnSearchOwner(Record, OwnerMark, frozen=True, kw_only=True):
@@ -765,7 +760,7 @@ class UserSearchOwner(Record, OwnerMark, frozen=True, kw_only=True):
 
 
 SearchOwner: TypeAlias = OwnSearchOwner | AccessibleSearchOwner | UserSearchOwner
-"""Whose sessions to search."""
+"""Owner whose sessions are searched."""
 
 
 class ActiveSessionStatusQuery(Record, StatusQueryMark, frozen=True, kw_only=True):
@@ -827,11 +822,11 @@ SessionStatusQuery: TypeAlias = (
     | FailedSessionStatusQuery
     | ClientFinishedSessionStatusQuery
 )
-"""Which sessions to search, by how they are doing."""
+"""Status of the sessions to search."""
 
 
 class SessionSearchCursor(Record, frozen=True, kw_only=True):
-    """Where the next page of a search begins.
+    """Start of the next page of a search.
 
     Example:
         >>> created = dt.datetime(2026, 1, 2, tzinfo=dt.UTC)
@@ -854,7 +849,7 @@ MOST_CONDITIONS = 200
 
 
 class SessionSearchRequest(Record, frozen=True, kw_only=True):
-    """What sessions to look for, newest first.
+    """Search for sessions, newest first.
 
     Example:
         >>> SessionSearchRequest(display_name="nightly", owner=AccessibleSearchOwner()).limit

@@ -62,7 +62,7 @@ def suggestion(kind: str, name: str, fields: Iterable[str]) -> str:
 
 
 def unknown_argument(kind: type[Any], error: TypeError, given: Iterable[str]) -> str | None:
-    """Return a suggestion if an error says that a constructor does not know an argument; else None."""
+    """Return a suggestion for an error about an unknown argument of a constructor, else None."""
     found = UNKNOWN.search(str(error))
     fields = [name for name in inspect.signature(kind).parameters if not name.startswith("_")]
     if found is None or found[1] not in given or found[1] in fields:

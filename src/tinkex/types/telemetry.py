@@ -16,7 +16,7 @@ EventType: TypeAlias = Literal[
 ]
 """The kinds of reported events."""
 Severity: TypeAlias = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
-"""How bad an event is."""
+"""Severity of an event."""
 
 
 def as_severity(value: object) -> Severity:
@@ -234,12 +234,12 @@ class TelemetryBatch(Record, frozen=True, kw_only=True):
 
     @property
     def size(self) -> int:
-        """How many events there are."""
+        """Number of events."""
         return len(self.events)
 
     @property
     def metadata(self) -> dict[str, str]:
-        """What the events share: everything but the events."""
+        """Fields that the events share."""
         return self.model_dump(exclude={"events"})
 
     def to_request(self) -> TelemetrySendRequest:

@@ -1,6 +1,4 @@
-"""TensorData: a tensor as the protocol carries it, kept in one numpy array from the first touch to
-the last.
-"""
+"""TensorData: a tensor of the protocol, kept in one numpy array."""
 
 from __future__ import annotations
 
@@ -59,8 +57,7 @@ def dtype_of(array: Array | np.dtype[Any], *, warn: bool = False) -> TensorDtype
 
 
 def check_precision_loss(array: Array | np.dtype[Any]) -> tuple[TensorDtype, str] | None:
-    """What is lost when an array is sent: the wire dtype and a reason, or None when every value
-    fits.
+    """Return the wire dtype and the reason if sending an array loses precision, else None.
 
     Args:
         array: The array.
@@ -90,8 +87,9 @@ def _pad(value: Any, dtype: np.dtype[Any]) -> Any:
 
 
 def packed_list(values: list[Any], code: str, dtype: npt.DTypeLike) -> Array | None:
-    """A flat list of numbers as an array, three times as fast as numpy makes it; None when it is
-    anything else.
+    """Return a flat list of numbers as an array, or None for anything else.
+
+    This takes a third of numpy's time.
     """
     if not values or type(values[0]) not in (int, float):
         return None
@@ -221,7 +219,7 @@ class TensorData(Fixed):
 
     @property
     def is_sparse(self) -> bool:
-        """Whether the tensor is stored as compressed sparse rows."""
+        """True if the tensor is stored as compressed sparse rows."""
         return self._crow is not None
 
     @property
@@ -266,9 +264,7 @@ class TensorData(Fixed):
 
     @classmethod
     def _dense(cls, values: Array, dtype: TensorDtype, shape: list[int]) -> Self:
-        """A tensor of an array that has the dtype and the shape's size: there is nothing left to
-        check.
-        """
+        """Wrap an array of the right dtype and size without checking it."""
         tensor = cls.__new__(cls)
         put(tensor, "_values", values)
         put(tensor, "dtype", dtype)
@@ -302,8 +298,7 @@ class TensorData(Fixed):
 
     @classmethod
     def from_torch_sparse(cls, tensor: torch.Tensor, pad_value: float = 0) -> Self:
-        """Copy a two-dimensional torch tensor as compressed sparse rows if that is smaller, else as
-        it is.
+        """Copy a 2-D torch tensor as compressed sparse rows if that is smaller, else as it is.
 
         Args:
             tensor: Any torch tensor; one that is not two-dimensional stays dense.

@@ -65,9 +65,7 @@ class LoraConfig(Record, frozen=True, kw_only=True):
 
 
 class _Open(Fixed):
-    """An object with a `type` and whatever else was given: kinds unknown to this version pass
-    through unchanged.
-    """
+    """An object with a `type` and any other fields; unknown kinds pass through unchanged."""
 
     __slots__ = ("_extra", "type")
     KIND: ClassVar[str | None] = None
@@ -117,7 +115,8 @@ class _Open(Fixed):
         return hash(self.type)
 
     def __repr__(self) -> str:
-        return f"{self.__class__.__name__}({', '.join(f'{k}={v!r}' for k, v in self.to_wire().items())})"
+        fields = ", ".join(f"{name}={value!r}" for name, value in self.to_wire().items())
+        return f"{self.__class__.__name__}({fields})"
 
     def __reduce__(self) -> Any:
         return (_reopen, (type(self), self.to_wire()))
@@ -128,8 +127,7 @@ def _reopen(kind: type[_Open], fields: dict[str, Any]) -> _Open:
 
 
 class OptimizerConfigBase(_Open):
-    """The optimizer a model is created with; kinds this version does not know are passed through
-    unchanged.
+    """Optimizer that a model is created with; unknown kinds pass through unchanged.
 
     Example:
         >>> OptimizerConfigBase(type="lion", version=2).to_wire()  # a kind of a later server
@@ -175,7 +173,7 @@ class DimuonOptimizerConfig(OptimizerConfigBase):
 
 
 OptimizerConfig: TypeAlias = AdamOptimizerConfig | OptimizerConfigBase
-"""What a run is created with to choose its optimizer."""
+"""Optimizer that a run is created with."""
 
 
 class AdamParams(Record, frozen=True, kw_only=True):
@@ -199,8 +197,7 @@ class AdamParams(Record, frozen=True, kw_only=True):
                 settle(self, name, number(value, name))
 
     def validate(self) -> Self:
-        """The same, if every value makes sense; the constructor itself takes any numbers, as
-        servers may.
+        """Check every value and return self; the constructor takes any numbers, as servers may.
 
         Raises:
             ValueError: Names the first field that is out of range.
@@ -227,8 +224,7 @@ class AdamParams(Record, frozen=True, kw_only=True):
 
 
 class OptimParamsBase(_Open):
-    """The hyper-parameters of one step of an optimizer other than AdamW; unknown kinds pass through
-    unchanged.
+    """Settings of one step of an optimizer other than AdamW; unknown kinds pass through unchanged.
 
     Example:
         >>> OptimParamsBase(
@@ -363,8 +359,9 @@ class DropGradientsResponse(Record, frozen=True, kw_only=True):
 
 
 class ModelData(Record, frozen=True, kw_only=True):
-    """What a model is. A variant in the tokenizer's name, after a colon, is the model's and is cut
-    off.
+    """Description of a model.
+
+    A variant after a colon in the tokenizer's name is cut off.
 
     Example:
         >>> ModelData(model_name="Qwen/Qwen3-8B", tokenizer_id="Qwen/Qwen3-8B:chat").tokenizer_id
@@ -393,7 +390,7 @@ class GetInfoRequest(Record, frozen=True, kw_only=True):
 
 
 class GetInfoResponse(Record, frozen=True, kw_only=True):
-    """What a training run trains.
+    """Description of a training run.
 
     Example:
         >>> data = ModelData(model_name="Qwen/Qwen3-8B")
@@ -493,8 +490,7 @@ class ForwardRequest(Record, frozen=True):
 
 @dataclasses.dataclass(init=False, repr=False, frozen=True, slots=True)
 class ForwardBackwardOutput(Wired):
-    """One record of tensors per datum, in the order of the data, and metrics named
-    `name:reduction`.
+    """Tensors per datum, in the order of the data, and metrics named `name:reduction`.
 
     Example:
         >>> outputs = [{"logprobs": TensorData([-0.5, -0.25], "float32")}]
@@ -526,17 +522,15 @@ class ForwardBackwardOutput(Wired):
 
     @property
     def loss(self) -> float | None:
-        """The loss among the metrics: the one of that name, else the sum; None when there is
-        neither.
-        """
+        """The metric `loss`, else the sum of the losses, else None."""
         return self.metrics.get("loss", self.metrics.get("loss:sum"))
 
     def to_wire(self) -> dict[str, Any]:
         """JSON form, as older dialects use it.
 
         Example:
-            >>> ForwardBackwardOutput("logprobs", [], {"loss:sum": 0.75}).to_wire()
-            {'loss_fn_output_type': 'logprobs', 'loss_fn_outputs': [], 'metrics': {'loss:sum': 0.75}}
+            >>> ForwardBackwardOutput("scalar", [], {"loss:sum": 0.75}).to_wire()
+            {'loss_fn_output_type': 'scalar', 'loss_fn_outputs': [], 'metrics': {'loss:sum': 0.75}}
         """
         return {
             "loss_fn_output_type": self.loss_fn_output_type,
@@ -593,8 +587,7 @@ FIRST_METRICS = ("loss:sum", "tokens:sum")
 
 
 def in_order(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Metrics in the order that both dialects give them in: the loss, the tokens, the others by
-    name.
+    """Return metrics in their usual order: the loss, the tokens, then the others by name.
 
     Example:
         >>> in_order({"clipped:mean": 0.1, "tokens:sum": 8.0, "loss:sum": 2.0})
@@ -716,7 +709,7 @@ def _optim_params(value: Any) -> OptimParams:
 
 
 class OptimStepResponse(Record, frozen=True, kw_only=True):
-    """What the step did.
+    """Result of an optimizer step.
 
     Example:
         >>> step = OptimStepResponse(

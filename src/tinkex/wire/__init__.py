@@ -1,1 +1,1 @@
-"""What goes over the line, for both sides: the table of endpoints, the codec, redaction."""
+"""The wire format, for both sides: the table of operations, the codec, redaction."""

@@ -69,7 +69,7 @@ DECODERS: dict[type[Any], Callable[[bytes], Any]] = {
 
 
 def has_protobuf(kind: type[Any]) -> bool:
-    """Whether a message has a protobuf form."""
+    """Return True if a message has a protobuf form."""
     return kind in DECODERS
 
 
@@ -118,8 +118,7 @@ def decode(kind: type[T], data: bytes, content_type: str = JSON) -> T:
 
 
 def encode_batch(head: FuturesRetrieveResponse, payloads: Sequence[bytes]) -> Body:
-    """A batched answer with results in it: the length of the JSON head (4 bytes, little-endian),
-    the head, the results.
+    """Encode a batched answer with results: length of the JSON head, the head, the results.
 
     Each completion of the head says how many bytes its result has (`inline_size`) and of which
     `content_type` they are; those without an `inline_size` brought none. A failed operation's
@@ -130,9 +129,7 @@ def encode_batch(head: FuturesRetrieveResponse, payloads: Sequence[bytes]) -> Bo
 
 
 def decode_batch(data: bytes) -> tuple[FuturesRetrieveResponse, dict[str, tuple[str, bytes]]]:
-    """The head of a batched answer, and by request id the content type and bytes of the results
-    that came along.
-    """
+    """Return the head of a batched answer, and the content type and bytes of each result in it."""
     size = int.from_bytes(data[:4], "little")
     head = decode(FuturesRetrieveResponse, data[4 : 4 + size])
     payloads, start = {}, 4 + size

@@ -21,8 +21,7 @@ T = TypeVar("T")
 D = TypeVar("D")
 
 Format: TypeAlias = Literal["iso8601"] | Callable[[Any], Any]
-"""How to write a value: "iso8601", as times are anyway, or by a function; its result is not looked
-into."""
+"""Format of a value: "iso8601" (the default for times), or a function, whose result is kept."""
 
 
 class _Mark:
@@ -83,7 +82,7 @@ OMIT: Omit = object.__new__(Omit)
 
 
 def is_given(value: T | NotGiven | Omit) -> TypeGuard[T]:
-    """Whether this is a value (None is one) and not one of the two marks.
+    """Return True for a value, None included, and False for the two marks.
 
     Example:
         >>> is_given(None), is_given(NOT_GIVEN), is_given(OMIT)
@@ -108,8 +107,7 @@ def transform(
     formats: Mapping[str, Format] | None = None,
     drop_none: bool = False,
 ) -> Any:
-    """Plain data from mappings, records, dataclasses, models, lists and arrays, however they are
-    nested.
+    """Return plain data from nested mappings, records, dataclasses, models, lists and arrays.
 
     Entries that hold `NOT_GIVEN` or `OMIT` are dropped, keys become strings, times ISO-8601 text,
     and numpy's numbers and arrays plain ones. What it does not know, such as bytes, passes.

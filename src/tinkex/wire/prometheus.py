@@ -53,8 +53,9 @@ def heading(name: str, kind: str, help_text: str) -> Iterator[str]:
 def histogram(
     name: str, bounds: Sequence[float], counts: Sequence[int], total: float, **labelled: object
 ) -> Iterator[str]:
-    """The lines of one histogram, without its heading: `counts` by bucket, and one more for what is
-    above them all.
+    """Return a histogram's lines without its heading.
+
+    `counts` has one number per bucket, and one for the values above all of them.
     """
     for bound, count in zip((*bounds, "+Inf"), accumulate(counts), strict=True):
         yield f"{name}_bucket{labels(**labelled, le=bound)} {count}"

@@ -1,8 +1,7 @@
-"""The protobuf half of the wire: the schema as a table, and the conversions of the three messages
-that use it.
+"""The protobuf half of the wire: the schema as a table, and conversions of three messages.
 
-The messages are built at run time in a private descriptor pool, so there is no generated code to
-fall out of step with the installed runtime. Packed arrays are little-endian raw bytes.
+The messages are built at run time in a private descriptor pool, so no generated code can fall
+behind the installed runtime. Packed arrays are little-endian raw bytes.
 """
 
 from __future__ import annotations
@@ -48,13 +47,12 @@ PACKAGE = "tinker_public"
 FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4
 STOP, LENGTH = 0, 1
 Buffer: TypeAlias = Any
-"""Bytes, or an array of bytes, which, unlike a memoryview, is nothing that the garbage collector
-must look at."""
+"""Bytes, or an array of bytes; an array, unlike a memoryview, costs the garbage collector nothing.
+"""
 
 
 class Pieces:
-    """Bytes that lie in many buffers. They are put together as they are sent, a piece at a time;
-    `bytes()` joins all.
+    """Bytes in many buffers, joined piece by piece while they are sent; `bytes()` joins all.
 
     Example:
         >>> list(Pieces([b"abc", b"defgh", b"i"]).cut(4))
@@ -231,12 +229,13 @@ def _pool() -> Any:
 
 
 class NotInProtobuf(ValueError):
-    """What the schema has no place for; it can be sent as JSON."""
+    """Raised for data that the schema cannot hold; it can be sent as JSON."""
 
 
 def _declare(entry: Any, fields: dict[str, tuple[int, str]]) -> None:
-    """Fill one message of the descriptor. Oneofs of real unions come before those that proto3 makes
-    for `optional`.
+    """Fill one message of the descriptor.
+
+    Oneofs of real unions come before those that proto3 makes for `optional`.
     """
     for _, spec in fields.values():
         if spec.startswith("oneof ") and spec.split()[1] not in [o.name for o in entry.oneof_decl]:
@@ -404,8 +403,9 @@ def _view(array: Array, dtype: str) -> Array:
 
 
 def _add_datum(parts: list[Buffer], datum: Datum) -> None:
-    """Append a datum as field 3: by hand if it is text with dense tensors, else as the runtime
-    writes it.
+    """Append a datum as field 3.
+
+    A datum of text with dense tensors is written directly, others by the protobuf runtime.
     """
     is_plain = (
         datum.model_input_spans is None

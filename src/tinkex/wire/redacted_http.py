@@ -1,6 +1,4 @@
-"""What was sent and what came back, as far as it may be kept and shown: without credentials, and in
-bounds.
-"""
+"""Requests and answers without credentials and within bounds, fit to keep and show."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from urllib.parse import quote, quote_plus, unquote, urlsplit, urlunsplit
 
 REDACTED = "[REDACTED]"
 SHOWN_CHARACTERS = 300
-"""How much of a body goes into a message …"""
+"""Most characters of a body in a message …"""
 KEPT_CHARACTERS = 2000
 """… and how much of one that is mere text into an error."""
 
@@ -29,7 +27,7 @@ _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether what goes by this name (of a header, a parameter, a field, a variable) is a secret.
+    """Return True if a header, parameter, field or variable of this name holds a secret.
 
     Example:
         >>> is_secret_name("X-Api-Key"), is_secret_name("hfToken"), is_secret_name("max_tokens")
@@ -40,7 +38,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def forms_of(secret: str) -> set[str]:
-    """How a secret may be written: as it is, in an address, in base64 (from its first byte on).
+    """Return the spellings of a secret: plain, in an address, in base64 from its first byte.
 
     Example:
         >>> sorted(forms_of("a/b"))
@@ -69,8 +67,7 @@ def redact_headers(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 def redact_url(url: str) -> str:
-    """A URL that can be shown: without a name and password, and without the values of secret
-    parameters.
+    """Return a URL without user, password and the values of secret parameters.
 
     Example:
         >>> redact_url("https://me:pw@host/x?page=2&token=abc")
@@ -119,9 +116,7 @@ class Headers(Mapping[str, str]):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request that was made. Credentials are taken out when it is put together, so that it may be
-    kept and shown.
-    """
+    """A request that was sent, stored without its credentials."""
 
     method: str
     url: str
@@ -160,7 +155,7 @@ class Response:
 
     @property
     def is_success(self) -> bool:
-        """Whether the status is one of the 200s."""
+        """True if the status is one of the 200s."""
         return 200 <= self.status_code < 300
 
     def __repr__(self) -> str:
@@ -168,10 +163,9 @@ class Response:
 
 
 def wait_asked(headers: Mapping[str, str], body: object = None) -> float | None:
-    """Seconds that an answer asks its reader to wait: in its headers, else as `retry_after_ms` in
-    its body.
+    """Return the seconds that an answer asks to wait, from its headers or `retry_after_ms`.
 
-    A date in the header counts from now; one that has passed asks for no wait.
+    A date in the header counts from now; a past date means no wait.
     """
     found = Headers(headers)
     told = body.get("retry_after_ms") if isinstance(body, Mapping) else None
@@ -205,8 +199,7 @@ def bounded(body: object) -> object:
 
 
 def describe_body(body: object) -> str:
-    """What an answer's body says, in few words: its detail, message or error, the title of a page,
-    or how it begins.
+    """Return a short description of a body: its detail, message, error, title, or beginning.
 
     Example:
         >>> describe_body({"detail": "no such model"})

@@ -1,7 +1,6 @@
-"""What may leave the process as a report: data made plain and small, without anything that looks
-like a secret.
+"""Redaction of reports: plain, small data without anything that looks like a secret.
 
-Rather too much is left out than too little: nobody misses a word in a report, and a key once sent
+It removes too much rather than too little: a missing word does no harm, and a key that was sent
 cannot be recalled.
 """
 
@@ -55,7 +54,7 @@ _SHAPES: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"eyJ[\w-]{8,}(?:\.[\w-]*){0,2}"), REDACTED),
     (re.compile(r"(?<![A-Za-z0-9])(?:hf_|sk-|gh[pousr]_|AKIA)[A-Za-z0-9_-]{12,}"), REDACTED),
 )
-"""What looks like a key wherever it stands."""
+"""Shapes of keys, found anywhere in a text."""
 
 _PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = _SHAPES + tuple(
     (re.compile(pattern, flags), replacement)
@@ -68,7 +67,8 @@ _PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = _SHAPES + tuple(
          r"[^&\s\"'<>]+", re.I, rf"\g<1>{REDACTED}"),
         # what follows a word that says so
         (r"\b(bearer\s{1,8})[\w.~+/=-]+", re.I, rf"\g<1>{REDACTED}"),
-        (r"\b(Basic\s{1,8})(?=[A-Za-z+/]*[A-Z0-9=])[A-Za-z0-9+/]{4,}={0,2}", 0, rf"\g<1>{REDACTED}"),
+        (r"\b(Basic\s{1,8})(?=[A-Za-z+/]*[A-Z0-9=])"
+         r"[A-Za-z0-9+/]{4,}={0,2}", 0, rf"\g<1>{REDACTED}"),
         # names
         (rf"({_WHOLE_LINE}{_MARK})(?:{_QUOTED}|{_LINE})", re.I, rf"\g<1>\g<quote>{REDACTED}"),
         (rf"({_NAMED}{_MARK})(?:{_QUOTED}|[\[({{]{_LINE}|(?(colon){_LINE}|{_WORD}))", re.I,
@@ -100,9 +100,7 @@ def secrets_of(config: Config) -> tuple[str, ...]:
 
 
 def secrets_in(url: str) -> tuple[str, ...]:
-    """What a signed address holds that is nobody else's business: the values of its secret
-    parameters.
-    """
+    """Return the values of a signed address's secret parameters."""
     query = url.partition("?")[2].partition("#")[0]
     return tuple(value for name, value in parse_qsl(query) if is_secret_name(name))
 
@@ -125,9 +123,7 @@ class Scrubber:
         self._known = re.compile("|".join(map(re.escape, ordered))) if ordered else None
 
     def text(self, value: str, most: int = MOST_TEXT, *, end: bool = False) -> str:
-        """A text without secrets, of `most` characters at most: the first, or the last where the
-        `end` counts.
-        """
+        """Return a text without secrets, cut to `most` characters (the last, if `end` is set)."""
         value = _window(value.encode(errors="replace").decode(), 4 * most, end)
         value = self._without_known(value)
         for pattern, replacement in _PATTERNS:
@@ -137,9 +133,7 @@ class Scrubber:
         return CUT + value[1 - most :] if end else value[: most - 1] + CUT
 
     def without_keys(self, value: str) -> str:
-        """A text as it is, but for the known secrets and what looks like a key: for bodies, which
-        stay readable.
-        """
+        """Return a text without known secrets and keys; bodies stay readable."""
         value = self._without_known(value)
         for pattern, replacement in _SHAPES:
             value = pattern.sub(replacement, value)
@@ -149,9 +143,7 @@ class Scrubber:
         return value if self._known is None else self._known.sub(REDACTED, value)
 
     def data(self, value: Any) -> Any:
-        """Data as JSON has it: mappings, lists, text, numbers, true, false and null; anything else
-        is printed.
-        """
+        """Return data as JSON values; anything that JSON does not have is printed."""
         return _Walk(self).plain(value, 0)
 
     def mapping(self, value: Mapping[Any, Any] | None) -> dict[str, Any]:
@@ -231,7 +223,7 @@ class _Walk:
 
 
 def _fields(value: Any) -> Mapping[Any, Any] | None:
-    """What has named parts, as a mapping; None for anything else."""
+    """Return the fields of a value with named parts, or None."""
     if isinstance(value, Mapping):
         return value
     if isinstance(value, Record):
@@ -272,9 +264,7 @@ def _printed(value: Any) -> str:
 
 
 def _window(value: str, most: int, end: bool) -> str:
-    """As much of a huge text as is looked at, cut between words: half a secret is not recognised as
-    one.
-    """
+    """Return the part of a huge text that is searched, cut between words."""
     if len(value) <= most:
         return value
     if end:

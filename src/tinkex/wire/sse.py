@@ -22,7 +22,7 @@ import msgspec
 from tinkex.types.record import Record
 
 EVENT_LIMIT = 16 * 2**20
-"""How many bytes one event may have, unless told otherwise."""
+"""Most bytes of one event by default."""
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _CARRIAGE_RETURN, _LINE_FEED = b"\r\n"
@@ -31,7 +31,7 @@ _LONGEST_NUMBER = 18
 
 
 class ServerSentEvent(Record, frozen=True, kw_only=False):
-    """One event of a stream; `event`, `id` and `retry` are None where the block had no such field."""
+    """One event of a stream; `event`, `id` and `retry` are None if the block lacks them."""
 
     event: str | None = None
     data: str = ""
@@ -109,9 +109,7 @@ class Decoder:
         return events
 
     def close(self) -> list[ServerSentEvent]:
-        """End the stream: gives the last event if all its lines were whole and only the blank one
-        is missing.
-        """
+        """End the stream; return the last event if only its blank line is missing."""
         if self._overrun:
             raise self._too_long()
         last = None if self._rest else self._event()
@@ -178,9 +176,7 @@ class Decoder:
 async def events(
     chunks: AsyncIterator[bytes], limit: int = EVENT_LIMIT
 ) -> AsyncIterator[ServerSentEvent]:
-    """The events of a stream, each as soon as it is complete; the source is closed when the reader
-    stops early.
-    """
+    """Yield the events of a stream as they complete; close the source if the reader stops early."""
     decoder = Decoder(limit)
     try:
         async for chunk in chunks:

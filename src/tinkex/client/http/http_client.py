@@ -26,7 +26,7 @@ from tinkex.client.settings.config import Config
 from tinkex.types.sessions import Empty
 from tinkex.wire import codec, sse
 from tinkex.wire.json_values import OMIT, Omit, transform
-from tinkex.wire.protocol import PREFIX, Operation
+from tinkex.wire.protocol import BY_HANDLER, PREFIX, Operation
 
 Method: TypeAlias = Literal["GET", "POST", "PUT", "DELETE"]
 EventParser: TypeAlias = Literal["json", "raw"] | Callable[[sse.ServerSentEvent], Any]
@@ -449,7 +449,14 @@ def _body(method: Method, fields: Any, options: RequestOptions) -> codec.Body | 
 
 def _operation(method: Method, path: str) -> Operation:
     name = path.partition("?")[0]
-    return Operation(f"{method} {name}", method, name.removeprefix(PREFIX).strip("/"), None, Empty)
+    return Operation(
+        f"{method} {name}",
+        method,
+        name.removeprefix(PREFIX).strip("/"),
+        None,
+        Empty,
+        owned_by=BY_HANDLER,
+    )
 
 
 def _redirection(reply: Reply) -> dict[str, Any] | None:

@@ -23,11 +23,9 @@ from tinkex.server.database.store import LOCAL_OWNER, Store, user_urn
 from tinkex.server.files.data_dir import is_keyed, mark_keyed, signing_secret
 from tinkex.server.http_errors import Refusal
 from tinkex.server.routes.usage import record
-from tinkex.types.account import ApiKeyResponse, AuthTokenResponse
-from tinkex.types.sessions import Empty
 
 if TYPE_CHECKING:
-    from tinkex.server.state import Call, State
+    pass
 
 PREFIX = "tml-"
 TRUSTED_SECONDS = 1.0
@@ -265,39 +263,3 @@ def _text(data: bytes) -> str:
 
 def _bytes(text: str) -> bytes:
     return base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
-
-
-# ── handlers ──────────────────────────────────────────────────────────────────────────────────────
-
-
-async def auth_token(state: State, call: Call) -> AuthTokenResponse:
-    """A token in exchange for the key that asks."""
-    return AuthTokenResponse(jwt=state.accounts.token(Account(call.owner, call.key_id)))
-
-
-async def get_api_key(state: State, call: Call) -> ApiKeyResponse:
-    """The key that asks."""
-    name, note = "TINKEX_SERVER_API_KEY", "the key that the server was started with"
-    if call.key_id:
-        row = (
-            await asyncio.to_thread(
-                state.store.rows, "SELECT name FROM keys WHERE id = ?", call.key_id
-            )
-        )[0]
-        name, note = row["name"], ""
-    elif not await state.accounts.needs_key():
-        name, note = "open", "this server is open: no key is needed"
-    user = {"name": call.owner, "email": call.owner if "@" in call.owner else ""}
-    details = {"org_details": {"name": ORGANIZATION}, "user_details": user}
-    return ApiKeyResponse(key_id=call.key_id, name=name, note=note, details=details)
-
-
-async def delete_api_key(state: State, call: Call) -> Empty:
-    """Revoke the key that asks."""
-    if not call.key_id:
-        raise Refusal(
-            400,
-            "there is no key on record to revoke: the server was started with its key, or is open",
-        )
-    await asyncio.to_thread(revoke_key, state.store, call.key_id)
-    return Empty()

@@ -1,16 +1,10 @@
-"""What is looked at before any handler: whose the things are that a request names, and whether
-there is room for it.
-
-The checks are here, over the fields that requests share, and not in the handlers: a new handler
-cannot forget them.
-"""
+"""Limits that are checked before a handler runs."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tinkex.server.access.ownership import is_own
-from tinkex.server.routes.handlers import require_session
+from tinkex.server.routes.session_calls import require_session
 from tinkex.server.routes.usage import lengths
 from tinkex.server.runs.admission import UNKNOWN, failed_receipt, spend
 from tinkex.server.state import Call, Refusal, State
@@ -18,56 +12,9 @@ from tinkex.types.sampling import SampleRequest
 from tinkex.types.training import UntypedAPIFuture
 from tinkex.wire.protocol import Operation
 
-NOUNS = {
-    "session_id": "session",
-    "model_id": "model",
-    "sampling_session_id": "sampling session",
-    "sampler_id": "sampler",
-    "request_id": "request",
-    "training_run_id": "training run",
-}
-"""The fields that name something with an owner, and what each names."""
-SHOWN_TO_OTHERS = {
-    "get_training_run",
-    "list_checkpoints",
-    "get_checkpoint_archive",
-    "get_external_weights_urls",
-}
-"""Operations on a run that may be another's, because a checkpoint of it is published."""
-JUDGED_BY_HANDLERS = SHOWN_TO_OTHERS | {
-    "delete_checkpoint",
-    "publish_checkpoint",
-    "unpublish_checkpoint",
-    "set_checkpoint_ttl",
-    "cancel_future",
-}
-"""Operations whose handlers check the owner, so that they answer alike for what is another's and
-what is not there."""
 PASSES = ("forward_backward", "forward")
 UNLIMITED = {"unload_model"}
 """What makes room is never refused for want of it."""
-
-
-async def check_ownership(state: State, op: Operation, call: Call) -> None:
-    """Answer 404, as if it were not there, to whoever names a thing of another owner."""
-    for field, name in _named(op, call):
-        if not await is_own(state, call.owner, field, name):
-            raise Refusal(404, f"there is no {NOUNS[field]} {name!r}")
-
-
-def _named(op: Operation, call: Call) -> list[tuple[str, str]]:
-    target = getattr(call.request, "target", None)
-    places: list[Any] = [
-        *([call.request] if call.request is not None else []),
-        *([target] if target else []),
-    ]
-    named = [(field, getattr(place, field, None)) for place in places for field in NOUNS]
-    named += [(field, name) for field, name in call.path.items() if field in NOUNS]
-    if op.name in JUDGED_BY_HANDLERS:
-        named = [
-            (field, name) for field, name in named if field not in ("training_run_id", "request_id")
-        ]
-    return [(field, name) for field, name in named if isinstance(name, str)]
 
 
 def check_room(state: State, op: Operation, call: Call) -> str | None:

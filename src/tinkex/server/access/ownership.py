@@ -1,10 +1,18 @@
-"""Owners of what requests name: ids begin with their session's, whose owner is on record."""
+"""Owners of the objects that requests name.
+
+An id begins with the id of its session, and the owner of a session is on record. The table of
+operations declares which fields of a request must name objects of its own account (`owned_by`).
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from typing import Any
 
+from tinkex.server.http_errors import Refusal
 from tinkex.server.state import DIRECT, State
+from tinkex.wire.protocol import OWNED_FIELDS, Owned
 
 KNOWN_OWNERS = 10_000
 OWNER = """
@@ -13,14 +21,28 @@ OWNER = """
 """
 
 
+async def check_ownership(
+    state: State, rules: Owned, owner: str, path: Mapping[str, str], request: Any = None
+) -> None:
+    """Answer 404, as for an object that does not exist, when a request names another owner's."""
+    for declared in rules.owned_fields:
+        *places, field = declared.split(".")
+        holder = request
+        for place in places:
+            holder = getattr(holder, place)
+        name = path.get(field) or getattr(holder, field, None)
+        if isinstance(name, str) and not await is_own(state, owner, field, name):
+            raise Refusal(404, f"there is no {OWNED_FIELDS[field]} {name!r}")
+
+
 async def is_own(state: State, owner: str, field: str, name: str) -> bool:
-    """Return whether a thing is someone's own; an absent one has no other owner."""
+    """Return whether an object is an account's own; a missing object has no other owner."""
     return await _owner(state, field, name) in (None, owner)
 
 
 async def _owner(state: State, field: str, name: str) -> str | None:
-    """Return an object's owner: its name begins with its session's."""
-    # of no session; it says itself who asked
+    """Return an object's owner, or None if there is no such object."""
+    # a sample without a session: its promise has the owner
     if field == "request_id" and name.startswith(f"{DIRECT}:"):
         promise = state.promises.get(name)
         return None if promise is None else promise.owner

@@ -35,6 +35,7 @@ from tinkex.server.access.accounts import Accounts
 from tinkex.server.database.store import Save, SavedCheckpoint
 from tinkex.server.files.checkpoint_files import Wanted, readable, saving
 from tinkex.server.files.seals import check, contents
+from tinkex.server.routes.handler_table import handler
 from tinkex.server.routes.records import checkpoint_path, nothing_at
 from tinkex.server.runs.admission import enqueue, live_run
 from tinkex.server.runs.scheduler import Beside
@@ -60,6 +61,7 @@ CHUNK = 1 << 20
 # ── exporting ─────────────────────────────────────────────────────────────────────────────────────
 
 
+@handler
 async def save_weights_external(state: State, call: Call) -> UntypedAPIFuture:
     """Save weights as files to fetch, encrypted when there are recipients."""
     request: SaveWeightsExternalRequest = call.request
@@ -123,6 +125,7 @@ def _recipient(pyrage: Any, text: str) -> Any:
 # ── signing ───────────────────────────────────────────────────────────────────────────────────────
 
 
+@handler
 async def get_external_weights_urls(state: State, call: Call) -> ExternalWeightsUrlsResponse:
     """Signed addresses of the files of an export."""
     saved = await _readable(state, call)
@@ -139,6 +142,7 @@ async def get_external_weights_urls(state: State, call: Call) -> ExternalWeights
     )
 
 
+@handler
 async def get_checkpoint_archive(state: State, call: Call) -> Response:
     """Send on to the signed address of a checkpoint's files as one archive, as older clients ask
     for it.

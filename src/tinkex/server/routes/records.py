@@ -32,6 +32,7 @@ from tinkex.server.files.checkpoint_files import (
     readable,
 )
 from tinkex.server.files.seals import check, contents
+from tinkex.server.routes.handler_table import handler
 from tinkex.server.state import Call, Refusal, State
 from tinkex.types.checkpoints import (
     KINDS,
@@ -59,6 +60,7 @@ ID_RULE = (
 # ── lists ─────────────────────────────────────────────────────────────────────────────────────────
 
 
+@handler
 async def list_training_runs(state: State, call: Call) -> TrainingRunsResponse:
     """A page of one's runs, or of all that one may see."""
     limit, offset = _number(call, "limit", PAGE), _number(call, "offset", 0)
@@ -80,6 +82,7 @@ async def list_training_runs(state: State, call: Call) -> TrainingRunsResponse:
     )
 
 
+@handler
 async def get_training_run(state: State, call: Call) -> TrainingRun:
     """One run."""
     return _training_run(
@@ -87,12 +90,14 @@ async def get_training_run(state: State, call: Call) -> TrainingRun:
     )
 
 
+@handler
 async def list_checkpoints(state: State, call: Call) -> CheckpointsListResponse:
     """The checkpoints of a run: all of them, unless a page is asked for."""
     record = await _run_of(state, call, accessible=True)
     return await _checkpoints(state, call, record.run.model_id)
 
 
+@handler
 async def list_user_checkpoints(state: State, call: Call) -> CheckpointsListResponse:
     """A page of one's checkpoints, of all runs."""
     return await _checkpoints(state, call, None)
@@ -212,6 +217,7 @@ def nothing_at(path: str) -> Refusal:
     )
 
 
+@handler
 async def delete_checkpoint(state: State, call: Call) -> Empty:
     """Delete a checkpoint: record and files. Samplers that have it in memory keep it until they are
     dropped.
@@ -224,11 +230,13 @@ async def delete_checkpoint(state: State, call: Call) -> Empty:
     return Empty()
 
 
+@handler
 async def publish_checkpoint(state: State, call: Call) -> Empty:
     """Let all read a checkpoint; to do it again changes nothing."""
     return await _publish(state, call, True)
 
 
+@handler
 async def unpublish_checkpoint(state: State, call: Call) -> Empty:
     """Keep a checkpoint to oneself; to do it again changes nothing."""
     return await _publish(state, call, False)
@@ -241,6 +249,7 @@ async def _publish(state: State, call: Call, public: bool) -> Empty:
     return Empty()
 
 
+@handler
 async def set_checkpoint_ttl(state: State, call: Call) -> Empty:
     """Let a checkpoint expire after a time from now, or never."""
     request: SetCheckpointTtlRequest = call.request
@@ -257,6 +266,7 @@ async def set_checkpoint_ttl(state: State, call: Call) -> Empty:
 _copying = threading.Lock()
 
 
+@handler
 async def copy_weights(state: State, call: Call) -> CopyWeightsResponse:
     """Copy a checkpoint into a project, as a run of its own; the same request again gives the same
     copy.

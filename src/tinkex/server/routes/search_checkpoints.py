@@ -9,6 +9,7 @@ from typing import Any
 
 from tinkex.server.database.store import user_urn
 from tinkex.server.http_errors import Refusal
+from tinkex.server.routes.handler_table import handler
 from tinkex.server.routes.records import checkpoint_record
 from tinkex.server.routes.session_records import NO_PROJECT
 from tinkex.server.state import Call, State
@@ -38,6 +39,7 @@ PROJECTS = f"""
 """Projects in which someone has nothing."""
 
 
+@handler
 async def search_checkpoints(state: State, call: Call) -> CheckpointSearchResponse:
     """A page of one's checkpoints. One may see one's own and no others, so that all owners come to
     the same.

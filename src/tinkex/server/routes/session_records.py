@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 from tinkex.server.database.store import user_urn
 from tinkex.server.http_errors import Refusal
+from tinkex.server.routes.handler_table import handler
 from tinkex.server.routes.usage import texts
 from tinkex.types.record import to_json
 from tinkex.types.sessions import (
@@ -67,6 +68,7 @@ def status_of(reason: str | None, detail: str | None) -> SessionStatus:
 # ── one session ───────────────────────────────────────────────────────────────────────────────────
 
 
+@handler
 async def get_session(state: State, call: Call) -> GetSessionResponse:
     """The training runs and samplers of a session."""
     _scope(call)
@@ -92,6 +94,7 @@ async def get_session(state: State, call: Call) -> GetSessionResponse:
     return await asyncio.to_thread(read)
 
 
+@handler
 async def assign_session_project(state: State, call: Call) -> Empty:
     """Move a session, and the checkpoints of its runs, into a project."""
     request: AssignSessionProjectRequest = call.request
@@ -112,6 +115,7 @@ async def assign_session_project(state: State, call: Call) -> Empty:
 # ── many sessions ─────────────────────────────────────────────────────────────────────────────────
 
 
+@handler
 async def list_sessions(state: State, call: Call) -> ListSessionsResponse:
     """The ids of one's sessions, newest first."""
     _scope(call)
@@ -148,6 +152,7 @@ def _scope(call: Call) -> None:
         raise Refusal(400, f"access_scope is {scope!r}; expected owned or accessible")
 
 
+@handler
 async def search_sessions(state: State, call: Call) -> SessionSearchResponse:
     """One's sessions that match everything that is asked, newest first.
 
@@ -268,6 +273,7 @@ def _summary(row: Any) -> SessionSummary:
 # ── traces ────────────────────────────────────────────────────────────────────────────────────────
 
 
+@handler
 async def export_session_trace(state: State, call: Call) -> SessionTraceExportResponse:
     """Where a session's timeline can be fetched: a link that is good for an hour, or a file for
     programs inside.

@@ -27,6 +27,7 @@ from tinkex.server.files.imports import CONFIG, GROUPS, MAX_RANK, WEIGHTS, most_
 from tinkex.server.files.upload_files import COMING, Upload, find_upload, unfinished
 from tinkex.server.http_errors import Refusal
 from tinkex.server.routes.exports import IN_PROCESS
+from tinkex.server.routes.handler_table import handler
 from tinkex.server.state import Call, State
 from tinkex.types.checkpoints import SCHEME
 from tinkex.types.external_weights import (
@@ -52,6 +53,7 @@ NAME = "uploaded"
 # ── beginning ─────────────────────────────────────────────────────────────────────────────────────
 
 
+@handler
 async def external_weights_upload_start(
     state: State, call: Call
 ) -> ExternalWeightsUploadStartResponse:
@@ -205,6 +207,7 @@ def _flush(file: BinaryIO) -> None:
 # ── the end ───────────────────────────────────────────────────────────────────────────────────────
 
 
+@handler
 async def external_weights_upload_finish(
     state: State, call: Call
 ) -> ExternalWeightsUploadFinishResponse:

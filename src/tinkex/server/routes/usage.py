@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 from tinkex.server.complaints import complain
 from tinkex.server.database.store import LOCAL_OWNER, Sampler, Store, user_urn
 from tinkex.server.http_errors import Refusal
+from tinkex.server.routes.handler_table import handler
 from tinkex.server.runs.encoded_results import most_of, size_of
 from tinkex.types.account import (
     AuditEventType,
@@ -388,6 +389,7 @@ def sees_all(owner: str) -> bool:
     return owner == LOCAL_OWNER
 
 
+@handler
 async def get_billing_usage(state: State, call: Call) -> BillingUsageResponse:
     """What was used, hour by hour; the cost is zero."""
     start, end = _hour(call, "starting_on"), _hour(call, "ending_before")
@@ -481,6 +483,7 @@ def _event(row: Any) -> BillingUsageEvent:
     )
 
 
+@handler
 async def get_current_checkpoint_storage_usage(
     state: State, call: Call
 ) -> CurrentCheckpointStorageUsageResponse:
@@ -519,6 +522,7 @@ async def get_current_checkpoint_storage_usage(
     )
 
 
+@handler
 async def get_audit_log(state: State, call: Call) -> AuditLogResponse:
     """What was done on a day, UTC; today unless another is named."""
     category = call.query.get("event_type", "all")

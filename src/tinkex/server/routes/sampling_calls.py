@@ -1,0 +1,201 @@
+"""Open samplers and draw samples."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import secrets
+import uuid
+from collections.abc import Awaitable
+
+from tinkex.engine.api import EngineError, Listener, token_limit
+from tinkex.server.database.store import Sampler
+from tinkex.server.files.checkpoint_files import find_checkpoint
+from tinkex.server.routes.batch_poll import target_of
+from tinkex.server.routes.handler_table import handler
+from tinkex.server.routes.sample_streams import SampleStream
+from tinkex.server.routes.session_calls import require_session
+from tinkex.server.routes.usage import (
+    metered,
+    metered_stream,
+)
+from tinkex.server.runs.admission import (
+    failed_receipt,
+    take_sample,
+)
+from tinkex.server.samples.samplers import draw, find_source
+from tinkex.server.state import DIRECT, Call, Refusal, State
+from tinkex.types.sampling import (
+    CreateSamplingSessionRequest,
+    CreateSamplingSessionResponse,
+    GetSamplerResponse,
+    SampleRequest,
+    SampleResponse,
+)
+from tinkex.types.sessions import (
+    JoinSamplingSessionRequest,
+    JoinSamplingSessionResponse,
+)
+from tinkex.types.training import (
+    UntypedAPIFuture,
+)
+
+
+@handler
+async def create_sampling_session(state: State, call: Call) -> CreateSamplingSessionResponse:
+    """Bind a sampler to a base model or a checkpoint."""
+    request: CreateSamplingSessionRequest = call.request
+    await require_session(state, request.session_id)
+    base_model = await _source(state, call, request.base_model, request.model_path)
+    sampler_id = f"{request.session_id}:sample:{request.sampling_session_seq_id}"
+    sampler = Sampler(
+        sampler_id, request.session_id, base_model, request.model_path, owner=call.owner
+    )
+    known = await asyncio.to_thread(state.store.sampler, sampler_id)
+    if known is not None and (known.base_model, known.model_path, known.model_id) != (
+        base_model,
+        request.model_path,
+        None,
+    ):
+        raise Refusal(
+            400,
+            f"sampling session {sampler_id!r} was opened before, with other weights; "
+            "use another sampling_session_seq_id",
+        )
+    await asyncio.to_thread(state.store.add_sampler, sampler)
+    return CreateSamplingSessionResponse(sampling_session_id=sampler_id)
+
+
+async def _source(state: State, call: Call, base_model: str | None, model_path: str | None) -> str:
+    """The base model under what someone wants to sample from; refuses what is not there."""
+    try:
+        if model_path is not None:
+            saved = await asyncio.to_thread(
+                find_checkpoint, state, model_path, "sampler_weights", reader=call.owner
+            )
+            base_model = saved.base_model
+        if base_model is None:
+            raise EngineError("sampling needs a base_model or a model_path")
+        return state.base_model(base_model).name
+    except EngineError as error:
+        raise Refusal(400, str(error)) from None
+
+
+@handler
+async def get_sampler(state: State, call: Call) -> GetSamplerResponse:
+    """What a sampler samples from."""
+    sampler = await asyncio.to_thread(state.store.sampler, call.path["sampler_id"])
+    if sampler is None:
+        raise Refusal(404, f"there is no sampler {call.path['sampler_id']!r}")
+    return GetSamplerResponse(
+        sampler_id=sampler.sampler_id, base_model=sampler.base_model, model_path=sampler.model_path
+    )
+
+
+@handler
+async def asample(state: State, call: Call) -> UntypedAPIFuture:
+    """Draw samples; a repeated number gives the original receipt, and draws nothing."""
+    request: SampleRequest = call.request
+    sampler = await _sampler_of(state, call, request)
+    _check_window(state, sampler, request)
+    number = secrets.token_hex(8) if request.seq_id is None else request.seq_id
+    request_id = call.request_id or f"{sampler.sampler_id}:{number}"
+    target = target_of(sampler.sampler_id, request.seq_id)
+    known = state.promises.get(request_id)
+    if known is not None and known.digest != call.digest:
+        request_id = failed_receipt(state, request_id, sampler.session_id, call, target)
+    elif known is None and not state.promises.is_gone(
+        request_id
+    ):  # a late repetition draws nothing either
+        source = await find_source(state, sampler)
+        # the same request may have come twice while weights were sought
+        if state.promises.get(request_id) is None:
+            cancel = functools.partial(state.worker.cancel, request_id)
+            promise = state.promises.add(
+                request_id, call.digest, sampler.session_id, target, cancel, call.owner
+            )
+
+            if request.record_stability_info and sampler.session_id not in state.heard:
+                # nobody could train on it
+                request = request.model_copy(update={"record_stability_info": None})
+
+            async def drawing(seed: int) -> SampleResponse:
+                drawing = draw(state, request_id, source, request, seed, owner=call.owner)
+                return await metered(state, call, sampler, request, drawing)
+
+            await take_sample(state, promise, call, request, drawing)
+    elif known is not None and known.recorded is not None:
+        await asyncio.shield(known.recorded)
+    return UntypedAPIFuture(
+        request_id=request_id,
+        sample_sequence_ids=[f"{request_id}:{index}" for index in range(request.num_samples)],
+    )
+
+
+@handler
+async def stream_sample(state: State, call: Call) -> SampleStream:
+    """Draw samples and send each token when it is there; the number is not used, for nothing is
+    kept under it.
+    """
+    request: SampleRequest = call.request
+    sampler = await _sampler_of(state, call, request)
+    _check_window(state, sampler, request)
+    source = await find_source(state, sampler)
+    request = request.model_copy(update={"record_stability_info": None})  # its samples have no ids
+    job = f"{sampler.sampler_id}:stream:{secrets.token_hex(8)}"
+
+    def start(listener: Listener) -> Awaitable[SampleResponse]:
+        drawing = draw(state, job, source, request, listener=listener, owner=call.owner)
+        return metered_stream(state, call, sampler, request, drawing)
+
+    return SampleStream(start, lambda: state.worker.cancel(job), state.limits.quiet_seconds)
+
+
+async def _sampler_of(state: State, call: Call, request: SampleRequest) -> Sampler:
+    """The sampler a request names, or one made for the model or checkpoint that it names instead."""
+    if not 1 <= request.num_samples <= state.limits.samples:
+        most = state.limits.samples
+        raise Refusal(
+            400,
+            f"num_samples must lie between 1 and {most} (the limit samples), got "
+            f"{request.num_samples}",
+        )
+    if request.sampling_session_id is None:
+        if request.base_model is None and request.model_path is None:
+            raise Refusal(400, "a sample needs a sampling_session_id, a base_model or a model_path")
+        base_model = await _source(state, call, request.base_model, request.model_path)
+        name = call.request_id.rpartition(":")[0] if call.request_id else f"{DIRECT}:{uuid.uuid4()}"
+        return Sampler(name, DIRECT, base_model, request.model_path, owner=call.owner)
+    sampler = state.store.known_sampler(request.sampling_session_id)
+    if sampler is None:
+        sampler = await asyncio.to_thread(state.store.sampler, request.sampling_session_id)
+    if sampler is None:
+        raise Refusal(404, f"there is no sampling session {request.sampling_session_id!r}")
+    state.hear(sampler.session_id)
+    return sampler
+
+
+def _check_window(state: State, sampler: Sampler, request: SampleRequest) -> None:
+    """Refuse what does not fit the model's window at once: programs look for this in the answer to
+    their request.
+    """
+    window = state.windows.get(sampler.base_model)
+    if window is not None:
+        try:
+            size = request.prompt.length
+        except ValueError:  # of an image nobody said how many tokens it takes: the engine will say whether it sees any
+            return
+        try:
+            token_limit(request, size, window)
+        except EngineError as error:
+            raise Refusal(400, str(error)) from None
+
+
+@handler
+async def join_sampling_session(state: State, call: Call) -> JoinSamplingSessionResponse:
+    """Give one more client of a sampler a number of its own, under which it numbers its requests."""
+    request: JoinSamplingSessionRequest = call.request
+    if await asyncio.to_thread(state.store.sampler, request.sampling_session_id) is None:
+        raise Refusal(404, f"there is no sampling session {request.sampling_session_id!r}")
+    number = await asyncio.to_thread(state.store.join_sampler, request.sampling_session_id)
+    return JoinSamplingSessionResponse(client_counter=number)

@@ -1,0 +1,93 @@
+"""Report the configuration, the capabilities and the health of the server."""
+
+from __future__ import annotations
+
+from tinkex.engine.api import STABLE_REINFORCE
+from tinkex.server.routes.handler_table import handler
+from tinkex.server.state import Call, State
+from tinkex.types.sessions import (
+    ClientConfigRequest,
+    ClientConfigResponse,
+    ClientDynamicConfigResponse,
+    GetServerCapabilitiesResponse,
+    HealthResponse,
+    SupportedModel,
+    TelemetryResponse,
+    TelemetrySendRequest,
+)
+
+
+@handler
+async def client_config(state: State, call: Call) -> ClientConfigResponse:
+    """How clients should behave: a call is one request, so that bad data in it leaves no half of
+    its gradient.
+    """
+    assert isinstance(call.request, ClientConfigRequest)
+    return ClientConfigResponse(
+        pjwt_auth_enabled=state.tokens,
+        fwdbwd_max_chunk_len=1_000_000,
+        fwdbwd_max_chunk_bytes_count=256_000_000,
+        create_model_via_load_weights=True,
+        sample_join_sampling_session=True,
+        # without the results in it a batched poll is one round trip more
+        sample_use_retrieve_futures=False,
+        custom_loss_server_side=True,
+        batched_results=True,
+        proto_write_fwdbwd=True,
+        fwd_via_fwdbwd=True,
+    )
+
+
+@handler
+async def client_dynamic_config(state: State, call: Call) -> ClientDynamicConfigResponse:
+    """Nothing changes while a client runs."""
+    return ClientDynamicConfigResponse(sample_cancel_enabled=True)
+
+
+class Capabilities(GetServerCapabilitiesResponse, frozen=True, kw_only=True):
+    """The server's capabilities, with a field that the protocol does not have."""
+
+    own_losses: dict[str, str]
+    """Losses whose form is this server's own, though the protocol has their names, and how they are
+    computed."""
+
+
+OWN_LOSSES = {
+    STABLE_REINFORCE: "tinkex's own form of this loss: the hosted service's is not published. Sum "
+    "over sampled tokens "
+    "of -min(r, tinkex_ratio_cap) * m * A * log p + kl_coeff * KL(p || sampler); m is 0 where p "
+    "and the sampler differ "
+    "by more than tinkex_divergence_limit in total variation and the step would take them further "
+    "apart"
+}
+
+
+@handler
+async def get_server_capabilities(state: State, call: Call) -> Capabilities:
+    """The models on offer, and which losses have a form of our own."""
+    return Capabilities(
+        own_losses=OWN_LOSSES,
+        supported_models=[
+            SupportedModel(
+                model_name=model.name,
+                max_context_length=model.context_length,
+                trainable=True,
+                sampleable=True,
+            )
+            for model in state.engine.models()
+        ],
+    )
+
+
+@handler
+async def healthz(state: State, call: Call) -> HealthResponse:
+    """The server answers, so it is well, unless the engine's thread has died."""
+    state.refuse_if_dead()
+    return HealthResponse(status="ok")
+
+
+@handler
+async def telemetry(state: State, call: Call) -> TelemetryResponse:
+    """Client events are taken and not kept."""
+    assert isinstance(call.request, TelemetrySendRequest)
+    return TelemetryResponse(status="accepted")
