@@ -22,18 +22,14 @@ from urllib.parse import unquote
 from tinkex.client.futures.api_future import start
 from tinkex.client.http.transport import Exchange, Reply, StreamReply
 from tinkex.client.settings.config import LOCAL
-from tinkex.engine.base_models import (
-    DEFAULT_MODEL as DEFAULT_MODEL,
-    resolve_models as resolve_models,
-)
-from tinkex.engine.registry import DEFAULT_ENGINE, find_engine
-from tinkex.engine.torch.kind import require_packages as require_packages
 from tinkex.errors import ConfigurationError
 from tinkex.wire.protocol import Traffic
 
 if TYPE_CHECKING:
     from tinkex.engine.api import Engine
 
+DEFAULT_MODEL = "tinkex/tiny"
+DEFAULT_ENGINE = "torch"
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
 
@@ -57,6 +53,29 @@ def default_data_dir() -> Path:
     return user_data_path("tinkex")
 
 
+def resolve_models(models: Mapping[str, str | Path] | None) -> dict[str, Path]:
+    """Return a directory for each model name.
+
+    A name without a place is bundled or looked up on the hub, cache first.
+
+    Args:
+        models: Directories or hub ids by model name; empty ones stand for the name itself.
+
+    Returns:
+        A directory for each name.
+
+    Raises:
+        EngineError: One is neither a directory nor on the hub.
+
+    Example:
+        >>> resolve_models({"tinkex/tiny": ""})
+        {'tinkex/tiny': PosixPath('.../models/tiny')}
+    """
+    from tinkex.engine.base_models import locate_models
+
+    return locate_models(models or {DEFAULT_MODEL: ""})
+
+
 def pick_device(device: Device) -> str:
     """Return the device that the PyTorch engine computes on, after a check that it is there.
 
@@ -73,6 +92,8 @@ def pick_device(device: Device) -> str:
         >>> pick_device("cpu")
         'cpu'
     """
+    from tinkex.engine.registry import find_engine
+
     return find_engine(DEFAULT_ENGINE).pick_device(device)
 
 
@@ -100,6 +121,8 @@ def make_engine(
         >>> [model.name for model in make_engine({"tinkex/tiny": ""}).models()]
         ['tinkex/tiny']
     """
+    from tinkex.engine.registry import find_engine
+
     kind = find_engine(engine)
     return kind.make(models or {DEFAULT_MODEL: ""}, kind.pick_device(device), dtype)
 
@@ -119,8 +142,10 @@ def lazy_engine(models: Mapping[str, str | Path] | None = None) -> Engine:
         ConfigurationError: The `local` extra is not installed.
         EngineError: One of the models cannot be used.
     """
-    require_packages()
     from tinkex.engine.lazy import LazyEngine
+    from tinkex.engine.torch.kind import require_packages
+
+    require_packages()
 
     found = resolve_models(models)
     return LazyEngine(found, lambda: make_engine(found))

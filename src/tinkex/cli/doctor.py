@@ -114,8 +114,8 @@ def check_torch(needed: bool) -> Iterator[Finding]:
     """What models would run on here; another process asks torch, so that this one stays small and
     is not held up.
     """
+    from tinkex.engine.torch.kind import require_packages
     from tinkex.errors import ConfigurationError
-    from tinkex.local import require_packages
 
     status: Status = "error" if needed else "warning"
     try:

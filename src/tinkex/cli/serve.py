@@ -24,9 +24,10 @@ import click
 
 from tinkex.client.settings.config import LOOPBACK
 from tinkex.engine.api import Engine, EngineError
-from tinkex.engine.registry import DEFAULT_ENGINE, engine_names, find_engine
+from tinkex.engine.registry import engine_names, find_engine
 from tinkex.errors import ConfigurationError
 from tinkex.local import (
+    DEFAULT_ENGINE,
     DEFAULT_MODEL,
     Dtype,
     default_data_dir,

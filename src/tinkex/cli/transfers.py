@@ -426,7 +426,8 @@ def import_(directory: Path, base_model: str | None, name: str, data_dir: Path |
     import sqlite3
 
     from tinkex.engine.api import EngineError
-    from tinkex.local import default_data_dir, require_packages, resolve_models, unusable
+    from tinkex.engine.torch.kind import require_packages
+    from tinkex.local import default_data_dir, resolve_models, unusable
 
     require_packages()
     from tinkex.server.database.store import DATABASE, Store

@@ -12,38 +12,17 @@ from tinkex.engine.families.model_config import DecoderConfig
 from tinkex.engine.json_files import read_object
 from tinkex.tokenizers import BUNDLED
 
-DEFAULT_MODEL = "tinkex/tiny"
 CHECKPOINT_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 DIGEST_BLOCK, DIGEST_BLOCKS = 4096, 256
 """The size of a sample of a weights file, and about how many samples a digest takes."""
 
 
-def resolve_models(models: Mapping[str, str | Path] | None) -> dict[str, Path]:
-    """Return a directory for each model name.
-
-    A name without a place is bundled or looked up on the hub, cache first.
-
-    Args:
-        models: Directories or hub ids by model name; empty ones stand for the name itself.
-
-    Returns:
-        A directory for each name.
-
-    Raises:
-        EngineError: One is neither a directory nor on the hub.
-
-    Example:
-        >>> resolve_models({"tinkex/tiny": ""})
-        {'tinkex/tiny': PosixPath('.../models/tiny')}
-    """
-    if not models:
-        return {DEFAULT_MODEL: BUNDLED[DEFAULT_MODEL]}
-    resolved = {}
-    for name, place in models.items():
-        resolved[name] = (
-            BUNDLED[name] if not place and name in BUNDLED else resolve(str(place or name))
-        )
-    return resolved
+def locate_models(models: Mapping[str, str | Path]) -> dict[str, Path]:
+    """Return the directory of each model; a name without a place is bundled or a hub id."""
+    return {
+        name: BUNDLED[name] if not place and name in BUNDLED else resolve(place or name)
+        for name, place in models.items()
+    }
 
 
 def resolve(source: str | Path) -> Path:

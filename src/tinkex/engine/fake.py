@@ -30,7 +30,7 @@ from tinkex.engine.api import (
     Writer,
     check_optimizer,
 )
-from tinkex.engine.base_models import describe, resolve_models
+from tinkex.engine.base_models import describe, locate_models
 from tinkex.engine.registry import EngineKind
 from tinkex.errors import ConfigurationError
 from tinkex.types.sampling import (
@@ -496,7 +496,7 @@ def _pick_device(device: str) -> str:
 
 
 def _make(models: Mapping[str, str | Path], device: str, dtype: str | None) -> Engine:
-    places = resolve_models(models)
+    places = locate_models(models)
     return FakeEngine([describe(name, directory) for name, directory in places.items()])
 
 

@@ -17,7 +17,6 @@ from tinkex.engine.api import Engine
 from tinkex.errors import ConfigurationError
 
 GROUP = "tinkex.engines"
-DEFAULT_ENGINE = "torch"
 BUILT_IN = {
     "torch": "tinkex.engine.torch.kind:TORCH",
     "fake": "tinkex.engine.fake:FAKE",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tinkex.engine.api import Engine
-from tinkex.engine.base_models import resolve_models
+from tinkex.engine.base_models import locate_models
 from tinkex.engine.registry import EngineKind
 from tinkex.errors import ConfigurationError
 
@@ -59,7 +59,7 @@ def make(models: Mapping[str, str | Path], device: str, dtype: str | None) -> En
     from tinkex.engine.torch.engine import TorchEngine
 
     kinds = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}
-    return TorchEngine(resolve_models(models), device=device, dtype=kinds[dtype])
+    return TorchEngine(locate_models(models), device=device, dtype=kinds[dtype])
 
 
 TORCH = EngineKind(make, pick_device)
