@@ -14,19 +14,19 @@ from tools import shape  # noqa: E402
 
 CEILINGS = {
     "flat-modules": 12,
-    "cycles": 6,
-    "large-classes": 15,
+    "cycles": 5,
+    "large-classes": 14,
     "large-files": 44,
     "repeated-names": 1,
     "repeated-runs": 61,
     "way-functions": 83,
-    "way-modules": 21,
-    "private-uses": 24,
-    "clauses": 615,
-    "wide-code": 351,
-    "wide-prose": 775,
+    "way-modules": 22,
+    "private-uses": 14,
+    "clauses": 470,
+    "wide-code": 337,
+    "wide-prose": 0,
 }
-CODE = 43_505
+CODE = 43_848
 """Lines of code of the package, at 100 columns, without docstrings, comments and blank lines."""
 
 

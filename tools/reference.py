@@ -27,6 +27,11 @@ class Shown(griffe.Extension):  # type: ignore[misc]
                 r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE
             )
 
+    def on_module_members(self, *, mod: Any, **_: Any) -> None:
+        """List the public names of a package that lists them as imports (`tinkex._lazy`)."""
+        if mod.exports is None and "names_of" in mod.members:
+            mod.exports = [name for name, member in mod.members.items() if member.is_alias]
+
     def on_package(self, *, pkg: Any, loader: Any, **_: Any) -> None:
         """Make signatures of fields; take away what says nothing."""
         # before fields are taken away
