@@ -22,7 +22,7 @@ from tinkex.engine.api import EngineError
 from tinkex.engine.fake import FakeEngine
 from tinkex.engine.families.model_config import DecoderConfig
 from tinkex.engine.torch.model_files import read_lora_config
-from tinkex.server.database.store import DATABASE, Store
+from tinkex.server.database.sqlite import DATABASE, SqliteDatabase
 from tinkex.server.files.imports import _header, read_source
 
 DEEP = '{"a": ' * 100_000
@@ -90,7 +90,7 @@ def test_deeply_nested_header_is_refused(tmp_path: Path) -> None:
     "command", [["key", "list"], ["key", "create", "x"], ["serve", "--port", "0"]]
 )
 def test_newer_data_directory_is_told_in_one_line(tmp_path: Path, command: list[str]) -> None:
-    Store(tmp_path / DATABASE).close()
+    SqliteDatabase(tmp_path).close()
     with closing(sqlite3.connect(tmp_path / DATABASE)) as database:
         database.execute("PRAGMA user_version=999")
         database.commit()

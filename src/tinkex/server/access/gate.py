@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tinkex.server.routes.session_calls import require_session
-from tinkex.server.routes.usage import lengths
 from tinkex.server.runs.admission import UNKNOWN, failed_receipt, spend
+from tinkex.server.runs.metering import lengths
 from tinkex.server.state import Call, Refusal, State
 from tinkex.types.sampling import SampleRequest
 from tinkex.types.training import UntypedAPIFuture

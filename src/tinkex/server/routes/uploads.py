@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tinkex.engine.api import EngineError
-from tinkex.server.database.store import Run
+from tinkex.server.database.facts import Run
 from tinkex.server.files.checkpoint_files import Wanted, put_files
 from tinkex.server.files.data_dir import sync_directory
 from tinkex.server.files.imports import CONFIG, GROUPS, MAX_RANK, WEIGHTS, most_bytes, read_adapter
@@ -251,7 +251,7 @@ def _finish(state: State, upload: Upload) -> str:
         base.digest,
     )
     path = f"{SCHEME}{run.model_id}/external_weights/{NAME}"
-    if state.store.checkpoint(path) is None:
+    if state.database.checkpoints.get(path) is None:
         if missing := upload.missing():
             raise EngineError(
                 f"{', '.join(missing)} has not been uploaded: PUT it to its address first"
@@ -270,9 +270,11 @@ def _finish(state: State, upload: Upload) -> str:
                     "train them"
                 )
         wanted = Wanted("external_weights", NAME, project_id=request.destination_project_id)
-        put_files(state.store, state.checkpoint_dir, run, wanted, adapter.writer(base.name, lora))
-    if state.store.run(run.model_id) is None:
-        state.store.add_run(run)
+        put_files(
+            state.database, state.checkpoint_dir, run, wanted, adapter.writer(base.name, lora)
+        )
+    if state.database.runs.get(run.model_id) is None:
+        state.database.runs.add(run)
     (upload.directory / "done").touch()
     upload.clear()
     return path
