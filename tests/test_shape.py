@@ -73,7 +73,7 @@ def test_a_figure_finds_what_it_counts(tmp_path: Path, monkeypatch: pytest.Monke
             "cycles": 1,
             "large-classes": 1,
             "large-files": 1,
-            "repeated-names": 0,
+            "repeated-names": 1,
             "repeated-runs": 1,
             "private-uses": 1,
             "clauses": 1,

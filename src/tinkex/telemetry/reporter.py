@@ -348,6 +348,7 @@ class Reporter:
         Example:
             >>> async def post(batch: TelemetrySendRequest) -> None: ...
             >>> reporter = Reporter(post, "session-1")
+            >>> from tinkex.client.futures.api_future import start
             >>> start(reporter.aclose()).result()  # on the loop of the clients
             >>> reporter.is_alive
             False
