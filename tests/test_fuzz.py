@@ -32,7 +32,8 @@ from tinkex.engine.api import ADAMW, BaseModel, EngineError, Listener
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.app import create_app
 from tinkex.server.routes.openapi import describe
-from tinkex.server.state import Limits, State
+from tinkex.server.server_limits import Limits
+from tinkex.server.state import State
 from tinkex.types.sampling import SampleRequest
 from tinkex.types.training import AdamParams, LoraConfig, OptimizerConfigBase, OptimParams
 from tinkex.wire import codec, protobuf

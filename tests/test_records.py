@@ -19,7 +19,8 @@ from tinkex.engine.fake import FakeEngine
 from tinkex.server.database.sqlite import SqliteDatabase
 from tinkex.server.database.sqlite_checkpoints import SqliteCheckpoints
 from tinkex.server.files.seals import SEAL
-from tinkex.server.state import Limits, State
+from tinkex.server.server_limits import Limits
+from tinkex.server.state import State
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

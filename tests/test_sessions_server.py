@@ -25,7 +25,7 @@ from tinkex.server.access.accounts import create_key, revoke_key
 from tinkex.server.database import sqlite_connection
 from tinkex.server.database.sqlite import SqliteDatabase
 from tinkex.server.database.sqlite_sessions import SqliteSessions
-from tinkex.server.state import Limits
+from tinkex.server.server_limits import Limits
 
 
 @pytest.fixture(scope="module")

@@ -25,10 +25,12 @@ from tinkex.server.access import bodies
 from tinkex.server.access.accounts import Account
 from tinkex.server.access.gate import check_held, check_room, fail_in_band
 from tinkex.server.access.ownership import check_ownership, is_own
+from tinkex.server.calls import Call
 from tinkex.server.complaints import FULL_DISK, complain
 from tinkex.server.database.interface import Database
 from tinkex.server.database.sqlite import SqliteDatabase
 from tinkex.server.files.data_dir import is_full_disk
+from tinkex.server.http_errors import Refusal
 from tinkex.server.routes import openai, openapi, uploads
 from tinkex.server.routes.exports import download_route
 from tinkex.server.routes.handler_table import HANDLERS, collect
@@ -38,8 +40,10 @@ from tinkex.server.routes.session_records import signed_trace, trace_path
 from tinkex.server.runs import replay
 from tinkex.server.runs.admission import UNLOAD, leave, recall_unload, spend_number
 from tinkex.server.runs.encoded_results import encoding
+from tinkex.server.runs.journals import DIRECT
 from tinkex.server.runs.metering import watch
-from tinkex.server.state import DIRECT, Call, Limits, Refusal, State
+from tinkex.server.server_limits import Limits
+from tinkex.server.state import State
 from tinkex.server.tracing import Tracing
 from tinkex.types.checkpoints import SCHEME
 from tinkex.types.record import to_json
@@ -110,7 +114,7 @@ def create_app(
                 await leave(state)
                 state.promises.are_closed = True
             await state.worker.stop()
-            state.close_journals()
+            state.journals.close()
             try:
                 await state.meter.flush()
             finally:

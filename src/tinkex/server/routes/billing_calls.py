@@ -7,12 +7,13 @@ import datetime as dt
 import json
 from typing import get_args
 
+from tinkex.server.calls import Call
 from tinkex.server.database.facts import LOCAL_OWNER, Used, user_urn
 from tinkex.server.http_errors import Refusal
 from tinkex.server.meter import GIGABYTE, HOUR
 from tinkex.server.routes.handler_table import handler
 from tinkex.server.routes.records import texts
-from tinkex.server.state import Call, State
+from tinkex.server.state import State
 from tinkex.types.account import (
     AuditEventType,
     AuditLogEntry,

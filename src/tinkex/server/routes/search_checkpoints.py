@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+from tinkex.server.calls import Call
 from tinkex.server.database.facts import user_urn
 from tinkex.server.http_errors import Refusal
 from tinkex.server.routes.handler_table import handler
 from tinkex.server.routes.records import checkpoint_record
 from tinkex.server.routes.session_records import moment
-from tinkex.server.state import Call, State
+from tinkex.server.state import State
 from tinkex.types.checkpoint_search import (
     CheckpointSearchCursor,
     CheckpointSearchRequest,

@@ -8,11 +8,12 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
 
+from tinkex.server.calls import Call
 from tinkex.server.database.facts import Sampler
 from tinkex.server.meter import Meter
 from tinkex.server.runs.encoded_results import most_of, size_of
 from tinkex.server.runs.promises import Promise
-from tinkex.server.state import Call, State
+from tinkex.server.state import State
 from tinkex.types.sampling import SampleRequest, SampleResponse
 from tinkex.types.sessions import RequestFailedResponse
 
