@@ -129,8 +129,6 @@ from tinkex.engine.fake import FakeEngine
 from tinkex.server.app import create_app
 from tinkex.server.server_limits import Limits
 from tinkex.server.meter import Meter
-from tinkex.server.server_limits import Limits
-from tinkex.server.meter import Meter
 
 async def full(meter):
     raise OSError(28, "No space left on device")
