@@ -20,7 +20,7 @@ from test_survival import Held, Life, killed, life, played, until
 from tinkex.client.http.exchange import HttpRequest
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.runs import admission
-from tinkex.server.state import Limits
+from tinkex.server.server_limits import Limits
 
 __all__ = ["serve"]  # a fixture
 

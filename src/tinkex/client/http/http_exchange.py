@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from tinkex.client.http.exchange import HttpRequest, Reply, StreamReply
 from tinkex.client.settings.config import POOL_SIZES
 from tinkex.errors import APIResponseValidationError
-from tinkex.wire.protobuf import Pieces
+from tinkex.wire.pieces import Pieces
 from tinkex.wire.protocol import Traffic
 
 if TYPE_CHECKING:
