@@ -24,9 +24,9 @@ from tinkex import ServiceClient, events, types
 from tinkex.client.futures import api_future, queue_states
 from tinkex.client.futures.api_future import Future, await_many, await_many_async, retrieve, start
 from tinkex.client.http import limits, retry
+from tinkex.client.http.attempts import CONFLICT_PATIENCE
 from tinkex.client.http.limits import ByteBudget
 from tinkex.client.http.retry import LONGEST_RETRY_AFTER
-from tinkex.client.http.sending import CONFLICT_PATIENCE
 from tinkex.client.http.transport import Transport
 from tinkex.client.settings.config import Config
 from tinkex.wire import codec, protocol

@@ -1,6 +1,6 @@
 """Whole calls to a server: encoding, retries, decoding, typed errors.
 
-Single attempts are in `link`, retries in `sending`, and what carries the bytes in `http_exchange`
+Single attempts are in `link`, retries in `attempts`, and what carries the bytes in `http_exchange`
 and `tinkex.local`.
 """
 
@@ -15,11 +15,11 @@ from typing import Any, TypedDict, Unpack
 
 from tinkex import events
 from tinkex.client.http.addresses import redirection, target
+from tinkex.client.http.attempts import Attempts, Patience
 from tinkex.client.http.exchange import Exchange, Reply, StreamReply
 from tinkex.client.http.limits import BillingPause, BreakerRegistry, ByteBudget
 from tinkex.client.http.link import Link
 from tinkex.client.http.request_events import announced
-from tinkex.client.http.sending import Patience, Sending
 from tinkex.client.settings.config import Config
 from tinkex.types.account import AuthTokenResponse
 from tinkex.types.sessions import Empty
@@ -137,14 +137,14 @@ class Transport:
             final,
         )
         started = time.monotonic()
-        sending = Sending(self.link, op, request, allowed, self.billing, self.breakers, follow)
+        attempts = Attempts(self.link, op, request, allowed, self.billing, self.breakers, follow)
         with self._observed(op, metadata, url) as outcome:
-            reply = await sending.reply()
-            outcome["retry_count"] = sending.retries
+            reply = await attempts.reply()
+            outcome["retry_count"] = attempts.retries
         self.errors.log_deprecation(op, reply.headers)
         spent = time.monotonic() - started
         return Reply(
-            reply.status, reply.headers, reply.body, reply.url, spent, retries=sending.retries
+            reply.status, reply.headers, reply.body, reply.url, spent, retries=attempts.retries
         )
 
     @contextlib.asynccontextmanager

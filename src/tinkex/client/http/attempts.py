@@ -39,7 +39,7 @@ class Patience:
         return min(CONFLICT_PATIENCE, self.seconds) if status == 409 else self.seconds
 
 
-class Sending:
+class Attempts:
     """One request, sent until there is an answer or its patience is over."""
 
     __slots__ = (
