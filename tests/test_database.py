@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import tinkex
-from tinkex.server.database.facts import AuditEntry, Run, SavedCheckpoint, Span
+from tinkex.server.database.entities import AuditEntry, Run, SavedCheckpoint, Span
 from tinkex.server.database.interface import Database, DatabaseError
 from tinkex.server.database.sqlite import SqliteDatabase
 from tinkex.types.checkpoint_search import CheckpointSearchRequest

@@ -1169,7 +1169,7 @@ def test_programs_with_an_embedded_server_share_a_data_directory(tmp_path: Path)
     with pytest.raises(DataDirError):
         create_app(FakeEngine(), tmp_path / "a")
     for each in (first, second):
-        each.store.close()
+        each.database.close()
         each.unlock()
 
 

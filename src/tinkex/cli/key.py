@@ -17,7 +17,7 @@ from tinkex.cli.outcomes import CommandError, Outcome, reason_of
 from tinkex.cli.output import Column, iso, print_json, print_table, when
 
 if TYPE_CHECKING:
-    from tinkex.server.database.facts import Key
+    from tinkex.server.database.entities import Key
     from tinkex.server.database.interface import Database
 
 COLUMNS = (

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tinkex.server.complaints import complain
-from tinkex.server.database.facts import AuditEntry, Span, UsageKind, Use
+from tinkex.server.database.entities import AuditEntry, Span, UsageKind, Use
 from tinkex.server.database.interface import Database
 
 HOUR = 3600

@@ -16,7 +16,7 @@ from tinkex.engine.api import BaseModel, Engine, EngineError, Writer
 from tinkex.server.access.accounts import Accounts
 from tinkex.server.access.searches import Searches
 from tinkex.server.complaints import complain
-from tinkex.server.database.facts import Run
+from tinkex.server.database.entities import Run
 from tinkex.server.database.interface import Database
 from tinkex.server.files.data_dir import Lock, discard, make_directory, sync_above
 from tinkex.server.files.seals import write_whole

@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from tinkex.server.database.facts import LOCAL_OWNER, AuditEntry, user_urn
+from tinkex.server.database.entities import LOCAL_OWNER, AuditEntry, user_urn
 from tinkex.server.database.interface import Database
 from tinkex.server.files.data_dir import is_keyed, mark_keyed, signing_secret
 from tinkex.server.http_errors import Refusal

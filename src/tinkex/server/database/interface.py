@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from tinkex.server.database.facts import (
+from tinkex.server.database.entities import (
     LOCAL_OWNER,
     AuditEntry,
     FoundSession,

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from typing import Any
 
-from tinkex.server.database.facts import AuditEntry, Key, Span, Use, Used
+from tinkex.server.database.entities import AuditEntry, Key, Span, Use, Used
 from tinkex.server.database.sqlite_connection import Connection
 
 ADD_USE = """

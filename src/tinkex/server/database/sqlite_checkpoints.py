@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from tinkex.server.database.facts import NO_PROJECT, Save, SavedCheckpoint, StoredBytes
+from tinkex.server.database.entities import NO_PROJECT, Save, SavedCheckpoint, StoredBytes
 from tinkex.server.database.sqlite_connection import Connection, insertion
 from tinkex.server.database.sqlite_sessions import metadata_conditions
 from tinkex.types.checkpoint_search import CheckpointSearchRequest

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from tinkex.server.database.facts import Run, RunRecord, Sampler
+from tinkex.server.database.entities import Run, RunRecord, Sampler
 from tinkex.server.database.sqlite_checkpoints import ALIVE, SqliteCheckpoints
 from tinkex.server.database.sqlite_connection import Connection, insertion
 from tinkex.types.training import LoraConfig

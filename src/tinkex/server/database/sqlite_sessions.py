@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tinkex.server.database.facts import (
+from tinkex.server.database.entities import (
     CLIENT_REASONS,
     LOCAL_OWNER,
     NO_PROJECT,

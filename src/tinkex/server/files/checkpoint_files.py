@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tinkex.engine.api import EngineError
-from tinkex.server.database.facts import Run, Save, SavedCheckpoint
+from tinkex.server.database.entities import Run, Save, SavedCheckpoint
 from tinkex.server.database.interface import Database
 from tinkex.server.files.data_dir import discard, is_full_disk, sync_above
 from tinkex.server.files.seals import contents, write_whole

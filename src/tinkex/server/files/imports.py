@@ -21,7 +21,7 @@ import numpy as np
 
 from tinkex.engine.api import EngineError
 from tinkex.engine.json_files import parse_object
-from tinkex.server.database.facts import LOCAL_OWNER, Run, SavedCheckpoint
+from tinkex.server.database.entities import LOCAL_OWNER, Run, SavedCheckpoint
 from tinkex.server.database.interface import Database
 from tinkex.server.files.checkpoint_files import Wanted, put_files
 from tinkex.types.tensors import Array

@@ -8,7 +8,7 @@ import json
 from typing import get_args
 
 from tinkex.server.calls import Call
-from tinkex.server.database.facts import LOCAL_OWNER, Used, user_urn
+from tinkex.server.database.entities import LOCAL_OWNER, Used, user_urn
 from tinkex.server.http_errors import Refusal
 from tinkex.server.meter import GIGABYTE, HOUR
 from tinkex.server.routes.handler_table import handler

@@ -33,7 +33,7 @@ from starlette.routing import Route
 from tinkex.engine.api import EngineError
 from tinkex.server.access.accounts import Accounts
 from tinkex.server.calls import Call
-from tinkex.server.database.facts import Save, SavedCheckpoint
+from tinkex.server.database.entities import Save, SavedCheckpoint
 from tinkex.server.files.checkpoint_files import Wanted, readable, saving
 from tinkex.server.files.seals import check, contents
 from tinkex.server.http_errors import Refusal

@@ -10,7 +10,7 @@ from collections.abc import Awaitable
 
 from tinkex.engine.api import EngineError, Listener, token_limit
 from tinkex.server.calls import Call
-from tinkex.server.database.facts import Sampler
+from tinkex.server.database.entities import Sampler
 from tinkex.server.files.checkpoint_files import find_checkpoint
 from tinkex.server.http_errors import Refusal
 from tinkex.server.routes.batch_poll import target_of

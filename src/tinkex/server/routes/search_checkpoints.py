@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from tinkex.server.calls import Call
-from tinkex.server.database.facts import user_urn
+from tinkex.server.database.entities import user_urn
 from tinkex.server.http_errors import Refusal
 from tinkex.server.routes.handler_table import handler
 from tinkex.server.routes.records import checkpoint_record

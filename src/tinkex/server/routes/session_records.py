@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from tinkex.server.database.facts import CLIENT_REASONS, NO_PROJECT, FoundSession, Span, user_urn
+from tinkex.server.database.entities import CLIENT_REASONS, NO_PROJECT, FoundSession, Span, user_urn
 from tinkex.server.http_errors import Refusal
 from tinkex.server.routes.handler_table import handler
 from tinkex.server.routes.records import texts

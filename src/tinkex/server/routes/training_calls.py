@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from tinkex.engine.api import STABLE_REINFORCE, EngineError, Recalled
 from tinkex.server.calls import Call
-from tinkex.server.database.facts import Run
+from tinkex.server.database.entities import Run
 from tinkex.server.http_errors import Refusal
 from tinkex.server.routes.handler_table import handler
 from tinkex.server.routes.session_calls import require_session

@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from tinkex.engine.api import EngineError
 from tinkex.server.calls import Call
-from tinkex.server.database.facts import Run
+from tinkex.server.database.entities import Run
 from tinkex.server.files.checkpoint_files import Wanted, put_files
 from tinkex.server.files.data_dir import sync_directory
 from tinkex.server.files.imports import CONFIG, GROUPS, MAX_RANK, WEIGHTS, most_bytes, read_adapter

@@ -6,7 +6,7 @@ import asyncio
 
 from tinkex.engine.api import EngineError
 from tinkex.server.calls import Call, digest_of
-from tinkex.server.database.facts import Sampler, Save
+from tinkex.server.database.entities import Sampler, Save
 from tinkex.server.files.checkpoint_files import Wanted, find_checkpoint, readable, reading, saving
 from tinkex.server.files.seals import check
 from tinkex.server.http_errors import Refusal

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tinkex.server.calls import Call
-from tinkex.server.database.facts import Sampler
+from tinkex.server.database.entities import Sampler
 from tinkex.server.meter import Meter
 from tinkex.server.runs.encoded_results import most_of, size_of
 from tinkex.server.runs.promises import Promise

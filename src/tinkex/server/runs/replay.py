@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 from tinkex.engine.api import EngineError
 from tinkex.server.calls import Call, digest_of
-from tinkex.server.database.facts import Run
+from tinkex.server.database.entities import Run
 from tinkex.server.files.checkpoint_files import clear_leftovers
 from tinkex.server.files.seals import check
 from tinkex.server.http_errors import Refusal

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tinkex.engine.api import EngineError
-from tinkex.server.database.facts import Run, Sampler
+from tinkex.server.database.entities import Run, Sampler
 from tinkex.server.http_errors import Refusal
 from tinkex.server.state import LiveRun, State
 from tinkex.types.checkpoints import SaveWeightsForSamplerRequest

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tinkex.engine.api import EngineError, Listener
-from tinkex.server.database.facts import Sampler
+from tinkex.server.database.entities import Sampler
 from tinkex.server.files.checkpoint_files import reading
 from tinkex.server.files.seals import check
 from tinkex.server.http_errors import Refusal
