@@ -27,7 +27,7 @@ from tinkex.client.futures import batch_polling
 from tinkex.client.futures.api_future import Future, start
 from tinkex.client.http.transport import Reply, StreamReply
 from tinkex.engine.fake import FakeEngine
-from tinkex.server.state import Limits
+from tinkex.server.server_limits import Limits
 from tinkex.types.sampling import SampledSequence, SampleResponse
 from tinkex.types.sessions import FutureCompletion, FutureFinished, FuturesRetrieveResponse
 from tinkex.wire import codec

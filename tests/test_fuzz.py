@@ -34,7 +34,8 @@ from tinkex.engine.fake import FakeEngine
 from tinkex.server.app import create_app
 from tinkex.server.database.store import Store
 from tinkex.server.routes.openapi import describe
-from tinkex.server.state import Limits, State
+from tinkex.server.server_limits import Limits
+from tinkex.server.state import State
 from tinkex.types.sampling import SampleRequest
 from tinkex.types.training import AdamParams, LoraConfig, OptimizerConfigBase, OptimParams
 from tinkex.wire import codec, protobuf

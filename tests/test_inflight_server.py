@@ -19,7 +19,7 @@ from test_streams_server import Reader, asking, events_of, read_all, sampler_of,
 from test_survival import Held, Life, killed, life, played, until
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.runs import admission
-from tinkex.server.state import Limits
+from tinkex.server.server_limits import Limits
 
 __all__ = ["serve"]  # a fixture
 

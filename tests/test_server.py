@@ -23,7 +23,7 @@ from tinkex.engine.fake import FakeEngine
 from tinkex.server.app import create_app
 from tinkex.server.runs.journal import Journal
 from tinkex.server.runs.promises import JUST_READ, KEEP_READ, KEEP_UNREAD, Promises
-from tinkex.server.state import Limits
+from tinkex.server.server_limits import Limits
 from tinkex.wire import codec, protobuf
 from tinkex.wire.protocol import OPERATIONS, PREFIX
 

@@ -23,7 +23,7 @@ from tinkex.engine.api import EngineError
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.routes import training_calls, weights_calls
 from tinkex.server.runs import admission
-from tinkex.server.state import Limits
+from tinkex.server.server_limits import Limits
 
 Make = Callable[..., ServiceClient]
 STEP = types.AdamParams(learning_rate=0.1)
