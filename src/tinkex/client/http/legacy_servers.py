@@ -20,7 +20,7 @@ from tinkex.types.record import to_builtins
 from tinkex.types.sampling import SampleRequest
 from tinkex.types.training import ForwardBackwardRequest, ForwardRequest, UntypedAPIFuture
 from tinkex.wire import codec, protocol
-from tinkex.wire.protobuf import NotInProtobuf
+from tinkex.wire.protobuf_schema import NotInProtobuf
 from tinkex.wire.protocol import Operation
 
 NEWER_FIELDS: dict[Operation, dict[str, Any]] = {

@@ -62,7 +62,7 @@ from tinkex.errors import (
 from tinkex.types.account import AuthTokenResponse
 from tinkex.types.sessions import Empty
 from tinkex.wire import codec
-from tinkex.wire.protobuf import Pieces
+from tinkex.wire.pieces import Pieces
 from tinkex.wire.protocol import (
     AUTH_TOKEN,
     BY_NAME,
