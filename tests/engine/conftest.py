@@ -1,4 +1,4 @@
-"""Small random checkpoints, written by transformers, and ways to build data, adapters and samples."""
+"""Small random checkpoints, written by transformers, and makers of data and samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every family of models against transformers: logits, gradients of LoRA factors, samples, files."""
+"""Every family against transformers: logits, gradients of LoRA factors, samples, files."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from tinkex.engine.families.model_config import AttentionRule, DecoderConfig
 from tinkex.engine.families.read_config import families, parse_config, read_config
 from tinkex.engine.model import attention, matmul_check
 from tinkex.engine.model.attention import PackedAttention, attend, causal, trusted, visible
-from tinkex.engine.model.decoder import BARE, Adaptation, Decoder, Lora, hidden_states
+from tinkex.engine.model.decoder import BARE, Decoder, Lora, hidden_states
+from tinkex.engine.model.mlp import Adaptation
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.torch.model_files import load_decoder
-from tinkex.engine.train import trainer
+from tinkex.engine.train import target_logprobs
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.training import AdamParams, DimuonParams, LoraConfig
 
@@ -95,7 +96,7 @@ def test_logits_match_transformers(
 def merged_gradients(
     directory: Path, factors: dict[str, torch.Tensor], data: list[Datum], scale: dict[str, float]
 ) -> tuple[float, list[Any], dict[str, torch.Tensor]]:
-    """Loss, log-probabilities and gradients by transformers in float64, its weights W + scale B A."""
+    """Loss, log-probabilities and gradients by transformers, in float64."""
     model = transformers_model(directory, torch.float64)
     leaves = {name: value.double().clone().requires_grad_() for name, value in factors.items()}
     merged: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
@@ -149,7 +150,7 @@ def test_passes_equal_autograd_through_transformers(
     matmul_check._choice.cache_clear()
     # long sequences in several blocks, capped ones computed twice
     monkeypatch.setattr(attention, "BLOCK", block)
-    monkeypatch.setattr(trainer, "LOGITS_BUDGET", 10 * VOCAB)
+    monkeypatch.setattr(target_logprobs, "LOGITS_BUDGET", 10 * VOCAB)
     engine = TorchEngine({"m": checkpoint(family)}, dtype=dtype, threads=1, micro_batch_tokens=40)
     engine.create("a", "m", LoraConfig(rank=8))
     adapter = adapter_of(engine)
@@ -339,7 +340,7 @@ def test_dimuon_steps_go_by_the_rank_that_experts_have(checkpoint: Checkpoint, d
 
 
 @dataclass(frozen=True)
-class Beside:
+class Beside(Adaptation):
     """Two adapters in one pass: the first for tokens before a border, the second for the others."""
 
     first: Lora

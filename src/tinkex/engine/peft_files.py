@@ -1,4 +1,4 @@
-"""Adapters in PEFT's layout: the names of their files, and the shape that their settings describe."""
+"""Adapters in PEFT's layout: the names of their files, and their shape."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def read_lora_config(directory: Path, groups: Mapping[str, Sequence[str]]) -> Lo
     `groups` are the modules of the base model that are trained together.
 
     Raises:
-        EngineError: The files are not there, or stand for something that is computed otherwise here.
+        EngineError: There is no such file, or the engine would compute another function.
     """
     path = directory / ADAPTER_CONFIG
     try:

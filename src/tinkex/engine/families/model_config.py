@@ -96,7 +96,7 @@ class DecoderConfig:
         kinds: The kind of each layer.
         attention: The attention of each layer.
         ropes: The kinds of rotary embedding that the layers use.
-        rotary: For each layer the index of its rotary embedding; None if it does not mark positions.
+        rotary: The index of each layer's rotary embedding; None if it does not mark positions.
     """
 
     arch: str

@@ -33,8 +33,9 @@ from tinkex.engine.torch.model_files import (
     load_factors,
 )
 from tinkex.engine.torch.openmp import calm_openmp, usable_cores
+from tinkex.engine.train.adapter import Adapter
 from tinkex.engine.train.objectives import find_objective
-from tinkex.engine.train.trainer import Adapter, Trainer
+from tinkex.engine.train.trainer import Trainer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -21,8 +21,9 @@ from tinkex.engine.families.model_config import DecoderConfig, ExpertsConfig
 from tinkex.engine.families.read_config import read_config
 from tinkex.engine.json_files import read_object
 from tinkex.engine.model.attention import widened
-from tinkex.engine.model.decoder import Decoder, Layer, Mlp
+from tinkex.engine.model.decoder import Decoder, Layer
 from tinkex.engine.model.experts import Experts
+from tinkex.engine.model.mlp import Mlp
 from tinkex.engine.model.rotary import inverse_frequencies
 from tinkex.engine.peft_files import (
     ADAPTER_CONFIG,
