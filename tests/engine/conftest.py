@@ -1,4 +1,4 @@
-"""Small random checkpoints, written by transformers, and ways to build data, adapters and samples."""
+"""Small random checkpoints, written by transformers, and builders of data and adapters."""
 
 from __future__ import annotations
 

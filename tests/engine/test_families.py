@@ -1,4 +1,4 @@
-"""Every family of models against transformers: logits, gradients of LoRA factors, samples, files."""
+"""Each family of models against transformers: logits, gradients, samples, files."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_logits_match_transformers(
 def merged_gradients(
     directory: Path, factors: dict[str, torch.Tensor], data: list[Datum], scale: dict[str, float]
 ) -> tuple[float, list[Any], dict[str, torch.Tensor]]:
-    """Loss, log-probabilities and gradients by transformers in float64, its weights W + scale B A."""
+    """Return loss, log-probabilities and gradients by transformers in float64."""
     model = transformers_model(directory, torch.float64)
     leaves = {name: value.double().clone().requires_grad_() for name, value in factors.items()}
     merged: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
@@ -396,7 +396,7 @@ def test_experts_say_which_tokens_they_got(checkpoint: Checkpoint) -> None:
     "rule", [AttentionRule(0.3), AttentionRule(0.3, 5), AttentionRule(0.3, 5, 1.5)]
 )
 def test_attention_under_a_mask_is_what_whole_sequences_get(rule: AttentionRule) -> None:
-    """Queries of two sequences at different places, against keys of which some are room to spare."""
+    """Queries of two sequences at different places, and keys with padding."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 12, heads, 8, generator=generator) for heads in (4, 2, 2))
     whole = causal(q, k, v, rule).view(2, 12, 32)
