@@ -15,7 +15,8 @@ from typing import Any
 import msgspec
 
 from tinkex.client.futures.api_future import failure_of
-from tinkex.client.http.transport import Reply, Transport
+from tinkex.client.http.exchange import Reply
+from tinkex.client.http.transport import Transport
 from tinkex.types.record import to_builtins
 from tinkex.types.sampling import SampleRequest
 from tinkex.types.training import ForwardBackwardRequest, ForwardRequest, UntypedAPIFuture
