@@ -1059,7 +1059,7 @@ def test_odd_keys_and_tokens_are_not_known(tmp_path: Path) -> None:
 
 
 def raw(url: str, data: bytes, *, hang_up: bool = False) -> bytes:
-    """What a server says to some bytes before it closes the connection, or ten seconds have passed."""
+    """Return what a server answers to some bytes, within ten seconds."""
     address = urlsplit(url)
     with socket.create_connection(
         (address.hostname or "", address.port or 0), timeout=10

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings")
 
 @pytest.fixture
 def make(model_dir: Path, tmp_path: Path) -> Make:
-    """Writes an adapter with peft, whose factors are all random: nothing in it is without effect."""
+    """Write an adapter with peft whose factors are all random, so that each has an effect."""
 
     def write(dtype: torch.dtype = torch.float32, **options: Any) -> Path:
         torch.manual_seed(1)

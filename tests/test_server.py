@@ -46,7 +46,7 @@ class Recorder:
 
 @dataclass
 class Shared:
-    """One server for most tests: sessions are independent, and the recorder starts anew for each."""
+    """One server for most tests: sessions are independent, the recorder restarts each time."""
 
     wire: Wire
     engine: FakeEngine
@@ -337,7 +337,7 @@ def test_an_optimizer_that_is_not_here_is_refused(wire: Wire) -> None:
 
 @pytest.mark.covers("S14")
 def test_nothing_in_a_bad_request_changes_anything(wire: Wire) -> None:
-    """Two runs get the same good calls; one of them gets bad ones in between. They must stay equal."""
+    """Two runs get the same good calls, one also gets bad ones. They must stay equal."""
     session = wire.session()
     clean, tried = wire.model(session, 0), wire.model(session, 1)
     numbers = {clean: iter(range(1, 100)), tried: iter(range(1, 100))}

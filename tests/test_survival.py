@@ -332,7 +332,7 @@ def test_what_a_killed_save_left_behind_is_removed(tmp_path: Path) -> None:
 
 @pytest.mark.covers("S44")
 def test_a_load_is_repeated_even_if_what_it_loaded_is_gone(tmp_path: Path) -> None:
-    """The state that a load writes may not be in force yet when its client deletes the checkpoint."""
+    """A client may delete a checkpoint before the state it loaded is in force."""
 
     async def scenario() -> None:
         engine = FakeEngine()
