@@ -15,7 +15,7 @@ import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, Protocol, TypeVar
 
 import msgspec
@@ -768,7 +768,7 @@ class _Poll:
                 size = envelope.get("response_payload_size")
                 return _Announced(size if isinstance(size, int) and size > 0 else 0)
             if status == "completed" and "result" in envelope:
-                reply = replace(reply, body=msgspec.json.encode(envelope["result"]))
+                reply = msgspec.structs.replace(reply, body=msgspec.json.encode(envelope["result"]))
                 envelope = _mapping(reply.body)
             if "error" in envelope or status == "failed":
                 raise failure_of(self.transport, self.op, envelope, self.request_id)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Container
-from dataclasses import dataclass
+
+import msgspec
 
 from tinkex.client.http.addresses import REDIRECTS
 from tinkex.client.http.exchange import HttpRequest, Reply
@@ -24,8 +25,7 @@ REJECTED_ATTEMPTS = 16
 """How often a request is sent again after a 400 with an empty body."""
 
 
-@dataclass(frozen=True, slots=True)
-class Patience:
+class Patience(msgspec.Struct, frozen=True):
     """The limits of a request's retries."""
 
     seconds: float

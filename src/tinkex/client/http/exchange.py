@@ -37,8 +37,7 @@ class HttpRequest(msgspec.Struct, frozen=True):
         return None if self.body is None else bytes(self.body)
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(msgspec.Struct, frozen=True):
     """An answer; the names of its headers are lower-case."""
 
     status: int

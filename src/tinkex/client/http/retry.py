@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from tinkex import events
 from tinkex.errors import APIConnectionError, APIStatusError, GoneError
@@ -55,8 +55,14 @@ class Delays:
         return max(delay, asked) if asked and asked <= LONGEST_RETRY_AFTER else delay
 
 
+Sleep: TypeAlias = Callable[[float], Awaitable[object]]
+"""Waits for so many seconds."""
+
+
 async def persist(
-    attempt: Callable[[], Awaitable[T]], delay_after: Callable[[T | Exception], float | None]
+    attempt: Callable[[], Awaitable[T]],
+    delay_after: Callable[[T | Exception], float | None],
+    sleep: Sleep | None = None,
 ) -> T:
     """Repeat an attempt until its outcome is final, and return or raise that outcome.
 
@@ -64,6 +70,7 @@ async def persist(
         attempt: Makes one attempt.
         delay_after: Returns the seconds to wait before the next attempt, given the outcome of the
             last one: its result or its exception. None makes that outcome final.
+        sleep: Waits in place of `asyncio.sleep`.
 
     Returns:
         The last result.
@@ -77,7 +84,7 @@ async def persist(
         else:
             if (delay := delay_after(result)) is None:
                 return result
-        await asyncio.sleep(delay)
+        await (sleep or asyncio.sleep)(delay)
 
 
 @dataclass(frozen=True)
