@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from tinkex.client.futures.api_future import start
-from tinkex.client.http.retry import Delays, persist
+from tinkex.client.http.retry import persist
 from tinkex.client.http.transport import Transport
 from tinkex.client.rest import ARCHIVE_ATTEMPTS, ARCHIVE_RETRY_SECONDS, RestClient
+from tinkex.client.settings.delays import Delays
 from tinkex.errors import APIError, TinkerError
 from tinkex.hub.archives import ArchiveLimits, UnsafeArchiveError, extract
 from tinkex.types.checkpoints import SCHEME, ParsedCheckpointTinkerPath

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias
 
-from tinkex.client.http.retry import Delays
+from tinkex.client.settings.delays import Delays
 from tinkex.errors import TinkerError
 
 Strategy: TypeAlias = Literal["latest", "best"] | tuple[Literal["specific"], str]

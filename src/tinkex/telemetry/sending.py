@@ -11,9 +11,10 @@ from typing import Any, Protocol, TypeAlias
 from urllib.parse import urlsplit
 
 from tinkex.client.futures.api_future import start
-from tinkex.client.http.retry import Delays, persist
+from tinkex.client.http.retry import persist
 from tinkex.client.settings import environment
 from tinkex.client.settings.config import HOSTED_URL, Config
+from tinkex.client.settings.delays import Delays
 from tinkex.errors import APIStatusError, TinkerError, is_retryable
 from tinkex.types.sessions import TelemetryResponse, TelemetrySendRequest
 from tinkex.wire.protocol import TELEMETRY, Operation

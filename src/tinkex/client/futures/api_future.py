@@ -25,9 +25,10 @@ from tinkex.client.futures.loop_thread import Inbox, Runtime, give_up, inbox_of,
 from tinkex.client.http.attempts import DELAYS, Patience
 from tinkex.client.http.exchange import Reply
 from tinkex.client.http.reply_errors import RejectedError
-from tinkex.client.http.retry import LONGEST_RETRY_AFTER, Delays, persist
+from tinkex.client.http.retry import persist
 from tinkex.client.http.transport import OFF_LOOP_BYTES, Transport
 from tinkex.client.settings.config import poll_delay
+from tinkex.client.settings.delays import LONGEST_RETRY_AFTER, Delays
 from tinkex.errors import (
     APIConnectionError,
     APIError,

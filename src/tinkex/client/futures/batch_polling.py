@@ -24,8 +24,9 @@ from dataclasses import dataclass
 from tinkex.client.futures.api_future import HELD, POLL_TIMEOUT
 from tinkex.client.futures.loop_thread import runtime
 from tinkex.client.http.exchange import Reply
-from tinkex.client.http.retry import Delays, persist
+from tinkex.client.http.retry import persist
 from tinkex.client.http.transport import OFF_LOOP_BYTES, Transport
+from tinkex.client.settings.delays import Delays
 from tinkex.errors import GoneError, TinkerError
 from tinkex.types.sessions import (
     FuturesRetrieveRequest,

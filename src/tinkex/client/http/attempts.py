@@ -13,7 +13,8 @@ from tinkex.client.http.exchange import HttpRequest, Reply
 from tinkex.client.http.limits import BillingPause, BreakerRegistry
 from tinkex.client.http.link import Link
 from tinkex.client.http.reply_errors import RejectedError
-from tinkex.client.http.retry import Delays, persist
+from tinkex.client.http.retry import persist
+from tinkex.client.settings.delays import Delays
 from tinkex.errors import APIConnectionError, APIStatusError, BillingError, is_retryable
 from tinkex.wire.protocol import Operation
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from tinkex.client.http.retry import LONGEST_RETRY_AFTER
+from tinkex.client.settings.delays import LONGEST_RETRY_AFTER
 from tinkex.wire.pieces import Pieces
 from tinkex.wire.protocol import Traffic
 from tinkex.wire.redacted_http import wait_asked

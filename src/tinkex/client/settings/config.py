@@ -16,9 +16,9 @@ from importlib import import_module
 from typing import Any, TypeAlias
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
-from tinkex.client.http.retry import Delays
 from tinkex.client.settings import environment
 from tinkex.client.settings.credentials import stored_key
+from tinkex.client.settings.delays import Delays
 from tinkex.errors import ConfigurationError
 from tinkex.recovery.policies import RecoveryPolicy
 from tinkex.wire.redacted_http import REDACTED
