@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from support import Clock, pass_json, sample_json, step_json
+from tinkex.client.http.exchange import HttpRequest
 from tinkex.engine.api import EngineError
 from tinkex.engine.fake import FakeEngine
 from tinkex.local import AsgiExchange
@@ -47,7 +48,7 @@ class Life:
     ) -> tuple[int, Any]:
         headers = {"Content-Type": "application/json"} | ({"X-API-Key": key} if key else {})
         data = json.dumps(body).encode() if body is not None else None
-        reply = await self._exchange.send(method, f"/api/v1/{path}", headers, data, 20)
+        reply = await self._exchange.send(HttpRequest(method, f"/api/v1/{path}", headers, data, 20))
         return reply.status, json.loads(reply.body)
 
     async def post(self, path: str, body: Any, key: str | None = None) -> Any:
