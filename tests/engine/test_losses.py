@@ -11,6 +11,7 @@ import torch
 from engine.references import adapter_of, assert_near, gradients, randomise, reference_run
 from tinkex.engine.api import EngineError, run_pass
 from tinkex.engine.losses.table import LOSSES, SEQUENCE
+from tinkex.engine.places import Directory
 from tinkex.types.inputs import Datum, ModelInput
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def test_thresholds_may_be_given_for_each_token(
     loss: str, engine: TorchEngine, data: Data, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     randomise(adapter_of(engine))
-    engine.writer("a", optimizer=False)(tmp_path)
+    engine.writer("a", optimizer=False).write(Directory(tmp_path))
     batch = with_inputs(data(9, 4, 17), **NEAR)
     if loss == "gspo":
         batch = marked(batch)

@@ -12,6 +12,7 @@ import torch
 from engine.references import adapter_of, assert_near, gradients, randomise, reference_run
 from tinkex.engine.api import EngineError, run_pass
 from tinkex.engine.model import attention, decoder
+from tinkex.engine.places import Directory
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.torch.lora import Layout
 from tinkex.engine.train import device_step, target_logprobs
@@ -73,7 +74,7 @@ def test_pass_equals_float64_reference(
     adapter = adapter_of(engine)
     randomise(adapter)
     adapter.state = AdamState.fresh(adapter.state.weights.float().to(dtype))  # files hold float32
-    engine.writer("a", optimizer=False)(tmp_path)
+    engine.writer("a", optimizer=False).write(Directory(tmp_path))
     batch = data(5, 17, 9, 17, 1, 30, 9)
     total, logprobs, grads = reference_run(checkpoint(family), tmp_path, batch, loss, settings)
 
@@ -105,7 +106,7 @@ def test_several_targets_per_position(
     sparse: bool, engine: TorchEngine, data: Data, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     randomise(adapter_of(engine))
-    engine.writer("a", optimizer=False)(tmp_path)
+    engine.writer("a", optimizer=False).write(Directory(tmp_path))
     random = np.random.default_rng(0)
     targets = random.integers(0, 96, (9, 3))
     weights = random.normal(size=(9, 3)).astype(np.float32)
@@ -446,7 +447,7 @@ def test_names_that_do_not_exist(engine: TorchEngine, data: Data, tmp_path: Path
     for call in (
         lambda: run_pass(engine, "b", data(3), "cross_entropy", {}),
         lambda: engine.optim_step("b", LR),
-        lambda: engine.writer("b", optimizer=True)(tmp_path),
+        lambda: engine.writer("b", optimizer=True).write(Directory(tmp_path)),
         lambda: engine.snapshot("b", "s"),
     ):
         with pytest.raises(EngineError, match="there is no adapter 'b'"):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tinkex.engine.api import EngineError
+from tinkex.engine.places import Directory
 from tinkex.server.database.catalogue import Catalogue, discard
 from tinkex.server.database.store import Run, Save, SavedCheckpoint, Store
 from tinkex.server.files.data_dir import is_full_disk, sync_above
@@ -74,12 +75,12 @@ def saving(
     A request that was met in an earlier life is not met again: what it saved may have been replaced
     or deleted since.
     """
-    write_adapter = state.engine.writer(run.model_id, optimizer=optimizer)
+    writer = state.engine.writer(run.model_id, optimizer=optimizer)
 
-    def write(directory: Path) -> None:
-        write_adapter(directory)
+    def write(directory: Directory) -> None:
+        writer.write(directory)
         if finish is not None:
-            finish(directory)
+            finish(directory.path)
 
     def begin() -> Save | Path:
         done = None if wanted.request_id is None else state.store.save(wanted.request_id)
@@ -95,7 +96,7 @@ def saving(
 
 
 def put_files(
-    store: Store, root: Path, run: Run, wanted: Wanted, write: Callable[[Path], None]
+    store: Store, root: Path, run: Run, wanted: Wanted, write: Callable[[Directory], None]
 ) -> SavedCheckpoint:
     """Write to a temporary name, flush, rename, then record: a checkpoint is whole or not there."""
     return _place_files(store, run, wanted, _write_files(store, root, run, wanted, write))
@@ -111,7 +112,7 @@ def _free_path(store: Store, run: Run, wanted: Wanted) -> str:
 
 
 def _write_files(
-    store: Store, root: Path, run: Run, wanted: Wanted, write: Callable[[Path], None]
+    store: Store, root: Path, run: Run, wanted: Wanted, write: Callable[[Directory], None]
 ) -> Path:
     """Write to a temporary name, and flush."""
     check_name(wanted.name)
