@@ -9,8 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from engine.references import adapter_of, assert_near, gradients, randomise, reference_run
+from engine.references import (
+    CASES as LOSS_CASES,
+    adapter_of,
+    assert_near,
+    gradients,
+    randomise,
+    reference_run,
+)
 from tinkex.engine.api import EngineError, run_pass
+from tinkex.engine.losses.table import CUSTOM
 from tinkex.engine.model import attention, decoder
 from tinkex.engine.places import Directory
 from tinkex.engine.torch.engine import TorchEngine
@@ -28,7 +36,7 @@ if TYPE_CHECKING:
 LR = AdamParams(learning_rate=1e-2)
 
 
-CASES = [
+CASES: list[tuple[str, dict[str, bool], str, dict[str, Any]]] = [
     ("llama", {}, "cross_entropy", {}),
     ("llama", {}, "importance_sampling", {}),
     ("llama", {}, "ppo", {}),
@@ -45,6 +53,11 @@ CASES = [
     ("llama3", {"train_attn": False, "train_mlp": False}, "cross_entropy", {}),
     ("mistral", {"train_attn": False}, "cross_entropy", {}),
 ]
+ALL_CASES = CASES + [
+    ("llama", {}, case.loss, case.config)
+    for case in LOSS_CASES.values()
+    if case.loss not in {CUSTOM, *(loss for _, _, loss, _ in CASES)}
+]
 
 
 @pytest.mark.covers("S10", "S15", "S16", "S21")
@@ -52,7 +65,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("dtype", "kept", "short"), [(torch.float32, 0, 64), (torch.float64, 1 << 20, 10)]
 )
-@pytest.mark.parametrize(("family", "flags", "loss", "settings"), CASES)
+@pytest.mark.parametrize(("family", "flags", "loss", "settings"), ALL_CASES)
 def test_pass_equals_float64_reference(
     family: str,
     flags: dict[str, bool],

@@ -30,10 +30,8 @@ from tinkex.types.training import (
 
 ADAMW, DIMUON = AdamOptimizerConfig(), DimuonOptimizerConfig()
 """The optimizers there are; the first is an adapter's unless another is asked for."""
-STABLE_REINFORCE = "stable_reinforce"
-"""The name of the loss that is computed from recordings of its samples."""
 RECORDED_TOKENS = 20
-"""How many of the likeliest tokens a recording holds at each position."""
+"""The number of the likeliest tokens that a recording holds at each position."""
 
 
 class EngineError(Exception):

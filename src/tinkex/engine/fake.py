@@ -31,6 +31,7 @@ from tinkex.engine.api import (
     check_optimizer,
 )
 from tinkex.engine.base_models import describe, locate_models
+from tinkex.engine.losses.table import CUSTOM, STABLE_REINFORCE, find_loss
 from tinkex.engine.places import Place, Writer
 from tinkex.engine.registry import EngineKind
 from tinkex.errors import ConfigurationError
@@ -60,16 +61,6 @@ if TYPE_CHECKING:
 
 SIZE = 8
 STATE = "fake.json"
-LOSSES = (
-    "cross_entropy",
-    "importance_sampling",
-    "ppo",
-    "cispo",
-    "dro",
-    "gspo",
-    "stable_reinforce",
-    "custom",
-)
 
 
 @dataclass
@@ -183,15 +174,14 @@ class FakeEngine(Engine):
     ) -> None:
         """Admit a pass; recordings move its weights, so that other ones show."""
         self._adapter(adapter)
-        if loss_fn not in LOSSES:
-            raise EngineError(f"unknown loss {loss_fn!r}; known are {', '.join(LOSSES)}")
-        if loss_fn == "custom" and config.get("loss_id") not in self._losses:
+        find_loss(loss_fn)
+        if loss_fn == CUSTOM and config.get("loss_id") not in self._losses:
             raise EngineError(f"there is no custom loss {config.get('loss_id')!r}")
         arrays = [
             (datum.model_input.to_numpy(), *_arrays(index, datum))
             for index, datum in enumerate(data)
         ]
-        if loss_fn == "stable_reinforce":
+        if loss_fn == STABLE_REINFORCE:
             if recalled is None or len(recalled) != len(data):
                 raise EngineError("loss 'stable_reinforce' needs the recordings of its samples")
             for known, (_, _, weights) in zip(recalled, arrays, strict=True):
