@@ -161,6 +161,8 @@ class State:
         self.checkpoint_dir = data_dir / "checkpoints"
         make_directory(self.checkpoint_dir)
         self.upload_dir = data_dir / "uploads"
+        self.coming: set[Path] = set()
+        """Files of uploads that are just arriving."""
         self.finishing: set[str] = set()
         """Uploads that are just being made checkpoints of."""
         self.database = open_database(data_dir)

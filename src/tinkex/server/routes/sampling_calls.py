@@ -13,7 +13,7 @@ from tinkex.server.calls import Call
 from tinkex.server.database.entities import Sampler
 from tinkex.server.files.checkpoint_files import find_checkpoint
 from tinkex.server.http_errors import Refusal
-from tinkex.server.routes.batch_poll import target_of
+from tinkex.server.routes.future_calls import target_of
 from tinkex.server.routes.handler_table import handler
 from tinkex.server.routes.sample_streams import SampleStream
 from tinkex.server.routes.session_calls import require_session
