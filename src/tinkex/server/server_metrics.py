@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from tinkex.server.runs.scheduler import SAMPLING, TRAINING
+from tinkex.server.workers.worker import SAMPLING, TRAINING
 from tinkex.wire import prometheus
 from tinkex.wire.prometheus import family, labels
 from tinkex.wire.redaction import MOST_TRACEBACK, Scrubber
@@ -96,7 +96,8 @@ def _of_state(state: State, began: float) -> Iterator[str]:
     yield from family(
         "tinkex_tokens_total", "counter", "Tokens, by what was done with them.", tokens
     )
-    steps = {labels(kind=kind): state.worker.steps[kind] for kind in (TRAINING, SAMPLING)}
+    made = state.workers.steps()
+    steps = {labels(kind=kind): made[kind] for kind in (TRAINING, SAMPLING)}
     yield from family(
         "tinkex_engine_steps_total", "counter", "Steps of the engine, by kind.", steps
     )
@@ -120,13 +121,12 @@ def _of_state(state: State, began: float) -> Iterator[str]:
         "Training runs whose adapters are loaded.",
         {"": len(state.runs)},
     )
-    in_memory = sum(directory is None for directory in state.snapshots.values())
-    samplers = {"": len(state.loading) + in_memory}
+    samplers = {"": len(state.samplers.loaded) + len(state.samplers.nameless.in_memory())}
     yield from family(
         "tinkex_samplers", "gauge", "Weights held in memory to sample from.", samplers
     )
     yield from family(
-        "tinkex_open_sessions", "gauge", "Sessions that are open.", {"": len(state.heard)}
+        "tinkex_open_sessions", "gauge", "Sessions that are open.", {"": len(state.sessions)}
     )
     yield from family(
         "tinkex_kept_results",

@@ -22,7 +22,7 @@ import numpy as np
 from tinkex.engine.api import EngineError
 from tinkex.engine.json_files import parse_object
 from tinkex.server.database.store import LOCAL_OWNER, Run, SavedCheckpoint, Store
-from tinkex.server.files.checkpoint_files import Wanted, put_files
+from tinkex.server.files.checkpoint_files import Checkpoints, SaveSpec
 from tinkex.types.tensors import Array
 from tinkex.types.training import LoraConfig
 
@@ -118,7 +118,7 @@ def import_adapter(
     lora, run_id = adapter.shape(), str(uuid.uuid4())
     run = Run(f"{run_id}:train:0", run_id, base_model, lora, {"type": "adamw"}, {}, owner)
     write = adapter.writer(base_model, lora)
-    saved = put_files(store, store.root / "checkpoints", run, Wanted("weights", name), write)
+    saved = Checkpoints(store).put(run, SaveSpec("weights", name), write)
     store.add_run(run)
     return saved
 
