@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def is_coroutine_function(function: Any) -> bool:
-    """Return whether asyncio takes a function for a coroutine function; twins are marked as such."""
+    """Return True if asyncio takes a function for a coroutine function, as it does twins."""
     return inspect.iscoroutinefunction(function) or hasattr(function, "_is_coroutine")
 
 

@@ -38,7 +38,7 @@ from tinkex.server.server_limits import Limits
 from tinkex.server.state import State
 from tinkex.types.sampling import SampleRequest
 from tinkex.types.training import AdamParams, LoraConfig, OptimizerConfigBase, OptimParams
-from tinkex.wire import codec, protobuf
+from tinkex.wire import codec, protobuf_schema
 from tinkex.wire.protocol import BY_NAME, OPERATIONS, PREFIX
 from tinkex.wire.redacted_http import REDACTED
 
@@ -818,7 +818,7 @@ def damaged(draw: st.DrawFn) -> Callable[[str], bytes]:
     at, what = draw(st.integers(1, 200)), draw(st.sampled_from([b"", b"\xff", b"\x7f\x00"]))
 
     def made(model_id: str) -> bytes:
-        wire = protobuf.message("ForwardBackwardRequest")(
+        wire = protobuf_schema.message("ForwardBackwardRequest")(
             model_id=model_id, loss_fn="cross_entropy"
         )
         datum = wire.data.add()
@@ -1060,7 +1060,7 @@ def test_odd_keys_and_tokens_are_not_known(tmp_path: Path) -> None:
 
 
 def raw(url: str, data: bytes, *, hang_up: bool = False) -> bytes:
-    """What a server says to some bytes before it closes the connection, or ten seconds have passed."""
+    """Return what a server answers to some bytes, within ten seconds."""
     address = urlsplit(url)
     with socket.create_connection(
         (address.hostname or "", address.port or 0), timeout=10

@@ -1,4 +1,4 @@
-"""Requests that arrive or have not ended: each owner may hold so many bytes, more are answered 429."""
+"""Limits on the bytes of requests that arrive or have not ended; 429 beyond."""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ from tinkex.engine.fake import FakeEngine
 from tinkex.server.access.accounts import create_key
 from tinkex.server.database.store import DATABASE, Store
 
-BASES = tuple(BaseModel(name, context_length=length, vocab_size=128, arch="fake") for name, length in
+BASES = tuple(BaseModel(name, context_length=length, vocab_size=128, arch="fake")
+              for name, length in
               (("fake", 512), ("org/other", 2048)))  # fmt: skip
 
 

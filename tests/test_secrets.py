@@ -212,8 +212,7 @@ def everything(
     """Listens at every place at once while a test runs, and is the judge of it in the end."""
     heard, root = Everything(), logging.getLogger()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    for module in ("client.http.transport", "client.futures.api_future", "hub.downloads"):
-        monkeypatch.setattr(f"tinkex.{module}.backoff", lambda *_, **__: 0.001)
+    monkeypatch.setattr("tinkex.client.http.retry.Delays.after", lambda *_, **__: 0.001)
     monkeypatch.setattr("tinkex.telemetry.sending.retry_delay", lambda *_: 0.001)
     levels = {
         name: logging.getLogger(name).level

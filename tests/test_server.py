@@ -24,7 +24,7 @@ from tinkex.server.app import create_app
 from tinkex.server.runs.journal import Journal
 from tinkex.server.runs.promises import JUST_READ, KEEP_READ, KEEP_UNREAD, Promises
 from tinkex.server.server_limits import Limits
-from tinkex.wire import codec, protobuf
+from tinkex.wire import codec, protobuf_passes, protobuf_schema
 from tinkex.wire.protocol import OPERATIONS, PREFIX
 
 
@@ -46,7 +46,7 @@ class Recorder:
 
 @dataclass
 class Shared:
-    """One server for most tests: sessions are independent, and the recorder starts anew for each."""
+    """One server for most tests: sessions are independent, the recorder restarts each time."""
 
     wire: Wire
     engine: FakeEngine
@@ -253,7 +253,7 @@ def test_a_request_that_was_refused_does_not_hold_up_the_next(wire: Wire) -> Non
 def test_a_refused_protobuf_request_does_not_hold_up_the_next(wire: Wire) -> None:
     """Its tensors are damaged, but whose it is and which number it has can be read."""
     model = wire.model()
-    damaged = protobuf.parse("ForwardBackwardRequest", protobuf_pass(model, 1))
+    damaged = protobuf_schema.parse("ForwardBackwardRequest", protobuf_pass(model, 1))
     damaged.data[0].loss_fn_inputs["target_tokens"].shape.append(7)
     heard = wire.send(
         "forward_backward",
@@ -337,7 +337,7 @@ def test_an_optimizer_that_is_not_here_is_refused(wire: Wire) -> None:
 
 @pytest.mark.covers("S14")
 def test_nothing_in_a_bad_request_changes_anything(wire: Wire) -> None:
-    """Two runs get the same good calls; one of them gets bad ones in between. They must stay equal."""
+    """Two runs get the same good calls, one also gets bad ones. They must stay equal."""
     session = wire.session()
     clean, tried = wire.model(session, 0), wire.model(session, 1)
     numbers = {clean: iter(range(1, 100)), tried: iter(range(1, 100))}
@@ -991,7 +991,7 @@ def test_all_dialects_of_a_pass_mean_the_same(wire: Wire, recorder: Recorder) ->
     model = wire.model()
     as_protobuf = {"Content-Type": "application/x-protobuf"}
     zstd_body = codec.encode(
-        protobuf.decode_forward_backward(protobuf_pass(model, 3)), compress=True
+        protobuf_passes.decode_forward_backward(protobuf_pass(model, 3)), compress=True
     )
     forward = pass_json(model, 4)
     forward["forward_input"] = forward.pop("forward_backward_input")

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from support import Clock, pass_json, sample_json, step_json
+from tinkex.client.http.exchange import HttpRequest
 from tinkex.engine.api import EngineError
 from tinkex.engine.fake import FakeEngine
 from tinkex.local import AsgiExchange
@@ -47,7 +48,7 @@ class Life:
     ) -> tuple[int, Any]:
         headers = {"Content-Type": "application/json"} | ({"X-API-Key": key} if key else {})
         data = json.dumps(body).encode() if body is not None else None
-        reply = await self._exchange.send(method, f"/api/v1/{path}", headers, data, 20)
+        reply = await self._exchange.send(HttpRequest(method, f"/api/v1/{path}", headers, data, 20))
         return reply.status, json.loads(reply.body)
 
     async def post(self, path: str, body: Any, key: str | None = None) -> Any:
@@ -331,7 +332,7 @@ def test_what_a_killed_save_left_behind_is_removed(tmp_path: Path) -> None:
 
 @pytest.mark.covers("S44")
 def test_a_load_is_repeated_even_if_what_it_loaded_is_gone(tmp_path: Path) -> None:
-    """The state that a load writes may not be in force yet when its client deletes the checkpoint."""
+    """A client may delete a checkpoint before the state it loaded is in force."""
 
     async def scenario() -> None:
         engine = FakeEngine()

@@ -107,7 +107,8 @@ def test_tokens_and_checkpoints_are_counted_by_the_hour(serve: Serve) -> None:
     assert wire.get(f"billing/usage/events?{span(hours=1, back=30)}")["data"]
     assert (
         wire.get(
-            "billing/usage/events?starting_on=2020-01-01T00:00:00Z&ending_before=2020-01-02T00:00:00Z"
+            "billing/usage/events?starting_on=2020-01-01T00:00:00Z&"
+            "ending_before=2020-01-02T00:00:00Z"
         )["data"]
         == []
     )
