@@ -23,7 +23,7 @@ from typing import Any
 
 from safetensors.numpy import load_file
 
-from tinkex.server.database.store import DATABASE
+from tinkex.server.database.sqlite import DATABASE
 from tinkex.server.files.seals import SEAL
 from tinkex.server.runs.journal import read_records
 

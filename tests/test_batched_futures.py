@@ -451,7 +451,7 @@ def inside(
 
 def sizes(state: Any, engine: FakeEngine) -> dict[str, int]:
     """How many things the parts of a server hold."""
-    worker, promises = state.worker, state.promises
+    (worker,), promises = state.workers, state.promises
     return {
         "promises": len(promises),
         "tasks": len(promises._tasks),
@@ -460,7 +460,7 @@ def sizes(state: Any, engine: FakeEngine) -> dict[str, int]:
         "samples": len(worker.samples),
         "cancelled": len(worker.samples.cancelled),
         "jobs": len(engine._jobs),
-        "loading": len(state.loading),
+        "loading": len(state.samplers.loaded),
     }
 
 
@@ -658,7 +658,7 @@ def test_results_that_are_never_reported_are_freed_in_the_end(
         assert len(promises) == 0
         last = (await server.post("asample", sample_json(sampler, 3)))["request_id"]
         await promises.get(last).done.wait()
-        server.state.end_session(session)
+        server.state.sessions.end(session)
         assert len(promises) == 0
 
     inside(FakeEngine(), tmp_path, body, monkeypatch)

@@ -14,7 +14,6 @@ import functools
 import json
 import os
 import socket
-import sqlite3
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,11 +27,10 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
 from schemas import DEEP, DEEP_OBJECT, TEXTS, Json, Place, breaks, broken, values, written
-from support import Wire, pass_json, sample_json, serving, step_json
+from support import Wire, pass_json, sample_json, serving, sqlite, step_json
 from tinkex.engine.api import ADAMW, BaseModel, EngineError, Listener
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.app import create_app
-from tinkex.server.database.store import Store
 from tinkex.server.routes.openapi import describe
 from tinkex.server.server_limits import Limits
 from tinkex.server.state import State
@@ -251,9 +249,10 @@ class Subject:
             live is not None
             and live.last is None
             and live.lane.next < 1_000_000
-            and self.names["@session"] in self.state.heard
+            and self.names["@session"] in self.state.sessions
             and all(
-                self.state.store.checkpoint(self.names[name]) for name in ("@weights", "@samplable")
+                self.state.database.checkpoints.get(self.names[name])
+                for name in ("@weights", "@samplable")
             )
         ):
             return
@@ -307,7 +306,8 @@ class Subject:
         ):
             await asyncio.sleep(0.002)
             assert time.monotonic() < until, "something hangs"
-        await self.state.worker.run(lambda: None)
+        for worker in self.state.workers:
+            await worker.run(lambda: None)
         await self.state.meter.flush()
 
     def digest(self) -> dict[str, Any]:
@@ -320,11 +320,11 @@ class Subject:
             for path in (self.data_dir / place).rglob("*")
         }
         return {
-            "rows": state.store._db.total_changes,
+            "rows": sqlite(state).db.total_changes,
             "files": files,
             "promises": sorted(state.promises._promises),
             "logs": sorted(state.promises._logs),
-            "sessions": sorted(state.heard),
+            "sessions": sorted(state.sessions),
             "lanes": {
                 name: (live.lane.next, live.lane.missing, live.last)
                 for name, live in state.runs.items()
@@ -339,7 +339,7 @@ class Subject:
             },
             "samplers": sorted(engine._samplers),
             "losses": sorted(engine._losses),
-            "snapshots": sorted(state.snapshots),
+            "snapshots": sorted(state.samplers.nameless.directories),
         }
 
 
@@ -1180,15 +1180,11 @@ def test_a_fault_of_an_engine_is_a_500_and_logged(
 def test_a_fault_of_a_store_is_a_500_and_logged(
     faulty: Subject, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class BrokenStore(Store):
-        def rows(self, query: str, *values: Any) -> list[sqlite3.Row]:
-            return self._break()
+    def _break(*_: object) -> list[str]:
+        # no kind of error makes a fault the caller's
+        raise ValueError(f"not what was asked for, but {SECRET}")
 
-        def _break(self) -> list[sqlite3.Row]:
-            # no kind of error makes a fault the caller's
-            raise ValueError(f"not what was asked for, but {SECRET}")
-
-    monkeypatch.setattr(faulty.state.store, "__class__", BrokenStore)
+    monkeypatch.setattr(faulty.state.database.sessions, "ids", _break)
     heard = faulty.send("GET", f"{PREFIX}/sessions")
     assert (heard.status, heard.json) == (500, {"detail": "internal error: ValueError"})
     logged(caplog)

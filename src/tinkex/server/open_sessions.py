@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 
-from tinkex.server.database.store import Store
+from tinkex.server.database.interface import SessionTable
 from tinkex.server.http_errors import Refusal
 
 EXPIRED = "expired"
@@ -16,19 +16,21 @@ EXPIRED = "expired"
 class Sessions:
     """The open sessions of a server."""
 
-    def __init__(self, store: Store, seconds: float, forget: Callable[[str], object]) -> None:
+    def __init__(
+        self, table: SessionTable, seconds: float, forget: Callable[[str], object]
+    ) -> None:
         """Know of no session yet.
 
         Args:
-            store: Where sessions are on record.
+            table: Where sessions are on record.
             seconds: How long a session may be silent.
             forget: Frees what a session that has ended holds in memory and on disk.
         """
-        self._store, self._seconds, self._forget = store, seconds, forget
+        self._table, self._seconds, self._forget = table, seconds, forget
         self.last_seen: dict[str, float] = {}
         """By the id of each open session, when something last came for it."""
 
-    def __contains__(self, session_id: str) -> bool:
+    def __contains__(self, session_id: object) -> bool:
         return session_id in self.last_seen
 
     def __iter__(self) -> Iterator[str]:
@@ -49,7 +51,7 @@ class Sessions:
     async def require(self, session_id: str) -> None:
         """Refuse what comes for a session that is not open; note that something came."""
         if session_id not in self.last_seen:
-            known = await asyncio.to_thread(self._store.session_state, session_id)
+            known = await asyncio.to_thread(self._table.state, session_id)
             if known is None:
                 raise Refusal(404, f"there is no session {session_id!r}")
             if known == EXPIRED:
@@ -69,7 +71,7 @@ class Sessions:
     async def finish(self, session_id: str, reason: str, detail: str | None) -> None:
         """End a session at its client's word; the first reason stays on record."""
         self.last_seen.pop(session_id, None)  # from here on the record says whether it is open
-        await asyncio.to_thread(self._store.finish_session, session_id, reason, detail)
+        await asyncio.to_thread(self._table.finish, session_id, reason, detail)
         self.end(session_id)
 
     async def sweep(self) -> None:
@@ -78,20 +80,11 @@ class Sessions:
         for session_id in [s for s, seen in self.last_seen.items() if seen < now - self._seconds]:
             # first, so that no reader of the record finds anything of it alive
             self.end(session_id)
-            await asyncio.to_thread(
-                self._store.finish_session, session_id, EXPIRED, self._silence()
-            )
+            await asyncio.to_thread(self._table.finish, session_id, EXPIRED, self._silence())
             self.last_seen.pop(session_id, None)  # what came meanwhile came too late
         seen = [(time.time() - (now - seen), session) for session, seen in self.last_seen.items()]
-        await asyncio.to_thread(self._record, seen)
-
-    def _record(self, seen: list[tuple[float, str]]) -> None:
-        """Record when sessions were seen; end those that an earlier life of the server left open."""
-        expire = (
-            "UPDATE sessions SET finished = ?, reason = ?, detail = ? WHERE finished IS NULL "
-            "AND heard < ?"
+        silent_since = time.time() - self._seconds
+        # those that an earlier life of the server left open end as well
+        await asyncio.to_thread(
+            self._table.note_heard, seen, silent_since, EXPIRED, self._silence()
         )
-        now = time.time()
-        ended = [(now, EXPIRED, self._silence(), now - self._seconds)]
-        hear = "UPDATE sessions SET heard = MAX(heard, ?) WHERE session_id = ?"
-        self._store.change((hear, seen), (expire, ended), flush=False)

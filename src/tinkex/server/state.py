@@ -5,21 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tinkex.engine.api import Engine, EngineError
 from tinkex.server.access.accounts import Accounts
+from tinkex.server.access.searches import Searches
 from tinkex.server.complaints import complain
-from tinkex.server.database.catalogue import Catalogue
-from tinkex.server.database.store import DATABASE, Store
+from tinkex.server.database.interface import Database
 from tinkex.server.files.checkpoint_files import Checkpoints
-from tinkex.server.files.data_dir import Lock, make_directory
+from tinkex.server.files.data_dir import Lock, discard, make_directory
 from tinkex.server.files.upload_files import sweep_uploads
 from tinkex.server.http_errors import Refusal
+from tinkex.server.meter import Meter
 from tinkex.server.open_sessions import Sessions
 from tinkex.server.routes.handler_table import HANDLERS, JOURNALLED
-from tinkex.server.routes.usage import Meter
 from tinkex.server.runs.admission import CARRY_ON, Runs
 from tinkex.server.runs.journals import RECORDINGS, Journals
 from tinkex.server.runs.promises import Promises
@@ -50,6 +50,7 @@ class State:
         engines: Engine | Mapping[str, Engine],
         data_dir: Path,
         limits: Limits,
+        open_database: Callable[[Path], Database],
         *,
         api_key: str | None = None,
         tokens: bool = False,
@@ -62,6 +63,7 @@ class State:
             engines: What computes: one engine, or several by name.
             data_dir: Where all files are.
             limits: What is not to be exceeded.
+            open_database: Opens the database of a data directory.
             api_key: A key besides those on record.
             tokens: Whether clients are to exchange their keys for tokens.
             strict: Whether weights are loaded as a run's first operation only.
@@ -76,17 +78,18 @@ class State:
         self._lock = Lock(data_dir, shared=embedded)
         make_directory(data_dir / "checkpoints")
         self.upload_dir = data_dir / "uploads"
-        self.store = Store(data_dir / DATABASE)
-        self.store.verify()
-        self.catalogue = Catalogue(self.store)
-        self.checkpoints = Checkpoints(self.store)
-        self.accounts = Accounts(self.store, data_dir, api_key, embedded=embedded)
-        self.meter = Meter(self.store)
+        self.database = open_database(data_dir)
+        self.database.verify()
+        self.checkpoints = Checkpoints(self.database)
+        self.accounts = Accounts(self.database, api_key, embedded=embedded)
+        self.meter = Meter(self.database)
         self.metrics = Metrics()
         self.promises = Promises(conceal=self.without_paths)
         self.journals = Journals(data_dir)
         self.revivals = Revivals(data_dir)
-        self.sessions = Sessions(self.store, limits.session_seconds, self._forget_session)
+        self.sessions = Sessions(
+            self.database.sessions, limits.session_seconds, self._forget_session
+        )
         self.recordings = SamplingRecords(
             data_dir / RECORDINGS,
             self.journals.of,
@@ -106,7 +109,7 @@ class State:
             journal_bytes=limits.journal_bytes,
         )
         self.runs = Runs(
-            store=self.store,
+            database=self.database,
             journals=self.journals,
             promises=self.promises,
             workers=self.workers,
@@ -117,7 +120,7 @@ class State:
             prepare=lambda call: JOURNALLED[call.op](self, call),
         )
         self.unloading = Unloading(
-            store=self.store,
+            database=self.database,
             journals=self.journals,
             promises=self.promises,
             runs=self.runs,
@@ -126,7 +129,7 @@ class State:
             revivals=self.revivals,
         )
         self.samplers = Samplers(
-            store=self.store,
+            database=self.database,
             workers=self.workers,
             sessions=self.sessions,
             runs=self.runs,
@@ -137,7 +140,7 @@ class State:
         )
         self.sample_journal = SampleJournal(self.journals, self.promises)
         self.replay = Replay(
-            store=self.store,
+            database=self.database,
             journals=self.journals,
             promises=self.promises,
             workers=self.workers,
@@ -154,8 +157,7 @@ class State:
         """Uploads that are just being made checkpoints of."""
         self.owners: dict[str, str] = {}
         """Owners of sessions, as far as they have been asked for."""
-        self.searching: set[str] = set()
-        """Owners whose search is under way."""
+        self.searches = Searches()
         self.expanding = asyncio.Semaphore(1)
         """Held while a compressed body grows large."""
         self.is_draining = False
@@ -178,9 +180,9 @@ class State:
         owner = request_id.rpartition(":")[0]
         if owner in self.runs:
             return None
-        if self.store.run(owner) is not None:
+        if self.database.runs.get(owner) is not None:
             return CARRY_ON
-        return "ask for the sample again" if self.store.sampler(owner) is not None else None
+        return "ask for the sample again" if self.database.samplers.get(owner) is not None else None
 
     # ── tidying ───────────────────────────────────────────────────────────────────────────────────
 
@@ -188,7 +190,7 @@ class State:
         """Free what a session that has ended holds in all parts."""
         self.runs.forget_session(session_id)
         self.workers.forget_session(session_id)
-        next(iter(self.workers)).run(self.catalogue.touch, self._take_asked())
+        next(iter(self.workers)).run(self.database.runs.touch, self._take_asked())
         self.samplers.forget_session(session_id)
         self.promises.forget_session(session_id)
         self.sample_journal.forget_session(session_id)
@@ -215,8 +217,9 @@ class State:
         self.promises.sweep_logs(self.sessions)
         await self.sample_journal.note_read()
         await self.sessions.sweep()
-        await asyncio.to_thread(self.catalogue.touch, self._take_asked())
-        await asyncio.to_thread(self.catalogue.sweep)
+        await asyncio.to_thread(self.database.runs.touch, self._take_asked())
+        for directory in await asyncio.to_thread(self.database.checkpoints.remove_expired):
+            await asyncio.to_thread(discard, directory)
         await asyncio.to_thread(sweep_uploads, self.upload_dir)
 
     # ── the end ───────────────────────────────────────────────────────────────────────────────────

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from tinkex.engine.api import EngineError, Writer
-from tinkex.server.database.catalogue import Catalogue, discard
-from tinkex.server.database.store import Run, Save, SavedCheckpoint, Store
-from tinkex.server.files.data_dir import is_full_disk, sync_above
+from tinkex.server.database.entities import Run, Save, SavedCheckpoint
+from tinkex.server.database.interface import Database
+from tinkex.server.files.data_dir import discard, is_full_disk, sync_above
 from tinkex.server.files.seals import contents, write_whole
 from tinkex.server.workers.worker import OffThread
 from tinkex.types.checkpoints import KINDS, SCHEME, ParsedCheckpointTinkerPath
@@ -61,9 +61,9 @@ class SaveSpec:
 class Checkpoints:
     """The checkpoints of a data directory: their files, and what is on record of them."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._root = store.root / "checkpoints"
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._root = database.root / "checkpoints"
 
     # ── making ────────────────────────────────────────────────────────────────────────────────────
 
@@ -87,7 +87,11 @@ class Checkpoints:
                 finish(directory)
 
         def begin() -> Save | Path:
-            done = None if spec.request_id is None else self._store.save(spec.request_id)
+            done = (
+                None
+                if spec.request_id is None
+                else self._database.checkpoints.save(spec.request_id)
+            )
             return done or self._write(run, spec, write)
 
         def end(written: Save | Path) -> Any:
@@ -105,7 +109,7 @@ class Checkpoints:
     def _free_path(self, run: Run, spec: SaveSpec) -> str:
         """Return the path of a checkpoint that may be made."""
         path = f"{SCHEME}{run.model_id}/{spec.kind}/{spec.name}"
-        if not spec.overwrite and self._store.checkpoint(path) is not None:
+        if not spec.overwrite and self._database.checkpoints.get(path) is not None:
             hint = "; pass overwrite=True to replace it" if spec.kind == "weights" else ""
             raise EngineError(f"checkpoint {path} exists already{hint}")
         return path
@@ -145,7 +149,7 @@ class Checkpoints:
             shutil.rmtree(scratch, ignore_errors=True)
             raise
         sync_above(target, 3)  # up to the directory of all checkpoints
-        replaced = Catalogue(self._store).directory(path)
+        replaced = self._database.checkpoints.directory(path)
         saved = SavedCheckpoint(
             tinker_path=path,
             model_id=run.model_id,
@@ -161,7 +165,7 @@ class Checkpoints:
             project_id=spec.project_id,
             base_digest=run.base_digest,
         )
-        self._store.put_checkpoint(saved, spec.request_id)
+        self._database.checkpoints.put(saved, spec.request_id)
         if replaced is not None:
             discard(replaced)
         return saved
@@ -171,7 +175,7 @@ class Checkpoints:
 
     def clear_leftovers(self, run: str) -> None:
         """Delete what a killed server left of a run's checkpoints: files that are not on record."""
-        kept = Catalogue(self._store).directories(run)
+        kept = self._database.checkpoints.directories(run)
         for directory in self._directory(run).glob("*/*"):
             if directory not in kept:
                 shutil.rmtree(directory, ignore_errors=True)
@@ -180,7 +184,7 @@ class Checkpoints:
 
     def readable(self, path: str, reader: str) -> SavedCheckpoint | None:
         """Return a checkpoint that is there and that its reader may see, or None."""
-        saved = self._store.checkpoint(path)
+        saved = self._database.checkpoints.get(path)
         return saved if saved is not None and saved.is_shown_to(reader) else None
 
     def find(

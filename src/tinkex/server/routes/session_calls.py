@@ -25,7 +25,7 @@ async def create_session(state: State, call: Call) -> CreateSessionResponse:
     request: CreateSessionRequest = call.request
     session_id = str(uuid.uuid4())
     await asyncio.to_thread(
-        state.store.add_session, session_id, request.model_dump(mode="json"), call.owner
+        state.database.sessions.add, session_id, request.model_dump(mode="json"), call.owner
     )
     state.sessions.see(session_id)
     return CreateSessionResponse(session_id=session_id)
@@ -44,7 +44,7 @@ async def finish_session(state: State, call: Call) -> Empty:
     """Close a session; the first reason stays."""
     request: FinishSessionRequest = call.request
     session_id = call.path["session_id"]
-    if await asyncio.to_thread(state.store.session_state, session_id) is None:
+    if await asyncio.to_thread(state.database.sessions.state, session_id) is None:
         raise Refusal(404, f"there is no session {session_id!r}")
     await state.sessions.finish(session_id, request.reason.type, request.detail)
     return Empty()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from tinkex.engine.api import STABLE_REINFORCE, EngineError, Recalled
 from tinkex.server.calls import Call
-from tinkex.server.database.store import Run
+from tinkex.server.database.entities import Run
 from tinkex.server.http_errors import Refusal
 from tinkex.server.routes.handler_table import handler, run_operation
 from tinkex.server.runs.admission import CARRY_ON
@@ -74,7 +74,7 @@ async def create_model(state: State, call: Call) -> Creation:
 
 async def home_of(state: State, call: Call, run: str, base_model: str) -> Worker:
     """Return the worker for a run that is made: that of its record, if it was made before."""
-    known = None if call.recorded is None else await asyncio.to_thread(state.store.run, run)
+    known = None if call.recorded is None else await asyncio.to_thread(state.database.runs.get, run)
     return state.workers.home(run, base_model, None if known is None else known.home)
 
 
@@ -91,7 +91,7 @@ def new_run(
     request: CreateModelRequest | LoadWeightsRequest = call.request
     assert request.session_id is not None
     base = state.workers.base_model(base_model)
-    known = state.store.run(name)
+    known = state.database.runs.get(name)
     if known is not None and call.recorded is None:  # it was unloaded
         raise EngineError(f"model {name!r} is no longer loaded; {CARRY_ON}")
     worker.engine.create(name, base_model, lora, optimizer)
@@ -107,7 +107,7 @@ def new_run(
         worker.name,
     )
     if known is None:
-        state.store.add_run(run)
+        state.database.runs.add(run)
     return run
 
 
@@ -235,7 +235,7 @@ async def unload_model(state: State, call: Call) -> UntypedAPIFuture:
 async def get_info(state: State, call: Call) -> GetInfoResponse:
     """What a run trains."""
     request: GetInfoRequest = call.request
-    run = await asyncio.to_thread(state.store.run, request.model_id)
+    run = await asyncio.to_thread(state.database.runs.get, request.model_id)
     if run is None:
         raise Refusal(404, f"there is no model {request.model_id!r}")
     model = state.workers.base_model(run.base_model)

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from tinkex.engine.api import EngineError
 from tinkex.server.calls import Call, digest_of
-from tinkex.server.database.store import Run, Sampler, Save as Saved
+from tinkex.server.database.entities import Run, Sampler, Save as Saved
 from tinkex.server.files.checkpoint_files import SaveSpec, reading
 from tinkex.server.files.seals import check
 from tinkex.server.http_errors import Refusal
@@ -102,7 +102,7 @@ async def save_weights_for_sampler(state: State, call: Call) -> Save:
         live.worker.engine.snapshot(request.model_id, sampler_id)
         live.unsaved_samplers[sampler_id] = call.number
         run = live.run
-        state.store.add_sampler(
+        state.database.samplers.add(
             Sampler(
                 sampler_id,
                 run.session_id,
@@ -148,7 +148,7 @@ def _nameless_id(state: State, run: Run, request: SaveWeightsForSamplerRequest) 
     if request.sampling_session_seq_id is None:
         raise EngineError("save_weights_for_sampler needs a path or a sampling_session_seq_id")
     sampler_id = f"{run.session_id}:sample:{request.sampling_session_seq_id}"
-    known = state.store.sampler(sampler_id)
+    known = state.database.samplers.get(sampler_id)
     if known is not None and known.model_id != run.model_id:
         raise EngineError(
             f"sampling session {sampler_id!r} was opened before, not for this run; use another "
@@ -209,7 +209,7 @@ async def _create_by_loading(
 
     def source() -> tuple[str, LoraConfig, OptimizerConfigBase, Path, bool]:
         """Return what the run is made of, and whether it was loaded before."""
-        loaded, known = _loaded_before(state, call, run, 0), state.store.run(run)
+        loaded, known = _loaded_before(state, call, run, 0), state.database.runs.get(run)
         if loaded is not None and known is not None:
             optimizer = OptimizerConfigBase.from_wire(known.optimizer)
             return known.base_model, known.lora, optimizer, loaded, True

@@ -15,7 +15,8 @@ from typing import Any
 
 from tinkex.engine.api import EngineError
 from tinkex.server.calls import Call
-from tinkex.server.database.store import LOCAL_OWNER, Store
+from tinkex.server.database.entities import LOCAL_OWNER
+from tinkex.server.database.interface import Database
 from tinkex.server.http_errors import Refusal
 from tinkex.server.open_sessions import Sessions
 from tinkex.server.runs.call_records import UNKNOWN, journal_then_begin, refused_call
@@ -55,7 +56,7 @@ class Runs(Mapping[str, LiveRun]):
     def __init__(
         self,
         *,
-        store: Store,
+        database: Database,
         journals: Journals,
         promises: Promises,
         workers: Workers,
@@ -66,7 +67,7 @@ class Runs(Mapping[str, LiveRun]):
         prepare: Callable[[Call], Awaitable[Any]],
     ) -> None:
         """Take the parts; `prepare` says what kind of work a call asks for."""
-        self._store, self._journals, self._promises = store, journals, promises
+        self._database, self._journals, self._promises = database, journals, promises
         self._workers, self._sessions = workers, sessions
         self._snapshots, self._revivals = snapshots, revivals
         self._prepare = prepare
@@ -96,7 +97,7 @@ class Runs(Mapping[str, LiveRun]):
             self._sessions.see(live.run.session_id)
             self.asked[run] = time.time()
             return live
-        if await asyncio.to_thread(self._store.run, run) is None:
+        if await asyncio.to_thread(self._database.runs.get, run) is None:
             raise Refusal(404, f"there is no model {run!r}")
         raise Refusal(
             410,
@@ -108,7 +109,7 @@ class Runs(Mapping[str, LiveRun]):
         """Return the worker that a run is at home on, loaded or not."""
         if (live := self._live.get(run)) is not None:
             return live.worker
-        known = await asyncio.to_thread(self._store.run, run)
+        known = await asyncio.to_thread(self._database.runs.get, run)
         if known is None:
             raise Refusal(404, f"there is no model {run!r}")
         return self._workers.home(run, known.base_model, known.home)

@@ -20,8 +20,7 @@ from typing import Any
 
 from tinkex.engine.api import EngineError
 from tinkex.server.calls import Call
-from tinkex.server.database.catalogue import Catalogue
-from tinkex.server.database.store import Store
+from tinkex.server.database.interface import Database
 from tinkex.server.files.checkpoint_files import Checkpoints
 from tinkex.server.http_errors import Refusal
 from tinkex.server.open_sessions import Sessions
@@ -55,7 +54,7 @@ class Replay:
     def __init__(
         self,
         *,
-        store: Store,
+        database: Database,
         journals: Journals,
         promises: Promises,
         workers: Workers,
@@ -69,7 +68,7 @@ class Replay:
         sample_again: Callable[[Call], Awaitable[Any]],
     ) -> None:
         """Take the parts; `sample_again` draws a sample that was taken before."""
-        self._store, self._journals, self._promises = store, journals, promises
+        self._database, self._journals, self._promises = database, journals, promises
         self._workers, self._sessions, self._checkpoints = workers, sessions, checkpoints
         self._nameless, self._snapshots = nameless, snapshots
         self._runs, self._unloading, self._revivals = runs, unloading, revivals
@@ -81,11 +80,11 @@ class Replay:
 
         Files of a session that is not on record are set aside: the database may have lost it.
         """
-        for session_id in self._store.open_sessions():
+        for session_id in self._database.sessions.open_ids():
             self._sessions.see(session_id)
         for directory in list(self._journals.directories()):
             session_id = re.split(r"_(?:train|sample|loss)_", directory.name)[0]
-            known = "active" if session_id == DIRECT else self._store.session_state(session_id)
+            known = "active" if session_id == DIRECT else self._database.sessions.state(session_id)
             if known is None:
                 self._journals.set_aside(directory, "belongs to a session that is not on record")
             elif known != "active":
@@ -134,7 +133,7 @@ class Replay:
                 # A server that stops, or has no memory left, says nothing about the run: the next
                 # life tries again.
                 if not (isinstance(error, EngineError) and error.category == "server"):
-                    await asyncio.to_thread(Catalogue(self._store).mark_corrupted, name)
+                    await asyncio.to_thread(self._database.runs.mark_corrupted, name)
                     self._journals.set_aside(directory, "cannot be taken up again")
             return
         directory = self._journals.samples_directory(name)
@@ -157,7 +156,7 @@ class Replay:
             await self._runs.create_again(call_of(entries[0]))
             return
         session_id = name.rpartition(":train:")[0]
-        if await asyncio.to_thread(self._store.session_state, session_id) != "active":
+        if await asyncio.to_thread(self._database.sessions.state, session_id) != "active":
             return
         self._sessions.see(session_id)
         await asyncio.to_thread(self._checkpoints.clear_leftovers, name)
@@ -187,7 +186,7 @@ class Replay:
 
     async def _thaw(self, name: str, number: int, snapshot: Path | None) -> LiveRun | None:
         """Make a run as it was in its last snapshot, if there is one."""
-        run = await asyncio.to_thread(self._store.run, name)
+        run = await asyncio.to_thread(self._database.runs.get, name)
         if run is None:
             return None
         self._workers.check_base(run.base_model, run.base_digest, name, "server")
@@ -230,15 +229,17 @@ class Replay:
     async def _revive_samples(self, session_id: str) -> None:
         """Draw what was asked for again; what nobody asks for costs a little time, no more."""
         if session_id != DIRECT:
-            if await asyncio.to_thread(self._store.session_state, session_id) != "active":
+            if await asyncio.to_thread(self._database.sessions.state, session_id) != "active":
                 return
             self._sessions.see(session_id)
         entries = await asyncio.to_thread(self._journals.of_samples(session_id).read)
         read = [entry.facts["ids"] for entry in entries if entry.facts["op"] == READ]
         over = {request_id for ids in read for request_id in ids}
         for entry in entries:
-            request_id = entry.facts.get("id")
-            if entry.facts["op"] == READ or request_id in over or self._promises.get(request_id):
+            if entry.facts["op"] == READ:
+                continue
+            request_id = entry.facts["id"]
+            if request_id in over or self._promises.get(request_id) is not None:
                 continue
             try:
                 await self._sample_again(await asyncio.to_thread(call_of, entry))

@@ -19,7 +19,7 @@ from typing import Any
 
 from tinkex.engine.api import EngineError, Writer
 from tinkex.server.complaints import complain
-from tinkex.server.database.store import Run
+from tinkex.server.database.entities import Run
 from tinkex.server.files.data_dir import is_full_disk, sync_directory
 from tinkex.server.files.seals import check, write_whole
 from tinkex.server.runs.encoded_results import encode

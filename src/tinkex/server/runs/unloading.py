@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tinkex.engine.api import EngineError, Writer
 from tinkex.server.calls import Call
-from tinkex.server.database.store import Store
+from tinkex.server.database.interface import Database
 from tinkex.server.files.seals import write_whole
 from tinkex.server.http_errors import Refusal
 from tinkex.server.runs.admission import Runs
@@ -36,7 +36,7 @@ class Unloading:
     def __init__(
         self,
         *,
-        store: Store,
+        database: Database,
         journals: Journals,
         promises: Promises,
         runs: Runs,
@@ -44,7 +44,7 @@ class Unloading:
         recordings: SamplingRecords,
         revivals: Revivals,
     ) -> None:
-        self._store, self._journals, self._promises = store, journals, promises
+        self._database, self._journals, self._promises = database, journals, promises
         self._runs, self._nameless, self._recordings = runs, nameless, recordings
         self._revivals = revivals
 
@@ -119,7 +119,7 @@ class Unloading:
 
     async def recall(self, run: str) -> bool:
         """Promise the unloading of a run that is not loaded; False when there is no such run."""
-        known = await asyncio.to_thread(self._store.run, run)
+        known = await asyncio.to_thread(self._database.runs.get, run)
         if known is None or run in self._runs:
             return False
         response = UnloadModelResponse(model_id=run, type="unload_model")

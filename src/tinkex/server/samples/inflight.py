@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 
 from tinkex.engine.api import EngineError
-from tinkex.server.database.store import Run, Sampler, Store
+from tinkex.server.database.entities import Run, Sampler
+from tinkex.server.database.interface import Database
 from tinkex.server.http_errors import Refusal
 from tinkex.server.runs.admission import Runs
 from tinkex.server.runs.work import LiveRun
@@ -41,8 +42,8 @@ def check(request: SaveWeightsForSamplerRequest) -> None:
 class InflightTargets:
     """The in-flight targets of all runs."""
 
-    def __init__(self, store: Store, runs: Runs, nameless: NamelessSamplers) -> None:
-        self._store, self._runs, self._nameless = store, runs, nameless
+    def __init__(self, database: Database, runs: Runs, nameless: NamelessSamplers) -> None:
+        self._database, self._runs, self._nameless = database, runs, nameless
         self.versions: dict[str, int] = {}
         """By run, the newest version of its target."""
 
@@ -53,7 +54,7 @@ class InflightTargets:
         replaced it, for the target never goes back: None then.
         """
         run, engine = live.run, live.worker.engine
-        version, newest = self._store.inflight_versions(run.model_id, seq_id)
+        version, newest = self._database.samplers.inflight_versions(run.model_id, seq_id)
         if version < newest:
             return None
         target, weights = _target(run.model_id), _weights(run.model_id, version)
@@ -69,7 +70,7 @@ class InflightTargets:
         sampler = Sampler(
             sampler_id, run.session_id, run.base_model, None, True, run.owner, run.model_id, version
         )
-        self._store.add_inflight(sampler, seq_id)
+        self._database.samplers.add_inflight(sampler, seq_id)
         return version
 
     def publish(self, live: LiveRun, sampler_id: str, version: int) -> None:
@@ -111,7 +112,7 @@ class InflightTargets:
 
     async def _restore(self, run: str) -> None:
         """Find a target of an earlier life: its weights on disk, or in what its run does again."""
-        version = await asyncio.to_thread(self._store.newest_version, run)
+        version = await asyncio.to_thread(self._database.samplers.newest_version, run)
         if version and await self._nameless.find(_weights(run, version)):
             # else a request beside this one, or its run, was quicker
             self.versions.setdefault(run, version)

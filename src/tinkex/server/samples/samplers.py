@@ -7,7 +7,8 @@ import secrets
 from collections.abc import Callable
 
 from tinkex.engine.api import EngineError, Listener
-from tinkex.server.database.store import Sampler, Store
+from tinkex.server.database.entities import Sampler
+from tinkex.server.database.interface import Database
 from tinkex.server.http_errors import Refusal
 from tinkex.server.open_sessions import Sessions
 from tinkex.server.runs.admission import Runs
@@ -25,7 +26,7 @@ class Samplers:
     def __init__(
         self,
         *,
-        store: Store,
+        database: Database,
         workers: Workers,
         sessions: Sessions,
         runs: Runs,
@@ -35,9 +36,14 @@ class Samplers:
         conceal: Callable[[str], str],
     ) -> None:
         """Take the parts; `conceal` removes places of files from a text for others."""
-        self._store, self._workers, self._sessions, self._runs = store, workers, sessions, runs
+        self._database, self._workers, self._sessions, self._runs = (
+            database,
+            workers,
+            sessions,
+            runs,
+        )
         self.nameless, self.loaded, self._recordings = nameless, loaded, recordings
-        self.targets = InflightTargets(store, runs, nameless)
+        self.targets = InflightTargets(database, runs, nameless)
         self._conceal = conceal
         self._bound: dict[str, str] = {}
         """The weights that samplers of open sessions began with: they never change to others of the
@@ -51,7 +57,7 @@ class Samplers:
             return await self._find_nameless(sampler)
         if sampler.model_path is None:
             return self._source(f"base/{sampler.base_model}", sampler.base_model)
-        saved = await asyncio.to_thread(self._store.checkpoint, sampler.model_path)
+        saved = await asyncio.to_thread(self._database.checkpoints.get, sampler.model_path)
         bound = self._bound.get(sampler.sampler_id)
         if saved is not None and not saved.is_shown_to(sampler.owner):
             raise Refusal(410, f"checkpoint {sampler.model_path} is no longer published")
