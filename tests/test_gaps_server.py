@@ -84,7 +84,8 @@ def test_the_end_of_a_session_frees_what_waited_for_a_number_that_never_came(
     poll.start()
     [state] = states
     live = state.runs[model]
-    assert live.gap_timer is not None
+    timer = live.gap_timer
+    assert timer is not None
     began = time.monotonic()
     if ending == "finish":
         wire.post(f"sessions/{session}/finish", {"reason": {"type": "success"}})
@@ -94,7 +95,7 @@ def test_the_end_of_a_session_frees_what_waited_for_a_number_that_never_came(
     poll.join(20)
     assert time.monotonic() - began < 40
     assert "the session has ended" in outcome[0]["error"]
-    assert live.gap_timer.cancelled()
+    assert timer.cancelled()
     assert model not in state.runs
     assert all(state.promises.get(request_id) is None for request_id in waiting)
     assert not state.journals.run_directory(model).exists()

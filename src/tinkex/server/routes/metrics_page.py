@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from tinkex.server.runs.scheduler import SAMPLING, TRAINING
+from tinkex.server.workers.worker import SAMPLING, TRAINING
 from tinkex.server.state import State
 from tinkex.wire.prometheus import family, labels
 
