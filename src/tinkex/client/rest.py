@@ -7,16 +7,16 @@ checked here is checked before anything is sent, and raises ValueError.
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import datetime as dt
+import functools
 import logging
 import os
 import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, get_args
 
@@ -28,6 +28,7 @@ from tinkex.client.http.exchange import Reply
 from tinkex.client.http.legacy_servers import read_receipt
 from tinkex.client.http.request_names import name_requests
 from tinkex.client.http.responses import wrapped
+from tinkex.client.http.retry import persist
 from tinkex.client.http.transport import Transport
 from tinkex.client.settings.config import Config
 from tinkex.client.settings.credentials import claims
@@ -532,16 +533,23 @@ class RestClient(_Client, CheckpointMethods):
         op = protocol.GET_CHECKPOINT_ARCHIVE
 
         async def work(transport: Transport) -> CheckpointArchiveUrlResponse:
-            for attempt in range(1, attempts + 1):
-                reply = await transport.poll(op, path=path)
-                if reply.status != 503 or attempt == attempts:
-                    break
-                await asyncio.sleep(delay)
+            made = 0
+
+            def ask() -> Awaitable[Reply]:
+                nonlocal made
+                made += 1
+                return transport.poll(op, path=path)
+
+            def delay_after(reply: Reply | Exception) -> float | None:
+                is_packing = isinstance(reply, Reply) and reply.status == 503
+                return delay if is_packing and made < attempts else None
+
+            reply = await persist(ask, delay_after)
             if (url := transport.redirection(op, path, reply)) is not None:
                 return CheckpointArchiveUrlResponse(url=url, expires=_expiry(reply))
             if reply.status >= 300:
                 error = transport.errors.refusal(op, reply)
-                error.attempts = attempt
+                error.attempts = made
                 raise error
             answer: CheckpointArchiveUrlResponse = transport.decode(op, op.response, reply)
             return answer
@@ -884,24 +892,29 @@ class RestClient(_Client, CheckpointMethods):
 
         async def work(transport: Transport) -> str:
             told = False
-            while True:
-                answer: SessionTraceExportResponse = await transport.call(op, path=path)
-                if answer.status == "failed":
-                    raise RuntimeError(
-                        f"the trace of session {session_id} could not be made: {answer.error}"
-                    )
-                if answer.status == "ready":
-                    if answer.url is None:
-                        raise APIResponseValidationError(
-                            f"{op.name} at {transport.place}: ready, but without a url"
-                        )
-                    return answer.url
+
+            def delay_after(answer: SessionTraceExportResponse | Exception) -> float | None:
+                nonlocal told
+                if isinstance(answer, Exception) or answer.status in ("failed", "ready"):
+                    return None
                 if not told:
                     logger.warning(
                         "the trace of session %s is being made; that may take a while", session_id
                     )
                     told = True
-                await asyncio.sleep(poll_seconds)
+                return poll_seconds
+
+            ask = functools.partial(transport.call, op, path=path)
+            answer: SessionTraceExportResponse = await persist(ask, delay_after)
+            if answer.status == "failed":
+                raise RuntimeError(
+                    f"the trace of session {session_id} could not be made: {answer.error}"
+                )
+            if answer.url is None:
+                raise APIResponseValidationError(
+                    f"{op.name} at {transport.place}: ready, but without a url"
+                )
+            return answer.url
 
         return self._start(work)
 
