@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tinkex.engine.api import EngineError, Writer
+from tinkex.engine.api import EngineError
+from tinkex.engine.places import Directory, Writer
 from tinkex.server.database.entities import Run, Save, SavedCheckpoint
 from tinkex.server.database.interface import Database
 from tinkex.server.files.data_dir import discard, is_full_disk, sync_above
@@ -71,7 +72,7 @@ class Checkpoints:
         self,
         run: Run,
         spec: SaveSpec,
-        write_adapter: Writer,
+        writer: Writer,
         answer: Callable[[Save], Any],
         finish: Callable[[Path], None] | None = None,
     ) -> OffThread:
@@ -81,10 +82,10 @@ class Checkpoints:
         replaced or deleted since.
         """
 
-        def write(directory: Path) -> None:
-            write_adapter(directory)
+        def write(directory: Directory) -> None:
+            writer.write(directory)
             if finish is not None:
-                finish(directory)
+                finish(directory.path)
 
         def begin() -> Save | Path:
             done = (
@@ -102,7 +103,7 @@ class Checkpoints:
 
         return OffThread(begin, end)
 
-    def put(self, run: Run, spec: SaveSpec, write: Writer) -> SavedCheckpoint:
+    def put(self, run: Run, spec: SaveSpec, write: Callable[[Directory], None]) -> SavedCheckpoint:
         """Make a checkpoint, whole or not at all: write it elsewhere, flush, rename, record."""
         return self._place(run, spec, self._write(run, spec, write))
 
@@ -114,7 +115,7 @@ class Checkpoints:
             raise EngineError(f"checkpoint {path} exists already{hint}")
         return path
 
-    def _write(self, run: Run, spec: SaveSpec, write: Writer) -> Path:
+    def _write(self, run: Run, spec: SaveSpec, write: Callable[[Directory], None]) -> Path:
         """Write to a temporary name, and flush."""
         check_name(spec.name)
         expiry(spec.ttl_seconds)

@@ -6,7 +6,8 @@ import asyncio
 import functools
 from collections.abc import Callable, Sequence
 
-from tinkex.engine.api import STABLE_REINFORCE, EngineError, Recalled
+from tinkex.engine.api import EngineError, Recalled
+from tinkex.engine.losses.table import CUSTOM, STABLE_REINFORCE
 from tinkex.server.calls import Call
 from tinkex.server.database.entities import Run
 from tinkex.server.http_errors import Refusal
@@ -119,7 +120,7 @@ async def forward_backward(state: State, call: Call) -> Work:
     config = body.loss_fn_config or {}
     recalled: Sequence[Recalled] | None = None
     admitted: Callable[[int], object] | None = None
-    loss_id = config.get("loss_id") if body.loss_fn == "custom" else None
+    loss_id = config.get("loss_id") if body.loss_fn == CUSTOM else None
     if isinstance(loss_id, str):
         await state.revivals.revived(loss_id)
     if body.loss_fn == STABLE_REINFORCE:

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tinkex.engine.api import EngineError, Writer
+from tinkex.engine.api import EngineError
+from tinkex.engine.places import Writer
 from tinkex.server.complaints import complain
 from tinkex.server.database.entities import Run
 from tinkex.server.files.data_dir import is_full_disk, sync_directory
@@ -96,9 +97,9 @@ class Snapshots:
 
     def _freeze(self, live: LiveRun, number: int) -> None:
         """Have the present state become a snapshot; its files are written beside what comes next."""
-        write = live.worker.engine.writer(live.run.model_id, optimizer=True)
+        writer = live.worker.engine.writer(live.run.model_id, optimizer=True)
         live.since_snapshot, live.snapshot_rest = 0, math.inf  # until it is written
-        live.new_snapshot = (number, write)
+        live.new_snapshot = (number, writer)
 
     def freeze_last(self, live: LiveRun) -> None:
         """Make the last snapshot of this life of the server."""
@@ -108,9 +109,9 @@ class Snapshots:
     def write(self, live: LiveRun, number: int) -> None:
         """Make a snapshot and write its files at once, as what was loaded may soon be deleted."""
         began = time.monotonic()
-        write = live.worker.engine.writer(live.run.model_id, optimizer=True)
+        writer = live.worker.engine.writer(live.run.model_id, optimizer=True)
         try:
-            _write_files(self._journals.run_directory(live.run.model_id), number, write)
+            _write_files(self._journals.run_directory(live.run.model_id), number, writer)
         except Exception as error:
             if not is_full_disk(error):
                 raise
@@ -127,26 +128,26 @@ class Snapshots:
     def commit(self, live: LiveRun) -> None:
         """Begin to put a new snapshot in force, if there is one."""
         if live.new_snapshot is not None:
-            (number, write), live.new_snapshot = live.new_snapshot, None
-            live.commit = asyncio.ensure_future(self._commit_in_turn(live, number, write))
+            (number, writer), live.new_snapshot = live.new_snapshot, None
+            live.commit = asyncio.ensure_future(self._commit_in_turn(live, number, writer))
             self._promises.keep(live.commit)
 
-    async def _commit_in_turn(self, live: LiveRun, number: int, write: Writer | None) -> None:
+    async def _commit_in_turn(self, live: LiveRun, number: int, writer: Writer | None) -> None:
         async with live.committing:
-            await self._commit(live, number, write)
+            await self._commit(live, number, writer)
 
-    async def _commit(self, live: LiveRun, number: int, write: Writer | None) -> None:
+    async def _commit(self, live: LiveRun, number: int, writer: Writer | None) -> None:
         """Write what must outlive the journal, put the snapshot in force, drop what it stands for."""
         directory = self._journals.run_directory(live.run.model_id)
         written = directory / f"state-{number}.new"
         journal = self._journals.of(directory)
         try:
             journal.rotate()
-            if write is not None:
+            if writer is not None:
                 async with self._writing:
                     began = time.monotonic()
                     try:
-                        await asyncio.to_thread(_write_files, directory, number, write)
+                        await asyncio.to_thread(_write_files, directory, number, writer)
                     finally:
                         _rest(live, time.monotonic() - began)
             await self._put_samplers(live, number)
@@ -233,13 +234,13 @@ def _rest(live: LiveRun, seconds: float) -> None:
     live.snapshot_time, live.snapshot_rest = time.monotonic(), STATE_REST * seconds
 
 
-def _write_files(directory: Path, number: int, write: Writer) -> None:
+def _write_files(directory: Path, number: int, writer: Writer) -> None:
     """Have the files of a snapshot in a directory, whole or not at all."""
     written, scratch = directory / f"state-{number}.new", directory / f"{UNFINISHED}{number}"
     if written.is_dir():  # an earlier life got so far, with the same bits
         return
     scratch.mkdir()  # in a directory that is there, unless the run was let go
-    write_whole(write, scratch)
+    write_whole(writer.write, scratch)
     scratch.rename(written)
 
 

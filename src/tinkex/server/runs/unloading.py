@@ -8,7 +8,8 @@ import functools
 import logging
 from pathlib import Path
 
-from tinkex.engine.api import EngineError, Writer
+from tinkex.engine.api import EngineError
+from tinkex.engine.places import Writer
 from tinkex.server.calls import Call
 from tinkex.server.database.interface import Database
 from tinkex.server.files.seals import write_whole
@@ -101,9 +102,9 @@ class Unloading:
                     begun[sampler] = found
 
         def write() -> None:
-            for sampler, (write, scratch) in begun.items():
+            for sampler, (writer, scratch) in begun.items():
                 try:
-                    write_whole(write, scratch)
+                    write_whole(writer.write, scratch)
                 except Exception:
                     logger.exception(
                         "the sampler %s could not be put on disk; a restart will lose it", sampler

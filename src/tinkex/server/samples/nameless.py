@@ -11,7 +11,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from tinkex.engine.api import EngineError, Writer
+from tinkex.engine.api import EngineError
+from tinkex.engine.places import Writer
 from tinkex.server.files.data_dir import sync_above
 from tinkex.server.files.seals import write_whole
 from tinkex.server.open_sessions import Sessions
@@ -84,14 +85,14 @@ class NamelessSamplers:
         begun = await worker.run(self.begin, sampler, worker) if worker is not None else None
         if worker is not None and begun is not None:
             async with self._writing:
-                await asyncio.to_thread(write_whole, *begun)
+                await asyncio.to_thread(write_whole, begun[0].write, begun[1])
             await worker.run(self.place, sampler, begun[1])
 
     def _spill(self, sampler: str, worker: Worker) -> None:
         """Write a sampler at once to make room in memory; mostly it is on disk. On the worker."""
         begun = self.begin(sampler, worker)
         if begun is not None:
-            write_whole(*begun)
+            write_whole(begun[0].write, begun[1])
             self.place(sampler, begun[1])
         worker.engine.drop_sampler(sampler)
 
@@ -103,11 +104,11 @@ class NamelessSamplers:
         directory = self._journals.snapshot_directory(sampler)
         if directory.is_dir():
             return None
-        write = worker.engine.sampler_writer(sampler)
+        writer = worker.engine.sampler_writer(sampler)
         directory.parent.mkdir(exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f"{directory.name}{UNPLACED}", dir=directory.parent))
         self._unplaced[sampler] = scratch
-        return write, scratch
+        return writer, scratch
 
     def place(self, sampler: str, scratch: Path) -> None:
         """Let files that were written be a sampler's, unless it has others by now. On the worker."""
