@@ -74,15 +74,13 @@ class _Base:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        path = self.directory / "tokenizer.json"
-        if not path.exists():
+        if not (self.directory / "tokenizer.json").exists():
             raise EngineError(
                 f"stop strings need a tokenizer, and {self.name} has no tokenizer.json; stop at "
                 "token ids"
             )
-        from tokenizers import Tokenizer
-
-        return Tokenizer.from_file(str(path))
+        found: Tokenizer = self.about.tokenizer().backend_tokenizer
+        return found
 
     def source(self, lora: Lora) -> Source:
         return Source(self.model, lora, self.about.eos_tokens, lambda: self.tokenizer)
