@@ -19,7 +19,8 @@ from tinkex.engine.api import (
     SampleDone,
 )
 from tinkex.engine.base_models import describe, resolve
-from tinkex.engine.losses.graph_loss import CompiledLoss, compile_graph
+from tinkex.engine.losses.graph_compiler import compile_graph
+from tinkex.engine.losses.graph_loss import CompiledLoss
 from tinkex.engine.model.decoder import BARE, Decoder, Lora
 from tinkex.engine.peft_files import read_lora_config
 from tinkex.engine.places import Writer
