@@ -105,9 +105,9 @@ def _forward(
     base_two_scale,
     window,
     strides,
-    C: tl.constexpr,
-    QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    C: tl.constexpr,
     WINDOWED: tl.constexpr,
     LN_2: tl.constexpr,
 ):
