@@ -105,11 +105,11 @@ def _forward(
     base_two_scale,
     window,
     strides,
+    C: tl.constexpr,
     KEYS: tl.constexpr,
     QUERIES: tl.constexpr,
-    C: tl.constexpr,
-    WINDOWED: tl.constexpr,
     LN_2: tl.constexpr,
+    WINDOWED: tl.constexpr,
 ):
     """Attend: a tile of queries of one head, over the keys before them.
 

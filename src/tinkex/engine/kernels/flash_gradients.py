@@ -164,9 +164,9 @@ def _queries_gradient(
     base_two_scale,
     window,
     strides,
-    C: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
+    C: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
     """The gradient of a tile of queries of one head, over the keys before them."""
