@@ -26,7 +26,8 @@ from tinkex.server.routes import batch_poll, future_calls, server_info
 from tinkex.server.routes.handler_table import HANDLERS
 from tinkex.server.runs.promises import KEEP_READ, Log, Promises
 from tinkex.server.runs.scheduler import Worker
-from tinkex.server.state import Limits, State
+from tinkex.server.server_limits import Limits
+from tinkex.server.state import State
 from tinkex.types.inputs import ModelInput
 from tinkex.types.sampling import SampleRequest, SampleResponse, SamplingParams
 from tinkex.types.sessions import FuturesRetrieveResponse, RequestFailedResponse
@@ -932,11 +933,16 @@ prompt = tinker.types.ModelInput.from_ints([1, 2, 3])
 params = tinker.types.SamplingParams(max_tokens=3, seed=1)
 with tinker.ServiceClient() as service:
     sampler = service.create_sampling_client(base_model="fake").result()
-    futures = [sampler.sample(prompt=prompt, num_samples=2, sampling_params=params) for _ in range(40)]
+    futures = [
+        sampler.sample(prompt=prompt, num_samples=2, sampling_params=params) for _ in range(40)
+    ]
     results = [future.result(30) for future in futures]
     assert all(len(result.sequences) == 2 for result in results)
     copy = pickle.loads(pickle.dumps(sampler))
-    for result in (copy.sample(prompt=prompt, num_samples=2, sampling_params=params).result(30) for _ in range(3)):
+    for result in (
+        copy.sample(prompt=prompt, num_samples=2, sampling_params=params).result(30)
+        for _ in range(3)
+    ):
         assert [s.tokens for s in result.sequences] == [s.tokens for s in results[0].sequences]
     try:
         sampler.sample(tinker.types.ModelInput.from_ints([1] * 65), 1, params).result(30)

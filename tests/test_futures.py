@@ -22,11 +22,14 @@ import tinkex
 from faulty import Answer, FaultyServer, Seen, faulty_server
 from support import Clock, settled, wait_until
 from tinkex import types
-from tinkex.client.futures import api_future
-from tinkex.client.futures.api_future import Future, combine, retrieve, start
+from tinkex.client.futures import result_polling
+from tinkex.client.futures.api_future import Future, start
 from tinkex.client.futures.loop_thread import Inbox
-from tinkex.client.http.transport import Transport, backoff
+from tinkex.client.futures.reductions import combine
+from tinkex.client.futures.result_polling import retrieve
+from tinkex.client.http.transport import Transport
 from tinkex.client.settings.config import Config
+from tinkex.client.settings.delays import Delays
 from tinkex.wire import codec, protocol
 
 # ── waiting ───────────────────────────────────────────────────────────────────────────────────────
@@ -432,11 +435,13 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The waits that were decided on; nobody waits for them."""
     decided: list[float] = []
 
+    after = Delays.after
+
     def quick(*args: Any, **kwargs: Any) -> float:
-        decided.append(backoff(*args, **kwargs))
+        decided.append(after(*args, **kwargs))
         return 0.001
 
-    monkeypatch.setattr(api_future, "backoff", quick)
+    monkeypatch.setattr(Delays, "after", quick)
     return decided
 
 
@@ -444,7 +449,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The time as polls see it."""
     made = Clock()
-    monkeypatch.setattr(api_future, "time", made)
+    monkeypatch.setattr(result_polling, "time", made)
     return made
 
 
@@ -532,15 +537,15 @@ def test_an_early_no_is_not_asked_again_at_once(
 def test_a_held_no_is_asked_again_at_once(
     faulty: FaultyServer, waits: list[float], monkeypatch: pytest.MonkeyPatch, pending: Answer
 ) -> None:
-    monkeypatch.setattr(api_future, "HELD", 0.05)
+    monkeypatch.setattr(result_polling, "HELD", 0.05)
     held = Answer(pending.status, pending.body, delay=0.06)
     assert poll(faulty, held, held, RESULT).metrics == {"loss:sum": 1.0}
     assert waits == []
 
 
 def test_only_a_poll_of_a_second_counts_as_held() -> None:
-    assert api_future.HELD == 1.0
-    assert api_future.POLL_TIMEOUT == 45.0
+    assert result_polling.HELD == 1.0
+    assert result_polling.POLL_TIMEOUT == 45.0
 
 
 @pytest.mark.covers("24.futures.6")

@@ -24,7 +24,7 @@ from tinkex import AdamParams, LocalBackend, ModelInput, SamplingParams, Service
 from tinkex.client.futures.api_future import start
 from tinkex.engine.api import EngineError
 from tinkex.engine.fake import FakeEngine
-from tinkex.server.state import Limits
+from tinkex.server.server_limits import Limits
 from tinkex.types import Datum
 
 Make = Callable[..., ServiceClient]
@@ -347,7 +347,7 @@ def test_the_journal_of_a_session_that_ends_while_others_are_tidied_does_not_com
             await asyncio.sleep(0)  # until it waits for the disk
             state.end_session(second)
             await noting
-            return bool(state.samples_directory(second).exists())
+            return bool(state.journals.samples_directory(second).exists())
 
         assert not start(tidy()).result(20)
 
@@ -616,7 +616,8 @@ def _sampler(wire: Wire) -> str:
 
 
 def test_a_sparse_tensor_is_checked_before_it_is_spread_out() -> None:
-    from tinkex.engine.losses.table import LOSSES, Room, read_examples
+    from tinkex.engine.losses.examples import Room, read_examples
+    from tinkex.engine.losses.table import LOSSES
 
     columns = 1 << 16
     targets = tinkex.TensorData([1], "int64", [3, columns], [0, 1, 1, 1], [0])

@@ -10,13 +10,15 @@ from support import pass_json, sample_json
 from test_survival import life, played, until
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.access.accounts import create_key
-from tinkex.server.state import Limits
+from tinkex.server.server_limits import Limits
 
 
 def test_owner_with_too_many_unread_results_is_refused_until_they_are_read(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with life(tmp_path / "a", limits=Limits(unread_bytes=400)) as server:
-            keys = {name: create_key(server.state.store, name, name)[1] for name in ("ada", "ben")}
+            keys = {
+                name: create_key(server.state.database, name, name)[1] for name in ("ada", "ben")
+            }
             samplers = {}
             for name, key in keys.items():
                 session = await server.session(key)

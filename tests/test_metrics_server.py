@@ -21,8 +21,9 @@ import tinkex
 from support import Keyed, Wire, pass_json, sample_json, serving, step_json
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.app import create_app
+from tinkex.server.server_limits import Limits
 from tinkex.server.server_metrics import JsonFormatter
-from tinkex.server.state import Limits, State
+from tinkex.server.state import State
 
 Serve = Callable[..., Wire]
 
@@ -322,7 +323,7 @@ def test_a_server_does_not_wait_for_ever_to_stop(tmp_path: Path) -> None:
         state: State = app.state.server
         state.meter.open["ada", "asample"] = 1
         await asyncio.wait_for(state.drain(), 20)
-        state.store.close()
+        state.database.close()
 
     asyncio.run(scenario())
 

@@ -29,7 +29,7 @@ from faulty import Answer, FaultyServer, Seen, faulty_server
 from support import serving
 from tinkex import AdminClient, RestClient, types
 from tinkex.client.futures.api_future import AwaitableConcurrentFuture
-from tinkex.client.http import transport
+from tinkex.client.http import addresses, attempts
 from tinkex.engine.fake import FakeEngine
 from tinkex.wire.protocol import OPERATIONS
 
@@ -655,7 +655,7 @@ def test_refusals_are_typed(
     status: int,
     kind: type[tinkex.APIStatusError],
 ) -> None:
-    monkeypatch.setattr(transport, "CONFLICT_PATIENCE", 0.1)
+    monkeypatch.setattr(attempts, "CONFLICT_PATIENCE", 0.1)
     faulty.script(ADDRESS, Answer(status, {"detail": "no, because"}))
     with pytest.raises(kind, match="no, because") as caught:
         client.delete_checkpoint_from_tinker_path(PATH).result(10)
@@ -927,7 +927,7 @@ def test_redirects_end(faulty: FaultyServer, admin: AdminClient) -> None:
     with pytest.raises(tinkex.APIStatusError) as caught:
         admin.get_audit_log().result(10)
     assert caught.value.status_code == 302
-    assert len(faulty.seen) == 1 + transport.MOST_REDIRECTS
+    assert len(faulty.seen) == 1 + addresses.MOST_REDIRECTS
 
 
 @pytest.mark.covers("24.code.4")
@@ -1086,7 +1086,7 @@ def test_a_client_that_is_dropped_finishes_what_it_began_and_goes(faulty: Faulty
     assert future.result(10).entries
     for _ in range(100):
         gc.collect()
-        if gone() is None and carrier._closed:
+        if gone() is None and carrier.link._closed:
             return
         threading.Event().wait(0.02)
     pytest.fail("the client is still there, or its connections are")
@@ -1120,7 +1120,10 @@ def fields(kind):
 
 clients = {
     kind.__name__: {
-        name: [[p.name, p.kind.name, default(p.default)] for p in inspect.signature(method).parameters.values()]
+        name: [
+            [p.name, p.kind.name, default(p.default)]
+            for p in inspect.signature(method).parameters.values()
+        ]
         for name, method in inspect.getmembers(kind, callable) if not name.startswith("_")
     }
     for kind in (tinker.RestClient, tinker.AdminClient)
@@ -1170,7 +1173,8 @@ import json, os, sys, warnings
 warnings.simplefilter("ignore")
 import tinker
 url, calls = sys.argv[1], json.loads(sys.argv[2])
-clients = [tinker.RestClient(base_url=url, api_key="tml-x"), tinker.AdminClient(base_url=url, api_key="tml-x")]
+kinds = (tinker.RestClient, tinker.AdminClient)
+clients = [kind(base_url=url, api_key="tml-x") for kind in kinds]
 for admin, name, args, keywords in calls:
     getattr(clients[admin], name)(*args, **keywords).result(30)
 os._exit(0)  # its threads sometimes bring an orderly end down
@@ -1178,7 +1182,7 @@ os._exit(0)  # its threads sometimes bring an orderly end down
 
 
 def is_official(case: Case, surface: Any) -> bool:
-    """Whether the official client takes the case's arguments, and they can be handed over as JSON."""
+    """Return True if the official client takes the case's arguments and JSON can hold them."""
     if case.name not in surface["AdminClient" if case.admin else "RestClient"]:
         return False
     if case.name == "delete_checkpoint" and len(case.args) == 1:

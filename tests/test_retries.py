@@ -1,4 +1,4 @@
-"""RetryConfig and RetryHandler: how often, how long, how many at once, and when it is all given up."""
+"""RetryConfig and RetryHandler: counts, delays, concurrency, and when they give up."""
 
 from __future__ import annotations
 
@@ -418,7 +418,7 @@ def bulk(tokens: list[int]) -> Answer:
 @pytest.fixture
 def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
     """A server of samples, each polled for by itself, and short waits."""
-    monkeypatch.setattr("tinkex.client.http.transport.backoff", lambda *_, **__: 0.01)
+    monkeypatch.setattr("tinkex.client.settings.delays.Delays.after", lambda *_, **__: 0.01)
     with faulty_server() as server:
         server.script("create_sampling_session", Answer(body={"sampling_session_id": "x"}))
         server.script(

@@ -48,7 +48,7 @@ from tinkex.hub.hub_files import resolve_file
 from tinkex.hub.pushes import push_checkpoint_adapter
 from tinkex.recovery.monitor import Executor
 from tinkex.server.access.accounts import create_key
-from tinkex.server.database.store import DATABASE, Store
+from tinkex.server.database.sqlite import SqliteDatabase
 from tinkex.types.sampling import SampledSequence, SampleResponse
 from tinkex.wire import codec, redaction
 
@@ -212,9 +212,8 @@ def everything(
     """Listens at every place at once while a test runs, and is the judge of it in the end."""
     heard, root = Everything(), logging.getLogger()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    for module in ("client.http.transport", "client.futures.api_future", "hub.downloads"):
-        monkeypatch.setattr(f"tinkex.{module}.backoff", lambda *_, **__: 0.001)
-    monkeypatch.setattr("tinkex.telemetry.retry_delay", lambda *_: 0.001)
+    monkeypatch.setattr("tinkex.client.settings.delays.Delays.after", lambda *_, **__: 0.001)
+    monkeypatch.setattr("tinkex.telemetry.sending.retry_delay", lambda *_: 0.001)
     levels = {
         name: logging.getLogger(name).level
         for name in ("", "tinkex", "aiohttp", "asyncio", "huggingface_hub")
@@ -253,7 +252,7 @@ def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
     with faulty_server() as server:
         monkeypatch.setenv("TINKER_TELEMETRY", "1")
         monkeypatch.setattr("tinkex.client.settings.config.HOSTED_URL", server.base_url)
-        monkeypatch.setattr("tinkex.telemetry.HOSTED_URL", server.base_url)
+        monkeypatch.setattr("tinkex.telemetry.sending.HOSTED_URL", server.base_url)
         server.script("telemetry", echo_of(KEY)(500), Answer(body={"status": "accepted"}))
         yield server
 
@@ -725,7 +724,7 @@ def test_a_server_keeps_and_tells_no_key(
 
 
 def test_keys_that_are_made_are_kept_as_hashes(everything: Everything, tmp_path: Path) -> None:
-    with contextlib.closing(Store(tmp_path / DATABASE)) as store:
+    with contextlib.closing(SqliteDatabase(tmp_path)) as store:
         _, key = create_key(store, "laptop")
     NEEDLES[key] = forms(key)
     try:

@@ -18,13 +18,14 @@ import pytest
 import tinkex
 from support import Clock, Wire, pass_json, sample_json, serving, step_json, wait_until
 from tinkex import ServiceClient, types
-from tinkex.engine.api import EngineError, Writer
+from tinkex.engine.api import EngineError
 from tinkex.engine.fake import FakeEngine
+from tinkex.engine.places import Place, Writer
 from tinkex.server.app import create_app
 from tinkex.server.runs.journal import Journal
 from tinkex.server.runs.promises import JUST_READ, KEEP_READ, KEEP_UNREAD, Promises
-from tinkex.server.state import Limits
-from tinkex.wire import codec, protobuf
+from tinkex.server.server_limits import Limits
+from tinkex.wire import codec, protobuf_passes, protobuf_schema
 from tinkex.wire.protocol import OPERATIONS, PREFIX
 
 
@@ -46,7 +47,7 @@ class Recorder:
 
 @dataclass
 class Shared:
-    """One server for most tests: sessions are independent, and the recorder starts anew for each."""
+    """One server for most tests: sessions are independent, the recorder restarts each time."""
 
     wire: Wire
     engine: FakeEngine
@@ -253,7 +254,7 @@ def test_a_request_that_was_refused_does_not_hold_up_the_next(wire: Wire) -> Non
 def test_a_refused_protobuf_request_does_not_hold_up_the_next(wire: Wire) -> None:
     """Its tensors are damaged, but whose it is and which number it has can be read."""
     model = wire.model()
-    damaged = protobuf.parse("ForwardBackwardRequest", protobuf_pass(model, 1))
+    damaged = protobuf_schema.parse("ForwardBackwardRequest", protobuf_pass(model, 1))
     damaged.data[0].loss_fn_inputs["target_tokens"].shape.append(7)
     heard = wire.send(
         "forward_backward",
@@ -337,7 +338,7 @@ def test_an_optimizer_that_is_not_here_is_refused(wire: Wire) -> None:
 
 @pytest.mark.covers("S14")
 def test_nothing_in_a_bad_request_changes_anything(wire: Wire) -> None:
-    """Two runs get the same good calls; one of them gets bad ones in between. They must stay equal."""
+    """Two runs get the same good calls, one also gets bad ones. They must stay equal."""
     session = wire.session()
     clean, tried = wire.model(session, 0), wire.model(session, 1)
     numbers = {clean: iter(range(1, 100)), tried: iter(range(1, 100))}
@@ -545,12 +546,23 @@ def test_an_expired_checkpoint_is_gone_and_its_name_is_free(
     path = save(wire, model, 1, "a", ttl_seconds=3600)["path"]
     assert wire.post("weights_info", {"tinker_path": path})["lora_rank"] == 4
     later = time.time() + 3601
-    monkeypatch.setattr("tinkex.server.database.store.time.time", lambda: later)
+    monkeypatch.setattr("tinkex.server.database.sqlite_checkpoints.time.time", lambda: later)
     refusal(wire, 404, "weights_info", {"tinker_path": path}, "a")
     load = {"model_id": model, "seq_id": 2, "path": path, "optimizer": True}
     failure(wire.run("load_weights", load), "no checkpoint", "expired")
     assert save(wire, model, 3, "a")["path"] == path
     assert wire.post("weights_info", {"tinker_path": path})["base_model"] == "fake"
+
+
+@dataclass
+class Stopping(Writer):
+    """A writer that fails when its files are written."""
+
+    whole: Writer
+
+    def write(self, place: Place) -> None:
+        self.whole.write(place)
+        raise OSError("no space left on device")
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -568,13 +580,7 @@ def test_an_interrupted_save_leaves_nothing(
     real = engine.writer
 
     def half(adapter: str, *, optimizer: bool) -> Writer:
-        write = real(adapter, optimizer=optimizer)
-
-        def stop(directory: Path) -> None:
-            write(directory)
-            raise OSError("no space left on device")
-
-        return stop
+        return Stopping(real(adapter, optimizer=optimizer))
 
     with monkeypatch.context() as patch:
         patch.setattr(engine, "writer", half)
@@ -991,7 +997,7 @@ def test_all_dialects_of_a_pass_mean_the_same(wire: Wire, recorder: Recorder) ->
     model = wire.model()
     as_protobuf = {"Content-Type": "application/x-protobuf"}
     zstd_body = codec.encode(
-        protobuf.decode_forward_backward(protobuf_pass(model, 3)), compress=True
+        protobuf_passes.decode_forward_backward(protobuf_pass(model, 3)), compress=True
     )
     forward = pass_json(model, 4)
     forward["forward_input"] = forward.pop("forward_backward_input")
@@ -1226,14 +1232,14 @@ def test_a_model_of_an_earlier_life_is_not_made_again(
 def test_data_of_a_newer_version_is_left_alone(tmp_path: Path) -> None:
     import sqlite3
 
-    from tinkex.server.database.store import Store
+    from tinkex.server.database.sqlite import SqliteDatabase
 
-    Store(tmp_path / "tinkex.sqlite3").close()
+    SqliteDatabase(tmp_path).close()
     database = sqlite3.connect(tmp_path / "tinkex.sqlite3")
     database.execute("PRAGMA user_version=99")
     database.close()
     with pytest.raises(RuntimeError, match="newer version of tinkex wrote it"):
-        Store(tmp_path / "tinkex.sqlite3")
+        SqliteDatabase(tmp_path)
 
 
 def test_the_rest(wire: Wire) -> None:

@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from support import Clock, pass_json, sample_json, step_json
+from support import Clock, pass_json, sample_json, sqlite, step_json
+from tinkex.client.http.exchange import HttpRequest
 from tinkex.engine.api import EngineError
 from tinkex.engine.fake import FakeEngine
 from tinkex.local import AsgiExchange
@@ -26,11 +27,11 @@ from tinkex.server import state
 from tinkex.server.access.accounts import create_key
 from tinkex.server.app import create_app
 from tinkex.server.database import commit_log
-from tinkex.server.database.store import DATABASE
+from tinkex.server.database.sqlite import DATABASE
 from tinkex.server.files.data_dir import DataDirError
 from tinkex.server.runs import admission, promises
 from tinkex.server.runs.journal import Committer, Journal
-from tinkex.server.state import Limits
+from tinkex.server.server_limits import Limits
 
 POLL = Limits(poll_seconds=5)
 
@@ -47,7 +48,7 @@ class Life:
     ) -> tuple[int, Any]:
         headers = {"Content-Type": "application/json"} | ({"X-API-Key": key} if key else {})
         data = json.dumps(body).encode() if body is not None else None
-        reply = await self._exchange.send(method, f"/api/v1/{path}", headers, data, 20)
+        reply = await self._exchange.send(HttpRequest(method, f"/api/v1/{path}", headers, data, 20))
         return reply.status, json.loads(reply.body)
 
     async def post(self, path: str, body: Any, key: str | None = None) -> Any:
@@ -169,7 +170,7 @@ def test_a_save_that_was_replaced_or_deleted_since_is_not_done_again(tmp_path: P
             assert [await second.result(request_id) for request_id in ids] == told
             left = {
                 saved.tinker_path.rpartition("/")[2]
-                for saved in second.state.catalogue.checkpoints("local", limit=-1, offset=0)[0]
+                for saved in second.state.database.checkpoints.page("local", limit=-1, offset=0)[0]
             }
             assert left == {"x", "out", "unnumbered"}, "what was deleted came back"
 
@@ -229,7 +230,7 @@ def test_saves_that_wait_for_each_other_outlive_their_session(tmp_path: Path) ->
             held.gate.set()
 
             def kept() -> int:
-                return len(server.state.catalogue.checkpoints("local", limit=-1, offset=0)[0])
+                return len(server.state.database.checkpoints.page("local", limit=-1, offset=0)[0])
 
             await until(lambda: kept() == 3)
 
@@ -331,7 +332,7 @@ def test_what_a_killed_save_left_behind_is_removed(tmp_path: Path) -> None:
 
 @pytest.mark.covers("S44")
 def test_a_load_is_repeated_even_if_what_it_loaded_is_gone(tmp_path: Path) -> None:
-    """The state that a load writes may not be in force yet when its client deletes the checkpoint."""
+    """A client may delete a checkpoint before the state it loaded is in force."""
 
     async def scenario() -> None:
         engine = FakeEngine()
@@ -492,7 +493,7 @@ def test_sample_without_a_session_stays_its_owners_after_a_restart(tmp_path: Pat
     async def scenario() -> None:
         async with life(tmp_path / "a") as first:
             mine, other = (
-                create_key(first.state.store, name, name)[1] for name in ("mine", "other")
+                create_key(first.state.database, name, name)[1] for name in ("mine", "other")
             )
             request_id = await first.submit("asample", direct, mine)
             expected = await first.result(request_id, mine)
@@ -800,7 +801,7 @@ def test_no_key_and_no_access_token_is_put_on_disk(tmp_path: Path) -> None:
         engine = FakeEngine()
         async with life(tmp_path / "a", engine) as first:
             (ada_id, ada), (_, bob) = (
-                create_key(first.state.store, name, name) for name in ("ada", "bob")
+                create_key(first.state.database, name, name) for name in ("ada", "bob")
             )
             body = {"model_seq_id": 0, "base_model": "fake", "lora_config": {"rank": 4}}
             hers, his = await first.session(ada), await first.session(bob)
@@ -847,7 +848,7 @@ def test_no_key_and_no_access_token_is_put_on_disk(tmp_path: Path) -> None:
         for left in image.glob("runs/*/state-*.new"):
             shutil.rmtree(left)
         async with life(image) as second:
-            second.state.store.rows("UPDATE keys SET revoked = 1 WHERE id = ?", ada_id)
+            sqlite(second.state).rows("UPDATE keys SET revoked = 1 WHERE id = ?", ada_id)
             assert [await second.result(request_id, bob) for request_id in ids] == told
             assert (await second.run("forward_backward", pass_json(f"{his}:train:1", 1), bob))[
                 "metrics"
@@ -963,7 +964,7 @@ def test_a_run_goes_on_while_its_state_is_written(
                     told.append(await first.run("optim_step", step_json(model, number + 1)))
                     assert held.begun.wait(5)
                 assert len(held.subjects) == 1, "one at a time"
-                directory = first.state.run_directory(model)
+                directory = first.state.journals.run_directory(model)
                 if is_written:
                     held.gate.set()
                     await until(lambda: (directory / "state-2").is_dir())
@@ -979,7 +980,7 @@ def test_a_run_goes_on_while_its_state_is_written(
         async with life(image) as second:
             assert await second.run("forward", forward_json(model, 9)) == told[-1]
             assert [await second.result(f"{model}:{number}") for number in range(1, 10)] == told
-            directory = second.state.run_directory(model)
+            directory = second.state.journals.run_directory(model)
             # what is left, and its own
             await until(lambda: not list(directory.glob("unfinished-*")))
 
@@ -1013,7 +1014,7 @@ def test_nobody_is_told_of_a_load_before_its_state_is_written(tmp_path: Path) ->
                 assert not promise.done.is_set()
                 held.gate.set()
                 assert "error" not in await server.result(request_id)
-                assert list(server.state.run_directory(model).glob("state-2*"))
+                assert list(server.state.journals.run_directory(model).glob("state-2*"))
             finally:
                 held.gate.set()
 
@@ -1031,7 +1032,7 @@ def test_a_state_that_cannot_be_written_fails_no_step(
             told = [await first.run("forward_backward", pass_json(model, 1))]
             told.append(await first.run("optim_step", step_json(model, 2)))
             await until(lambda: "could not be put on disk; its journal stays" in caplog.text)
-            assert not list(first.state.run_directory(model).glob("*-2*"))
+            assert not list(first.state.journals.run_directory(model).glob("*-2*"))
             image = killed(tmp_path / "a")
         async with life(image) as second:
             assert [await second.result(f"{model}:{number}") for number in (1, 2)] == told
@@ -1079,7 +1080,7 @@ def test_a_run_that_cannot_be_taken_up_again_is_said_to_be_corrupted(
                 model = await server.model()
                 await server.run("forward_backward", pass_json(model, 1))
                 await server.run("optim_step", step_json(model, 2))
-                directory = server.state.run_directory(model)
+                directory = server.state.journals.run_directory(model)
                 while not list(directory.glob("state-2")):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
                 left = killed(tmp_path / "a")
@@ -1168,7 +1169,7 @@ def test_programs_with_an_embedded_server_share_a_data_directory(tmp_path: Path)
     with pytest.raises(DataDirError):
         create_app(FakeEngine(), tmp_path / "a")
     for each in (first, second):
-        each.store.close()
+        each.database.close()
         each.unlock()
 
 
@@ -1179,8 +1180,8 @@ def test_a_server_that_has_no_memory_for_a_run_does_not_call_it_corrupted(tmp_pa
             await server.run("forward_backward", pass_json(model, 1))
             left = killed(tmp_path / "a")
         async with life(left) as server:
-            directory = server.state.run_directory(model)
-            server.state.journal(directory).read = _no_room  # type: ignore[method-assign]
+            directory = server.state.journals.run_directory(model)
+            server.state.journals.of(directory).read = _no_room  # type: ignore[method-assign]
             status, _ = await server.send("forward_backward", pass_json(model, 2))
             assert status == 410
             _, run = await server.send(f"training_runs/{model}", None, method="GET")

@@ -57,7 +57,7 @@ Loop = Callable[[str, str], dict[str, Any]]
 
 @pytest.fixture(scope="session")
 def loop() -> Loop:
-    """Runs the loop with a client of some version, once for each server, and gives what came out."""
+    """Run the loop with one version of the client, once per server; return the outcomes."""
     known: dict[tuple[str, str], dict[str, Any]] = {}
 
     def run(version: str, url: str) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def brisk_url(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     sends it."""
     from tinkex.engine.torch.engine import TorchEngine
     from tinkex.local import publish_tokenizers
-    from tinkex.server.state import Limits
+    from tinkex.server.server_limits import Limits
 
     engine = TorchEngine({MODEL: model_dir})
     publish_tokenizers(engine)

@@ -34,7 +34,7 @@ from support import serving, wait_until
 from tinkex import AdminClient, RestClient, ServiceClient, TrainingClient, types
 from tinkex.client.futures.batch_polling import ACK_DELAY
 from tinkex.engine.fake import FakeEngine
-from tinkex.wire import codec, protobuf
+from tinkex.wire import codec, protobuf_passes, protobuf_schema
 
 KEY = "tml-very-secret"
 STEP = types.AdamParams(learning_rate=0.1)
@@ -114,7 +114,7 @@ def service(faulty: FaultyServer) -> Iterator[ServiceClient]:
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits before a retry are short."""
-    monkeypatch.setattr("tinkex.client.http.transport.backoff", lambda *_, **__: 0.01)
+    monkeypatch.setattr("tinkex.client.settings.delays.Delays.after", lambda *_, **__: 0.01)
 
 
 @pytest.fixture
@@ -277,7 +277,7 @@ def test_w03_the_key_is_in_no_telemetry_and_no_log(
     caplog: pytest.LogCaptureFixture,
     status: int,
 ) -> None:
-    """After a failed poll, with telemetry on: the key went out in its own header and nowhere else."""
+    """After a failed poll with telemetry on, the key went out in its own header only."""
     monkeypatch.setenv("TINKER_TELEMETRY", "1")
     caplog.set_level(logging.DEBUG)
     faulty.script("telemetry", Answer(body={"status": "accepted"}))
@@ -402,7 +402,7 @@ def test_w06_large_bodies_are_not_written_on_the_network_loop(
 
 @pytest.mark.covers("W07")
 def test_w07_async_methods_do_not_block_the_callers_loop(faulty: FaultyServer) -> None:
-    """The server answers each first step when the caller's loop has ticked on since it was asked."""
+    """The server answers each first step after the caller's loop has ticked on."""
     ticks, stood_still = 0, list[str]()
 
     def ticked_on(seen: Seen) -> Callable[[], bool]:
@@ -556,11 +556,11 @@ def test_w11_importing_is_quick_also_for_the_command_line(what: str) -> None:
 def test_w12_bfloat16_tensors_are_read_right(faulty: FaultyServer, service: ServiceClient) -> None:
     """In a tensor of its own, and among those of many examples."""
     raw, brain_float = struct.pack("<2H", 0x3F80, 0xC000), 4
-    sampled = protobuf.message("SampleResponse")()
+    sampled = protobuf_schema.message("SampleResponse")()
     sampled.target_prompt_logprobs.dense = raw
     sampled.target_prompt_logprobs.dtype = brain_float
     sampled.target_prompt_logprobs.shape.extend([2, 1])
-    passed = protobuf.message("ForwardBackwardOutput")()
+    passed = protobuf_schema.message("ForwardBackwardOutput")()
     field = passed.loss_fn_outputs.add(num_datums=1).fields["logprobs"]
     field.data, field.dtype, field.offsets = raw, brain_float, struct.pack("<2q", 0, 4)
     answers = RESULTS | {
@@ -643,11 +643,13 @@ if child == 0:
     try:
         print("inherited:", draw(sampler) == expected, flush=True)
     except tinkex.TinkerError as error:
-        print("inherited:", "forked" in str(error) and "ServiceClient in the child" in str(error), flush=True)
+        said = str(error)
+        print("inherited:", "forked" in said and "ServiceClient in the child" in said, flush=True)
     except BaseException as error:
         print("inherited:", type(error).__name__, flush=True)
     with tinkex.ServiceClient(base_url=sys.argv[1]) as fresh:
-        print("fresh:", draw(fresh.create_sampling_client(base_model="fake").result()) == expected, flush=True)
+        sampler = fresh.create_sampling_client(base_model="fake").result()
+        print("fresh:", draw(sampler) == expected, flush=True)
     os._exit(0)
 os.waitpid(child, 0)
 with multiprocessing.get_context("fork").Pool(1) as pool:
@@ -944,7 +946,8 @@ def test_w24_the_same_input_follows_the_same_rules_everywhere(
     )
     client.forward_backward([flags], "cross_entropy").result(5)
     sent = [
-        protobuf.decode_forward_backward(seen.body) for seen in faulty.requests("forward_backward")
+        protobuf_passes.decode_forward_backward(seen.body)
+        for seen in faulty.requests("forward_backward")
     ]
     passed = [request.forward_backward_input.data[0] for request in sent]
     assert {tuple(datum.model_input.to_ints()) for datum in passed} == {(1, 2, 3)}

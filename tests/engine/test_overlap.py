@@ -22,15 +22,15 @@ from hypothesis import Phase, given, settings, strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.conftest import SMALL
-from engine.references import adapter_of
-from engine.test_splits import CASES, examples
+from engine.references import CASES, adapter_of
+from engine.test_splits import examples
 from engine.test_steps import Memory
 from tinkex.engine.api import EngineError, run_pass
 from tinkex.engine.sample import passes
 from tinkex.engine.sample.blocks import BLOCK, block_bytes
 from tinkex.engine.sample.sampler import Limits, Runner, Sampler
 from tinkex.engine.torch.engine import TorchEngine
-from tinkex.engine.train.trainer import Results
+from tinkex.engine.train.training_pass import Results
 from tinkex.server.runs.scheduler import Worker
 from tinkex.types.inputs import ModelInput
 from tinkex.types.sampling import SampleRequest, SampleResponse, SamplingParams

@@ -8,20 +8,20 @@ with and without the passes of other adapters in between.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 
-from engine.references import adapter_of, assert_near, randomise
+from engine.references import CASES, Case, adapter_of, assert_near, randomise
 from tinkex.client.losses.loss_graphs import create_request, trace
 from tinkex.engine.api import EngineError, run_pass
-from tinkex.engine.losses.table import LOSSES
+from tinkex.engine.losses.table import LOSSES, STABLE_REINFORCE
 from tinkex.engine.model import decoder, matmul
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.torch.lora import Linear
-from tinkex.engine.train import span_adapters, trainer
+from tinkex.engine.train import device_step, span_adapters
 from tinkex.engine.train.optim import AdamState
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.training import AdamParams, DimuonOptimizerConfig, DimuonParams, LoraConfig
@@ -40,35 +40,17 @@ def surprise(logprobs: Any, weights: Any, advantages: Any) -> Any:
     return loss, {"custom/loss:mean": loss}
 
 
-class Case(NamedTuple):
-    """A loss with its configuration."""
-
-    loss: str
-    config: dict[str, float | str]
-    targets: int = 1
-
-
-CASES = {
-    "cross_entropy": Case("cross_entropy", {}),
-    "several targets": Case("cross_entropy", {}, targets=3),
-    "importance_sampling": Case("importance_sampling", {}),
-    "ppo": Case("ppo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}),
-    "cispo": Case("cispo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}),
-    "dro": Case("dro", {"beta": 0.05}),
-    "gspo": Case("gspo", {}),
-    "custom": Case("custom", {"loss_id": "surprise"}),
-}
 each = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
 
 def test_every_loss_has_its_case() -> None:
-    assert {case.loss for case in CASES.values()} == {*LOSSES, "custom"}
+    assert {case.loss for case in CASES.values()} == set(LOSSES) - {STABLE_REINFORCE}
 
 
 def examples(
     case: Case, seed: int = 0, lengths: Sequence[int] = LENGTHS, **fixed: Any
 ) -> list[Datum]:
-    """Random data with every input that the loss reads; those in `fixed` have one value throughout."""
+    """Random data with every input that the loss reads; those in `fixed` are constant."""
     random = np.random.default_rng(seed)
     data = []
     for length in lengths:
@@ -316,7 +298,7 @@ def test_a_failed_pass_leaves_no_trace(
         return original(*args, **given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "hidden_states", faulty)
+        patch.setattr(device_step, "hidden_states", faulty)
         fails(RuntimeError, "out of memory", data)
     run_pass(engine, "a", data[2:], case.loss, case.config)
     assert torch.equal(gradient(engine), expected)

@@ -9,12 +9,21 @@ import numpy as np
 import pytest
 import torch
 
-from engine.references import adapter_of, assert_near, gradients, randomise, reference_run
+from engine.references import (
+    CASES as LOSS_CASES,
+    adapter_of,
+    assert_near,
+    gradients,
+    randomise,
+    reference_run,
+)
 from tinkex.engine.api import EngineError, run_pass
+from tinkex.engine.losses.table import CUSTOM
 from tinkex.engine.model import attention, decoder
+from tinkex.engine.places import Directory
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.torch.lora import Layout
-from tinkex.engine.train import trainer
+from tinkex.engine.train import device_step, target_logprobs
 from tinkex.engine.train.optim import AdamState, State, step
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.training import AdamParams, DimuonParams, LoraConfig
@@ -27,7 +36,7 @@ if TYPE_CHECKING:
 LR = AdamParams(learning_rate=1e-2)
 
 
-CASES = [
+CASES: list[tuple[str, dict[str, bool], str, dict[str, Any]]] = [
     ("llama", {}, "cross_entropy", {}),
     ("llama", {}, "importance_sampling", {}),
     ("llama", {}, "ppo", {}),
@@ -44,6 +53,11 @@ CASES = [
     ("llama3", {"train_attn": False, "train_mlp": False}, "cross_entropy", {}),
     ("mistral", {"train_attn": False}, "cross_entropy", {}),
 ]
+ALL_CASES = CASES + [
+    ("llama", {}, case.loss, case.config)
+    for case in LOSS_CASES.values()
+    if case.loss not in {CUSTOM, *(loss for _, _, loss, _ in CASES)}
+]
 
 
 @pytest.mark.covers("S10", "S15", "S16", "S21")
@@ -51,7 +65,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("dtype", "kept", "short"), [(torch.float32, 0, 64), (torch.float64, 1 << 20, 10)]
 )
-@pytest.mark.parametrize(("family", "flags", "loss", "settings"), CASES)
+@pytest.mark.parametrize(("family", "flags", "loss", "settings"), ALL_CASES)
 def test_pass_equals_float64_reference(
     family: str,
     flags: dict[str, bool],
@@ -65,15 +79,15 @@ def test_pass_equals_float64_reference(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(trainer, "LOGITS_BUDGET", 10 * 96)  # several chunks of logits
+    monkeypatch.setattr(target_logprobs, "LOGITS_BUDGET", 10 * 96)  # several chunks of logits
     monkeypatch.setattr(attention, "SHORT", short)  # both kinds of attention
-    monkeypatch.setattr(trainer, "KEPT_LOGITS", kept)  # recomputed in backward, or not
+    monkeypatch.setattr(target_logprobs, "KEPT_LOGITS", kept)  # recomputed in backward, or not
     engine = TorchEngine({"m": checkpoint(family)}, dtype=dtype, threads=1, micro_batch_tokens=40)
     engine.create("a", "m", LoraConfig(rank=4, **flags))
     adapter = adapter_of(engine)
     randomise(adapter)
     adapter.state = AdamState.fresh(adapter.state.weights.float().to(dtype))  # files hold float32
-    engine.writer("a", optimizer=False)(tmp_path)
+    engine.writer("a", optimizer=False).write(Directory(tmp_path))
     batch = data(5, 17, 9, 17, 1, 30, 9)
     total, logprobs, grads = reference_run(checkpoint(family), tmp_path, batch, loss, settings)
 
@@ -105,7 +119,7 @@ def test_several_targets_per_position(
     sparse: bool, engine: TorchEngine, data: Data, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     randomise(adapter_of(engine))
-    engine.writer("a", optimizer=False)(tmp_path)
+    engine.writer("a", optimizer=False).write(Directory(tmp_path))
     random = np.random.default_rng(0)
     targets = random.integers(0, 96, (9, 3))
     weights = random.normal(size=(9, 3)).astype(np.float32)
@@ -213,21 +227,21 @@ def test_forward_alone_adds_nothing(engine: TorchEngine, data: Data) -> None:
 def test_logits_are_never_all_held(
     engine: TorchEngine, data: Data, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer, "LOGITS_BUDGET", 8 * 96)
-    monkeypatch.setattr(trainer, "LEAST_ROWS", 4)
-    monkeypatch.setattr(trainer, "KEPT_LOGITS", 0)
+    monkeypatch.setattr(target_logprobs, "LOGITS_BUDGET", 8 * 96)
+    monkeypatch.setattr(target_logprobs, "LEAST_ROWS", 4)
+    monkeypatch.setattr(target_logprobs, "KEPT_LOGITS", 0)
     seen: list[int] = []
-    original = trainer._log_sum
+    original = target_logprobs._log_sum
 
     def counting(logits: torch.Tensor) -> torch.Tensor:
         seen.append(logits.shape[0])
         return original(logits)
 
-    monkeypatch.setattr(trainer, "_log_sum", counting)
+    monkeypatch.setattr(target_logprobs, "_log_sum", counting)
     run_pass(engine, "a", data(40), "cross_entropy", {})
     assert max(seen) <= 8
     assert sum(seen) == 80  # each row twice: forward, and again for backward
-    monkeypatch.setattr(trainer, "KEPT_LOGITS", 1 << 28)
+    monkeypatch.setattr(target_logprobs, "KEPT_LOGITS", 1 << 28)
     # of a datum that is longer than a step none are kept, however few
     for budget, rows in ((40, 40), (39, 80)):
         seen.clear()
@@ -253,7 +267,7 @@ def test_a_failed_pass_leaves_no_trace(
             raise RuntimeError("out of memory")
         return original(*args, **given)
 
-    monkeypatch.setattr(trainer, "hidden_states", faulty)
+    monkeypatch.setattr(device_step, "hidden_states", faulty)
     with pytest.raises(RuntimeError, match="out of memory"):
         run_pass(engine, "a", data(6, 7, 8, 8), "cross_entropy", {})
     assert adapter.state is state
@@ -446,7 +460,7 @@ def test_names_that_do_not_exist(engine: TorchEngine, data: Data, tmp_path: Path
     for call in (
         lambda: run_pass(engine, "b", data(3), "cross_entropy", {}),
         lambda: engine.optim_step("b", LR),
-        lambda: engine.writer("b", optimizer=True)(tmp_path),
+        lambda: engine.writer("b", optimizer=True).write(Directory(tmp_path)),
         lambda: engine.snapshot("b", "s"),
     ):
         with pytest.raises(EngineError, match="there is no adapter 'b'"):

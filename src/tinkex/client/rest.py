@@ -7,27 +7,29 @@ checked here is checked before anything is sent, and raises ValueError.
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import datetime as dt
+import functools
 import logging
 import os
 import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Coroutine, Mapping
-from types import TracebackType
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, get_args
 
 from tinkex.client.experimental import CheckpointMethods, warn_experimental
-from tinkex.client.futures.api_future import APIFuture, AwaitableConcurrentFuture, retrieve, start
+from tinkex.client.futures.api_future import APIFuture, AwaitableConcurrentFuture, outcome_of, start
 from tinkex.client.futures.loop_thread import runtime
+from tinkex.client.futures.result_polling import retrieve
 from tinkex.client.futures.twins import deprecated, value_twin
+from tinkex.client.http.exchange import Reply
 from tinkex.client.http.legacy_servers import read_receipt
 from tinkex.client.http.request_names import name_requests
 from tinkex.client.http.responses import wrapped
-from tinkex.client.http.transport import Reply, Transport
+from tinkex.client.http.retry import persist
+from tinkex.client.http.transport import Transport
 from tinkex.client.settings.config import Config
 from tinkex.client.settings.credentials import claims
 from tinkex.errors import APIResponseValidationError, TinkerError
@@ -176,13 +178,8 @@ class _Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()._own._outcome(timeout=30)
+    def __exit__(self, *_: object) -> None:
+        outcome_of(self.close(), timeout=30)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(base_url={self._config.base_url!r})"
@@ -531,16 +528,23 @@ class RestClient(_Client, CheckpointMethods):
         op = protocol.GET_CHECKPOINT_ARCHIVE
 
         async def work(transport: Transport) -> CheckpointArchiveUrlResponse:
-            for attempt in range(1, attempts + 1):
-                reply = await transport.once(op, path=path)
-                if reply.status != 503 or attempt == attempts:
-                    break
-                await asyncio.sleep(delay)
-            if (url := transport.address(op, path, reply)) is not None:
+            made = 0
+
+            def ask() -> Awaitable[Reply]:
+                nonlocal made
+                made += 1
+                return transport.poll(op, path=path)
+
+            def delay_after(reply: Reply | Exception) -> float | None:
+                is_packing = isinstance(reply, Reply) and reply.status == 503
+                return delay if is_packing and made < attempts else None
+
+            reply = await persist(ask, delay_after)
+            if (url := transport.redirection(op, path, reply)) is not None:
                 return CheckpointArchiveUrlResponse(url=url, expires=_expiry(reply))
             if reply.status >= 300:
-                error = transport.refusal(op, reply)
-                error.attempts = attempt
+                error = transport.errors.refusal(op, reply)
+                error.attempts = made
                 raise error
             answer: CheckpointArchiveUrlResponse = transport.decode(op, op.response, reply)
             return answer
@@ -883,24 +887,29 @@ class RestClient(_Client, CheckpointMethods):
 
         async def work(transport: Transport) -> str:
             told = False
-            while True:
-                answer: SessionTraceExportResponse = await transport.call(op, path=path)
-                if answer.status == "failed":
-                    raise RuntimeError(
-                        f"the trace of session {session_id} could not be made: {answer.error}"
-                    )
-                if answer.status == "ready":
-                    if answer.url is None:
-                        raise APIResponseValidationError(
-                            f"{op.name} at {transport.place}: ready, but without a url"
-                        )
-                    return answer.url
+
+            def delay_after(answer: SessionTraceExportResponse | Exception) -> float | None:
+                nonlocal told
+                if isinstance(answer, Exception) or answer.status in ("failed", "ready"):
+                    return None
                 if not told:
                     logger.warning(
                         "the trace of session %s is being made; that may take a while", session_id
                     )
                     told = True
-                await asyncio.sleep(poll_seconds)
+                return poll_seconds
+
+            ask = functools.partial(transport.call, op, path=path)
+            answer: SessionTraceExportResponse = await persist(ask, delay_after)
+            if answer.status == "failed":
+                raise RuntimeError(
+                    f"the trace of session {session_id} could not be made: {answer.error}"
+                )
+            if answer.url is None:
+                raise APIResponseValidationError(
+                    f"{op.name} at {transport.place}: ready, but without a url"
+                )
+            return answer.url
 
         return self._start(work)
 

@@ -31,7 +31,7 @@ from tinkex.client.futures.loop_thread import runtime
 from tinkex.client.futures.queue_states import Observer
 from tinkex.client.futures.sampling_future import BackcompatSamplingClientFuture
 from tinkex.client.futures.streams import SampleStream
-from tinkex.client.http.retry import RetryConfig
+from tinkex.client.http.retry import RetryConfig, persist
 from tinkex.client.losses import caller_losses
 from tinkex.client.losses.loss_graphs import LossHandle
 from tinkex.client.rest import RestClient
@@ -460,26 +460,36 @@ class ResilientTrainingClient(TrainingClient):
             getattr(cause, "message", cause),
             path,
         )
-        error: Exception = cause
+        made = 0
+
+        def told_of() -> tuple[dict[str, int], dict[str, Any]]:
+            return {"attempt": made}, {**facts, "attempt": made}
+
+        def attempt() -> Awaitable[TrainingClient]:
+            nonlocal made
+            made += 1
+            events.emit(events.RECOVERY_STARTED, *told_of())
+            return self._restore(*told_of())
+
+        def delay_after(outcome: object) -> float | None:
+            if not isinstance(outcome, Exception):
+                return None
+            number, named = told_of()
+            events.emit(events.RECOVERY_FAILED, number, {**named, "error": outcome})
+            is_last = isinstance(outcome, RecoveryError) or made == self._policy.max_attempts
+            return None if is_last else self._policy.backoff(made)
+
+        error = cause
         if self._in_a_row <= self._policy.max_attempts:
-            for attempt in range(1, self._policy.max_attempts + 1):
-                told_of, number = {**facts, "attempt": attempt}, {"attempt": attempt}
-                events.emit(events.RECOVERY_STARTED, number, told_of)
-                try:
-                    client = await self._restore(number, told_of)
-                except Exception as failure:
-                    error = failure
-                    events.emit(events.RECOVERY_FAILED, number, {**told_of, "error": failure})
-                    if isinstance(failure, RecoveryError) or attempt == self._policy.max_attempts:
-                        break
-                    await asyncio.sleep(self._policy.backoff(attempt))
-                    continue
+            try:
+                client = await persist(attempt, delay_after)
+            except Exception as failure:
+                error = failure
+            else:
                 self._replay(client)
-                events.emit(
-                    events.RECOVERY_COMPLETED,
-                    number,
-                    {**told_of, "client": client, "checkpoint": path},
-                )
+                number, named = told_of()
+                facts = {**named, "client": client, "checkpoint": path}
+                events.emit(events.RECOVERY_COMPLETED, number, facts)
                 await told(self._policy.on_recovery, old, client, path)
                 return
         number = {"attempt": self._policy.max_attempts}

@@ -3,42 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
-import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from tinkex.engine.api import BaseModel, Engine, EngineError, Writer
+from tinkex.engine.api import BaseModel, Engine, EngineError
+from tinkex.engine.places import Writer
 from tinkex.server.access.accounts import Accounts
+from tinkex.server.access.searches import Searches
 from tinkex.server.complaints import complain
-from tinkex.server.database.catalogue import Catalogue, discard
-from tinkex.server.database.store import DATABASE, LOCAL_OWNER, Run, Store
-from tinkex.server.files.data_dir import Lock, make_directory, set_aside, sync_above
-from tinkex.server.files.seals import seal
+from tinkex.server.database.entities import Run
+from tinkex.server.database.interface import Database
+from tinkex.server.files.data_dir import Lock, discard, make_directory, sync_above
+from tinkex.server.files.seals import write_whole
 from tinkex.server.files.upload_files import sweep_uploads
 
 # for those who know the state, from one place
 from tinkex.server.http_errors import Refusal as Refusal
-from tinkex.server.routes.usage import Meter
-from tinkex.server.runs.journal import Committer, Journal
+from tinkex.server.meter import Meter
+from tinkex.server.runs.journals import RECORDINGS, Journals, file_name
 from tinkex.server.runs.promises import Promise, Promises
 from tinkex.server.runs.scheduler import Lane, Worker
 from tinkex.server.samples.sampling_records import SamplingRecords
+from tinkex.server.server_limits import Limits
 from tinkex.server.server_metrics import Metrics
-from tinkex.wire import codec
 
 logger = logging.getLogger("tinkex.server")
 
-DIRECT = "direct"
-"""What stands for a session where samples are asked for without one."""
-RECORDINGS = "recordings"
-"""The directory of what is recorded of samples, with one directory for each session."""
 READ = "read"
 """What a journal of samples says where results have been read."""
 UNPLACED = ".new-"
@@ -47,84 +43,6 @@ there."""
 EXPIRED = "expired"
 """Why a session ended from which nothing was heard."""
 CARRY_ON = "carry on from a saved state with create_training_client_from_state_with_optimizer"
-
-
-def _limit(default: Any, meaning: str) -> Any:
-    return field(default=default, metadata={"help": meaning})
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the server will not exceed; `tinkex serve` has an option for each, with the help given
-    here.
-    """
-
-    body_bytes: int = _limit(1 << 30, "Largest body of a request.")
-    sequence_tokens: int = _limit(
-        1_000_000, "Longest sequence of a request, whatever a model's window is."
-    )
-    samples: int = _limit(1024, "Most samples that one request may ask for.")
-    adapters: int = _limit(1024, "Most training runs an owner may have loaded at once.")
-    open_requests: int = _limit(20_000, "Most requests an owner may have taken and not ended.")
-    samplers: int = _limit(
-        64, "Saved weights kept in memory for sampling; the longest unused make room."
-    )
-    snapshots: int = _limit(64, "Nameless samplers kept in memory; the oldest are put on disk.")
-    recordings_memory_bytes: int = _limit(
-        256 << 20, "Recordings of samples kept in memory; all are on disk."
-    )
-    recordings_disk_bytes: int = _limit(
-        16 << 30, "Recordings of samples kept on disk; the oldest make room."
-    )
-    unread_bytes: int = _limit(
-        2 << 30,
-        "Most bytes of results that wait to be read by an owner, with those of open samples.",
-    )
-    announced_bytes: int = _limit(
-        4 << 20, "Results beyond this are announced to readers before they are sent."
-    )
-    inline_bytes: int = _limit(64 << 20, "Most that one batched poll brings along.")
-    poll_seconds: float = _limit(25.0, "How long a poll is held when there is no result yet.")
-    quiet_seconds: float = _limit(
-        10.0, "How long a stream says nothing before it says that it waits."
-    )
-    held_bytes: int = _limit(
-        4 << 30, "Most bytes of an owner's requests that arrive or have not ended."
-    )
-    gap_seconds: float = _limit(3600.0, "How long a missing request holds up those after it.")
-    gap_bytes: int = _limit(
-        256 << 20, "Most bytes of a run's requests that wait for a missing one."
-    )
-    journal_bytes: int = _limit(
-        16 << 30, "Most bytes of a run's requests on disk since its last state."
-    )
-    connections: int = _limit(
-        4096, "Most connections at a time, as far as the system allows as many open files."
-    )
-    connections_per_address: int = _limit(
-        2048, "Most connections from one address; a proxy is one."
-    )
-    header_seconds: float = _limit(
-        20.0, "How long a connection may take to send the header of a request."
-    )
-    body_seconds: float = _limit(
-        30.0, "How long the body of a request may pause, or fall behind 10 kB/s in all."
-    )
-    session_seconds: float = _limit(
-        1800.0, "How long nothing may be heard of a session before it is ended."
-    )
-    drain_seconds: float = _limit(
-        30.0, "How long a server that is told to stop waits for what is under way."
-    )
-
-    def __post_init__(self) -> None:
-        for limit in fields(self):
-            value = getattr(self, limit.name)
-            if value < 0 or (isinstance(limit.default, int) and value == 0):
-                raise ValueError(
-                    f"{limit.name} must be {'at least 1' if value == 0 else 'positive'}, got "
-                    f"{value}"
-                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,63 +93,6 @@ class LiveRun:
     """Whether no gradient is pending: only then does a state stand for all that was done."""
 
 
-@dataclass(slots=True)
-class Call:
-    """A decoded request and what came with it."""
-
-    request: Any
-    path: dict[str, str]
-    digest: bytes
-    op: str = ""
-    """The operation's name; with the body and its type, all that is needed to carry it out again.
-    """
-    body: bytes = b""
-    """The body as it was sent."""
-    content_type: str = codec.JSON
-    encoding: str | None = None
-    """The compression of the body, if any."""
-    size: int = 0
-    """Bytes of the body once it is expanded."""
-    is_replayed: bool = False
-    """Whether the request was taken by an earlier life of the server: it is on disk already."""
-    number: int | None = None
-    """The place in its run's order, or in the journal of samples, once it has one."""
-    request_id: str | None = None
-    """The id that a sample was acknowledged under, if it was taken before."""
-    seed: int | None = None
-    """The seed that was drawn for a sample, if it was drawn before."""
-    reader: str | None = None
-    """The account of an access token that came along; it is kept instead of the token."""
-    owner: str = LOCAL_OWNER
-    """Who asks: the account of the key."""
-    key_id: int = 0
-    """The key on record that was used; 0 when it was the server's own, or none."""
-    base_url: str | None = None
-    """Where the caller found this server; None when it is in the same process."""
-    query: dict[str, str] = field(default_factory=dict)
-    headers: Mapping[str, str] = field(default_factory=dict)
-
-
-def write_whole(write: Writer, scratch: Path) -> None:
-    """Have a writer fill a directory and seal it, or have no directory."""
-    try:
-        write(scratch)
-        seal(scratch)
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
-
-
-def digest_of(path: str, body: bytes) -> bytes:
-    """What makes two requests the same request."""
-    return hashlib.blake2b(body, digest_size=16, person=path.encode()[:16]).digest()
-
-
-def file_name(name: str) -> str:
-    """An id as a name for a file; ids are ours, or made of ours."""
-    return re.sub(r"[^A-Za-z0-9._-]", "_", name)
-
-
 class State:
     """Everything a running server knows; made by `create_app`, started and stopped by its lifespan."""
 
@@ -240,6 +101,7 @@ class State:
         engine: Engine,
         data_dir: Path,
         limits: Limits,
+        open_database: Callable[[Path], Database],
         *,
         api_key: str | None = None,
         tokens: bool = False,
@@ -268,14 +130,13 @@ class State:
         self.targets: dict[str, int] = {}
         """The newest version of each run's in-flight target, where there is one."""
         self.loading: dict[str, asyncio.Future[None]] = {}
-        self.committer = Committer()
+        self.journals = Journals(data_dir)
         self.samples: dict[str, dict[str, int]] = {}
         """By session, the samples in its journal that may still be asked for, and their numbers
         there."""
-        self.journals: dict[str, Journal] = {}
         self.recordings = SamplingRecords(
             data_dir / RECORDINGS,
-            self.journal,
+            self.journals.of,
             memory_bytes=limits.recordings_memory_bytes,
             disk_bytes=limits.recordings_disk_bytes,
             may_delete=lambda session_id: not self._has_sleeping_runs(session_id),
@@ -303,71 +164,29 @@ class State:
         self.upload_dir = data_dir / "uploads"
         self.finishing: set[str] = set()
         """Uploads that are just being made checkpoints of."""
-        self.store = Store(data_dir / DATABASE)
-        self.store.verify()
-        self.accounts = Accounts(self.store, data_dir, api_key, embedded=embedded)
+        self.database = open_database(data_dir)
+        self.database.verify()
+        self.accounts = Accounts(self.database, api_key, embedded=embedded)
         self.tokens = tokens
         """Whether clients are to exchange their keys for tokens."""
         self.strict = strict
         """Whether weights are loaded as a run's first operation only."""
-        self.meter = Meter(self.store)
+        self.meter = Meter(self.database)
         self.metrics = Metrics()
         self.owners: dict[str, str] = {}
         """Owners of sessions, as far as they have been asked for."""
-        self.searching: set[str] = set()
-        """Owners whose search is under way."""
+        self.searches = Searches()
         self.is_draining = False
         self.expanding = asyncio.Semaphore(1)
         """Held while a compressed body grows large."""
-        self.catalogue = Catalogue(self.store)
         self.asked: dict[str, float] = {}
         """When something was last asked of runs, until it is on record."""
 
     # ── what is on disk of what is live ───────────────────────────────────────────────────────────
 
-    def run_directory(self, model_id: str) -> Path:
-        """Where a run's journal and states are."""
-        return self.data_dir / "runs" / file_name(model_id)
-
-    def samples_directory(self, session_id: str) -> Path:
-        """Where the journal of a session's samples is."""
-        return self.data_dir / "samples" / file_name(session_id)
-
-    def snapshot_directory(self, sampler: str) -> Path:
-        """Where a nameless sampler's weights are when they are on disk."""
-        return self.data_dir / "snapshots" / file_name(sampler)
-
-    def journal(self, directory: Path) -> Journal:
-        """The journal in a directory."""
-        key = str(directory)
-        if key not in self.journals:
-            self.journals[key] = Journal(directory, self.committer)
-        return self.journals[key]
-
-    def forget_directory(self, directory: Path) -> None:
-        """Delete a journal and what is beside it."""
-        journal = self.journals.pop(str(directory), None)
-        if journal is not None:
-            journal.close()
-        discard(directory)  # a half of it must not be taken for a run after a crash
-
-    def set_aside(self, directory: Path, why: str) -> None:
-        """Keep a directory that cannot be used where nothing deletes it."""
-        journal = self.journals.pop(str(directory), None)
-        if journal is not None:
-            journal.close()
-        set_aside(self.data_dir, directory, why)
-
     def unlock(self) -> None:
         """Let another server use the data directory."""
         self._lock.close()
-
-    def close_journals(self) -> None:
-        """Finish what is being written."""
-        self.committer.stop()
-        for journal in self.journals.values():
-            journal.close()
-        self.journals.clear()
 
     async def revived(self, name: str) -> None:
         """Have what an earlier life left of a run (or of a session's samples) taken up, once."""
@@ -434,7 +253,7 @@ class State:
                 live.gap_timer.cancel()
             self.worker.run(self.engine.drop, model_id)
         self.worker.run(self.engine.drop_losses, f"{session_id}:")
-        self.worker.run(self.catalogue.touch, self._take_asked())
+        self.worker.run(self.database.runs.touch, self._take_asked())
         self.worker.cancel_samples(f"{session_id}:")
         for sampler in [name for name in self.snapshots if name.startswith(f"{session_id}:")]:
             self.forget_snapshot(sampler)
@@ -445,11 +264,7 @@ class State:
         self.promises.forget_session(session_id)
         self.samples.pop(session_id, None)
         self.recordings.forget(session_id)
-        prefix = file_name(session_id)
-        for place in ("runs", "samples", "snapshots", RECORDINGS):
-            for directory in (self.data_dir / place).glob(f"{prefix}*"):
-                if directory.name == prefix or directory.name.startswith(f"{prefix}_"):
-                    self.forget_directory(directory)
+        self.journals.forget_session(session_id)
 
     def after_loss(self, request_id: str) -> str | None:
         """What to do about a request that an earlier life of the server took; None when there was
@@ -458,9 +273,9 @@ class State:
         owner = request_id.rpartition(":")[0]
         if owner in self.runs:
             return None
-        if self.store.run(owner) is not None:
+        if self.database.runs.get(owner) is not None:
             return CARRY_ON
-        return "ask for the sample again" if self.store.sampler(owner) is not None else None
+        return "ask for the sample again" if self.database.samplers.get(owner) is not None else None
 
     def keep_snapshot(self, session_id: str, sampler: str) -> None:
         """Take a nameless sampler in; the oldest beyond what memory is to hold are put on disk."""
@@ -473,7 +288,7 @@ class State:
         in_memory = [name for name, directory in self.snapshots.items() if directory is None]
         for name in in_memory[: -self.limits.snapshots]:
             # whoever asks from now on is queued behind the saving
-            self.snapshots[name] = self.snapshot_directory(name)
+            self.snapshots[name] = self.journals.snapshot_directory(name)
             self.worker.run(self._spill_snapshot, name)
 
     async def put_snapshot(self, sampler: str) -> None:
@@ -481,7 +296,7 @@ class State:
         begun = await self.worker.run(self.begin_snapshot, sampler)
         if begun is not None:
             async with self.writing:
-                await asyncio.to_thread(write_whole, *begun)
+                await asyncio.to_thread(write_whole, begun[0].write, begun[1])
             await self.worker.run(self.place_snapshot, sampler, begun[1])
 
     def _spill_snapshot(self, sampler: str) -> None:
@@ -490,26 +305,27 @@ class State:
         """
         begun = self.begin_snapshot(sampler)
         if begun is not None:
-            write_whole(*begun)
+            write_whole(begun[0].write, begun[1])
             self.place_snapshot(sampler, begun[1])
         self.engine.drop_sampler(sampler)
 
     def begin_snapshot(self, sampler: str) -> tuple[Writer, Path] | None:
-        """What writes a nameless sampler's weights, and where to; None if they are on disk. On the
-        worker.
+        """Return the writer of a nameless sampler, and the directory to write; None if it is on disk.
+
+        Call it on the worker.
         """
-        directory = self.snapshot_directory(sampler)
+        directory = self.journals.snapshot_directory(sampler)
         if directory.is_dir():
             return None
-        write = self.engine.sampler_writer(sampler)
+        writer = self.engine.sampler_writer(sampler)
         directory.parent.mkdir(exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f"{directory.name}{UNPLACED}", dir=directory.parent))
         self._unplaced[sampler] = scratch
-        return write, scratch
+        return writer, scratch
 
     def place_snapshot(self, sampler: str, scratch: Path) -> None:
         """Let files that were written be a sampler's, unless it has others by now. On the worker."""
-        directory = self.snapshot_directory(sampler)
+        directory = self.journals.snapshot_directory(sampler)
         if self._unplaced.get(sampler) != scratch or directory.is_dir():
             shutil.rmtree(scratch, ignore_errors=True)
             return
@@ -529,7 +345,7 @@ class State:
     def drop_snapshot_files(self, sampler: str) -> None:
         """Have nothing of a nameless sampler on disk, nor of what is being written. On the worker."""
         self._unplaced.pop(sampler, None)
-        shutil.rmtree(self.snapshot_directory(sampler), ignore_errors=True)
+        shutil.rmtree(self.journals.snapshot_directory(sampler), ignore_errors=True)
 
     def forget_snapshot(self, sampler: str) -> None:
         """Let a nameless sampler go, in memory and on disk."""
@@ -550,7 +366,7 @@ class State:
             # it may have ended while another's was written
             if not over or session_id not in self.samples:
                 continue
-            journal = self.journal(self.samples_directory(session_id))
+            journal = self.journals.of_samples(session_id)
             for request_id in over:
                 del numbers[request_id]
             await journal.append(time.time_ns(), {"op": READ, "ids": over})
@@ -574,14 +390,17 @@ class State:
         for session_id in [s for s, heard in self.heard.items() if heard < now - seconds]:
             # first, so that nobody who reads the record finds anything of it alive
             self.end_session(session_id)
-            await asyncio.to_thread(self.store.finish_session, session_id, EXPIRED, self._silence())
+            await asyncio.to_thread(
+                self.database.sessions.finish, session_id, EXPIRED, self._silence()
+            )
             self.heard.pop(session_id, None)  # who was heard from meanwhile came too late
         heard = [
             (time.time() - (now - heard), session_id) for session_id, heard in self.heard.items()
         ]
         await asyncio.to_thread(self._note_heard, heard)
-        await asyncio.to_thread(self.catalogue.touch, self._take_asked())
-        await asyncio.to_thread(self.catalogue.sweep)
+        await asyncio.to_thread(self.database.runs.touch, self._take_asked())
+        for directory in await asyncio.to_thread(self.database.checkpoints.remove_expired):
+            await asyncio.to_thread(discard, directory)
         await asyncio.to_thread(sweep_uploads, self.upload_dir)
 
     def _take_asked(self) -> dict[str, float]:
@@ -595,14 +414,8 @@ class State:
         """Record when sessions were heard from, and end those that an earlier life of the server
         left open.
         """
-        expire = (
-            "UPDATE sessions SET finished = ?, reason = ?, detail = ? WHERE finished IS NULL "
-            "AND heard < ?"
-        )
-        now = time.time()
-        ended = [(now, EXPIRED, self._silence(), now - self.limits.session_seconds)]
-        hear = "UPDATE sessions SET heard = MAX(heard, ?) WHERE session_id = ?"
-        self.store.change((hear, heard), (expire, ended), flush=False)
+        silent_since = time.time() - self.limits.session_seconds
+        self.database.sessions.note_heard(heard, silent_since, EXPIRED, self._silence())
 
     def refuse_if_stopping(self) -> None:
         """Send whoever waits away when the server stops: what was promised is kept by its next

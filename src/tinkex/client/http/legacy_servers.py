@@ -14,13 +14,14 @@ from typing import Any
 
 import msgspec
 
-from tinkex.client.futures.api_future import failure_of
-from tinkex.client.http.transport import Reply, Transport
+from tinkex.client.futures.result_polling import failure_of
+from tinkex.client.http.exchange import Reply
+from tinkex.client.http.transport import Transport
 from tinkex.types.record import to_builtins
 from tinkex.types.sampling import SampleRequest
 from tinkex.types.training import ForwardBackwardRequest, ForwardRequest, UntypedAPIFuture
 from tinkex.wire import codec, protocol
-from tinkex.wire.protobuf import NotInProtobuf
+from tinkex.wire.protobuf_schema import NotInProtobuf
 from tinkex.wire.protocol import Operation
 
 NEWER_FIELDS: dict[Operation, dict[str, Any]] = {
@@ -116,7 +117,7 @@ def read_receipt(transport: Transport, op: Operation, reply: Reply, submitted: f
             raise failure_of(transport, op, told, "")
         if told.get("status") == "completed" and isinstance(told.get("result"), dict):
             told = told["result"]
-            reply = replace(reply, body=msgspec.json.encode(told))
+            reply = msgspec.structs.replace(reply, body=msgspec.json.encode(told))
         if told.keys() & set(_fields(op.result)):
             return Receipt(op, submitted, result=transport.decode(op, op.result, reply))
     named: UntypedAPIFuture = transport.decode(op, UntypedAPIFuture, reply)

@@ -20,26 +20,32 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from tinkex.engine.api import EngineError
+from tinkex.engine.families.read_config import families
 from tinkex.engine.json_files import parse_object
-from tinkex.server.database.store import LOCAL_OWNER, Run, SavedCheckpoint, Store
+from tinkex.engine.peft_files import (
+    ADAPTER_CONFIG as CONFIG,
+    ADAPTER_WEIGHTS as WEIGHTS,
+    ALPHA,
+    MAX_RANK,
+    PREFIX,
+)
+from tinkex.engine.places import Place
+from tinkex.engine.tensor_files import PIECE, write_tensors
+from tinkex.server.database.entities import LOCAL_OWNER, Run, SavedCheckpoint
+from tinkex.server.database.interface import Database
 from tinkex.server.files.checkpoint_files import Wanted, put_files
 from tinkex.types.tensors import Array
 from tinkex.types.training import LoraConfig
 
-# The engine's conventions; it cannot be asked here, for it imports torch. A test holds them
-# together.
-ALPHA = 32
-MAX_RANK = 1024
 MOST_ALPHA = 1e30
-GROUPS = {
-    "attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
-    "mlp": ("gate_proj", "up_proj", "down_proj"),
-    "unembed": ("lm_head",),
+KNOWN = {
+    module: group
+    for family in families().values()
+    for group, modules in family.names.groups.items()
+    for module in modules
 }
-
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."
-KNOWN = {module: group for group, modules in GROUPS.items() for module in modules}
+"""The modules that adapters can be for, in any family, and the group that trains each."""
+GROUPS = tuple(dict.fromkeys(KNOWN.values()))
 PLAIN = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -70,8 +76,6 @@ IDLE = {
 }
 """Settings that change nothing in what is computed; any that is neither this nor read may."""
 Progress: TypeAlias = Callable[[int, int], object]
-PIECE = 1 << 23
-"""Bytes that are read or written at a time."""
 FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
@@ -88,7 +92,7 @@ class Source:
 
 
 def import_adapter(
-    store: Store,
+    database: Database,
     directory: Path,
     base_model: str | None,
     base_directory: Path,
@@ -100,7 +104,7 @@ def import_adapter(
     """Make a training checkpoint of a PEFT adapter, under a run of its own.
 
     Args:
-        store: The data directory's, whether or not a server runs on it.
+        database: The data directory's, whether or not a server runs on it.
         directory: Where `adapter_config.json` and `adapter_model.safetensors` are.
         base_model: The name that the server has for the base model; the adapter's own by default.
         base_directory: The base model's files, whose shapes the adapter must fit.
@@ -118,8 +122,8 @@ def import_adapter(
     lora, run_id = adapter.shape(), str(uuid.uuid4())
     run = Run(f"{run_id}:train:0", run_id, base_model, lora, {"type": "adamw"}, {}, owner)
     write = adapter.writer(base_model, lora)
-    saved = put_files(store, store.root / "checkpoints", run, Wanted("weights", name), write)
-    store.add_run(run)
+    saved = put_files(database, database.root / "checkpoints", run, Wanted("weights", name), write)
+    database.runs.add(run)
     return saved
 
 
@@ -140,11 +144,11 @@ class Adapter:
             rank=self.source.rank, **{f"train_{group}": group in groups for group in GROUPS}
         )
 
-    def writer(self, base_model: str, lora: LoraConfig) -> Callable[[Path], None]:
+    def writer(self, base_model: str, lora: LoraConfig) -> Callable[[Place], None]:
         """Write it in our form; modules of the shape that it leaves alone get fresh factors."""
         trained = [module for module in self.shapes if _trains(lora, module)]
 
-        def write(target: Path) -> None:
+        def write(target: Place) -> None:
             factors = {module: self.factors.get(module) for module in trained}
             _write(target, base_model, self.source, factors, self.shapes, self.told)
 
@@ -384,7 +388,7 @@ def _read(path: Path, told: _Told) -> bytes:
 
 
 def _write(
-    target: Path,
+    target: Place,
     base_model: str,
     source: Source,
     factors: Mapping[str, tuple[Array, Array] | None],
@@ -397,7 +401,8 @@ def _write(
         tensors[f"{PREFIX}{module}.lora_A.weight"] = np.ascontiguousarray(a)
         tensors[f"{PREFIX}{module}.lora_B.weight"] = np.ascontiguousarray(b)
     told.expect(write=sum(tensor.nbytes for tensor in tensors.values()))
-    _write_tensors(tensors, target / WEIGHTS, told)
+    with target.file(WEIGHTS) as file:
+        write_tensors(file, tensors, {"format": "pt"}, told.add)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -409,27 +414,8 @@ def _write(
         "target_modules": sorted({_last(module) for module in factors}),
         "inference_mode": True,
     }
-    (target / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _write_tensors(tensors: Mapping[str, Array], path: Path, told: _Told) -> None:
-    """Write float32 tensors as a safetensors file, piece by piece: the library tells nothing before
-    the end.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in tensors.items():
-        begin, end = end, end + tensor.nbytes
-        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the numbers are aligned
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors.values():
-            data = tensor.astype("<f4", copy=False).data.cast("B")
-            for start in range(0, len(data), PIECE):
-                file.write(data[start : start + PIECE])
-                told.add(len(data[start : start + PIECE]))
+    with target.file(CONFIG) as file:
+        file.write(f"{json.dumps(config, indent=2)}\n".encode())
 
 
 def _fresh(module: str, rank: int, outputs: int, inputs: int) -> tuple[Array, Array]:

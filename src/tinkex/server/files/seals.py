@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+import shutil
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from pathlib import Path
 
 from tinkex.engine.api import EngineError
+from tinkex.engine.places import Directory
 
 SEAL = ".digests.json"
 """The file of a directory that holds the digests of the others."""
@@ -81,3 +83,13 @@ def sync(paths: Iterable[Path]) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def write_whole(write: Callable[[Directory], None], scratch: Path) -> None:
+    """Have a writer fill a directory and seal it; remove the directory if that fails."""
+    try:
+        write(Directory(scratch))
+        seal(scratch)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise

@@ -14,6 +14,7 @@ import os
 import shutil
 import threading
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from tinkex.server.database.catalogue import RunRecord, discard
-from tinkex.server.database.store import Run, SavedCheckpoint
+from tinkex.engine.places import Directory
+from tinkex.server.calls import Call
+from tinkex.server.database.entities import Run, RunRecord, SavedCheckpoint
 from tinkex.server.files.checkpoint_files import (
     NAME,
     NAME_RULE,
@@ -31,9 +33,11 @@ from tinkex.server.files.checkpoint_files import (
     put_files,
     readable,
 )
+from tinkex.server.files.data_dir import discard
 from tinkex.server.files.seals import check, contents
+from tinkex.server.http_errors import Refusal
 from tinkex.server.routes.handler_table import handler
-from tinkex.server.state import Call, Refusal, State
+from tinkex.server.state import State
 from tinkex.types.checkpoints import (
     KINDS,
     SCHEME,
@@ -67,7 +71,7 @@ async def list_training_runs(state: State, call: Call) -> TrainingRunsResponse:
     limit = min(limit, LARGEST_PAGE)
 
     def look() -> tuple[list[RunRecord], int]:
-        return state.catalogue.runs(
+        return state.database.runs.page(
             call.owner,
             accessible=_is_accessible(call),
             project_id=call.query.get("project_id"),
@@ -109,7 +113,7 @@ async def _checkpoints(state: State, call: Call, model_id: str | None) -> Checkp
     limit = -1 if whole else min(limit, LARGEST_PAGE)
 
     def look() -> tuple[list[SavedCheckpoint], int]:
-        return state.catalogue.checkpoints(
+        return state.database.checkpoints.page(
             call.owner, model_id=model_id, limit=limit, offset=offset
         )
 
@@ -124,7 +128,7 @@ async def _run_of(state: State, call: Call, *, accessible: bool) -> RunRecord:
     model_id = call.path["training_run_id"]
 
     def look() -> RunRecord | None:
-        return state.catalogue.run(model_id, call.owner, accessible=accessible)
+        return state.database.runs.record(model_id, call.owner, accessible=accessible)
 
     record = await asyncio.to_thread(look)
     if record is None:
@@ -162,7 +166,7 @@ def _training_run(state: State, record: RunRecord, reader: str) -> TrainingRun:
         last_sampler_checkpoint=checkpoint_record(record.last_sampler)
         if record.last_sampler
         else None,
-        user_metadata=_texts(run.user_metadata) if run.owner == reader else None,
+        user_metadata=(texts(run.user_metadata) or None) if run.owner == reader else None,
         loaded=state.is_loaded(run.model_id),
     )
 
@@ -187,12 +191,12 @@ def _moment(seconds: float) -> dt.datetime:
     return dt.datetime.fromtimestamp(seconds, dt.UTC)
 
 
-def _texts(metadata: dict[str, Any]) -> dict[str, str] | None:
-    """A run's metadata may hold anything; readers are promised texts."""
+def texts(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Return metadata as lists show it: other values than texts become JSON."""
     return {
-        key: value if isinstance(value, str) else json.dumps(value)
-        for key, value in metadata.items()
-    } or None
+        name: value if isinstance(value, str) else json.dumps(value)
+        for name, value in metadata.items()
+    }
 
 
 # ── changes ───────────────────────────────────────────────────────────────────────────────────────
@@ -223,7 +227,7 @@ async def delete_checkpoint(state: State, call: Call) -> Empty:
     dropped.
     """
     path = checkpoint_path(call)
-    directory = await asyncio.to_thread(state.catalogue.remove, path, call.owner)
+    directory = await asyncio.to_thread(state.database.checkpoints.remove, path, call.owner)
     if directory is None:
         raise nothing_at(path)
     await asyncio.to_thread(discard, directory)
@@ -244,7 +248,7 @@ async def unpublish_checkpoint(state: State, call: Call) -> Empty:
 
 async def _publish(state: State, call: Call, public: bool) -> Empty:
     path = checkpoint_path(call)
-    if not await asyncio.to_thread(state.catalogue.set_public, path, call.owner, public):
+    if not await asyncio.to_thread(state.database.checkpoints.set_public, path, call.owner, public):
         raise nothing_at(path)
     return Empty()
 
@@ -255,7 +259,7 @@ async def set_checkpoint_ttl(state: State, call: Call) -> Empty:
     request: SetCheckpointTtlRequest = call.request
     path = checkpoint_path(call)
     if not await asyncio.to_thread(
-        state.catalogue.set_expiry, path, call.owner, expiry(request.ttl_seconds)
+        state.database.checkpoints.set_expiry, path, call.owner, expiry(request.ttl_seconds)
     ):
         raise nothing_at(path)
     return Empty()
@@ -326,19 +330,19 @@ def _copy(
         project_id=request.destination_project_id,
     )
 
-    def write(directory: Path) -> None:
+    def write(directory: Directory) -> None:
         check(source.directory)
         for file in contents(source.directory):
-            _link(file, directory / file.name)
+            _link(file, directory.path / file.name)
 
     with _copying:
-        made = state.store.checkpoint(f"{SCHEME}{run.model_id}/{kind}/{name}")
+        made = state.database.checkpoints.get(f"{SCHEME}{run.model_id}/{kind}/{name}")
         try:
-            made = made or put_files(state.store, state.checkpoint_dir, run, wanted, write)
+            made = made or put_files(state.database, state.checkpoint_dir, run, wanted, write)
         except FileNotFoundError:  # the source was deleted meanwhile
             return None
-        if state.store.run(run.model_id) is None:
-            state.store.add_run(run)
+        if state.database.runs.get(run.model_id) is None:
+            state.database.runs.add(run)
     return made
 
 

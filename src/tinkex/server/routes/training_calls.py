@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Sequence
 
-from tinkex.engine.api import STABLE_REINFORCE, EngineError, Recalled
-from tinkex.server.database.store import Run
+from tinkex.engine.api import EngineError, Recalled
+from tinkex.engine.losses.table import CUSTOM, STABLE_REINFORCE
+from tinkex.server.calls import Call
+from tinkex.server.database.entities import Run
+from tinkex.server.http_errors import Refusal
 from tinkex.server.routes.handler_table import handler
 from tinkex.server.routes.session_calls import require_session
 from tinkex.server.runs.admission import (
@@ -18,7 +21,7 @@ from tinkex.server.runs.admission import (
     spend,
 )
 from tinkex.server.samples.provenance import recall
-from tinkex.server.state import CARRY_ON, Call, LiveRun, Refusal, State
+from tinkex.server.state import CARRY_ON, LiveRun, State
 from tinkex.types.checkpoints import (
     LoadWeightsRequest,
 )
@@ -100,7 +103,7 @@ def new_run(
     request: CreateModelRequest | LoadWeightsRequest = call.request
     assert request.session_id is not None
     base = state.base_model(base_model)
-    known = state.store.run(model_id)
+    known = state.database.runs.get(model_id)
     if known is not None and not call.is_replayed:  # it was unloaded
         raise EngineError(f"model {model_id!r} is no longer loaded; {CARRY_ON}")
     state.engine.create(model_id, base_model, lora, optimizer)
@@ -116,7 +119,7 @@ def new_run(
         base.digest,
     )
     if known is None:
-        state.store.add_run(run)
+        state.database.runs.add(run)
     return run
 
 
@@ -125,12 +128,12 @@ async def forward_backward(state: State, call: Call) -> UntypedAPIFuture:
     """A pass, with or without its gradient."""
     request: ForwardBackwardRequest = call.request
     body = request.forward_backward_input
-    loss_id = (body.loss_fn_config or {}).get("loss_id") if body.loss_fn == "custom" else None
+    loss_id = (body.loss_fn_config or {}).get("loss_id") if body.loss_fn == CUSTOM else None
     if isinstance(loss_id, str):
         await state.revived(loss_id)
 
     def start(job: str) -> None:
-        if body.loss_fn == "custom":
+        if body.loss_fn == CUSTOM:
             require_own_loss(request.model_id, loss_id)
         state.engine.pass_start(
             job,
@@ -270,7 +273,7 @@ async def unload_model(state: State, call: Call) -> UntypedAPIFuture:
 async def get_info(state: State, call: Call) -> GetInfoResponse:
     """What a run trains."""
     request: GetInfoRequest = call.request
-    run = await asyncio.to_thread(state.store.run, request.model_id)
+    run = await asyncio.to_thread(state.database.runs.get, request.model_id)
     if run is None:
         raise Refusal(404, f"there is no model {request.model_id!r}")
     model = state.base_model(run.base_model)

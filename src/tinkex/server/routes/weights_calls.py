@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 
 from tinkex.engine.api import EngineError
-from tinkex.server.database.store import Sampler, Save
+from tinkex.server.calls import Call, digest_of
+from tinkex.server.database.entities import Sampler, Save
 from tinkex.server.files.checkpoint_files import Wanted, find_checkpoint, readable, reading, saving
 from tinkex.server.files.seals import check
+from tinkex.server.http_errors import Refusal
 from tinkex.server.routes.handler_table import handler
 from tinkex.server.routes.session_calls import require_session
 from tinkex.server.routes.training_calls import enter, new_run
@@ -21,7 +23,7 @@ from tinkex.server.runs.admission import (
 )
 from tinkex.server.runs.scheduler import Beside
 from tinkex.server.samples import inflight
-from tinkex.server.state import Call, LiveRun, Refusal, State, digest_of
+from tinkex.server.state import LiveRun, State
 from tinkex.types.checkpoints import (
     LoadWeightsRequest,
     LoadWeightsResponse,
@@ -101,7 +103,7 @@ async def save_weights_for_sampler(state: State, call: Call) -> UntypedAPIFuture
             raise EngineError("save_weights_for_sampler needs a path or a sampling_session_seq_id")
         sampler_id = f"{run.session_id}:sample:{request.sampling_session_seq_id}"
         assert call.number is not None
-        known = state.store.sampler(sampler_id)
+        known = state.database.samplers.get(sampler_id)
         if known is not None and known.model_id != run.model_id:
             raise EngineError(
                 f"sampling session {sampler_id!r} was opened before, not for this run; use another "
@@ -117,7 +119,7 @@ async def save_weights_for_sampler(state: State, call: Call) -> UntypedAPIFuture
         state.drop_snapshot_files(sampler_id)
         state.engine.snapshot(run.model_id, sampler_id)
         live.unsaved_samplers[sampler_id] = call.number
-        state.store.add_sampler(
+        state.database.samplers.add(
             Sampler(
                 sampler_id,
                 run.session_id,
@@ -196,7 +198,7 @@ async def _create_by_loading(
     session_id, model_id = request.session_id, f"{request.session_id}:train:{request.model_seq_id}"
 
     def work() -> LiveRun:
-        loaded, known = loaded_before(state, call, model_id, 0), state.store.run(model_id)
+        loaded, known = loaded_before(state, call, model_id, 0), state.database.runs.get(model_id)
         if loaded is not None and known is not None:
             optimizer = OptimizerConfigBase.from_wire(known.optimizer)
             base_model, lora, directory = known.base_model, known.lora, loaded

@@ -19,15 +19,19 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tinkex.engine.api import EngineError, Writer
+from tinkex.engine.api import EngineError
+from tinkex.engine.places import Writer
+from tinkex.server.calls import Call
 from tinkex.server.complaints import complain
 from tinkex.server.files.data_dir import is_full_disk, sync_directory
-from tinkex.server.routes.usage import watch
+from tinkex.server.files.seals import write_whole
+from tinkex.server.http_errors import Refusal
 from tinkex.server.runs.encoded_results import encode
 from tinkex.server.runs.journal import Entry, Journal, encode as encode_entry
+from tinkex.server.runs.metering import watch
 from tinkex.server.runs.promises import JUST_READ, Left, Promise, Target
 from tinkex.server.runs.scheduler import Beside
-from tinkex.server.state import CARRY_ON, Call, LiveRun, Queued, Refusal, State, write_whole
+from tinkex.server.state import CARRY_ON, LiveRun, Queued, State
 from tinkex.types.sampling import SampleRequest
 from tinkex.types.training import UnloadModelResponse, UntypedAPIFuture
 
@@ -76,7 +80,7 @@ async def promise_once(
         return UntypedAPIFuture(request_id=failed, model_id=model_id)
     if promise is None:
         promise = state.promises.add(request_id, call.digest, session_id)
-        journal = state.journal(state.run_directory(model_id))
+        journal = state.journals.of_run(model_id)
         await _taken(
             state, promise, journal, 0, call, lambda: state.promises.follow(promise, begin())
         )
@@ -145,7 +149,7 @@ async def take_sample(
     if call.seed is None:
         seed = request.sampling_params.seed
         call.seed = secrets.randbits(63) if seed is None else seed
-    journal = state.journal(state.samples_directory(promise.session_id))
+    journal = state.journals.of_samples(promise.session_id)
     if call.number is None:
         call.number = time.time_ns()
     state.samples.setdefault(promise.session_id, {})[promise.request_id] = call.number
@@ -177,7 +181,7 @@ async def live_run(state: State, model_id: str) -> LiveRun:
         state.heard[live.run.session_id] = time.monotonic()
         state.asked[model_id] = time.time()
         return live
-    if await asyncio.to_thread(state.store.run, model_id) is None:
+    if await asyncio.to_thread(state.database.runs.get, model_id) is None:
         raise Refusal(404, f"there is no model {model_id!r}")
     raise Refusal(
         410,
@@ -250,9 +254,7 @@ async def enqueue(
 
     live.lane.hold(number, call.size)
     try:
-        await _taken(
-            state, promise, state.journal(state.run_directory(model_id)), number, call, begin
-        )
+        await _taken(state, promise, state.journals.of_run(model_id), number, call, begin)
     except Exception:
         live.lane.let_go(number)
         raise
@@ -301,7 +303,7 @@ def _work(state: State, live: LiveRun, number: int, call: Call, work: Callable[[
 
 
 def _is_overdue(state: State, live: LiveRun) -> bool:
-    held = state.journal(state.run_directory(live.run.model_id)).held_bytes
+    held = state.journals.of_run(live.run.model_id).held_bytes
     if held >= state.limits.journal_bytes // 2 and live.state_rest != math.inf:
         return True
     waited = time.monotonic() - live.state_time
@@ -328,7 +330,7 @@ def write_state(state: State, live: LiveRun, number: int) -> None:
     began = time.monotonic()
     write = state.engine.writer(live.run.model_id, optimizer=True)
     try:
-        _write_files(state.run_directory(live.run.model_id), number, write)
+        _write_files(state.journals.run_directory(live.run.model_id), number, write)
     except Exception as error:
         if not is_full_disk(error):
             raise
@@ -346,13 +348,13 @@ def _rest(live: LiveRun, seconds: float) -> None:
     live.state_time, live.state_rest = time.monotonic(), STATE_REST * seconds
 
 
-def _write_files(directory: Path, number: int, write: Writer) -> None:
+def _write_files(directory: Path, number: int, writer: Writer) -> None:
     """Have the files of a state in a directory, whole or not at all."""
     written, scratch = directory / f"state-{number}.new", directory / f"{UNFINISHED}{number}"
     if written.is_dir():  # an earlier life got so far, with the same bits
         return
     scratch.mkdir()  # in a directory that is there, unless the run was let go
-    write_whole(write, scratch)
+    write_whole(writer.write, scratch)
     scratch.rename(written)
 
 
@@ -360,7 +362,7 @@ def loaded_before(state: State, call: Call, model_id: str, number: int) -> Path 
     """What a load gave in an earlier life of the server: the checkpoint may be another by now, or
     gone.
     """
-    written = state.run_directory(model_id) / f"state-{number}.new"
+    written = state.journals.run_directory(model_id) / f"state-{number}.new"
     return written if call.is_replayed and written.is_dir() else None
 
 
@@ -416,9 +418,9 @@ async def _enforce(state: State, live: LiveRun, number: int, write: Writer | Non
     """Write a state's files and what must outlive the journal, make it the one in force, drop what
     it stands for.
     """
-    directory = state.run_directory(live.run.model_id)
+    directory = state.journals.run_directory(live.run.model_id)
     written = directory / f"state-{number}.new"
-    journal = state.journal(directory)
+    journal = state.journals.of(directory)
     try:
         journal.rotate()
         if write is not None:
@@ -513,7 +515,7 @@ async def enqueue_unload(state: State, call: Call, model_id: str) -> UntypedAPIF
     def after(_: None) -> UnloadModelResponse:
         state.runs.pop(model_id, None)
         state.recordings.release(model_id, last)
-        state.forget_directory(state.run_directory(model_id))
+        state.journals.forget(state.journals.run_directory(model_id))
         return UnloadModelResponse(model_id=model_id, type="unload_model")
 
     def begin() -> None:
@@ -525,9 +527,7 @@ async def enqueue_unload(state: State, call: Call, model_id: str) -> UntypedAPIF
     promise = state.promises.add(request_id, call.digest, live.run.session_id)
     last = live.last = _free(state, live) if call.number is None else call.number
     try:
-        await _taken(
-            state, promise, state.journal(state.run_directory(model_id)), last, call, begin
-        )
+        await _taken(state, promise, state.journals.of_run(model_id), last, call, begin)
     except Refusal:
         live.last = None
         raise
@@ -547,9 +547,9 @@ def _drop(state: State, live: LiveRun) -> Beside:
                 begun[sampler] = found
 
     def write() -> None:
-        for sampler, (write, scratch) in begun.items():
+        for sampler, (writer, scratch) in begun.items():
             try:
-                write_whole(write, scratch)
+                write_whole(writer.write, scratch)
             except Exception:
                 logger.exception(
                     "the sampler %s could not be put on disk; a restart will lose it", sampler
@@ -568,7 +568,7 @@ async def recall_unload(state: State, model_id: str) -> bool:
     """Promise the unloading of a run that is not loaded: it is done. False when there is no such
     run.
     """
-    run = await asyncio.to_thread(state.store.run, model_id)
+    run = await asyncio.to_thread(state.database.runs.get, model_id)
     if run is None or model_id in state.runs:
         return False
     response = UnloadModelResponse(model_id=model_id, type="unload_model")
@@ -671,9 +671,7 @@ async def _give_up_durably(state: State, live: LiveRun, missing: int) -> None:
     it out.
     """
     try:
-        await state.journal(state.run_directory(live.run.model_id)).append(
-            missing, {"op": GIVEN_UP}
-        )
+        await state.journals.of_run(live.run.model_id).append(missing, {"op": GIVEN_UP})
     except OSError:
         logger.exception(
             "that request %d of %s was given up cannot be put on disk", missing, live.run.model_id
