@@ -17,12 +17,12 @@ import time
 import uuid
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, get_args
 
 from tinkex.client.experimental import CheckpointMethods, warn_experimental
-from tinkex.client.futures.api_future import APIFuture, AwaitableConcurrentFuture, retrieve, start
+from tinkex.client.futures.api_future import APIFuture, AwaitableConcurrentFuture, outcome_of, start
 from tinkex.client.futures.loop_thread import runtime
+from tinkex.client.futures.result_polling import retrieve
 from tinkex.client.futures.twins import deprecated, value_twin
 from tinkex.client.http.exchange import Reply
 from tinkex.client.http.legacy_servers import read_receipt
@@ -178,13 +178,8 @@ class _Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()._own._outcome(timeout=30)
+    def __exit__(self, *_: object) -> None:
+        outcome_of(self.close(), timeout=30)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(base_url={self._config.base_url!r})"

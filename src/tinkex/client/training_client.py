@@ -25,9 +25,10 @@ from urllib.parse import quote
 
 import numpy as np
 
-from tinkex.client.futures.api_future import Future, combine, start, unlisted, users_level
+from tinkex.client.futures.api_future import Future, start, unlisted, users_level
 from tinkex.client.futures.loop_thread import runtime
 from tinkex.client.futures.queue_states import Observer, QueueStateLogger, QueueStateTracker
+from tinkex.client.futures.reductions import combine
 from tinkex.client.futures.sampling_future import BackcompatSamplingClientFuture, open_later
 from tinkex.client.futures.twins import deprecated, twin, value_twin
 from tinkex.client.http.legacy_servers import Receipt
