@@ -22,15 +22,13 @@ from tinkex.server.routes.handler_table import collect
 from tinkex.server.routes.openai import OPENAI
 from tinkex.server.routes.operations import operation_group
 from tinkex.server.routes.server_pages import PAGES
-from tinkex.server.runs import replay
-from tinkex.server.runs.admission import leave
 from tinkex.server.server_limits import Limits
 from tinkex.server.state import State
 from tinkex.server.tracing import Tracing
 
 
 def create_app(
-    engine: Engine,
+    engine: Engine | Mapping[str, Engine],
     data_dir: Path,
     *,
     limits: Limits | None = None,
@@ -47,7 +45,7 @@ def create_app(
     Its lifespan starts and stops the worker.
 
     Args:
-        engine: Computes.
+        engine: One engine, or several by names that stay the same.
         data_dir: The directory of the database, keys and checkpoints.
         limits: The limits of the server.
         api_key: A key of the owner `local`, besides those made by `tinkex key create`.
@@ -69,12 +67,12 @@ def create_app(
         strict=strict,
         embedded=embedded,
     )
-    replay.enable(state, collect())
+    collect()
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        state.worker.start()
-        replay.take_up_sessions(state)
+        state.workers.start()
+        state.replay.take_up_sessions()
         tasks = [asyncio.create_task(state.tend()), asyncio.create_task(state.meter.run())]
         try:
             yield
@@ -83,9 +81,9 @@ def create_app(
                 task.cancel()
             # the client of an embedded server ends with it, and would wait for another life in vain
             if not embedded:
-                await leave(state)
+                await state.leave()
                 state.promises.are_closed = True
-            await state.worker.stop()
+            await state.workers.stop()
             state.journals.close()
             try:
                 await state.meter.flush()

@@ -20,12 +20,12 @@ from tinkex.server.access.ownership import is_own
 from tinkex.server.calls import Call
 from tinkex.server.http_errors import Refusal
 from tinkex.server.routes.handler_table import handler
-from tinkex.server.runs.admission import UNLOAD, recall_unload
 from tinkex.server.runs.encoded_results import encode, encoding, is_heavy
 from tinkex.server.runs.journals import DIRECT
 from tinkex.server.runs.promises import Log, Promise, Target
-from tinkex.server.runs.scheduler import CANCELLED
+from tinkex.server.runs.unloading import UNLOAD
 from tinkex.server.state import State
+from tinkex.server.workers.sample_jobs import CANCELLED
 from tinkex.types.record import to_json
 from tinkex.types.sessions import (
     CancelFutureRequest,
@@ -126,13 +126,13 @@ async def _revive(state: State, request_id: str) -> None:
     """Take up what an earlier life of the server had of the run or session of a request."""
     owner = request_id.rpartition(":")[0]
     for name in (owner, request_id):  # a custom loss is a request of its own
-        await state.revived(name)
+        await state.revivals.revived(name)
     if request_id.endswith(UNLOAD) and state.promises.get(request_id) is None:
-        await recall_unload(state, owner)
+        await state.unloading.recall(owner)
     if (sampler := await asyncio.to_thread(state.database.samplers.get, owner)) is not None:
-        await state.revived(sampler.session_id)
+        await state.revivals.revived(sampler.session_id)
     elif owner.startswith(f"{DIRECT}:"):
-        await state.revived(DIRECT)
+        await state.revivals.revived(DIRECT)
 
 
 # ── many results ──────────────────────────────────────────────────────────────────────────────────
@@ -169,7 +169,7 @@ async def _log(state: State, request: FuturesRetrieveRequest) -> Log:
         if sampler is None:
             raise Refusal(404, f"there is no sampling session {target[0]!r}")
         # what was asked for before a restart ends in this log, too
-        await state.revived(sampler.session_id)
+        await state.revivals.revived(sampler.session_id)
         state.promises.open_log(target, sampler.session_id)
     log = state.promises.log(target)
     assert log is not None
@@ -179,7 +179,7 @@ async def _log(state: State, request: FuturesRetrieveRequest) -> Log:
             f"cursor {request.prev_cursor} is of an earlier life of this server; ask for each "
             "request by its id",
         )
-    state.hear(log.session_id)
+    state.sessions.note(log.session_id)
     state.promises.acknowledge(log, request.prev_cursor)
     for request_id in request.retrieved_request_ids:
         promise = state.promises.get(request_id)

@@ -23,7 +23,7 @@ OWNED_BY = "tinkex"
 async def models(state: State, call: Call) -> Response:
     """List base models, and the caller's checkpoints to sample from."""
     limit = _limit(call.query.get("limit"))
-    bases = {model.name: model for model in state.engine.models()}
+    bases = state.workers.models()
     found = [NamedModel(name, model) for name, model in bases.items()][:limit]
     saved = await asyncio.to_thread(
         state.database.checkpoints.samplers, call.owner, [*bases], limit - len(found)

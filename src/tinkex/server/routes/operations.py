@@ -12,7 +12,6 @@ from tinkex.server.calls import Call
 from tinkex.server.http_errors import Refusal
 from tinkex.server.meter import AUDITED
 from tinkex.server.routes.handler_table import HANDLERS
-from tinkex.server.runs.admission import spend_number
 from tinkex.server.runs.metering import watch
 from tinkex.server.state import State
 from tinkex.types.checkpoints import SCHEME
@@ -81,4 +80,4 @@ async def _spend(state: State, call: Call, error: Unreadable) -> None:
     if error.numbered is not None and await is_own(
         state, call.owner, "model_id", error.numbered[0]
     ):
-        await spend_number(state, error.numbered, error.digest, f"{call.op}: {error}")
+        await state.runs.consume_refused(*error.numbered, error.digest, f"{call.op}: {error}")
