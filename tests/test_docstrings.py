@@ -62,6 +62,7 @@ MODULES = [
     "telemetry",
     "tokenizers",
     "client.training_client",
+    "client.training_parts.call_arguments",
     "wire.json_values",
     "types.account",
     "types.checkpoints",
