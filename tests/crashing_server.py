@@ -145,7 +145,7 @@ def main() -> None:
     from tinkex.engine.api import Engine
     from tinkex.server.app import create_app
     from tinkex.server.runs import admission
-    from tinkex.server.state import Limits
+    from tinkex.server.server_limits import Limits
 
     admission.STATE_OPERATIONS, admission.STATE_REST = 5, 0
     engine: Engine

@@ -27,7 +27,7 @@ from tinkex.server.access import accounts
 from tinkex.server.access.accounts import Accounts, create_key, has_keys, list_keys, revoke_key
 from tinkex.server.database.store import DATABASE, Store
 from tinkex.server.files.data_dir import KEYED_FILE, SECRET_FILE, DataDirError
-from tinkex.server.state import Limits
+from tinkex.server.server_limits import Limits
 from tinkex.wire import protocol
 from tinkex.wire.protocol import OPERATIONS, Operation
 

@@ -26,7 +26,8 @@ from tinkex.server.routes import batch_poll, future_calls, server_info
 from tinkex.server.routes.handler_table import HANDLERS
 from tinkex.server.runs.promises import KEEP_READ, Log, Promises
 from tinkex.server.runs.scheduler import Worker
-from tinkex.server.state import Limits, State
+from tinkex.server.server_limits import Limits
+from tinkex.server.state import State
 from tinkex.types.inputs import ModelInput
 from tinkex.types.sampling import SampleRequest, SampleResponse, SamplingParams
 from tinkex.types.sessions import FuturesRetrieveResponse, RequestFailedResponse

@@ -25,9 +25,9 @@ from support import serving, settled, wait_until
 from tinkex import LocalBackend, ModelInput, SamplingClient, SamplingParams, ServiceClient, events
 from tinkex.client.futures import batch_polling
 from tinkex.client.futures.api_future import Future, start
-from tinkex.client.http.transport import Reply, StreamReply
+from tinkex.client.http.exchange import HttpRequest, Reply, StreamReply
 from tinkex.engine.fake import FakeEngine
-from tinkex.server.state import Limits
+from tinkex.server.server_limits import Limits
 from tinkex.types.sampling import SampledSequence, SampleResponse
 from tinkex.types.sessions import FutureCompletion, FutureFinished, FuturesRetrieveResponse
 from tinkex.wire import codec
@@ -631,22 +631,14 @@ class Memory:
         self.submitted = self.polls = 0
         self.goes = asyncio.Event()
 
-    async def send(
-        self,
-        method: str,
-        path: str,
-        headers: Mapping[str, str],
-        body: bytes | None,
-        timeout: float,
-        traffic: str,
-    ) -> Reply:
-        name = path.removeprefix("/api/v1/")
+    async def send(self, request: HttpRequest) -> Reply:
+        name = request.path.removeprefix("/api/v1/")
         if name == "asample":
             self.submitted += 1
             return self.json({"request_id": f"q{self.submitted - 1}"})
         if name == "retrieve_futures":
             await self.goes.wait()
-            cursor = json.loads(body or b"")["prev_cursor"]
+            cursor = json.loads(request.data or b"")["prev_cursor"]
             while cursor >= self.submitted:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
             self.polls += 1

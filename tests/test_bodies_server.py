@@ -19,8 +19,9 @@ import pytest
 from support import Wire, pass_json, serving, step_json
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.access import bodies
+from tinkex.server.calls import Call
 from tinkex.server.runs import journal
-from tinkex.server.state import Call, Limits
+from tinkex.server.server_limits import Limits
 from tinkex.wire import codec
 
 if sys.version_info >= (3, 14):

@@ -27,7 +27,7 @@ from support import MODEL, Keyed, Wire, listening, sample_json, wait_until
 from tinkex.cli import run
 from tinkex.cli.main import cli, main
 from tinkex.server.database.store import LOCAL_OWNER
-from tinkex.server.state import Limits
+from tinkex.server.server_limits import Limits
 
 
 def command() -> list[str]:

@@ -17,7 +17,8 @@ from hypothesis.extra import numpy as hnp
 
 from tinkex import types
 from tinkex.types.record import from_json, to_json
-from tinkex.wire import codec, protobuf, protocol
+from tinkex.wire import codec, protobuf_passes, protobuf_samples, protobuf_schema, protocol
+from tinkex.wire.pieces import Pieces
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -51,7 +52,7 @@ def request(**changes: Any) -> types.ForwardBackwardRequest:
 
 def test_the_sample_of_a_request_is_matched_to_the_byte() -> None:
     assert codec.encode(request()).data.hex() == REQUEST_HEX
-    decoded = protobuf.decode_forward_backward(bytes.fromhex(REQUEST_HEX))
+    decoded = protobuf_passes.decode_forward_backward(bytes.fromhex(REQUEST_HEX))
     assert (decoded.model_id, decoded.seq_id, decoded.forward_only) == ("s:train:0", 1, False)
     [datum] = decoded.forward_backward_input.data
     assert datum.model_input.to_ints() == [1, 2]
@@ -65,7 +66,7 @@ def test_the_sample_of_a_pass_result_is_matched_to_the_byte() -> None:
     logprobs = types.TensorData.from_any([-0.5, -0.5])
     output = types.ForwardBackwardOutput("ArrayRecord", [{"logprobs": logprobs}], {"loss:sum": 1.0})
     assert codec.encode(output).data.hex() == OUTPUT_HEX
-    decoded = protobuf.decode_forward_backward_output(bytes.fromhex(OUTPUT_HEX))
+    decoded = protobuf_passes.decode_forward_backward_output(bytes.fromhex(OUTPUT_HEX))
     assert decoded.loss_fn_output_type == "ArrayRecord"
     assert decoded.metrics == {"loss:sum": 1.0}
     [record] = decoded.loss_fn_outputs
@@ -77,7 +78,7 @@ def test_the_sample_of_a_sample_is_matched_to_the_byte() -> None:
         "length", tokens_np=np.array([7, 8], np.int32), logprobs_np=np.array([-1, -1], np.float32)
     )
     assert codec.encode(types.SampleResponse([sequence])).data.hex() == SAMPLE_HEX
-    decoded = protobuf.decode_sample(bytes.fromhex(SAMPLE_HEX))
+    decoded = protobuf_samples.decode_sample(bytes.fromhex(SAMPLE_HEX))
     [read] = decoded.sequences
     assert (read.tokens, read.logprobs, read.stop_reason) == ([7, 8], [-1.0, -1.0], "length")
     assert decoded.prompt_logprobs is None
@@ -199,9 +200,11 @@ def test_pass_results_come_back_as_they_went(original: types.ForwardBackwardOutp
 
 
 def test_the_type_of_a_pass_result_is_what_follows_the_last_colon() -> None:
-    wire = protobuf.message("ForwardBackwardOutput")(loss_fn_output_type="module:ArrayRecord")
+    wire = protobuf_schema.message("ForwardBackwardOutput")(
+        loss_fn_output_type="module:ArrayRecord"
+    )
     assert (
-        protobuf.decode_forward_backward_output(wire.SerializeToString()).loss_fn_output_type
+        protobuf_passes.decode_forward_backward_output(wire.SerializeToString()).loss_fn_output_type
         == "ArrayRecord"
     )
 
@@ -288,7 +291,7 @@ def test_numbers_in_a_loss_configuration_travel_twice_and_text_once() -> None:
     body = types.ForwardBackwardInput(
         data=[], loss_fn="ppo", loss_fn_config={"clip": 0.5, "mode": "x"}
     )
-    wire = protobuf.parse(
+    wire = protobuf_schema.parse(
         "ForwardBackwardRequest", codec.encode(request(forward_backward_input=body)).data
     )
     assert dict(wire.loss_fn_config) == {"clip": 0.5}
@@ -297,11 +300,11 @@ def test_numbers_in_a_loss_configuration_travel_twice_and_text_once() -> None:
 
 
 def test_the_newer_loss_configuration_wins() -> None:
-    wire = protobuf.message("ForwardBackwardRequest")(model_id="m", loss_fn="ppo")
+    wire = protobuf_schema.message("ForwardBackwardRequest")(model_id="m", loss_fn="ppo")
     wire.loss_fn_config["clip"] = 0.1
     wire.loss_fn_config["old"] = 0.3
     wire.loss_fn_config_v2["clip"].number = 0.2
-    decoded = protobuf.decode_forward_backward(wire.SerializeToString())
+    decoded = protobuf_passes.decode_forward_backward(wire.SerializeToString())
     assert decoded.forward_backward_input.loss_fn_config == {"clip": 0.2, "old": 0.3}
     assert decoded.seq_id is None
 
@@ -318,18 +321,20 @@ def test_the_newer_loss_configuration_wins() -> None:
 def test_narrow_tensors_are_widened(
     dtype: int, raw: bytes, read_as: str, values: list[float]
 ) -> None:
-    wire = protobuf.message("ForwardBackwardRequest")(model_id="m", loss_fn="ppo")
+    wire = protobuf_schema.message("ForwardBackwardRequest")(model_id="m", loss_fn="ppo")
     tensor = wire.data.add().loss_fn_inputs["x"]
     tensor.dense, tensor.dtype = raw, dtype
     tensor.shape.extend([2])
-    [datum] = protobuf.decode_forward_backward(wire.SerializeToString()).forward_backward_input.data
+    [datum] = protobuf_passes.decode_forward_backward(
+        wire.SerializeToString()
+    ).forward_backward_input.data
     assert datum.loss_fn_inputs["x"].dtype == read_as
     assert datum.loss_fn_inputs["x"].data == values
-    answer = protobuf.message("ForwardBackwardOutput")()
+    answer = protobuf_schema.message("ForwardBackwardOutput")()
     batch = answer.loss_fn_outputs.add(num_datums=2).fields["x"]
     width = len(raw) // 2
     batch.data, batch.dtype, batch.offsets = raw, dtype, struct.pack("<3q", 0, width, 2 * width)
-    decoded = protobuf.decode_forward_backward_output(answer.SerializeToString())
+    decoded = protobuf_passes.decode_forward_backward_output(answer.SerializeToString())
     assert [record["x"].data for record in decoded.loss_fn_outputs] == [[values[0]], [values[1]]]
 
 
@@ -396,19 +401,19 @@ ADDED = {"SampledSequence": {"weights_spans"}}
 """Fields of ours in official messages; their numbers are far above the official ones."""
 
 
-@pytest.mark.parametrize("name", sorted(protobuf.MESSAGES.keys() - {"WeightsSpan"}))
+@pytest.mark.parametrize("name", sorted(protobuf_schema.MESSAGES.keys() - {"WeightsSpan"}))
 def test_messages_have_the_official_fields(official: Any, name: str) -> None:
-    ours = shape_of(protobuf.message(name).DESCRIPTOR)
+    ours = shape_of(protobuf_schema.message(name).DESCRIPTOR)
     theirs = official.DESCRIPTOR.message_types_by_name[name]
     added = {field: ours.pop(field) for field in ADDED.get(name, ())}
     assert ours == shape_of(theirs)
     assert all(number > 1000 for number, *_ in added.values())
 
 
-@pytest.mark.parametrize("name", protobuf.ENUMS)
+@pytest.mark.parametrize("name", protobuf_schema.ENUMS)
 def test_enumerations_have_the_official_values(official: Any, name: str) -> None:
     theirs = official.DESCRIPTOR.enum_types_by_name[name]
-    ours = protobuf.message("Tensor").DESCRIPTOR.file.enum_types_by_name[name]
+    ours = protobuf_schema.message("Tensor").DESCRIPTOR.file.enum_types_by_name[name]
     found = [(value.name, value.number) for value in ours.values]
     assert [number for _, number in found] == [value.number for value in theirs.values]
     for (mine, _), value in zip(found, theirs.values, strict=True):
@@ -481,7 +486,7 @@ def test_messages_cut_short_are_refused() -> None:
 
 
 def wire_request() -> Any:
-    return protobuf.parse("ForwardBackwardRequest", bytes.fromhex(REQUEST_HEX))
+    return protobuf_schema.parse("ForwardBackwardRequest", bytes.fromhex(REQUEST_HEX))
 
 
 def tensor_of(wire: Any) -> Any:
@@ -518,7 +523,7 @@ def test_requests_that_do_not_add_up_are_refused(damage: Any, words: str) -> Non
     wire = wire_request()
     damage(wire)
     with pytest.raises(ValueError, match=words):
-        protobuf.decode_forward_backward(wire.SerializeToString())
+        protobuf_passes.decode_forward_backward(wire.SerializeToString())
 
 
 @pytest.mark.parametrize(
@@ -540,7 +545,7 @@ def test_requests_that_do_not_add_up_are_refused(damage: Any, words: str) -> Non
     ids=str,
 )
 def test_pass_results_that_do_not_add_up_are_refused(change: dict[str, Any]) -> None:
-    wire = protobuf.parse("ForwardBackwardOutput", bytes.fromhex(OUTPUT_HEX))
+    wire = protobuf_schema.parse("ForwardBackwardOutput", bytes.fromhex(OUTPUT_HEX))
     field = wire.loss_fn_outputs[0].fields["logprobs"]
     for name, value in change.items():
         if isinstance(value, list):
@@ -548,15 +553,15 @@ def test_pass_results_that_do_not_add_up_are_refused(change: dict[str, Any]) -> 
         else:
             setattr(field, name, value)
     with pytest.raises(ValueError, match=r"malformed|tensor"):
-        protobuf.decode_forward_backward_output(wire.SerializeToString())
+        protobuf_passes.decode_forward_backward_output(wire.SerializeToString())
 
 
 @pytest.mark.parametrize("count", [2**62, -1])
 def test_a_count_without_fields_must_make_sense(count: int) -> None:
-    wire = protobuf.message("ForwardBackwardOutput")()
+    wire = protobuf_schema.message("ForwardBackwardOutput")()
     wire.loss_fn_outputs.add(num_datums=count)
     with pytest.raises(ValueError, match="malformed"):
-        protobuf.decode_forward_backward_output(wire.SerializeToString())
+        protobuf_passes.decode_forward_backward_output(wire.SerializeToString())
 
 
 def test_samples_that_do_not_add_up_are_refused() -> None:
@@ -569,14 +574,14 @@ def test_samples_that_do_not_add_up_are_refused() -> None:
         lambda wire: wire.target_prompt_logprobs.SetInParent(),
         lambda wire: wire.prompt_alt_tokens.SetInParent(),
     ):
-        wire = protobuf.parse("SampleResponse", bytes.fromhex(SAMPLE_HEX))
+        wire = protobuf_schema.parse("SampleResponse", bytes.fromhex(SAMPLE_HEX))
         damage(wire)
         body = wire.SerializeToString()
         if wire.topk_prompt_logprobs.k:
             wire.topk_prompt_logprobs.length = 1
             body = wire.SerializeToString()
         with pytest.raises(ValueError, match="malformed"):
-            protobuf.decode_sample(body)
+            protobuf_samples.decode_sample(body)
 
 
 # ── JSON ──────────────────────────────────────────────────────────────────────────────────────────
@@ -849,7 +854,7 @@ def test_dimuon_parameters_have_the_wire_form() -> None:
 @pytest.mark.parametrize("size", [1, 3, 7, 64])
 def test_a_body_in_pieces_is_the_same_bytes_however_it_is_cut(size: int) -> None:
     buffers = [b"ab", np.arange(50, dtype=np.uint8), b"", b"c" * 20, np.arange(3, dtype=np.uint8)]
-    pieces = protobuf.Pieces(buffers)
+    pieces = Pieces(buffers)
     cut = list(pieces.cut(size))
     assert b"".join(cut) == bytes(pieces)
     assert len(pieces) == len(bytes(pieces)) == 75

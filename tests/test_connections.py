@@ -17,7 +17,7 @@ from support import Wire, listening, wait_until
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.access.connections import OTHER_FILES, RESERVE, Doors, guarded
 from tinkex.server.app import create_app
-from tinkex.server.state import Limits
+from tinkex.server.server_limits import Limits
 
 HEALTH = b"GET /api/v1/healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
 OTHER = b"GET /api/v1/get_server_capabilities HTTP/1.1\r\nHost: localhost\r\n\r\n"

@@ -25,9 +25,10 @@ from tinkex import ServiceClient, TrainingClient, types
 from tinkex.client.losses import custom_passes
 from tinkex.engine.api import EngineError
 from tinkex.engine.fake import FakeEngine
+from tinkex.server.http_errors import Refusal
 from tinkex.server.routes import training_calls, weights_calls
 from tinkex.server.runs import admission
-from tinkex.server.state import Limits, Refusal
+from tinkex.server.server_limits import Limits
 
 STEP = types.AdamParams(learning_rate=0.1)
 

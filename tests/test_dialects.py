@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import tinkex
-import tinkex.client.http.transport
 from faulty import Answer, FaultyServer, Seen, faulty_server
 from support import serving, wait_until
 from tinkex import (
@@ -25,6 +24,8 @@ from tinkex import (
     TrainingClient,
     types,
 )
+from tinkex.client.http.exchange import HttpRequest, Reply
+from tinkex.client.http.http_exchange import HttpExchange
 from tinkex.engine.fake import FakeEngine
 from tinkex.wire import codec
 
@@ -521,16 +522,14 @@ def test_our_own_server_never_gets_a_pass_in_the_older_form(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[str] = []
-    send = tinkex.client.http.transport.HttpExchange.send
+    send = HttpExchange.send
 
-    async def watched(
-        self: Any, method: str, path: str, headers: Any, *rest: Any, **named: Any
-    ) -> Any:
-        if path.endswith(("/forward", "/forward_backward")):
-            sent.append(headers["Content-Type"])
-        return await send(self, method, path, headers, *rest, **named)
+    async def watched(self: Any, request: HttpRequest) -> Reply:
+        if request.path.endswith(("/forward", "/forward_backward")):
+            sent.append(request.headers["Content-Type"])
+        return await send(self, request)
 
-    monkeypatch.setattr("tinkex.client.http.transport.HttpExchange.send", watched)
+    monkeypatch.setattr(HttpExchange, "send", watched)
     with serving(FakeEngine(), tmp_path) as url, ServiceClient(base_url=url) as service:
         client = service.create_lora_training_client("fake", rank=2).result()
         misnumbered = TrainingClient(service.holder, 0, client.model_id, first_seq_id=-1)

@@ -23,7 +23,6 @@ from tinkex.client.futures.api_future import start
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.access.accounts import create_key, revoke_key
 from tinkex.server.database.store import DATABASE, Store
-from tinkex.wire import protocol
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -391,9 +390,13 @@ def test_our_client_gets_the_archives_address(
 def fetch_anywhere(service: ServiceClient, url: str) -> bytes:
     """What an address gives, on a socket or in the process."""
     transport = service.holder.transport
-    reply = start(transport.exchange(protocol.GET_CHECKPOINT_ARCHIVE, url, {}, None, 20)).result(20)
-    assert reply.status == 200
-    return reply.body
+
+    async def fetch() -> bytes:
+        async with transport.fetch(url, {}, 20) as reply:
+            assert reply.status == 200
+            return b"".join([chunk async for chunk in reply.chunks])
+
+    return start(fetch()).result(20)
 
 
 def trained(service: ServiceClient) -> TrainingClient:

@@ -121,7 +121,7 @@ from support import listening
 from tinkex.cli.serve import run_app
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.app import create_app
-from tinkex.server.state import Limits
+from tinkex.server.server_limits import Limits
 from tinkex.server.routes.usage import Meter
 
 async def full(meter):

@@ -25,7 +25,8 @@ from tinkex import types
 from tinkex.client.futures import api_future
 from tinkex.client.futures.api_future import Future, combine, retrieve, start
 from tinkex.client.futures.loop_thread import Inbox
-from tinkex.client.http.transport import Transport, backoff
+from tinkex.client.http.retry import Delays
+from tinkex.client.http.transport import Transport
 from tinkex.client.settings.config import Config
 from tinkex.wire import codec, protocol
 
@@ -432,11 +433,13 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The waits that were decided on; nobody waits for them."""
     decided: list[float] = []
 
+    after = Delays.after
+
     def quick(*args: Any, **kwargs: Any) -> float:
-        decided.append(backoff(*args, **kwargs))
+        decided.append(after(*args, **kwargs))
         return 0.001
 
-    monkeypatch.setattr(api_future, "backoff", quick)
+    monkeypatch.setattr(Delays, "after", quick)
     return decided
 
 

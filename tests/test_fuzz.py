@@ -34,10 +34,11 @@ from tinkex.engine.fake import FakeEngine
 from tinkex.server.app import create_app
 from tinkex.server.database.store import Store
 from tinkex.server.routes.openapi import describe
-from tinkex.server.state import Limits, State
+from tinkex.server.server_limits import Limits
+from tinkex.server.state import State
 from tinkex.types.sampling import SampleRequest
 from tinkex.types.training import AdamParams, LoraConfig, OptimizerConfigBase, OptimParams
-from tinkex.wire import codec, protobuf
+from tinkex.wire import codec, protobuf_schema
 from tinkex.wire.protocol import BY_NAME, OPERATIONS, PREFIX
 from tinkex.wire.redacted_http import REDACTED
 
@@ -817,7 +818,7 @@ def damaged(draw: st.DrawFn) -> Callable[[str], bytes]:
     at, what = draw(st.integers(1, 200)), draw(st.sampled_from([b"", b"\xff", b"\x7f\x00"]))
 
     def made(model_id: str) -> bytes:
-        wire = protobuf.message("ForwardBackwardRequest")(
+        wire = protobuf_schema.message("ForwardBackwardRequest")(
             model_id=model_id, loss_fn="cross_entropy"
         )
         datum = wire.data.add()

@@ -26,7 +26,7 @@ from tinkex.types.training import (
     ForwardBackwardOutput,
     ForwardBackwardRequest,
 )
-from tinkex.wire import codec, protobuf
+from tinkex.wire import codec, protobuf_passes, protobuf_samples, protobuf_schema, protobuf_tensors
 
 FEW, MANY = 150, int(os.environ.get("FUZZ_EXAMPLES", "5000"))
 MEMORY = 100_000_000
@@ -78,9 +78,9 @@ SAMPLE = SampleResponse(
     target_prompt_logprobs=types.TensorData([0.5], "float32", [1]),
 )
 GOOD: dict[type[Any], bytes] = {
-    ForwardBackwardRequest: bytes(protobuf.encode_forward_backward(REQUEST)),
-    ForwardBackwardOutput: protobuf.encode_forward_backward_output(OUTPUT),
-    SampleResponse: protobuf.encode_sample(SAMPLE),
+    ForwardBackwardRequest: bytes(protobuf_passes.encode_forward_backward(REQUEST)),
+    ForwardBackwardOutput: protobuf_passes.encode_forward_backward_output(OUTPUT),
+    SampleResponse: protobuf_samples.encode_sample(SAMPLE),
 }
 KINDS = list(GOOD)
 
@@ -201,7 +201,9 @@ BLOBS = st.binary(max_size=24) | st.lists(LONGS, max_size=8).map(
 
 @st.composite
 def tensor_message(draw: st.DrawFn) -> Any:
-    tensor = protobuf.message("Tensor")(dtype=draw(DTYPES), shape=draw(st.lists(LONGS, max_size=4)))
+    tensor = protobuf_schema.message("Tensor")(
+        dtype=draw(DTYPES), shape=draw(st.lists(LONGS, max_size=4))
+    )
     if draw(st.booleans()):
         tensor.dense = draw(BLOBS)
     else:
@@ -213,7 +215,7 @@ def tensor_message(draw: st.DrawFn) -> Any:
 
 @st.composite
 def request_message(draw: st.DrawFn) -> bytes:
-    wire = protobuf.message("ForwardBackwardRequest")(
+    wire = protobuf_schema.message("ForwardBackwardRequest")(
         model_id="a", seq_id=draw(st.integers(-(2**31), 2**31 - 1))
     )
     datum = wire.data.add()
@@ -231,7 +233,7 @@ def request_message(draw: st.DrawFn) -> bytes:
 
 @st.composite
 def output_message(draw: st.DrawFn) -> bytes:
-    wire = protobuf.message("ForwardBackwardOutput")()
+    wire = protobuf_schema.message("ForwardBackwardOutput")()
     record = wire.loss_fn_outputs.add(num_datums=draw(LONGS))
     for name in draw(st.sampled_from([(), ("a",), ("a", "b")])):
         field = record.fields[name]
@@ -242,7 +244,7 @@ def output_message(draw: st.DrawFn) -> bytes:
 
 @st.composite
 def sample_message(draw: st.DrawFn) -> bytes:
-    wire = protobuf.message("SampleResponse")(prompt_logprobs=draw(BLOBS))
+    wire = protobuf_schema.message("SampleResponse")(prompt_logprobs=draw(BLOBS))
     sequence = wire.sequences.add(
         stop_reason=draw(st.sampled_from([0, 1, 2, 99])), tokens=draw(BLOBS)
     )
@@ -282,14 +284,14 @@ def test_many_senseless_messages(kind: type[Any], data: st.DataObject) -> None:
 
 
 def tensor_in_request(**fields: Any) -> bytes:
-    wire = protobuf.message("ForwardBackwardRequest")(model_id="a", seq_id=1, loss_fn="x")
-    wire.data.add().loss_fn_inputs["weights"].CopyFrom(protobuf.message("Tensor")(**fields))
+    wire = protobuf_schema.message("ForwardBackwardRequest")(model_id="a", seq_id=1, loss_fn="x")
+    wire.data.add().loss_fn_inputs["weights"].CopyFrom(protobuf_schema.message("Tensor")(**fields))
     return bytes(wire.SerializeToString())
 
 
 def test_few_bytes_do_not_stand_for_a_million_of_cells_each() -> None:
     rows = 100
-    csr = protobuf.message("SparseCsr")(crow_indices=bytes(8 * (rows + 1)))
+    csr = protobuf_schema.message("SparseCsr")(crow_indices=bytes(8 * (rows + 1)))
     assert (
         read(
             ForwardBackwardRequest, tensor_in_request(sparse_csr=csr, dtype=1, shape=[rows, 2**21])
@@ -305,15 +307,19 @@ def test_few_bytes_do_not_stand_for_a_million_of_cells_each() -> None:
 
 
 def test_few_bytes_do_not_stand_for_millions_of_datums() -> None:
-    wire = protobuf.message("ForwardBackwardOutput")()
+    wire = protobuf_schema.message("ForwardBackwardOutput")()
     wire.loss_fn_outputs.add(num_datums=2**24)
     assert read(ForwardBackwardOutput, wire.SerializeToString()) is None
 
 
 def test_a_result_whose_offsets_begin_before_its_values_is_refused() -> None:
-    wire = protobuf.message("ForwardBackwardOutput")()
+    wire = protobuf_schema.message("ForwardBackwardOutput")()
     field = wire.loss_fn_outputs.add(num_datums=1).fields["a"]
-    field.data, field.offsets, field.dtype = bytes(16), struct.pack("<2q", -8, 16), protobuf.FLOAT32
+    field.data, field.offsets, field.dtype = (
+        bytes(16),
+        struct.pack("<2q", -8, 16),
+        protobuf_tensors.FLOAT32,
+    )
     with pytest.raises(ValueError, match="offsets of result field 'a'"):
         codec.decode(ForwardBackwardOutput, wire.SerializeToString(), codec.PROTOBUF)
 

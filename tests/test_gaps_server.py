@@ -16,7 +16,8 @@ from tinkex.engine.fake import FakeEngine
 from tinkex.server import app as server_app
 from tinkex.server.runs import admission
 from tinkex.server.runs.scheduler import Lane
-from tinkex.server.state import Limits, State
+from tinkex.server.server_limits import Limits
+from tinkex.server.state import State
 
 Serve = Callable[..., Wire]
 
@@ -96,7 +97,7 @@ def test_the_end_of_a_session_frees_what_waited_for_a_number_that_never_came(
     assert live.gap_timer.cancelled()
     assert model not in state.runs
     assert all(state.promises.get(request_id) is None for request_id in waiting)
-    assert not state.run_directory(model).exists()
+    assert not state.journals.run_directory(model).exists()
     assert "metrics" in wire.run("optim_step", step_json(neighbour, 1))
 
 

@@ -19,7 +19,7 @@ import tinkex
 from faulty import Answer, FaultyServer, faulty_server
 from support import serving
 from tinkex import ServiceClient, types
-from tinkex.client.http import transport
+from tinkex.client.http import http_exchange
 from tinkex.engine.fake import FakeEngine
 from tinkex.wire import codec
 from tinkex.wire.redacted_http import Response, wait_asked
@@ -93,7 +93,7 @@ def test_deep_json_is_a_value_error_wherever_it_is_read() -> None:
 def test_a_compressed_answer_is_read_up_to_a_limit(
     faulty: FaultyServer, service: ServiceClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transport, "ANSWER_BYTES", 1 << 20)
+    monkeypatch.setattr(http_exchange, "ANSWER_BYTES", 1 << 20)
     bomb = gzip.compress(b" " * (200 << 20), 1)
     assert len(bomb) < 1 << 20
     faulty.script(
@@ -107,7 +107,7 @@ def test_a_compressed_answer_is_read_up_to_a_limit(
 
 
 def test_short_answers_have_a_lower_limit(faulty: FaultyServer) -> None:
-    spaces = b" " * (transport.SHORT_ANSWER_BYTES + 1)
+    spaces = b" " * (http_exchange.SHORT_ANSWER_BYTES + 1)
     faulty.script("client/config", Answer(body=b"{" + spaces + b"}", content_type=codec.JSON))
     short = pytest.raises(tinkex.APIResponseValidationError, match="the limit")
     with ServiceClient(base_url=faulty.base_url) as service, short:
@@ -116,8 +116,8 @@ def test_short_answers_have_a_lower_limit(faulty: FaultyServer) -> None:
 
 def test_an_endless_answer_ends_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that never stops talking."""
-    monkeypatch.setattr(transport, "ANSWER_BYTES", 1 << 20)
-    monkeypatch.setattr(transport, "SHORT_ANSWER_BYTES", 1 << 20)
+    monkeypatch.setattr(http_exchange, "ANSWER_BYTES", 1 << 20)
+    monkeypatch.setattr(http_exchange, "SHORT_ANSWER_BYTES", 1 << 20)
     sent = 0
     listener = socket.create_server(("127.0.0.1", 0))
 

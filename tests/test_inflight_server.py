@@ -17,9 +17,10 @@ import pytest
 from support import MODEL, Wire, pass_json, sample_json, step_json
 from test_streams_server import Reader, asking, events_of, read_all, sampler_of, serve
 from test_survival import Held, Life, killed, life, played, until
+from tinkex.client.http.exchange import HttpRequest
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.runs import admission
-from tinkex.server.state import Limits
+from tinkex.server.server_limits import Limits
 
 __all__ = ["serve"]  # a fixture
 
@@ -115,7 +116,9 @@ def test_sessions_follow_the_newest_save_and_snapshots_stay(tmp_path: Path) -> N
             assert after[0]["logprobs"] != before[0]["logprobs"]
             assert [await run.sample(sampler, 3) for sampler in (snapshot, absent)] == before[1:]
             told = json.loads(
-                (await server._exchange.send("GET", f"/api/v1/samplers/{first}", {}, None, 20)).body
+                (
+                    await server._exchange.send(HttpRequest("GET", f"/api/v1/samplers/{first}", {}))
+                ).body
             )
             assert told == {"sampler_id": first, "base_model": "fake"}
 

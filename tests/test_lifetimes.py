@@ -24,7 +24,7 @@ from tinkex import AdamParams, LocalBackend, ModelInput, SamplingParams, Service
 from tinkex.client.futures.api_future import start
 from tinkex.engine.api import EngineError
 from tinkex.engine.fake import FakeEngine
-from tinkex.server.state import Limits
+from tinkex.server.server_limits import Limits
 from tinkex.types import Datum
 
 Make = Callable[..., ServiceClient]
@@ -347,7 +347,7 @@ def test_the_journal_of_a_session_that_ends_while_others_are_tidied_does_not_com
             await asyncio.sleep(0)  # until it waits for the disk
             state.end_session(second)
             await noting
-            return bool(state.samples_directory(second).exists())
+            return bool(state.journals.samples_directory(second).exists())
 
         assert not start(tidy()).result(20)
 

@@ -9,7 +9,7 @@ from support import pass_json
 from test_survival import life, played, until
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.access.accounts import create_key
-from tinkex.server.state import Limits
+from tinkex.server.server_limits import Limits
 
 
 def test_owner_whose_requests_take_too_much_is_told_to_send_them_later(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from support import pass_json, step_json
 from test_survival import life, played, until
-from tinkex.server.state import Limits
+from tinkex.server.server_limits import Limits
 
 LIMIT = 6_000
 
@@ -15,7 +15,7 @@ def test_passes_without_a_step_are_refused_in_band_until_a_step_is_taken(tmp_pat
     async def scenario() -> None:
         async with life(tmp_path / "a", limits=Limits(journal_bytes=LIMIT)) as server:
             model, number = await server.model(), 0
-            journal = server.state.journal(server.state.run_directory(model))
+            journal = server.state.journals.of_run(model)
             while journal.held_bytes < LIMIT:
                 number += 1
                 done = await server.run("forward_backward", pass_json(model, number))

@@ -10,7 +10,7 @@ from support import pass_json, sample_json
 from test_survival import life, played, until
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.access.accounts import create_key
-from tinkex.server.state import Limits
+from tinkex.server.server_limits import Limits
 
 
 def test_owner_with_too_many_unread_results_is_refused_until_they_are_read(tmp_path: Path) -> None:

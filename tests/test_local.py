@@ -21,6 +21,7 @@ import pytest
 import tinkex
 from tinkex import LocalBackend, RestClient, ServiceClient, local
 from tinkex.client.futures.api_future import start
+from tinkex.client.http.exchange import HttpRequest
 from tinkex.engine.api import EngineError
 from tinkex.engine.base_models import describe
 from tinkex.engine.fake import FakeEngine
@@ -378,7 +379,9 @@ def exchange(application: Application, timeout: float = 5, between: Any = None) 
         bridge = AsgiExchange(application)
         await bridge.open()
         try:
-            sending = asyncio.ensure_future(bridge.send("POST", "/x", {"A": "b"}, b"body", timeout))
+            sending = asyncio.ensure_future(
+                bridge.send(HttpRequest("POST", "/x", {"A": "b"}, b"body", timeout))
+            )
             if between is not None:
                 await asyncio.sleep(0.05)
                 between(sending)
@@ -447,6 +450,6 @@ def test_after_the_end_nothing_is_sent() -> None:
         await bridge.open()
         await bridge.close()
         with pytest.raises(ConnectionError, match="closed"):
-            await bridge.send("GET", "/x", {}, None, 1)
+            await bridge.send(HttpRequest("GET", "/x", {}))
 
     start(run()).result(5)

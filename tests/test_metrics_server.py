@@ -21,8 +21,9 @@ import tinkex
 from support import Keyed, Wire, pass_json, sample_json, serving, step_json
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.app import create_app
+from tinkex.server.server_limits import Limits
 from tinkex.server.server_metrics import JsonFormatter
-from tinkex.server.state import Limits, State
+from tinkex.server.state import State
 
 Serve = Callable[..., Wire]
 

@@ -23,9 +23,11 @@ from support import settled
 from tinkex import ServiceClient, events, types
 from tinkex.client.futures import api_future, queue_states
 from tinkex.client.futures.api_future import Future, await_many, await_many_async, retrieve, start
-from tinkex.client.http import limits
+from tinkex.client.http import limits, retry
+from tinkex.client.http.attempts import CONFLICT_PATIENCE
 from tinkex.client.http.limits import ByteBudget
-from tinkex.client.http.transport import CONFLICT_PATIENCE, LONGEST_RETRY_AFTER, Transport
+from tinkex.client.http.retry import LONGEST_RETRY_AFTER
+from tinkex.client.http.transport import Transport
 from tinkex.client.settings.config import Config
 from tinkex.wire import codec, protocol
 
@@ -65,7 +67,7 @@ class Quick:
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The waits between polls, which take no time."""
     quick = Quick()
-    monkeypatch.setattr(api_future, "asyncio", quick)
+    monkeypatch.setattr(retry, "asyncio", quick)
     return quick.waits
 
 

@@ -14,7 +14,10 @@ import pytest
 import tinkex
 from faulty import Answer, FaultyServer, Seen, faulty_server
 from tinkex import types
-from tinkex.client.http.transport import HttpExchange, Reply, Transport, origin_of
+from tinkex.client.http.addresses import origin_of
+from tinkex.client.http.exchange import HttpRequest, Reply
+from tinkex.client.http.http_exchange import HttpExchange
+from tinkex.client.http.transport import Transport
 from tinkex.client.settings.config import Config
 from tinkex.wire import protocol
 from tinkex.wire.protocol import Traffic
@@ -40,7 +43,7 @@ async def exchange(url: str) -> AsyncIterator[HttpExchange]:
 async def send(
     opened: HttpExchange, path: str, traffic: Traffic, timeout: float = 5, body: bytes = b"{}"
 ) -> Reply:
-    return await opened.send("POST", f"/api/v1/{path}", {}, body, timeout, traffic)
+    return await opened.send(HttpRequest("POST", f"/api/v1/{path}", {}, body, timeout, traffic))
 
 
 # ── pools ─────────────────────────────────────────────────────────────────────────────────────────
@@ -245,9 +248,9 @@ async def test_a_stream_lasts_as_long_as_something_comes(faulty: FaultyServer) -
         Answer(body=b"x" * 1000, pieces=2, pause=60),
     )
     async with exchange(faulty.base_url) as opened:
-        async with opened.stream("GET", "/api/v1/x", {}, None, 1.0) as reply:
+        async with opened.stream(HttpRequest("GET", "/api/v1/x", {}, None, 1.0)) as reply:
             assert len(b"".join([chunk async for chunk in reply.chunks])) == 1000
-        async with opened.stream("GET", "/api/v1/x", {}, None, 0.2) as reply:
+        async with opened.stream(HttpRequest("GET", "/api/v1/x", {}, None, 0.2)) as reply:
             with pytest.raises(TimeoutError):
                 b"".join([chunk async for chunk in reply.chunks])
 

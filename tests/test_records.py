@@ -18,7 +18,8 @@ from tinkex.engine.api import EngineError
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.database.store import DATABASE, Store
 from tinkex.server.files.seals import SEAL
-from tinkex.server.state import Limits, State
+from tinkex.server.server_limits import Limits
+from tinkex.server.state import State
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -29,7 +29,7 @@ from faulty import Answer, FaultyServer, Seen, faulty_server
 from support import serving
 from tinkex import AdminClient, RestClient, types
 from tinkex.client.futures.api_future import AwaitableConcurrentFuture
-from tinkex.client.http import transport
+from tinkex.client.http import addresses, attempts
 from tinkex.engine.fake import FakeEngine
 from tinkex.wire.protocol import OPERATIONS
 
@@ -655,7 +655,7 @@ def test_refusals_are_typed(
     status: int,
     kind: type[tinkex.APIStatusError],
 ) -> None:
-    monkeypatch.setattr(transport, "CONFLICT_PATIENCE", 0.1)
+    monkeypatch.setattr(attempts, "CONFLICT_PATIENCE", 0.1)
     faulty.script(ADDRESS, Answer(status, {"detail": "no, because"}))
     with pytest.raises(kind, match="no, because") as caught:
         client.delete_checkpoint_from_tinker_path(PATH).result(10)
@@ -927,7 +927,7 @@ def test_redirects_end(faulty: FaultyServer, admin: AdminClient) -> None:
     with pytest.raises(tinkex.APIStatusError) as caught:
         admin.get_audit_log().result(10)
     assert caught.value.status_code == 302
-    assert len(faulty.seen) == 1 + transport.MOST_REDIRECTS
+    assert len(faulty.seen) == 1 + addresses.MOST_REDIRECTS
 
 
 @pytest.mark.covers("24.code.4")
@@ -1086,7 +1086,7 @@ def test_a_client_that_is_dropped_finishes_what_it_began_and_goes(faulty: Faulty
     assert future.result(10).entries
     for _ in range(100):
         gc.collect()
-        if gone() is None and carrier._closed:
+        if gone() is None and carrier.link._closed:
             return
         threading.Event().wait(0.02)
     pytest.fail("the client is still there, or its connections are")

@@ -102,7 +102,7 @@ def test_a_sampling_session_with_the_number_of_another_is_refused(wire: Wire) ->
 
 
 def test_a_creation_without_room_does_not_answer_for_another(tmp_path: Path) -> None:
-    from tinkex.server.state import Limits
+    from tinkex.server.server_limits import Limits
 
     with serving(FakeEngine(), tmp_path, limits=Limits(adapters=1)) as url:
         wire = Wire(url)

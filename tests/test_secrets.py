@@ -212,9 +212,8 @@ def everything(
     """Listens at every place at once while a test runs, and is the judge of it in the end."""
     heard, root = Everything(), logging.getLogger()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    for module in ("client.http.transport", "client.futures.api_future", "hub.downloads"):
-        monkeypatch.setattr(f"tinkex.{module}.backoff", lambda *_, **__: 0.001)
-    monkeypatch.setattr("tinkex.telemetry.retry_delay", lambda *_: 0.001)
+    monkeypatch.setattr("tinkex.client.http.retry.Delays.after", lambda *_, **__: 0.001)
+    monkeypatch.setattr("tinkex.telemetry.sending.retry_delay", lambda *_: 0.001)
     levels = {
         name: logging.getLogger(name).level
         for name in ("", "tinkex", "aiohttp", "asyncio", "huggingface_hub")
@@ -253,7 +252,7 @@ def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
     with faulty_server() as server:
         monkeypatch.setenv("TINKER_TELEMETRY", "1")
         monkeypatch.setattr("tinkex.client.settings.config.HOSTED_URL", server.base_url)
-        monkeypatch.setattr("tinkex.telemetry.HOSTED_URL", server.base_url)
+        monkeypatch.setattr("tinkex.telemetry.sending.HOSTED_URL", server.base_url)
         server.script("telemetry", echo_of(KEY)(500), Answer(body={"status": "accepted"}))
         yield server
 

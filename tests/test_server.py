@@ -23,8 +23,8 @@ from tinkex.engine.fake import FakeEngine
 from tinkex.server.app import create_app
 from tinkex.server.runs.journal import Journal
 from tinkex.server.runs.promises import JUST_READ, KEEP_READ, KEEP_UNREAD, Promises
-from tinkex.server.state import Limits
-from tinkex.wire import codec, protobuf
+from tinkex.server.server_limits import Limits
+from tinkex.wire import codec, protobuf_passes, protobuf_schema
 from tinkex.wire.protocol import OPERATIONS, PREFIX
 
 
@@ -253,7 +253,7 @@ def test_a_request_that_was_refused_does_not_hold_up_the_next(wire: Wire) -> Non
 def test_a_refused_protobuf_request_does_not_hold_up_the_next(wire: Wire) -> None:
     """Its tensors are damaged, but whose it is and which number it has can be read."""
     model = wire.model()
-    damaged = protobuf.parse("ForwardBackwardRequest", protobuf_pass(model, 1))
+    damaged = protobuf_schema.parse("ForwardBackwardRequest", protobuf_pass(model, 1))
     damaged.data[0].loss_fn_inputs["target_tokens"].shape.append(7)
     heard = wire.send(
         "forward_backward",
@@ -991,7 +991,7 @@ def test_all_dialects_of_a_pass_mean_the_same(wire: Wire, recorder: Recorder) ->
     model = wire.model()
     as_protobuf = {"Content-Type": "application/x-protobuf"}
     zstd_body = codec.encode(
-        protobuf.decode_forward_backward(protobuf_pass(model, 3)), compress=True
+        protobuf_passes.decode_forward_backward(protobuf_pass(model, 3)), compress=True
     )
     forward = pass_json(model, 4)
     forward["forward_input"] = forward.pop("forward_backward_input")

@@ -17,7 +17,7 @@ import tinkex
 from faulty import Answer, FaultyServer, Seen, faulty_server
 from support import MODEL, is_coroutine_function, make_data, wait_until
 from tinkex import AdamParams, Datum, ModelInput, ServiceClient, TrainingClient, types
-from tinkex.wire import codec, protobuf
+from tinkex.wire import codec, protobuf_schema
 
 KEY = "tml-very-secret"
 STATE = "tinker://other:train:0/weights/a"
@@ -537,7 +537,7 @@ def test_a_custom_loss_is_uploaded_and_used_by_its_name(
     assert client.forward_backward_custom(DATA, handle).result(10).metrics == {"loss:sum": 1.0}
     (passed,) = uploading.requests("forward_backward")
     assert passed.headers["content-type"] == codec.PROTOBUF
-    wire = protobuf.parse("ForwardBackwardRequest", passed.body)
+    wire = protobuf_schema.parse("ForwardBackwardRequest", passed.body)
     assert (wire.loss_fn, dict(wire.loss_fn_config)) == ("custom", {})
     assert {name: value.text for name, value in wire.loss_fn_config_v2.items()} == {
         "loss_id": "loss-1"

@@ -20,7 +20,8 @@ from faulty import Answer, FaultyServer, Seen, faulty_server
 from support import Clock, settled, wait_until
 from tinkex import ServiceClient
 from tinkex.client.futures.api_future import start
-from tinkex.client.http.transport import HttpExchange
+from tinkex.client.http.exchange import HttpRequest, Reply
+from tinkex.client.http.http_exchange import HttpExchange
 from tinkex.client.session import Session, shadow_of
 from tinkex.client.settings.config import Config
 
@@ -187,7 +188,7 @@ def test_a_server_that_keeps_failing_is_given_up_in_time(
     path: str,
     config: dict[str, Any],
 ) -> None:
-    monkeypatch.setattr("tinkex.client.http.transport.backoff", lambda *_, **__: 0.05)
+    monkeypatch.setattr("tinkex.client.http.retry.Delays.after", lambda *_, **__: 0.05)
     configured(timeout=1.0, patience=300.0)
     faulty.script("client/config", Answer(body=config))
     faulty.script(path, Answer(503, {"detail": "starting up"}))
@@ -232,7 +233,7 @@ def test_a_heartbeat_has_ten_seconds_and_one_attempt_whatever_is_configured(
     status: int,
 ) -> None:
     monkeypatch.setattr("tinkex.client.session.HEARTBEAT_SECONDS", 0.2)
-    monkeypatch.setattr("tinkex.client.http.transport.backoff", lambda *_, **__: 0.001)
+    monkeypatch.setattr("tinkex.client.http.retry.Delays.after", lambda *_, **__: 0.001)
     configured(timeout=77.0, max_retries=9, patience=300.0)
     faulty.script("session_heartbeat", Answer(status, {"detail": "not now"}))
     with opened(faulty):
@@ -287,11 +288,11 @@ def test_heartbeats_go_on_through_errors_that_nobody_thought_of(
 
         left = 2
 
-        async def send(self, method: str, path: str, *rest: Any, **named: Any) -> Any:
-            if path.endswith("session_heartbeat") and self.left:
+        async def send(self, request: HttpRequest) -> Reply:
+            if request.path.endswith("session_heartbeat") and self.left:
                 self.left -= 1
                 raise ZeroDivisionError("odd")
-            return await super().send(method, path, *rest, **named)
+            return await super().send(request)
 
     configured(http_client=lambda config: Odd(config.base_url))
     with opened(faulty):

@@ -24,7 +24,7 @@ from tinkex.engine.fake import FakeEngine
 from tinkex.server.access.accounts import create_key, revoke_key
 from tinkex.server.database import store
 from tinkex.server.database.store import DATABASE, Store
-from tinkex.server.state import Limits
+from tinkex.server.server_limits import Limits
 
 
 @pytest.fixture(scope="module")

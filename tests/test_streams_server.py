@@ -21,7 +21,7 @@ from support import MODEL, Wire, let_pass, sample_json, serving, wait_until
 from tinkex.engine.api import EngineError
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.app import create_app
-from tinkex.server.state import Limits
+from tinkex.server.server_limits import Limits
 from tinkex.types.sampling import SampleStreamChunk
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from support import Clock, pass_json, sample_json, step_json
+from tinkex.client.http.exchange import HttpRequest
 from tinkex.engine.api import EngineError
 from tinkex.engine.fake import FakeEngine
 from tinkex.local import AsgiExchange
@@ -30,7 +31,7 @@ from tinkex.server.database.store import DATABASE
 from tinkex.server.files.data_dir import DataDirError
 from tinkex.server.runs import admission, promises
 from tinkex.server.runs.journal import Committer, Journal
-from tinkex.server.state import Limits
+from tinkex.server.server_limits import Limits
 
 POLL = Limits(poll_seconds=5)
 
@@ -47,7 +48,7 @@ class Life:
     ) -> tuple[int, Any]:
         headers = {"Content-Type": "application/json"} | ({"X-API-Key": key} if key else {})
         data = json.dumps(body).encode() if body is not None else None
-        reply = await self._exchange.send(method, f"/api/v1/{path}", headers, data, 20)
+        reply = await self._exchange.send(HttpRequest(method, f"/api/v1/{path}", headers, data, 20))
         return reply.status, json.loads(reply.body)
 
     async def post(self, path: str, body: Any, key: str | None = None) -> Any:
@@ -963,7 +964,7 @@ def test_a_run_goes_on_while_its_state_is_written(
                     told.append(await first.run("optim_step", step_json(model, number + 1)))
                     assert held.begun.wait(5)
                 assert len(held.subjects) == 1, "one at a time"
-                directory = first.state.run_directory(model)
+                directory = first.state.journals.run_directory(model)
                 if is_written:
                     held.gate.set()
                     await until(lambda: (directory / "state-2").is_dir())
@@ -979,7 +980,7 @@ def test_a_run_goes_on_while_its_state_is_written(
         async with life(image) as second:
             assert await second.run("forward", forward_json(model, 9)) == told[-1]
             assert [await second.result(f"{model}:{number}") for number in range(1, 10)] == told
-            directory = second.state.run_directory(model)
+            directory = second.state.journals.run_directory(model)
             # what is left, and its own
             await until(lambda: not list(directory.glob("unfinished-*")))
 
@@ -1013,7 +1014,7 @@ def test_nobody_is_told_of_a_load_before_its_state_is_written(tmp_path: Path) ->
                 assert not promise.done.is_set()
                 held.gate.set()
                 assert "error" not in await server.result(request_id)
-                assert list(server.state.run_directory(model).glob("state-2*"))
+                assert list(server.state.journals.run_directory(model).glob("state-2*"))
             finally:
                 held.gate.set()
 
@@ -1031,7 +1032,7 @@ def test_a_state_that_cannot_be_written_fails_no_step(
             told = [await first.run("forward_backward", pass_json(model, 1))]
             told.append(await first.run("optim_step", step_json(model, 2)))
             await until(lambda: "could not be put on disk; its journal stays" in caplog.text)
-            assert not list(first.state.run_directory(model).glob("*-2*"))
+            assert not list(first.state.journals.run_directory(model).glob("*-2*"))
             image = killed(tmp_path / "a")
         async with life(image) as second:
             assert [await second.result(f"{model}:{number}") for number in (1, 2)] == told
@@ -1079,7 +1080,7 @@ def test_a_run_that_cannot_be_taken_up_again_is_said_to_be_corrupted(
                 model = await server.model()
                 await server.run("forward_backward", pass_json(model, 1))
                 await server.run("optim_step", step_json(model, 2))
-                directory = server.state.run_directory(model)
+                directory = server.state.journals.run_directory(model)
                 while not list(directory.glob("state-2")):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
                 left = killed(tmp_path / "a")
@@ -1179,8 +1180,8 @@ def test_a_server_that_has_no_memory_for_a_run_does_not_call_it_corrupted(tmp_pa
             await server.run("forward_backward", pass_json(model, 1))
             left = killed(tmp_path / "a")
         async with life(left) as server:
-            directory = server.state.run_directory(model)
-            server.state.journal(directory).read = _no_room  # type: ignore[method-assign]
+            directory = server.state.journals.run_directory(model)
+            server.state.journals.of(directory).read = _no_room  # type: ignore[method-assign]
             status, _ = await server.send("forward_backward", pass_json(model, 2))
             assert status == 410
             _, run = await server.send(f"training_runs/{model}", None, method="GET")

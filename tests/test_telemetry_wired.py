@@ -31,7 +31,7 @@ def hosted(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
     with faulty_server() as server:
         monkeypatch.setenv("TINKER_TELEMETRY", "1")
         monkeypatch.setattr("tinkex.client.settings.config.HOSTED_URL", server.base_url)
-        monkeypatch.setattr("tinkex.telemetry.HOSTED_URL", server.base_url)
+        monkeypatch.setattr("tinkex.telemetry.sending.HOSTED_URL", server.base_url)
         server.script("telemetry", Answer(body={"status": "accepted"}))
         server.script("retrieve_future", Answer(body={"model_id": "s:train:0"}))
         server.script("create_sampling_session", Answer(body={"sampling_session_id": "s:sample:0"}))
@@ -287,7 +287,7 @@ def test_a_session_that_cannot_be_opened_tells_nothing(hosted: FaultyServer) -> 
 PROGRAM = """
 import atexit, sys, time
 import tinkex, tinkex.client.settings.config as config, tinkex.telemetry
-config.HOSTED_URL = tinkex.telemetry.HOSTED_URL = sys.argv[1]
+config.HOSTED_URL = tinkex.telemetry.sending.HOSTED_URL = sys.argv[1]
 service = tinkex.ServiceClient(api_key="tml-very-secret")
 service.create_sampling_client(base_model="m").result()
 ended = time.monotonic()

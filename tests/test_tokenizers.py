@@ -519,9 +519,9 @@ LOOSE: Any = tokenizers
     ("call", "message"),
     [
         (lambda o: LOOSE.encode(7, "m", **o), "text must be"),
-        (lambda o: LOOSE.encode(b"x", "m", **o), "text must be a text, got bytes"),
+        (lambda o: LOOSE.encode(b"x", "m", **o), "text must be a string, got bytes"),
         (lambda o: LOOSE.encode("x", None, **o), "model_name must be"),
-        (lambda o: LOOSE.decode([1], 7, **o), "model_name must be a text, got 7"),
+        (lambda o: LOOSE.decode([1], 7, **o), "model_name must be a string, got 7"),
         (lambda o: LOOSE.decode("12", "m", **o), "tokens must be a list"),
         (lambda o: LOOSE.decode([1, "2"], "m", **o), "whole numbers, got '2'"),
         (lambda o: LOOSE.decode([1.0], "m", **o), "whole numbers, got 1.0"),

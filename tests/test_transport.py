@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from email.utils import formatdate
 from types import SimpleNamespace
 from typing import Any
@@ -28,8 +28,10 @@ from faulty import Answer, FaultyServer, faulty_server
 from support import wait_until
 from test_otel import StandIn
 from tinkex import events, types
-from tinkex.client.http import limits, transport
-from tinkex.client.http.transport import Transport, backoff
+from tinkex.client.http import attempts, limits, retry, transport
+from tinkex.client.http.exchange import HttpRequest, Reply, StreamReply
+from tinkex.client.http.retry import Delays
+from tinkex.client.http.transport import Transport
 from tinkex.client.settings.config import Config, configure
 from tinkex.wire import protocol
 from tinkex.wire.redacted_http import redact_headers, redact_url
@@ -51,11 +53,13 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The waits that were decided on; nobody waits for them."""
     decided: list[float] = []
 
+    after = Delays.after
+
     def quick(*args: Any, **kwargs: Any) -> float:
-        decided.append(backoff(*args, **kwargs))
+        decided.append(after(*args, **kwargs))
         return 0.001
 
-    monkeypatch.setattr(transport, "backoff", quick)
+    monkeypatch.setattr(Delays, "after", quick)
     return decided
 
 
@@ -172,10 +176,10 @@ def test_waits_grow_and_are_bounded() -> None:
     for failures in range(1, 12):
         nominal = min(0.5 * 2 ** (failures - 1), 10)
         for _ in range(20):
-            assert 0.75 * nominal <= backoff(failures) <= nominal
-    assert backoff(1, retry_after=7.5) == 7.5
-    assert backoff(10, retry_after=0.1) >= 7.5
-    assert len({backoff(3) for _ in range(20)}) > 1
+            assert 0.75 * nominal <= Delays().after(failures) <= nominal
+    assert Delays().after(1, 7.5) == 7.5
+    assert Delays().after(10, 0.1) >= 7.5
+    assert len({Delays().after(3) for _ in range(20)}) > 1
 
 
 @pytest.mark.covers("C21", "24.http.2")
@@ -212,13 +216,11 @@ def kept_waits(monkeypatch: pytest.MonkeyPatch, waits: list[float]) -> list[floa
     """The same, and by the transport's clock nothing but these takes time."""
 
     class Clock:
-        time = time.time
-
         @staticmethod
         def monotonic() -> float:
             return sum(waits)
 
-    monkeypatch.setattr(transport, "time", Clock)
+    monkeypatch.setattr(attempts, "time", Clock)
     return waits
 
 
@@ -396,7 +398,7 @@ def test_rejections_without_end_are_told_in_words(faulty: FaultyServer, waits: l
         call(faulty.base_url)
     error = caught.value
     assert (
-        error.attempts == len(faulty.requests("create_session")) == transport.REJECTED_ATTEMPTS + 1
+        error.attempts == len(faulty.requests("create_session")) == attempts.REJECTED_ATTEMPTS + 1
     )
     assert f"after {error.attempts} attempts" in error.message
     assert (error.request.method, error.request.url) == (
@@ -425,7 +427,7 @@ def billing(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     async def sleep(seconds: float) -> None:
         now[0] += 25.0
 
-    monkeypatch.setattr(limits, "asyncio", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(retry, "asyncio", SimpleNamespace(sleep=sleep))
     monkeypatch.setattr(transport, "BillingPause", lambda: original(clock=lambda: now[0]))
     return now
 
@@ -736,7 +738,7 @@ def test_the_trace_travels_with_every_kind_of_request(
         asyncio.run(run())
         return [seen.headers.get("traceparent") for seen in faulty.seen]
 
-    monkeypatch.setattr(transport, "backoff", lambda *_, **__: 0.001)
+    monkeypatch.setattr(Delays, "after", lambda *_, **__: 0.001)
     assert requests(True) == ["00-abc"] * 4
     assert requests(False) == [None] * 4
     assert requests(True, traceparent="00-mine") == ["00-mine"] * 4
@@ -826,7 +828,7 @@ def test_the_result_of_a_poll_is_its_status(faulty: FaultyServer, heard: list[An
                 protocol.RETRIEVE_FUTURE, types.FutureRetrieveRequest(request_id="r"), {}, 5
             )
         for _ in range(2):
-            await carrier.once(protocol.GET_CHECKPOINT_ARCHIVE, path=archive)
+            await carrier.poll(protocol.GET_CHECKPOINT_ARCHIVE, path=archive)
         await carrier.close()
 
     asyncio.run(run())
@@ -905,38 +907,22 @@ class Carrier:
         self.carried: list[tuple[str, str, str]] = []
         self.closed = False
 
-    async def send(
-        self,
-        method: str,
-        path: str,
-        headers: Mapping[str, str],
-        body: bytes | None,
-        timeout: float,
-        traffic: str,
-    ) -> transport.Reply:
-        self.carried.append((method, path, traffic))
+    async def send(self, request: HttpRequest) -> Reply:
+        self.carried.append((request.method, request.path, request.traffic))
         answers = {
             "/api/v1/create_session": b'{"session_id":"carried"}',
             "/api/v1/client/config": b"{}",
         }
-        return transport.Reply(200, {}, answers.get(path, b'{"supported_models":[]}'))
+        return Reply(200, {}, answers.get(request.path, b'{"supported_models":[]}'))
 
     @contextlib.asynccontextmanager
-    async def stream(
-        self,
-        method: str,
-        path: str,
-        headers: Mapping[str, str],
-        body: bytes | None,
-        timeout: float,
-        traffic: str,
-    ) -> AsyncIterator[transport.StreamReply]:
-        self.carried.append((method, path, traffic))
+    async def stream(self, request: HttpRequest) -> AsyncIterator[StreamReply]:
+        self.carried.append((request.method, request.path, request.traffic))
 
         async def chunks() -> AsyncIterator[bytes]:
             yield b"data: 1\n\n"
 
-        yield transport.StreamReply(200, {}, chunks())
+        yield StreamReply(200, {}, chunks())
 
     async def close(self) -> None:
         self.closed = True
@@ -1347,7 +1333,7 @@ def test_the_session_says_how_it_ended(
 def test_a_session_that_cannot_be_finished_does_not_break_the_program(
     faulty: FaultyServer, fault: Answer, waits: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transport, "backoff", lambda *_, **__: 6.0)
+    monkeypatch.setattr(Delays, "after", lambda *_, **__: 6.0)
     faulty.script("get_server_capabilities", Answer(body={"supported_models": []}))
     faulty.script("sessions/s/finish", fault)
     with tinkex.ServiceClient(base_url=faulty.base_url) as service:
@@ -1381,7 +1367,7 @@ def test_a_dropped_client_lets_its_connections_go(faulty: FaultyServer) -> None:
     faulty.script("get_server_capabilities", Answer(body={"supported_models": []}))
     service = tinkex.ServiceClient(base_url=faulty.base_url)
     service.get_server_capabilities()
-    exchange: Any = service._session.transport._exchange
+    exchange: Any = service._session.transport.link._exchange
     del service
     wait_until(lambda: gc.collect() >= 0 and all(pool.closed for pool in exchange._pools.values()))
     assert exchange._pools

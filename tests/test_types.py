@@ -20,7 +20,7 @@ import tinkex
 from tinkex import types
 from tinkex.types.inputs import token_array
 from tinkex.types.record import Record, from_json, to_json
-from tinkex.wire import codec, protobuf
+from tinkex.wire import codec, protobuf_passes, protobuf_schema
 
 # ── tensors ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -677,7 +677,7 @@ def test_malformed_provenance_is_refused(spans: Any) -> None:
 
 def wire_of(datum: types.Datum) -> Any:
     body = types.ForwardBackwardInput([datum], "cross_entropy")
-    return protobuf.parse(
+    return protobuf_schema.parse(
         "ForwardBackwardRequest", codec.encode(types.ForwardBackwardRequest(body, "m", 1)).data
     )
 
@@ -690,7 +690,7 @@ def test_provenance_survives_protobuf() -> None:
         traced().loss_fn_input_spans,
     )
     for datum in (traced(), mixed):
-        back = protobuf.decode_forward_backward(wire_of(datum).SerializeToString())
+        back = protobuf_passes.decode_forward_backward(wire_of(datum).SerializeToString())
         assert back.forward_backward_input.data == [datum]
 
 
@@ -712,7 +712,7 @@ def test_malformed_provenance_in_protobuf_is_refused(damage: str) -> None:
         case "no sequence":
             spans[0].prompt_tokens.sequence_id = ""
     with pytest.raises(ValueError, match=r"malformed protobuf: data\[0\]"):
-        protobuf.decode_forward_backward(wire.SerializeToString())
+        protobuf_passes.decode_forward_backward(wire.SerializeToString())
 
 
 def test_spans_of_target_tables_need_not_add_up() -> None:

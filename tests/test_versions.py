@@ -190,7 +190,7 @@ def brisk_url(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     sends it."""
     from tinkex.engine.torch.engine import TorchEngine
     from tinkex.local import publish_tokenizers
-    from tinkex.server.state import Limits
+    from tinkex.server.server_limits import Limits
 
     engine = TorchEngine({MODEL: model_dir})
     publish_tokenizers(engine)

@@ -34,7 +34,7 @@ from support import serving, wait_until
 from tinkex import AdminClient, RestClient, ServiceClient, TrainingClient, types
 from tinkex.client.futures.batch_polling import ACK_DELAY
 from tinkex.engine.fake import FakeEngine
-from tinkex.wire import codec, protobuf
+from tinkex.wire import codec, protobuf_passes, protobuf_schema
 
 KEY = "tml-very-secret"
 STEP = types.AdamParams(learning_rate=0.1)
@@ -114,7 +114,7 @@ def service(faulty: FaultyServer) -> Iterator[ServiceClient]:
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits before a retry are short."""
-    monkeypatch.setattr("tinkex.client.http.transport.backoff", lambda *_, **__: 0.01)
+    monkeypatch.setattr("tinkex.client.http.retry.Delays.after", lambda *_, **__: 0.01)
 
 
 @pytest.fixture
@@ -556,11 +556,11 @@ def test_w11_importing_is_quick_also_for_the_command_line(what: str) -> None:
 def test_w12_bfloat16_tensors_are_read_right(faulty: FaultyServer, service: ServiceClient) -> None:
     """In a tensor of its own, and among those of many examples."""
     raw, brain_float = struct.pack("<2H", 0x3F80, 0xC000), 4
-    sampled = protobuf.message("SampleResponse")()
+    sampled = protobuf_schema.message("SampleResponse")()
     sampled.target_prompt_logprobs.dense = raw
     sampled.target_prompt_logprobs.dtype = brain_float
     sampled.target_prompt_logprobs.shape.extend([2, 1])
-    passed = protobuf.message("ForwardBackwardOutput")()
+    passed = protobuf_schema.message("ForwardBackwardOutput")()
     field = passed.loss_fn_outputs.add(num_datums=1).fields["logprobs"]
     field.data, field.dtype, field.offsets = raw, brain_float, struct.pack("<2q", 0, 4)
     answers = RESULTS | {
@@ -944,7 +944,8 @@ def test_w24_the_same_input_follows_the_same_rules_everywhere(
     )
     client.forward_backward([flags], "cross_entropy").result(5)
     sent = [
-        protobuf.decode_forward_backward(seen.body) for seen in faulty.requests("forward_backward")
+        protobuf_passes.decode_forward_backward(seen.body)
+        for seen in faulty.requests("forward_backward")
     ]
     passed = [request.forward_backward_input.data[0] for request in sent]
     assert {tuple(datum.model_input.to_ints()) for datum in passed} == {(1, 2, 3)}

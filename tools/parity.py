@@ -21,7 +21,6 @@ import re
 import subprocess
 import sys
 import textwrap
-import textwrap
 import types
 import typing
 from collections import Counter

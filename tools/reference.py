@@ -28,8 +28,8 @@ class Shown(griffe.Extension):  # type: ignore[misc]
             )
 
     def on_module_members(self, *, mod: Any, **_: Any) -> None:
-        """List the public names of a package that lists them as imports (`tinkex._lazy`)."""
-        if mod.exports is None and "names_of" in mod.members:
+        """List the public names of a package, which are the names it imports."""
+        if mod.exports is None and mod.is_init_module:
             mod.exports = [name for name, member in mod.members.items() if member.is_alias]
 
     def on_package(self, *, pkg: Any, loader: Any, **_: Any) -> None:

@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from urllib.parse import unquote
 
 from tinkex.client.futures.api_future import start
-from tinkex.client.http.transport import Exchange, Reply, StreamReply
+from tinkex.client.http.exchange import Exchange, HttpRequest, Reply, StreamReply
 from tinkex.client.settings.config import LOCAL
 from tinkex.errors import ConfigurationError
-from tinkex.wire.protocol import Traffic
 
 if TYPE_CHECKING:
     from tinkex.engine.api import Engine
@@ -204,65 +203,45 @@ class AsgiExchange:
 
         await self._app({"type": "lifespan", "asgi": {"version": "3.0"}}, receive, send)
 
-    async def send(
-        self,
-        method: str,
-        path: str,
-        headers: Mapping[str, str],
-        body: bytes | None,
-        timeout: float,
-        traffic: Traffic = "rest",
-    ) -> Reply:
+    async def send(self, request: HttpRequest) -> Reply:
         """Call the application; a caller that gives up ends the call."""
-        async with self._running(method, path, headers, body, timeout) as request:
-            while not request.complete:
-                await request.news(timeout)
-            return Reply(request.status, request.headers, b"".join(request.chunks))
+        async with self._running(request) as call:
+            while not call.complete:
+                await call.news(request.timeout)
+            return Reply(call.status, call.headers, b"".join(call.chunks))
 
     @contextlib.asynccontextmanager
-    async def stream(
-        self,
-        method: str,
-        path: str,
-        headers: Mapping[str, str],
-        body: bytes | None,
-        timeout: float,
-        traffic: Traffic = "rest",
-    ) -> AsyncIterator[StreamReply]:
+    async def stream(self, request: HttpRequest) -> AsyncIterator[StreamReply]:
         """Call the application and hand its answer's bytes on as they come."""
-        async with self._running(method, path, headers, body, timeout) as request:
-            while not request.status:
-                await request.news(timeout)
+        async with self._running(request) as call:
+            while not call.status:
+                await call.news(request.timeout)
 
             async def chunks() -> AsyncIterator[bytes]:
                 while True:
-                    while request.chunks:
-                        if chunk := request.chunks.popleft():
+                    while call.chunks:
+                        if chunk := call.chunks.popleft():
                             yield chunk
-                    if request.complete:
+                    if call.complete:
                         return
-                    await request.news(timeout)
+                    await call.news(request.timeout)
 
-            yield StreamReply(request.status, request.headers, chunks())
+            yield StreamReply(call.status, call.headers, chunks())
 
     @contextlib.asynccontextmanager
-    async def _running(
-        self, method: str, path: str, headers: Mapping[str, str], body: bytes | None, timeout: float
-    ) -> AsyncIterator[_AsgiRequest]:
-        """A request in the application's hands; when the block is left, the application learns that
-        nobody listens.
-        """
+    async def _running(self, request: HttpRequest) -> AsyncIterator[_AsgiCall]:
+        """Run the application on a request; on leaving the block, it sees a disconnect."""
         if self._stop.is_set():
             raise ConnectionError("the embedded backend is closed")
-        request = _AsgiRequest(method, path, headers, body)
-        request.task = asyncio.create_task(self._app(request.scope, request.receive, request.send))
-        request.task.add_done_callback(request.wake)
+        call = _AsgiCall(request)
+        call.task = asyncio.create_task(self._app(call.scope, call.receive, call.send))
+        call.task.add_done_callback(call.wake)
         try:
-            yield request
+            yield call
         finally:
-            request.disconnected.set()
-            if not request.complete:
-                request.task.cancel()
+            call.disconnected.set()
+            if not call.complete:
+                call.task.cancel()
 
     async def close(self) -> None:
         """Run the application's shutdown."""
@@ -271,18 +250,17 @@ class AsgiExchange:
             await self._lifespan
 
 
-class _AsgiRequest:
-    """One request as ASGI sees it."""
+class _AsgiCall:
+    """One call of the application."""
 
-    def __init__(
-        self, method: str, path: str, headers: Mapping[str, str], body: bytes | None
-    ) -> None:
-        path, _, query = path.partition("?")
+    def __init__(self, request: HttpRequest) -> None:
+        path, _, query = request.path.partition("?")
+        headers = request.headers
         self.scope = {
             "type": "http",
             "asgi": {"version": "3.0"},
             "http_version": "1.1",
-            "method": method,
+            "method": request.method,
             "scheme": "http",
             "path": unquote(path),
             "raw_path": path.encode(),
@@ -292,7 +270,7 @@ class _AsgiRequest:
             "client": ("127.0.0.1", 0),
             "server": (LOCAL, 80),
         }
-        self._body: bytes | None = body or b""
+        self._body: bytes | None = request.data or b""
         self.disconnected = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
         self.complete = False
@@ -466,30 +444,14 @@ class _Lease:
         self._shared = shared
         self._closed = False
 
-    async def send(
-        self,
-        method: str,
-        path: str,
-        headers: Mapping[str, str],
-        body: bytes | None,
-        timeout: float,
-        traffic: Traffic = "rest",
-    ) -> Reply:
+    async def send(self, request: HttpRequest) -> Reply:
         exchange = await self._backend._opened()
-        return await exchange.send(method, path, headers, body, timeout, traffic)
+        return await exchange.send(request)
 
     @contextlib.asynccontextmanager
-    async def stream(
-        self,
-        method: str,
-        path: str,
-        headers: Mapping[str, str],
-        body: bytes | None,
-        timeout: float,
-        traffic: Traffic = "rest",
-    ) -> AsyncIterator[StreamReply]:
+    async def stream(self, request: HttpRequest) -> AsyncIterator[StreamReply]:
         exchange = await self._backend._opened()
-        async with exchange.stream(method, path, headers, body, timeout, traffic) as reply:
+        async with exchange.stream(request) as reply:
             yield reply
 
     async def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 
 from tinkex.engine.api import Engine, EngineError, run_pass
 from tinkex.engine.fake import FakeEngine
+from tinkex.engine.lazy import LazyEngine
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.sampling import SampleRequest, SampleResponse, SamplingParams
@@ -45,10 +47,16 @@ def run(engine: Engine, **params: Any) -> SampleResponse:
     raise AssertionError("the job vanished")
 
 
-def test_both_engines_have_the_shape_of_the_protocol() -> None:
-    engines: list[type[Engine]] = [FakeEngine, TorchEngine]
-    for method in (name for name in vars(Engine) if not name.startswith("_")):
-        assert all(callable(getattr(kind, method)) for kind in engines)
+ENGINES: list[type[Engine]] = [TorchEngine, FakeEngine, LazyEngine]
+"""mypy takes no class here that lacks a method of the Protocol or has another signature."""
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_engine_has_every_method_of_the_protocol(kind: type[Engine]) -> None:
+    for name, method in vars(Engine).items():
+        if not name.startswith("_"):
+            own = signature(vars(kind)[name]).parameters
+            assert list(own) == list(signature(method).parameters), name
 
 
 def test_training_changes_and_repeats(fake: FakeEngine) -> None:

@@ -27,7 +27,7 @@ from engine.references import adapter_of, randomise
 from support import wait_until
 from tinkex.engine.model import matmul_check
 from tinkex.engine.model.decoder import Lora
-from tinkex.engine.native import c_passes, library, self_check
+from tinkex.engine.native import bindings, c_passes, library, self_check
 from tinkex.engine.native.c_passes import NativeDecoding, NativeSteps
 from tinkex.engine.native.weights import Native, PackedLora, packed
 from tinkex.engine.sample.sampler import Limits, Runner, Sampler
@@ -153,7 +153,7 @@ def test_without_a_compiler_that_works_pytorch_does_it(
         engine.snapshot("a", "s")
         assert len(sample(engine, [5, 6, 7], max_tokens=9, stop=[]).sequences[0].tokens) == 9
     (said,) = [record.getMessage() for record in caplog.records if "slower" in record.getMessage()]
-    assert said.startswith("sampling on the CPU goes by PyTorch alone, and is slower: ")
+    assert said.startswith("sampling on the CPU uses PyTorch alone and is slower: ")
     assert message in said
     assert not isinstance(runner_of(engine)._decoding, NativeDecoding)
     assert not list(cache.iterdir())
@@ -227,7 +227,7 @@ def test_where_nothing_can_be_written_pytorch_does_it(
     monkeypatch.setattr(tempfile, "tempdir", str(cache.parent / "nowhere"))
     with caplog.at_level(logging.INFO, "tinkex.engine"):
         assert library.load() is None
-    assert "sampling on the CPU goes by PyTorch alone, and is slower: " in caplog.text
+    assert "sampling on the CPU uses PyTorch alone and is slower: " in caplog.text
 
 
 def test_without_a_home_nothing_is_left_where_the_program_runs(
@@ -288,7 +288,7 @@ def test_a_library_whose_rows_differ_is_not_used(
     monkeypatch.setattr(library, "compilers", lambda: iter([first]))
     with caplog.at_level(logging.INFO, "tinkex.engine"):
         assert library.load() is None
-    assert "a row gets other bits alone than among others" in caplog.text
+    assert "a row gets different bits alone than in a batch" in caplog.text
     (note,) = cache.glob("*.checked")
     assert note.read_text().startswith("rows differ ")
     monkeypatch.setattr(self_check, "rows_agree", lambda _: pytest.fail("it was found before"))
@@ -299,7 +299,7 @@ def test_a_library_whose_rows_differ_is_not_used(
 def test_a_library_is_checked_once_for_each_processor(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checked: list[library.Library] = []
+    checked: list[bindings.Library] = []
     monkeypatch.setattr(self_check, "rows_agree", lambda loaded: not checked.append(loaded))  # type: ignore[func-returns-value]
     for machine, expected in ((b"one", 1), (b"one", 1), (b"two", 2)):
         monkeypatch.setattr(library, "_machine", lambda machine=machine: machine)
@@ -363,8 +363,8 @@ def test_factors_are_laid_out_in_panels() -> None:
     assert factors.rank == 3
 
     def read(where: int, panels: int, inputs: int) -> Array:
-        values = ctypes.string_at(where, 4 * panels * inputs * library.PANEL)
-        return np.frombuffer(values, np.float32).reshape(panels, inputs, library.PANEL)
+        values = ctypes.string_at(where, 4 * panels * inputs * bindings.PANEL)
+        return np.frombuffer(values, np.float32).reshape(panels, inputs, bindings.PANEL)
 
     first = read(factors.a, 1, 20)[0]
     np.testing.assert_array_equal(first[:, :6], a.T)
@@ -625,7 +625,7 @@ def test_threads_that_were_called_to_other_cores_may_run_anywhere_afterwards() -
             break
         found.team_free(team)
     weight, x, y = (np.zeros(size, np.float32) for size in (64 * 16 * 64, 12 * 64, 12 * 1024))
-    linear = library.Linear(weight.ctypes.data, None, 64, 1, (library.Int * library.PARTS)(1024))
+    linear = bindings.Linear(weight.ctypes.data, None, 64, 1, (bindings.Int * bindings.PARTS)(1024))
     placed = {len(os.sched_getaffinity(int(thread))) for thread in own}
     for _ in range(20):
         time.sleep(0.005)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tinkex.engine.native import library
+from tinkex.engine.native import bindings, library
 
 pytestmark = pytest.mark.skipif(not list(library.compilers()), reason="there is no C compiler")
 X86 = platform.machine() in ("x86_64", "AMD64")
@@ -59,14 +59,14 @@ def build(command: list[str], target: Path) -> Path:
 
 def rows_that_differ(path: Path) -> list[int]:
     """Numbers of rows that are multiplied together and get other bits than they get alone."""
-    loaded, random = library.Library(path), np.random.default_rng(0)
+    loaded, random = bindings.Library(path), np.random.default_rng(0)
     inputs, panels, most = 77, 3, 45
     weight, x = (
         random.normal(size=size).astype(np.float32)
         for size in ((panels, inputs, 16), (most, inputs))
     )
-    linear = library.Linear(
-        weight.ctypes.data, None, inputs, 1, (library.Int * library.PARTS)(panels * 16)
+    linear = bindings.Linear(
+        weight.ctypes.data, None, inputs, 1, (bindings.Int * bindings.PARTS)(panels * 16)
     )
     team = loaded.team_new(1)
 

@@ -30,7 +30,8 @@ from tinkex.cli.output import Column, print_json, print_table, size
 from tinkex.cli.progress import waiting
 
 if TYPE_CHECKING:
-    from tinkex.client.http.transport import Reply, Transport
+    from tinkex.client.http.exchange import Reply
+    from tinkex.client.http.transport import Transport
     from tinkex.client.settings.config import Config
     from tinkex.errors import ConfigurationError
 

@@ -39,8 +39,8 @@ from tinkex.otel import is_available
 from tinkex.server.access.accounts import has_keys
 from tinkex.server.database.store import DATABASE, Store
 from tinkex.server.files.data_dir import DataDirError
+from tinkex.server.server_limits import Limits
 from tinkex.server.server_metrics import JsonFormatter, access
-from tinkex.server.state import Limits
 from tinkex.server.tracing import Tracing, is_wanted
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -24,10 +24,11 @@ from tinkex.client.experimental import CheckpointMethods, warn_experimental
 from tinkex.client.futures.api_future import APIFuture, AwaitableConcurrentFuture, retrieve, start
 from tinkex.client.futures.loop_thread import runtime
 from tinkex.client.futures.twins import deprecated, value_twin
+from tinkex.client.http.exchange import Reply
 from tinkex.client.http.legacy_servers import read_receipt
 from tinkex.client.http.request_names import name_requests
 from tinkex.client.http.responses import wrapped
-from tinkex.client.http.transport import Reply, Transport
+from tinkex.client.http.transport import Transport
 from tinkex.client.settings.config import Config
 from tinkex.client.settings.credentials import claims
 from tinkex.errors import APIResponseValidationError, TinkerError
@@ -532,14 +533,14 @@ class RestClient(_Client, CheckpointMethods):
 
         async def work(transport: Transport) -> CheckpointArchiveUrlResponse:
             for attempt in range(1, attempts + 1):
-                reply = await transport.once(op, path=path)
+                reply = await transport.poll(op, path=path)
                 if reply.status != 503 or attempt == attempts:
                     break
                 await asyncio.sleep(delay)
-            if (url := transport.address(op, path, reply)) is not None:
+            if (url := transport.redirection(op, path, reply)) is not None:
                 return CheckpointArchiveUrlResponse(url=url, expires=_expiry(reply))
             if reply.status >= 300:
-                error = transport.refusal(op, reply)
+                error = transport.errors.refusal(op, reply)
                 error.attempts = attempt
                 raise error
             answer: CheckpointArchiveUrlResponse = transport.decode(op, op.response, reply)

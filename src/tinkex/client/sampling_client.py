@@ -30,10 +30,11 @@ from tinkex.client.futures.queue_states import Observer, QueueStateLogger, Queue
 from tinkex.client.futures.stream_text import StreamTexts
 from tinkex.client.futures.streams import SampleStream, chunks_of
 from tinkex.client.futures.twins import deprecated, value_twin
+from tinkex.client.http.exchange import Reply
 from tinkex.client.http.legacy_servers import Receipt, sequence_ids
 from tinkex.client.http.request_names import name_requests
 from tinkex.client.http.retry import RetryConfig, RetryHandler
-from tinkex.client.http.transport import OFF_LOOP_BYTES, Reply
+from tinkex.client.http.transport import OFF_LOOP_BYTES
 from tinkex.client.session import Session, shadow_of
 from tinkex.client.settings.config import Config
 from tinkex.errors import (

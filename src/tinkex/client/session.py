@@ -25,10 +25,12 @@ from tinkex.client.futures.batch_polling import BatchPoller
 from tinkex.client.futures.loop_thread import runtime
 from tinkex.client.futures.queue_states import QueueStateLogger, QueueStateTracker
 from tinkex.client.http import legacy_servers
+from tinkex.client.http.addresses import origin_of
+from tinkex.client.http.exchange import Reply
 from tinkex.client.http.legacy_servers import Receipt
 from tinkex.client.http.limits import DispatchGate, shared_gate, shared_response_budget
 from tinkex.client.http.request_names import forget_caller
-from tinkex.client.http.transport import Reply, Transport, origin_of
+from tinkex.client.http.transport import Transport
 from tinkex.client.settings.config import Config
 from tinkex.errors import APIStatusError, GoneError, NotFoundError, TinkerError
 from tinkex.telemetry import Reporter
@@ -215,7 +217,7 @@ class Session:
         if self.client_config.batched_results:
             self.transport.is_older = False
         if self.client_config.pjwt_auth_enabled:
-            self.transport.use_tokens()
+            self.transport.keys.use_tokens()
         self.transport.billing.limit = self.client_config.billing_exception_max_pause_duration_sec
         self.transport.response_budget = shared_response_budget(
             self._account, self.client_config.inflight_response_bytes_semaphore_size
@@ -431,7 +433,7 @@ class Session:
 
     async def _finish(self, reason: ClientSessionFinishReasonType, detail: str | None) -> None:
         await self._settle(reason)
-        self.transport.stop_renewal()
+        self.transport.keys.stop_renewal()
         await _flush(self.pollers)
         try:
             if self.session_id and not self.is_shadow:

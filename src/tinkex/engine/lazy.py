@@ -1,9 +1,10 @@
-"""An engine that is made when there is something to compute, since torch takes seconds to import."""
+"""An engine that is made at the first call that needs it: importing torch takes seconds."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 def _making(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
     """Return a method that makes the engine first."""
 
+    @wraps(method)
     def call(self: LazyEngine, /, *args: P.args, **named: P.kwargs) -> R:
         made: Callable[P, R] = getattr(self.engine(), method.__name__)
         return made(*args, **named)
@@ -30,6 +32,7 @@ def _idle(method: Callable[Concatenate[Any, P], R], answer: R) -> Callable[Conca
     """Return a method that has this answer while there is no engine."""
     making = _making(method)
 
+    @wraps(method)
     def call(self: LazyEngine, /, *args: P.args, **named: P.kwargs) -> R:
         return making(self, *args, **named) if self.is_made() else answer
 
@@ -37,7 +40,7 @@ def _idle(method: Callable[Concatenate[Any, P], R], answer: R) -> Callable[Conca
 
 
 class LazyEngine(Engine):
-    """Stands for an engine over these models; the first call that needs it makes it, on its thread."""
+    """A stand-in for an engine, made at the first call that needs it and on that thread."""
 
     def __init__(self, models: Mapping[str, Path], make: Callable[[], Engine]) -> None:
         self._models = [describe(name, directory) for name, directory in models.items()]
@@ -54,7 +57,9 @@ class LazyEngine(Engine):
         return self._made is not None
 
     def engine(self) -> Engine:
-        """Return the engine, made once: a second import of a broken library fails misleadingly.
+        """Return the engine; make it once.
+
+        It is not tried again, because a second import of a broken library fails misleadingly.
 
         Raises:
             EngineError: It cannot be made.

@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from tinkex.client.futures.api_future import start
-from tinkex.client.http.transport import Transport, backoff
+from tinkex.client.http.retry import Delays
+from tinkex.client.http.transport import Transport
 from tinkex.client.rest import ARCHIVE_ATTEMPTS, ARCHIVE_RETRY_SECONDS, RestClient
 from tinkex.errors import APIError, TinkerError
 from tinkex.hub.archives import ArchiveLimits, UnsafeArchiveError, extract
@@ -38,6 +39,7 @@ Progress: TypeAlias = Callable[[int, int], object]
 """Is told how many bytes are there, and how many there will be; in a thread of its own."""
 ATTEMPTS = 5
 """How often in a row a fetch may break off without a byte having come."""
+BROKEN_OFF_DELAYS = Delays(first=0.2)
 WRITE_BYTES = 1 << 20
 STOP_SECONDS = 5.0
 """How long a download that is cancelled is waited for."""
@@ -374,7 +376,7 @@ async def fetch(
         why = why if status == 0 else f"the server answered {status}"
         failures = 0 if await asyncio.to_thread(part.size) > had else failures + 1
         if failures < ATTEMPTS:
-            await asyncio.sleep(backoff(failures, first=0.2, most=10.0))
+            await asyncio.sleep(BROKEN_OFF_DELAYS.after(failures))
             logger.debug(
                 "%s broke off (%s): going on at %d",
                 path.name,

@@ -25,8 +25,10 @@ from tinkex.server.access import bodies
 from tinkex.server.access.accounts import Account
 from tinkex.server.access.gate import check_held, check_room, fail_in_band
 from tinkex.server.access.ownership import check_ownership, is_own
+from tinkex.server.calls import Call
 from tinkex.server.complaints import FULL_DISK, complain
 from tinkex.server.files.data_dir import is_full_disk
+from tinkex.server.http_errors import Refusal
 from tinkex.server.routes import openai, openapi, uploads
 from tinkex.server.routes.exports import download_route
 from tinkex.server.routes.handler_table import HANDLERS, collect
@@ -36,7 +38,9 @@ from tinkex.server.routes.usage import watch
 from tinkex.server.runs import replay
 from tinkex.server.runs.admission import UNLOAD, leave, recall_unload, spend_number
 from tinkex.server.runs.encoded_results import encoding
-from tinkex.server.state import DIRECT, Call, Limits, Refusal, State
+from tinkex.server.runs.journals import DIRECT
+from tinkex.server.server_limits import Limits
+from tinkex.server.state import State
 from tinkex.server.tracing import Tracing
 from tinkex.types.checkpoints import SCHEME
 from tinkex.types.record import to_json
@@ -104,7 +108,7 @@ def create_app(
                 await leave(state)
                 state.promises.are_closed = True
             await state.worker.stop()
-            state.close_journals()
+            state.journals.close()
             try:
                 await state.meter.flush()
             finally:

@@ -3,42 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
-import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from tinkex.engine.api import BaseModel, Engine, EngineError, Writer
 from tinkex.server.access.accounts import Accounts
 from tinkex.server.complaints import complain
-from tinkex.server.database.catalogue import Catalogue, discard
-from tinkex.server.database.store import DATABASE, LOCAL_OWNER, Run, Store
-from tinkex.server.files.data_dir import Lock, make_directory, set_aside, sync_above
-from tinkex.server.files.seals import seal
+from tinkex.server.database.catalogue import Catalogue
+from tinkex.server.database.store import DATABASE, Run, Store
+from tinkex.server.files.data_dir import Lock, make_directory, sync_above
+from tinkex.server.files.seals import write_whole
 from tinkex.server.files.upload_files import sweep_uploads
 
 # for those who know the state, from one place
 from tinkex.server.http_errors import Refusal as Refusal
 from tinkex.server.routes.usage import Meter
-from tinkex.server.runs.journal import Committer, Journal
+from tinkex.server.runs.journals import RECORDINGS, Journals, file_name
 from tinkex.server.runs.promises import Promise, Promises
 from tinkex.server.runs.scheduler import Lane, Worker
 from tinkex.server.samples.sampling_records import SamplingRecords
+from tinkex.server.server_limits import Limits
 from tinkex.server.server_metrics import Metrics
-from tinkex.wire import codec
 
 logger = logging.getLogger("tinkex.server")
 
-DIRECT = "direct"
-"""What stands for a session where samples are asked for without one."""
-RECORDINGS = "recordings"
-"""The directory of what is recorded of samples, with one directory for each session."""
 READ = "read"
 """What a journal of samples says where results have been read."""
 UNPLACED = ".new-"
@@ -47,84 +41,6 @@ there."""
 EXPIRED = "expired"
 """Why a session ended from which nothing was heard."""
 CARRY_ON = "carry on from a saved state with create_training_client_from_state_with_optimizer"
-
-
-def _limit(default: Any, meaning: str) -> Any:
-    return field(default=default, metadata={"help": meaning})
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the server will not exceed; `tinkex serve` has an option for each, with the help given
-    here.
-    """
-
-    body_bytes: int = _limit(1 << 30, "Largest body of a request.")
-    sequence_tokens: int = _limit(
-        1_000_000, "Longest sequence of a request, whatever a model's window is."
-    )
-    samples: int = _limit(1024, "Most samples that one request may ask for.")
-    adapters: int = _limit(1024, "Most training runs an owner may have loaded at once.")
-    open_requests: int = _limit(20_000, "Most requests an owner may have taken and not ended.")
-    samplers: int = _limit(
-        64, "Saved weights kept in memory for sampling; the longest unused make room."
-    )
-    snapshots: int = _limit(64, "Nameless samplers kept in memory; the oldest are put on disk.")
-    recordings_memory_bytes: int = _limit(
-        256 << 20, "Recordings of samples kept in memory; all are on disk."
-    )
-    recordings_disk_bytes: int = _limit(
-        16 << 30, "Recordings of samples kept on disk; the oldest make room."
-    )
-    unread_bytes: int = _limit(
-        2 << 30,
-        "Most bytes of results that wait to be read by an owner, with those of open samples.",
-    )
-    announced_bytes: int = _limit(
-        4 << 20, "Results beyond this are announced to readers before they are sent."
-    )
-    inline_bytes: int = _limit(64 << 20, "Most that one batched poll brings along.")
-    poll_seconds: float = _limit(25.0, "How long a poll is held when there is no result yet.")
-    quiet_seconds: float = _limit(
-        10.0, "How long a stream says nothing before it says that it waits."
-    )
-    held_bytes: int = _limit(
-        4 << 30, "Most bytes of an owner's requests that arrive or have not ended."
-    )
-    gap_seconds: float = _limit(3600.0, "How long a missing request holds up those after it.")
-    gap_bytes: int = _limit(
-        256 << 20, "Most bytes of a run's requests that wait for a missing one."
-    )
-    journal_bytes: int = _limit(
-        16 << 30, "Most bytes of a run's requests on disk since its last state."
-    )
-    connections: int = _limit(
-        4096, "Most connections at a time, as far as the system allows as many open files."
-    )
-    connections_per_address: int = _limit(
-        2048, "Most connections from one address; a proxy is one."
-    )
-    header_seconds: float = _limit(
-        20.0, "How long a connection may take to send the header of a request."
-    )
-    body_seconds: float = _limit(
-        30.0, "How long the body of a request may pause, or fall behind 10 kB/s in all."
-    )
-    session_seconds: float = _limit(
-        1800.0, "How long nothing may be heard of a session before it is ended."
-    )
-    drain_seconds: float = _limit(
-        30.0, "How long a server that is told to stop waits for what is under way."
-    )
-
-    def __post_init__(self) -> None:
-        for limit in fields(self):
-            value = getattr(self, limit.name)
-            if value < 0 or (isinstance(limit.default, int) and value == 0):
-                raise ValueError(
-                    f"{limit.name} must be {'at least 1' if value == 0 else 'positive'}, got "
-                    f"{value}"
-                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,63 +91,6 @@ class LiveRun:
     """Whether no gradient is pending: only then does a state stand for all that was done."""
 
 
-@dataclass(slots=True)
-class Call:
-    """A decoded request and what came with it."""
-
-    request: Any
-    path: dict[str, str]
-    digest: bytes
-    op: str = ""
-    """The operation's name; with the body and its type, all that is needed to carry it out again.
-    """
-    body: bytes = b""
-    """The body as it was sent."""
-    content_type: str = codec.JSON
-    encoding: str | None = None
-    """The compression of the body, if any."""
-    size: int = 0
-    """Bytes of the body once it is expanded."""
-    is_replayed: bool = False
-    """Whether the request was taken by an earlier life of the server: it is on disk already."""
-    number: int | None = None
-    """The place in its run's order, or in the journal of samples, once it has one."""
-    request_id: str | None = None
-    """The id that a sample was acknowledged under, if it was taken before."""
-    seed: int | None = None
-    """The seed that was drawn for a sample, if it was drawn before."""
-    reader: str | None = None
-    """The account of an access token that came along; it is kept instead of the token."""
-    owner: str = LOCAL_OWNER
-    """Who asks: the account of the key."""
-    key_id: int = 0
-    """The key on record that was used; 0 when it was the server's own, or none."""
-    base_url: str | None = None
-    """Where the caller found this server; None when it is in the same process."""
-    query: dict[str, str] = field(default_factory=dict)
-    headers: Mapping[str, str] = field(default_factory=dict)
-
-
-def write_whole(write: Writer, scratch: Path) -> None:
-    """Have a writer fill a directory and seal it, or have no directory."""
-    try:
-        write(scratch)
-        seal(scratch)
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
-
-
-def digest_of(path: str, body: bytes) -> bytes:
-    """What makes two requests the same request."""
-    return hashlib.blake2b(body, digest_size=16, person=path.encode()[:16]).digest()
-
-
-def file_name(name: str) -> str:
-    """An id as a name for a file; ids are ours, or made of ours."""
-    return re.sub(r"[^A-Za-z0-9._-]", "_", name)
-
-
 class State:
     """Everything a running server knows; made by `create_app`, started and stopped by its lifespan."""
 
@@ -268,14 +127,13 @@ class State:
         self.targets: dict[str, int] = {}
         """The newest version of each run's in-flight target, where there is one."""
         self.loading: dict[str, asyncio.Future[None]] = {}
-        self.committer = Committer()
+        self.journals = Journals(data_dir)
         self.samples: dict[str, dict[str, int]] = {}
         """By session, the samples in its journal that may still be asked for, and their numbers
         there."""
-        self.journals: dict[str, Journal] = {}
         self.recordings = SamplingRecords(
             data_dir / RECORDINGS,
-            self.journal,
+            self.journals.of,
             memory_bytes=limits.recordings_memory_bytes,
             disk_bytes=limits.recordings_disk_bytes,
             may_delete=lambda session_id: not self._has_sleeping_runs(session_id),
@@ -325,49 +183,9 @@ class State:
 
     # ── what is on disk of what is live ───────────────────────────────────────────────────────────
 
-    def run_directory(self, model_id: str) -> Path:
-        """Where a run's journal and states are."""
-        return self.data_dir / "runs" / file_name(model_id)
-
-    def samples_directory(self, session_id: str) -> Path:
-        """Where the journal of a session's samples is."""
-        return self.data_dir / "samples" / file_name(session_id)
-
-    def snapshot_directory(self, sampler: str) -> Path:
-        """Where a nameless sampler's weights are when they are on disk."""
-        return self.data_dir / "snapshots" / file_name(sampler)
-
-    def journal(self, directory: Path) -> Journal:
-        """The journal in a directory."""
-        key = str(directory)
-        if key not in self.journals:
-            self.journals[key] = Journal(directory, self.committer)
-        return self.journals[key]
-
-    def forget_directory(self, directory: Path) -> None:
-        """Delete a journal and what is beside it."""
-        journal = self.journals.pop(str(directory), None)
-        if journal is not None:
-            journal.close()
-        discard(directory)  # a half of it must not be taken for a run after a crash
-
-    def set_aside(self, directory: Path, why: str) -> None:
-        """Keep a directory that cannot be used where nothing deletes it."""
-        journal = self.journals.pop(str(directory), None)
-        if journal is not None:
-            journal.close()
-        set_aside(self.data_dir, directory, why)
-
     def unlock(self) -> None:
         """Let another server use the data directory."""
         self._lock.close()
-
-    def close_journals(self) -> None:
-        """Finish what is being written."""
-        self.committer.stop()
-        for journal in self.journals.values():
-            journal.close()
-        self.journals.clear()
 
     async def revived(self, name: str) -> None:
         """Have what an earlier life left of a run (or of a session's samples) taken up, once."""
@@ -445,11 +263,7 @@ class State:
         self.promises.forget_session(session_id)
         self.samples.pop(session_id, None)
         self.recordings.forget(session_id)
-        prefix = file_name(session_id)
-        for place in ("runs", "samples", "snapshots", RECORDINGS):
-            for directory in (self.data_dir / place).glob(f"{prefix}*"):
-                if directory.name == prefix or directory.name.startswith(f"{prefix}_"):
-                    self.forget_directory(directory)
+        self.journals.forget_session(session_id)
 
     def after_loss(self, request_id: str) -> str | None:
         """What to do about a request that an earlier life of the server took; None when there was
@@ -473,7 +287,7 @@ class State:
         in_memory = [name for name, directory in self.snapshots.items() if directory is None]
         for name in in_memory[: -self.limits.snapshots]:
             # whoever asks from now on is queued behind the saving
-            self.snapshots[name] = self.snapshot_directory(name)
+            self.snapshots[name] = self.journals.snapshot_directory(name)
             self.worker.run(self._spill_snapshot, name)
 
     async def put_snapshot(self, sampler: str) -> None:
@@ -498,7 +312,7 @@ class State:
         """What writes a nameless sampler's weights, and where to; None if they are on disk. On the
         worker.
         """
-        directory = self.snapshot_directory(sampler)
+        directory = self.journals.snapshot_directory(sampler)
         if directory.is_dir():
             return None
         write = self.engine.sampler_writer(sampler)
@@ -509,7 +323,7 @@ class State:
 
     def place_snapshot(self, sampler: str, scratch: Path) -> None:
         """Let files that were written be a sampler's, unless it has others by now. On the worker."""
-        directory = self.snapshot_directory(sampler)
+        directory = self.journals.snapshot_directory(sampler)
         if self._unplaced.get(sampler) != scratch or directory.is_dir():
             shutil.rmtree(scratch, ignore_errors=True)
             return
@@ -529,7 +343,7 @@ class State:
     def drop_snapshot_files(self, sampler: str) -> None:
         """Have nothing of a nameless sampler on disk, nor of what is being written. On the worker."""
         self._unplaced.pop(sampler, None)
-        shutil.rmtree(self.snapshot_directory(sampler), ignore_errors=True)
+        shutil.rmtree(self.journals.snapshot_directory(sampler), ignore_errors=True)
 
     def forget_snapshot(self, sampler: str) -> None:
         """Let a nameless sampler go, in memory and on disk."""
@@ -550,7 +364,7 @@ class State:
             # it may have ended while another's was written
             if not over or session_id not in self.samples:
                 continue
-            journal = self.journal(self.samples_directory(session_id))
+            journal = self.journals.of_samples(session_id)
             for request_id in over:
                 del numbers[request_id]
             await journal.append(time.time_ns(), {"op": READ, "ids": over})

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 
 from tinkex.errors import ConfigurationError
 from tinkex.hub import hub_files
-from tinkex.tokenizers import KIMI, KIMI_REVISION
+from tinkex.text.kimi_model import KIMI, KIMI_REVISION
 
 SPECIAL_TOKENS = 256
 Matching: TypeAlias = Literal["parity", "longest"]

@@ -16,8 +16,8 @@ from tinkex.types.record import from_json, to_json
 from tinkex.types.sampling import SampleResponse
 from tinkex.types.sessions import FuturesRetrieveResponse
 from tinkex.types.training import ForwardBackwardOutput, ForwardBackwardRequest
-from tinkex.wire import protobuf
-from tinkex.wire.protobuf import Pieces
+from tinkex.wire import protobuf_passes, protobuf_samples, protobuf_schema
+from tinkex.wire.pieces import Pieces
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -57,14 +57,14 @@ class Body:
 
 
 ENCODERS: dict[type[Any], Callable[[Any], bytes | Pieces]] = {
-    ForwardBackwardRequest: protobuf.encode_forward_backward,
-    ForwardBackwardOutput: protobuf.encode_forward_backward_output,
-    SampleResponse: protobuf.encode_sample,
+    ForwardBackwardRequest: protobuf_passes.encode_forward_backward,
+    ForwardBackwardOutput: protobuf_passes.encode_forward_backward_output,
+    SampleResponse: protobuf_samples.encode_sample,
 }
 DECODERS: dict[type[Any], Callable[[bytes], Any]] = {
-    ForwardBackwardRequest: protobuf.decode_forward_backward,
-    ForwardBackwardOutput: protobuf.decode_forward_backward_output,
-    SampleResponse: protobuf.decode_sample,
+    ForwardBackwardRequest: protobuf_passes.decode_forward_backward,
+    ForwardBackwardOutput: protobuf_passes.decode_forward_backward_output,
+    SampleResponse: protobuf_samples.decode_sample,
 }
 
 
@@ -147,7 +147,7 @@ def peek(data: bytes, content_type: str) -> tuple[str, int] | None:
     """The model and number of a request that could not be decoded, if they can be made out."""
     try:
         if PROTOBUF in content_type:
-            wire = protobuf.parse("ForwardBackwardRequest", data)
+            wire = protobuf_schema.parse("ForwardBackwardRequest", data)
             model_id, seq_id = wire.model_id, wire.seq_id
         else:
             wire = msgspec.json.decode(data)

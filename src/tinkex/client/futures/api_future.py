@@ -22,15 +22,11 @@ import msgspec
 
 from tinkex import events
 from tinkex.client.futures.loop_thread import Inbox, Runtime, give_up, inbox_of, runtime
-from tinkex.client.http.transport import (
-    CONFLICT_PATIENCE,
-    LONGEST_RETRY_AFTER,
-    OFF_LOOP_BYTES,
-    RejectedError,
-    Reply,
-    Transport,
-    backoff,
-)
+from tinkex.client.http.attempts import DELAYS, Patience
+from tinkex.client.http.exchange import Reply
+from tinkex.client.http.reply_errors import RejectedError
+from tinkex.client.http.retry import LONGEST_RETRY_AFTER, Delays, persist
+from tinkex.client.http.transport import OFF_LOOP_BYTES, Transport
 from tinkex.client.settings.config import poll_delay
 from tinkex.errors import (
     APIConnectionError,
@@ -564,16 +560,16 @@ def start(coroutine: Coroutine[Any, Any, T], kind: type[Future[T]] | None = None
     return future
 
 
-PENDING = object()
-"""The answer that says there is no result yet."""
 MALFORMED_ATTEMPTS = 3
 """How often a refusal without a reason is asked about again."""
 PAUSED_SECONDS = 1.0
 """The wait after an answer that says the queue is paused."""
+EARLY_DELAYS = Delays(first=0.05, most=1.0)
+"""Delays after polls that the server does not hold, which must not become a hot loop."""
 
 
 class QueueNotice(Protocol):
-    """Is told the queue's state and the reason for it, with every answer that names them."""
+    """Receives the queue's state and its reason from every answer that names them."""
 
     def __call__(
         self, queue_state: str, queue_state_reason: str | None = None, /, *, request_id: str = ""
@@ -591,11 +587,10 @@ async def retrieve(
     notice: QueueNotice | None = None,
     metadata_only: bool = True,
 ) -> Any:
-    """Poll until an operation has ended: its result, or RequestFailedError when it failed.
+    """Poll until an operation has ended; return its result, or raise RequestFailedError.
 
-    A poll that runs out is repeated for ever, or for `timeout` seconds; faults on the way for as
-    long as the transport is patient. At the end of that time the last fault is raised, if there was
-    one, else APITimeoutError.
+    A poll that runs out is repeated without limit, or for `timeout` seconds. Faults are repeated
+    within the transport's patience. At the timeout the last fault is raised, else APITimeoutError.
     """
     poll = _Poll(transport, op, request_id, submitted, notice)
     if timeout is None:
@@ -620,102 +615,81 @@ class _Poll:
         submitted: float,
         notice: QueueNotice | None,
     ) -> None:
-        self.transport, self.op, self.request_id, self.submitted = (
-            transport,
-            op,
-            request_id,
-            submitted,
-        )
-        self.notice = notice
-        self.started = time.monotonic()
+        self.transport, self.op, self.request_id = transport, op, request_id
+        self.submitted, self.notice = submitted, notice
+        self.started = self.sent = self.failing_since = time.monotonic()
         self.iteration = self.failures = self.early = self.malformed = 0
-        self.failing_since = 0.0
+        self.metadata_only = True
         self.last_failure: Exception | None = None
         self.asked: tuple[bool, codec.Body] | None = None
-        """Whether the poll that was made last allows an announcement, and its body: most are
-        repeated as they are."""
+        """True if the last poll allowed an announcement, and its body: most are repeated."""
 
     async def run(self, metadata_only: bool) -> Any:
-        """Poll on; a result whose size was announced is fetched under the budget for large results."""
-        while True:
-            answer = await self._once(metadata_only)
-            if isinstance(answer, _Announced):
-                if not metadata_only:
-                    raise self._told(
-                        APIResponseValidationError(
-                            f"{self.op.title} at {self.transport.place}: the size of the result of "
-                            f"{self.request_id} "
-                            "was announced a second time instead of the result"
-                        )
-                    )
-                async with self.transport.response_budget.taken(answer.size):
-                    return await self.run(False)
-            if answer is not PENDING:
-                return answer
+        """Poll; a result whose size was announced is fetched under the budget for large results."""
+        self.metadata_only = metadata_only
+        answer = await persist(self._ask, self._delay_after)
+        if not isinstance(answer, _Announced):
+            return answer
+        if not metadata_only:
+            raise self._told(
+                APIResponseValidationError(
+                    f"{self.op.title} at {self.transport.place}: the size of the result of "
+                    f"{self.request_id} was announced a second time instead of the result"
+                )
+            )
+        async with self.transport.response_budget.taken(answer.size):
+            return await self.run(False)
 
-    async def _once(self, metadata_only: bool) -> Any:
-        """One poll, and the wait after it where one is due."""
-        sent = time.monotonic()
-        try:
-            answer, delay = await self._ask(metadata_only, sent)
-        except BillingError as error:
-            error.request_id = self.request_id
-            if not await self.transport.billing.waited(error):
-                raise self._told(error) from None
-            self.failures = 0  # what failed before is long ago
-            return PENDING
-        except (APIConnectionError, APIStatusError) as error:
-            await self._after_failure(error, sent)
-            return PENDING
-        except TinkerError as error:
-            raise self._told(error) from error.__cause__
+    def _delay_after(self, outcome: Any) -> float | None:
+        """Return the wait before the next poll; None at the end."""
+        if isinstance(outcome, BillingError):
+            outcome.request_id = self.request_id
+            self.failures = 0  # earlier failures are long ago when it goes on
+            delay = self.transport.billing.delay_after(outcome)
+            if delay is None:
+                self._told(outcome)
+            return delay
+        if isinstance(outcome, APIConnectionError | APIStatusError):
+            return self._delay_after_failure(outcome)
+        if isinstance(outcome, Exception):
+            if isinstance(outcome, TinkerError):
+                self._told(outcome)
+            return None
         self.failures = 0
-        if answer is PENDING:
-            await self._after_pending(sent, delay)
-        return answer
+        return self._delay_after_pending(outcome) if isinstance(outcome, _Pending) else None
 
-    async def _after_failure(self, error: APIConnectionError | APIStatusError, sent: float) -> None:
+    def _delay_after_failure(self, error: APIConnectionError | APIStatusError) -> float | None:
         self.failures += 1
-        self.failing_since = self.failing_since if self.failures > 1 else sent
+        self.failing_since = self.failing_since if self.failures > 1 else self.sent
         self.last_failure = error
         error.request_id, error.attempts = self.request_id, self.failures
+        self._told(error)
         self.malformed = self.malformed + 1 if _says_nothing(error) else 0
         hopeless = (
             self.malformed > MALFORMED_ATTEMPTS if self.malformed else not is_retryable(error)
         )
-        if hopeless or time.monotonic() - self.failing_since > self._patience(error):
+        config = self.transport.config
+        allowed = Patience(config.patience).of(error.status or 0)
+        if hopeless or time.monotonic() - self.failing_since > allowed:
             if isinstance(error, GoneError) and error.hint is None:
                 error.hint = "the result was kept for a time and is gone: submit the request again"
-            raise self._told(error) from error.__cause__
-        self._told(error)
+            return None
         if self.failures == 2:
             logger.warning("waiting for %s: %s; still trying", self.request_id, error.message)
-        chosen = self.transport.config.poll_backoff
-        if chosen is not None and (error.status or 0) >= 500:
-            delay = max(
-                poll_delay(chosen, self.iteration - 1),
-                min(error.retry_after or 0.0, LONGEST_RETRY_AFTER),
-            )
-        else:
-            delay = backoff(self.failures, error.retry_after)
-        await asyncio.sleep(delay)
+        if config.poll_backoff is not None and (error.status or 0) >= 500:
+            asked = min(error.retry_after or 0.0, LONGEST_RETRY_AFTER)
+            return max(poll_delay(config.poll_backoff, self.iteration - 1), asked)
+        return DELAYS.after(self.failures, error.retry_after)
 
-    def _patience(self, error: APIError) -> float:
-        """Seconds that a row of failures may last: a conflict passes soon or not at all."""
-        patience = self.transport.config.patience
-        return min(CONFLICT_PATIENCE, patience) if error.status == 409 else patience
-
-    async def _after_pending(self, sent: float, delay: float | None) -> None:
-        """A poll that was held is repeated at once; a server that does not hold must not be polled
-        in a hot loop.
-        """
-        if delay is not None:
-            await asyncio.sleep(delay)
-        elif time.monotonic() - sent >= HELD:
+    def _delay_after_pending(self, pending: _Pending) -> float:
+        """Return 0 after a poll that the server held."""
+        if pending.delay is not None:
+            return pending.delay
+        if time.monotonic() - self.sent >= HELD:
             self.early = 0
-        else:
-            self.early += 1
-            await asyncio.sleep(backoff(self.early, first=0.05, most=1.0))
+            return 0.0
+        self.early += 1
+        return EARLY_DELAYS.after(self.early)
 
     def late(self) -> Exception:
         """What is raised at the end of the time: the failure that stood in the way, if one did."""
@@ -751,16 +725,14 @@ class _Poll:
             }
             events.emit(name, {"elapsed_time": (time.monotonic() - self.started) * 1000}, named)
 
-    async def _ask(self, metadata_only: bool, sent: float) -> tuple[Any, float | None]:
-        """One poll: a result, an announcement or PENDING, with the seconds that the server asks to
-        wait, if it does.
-        """
-        op = self.op
-        if self.asked is None or self.asked[0] is not metadata_only:
+    async def _ask(self) -> Any:
+        """Poll once; return a result, an announcement or `_Pending`."""
+        op, self.sent = self.op, time.monotonic()
+        if self.asked is None or self.asked[0] is not self.metadata_only:
             request = FutureRetrieveRequest(
-                request_id=self.request_id, allow_metadata_only=metadata_only
+                request_id=self.request_id, allow_metadata_only=self.metadata_only
             )
-            self.asked = metadata_only, codec.encode(request)
+            self.asked = self.metadata_only, codec.encode(request)
         wants_protobuf = op.result is not None and codec.has_protobuf(op.result)
         headers = {
             "Accept": codec.PROTOBUF if wants_protobuf else codec.JSON,
@@ -769,46 +741,45 @@ class _Poll:
             "X-Stainless-Raw-Response": "raw",
         }
         if self.iteration == 0:
-            headers["X-Tinker-Create-Promise-Roundtrip-Time"] = f"{sent - self.submitted:.6f}"
+            headers["X-Tinker-Create-Promise-Roundtrip-Time"] = f"{self.sent - self.submitted:.6f}"
         self.iteration += 1
         reply = await self.transport.poll(RETRIEVE_FUTURE, self.asked[1], headers, POLL_TIMEOUT)
         if reply.status == 408:
             delay = self._heed(_mapping(reply.body))
-            chosen = self.transport.config.poll_backoff
-            return PENDING, delay if chosen is None else max(
-                delay or 0.0, poll_delay(chosen, self.iteration - 1)
-            )
+            if (chosen := self.transport.config.poll_backoff) is not None:
+                delay = max(delay or 0.0, poll_delay(chosen, self.iteration - 1))
+            return _Pending(delay)
         if reply.status >= 300:
-            raise self.transport.refusal(op, reply)
+            raise self.transport.errors.refusal(op, reply)
         return await self._read(reply)
 
-    async def _read(self, reply: Reply) -> tuple[Any, float | None]:
-        """What a good answer says."""
+    async def _read(self, reply: Reply) -> Any:
+        """Read a good answer."""
         if codec.PROTOBUF not in reply.content_type:
             # Only the small answers are JSON when protobuf was asked for; a look at the keys is
             # cheap either way.
             envelope = _mapping(reply.body)
             status = str(envelope.get("status", "")).lower()
             if str(envelope.get("type", "")).lower() == "try_again":
-                return PENDING, self._heed(envelope, PAUSED_SECONDS)
+                return _Pending(self._heed(envelope, PAUSED_SECONDS))
             if status == "pending":
-                return PENDING, self._heed(envelope)
+                return _Pending(self._heed(envelope))
             if status == "complete_metadata":
                 size = envelope.get("response_payload_size")
-                return _Announced(size if isinstance(size, int) and size > 0 else 0), None
+                return _Announced(size if isinstance(size, int) and size > 0 else 0)
             if status == "completed" and "result" in envelope:
                 reply = replace(reply, body=msgspec.json.encode(envelope["result"]))
                 envelope = _mapping(reply.body)
             if "error" in envelope or status == "failed":
                 raise failure_of(self.transport, self.op, envelope, self.request_id)
-        return await decode_result(self.transport, self.op, reply), None
+        return await decode_result(self.transport, self.op, reply)
 
     def _heed(self, envelope: Mapping[str, Any], paused: float | None = None) -> float | None:
         """Pass the queue's state on; the seconds to wait before the next poll, where the server
         says.
         """
         state, reason = envelope.get("queue_state"), envelope.get("queue_state_reason")
-        reason = self.transport.without_keys(reason) if isinstance(reason, str) else None
+        reason = self.transport.errors.without_keys(reason) if isinstance(reason, str) else None
         if self.notice is not None and isinstance(state, str):
             self.notice(state, reason, request_id=self.request_id)
         asked = envelope.get("retry_after_ms")
@@ -830,8 +801,16 @@ _EVENTS: dict[type[TinkerError], str] = {
 
 
 @dataclass(frozen=True, slots=True)
+class _Pending:
+    """An answer without a result."""
+
+    delay: float | None
+    """Seconds to wait before the next poll, if the server or the settings say so."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Announced:
-    """The answer that says how large a result is, to be asked for again."""
+    """An answer that announces the size of a result, to be asked for again."""
 
     size: int
 
@@ -879,7 +858,7 @@ def failure_of(
     """The error that an answer in band reports, in any of the forms servers use."""
     told = envelope.get("error")
     inner: Mapping[str, Any] = told if isinstance(told, dict) else {}
-    text = transport.without_keys(
+    text = transport.errors.without_keys(
         str((inner.get("message") or inner.get("error")) if inner else told or "")
     )
     category = RequestErrorCategory.parse(inner.get("category") or envelope.get("category"))

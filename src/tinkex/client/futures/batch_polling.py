@@ -23,7 +23,9 @@ from dataclasses import dataclass
 
 from tinkex.client.futures.api_future import HELD, POLL_TIMEOUT
 from tinkex.client.futures.loop_thread import runtime
-from tinkex.client.http.transport import OFF_LOOP_BYTES, Reply, Transport, backoff
+from tinkex.client.http.exchange import Reply
+from tinkex.client.http.retry import Delays
+from tinkex.client.http.transport import OFF_LOOP_BYTES, Transport
 from tinkex.errors import GoneError, TinkerError
 from tinkex.types.sessions import (
     FuturesRetrieveRequest,
@@ -55,6 +57,7 @@ MOST_FETCHED = 10_000
 """Fetched results that are remembered until a poll can report them; the oldest are dropped beyond
 that."""
 NO_ENDPOINT = frozenset({404, 405, 501})
+EMPTY_POLL_DELAYS = Delays(first=0.05, most=1.0)
 
 
 @dataclass(slots=True)
@@ -199,7 +202,7 @@ class BatchPoller:
                 await asyncio.sleep(GATHER_SECONDS - spent)
         else:  # a server that does not hold polls must not be asked in a hot loop
             self._empty_polls += 1
-            await asyncio.sleep(backoff(self._empty_polls, first=0.05, most=1.0))
+            await asyncio.sleep(EMPTY_POLL_DELAYS.after(self._empty_polls))
 
     async def _poll(self, timeout: float | None = None) -> bool:
         """Poll once and take the answer; return whether anything has ended.
@@ -219,7 +222,7 @@ class BatchPoller:
             RETRIEVE_FUTURES, request, {"Accept": codec.JSON}, POLL_TIMEOUT
         )
         if reply.status >= 300 and reply.status != 408:
-            raise self._transport.refusal(RETRIEVE_FUTURES, reply)
+            raise self._transport.errors.refusal(RETRIEVE_FUTURES, reply)
         head, results = await self._read(reply)
         for request_id in fetched:
             self._fetched.pop(request_id, None)

@@ -20,8 +20,9 @@ from tinkex.client.futures.api_future import Future, start
 from tinkex.client.futures.loop_thread import runtime
 from tinkex.client.futures.streams import Stream
 from tinkex.client.http import multipart
+from tinkex.client.http.exchange import Reply
 from tinkex.client.http.responses import wrapped
-from tinkex.client.http.transport import Reply, Transport
+from tinkex.client.http.transport import Transport
 from tinkex.client.settings.config import Config
 from tinkex.types.sessions import Empty
 from tinkex.wire import codec, sse
@@ -339,7 +340,9 @@ class HttpClient:
         try:
             return codec.loads(reply.body)
         except ValueError as error:
-            raise self._transport.misread(op, reply, f"the answer is not JSON: {error}") from error
+            raise self._transport.errors.misread(
+                op, reply, f"the answer is not JSON: {error}"
+            ) from error
 
     async def _read_events(
         self,

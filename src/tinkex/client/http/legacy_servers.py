@@ -15,12 +15,13 @@ from typing import Any
 import msgspec
 
 from tinkex.client.futures.api_future import failure_of
-from tinkex.client.http.transport import Reply, Transport
+from tinkex.client.http.exchange import Reply
+from tinkex.client.http.transport import Transport
 from tinkex.types.record import to_builtins
 from tinkex.types.sampling import SampleRequest
 from tinkex.types.training import ForwardBackwardRequest, ForwardRequest, UntypedAPIFuture
 from tinkex.wire import codec, protocol
-from tinkex.wire.protobuf import NotInProtobuf
+from tinkex.wire.protobuf_schema import NotInProtobuf
 from tinkex.wire.protocol import Operation
 
 NEWER_FIELDS: dict[Operation, dict[str, Any]] = {

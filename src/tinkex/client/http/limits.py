@@ -217,15 +217,15 @@ class BillingPause:
         self._clock = clock
         self._since = self._last = self._noticed = float("-inf")
 
-    async def waited(self, error: BillingError) -> bool:
-        """Wait a little; False when there has been enough of it."""
+    def delay_after(self, error: BillingError) -> float | None:
+        """Return the seconds to wait before the next attempt; None when the pause is over."""
         now = self._clock()
         if now - self._last > BILLING_QUIET:
             self._since = now
         self._last = now
         left = self._since + self.limit - now
         if left <= 0:
-            return False
+            return None
         if now - self._noticed >= BILLING_NOTICE:
             self._noticed = now
             logger.warning(
@@ -234,8 +234,7 @@ class BillingPause:
                 error.message,
                 left / 60,
             )
-        await asyncio.sleep(min(BILLING_SECONDS, left))
-        return True
+        return min(BILLING_SECONDS, left)
 
 
 # ── circuit breaker ───────────────────────────────────────────────────────────────────────────────

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from tinkex.client.http.transport import Reply
+from tinkex.client.http.exchange import Reply
 from tinkex.errors import APIResponseValidationError
 from tinkex.types.record import from_builtins
 from tinkex.wire.protocol import Operation

@@ -1,4 +1,4 @@
-"""Trying again: how often, how long, and when to give up because nothing comes through any more."""
+"""Retries: the one loop that waits after a failure, its delays, and the retries of samples."""
 
 from __future__ import annotations
 
@@ -15,6 +15,69 @@ from tinkex.errors import APIConnectionError, APIStatusError, GoneError
 
 T = TypeVar("T")
 logger = logging.getLogger("tinkex")
+
+LONGEST_RETRY_AFTER = 60.0
+"""Longer waits that a server asks for are ignored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delays:
+    """Delays that double after each failure in a row, with jitter. Times are seconds.
+
+    Example:
+        >>> [Delays(first=1.0, most=3.0, low=1.0).after(failures) for failures in (1, 2, 3)]
+        [1.0, 2.0, 3.0]
+    """
+
+    first: float = 0.5
+    most: float = 10.0
+    low: float = 0.75
+    """The smallest factor of the jitter."""
+    high: float = 1.0
+    """The largest factor of the jitter."""
+
+    def after(
+        self, failures: int, asked: float | None = None, jitter: float | None = None
+    ) -> float:
+        """Return the delay after the n-th failure, counted from 1.
+
+        Args:
+            failures: The number of failures in a row.
+            asked: The delay that the server asks for; a longer one than a minute is ignored.
+            jitter: A number in [0, 1] in place of a random one.
+
+        Returns:
+            Seconds.
+        """
+        plain = min(self.first * 2.0 ** min(failures - 1, 60), self.most)
+        share = random.random() if jitter is None else jitter
+        delay = min(plain * (self.low + (self.high - self.low) * share), self.most)
+        return max(delay, asked) if asked and asked <= LONGEST_RETRY_AFTER else delay
+
+
+async def persist(
+    attempt: Callable[[], Awaitable[T]], delay_after: Callable[[T | Exception], float | None]
+) -> T:
+    """Repeat an attempt until its outcome is final, and return or raise that outcome.
+
+    Args:
+        attempt: Makes one attempt.
+        delay_after: Returns the seconds to wait before the next attempt, given the outcome of the
+            last one: its result or its exception. None makes that outcome final.
+
+    Returns:
+        The last result.
+    """
+    while True:
+        try:
+            result = await attempt()
+        except Exception as error:
+            if (delay := delay_after(error)) is None:
+                raise
+        else:
+            if (delay := delay_after(result)) is None:
+                return result
+        await asyncio.sleep(delay)
 
 
 @dataclass(frozen=True)
@@ -79,9 +142,9 @@ class RetryConfig:
             ... ]
             [0.5, 1.0, 2.0, 4.0]
         """
-        plain: float = min(self.retry_delay_base * 2 ** min(attempt, 60), self.retry_delay_max)
-        share = (random.random() if jitter is None else jitter) * 2 - 1
-        return min(max(plain + share * self.jitter_factor * plain, 0.0), self.retry_delay_max)
+        low, high = 1 - self.jitter_factor, 1 + self.jitter_factor
+        delays = Delays(self.retry_delay_base, self.retry_delay_max, low, high)
+        return delays.after(attempt + 1, jitter=jitter)
 
     def is_retryable(self, error: BaseException) -> bool:
         """Whether a failure may be a passing one.
@@ -190,39 +253,37 @@ class RetryHandler:
             self._slots.release()
 
     async def _persist(self, function: Callable[..., Awaitable[T]], args: Any, kwargs: Any) -> T:
-        attempt, started = 0, self._clock()
-        while True:
+        failures, started, begun = 0, self._clock(), 0.0
+
+        def attempt() -> Awaitable[T]:
+            nonlocal begun
             begun = self._clock()
             if events.is_heard():
-                self._emit(events.RETRY_START, attempt, {"system_time": time.time()})
-            try:
-                result = await function(*args, **kwargs)
-            except Exception as error:
-                spent = {"duration": (self._clock() - begun) * 1000}
-                if not self._may_go_on(attempt, started, error):
-                    self._emit(events.RETRY_FAILED, attempt, spent, error=error)
-                    raise
-                delay = max(self.config.delay(attempt), getattr(error, "retry_after", None) or 0.0)
-                self._emit(
-                    events.RETRY_RETRY, attempt, spent | {"delay_ms": delay * 1000}, error=error
-                )
-                logger.warning(
-                    "%s: %s; trying again in %.1f s",
-                    self.name,
-                    getattr(error, "message", error),
-                    delay,
-                )
-                attempt += 1
-                await asyncio.sleep(delay)
-            else:
+                self._emit(events.RETRY_START, failures, {"system_time": time.time()})
+            return function(*args, **kwargs)
+
+        def delay_after(outcome: T | Exception) -> float | None:
+            nonlocal failures
+            if not isinstance(outcome, Exception):
                 if events.is_heard():
-                    self._emit(
-                        events.RETRY_STOP,
-                        attempt,
-                        {"duration": (self._clock() - begun) * 1000},
-                        result="ok",
-                    )
-                return result
+                    self._emit(events.RETRY_STOP, failures, self._spent(begun), result="ok")
+                return None
+            spent = self._spent(begun)
+            if not self._may_go_on(failures, started, outcome):
+                self._emit(events.RETRY_FAILED, failures, spent, error=outcome)
+                return None
+            delay = max(self.config.delay(failures), getattr(outcome, "retry_after", None) or 0.0)
+            spent["delay_ms"] = delay * 1000
+            self._emit(events.RETRY_RETRY, failures, spent, error=outcome)
+            message = getattr(outcome, "message", outcome)
+            logger.warning("%s: %s; trying again in %.1f s", self.name, message, delay)
+            failures += 1
+            return delay
+
+        return await persist(attempt, delay_after)
+
+    def _spent(self, begun: float) -> dict[str, float]:
+        return {"duration": (self._clock() - begun) * 1000}
 
     def _may_go_on(self, attempt: int, started: float, error: Exception) -> bool:
         """Whether the n-th attempt's failure, counted from 0, is followed by another attempt."""

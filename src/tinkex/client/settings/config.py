@@ -370,10 +370,10 @@ class Config:
             ConfigurationError: There is no such callable, or what it makes lacks a method.
 
         Example:
-            >>> from tinkex.client.http.transport import HttpExchange
+            >>> from tinkex.client.http.http_exchange import HttpExchange
             >>> counting = lambda config: HttpExchange(config.base_url)  # or what derives from it
             >>> Config(base_url="http://127.0.0.1:8000", http_client=counting).make_http_client()
-            <tinkex.client.http.transport.HttpExchange object at ...>
+            <tinkex.client.http.http_exchange.HttpExchange object at ...>
         """
         factory: Any = self.http_client
         if isinstance(factory, str):

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tinkex.engine.native import library as c
+from tinkex.engine.native import bindings as c
+from tinkex.engine.native.library import load
 from tinkex.engine.native.team import Team
 
 if TYPE_CHECKING:
-    from tinkex.engine.native.library import Library
+    from tinkex.engine.native.bindings import Library
 
 _local = threading.local()
 
@@ -88,7 +89,7 @@ def _run(
 
 
 def _team() -> Team:
-    library = c.load()
+    library = load()
     assert library is not None  # who comes here has asked
     return _team_of(library)
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from tinkex.engine.model.decoder import Mlp
-from tinkex.engine.native import library as c
+from tinkex.engine.native import bindings as c
 from tinkex.engine.native.weights import Native, PackedLora, address
 from tinkex.engine.sample.blocks import BLOCK
 

@@ -1,7 +1,7 @@
-"""A small model in C: a row must get the same bits alone and among others.
+"""Checks of a compiled `step.c`: right products, and the same bits for a row alone or in a batch.
 
-A compiler may change the order or the rounding of sums in one loop and not in another. So what it
-has made is tried before it is used: a library in a moment, once; what was found lies beside it.
+A compiler may change the order or the rounding of sums in one loop and not in another. So a small
+model is run before a library is used. The result is kept in a file beside the library.
 """
 
 from __future__ import annotations
@@ -13,17 +13,40 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tinkex.engine.native import bindings as c
+from tinkex.engine.native.bindings import PANEL, PARTS, Int
+from tinkex.engine.native.team import Team
+
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tinkex.engine.native.library import Factors, Library, Linear, Model
+    from tinkex.engine.native.bindings import Factors, Library, Linear, Model
     from tinkex.types.tensors import Array
 
 AGREE, DIFFER = "rows agree", "rows differ"
 LAYERS, HIDDEN, HEADS, GROUPS, CHANNELS, MLP, VOCAB, RANK = 2, 44, 4, 2, 24, 40, 70, 5
-BLOCKS, BLOCK, PANEL, WIDE = 5, 16, 16, (HEADS + 2 * GROUPS) * CHANNELS
+BLOCKS, BLOCK = 5, 16
 PROMPTS = ((21, (1, 2)), (9, (3, 4)))
-"""Positions of two sequences, and the blocks in which they lie."""
+"""The lengths of two sequences, and the blocks of each."""
+NO_MEMORY = "no memory to check the compiled library"
+
+
+def check_product(library: Library) -> None:
+    """Raise OSError if a product is wrong: a compiler can be wrong about a machine."""
+    random = np.random.default_rng(0)
+    rows, outputs, inputs = 11, 37, 29
+    weight, x = (
+        random.normal(size=(count, inputs)).astype(np.float32) for count in (outputs, rows)
+    )
+    y = np.empty((rows, outputs), np.float32)
+    panels = np.zeros((-(-outputs // PANEL), inputs, PANEL), np.float32)
+    for output, values in enumerate(weight):
+        panels[output // PANEL, :, output % PANEL] = values
+    linear = c.Linear(panels.ctypes.data, None, inputs, 1, (Int * PARTS)(outputs))
+    team = Team(library, 2)
+    library.product(linear, x.ctypes.data, rows, y.ctypes.data, team.address)
+    if not np.allclose(y, x @ weight.T, atol=1e-4):
+        raise OSError("its products are wrong on this machine")
 
 
 def remembered(library: Library, path: Path, machine: bytes) -> bool:
@@ -46,12 +69,10 @@ def rows_agree(library: Library) -> bool:
 
 
 class _Trial:
-    """A model with random weights, and what C knows of it."""
+    """A small model with random weights, described for C."""
 
     def __init__(self, library: Library) -> None:
-        from tinkex.engine.native import library as c
-
-        self._c, self._library, self._kept = c, library, [np.zeros(1, np.float32)]
+        self._library, self._kept = library, [np.zeros(1, np.float32)]
         self._random = np.random.default_rng(0)
         self._cache = np.zeros((LAYERS, 2, BLOCKS, GROUPS, BLOCK * CHANNELS), np.float32)
         self._factors = (c.Factors * (4 * LAYERS + 1))(*self._all_factors())
@@ -67,7 +88,7 @@ class _Trial:
         if not np.isfinite(whole).all() or whole.tobytes() != alone.tobytes():
             return False
         before = self._library.share.value
-        self._library.share.value = 1  # small as the work is, it is shared
+        self._library.share.value = 1  # share even this little work among threads
         try:
             return self._logits(rows, 3).tobytes() == whole.tobytes()
         finally:
@@ -82,9 +103,9 @@ class _Trial:
         tables = np.array([table for _, table in rows], np.int64)
         tokens = (7 * positions + 3 * tables[:, 0]) % VOCAB
         own = int((tables[:, 0] == 1).sum())  # the first sequence has an adapter
-        spans = (self._c.Span * 1)(self._c.Span(0, own, self._factors))
+        spans = (c.Span * 1)(c.Span(0, own, self._factors))
         logits = np.empty((len(rows), VOCAB), np.float32)
-        step = self._c.Step(
+        step = c.Step(
             rows=len(rows),
             spans=1 if own else 0,
             width=2,
@@ -95,15 +116,12 @@ class _Trial:
             hidden=None,
             logits=logits.ctypes.data,
         )
-        team = self._library.team_new(threads)
-        failed = self._library.run_rows(ctypes.byref(self._model), ctypes.byref(step), team)
-        self._library.team_free(team)
-        if failed:
-            raise OSError("no memory to check what was compiled")
+        team = Team(self._library, threads)
+        if self._library.run_rows(ctypes.byref(self._model), ctypes.byref(step), team.address):
+            raise OSError(NO_MEMORY)
         return logits
 
     def _describe(self) -> Model:
-        c = self._c
         layers = (c.Layer * LAYERS)()
         for index, layer in enumerate(layers):
             for name in ("input", "mlp", "post_attention", "post_mlp"):
@@ -134,16 +152,14 @@ class _Trial:
         made: list[Factors] = []
         for inputs, outputs in [*sizes * LAYERS, (HIDDEN, (VOCAB,))]:
             b = [self._panels(RANK, size) for size in outputs]
-            addresses = (self._c.Pointer * self._c.PARTS)(*b)
-            made.append(self._c.Factors(self._panels(inputs, RANK * len(outputs)), addresses, RANK))
+            addresses = (c.Pointer * PARTS)(*b)
+            made.append(c.Factors(self._panels(inputs, RANK * len(outputs)), addresses, RANK))
         return made
 
     def _linear(self, inputs: int, *sizes: int) -> Linear:
         panels = sum(-(-size // PANEL) for size in sizes)
         weight, bias = self._panels(inputs, panels * PANEL), self._numbers(sum(sizes))
-        return self._c.Linear(
-            weight, bias, inputs, len(sizes), (self._c.Int * self._c.PARTS)(*sizes)
-        )
+        return c.Linear(weight, bias, inputs, len(sizes), (Int * PARTS)(*sizes))
 
     def _panels(self, inputs: int, outputs: int) -> int:
         return self._numbers(-(-outputs // PANEL) * PANEL * inputs, scale=inputs**-0.5)
@@ -155,40 +171,26 @@ class _Trial:
 
 
 def _matrices_agree(library: Library) -> bool:
-    """Products of matrices as they lie, either way round."""
-    from tinkex.engine.native import library as c
-
+    """Return whether rows of general products agree, for both layouts of the weights."""
     random = np.random.default_rng(1)
     rows, inputs, outputs = 41, 530, 75
     x, w = (
         random.normal(size=size).astype(np.float32) for size in ((rows, inputs), (inputs, outputs))
     )
 
-    def multiplied(first: int, count: int, strides: tuple[int, int], team: int) -> bytes:
+    team = Team(library, 1)
+
+    def multiplied(first: int, count: int, strides: tuple[int, int]) -> bytes:
         y = np.empty((count, outputs), np.float32)
+        addresses = (x[first:].ctypes.data, w.ctypes.data, None, y.ctypes.data)
         given = c.Matrices(
-            *(
-                x[first:].ctypes.data,
-                w.ctypes.data,
-                None,
-                y.ctypes.data,
-                count,
-                inputs,
-                outputs,
-                inputs,
-            ),
-            *(*strides, outputs, 1.0, 0),
+            *(*addresses, count, inputs, outputs, inputs), *(*strides, outputs, 1.0, 0)
         )
-        if library.matrices(ctypes.byref(given), team):
-            raise OSError("no memory to check what was compiled")
+        if library.matrices(ctypes.byref(given), team.address):
+            raise OSError(NO_MEMORY)
         return y.tobytes()
 
-    team = library.team_new(1)
-    try:
-        for strides in ((outputs, 1), (1, inputs)):
-            alone = b"".join(multiplied(row, 1, strides, team) for row in range(rows))
-            if multiplied(0, rows, strides, team) != alone:
-                return False
-    finally:
-        library.team_free(team)
-    return True
+    return all(
+        multiplied(0, rows, strides) == b"".join(multiplied(row, 1, strides) for row in range(rows))
+        for strides in ((outputs, 1), (1, inputs))
+    )

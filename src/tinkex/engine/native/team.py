@@ -7,7 +7,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tinkex.engine.native.library import Library
+    from tinkex.engine.native.bindings import Library
 
 
 class Team:

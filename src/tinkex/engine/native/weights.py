@@ -11,14 +11,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tinkex.engine.native import library as c
+from tinkex.engine.native import bindings as c
+from tinkex.engine.native.library import load
 from tinkex.engine.native.team import Team
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tinkex.engine.model.decoder import Decoder, Lora
-    from tinkex.engine.native.library import Library
+    from tinkex.engine.native.bindings import Library
     from tinkex.engine.torch.lora import Factors, Linear
     from tinkex.types.tensors import Array
 
@@ -136,5 +137,5 @@ def find(model: Decoder, most_bytes: int) -> Native | None:
     size = sum(linear.weight_ND.nbytes for linear in model.linears())
     if like.device.type != "cpu" or like.dtype != torch.float32 or size > most_bytes:
         return None
-    library = c.load()
+    library = load()
     return None if library is None else Native(library, model, torch.get_num_threads())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from tinkex.server.state import Call, digest_of
+from tinkex.server.calls import Call, digest_of
 from tinkex.wire import codec
 from tinkex.wire.protocol import Operation
 

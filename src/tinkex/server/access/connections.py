@@ -12,7 +12,7 @@ import logging
 from collections import Counter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from tinkex.server.state import Limits
+from tinkex.server.server_limits import Limits
 from tinkex.types.record import to_json
 from tinkex.wire.protocol import HEALTHZ, PREFIX
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from tinkex.server.calls import Call
+from tinkex.server.http_errors import Refusal
 from tinkex.server.routes.session_calls import require_session
 from tinkex.server.routes.usage import lengths
 from tinkex.server.runs.admission import UNKNOWN, failed_receipt, spend
-from tinkex.server.state import Call, Refusal, State
+from tinkex.server.state import State
 from tinkex.types.sampling import SampleRequest
 from tinkex.types.training import UntypedAPIFuture
 from tinkex.wire.protocol import Operation
@@ -85,7 +87,7 @@ def check_held(held: int, size: int, limit: int) -> None:
 
 
 def _journalled(state: State, model_id: str) -> int:
-    return state.journal(state.run_directory(model_id)).held_bytes if model_id in state.runs else 0
+    return state.journals.of_run(model_id).held_bytes if model_id in state.runs else 0
 
 
 def _unread(unread: int, coming: str, limit: int) -> str:

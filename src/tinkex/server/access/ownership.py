@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from tinkex.server.http_errors import Refusal
-from tinkex.server.state import DIRECT, State
+from tinkex.server.runs.journals import DIRECT
+from tinkex.server.state import State
 from tinkex.wire.protocol import OWNED_FIELDS, Owned
 
 KNOWN_OWNERS = 10_000

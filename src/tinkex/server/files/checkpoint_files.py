@@ -17,9 +17,9 @@ from tinkex.engine.api import EngineError
 from tinkex.server.database.catalogue import Catalogue, discard
 from tinkex.server.database.store import Run, Save, SavedCheckpoint, Store
 from tinkex.server.files.data_dir import is_full_disk, sync_above
-from tinkex.server.files.seals import contents
+from tinkex.server.files.seals import contents, write_whole
 from tinkex.server.runs.scheduler import Beside
-from tinkex.server.state import State, write_whole
+from tinkex.server.state import State
 from tinkex.types.checkpoints import KINDS, SCHEME, ParsedCheckpointTinkerPath
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+import shutil
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from pathlib import Path
 
@@ -81,3 +82,13 @@ def sync(paths: Iterable[Path]) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def write_whole(write: Callable[[Path], None], scratch: Path) -> None:
+    """Have a writer fill a directory and seal it; remove the directory if that fails."""
+    try:
+        write(scratch)
+        seal(scratch)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise

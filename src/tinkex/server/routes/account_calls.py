@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from tinkex.server.access.accounts import ORGANIZATION, Account, revoke_key
+from tinkex.server.calls import Call
 from tinkex.server.http_errors import Refusal
 from tinkex.server.routes.handler_table import handler
-from tinkex.server.state import Call, State
+from tinkex.server.state import State
 from tinkex.types.account import ApiKeyResponse, AuthTokenResponse
 from tinkex.types.sessions import Empty
 

@@ -11,9 +11,10 @@ import contextlib
 from collections.abc import Sequence
 from typing import TypeAlias
 
+from tinkex.server.http_errors import Refusal
 from tinkex.server.runs.encoded_results import encode, encoding, is_heavy
 from tinkex.server.runs.promises import Promise, Target
-from tinkex.server.state import Refusal, State
+from tinkex.server.state import State
 from tinkex.types.sessions import (
     FutureCompletion,
     FutureFailed,

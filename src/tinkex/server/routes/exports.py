@@ -32,14 +32,16 @@ from starlette.routing import Route
 
 from tinkex.engine.api import EngineError
 from tinkex.server.access.accounts import Accounts
+from tinkex.server.calls import Call
 from tinkex.server.database.store import Save, SavedCheckpoint
 from tinkex.server.files.checkpoint_files import Wanted, readable, saving
 from tinkex.server.files.seals import check, contents
+from tinkex.server.http_errors import Refusal
 from tinkex.server.routes.handler_table import handler
 from tinkex.server.routes.records import checkpoint_path, nothing_at
 from tinkex.server.runs.admission import enqueue, live_run
 from tinkex.server.runs.scheduler import Beside
-from tinkex.server.state import Call, Refusal, State
+from tinkex.server.state import State
 from tinkex.types.checkpoints import (
     SCHEME,
     ExternalWeightsUrlsResponse,

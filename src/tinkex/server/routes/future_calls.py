@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from tinkex.server.access.ownership import is_own
+from tinkex.server.calls import Call
 from tinkex.server.routes.batch_poll import poll
 from tinkex.server.routes.handler_table import handler
 from tinkex.server.runs.scheduler import CANCELLED
-from tinkex.server.state import Call, State
+from tinkex.server.state import State
 from tinkex.types.sessions import (
     CancelFutureRequest,
     Empty,

@@ -21,6 +21,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from tinkex.server.calls import Call
 from tinkex.server.database.catalogue import RunRecord, discard
 from tinkex.server.database.store import Run, SavedCheckpoint
 from tinkex.server.files.checkpoint_files import (
@@ -32,8 +33,9 @@ from tinkex.server.files.checkpoint_files import (
     readable,
 )
 from tinkex.server.files.seals import check, contents
+from tinkex.server.http_errors import Refusal
 from tinkex.server.routes.handler_table import handler
-from tinkex.server.state import Call, Refusal, State
+from tinkex.server.state import State
 from tinkex.types.checkpoints import (
     KINDS,
     SCHEME,

@@ -9,8 +9,10 @@ import uuid
 from collections.abc import Awaitable
 
 from tinkex.engine.api import EngineError, Listener, token_limit
+from tinkex.server.calls import Call
 from tinkex.server.database.store import Sampler
 from tinkex.server.files.checkpoint_files import find_checkpoint
+from tinkex.server.http_errors import Refusal
 from tinkex.server.routes.batch_poll import target_of
 from tinkex.server.routes.handler_table import handler
 from tinkex.server.routes.sample_streams import SampleStream
@@ -23,8 +25,9 @@ from tinkex.server.runs.admission import (
     failed_receipt,
     take_sample,
 )
+from tinkex.server.runs.journals import DIRECT
 from tinkex.server.samples.samplers import draw, find_source
-from tinkex.server.state import DIRECT, Call, Refusal, State
+from tinkex.server.state import State
 from tinkex.types.sampling import (
     CreateSamplingSessionRequest,
     CreateSamplingSessionResponse,

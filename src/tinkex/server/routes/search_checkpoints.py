@@ -7,12 +7,13 @@ import datetime as dt
 import time
 from typing import Any
 
+from tinkex.server.calls import Call
 from tinkex.server.database.store import user_urn
 from tinkex.server.http_errors import Refusal
 from tinkex.server.routes.handler_table import handler
 from tinkex.server.routes.records import checkpoint_record
 from tinkex.server.routes.session_records import NO_PROJECT
-from tinkex.server.state import Call, State
+from tinkex.server.state import State
 from tinkex.types.checkpoint_search import (
     CheckpointSearchCursor,
     CheckpointSearchRequest,

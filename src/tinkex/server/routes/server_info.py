@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from tinkex.engine.api import STABLE_REINFORCE
+from tinkex.server.calls import Call
 from tinkex.server.routes.handler_table import handler
-from tinkex.server.state import Call, State
+from tinkex.server.state import State
 from tinkex.types.sessions import (
     ClientConfigRequest,
     ClientConfigResponse,

@@ -6,8 +6,10 @@ import asyncio
 import time
 import uuid
 
+from tinkex.server.calls import Call
+from tinkex.server.http_errors import Refusal
 from tinkex.server.routes.handler_table import handler
-from tinkex.server.state import EXPIRED, Call, Refusal, State
+from tinkex.server.state import EXPIRED, State
 from tinkex.types.sessions import (
     CreateSessionRequest,
     CreateSessionResponse,

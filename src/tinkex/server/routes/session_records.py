@@ -40,7 +40,8 @@ from tinkex.types.sessions import (
 )
 
 if TYPE_CHECKING:
-    from tinkex.server.state import Call, State
+    from tinkex.server.calls import Call
+    from tinkex.server.state import State
 
 FINISHED = {
     "success": ClientSessionFinishSuccess,

@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import Collection, Sequence
 
 from tinkex.engine.api import STABLE_REINFORCE, EngineError, Recalled
+from tinkex.server.calls import Call
 from tinkex.server.database.store import Run
+from tinkex.server.http_errors import Refusal
 from tinkex.server.routes.handler_table import handler
 from tinkex.server.routes.session_calls import require_session
 from tinkex.server.runs.admission import (
@@ -18,7 +20,7 @@ from tinkex.server.runs.admission import (
     spend,
 )
 from tinkex.server.samples.provenance import recall
-from tinkex.server.state import CARRY_ON, Call, LiveRun, Refusal, State
+from tinkex.server.state import CARRY_ON, LiveRun, State
 from tinkex.types.checkpoints import (
     LoadWeightsRequest,
 )

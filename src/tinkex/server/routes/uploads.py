@@ -20,6 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tinkex.engine.api import EngineError
+from tinkex.server.calls import Call
 from tinkex.server.database.store import Run
 from tinkex.server.files.checkpoint_files import Wanted, put_files
 from tinkex.server.files.data_dir import sync_directory
@@ -28,7 +29,7 @@ from tinkex.server.files.upload_files import COMING, Upload, find_upload, unfini
 from tinkex.server.http_errors import Refusal
 from tinkex.server.routes.exports import IN_PROCESS
 from tinkex.server.routes.handler_table import handler
-from tinkex.server.state import Call, State
+from tinkex.server.state import State
 from tinkex.types.checkpoints import SCHEME
 from tinkex.types.external_weights import (
     ExternalWeightsUploadFinishRequest,

@@ -44,8 +44,9 @@ from tinkex.types.sampling import SampleRequest, SampleResponse
 from tinkex.types.sessions import RequestFailedResponse
 
 if TYPE_CHECKING:
+    from tinkex.server.calls import Call
     from tinkex.server.runs.promises import Promise
-    from tinkex.server.state import Call, State
+    from tinkex.server.state import State
 
 logger = logging.getLogger("tinkex.server")
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 
 from tinkex.engine.api import EngineError
+from tinkex.server.calls import Call, digest_of
 from tinkex.server.database.store import Sampler, Save
 from tinkex.server.files.checkpoint_files import Wanted, find_checkpoint, readable, reading, saving
 from tinkex.server.files.seals import check
+from tinkex.server.http_errors import Refusal
 from tinkex.server.routes.handler_table import handler
 from tinkex.server.routes.session_calls import require_session
 from tinkex.server.routes.training_calls import enter, new_run
@@ -21,7 +23,7 @@ from tinkex.server.runs.admission import (
 )
 from tinkex.server.runs.scheduler import Beside
 from tinkex.server.samples import inflight
-from tinkex.server.state import Call, LiveRun, Refusal, State, digest_of
+from tinkex.server.state import LiveRun, State
 from tinkex.types.checkpoints import (
     LoadWeightsRequest,
     LoadWeightsResponse,

@@ -20,14 +20,17 @@ from pathlib import Path
 from typing import Any
 
 from tinkex.engine.api import EngineError, Writer
+from tinkex.server.calls import Call
 from tinkex.server.complaints import complain
 from tinkex.server.files.data_dir import is_full_disk, sync_directory
+from tinkex.server.files.seals import write_whole
+from tinkex.server.http_errors import Refusal
 from tinkex.server.routes.usage import watch
 from tinkex.server.runs.encoded_results import encode
 from tinkex.server.runs.journal import Entry, Journal, encode as encode_entry
 from tinkex.server.runs.promises import JUST_READ, Left, Promise, Target
 from tinkex.server.runs.scheduler import Beside
-from tinkex.server.state import CARRY_ON, Call, LiveRun, Queued, Refusal, State, write_whole
+from tinkex.server.state import CARRY_ON, LiveRun, Queued, State
 from tinkex.types.sampling import SampleRequest
 from tinkex.types.training import UnloadModelResponse, UntypedAPIFuture
 
@@ -76,7 +79,7 @@ async def promise_once(
         return UntypedAPIFuture(request_id=failed, model_id=model_id)
     if promise is None:
         promise = state.promises.add(request_id, call.digest, session_id)
-        journal = state.journal(state.run_directory(model_id))
+        journal = state.journals.of_run(model_id)
         await _taken(
             state, promise, journal, 0, call, lambda: state.promises.follow(promise, begin())
         )
@@ -145,7 +148,7 @@ async def take_sample(
     if call.seed is None:
         seed = request.sampling_params.seed
         call.seed = secrets.randbits(63) if seed is None else seed
-    journal = state.journal(state.samples_directory(promise.session_id))
+    journal = state.journals.of_samples(promise.session_id)
     if call.number is None:
         call.number = time.time_ns()
     state.samples.setdefault(promise.session_id, {})[promise.request_id] = call.number
@@ -250,9 +253,7 @@ async def enqueue(
 
     live.lane.hold(number, call.size)
     try:
-        await _taken(
-            state, promise, state.journal(state.run_directory(model_id)), number, call, begin
-        )
+        await _taken(state, promise, state.journals.of_run(model_id), number, call, begin)
     except Exception:
         live.lane.let_go(number)
         raise
@@ -301,7 +302,7 @@ def _work(state: State, live: LiveRun, number: int, call: Call, work: Callable[[
 
 
 def _is_overdue(state: State, live: LiveRun) -> bool:
-    held = state.journal(state.run_directory(live.run.model_id)).held_bytes
+    held = state.journals.of_run(live.run.model_id).held_bytes
     if held >= state.limits.journal_bytes // 2 and live.state_rest != math.inf:
         return True
     waited = time.monotonic() - live.state_time
@@ -328,7 +329,7 @@ def write_state(state: State, live: LiveRun, number: int) -> None:
     began = time.monotonic()
     write = state.engine.writer(live.run.model_id, optimizer=True)
     try:
-        _write_files(state.run_directory(live.run.model_id), number, write)
+        _write_files(state.journals.run_directory(live.run.model_id), number, write)
     except Exception as error:
         if not is_full_disk(error):
             raise
@@ -360,7 +361,7 @@ def loaded_before(state: State, call: Call, model_id: str, number: int) -> Path 
     """What a load gave in an earlier life of the server: the checkpoint may be another by now, or
     gone.
     """
-    written = state.run_directory(model_id) / f"state-{number}.new"
+    written = state.journals.run_directory(model_id) / f"state-{number}.new"
     return written if call.is_replayed and written.is_dir() else None
 
 
@@ -416,9 +417,9 @@ async def _enforce(state: State, live: LiveRun, number: int, write: Writer | Non
     """Write a state's files and what must outlive the journal, make it the one in force, drop what
     it stands for.
     """
-    directory = state.run_directory(live.run.model_id)
+    directory = state.journals.run_directory(live.run.model_id)
     written = directory / f"state-{number}.new"
-    journal = state.journal(directory)
+    journal = state.journals.of(directory)
     try:
         journal.rotate()
         if write is not None:
@@ -513,7 +514,7 @@ async def enqueue_unload(state: State, call: Call, model_id: str) -> UntypedAPIF
     def after(_: None) -> UnloadModelResponse:
         state.runs.pop(model_id, None)
         state.recordings.release(model_id, last)
-        state.forget_directory(state.run_directory(model_id))
+        state.journals.forget(state.journals.run_directory(model_id))
         return UnloadModelResponse(model_id=model_id, type="unload_model")
 
     def begin() -> None:
@@ -525,9 +526,7 @@ async def enqueue_unload(state: State, call: Call, model_id: str) -> UntypedAPIF
     promise = state.promises.add(request_id, call.digest, live.run.session_id)
     last = live.last = _free(state, live) if call.number is None else call.number
     try:
-        await _taken(
-            state, promise, state.journal(state.run_directory(model_id)), last, call, begin
-        )
+        await _taken(state, promise, state.journals.of_run(model_id), last, call, begin)
     except Refusal:
         live.last = None
         raise
@@ -671,9 +670,7 @@ async def _give_up_durably(state: State, live: LiveRun, missing: int) -> None:
     it out.
     """
     try:
-        await state.journal(state.run_directory(live.run.model_id)).append(
-            missing, {"op": GIVEN_UP}
-        )
+        await state.journals.of_run(live.run.model_id).append(missing, {"op": GIVEN_UP})
     except OSError:
         logger.exception(
             "that request %d of %s was given up cannot be put on disk", missing, live.run.model_id

@@ -19,24 +19,16 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from tinkex.engine.api import EngineError
+from tinkex.server.calls import Call, digest_of
 from tinkex.server.database.store import Run
 from tinkex.server.files.checkpoint_files import clear_leftovers
 from tinkex.server.files.seals import check
+from tinkex.server.http_errors import Refusal
 from tinkex.server.runs.admission import GIVEN_UP, UNFINISHED, UNKNOWN, give_up_gap, spend
 from tinkex.server.runs.journal import DamagedJournalError, Entry, read_records
+from tinkex.server.runs.journals import DIRECT
 from tinkex.server.runs.scheduler import Lane
-from tinkex.server.state import (
-    DIRECT,
-    READ,
-    RECORDINGS,
-    UNPLACED,
-    Call,
-    LiveRun,
-    Queued,
-    Refusal,
-    State,
-    digest_of,
-)
+from tinkex.server.state import READ, UNPLACED, LiveRun, Queued, State
 from tinkex.types.sessions import RequestFailedResponse
 from tinkex.types.training import CreateModelResponse, OptimizerConfigBase
 from tinkex.wire import codec
@@ -66,14 +58,13 @@ def take_up_sessions(state: State) -> None:
     now = time.monotonic()
     for session_id in state.store.open_sessions():
         state.heard.setdefault(session_id, now)
-    for place in ("runs", "samples", "snapshots", RECORDINGS):
-        for directory in (state.data_dir / place).glob("*"):
-            session_id = re.split(r"_(?:train|sample|loss)_", directory.name)[0]
-            known = "active" if session_id == DIRECT else state.store.session_state(session_id)
-            if known is None:
-                state.set_aside(directory, "belongs to a session that is not on record")
-            elif known != "active":
-                shutil.rmtree(directory, ignore_errors=True)
+    for directory in list(state.journals.directories()):
+        session_id = re.split(r"_(?:train|sample|loss)_", directory.name)[0]
+        known = "active" if session_id == DIRECT else state.store.session_state(session_id)
+        if known is None:
+            state.journals.set_aside(directory, "belongs to a session that is not on record")
+        elif known != "active":
+            shutil.rmtree(directory, ignore_errors=True)
     for pattern in SCRATCH:  # runs that are taken up again have theirs removed at once
         for directory in state.data_dir.glob(pattern):
             if time.time() - directory.stat().st_mtime > ABANDONED_SECONDS:
@@ -81,7 +72,7 @@ def take_up_sessions(state: State) -> None:
 
 
 async def _revive(state: State, handlers: Handlers, name: str) -> None:
-    directory = state.run_directory(name)
+    directory = state.journals.run_directory(name)
     if await asyncio.to_thread(directory.is_dir):
         try:
             await _revive_run(state, handlers, name, directory)
@@ -93,15 +84,15 @@ async def _revive(state: State, handlers: Handlers, name: str) -> None:
             # tries again.
             if not (isinstance(error, EngineError) and error.category == "server"):
                 await asyncio.to_thread(state.catalogue.mark_corrupted, name)
-                state.set_aside(directory, "cannot be taken up again")
+                state.journals.set_aside(directory, "cannot be taken up again")
         return
-    directory = state.samples_directory(name)
+    directory = state.journals.samples_directory(name)
     if await asyncio.to_thread(directory.is_dir):
         try:
             await _revive_samples(state, handlers, name, directory)
         except DamagedJournalError as error:
             logger.error("%s", error)
-            state.set_aside(directory, "is damaged: samples that nobody had read are lost")
+            state.journals.set_aside(directory, "is damaged: samples that nobody had read are lost")
         except Exception:
             logger.exception("the samples of %s could not be taken up again", name)
 
@@ -111,7 +102,7 @@ async def _revive(state: State, handlers: Handlers, name: str) -> None:
 
 async def _revive_run(state: State, handlers: Handlers, model_id: str, directory: Path) -> None:
     started = time.monotonic()
-    entries = await asyncio.to_thread(state.journal(directory).read)
+    entries = await asyncio.to_thread(state.journals.of(directory).read)
     # has a journal as runs have, of one request
     if entries and entries[0].facts["op"] == "create_custom_loss":
         await handlers["create_custom_loss"](state, call_of(entries[0]))
@@ -259,7 +250,7 @@ async def _revive_samples(
         if await asyncio.to_thread(state.store.session_state, session_id) != "active":
             return
         state.heard[session_id] = time.monotonic()
-    entries = await asyncio.to_thread(state.journal(directory).read)
+    entries = await asyncio.to_thread(state.journals.of(directory).read)
     over = {
         request_id
         for entry in entries

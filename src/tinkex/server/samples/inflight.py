@@ -15,7 +15,8 @@ from pathlib import Path
 
 from tinkex.engine.api import EngineError
 from tinkex.server.database.store import Run, Sampler
-from tinkex.server.state import LiveRun, Refusal, State
+from tinkex.server.http_errors import Refusal
+from tinkex.server.state import LiveRun, State
 from tinkex.types.checkpoints import SaveWeightsForSamplerRequest
 
 
@@ -117,7 +118,7 @@ async def _restore(state: State, model_id: str) -> None:
     """
     version = await asyncio.to_thread(state.store.newest_version, model_id)
     weights = _weights(model_id, version)
-    directory = state.snapshot_directory(weights)
+    directory = state.journals.snapshot_directory(weights)
     if version and await asyncio.to_thread(directory.is_dir):
         if model_id not in state.targets:  # else a request beside this one, or its run, was quicker
             state.snapshots[weights] = directory

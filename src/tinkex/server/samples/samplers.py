@@ -11,8 +11,9 @@ from tinkex.engine.api import EngineError, Listener
 from tinkex.server.database.store import Sampler
 from tinkex.server.files.checkpoint_files import reading
 from tinkex.server.files.seals import check
+from tinkex.server.http_errors import Refusal
 from tinkex.server.samples import inflight
-from tinkex.server.state import Refusal, State
+from tinkex.server.state import State
 from tinkex.types.sampling import SampleRequest, SampleResponse
 
 
@@ -81,7 +82,7 @@ async def find_source(state: State, sampler: Sampler) -> WeightSource:
 
 async def _find_snapshot(state: State, sampler: Sampler) -> None:
     """Look for a nameless sampler of an earlier life: on disk, else in what its run does again."""
-    directory = state.snapshot_directory(sampler.sampler_id)
+    directory = state.journals.snapshot_directory(sampler.sampler_id)
     if await asyncio.to_thread(directory.is_dir):
         state.snapshots[sampler.sampler_id] = directory
         return

@@ -1,0 +1,84 @@
+"""Headers of requests: those of every client, those of a body, and how they are merged."""
+
+from __future__ import annotations
+
+import functools
+import platform
+import uuid
+from collections.abc import Mapping
+
+from tinkex._version import __version__
+from tinkex.client.settings.config import Config
+from tinkex.wire import codec
+from tinkex.wire.protocol import PROTOCOL_VERSION, Operation
+
+OUR_NAMES = frozenset(
+    {
+        "Accept",
+        "Content-Encoding",
+        "Content-Type",
+        "X-Idempotency-Key",
+        "X-Stainless-Raw-Response",
+        "X-Tinker-Create-Promise-Roundtrip-Time",
+        "X-Tinker-Request-Iteration",
+        "X-Tinker-Request-Type",
+        "X-Tinker-Sampling-Backpressure",
+    }
+)
+"""Our own headers. They are always spelt so and need no comparison without regard to case."""
+
+
+def client_headers(config: Config) -> dict[str, str]:
+    """Return the headers of every request with these settings."""
+    headers = {
+        "User-Agent": config.user_agent or f"tinkex/{__version__} (python)",
+        "Accept": codec.JSON,
+        **_platform_headers(),
+    }
+    if config.cf_access_client_id and config.cf_access_client_secret:
+        headers["CF-Access-Client-Id"] = config.cf_access_client_id
+        headers["CF-Access-Client-Secret"] = config.cf_access_client_secret
+    return headers
+
+
+def body_headers(op: Operation, body: codec.Body | None) -> dict[str, str]:
+    """Return the headers that describe a body, with a new idempotency key."""
+    if op.method == "GET":
+        return {}
+    content = body.headers if body else {"Content-Type": codec.JSON}
+    return {**content, "X-Idempotency-Key": f"tinkex-{uuid.uuid4()}"}
+
+
+def merge(
+    own: dict[str, str], configured: Mapping[str, str], *more: Mapping[str, str]
+) -> dict[str, str]:
+    """Add headers to `own`; later ones win, and names are compared without regard to case."""
+    if not configured and all(OUR_NAMES.issuperset(headers) for headers in more):
+        for headers in more:
+            own.update(headers)
+        return own
+    known = {name.lower(): name for name in own}
+    for headers in (configured, *more):
+        for name, value in headers.items():
+            own.pop(known.get(name.lower(), ""), None)
+            known[name.lower()] = name
+            own[name] = value
+    return own
+
+
+@functools.cache
+def _platform_headers() -> dict[str, str]:
+    """Return the headers in which the official SDK describes its platform."""
+    system = {"Darwin": "MacOS"}.get(platform.system(), platform.system() or "Unknown")
+    machine = platform.machine().lower()
+    arch = {"x86_64": "x64", "amd64": "x64", "aarch64": "arm64", "i386": "x32", "i686": "x32"}.get(
+        machine, machine
+    )
+    return {
+        "X-Stainless-Package-Version": PROTOCOL_VERSION,
+        "X-Stainless-OS": system,
+        "X-Stainless-Arch": arch or "unknown",
+        "X-Stainless-Runtime": platform.python_implementation(),
+        "X-Stainless-Runtime-Version": platform.python_version(),
+        "X-Stainless-Async": "async:asyncio",
+    }

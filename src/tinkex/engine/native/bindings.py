@@ -1,0 +1,121 @@
+"""The structures and functions of `step.c`, as ctypes sees them."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PANEL = 16
+"""Outputs that lie side by side; as in step.c."""
+PARTS = 3
+Pointer, Int, Real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+class Linear(ctypes.Structure):
+    """A linear layer: packed weights, a bias or none, and the projections it consists of."""
+
+    _fields_ = (
+        ("weight", Pointer),
+        ("bias", Pointer),
+        ("inputs", Int),
+        ("parts", Int),
+        ("sizes", Int * PARTS),
+    )
+
+
+class Layer(ctypes.Structure):
+    """A layer; norms that a family does not have are null."""
+
+    _fields_ = (
+        *(
+            (f"{name}_norm", Pointer)
+            for name in ("input", "mlp", "q", "k", "post_attention", "post_mlp")
+        ),
+        *((name, Linear) for name in ("qkv", "o", "gate_up", "down")),
+        ("rotary", Int),
+        ("window", Int),
+        ("scale", Real),
+        ("softcap", Real),
+    )
+
+
+class Model(ctypes.Structure):
+    """A model, and the address of its cache of keys and values."""
+
+    _fields_ = (
+        *(
+            (name, Int)
+            for name in ("layers", "hidden", "heads", "groups", "channels", "mlp", "vocab", "gelu")
+        ),
+        *((name, Int) for name in ("blocks", "block", "kinds")),
+        *((name, Real) for name in ("eps", "embed_scale", "logit_cap")),
+        *((name, Pointer) for name in ("embed", "norm", "frequencies")),
+        ("head", Linear),
+        ("layer", ctypes.POINTER(Layer)),
+        ("cache", Pointer),
+    )
+
+
+class Factors(ctypes.Structure):
+    """An adapter's factors for one linear layer; `a` is null if it has none."""
+
+    _fields_ = (("a", Pointer), ("b", Pointer * PARTS), ("rank", Int))
+
+
+class Span(ctypes.Structure):
+    """Rows that have the same adapter."""
+
+    _fields_ = (("start", Int), ("stop", Int), ("factors", ctypes.POINTER(Factors)))
+
+
+class Step(ctypes.Structure):
+    """The rows of a step, and where their results go."""
+
+    _fields_ = (
+        *((name, Int) for name in ("rows", "spans", "width")),
+        *((name, Pointer) for name in ("tokens", "positions", "tables")),
+        ("span", ctypes.POINTER(Span)),
+        ("hidden", Pointer),
+        ("logits", Pointer),
+    )
+
+
+class Matrices(ctypes.Structure):
+    """A product of matrices in row, column or transposed layout."""
+
+    _fields_ = (
+        *((name, Pointer) for name in ("x", "w", "bias", "y")),
+        *(
+            (name, Int)
+            for name in ("rows", "inputs", "outputs", "x_row", "w_input", "w_output", "y_row")
+        ),
+        ("scale", ctypes.c_double),
+        ("onto", Int),
+    )
+
+
+class Library:
+    """The functions of a compiled `step.c`. Calls release the interpreter lock."""
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        self.team_new = _function(library.team_new, Pointer, ctypes.c_int)
+        self.team_free = _function(library.team_free, None, Pointer)
+        self.run_rows = _function(
+            library.run_rows, ctypes.c_int, ctypes.POINTER(Model), ctypes.POINTER(Step), Pointer
+        )
+        self.draw = _function(library.draw, ctypes.c_int, Pointer, Int, Int, *([Pointer] * 5))
+        self.share = Int.in_dll(library, "share")
+        """Multiplications per thread; a smaller piece of work is not worth waking a thread."""
+        self.product = _function(
+            library.product, None, ctypes.POINTER(Linear), Pointer, Int, Pointer, Pointer
+        )
+        self.matrices = _function(library.matrices, ctypes.c_int, ctypes.POINTER(Matrices), Pointer)
+
+
+def _function(function: Any, result: Any, *arguments: Any) -> Any:
+    function.restype, function.argtypes = result, arguments
+    return function

@@ -1,0 +1,53 @@
+"""A decoded request, as handlers get it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tinkex.server.database.store import LOCAL_OWNER
+from tinkex.wire import codec
+
+
+@dataclass(slots=True)
+class Call:
+    """A decoded request and what came with it."""
+
+    request: Any
+    path: dict[str, str]
+    digest: bytes
+    op: str = ""
+    """The operation's name; with the body and its type, all that is needed to carry it out again.
+    """
+    body: bytes = b""
+    """The body as it was sent."""
+    content_type: str = codec.JSON
+    encoding: str | None = None
+    """The compression of the body, if any."""
+    size: int = 0
+    """Bytes of the body once it is expanded."""
+    is_replayed: bool = False
+    """Whether the request was taken by an earlier life of the server: it is on disk already."""
+    number: int | None = None
+    """The place in its run's order, or in the journal of samples, once it has one."""
+    request_id: str | None = None
+    """The id that a sample was acknowledged under, if it was taken before."""
+    seed: int | None = None
+    """The seed that was drawn for a sample, if it was drawn before."""
+    reader: str | None = None
+    """The account of an access token that came along; it is kept instead of the token."""
+    owner: str = LOCAL_OWNER
+    """Who asks: the account of the key."""
+    key_id: int = 0
+    """The key on record that was used; 0 when it was the server's own, or none."""
+    base_url: str | None = None
+    """Where the caller found this server; None when it is in the same process."""
+    query: dict[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+def digest_of(path: str, body: bytes) -> bytes:
+    """What makes two requests the same request."""
+    return hashlib.blake2b(body, digest_size=16, person=path.encode()[:16]).digest()

@@ -1,0 +1,92 @@
+"""The directories of runs, samples and nameless samplers, and the journals in them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tinkex.server.database.catalogue import discard
+from tinkex.server.files.data_dir import set_aside
+from tinkex.server.runs.journal import Committer, Journal
+
+DIRECT = "direct"
+"""What stands for a session where samples are asked for without one."""
+RECORDINGS = "recordings"
+"""The directory of what is recorded of samples, with one directory for each session."""
+PLACES = ("runs", "samples", "snapshots", RECORDINGS)
+
+
+class Journals:
+    """All journals of a data directory; each is opened when it is first asked for."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self.data_dir = data_dir
+        self._committer = Committer()
+        self._open: dict[Path, Journal] = {}
+
+    def run_directory(self, model_id: str) -> Path:
+        """Return the directory of a run's journal and states."""
+        return self.data_dir / "runs" / file_name(model_id)
+
+    def samples_directory(self, session_id: str) -> Path:
+        """Return the directory of the journal of a session's samples."""
+        return self.data_dir / "samples" / file_name(session_id)
+
+    def snapshot_directory(self, sampler: str) -> Path:
+        """Return the directory of a nameless sampler's weights when they are on disk."""
+        return self.data_dir / "snapshots" / file_name(sampler)
+
+    def directories(self) -> Iterator[Path]:
+        """Yield all directories of runs and sessions."""
+        for place in PLACES:
+            yield from (self.data_dir / place).glob("*")
+
+    def of(self, directory: Path) -> Journal:
+        """Return the journal in a directory."""
+        journal = self._open.get(directory)
+        if journal is None:
+            journal = self._open[directory] = Journal(directory, self._committer)
+        return journal
+
+    def of_run(self, model_id: str) -> Journal:
+        """Return the journal of a run."""
+        return self.of(self.run_directory(model_id))
+
+    def of_samples(self, session_id: str) -> Journal:
+        """Return the journal of a session's samples."""
+        return self.of(self.samples_directory(session_id))
+
+    def forget(self, directory: Path) -> None:
+        """Delete a directory with its journal."""
+        self._close(directory)
+        discard(directory)  # a half of it must not be taken for a run after a crash
+
+    def forget_session(self, session_id: str) -> None:
+        """Delete the directories of a session and of its runs."""
+        prefix = file_name(session_id)
+        for directory in list(self.directories()):
+            if directory.name == prefix or directory.name.startswith(f"{prefix}_"):
+                self.forget(directory)
+
+    def set_aside(self, directory: Path, why: str) -> None:
+        """Move a directory that cannot be used to a place where nothing deletes it."""
+        self._close(directory)
+        set_aside(self.data_dir, directory, why)
+
+    def _close(self, directory: Path) -> None:
+        journal = self._open.pop(directory, None)
+        if journal is not None:
+            journal.close()
+
+    def close(self) -> None:
+        """Finish all writing, and close all journals."""
+        self._committer.stop()
+        for journal in self._open.values():
+            journal.close()
+        self._open.clear()
+
+
+def file_name(name: str) -> str:
+    """Return an id as the name of a file; ids are ours, or made of ours."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", name)
