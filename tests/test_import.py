@@ -22,7 +22,7 @@ from support import MODEL, assert_peft_agrees, make_data, serving, train
 from tinkex import LocalBackend, RestClient, ServiceClient, types
 from tinkex.cli.main import cli
 from tinkex.engine.api import EngineError
-from tinkex.engine.torch import lora
+from tinkex.engine.families.read_config import families
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.server.database.store import Store
 from tinkex.server.files import imports
@@ -330,11 +330,13 @@ def test_a_name_that_cannot_be_one_is_refused(make: Make, store: Store, model_di
 
 
 def test_the_conventions_are_the_engines() -> None:
-    assert (imports.ALPHA, imports.MAX_RANK, imports.GROUPS) == (
-        lora.ALPHA,
-        lora.MAX_RANK,
-        lora.GROUPS,
-    )
+    """Also for a family of its own names: adapters for its modules can be imported."""
+    for family in families().values():
+        for group, modules in family.names.groups.items():
+            assert all(imports.KNOWN[module] == group for module in modules)
+    fields = types.LoraConfig.__struct_fields__
+    flags = {name.removeprefix("train_") for name in fields if name.startswith("train_")}
+    assert set(imports.GROUPS) == flags
 
 
 # ── the command ───────────────────────────────────────────────────────────────────────────────────

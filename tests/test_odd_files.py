@@ -20,8 +20,9 @@ from tinkex.cli.diff import _read_config, _read_header
 from tinkex.cli.outcomes import CommandError
 from tinkex.engine.api import EngineError
 from tinkex.engine.fake import FakeEngine
-from tinkex.engine.families.model_config import DecoderConfig
-from tinkex.engine.torch.model_files import read_lora_config
+from tinkex.engine.families.model_config import TensorNames
+from tinkex.engine.families.read_config import read_config
+from tinkex.engine.peft_files import read_lora_config
 from tinkex.server.database.store import DATABASE, Store
 from tinkex.server.files.imports import _header, read_source
 
@@ -53,7 +54,7 @@ def put(path: Path, content: str | bytes) -> Path:
 def test_odd_adapter_is_refused(tmp_path: Path, content: str | bytes) -> None:
     directory = put(tmp_path / "adapter_config.json", content)
     with pytest.raises(EngineError, match=r"adapter_config\.json") as caught:
-        read_lora_config(directory)
+        read_lora_config(directory, TensorNames().groups)
     assert len(str(caught.value)) < 500 + len(str(tmp_path))
 
 
@@ -70,7 +71,7 @@ def test_odd_adapter_is_not_imported(tmp_path: Path, name: str) -> None:
 )
 def test_odd_model_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(EngineError, match=r"config\.json"):
-        DecoderConfig.read(put(tmp_path / "config.json", ODD[name]))
+        read_config(put(tmp_path / "config.json", ODD[name]))
 
 
 def test_deeply_nested_header_is_refused(tmp_path: Path) -> None:

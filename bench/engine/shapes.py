@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tinkex.engine.families.model_config import DecoderConfig
+from tinkex.engine.families.read_config import read_config
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.torch.model_files import assemble
 
@@ -88,7 +88,7 @@ def random_engine(shape: str, device: str, **options: Any) -> TorchEngine:
     (directory / "config.json").write_text(json.dumps(fields))
     engine = TorchEngine({"m": directory}, device=device, **options)
     base = engine._bases["m"]
-    config = DecoderConfig.read(directory)
+    config = read_config(directory)
     base.__dict__["model"] = assemble(
         config, RandomTensors(device, base.dtype), base.dtype, base.device
     )

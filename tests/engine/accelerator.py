@@ -22,7 +22,7 @@ from tinkex.engine.families.model_config import AttentionRule
 from tinkex.engine.model import attention, elementwise, matmul
 from tinkex.engine.model.attention import PackedAttention, attend, visible
 from tinkex.engine.sample import blocks, passes, sampler
-from tinkex.engine.train import span_adapters, trainer
+from tinkex.engine.train import span_adapters, target_logprobs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -53,7 +53,7 @@ def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     from tinkex.engine.kernels import gates, paged
 
     _mend_interpreter(monkeypatch)
-    for module in (elementwise, matmul, span_adapters, trainer, blocks):
+    for module in (elementwise, matmul, span_adapters, target_logprobs, blocks):
         monkeypatch.setattr(
             module, "kernels_for", lambda x: None if x.dtype == torch.float64 else gates
         )

@@ -1,4 +1,4 @@
-"""Small random checkpoints, written by transformers, and ways to build data, adapters and samples."""
+"""Small random checkpoints, written by transformers, and makers of data and samples."""
 
 from __future__ import annotations
 
@@ -11,28 +11,11 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.accelerator import accelerator
+from tinkex.engine.families.family import TINY, TINY_WINDOW
+from tinkex.engine.families.read_config import families
 from tinkex.engine.model import matmul_check
 from tinkex.engine.native.library import load
 from tinkex.engine.torch.engine import TorchEngine
@@ -42,135 +25,51 @@ from tinkex.types.training import LoraConfig
 
 __all__ = ["accelerator"]  # a fixture
 
-VOCAB, CONTEXT = 96, 48
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": CONTEXT,
-    "initializer_range": 0.2,
-    "rms_norm_eps": 1e-3,  # large enough for its absence to show
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    # of the four frequencies one is kept, one interpolated, two are divided
-    "low_freq_factor": 0.1,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
-SLOW = {"rope_type": "default", "rope_theta": 100000.0}
-WINDOW = 6
-SLIDES: dict[str, Any] = {"use_sliding_window": True, "sliding_window": WINDOW}
-FOUR: dict[str, Any] = {**SMALL, "num_hidden_layers": 4, "pad_token_id": 0}
-EXPERTS: dict[str, Any] = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "head_dim": 16,
-}
-GEMMA: dict[str, Any] = {
-    **SMALL,
-    "num_hidden_layers": 3,
-    "head_dim": 16,
-    "sliding_window": WINDOW,
-    "query_pre_attn_scalar": 10,
-}
+SMALL = dict(TINY)
+VOCAB, CONTEXT, WINDOW = SMALL["vocab_size"], SMALL["max_position_embeddings"], TINY_WINDOW
 HEADS = ("num_attention_heads", "num_key_value_heads")
 LONG: dict[str, Any] = {
     **{name: value for name, value in SMALL.items() if name not in HEADS},
     "max_position_embeddings": 400,
 }
-MOSTLY_SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
-FAMILIES: dict[str, tuple[Callable[..., PreTrainedModel], PreTrainedConfig]] = {
-    "llama": (LlamaForCausalLM, LlamaConfig(**SMALL)),
-    "llama-tied": (LlamaForCausalLM, LlamaConfig(**SMALL, tie_word_embeddings=True)),
-    "llama-bias": (LlamaForCausalLM, LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True)),
-    "llama3": (LlamaForCausalLM, LlamaConfig(**SMALL, rope_parameters=LLAMA3)),
-    "llama-linear": (LlamaForCausalLM, LlamaConfig(**SMALL, rope_parameters=LINEAR)),
-    "mistral": (MistralForCausalLM, MistralConfig(**SMALL, sliding_window=None, head_dim=16)),
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SMALL)),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SMALL, head_dim=16)),
-    "llama2": (LlamaForCausalLM, LlamaConfig(**{**SMALL, "num_key_value_heads": 4})),
-    "smollm2": (
-        LlamaForCausalLM,
-        LlamaConfig(**SMALL, tie_word_embeddings=True, rope_parameters=SLOW),
+COMPARED: dict[str, tuple[str, dict[str, Any]]] = {
+    name: (family.name, {**SMALL, **changes})
+    for family in families().values()
+    for name, changes in family.tiny.items()
+}
+"""The models that every family brings along, with the `model_type` and the fields of each."""
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    **COMPARED,
+    "llama": ("llama", SMALL),
+    "llama-tied": ("llama", {**SMALL, "tie_word_embeddings": True}),
+    "llama-linear": (
+        "llama",
+        {
+            **SMALL,
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+        },
     ),
-    "smollm3": (
-        SmolLM3ForCausalLM,
-        SmolLM3Config(**FOUR, no_rope_layer_interval=2, tie_word_embeddings=True),
-    ),
-    "smollm3-window": (
-        SmolLM3ForCausalLM,
-        SmolLM3Config(
-            **FOUR,
-            **SLIDES,
-            no_rope_layers=[1, 0, 0, 1],
-            attention_bias=True,
-            tie_word_embeddings=False,
-        ),
-    ),
-    "mistral-window": (
-        MistralForCausalLM,
-        MistralConfig(**SMALL, sliding_window=WINDOW, head_dim=16),
-    ),
-    "qwen2-window": (Qwen2ForCausalLM, Qwen2Config(**SMALL, **SLIDES, max_window_layers=1)),
-    "qwen3-window": (
-        Qwen3ForCausalLM,
-        Qwen3Config(**SMALL, **SLIDES, max_window_layers=1, head_dim=16),
-    ),
-    "qwen3-moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SMALL, **EXPERTS, norm_topk_prob=True)),
-    "qwen3-moe-mixed": (
-        Qwen3MoeForCausalLM,
-        Qwen3MoeConfig(**FOUR, **EXPERTS, **SLIDES, mlp_only_layers=[1], decoder_sparse_step=2),
-    ),
-    "gemma2": (
-        Gemma2ForCausalLM,
-        Gemma2Config(**GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
-    ),
-    "gemma3": (
-        Gemma3ForCausalLM,
-        Gemma3TextConfig(
-            **GEMMA, rope_parameters={"full_attention": LINEAR}, layer_types=MOSTLY_SLIDING
-        ),
-    ),
+    "mistral": ("mistral", {**SMALL, "sliding_window": None, "head_dim": 16}),
     "long-narrow": (
-        LlamaForCausalLM,
-        LlamaConfig(**LONG, num_attention_heads=16, num_key_value_heads=1, head_dim=24),
+        "llama",
+        {**LONG, "num_attention_heads": 16, "num_key_value_heads": 1, "head_dim": 24},
     ),
     "long-wide": (
-        LlamaForCausalLM,
-        LlamaConfig(**LONG, num_attention_heads=8, num_key_value_heads=2, head_dim=128),
+        "llama",
+        {**LONG, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128},
     ),
     "long-window": (
-        Gemma2ForCausalLM,
-        Gemma2Config(
+        "gemma2",
+        {
             **LONG,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=40,
-            query_pre_attn_scalar=10,
-            sliding_window=70,
-            attn_logit_softcapping=2.0,
-            final_logit_softcapping=None,
-        ),
-    ),
-    "gemma3-untied": (
-        Gemma3ForCausalLM,
-        Gemma3TextConfig(
-            **GEMMA,
-            tie_word_embeddings=False,
-            attention_bias=True,
-            final_logit_softcapping=3.0,
-            layer_types=["full_attention", "sliding_attention", "full_attention"],
-        ),
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 40,
+            "query_pre_attn_scalar": 10,
+            "sliding_window": 70,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": None,
+        },
     ),
 }
 
@@ -203,8 +102,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -
         if family not in made:
             made[family] = tmp_path_factory.mktemp(family)
             torch.manual_seed(7)
-            kind, config = FAMILIES[family]
-            model = kind(config)
+            arch, fields = FAMILIES[family]
+            config = AutoConfig.for_model(arch, **fields)
+            model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
             # norms and biases start at one and zero, where mistakes would not show
             with torch.no_grad():
                 for name, parameter in model.named_parameters():

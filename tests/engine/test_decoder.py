@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tinkex.engine.api import EngineError
 from tinkex.engine.base_models import resolve
-from tinkex.engine.families.model_config import DecoderConfig
+from tinkex.engine.families.read_config import parse_config
 from tinkex.engine.model.attention import PackedAttention
 from tinkex.engine.model.decoder import Decoder, hidden_states
 from tinkex.engine.torch.engine import TorchEngine
@@ -130,7 +130,7 @@ def test_a_window_that_is_switched_off_is_no_window() -> None:
     sizes = dict.fromkeys(
         ["num_attention_heads", "vocab_size", "intermediate_size", "num_hidden_layers"], 2
     )
-    config = DecoderConfig.from_json(
+    config = parse_config(
         {**fields, **sizes, "max_position_embeddings": 64, "max_window_layers": 0}
     )
     assert [rule.window for rule in config.attention] == [None, None]

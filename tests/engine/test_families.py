@@ -1,4 +1,4 @@
-"""Every family of models against transformers: logits, gradients of LoRA factors, samples, files."""
+"""Every family against transformers: logits, gradients of LoRA factors, samples, files."""
 
 from __future__ import annotations
 
@@ -15,21 +15,19 @@ from safetensors.torch import load_file
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
-from engine.conftest import VOCAB, WINDOW
+from engine.conftest import COMPARED, VOCAB, WINDOW
 from engine.references import adapter_of, assert_near, gradients, randomise
 from tinkex.engine.api import ADAMW, DIMUON, EngineError, run_pass
 from tinkex.engine.base_models import eos_tokens
-from tinkex.engine.families.model_config import (
-    ARCHITECTURES,
-    AttentionRule,
-    DecoderConfig,
-)
+from tinkex.engine.families.model_config import AttentionRule, DecoderConfig
+from tinkex.engine.families.read_config import families, parse_config, read_config
 from tinkex.engine.model import attention, matmul_check
 from tinkex.engine.model.attention import PackedAttention, attend, causal, trusted, visible
-from tinkex.engine.model.decoder import BARE, Adaptation, Decoder, Lora, hidden_states
+from tinkex.engine.model.decoder import BARE, Decoder, Lora, hidden_states
+from tinkex.engine.model.mlp import Adaptation
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.torch.model_files import load_decoder
-from tinkex.engine.train import trainer
+from tinkex.engine.train import target_logprobs
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.training import AdamParams, DimuonParams, LoraConfig
 
@@ -42,23 +40,8 @@ if TYPE_CHECKING:
     from tinkex.engine.torch.lora import Linear
     from tinkex.types.training import OptimizerConfigBase, OptimParams
 
-DENSE = [
-    "llama2",
-    "llama3",
-    "llama-bias",
-    "smollm2",
-    "smollm3",
-    "smollm3-window",
-    "mistral-window",
-    "qwen2",
-    "qwen2-window",
-    "qwen3",
-    "qwen3-window",
-    "gemma2",
-    "gemma3",
-    "gemma3-untied",
-]
-MIXTURES = ["qwen3-moe", "qwen3-moe-mixed"]
+MIXTURES = [name for name, (_, fields) in COMPARED.items() if "num_experts" in fields]
+DENSE = [name for name in COMPARED if name not in MIXTURES]
 LENGTHS = [3, 7, 7, 7, 40]
 RUNS = [(1, 3), (3, 7), (1, 40)]
 
@@ -113,7 +96,7 @@ def test_logits_match_transformers(
 def merged_gradients(
     directory: Path, factors: dict[str, torch.Tensor], data: list[Datum], scale: dict[str, float]
 ) -> tuple[float, list[Any], dict[str, torch.Tensor]]:
-    """Loss, log-probabilities and gradients by transformers in float64, its weights W + scale B A."""
+    """Loss, log-probabilities and gradients by transformers, in float64."""
     model = transformers_model(directory, torch.float64)
     leaves = {name: value.double().clone().requires_grad_() for name, value in factors.items()}
     merged: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
@@ -167,7 +150,7 @@ def test_passes_equal_autograd_through_transformers(
     matmul_check._choice.cache_clear()
     # long sequences in several blocks, capped ones computed twice
     monkeypatch.setattr(attention, "BLOCK", block)
-    monkeypatch.setattr(trainer, "LOGITS_BUDGET", 10 * VOCAB)
+    monkeypatch.setattr(target_logprobs, "LOGITS_BUDGET", 10 * VOCAB)
     engine = TorchEngine({"m": checkpoint(family)}, dtype=dtype, threads=1, micro_batch_tokens=40)
     engine.create("a", "m", LoraConfig(rank=8))
     adapter = adapter_of(engine)
@@ -357,7 +340,7 @@ def test_dimuon_steps_go_by_the_rank_that_experts_have(checkpoint: Checkpoint, d
 
 
 @dataclass(frozen=True)
-class Beside:
+class Beside(Adaptation):
     """Two adapters in one pass: the first for tokens before a border, the second for the others."""
 
     first: Lora
@@ -457,9 +440,9 @@ def test_other_architectures_are_refused_with_the_list(checkpoint: Checkpoint) -
     fields = json.loads((checkpoint("llama2") / "config.json").read_text())
     for arch in ("mixtral", "gemma3", "gpt2", None):
         with pytest.raises(
-            EngineError, match=f"{arch}.* is not supported; covered are {', '.join(ARCHITECTURES)}"
+            EngineError, match=f"{arch}.* is not supported; covered are {', '.join(families())}"
         ):
-            DecoderConfig.from_json({**fields, "model_type": arch})
+            parse_config({**fields, "model_type": arch})
     assert {
         "llama",
         "mistral",
@@ -469,7 +452,7 @@ def test_other_architectures_are_refused_with_the_list(checkpoint: Checkpoint) -
         "smollm3",
         "gemma2",
         "gemma3_text",
-    } == set(ARCHITECTURES)
+    } == set(families())
 
 
 @pytest.mark.parametrize(
@@ -573,7 +556,7 @@ def test_configs_that_would_be_got_wrong_are_refused(
 ) -> None:
     fields = json.loads((checkpoint("llama2") / "config.json").read_text())
     with pytest.raises(EngineError, match=message):
-        DecoderConfig.from_json({**fields, **changes})
+        parse_config({**fields, **changes})
 
 
 def test_a_config_of_another_kind_of_thing_is_refused(
@@ -592,15 +575,15 @@ def test_a_config_of_another_kind_of_thing_is_refused(
         with pytest.raises(
             EngineError, match=r"config\.json holds something of another kind than it should"
         ):
-            DecoderConfig.read(tmp_path)
+            read_config(tmp_path)
 
 
 def test_windows_of_families_that_have_no_switch_for_them(checkpoint: Checkpoint) -> None:
     for family in ("mistral-window", "gemma2", "gemma3"):
         fields = json.loads((checkpoint(family) / "config.json").read_text())
-        plain = DecoderConfig.from_json(fields)
+        plain = parse_config(fields)
         assert any(rule.window for rule in plain.attention)
-        assert DecoderConfig.from_json({**fields, "use_sliding_window": False}) == plain
+        assert parse_config({**fields, "use_sliding_window": False}) == plain
 
 
 def test_the_length_that_rotations_were_trained_for_may_be_the_models_own(
@@ -613,9 +596,9 @@ def test_the_length_that_rotations_were_trained_for_may_be_the_models_own(
         if name != "original_max_position_embeddings"
     }
     for given in (shorter, {**shorter, "original_max_position_embeddings": None}):
-        (rope,) = DecoderConfig.from_json({**fields, "rope_parameters": given}).ropes
+        (rope,) = parse_config({**fields, "rope_parameters": given}).ropes
         assert rope["original_max_position_embeddings"] == fields["max_position_embeddings"]
-    (rope,) = DecoderConfig.from_json({**fields, "original_max_position_embeddings": 20}).ropes
+    (rope,) = parse_config({**fields, "original_max_position_embeddings": 20}).ropes
     assert rope["original_max_position_embeddings"] == 20
 
 
@@ -672,7 +655,7 @@ def test_configs_of_older_files_mean_the_same(checkpoint: Checkpoint) -> None:
     def older(family: str, *gone: str, **others: Any) -> tuple[DecoderConfig, DecoderConfig]:
         fields = json.loads((checkpoint(family) / "config.json").read_text())
         changed = {name: value for name, value in {**fields, **others}.items() if name not in gone}
-        return DecoderConfig.from_json(changed), DecoderConfig.from_json(fields)
+        return parse_config(changed), parse_config(fields)
 
     old, new = older(
         "gemma2", "layer_types", "tie_word_embeddings", "hidden_activation", "rope_parameters"

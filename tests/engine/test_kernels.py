@@ -16,7 +16,7 @@ from tinkex.engine.sample import passes
 from tinkex.engine.sample.blocks import BLOCK
 from tinkex.engine.sample.sampler import Limits, Sampler
 from tinkex.engine.torch.engine import TorchEngine
-from tinkex.engine.train.trainer import Scored
+from tinkex.engine.train.target_logprobs import Scored
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.sampling import SampleRequest, SampleResponse, SamplingParams
 from tinkex.types.training import LoraConfig

@@ -30,7 +30,7 @@ from tinkex.engine.sample import passes
 from tinkex.engine.sample.blocks import BLOCK, block_bytes
 from tinkex.engine.sample.sampler import Limits, Runner, Sampler
 from tinkex.engine.torch.engine import TorchEngine
-from tinkex.engine.train.trainer import Results
+from tinkex.engine.train.training_pass import Results
 from tinkex.server.runs.scheduler import Worker
 from tinkex.types.inputs import ModelInput
 from tinkex.types.sampling import SampleRequest, SampleResponse, SamplingParams

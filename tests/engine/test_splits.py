@@ -21,7 +21,7 @@ from tinkex.engine.losses.table import LOSSES
 from tinkex.engine.model import decoder, matmul
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.torch.lora import Linear
-from tinkex.engine.train import span_adapters, trainer
+from tinkex.engine.train import device_step, span_adapters
 from tinkex.engine.train.optim import AdamState
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.training import AdamParams, DimuonOptimizerConfig, DimuonParams, LoraConfig
@@ -316,7 +316,7 @@ def test_a_failed_pass_leaves_no_trace(
         return original(*args, **given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "hidden_states", faulty)
+        patch.setattr(device_step, "hidden_states", faulty)
         fails(RuntimeError, "out of memory", data)
     run_pass(engine, "a", data[2:], case.loss, case.config)
     assert torch.equal(gradient(engine), expected)

@@ -15,7 +15,7 @@ from tinkex.engine.api import EngineError, run_pass
 from tinkex.engine.fair_share import Shares
 from tinkex.engine.model import decoder
 from tinkex.engine.torch.engine import TorchEngine
-from tinkex.engine.train import trainer
+from tinkex.engine.train import device_step, trainer
 from tinkex.types.training import AdamParams, ForwardBackwardOutput, LoraConfig
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def test_passes_beside_each_other_give_the_bits_that_each_gives_alone(
 def steps_of(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The jobs of each step, as it is made."""
     seen: list[list[str]] = []
-    original = trainer.launch
+    original = device_step.launch
 
     def watched(chosen: Any, **given: Any) -> Any:
         seen.append([work.job for work, _ in chosen])
@@ -249,7 +249,7 @@ class Memory:
                 raise torch.OutOfMemoryError("no more memory")
             return original(model, tokens_T, *args, **given)
 
-        monkeypatch.setattr(trainer, "hidden_states", limited)
+        monkeypatch.setattr(device_step, "hidden_states", limited)
 
 
 def test_when_memory_runs_out_a_step_is_halved_and_nothing_is_counted_twice(

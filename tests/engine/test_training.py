@@ -14,7 +14,7 @@ from tinkex.engine.api import EngineError, run_pass
 from tinkex.engine.model import attention, decoder
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.torch.lora import Layout
-from tinkex.engine.train import trainer
+from tinkex.engine.train import device_step, target_logprobs
 from tinkex.engine.train.optim import AdamState, State, step
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.training import AdamParams, DimuonParams, LoraConfig
@@ -65,9 +65,9 @@ def test_pass_equals_float64_reference(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(trainer, "LOGITS_BUDGET", 10 * 96)  # several chunks of logits
+    monkeypatch.setattr(target_logprobs, "LOGITS_BUDGET", 10 * 96)  # several chunks of logits
     monkeypatch.setattr(attention, "SHORT", short)  # both kinds of attention
-    monkeypatch.setattr(trainer, "KEPT_LOGITS", kept)  # recomputed in backward, or not
+    monkeypatch.setattr(target_logprobs, "KEPT_LOGITS", kept)  # recomputed in backward, or not
     engine = TorchEngine({"m": checkpoint(family)}, dtype=dtype, threads=1, micro_batch_tokens=40)
     engine.create("a", "m", LoraConfig(rank=4, **flags))
     adapter = adapter_of(engine)
@@ -213,21 +213,21 @@ def test_forward_alone_adds_nothing(engine: TorchEngine, data: Data) -> None:
 def test_logits_are_never_all_held(
     engine: TorchEngine, data: Data, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer, "LOGITS_BUDGET", 8 * 96)
-    monkeypatch.setattr(trainer, "LEAST_ROWS", 4)
-    monkeypatch.setattr(trainer, "KEPT_LOGITS", 0)
+    monkeypatch.setattr(target_logprobs, "LOGITS_BUDGET", 8 * 96)
+    monkeypatch.setattr(target_logprobs, "LEAST_ROWS", 4)
+    monkeypatch.setattr(target_logprobs, "KEPT_LOGITS", 0)
     seen: list[int] = []
-    original = trainer._log_sum
+    original = target_logprobs._log_sum
 
     def counting(logits: torch.Tensor) -> torch.Tensor:
         seen.append(logits.shape[0])
         return original(logits)
 
-    monkeypatch.setattr(trainer, "_log_sum", counting)
+    monkeypatch.setattr(target_logprobs, "_log_sum", counting)
     run_pass(engine, "a", data(40), "cross_entropy", {})
     assert max(seen) <= 8
     assert sum(seen) == 80  # each row twice: forward, and again for backward
-    monkeypatch.setattr(trainer, "KEPT_LOGITS", 1 << 28)
+    monkeypatch.setattr(target_logprobs, "KEPT_LOGITS", 1 << 28)
     # of a datum that is longer than a step none are kept, however few
     for budget, rows in ((40, 40), (39, 80)):
         seen.clear()
@@ -253,7 +253,7 @@ def test_a_failed_pass_leaves_no_trace(
             raise RuntimeError("out of memory")
         return original(*args, **given)
 
-    monkeypatch.setattr(trainer, "hidden_states", faulty)
+    monkeypatch.setattr(device_step, "hidden_states", faulty)
     with pytest.raises(RuntimeError, match="out of memory"):
         run_pass(engine, "a", data(6, 7, 8, 8), "cross_entropy", {})
     assert adapter.state is state

@@ -10,7 +10,7 @@ import torch
 
 from tinkex.engine.api import EngineError, run_pass
 from tinkex.engine.losses.table import LOSSES
-from tinkex.engine.train import trainer
+from tinkex.engine.train import device_step
 from tinkex.types.inputs import (
     Datum,
     DmelChunk,
@@ -39,7 +39,7 @@ def refused(
     state, grad = adapter.state, adapter.grad
     copy = None if grad is None else grad.clone()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "hidden_states", lambda *_, **__: pytest.fail("computed"))
+        patch.setattr(device_step, "hidden_states", lambda *_, **__: pytest.fail("computed"))
         for backward in (True, False):
             with pytest.raises(EngineError, match=message) as caught:
                 run_pass(engine, "a", batch, loss, config, backward=backward)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tinkex.engine.api import BaseModel, EngineError
-from tinkex.engine.families.model_config import DecoderConfig
+from tinkex.engine.families.read_config import read_config
 from tinkex.engine.json_files import read_object
 from tinkex.tokenizers import BUNDLED
 
@@ -107,7 +107,7 @@ def describe(name: str, directory: Path) -> BaseModel:
     """What is known of a base model before its weights are read; without torch, which takes seconds
     to import.
     """
-    config = DecoderConfig.read(directory)
+    config = read_config(directory)
     return BaseModel(
         name=name,
         context_length=config.context,

@@ -35,7 +35,7 @@ class Shares:
         }
 
     def first(self, parties: Iterable[str]) -> str:
-        """The one of those that wait that has had least; the earlier one of two that had the same."""
+        """Return the party that has had least; the earlier one of two that are level."""
         return min(parties, key=self._had.__getitem__)
 
     def had(self, party: str) -> float:

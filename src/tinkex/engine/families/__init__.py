@@ -1,1 +1,1 @@
-"""Model families: what a checkpoint's `config.json` means."""
+"""Model families: one module each, and what they share."""

@@ -471,14 +471,18 @@ def _table(prefix: str, source: Any, names: str, **how: Any) -> dict[str, Operat
 
 _MEASURED = "broadcast_to diag quantile tile"
 _SHARED = """
-    abs acos acosh asin asinh atan atanh ceil clamp clamp_max clamp_min clip cos cosh digamma erf erfc erfinv exp exp2
-    expm1 floor frac isfinite isinf isnan lgamma log log10 log1p log2 logit nan_to_num neg negative positive reciprocal
+    abs acos acosh asin asinh atan atanh ceil clamp clamp_max clamp_min clip cos cosh digamma erf
+    erfc erfinv exp exp2
+    expm1 floor frac isfinite isinf isnan lgamma log log10 log1p log2 logit nan_to_num neg
+    negative positive reciprocal
     relu round rsqrt sigmoid sgn sign signbit sin sinc sinh sqrt square tan tanh trunc
-    add addcdiv addcmul atan2 copysign eq float_power fmax fmin ge greater greater_equal gt heaviside hypot isclose le
-    lerp less less_equal logaddexp logaddexp2 lt maximum minimum mul multiply ne not_equal pow sub subtract true_divide
-    xlogy
+    add addcdiv addcmul atan2 copysign eq float_power fmax fmin ge greater greater_equal gt
+    heaviside hypot isclose le
+    lerp less less_equal logaddexp logaddexp2 lt maximum minimum mul multiply ne not_equal pow sub
+    subtract true_divide xlogy
     bitwise_and bitwise_not bitwise_or bitwise_xor logical_and logical_not logical_or logical_xor
-    all amax amin any argmax argmin argsort count_nonzero cummax cummin cumprod cumsum kthvalue log_softmax logcumsumexp
+    all amax amin any argmax argmin argsort count_nonzero cummax cummin cumprod cumsum kthvalue
+    log_softmax logcumsumexp
     logsumexp max mean median min nanmean nanmedian nansum prod softmax sort std sum topk var
     clone detach diagonal flatten flip masked_fill movedim narrow numel permute ravel reshape roll
     select squeeze swapaxes t transpose tril triu unflatten unsqueeze
@@ -499,11 +503,13 @@ _CHECKED: dict[str, Operation] = {
 }
 
 _ACTIVATIONS = """
-    celu elu hardtanh leaky_relu log_softmax normalize relu relu6 selu silu softmax softmin softsign threshold
+    celu elu hardtanh leaky_relu log_softmax normalize relu relu6 selu silu softmax softmin
+    softsign threshold
 """
 _DISTANCES = "binary_cross_entropy_with_logits huber_loss kl_div l1_loss mse_loss smooth_l1_loss"
 _SPECIAL = """
-    digamma entr erf erfc exp2 expit expm1 gammaln log1p log_ndtr log_softmax logit logsumexp ndtr softmax xlog1py xlogy
+    digamma entr erf erfc exp2 expit expm1 gammaln log1p log_ndtr log_softmax logit logsumexp ndtr
+    softmax xlog1py xlogy
 """
 _OPERATORS = "abs and_ eq ge gt invert le lt mul ne neg or_ pos sub truediv xor"
 _MATH = "ceil cos erf exp expm1 fabs floor log log10 log1p log2 pow sin sqrt tan tanh trunc"
@@ -542,8 +548,8 @@ FUNCTIONS: dict[str, Operation] = {
 find them."""
 
 _CONVERSIONS = """
-    bfloat16 bool contiguous dim double float half int long ndimension nelement norm reshape_as short size to type_as
-    view_as
+    bfloat16 bool contiguous dim double float half int long ndimension nelement norm reshape_as
+    short size to type_as view_as
 """
 
 METHODS: dict[str, Operation] = {
@@ -561,12 +567,16 @@ METHODS: dict[str, Operation] = {
 """
 
 _KEYWORD_NAMES = """
-    alpha approximate atol axis beta chunks condition copy correction decimals delta descending destination device
-    diagonal dim dim0 dim1 dimension dims dtype end eps equal_nan exponent fill_value index indices input interpolation
-    k keepdim largest layout log_target mask max max_val memory_format min min_val mode n nan neginf negative_slope
-    non_blocking num_classes offset ord other p pad pos_weight posinf q reduction repeats rounding_mode rtol shifts size
-    sizes sorted source split_size split_size_or_sections src stable start step steps target tensor1 tensor2 threshold
-    unbiased value weight
+    alpha approximate atol axis beta chunks condition copy correction decimals delta descending
+    destination device
+    diagonal dim dim0 dim1 dimension dims dtype end eps equal_nan exponent fill_value index
+    indices input interpolation
+    k keepdim largest layout log_target mask max max_val memory_format min min_val mode n nan
+    neginf negative_slope
+    non_blocking num_classes offset ord other p pad pos_weight posinf q reduction repeats
+    rounding_mode rtol shifts size
+    sizes sorted source split_size split_size_or_sections src stable start step steps target
+    tensor1 tensor2 threshold unbiased value weight
 """
 KEYWORDS = frozenset(_KEYWORD_NAMES.split())
 INERT: dict[str, tuple[Any, ...]] = {

@@ -79,7 +79,7 @@ def cispo(logprobs_M: torch.Tensor, inputs: Inputs, config: Config) -> torch.Ten
 
 
 def dro(logprobs_M: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
-    """-(p·A - β/2·(p - q)²), at every position: one whose advantage is zero is still held near q."""
+    """-(p·A - β/2·(p - q)²), which also holds positions without an advantage near q."""
     distance_M = logprobs_M - inputs["logprobs"]
     return 0.5 * config["beta"] * distance_M**2 - logprobs_M * inputs["advantages"]
 

@@ -114,7 +114,9 @@ def causal(
     split = (count, length, groups, heads // groups, channels)
     q = q_BLHC.reshape(split).permute(0, 2, 3, 1, 4).reshape(count * groups, -1, channels)
     k, v = (x.transpose(1, 2).reshape(count * groups, length, channels) for x in (k_BLGC, v_BLGC))
-    mixed: torch.Tensor = _ShortAttention.apply(q, k, v, rule.scale)  # type: ignore[no-untyped-call]
+    mixed: torch.Tensor = _ShortAttention.apply(  # type: ignore[no-untyped-call]
+        q, k, v, rule.scale
+    )
     split = (count, groups, heads // groups, length, channels)
     return mixed.view(split).permute(0, 3, 1, 2, 4).reshape(count * length, -1)
 
@@ -316,7 +318,7 @@ def trusted(who: str, measured: Callable[[], tuple[Any, float]], most: float) ->
         torch.OutOfMemoryError
     ):  # which says nothing about the kernel: whoever asks again may find room
         raise
-    except Exception as reason:  # no Triton, no compiler, no such chip: all that matters is that there is another way
+    except Exception as reason:  # whatever it is, there is another way
         logger.warning("%s goes without its attention kernel, and is slower: %s", who, reason)
         return None
     if not error < most:

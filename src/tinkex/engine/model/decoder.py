@@ -17,10 +17,10 @@ channels of a head, F mlp, V vocabulary, B sequences of equal length, L their le
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -28,32 +28,18 @@ from torch.utils.checkpoint import checkpoint
 
 from tinkex.engine.families.model_config import AttentionRule, DecoderConfig
 from tinkex.engine.model.attention import soft_cap, widened
-from tinkex.engine.model.elementwise import add_norm, cut_off, gated, norm, turned_heads
+from tinkex.engine.model.elementwise import add_norm, cut_off, norm, turned_heads
+from tinkex.engine.model.experts import Experts
+from tinkex.engine.model.mlp import Adaptation, Mlp
 from tinkex.engine.torch.lora import Factors, Linear
-from tinkex.engine.train.span_adapters import Share, SpanAdapters, forward
-
-if TYPE_CHECKING:
-    from tinkex.engine.model.experts import Experts
+from tinkex.engine.train.span_adapters import Share, forward
 
 Attend: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Attention of one layer: (layer, q_THC, k_TGC, v_TGC) -> [T, H*C]."""
 
 
-class Adaptation(Protocol):
-    """What is added to the linear layers of a pass: one adapter, several beside each other, or
-    none.
-    """
-
-    def linear(
-        self, x_TD: torch.Tensor, linear: Linear, rows_T: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """A linear layer with its share added; `rows_T`, ascending, names the tokens of the pass in
-        x, if not all.
-        """
-
-
 @dataclass(frozen=True, slots=True)
-class Lora:
+class Lora(Adaptation):
     """One adapter for all tokens: factors per linear layer."""
 
     factors: Mapping[str, Factors]
@@ -61,7 +47,7 @@ class Lora:
     def linear(
         self, x_TD: torch.Tensor, linear: Linear, rows_T: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """A linear layer with this adapter's share added, whichever tokens these are."""
+        """Return a linear layer's results with this adapter's share added to all of them."""
         factors = self.factors.get(linear.name)
         shares = [] if factors is None else [Share(0, x_TD.shape[0], factors, None)]
         return forward(x_TD, linear, shares)[0]
@@ -69,30 +55,6 @@ class Lora:
 
 BARE = Lora({})
 """No adapter: the base model as it is."""
-
-
-@dataclass(frozen=True, slots=True)
-class Mlp:
-    """A gated mlp."""
-
-    gate_up: Linear
-    down: Linear
-    activation: str
-
-    def __call__(
-        self, x_TD: torch.Tensor, lora: Adaptation, rows_T: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """The share that is added; `rows_T` as for `Adaptation.linear`."""
-        gated_TF = None
-        if rows_T is None and isinstance(lora, SpanAdapters):
-            gated_TF = lora.gated(x_TD, self.gate_up, self.activation)
-        if gated_TF is None:
-            gated_TF = gated(lora.linear(x_TD, self.gate_up, rows_T), self.activation)
-        return lora.linear(gated_TF, self.down, rows_T)
-
-    def linears(self) -> Iterator[Linear]:
-        """The two stacked projections up, and the one down."""
-        yield from (self.gate_up, self.down)
 
 
 @dataclass(frozen=True, slots=True)

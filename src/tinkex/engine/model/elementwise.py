@@ -62,7 +62,9 @@ def add_norm(
     """
     if not (x.requires_grad or share.requires_grad):
         return _summed_normed(x, rest, share, weight, eps)
-    summed, left, normed = _AddNorm.apply(x, rest, share, weight, eps)  # type: ignore[no-untyped-call]
+    summed, left, normed = _AddNorm.apply(  # type: ignore[no-untyped-call]
+        x, rest, share, weight, eps
+    )
     return summed, left, normed
 
 
@@ -231,7 +233,9 @@ def turned_heads(
         if not qkv_TN.requires_grad:
             q, k, v = fused.heads_forward(qkv_TN, sizes, norms, *turn, eps)
             return q, k, v
-        q, k, v = _TurnedHeads.apply(qkv_TN, sizes, norms, turn, eps)  # type: ignore[no-untyped-call]
+        q, k, v = _TurnedHeads.apply(  # type: ignore[no-untyped-call]
+            qkv_TN, sizes, norms, turn, eps
+        )
         return q, k, v
     heads, groups, _ = sizes
     heads_THC = qkv_TN.view(qkv_TN.shape[0], sum(sizes), -1)

@@ -21,7 +21,7 @@ from tinkex.engine.model.matmul import lowered
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from tinkex.engine.model.decoder import Adaptation, Mlp
+    from tinkex.engine.model.mlp import Adaptation, Mlp
     from tinkex.engine.torch.lora import Linear
 
 

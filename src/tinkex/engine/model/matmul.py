@@ -97,7 +97,7 @@ def write_product(
 
 
 def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Sums that are not rounded to the half precision of their factors where the device allows it."""
+    """Return a product in single precision, if the device can make one of half precision so."""
     return torch.mm(left, right, out_dtype=torch.float32) if _can_widen(left) else left @ right
 
 

@@ -177,7 +177,8 @@ def onednn() -> Callable[..., torch.Tensor] | None:
     """
     if platform.machine() not in ("x86_64", "AMD64"):
         return None
-    if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # type: ignore[no-untyped-call]
+    is_available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if is_available and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         operator: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.default
         return operator
     return None

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from tinkex.engine.model.decoder import Mlp
+from tinkex.engine.model.mlp import Mlp
 from tinkex.engine.native import bindings as c
 from tinkex.engine.native.weights import Native, PackedLora, address
 from tinkex.engine.sample.blocks import BLOCK

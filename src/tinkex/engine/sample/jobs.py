@@ -24,7 +24,7 @@ from tinkex.engine.sample.blocks import namespace, prompt_keys
 from tinkex.engine.sample.logit_changes import Shape
 from tinkex.engine.sample.recordings import Recorder
 from tinkex.engine.sample.token_choice import choose, uniforms
-from tinkex.engine.train.trainer import LOGITS_BUDGET, log_softmax
+from tinkex.engine.train.target_logprobs import LOGITS_BUDGET, log_softmax
 from tinkex.types.sampling import (
     EMPTY_CELL,
     PromptAltTokens,

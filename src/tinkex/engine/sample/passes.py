@@ -37,8 +37,9 @@ from tinkex.engine.model.attention import (
     visible,
     widened,
 )
-from tinkex.engine.model.decoder import BARE, Adaptation, Decoder, Lora, hidden_states
+from tinkex.engine.model.decoder import BARE, Decoder, Lora, hidden_states
 from tinkex.engine.model.matmul_check import are_batches_steady, steady_batch
+from tinkex.engine.model.mlp import Adaptation
 from tinkex.engine.sample.blocks import BLOCK, NOTHING, RESERVED, SCRATCH, Pool, zeros
 from tinkex.engine.sample.row_adapters import Bank, Products, RowAdapters, padded, widest
 from tinkex.engine.torch.device_copies import mark, to_device

@@ -17,7 +17,7 @@ import torch
 
 from tinkex.engine.api import RECORDED_TOKENS, Recording
 from tinkex.engine.torch.device_copies import to_device, to_host
-from tinkex.engine.train.trainer import log_softmax
+from tinkex.engine.train.target_logprobs import log_softmax
 from tinkex.types.tensors import Array
 
 if TYPE_CHECKING:

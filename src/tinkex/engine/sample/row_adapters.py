@@ -24,6 +24,7 @@ import torch.nn.functional as F
 
 from tinkex.engine.model import matmul_check
 from tinkex.engine.model.matmul import add_product, add_small, base_product, lowered
+from tinkex.engine.model.mlp import Adaptation
 from tinkex.engine.torch.device_copies import to_device
 from tinkex.engine.torch.openmp import Threads
 from tinkex.engine.train.span_adapters import ROWS
@@ -117,7 +118,7 @@ class Spread:
         return cls(*(to_device(rows, like.device) for rows in (source, result, target)))
 
 
-class RowAdapters:
+class RowAdapters(Adaptation):
     """Adapters beside each other, each over a span of rows; rows in no span are the base model's."""
 
     def __init__(self, products: Products, spans: Sequence[Span]) -> None:
@@ -317,7 +318,7 @@ def _kind(lora: Lora) -> list[tuple[str, int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class BankShare:
+class BankShare(Adaptation):
     """What a bank adds to the rows of one pass."""
 
     a: Mapping[str, torch.Tensor]

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from tinkex.engine.torch.device_copies import to_device
-from tinkex.engine.train.trainer import log_softmax
+from tinkex.engine.train.target_logprobs import log_softmax
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -22,19 +22,20 @@ from tinkex.engine.api import (
 from tinkex.engine.base_models import describe, resolve
 from tinkex.engine.losses.graph_loss import CompiledLoss, compile_graph
 from tinkex.engine.model.decoder import BARE, Decoder, Lora
+from tinkex.engine.peft_files import read_lora_config
 from tinkex.engine.sample.jobs import Job, Source
 from tinkex.engine.sample.sampler import Sampler
-from tinkex.engine.torch.lora import Layout
+from tinkex.engine.torch.lora import Layout, module_groups
 from tinkex.engine.torch.model_files import (
     adapter_writer,
     load_adapter,
     load_decoder,
     load_factors,
-    read_lora_config,
 )
 from tinkex.engine.torch.openmp import calm_openmp, usable_cores
+from tinkex.engine.train.adapter import Adapter
 from tinkex.engine.train.objectives import find_objective
-from tinkex.engine.train.trainer import Adapter, Trainer
+from tinkex.engine.train.trainer import Trainer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -228,7 +229,8 @@ class TorchEngine(Engine):
         base = self._base(base_model)
         lora = BARE
         if directory is not None:
-            layout = Layout(base.model.linears(), read_lora_config(directory))
+            linears = base.model.linears()
+            layout = Layout(linears, read_lora_config(directory, module_groups(linears)))
             lora = Lora(layout.factors(load_factors(directory, layout, base.model.embed_VD)))
         self._samplers[sampler] = base.source(lora)
 

@@ -22,20 +22,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from tinkex.engine.api import EngineError
+from tinkex.engine.peft_files import ALPHA, MAX_RANK
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from tinkex.types.training import LoraConfig
 
-ALPHA = 32
 DEFAULT_SEED = 0
-MAX_RANK = 1024
-GROUPS = {
-    "attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
-    "mlp": ("gate_proj", "up_proj", "down_proj"),
-    "unembed": ("lm_head",),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +70,15 @@ def trained_groups(lora: LoraConfig) -> tuple[str, ...]:
     return tuple(group for group, on in flags.items() if on)
 
 
+def module_groups(linears: Sequence[Linear]) -> dict[str, tuple[str, ...]]:
+    """Return the names of modules, without those of their layers, by the group that trains them."""
+    groups: dict[str, dict[str, None]] = {}
+    for linear in linears:
+        names = [module.rpartition(".")[2] for module in linear.modules]
+        groups.setdefault(linear.group, {}).update(dict.fromkeys(names))
+    return {group: tuple(names) for group, names in groups.items()}
+
+
 class Layout:
     """Where each factor of an adapter lies in its flat buffer."""
 
@@ -88,6 +91,7 @@ class Layout:
                 "at least one of train_attn, train_mlp and train_unembed must be true"
             )
         self.lora = lora
+        self.groups = module_groups(linears)
         self.linears = [linear for linear in linears if linear.group in groups]
         self.size = sum(
             self.rank(x) * (w.shape[1] * len(x.sizes) + w.shape[0])

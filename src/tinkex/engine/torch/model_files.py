@@ -17,24 +17,29 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from tinkex.engine.api import EngineError, Writer
-from tinkex.engine.families.model_config import DecoderConfig, ExpertsConfig, inverse_frequencies
-from tinkex.engine.json_files import read_object, shown
+from tinkex.engine.families.model_config import DecoderConfig, ExpertsConfig
+from tinkex.engine.families.read_config import read_config
+from tinkex.engine.json_files import read_object
 from tinkex.engine.model.attention import widened
-from tinkex.engine.model.decoder import Decoder, Layer, Mlp
+from tinkex.engine.model.decoder import Decoder, Layer
 from tinkex.engine.model.experts import Experts
+from tinkex.engine.model.mlp import Mlp
+from tinkex.engine.model.rotary import inverse_frequencies
+from tinkex.engine.peft_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    ALPHA,
+    OPTIMIZER,
+    PREFIX,
+    read_lora_config,
+)
 from tinkex.engine.torch.device_copies import mark, to_host_beside
-from tinkex.engine.torch.lora import ALPHA, GROUPS, MAX_RANK, Layout, Linear
-from tinkex.types.training import LoraConfig
+from tinkex.engine.torch.lora import Layout, Linear
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from tinkex.engine.train.optim import State
-
-ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
-OPTIMIZER = "optimizer.safetensors"
-PREFIX = "base_model.model."
 
 
 class _Tensors:
@@ -99,14 +104,15 @@ class _Tensors:
 
 def load_decoder(directory: Path, dtype: torch.dtype, device: torch.device) -> Decoder:
     """Read a base model."""
-    config = DecoderConfig.read(directory)
+    config = read_config(directory)
+    head, embed = f"{config.names.head}.weight", f"{config.names.embed}.weight"
     with ExitStack() as stack:
         tensors = _Tensors(directory, stack)
-        if config.tied and tensors.differ("lm_head.weight", "model.embed_tokens.weight"):
+        if config.tied and tensors.differ(head, embed):
             # as transformers 5 has it: a head of its own is there to be used
             config = replace(config, tied=False)
         decoder = assemble(config, tensors, dtype, device)
-        tensors.finish(["lm_head.weight"] if config.tied else [])
+        tensors.finish([head] if config.tied else [])
     return decoder
 
 
@@ -121,16 +127,16 @@ def assemble(
     config: DecoderConfig, tensors: Tensors, dtype: torch.dtype, device: torch.device
 ) -> Decoder:
     """Put a decoder together from its tensors."""
-    source = _Source(config, tensors, dtype, device)
+    source, names = _Source(config, tensors, dtype, device), config.names
     layers = [source.layer(index) for index in range(config.layers)]
-    embed = source.get("model.embed_tokens.weight", config.vocab, config.hidden)
-    head = embed if config.tied else source.get("lm_head.weight", config.vocab, config.hidden)
+    embed = source.get(f"{names.embed}.weight", config.vocab, config.hidden)
+    head = embed if config.tied else source.get(f"{names.head}.weight", config.vocab, config.hidden)
     return Decoder(
         config=config,
         embed_VD=embed,
         layers=layers,
-        norm_D=source.norm("model.norm", config.hidden),
-        head=Linear("lm_head", "unembed", head, None, ["lm_head"], [config.vocab], wide=True),
+        norm_D=source.norm(names.norm, config.hidden),
+        head=Linear(names.head, "unembed", head, None, [names.head], [config.vocab], wide=True),
         frequencies=inverse_frequencies(config).to(device),
     )
 
@@ -156,6 +162,10 @@ class _Source:
         wide = torch.promote_types(self.dtype, torch.float32)
         return self.tensors.read(f"{module}.weight", (size,)).to(device=self.device, dtype=wide) + 1
 
+    def optional_norm(self, prefix: str, module: str | None, size: int) -> torch.Tensor | None:
+        """Return the weight of a norm that only some families name."""
+        return None if module is None else self.norm(prefix + module, size)
+
     def linear(
         self,
         prefix: str,
@@ -163,9 +173,9 @@ class _Source:
         group: str,
         inputs: int,
         bias: bool,
+        outputs: Mapping[str, int],
         *,
         wide: bool = False,
-        **outputs: int,
     ) -> Linear:
         """Projections of one input, stacked."""
         modules, sizes = [prefix + module for module in outputs], list(outputs.values())
@@ -182,60 +192,53 @@ class _Source:
         return Linear(prefix + name, group, torch.cat(parts), bias_N, modules, sizes, wide=wide)
 
     def layer(self, index: int) -> Layer:
-        config, prefix = self.config, f"model.layers.{index}."
-        hidden, query, key = (
-            config.hidden,
-            config.heads * config.head_dim,
-            config.kv_heads * config.head_dim,
-        )
-        attn = prefix + "self_attn."
+        config, names, channels = self.config, self.config.names, self.config.head_dim
+        hidden, query, key = config.hidden, config.heads * channels, config.kv_heads * channels
+        prefix = names.layer.format(index)
+        attn = prefix + names.attention
+        qkv = dict(zip(names.qkv, (query, key, key), strict=True))
         is_mixture = config.experts is not None
-        # With norms after attention and mlp, the one that is called "post attention" elsewhere has
-        # this other name.
-        before_mlp = (
-            "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
-        )
         return Layer(
-            input_norm_D=self.norm(prefix + "input_layernorm", hidden),
-            qkv=self.linear(
-                attn, "qkv", "attn", hidden, config.qkv_bias, q_proj=query, k_proj=key, v_proj=key
+            input_norm_D=self.norm(prefix + names.input_norm, hidden),
+            qkv=self.linear(attn, "qkv", "attn", hidden, config.qkv_bias, qkv),
+            o=self.linear(
+                attn, "o", "attn", query, config.o_bias, {names.o: hidden}, wide=is_mixture
             ),
-            o=self.linear(attn, "o", "attn", query, config.o_bias, wide=is_mixture, o_proj=hidden),
-            mlp_norm_D=self.norm(prefix + before_mlp, hidden),
-            mlp=self.feed_forward(index, prefix + "mlp."),
-            q_norm_C=self.norm(attn + "q_norm", config.head_dim) if config.qk_norm else None,
-            k_norm_C=self.norm(attn + "k_norm", config.head_dim) if config.qk_norm else None,
-            post_attention_norm_D=self.norm(prefix + "post_attention_layernorm", hidden)
-            if config.post_norms
-            else None,
-            post_mlp_norm_D=self.norm(prefix + "post_feedforward_layernorm", hidden)
-            if config.post_norms
-            else None,
+            mlp_norm_D=self.norm(prefix + names.mlp_norm, hidden),
+            mlp=self.feed_forward(index, prefix + names.mlp),
+            q_norm_C=self.optional_norm(attn, names.q_norm, channels),
+            k_norm_C=self.optional_norm(attn, names.k_norm, channels),
+            post_attention_norm_D=self.optional_norm(prefix, names.post_attention_norm, hidden),
+            post_mlp_norm_D=self.optional_norm(prefix, names.post_mlp_norm, hidden),
         )
 
     def feed_forward(self, index: int, prefix: str) -> Mlp | Experts:
-        config, hidden, size = self.config, self.config.hidden, self.config.mlp
+        config, names, hidden, size = (
+            self.config,
+            self.config.names,
+            self.config.hidden,
+            self.config.mlp,
+        )
         if config.experts is not None and index in config.experts.layers:
             return self.experts(config.experts, prefix)
+        gate_up = dict.fromkeys(names.gate_up, size)
         return Mlp(
-            gate_up=self.linear(
-                prefix, "gate_up", "mlp", hidden, config.mlp_bias, gate_proj=size, up_proj=size
-            ),
-            down=self.linear(prefix, "down", "mlp", size, config.mlp_bias, down_proj=hidden),
+            gate_up=self.linear(prefix, "gate_up", "mlp", hidden, config.mlp_bias, gate_up),
+            down=self.linear(prefix, "down", "mlp", size, config.mlp_bias, {names.down: hidden}),
             activation=config.activation,
         )
 
     def experts(self, about: ExpertsConfig, prefix: str) -> Experts:
         """The experts of a layer: each a view of two tensors that hold them all."""
-        hidden, size = self.config.hidden, about.mlp
+        hidden, size, names = self.config.hidden, about.mlp, self.config.names
         gate_up_END = torch.empty(
             about.count, 2 * size, hidden, dtype=self.dtype, device=self.device
         )
         down_END = torch.empty(about.count, hidden, size, dtype=self.dtype, device=self.device)
 
         def expert(number: int) -> Mlp:
-            own = f"{prefix}experts.{number}."
-            gate, up, down = (f"{own}{name}_proj" for name in ("gate", "up", "down"))
+            own = prefix + names.expert.format(number)
+            gate, up, down = (own + name for name in (*names.gate_up, names.down))
             gate_up_ND, down_ND = gate_up_END[number], down_END[number]
             gate_up_ND[:size] = self.tensors.read(f"{gate}.weight", (size, hidden))
             gate_up_ND[size:] = self.tensors.read(f"{up}.weight", (size, hidden))
@@ -251,7 +254,7 @@ class _Source:
             )
 
         return Experts(
-            router_ED=widened(self.get(prefix + "gate.weight", about.count, hidden)),
+            router_ED=widened(self.get(f"{prefix}{names.router}.weight", about.count, hidden)),
             each=[expert(number) for number in range(about.count)],
             chosen=about.chosen,
             normed=about.normed,
@@ -332,42 +335,6 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def read_lora_config(directory: Path) -> LoraConfig:
-    """The shape of a saved adapter; what this engine would compute differently is refused."""
-    path = directory / ADAPTER_CONFIG
-    try:
-        fields = read_object(path)
-    except FileNotFoundError:
-        raise EngineError(f"{directory} has no {ADAPTER_CONFIG}: not a PEFT adapter") from None
-    for name, expected in {
-        "lora_alpha": ALPHA,
-        "alpha_pattern": {},
-        "bias": "none",
-        "use_dora": False,
-        "use_rslora": False,
-    }.items():
-        if fields.get(name, expected) != expected:
-            raise EngineError(
-                f"{path}: {name} is {shown(fields[name])}; only {expected!r} is supported"
-            )
-    rank, targets = fields.get("r"), fields.get("target_modules") or []
-    if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= MAX_RANK:
-        raise EngineError(
-            f"{path}: r must be a whole number between 1 and {MAX_RANK}, got {shown(rank)}"
-        )
-    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
-        raise EngineError(f"{path}: target_modules must be a list of names, got {shown(targets)}")
-    modules = set(targets)
-    groups = {group for group, members in GROUPS.items() if modules & set(members)}
-    missing = {name for group in groups for name in GROUPS[group]} ^ modules
-    if missing or not groups:
-        raise EngineError(
-            f"{path}: target_modules {sorted(modules)} are not whole groups of {GROUPS}"
-        )
-    flags = {f"train_{group}": group in groups for group in GROUPS}
-    return LoraConfig(rank=rank, **flags)
-
-
 def load_adapter(directory: Path, layout: Layout, like: State, *, optimizer: bool) -> State:
     """Read a saved adapter for a layout, and its optimizer state; what differs is an error."""
     weights = load_factors(directory, layout, like.weights)
@@ -380,7 +347,7 @@ def load_adapter(directory: Path, layout: Layout, like: State, *, optimizer: boo
 
 def load_factors(directory: Path, layout: Layout, like: torch.Tensor) -> torch.Tensor:
     """Read the weights of a saved adapter for a layout; what differs is an error."""
-    saved = read_lora_config(directory)
+    saved = read_lora_config(directory, layout.groups)
     for name in ("rank", "train_attn", "train_mlp", "train_unembed"):
         ours, theirs = getattr(layout.lora, name), getattr(saved, name)
         if ours != theirs:

@@ -164,7 +164,7 @@ class GraphLoss:
     """By datum, the work and the seconds that it took."""
 
     def read(self, data: Sequence[Datum], room: Room) -> Examples:
-        """Check data before anything is computed; inputs that the loss does not take are ignored."""
+        """Check data before anything is computed; ignore inputs that the loss does not take."""
         ranks = dict(self.compiled.input_ranks)
         rank = ranks.pop("logprobs")
         tokens, targets = read_targets(data, 2, room)
@@ -252,7 +252,7 @@ class GraphLoss:
     def _evaluate(
         self, index: int, leaf: torch.Tensor, inputs: Mapping[str, torch.Tensor], *, backward: bool
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor | None]:
-        """The loss of a datum, its metrics and its gradient, all within the allowance of the pass."""
+        """Return the loss of a datum, its metrics and its gradient, within the pass's allowance."""
         work, seconds = self._used.pop(index, (0.0, 0.0))
         self._allowance.work += work
         self._allowance.seconds += seconds

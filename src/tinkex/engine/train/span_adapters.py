@@ -77,7 +77,9 @@ class SpanAdapters:
         shares = self.shares(linear) if rows_T is None else self._shares_of(linear, rows_T)
         if self.anchor is None:
             return forward(x_TD, linear, shares)[0]
-        y_TN: torch.Tensor = _MixedLinear.apply(x_TD, self.anchor, linear, shares)  # type: ignore[no-untyped-call]
+        y_TN: torch.Tensor = _MixedLinear.apply(  # type: ignore[no-untyped-call]
+            x_TD, self.anchor, linear, shares
+        )
         return y_TN
 
     def gated(self, x_TD: torch.Tensor, linear: Linear, activation: str) -> torch.Tensor | None:
@@ -94,7 +96,9 @@ class SpanAdapters:
             return None
         if x_TD.dtype != torch.bfloat16 or kernels_for(x_TD) is None:
             return None
-        out_TF: torch.Tensor = _MixedGate.apply(x_TD, self.anchor, linear, shares, activation)  # type: ignore[no-untyped-call]
+        out_TF: torch.Tensor = _MixedGate.apply(  # type: ignore[no-untyped-call]
+            x_TD, self.anchor, linear, shares, activation
+        )
         return out_TF
 
     def shares(self, linear: Linear, start: int = 0, stop: int | None = None) -> list[Share]:

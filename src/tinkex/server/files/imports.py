@@ -20,26 +20,29 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from tinkex.engine.api import EngineError
+from tinkex.engine.families.read_config import families
 from tinkex.engine.json_files import parse_object
+from tinkex.engine.peft_files import (
+    ADAPTER_CONFIG as CONFIG,
+    ADAPTER_WEIGHTS as WEIGHTS,
+    ALPHA,
+    MAX_RANK,
+    PREFIX,
+)
 from tinkex.server.database.store import LOCAL_OWNER, Run, SavedCheckpoint, Store
 from tinkex.server.files.checkpoint_files import Wanted, put_files
 from tinkex.types.tensors import Array
 from tinkex.types.training import LoraConfig
 
-# The engine's conventions; it cannot be asked here, for it imports torch. A test holds them
-# together.
-ALPHA = 32
-MAX_RANK = 1024
 MOST_ALPHA = 1e30
-GROUPS = {
-    "attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
-    "mlp": ("gate_proj", "up_proj", "down_proj"),
-    "unembed": ("lm_head",),
+KNOWN = {
+    module: group
+    for family in families().values()
+    for group, modules in family.names.groups.items()
+    for module in modules
 }
-
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."
-KNOWN = {module: group for group, modules in GROUPS.items() for module in modules}
+"""The modules that adapters can be for, in any family, and the group that trains each."""
+GROUPS = tuple(dict.fromkeys(KNOWN.values()))
 PLAIN = {
     "peft_type": ("LORA",),
     "bias": ("none",),

@@ -20,11 +20,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tinkex.engine.api import EngineError
+from tinkex.engine.peft_files import ADAPTER_CONFIG as CONFIG, ADAPTER_WEIGHTS as WEIGHTS, MAX_RANK
 from tinkex.server.calls import Call
 from tinkex.server.database.store import Run
 from tinkex.server.files.checkpoint_files import Wanted, put_files
 from tinkex.server.files.data_dir import sync_directory
-from tinkex.server.files.imports import CONFIG, GROUPS, MAX_RANK, WEIGHTS, most_bytes, read_adapter
+from tinkex.server.files.imports import GROUPS, most_bytes, read_adapter
 from tinkex.server.files.upload_files import COMING, Upload, find_upload, unfinished
 from tinkex.server.http_errors import Refusal
 from tinkex.server.routes.exports import IN_PROCESS
