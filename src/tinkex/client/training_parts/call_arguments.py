@@ -104,15 +104,6 @@ def _number_in(text: str) -> float | str:
     return number if math.isfinite(number) else text
 
 
-def checked_ttl(seconds: int | None) -> int | None:
-    """Return the lifetime of a checkpoint; raise if it is not a positive whole number or None."""
-    if seconds is not None and (
-        isinstance(seconds, bool) or not isinstance(seconds, int) or seconds <= 0
-    ):
-        raise ValueError(f"ttl_seconds must be a positive whole number or None, got {seconds!r}")
-    return seconds
-
-
 def step_request(
     model_id: str, optim_params: OptimParams | None, adam_params: AdamParams | None
 ) -> OptimStepRequest:
