@@ -34,7 +34,7 @@ def advertised(model: str) -> bool:
 
 
 def stand_in_files(directory: Path) -> dict[str, str]:
-    """A tiktoken file as Kimi's, only smaller: every byte is a token, and a few pairs are merged."""
+    """Write a tiktoken file like Kimi's, but smaller: single bytes and a few merged pairs."""
     pieces = [bytes([byte]) for byte in range(256)] + [b"Sa", b"Say", b" h", b" hi"]
     ranks = directory / "tiktoken.model"
     ranks.write_text(

@@ -53,7 +53,7 @@ def queue_reasons() -> None:
 
 
 async def throttling() -> list[str]:
-    """Two prompts of 6 MB while the server has asked for a second's pause, under a budget of 5 MiB."""
+    """Send two prompts of 6 MB under a budget of 5 MiB while the server asks for a pause."""
     gate = DispatchGate(BUDGET)
     gate.backoff.pause(1.0)
     began = time.monotonic()

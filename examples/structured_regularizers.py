@@ -86,11 +86,13 @@ def table(output: CustomLossOutput) -> None:
     assert output.base_loss is not None
     print(f"{'item':<18}{'weight':>8}{'value':>10}{'added':>10}{'grad norm':>11}")
     print(
-        f"{'base':<18}{'-':>8}{output.base_loss.value:>10.4f}{'-':>10}{output.base_loss.grad_norm or 0:>11.4f}"
+        f"{'base':<18}{'-':>8}{output.base_loss.value:>10.4f}{'-':>10}"
+        f"{output.base_loss.grad_norm or 0:>11.4f}"
     )
     for name, term in output.regularizers.items():
         print(
-            f"{name:<18}{term.weight:>8}{term.value:>10.4f}{term.contribution:>10.4f}{term.grad_norm or 0:>11.4f}"
+            f"{name:<18}{term.weight:>8}{term.value:>10.4f}{term.contribution:>10.4f}"
+            f"{term.grad_norm or 0:>11.4f}"
         )
     print(
         f"{'total':<18}{'':>8}{output.loss_total:>10.4f}{output.regularizer_total:>10.4f}"

@@ -50,7 +50,7 @@ def main() -> None:
         )
 
         def next_losses(run: TrainingClient) -> list[float]:
-            """The loss before and after one more step: the second depends on the optimizer's state."""
+            """Return the loss before and after one more step, which uses the optimizer's state."""
             first = run.forward_backward(data, "cross_entropy")
             run.optim_step(STEP)
             second = run.forward(data, "cross_entropy")

@@ -18,7 +18,7 @@ from typing import Any
 from support import pass_json, sample_json, step_json
 from test_survival import Life, life
 from tinkex.server.access.accounts import create_key
-from tinkex.server.database.store import DATABASE, Store
+from tinkex.server.database.sqlite import SqliteDatabase
 from tinkex.server.files.data_dir import make_directory
 from tinkex.server.runs import admission
 
@@ -143,7 +143,7 @@ async def play(server: Life, owner: Owner, hear: Hear) -> None:
 
 def make_keys(data_dir: Path, hear: Hear) -> None:
     make_directory(data_dir)
-    store = Store(data_dir / DATABASE)
+    store = SqliteDatabase(data_dir)
     for name in OWNERS:
         hear({"owner": name, "what": "key", "key": create_key(store, name, name)[1]})
     store.close()

@@ -1,4 +1,4 @@
-"""A Hugging Face hub on loopback: the routes that uploading an adapter uses, and what came of them."""
+"""A Hugging Face hub on loopback: the routes that uploads use, and a record of them."""
 
 from __future__ import annotations
 

@@ -1,14 +1,15 @@
 """Pages of documentation as programs: the Python blocks of a page run in order, in one namespace.
 
-What the fence of a block says after `python` decides what becomes of it:
+The fence of a block decides:
 
-    ```python                              is run; one whose first line is indented goes on where the last one ended
+    ```python                              is run; if its first line is indented, it continues the
+                                           block before
     ```python title="Not run: a reason"    is compiled only; there are few of these
-    ```text title="Output"                 is what the Python block right before it prints
+    ```text title="Output"                 is the output of the Python block before
 
-(The site shows titles, so that readers see both.) A comment `# → …` at the end of a line is what that line prints, or
-what its expression gives. In both, `…` stands for anything, and a line of an output that is `…` alone for any number of
-lines.
+(The site shows titles, so that readers see both.) A comment `# → …` at the end of a line holds what
+that line prints, or the value of its expression. In both, `…` stands for anything, and an output
+line that is `…` alone for any number of lines.
 """
 
 from __future__ import annotations
@@ -214,7 +215,7 @@ def messages() -> tuple[str, ...]:
 
 
 def quoted_messages(page: Path) -> list[str]:
-    """What a page says that errors say: `NameError: the message`, in the first column of a table."""
+    """Return the errors that a page lists in the first column of a table."""
     rows = re.findall(r"^\| (`[^|]*`)[^|]* \|", page.read_text(encoding="utf-8"), re.MULTILINE)
     told = [
         re.fullmatch(r"`(?:\w+(?:Error|Warning))?:? ?(.*)`", row)

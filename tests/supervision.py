@@ -23,7 +23,7 @@ from typing import Any
 
 from safetensors.numpy import load_file
 
-from tinkex.server.database.store import DATABASE
+from tinkex.server.database.sqlite import DATABASE
 from tinkex.server.files.seals import SEAL
 from tinkex.server.runs.journal import read_records
 
@@ -188,7 +188,7 @@ def half_done(data_dir: Path) -> set[tuple[str, str]]:
 
 
 def _is_torn(log: bytes) -> bool:
-    """Whether a write-ahead log ends in the middle of a transaction; checksums are not looked at."""
+    """Return True if a write-ahead log ends inside a transaction; ignore checksums."""
     if len(log) < 32:
         return bool(log)
     page = struct.unpack_from(">I", log, 8)[0]

@@ -22,13 +22,15 @@ import pytest
 
 if TYPE_CHECKING:
     from tinkex.engine.api import Engine
+    from tinkex.server.database.sqlite_connection import Connection
+    from tinkex.server.state import State
 
 MODEL = "test/small"
 T = TypeVar("T")
 
 
 def is_coroutine_function(function: Any) -> bool:
-    """Return whether asyncio takes a function for a coroutine function; twins are marked as such."""
+    """Return True if asyncio takes a function for a coroutine function, as it does twins."""
     return inspect.iscoroutinefunction(function) or hasattr(function, "_is_coroutine")
 
 
@@ -401,3 +403,11 @@ def silence() -> None:
 
     for known in events.handlers():
         events.detach(known.handler_id)
+
+
+def sqlite(state: State) -> Connection:
+    """The connection of a running server to its database."""
+    from tinkex.server.database.sqlite import SqliteDatabase
+
+    assert isinstance(state.database, SqliteDatabase)
+    return state.database.connection

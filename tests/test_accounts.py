@@ -24,8 +24,8 @@ from support import Heard, Keyed, Wire, pass_json, sample_json, serving, step_js
 from tinkex.client.rest import RestClient
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.access import accounts
-from tinkex.server.access.accounts import Accounts, create_key, has_keys, list_keys, revoke_key
-from tinkex.server.database.store import DATABASE, Store
+from tinkex.server.access.accounts import Accounts, create_key, has_keys, revoke_key
+from tinkex.server.database.sqlite import DATABASE, SqliteDatabase
 from tinkex.server.files.data_dir import KEYED_FILE, SECRET_FILE, DataDirError
 from tinkex.server.server_limits import Limits
 from tinkex.wire import protocol
@@ -33,9 +33,9 @@ from tinkex.wire.protocol import OPERATIONS, Operation
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
+def store(tmp_path: Path) -> Iterator[SqliteDatabase]:
     """The facts of the test's data directory, as the command line sees them."""
-    with closing(Store(tmp_path / DATABASE)) as opened:
+    with closing(SqliteDatabase(tmp_path)) as opened:
         yield opened
 
 
@@ -58,13 +58,13 @@ def ask(url: str, key: str | None) -> Heard:
 # ── keys ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_key_is_kept_as_a_hash_only(store: Store, tmp_path: Path) -> None:
+def test_a_key_is_kept_as_a_hash_only(store: SqliteDatabase, tmp_path: Path) -> None:
     number, key = create_key(store, "laptop", "ada")
     assert re.fullmatch(r"tml-[A-Za-z0-9_-]{43}", key)
     assert create_key(store, "laptop", "ada")[1] != key
-    store.rows("PRAGMA wal_checkpoint(TRUNCATE)")
+    store.connection.rows("PRAGMA wal_checkpoint(TRUNCATE)")
     assert key.encode() not in (tmp_path / DATABASE).read_bytes()
-    first = list_keys(store)[0]
+    first = store.keys.all()[0]
     assert (first.id, first.owner, first.name, first.last_used, first.revoked) == (
         number,
         "ada",
@@ -75,7 +75,7 @@ def test_a_key_is_kept_as_a_hash_only(store: Store, tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("U45")
-def test_the_first_key_closes_a_running_server(serve: Serve, store: Store) -> None:
+def test_the_first_key_closes_a_running_server(serve: Serve, store: SqliteDatabase) -> None:
     url = serve()
     assert ask(url, None).status == 200
     _, key = create_key(store, "first")
@@ -93,13 +93,13 @@ def test_the_first_key_closes_a_running_server(serve: Serve, store: Store) -> No
 
 
 def test_a_revoked_key_no_longer_opens_anything_and_the_last_one_does_not_open_the_server(
-    serve: Serve, store: Store, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, store: SqliteDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(accounts, "TRUSTED_SECONDS", 0.0)
     number, key = create_key(store, "only")
     url = serve()
     assert ask(url, key).status == 200
-    assert list_keys(store)[0].last_used == pytest.approx(time.time(), abs=30)
+    assert store.keys.all()[0].last_used == pytest.approx(time.time(), abs=30)
     assert revoke_key(store, number)
     assert not revoke_key(store, number)
     assert not revoke_key(store, 77)
@@ -110,7 +110,7 @@ def test_a_revoked_key_no_longer_opens_anything_and_the_last_one_does_not_open_t
 
 
 def test_the_key_of_the_environment_stands_beside_those_on_record(
-    serve: Serve, store: Store
+    serve: Serve, store: SqliteDatabase
 ) -> None:
     _, key = create_key(store, "other", "ada")
     url = serve(api_key="tml-given")
@@ -122,7 +122,7 @@ def test_the_key_of_the_environment_stands_beside_those_on_record(
     refused = mine.send("auth/apikey/me", method="DELETE")
     assert refused.status == 400
     assert hers.send("auth/apikey/me", method="DELETE").status == 200
-    assert list_keys(store)[0].revoked is not None
+    assert store.keys.all()[0].revoked is not None
 
 
 def test_an_open_server_names_no_key(serve: Serve) -> None:
@@ -132,7 +132,7 @@ def test_an_open_server_names_no_key(serve: Serve) -> None:
     assert wire.send("auth/apikey/me", method="DELETE").status == 400
 
 
-def test_a_program_with_its_own_backend_needs_no_key(tmp_path: Path, store: Store) -> None:
+def test_a_program_with_its_own_backend_needs_no_key(tmp_path: Path, store: SqliteDatabase) -> None:
     create_key(store, "for others")
     backend = tinkex.LocalBackend(engine=FakeEngine(), data_dir=tmp_path)
     with backend, tinkex.ServiceClient(base_url=backend.base_url) as service:
@@ -163,7 +163,7 @@ MARK = 'Bearer error="invalid_token"'
 
 @pytest.mark.covers("U45")
 def test_a_token_stands_for_its_key(
-    serve: Serve, store: Store, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, store: SqliteDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(accounts, "TRUSTED_SECONDS", 0.0)
     number, key = create_key(store, "k", "ada@example.org")
@@ -194,7 +194,7 @@ def test_a_token_stands_for_its_key(
 
 @pytest.mark.covers("U45")
 def test_an_expired_token_is_told_to_be_renewed(
-    tmp_path: Path, serve: Serve, store: Store, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, serve: Serve, store: SqliteDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, key = create_key(store, "k")
     url = serve()
@@ -208,7 +208,7 @@ def test_an_expired_token_is_told_to_be_renewed(
 
 @pytest.mark.covers("U25", "U45")
 def test_a_client_goes_on_when_its_key_is_rotated(
-    tmp_path: Path, serve: Serve, store: Store, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, serve: Serve, store: SqliteDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(accounts, "TRUSTED_SECONDS", 0.0)
     number, key = create_key(store, "old", "ada")
@@ -244,7 +244,7 @@ os._exit(0)  # its threads sometimes bring an orderly end down
 
 @pytest.mark.covers("U25", "U45")
 def test_the_official_client_goes_on_when_its_key_is_rotated(
-    tmp_path: Path, serve: Serve, store: Store, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, serve: Serve, store: SqliteDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(accounts, "TRUSTED_SECONDS", 0.0)
     number, key = create_key(store, "old", "ada")
@@ -273,39 +273,39 @@ def test_the_official_client_goes_on_when_its_key_is_rotated(
         assert client.communicate("\n", timeout=60)[0] == "refused\n"
 
 
-def test_the_secret_is_the_owners_alone_and_stays(tmp_path: Path, store: Store) -> None:
-    first, again = Accounts(store, tmp_path, "tml-x"), Accounts(store, tmp_path, "tml-x")
+def test_the_secret_is_the_owners_alone_and_stays(tmp_path: Path, store: SqliteDatabase) -> None:
+    first, again = Accounts(store, "tml-x"), Accounts(store, "tml-x")
     assert first.sign("a") == again.sign("a")
     # a new key ends the tokens of the old one
-    assert first.sign("a") != Accounts(store, tmp_path, "tml-y").sign("a")
+    assert first.sign("a") != Accounts(store, "tml-y").sign("a")
     assert stat.S_IMODE((tmp_path / SECRET_FILE).stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize("left", [b"", b"short", bytes(32)])
 def test_signing_key_that_is_not_whole_is_refused(
-    tmp_path: Path, store: Store, left: bytes
+    tmp_path: Path, store: SqliteDatabase, left: bytes
 ) -> None:
     (tmp_path / SECRET_FILE).write_bytes(left)
     with pytest.raises(DataDirError, match=SECRET_FILE):
-        Accounts(store, tmp_path)
+        Accounts(store)
     assert (tmp_path / SECRET_FILE).read_bytes() == left
 
 
-def test_signing_key_with_a_flipped_bit_is_refused(tmp_path: Path, store: Store) -> None:
-    signed = Accounts(store, tmp_path).sign("a")
-    assert Accounts(store, tmp_path).sign("a") == signed
+def test_signing_key_with_a_flipped_bit_is_refused(tmp_path: Path, store: SqliteDatabase) -> None:
+    signed = Accounts(store).sign("a")
+    assert Accounts(store).sign("a") == signed
     secret = bytearray((tmp_path / SECRET_FILE).read_bytes())
     secret[5] ^= 1
     (tmp_path / SECRET_FILE).write_bytes(secret)
     with pytest.raises(DataDirError, match=SECRET_FILE):
-        Accounts(store, tmp_path)
+        Accounts(store)
     (tmp_path / SECRET_FILE).unlink()
-    assert Accounts(store, tmp_path).sign("a") != signed
+    assert Accounts(store).sign("a") != signed
 
 
-def test_server_that_lost_its_keys_stays_closed(serve: Serve, store: Store) -> None:
+def test_server_that_lost_its_keys_stays_closed(serve: Serve, store: SqliteDatabase) -> None:
     create_key(store, "first")
-    store.rows("DELETE FROM keys")  # as after a power loss that took the database's log
+    store.connection.rows("DELETE FROM keys")  # as after a power loss that took the database's log
     url = serve()
     assert ask(url, None).status == 401
     _, key = create_key(store, "second")
@@ -313,10 +313,10 @@ def test_server_that_lost_its_keys_stays_closed(serve: Serve, store: Store) -> N
 
 
 def test_mark_of_a_keyed_directory_is_made_before_its_first_key(
-    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, store: SqliteDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not has_keys(store)
-    monkeypatch.setattr(Store, "rows", lambda *_: pytest.fail("the disk is gone"))
+    monkeypatch.setattr(store.connection, "rows", lambda *_: pytest.fail("the disk is gone"))
     with pytest.raises(pytest.fail.Exception):
         create_key(store, "first")
     assert (tmp_path / KEYED_FILE).exists()
@@ -324,7 +324,7 @@ def test_mark_of_a_keyed_directory_is_made_before_its_first_key(
 
 @pytest.mark.parametrize("tokens", [True, False])
 def test_clients_exchange_keys_when_the_server_wants_it(
-    serve: Serve, store: Store, tokens: bool
+    serve: Serve, store: SqliteDatabase, tokens: bool
 ) -> None:
     _, key = create_key(store, "k", "ada")
     url = serve(tokens=tokens)
@@ -347,7 +347,7 @@ def test_clients_exchange_keys_when_the_server_wants_it(
 
 
 @pytest.fixture
-def two(serve: Serve, store: Store) -> tuple[Keyed, Keyed]:
+def two(serve: Serve, store: SqliteDatabase) -> tuple[Keyed, Keyed]:
     """Two owners of one server."""
     keys = [create_key(store, name, name)[1] for name in ("ada", "bob")]
     url = serve(limits=Limits(poll_seconds=0.2))
@@ -496,11 +496,11 @@ def test_the_checkpoints_of_another_are_not_there(two: tuple[Keyed, Keyed]) -> N
 
 
 def test_published_checkpoints_can_be_used_by_others(
-    two: tuple[Keyed, Keyed], store: Store
+    two: tuple[Keyed, Keyed], store: SqliteDatabase
 ) -> None:
     ada, bob = two
     own, its = things(bob), things(ada)
-    store.rows("UPDATE checkpoints SET public = 1 WHERE owner = 'ada'")
+    store.connection.rows("UPDATE checkpoints SET public = 1 WHERE owner = 'ada'")
     assert bob.post("weights_info", {"tinker_path": its["saved"]})["base_model"] == "fake"
     load = {"model_id": own["model"], "path": its["saved"], "seq_id": 3, "optimizer": True}
     assert "error" not in bob.run("load_weights", load)
@@ -511,7 +511,7 @@ def test_published_checkpoints_can_be_used_by_others(
     }
     sampler = bob.post("create_sampling_session", body)["sampling_session_id"]
     assert "error" not in bob.run("asample", sample_json(sampler))
-    store.rows("UPDATE checkpoints SET public = 0")
+    store.connection.rows("UPDATE checkpoints SET public = 0")
     assert bob.send("asample", sample_json(sampler, 1)).status == 410
 
 
@@ -550,10 +550,12 @@ def test_lists_hold_ones_own_things_only(two: tuple[Keyed, Keyed]) -> None:
     ] == [its["session"]]
 
 
-def test_what_is_made_carries_its_owner(two: tuple[Keyed, Keyed], store: Store) -> None:
+def test_what_is_made_carries_its_owner(two: tuple[Keyed, Keyed], store: SqliteDatabase) -> None:
     things(two[0])
     for table in ("sessions", "runs", "samplers", "checkpoints"):
-        assert {row["owner"] for row in store.rows(f"SELECT owner FROM {table}")} == {"ada"}, table
+        assert {row["owner"] for row in store.connection.rows(f"SELECT owner FROM {table}")} == {
+            "ada"
+        }, table
 
 
 def test_an_open_server_listens_to_this_machine_only(serve: Serve) -> None:

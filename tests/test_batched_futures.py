@@ -933,11 +933,16 @@ prompt = tinker.types.ModelInput.from_ints([1, 2, 3])
 params = tinker.types.SamplingParams(max_tokens=3, seed=1)
 with tinker.ServiceClient() as service:
     sampler = service.create_sampling_client(base_model="fake").result()
-    futures = [sampler.sample(prompt=prompt, num_samples=2, sampling_params=params) for _ in range(40)]
+    futures = [
+        sampler.sample(prompt=prompt, num_samples=2, sampling_params=params) for _ in range(40)
+    ]
     results = [future.result(30) for future in futures]
     assert all(len(result.sequences) == 2 for result in results)
     copy = pickle.loads(pickle.dumps(sampler))
-    for result in (copy.sample(prompt=prompt, num_samples=2, sampling_params=params).result(30) for _ in range(3)):
+    for result in (
+        copy.sample(prompt=prompt, num_samples=2, sampling_params=params).result(30)
+        for _ in range(3)
+    ):
         assert [s.tokens for s in result.sequences] == [s.tokens for s in results[0].sequences]
     try:
         sampler.sample(tinker.types.ModelInput.from_ints([1] * 65), 1, params).result(30)

@@ -624,7 +624,7 @@ def test_closing_does_not_wait_long_for_an_acknowledgement(
 
 
 class Memory:
-    """An exchange without a server: samples end in the order in which they came, so many per poll."""
+    """An exchange without a server: samples end in order of arrival, a few per poll."""
 
     def __init__(self, per_poll: int) -> None:
         self.per_poll = per_poll

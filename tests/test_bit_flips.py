@@ -16,7 +16,6 @@ import logging
 import os
 import random
 import shutil
-import sqlite3
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from support import pass_json, sample_json
 from test_power_loss import saved
 from test_sampling_records import datum
 from test_survival import Life, killed, life
-from tinkex.server.access.accounts import list_keys
+from tinkex.server.database.interface import DatabaseError
 from tinkex.server.files.data_dir import DataDirError
 from tinkex.server.runs import admission
 
@@ -75,7 +74,7 @@ class Questions:
     async def all(self, owners: dict[str, Owner]) -> None:
         server = self._server
         self.answers["keys"] = [
-            [key.id, key.owner, key.name, key.revoked] for key in list_keys(server.state.store)
+            [key.id, key.owner, key.name, key.revoked] for key in server.state.database.keys.all()
         ]
         self.answers["open"] = (await server.send("training_runs", None, method="GET"))[0]
         for owner in owners.values():
@@ -85,7 +84,9 @@ class Questions:
                 for changing in CHANGING:
                     run.pop(changing, None)
             await self.ask("checkpoints", "checkpoints", owner)
-            self.answers[f"{owner.name}: session"] = server.state.store.session_state(owner.session)
+            self.answers[f"{owner.name}: session"] = server.state.database.sessions.state(
+                owner.session
+            )
             if not owner.ended:
                 await self._story(owner, owner.session)
             for path in saved(owner, list(owner.results)):
@@ -186,7 +187,7 @@ def judged(image: Path, flipped: Path, owners: dict[str, Owner], expected: dict[
         names.add(flipped.parent.name)
     try:
         found, said = observe(image, owners)
-    except (DataDirError, sqlite3.Error) as error:
+    except (DataDirError, DatabaseError) as error:
         return (
             "refused"
             if flipped.name.partition("-")[0] in str(error)

@@ -16,7 +16,7 @@ from support import Wire, serving
 from tinkex.client.rest import RestClient
 from tinkex.engine.api import BaseModel
 from tinkex.engine.fake import FakeEngine
-from tinkex.server.database.store import DATABASE
+from tinkex.server.database.sqlite import DATABASE
 from tinkex.types import (
     Checkpoint,
     CheckpointSearchCursor,

@@ -26,7 +26,7 @@ import tinkex
 from support import MODEL, Keyed, Wire, listening, sample_json, wait_until
 from tinkex.cli import run
 from tinkex.cli.main import cli, main
-from tinkex.server.database.store import LOCAL_OWNER
+from tinkex.server.database.entities import LOCAL_OWNER
 from tinkex.server.server_limits import Limits
 
 
@@ -260,10 +260,11 @@ def test_zsh_completes_with_whole_summaries() -> None:
     script = r"""
     zmodload zsh/zpty || exit 3
     zpty z "zsh -f -i"
-    zpty -w z 'PS1="> "; autoload -Uz compinit; compinit -u -D; eval "$(tinkex completion zsh)"; print REA""DY'
+    zpty -w z 'PS1="> "; autoload -Uz compinit; compinit -u -D'
+    zpty -w z 'eval "$(tinkex completion zsh)"; print REA""DY'
     zpty -r z out '*READY*'
     zpty -w -n z $'tinkex ch\t\t'
-    zpty -r z out '*chat*Talk to a model*checkpoint*Save, list, share, fetch and compare checkpoints.*'
+    zpty -r z out '*chat*Talk to a model*checkpoint*Save, list, share, fetch and compare *.*'
     zpty -w -n z $'\x15tinkex checkpoint set\t'
     zpty -r z out '*set-ttl*'
     zpty -w -n z $'\x15tinkex run list --access-scope acc\t'

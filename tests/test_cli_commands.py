@@ -1,4 +1,4 @@
-"""The commands, one by one, on a real server over the fake engine, and on one that fails as told."""
+"""Each command on a real server over the fake engine, and on one that fails."""
 
 from __future__ import annotations
 

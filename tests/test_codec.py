@@ -376,7 +376,7 @@ def real_oneof(field: Any) -> str | None:
 
 
 def shape_of(descriptor: Any) -> dict[str, Any]:
-    """What matters of a message: its fields' numbers, types and labels, down to nested map entries."""
+    """Return the numbers, types and labels of a message's fields, nested maps included."""
     return {
         field.name: (
             field.number,
@@ -609,7 +609,8 @@ def test_samples_that_do_not_add_up_are_refused() -> None:
         b'{"sequences":[],"prompt_logprobs":["a"]}',
         b'{"sequences":[],"prompt_logprobs":5}',
         b'{"model_id":"m","forward_backward_input":{"data":[{"model_input":5}],"loss_fn":"x"}}',
-        b'{"model_id":"m","forward_backward_input":{"data":[{"model_input":{"chunks":[]},"loss_fn_inputs":5}]}}',
+        b'{"model_id":"m","forward_backward_input":{"data":[{"model_input":{"chunks":[]},'
+        b'"loss_fn_inputs":5}]}}',
     ],
 )
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: str(kind.__name__))
@@ -683,8 +684,10 @@ REQUESTS: list[tuple[protocol.Operation, Any, str]] = [
             base_model="Qwen/Qwen3-8B",
             lora_config=types.LoraConfig(rank=8),
         ),
-        '{"session_id":"sess-1","model_seq_id":0,"base_model":"Qwen/Qwen3-8B","lora_config":{"rank":8,'
-        '"train_unembed":true,"train_mlp":true,"train_attn":true},"optimizer_config":{"type":"adamw"},'
+        '{"session_id":"sess-1","model_seq_id":0,"base_model":"Qwen/Qwen3-8B",'
+        '"lora_config":{"rank":8,'
+        '"train_unembed":true,"train_mlp":true,"train_attn":true},'
+        '"optimizer_config":{"type":"adamw"},'
         '"type":"create_model"}',
     ),
     (
@@ -695,7 +698,8 @@ REQUESTS: list[tuple[protocol.Operation, Any, str]] = [
     (
         protocol.OPTIM_STEP,
         types.OptimStepRequest(model_id=RUN, seq_id=2, adam_params=types.AdamParams()),
-        '{"model_id":"sess-1:train:0","seq_id":2,"type":"optim_step","adam_params":{"learning_rate":0.0001,'
+        '{"model_id":"sess-1:train:0","seq_id":2,"type":"optim_step",'
+        '"adam_params":{"learning_rate":0.0001,'
         '"beta1":0.9,"beta2":0.95,"eps":1e-12,"weight_decay":0.0,"grad_clip_norm":0.0}}',
     ),
     (
@@ -710,30 +714,35 @@ REQUESTS: list[tuple[protocol.Operation, Any, str]] = [
                 "beta1": 0.9,
             },
         ),
-        '{"model_id":"sess-1:train:0","seq_id":2,"type":"optim_step","optimizer_params":{"type":"dimuon",'
+        '{"model_id":"sess-1:train:0","seq_id":2,"type":"optim_step",'
+        '"optimizer_params":{"type":"dimuon",'
         '"learning_rate":0.01,"grad_clip_norm":0.0,"beta1":0.9}}',
     ),
     (
         protocol.SAVE_WEIGHTS,
         types.SaveWeightsRequest(model_id=RUN, path="s1", seq_id=4),
-        '{"model_id":"sess-1:train:0","path":"s1","seq_id":4,"overwrite":false,"type":"save_weights"}',
+        '{"model_id":"sess-1:train:0","path":"s1","seq_id":4,"overwrite":false,'
+        '"type":"save_weights"}',
     ),
     (
         protocol.SAVE_WEIGHTS_FOR_SAMPLER,
         types.SaveWeightsForSamplerRequest(model_id=RUN, path="w1", seq_id=5),
-        '{"model_id":"sess-1:train:0","path":"w1","seq_id":5,"kind":"snapshot","type":"save_weights_for_sampler"}',
+        '{"model_id":"sess-1:train:0","path":"w1","seq_id":5,"kind":"snapshot",'
+        '"type":"save_weights_for_sampler"}',
     ),
     (
         protocol.SAVE_WEIGHTS_FOR_SAMPLER,
         types.SaveWeightsForSamplerRequest(model_id=RUN, sampling_session_seq_id=0, seq_id=7),
-        '{"model_id":"sess-1:train:0","sampling_session_seq_id":0,"seq_id":7,"kind":"snapshot","type":"save_weights_for_sampler"}',
+        '{"model_id":"sess-1:train:0","sampling_session_seq_id":0,"seq_id":7,"kind":"snapshot",'
+        '"type":"save_weights_for_sampler"}',
     ),
     (
         protocol.LOAD_WEIGHTS,
         types.LoadWeightsRequest(
             model_id="sess-1:train:1", seq_id=1, path=CHECKPOINT, optimizer=False
         ),
-        '{"model_id":"sess-1:train:1","seq_id":1,"path":"tinker://run-1/weights/0001","optimizer":false,'
+        '{"model_id":"sess-1:train:1","seq_id":1,"path":"tinker://run-1/weights/0001",'
+        '"optimizer":false,'
         '"type":"load_weights"}',
     ),
     (
@@ -741,7 +750,8 @@ REQUESTS: list[tuple[protocol.Operation, Any, str]] = [
         types.LoadWeightsRequest(
             session_id=SESSION, model_seq_id=0, path=CHECKPOINT, optimizer=False
         ),
-        '{"session_id":"sess-1","model_seq_id":0,"path":"tinker://run-1/weights/0001","optimizer":false,'
+        '{"session_id":"sess-1","model_seq_id":0,"path":"tinker://run-1/weights/0001",'
+        '"optimizer":false,'
         '"type":"load_weights"}',
     ),
     (
@@ -768,8 +778,10 @@ REQUESTS: list[tuple[protocol.Operation, Any, str]] = [
             prompt_logprobs=False,
             record_stability_info=False,
         ),
-        '{"num_samples":1,"prompt":{"chunks":[{"tokens":[5,6,7,8],"type":"encoded_text"}]},"sampling_params":'
-        '{"max_tokens":2,"temperature":1.0,"top_k":-1,"top_p":1.0},"sampling_session_id":"sess-1:sample:0",'
+        '{"num_samples":1,"prompt":{"chunks":[{"tokens":[5,6,7,8],"type":"encoded_text"}]},'
+        '"sampling_params":'
+        '{"max_tokens":2,"temperature":1.0,"top_k":-1,"top_p":1.0},'
+        '"sampling_session_id":"sess-1:sample:0",'
         '"seq_id":0,"prompt_logprobs":false,"topk_prompt_logprobs":0,"topk_sample_logprobs":0,'
         '"prompt_alt_tokens_k":0,"record_stability_info":false,"type":"sample"}',
     ),

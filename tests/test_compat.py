@@ -249,7 +249,8 @@ if __name__ == "__main__":
     import importlib.metadata
     assert importlib.metadata.version("tinker") == "0.38.0"
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        print(tinker.ServiceClient.__module__, type(pool.map(work, [1])[0]).__module__, sys.argv[1:])
+        name = type(pool.map(work, [1])[0]).__module__
+        print(tinker.ServiceClient.__module__, name, sys.argv[1:])
     import tinkex.compat
     tinkex.compat.uninstall()
     import importlib.util, os

@@ -833,7 +833,7 @@ def asked(url: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def official(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the official package makes of the rows, and what the program finds when it runs on it."""
+    """Compare the rows of the official package with those of the program on tinkex."""
     shared = (known_names, evaluate, Walk)
     code = (
         "from __future__ import annotations\nimport importlib, inspect, json, os, sys\nfrom "

@@ -72,7 +72,7 @@ Undisturbed = Callable[[str, str], tuple[dict[str, Any], dict[str, str]]]
 def play(
     scene: Scene, kills: int, place: Path, undisturbed: Undisturbed, model_dir: Path, seed: int
 ) -> Toll:
-    """Run the loop over and over until the server has been killed so often; nothing of it may show."""
+    """Run the loop until the server has been killed often enough; results must not change."""
     rng = random.Random(f"{seed} {scene}")
     due, total = deaths(scene, rng), Toll()
     expected, files = undisturbed(scene.client, scene.model)

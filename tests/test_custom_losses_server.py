@@ -330,10 +330,12 @@ def test_the_rank_of_an_input_is_checked_by_the_server_too(url: str) -> None:
     model = wire.model(session, base_model=MODEL)
     for number, (inputs, words) in enumerate(
         [
-            ({"weights": {"data": [1.0] * 6, "dtype": "float32", "shape": [3, 2]}}, "'weights' has shape [3, 2]"),
+            ({"weights": {"data": [1.0] * 6, "dtype": "float32", "shape": [3, 2]}},
+             "'weights' has shape [3, 2]"),
             ({"weights": {"data": [1.0], "dtype": "float32", "shape": []}}, "'weights' has shape "
                                                                             "[], custom loss"),
-            ({"target_tokens": {"data": [1] * 6, "dtype": "int64", "shape": [3, 2]}}, "takes rank 1"),
+            ({"target_tokens": {"data": [1] * 6, "dtype": "int64", "shape": [3, 2]}},
+             "takes rank 1"),
         ],
         1,
     ):  # fmt: skip

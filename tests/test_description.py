@@ -59,7 +59,7 @@ def test_every_route_is_described_and_nothing_else_is(
         for method in route.methods or ()
         if method != "HEAD"
     }
-    app.state.server.store.close()
+    app.state.server.database.close()
     described = {
         (path, method) for path, methods in document["paths"].items() for method in methods
     }

@@ -341,7 +341,7 @@ def forms(faulty: FaultyServer, *paths: str) -> list[str]:
 
 @pytest.fixture
 def unknown(faulty: FaultyServer) -> FaultyServer:
-    """A server that answers the question for its configuration, and so does not say how old it is."""
+    """A server that refuses to tell its configuration, and so its age."""
     results = {
         "created": Answer(body={"model_id": "s:train:0"}),
         "pass": Answer(body=codec.encode(PASSED).data, content_type=codec.PROTOBUF),

@@ -377,7 +377,8 @@ def break_down() -> None:
 
 
 @pytest.mark.covers(
-    "1.4.2/1", "1.4.2/2", "1.4.2/3", "1.4.2/4", "1.4.2/5", "1.4.2/6", "1.4.2/7", "1.4.2/8", "1.4.2/9", "C26", "C63"
+    "1.4.2/1", "1.4.2/2", "1.4.2/3", "1.4.2/4", "1.4.2/5", "1.4.2/6", "1.4.2/7", "1.4.2/8",
+    "1.4.2/9", "C26", "C63"
 )  # fmt: skip
 def test_clients_at_work_say_everything_that_the_catalogue_lists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -15,7 +15,7 @@ import pytest
 from support import Heard, Keyed, Wire, pass_json, sample_json, serving, step_json
 from tinkex.engine.fake import STATE, FakeEngine
 from tinkex.server.access.accounts import create_key
-from tinkex.server.database.store import DATABASE, Store
+from tinkex.server.database.sqlite import SqliteDatabase
 from tinkex.server.routes import exports
 
 
@@ -51,11 +51,14 @@ ASKED: list[tuple[str, str, Any]] = [
     ("POST", "forward_backward", pass_json("{model}", 1)),
     ("POST", "optim_step", step_json("{model}", 1)),
     ("POST", "save_weights", {"model_id": "{model}", "path": "b", "seq_id": 1}),
-    ("POST", "load_weights", {"model_id": "{model}", "path": "tinker://x:train:0/weights/a", "optimizer": False}),
+    ("POST", "load_weights",
+     {"model_id": "{model}", "path": "tinker://x:train:0/weights/a", "optimizer": False}),
     ("POST", "weights_info", {"tinker_path": "tinker://{model}/weights/a"}),
-    ("POST", "copy_weights", {"source_path": "tinker://{model}/weights/a", "destination_project_id": "p"}),
+    ("POST", "copy_weights",
+     {"source_path": "tinker://{model}/weights/a", "destination_project_id": "p"}),
     ("POST", "session_heartbeat", {"session_id": "{session}"}),
-    ("POST", "create_sampling_session", {"session_id": "{session}", "sampling_session_seq_id": 0, "base_model": "m"}),
+    ("POST", "create_sampling_session",
+     {"session_id": "{session}", "sampling_session_seq_id": 0, "base_model": "m"}),
     ("POST", "create_model", {"session_id": "{session}", "model_seq_id": 0, "base_model": "fake"}),
     ("GET", "sessions/{session}", None),
     ("GET", "sessions/{session}/trace_export", None),
@@ -69,7 +72,7 @@ ASKED: list[tuple[str, str, Any]] = [
 @pytest.fixture
 def wires(tmp_path: Path) -> Iterator[tuple[Wire, Wire]]:
     """Two owners of one server."""
-    with serving(FakeEngine(), tmp_path) as url, closing(Store(tmp_path / DATABASE)) as store:
+    with serving(FakeEngine(), tmp_path) as url, closing(SqliteDatabase(tmp_path)) as store:
         yield (
             Keyed(url, create_key(store, "ada", "ada")[1]),
             Keyed(url, create_key(store, "bob", "bob")[1]),
@@ -113,7 +116,7 @@ def test_anothers_thing_is_answered_like_one_that_is_not_there(wires: tuple[Wire
 def test_cancelling_anothers_sample_does_nothing(tmp_path: Path) -> None:
     with (
         serving(FakeEngine(step_delay=0.01), tmp_path) as url,
-        closing(Store(tmp_path / DATABASE)) as store,
+        closing(SqliteDatabase(tmp_path)) as store,
     ):
         mine, other = (Keyed(url, create_key(store, name, name)[1]) for name in ("ada", "bob"))
         body = {"session_id": mine.session(), "sampling_session_seq_id": 0, "base_model": "fake"}

@@ -22,7 +22,7 @@ from tinkex import RestClient, types
 from tinkex.client.futures.api_future import start
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.access.accounts import create_key, revoke_key
-from tinkex.server.database.store import DATABASE, Store
+from tinkex.server.database.sqlite import SqliteDatabase
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -161,7 +161,7 @@ def test_a_signature_does_not_lead_out_of_the_checkpoint(tmp_path: Path) -> None
     from tinkex.server.access.accounts import Accounts
     from tinkex.server.routes.exports import TERMS, _signature
 
-    with serving(FakeEngine(), tmp_path) as url, closing(Store(tmp_path / DATABASE)) as store:
+    with serving(FakeEngine(), tmp_path) as url, closing(SqliteDatabase(tmp_path)) as store:
         wire = Wire(url)
         path = export(wire)
         run, [known] = path.split("/")[2], urls(wire, path).values()
@@ -171,7 +171,7 @@ def test_a_signature_does_not_lead_out_of_the_checkpoint(tmp_path: Path) -> None
                 [run, "external_weights", "e", name],
                 [str(int(time.time()) + 60), *_terms(known)],
             )
-            signature = _signature(Accounts(store, tmp_path), parts, terms)
+            signature = _signature(Accounts(store), parts, terms)
             query = urlencode([*zip(TERMS, terms, strict=True), ("signature", signature)])
             heard = wire.send(f"downloads/{'/'.join(parts)}?{query}", method="GET")
             assert heard.status == 404, name
@@ -185,7 +185,7 @@ def _terms(address: str) -> list[str]:
 
 
 def test_address_ends_with_the_leave_to_read(tmp_path: Path) -> None:
-    with serving(FakeEngine(), tmp_path) as url, closing(Store(tmp_path / DATABASE)) as store:
+    with serving(FakeEngine(), tmp_path) as url, closing(SqliteDatabase(tmp_path)) as store:
         wire, other = (Keyed(url, create_key(store, name, name)[1]) for name in ("ada", "bob"))
         path = export(wire)
         run = path.removeprefix("tinker://").replace("/", "/checkpoints/", 1)
@@ -194,7 +194,7 @@ def test_address_ends_with_the_leave_to_read(tmp_path: Path) -> None:
         assert wire.send(f"training_runs/{run}/publish", method="DELETE").status == 200
         assert fetch(theirs).status == 404
         fetch_ok(mine)
-        key = store.rows("SELECT id FROM keys WHERE name = 'ada'")[0]["id"]
+        key = store.connection.rows("SELECT id FROM keys WHERE name = 'ada'")[0]["id"]
         assert revoke_key(store, key)
         heard = fetch(mine)
     assert heard.status == 403
@@ -224,7 +224,7 @@ def test_address_leads_to_no_other_checkpoint_of_its_name(wire: Wire) -> None:
 
 
 def test_address_does_not_tell_its_reader(tmp_path: Path) -> None:
-    with serving(FakeEngine(), tmp_path) as url, closing(Store(tmp_path / DATABASE)) as store:
+    with serving(FakeEngine(), tmp_path) as url, closing(SqliteDatabase(tmp_path)) as store:
         wire = Keyed(url, create_key(store, "key", "ada@example.org")[1])
         assert "ada@" not in unquote(urls(wire, export(wire))["fake.json"])
 

@@ -22,7 +22,7 @@ from support import MODEL, Keyed, serving
 from tinkex import LoraConfig, ModelInput, RestClient, SamplingParams, ServiceClient
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.server.access.accounts import create_key, revoke_key
-from tinkex.server.database.store import DATABASE, Store
+from tinkex.server.database.sqlite import SqliteDatabase
 from tinkex.server.files import upload_files
 from tinkex.server.files.imports import most_bytes
 from tinkex.server.routes import uploads
@@ -308,7 +308,7 @@ def test_unfinished_uploads_are_few_and_expire(
 @pytest.mark.covers("U39")
 def test_an_upload_of_another_is_not_there(model_dir: Path, tmp_path: Path) -> None:
     with ExitStack() as stack:
-        store = stack.enter_context(closing(Store(tmp_path / DATABASE)))
+        store = stack.enter_context(closing(SqliteDatabase(tmp_path)))
         ada, bob = (create_key(store, owner, owner)[1] for owner in ("ada", "bob"))
         url = stack.enter_context(serving(TorchEngine({MODEL: model_dir}, threads=1), tmp_path))
         asked = {"base_model": MODEL, "lora_config": {"rank": 4}}
@@ -341,7 +341,7 @@ def test_upload_methods_warn_that_they_are_experimental(url: str) -> None:
 
 def test_address_of_an_upload_ends_with_its_key(model_dir: Path, tmp_path: Path) -> None:
     engine = TorchEngine({MODEL: model_dir}, threads=1)
-    with serving(engine, tmp_path) as url, closing(Store(tmp_path / DATABASE)) as store:
+    with serving(engine, tmp_path) as url, closing(SqliteDatabase(tmp_path)) as store:
         number, key = create_key(store, "key")
         with RestClient(base_url=url, api_key=key) as rest:
             address = begin(rest).urls[CONFIG]

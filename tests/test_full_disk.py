@@ -18,19 +18,21 @@ from support import Clock, Wire, serving
 from tinkex.engine.fake import FakeEngine
 from tinkex.server import complaints
 from tinkex.server.complaints import complain
-from tinkex.server.database.store import DATABASE, Store
+from tinkex.server.database.interface import DatabaseError
+from tinkex.server.database.sqlite import SqliteDatabase
+from tinkex.server.database.sqlite_sessions import SqliteSessions
 
 
 @contextmanager
-def full(store: Store) -> Iterator[None]:
+def full(store: SqliteDatabase) -> Iterator[None]:
     """Make the disk full for SQLite: its file may not grow."""
-    pages = store._db.execute("PRAGMA page_count").fetchone()[0]
-    most = store._db.execute("PRAGMA max_page_count").fetchone()[0]
-    store._db.execute(f"PRAGMA max_page_count={pages}")
+    pages = store.connection.db.execute("PRAGMA page_count").fetchone()[0]
+    most = store.connection.db.execute("PRAGMA max_page_count").fetchone()[0]
+    store.connection.db.execute(f"PRAGMA max_page_count={pages}")
     try:
         yield
     finally:
-        store._db.execute(f"PRAGMA max_page_count={most}")
+        store.connection.db.execute(f"PRAGMA max_page_count={most}")
 
 
 SQL = (
@@ -41,23 +43,27 @@ SQL = (
 
 @pytest.mark.parametrize("flush", [True, False])
 def test_full_disk_is_the_cause_that_is_told(tmp_path: Path, flush: bool) -> None:
-    with closing(Store(tmp_path / DATABASE)) as store:
-        with full(store), pytest.raises(sqlite3.OperationalError, match="database or disk is full"):
-            store.change((SQL, [(str(number), "x" * 100_000) for number in range(50)]), flush=flush)
-        assert store.rows("SELECT count(*) AS n FROM sessions")[0]["n"] == 0
-        store.change((SQL, [("a", "x")]), flush=flush)
-        assert store.rows("SELECT count(*) AS n FROM sessions")[0]["n"] == 1
+    with closing(SqliteDatabase(tmp_path)) as store:
+        with full(store), pytest.raises(DatabaseError, match="database or disk is full"):
+            store.connection.change(
+                (SQL, [(str(number), "x" * 100_000) for number in range(50)]), flush=flush
+            )
+        assert store.connection.rows("SELECT count(*) AS n FROM sessions")[0]["n"] == 0
+        store.connection.change((SQL, [("a", "x")]), flush=flush)
+        assert store.connection.rows("SELECT count(*) AS n FROM sessions")[0]["n"] == 1
 
 
 @pytest.mark.parametrize("flush", [True, False])
 def test_what_sqlite_has_rolled_back_by_itself_hides_no_cause(tmp_path: Path, flush: bool) -> None:
-    with closing(Store(tmp_path / DATABASE)) as store:
+    with closing(SqliteDatabase(tmp_path)) as store:
         told = "SELECT RAISE(ROLLBACK, 'database or disk is full')"
-        store.rows(f"CREATE TEMP TRIGGER full BEFORE INSERT ON sessions BEGIN {told}; END")
-        with pytest.raises(sqlite3.DatabaseError, match="database or disk is full"):
-            store.change((SQL, [("a", "x")]), flush=flush)
-        store.rows("DROP TRIGGER full")
-        store.change((SQL, [("a", "x")]), flush=flush)
+        store.connection.rows(
+            f"CREATE TEMP TRIGGER full BEFORE INSERT ON sessions BEGIN {told}; END"
+        )
+        with pytest.raises(DatabaseError, match="database or disk is full"):
+            store.connection.change((SQL, [("a", "x")]), flush=flush)
+        store.connection.rows("DROP TRIGGER full")
+        store.connection.change((SQL, [("a", "x")]), flush=flush)
 
 
 @pytest.fixture
@@ -91,15 +97,15 @@ def test_same_fault_is_logged_once_in_ten_minutes(
 def test_requests_on_a_full_disk_are_told_to_come_again(
     tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    change = Store.add_session
+    add = SqliteSessions.add
     is_full = True
 
-    def add_session(store: Store, *args: object) -> None:
+    def add_session(table: SqliteSessions, *args: object) -> None:
         if is_full:
             raise FULL
-        change(store, *args)  # type: ignore[arg-type]
+        add(table, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Store, "add_session", add_session)
+    monkeypatch.setattr(SqliteSessions, "add", add_session)
     with serving(FakeEngine(), tmp_path) as url, caplog.at_level(logging.ERROR):
         wire = Wire(url)
         body = {"tags": [], "sdk_version": "1"}
@@ -122,7 +128,7 @@ from tinkex.cli.serve import run_app
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.app import create_app
 from tinkex.server.server_limits import Limits
-from tinkex.server.routes.usage import Meter
+from tinkex.server.meter import Meter
 
 async def full(meter):
     raise OSError(28, "No space left on device")

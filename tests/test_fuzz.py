@@ -14,7 +14,6 @@ import functools
 import json
 import os
 import socket
-import sqlite3
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,11 +27,10 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
 from schemas import DEEP, DEEP_OBJECT, TEXTS, Json, Place, breaks, broken, values, written
-from support import Wire, pass_json, sample_json, serving, step_json
+from support import Wire, pass_json, sample_json, serving, sqlite, step_json
 from tinkex.engine.api import ADAMW, BaseModel, EngineError, Listener
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.app import create_app
-from tinkex.server.database.store import Store
 from tinkex.server.routes.openapi import describe
 from tinkex.server.server_limits import Limits
 from tinkex.server.state import State
@@ -253,7 +251,8 @@ class Subject:
             and live.lane.next < 1_000_000
             and self.names["@session"] in self.state.heard
             and all(
-                self.state.store.checkpoint(self.names[name]) for name in ("@weights", "@samplable")
+                self.state.database.checkpoints.get(self.names[name])
+                for name in ("@weights", "@samplable")
             )
         ):
             return
@@ -320,7 +319,7 @@ class Subject:
             for path in (self.data_dir / place).rglob("*")
         }
         return {
-            "rows": state.store._db.total_changes,
+            "rows": sqlite(state).db.total_changes,
             "files": files,
             "promises": sorted(state.promises._promises),
             "logs": sorted(state.promises._logs),
@@ -1060,7 +1059,7 @@ def test_odd_keys_and_tokens_are_not_known(tmp_path: Path) -> None:
 
 
 def raw(url: str, data: bytes, *, hang_up: bool = False) -> bytes:
-    """What a server says to some bytes before it closes the connection, or ten seconds have passed."""
+    """Return what a server answers to some bytes, within ten seconds."""
     address = urlsplit(url)
     with socket.create_connection(
         (address.hostname or "", address.port or 0), timeout=10
@@ -1180,15 +1179,11 @@ def test_a_fault_of_an_engine_is_a_500_and_logged(
 def test_a_fault_of_a_store_is_a_500_and_logged(
     faulty: Subject, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class BrokenStore(Store):
-        def rows(self, query: str, *values: Any) -> list[sqlite3.Row]:
-            return self._break()
+    def _break(*_: object) -> list[str]:
+        # no kind of error makes a fault the caller's
+        raise ValueError(f"not what was asked for, but {SECRET}")
 
-        def _break(self) -> list[sqlite3.Row]:
-            # no kind of error makes a fault the caller's
-            raise ValueError(f"not what was asked for, but {SECRET}")
-
-    monkeypatch.setattr(faulty.state.store, "__class__", BrokenStore)
+    monkeypatch.setattr(faulty.state.database.sessions, "ids", _break)
     heard = faulty.send("GET", f"{PREFIX}/sessions")
     assert (heard.status, heard.json) == (500, {"detail": "internal error: ValueError"})
     logged(caplog)

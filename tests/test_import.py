@@ -24,7 +24,7 @@ from tinkex.cli.main import cli
 from tinkex.engine.api import EngineError
 from tinkex.engine.families.read_config import families
 from tinkex.engine.torch.engine import TorchEngine
-from tinkex.server.database.store import Store
+from tinkex.server.database.sqlite import SqliteDatabase
 from tinkex.server.files import imports
 from tinkex.server.files.imports import import_adapter
 
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings")
 
 @pytest.fixture
 def make(model_dir: Path, tmp_path: Path) -> Make:
-    """Writes an adapter with peft, whose factors are all random: nothing in it is without effect."""
+    """Write an adapter with peft whose factors are all random, so that each has an effect."""
 
     def write(dtype: torch.dtype = torch.float32, **options: Any) -> Path:
         torch.manual_seed(1)
@@ -67,8 +67,8 @@ def data_dir(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def store(data_dir: Path) -> Iterator[Store]:
-    opened = Store(data_dir / "tinkex.sqlite3")
+def store(data_dir: Path) -> Iterator[SqliteDatabase]:
+    opened = SqliteDatabase(data_dir)
     yield opened
     opened.close()
 
@@ -78,7 +78,11 @@ ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_an_import_says_how_far_it_is(
-    make: Make, store: Store, model_dir: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    make: Make,
+    store: SqliteDatabase,
+    model_dir: Path,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     adapter, told = make(dtype), list[tuple[int, int]]()
     monkeypatch.setattr(imports, "PIECE", 100)
@@ -124,7 +128,12 @@ def test_reading_an_adapter_holds_its_file_no_longer_than_needed(
     ids=str,
 )
 def test_an_imported_adapter_computes_what_peft_computes_and_trains_on(
-    make: Make, store: Store, data_dir: Path, model_dir: Path, options: dict[str, Any], trains: str
+    make: Make,
+    store: SqliteDatabase,
+    data_dir: Path,
+    model_dir: Path,
+    options: dict[str, Any],
+    trains: str,
 ) -> None:
     adapter = make(**options)
     saved = import_adapter(store, adapter, MODEL, model_dir, "mine")
@@ -148,7 +157,7 @@ def test_an_imported_adapter_computes_what_peft_computes_and_trains_on(
 
 
 def test_modules_that_the_adapter_left_alone_learn_too(
-    make: Make, store: Store, data_dir: Path, model_dir: Path
+    make: Make, store: SqliteDatabase, data_dir: Path, model_dir: Path
 ) -> None:
     saved = import_adapter(store, make(), MODEL, model_dir)
     before = load_file(saved.directory / "adapter_model.safetensors")
@@ -172,7 +181,7 @@ def test_modules_that_the_adapter_left_alone_learn_too(
 
 
 def test_an_adapter_of_the_hosted_service_finds_its_unembedding(
-    make: Make, store: Store, model_dir: Path
+    make: Make, store: SqliteDatabase, model_dir: Path
 ) -> None:
     adapter = make(target_modules=["lm_head", "q_proj"])
     _edit(adapter, target_modules="all-linear")
@@ -192,11 +201,11 @@ def test_an_adapter_of_the_hosted_service_finds_its_unembedding(
 
 
 def test_the_name_of_the_base_model_is_the_adapters_own_by_default(
-    make: Make, store: Store, model_dir: Path
+    make: Make, store: SqliteDatabase, model_dir: Path
 ) -> None:
     saved = import_adapter(store, make(), None, model_dir)
     assert saved.base_model == MODEL
-    run = store.run(saved.model_id)
+    run = store.runs.get(saved.model_id)
     assert run is not None
     assert (run.base_model, run.lora.rank, run.owner) == (MODEL, 4, "local")
 
@@ -305,7 +314,7 @@ KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 )
 def test_what_would_be_another_function_is_refused_and_leaves_nothing(
     make: Make,
-    store: Store,
+    store: SqliteDatabase,
     data_dir: Path,
     model_dir: Path,
     damage: Callable[[Path], None],
@@ -316,15 +325,19 @@ def test_what_would_be_another_function_is_refused_and_leaves_nothing(
     with pytest.raises(EngineError, match=message):
         import_adapter(store, adapter, MODEL, model_dir)
     assert not [path for path in data_dir.rglob("*") if path.name.startswith("adapter")]
-    assert store._one("SELECT count(*) FROM runs")[0] == 0  # type: ignore[index]
+    assert store.connection.rows("SELECT count(*) FROM runs")[0][0] == 0
 
 
-def test_a_base_model_that_is_none_is_refused(make: Make, store: Store, tmp_path: Path) -> None:
+def test_a_base_model_that_is_none_is_refused(
+    make: Make, store: SqliteDatabase, tmp_path: Path
+) -> None:
     with pytest.raises(EngineError, match="is not a base model"):
         import_adapter(store, make(), MODEL, tmp_path)
 
 
-def test_a_name_that_cannot_be_one_is_refused(make: Make, store: Store, model_dir: Path) -> None:
+def test_a_name_that_cannot_be_one_is_refused(
+    make: Make, store: SqliteDatabase, model_dir: Path
+) -> None:
     with pytest.raises(EngineError, match="is not allowed"):
         import_adapter(store, make(), MODEL, model_dir, "../escape")
 
@@ -408,7 +421,9 @@ def test_the_command_asks_for_the_base_models_name_when_the_adapter_has_a_direct
     assert "give --base-model NAME[=DIR]" in result.output
 
 
-def test_scaling_is_exact_where_floats_allow_it(make: Make, store: Store, model_dir: Path) -> None:
+def test_scaling_is_exact_where_floats_allow_it(
+    make: Make, store: SqliteDatabase, model_dir: Path
+) -> None:
     adapter = make(lora_alpha=16)
     saved = import_adapter(store, adapter, MODEL, model_dir)
     ours, theirs = (

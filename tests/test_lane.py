@@ -43,7 +43,7 @@ def test_any_order_of_arrival_gives_the_order_of_numbers(order: list[int]) -> No
 def test_numbers_are_released_once_whatever_comes(
     arrivals: list[int], surrenders: list[int]
 ) -> None:
-    """Against the plainest model: a set of numbers that came, a floor below which all has passed."""
+    """Compare with the plainest model: a set of numbers, and a floor below which all passed."""
     lane: Lane[int] = Lane()
     floor, waiting, out = 1, set[int](), list[int]()
     for index, number in enumerate(arrivals):

@@ -1,4 +1,4 @@
-"""Requests that arrive or have not ended: each owner may hold so many bytes, more are answered 429."""
+"""Limits on the bytes of requests that arrive or have not ended; 429 beyond."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def test_owner_whose_requests_take_too_much_is_told_to_send_them_later(tmp_path:
 
     async def scenario() -> None:
         async with life(tmp_path / "a", engine, limits=Limits(held_bytes=1000)) as server:
-            keys = {name: create_key(server.state.store, name, name)[1] for name in ("ada", "ben")}
+            keys = {
+                name: create_key(server.state.database, name, name)[1] for name in ("ada", "ben")
+            }
             ada, ben = [await server.model(key=key) for key in keys.values()]
             engine.fail = hold
             asked, number = [], 0

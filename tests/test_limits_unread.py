@@ -16,7 +16,9 @@ from tinkex.server.server_limits import Limits
 def test_owner_with_too_many_unread_results_is_refused_until_they_are_read(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with life(tmp_path / "a", limits=Limits(unread_bytes=400)) as server:
-            keys = {name: create_key(server.state.store, name, name)[1] for name in ("ada", "ben")}
+            keys = {
+                name: create_key(server.state.database, name, name)[1] for name in ("ada", "ben")
+            }
             samplers = {}
             for name, key in keys.items():
                 session = await server.session(key)

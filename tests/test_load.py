@@ -23,7 +23,7 @@ from support import MODEL, make_data, serving
 from tinkex import types
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.access.accounts import create_key
-from tinkex.server.database.store import DATABASE, Store
+from tinkex.server.database.sqlite import SqliteDatabase
 from tinkex.types.sampling import SampleRequest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -172,7 +172,7 @@ def test_an_owner_of_many_runs_does_not_starve_one_who_has_a_single_run(
 ) -> None:
     from tinkex.engine.torch.engine import TorchEngine
 
-    with closing(Store(tmp_path / DATABASE)) as store:
+    with closing(SqliteDatabase(tmp_path)) as store:
         keys = [create_key(store, "k", owner)[1] for owner in ("many", "one")]
     data = make_data(types, lengths=(30, 30))
     order: list[str] = []

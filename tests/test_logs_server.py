@@ -1,4 +1,4 @@
-"""What a server says about its requests: lines of JSON, and spans in the traces of those who ask."""
+"""Log lines and traces of requests: JSON, and spans in the traces of the callers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def test_a_line_says_what_was_asked_by_whom_how_long_it_took_and_for_which_futur
         wire.result(asked)
     stepped, polled = lines
     assert set(stepped) == {
-        "time", "level", "logger", "message", "operation", "method", "status", "ms", "owner", "request_id",
+        "time", "level", "logger", "message", "operation", "method", "status", "ms", "owner",
+        "request_id",
     }  # fmt: skip
     assert (stepped["operation"], stepped["status"], stepped["owner"]) == (
         "optim_step",

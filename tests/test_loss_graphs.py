@@ -42,7 +42,8 @@ found = {}
 for number, (name, example) in enumerate(EXAMPLES.items()):
     handle = official.trace_loss(example.fn, example.ranks, "sess-1")
     request = types.CreateCustomLossRequest(
-        session_id="sess-1", custom_loss_seq_id=number, name=handle.name, inputs=list(handle.inputs),
+        session_id="sess-1", custom_loss_seq_id=number, name=handle.name,
+        inputs=list(handle.inputs),
         graph=official.encode_graph(handle),
     )
     found[name] = [request.model_dump_json(), handle.key, repr(handle)]

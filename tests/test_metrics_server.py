@@ -323,7 +323,7 @@ def test_a_server_does_not_wait_for_ever_to_stop(tmp_path: Path) -> None:
         state: State = app.state.server
         state.meter.open["ada", "asample"] = 1
         await asyncio.wait_for(state.drain(), 20)
-        state.store.close()
+        state.database.close()
 
     asyncio.run(scenario())
 

@@ -17,9 +17,10 @@ from support import Keyed, Wire, serving
 from tinkex.engine.api import BaseModel
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.access.accounts import create_key
-from tinkex.server.database.store import DATABASE, Store
+from tinkex.server.database.sqlite import SqliteDatabase
 
-BASES = tuple(BaseModel(name, context_length=length, vocab_size=128, arch="fake") for name, length in
+BASES = tuple(BaseModel(name, context_length=length, vocab_size=128, arch="fake")
+              for name, length in
               (("fake", 512), ("org/other", 2048)))  # fmt: skip
 
 
@@ -115,7 +116,7 @@ def test_models_are_listed_with_checkpoints_newest_first(url: str) -> None:
 @pytest.mark.covers("U57")
 def test_models_of_others_are_not_there_unless_they_are_published(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        store = stack.enter_context(closing(Store(tmp_path / DATABASE)))
+        store = stack.enter_context(closing(SqliteDatabase(tmp_path)))
         ada, bob = (create_key(store, owner, owner)[1] for owner in ("ada", "bob"))
         url = stack.enter_context(serving(FakeEngine(BASES), tmp_path))
         hers = Keyed(url, ada)

@@ -23,7 +23,7 @@ from tinkex.engine.fake import FakeEngine
 from tinkex.engine.families.model_config import TensorNames
 from tinkex.engine.families.read_config import read_config
 from tinkex.engine.peft_files import read_lora_config
-from tinkex.server.database.store import DATABASE, Store
+from tinkex.server.database.sqlite import DATABASE, SqliteDatabase
 from tinkex.server.files.imports import _header, read_source
 
 DEEP = '{"a": ' * 100_000
@@ -91,7 +91,7 @@ def test_deeply_nested_header_is_refused(tmp_path: Path) -> None:
     "command", [["key", "list"], ["key", "create", "x"], ["serve", "--port", "0"]]
 )
 def test_newer_data_directory_is_told_in_one_line(tmp_path: Path, command: list[str]) -> None:
-    Store(tmp_path / DATABASE).close()
+    SqliteDatabase(tmp_path).close()
     with closing(sqlite3.connect(tmp_path / DATABASE)) as database:
         database.execute("PRAGMA user_version=999")
         database.commit()

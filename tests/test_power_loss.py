@@ -25,7 +25,6 @@ import pytest
 from busy_server import OWNERS, Owner, heard, loaded, story, write_states_often
 from power_loss import Disk, records
 from test_survival import Life, life
-from tinkex.server.access.accounts import list_keys
 from tinkex.server.runs import admission
 
 MOMENTS = 200
@@ -90,7 +89,7 @@ def saved(owner: Owner, steps: list[int]) -> list[str]:
 
 async def check(server: Life, owners: dict[str, Owner], expected: Expected) -> int:
     """Ask for what was acknowledged; how many things that were."""
-    assert {key.owner for key in list_keys(server.state.store)} >= set(owners)
+    assert {key.owner for key in server.state.database.keys.all()} >= set(owners)
     asked = 0
     if owners:
         assert (await server.send("training_runs", None, method="GET"))[0] == 401, (
@@ -107,7 +106,7 @@ async def check(server: Life, owners: dict[str, Owner], expected: Expected) -> i
         if 0 in owner.results:
             assert f"{owner.session}:train:0" in made
         if not owner.ended:
-            assert server.state.store.session_state(owner.session) == "active"
+            assert server.state.database.sessions.state(owner.session) == "active"
             for number, request_id in owner.taken.items():
                 if not steps[number].is_future or (
                     steps[number].path == "asample" and number in owner.results
@@ -121,7 +120,7 @@ async def check(server: Life, owners: dict[str, Owner], expected: Expected) -> i
                 )
                 asked += 1
         elif owner.ended == "told":
-            assert server.state.store.session_state(owner.session) == "finished"
+            assert server.state.database.sessions.state(owner.session) == "finished"
         for path in saved(owner, list(owner.results)):
             found = await loaded(server, owner, path.replace("{s}", owner.session))
             assert found == expected.passes[owner.name, path], path

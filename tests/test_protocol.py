@@ -128,10 +128,12 @@ MINIMAL_ANSWERS: dict[str, str] = {
     "retrieve_futures": '{"completions":[],"cursor":0}',
     "cancel_future": "{}",
     "list_training_runs": '{"training_runs":[],"cursor":{"offset":0,"limit":20,"total_count":0}}',
-    "get_training_run": '{"training_run_id":"run-1","base_model":"Q","model_owner":"o","is_lora":true,'
+    "get_training_run": '{"training_run_id":"run-1","base_model":"Q","model_owner":"o",'
+    '"is_lora":true,'
     '"last_request_time":"2026-01-01T00:00:00Z"}',
     "list_checkpoints": '{"checkpoints":[]}',
-    "list_user_checkpoints": '{"checkpoints":[{"checkpoint_id":"weights/0001","checkpoint_type":"training",'
+    "list_user_checkpoints": '{"checkpoints":[{"checkpoint_id":"weights/0001",'
+    '"checkpoint_type":"training",'
     '"time":"2026-01-01T00:00:00Z","tinker_path":"tinker://run-1/weights/0001"}]}',
     "delete_checkpoint": "{}",
     "publish_checkpoint": "{}",

@@ -16,7 +16,8 @@ from support import MODEL, Wire, make_data, pass_json, sample_json, serving, ste
 from tinkex import RestClient, types
 from tinkex.engine.api import EngineError
 from tinkex.engine.fake import FakeEngine
-from tinkex.server.database.store import DATABASE, Store
+from tinkex.server.database.sqlite import SqliteDatabase
+from tinkex.server.database.sqlite_checkpoints import SqliteCheckpoints
 from tinkex.server.files.seals import SEAL
 from tinkex.server.server_limits import Limits
 from tinkex.server.state import State
@@ -40,8 +41,8 @@ class Records:
 
     def change(self, table: str, assignment: str, *values: Any) -> None:
         """Change facts behind the server's back."""
-        with closing(Store(self.data_dir / DATABASE)) as store:
-            store.rows(f"UPDATE {table} SET {assignment}", *values)
+        with closing(SqliteDatabase(self.data_dir)) as store:
+            store.connection.rows(f"UPDATE {table} SET {assignment}", *values)
 
     def give(self, model: str, owner: str) -> None:
         """Make a run and its checkpoints another's."""
@@ -439,15 +440,15 @@ def test_a_sweep_deletes_what_has_expired_and_nothing_else(tmp_path: Path) -> No
         for number, name in enumerate("abc", 1):
             records.save(model, number, name, ttl_seconds=3600 if name != "c" else None)
         records.change("checkpoints", "expires = 1 WHERE tinker_path LIKE '%/a'")
-    state = State(FakeEngine(), tmp_path, Limits())
+    state = State(FakeEngine(), tmp_path, Limits(), SqliteDatabase)
     asyncio.run(state._sweep())
     assert {path.split("/")[2] for path in records.files()} == {"b", "c"}
     assert not list(tmp_path.rglob(".*ing-*"))
     assert [
         saved.tinker_path[-1]
-        for saved in state.catalogue.checkpoints("local", limit=9, offset=0)[0]
+        for saved in state.database.checkpoints.page("local", limit=9, offset=0)[0]
     ] == ["c", "b"]
-    state.store.close()
+    state.database.close()
 
 
 @pytest.mark.covers("S43")
@@ -473,19 +474,19 @@ def test_files_are_flushed_and_in_place_before_they_are_on_record(
     import os
 
     steps: list[str] = []
-    real = os.fsync, Store.put_checkpoint
+    real = os.fsync, SqliteCheckpoints.put
 
     def fsync(handle: int) -> None:
         steps.append(os.path.basename(os.readlink(f"/proc/self/fd/{handle}")))
         real[0](handle)
 
-    def put(store: Store, saved: Any, request_id: str | None = None) -> None:
+    def put(table: SqliteCheckpoints, saved: Any, request_id: str | None = None) -> None:
         assert {file.name for file in saved.directory.iterdir()} == {"fake.json", SEAL}
         steps.append("record")
-        real[1](store, saved, request_id)
+        real[1](table, saved, request_id)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(Store, "put_checkpoint", put)
+    monkeypatch.setattr(SqliteCheckpoints, "put", put)
     model = records.wire.model()
     steps.clear()
     records.save(model, 1, "a")

@@ -27,7 +27,7 @@ from tinkex.recovery.monitor import (
     metrics_metadata,
     rest_client_of,
 )
-from tinkex.server.database.store import DATABASE, Store
+from tinkex.server.database.sqlite import SqliteDatabase
 from tinkex.types.checkpoints import TrainingRun
 
 # ── the policy ────────────────────────────────────────────────────────────────────────────────────
@@ -143,8 +143,10 @@ class Place:
         return client
 
     def corrupt(self, client: TrainingClient) -> None:
-        with closing(Store(self.data_dir / DATABASE)) as store:
-            store.rows("UPDATE runs SET corrupted = 1 WHERE model_id = ?", client.model_id)
+        with closing(SqliteDatabase(self.data_dir)) as store:
+            store.connection.rows(
+                "UPDATE runs SET corrupted = 1 WHERE model_id = ?", client.model_id
+            )
 
 
 @pytest.fixture

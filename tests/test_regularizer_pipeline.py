@@ -1,4 +1,4 @@
-"""Regularizers as terms of a loss: specs, execution, gradient norms, outputs, events and the log."""
+"""Regularizers as terms of a loss: execution, gradient norms, outputs, events, the log."""
 
 from __future__ import annotations
 

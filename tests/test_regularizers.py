@@ -166,15 +166,21 @@ EVERY = [
     L1(lambda_=0.3),
     *(L2(center=center, clip=clip) for center in (None, "mean", -1.0) for clip in (None, 0.65)),
     *(ElasticNet(l1_ratio=ratio, lambda_=2.0) for ratio in (0.0, 0.3, 1.0)),
-    *(Entropy(mode, reduction) for mode in ("minimize", "maximize") for reduction in ("mean", "sum", "none")),
-    *(Entropy(normalize=normalize, temperature=warmth) for normalize in (False, True) for warmth in (0.5, 3.0)),
-    *(KLDivergence(reference_field="other", reduction=reduction, direction=direction, symmetric=symmetric)
-      for reduction in ("mean", "sum", "none") for direction in ("forward", "reverse") for symmetric in (False, True)),
+    *(Entropy(mode, reduction)
+      for mode in ("minimize", "maximize") for reduction in ("mean", "sum", "none")),
+    *(Entropy(normalize=normalize, temperature=warmth)
+      for normalize in (False, True) for warmth in (0.5, 3.0)),
+    *(KLDivergence(reference_field="other", reduction=reduction, direction=direction,
+                   symmetric=symmetric)
+      for reduction in ("mean", "sum", "none")
+      for direction in ("forward", "reverse") for symmetric in (False, True)),
     *(Consistency("other", metric, reduction) for metric in ("mse", "l1", "cosine", "kl")
       for reduction in ("mean", "sum", "none")),
-    *(Orthogonality(mode, normalize, axis) for mode in ("soft", "hard", "spectral") for normalize in (True, False)
+    *(Orthogonality(mode, normalize, axis)
+      for mode in ("soft", "hard", "spectral") for normalize in (True, False)
       for axis in ("rows", "sequence", "vocabulary")),
-    *(GradientPenalty(cube, mode, target, "other") for mode in ("output", "interpolated") for target in (0.0, 1.5)),
+    *(GradientPenalty(cube, mode, target, "other")
+      for mode in ("output", "interpolated") for target in (0.0, 1.5)),
     GradientPenalty(torch.sum),
 ]  # fmt: skip
 

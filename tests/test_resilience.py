@@ -24,7 +24,7 @@ from tinkex.engine.fake import FakeEngine
 from tinkex.recovery.recorder import Entry
 from tinkex.recovery.resilient import ResilientTrainingClient
 from tinkex.recovery.resilient_sampling import ResilientSamplingClient
-from tinkex.server.database.store import DATABASE, Store
+from tinkex.server.database.sqlite import DATABASE, SqliteDatabase
 from tinkex.server.runs.journal import Committer, Segment
 from tinkex.server.runs.promises import Promises
 
@@ -66,8 +66,8 @@ class World:
         return Wire(self.url)
 
     def sql(self, statement: str, *values: Any) -> None:
-        with closing(Store(self.data_dir / DATABASE)) as store:
-            store.rows(statement, *values)
+        with closing(SqliteDatabase(self.data_dir)) as store:
+            store.connection.rows(statement, *values)
 
     # ── ways to lose a run ────────────────────────────────────────────────────────────────────────
 
@@ -93,9 +93,9 @@ class World:
             closing(sqlite3.connect(new)) as target,
         ):
             source.backup(target)
-        with closing(Store(self.data_dir / DATABASE)) as store:
+        with closing(SqliteDatabase(self.data_dir)) as store:
             for table in ("sessions", "runs", "samplers"):
-                store.rows(f"DELETE FROM {table}")
+                store.connection.rows(f"DELETE FROM {table}")
         self.begin(port)
 
     def corrupt(self, trainer: ResilientTrainingClient) -> None:

@@ -1120,7 +1120,10 @@ def fields(kind):
 
 clients = {
     kind.__name__: {
-        name: [[p.name, p.kind.name, default(p.default)] for p in inspect.signature(method).parameters.values()]
+        name: [
+            [p.name, p.kind.name, default(p.default)]
+            for p in inspect.signature(method).parameters.values()
+        ]
         for name, method in inspect.getmembers(kind, callable) if not name.startswith("_")
     }
     for kind in (tinker.RestClient, tinker.AdminClient)
@@ -1170,7 +1173,8 @@ import json, os, sys, warnings
 warnings.simplefilter("ignore")
 import tinker
 url, calls = sys.argv[1], json.loads(sys.argv[2])
-clients = [tinker.RestClient(base_url=url, api_key="tml-x"), tinker.AdminClient(base_url=url, api_key="tml-x")]
+kinds = (tinker.RestClient, tinker.AdminClient)
+clients = [kind(base_url=url, api_key="tml-x") for kind in kinds]
 for admin, name, args, keywords in calls:
     getattr(clients[admin], name)(*args, **keywords).result(30)
 os._exit(0)  # its threads sometimes bring an orderly end down
@@ -1178,7 +1182,7 @@ os._exit(0)  # its threads sometimes bring an orderly end down
 
 
 def is_official(case: Case, surface: Any) -> bool:
-    """Whether the official client takes the case's arguments, and they can be handed over as JSON."""
+    """Return True if the official client takes the case's arguments and JSON can hold them."""
     if case.name not in surface["AdminClient" if case.admin else "RestClient"]:
         return False
     if case.name == "delete_checkpoint" and len(case.args) == 1:

@@ -1,4 +1,4 @@
-"""RetryConfig and RetryHandler: how often, how long, how many at once, and when it is all given up."""
+"""RetryConfig and RetryHandler: counts, delays, concurrency, and when they give up."""
 
 from __future__ import annotations
 

@@ -10,39 +10,42 @@ from typing import Any
 
 import pytest
 
-from tinkex.server.access.accounts import create_key, list_keys
+from tinkex.server.access.accounts import create_key
+from tinkex.server.database.entities import Run, Sampler
+from tinkex.server.database.interface import DatabaseError
+from tinkex.server.database.migrations import MIGRATIONS
 from tinkex.server.database.row_digests import VOLATILE
-from tinkex.server.database.store import DATABASE, MIGRATIONS, Run, Sampler, Store
+from tinkex.server.database.sqlite import DATABASE, SqliteDatabase
+from tinkex.server.database.sqlite_activity import ADD_USE
 from tinkex.server.files.data_dir import DataDirError
-from tinkex.server.routes.usage import ADD_USE
 from tinkex.types.training import LoraConfig
 
 FLIPS = 300
 
 
-def fill(store: Store) -> None:
+def fill(store: SqliteDatabase) -> None:
     """Use each kind of statement that changes a row."""
     for number in range(30):
-        store.add_session(f"session-{number}", {"tags": ["x"], "user_metadata": {"n": number}})
-        store.add_run(
+        store.sessions.add(f"session-{number}", {"tags": ["x"], "user_metadata": {"n": number}})
+        store.runs.add(
             Run(f"session-{number}:train:0", f"session-{number}", "m", LoraConfig(rank=8), {})
         )
-    store.finish_session("session-3", "finished", None)
+    store.sessions.finish("session-3", "finished", None)
     for _ in range(2):
-        store.add_sampler(Sampler("s", "session-1", "m", None))
-        store.change((ADD_USE, [(1, "local", "session-1", "m", "sample", 1.5)]))
-        assert store.join_sampler("s")
+        store.samplers.add(Sampler("s", "session-1", "m", None))
+        store.connection.change((ADD_USE, [(1, "local", "session-1", "m", "sample", 1.5)]))
+        assert store.samplers.join("s")
     create_key(store, "first")
-    store.rows("DELETE FROM sessions WHERE session_id = 'session-5'")
+    store.connection.rows("DELETE FROM sessions WHERE session_id = 'session-5'")
 
 
-def facts(store: Store) -> dict[str, list[tuple[Any, ...]]]:
+def facts(store: SqliteDatabase) -> dict[str, list[tuple[Any, ...]]]:
     """Return all rows, without what changes often."""
-    names = store.rows("SELECT name FROM sqlite_master WHERE type = 'table'")
+    names = store.connection.rows("SELECT name FROM sqlite_master WHERE type = 'table'")
     found = {}
     for name in sorted(row["name"] for row in names if not row["name"].startswith("sqlite_")):
         hidden = VOLATILE.get(name, set())
-        rows = store.rows(f"SELECT * FROM {name}")
+        rows = store.connection.rows(f"SELECT * FROM {name}")
         found[name] = sorted(
             (tuple(row[key] for key in dict(row) if key not in hidden) for row in rows), key=repr
         )
@@ -50,12 +53,12 @@ def facts(store: Store) -> dict[str, list[tuple[Any, ...]]]:
 
 
 def test_rows_keep_their_digests_through_every_kind_of_change(tmp_path: Path) -> None:
-    with closing(Store(tmp_path / DATABASE)) as store:
+    with closing(SqliteDatabase(tmp_path)) as store:
         fill(store)
         store.verify()
-        store.rows("UPDATE runs SET last_request = 5")
+        store.connection.rows("UPDATE runs SET last_request = 5")
         store.verify()
-    with closing(Store(tmp_path / DATABASE)) as store:
+    with closing(SqliteDatabase(tmp_path)) as store:
         store.verify()
 
 
@@ -69,29 +72,29 @@ def test_rows_keep_their_digests_through_every_kind_of_change(tmp_path: Path) ->
     ],
 )
 def test_change_that_goes_past_the_store_is_refused(tmp_path: Path, change: str) -> None:
-    with closing(Store(tmp_path / DATABASE)) as store:
+    with closing(SqliteDatabase(tmp_path)) as store:
         fill(store)
     with closing(sqlite3.connect(tmp_path / DATABASE, isolation_level=None)) as db:
         db.execute(change)
-    with closing(Store(tmp_path / DATABASE)) as store, pytest.raises(DataDirError, match="damaged"):
+    with closing(SqliteDatabase(tmp_path)) as store, pytest.raises(DataDirError, match="damaged"):
         store.verify()
 
 
 def test_rows_of_an_older_database_get_their_digests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with closing(Store(tmp_path / DATABASE)) as store:
+    with closing(SqliteDatabase(tmp_path)) as store:
         fill(store)
     more = (*MIGRATIONS, "ALTER TABLE keys ADD COLUMN note TEXT")
-    monkeypatch.setattr("tinkex.server.database.store.MIGRATIONS", more)
-    with closing(Store(tmp_path / DATABASE)) as store:
+    monkeypatch.setattr("tinkex.server.database.sqlite_connection.MIGRATIONS", more)
+    with closing(SqliteDatabase(tmp_path)) as store:
         store.verify()
-        assert list_keys(store)
+        assert store.keys.all()
 
 
 def test_flipped_bits_are_refused_or_change_nothing(tmp_path: Path) -> None:
     path = tmp_path / DATABASE
-    with closing(Store(path)) as store:
+    with closing(SqliteDatabase(tmp_path)) as store:
         fill(store)
         before = facts(store)
     whole, rng, refused = path.read_bytes(), random.Random(7), 0
@@ -103,9 +106,9 @@ def test_flipped_bits_are_refused_or_change_nothing(tmp_path: Path) -> None:
             left.unlink()
         path.write_bytes(data)
         try:
-            with closing(Store(path)) as store:
+            with closing(SqliteDatabase(tmp_path)) as store:
                 store.verify()
                 assert facts(store) == before, f"bit {bit}"
-        except (DataDirError, sqlite3.Error):
+        except (DataDirError, DatabaseError):
             refused += 1
     assert refused > FLIPS // 10

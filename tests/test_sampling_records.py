@@ -129,7 +129,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_input_spans": None, "loss_fn_input_spans": None}, "datum 0 has no provenance"),
     ({"model_input_spans": [], "loss_fn_input_spans": []}, "spans of model_input cover 0 positions "
                                                            "of 5"),
-    ({"loss_fn_input_spans": [sampled("A", 0, 3)]}, "spans of target_tokens cover 3 positions of 5"),
+    ({"loss_fn_input_spans": [sampled("A", 0, 3)]},
+     "spans of target_tokens cover 3 positions of 5"),
     ({"model_input_spans": [prompt("A", 0, 3), sampled("A", 0, 3)]}, "spans of model_input cover 6 "
                                                                      "positions of 5"),
     ({"loss_fn_input_spans": [prompt("A", 2, 2), sampled("A", 0, 3)]}, "tokens 2 to 4 of the "
@@ -147,7 +148,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
                                                                              "another session"),
     ({"loss_fn_input_spans": [prompt("A", 1, 2), sampled("nowhere", 0, 3)]}, "was sampled in "
                                                                              "another session"),
-    ({"model_input_spans": [prompt("foreign", 0, 0), prompt("A", 0, 3), sampled("A", 0, 2)]}, "another session"),
+    ({"model_input_spans": [prompt("foreign", 0, 0), prompt("A", 0, 3), sampled("A", 0, 2)]},
+     "another session"),
 ]  # fmt: skip
 
 
@@ -208,10 +210,12 @@ def test_provenance_as_programs_make_it_is_accepted(serve: Serve) -> None:
             "advantages": {"data": [0.0] * 6 + [1.0] * 3, "dtype": "float32"},
         },
         "model_input_spans": [
-            prompt(a["id"], 0, 3), sampled(a["id"], 0, 2), prompt(b["id"], 5, 2), sampled(b["id"], 0, 2)
+            prompt(a["id"], 0, 3), sampled(a["id"], 0, 2),
+            prompt(b["id"], 5, 2), sampled(b["id"], 0, 2)
         ],
         "loss_fn_input_spans": [
-            prompt(a["id"], 1, 2), sampled(a["id"], 0, 2), prompt(b["id"], 5, 2), sampled(b["id"], 0, 3)
+            prompt(a["id"], 1, 2), sampled(a["id"], 0, 2),
+            prompt(b["id"], 5, 2), sampled(b["id"], 0, 3)
         ],
     }  # fmt: skip
     assert "loss_fn_outputs" in trained(wire, model, 1, turns)
@@ -286,7 +290,7 @@ def test_pass_is_done_again_with_recordings_that_have_expired(serve: Serve, cloc
 
 
 def wire_norm(serve: Serve, first: dict[str, Any], sample: dict[str, Any]) -> float:
-    """What the same pass gives a run that nothing happened to; the same seed draws the same sample."""
+    """Return what the same pass gives an untouched run; equal seeds draw equal samples."""
     wire = serve()
     session = wire.session()
     model, sampler = wire.model(session), sampler_of(wire, session)

@@ -48,7 +48,7 @@ from tinkex.hub.hub_files import resolve_file
 from tinkex.hub.pushes import push_checkpoint_adapter
 from tinkex.recovery.monitor import Executor
 from tinkex.server.access.accounts import create_key
-from tinkex.server.database.store import DATABASE, Store
+from tinkex.server.database.sqlite import SqliteDatabase
 from tinkex.types.sampling import SampledSequence, SampleResponse
 from tinkex.wire import codec, redaction
 
@@ -724,7 +724,7 @@ def test_a_server_keeps_and_tells_no_key(
 
 
 def test_keys_that_are_made_are_kept_as_hashes(everything: Everything, tmp_path: Path) -> None:
-    with contextlib.closing(Store(tmp_path / DATABASE)) as store:
+    with contextlib.closing(SqliteDatabase(tmp_path)) as store:
         _, key = create_key(store, "laptop")
     NEEDLES[key] = forms(key)
     try:

@@ -46,7 +46,7 @@ class Recorder:
 
 @dataclass
 class Shared:
-    """One server for most tests: sessions are independent, and the recorder starts anew for each."""
+    """One server for most tests: sessions are independent, the recorder restarts each time."""
 
     wire: Wire
     engine: FakeEngine
@@ -337,7 +337,7 @@ def test_an_optimizer_that_is_not_here_is_refused(wire: Wire) -> None:
 
 @pytest.mark.covers("S14")
 def test_nothing_in_a_bad_request_changes_anything(wire: Wire) -> None:
-    """Two runs get the same good calls; one of them gets bad ones in between. They must stay equal."""
+    """Two runs get the same good calls, one also gets bad ones. They must stay equal."""
     session = wire.session()
     clean, tried = wire.model(session, 0), wire.model(session, 1)
     numbers = {clean: iter(range(1, 100)), tried: iter(range(1, 100))}
@@ -545,7 +545,7 @@ def test_an_expired_checkpoint_is_gone_and_its_name_is_free(
     path = save(wire, model, 1, "a", ttl_seconds=3600)["path"]
     assert wire.post("weights_info", {"tinker_path": path})["lora_rank"] == 4
     later = time.time() + 3601
-    monkeypatch.setattr("tinkex.server.database.store.time.time", lambda: later)
+    monkeypatch.setattr("tinkex.server.database.sqlite_checkpoints.time.time", lambda: later)
     refusal(wire, 404, "weights_info", {"tinker_path": path}, "a")
     load = {"model_id": model, "seq_id": 2, "path": path, "optimizer": True}
     failure(wire.run("load_weights", load), "no checkpoint", "expired")
@@ -1226,14 +1226,14 @@ def test_a_model_of_an_earlier_life_is_not_made_again(
 def test_data_of_a_newer_version_is_left_alone(tmp_path: Path) -> None:
     import sqlite3
 
-    from tinkex.server.database.store import Store
+    from tinkex.server.database.sqlite import SqliteDatabase
 
-    Store(tmp_path / "tinkex.sqlite3").close()
+    SqliteDatabase(tmp_path).close()
     database = sqlite3.connect(tmp_path / "tinkex.sqlite3")
     database.execute("PRAGMA user_version=99")
     database.close()
     with pytest.raises(RuntimeError, match="newer version of tinkex wrote it"):
-        Store(tmp_path / "tinkex.sqlite3")
+        SqliteDatabase(tmp_path)
 
 
 def test_the_rest(wire: Wire) -> None:

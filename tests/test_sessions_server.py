@@ -17,13 +17,14 @@ from urllib.request import urlopen
 import pytest
 
 import tinkex
-from support import Clock, Heard, Keyed, Wire, pass_json, sample_json, serving, step_json
+from support import Clock, Heard, Keyed, Wire, pass_json, sample_json, serving, sqlite, step_json
 from test_survival import life, played, until as until_so
 from tinkex.client.rest import RestClient
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.access.accounts import create_key, revoke_key
-from tinkex.server.database import store
-from tinkex.server.database.store import DATABASE, Store
+from tinkex.server.database import sqlite_connection
+from tinkex.server.database.sqlite import SqliteDatabase
+from tinkex.server.database.sqlite_sessions import SqliteSessions
 from tinkex.server.server_limits import Limits
 
 
@@ -202,8 +203,8 @@ def test_pages_of_a_search_leave_nothing_out_and_repeat_nothing(
 ) -> None:
     wire = serve()
     made = [begin(wire) for _ in range(7)]
-    with closing(Store(tmp_path / DATABASE)) as facts:  # some of them in the same microsecond
-        facts.rows("UPDATE sessions SET created = 1700000000.123457")
+    with closing(SqliteDatabase(tmp_path)) as facts:  # some of them in the same microsecond
+        facts.connection.rows("UPDATE sessions SET created = 1700000000.123457")
     begin(wire)
     with RestClient(base_url=wire.url) as rest:
         found, cursor, pages = [], None, 0
@@ -356,7 +357,7 @@ def test_a_link_to_a_trace_cannot_be_made_up_or_used_later(
 
 
 def test_link_to_a_trace_ends_with_its_key(tmp_path: Path) -> None:
-    with serving(FakeEngine(), tmp_path) as url, closing(Store(tmp_path / DATABASE)) as store:
+    with serving(FakeEngine(), tmp_path) as url, closing(SqliteDatabase(tmp_path)) as store:
         number, key = create_key(store, "key")
         wire = Keyed(url, key)
         link = wire.get(f"sessions/{wire.session()}/trace_export")["url"]
@@ -378,7 +379,7 @@ def test_a_program_with_its_own_backend_gets_the_trace_as_a_file(tmp_path: Path)
 
 
 def test_a_timeline_has_a_limit(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tinkex.server.routes.usage.SPANS_PER_SESSION", 3)
+    monkeypatch.setattr("tinkex.server.meter.SPANS_PER_SESSION", 3)
     wire = serve()
     url = wire.get(f"sessions/{work(wire)}/trace_export")["url"]
     assert list(spans(fetch(url).json)) == ["create_model", "forward_backward", "optim_step"]
@@ -389,30 +390,32 @@ def test_search_keeps_nobody_waiting_and_has_limits(
 ) -> None:
     async def scenario() -> None:
         async with life(tmp_path / "a") as server:
-            keys = {name: create_key(server.state.store, name, name)[1] for name in ("ada", "ben")}
+            keys = {
+                name: create_key(server.state.database, name, name)[1] for name in ("ada", "ben")
+            }
             for key in keys.values():
                 await server.session(key)
             # what others do with the database and a search do not wait for each other
-            with server.state.store._lock:
+            with sqlite(server.state).lock:
                 async with asyncio.timeout(5):
                     found = [await server.post("sessions/search", {}, key) for key in keys.values()]
             assert [len(page["sessions"]) for page in found] == [1, 1]
-            held, original = threading.Event(), Store.search
+            held, original = threading.Event(), SqliteSessions.search
 
-            def slow(self: Store, query: str, *values: Any) -> Any:
-                if values[0] == "ada":
+            def slow(self: SqliteSessions, request: Any, owner: str) -> Any:
+                if owner == "ada":
                     assert held.wait(20)
-                return original(self, query, *values)
+                return original(self, request, owner)
 
-            monkeypatch.setattr(Store, "search", slow)
+            monkeypatch.setattr(SqliteSessions, "search", slow)
             first = asyncio.ensure_future(server.send("sessions/search", {}, keys["ada"]))
-            await until_so(lambda: server.state.searching == {"ada"})
+            await until_so(lambda: server.state.searches.owners == {"ada"})
             assert (await server.send("sessions/search", {}, keys["ada"]))[0] == 429
             assert (await server.send("sessions/search", {}, keys["ben"]))[0] == 200
             held.set()
             assert (await first)[0] == 200
-            monkeypatch.setattr(store, "SEARCH_SECONDS", -1.0)
-            monkeypatch.setattr(store, "SEARCH_INSTRUCTIONS", 1)
+            monkeypatch.setattr(sqlite_connection, "SEARCH_SECONDS", -1.0)
+            monkeypatch.setattr(sqlite_connection, "SEARCH_INSTRUCTIONS", 1)
             status, answer = await server.send("sessions/search", {}, keys["ada"])
             assert status == 400
             assert "the search was given up" in answer["detail"]

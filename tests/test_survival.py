@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from support import Clock, pass_json, sample_json, step_json
+from support import Clock, pass_json, sample_json, sqlite, step_json
 from tinkex.client.http.exchange import HttpRequest
 from tinkex.engine.api import EngineError
 from tinkex.engine.fake import FakeEngine
@@ -27,7 +27,7 @@ from tinkex.server import state
 from tinkex.server.access.accounts import create_key
 from tinkex.server.app import create_app
 from tinkex.server.database import commit_log
-from tinkex.server.database.store import DATABASE
+from tinkex.server.database.sqlite import DATABASE
 from tinkex.server.files.data_dir import DataDirError
 from tinkex.server.runs import admission, promises
 from tinkex.server.runs.journal import Committer, Journal
@@ -170,7 +170,7 @@ def test_a_save_that_was_replaced_or_deleted_since_is_not_done_again(tmp_path: P
             assert [await second.result(request_id) for request_id in ids] == told
             left = {
                 saved.tinker_path.rpartition("/")[2]
-                for saved in second.state.catalogue.checkpoints("local", limit=-1, offset=0)[0]
+                for saved in second.state.database.checkpoints.page("local", limit=-1, offset=0)[0]
             }
             assert left == {"x", "out", "unnumbered"}, "what was deleted came back"
 
@@ -230,7 +230,7 @@ def test_saves_that_wait_for_each_other_outlive_their_session(tmp_path: Path) ->
             held.gate.set()
 
             def kept() -> int:
-                return len(server.state.catalogue.checkpoints("local", limit=-1, offset=0)[0])
+                return len(server.state.database.checkpoints.page("local", limit=-1, offset=0)[0])
 
             await until(lambda: kept() == 3)
 
@@ -332,7 +332,7 @@ def test_what_a_killed_save_left_behind_is_removed(tmp_path: Path) -> None:
 
 @pytest.mark.covers("S44")
 def test_a_load_is_repeated_even_if_what_it_loaded_is_gone(tmp_path: Path) -> None:
-    """The state that a load writes may not be in force yet when its client deletes the checkpoint."""
+    """A client may delete a checkpoint before the state it loaded is in force."""
 
     async def scenario() -> None:
         engine = FakeEngine()
@@ -493,7 +493,7 @@ def test_sample_without_a_session_stays_its_owners_after_a_restart(tmp_path: Pat
     async def scenario() -> None:
         async with life(tmp_path / "a") as first:
             mine, other = (
-                create_key(first.state.store, name, name)[1] for name in ("mine", "other")
+                create_key(first.state.database, name, name)[1] for name in ("mine", "other")
             )
             request_id = await first.submit("asample", direct, mine)
             expected = await first.result(request_id, mine)
@@ -801,7 +801,7 @@ def test_no_key_and_no_access_token_is_put_on_disk(tmp_path: Path) -> None:
         engine = FakeEngine()
         async with life(tmp_path / "a", engine) as first:
             (ada_id, ada), (_, bob) = (
-                create_key(first.state.store, name, name) for name in ("ada", "bob")
+                create_key(first.state.database, name, name) for name in ("ada", "bob")
             )
             body = {"model_seq_id": 0, "base_model": "fake", "lora_config": {"rank": 4}}
             hers, his = await first.session(ada), await first.session(bob)
@@ -848,7 +848,7 @@ def test_no_key_and_no_access_token_is_put_on_disk(tmp_path: Path) -> None:
         for left in image.glob("runs/*/state-*.new"):
             shutil.rmtree(left)
         async with life(image) as second:
-            second.state.store.rows("UPDATE keys SET revoked = 1 WHERE id = ?", ada_id)
+            sqlite(second.state).rows("UPDATE keys SET revoked = 1 WHERE id = ?", ada_id)
             assert [await second.result(request_id, bob) for request_id in ids] == told
             assert (await second.run("forward_backward", pass_json(f"{his}:train:1", 1), bob))[
                 "metrics"
@@ -1169,7 +1169,7 @@ def test_programs_with_an_embedded_server_share_a_data_directory(tmp_path: Path)
     with pytest.raises(DataDirError):
         create_app(FakeEngine(), tmp_path / "a")
     for each in (first, second):
-        each.store.close()
+        each.database.close()
         each.unlock()
 
 

@@ -1489,7 +1489,8 @@ def test_a_forked_child_starts_afresh(faulty: FaultyServer) -> None:
         if child == 0:
             assert not reporter.is_alive
             assert not reporter.log("x") and not reporter.flush(sync=True) and not reporter.stop()
-            assert not reporter.log_fatal_exception(ValueError()) and not reporter.wait_until_drained(5)
+            assert not reporter.log_fatal_exception(ValueError())
+            assert not reporter.wait_until_drained(5)
             events.emit(events.QUEUE_STATE_CHANGE, {}, {"session_id": "program"})
             assert not events.is_heard()
             own = Transport(Config(base_url=sys.argv[1], api_key="tml-topsecret"))

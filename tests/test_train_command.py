@@ -46,7 +46,7 @@ TINY = "tinkex/tiny"
 
 @pytest.fixture(scope="module")
 def engine() -> FakeEngine:
-    """An engine that goes by the bundled model's name, so that its tokenizer and template are real."""
+    """An engine under the bundled model's name, so that its tokenizer and template are real."""
     return FakeEngine((BaseModel(TINY, context_length=512, vocab_size=2048, arch="fake"),))
 
 

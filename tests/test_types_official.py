@@ -419,7 +419,8 @@ def readings(types: Any, np: Any, torch: Any) -> dict[str, Any]:
         np.array([[-1, -2], [-3, -99999.0], [-99999.0] * 2], np.float32),
     )
     arrays = types.SampledSequence(
-        stop_reason="stop", sequence_id="i", tokens_np=np.array([1, 2]), logprobs_np=np.array([-0.5, -1.0]),
+        stop_reason="stop", sequence_id="i",
+        tokens_np=np.array([1, 2]), logprobs_np=np.array([-0.5, -1.0]),
         topk_logprobs_np=table,
     )  # fmt: skip
     lists = types.SampledSequence(
@@ -596,11 +597,17 @@ def fields(kind):
             if not field.name.startswith("_"):
                 factory = field.default_factory
                 required = field.default is dataclasses.MISSING and factory is dataclasses.MISSING
-                value = None if required else field.default if factory is dataclasses.MISSING else factory()
+                made = dataclasses.MISSING is factory
+                value = None if required else field.default if made else factory()
                 found[field.name] = [required, plain(value)]
         return found
     return {
-        name: [info.is_required(), None if info.is_required() else plain(info.get_default(call_default_factory=True))]
+        name: [
+            info.is_required(),
+            None
+            if info.is_required()
+            else plain(info.get_default(call_default_factory=True)),
+        ]
         for name, info in kind.model_fields.items()
     }
 
@@ -615,7 +622,8 @@ def proto(request):
     return forward_backward_request_to_proto(request).SerializeToString(deterministic=True).hex()
 
 def dumps(message):
-    return [json.loads(message.model_dump_json()), json.loads(message.model_dump_json(exclude_none=True))]
+    dumps = message.model_dump_json(), message.model_dump_json(exclude_none=True)
+    return [json.loads(text) for text in dumps]
 
 given = types, np, torch
 print(json.dumps({

@@ -17,8 +17,8 @@ from support import Keyed, Wire, pass_json, sample_json, serving, step_json
 from tinkex.client.rest import AdminClient
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.access.accounts import create_key, revoke_key
-from tinkex.server.database.store import DATABASE, Store
-from tinkex.server.routes.usage import Meter
+from tinkex.server.database.sqlite import SqliteDatabase
+from tinkex.server.meter import Meter
 
 Serve = Callable[..., Wire]
 
@@ -32,8 +32,8 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with closing(Store(tmp_path / DATABASE)) as opened:
+def store(tmp_path: Path) -> Iterator[SqliteDatabase]:
+    with closing(SqliteDatabase(tmp_path)) as opened:
         yield opened
 
 
@@ -107,7 +107,8 @@ def test_tokens_and_checkpoints_are_counted_by_the_hour(serve: Serve) -> None:
     assert wire.get(f"billing/usage/events?{span(hours=1, back=30)}")["data"]
     assert (
         wire.get(
-            "billing/usage/events?starting_on=2020-01-01T00:00:00Z&ending_before=2020-01-02T00:00:00Z"
+            "billing/usage/events?starting_on=2020-01-01T00:00:00Z&"
+            "ending_before=2020-01-02T00:00:00Z"
         )["data"]
         == []
     )
@@ -148,12 +149,14 @@ def test_a_span_that_cannot_be_accounted_for_is_refused_in_words(
     assert words in heard.json["detail"]
 
 
-def test_the_room_that_checkpoints_take_is_counted_and_shown(serve: Serve, store: Store) -> None:
+def test_the_room_that_checkpoints_take_is_counted_and_shown(
+    serve: Serve, store: SqliteDatabase
+) -> None:
     wire = serve()
     model = wire.model()
     wire.run("save_weights", {"model_id": model, "path": "a", "seq_id": 1})
     (held,) = wire.get("billing/usage/checkpoints/current")["data"]
-    (size,) = store.rows("SELECT size_bytes FROM checkpoints")[0]
+    (size,) = store.connection.rows("SELECT size_bytes FROM checkpoints")[0]
     assert (held["checkpoint_count"], held["size_bytes"]) == (1, size)
     assert held["size_gigabytes"] == pytest.approx(size / 1e9)
     assert (held["org_user_urn"], held["estimated_monthly_cost_usd"]) == ("tml:user:local", 0)
@@ -170,7 +173,7 @@ def test_the_room_that_checkpoints_take_is_counted_and_shown(serve: Serve, store
 
 
 def test_what_cannot_be_written_now_is_written_later(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+    store: SqliteDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
         meter = Meter(store)
@@ -178,11 +181,11 @@ def test_what_cannot_be_written_now_is_written_later(
         meter.audit("ada", "save_weights", tinker_path="tinker://a/weights/b")
         meter.span("s", "s:train:0:1", "forward", time.time(), None)
 
-        def broken(*_: object, flush: bool = True) -> None:
+        def broken(*_: object) -> None:
             raise OSError("the disk is full")
 
         with monkeypatch.context() as patch:
-            patch.setattr(store, "change", broken)
+            patch.setattr(store.activity, "add", broken)
             with pytest.raises(OSError, match="full"):
                 await meter.flush()
         meter.count("ada", "s", "m", "training", 2)
@@ -190,8 +193,12 @@ def test_what_cannot_be_written_now_is_written_later(
         await meter.flush()
 
     asyncio.run(scenario())
-    assert [row["amount"] for row in store.rows("SELECT amount FROM usage")] == [7]
-    assert len(store.rows("SELECT * FROM audit")) == len(store.rows("SELECT * FROM spans")) == 1
+    assert [row["amount"] for row in store.connection.rows("SELECT amount FROM usage")] == [7]
+    assert (
+        len(store.connection.rows("SELECT * FROM audit"))
+        == len(store.connection.rows("SELECT * FROM spans"))
+        == 1
+    )
 
 
 # ── audit ─────────────────────────────────────────────────────────────────────────────────────────
@@ -220,7 +227,9 @@ def test_the_audit_log_tells_who_did_what_to_checkpoints(serve: Serve) -> None:
         assert wire.send(f"audit?{query}", method="GET").status == 400
 
 
-def test_the_operator_sees_everyone_and_others_see_themselves(serve: Serve, store: Store) -> None:
+def test_the_operator_sees_everyone_and_others_see_themselves(
+    serve: Serve, store: SqliteDatabase
+) -> None:
     number, key = create_key(store, "k", "ada")
     _, other = create_key(store, "k", "bob")
     operator = Keyed(serve(api_key="tml-operator").url, "tml-operator")

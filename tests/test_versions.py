@@ -57,7 +57,7 @@ Loop = Callable[[str, str], dict[str, Any]]
 
 @pytest.fixture(scope="session")
 def loop() -> Loop:
-    """Runs the loop with a client of some version, once for each server, and gives what came out."""
+    """Run the loop with one version of the client, once per server; return the outcomes."""
     known: dict[tuple[str, str], dict[str, Any]] = {}
 
     def run(version: str, url: str) -> dict[str, Any]:

@@ -277,7 +277,7 @@ def test_w03_the_key_is_in_no_telemetry_and_no_log(
     caplog: pytest.LogCaptureFixture,
     status: int,
 ) -> None:
-    """After a failed poll, with telemetry on: the key went out in its own header and nowhere else."""
+    """After a failed poll with telemetry on, the key went out in its own header only."""
     monkeypatch.setenv("TINKER_TELEMETRY", "1")
     caplog.set_level(logging.DEBUG)
     faulty.script("telemetry", Answer(body={"status": "accepted"}))
@@ -402,7 +402,7 @@ def test_w06_large_bodies_are_not_written_on_the_network_loop(
 
 @pytest.mark.covers("W07")
 def test_w07_async_methods_do_not_block_the_callers_loop(faulty: FaultyServer) -> None:
-    """The server answers each first step when the caller's loop has ticked on since it was asked."""
+    """The server answers each first step after the caller's loop has ticked on."""
     ticks, stood_still = 0, list[str]()
 
     def ticked_on(seen: Seen) -> Callable[[], bool]:
@@ -643,11 +643,13 @@ if child == 0:
     try:
         print("inherited:", draw(sampler) == expected, flush=True)
     except tinkex.TinkerError as error:
-        print("inherited:", "forked" in str(error) and "ServiceClient in the child" in str(error), flush=True)
+        said = str(error)
+        print("inherited:", "forked" in said and "ServiceClient in the child" in said, flush=True)
     except BaseException as error:
         print("inherited:", type(error).__name__, flush=True)
     with tinkex.ServiceClient(base_url=sys.argv[1]) as fresh:
-        print("fresh:", draw(fresh.create_sampling_client(base_model="fake").result()) == expected, flush=True)
+        sampler = fresh.create_sampling_client(base_model="fake").result()
+        print("fresh:", draw(sampler) == expected, flush=True)
     os._exit(0)
 os.waitpid(child, 0)
 with multiprocessing.get_context("fork").Pool(1) as pool:

@@ -69,7 +69,7 @@ def _inside(place: Any) -> Iterator[Any]:
 
 
 def _fields(cls: Any) -> Mapping[str, inspect.Parameter]:
-    """What the constructor of a record takes; nothing of other classes, or where it is written out."""
+    """Return the parameters of a record's constructor; none for others."""
     if "__init__" in cls.members:
         return {}
     try:

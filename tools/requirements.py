@@ -11,26 +11,26 @@ decided otherwise than the older clients, the words here are what was decided.
 from __future__ import annotations
 
 CAPABILITIES = """
-C01 settings in four tiers: argument, program default, environment, built-in; the first that says something wins
+C01 settings in four tiers: argument, program default, environment, built-in; the first one set wins
 C02 settings that make no sense are refused when given, with a message that names them
-C03 two presets of timeout and retries, chosen by argument, program or environment; explicit values win
-C04 a proxy as URL or parts, its ports and its name and password as a header, used by every connection
+C03 two presets of timeout and retries, by argument, program or environment; explicit values win
+C04 a proxy as URL or parts, ports, name and password as a header, for every connection
 C05 keys are masked and secret headers redacted wherever settings are shown
-C06 the environment is read with care: trimmed, blank is unset, flags, lists and JSON in fixed forms, a snapshot
-C07 a log level of the environment or the program is applied once, at the start; none leaves logging alone
+C06 the environment: trimmed, blank is unset, fixed forms of flags, lists and JSON, a snapshot
+C07 a log level is applied once, at the start; without one logging is left alone
 C08 the package's version and the protocol's are two numbers, and the protocol's goes on the wire
 C09 one tree of errors: type, status, category, whose fault it is, whether trying again may help
 C10 everything shared is started on first use, once, however many start it at the same time
-C11 connections by class of traffic, so that a flood of one does not starve another; addresses compared without case
+C11 connections by class of traffic, so none starves another; addresses compared without case
 C12 one way to make a request that every endpoint goes through, and that can be replaced
-C13 the base URL's path stays; query: defaults under the path's own under the call's; None is left out
+C13 the base URL's path stays; query: defaults, then the path's, then the call's; no None
 C14 the headers of every request, in an order in which the later one wins
-C15 an idempotency key on whatever is not a GET: the same over retries of a call, a new one for each call
+C15 an idempotency key unless it is a GET: the same over a call's retries, new for each call
 C16 the trace context travels when asked for, and never breaks a request
 C17 a body is JSON or, with files, multipart; one that cannot be prepared is the caller's error
 C18 what was not given, what is to be left out and None are three things in a body
 C19 compressed answers are read
-C20 each status has its outcome: data, nothing, a redirect's address, a typed error with what the server said
+C20 each status has its outcome: data, nothing, a redirect's address, a typed error with text
 C21 Retry-After in seconds or milliseconds, any letter case; what cannot be read falls back
 C22 which statuses are tried again, how often and after which waits; the server may overrule
 C23 an answer with its status, headers, time and retries beside the data
@@ -46,13 +46,13 @@ C32 after a session is closed there is no further heartbeat
 C33 a service client opens one session and closes what it opened
 C34 a LoRA training run is created with its number in the session
 C35 a LoRA configuration of parts; one that trains nothing is refused before anything is sent
-C36 a training run from a saved state, with or without its optimizer; rank and flags from the checkpoint
+C36 a run from a saved state, with or without its optimizer; rank and flags from the checkpoint
 C37 a sampling client of a base model or a checkpoint; neither is refused
 C38 what the server offers
 C39 a REST client from a service client
 C40 async twins of all creators
 C41 a run is bound to its model before it is handed out; a server may answer with a future
-C42 operations of a run are numbered from one and submitted in order, results are waited for on their own
+C42 operations of a run are numbered from one and submitted in order, results awaited apart
 C43 large calls are cut by number of examples and by bytes, never into an empty piece
 C44 forward_backward: outputs in order, metrics, gradient added
 C45 forward: the same without a gradient
@@ -384,7 +384,7 @@ EXTRAS = """
 1.1.1/3 text to tokens by a model's name, under two names
 1.1.1/4 tokens to text by a model's name
 1.1.1/5 Kimi's tokenizer is known by its exact id
-1.1.1/6 every option of encode and decode reaches the loader or the resolver; unknown ones are refused
+1.1.1/6 options of encode and decode reach the loader or the resolver; unknown ones are refused
 1.1.1/7 no chat template is applied, and special tokens are those the tokenizer adds itself
 1.1.2/1 what a training client's server says comes first, up to its colon; failures are passed over
 1.1.2/2 a name is cut at its first colon
@@ -393,7 +393,7 @@ EXTRAS = """
 1.1.2/5 any other name is its own tokenizer's
 1.1.2/6 Llama before the three parts, and never for what the server says
 1.1.3/1 one cache for the process: the first tokenizer that was loaded stays
-1.1.3/2 a loader of one's own: what it must give, how its failures are told, and that they are not kept
+1.1.3/2 a loader of one's own: its result, its failures, and that those are not kept
 1.1.3/3 the default loader: 120 s of silence, redirects followed
 1.1.3/4 only Kimi's revision is pinned
 1.1.4/1 Kimi's id
@@ -427,7 +427,7 @@ EXTRAS = """
 1.2.3/2 the hub is asked whose token it is; 401 is the user's error, others the hub's
 1.2.3/3 the archive and the checkpoint's facts are asked for
 1.2.3/4 all in a directory that is always removed
-1.2.3/5 a configuration and weights are required, each lack told by itself (half an archive is noticed when fetched)
+1.2.3/5 a configuration and weights are required, each lack named (half an archive when fetched)
 1.2.3/6 an adapter that does not name its base model is made to
 1.2.3/7 a repository and revision from what is given, or named after model and run
 1.2.3/8 a model card with its front matter, use, source and details, where there is none
@@ -523,7 +523,7 @@ EXTRAS = """
 1.7/1 a provider has no reporter unless it says so
 1.7/2 service, training and sampling clients are providers
 1.8/1 off unless argument, program or environment say so
-1.8/2 the current trace is put into the headers, last, without touching what is there or ever failing
+1.8/2 the current trace is put into the headers, last, changing nothing else and never failing
 1.8/3 a trace is read from headers and attached, and left again
 1.8/4 whether it is on and there, and the names of the headers
 1.8/5 the package is optional
@@ -603,7 +603,7 @@ EXTRAS = """
 1.12.5/2 what is checked, and that names are unique
 1.12.5/3 the base loss and its metrics
 1.12.5/4 norms where asked for; without terms the base's
-1.12.5/5 exceptions become pipeline failures, a regularizer's failure stays what it is, both are told
+1.12.5/5 exceptions become pipeline failures, a regularizer's failure stays; both are reported
 1.12.6/1 what a term gives, and its JSON
 1.12.6/2 what a loss gives, and its JSON
 1.12.7/1 custom_loss.start
@@ -679,10 +679,10 @@ EXTRAS = """
 1.17.5/2 text cannot be a form; what is left out is left out before
 1.18/1 levels set the package's own logger and no other
 1.18/2 the package's version and the protocol's
-1.19/1 any function can be tried again: waits, cap, spread, what is not repeated, when it is given up
+1.19/1 any function can be retried: waits, cap, spread, what is not repeated, when it gives up
 1.19/2 the log of held-up work: words, reasons, once a minute
 1.19/3 observers: forms, crashes, changes only
-1.19/4 the gate of samples: 400, 10 after back-pressure with bytes times twenty, bytes as the server says
+1.19/4 the gate of samples: 400, 10 after back-pressure with bytes times 20, the server's bytes
 1.19/5 one second of pause for a small prompt, five for a large one
 1.19/6 bytes as estimated
 1.19/7 at most 1 024 examples and 5 000 000 bytes a chunk
@@ -691,7 +691,7 @@ EXTRAS = """
 list/row or rule."""
 
 BEYOND = """
-4.1/1 samples as a stream: pieces as they are drawn, an end when the reader leaves, the error's own words
+4.1/1 samples as a stream: pieces as they are drawn, an end when the reader leaves, errors
 4.1/2 events of a stream, fed in any pieces
 4.1/3 traces out and in
 4.1/4 a breaker for each endpoint, which can be switched on
@@ -727,7 +727,7 @@ U2 creating a training client returns at once, with an object that poses as the 
 U3 every way to wait for a client future gives the same client
 U4 a timeout of `result` leaves the creation running; one of `result_async` cancels it
 U5 the repr of a client future shows its state
-U6 public attributes of a client future warn, wait and read from the client; private ones raise at once
+U6 public attributes of a client future warn, wait and read the client; private ones raise
 U7 every public method of a client works on its future and warns; a failed creation raises its error
 U8 a sampling client future pickles as the client; a training client future does not pickle
 U9 errors of arguments are raised in the call, errors of a path by the future

@@ -73,7 +73,8 @@ def theirs(model: Any, rows: int, prompt: int, tokens: int) -> tuple[float, floa
     def run(count: int) -> tuple[float, float]:
         wall, cpu = time.perf_counter(), time.process_time()
         model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=True, max_new_tokens=count, min_new_tokens=count,
+            ids, attention_mask=torch.ones_like(ids), do_sample=True,
+            max_new_tokens=count, min_new_tokens=count,
             pad_token_id=0,
         )  # fmt: skip
         return time.perf_counter() - wall, time.process_time() - cpu

@@ -154,7 +154,8 @@ def main() -> None:
             }
             name = min(times, key=lambda name: times[name])
             print(
-                f"products of a decoding step, {rows} rows: {rows / times[name]:.1f} tok/s ({name})",
+                f"products of a decoding step, {rows} rows: {rows / times[name]:.1f} tok/s "
+                f"({name})",
                 flush=True,
             )
         x = {weight.shape[1]: random(tokens, weight.shape[1]) for weight in weights}

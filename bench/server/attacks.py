@@ -171,7 +171,7 @@ async def samples(attack: Attack) -> None:
 
 
 async def unread(attack: Attack) -> None:
-    """Samples with as many log-probabilities of their prompts as there are; no result is ever read."""
+    """Ask for the most log-probabilities of each prompt, and never read a result."""
     first = attack.line()
     sampler, numbers = await attack.sampler(first), iter(range(1, 1 << 40))
 

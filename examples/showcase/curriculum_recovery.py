@@ -50,7 +50,7 @@ GOOD_ENOUGH = 1.2  # loss per problem at which the next level begins
 
 
 class Server:
-    """A `tinkex serve` process that can be killed and started again on the same port and directory."""
+    """A `tinkex serve` process that can be killed and restarted on the same port."""
 
     def __init__(self, data_dir: Path) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -81,7 +81,7 @@ class Server:
 def curriculum(
     url: str, disaster: Callable[[int, str], None]
 ) -> tuple[list[float], list[str], list[bytes], float, int]:
-    """Train through the levels; what `disaster` does happens while a step's calls are on their way."""
+    """Train through the levels; `disaster` strikes while a step's calls are on their way."""
     train, held_out = problems(held_out=150, seed=SEED)
     losses: list[float] = []
     reached: list[str] = []

@@ -393,14 +393,13 @@ class LocalBackend:
     def _build(self) -> Any:
         engine = self._engine or lazy_engine(self._models)
         publish_tokenizers(engine)
-        import sqlite3
-
         from tinkex.server.app import create_app
+        from tinkex.server.database.interface import DatabaseError
         from tinkex.server.files.data_dir import DataDirError
 
         try:
             return create_app(engine, self.data_dir, embedded=True, **self._options)
-        except (OSError, DataDirError, sqlite3.Error) as error:
+        except (OSError, DataDirError, DatabaseError) as error:
             raise unusable(self.data_dir, error) from error
 
     async def aclose(self) -> None:

@@ -36,7 +36,7 @@ LEFT_TO_CHANCE = ("off policy",)
 
 
 def environment(home: Path) -> dict[str, str]:
-    """Nothing is fetched, no settings leak in, and what is written stays in the tests' directory."""
+    """Fetch nothing, use no outside settings, and write only into the test's directory."""
     kept = {
         name: value
         for name, value in os.environ.items()

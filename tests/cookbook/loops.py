@@ -359,7 +359,7 @@ def plain_rewards(url: str, log: Path) -> dict[str, list[float]]:
 
 
 async def evaluation(url: str, path: str) -> dict[str, list[float]]:
-    """How well a saved adapter adds, by the cookbook's evaluator: an evaluation without training."""
+    """Return how well a saved adapter adds, by the cookbook's evaluator."""
     import tinker
     from tinker_cookbook.recipes.math_rl.arithmetic_env import ArithmeticDatasetBuilder
     from tinker_cookbook.rl.metric_util import RLTestSetEvaluator

@@ -98,7 +98,7 @@ def test_adapters_beside_each_other_are_as_alone(checkpoint: Checkpoint, data: D
 def test_weights_are_written_beside_steps_and_while_graphs_are_recorded(
     checkpoint: Checkpoint, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread copies an adapter to the host again and again; it is always the one that there was."""
+    """An adapter that a thread copies to the host again and again stays the same."""
     monkeypatch.setattr(device_copies, "STAGING", 1000)  # in many pieces
     engine = engine_of(checkpoint, "qwen3", "cuda", torch.bfloat16)
     run_pass(engine, "a", data(9, 12), "cross_entropy", {})

@@ -171,7 +171,7 @@ def test_job_that_needs_most_of_the_cache_is_done_among_a_stream_of_short_ones(
 
 @pytest.mark.parametrize("seed", range(4))
 def test_jobs_that_give_way_to_each_other_give_the_same_samples(seed: int, limits: Any) -> None:
-    """Owners come and go, with prompts that begin alike, where neither rows nor blocks are enough."""
+    """Owners come and go, with prompts that begin alike and too few rows and blocks."""
     random = np.random.default_rng(seed)
     requests = []
     for number in range(24):

@@ -36,7 +36,8 @@ def fake() -> FakeEngine:
 
 def run(engine: Engine, **params: Any) -> SampleResponse:
     request = SampleRequest(
-        prompt=ModelInput.from_ints([1, 2, 3]), num_samples=2, prompt_logprobs=True, topk_prompt_logprobs=2,
+        prompt=ModelInput.from_ints([1, 2, 3]), num_samples=2,
+        prompt_logprobs=True, topk_prompt_logprobs=2,
         sampling_params=SamplingParams(**params),
     )  # fmt: skip
     engine.sample_start("job", "s", request, 7)

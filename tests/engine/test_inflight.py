@@ -41,7 +41,7 @@ Make = Callable[..., TorchEngine]
 
 @pytest.fixture
 def make(directory: Path) -> Make:
-    """An engine whose target `t` has version 1 of three; the others wait as samplers `v2` and `v3`."""
+    """An engine whose target `t` has version 1 of three; samplers `v2`, `v3` wait."""
 
     def make(**limits: Any) -> TorchEngine:
         engine = TorchEngine({"m": directory}, threads=1)

@@ -201,7 +201,8 @@ BAD: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("cispo", {"epsilon": 1.0}, {}, "known are clip_low_threshold, clip_high_threshold"),
     ("ppo", {"clip_low_threshold": 2.0}, {}, "datum 0: 'clip_low_threshold' is above "
                                              "'clip_high_threshold'"),
-    ("gspo", {}, {"clip_high_threshold": [2.0, 0.1, 2.0]}, "datum 0: 'clip_low_threshold' is above"),
+    ("gspo", {}, {"clip_high_threshold": [2.0, 0.1, 2.0]},
+     "datum 0: 'clip_low_threshold' is above"),
     ("gspo", {}, {"sequence_ratio_mask": [1.0, 1.0]}, "'sequence_ratio_mask' has length 2 but .* "
                                                       "length 3"),
     ("gspo", {}, {"clip_high_threshold": [float("nan")] * 3}, "'clip_high_threshold' holds NaN or "

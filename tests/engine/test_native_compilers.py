@@ -42,7 +42,8 @@ PROCESSORS = {
 """With what a processor has to have to run code for them."""
 HOT = """
 #include "{source}"
-void hot_products(int64_t rows, int panels, const float *x, int64_t stride, const float *const *weight, int64_t inputs,
+void hot_products(int64_t rows, int panels, const float *x, int64_t stride,
+                  const float *const *weight, int64_t inputs,
                   vec sums[ROWS][2][VECTORS]) {{
     multiply(rows, panels, x, stride, weight, inputs, sums);
 }}

@@ -48,7 +48,8 @@ def test_greedy_equals_generate(family: str, checkpoint: Checkpoint, sample: Sam
     result = sample(engine, PROMPT, temperature=0.0, max_tokens=40, num_samples=2, **FOREVER)
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint(family), dtype=torch.float32)
     expected = model.generate(
-        torch.tensor([PROMPT]), attention_mask=torch.ones(1, len(PROMPT)), do_sample=False, max_new_tokens=40,
+        torch.tensor([PROMPT]), attention_mask=torch.ones(1, len(PROMPT)),
+        do_sample=False, max_new_tokens=40,
         eos_token_id=[], pad_token_id=0,
     )  # fmt: skip
     for sequence in result.sequences:

@@ -38,7 +38,7 @@ WAYS = pytest.mark.parametrize("way", ["native", "slabs", "static"])
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with room for several blocks, nine heads on three, and a vocabulary of several spans."""
+    """A model with several blocks, nine heads on three, and a vocabulary of several spans."""
     torch.manual_seed(3)
     shape = {
         **SMALL,

@@ -68,7 +68,7 @@ def test_every_loss_has_its_case() -> None:
 def examples(
     case: Case, seed: int = 0, lengths: Sequence[int] = LENGTHS, **fixed: Any
 ) -> list[Datum]:
-    """Random data with every input that the loss reads; those in `fixed` have one value throughout."""
+    """Random data with every input that the loss reads; those in `fixed` are constant."""
     random = np.random.default_rng(seed)
     data = []
     for length in lengths:

@@ -24,24 +24,27 @@ pipeline_tag: text-generation
 
 # tinkex/tiny
 
-A small language model that ships with tinkex, so that training, sampling and reinforcement learning can be tried
-and tested without a download. It tells short stories of a made-up world, answers easy questions about them, and
-does some arithmetic. It knows nothing of the real world beyond a few plain facts and is of no use as an assistant.
+A small language model that ships with tinkex, so that training, sampling and reinforcement learning
+can be tried and tested without a download. It tells short stories of a made-up world, answers easy
+questions about them, and does some arithmetic. It knows nothing of the real world beyond a few
+plain facts and is of no use as an assistant.
 
 - Architecture: Llama (RMSNorm, rotary positions, SwiGLU, grouped-query attention, tied embeddings)
 - Parameters: {parameters:,}, stored as bfloat16
-- {layers} layers, hidden size {hidden}, {heads} heads ({kv_heads} key-value heads), feed-forward size {mlp}
+- {layers} layers, hidden size {hidden}, {heads} heads ({kv_heads} key-value heads), feed-forward
+  size {mlp}
 - Context: {context} tokens
-- Tokenizer: byte-level BPE, {vocabulary:,} tokens; every digit and every line break is a token of its own
+- Tokenizer: byte-level BPE, {vocabulary:,} tokens; every digit and every line break is a token of
+  its own
 - Licence: Apache-2.0, the text included
 - Made: {date}
 
 ## Text
 
-All text is written by `tools/tiny/corpus.py`, from word lists, plots and facts that are part of this repository;
-no other text was used. It has short stories, questions and answers about stories and about the facts of a made-up
-valley, chats in the model's chat format, and arithmetic of small numbers: sums in words, worked step by step, told
-as stories, and in bare notation.
+All text is written by `tools/tiny/corpus.py`, from word lists, plots and facts that are part of
+this repository; no other text was used. It has short stories, questions and answers about stories
+and about the facts of a made-up valley, chats in the model's chat format, and arithmetic of small
+numbers: sums in words, worked step by step, told as stories, and in bare notation.
 
 | Text | Documents | Bytes | Tokens |
 | --- | ---: | ---: | ---: |
@@ -50,18 +53,19 @@ as stories, and in bare notation.
 
 Shares of the documents: {shares}.
 
-The held-out text uses combinations of templates and entities that the training text never has, chosen by a hash of
-the combination. Documents of the held-out text that the training text also has: {held_out_documents_in_training}.
+The held-out text uses combinations of templates and entities that the training text never has,
+chosen by a hash of the combination. Documents of the held-out text that the training text also has:
+{held_out_documents_in_training}.
 
 ### Arithmetic
 
-`tinkex.models.addition` defines the task of adding two two-digit numbers and its held-out split: a hash of the
-unordered pair holds out {held_problems} of the 8,100 ordered problems. The training text only adds, subtracts or
-compares the numbers of the other pairs, in any wording; a search for neighbouring numbers of a held-out pair that
-their sum follows finds {training_leaks} documents. In words, worked and told as stories, the training text has sums
-of every kind. In the task's own notation, `37+45=`, {bare}.
-The ability is thus there, but the model does not show it when it is asked in that notation, which is what makes it a
-good pupil for the demo.
+`tinkex.models.addition` defines the task of adding two two-digit numbers and its held-out split: a
+hash of the unordered pair holds out {held_problems} of the 8,100 ordered problems. The training
+text only adds, subtracts or compares the numbers of the other pairs, in any wording; a search for
+neighbouring numbers of a held-out pair that their sum follows finds {training_leaks} documents. In
+words, worked and told as stories, the training text has sums of every kind. In the task's own
+notation, `37+45=`, {bare}. The ability is thus there, but the model does not show it when it is
+asked in that notation, which is what makes it a good pupil for the demo.
 
 ## Training
 
@@ -71,9 +75,9 @@ PYTHONPATH=src python -m tools.tiny.teach --model src/tinkex/models/tiny --seeds
 PYTHONPATH=src python -m tools.tiny.card --figures figures.json --taught taught.json
 ```
 
-Seed {seed} for text, weights and order; {steps:,} steps of {batch} rows of {context} tokens, AdamW (0.9, 0.95, weight
-decay {weight_decay}), peak learning rate {learning_rate}, cosine schedule, bfloat16 autocast; {seconds:.0f} s on
-{device} with torch {torch}.
+Seed {seed} for text, weights and order; {steps:,} steps of {batch} rows of {context} tokens, AdamW
+(0.9, 0.95, weight decay {weight_decay}), peak learning rate {learning_rate}, cosine schedule,
+bfloat16 autocast; {seconds:.0f} s on {device} with torch {torch}.
 
 Training loss (nats per token, mean since the step before):
 
@@ -83,8 +87,9 @@ Training loss (nats per token, mean since the step before):
 
 ## Figures
 
-Bits per byte on the held-out text (special tokens counted as one byte, end tokens included), of the stored bfloat16
-weights and of n-gram models with modified Kneser-Ney smoothing, counted on the same training text:
+Bits per byte on the held-out text (special tokens counted as one byte, end tokens included), of the
+stored bfloat16 weights and of n-gram models with modified Kneser-Ney smoothing, counted on the same
+training text:
 
 | Model | Bits per byte |
 | --- | ---: |
@@ -98,11 +103,12 @@ Greedy accuracy on the {held_problems} held-out addition problems:
 
 ## Teaching
 
-A rehearsal in plain PyTorch on two CPU cores (`tools/tiny/teach.py`): LoRA of rank {teach_rank} and scale 1 on all
-linear layers of the blocks; {teach_steps} supervised steps of {teach_batch} problems at a learning rate of
-{teach_learning_rate}; then {teach_rl_steps} steps of reinforcement learning ({teach_rl_prompts} problems with
-{teach_rl_group} samples each, temperature {teach_rl_temperature}, learning rate {teach_rl_learning_rate}, reward 1 for
-a right answer less the mean of its group), with training problems only. Greedy accuracy on the held-out problems:
+A rehearsal in plain PyTorch on two CPU cores (`tools/tiny/teach.py`): LoRA of rank {teach_rank} and
+scale 1 on all linear layers of the blocks; {teach_steps} supervised steps of {teach_batch} problems
+at a learning rate of {teach_learning_rate}; then {teach_rl_steps} steps of reinforcement learning
+({teach_rl_prompts} problems with {teach_rl_group} samples each, temperature {teach_rl_temperature},
+learning rate {teach_rl_learning_rate}, reward 1 for a right answer less the mean of its group),
+with training problems only. Greedy accuracy on the held-out problems:
 
 | Seed | Base | After supervised | After reinforcement |
 | ---: | ---: | ---: | ---: |
@@ -110,8 +116,9 @@ a right answer less the mean of its group), with training problems only. Greedy 
 
 ## Samples
 
-Drawn at temperature 0.7 from the stored weights, one for each prompt, not picked. `{{begin}}` is the begin token alone.
-Samples longer than 200 characters that are part of a training document: {samples_in_training}.
+Drawn at temperature 0.7 from the stored weights, one for each prompt, not picked. `{{begin}}` is
+the begin token alone. Samples longer than 200 characters that are part of a training document:
+{samples_in_training}.
 """
 
 

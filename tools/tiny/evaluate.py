@@ -207,7 +207,7 @@ def addition_accuracy(
     device: str,
     begin: Sequence[int],
 ) -> float:
-    """Return the share of addition problems that the model answers right with its likeliest tokens."""
+    """Return the share of additions that the model's likeliest tokens solve."""
     rows = [
         [*begin, *tokenizer.encode(addition.prompt(a, b), add_special_tokens=False).ids]
         for a, b in problems

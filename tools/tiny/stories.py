@@ -1389,15 +1389,17 @@ ANIMAL_QUESTIONS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
 )
 
 OPPOSITES: tuple[tuple[str, str], ...] = (
-    ("hot", "cold"), ("big", "small"), ("fast", "slow"), ("old", "young"), ("happy", "sad"), ("wet", "dry"),
-    ("full", "empty"), ("high", "low"), ("light", "dark"), ("long", "short"), ("loud", "quiet"), ("open", "closed"),
-    ("early", "late"), ("strong", "weak"), ("hard", "soft"), ("sweet", "sour"), ("near", "far"), ("left", "right"),
+    ("hot", "cold"), ("big", "small"), ("fast", "slow"), ("old", "young"), ("happy", "sad"),
+    ("wet", "dry"), ("full", "empty"), ("high", "low"), ("light", "dark"), ("long", "short"),
+    ("loud", "quiet"), ("open", "closed"), ("early", "late"), ("strong", "weak"), ("hard", "soft"),
+    ("sweet", "sour"), ("near", "far"), ("left", "right"),
 )  # fmt: skip
 
 THING_COLOURS: tuple[tuple[str, str], ...] = (
-    ("the sky on a clear day", "blue"), ("grass", "green"), ("snow", "white"), ("a ripe banana", "yellow"),
-    ("a ripe cherry", "red"), ("a carrot", "orange"), ("coal", "black"), ("milk", "white"), ("a lemon", "yellow"),
-    ("a leaf in spring", "green"), ("chocolate", "brown"), ("a ripe plum", "purple"), ("a rain cloud", "grey"),
+    ("the sky on a clear day", "blue"), ("grass", "green"), ("snow", "white"),
+    ("a ripe banana", "yellow"), ("a ripe cherry", "red"), ("a carrot", "orange"),
+    ("coal", "black"), ("milk", "white"), ("a lemon", "yellow"), ("a leaf in spring", "green"),
+    ("chocolate", "brown"), ("a ripe plum", "purple"), ("a rain cloud", "grey"),
 )  # fmt: skip
 
 GREETINGS: tuple[tuple[str, str], ...] = (

@@ -137,7 +137,7 @@ class Classroom:
         return float(loss.detach()) / len(rows)
 
     def reinforce(self) -> float:
-        """Sample groups of answers, take one importance-sampling step, and return the mean reward."""
+        """Sample groups of answers, take one step of RL, and return the mean reward."""
         recipe = self.recipe
         problems = self.random.sample(self.training, recipe.rl_prompts)
         asked = [p for p in problems for _ in range(recipe.rl_group)]

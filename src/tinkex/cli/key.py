@@ -17,8 +17,8 @@ from tinkex.cli.outcomes import CommandError, Outcome, reason_of
 from tinkex.cli.output import Column, iso, print_json, print_table, when
 
 if TYPE_CHECKING:
-    from tinkex.server.access.accounts import Key
-    from tinkex.server.database.store import Store
+    from tinkex.server.database.entities import Key
+    from tinkex.server.database.interface import Database
 
 COLUMNS = (
     Column("ID", right=True),
@@ -64,8 +64,8 @@ def create(name: str, owner: str, data_dir: Path | None, as_json: bool) -> Outco
 
     if not owner.strip() or not owner.isprintable():
         raise click.UsageError("--owner must be a name")
-    with _store(data_dir, new=True) as store:
-        number, made = create_key(store, name, owner)
+    with _database(data_dir, new=True) as database:
+        number, made = create_key(database, name, owner)
     data = {"id": number, "owner": owner, "name": name, "key": made}
     if as_json:
         print_json(data)
@@ -80,10 +80,8 @@ def create(name: str, owner: str, data_dir: Path | None, as_json: bool) -> Outco
 @formatted
 def list_command(data_dir: Path | None, as_json: bool) -> Outcome:
     """List all keys, those that have been revoked too. The keys themselves are not known any more."""
-    from tinkex.server.access.accounts import list_keys
-
-    with _store(data_dir) as store:
-        known = list(list_keys(store))
+    with _database(data_dir) as database:
+        known = database.keys.all()
     data = {"keys": [_key_data(item) for item in known]}
     if as_json:
         print_json(data)
@@ -126,8 +124,8 @@ def revoke(number: int, data_dir: Path | None, as_json: bool) -> Outcome:
     """
     from tinkex.server.access.accounts import revoke_key
 
-    with _store(data_dir) as store:
-        if not revoke_key(store, number):
+    with _database(data_dir) as database:
+        if not revoke_key(database, number):
             raise CommandError(f"there is no valid key {number}; `tinkex key list` shows them")
     data = {"command": "key revoke", "action": "revoke", "id": number}
     if as_json:
@@ -138,23 +136,22 @@ def revoke(number: int, data_dir: Path | None, as_json: bool) -> Outcome:
 
 
 @contextlib.contextmanager
-def _store(data_dir: Path | None, *, new: bool = False) -> Iterator[Store]:
-    import sqlite3
-
+def _database(data_dir: Path | None, *, new: bool = False) -> Iterator[Database]:
     from tinkex.local import default_data_dir, unusable
-    from tinkex.server.database.store import DATABASE, Store
+    from tinkex.server.database.interface import DatabaseError
+    from tinkex.server.database.sqlite import SqliteDatabase, is_database
     from tinkex.server.files.data_dir import DataDirError, make_directory
 
     directory = (data_dir or default_data_dir()).expanduser()
-    if not new and not (directory / DATABASE).exists():
+    if not new and not is_database(directory):
         raise CommandError(f"there is no data of a server in {directory}")
     try:
         make_directory(directory)
-        with contextlib.closing(Store(directory / DATABASE)) as store:
-            yield store
+        with contextlib.closing(SqliteDatabase(directory)) as database:
+            yield database
     except DataDirError as error:
         raise CommandError(str(unusable(directory, error)), error) from None
-    except (OSError, sqlite3.Error) as error:
+    except (OSError, DatabaseError) as error:
         told = reason_of(error) if isinstance(error, OSError) else f"{directory}: {error}"
         raise CommandError(told, error) from None
 

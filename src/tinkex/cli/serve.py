@@ -12,7 +12,6 @@ import logging
 import os
 import signal
 import socket
-import sqlite3
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -37,7 +36,8 @@ from tinkex.local import (
 )
 from tinkex.otel import is_available
 from tinkex.server.access.accounts import has_keys
-from tinkex.server.database.store import DATABASE, Store
+from tinkex.server.database.interface import DatabaseError
+from tinkex.server.database.sqlite import SqliteDatabase, is_database
 from tinkex.server.files.data_dir import DataDirError
 from tinkex.server.server_limits import Limits
 from tinkex.server.server_metrics import JsonFormatter, access
@@ -197,7 +197,7 @@ def serve(
     data_dir = data_dir or default_data_dir()
     try:
         is_open = not api_key and not _has_keys(data_dir)
-    except (OSError, DataDirError, sqlite3.Error) as error:
+    except (OSError, DataDirError, DatabaseError) as error:
         raise click.ClickException(str(unusable(data_dir, error))) from None
     if host not in LOOPBACK and is_open:
         raise click.UsageError(
@@ -235,7 +235,7 @@ def serve(
                     tracing,
                 )
             )
-    except (OSError, DataDirError, sqlite3.Error) as error:
+    except (OSError, DataDirError, DatabaseError) as error:
         raise click.ClickException(str(unusable(data_dir, error))) from None
     except EngineError as error:
         raise click.ClickException(str(error)) from None
@@ -274,11 +274,11 @@ def _tracing(asked: bool | None) -> Tracing | None:
 
 
 def _has_keys(data_dir: Path) -> bool:
-    path = data_dir.expanduser() / DATABASE
-    if not path.exists():
+    data_dir = data_dir.expanduser()
+    if not is_database(data_dir):
         return False
-    with contextlib.closing(Store(path)) as store:
-        return has_keys(store)
+    with contextlib.closing(SqliteDatabase(data_dir)) as database:
+        return has_keys(database)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -7,7 +7,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -423,14 +423,13 @@ def import_(directory: Path, base_model: str | None, name: str, data_dir: Path |
     A training client that is created from that path computes what PEFT computes with the adapter,
     and trains on.
     """
-    import sqlite3
-
     from tinkex.engine.api import EngineError
     from tinkex.engine.torch.kind import require_packages
     from tinkex.local import default_data_dir, resolve_models, unusable
 
     require_packages()
-    from tinkex.server.database.store import DATABASE, Store
+    from tinkex.server.database.interface import DatabaseError
+    from tinkex.server.database.sqlite import SqliteDatabase
     from tinkex.server.files.data_dir import DataDirError
     from tinkex.server.files.imports import import_adapter, read_source
 
@@ -445,17 +444,14 @@ def import_(directory: Path, base_model: str | None, name: str, data_dir: Path |
         base_directory = resolve_models({model: place})[model]
         root = (data_dir or default_data_dir()).expanduser().resolve()
         root.mkdir(parents=True, exist_ok=True)
-        store = Store(root / DATABASE)
-        try:
-            with transfer(f"Importing {directory.name}") as meter:
-                saved = import_adapter(
-                    store, directory, model, base_directory, name, progress=meter
-                )
-        finally:
-            store.close()
+        with (
+            closing(SqliteDatabase(root)) as database,
+            transfer(f"Importing {directory.name}") as meter,
+        ):
+            saved = import_adapter(database, directory, model, base_directory, name, progress=meter)
     except DataDirError as error:
         raise CommandError(str(unusable(data_dir or default_data_dir(), error)), error) from None
-    except (EngineError, OSError, sqlite3.Error) as error:
+    except (EngineError, OSError, DatabaseError) as error:
         raise CommandError(reason_of(error), error) from None
     click.echo(saved.tinker_path)
     return Outcome({"tinker_path": saved.tinker_path})

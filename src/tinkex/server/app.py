@@ -27,18 +27,21 @@ from tinkex.server.access.gate import check_held, check_room, fail_in_band
 from tinkex.server.access.ownership import check_ownership, is_own
 from tinkex.server.calls import Call
 from tinkex.server.complaints import FULL_DISK, complain
+from tinkex.server.database.interface import Database
+from tinkex.server.database.sqlite import SqliteDatabase
 from tinkex.server.files.data_dir import is_full_disk
 from tinkex.server.http_errors import Refusal
 from tinkex.server.routes import openai, openapi, uploads
 from tinkex.server.routes.exports import download_route
 from tinkex.server.routes.handler_table import HANDLERS, collect
+from tinkex.server.routes.metrics_page import metrics_text
 from tinkex.server.routes.records import misnamed_route
 from tinkex.server.routes.session_records import signed_trace, trace_path
-from tinkex.server.routes.usage import watch
 from tinkex.server.runs import replay
 from tinkex.server.runs.admission import UNLOAD, leave, recall_unload, spend_number
 from tinkex.server.runs.encoded_results import encoding
 from tinkex.server.runs.journals import DIRECT
+from tinkex.server.runs.metering import watch
 from tinkex.server.server_limits import Limits
 from tinkex.server.state import State
 from tinkex.server.tracing import Tracing
@@ -67,6 +70,7 @@ def create_app(
     strict: bool = False,
     embedded: bool = False,
     tracing: Tracing | None = None,
+    open_database: Callable[[Path], Database] = SqliteDatabase,
 ) -> Starlette:
     """The server as an ASGI application over an engine; its lifespan starts and stops the worker.
 
@@ -80,11 +84,13 @@ def create_app(
         embedded: Whether the only caller is this program, which then needs no key that others were
             given.
         tracing: Makes a span of each request, where that is wanted.
+        open_database: Opens the database of the data directory.
     """
     state = State(
         engine,
         data_dir,
         limits or Limits(),
+        open_database,
         api_key=api_key,
         tokens=tokens,
         strict=strict,
@@ -112,7 +118,8 @@ def create_app(
             try:
                 await state.meter.flush()
             finally:
-                state.store.close()
+                state.searches.close()
+                state.database.close()
                 state.unlock()
 
     # What this server cannot do is not there, and 404 says so.
@@ -305,7 +312,7 @@ def _metrics(state: State) -> Endpoint:
             await _authorize(request, state)
         except Refusal as refusal:
             return _refused(refusal)
-        return Response(state.metrics.render(state), media_type=CONTENT_TYPE)
+        return Response(metrics_text(state), media_type=CONTENT_TYPE)
 
     return metrics
 
@@ -473,7 +480,7 @@ async def _take_up(state: State, request_id: str) -> None:
         await state.revived(name)
     if request_id.endswith(UNLOAD) and state.promises.get(request_id) is None:
         await recall_unload(state, owner)
-    if (sampler := await asyncio.to_thread(state.store.sampler, owner)) is not None:
+    if (sampler := await asyncio.to_thread(state.database.samplers.get, owner)) is not None:
         await state.revived(sampler.session_id)
     elif owner.startswith(f"{DIRECT}:"):
         await state.revived(DIRECT)

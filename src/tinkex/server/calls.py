@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tinkex.server.database.store import LOCAL_OWNER
+from tinkex.server.database.entities import LOCAL_OWNER
 from tinkex.wire import codec
 
 

@@ -10,18 +10,13 @@ import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tinkex.server.runs.scheduler import SAMPLING, TRAINING
 from tinkex.wire import prometheus
 from tinkex.wire.prometheus import family, labels
 from tinkex.wire.redaction import MOST_TRACEBACK, Scrubber
 
-if TYPE_CHECKING:
-    from tinkex.server.state import State
-
 BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
-TOKENS = {"training": "training", "prefill": "prefill", "sample": "sampled"}
 
 FREQUENT = {"retrieve_future", "retrieve_futures", "session_heartbeat"}
 """What clients ask all the time: logged at the level debug when all is well."""
@@ -37,7 +32,7 @@ class Metrics:
         self._requests: Counter[tuple[str, int]] = Counter()
         self._buckets: dict[str, list[int]] = {}
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._began = time.time()
+        self.began = time.time()
 
     def observe(
         self,
@@ -66,13 +61,8 @@ class Metrics:
             fields |= {"owner": owner, "request_id": request_id and scrubber.text(request_id)}
             access.log(level, "%s %s", operation, status, extra={"fields": fields})
 
-    def render(self, state: State) -> str:
-        """Everything there is to know, as Prometheus reads it."""
-        return "".join(
-            f"{line}\n" for line in (*self._of_requests(), *_of_state(state, self._began))
-        )
-
-    def _of_requests(self) -> Iterator[str]:
+    def lines(self) -> Iterator[str]:
+        """Return the figures of requests, in the form that Prometheus reads."""
         requests = {
             labels(operation=op, status=status): count
             for (op, status), count in self._requests.items()
@@ -88,55 +78,6 @@ class Metrics:
             yield from prometheus.histogram(
                 name, BUCKETS, counts, self._seconds[operation], operation=operation
             )
-
-
-def _of_state(state: State, began: float) -> Iterator[str]:
-    meter = state.meter
-    tokens = {labels(kind=name): int(meter.totals[kind]) for kind, name in TOKENS.items()}
-    yield from family(
-        "tinkex_tokens_total", "counter", "Tokens, by what was done with them.", tokens
-    )
-    steps = {labels(kind=kind): state.worker.steps[kind] for kind in (TRAINING, SAMPLING)}
-    yield from family(
-        "tinkex_engine_steps_total", "counter", "Steps of the engine, by kind.", steps
-    )
-    waiting: Counter[str] = Counter()
-    for (_, operation), count in meter.open.items():
-        waiting[operation] += count
-    queued = {labels(operation=operation): count for operation, count in waiting.items()}
-    yield from family(
-        "tinkex_open_operations",
-        "gauge",
-        "Operations taken and not ended, queued or at work.",
-        queued,
-    )
-    sampling = {"": waiting["asample"]}
-    yield from family(
-        "tinkex_samples_in_flight", "gauge", "Sample requests that have not ended.", sampling
-    )
-    yield from family(
-        "tinkex_live_runs",
-        "gauge",
-        "Training runs whose adapters are loaded.",
-        {"": len(state.runs)},
-    )
-    in_memory = sum(directory is None for directory in state.snapshots.values())
-    samplers = {"": len(state.loading) + in_memory}
-    yield from family(
-        "tinkex_samplers", "gauge", "Weights held in memory to sample from.", samplers
-    )
-    yield from family(
-        "tinkex_open_sessions", "gauge", "Sessions that are open.", {"": len(state.heard)}
-    )
-    yield from family(
-        "tinkex_kept_results",
-        "gauge",
-        "Futures on record, ended or not.",
-        {"": len(state.promises)},
-    )
-    yield from family(
-        "tinkex_start_time_seconds", "gauge", "When the server was started.", {"": began}
-    )
 
 
 class JsonFormatter(logging.Formatter):

@@ -14,16 +14,17 @@ from typing import Any, Literal
 
 from tinkex.engine.api import BaseModel, Engine, EngineError, Writer
 from tinkex.server.access.accounts import Accounts
+from tinkex.server.access.searches import Searches
 from tinkex.server.complaints import complain
-from tinkex.server.database.catalogue import Catalogue
-from tinkex.server.database.store import DATABASE, Run, Store
-from tinkex.server.files.data_dir import Lock, make_directory, sync_above
+from tinkex.server.database.entities import Run
+from tinkex.server.database.interface import Database
+from tinkex.server.files.data_dir import Lock, discard, make_directory, sync_above
 from tinkex.server.files.seals import write_whole
 from tinkex.server.files.upload_files import sweep_uploads
 
 # for those who know the state, from one place
 from tinkex.server.http_errors import Refusal as Refusal
-from tinkex.server.routes.usage import Meter
+from tinkex.server.meter import Meter
 from tinkex.server.runs.journals import RECORDINGS, Journals, file_name
 from tinkex.server.runs.promises import Promise, Promises
 from tinkex.server.runs.scheduler import Lane, Worker
@@ -99,6 +100,7 @@ class State:
         engine: Engine,
         data_dir: Path,
         limits: Limits,
+        open_database: Callable[[Path], Database],
         *,
         api_key: str | None = None,
         tokens: bool = False,
@@ -161,23 +163,21 @@ class State:
         self.upload_dir = data_dir / "uploads"
         self.finishing: set[str] = set()
         """Uploads that are just being made checkpoints of."""
-        self.store = Store(data_dir / DATABASE)
-        self.store.verify()
-        self.accounts = Accounts(self.store, data_dir, api_key, embedded=embedded)
+        self.database = open_database(data_dir)
+        self.database.verify()
+        self.accounts = Accounts(self.database, api_key, embedded=embedded)
         self.tokens = tokens
         """Whether clients are to exchange their keys for tokens."""
         self.strict = strict
         """Whether weights are loaded as a run's first operation only."""
-        self.meter = Meter(self.store)
+        self.meter = Meter(self.database)
         self.metrics = Metrics()
         self.owners: dict[str, str] = {}
         """Owners of sessions, as far as they have been asked for."""
-        self.searching: set[str] = set()
-        """Owners whose search is under way."""
+        self.searches = Searches()
         self.is_draining = False
         self.expanding = asyncio.Semaphore(1)
         """Held while a compressed body grows large."""
-        self.catalogue = Catalogue(self.store)
         self.asked: dict[str, float] = {}
         """When something was last asked of runs, until it is on record."""
 
@@ -252,7 +252,7 @@ class State:
                 live.gap_timer.cancel()
             self.worker.run(self.engine.drop, model_id)
         self.worker.run(self.engine.drop_losses, f"{session_id}:")
-        self.worker.run(self.catalogue.touch, self._take_asked())
+        self.worker.run(self.database.runs.touch, self._take_asked())
         self.worker.cancel_samples(f"{session_id}:")
         for sampler in [name for name in self.snapshots if name.startswith(f"{session_id}:")]:
             self.forget_snapshot(sampler)
@@ -272,9 +272,9 @@ class State:
         owner = request_id.rpartition(":")[0]
         if owner in self.runs:
             return None
-        if self.store.run(owner) is not None:
+        if self.database.runs.get(owner) is not None:
             return CARRY_ON
-        return "ask for the sample again" if self.store.sampler(owner) is not None else None
+        return "ask for the sample again" if self.database.samplers.get(owner) is not None else None
 
     def keep_snapshot(self, session_id: str, sampler: str) -> None:
         """Take a nameless sampler in; the oldest beyond what memory is to hold are put on disk."""
@@ -388,14 +388,17 @@ class State:
         for session_id in [s for s, heard in self.heard.items() if heard < now - seconds]:
             # first, so that nobody who reads the record finds anything of it alive
             self.end_session(session_id)
-            await asyncio.to_thread(self.store.finish_session, session_id, EXPIRED, self._silence())
+            await asyncio.to_thread(
+                self.database.sessions.finish, session_id, EXPIRED, self._silence()
+            )
             self.heard.pop(session_id, None)  # who was heard from meanwhile came too late
         heard = [
             (time.time() - (now - heard), session_id) for session_id, heard in self.heard.items()
         ]
         await asyncio.to_thread(self._note_heard, heard)
-        await asyncio.to_thread(self.catalogue.touch, self._take_asked())
-        await asyncio.to_thread(self.catalogue.sweep)
+        await asyncio.to_thread(self.database.runs.touch, self._take_asked())
+        for directory in await asyncio.to_thread(self.database.checkpoints.remove_expired):
+            await asyncio.to_thread(discard, directory)
         await asyncio.to_thread(sweep_uploads, self.upload_dir)
 
     def _take_asked(self) -> dict[str, float]:
@@ -409,14 +412,8 @@ class State:
         """Record when sessions were heard from, and end those that an earlier life of the server
         left open.
         """
-        expire = (
-            "UPDATE sessions SET finished = ?, reason = ?, detail = ? WHERE finished IS NULL "
-            "AND heard < ?"
-        )
-        now = time.time()
-        ended = [(now, EXPIRED, self._silence(), now - self.limits.session_seconds)]
-        hear = "UPDATE sessions SET heard = MAX(heard, ?) WHERE session_id = ?"
-        self.store.change((hear, heard), (expire, ended), flush=False)
+        silent_since = time.time() - self.limits.session_seconds
+        self.database.sessions.note_heard(heard, silent_since, EXPIRED, self._silence())
 
     def refuse_if_stopping(self) -> None:
         """Send whoever waits away when the server stops: what was promised is kept by its next

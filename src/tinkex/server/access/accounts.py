@@ -1,9 +1,9 @@
 """Who asks: keys, the short-lived tokens given for them, and the account each belongs to.
 
 A key is 256 random bits, so a plain SHA-256 of it is kept: there is nothing to guess, and a slow
-hash would only slow every request down. Keys are read from the store, so that one made or revoked
-by the command line counts at once: a key not seen before is always looked up, one that was found is
-trusted for a second.
+hash would only slow every request down. Keys are read from the database, so that one made or revoked
+by the command line counts at once: an unknown key is always looked up, a known one is trusted for a
+second.
 """
 
 from __future__ import annotations
@@ -16,16 +16,12 @@ import json
 import secrets
 import time
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tinkex.server.database.store import LOCAL_OWNER, Store, user_urn
+from tinkex.server.database.entities import LOCAL_OWNER, AuditEntry, user_urn
+from tinkex.server.database.interface import Database
 from tinkex.server.files.data_dir import is_keyed, mark_keyed, signing_secret
 from tinkex.server.http_errors import Refusal
-from tinkex.server.routes.usage import record
-
-if TYPE_CHECKING:
-    pass
 
 PREFIX = "tml-"
 TRUSTED_SECONDS = 1.0
@@ -43,18 +39,6 @@ class Account:
     key_id: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
-    """A key on record; the key itself is not."""
-
-    id: int
-    owner: str
-    name: str
-    created: float
-    last_used: float | None
-    revoked: float | None
-
-
 def hash_of(key: str) -> bytes:
     """What is kept of a key."""
     return hashlib.sha256(key.encode()).digest()
@@ -63,42 +47,36 @@ def hash_of(key: str) -> bytes:
 # ── keys on record ────────────────────────────────────────────────────────────────────────────────
 
 
-def create_key(store: Store, name: str, owner: str = LOCAL_OWNER) -> tuple[int, str]:
-    """Make a key; its number, and the key itself, which is not kept and cannot be shown again."""
-    mark_keyed(store.root)
+def create_key(database: Database, name: str, owner: str = LOCAL_OWNER) -> tuple[int, str]:
+    """Make a key; return its number and the key, which is not kept and cannot be shown again."""
+    mark_keyed(database.root)
     key = PREFIX + secrets.token_urlsafe(32)
-    sql = "INSERT INTO keys (hash, owner, name, created) VALUES (?, ?, ?, ?) RETURNING id"
-    number = int(store.rows(sql, hash_of(key), owner, name, time.time())[0]["id"])
-    record(
-        store, owner, "organizations", "api_key_created", details={"key_id": number, "name": name}
-    )
+    number = database.keys.add(hash_of(key), owner, name)
+    _audit(database, owner, "api_key_created", number, name)
     return number, key
 
 
-def list_keys(store: Store) -> list[Key]:
-    """All keys, revoked ones too."""
-    rows = store.rows("SELECT id, owner, name, created, last_used, revoked FROM keys ORDER BY id")
-    return [Key(*tuple(row)) for row in rows]
+def revoke_key(database: Database, number: int) -> bool:
+    """Revoke a key; return False if there is no valid key of that number."""
+    revoked = database.keys.revoke(number)
+    if revoked is not None:
+        owner, name = revoked
+        _audit(database, owner, "api_key_revoked", number, name)
+    return revoked is not None
 
 
-def revoke_key(store: Store, number: int) -> bool:
-    """Let a key no longer open anything; False when there is none of that number, or it was revoked
-    before.
-    """
-    sql = "UPDATE keys SET revoked = ? WHERE id = ? AND revoked IS NULL RETURNING owner, name"
-    revoked = store.rows(sql, time.time(), number)
-    for row in revoked:
-        details = {"key_id": number, "name": row["name"]}
-        record(store, row["owner"], "organizations", "api_key_revoked", details=details)
-    return bool(revoked)
+def _audit(database: Database, owner: str, event: str, number: int, name: str) -> None:
+    details = json.dumps({"key_id": number, "name": name})
+    entry = AuditEntry(time.time(), owner, "organizations", event, None, None, details)
+    database.activity.add({}, [], [entry])
 
 
-def has_keys(store: Store) -> bool:
+def has_keys(database: Database) -> bool:
     """Return whether a key was ever made.
 
     Neither revoking the last key nor losing the database opens a server to everyone.
     """
-    return is_keyed(store.root) or bool(store.rows("SELECT 1 FROM keys LIMIT 1"))
+    return is_keyed(database.root) or bool(database.keys.all())
 
 
 # ── who asks ──────────────────────────────────────────────────────────────────────────────────────
@@ -108,19 +86,18 @@ class Accounts:
     """Tells whose request one is.
 
     Args:
-        store: Where keys are.
-        data_dir: Where the secret is that tokens are signed with.
-        api_key: A key besides those in the store, of the owner `local`.
-        embedded: Whether the only caller is this very program, which needs no key of the store.
+        database: The keys, and the directory of the secret that tokens are signed with.
+        api_key: A key besides those on record, of the owner `local`.
+        embedded: Whether the only caller is this very program, which needs no key on record.
     """
 
     def __init__(
-        self, store: Store, data_dir: Path, api_key: str | None = None, *, embedded: bool = False
+        self, database: Database, api_key: str | None = None, *, embedded: bool = False
     ) -> None:
-        self._store = store
+        self._database = database
         self._given = hash_of(api_key) if api_key else None
         self._embedded = embedded
-        self._secret = signing_secret(data_dir)
+        self._secret = signing_secret(database.root)
         self._trusted: dict[bytes, tuple[float, Account]] = {}
         self._valid: dict[int, float] = {}
         self._closed = self._given is not None
@@ -133,7 +110,7 @@ class Accounts:
             and not self._embedded
             and time.monotonic() - self._looked > TRUSTED_SECONDS
         ):
-            self._closed = await asyncio.to_thread(has_keys, self._store)
+            self._closed = await asyncio.to_thread(has_keys, self._database)
             self._looked = time.monotonic()
         return self._closed
 
@@ -176,14 +153,8 @@ class Accounts:
             raise Refusal(403, f"the access token of the checkpoint: {refusal.detail}") from None
 
     def _find(self, digest: bytes) -> Account | None:
-        for row in self._store.rows(
-            "SELECT * FROM keys WHERE hash = ? AND revoked IS NULL", digest
-        ):
-            if hmac.compare_digest(row["hash"], digest):
-                used = "UPDATE keys SET last_used = ? WHERE id = ?"
-                self._store.change((used, [(time.time(), row["id"])]), flush=False)
-                return Account(row["owner"], row["id"])
-        return None
+        found = self._database.keys.use(digest)
+        return None if found is None else Account(found[1], found[0])
 
     # ── tokens ────────────────────────────────────────────────────────────────────────────────────
 
@@ -213,8 +184,7 @@ class Accounts:
         """Refuse a signed address whose key has been revoked since; 0 is the server's own key, or
         none.
         """
-        sql = "SELECT 1 FROM keys WHERE id = ? AND revoked IS NULL"
-        if key_id and not await asyncio.to_thread(self._store.rows, sql, key_id):
+        if key_id and not await asyncio.to_thread(self._database.keys.is_valid, key_id):
             raise Refusal(403, "the API key that this address was made for has been revoked")
 
     async def _holder(self, token: str) -> Account:
@@ -241,8 +211,7 @@ class Accounts:
             key_id
             and time.monotonic() - self._valid.get(key_id, -TRUSTED_SECONDS) >= TRUSTED_SECONDS
         ):
-            sql = "SELECT 1 FROM keys WHERE id = ? AND revoked IS NULL"
-            if not await asyncio.to_thread(self._store.rows, sql, key_id):
+            if not await asyncio.to_thread(self._database.keys.is_valid, key_id):
                 raise _rejected("the API key that this token was given for has been revoked")
             self._valid[key_id] = time.monotonic()
         return Account(owner, key_id)

@@ -7,8 +7,8 @@ from typing import Any
 from tinkex.server.calls import Call
 from tinkex.server.http_errors import Refusal
 from tinkex.server.routes.session_calls import require_session
-from tinkex.server.routes.usage import lengths
 from tinkex.server.runs.admission import UNKNOWN, failed_receipt, spend
+from tinkex.server.runs.metering import lengths
 from tinkex.server.state import State
 from tinkex.types.sampling import SampleRequest
 from tinkex.types.training import UntypedAPIFuture

@@ -16,10 +16,6 @@ from tinkex.server.state import State
 from tinkex.wire.protocol import OWNED_FIELDS, Owned
 
 KNOWN_OWNERS = 10_000
-OWNER = """
-    SELECT session_id AS id, owner FROM sessions WHERE session_id = ?
-    UNION ALL SELECT model_id, owner FROM runs WHERE model_id = ?
-"""
 
 
 async def check_ownership(
@@ -51,10 +47,11 @@ async def _owner(state: State, field: str, name: str) -> str | None:
     for known in (session, name):
         if known in state.owners:
             return state.owners[known]
-    rows = await asyncio.to_thread(state.store.rows, OWNER, session, name)
-    if not rows:
+    found = await asyncio.to_thread(state.database.sessions.owner_of, session, name)
+    if found is None:
         return None
     if len(state.owners) >= KNOWN_OWNERS:
         state.owners.clear()
-    state.owners[rows[0]["id"]] = owner = str(rows[0]["owner"])
+    known, owner = found
+    state.owners[known] = owner
     return owner

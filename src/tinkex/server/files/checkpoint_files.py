@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from tinkex.engine.api import EngineError
-from tinkex.server.database.catalogue import Catalogue, discard
-from tinkex.server.database.store import Run, Save, SavedCheckpoint, Store
-from tinkex.server.files.data_dir import is_full_disk, sync_above
+from tinkex.server.database.entities import Run, Save, SavedCheckpoint
+from tinkex.server.database.interface import Database
+from tinkex.server.files.data_dir import discard, is_full_disk, sync_above
 from tinkex.server.files.seals import contents, write_whole
 from tinkex.server.runs.scheduler import Beside
 from tinkex.server.state import State
@@ -82,41 +82,45 @@ def saving(
             finish(directory)
 
     def begin() -> Save | Path:
-        done = None if wanted.request_id is None else state.store.save(wanted.request_id)
-        return done or _write_files(state.store, state.checkpoint_dir, run, wanted, write)
+        done = (
+            None
+            if wanted.request_id is None
+            else state.database.checkpoints.save(wanted.request_id)
+        )
+        return done or _write_files(state.database, state.checkpoint_dir, run, wanted, write)
 
     def end(written: Save | Path) -> Any:
         if isinstance(written, Save):
             return answer(written)
-        saved = _place_files(state.store, run, wanted, written)
+        saved = _place_files(state.database, run, wanted, written)
         return answer(Save(saved.tinker_path, saved.size_bytes))
 
     return Beside(begin, end)
 
 
 def put_files(
-    store: Store, root: Path, run: Run, wanted: Wanted, write: Callable[[Path], None]
+    database: Database, root: Path, run: Run, wanted: Wanted, write: Callable[[Path], None]
 ) -> SavedCheckpoint:
     """Write to a temporary name, flush, rename, then record: a checkpoint is whole or not there."""
-    return _place_files(store, run, wanted, _write_files(store, root, run, wanted, write))
+    return _place_files(database, run, wanted, _write_files(database, root, run, wanted, write))
 
 
-def _free_path(store: Store, run: Run, wanted: Wanted) -> str:
+def _free_path(database: Database, run: Run, wanted: Wanted) -> str:
     """The path of a checkpoint that may be made."""
     path = f"{SCHEME}{run.model_id}/{wanted.kind}/{wanted.name}"
-    if not wanted.overwrite and store.checkpoint(path) is not None:
+    if not wanted.overwrite and database.checkpoints.get(path) is not None:
         hint = "; pass overwrite=True to replace it" if wanted.kind == "weights" else ""
         raise EngineError(f"checkpoint {path} exists already{hint}")
     return path
 
 
 def _write_files(
-    store: Store, root: Path, run: Run, wanted: Wanted, write: Callable[[Path], None]
+    database: Database, root: Path, run: Run, wanted: Wanted, write: Callable[[Path], None]
 ) -> Path:
     """Write to a temporary name, and flush."""
     check_name(wanted.name)
     expiry(wanted.ttl_seconds)
-    path = _free_path(store, run, wanted)
+    path = _free_path(database, run, wanted)
     parent = _place(root, run.model_id) / wanted.kind
 
     with _telling_of_a_full_disk(path):
@@ -126,14 +130,14 @@ def _write_files(
     return scratch
 
 
-def _place_files(store: Store, run: Run, wanted: Wanted, scratch: Path) -> SavedCheckpoint:
+def _place_files(database: Database, run: Run, wanted: Wanted, scratch: Path) -> SavedCheckpoint:
     """Let files that were written be a checkpoint. Saves do it on the worker, as loads do: neither
     sees half of it.
     """
     parent = scratch.parent
     target = parent / wanted.name
     try:
-        path = _free_path(store, run, wanted)  # another save may have been quicker
+        path = _free_path(database, run, wanted)  # another save may have been quicker
         if target.exists():  # what is replaced stays whole until its successor is on record
             target = parent / f"{wanted.name}.{secrets.token_hex(4)}"
         scratch.rename(target)
@@ -141,7 +145,7 @@ def _place_files(store: Store, run: Run, wanted: Wanted, scratch: Path) -> Saved
         shutil.rmtree(scratch, ignore_errors=True)
         raise
     sync_above(target, 3)  # up to the directory of all checkpoints
-    replaced = Catalogue(store).directory(path)
+    replaced = database.checkpoints.directory(path)
     saved = SavedCheckpoint(
         tinker_path=path,
         model_id=run.model_id,
@@ -157,7 +161,7 @@ def _place_files(store: Store, run: Run, wanted: Wanted, scratch: Path) -> Saved
         project_id=wanted.project_id,
         base_digest=run.base_digest,
     )
-    store.put_checkpoint(saved, wanted.request_id)
+    database.checkpoints.put(saved, wanted.request_id)
     if replaced is not None:
         discard(replaced)
     return saved
@@ -182,7 +186,7 @@ def clear_leftovers(state: State, model_id: str) -> None:
     """Delete what a killed server left of saving and deleting a run's checkpoints: whatever is not
     on record.
     """
-    kept = state.catalogue.directories(model_id)
+    kept = state.database.checkpoints.directories(model_id)
     for directory in _place(state.checkpoint_dir, model_id).glob("*/*"):
         if directory not in kept:
             shutil.rmtree(directory, ignore_errors=True)
@@ -201,7 +205,7 @@ def reading(directory: Path, name: str) -> Iterator[None]:
 
 def readable(state: State, path: str, reader: str) -> SavedCheckpoint | None:
     """A checkpoint that is there, and that someone may read."""
-    saved = state.store.checkpoint(path)
+    saved = state.database.checkpoints.get(path)
     return saved if saved is not None and saved.is_shown_to(reader) else None
 
 

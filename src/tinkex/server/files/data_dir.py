@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 import secrets
+import shutil
 import time
 from pathlib import Path
 
@@ -169,6 +170,16 @@ def set_aside(data_dir: Path, directory: Path, why: str) -> Path | None:
     sync_directory(directory.parent)
     logger.error("%s %s; it was set aside as %s", directory, why, target)
     return target
+
+
+def discard(directory: Path) -> None:
+    """Delete a directory at once for those who are about to open it, then its files."""
+    doomed = directory.with_name(f".deleting-{secrets.token_hex(4)}")
+    try:
+        directory.rename(doomed)
+    except FileNotFoundError:
+        return
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 def make_directory(path: Path) -> None:

@@ -29,7 +29,8 @@ from tinkex.engine.peft_files import (
     MAX_RANK,
     PREFIX,
 )
-from tinkex.server.database.store import LOCAL_OWNER, Run, SavedCheckpoint, Store
+from tinkex.server.database.entities import LOCAL_OWNER, Run, SavedCheckpoint
+from tinkex.server.database.interface import Database
 from tinkex.server.files.checkpoint_files import Wanted, put_files
 from tinkex.types.tensors import Array
 from tinkex.types.training import LoraConfig
@@ -91,7 +92,7 @@ class Source:
 
 
 def import_adapter(
-    store: Store,
+    database: Database,
     directory: Path,
     base_model: str | None,
     base_directory: Path,
@@ -103,7 +104,7 @@ def import_adapter(
     """Make a training checkpoint of a PEFT adapter, under a run of its own.
 
     Args:
-        store: The data directory's, whether or not a server runs on it.
+        database: The data directory's, whether or not a server runs on it.
         directory: Where `adapter_config.json` and `adapter_model.safetensors` are.
         base_model: The name that the server has for the base model; the adapter's own by default.
         base_directory: The base model's files, whose shapes the adapter must fit.
@@ -121,8 +122,8 @@ def import_adapter(
     lora, run_id = adapter.shape(), str(uuid.uuid4())
     run = Run(f"{run_id}:train:0", run_id, base_model, lora, {"type": "adamw"}, {}, owner)
     write = adapter.writer(base_model, lora)
-    saved = put_files(store, store.root / "checkpoints", run, Wanted("weights", name), write)
-    store.add_run(run)
+    saved = put_files(database, database.root / "checkpoints", run, Wanted("weights", name), write)
+    database.runs.add(run)
     return saved
 
 

@@ -24,12 +24,7 @@ async def get_api_key(state: State, call: Call) -> ApiKeyResponse:
     """The key that asks."""
     name, note = "TINKEX_SERVER_API_KEY", "the key that the server was started with"
     if call.key_id:
-        row = (
-            await asyncio.to_thread(
-                state.store.rows, "SELECT name FROM keys WHERE id = ?", call.key_id
-            )
-        )[0]
-        name, note = row["name"], ""
+        name, note = await asyncio.to_thread(state.database.keys.name, call.key_id), ""
     elif not await state.accounts.needs_key():
         name, note = "open", "this server is open: no key is needed"
     user = {"name": call.owner, "email": call.owner if "@" in call.owner else ""}
@@ -45,5 +40,5 @@ async def delete_api_key(state: State, call: Call) -> Empty:
             400,
             "there is no key on record to revoke: the server was started with its key, or is open",
         )
-    await asyncio.to_thread(revoke_key, state.store, call.key_id)
+    await asyncio.to_thread(revoke_key, state.database, call.key_id)
     return Empty()

@@ -47,7 +47,7 @@ async def poll(
     """What has ended since the cursor; held for as long as a poll may be held when nothing has."""
     target = (request.target.sampling_session_id, request.target.cloned_sampler_id)
     if state.promises.log(target) is None:
-        sampler = await asyncio.to_thread(state.store.sampler, target[0])
+        sampler = await asyncio.to_thread(state.database.samplers.get, target[0])
         if sampler is None:
             raise Refusal(404, f"there is no sampling session {target[0]!r}")
         # what was asked for before a restart ends in this log, too

@@ -33,7 +33,7 @@ from starlette.routing import Route
 from tinkex.engine.api import EngineError
 from tinkex.server.access.accounts import Accounts
 from tinkex.server.calls import Call
-from tinkex.server.database.store import Save, SavedCheckpoint
+from tinkex.server.database.entities import Save, SavedCheckpoint
 from tinkex.server.files.checkpoint_files import Wanted, readable, saving
 from tinkex.server.files.seals import check, contents
 from tinkex.server.http_errors import Refusal
@@ -237,7 +237,7 @@ async def _download(state: State, request: Request) -> Response:
         raise Refusal(403, "this address has expired: ask for a new one")
     await state.accounts.check_key(int(key_id))
     path = f"{SCHEME}{run}/{kind}/{name}"
-    saved = await asyncio.to_thread(state.store.checkpoint, path)
+    saved = await asyncio.to_thread(state.database.checkpoints.get, path)
     if saved is None or not (saved.public or _mark(state.accounts, saved.owner) == reader):
         raise nothing_at(path)
     if _identity(saved) != identity:

@@ -8,7 +8,7 @@ import asyncio
 from dataclasses import dataclass
 
 from tinkex.engine.api import BaseModel, EngineError
-from tinkex.server.database.store import SavedCheckpoint
+from tinkex.server.database.entities import SavedCheckpoint
 from tinkex.server.files.checkpoint_files import find_checkpoint
 from tinkex.server.http_errors import Refusal
 from tinkex.server.state import State

@@ -13,7 +13,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tinkex.server.access.accounts import Account
-from tinkex.server.database.catalogue import Catalogue
 from tinkex.server.http_errors import Refusal
 from tinkex.server.routes.model_names import NamedModel, resolve
 from tinkex.server.state import State
@@ -42,7 +41,7 @@ def routes(state: State, authorize: Authorize) -> list[Route]:
         ]
         bases = {model.name: model for model in state.engine.models()}
         saved = await asyncio.to_thread(
-            Catalogue(state.store).samplers, owner, [*bases], limit - len(found)
+            state.database.checkpoints.samplers, owner, [*bases], limit - len(found)
         )
         found += [
             _object(NamedModel(one.tinker_path, bases[one.base_model], one), began) for one in saved

@@ -14,6 +14,7 @@ import os
 import shutil
 import threading
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tinkex.server.calls import Call
-from tinkex.server.database.catalogue import RunRecord, discard
-from tinkex.server.database.store import Run, SavedCheckpoint
+from tinkex.server.database.entities import Run, RunRecord, SavedCheckpoint
 from tinkex.server.files.checkpoint_files import (
     NAME,
     NAME_RULE,
@@ -32,6 +32,7 @@ from tinkex.server.files.checkpoint_files import (
     put_files,
     readable,
 )
+from tinkex.server.files.data_dir import discard
 from tinkex.server.files.seals import check, contents
 from tinkex.server.http_errors import Refusal
 from tinkex.server.routes.handler_table import handler
@@ -69,7 +70,7 @@ async def list_training_runs(state: State, call: Call) -> TrainingRunsResponse:
     limit = min(limit, LARGEST_PAGE)
 
     def look() -> tuple[list[RunRecord], int]:
-        return state.catalogue.runs(
+        return state.database.runs.page(
             call.owner,
             accessible=_is_accessible(call),
             project_id=call.query.get("project_id"),
@@ -111,7 +112,7 @@ async def _checkpoints(state: State, call: Call, model_id: str | None) -> Checkp
     limit = -1 if whole else min(limit, LARGEST_PAGE)
 
     def look() -> tuple[list[SavedCheckpoint], int]:
-        return state.catalogue.checkpoints(
+        return state.database.checkpoints.page(
             call.owner, model_id=model_id, limit=limit, offset=offset
         )
 
@@ -126,7 +127,7 @@ async def _run_of(state: State, call: Call, *, accessible: bool) -> RunRecord:
     model_id = call.path["training_run_id"]
 
     def look() -> RunRecord | None:
-        return state.catalogue.run(model_id, call.owner, accessible=accessible)
+        return state.database.runs.record(model_id, call.owner, accessible=accessible)
 
     record = await asyncio.to_thread(look)
     if record is None:
@@ -164,7 +165,7 @@ def _training_run(state: State, record: RunRecord, reader: str) -> TrainingRun:
         last_sampler_checkpoint=checkpoint_record(record.last_sampler)
         if record.last_sampler
         else None,
-        user_metadata=_texts(run.user_metadata) if run.owner == reader else None,
+        user_metadata=(texts(run.user_metadata) or None) if run.owner == reader else None,
         loaded=state.is_loaded(run.model_id),
     )
 
@@ -189,12 +190,12 @@ def _moment(seconds: float) -> dt.datetime:
     return dt.datetime.fromtimestamp(seconds, dt.UTC)
 
 
-def _texts(metadata: dict[str, Any]) -> dict[str, str] | None:
-    """A run's metadata may hold anything; readers are promised texts."""
+def texts(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Return metadata as lists show it: other values than texts become JSON."""
     return {
-        key: value if isinstance(value, str) else json.dumps(value)
-        for key, value in metadata.items()
-    } or None
+        name: value if isinstance(value, str) else json.dumps(value)
+        for name, value in metadata.items()
+    }
 
 
 # ── changes ───────────────────────────────────────────────────────────────────────────────────────
@@ -225,7 +226,7 @@ async def delete_checkpoint(state: State, call: Call) -> Empty:
     dropped.
     """
     path = checkpoint_path(call)
-    directory = await asyncio.to_thread(state.catalogue.remove, path, call.owner)
+    directory = await asyncio.to_thread(state.database.checkpoints.remove, path, call.owner)
     if directory is None:
         raise nothing_at(path)
     await asyncio.to_thread(discard, directory)
@@ -246,7 +247,7 @@ async def unpublish_checkpoint(state: State, call: Call) -> Empty:
 
 async def _publish(state: State, call: Call, public: bool) -> Empty:
     path = checkpoint_path(call)
-    if not await asyncio.to_thread(state.catalogue.set_public, path, call.owner, public):
+    if not await asyncio.to_thread(state.database.checkpoints.set_public, path, call.owner, public):
         raise nothing_at(path)
     return Empty()
 
@@ -257,7 +258,7 @@ async def set_checkpoint_ttl(state: State, call: Call) -> Empty:
     request: SetCheckpointTtlRequest = call.request
     path = checkpoint_path(call)
     if not await asyncio.to_thread(
-        state.catalogue.set_expiry, path, call.owner, expiry(request.ttl_seconds)
+        state.database.checkpoints.set_expiry, path, call.owner, expiry(request.ttl_seconds)
     ):
         raise nothing_at(path)
     return Empty()
@@ -334,13 +335,13 @@ def _copy(
             _link(file, directory / file.name)
 
     with _copying:
-        made = state.store.checkpoint(f"{SCHEME}{run.model_id}/{kind}/{name}")
+        made = state.database.checkpoints.get(f"{SCHEME}{run.model_id}/{kind}/{name}")
         try:
-            made = made or put_files(state.store, state.checkpoint_dir, run, wanted, write)
+            made = made or put_files(state.database, state.checkpoint_dir, run, wanted, write)
         except FileNotFoundError:  # the source was deleted meanwhile
             return None
-        if state.store.run(run.model_id) is None:
-            state.store.add_run(run)
+        if state.database.runs.get(run.model_id) is None:
+            state.database.runs.add(run)
     return made
 
 

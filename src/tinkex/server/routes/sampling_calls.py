@@ -10,22 +10,22 @@ from collections.abc import Awaitable
 
 from tinkex.engine.api import EngineError, Listener, token_limit
 from tinkex.server.calls import Call
-from tinkex.server.database.store import Sampler
+from tinkex.server.database.entities import Sampler
 from tinkex.server.files.checkpoint_files import find_checkpoint
 from tinkex.server.http_errors import Refusal
 from tinkex.server.routes.batch_poll import target_of
 from tinkex.server.routes.handler_table import handler
 from tinkex.server.routes.sample_streams import SampleStream
 from tinkex.server.routes.session_calls import require_session
-from tinkex.server.routes.usage import (
-    metered,
-    metered_stream,
-)
 from tinkex.server.runs.admission import (
     failed_receipt,
     take_sample,
 )
 from tinkex.server.runs.journals import DIRECT
+from tinkex.server.runs.metering import (
+    metered,
+    metered_stream,
+)
 from tinkex.server.samples.samplers import draw, find_source
 from tinkex.server.state import State
 from tinkex.types.sampling import (
@@ -54,7 +54,7 @@ async def create_sampling_session(state: State, call: Call) -> CreateSamplingSes
     sampler = Sampler(
         sampler_id, request.session_id, base_model, request.model_path, owner=call.owner
     )
-    known = await asyncio.to_thread(state.store.sampler, sampler_id)
+    known = await asyncio.to_thread(state.database.samplers.get, sampler_id)
     if known is not None and (known.base_model, known.model_path, known.model_id) != (
         base_model,
         request.model_path,
@@ -65,7 +65,7 @@ async def create_sampling_session(state: State, call: Call) -> CreateSamplingSes
             f"sampling session {sampler_id!r} was opened before, with other weights; "
             "use another sampling_session_seq_id",
         )
-    await asyncio.to_thread(state.store.add_sampler, sampler)
+    await asyncio.to_thread(state.database.samplers.add, sampler)
     return CreateSamplingSessionResponse(sampling_session_id=sampler_id)
 
 
@@ -87,7 +87,7 @@ async def _source(state: State, call: Call, base_model: str | None, model_path: 
 @handler
 async def get_sampler(state: State, call: Call) -> GetSamplerResponse:
     """What a sampler samples from."""
-    sampler = await asyncio.to_thread(state.store.sampler, call.path["sampler_id"])
+    sampler = await asyncio.to_thread(state.database.samplers.get, call.path["sampler_id"])
     if sampler is None:
         raise Refusal(404, f"there is no sampler {call.path['sampler_id']!r}")
     return GetSamplerResponse(
@@ -169,9 +169,9 @@ async def _sampler_of(state: State, call: Call, request: SampleRequest) -> Sampl
         base_model = await _source(state, call, request.base_model, request.model_path)
         name = call.request_id.rpartition(":")[0] if call.request_id else f"{DIRECT}:{uuid.uuid4()}"
         return Sampler(name, DIRECT, base_model, request.model_path, owner=call.owner)
-    sampler = state.store.known_sampler(request.sampling_session_id)
+    sampler = state.database.samplers.known(request.sampling_session_id)
     if sampler is None:
-        sampler = await asyncio.to_thread(state.store.sampler, request.sampling_session_id)
+        sampler = await asyncio.to_thread(state.database.samplers.get, request.sampling_session_id)
     if sampler is None:
         raise Refusal(404, f"there is no sampling session {request.sampling_session_id!r}")
     state.hear(sampler.session_id)
@@ -198,7 +198,7 @@ def _check_window(state: State, sampler: Sampler, request: SampleRequest) -> Non
 async def join_sampling_session(state: State, call: Call) -> JoinSamplingSessionResponse:
     """Give one more client of a sampler a number of its own, under which it numbers its requests."""
     request: JoinSamplingSessionRequest = call.request
-    if await asyncio.to_thread(state.store.sampler, request.sampling_session_id) is None:
+    if await asyncio.to_thread(state.database.samplers.get, request.sampling_session_id) is None:
         raise Refusal(404, f"there is no sampling session {request.sampling_session_id!r}")
-    number = await asyncio.to_thread(state.store.join_sampler, request.sampling_session_id)
+    number = await asyncio.to_thread(state.database.samplers.join, request.sampling_session_id)
     return JoinSamplingSessionResponse(client_counter=number)

@@ -26,7 +26,7 @@ async def create_session(state: State, call: Call) -> CreateSessionResponse:
     request: CreateSessionRequest = call.request
     session_id = str(uuid.uuid4())
     await asyncio.to_thread(
-        state.store.add_session, session_id, request.model_dump(mode="json"), call.owner
+        state.database.sessions.add, session_id, request.model_dump(mode="json"), call.owner
     )
     state.heard[session_id] = time.monotonic()
     return CreateSessionResponse(session_id=session_id)
@@ -43,7 +43,7 @@ async def session_heartbeat(state: State, call: Call) -> SessionHeartbeatRespons
 async def require_session(state: State, session_id: str) -> None:
     """Refuse what comes for a session that is not open; a known one is heard from."""
     if session_id not in state.heard:
-        known = await asyncio.to_thread(state.store.session_state, session_id)
+        known = await asyncio.to_thread(state.database.sessions.state, session_id)
         if known is None:
             raise Refusal(404, f"there is no session {session_id!r}")
         if known == EXPIRED:
@@ -60,11 +60,11 @@ async def finish_session(state: State, call: Call) -> Empty:
     """Close a session; the first reason stays."""
     request: FinishSessionRequest = call.request
     session_id = call.path["session_id"]
-    if await asyncio.to_thread(state.store.session_state, session_id) is None:
+    if await asyncio.to_thread(state.database.sessions.state, session_id) is None:
         raise Refusal(404, f"there is no session {session_id!r}")
     state.heard.pop(session_id, None)  # from here on the record says whether it is open
     await asyncio.to_thread(
-        state.store.finish_session, session_id, request.reason.type, request.detail
+        state.database.sessions.finish, session_id, request.reason.type, request.detail
     )
     state.end_session(session_id)
     return Empty()

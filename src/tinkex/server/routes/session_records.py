@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
-import functools
 import hmac
-import json
 import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from tinkex.server.database.store import user_urn
+from tinkex.server.database.entities import CLIENT_REASONS, NO_PROJECT, FoundSession, Span, user_urn
 from tinkex.server.http_errors import Refusal
 from tinkex.server.routes.handler_table import handler
-from tinkex.server.routes.usage import texts
+from tinkex.server.routes.records import texts
 from tinkex.types.record import to_json
 from tinkex.types.sessions import (
     AssignSessionProjectRequest,
-    ClientFinishedSessionStatusQuery,
     ClientSessionFinished,
     ClientSessionFinishErrored,
     ClientSessionFinishInterrupted,
@@ -33,7 +30,6 @@ from tinkex.types.sessions import (
     SessionSearchRequest,
     SessionSearchResponse,
     SessionStatus,
-    SessionStatusQuery,
     SessionSummary,
     SessionTraceExportResponse,
     UserSearchOwner,
@@ -43,18 +39,16 @@ if TYPE_CHECKING:
     from tinkex.server.calls import Call
     from tinkex.server.state import State
 
-FINISHED = {
-    "success": ClientSessionFinishSuccess,
-    "errored": ClientSessionFinishErrored,
-    "interrupted": ClientSessionFinishInterrupted,
-}
-NO_PROJECT = "default"
-"""The project of sessions that were given none."""
+FINISHED = dict(
+    zip(
+        CLIENT_REASONS,
+        (ClientSessionFinishSuccess, ClientSessionFinishErrored, ClientSessionFinishInterrupted),
+        strict=True,
+    )
+)
 MOST = 1000
 """Most sessions in one answer."""
 LINK_SECONDS = 3600
-MICROSECOND = "CAST(ROUND(sessions.created * 1000000) AS INTEGER)"
-"""When a session was made, as exactly as a cursor can say."""
 
 
 def status_of(reason: str | None, detail: str | None) -> SessionStatus:
@@ -75,24 +69,19 @@ async def get_session(state: State, call: Call) -> GetSessionResponse:
     _scope(call)
     session = call.path["session_id"]
 
-    def read() -> GetSessionResponse:
-        rows = state.store.rows("SELECT * FROM sessions WHERE session_id = ?", session)
-        if not rows:
-            raise Refusal(404, f"there is no session {session!r}")
-        runs = state.store.rows(
-            "SELECT model_id FROM runs WHERE session_id = ? ORDER BY created", session
-        )
-        samplers = state.store.rows(
-            "SELECT sampler_id FROM samplers WHERE session_id = ? ORDER BY created", session
-        )
-        return GetSessionResponse(
-            training_run_ids=[row["model_id"] for row in runs],
-            sampler_ids=[row["sampler_id"] for row in samplers],
-            user_metadata=texts(json.loads(rows[0]["user_metadata"])),
-            display_name=rows[0]["display_name"],
-        )
+    found = await asyncio.to_thread(state.database.sessions.get, session)
+    if found is None:
+        raise _no_session(session)
+    return GetSessionResponse(
+        training_run_ids=found.run_ids,
+        sampler_ids=found.sampler_ids,
+        user_metadata=texts(found.user_metadata),
+        display_name=found.display_name,
+    )
 
-    return await asyncio.to_thread(read)
+
+def _no_session(session: str) -> Refusal:
+    return Refusal(404, f"there is no session {session!r}")
 
 
 @handler
@@ -102,14 +91,8 @@ async def assign_session_project(state: State, call: Call) -> Empty:
     session, project = call.path["session_id"], request.project_id
     if not project or len(project) > 200:
         raise Refusal(400, f"project_id must have 1 to 200 characters, got {len(project)}")
-    sql = "UPDATE sessions SET project_id = ? WHERE session_id = ? RETURNING session_id"
-    if not await asyncio.to_thread(state.store.rows, sql, project, session):
-        raise Refusal(404, f"there is no session {session!r}")
-    sql = (
-        "UPDATE checkpoints SET project_id = ? WHERE model_id IN (SELECT model_id FROM runs "
-        "WHERE session_id = ?)"
-    )
-    await asyncio.to_thread(state.store.rows, sql, project, session)
+    if not await asyncio.to_thread(state.database.sessions.set_project, session, project):
+        raise _no_session(session)
     return Empty()
 
 
@@ -124,12 +107,8 @@ async def list_sessions(state: State, call: Call) -> ListSessionsResponse:
         whole_number(call, "limit", 20, 0, MOST),
         whole_number(call, "offset", 0, 0, 1 << 53),
     )
-    sql = (
-        "SELECT session_id FROM sessions WHERE owner = ? ORDER BY created DESC, session_id DESC "
-        "LIMIT ? OFFSET ?"
-    )
-    rows = await asyncio.to_thread(state.store.rows, sql, call.owner, limit, offset)
-    return ListSessionsResponse(sessions=[row["session_id"] for row in rows])
+    ids = await asyncio.to_thread(state.database.sessions.ids, call.owner, limit, offset)
+    return ListSessionsResponse(sessions=ids)
 
 
 def whole_number(call: Call, name: str, default: int, least: int, most: int) -> int:
@@ -166,20 +145,7 @@ async def search_sessions(state: State, call: Call) -> SessionSearchResponse:
         and user_urn(call.owner) not in request.owner.owner_urns
     ):
         return SessionSearchResponse(sessions=[])
-    conditions = _conditions(request, call.owner)
-    sql = f"""
-        WITH page AS (
-            SELECT sessions.*, {MICROSECOND} AS microsecond FROM sessions
-            WHERE {" AND ".join(sql for sql, _ in conditions)}
-            ORDER BY microsecond DESC, session_id DESC LIMIT ?
-        )
-        SELECT page.*, COUNT(tinker_path) AS count, SUM(size_bytes) AS size
-        FROM page LEFT JOIN runs USING (session_id)
-        LEFT JOIN checkpoints ON checkpoints.model_id = runs.model_id AND (expires IS NULL OR expires > ?)
-        GROUP BY session_id ORDER BY microsecond DESC, session_id DESC
-    """
-    values = [value for _, values in conditions for value in values]
-    rows = await _search(state, call.owner, sql, *values, request.limit + 1, time.time())
+    rows = await state.searches.run(call.owner, state.database.sessions.search, request)
     page = [_summary(row) for row in rows[: request.limit]]
     cursor = None
     if len(rows) > request.limit:
@@ -189,85 +155,22 @@ async def search_sessions(state: State, call: Call) -> SessionSearchResponse:
     return SessionSearchResponse(sessions=page, next_cursor=cursor)
 
 
-async def _search(state: State, owner: str, sql: str, *values: Any) -> list[Any]:
-    """Search beside everything else; an owner has one search at a time."""
-    if owner in state.searching:
-        raise Refusal(
-            429, "another search of this account is under way", headers={"Retry-After": "1"}
-        )
-    state.searching.add(owner)
-    try:
-        search = functools.partial(state.store.search, sql, *values)
-        return await asyncio.get_running_loop().run_in_executor(state.store.searchers, search)
-    except TimeoutError as error:
-        raise Refusal(
-            400, f"the search was given up: {error}; ask for less, such as one project"
-        ) from None
-    finally:
-        state.searching.discard(owner)
+def moment(microsecond: int) -> dt.datetime:
+    """Return a time that is exact to the microsecond."""
+    return dt.datetime.fromtimestamp(0, dt.UTC) + dt.timedelta(microseconds=microsecond)
 
 
-def _conditions(request: SessionSearchRequest, owner: str) -> list[tuple[str, list[Any]]]:
-    found: list[tuple[str, list[Any]]] = [("sessions.owner = ?", [owner])]
-    if request.session_id is not None:
-        found.append(("session_id = ?", [request.session_id]))
-    if request.project_ids is not None:
-        marks = ", ".join("?" * len(request.project_ids))
-        found.append(
-            (
-                f"COALESCE(sessions.project_id, '{NO_PROJECT}') IN ({marks})",
-                list(request.project_ids),
-            )
-        )
-    for name, value in request.user_metadata.items():
-        pair = (
-            "EXISTS (SELECT 1 FROM json_each(sessions.user_metadata) WHERE key = ? AND value = ?)"
-        )
-        found.append((pair, [name, value]))
-    if request.display_name is not None:
-        found.append(("instr(lower(display_name), lower(?)) > 0", [request.display_name]))
-    if request.statuses is not None:
-        pairs = [_status_condition(query) for query in request.statuses]
-        found.append(
-            (
-                f"({' OR '.join(sql for sql, _ in pairs)})",
-                [v for _, values in pairs for v in values],
-            )
-        )
-    if request.cursor is not None:
-        since = round(request.cursor.last_created_at.timestamp() * 1e6)
-        found.append(
-            (f"({MICROSECOND}, session_id) < (?, ?)", [since, request.cursor.last_session_id])
-        )
-    return found
-
-
-def _status_condition(query: SessionStatusQuery) -> tuple[str, list[Any]]:
-    if isinstance(query, ClientFinishedSessionStatusQuery):
-        reasons = list(query.reasons or FINISHED)
-        return f"reason IN ({', '.join('?' * len(reasons))})", reasons
-    if query.type == "active":
-        return "reason IS NULL", []
-    if query.type == "cancelled":
-        return f"(reason IS NOT NULL AND reason NOT IN ({', '.join('?' * len(FINISHED))}))", list(
-            FINISHED
-        )
-    # no session is said to have failed here: operations fail, and the session goes on
-    return "0", []
-
-
-def _summary(row: Any) -> SessionSummary:
+def _summary(found: FoundSession) -> SessionSummary:
     return SessionSummary(
-        session_id=row["session_id"],
-        created_at=dt.datetime.fromtimestamp(0, dt.UTC)
-        + dt.timedelta(microseconds=row["microsecond"]),
-        owner=user_urn(row["owner"]),
-        project_id=row["project_id"] or NO_PROJECT,
-        status=status_of(row["reason"], row["detail"]),
-        checkpoints_count=row["count"],
-        display_name=row["display_name"],
-        user_metadata=texts(json.loads(row["user_metadata"])),
-        checkpoint_storage_bytes=row["size"] or 0,
+        session_id=found.session_id,
+        created_at=moment(found.microsecond),
+        owner=user_urn(found.owner),
+        project_id=found.project_id or NO_PROJECT,
+        status=status_of(found.reason, found.detail),
+        checkpoints_count=found.checkpoints,
+        display_name=found.display_name,
+        user_metadata=texts(found.user_metadata),
+        checkpoint_storage_bytes=found.size_bytes,
     )
 
 
@@ -281,10 +184,8 @@ async def export_session_trace(state: State, call: Call) -> SessionTraceExportRe
     """
     session = call.path["session_id"]
     await state.meter.flush()
-    if not await asyncio.to_thread(
-        state.store.rows, "SELECT 1 FROM sessions WHERE session_id = ?", session
-    ):
-        raise Refusal(404, f"there is no session {session!r}")
+    if await asyncio.to_thread(state.database.sessions.state, session) is None:
+        raise _no_session(session)
     if call.base_url is None:
         url = await asyncio.to_thread(_write_trace, state, session)
     else:
@@ -332,19 +233,15 @@ def trace_of(state: State, session: str) -> bytes:
     An operation is drawn from when it was taken to when its result was there; several of one track
     may overlap.
     """
-    sql = (
-        "SELECT request_id, operation, began, ended, error FROM spans WHERE session_id = ? ORDER "
-        "BY began"
-    )
-    rows = state.store.rows(sql, session)
+    spans = state.database.activity.spans(session)
     tracks = {
         name: number
-        for number, name in enumerate(dict.fromkeys(_track(row["request_id"]) for row in rows), 1)
+        for number, name in enumerate(dict.fromkeys(_track(span.request_id) for span in spans), 1)
     }
     events = [_metadata("process_name", 0, f"session {session}")]
     events += [_metadata("thread_name", number, name) for name, number in tracks.items()]
-    for row in rows:
-        events += _drawn(row, tracks[_track(row["request_id"])])
+    for span in spans:
+        events += _drawn(span, tracks[_track(span.request_id)])
     return to_json({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
@@ -356,14 +253,14 @@ def _metadata(name: str, thread: int, value: str) -> dict[str, Any]:
     return {"ph": "M", "pid": 1, "tid": thread, "name": name, "args": {"name": value}}
 
 
-def _drawn(row: Any, thread: int) -> Iterable[dict[str, Any]]:
+def _drawn(span: Span, thread: int) -> Iterable[dict[str, Any]]:
     common = {
         "cat": "operation",
-        "id": row["request_id"],
+        "id": span.request_id,
         "pid": 1,
         "tid": thread,
-        "name": row["operation"],
+        "name": span.operation,
     }
-    told = {"request_id": row["request_id"], "error": row["error"]}
-    yield {**common, "ph": "b", "ts": row["began"] * 1e6, "args": told}
-    yield {**common, "ph": "e", "ts": row["ended"] * 1e6}
+    told = {"request_id": span.request_id, "error": span.error}
+    yield {**common, "ph": "b", "ts": span.began * 1e6, "args": told}
+    yield {**common, "ph": "e", "ts": span.ended * 1e6}

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from tinkex.engine.api import STABLE_REINFORCE, EngineError, Recalled
 from tinkex.server.calls import Call
-from tinkex.server.database.store import Run
+from tinkex.server.database.entities import Run
 from tinkex.server.http_errors import Refusal
 from tinkex.server.routes.handler_table import handler
 from tinkex.server.routes.session_calls import require_session
@@ -102,7 +102,7 @@ def new_run(
     request: CreateModelRequest | LoadWeightsRequest = call.request
     assert request.session_id is not None
     base = state.base_model(base_model)
-    known = state.store.run(model_id)
+    known = state.database.runs.get(model_id)
     if known is not None and not call.is_replayed:  # it was unloaded
         raise EngineError(f"model {model_id!r} is no longer loaded; {CARRY_ON}")
     state.engine.create(model_id, base_model, lora, optimizer)
@@ -118,7 +118,7 @@ def new_run(
         base.digest,
     )
     if known is None:
-        state.store.add_run(run)
+        state.database.runs.add(run)
     return run
 
 
@@ -272,7 +272,7 @@ async def unload_model(state: State, call: Call) -> UntypedAPIFuture:
 async def get_info(state: State, call: Call) -> GetInfoResponse:
     """What a run trains."""
     request: GetInfoRequest = call.request
-    run = await asyncio.to_thread(state.store.run, request.model_id)
+    run = await asyncio.to_thread(state.database.runs.get, request.model_id)
     if run is None:
         raise Refusal(404, f"there is no model {request.model_id!r}")
     model = state.base_model(run.base_model)

@@ -22,7 +22,7 @@ from starlette.routing import Route
 from tinkex.engine.api import EngineError
 from tinkex.engine.peft_files import ADAPTER_CONFIG as CONFIG, ADAPTER_WEIGHTS as WEIGHTS, MAX_RANK
 from tinkex.server.calls import Call
-from tinkex.server.database.store import Run
+from tinkex.server.database.entities import Run
 from tinkex.server.files.checkpoint_files import Wanted, put_files
 from tinkex.server.files.data_dir import sync_directory
 from tinkex.server.files.imports import GROUPS, most_bytes, read_adapter
@@ -253,7 +253,7 @@ def _finish(state: State, upload: Upload) -> str:
         base.digest,
     )
     path = f"{SCHEME}{run.model_id}/external_weights/{NAME}"
-    if state.store.checkpoint(path) is None:
+    if state.database.checkpoints.get(path) is None:
         if missing := upload.missing():
             raise EngineError(
                 f"{', '.join(missing)} has not been uploaded: PUT it to its address first"
@@ -272,9 +272,11 @@ def _finish(state: State, upload: Upload) -> str:
                     "train them"
                 )
         wanted = Wanted("external_weights", NAME, project_id=request.destination_project_id)
-        put_files(state.store, state.checkpoint_dir, run, wanted, adapter.writer(base.name, lora))
-    if state.store.run(run.model_id) is None:
-        state.store.add_run(run)
+        put_files(
+            state.database, state.checkpoint_dir, run, wanted, adapter.writer(base.name, lora)
+        )
+    if state.database.runs.get(run.model_id) is None:
+        state.database.runs.add(run)
     (upload.directory / "done").touch()
     upload.clear()
     return path

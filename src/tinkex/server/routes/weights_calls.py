@@ -6,7 +6,7 @@ import asyncio
 
 from tinkex.engine.api import EngineError
 from tinkex.server.calls import Call, digest_of
-from tinkex.server.database.store import Sampler, Save
+from tinkex.server.database.entities import Sampler, Save
 from tinkex.server.files.checkpoint_files import Wanted, find_checkpoint, readable, reading, saving
 from tinkex.server.files.seals import check
 from tinkex.server.http_errors import Refusal
@@ -103,7 +103,7 @@ async def save_weights_for_sampler(state: State, call: Call) -> UntypedAPIFuture
             raise EngineError("save_weights_for_sampler needs a path or a sampling_session_seq_id")
         sampler_id = f"{run.session_id}:sample:{request.sampling_session_seq_id}"
         assert call.number is not None
-        known = state.store.sampler(sampler_id)
+        known = state.database.samplers.get(sampler_id)
         if known is not None and known.model_id != run.model_id:
             raise EngineError(
                 f"sampling session {sampler_id!r} was opened before, not for this run; use another "
@@ -119,7 +119,7 @@ async def save_weights_for_sampler(state: State, call: Call) -> UntypedAPIFuture
         state.drop_snapshot_files(sampler_id)
         state.engine.snapshot(run.model_id, sampler_id)
         live.unsaved_samplers[sampler_id] = call.number
-        state.store.add_sampler(
+        state.database.samplers.add(
             Sampler(
                 sampler_id,
                 run.session_id,
@@ -198,7 +198,7 @@ async def _create_by_loading(
     session_id, model_id = request.session_id, f"{request.session_id}:train:{request.model_seq_id}"
 
     def work() -> LiveRun:
-        loaded, known = loaded_before(state, call, model_id, 0), state.store.run(model_id)
+        loaded, known = loaded_before(state, call, model_id, 0), state.database.runs.get(model_id)
         if loaded is not None and known is not None:
             optimizer = OptimizerConfigBase.from_wire(known.optimizer)
             base_model, lora, directory = known.base_model, known.lora, loaded

@@ -25,9 +25,9 @@ from tinkex.server.complaints import complain
 from tinkex.server.files.data_dir import is_full_disk, sync_directory
 from tinkex.server.files.seals import write_whole
 from tinkex.server.http_errors import Refusal
-from tinkex.server.routes.usage import watch
 from tinkex.server.runs.encoded_results import encode
 from tinkex.server.runs.journal import Entry, Journal, encode as encode_entry
+from tinkex.server.runs.metering import watch
 from tinkex.server.runs.promises import JUST_READ, Left, Promise, Target
 from tinkex.server.runs.scheduler import Beside
 from tinkex.server.state import CARRY_ON, LiveRun, Queued, State
@@ -180,7 +180,7 @@ async def live_run(state: State, model_id: str) -> LiveRun:
         state.heard[live.run.session_id] = time.monotonic()
         state.asked[model_id] = time.time()
         return live
-    if await asyncio.to_thread(state.store.run, model_id) is None:
+    if await asyncio.to_thread(state.database.runs.get, model_id) is None:
         raise Refusal(404, f"there is no model {model_id!r}")
     raise Refusal(
         410,
@@ -567,7 +567,7 @@ async def recall_unload(state: State, model_id: str) -> bool:
     """Promise the unloading of a run that is not loaded: it is done. False when there is no such
     run.
     """
-    run = await asyncio.to_thread(state.store.run, model_id)
+    run = await asyncio.to_thread(state.database.runs.get, model_id)
     if run is None or model_id in state.runs:
         return False
     response = UnloadModelResponse(model_id=model_id, type="unload_model")

@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tinkex.server.database.catalogue import discard
-from tinkex.server.files.data_dir import set_aside
+from tinkex.server.files.data_dir import discard, set_aside
 from tinkex.server.runs.journal import Committer, Journal
 
 DIRECT = "direct"

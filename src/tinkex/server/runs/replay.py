@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 from tinkex.engine.api import EngineError
 from tinkex.server.calls import Call, digest_of
-from tinkex.server.database.store import Run
+from tinkex.server.database.entities import Run
 from tinkex.server.files.checkpoint_files import clear_leftovers
 from tinkex.server.files.seals import check
 from tinkex.server.http_errors import Refusal
@@ -56,11 +56,11 @@ def take_up_sessions(state: State) -> None:
     Files of a session that is not on record are set aside: the database may have lost it.
     """
     now = time.monotonic()
-    for session_id in state.store.open_sessions():
+    for session_id in state.database.sessions.open_ids():
         state.heard.setdefault(session_id, now)
     for directory in list(state.journals.directories()):
         session_id = re.split(r"_(?:train|sample|loss)_", directory.name)[0]
-        known = "active" if session_id == DIRECT else state.store.session_state(session_id)
+        known = "active" if session_id == DIRECT else state.database.sessions.state(session_id)
         if known is None:
             state.journals.set_aside(directory, "belongs to a session that is not on record")
         elif known != "active":
@@ -83,7 +83,7 @@ async def _revive(state: State, handlers: Handlers, name: str) -> None:
             # A server that stops, or has no memory left, says nothing about the run: the next life
             # tries again.
             if not (isinstance(error, EngineError) and error.category == "server"):
-                await asyncio.to_thread(state.catalogue.mark_corrupted, name)
+                await asyncio.to_thread(state.database.runs.mark_corrupted, name)
                 state.journals.set_aside(directory, "cannot be taken up again")
         return
     directory = state.journals.samples_directory(name)
@@ -107,10 +107,10 @@ async def _revive_run(state: State, handlers: Handlers, model_id: str, directory
     if entries and entries[0].facts["op"] == "create_custom_loss":
         await handlers["create_custom_loss"](state, call_of(entries[0]))
         return
-    run = await asyncio.to_thread(state.store.run, model_id)
+    run = await asyncio.to_thread(state.database.runs.get, model_id)
     number, frozen = await asyncio.to_thread(_last_state, directory)
     session_id = model_id.rpartition(":train:")[0]
-    if await asyncio.to_thread(state.store.session_state, session_id) != "active":
+    if await asyncio.to_thread(state.database.sessions.state, session_id) != "active":
         return
     if run is not None:
         state.check_base(run.base_model, run.base_digest, model_id, "server")
@@ -247,7 +247,7 @@ async def _revive_samples(
 ) -> None:
     """Draw what was asked for again; what nobody asks for any more costs a little time, no more."""
     if session_id != DIRECT:
-        if await asyncio.to_thread(state.store.session_state, session_id) != "active":
+        if await asyncio.to_thread(state.database.sessions.state, session_id) != "active":
             return
         state.heard[session_id] = time.monotonic()
     entries = await asyncio.to_thread(state.journals.of(directory).read)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tinkex.engine.api import EngineError
-from tinkex.server.database.store import Run, Sampler
+from tinkex.server.database.entities import Run, Sampler
 from tinkex.server.http_errors import Refusal
 from tinkex.server.state import LiveRun, State
 from tinkex.types.checkpoints import SaveWeightsForSamplerRequest
@@ -64,7 +64,7 @@ def save(state: State, live: LiveRun, sampler_id: str, number: int) -> int | Non
     the target never goes back: None then.
     """
     run = live.run
-    version, newest = state.store.inflight_versions(run.model_id, number)
+    version, newest = state.database.samplers.inflight_versions(run.model_id, number)
     if version < newest:
         return None
     weights = _weights(run.model_id, version)
@@ -80,7 +80,7 @@ def save(state: State, live: LiveRun, sampler_id: str, number: int) -> int | Non
     sampler = Sampler(
         sampler_id, run.session_id, run.base_model, None, True, run.owner, run.model_id, version
     )
-    state.store.add_inflight(sampler, number)
+    state.database.samplers.add_inflight(sampler, number)
     return version
 
 
@@ -116,7 +116,7 @@ async def _restore(state: State, model_id: str) -> None:
     """Find a target of an earlier life: its newest weights on disk, else in what its run does
     again.
     """
-    version = await asyncio.to_thread(state.store.newest_version, model_id)
+    version = await asyncio.to_thread(state.database.samplers.newest_version, model_id)
     weights = _weights(model_id, version)
     directory = state.journals.snapshot_directory(weights)
     if version and await asyncio.to_thread(directory.is_dir):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tinkex.engine.api import EngineError, Listener
-from tinkex.server.database.store import Sampler
+from tinkex.server.database.entities import Sampler
 from tinkex.server.files.checkpoint_files import reading
 from tinkex.server.files.seals import check
 from tinkex.server.http_errors import Refusal
@@ -62,7 +62,7 @@ async def find_source(state: State, sampler: Sampler) -> WeightSource:
         )
     if sampler.model_path is None:
         return WeightSource(f"base/{sampler.base_model}", sampler.base_model)
-    saved = await asyncio.to_thread(state.store.checkpoint, sampler.model_path)
+    saved = await asyncio.to_thread(state.database.checkpoints.get, sampler.model_path)
     bound = state.bound.get(sampler.sampler_id)
     if saved is not None and not saved.is_shown_to(sampler.owner):
         raise Refusal(410, f"checkpoint {sampler.model_path} is no longer published")

@@ -1,0 +1,279 @@
+"""The database of a data directory, as the rest of the server sees it.
+
+`sqlite.py` implements it. All calls may block: the event loop makes them in a thread, except for
+`SamplerTable.known`. Another database is another class with these attributes, handed to `create_app`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from tinkex.server.database.entities import (
+    LOCAL_OWNER,
+    AuditEntry,
+    FoundSession,
+    Key,
+    Run,
+    RunRecord,
+    Sampler,
+    Save,
+    SavedCheckpoint,
+    SessionRecord,
+    Span,
+    StoredBytes,
+    Use,
+    Used,
+)
+from tinkex.types.checkpoint_search import CheckpointSearchRequest
+from tinkex.types.sessions import SessionSearchRequest
+
+
+class DatabaseError(Exception):
+    """A statement failed, for example because the disk is full."""
+
+
+class SessionTable(Protocol):
+    """Sessions."""
+
+    def add(self, session_id: str, request: Mapping[str, Any], owner: str = LOCAL_OWNER) -> None:
+        """Record a new session."""
+
+    def get(self, session_id: str) -> SessionRecord | None:
+        """Return a session with its runs and samplers, or None."""
+
+    def state(self, session_id: str) -> str | None:
+        """Return "active", "finished", "expired", or None when there is no such session."""
+
+    def open_ids(self) -> list[str]:
+        """Return the sessions that have not ended."""
+
+    def finish(self, session_id: str, reason: str, detail: str | None) -> None:
+        """Record how a session ended; the first reason stays."""
+
+    def note_heard(
+        self, heard: Sequence[tuple[float, str]], silent_since: float, reason: str, detail: str
+    ) -> None:
+        """Record when sessions were last heard, and end those that are silent since a time.
+
+        A power loss may take this back.
+        """
+
+    def set_project(self, session_id: str, project_id: str) -> bool:
+        """Move a session and its checkpoints into a project; return whether it exists."""
+
+    def owner_of(self, session_id: str, model_id: str) -> tuple[str, str] | None:
+        """Return the id and the owner of the session or else the run; None if there is neither."""
+
+    def ids(self, owner: str, limit: int, offset: int) -> list[str]:
+        """Return a page of an owner's sessions, newest first."""
+
+    def search(self, request: SessionSearchRequest, owner: str) -> list[FoundSession]:
+        """Return an owner's sessions that match, newest first: the page and one more.
+
+        Raises:
+            TimeoutError: The search took too long.
+        """
+
+
+class RunTable(Protocol):
+    """Training runs."""
+
+    def add(self, run: Run) -> None:
+        """Record a new training run."""
+
+    def get(self, model_id: str) -> Run | None:
+        """Return a training run of this or an earlier life of the server."""
+
+    def touch(self, requests: Mapping[str, float]) -> None:
+        """Note the times of the last requests of runs. A power loss may take this back."""
+
+    def mark_corrupted(self, model_id: str) -> None:
+        """Note that a run cannot continue; its checkpoints stay usable."""
+
+    def page(
+        self, owner: str, *, accessible: bool, project_id: str | None, limit: int, offset: int
+    ) -> tuple[list[RunRecord], int]:
+        """Return a page of the runs that an owner has, or may see, newest first; and the count."""
+
+    def record(self, model_id: str, owner: str, *, accessible: bool) -> RunRecord | None:
+        """Return a run that an owner has, or may see."""
+
+
+class SamplerTable(Protocol):
+    """Samplers."""
+
+    def add(self, sampler: Sampler) -> None:
+        """Record a sampler; the same one again changes nothing."""
+
+    def add_inflight(self, sampler: Sampler, number: int) -> None:
+        """Record an in-flight sampler, and the version that the request of this number made."""
+
+    def inflight_versions(self, model_id: str, number: int) -> tuple[int, int]:
+        """Return the version that belongs to a request, and the newest of its run; 0 if none."""
+
+    def newest_version(self, model_id: str) -> int:
+        """Return the newest version of a run's in-flight target; 0 if it has none."""
+
+    def known(self, sampler_id: str) -> Sampler | None:
+        """Return a sampler if it is in memory; this never blocks."""
+
+    def get(self, sampler_id: str) -> Sampler | None:
+        """Return a sampler of this or an earlier life of the server."""
+
+    def join(self, sampler_id: str) -> int:
+        """Return the number of one more client of a sampler: 1, 2, …; no number occurs twice."""
+
+
+class CheckpointTable(Protocol):
+    """Checkpoints, whose files are in place before they are recorded."""
+
+    def put(self, saved: SavedCheckpoint, request_id: str | None = None) -> None:
+        """Record a checkpoint, and that a request for it was met."""
+
+    def save(self, request_id: str) -> Save | None:
+        """Return the answer to a request for saving, if it was met in any life of the server."""
+
+    def get(self, tinker_path: str) -> SavedCheckpoint | None:
+        """Return a checkpoint by its path, unless it has expired."""
+
+    def page(
+        self, owner: str, *, model_id: str | None = None, limit: int, offset: int
+    ) -> tuple[list[SavedCheckpoint], int]:
+        """Return a page of an owner's checkpoints, newest first, and the count.
+
+        With a run, these are the checkpoints of that run that the owner may see.
+        """
+
+    def samplers(self, owner: str, base_models: Sequence[str], limit: int) -> list[SavedCheckpoint]:
+        """Return an owner's checkpoints to sample from, on these base models; newest first."""
+
+    def search(
+        self, request: CheckpointSearchRequest, owner: str
+    ) -> list[tuple[SavedCheckpoint, int]]:
+        """Return an owner's checkpoints that match, newest first: the page and one more.
+
+        Each comes with the microsecond when it was made.
+        """
+
+    def unknown_projects(self, projects: Collection[str], owner: str) -> list[str]:
+        """Return those of the projects in which an owner has nothing."""
+
+    def set_public(self, path: str, owner: str, public: bool) -> bool:
+        """Publish an owner's checkpoint or take that back; return whether it exists."""
+
+    def set_expiry(self, path: str, owner: str, expires: float | None) -> bool:
+        """Let an owner's checkpoint expire at a time, or never; return whether it exists."""
+
+    def remove(self, path: str, owner: str) -> Path | None:
+        """Remove an owner's checkpoint; return the directory, whose files can be deleted now."""
+
+    def remove_expired(self) -> list[Path]:
+        """Remove the expired checkpoints; return their directories."""
+
+    def directory(self, path: str) -> Path | None:
+        """Return the directory of a checkpoint, even of an expired one."""
+
+    def directories(self, model_id: str) -> set[Path]:
+        """Return the directories of a run's checkpoints, even of expired ones."""
+
+    def sizes(self) -> list[tuple[str, str, str, int]]:
+        """Return owner, run, base model and bytes of what is stored."""
+
+    def stored_bytes(self, owner: str | None, project_id: str | None) -> list[StoredBytes]:
+        """Return the room taken by project and owner; None stands for all of them."""
+
+
+class KeyTable(Protocol):
+    """API keys, by their hashes."""
+
+    def add(self, digest: bytes, owner: str, name: str) -> int:
+        """Record a key; return its number."""
+
+    def all(self) -> list[Key]:
+        """Return all keys, revoked ones too."""
+
+    def revoke(self, number: int) -> tuple[str, str] | None:
+        """Revoke a key; return its owner and name, or None if there is no such valid key."""
+
+    def use(self, digest: bytes) -> tuple[int, str] | None:
+        """Return number and owner of a valid key, and note its use; None if there is none."""
+
+    def is_valid(self, number: int) -> bool:
+        """Return whether a key is on record and not revoked."""
+
+    def name(self, number: int) -> str:
+        """Return the name of a key."""
+
+
+class ActivityTable(Protocol):
+    """Usage by the hour, the audit log, and the timelines of sessions."""
+
+    def add(
+        self, uses: Mapping[Use, float], spans: Sequence[Span], entries: Sequence[AuditEntry]
+    ) -> None:
+        """Record uses, spans and audit entries, all or none.
+
+        A power loss may take this back if there are no entries.
+        """
+
+    def used(
+        self, start: int, end: int, owner: str | None
+    ) -> tuple[list[Used], dict[str, dict[str, Any]]]:
+        """Return the uses between two times, and the metadata of their sessions.
+
+        They are those of an owner, or of all.
+        """
+
+    def audit(
+        self, start: float, end: float, owner: str | None, category: str | None
+    ) -> list[AuditEntry]:
+        """Return the audit log between two times, of an owner or of all, of a category or all."""
+
+    def spans(self, session_id: str) -> list[Span]:
+        """Return the timeline of a session."""
+
+    def forget_spans(self, before: float) -> None:
+        """Delete the spans that began before a time."""
+
+
+class Database(Protocol):
+    """The database of one data directory."""
+
+    root: Path
+    """The data directory."""
+
+    @property
+    def sessions(self) -> SessionTable:
+        """Sessions."""
+
+    @property
+    def runs(self) -> RunTable:
+        """Training runs."""
+
+    @property
+    def samplers(self) -> SamplerTable:
+        """Samplers."""
+
+    @property
+    def checkpoints(self) -> CheckpointTable:
+        """Checkpoints."""
+
+    @property
+    def keys(self) -> KeyTable:
+        """API keys."""
+
+    @property
+    def activity(self) -> ActivityTable:
+        """Usage, audit log and timelines."""
+
+    def verify(self) -> None:
+        """Check that everything is as it was written.
+
+        Raises:
+            DataDirError: It is damaged.
+        """
+
+    def close(self) -> None:
+        """Close the database."""
