@@ -33,7 +33,7 @@ CONTENT = os.urandom(3_000_000)
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
-    monkeypatch.setattr("tinkex.client.http.retry.Delays.after", lambda *_, **__: 0.0)
+    monkeypatch.setattr("tinkex.client.settings.delays.Delays.after", lambda *_, **__: 0.0)
     with faulty_server() as made:
         tinkex.configure(timeout=10)
         yield made

@@ -385,7 +385,7 @@ def test_clients_at_work_say_everything_that_the_catalogue_lists(
 ) -> None:
     heard = Heard()
     events.attach("everything", None, heard)
-    monkeypatch.setattr("tinkex.client.http.retry.Delays.after", lambda *_, **__: 0.001)
+    monkeypatch.setattr("tinkex.client.settings.delays.Delays.after", lambda *_, **__: 0.001)
     with (
         faulty_server() as faulty,
         ServiceClient(base_url=faulty.base_url, user_metadata={"team": "red"}) as service,

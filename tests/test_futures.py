@@ -25,9 +25,9 @@ from tinkex import types
 from tinkex.client.futures import api_future
 from tinkex.client.futures.api_future import Future, combine, retrieve, start
 from tinkex.client.futures.loop_thread import Inbox
-from tinkex.client.http.retry import Delays
 from tinkex.client.http.transport import Transport
 from tinkex.client.settings.config import Config
+from tinkex.client.settings.delays import Delays
 from tinkex.wire import codec, protocol
 
 # ── waiting ───────────────────────────────────────────────────────────────────────────────────────

@@ -194,7 +194,7 @@ def test_a_caller_may_choose_the_idempotency_key_or_send_none(
 def test_retries_of_one_call_can_be_counted(
     faulty: FaultyServer, http: HttpClient, retries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinkex.client.http.retry.Delays.after", lambda *_, **__: 0.001)
+    monkeypatch.setattr("tinkex.client.settings.delays.Delays.after", lambda *_, **__: 0.001)
     faulty.script("things", Answer(503))
     with pytest.raises(tinkex.InternalServerError) as caught:
         http.get("things", max_retries=retries).result(10)
@@ -444,7 +444,7 @@ def test_a_redirect_is_followed_without_the_key(faulty: FaultyServer, http: Http
 def test_a_wrapped_answer(
     faulty: FaultyServer, http: HttpClient, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinkex.client.http.retry.Delays.after", lambda *_, **__: 0.05)
+    monkeypatch.setattr("tinkex.client.settings.delays.Delays.after", lambda *_, **__: 0.05)
     faulty.script(
         "things", Answer(503), Answer(201, {"status": "ok"}, headers={"X-Request-ID": "r1"})
     )

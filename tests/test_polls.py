@@ -26,9 +26,9 @@ from tinkex.client.futures.api_future import Future, await_many, await_many_asyn
 from tinkex.client.http import limits, retry
 from tinkex.client.http.attempts import CONFLICT_PATIENCE
 from tinkex.client.http.limits import ByteBudget
-from tinkex.client.http.retry import LONGEST_RETRY_AFTER
 from tinkex.client.http.transport import Transport
 from tinkex.client.settings.config import Config
+from tinkex.client.settings.delays import LONGEST_RETRY_AFTER
 from tinkex.wire import codec, protocol
 
 LOGPROBS = types.ForwardBackwardOutput(

@@ -418,7 +418,7 @@ def bulk(tokens: list[int]) -> Answer:
 @pytest.fixture
 def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
     """A server of samples, each polled for by itself, and short waits."""
-    monkeypatch.setattr("tinkex.client.http.retry.Delays.after", lambda *_, **__: 0.01)
+    monkeypatch.setattr("tinkex.client.settings.delays.Delays.after", lambda *_, **__: 0.01)
     with faulty_server() as server:
         server.script("create_sampling_session", Answer(body={"sampling_session_id": "x"}))
         server.script(

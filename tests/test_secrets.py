@@ -212,7 +212,7 @@ def everything(
     """Listens at every place at once while a test runs, and is the judge of it in the end."""
     heard, root = Everything(), logging.getLogger()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("tinkex.client.http.retry.Delays.after", lambda *_, **__: 0.001)
+    monkeypatch.setattr("tinkex.client.settings.delays.Delays.after", lambda *_, **__: 0.001)
     monkeypatch.setattr("tinkex.telemetry.sending.retry_delay", lambda *_: 0.001)
     levels = {
         name: logging.getLogger(name).level

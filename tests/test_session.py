@@ -188,7 +188,7 @@ def test_a_server_that_keeps_failing_is_given_up_in_time(
     path: str,
     config: dict[str, Any],
 ) -> None:
-    monkeypatch.setattr("tinkex.client.http.retry.Delays.after", lambda *_, **__: 0.05)
+    monkeypatch.setattr("tinkex.client.settings.delays.Delays.after", lambda *_, **__: 0.05)
     configured(timeout=1.0, patience=300.0)
     faulty.script("client/config", Answer(body=config))
     faulty.script(path, Answer(503, {"detail": "starting up"}))
@@ -233,7 +233,7 @@ def test_a_heartbeat_has_ten_seconds_and_one_attempt_whatever_is_configured(
     status: int,
 ) -> None:
     monkeypatch.setattr("tinkex.client.session.HEARTBEAT_SECONDS", 0.2)
-    monkeypatch.setattr("tinkex.client.http.retry.Delays.after", lambda *_, **__: 0.001)
+    monkeypatch.setattr("tinkex.client.settings.delays.Delays.after", lambda *_, **__: 0.001)
     configured(timeout=77.0, max_retries=9, patience=300.0)
     faulty.script("session_heartbeat", Answer(status, {"detail": "not now"}))
     with opened(faulty):

@@ -807,7 +807,7 @@ def test_a_lost_receipt_does_not_run_a_call_twice(
     faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The answer to a submission is lost: the same bytes go out again under the same number."""
-    monkeypatch.setattr("tinkex.client.http.retry.Delays.after", lambda *_, **__: 0.01)
+    monkeypatch.setattr("tinkex.client.settings.delays.Delays.after", lambda *_, **__: 0.01)
     created = Answer(body={"model_id": "m"})
     faulty.script("retrieve_future", created, Answer(body={}))
     faulty.script("optim_step", Answer(drop=True), Answer(503), Answer(body={"request_id": "r"}))

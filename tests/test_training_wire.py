@@ -174,7 +174,7 @@ def test_a_saved_sampler_has_no_type_as_in_the_official_client(
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits before a retry are short."""
-    monkeypatch.setattr("tinkex.client.http.retry.Delays.after", lambda *_, **__: 0.01)
+    monkeypatch.setattr("tinkex.client.settings.delays.Delays.after", lambda *_, **__: 0.01)
 
 
 # ── numbers ───────────────────────────────────────────────────────────────────────────────────────
@@ -566,7 +566,7 @@ def test_a_call_of_any_kind_given_up_while_it_is_sent_still_arrives(
 ) -> None:
     """It is given up between a failed attempt and the next: that one is still made, and only then
     the next call's."""
-    monkeypatch.setattr("tinkex.client.http.retry.Delays.after", lambda *_, **__: 0.1)
+    monkeypatch.setattr("tinkex.client.settings.delays.Delays.after", lambda *_, **__: 0.1)
     path, gate = PATHS[call], threading.Event()
 
     def good(seen: Seen) -> Answer:

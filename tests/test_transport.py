@@ -30,9 +30,9 @@ from test_otel import StandIn
 from tinkex import events, types
 from tinkex.client.http import attempts, limits, retry, transport
 from tinkex.client.http.exchange import HttpRequest, Reply, StreamReply
-from tinkex.client.http.retry import Delays
 from tinkex.client.http.transport import Transport
 from tinkex.client.settings.config import Config, configure
+from tinkex.client.settings.delays import Delays
 from tinkex.wire import protocol
 from tinkex.wire.redacted_http import redact_headers, redact_url
 from tinkex.wire.redaction import Scrubber

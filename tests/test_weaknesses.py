@@ -114,7 +114,7 @@ def service(faulty: FaultyServer) -> Iterator[ServiceClient]:
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits before a retry are short."""
-    monkeypatch.setattr("tinkex.client.http.retry.Delays.after", lambda *_, **__: 0.01)
+    monkeypatch.setattr("tinkex.client.settings.delays.Delays.after", lambda *_, **__: 0.01)
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ from tinkex.client.futures.twins import deprecated, value_twin
 from tinkex.client.http.exchange import Reply
 from tinkex.client.http.legacy_servers import Receipt, sequence_ids
 from tinkex.client.http.request_names import name_requests
-from tinkex.client.http.retry import RetryConfig, RetryHandler
+from tinkex.client.http.retry import RetryConfig, RetryHandler, persist
 from tinkex.client.http.transport import OFF_LOOP_BYTES
 from tinkex.client.session import Session, shadow_of
 from tinkex.client.settings.config import Config
@@ -465,27 +465,35 @@ class SamplingClient:
     async def _submit(
         self, request: SampleRequest, notice: QueueNotice, headers: Mapping[str, str] | None
     ) -> Receipt:
-        """Pass the gate; back-pressure makes everyone wait, and the same request is then sent
-        again.
-        """
-        gate, size = self._session.gate, request.prompt.estimated_bytes
+        """Pass the gate and submit; the same request is sent again after back-pressure."""
+        size = request.prompt.estimated_bytes
         patience = None if self.retry_handler.config.enable_retry_logic else 0.0
         sent = BACKPRESSURE if headers is None else {**BACKPRESSURE, **headers}
-        while True:
-            async with gate.passed(size):
-                try:
-                    return await self._session.submit(
-                        protocol.ASAMPLE, request, headers=sent, patience=patience, final={429}
-                    )
-                except RateLimitError as error:
-                    _tell_state(error.body, notice)
-                    gate.refused(size, error.retry_after)
-                    if patience == 0:
-                        raise
-                except GoneError as error:
-                    # the sampler itself is gone: no other number will bring it back
-                    error.should_retry = False
-                    raise
+
+        async def submit() -> Receipt:
+            async with self._session.gate.passed(size):
+                return await self._session.submit(
+                    protocol.ASAMPLE, request, headers=sent, patience=patience, final={429}
+                )
+
+        try:
+            return await persist(submit, self._repeating(size, notice))
+        except GoneError as error:
+            # the sampler itself is gone: no other number will bring it back
+            error.should_retry = False
+            raise
+
+    def _repeating(self, size: int, notice: QueueNotice) -> Callable[[object], float | None]:
+        """Return a policy that repeats after back-pressure; the gate keeps the pause."""
+
+        def delay_after(outcome: object) -> float | None:
+            if not isinstance(outcome, RateLimitError):
+                return None
+            _tell_state(outcome.body, notice)
+            self._session.gate.refused(size, outcome.retry_after)
+            return 0.0 if self.retry_handler.config.enable_retry_logic else None
+
+        return delay_after
 
     def _cancel(self, receipt: Receipt) -> None:
         """Tell the server that nobody waits for a sample any more, where it wants to know."""
@@ -543,23 +551,19 @@ class SamplingClient:
         self, stream: SampleStream, request: SampleRequest, timeout: float | None
     ) -> None:
         if self._streams:
-            gate, size = self._session.gate, request.prompt.estimated_bytes
-            notice = _Notice(self, None)
+            size = request.prompt.estimated_bytes
             numbered = request.model_copy(update={"seq_id": await self._number()})
-            while True:
-                try:
-                    await gate.backoff.wait()
-                    await self._read_stream(stream, numbered, timeout)
-                    return
-                except RateLimitError as error:
-                    _tell_state(error.body, notice)
-                    gate.refused(size, error.retry_after)
-                    if not self.retry_handler.config.enable_retry_logic:
-                        raise
-                except APIStatusError as error:
-                    if error.status_code not in NO_STREAMS or "sampling session" in str(error.body):
-                        raise
-                    break
+
+            async def read() -> None:
+                await self._session.gate.backoff.wait()
+                await self._read_stream(stream, numbered, timeout)
+
+            try:
+                await persist(read, self._repeating(size, _Notice(self, None)))
+                return
+            except APIStatusError as error:
+                if error.status_code not in NO_STREAMS or "sampling session" in str(error.body):
+                    raise
             self._streams = False
             logger.info(
                 "%s does not stream: the tokens of a sample come all at once",

@@ -26,10 +26,11 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from tinkex.client.futures.api_future import start
-from tinkex.client.http.retry import Delays
+from tinkex.client.http.retry import persist
 from tinkex.client.http.transport import Transport
 from tinkex.client.rest import RestClient
 from tinkex.client.rest_parts.rest_checkpoints import ARCHIVE_ATTEMPTS, ARCHIVE_RETRY_SECONDS
+from tinkex.client.settings.delays import Delays
 from tinkex.errors import APIError, TinkerError
 from tinkex.hub.archives import ArchiveLimits, UnsafeArchiveError, extract
 from tinkex.types.checkpoints import SCHEME, ParsedCheckpointTinkerPath
@@ -40,6 +41,8 @@ Progress: TypeAlias = Callable[[int, int], object]
 """Is told how many bytes are there, and how many there will be; in a thread of its own."""
 ATTEMPTS = 5
 """How often in a row a fetch may break off without a byte having come."""
+EXPIRED = frozenset({401, 403, 410})
+"""Statuses of an address that has expired, or never was valid."""
 BROKEN_OFF_DELAYS = Delays(first=0.2)
 WRITE_BYTES = 1 << 20
 STOP_SECONDS = 5.0
@@ -354,37 +357,63 @@ async def fetch(
     part = _Part(path)
     if await asyncio.to_thread(part.is_whole):
         return
-    failures, why, url = 0, "", await address()
-    while failures < ATTEMPTS:
-        had = await asyncio.to_thread(part.size)
+    fetching = _Fetch(transport, address, part, progress)
+    status = await persist(fetching.attempt, fetching.delay_after)
+    if status != 200:
+        message = f"{path.name}{fetching.problem}"
+        raise DownloadError(message, "download_failed", status_code=status)
+    await asyncio.to_thread(part.check, ask_again)
+
+
+class _Fetch:
+    """Attempts to fetch one file, until it is whole or several in a row bring nothing."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        address: Callable[[], Awaitable[str]],
+        part: _Part,
+        progress: Progress | None,
+    ) -> None:
+        self._transport, self._address = transport, address
+        self._part, self._progress = part, progress
+        self._url: str | None = None
+        self._failures = self._size = 0
+        self._has_grown = False
+        self.problem = ""
+        """The last failure, as the end of a sentence about the file."""
+
+    async def attempt(self) -> int:
+        """Fetch what is missing; return 200, the status of a failure, or 0 without an answer."""
+        if self._url is None:
+            self._url = await self._address()
+        had = await asyncio.to_thread(self._part.size)
         try:
-            status = await part.read(transport, url, progress)
+            status = await self._part.read(self._transport, self._url, self._progress)
+            self.problem = f": the server answered {status}"
         except (ConnectionError, TimeoutError) as error:
-            status, why = 0, str(error) or type(error).__name__
-        if status == 200:
-            await asyncio.to_thread(part.check, ask_again)
-            return
-        if status in (401, 403, 410):  # its time is over, or it never was good
-            failures += 1
-            if failures > 1:
-                raise DownloadError(f"{path.name}: {status}", "download_failed", status_code=status)
-            url = await address()
-            continue
+            status, self.problem = 0, f" did not arrive: {str(error) or type(error).__name__}"
+        self._size = await asyncio.to_thread(self._part.size)
+        self._has_grown = self._size > had
+        return status
+
+    def delay_after(self, status: int | Exception) -> float | None:
+        """Decide on the next attempt; an address that has expired is asked for again once."""
+        if isinstance(status, Exception) or status == 200:
+            return None
+        if status in EXPIRED:
+            self._failures, self._url = self._failures + 1, None
+            self.problem = f": {status}"
+            return 0.0 if self._failures == 1 else None
         if status not in (0, 408, 416, 429) and status < 500:
-            raise DownloadError(
-                f"{path.name}: the server answered {status}", "download_failed", status_code=status
-            )
-        why = why if status == 0 else f"the server answered {status}"
-        failures = 0 if await asyncio.to_thread(part.size) > had else failures + 1
-        if failures < ATTEMPTS:
-            await asyncio.sleep(BROKEN_OFF_DELAYS.after(failures))
-            logger.debug(
-                "%s broke off (%s): going on at %d",
-                path.name,
-                why,
-                await asyncio.to_thread(part.size),
-            )
-    raise DownloadError(f"{path.name} did not arrive: {why}", "download_failed", status_code=status)
+            return None
+        if status:
+            self.problem = f" did not arrive: the server answered {status}"
+        self._failures = 0 if self._has_grown else self._failures + 1
+        if self._failures >= ATTEMPTS:
+            return None
+        logger.debug("%s%s; going on at %d", self._part.path.name, self.problem, self._size)
+        return BROKEN_OFF_DELAYS.after(self._failures)
 
 
 class _Part:

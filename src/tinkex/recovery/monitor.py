@@ -10,16 +10,17 @@ RECOVERY_…). For a loop that only wants to go on, `tinkex.resilient` is the sh
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 import threading
-from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from tinkex import events
 from tinkex.client.futures.loop_thread import in_own_thread, runtime
+from tinkex.client.http.retry import Sleep, persist
 from tinkex.client.rest import RestClient
 from tinkex.client.service import ServiceClient
 from tinkex.client.training_client import TrainingClient
@@ -33,8 +34,6 @@ from tinkex.recovery.policies import (
 from tinkex.types.checkpoints import Checkpoint, TrainingRun
 
 logger = logging.getLogger("tinkex")
-
-Sleep: TypeAlias = Callable[[float], Awaitable[object]]
 
 
 def rest_client_of(service: ServiceClient) -> RestClient:
@@ -219,13 +218,13 @@ class _Job:
         }
         events.emit(name, {"attempt": self.attempt}, {**said, **facts})
 
-
-@dataclass(slots=True)
-class _Line:
-    """Who waits and who runs; on the loop only, but for `pending`."""
-
-    waiting: deque[_Job] = field(default_factory=deque)
-    running: int = 0
+    def delay_after(self, outcome: object) -> float | None:
+        """Return the wait before the next attempt; None after a success, or the last attempt."""
+        if not isinstance(outcome, Exception):
+            return None
+        self.tell(events.RECOVERY_FAILED, error=outcome)
+        is_last = self.attempt >= self.policy.max_attempts
+        return None if is_last else self.policy.backoff(self.attempt)
 
 
 class Executor:
@@ -242,11 +241,10 @@ class Executor:
     """
 
     def __init__(self, max_concurrent: int = 1, *, sleep: Sleep = asyncio.sleep) -> None:
-        self._most = max(1, max_concurrent)
         self._sleep = sleep
         self._lock = threading.Lock()
         self._pending: set[str] = set()
-        self._line = _Line()
+        self._places = asyncio.Semaphore(max(1, max_concurrent))
 
     @property
     def pending(self) -> list[str]:
@@ -301,41 +299,27 @@ class Executor:
         job = _Job(
             run_id, service, chosen, facts, last_checkpoint, run, rest or rest_client_of(service)
         )
-        runtime().call(self._enter, job)
+        runtime().call(lambda: runtime().task(self._run(job)))
 
-    def _enter(self, job: _Job) -> None:
-        self._line.waiting.append(job)
-        self._fill()
-
-    def _fill(self) -> None:
-        while self._line.waiting and self._line.running < self._most:
-            self._line.running += 1
-            runtime().task(self._attempt(self._line.waiting.popleft()))
-
-    async def _attempt(self, job: _Job) -> None:
-        job.attempt += 1
-        job.tell(events.RECOVERY_STARTED)
-        error: Exception | None = None
+    async def _run(self, job: _Job) -> None:
         try:
-            checkpoint, client = await self._restore(job)
-        except Exception as failure:
-            error = failure
-        self._line.running -= 1
-        self._fill()  # others go on while this one waits
-        if error is None:
+            attempt = functools.partial(self._attempt, job)
+            checkpoint, client = await persist(attempt, job.delay_after, self._sleep)
+        except Exception as error:
+            job.tell(events.RECOVERY_EXHAUSTED, error=error)
+            self._forget(job)
+            await told(job.policy.on_failure, job.run_id, error)
+        else:
             job.tell(events.RECOVERY_COMPLETED, client=client, checkpoint=checkpoint)
             self._forget(job)
             old = job.metadata.get("training_client")
             await told(job.policy.on_recovery, old, client, checkpoint)
-            return
-        job.tell(events.RECOVERY_FAILED, error=error)
-        if job.attempt >= job.policy.max_attempts:
-            job.tell(events.RECOVERY_EXHAUSTED, error=error)
-            self._forget(job)
-            await told(job.policy.on_failure, job.run_id, error)
-            return
-        await self._sleep(job.policy.backoff(job.attempt))
-        self._enter(job)
+
+    async def _attempt(self, job: _Job) -> tuple[str, TrainingClient]:
+        async with self._places:  # left between attempts, so that other runs go on
+            job.attempt += 1
+            job.tell(events.RECOVERY_STARTED)
+            return await self._restore(job)
 
     def _forget(self, job: _Job) -> None:
         with self._lock:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias
 
+from tinkex.client.settings.delays import Delays
 from tinkex.errors import TinkerError
 
 Strategy: TypeAlias = Literal["latest", "best"] | tuple[Literal["specific"], str]
@@ -136,7 +137,7 @@ class RecoveryPolicy:
             >>> [RecoveryPolicy().backoff(attempt) for attempt in (1, 2, 9)]
             [5.0, 10.0, 60.0]
         """
-        return float(min(self.backoff_ms * 2 ** min(attempt - 1, 60), self.max_backoff_ms)) / 1000
+        return Delays(self.backoff_ms / 1000, self.max_backoff_ms / 1000, low=1.0).after(attempt)
 
 
 def metrics_metadata(

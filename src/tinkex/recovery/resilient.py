@@ -18,7 +18,7 @@ import concurrent.futures
 import logging
 import secrets
 import weakref
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -26,7 +26,7 @@ from tinkex import events
 from tinkex.client.futures.api_future import Future, start
 from tinkex.client.futures.backcompat import BackcompatClientFuture
 from tinkex.client.futures.sampling_future import BackcompatSamplingClientFuture
-from tinkex.client.http.retry import RetryConfig
+from tinkex.client.http.retry import RetryConfig, persist
 from tinkex.client.sampling_client import SamplingClient, checked_kind
 from tinkex.client.service import ServiceClient
 from tinkex.client.training_client import TrainingClient
@@ -236,27 +236,40 @@ class ResilientTrainingClient(TrainingClient):
         events.emit(events.RECOVERY_DETECTED, {}, {**facts, "checkpoint": path, "error": cause})
         reason = getattr(cause, "message", cause)
         logger.warning("run %s is lost (%s): going on from %s", old.model_id, reason, path)
-        error: Exception = cause
-        attempts = policy.max_attempts if self._outbox.losses <= policy.max_attempts else 0
-        for attempt in range(1, attempts + 1):
-            told_of, number = {**facts, "attempt": attempt}, {"attempt": attempt}
-            events.emit(events.RECOVERY_STARTED, number, told_of)
+        made = 0
+
+        def told_of() -> tuple[dict[str, int], dict[str, Any]]:
+            return {"attempt": made}, {**facts, "attempt": made}
+
+        def attempt() -> Awaitable[TrainingClient]:
+            nonlocal made
+            made += 1
+            events.emit(events.RECOVERY_STARTED, *told_of())
+            return self._restore(*told_of())
+
+        def delay_after(outcome: object) -> float | None:
+            if not isinstance(outcome, Exception):
+                return None
+            number, named = told_of()
+            events.emit(events.RECOVERY_FAILED, number, {**named, "error": outcome})
+            is_last = isinstance(outcome, RecoveryError) or made == policy.max_attempts
+            return None if is_last else policy.backoff(made)
+
+        error = cause
+        if self._outbox.losses <= policy.max_attempts:
             try:
-                client = await self._restore(number, told_of)
+                client = await persist(attempt, delay_after)
             except Exception as failure:
                 error = failure
-                events.emit(events.RECOVERY_FAILED, number, {**told_of, "error": failure})
-                if isinstance(failure, RecoveryError) or attempt == attempts:
-                    break
-                await asyncio.sleep(policy.backoff(attempt))
-                continue
-            with self._outbox.lock:
-                self._adopt(client)
-                self._outbox.replay(client._outbox)
-            result = {**told_of, "client": client, "checkpoint": path}
-            events.emit(events.RECOVERY_COMPLETED, number, result)
-            await told(policy.on_recovery, old, client, path)
-            return
+            else:
+                with self._outbox.lock:
+                    self._adopt(client)
+                    self._outbox.replay(client._outbox)
+                number, named = told_of()
+                facts = {**named, "client": client, "checkpoint": path}
+                events.emit(events.RECOVERY_COMPLETED, number, facts)
+                await told(policy.on_recovery, old, client, path)
+                return
         number = {"attempt": policy.max_attempts}
         events.emit(events.RECOVERY_EXHAUSTED, number, {**facts, **number, "error": error})
         self._outbox.fail(

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-import random
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeAlias
 from urllib.parse import urlsplit
 
 from tinkex.client.futures.api_future import start
+from tinkex.client.http.retry import persist
 from tinkex.client.settings import environment
 from tinkex.client.settings.config import HOSTED_URL, Config
+from tinkex.client.settings.delays import Delays
 from tinkex.errors import APIStatusError, TinkerError, is_retryable
 from tinkex.types.sessions import TelemetryResponse, TelemetrySendRequest
 from tinkex.wire.protocol import TELEMETRY, Operation
@@ -133,8 +135,7 @@ def retry_delay(attempt: int, base: float = 1.0) -> float:
         >>> 4.0 < retry_delay(2) < 4.5
         True
     """
-    delay: float = base * 2**attempt
-    return round(delay * (1 + random.uniform(0.01, 0.1)), 3)
+    return round(Delays(base, math.inf, 1.01, 1.1).after(attempt + 1), 3)
 
 
 async def deliver(
@@ -147,30 +148,42 @@ async def deliver(
     base_delay: float,
 ) -> None:
     """Send a batch, again if that fails; a refused batch is dropped at once."""
-    for attempt in range(retries + 1):
-        try:
-            async with asyncio.timeout(timeout):
-                await send(request)
-            return
-        except Exception as error:
-            reason = scrubber.text(str(error) or type(error).__qualname__)
-            if isinstance(error, APIStatusError) and not is_retryable(error):
-                logger.warning(
-                    "telemetry: %d events dropped, the server refused them: %s",
-                    len(request.events),
-                    reason,
-                )
-                return
-            if attempt == retries:
-                break
-            delay = retry_delay(attempt, base_delay)
+    failures = 0
+
+    async def attempt() -> None:
+        async with asyncio.timeout(timeout):
+            await send(request)
+
+    def delay_after(outcome: object) -> float | None:
+        nonlocal failures
+        if not isinstance(outcome, Exception):
+            return None
+        failures += 1
+        if failures > retries or (
+            isinstance(outcome, APIStatusError) and not is_retryable(outcome)
+        ):
+            return None
+        delay = retry_delay(failures - 1, base_delay)
+        logger.warning(
+            "telemetry could not be sent (attempt %d): %s; again in %.2f s",
+            failures,
+            reason_of(outcome),
+            delay,
+        )
+        return delay
+
+    def reason_of(error: Exception) -> str:
+        return scrubber.text(str(error) or type(error).__qualname__)
+
+    count = len(request.events)
+    try:
+        await persist(attempt, delay_after)
+    except Exception as error:
+        if isinstance(error, APIStatusError) and not is_retryable(error):
+            reason = reason_of(error)
             logger.warning(
-                "telemetry could not be sent (attempt %d): %s; again in %.2f s",
-                attempt + 1,
-                reason,
-                delay,
+                "telemetry: %d events dropped, the server refused them: %s", count, reason
             )
-            await asyncio.sleep(delay)
-    logger.warning(
-        "telemetry: %d events given up after %d retries: %s", len(request.events), retries, reason
-    )
+        else:
+            message = "telemetry: %d events given up after %d retries: %s"
+            logger.warning(message, count, retries, reason_of(error))

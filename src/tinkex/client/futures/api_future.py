@@ -15,7 +15,7 @@ import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, Protocol, TypeVar
 
 import msgspec
@@ -25,9 +25,10 @@ from tinkex.client.futures.loop_thread import Inbox, Runtime, give_up, inbox_of,
 from tinkex.client.http.attempts import DELAYS, Patience
 from tinkex.client.http.exchange import Reply
 from tinkex.client.http.reply_errors import RejectedError
-from tinkex.client.http.retry import LONGEST_RETRY_AFTER, Delays, persist
+from tinkex.client.http.retry import persist
 from tinkex.client.http.transport import OFF_LOOP_BYTES, Transport
 from tinkex.client.settings.config import poll_delay
+from tinkex.client.settings.delays import LONGEST_RETRY_AFTER, Delays
 from tinkex.errors import (
     APIConnectionError,
     APIError,
@@ -768,7 +769,7 @@ class _Poll:
                 size = envelope.get("response_payload_size")
                 return _Announced(size if isinstance(size, int) and size > 0 else 0)
             if status == "completed" and "result" in envelope:
-                reply = replace(reply, body=msgspec.json.encode(envelope["result"]))
+                reply = msgspec.structs.replace(reply, body=msgspec.json.encode(envelope["result"]))
                 envelope = _mapping(reply.body)
             if "error" in envelope or status == "failed":
                 raise failure_of(self.transport, self.op, envelope, self.request_id)

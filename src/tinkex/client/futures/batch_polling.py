@@ -24,8 +24,9 @@ from dataclasses import dataclass
 from tinkex.client.futures.api_future import HELD, POLL_TIMEOUT
 from tinkex.client.futures.loop_thread import runtime
 from tinkex.client.http.exchange import Reply
-from tinkex.client.http.retry import Delays
+from tinkex.client.http.retry import persist
 from tinkex.client.http.transport import OFF_LOOP_BYTES, Transport
+from tinkex.client.settings.delays import Delays
 from tinkex.errors import GoneError, TinkerError
 from tinkex.types.sessions import (
     FuturesRetrieveRequest,
@@ -176,10 +177,9 @@ class BatchPoller:
     # ── polls ─────────────────────────────────────────────────────────────────────────────────────
 
     async def _run(self) -> None:
-        """Poll while somebody waits."""
+        """Poll while any sample is waited for."""
         try:
-            while self._waiting:
-                await self._turn()
+            await persist(self._turn, self._delay_after)
         except (TinkerError, ValueError) as error:
             self._give_up(error)
         finally:
@@ -188,21 +188,28 @@ class BatchPoller:
                 self._release(len(self._waiting))
                 self._acknowledge_later()
 
-    async def _turn(self) -> None:
-        """One poll, and the wait after it where one is due; its cost is that of what has ended."""
+    async def _turn(self) -> tuple[bool, float] | None:
+        """Poll once; return True if anything has ended, and the seconds. None: no sample waits."""
+        if not self._waiting:
+            return None
         sent = time.monotonic()
         is_news = await self._poll()
         if time.monotonic() - self._doubted >= DOUBT_SECONDS:
             self._doubt(DOUBTED)
-        spent = time.monotonic() - sent
+        return is_news, time.monotonic() - sent
+
+    def _delay_after(self, turn: tuple[bool, float] | Exception | None) -> float | None:
+        """Return the wait before the next poll; None when no sample waits, or after a failure."""
+        if turn is None or isinstance(turn, Exception):
+            return None
+        is_news, spent = turn
         if is_news or spent >= HELD:
             self._empty_polls = 0
-            # where one ends at once, others are about to
-            if self._waiting and spent < GATHER_SECONDS:
-                await asyncio.sleep(GATHER_SECONDS - spent)
-        else:  # a server that does not hold polls must not be asked in a hot loop
-            self._empty_polls += 1
-            await asyncio.sleep(EMPTY_POLL_DELAYS.after(self._empty_polls))
+            # other samples often end soon after one that ended at once
+            return max(GATHER_SECONDS - spent, 0.0) if self._waiting else None
+        # a server that does not hold polls must not be polled in a hot loop
+        self._empty_polls += 1
+        return EMPTY_POLL_DELAYS.after(self._empty_polls)
 
     async def _poll(self, timeout: float | None = None) -> bool:
         """Poll once and take the answer; return whether anything has ended.

@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Container
-from dataclasses import dataclass
+
+import msgspec
 
 from tinkex.client.http.addresses import REDIRECTS
 from tinkex.client.http.exchange import HttpRequest, Reply
 from tinkex.client.http.limits import BillingPause, BreakerRegistry
 from tinkex.client.http.link import Link
 from tinkex.client.http.reply_errors import RejectedError
-from tinkex.client.http.retry import Delays, persist
+from tinkex.client.http.retry import persist
+from tinkex.client.settings.delays import Delays
 from tinkex.errors import APIConnectionError, APIStatusError, BillingError, is_retryable
 from tinkex.wire.protocol import Operation
 
@@ -24,8 +26,7 @@ REJECTED_ATTEMPTS = 16
 """How often a request is sent again after a 400 with an empty body."""
 
 
-@dataclass(frozen=True, slots=True)
-class Patience:
+class Patience(msgspec.Struct, frozen=True):
     """The limits of a request's retries."""
 
     seconds: float

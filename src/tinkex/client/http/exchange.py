@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from tinkex.client.http.retry import LONGEST_RETRY_AFTER
+from tinkex.client.settings.delays import LONGEST_RETRY_AFTER
 from tinkex.wire.pieces import Pieces
 from tinkex.wire.protocol import Traffic
 from tinkex.wire.redacted_http import wait_asked
@@ -37,8 +37,7 @@ class HttpRequest(msgspec.Struct, frozen=True):
         return None if self.body is None else bytes(self.body)
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(msgspec.Struct, frozen=True):
     """An answer; the names of its headers are lower-case."""
 
     status: int

@@ -117,7 +117,7 @@ def read_receipt(transport: Transport, op: Operation, reply: Reply, submitted: f
             raise failure_of(transport, op, told, "")
         if told.get("status") == "completed" and isinstance(told.get("result"), dict):
             told = told["result"]
-            reply = replace(reply, body=msgspec.json.encode(told))
+            reply = msgspec.structs.replace(reply, body=msgspec.json.encode(told))
         if told.keys() & set(_fields(op.result)):
             return Receipt(op, submitted, result=transport.decode(op, op.result, reply))
     named: UntypedAPIFuture = transport.decode(op, UntypedAPIFuture, reply)

@@ -7,8 +7,9 @@ import logging
 import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
@@ -49,8 +50,7 @@ def _http_exchange(config: Config, base_url: str) -> HttpExchange:
     return HttpExchange(base_url, config.proxy_url, config.proxy_authorization, config.pool_sizes)
 
 
-@dataclass(frozen=True, slots=True)
-class _Route:
+class _Route(NamedTuple):
     """The way to an address."""
 
     exchange: Exchange

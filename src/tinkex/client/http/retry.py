@@ -1,62 +1,29 @@
-"""Retries: the one loop that waits after a failure, its delays, and the retries of samples."""
+"""Retries: the one loop that waits after a failure, and the retries of samples."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from tinkex import events
+from tinkex.client.settings.delays import Delays
 from tinkex.errors import APIConnectionError, APIStatusError, GoneError
 
 T = TypeVar("T")
 logger = logging.getLogger("tinkex")
 
-LONGEST_RETRY_AFTER = 60.0
-"""Longer waits that a server asks for are ignored."""
-
-
-@dataclass(frozen=True, slots=True)
-class Delays:
-    """Delays that double after each failure in a row, with jitter. Times are seconds.
-
-    Example:
-        >>> [Delays(first=1.0, most=3.0, low=1.0).after(failures) for failures in (1, 2, 3)]
-        [1.0, 2.0, 3.0]
-    """
-
-    first: float = 0.5
-    most: float = 10.0
-    low: float = 0.75
-    """The smallest factor of the jitter."""
-    high: float = 1.0
-    """The largest factor of the jitter."""
-
-    def after(
-        self, failures: int, asked: float | None = None, jitter: float | None = None
-    ) -> float:
-        """Return the delay after the n-th failure, counted from 1.
-
-        Args:
-            failures: The number of failures in a row.
-            asked: The delay that the server asks for; a longer one than a minute is ignored.
-            jitter: A number in [0, 1] in place of a random one.
-
-        Returns:
-            Seconds.
-        """
-        plain = min(self.first * 2.0 ** min(failures - 1, 60), self.most)
-        share = random.random() if jitter is None else jitter
-        delay = min(plain * (self.low + (self.high - self.low) * share), self.most)
-        return max(delay, asked) if asked and asked <= LONGEST_RETRY_AFTER else delay
+Sleep: TypeAlias = Callable[[float], Awaitable[object]]
+"""Waits for so many seconds."""
 
 
 async def persist(
-    attempt: Callable[[], Awaitable[T]], delay_after: Callable[[T | Exception], float | None]
+    attempt: Callable[[], Awaitable[T]],
+    delay_after: Callable[[T | Exception], float | None],
+    sleep: Sleep | None = None,
 ) -> T:
     """Repeat an attempt until its outcome is final, and return or raise that outcome.
 
@@ -64,6 +31,7 @@ async def persist(
         attempt: Makes one attempt.
         delay_after: Returns the seconds to wait before the next attempt, given the outcome of the
             last one: its result or its exception. None makes that outcome final.
+        sleep: Waits in place of `asyncio.sleep`.
 
     Returns:
         The last result.
@@ -77,7 +45,7 @@ async def persist(
         else:
             if (delay := delay_after(result)) is None:
                 return result
-        await asyncio.sleep(delay)
+        await (sleep or asyncio.sleep)(delay)
 
 
 @dataclass(frozen=True)

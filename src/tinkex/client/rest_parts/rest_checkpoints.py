@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import datetime as dt
 import os
 import uuid
+from collections.abc import Awaitable
 
 from tinkex.client.checkpoint_arguments import checked_id, checked_ttl, checkpoint_parts
 from tinkex.client.futures.api_future import APIFuture
 from tinkex.client.futures.twins import value_twin
 from tinkex.client.http.exchange import Reply
+from tinkex.client.http.retry import persist
 from tinkex.client.http.transport import Transport
 from tinkex.client.rest_parts.rest_base import RestBase
 from tinkex.types.checkpoints import (
@@ -184,16 +185,23 @@ class RestCheckpoints(RestBase):
         op = protocol.GET_CHECKPOINT_ARCHIVE
 
         async def work(transport: Transport) -> CheckpointArchiveUrlResponse:
-            for attempt in range(1, attempts + 1):
-                reply = await transport.poll(op, path=path)
-                if reply.status != 503 or attempt == attempts:
-                    break
-                await asyncio.sleep(delay)
+            made = 0
+
+            def ask() -> Awaitable[Reply]:
+                nonlocal made
+                made += 1
+                return transport.poll(op, path=path)
+
+            def delay_after(reply: Reply | Exception) -> float | None:
+                is_packing = isinstance(reply, Reply) and reply.status == 503
+                return delay if is_packing and made < attempts else None
+
+            reply = await persist(ask, delay_after)
             if (url := transport.redirection(op, path, reply)) is not None:
                 return CheckpointArchiveUrlResponse(url=url, expires=_expiry(reply))
             if reply.status >= 300:
                 error = transport.errors.refusal(op, reply)
-                error.attempts = attempt
+                error.attempts = made
                 raise error
             answer: CheckpointArchiveUrlResponse = transport.decode(op, op.response, reply)
             return answer

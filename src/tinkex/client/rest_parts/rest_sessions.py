@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
+import functools
 import logging
 from typing import get_args
 
 from tinkex.client.checkpoint_arguments import AccessScope, checked_id, scope_query
 from tinkex.client.futures.api_future import APIFuture
 from tinkex.client.futures.twins import value_twin
+from tinkex.client.http.retry import persist
 from tinkex.client.http.transport import Transport
 from tinkex.client.rest_parts.rest_base import RestBase
 from tinkex.client.rest_parts.rest_experimental import warn_experimental
@@ -157,24 +158,29 @@ class RestSessions(RestBase):
 
         async def work(transport: Transport) -> str:
             told = False
-            while True:
-                answer: SessionTraceExportResponse = await transport.call(op, path=path)
-                if answer.status == "failed":
-                    raise RuntimeError(
-                        f"the trace of session {session_id} could not be made: {answer.error}"
-                    )
-                if answer.status == "ready":
-                    if answer.url is None:
-                        raise APIResponseValidationError(
-                            f"{op.name} at {transport.place}: ready, but without a url"
-                        )
-                    return answer.url
+
+            def delay_after(answer: SessionTraceExportResponse | Exception) -> float | None:
+                nonlocal told
+                if isinstance(answer, Exception) or answer.status in ("failed", "ready"):
+                    return None
                 if not told:
                     logger.warning(
                         "the trace of session %s is being made; that may take a while", session_id
                     )
                     told = True
-                await asyncio.sleep(poll_seconds)
+                return poll_seconds
+
+            ask = functools.partial(transport.call, op, path=path)
+            answer: SessionTraceExportResponse = await persist(ask, delay_after)
+            if answer.status == "failed":
+                raise RuntimeError(
+                    f"the trace of session {session_id} could not be made: {answer.error}"
+                )
+            if answer.url is None:
+                raise APIResponseValidationError(
+                    f"{op.name} at {transport.place}: ready, but without a url"
+                )
+            return answer.url
 
         return self._start(work)
 

@@ -18,6 +18,7 @@ from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from tinkex.client.settings import environment
 from tinkex.client.settings.credentials import stored_key
+from tinkex.client.settings.delays import Delays
 from tinkex.errors import ConfigurationError
 from tinkex.recovery.policies import RecoveryPolicy
 from tinkex.wire.redacted_http import REDACTED
@@ -148,7 +149,7 @@ def poll_delay(policy: PollBackoff | None, number: int) -> float:
 
     Example:
         >>> [poll_delay(("exponential", 0.5, 3), number) for number in range(4)]
-        [0.5, 1.0, 2.0, 3]
+        [0.5, 1.0, 2.0, 3.0]
     """
     if policy is None:
         return 0.0
@@ -161,7 +162,7 @@ def poll_delay(policy: PollBackoff | None, number: int) -> float:
         )
         return float(seconds) if usable else 0.0
     first, most = (FIRST_POLL_DELAY, MOST_POLL_DELAY) if isinstance(policy, str) else policy[1:]
-    return min(first * 2.0 ** min(number, 60), most)
+    return Delays(first, most, low=1.0).after(number + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
