@@ -5,12 +5,11 @@ program.
 replace, link, unlink, rmdir or mkdir. `write:N` dies in the middle of the N-th write, after some of
 its bytes. What of that is real:
 
-- journals, results and JSON files: the write(2) itself is cut, the rest of its bytes never leaves
-  the process;
+- journals, results, weights and JSON files: the write(2) itself is cut, the rest of its bytes
+  never leaves the process;
 - SQLite: the statement is carried out, then the bytes that it changed in the write-ahead log are
   taken back from a random place on, before anybody can have heard of it (a write to the database
-  file itself is not cut);
-- safetensors: the file is written whole, then cut off at a random place.
+  file itself is not cut).
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ import socket
 import sqlite3
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -123,18 +121,6 @@ def crash_in_write(cuts: Cuts) -> None:
     sqlite3.connect = connecting  # type: ignore[assignment]
 
 
-def cutting(cuts: Cuts, save_file: Callable[..., None]) -> Callable[..., None]:
-    """A way to save tensors that may not get to its end."""
-
-    def save(tensors: Any, path: Path, **options: Any) -> None:
-        save_file(tensors, path, **options)
-        if cuts.is_next():
-            os.truncate(path, cuts.within(path.stat().st_size))
-            die()
-
-    return save
-
-
 def main() -> None:
     """Serve: PORT DATA_DIR DEATH SEED [MODEL_DIR], where DEATH is `flush:N`, `write:N` or
     `never:0`."""
@@ -150,11 +136,8 @@ def main() -> None:
     admission.STATE_OPERATIONS, admission.STATE_REST = 5, 0
     engine: Engine
     if len(sys.argv) > 5:
-        from tinkex.engine.torch import model_files
         from tinkex.engine.torch.engine import TorchEngine
 
-        if kind == "write":
-            vars(model_files)["save_file"] = cutting(cuts, vars(model_files)["save_file"])
         engine = TorchEngine({"test/small": Path(sys.argv[5])})
     else:
         from tinkex.engine.fake import FakeEngine

@@ -616,7 +616,8 @@ def _sampler(wire: Wire) -> str:
 
 
 def test_a_sparse_tensor_is_checked_before_it_is_spread_out() -> None:
-    from tinkex.engine.losses.table import LOSSES, Room, read_examples
+    from tinkex.engine.losses.examples import Room, read_examples
+    from tinkex.engine.losses.table import LOSSES
 
     columns = 1 << 16
     targets = tinkex.TensorData([1], "int64", [3, columns], [0, 1, 1, 1], [0])

@@ -18,8 +18,9 @@ import pytest
 import tinkex
 from support import Clock, Wire, pass_json, sample_json, serving, step_json, wait_until
 from tinkex import ServiceClient, types
-from tinkex.engine.api import EngineError, Writer
+from tinkex.engine.api import EngineError
 from tinkex.engine.fake import FakeEngine
+from tinkex.engine.places import Place, Writer
 from tinkex.server.app import create_app
 from tinkex.server.runs.journal import Journal
 from tinkex.server.runs.promises import JUST_READ, KEEP_READ, KEEP_UNREAD, Promises
@@ -553,6 +554,17 @@ def test_an_expired_checkpoint_is_gone_and_its_name_is_free(
     assert wire.post("weights_info", {"tinker_path": path})["base_model"] == "fake"
 
 
+@dataclass
+class Stopping(Writer):
+    """A writer that fails when its files are written."""
+
+    whole: Writer
+
+    def write(self, place: Place) -> None:
+        self.whole.write(place)
+        raise OSError("no space left on device")
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_an_interrupted_save_leaves_nothing(
     wire: Wire,
@@ -568,13 +580,7 @@ def test_an_interrupted_save_leaves_nothing(
     real = engine.writer
 
     def half(adapter: str, *, optimizer: bool) -> Writer:
-        write = real(adapter, optimizer=optimizer)
-
-        def stop(directory: Path) -> None:
-            write(directory)
-            raise OSError("no space left on device")
-
-        return stop
+        return Stopping(real(adapter, optimizer=optimizer))
 
     with monkeypatch.context() as patch:
         patch.setattr(engine, "writer", half)

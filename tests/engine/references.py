@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +19,27 @@ if TYPE_CHECKING:
     from tinkex.types.inputs import Datum
 
 CLIPS = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0), "gspo": (0.8, 1.2)}
+
+
+class Case(NamedTuple):
+    """A loss with its configuration."""
+
+    loss: str
+    config: dict[str, float | str]
+    targets: int = 1
+
+
+CASES = {
+    "cross_entropy": Case("cross_entropy", {}),
+    "several targets": Case("cross_entropy", {}, targets=3),
+    "importance_sampling": Case("importance_sampling", {}),
+    "ppo": Case("ppo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}),
+    "cispo": Case("cispo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}),
+    "dro": Case("dro", {"beta": 0.05}),
+    "gspo": Case("gspo", {}),
+    "custom": Case("custom", {"loss_id": "surprise"}),
+}
+"""What the tests of all losses run; each has its reference below or in a test of its own."""
 
 
 def adapter_of(engine: TorchEngine, name: str = "a") -> Adapter:

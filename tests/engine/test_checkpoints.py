@@ -5,24 +5,28 @@ from __future__ import annotations
 import json
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from io import BytesIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import pytest
 import torch
 from peft import PeftModel
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save, save_file
 from transformers import AutoModelForCausalLM
 
 from tinkex.engine.api import EngineError, run_pass
+from tinkex.engine.places import Directory, Place
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.train.optim import AdamState
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.training import AdamParams, LoraConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from engine.conftest import Checkpoint, Data, Sample
@@ -43,7 +47,7 @@ def test_a_resumed_run_continues_bit_equal(
     engine: TorchEngine, checkpoint: Checkpoint, data: Data, tmp_path: Path
 ) -> None:
     train(engine, "a", data, range(3))
-    engine.writer("a", optimizer=True)(tmp_path)
+    engine.writer("a", optimizer=True).write(Directory(tmp_path))
     expected = train(engine, "a", data, range(3, 6))
 
     other = TorchEngine({"small": checkpoint("llama")}, threads=1)
@@ -65,12 +69,12 @@ def test_a_writer_writes_what_there_was_when_it_was_made_on_any_thread(
     then, now, later = (tmp_path / name for name in ("then", "now", "later"))
     for directory in (then, now, later):
         directory.mkdir()
-    engine.writer("a", optimizer=True)(then)
+    engine.writer("a", optimizer=True).write(Directory(then))
     write = engine.writer("a", optimizer=True)
     train(engine, "a", data, range(2, 4))
-    engine.writer("a", optimizer=True)(now)
+    engine.writer("a", optimizer=True).write(Directory(now))
     engine.drop("a")
-    thread = threading.Thread(target=write, args=(later,))
+    thread = threading.Thread(target=write.write, args=(Directory(later),))
     thread.start()
     thread.join()
     names = {"adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors"}
@@ -81,6 +85,38 @@ def test_a_writer_writes_what_there_was_when_it_was_made_on_any_thread(
         assert not all(torch.equal(ours[key], others[key]) for key in ours)
     with safe_open(later / "optimizer.safetensors", "pt") as saved:
         assert saved.metadata()["step"] == "2"
+
+
+@dataclass
+class Memory(Place):
+    """A place without a file system."""
+
+    files: dict[str, bytes] = field(default_factory=dict)
+
+    @contextmanager
+    def file(self, name: str) -> Iterator[BinaryIO]:
+        opened = BytesIO()
+        yield opened
+        self.files[name] = opened.getvalue()
+
+
+def test_writers_take_any_place_and_write_what_safetensors_would(
+    engine: TorchEngine, data: Data, tmp_path: Path
+) -> None:
+    train(engine, "a", data, range(2))
+    writer, memory = engine.writer("a", optimizer=True), Memory()
+    writer.write(memory)
+    writer.write(Directory(tmp_path))
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == memory.files
+    weights = memory.files["adapter_model.safetensors"]
+    assert weights == save(load(weights), metadata={"format": "pt"})
+    optimizer = memory.files["optimizer.safetensors"]
+    # the library writes more than one entry of metadata in any order
+    size, others = int.from_bytes(optimizer[:8], "little"), save(load(optimizer), {"a": "b"})
+    header = json.loads(optimizer[8 : 8 + size])
+    assert header.pop("__metadata__") == {"format": "pt", "optimizer": "adamw", "step": "2"}
+    expected = json.loads(others[8 : 8 + int.from_bytes(others[:8], "little")])
+    assert list(header.items()) == [item for item in expected.items() if item[0] in header]
 
 
 def test_a_snapshot_costs_the_adapters_bytes_and_no_optimizers(
@@ -97,7 +133,7 @@ def test_a_snapshot_costs_the_adapters_bytes_and_no_optimizers(
     assert moments() is not None, "one writer needs it"
     del write_all
     assert moments() is None
-    write(tmp_path)
+    write.write(Directory(tmp_path))
     assert not (tmp_path / "optimizer.safetensors").exists()
 
 
@@ -106,7 +142,7 @@ def test_weights_alone_start_a_fresh_optimizer(
     engine: TorchEngine, data: Data, tmp_path: Path
 ) -> None:
     train(engine, "a", data, range(2))
-    engine.writer("a", optimizer=False)(tmp_path)
+    engine.writer("a", optimizer=False).write(Directory(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",
@@ -138,7 +174,7 @@ def test_peft_reads_the_files(
     engine = TorchEngine({"small": checkpoint("llama")}, threads=1)
     engine.create("a", "small", LoraConfig(rank=4, **flags))
     train(engine, "a", data, range(4))
-    engine.writer("a", optimizer=True)(tmp_path)
+    engine.writer("a", optimizer=True).write(Directory(tmp_path))
     base = AutoModelForCausalLM.from_pretrained(checkpoint("llama"), dtype=torch.float32)
     model = PeftModel.from_pretrained(base, str(tmp_path))
     tokens, targets = [5, 9, 60, 33, 7], [9, 60, 33, 7, 1]
@@ -152,7 +188,7 @@ def test_peft_reads_the_files(
 
 @pytest.mark.covers("S41")
 def test_the_files(engine: TorchEngine, tmp_path: Path) -> None:
-    engine.writer("a", optimizer=True)(tmp_path)
+    engine.writer("a", optimizer=True).write(Directory(tmp_path))
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     expected = {
         "peft_type": "LORA",
@@ -234,7 +270,7 @@ def _configure(**changes: Any) -> Callable[[Path], None]:
 def test_what_does_not_fit_is_refused_and_changes_nothing(
     damage: Callable[[Path], None], message: str, engine: TorchEngine, data: Data, tmp_path: Path
 ) -> None:
-    engine.writer("a", optimizer=True)(tmp_path)
+    engine.writer("a", optimizer=True).write(Directory(tmp_path))
     damage(tmp_path)
     run_pass(engine, "a", data(5), "cross_entropy", {})
     adapter = engine._adapters["a"]
@@ -249,7 +285,7 @@ def test_samplers_of_files_and_of_snapshots_agree(
     engine: TorchEngine, data: Data, sample: Sample, tmp_path: Path
 ) -> None:
     train(engine, "a", data, range(3))
-    engine.writer("a", optimizer=False)(tmp_path)
+    engine.writer("a", optimizer=False).write(Directory(tmp_path))
     engine.snapshot("a", "live")
     engine.load_sampler("saved", "small", tmp_path)
     engine.load_sampler("base", "small", None)

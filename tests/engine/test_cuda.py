@@ -16,6 +16,7 @@ from engine.test_overlap import EVENTFUL, check, crowd_of, each_alone, limited, 
 from engine.test_stability import experience, gradient
 from tinkex.engine.api import run_pass
 from tinkex.engine.model.decoder import BARE
+from tinkex.engine.places import Directory
 from tinkex.engine.sample.blocks import RESERVED, Pool
 from tinkex.engine.sample.passes import Row, StaticDecoding
 from tinkex.engine.torch import device_copies
@@ -116,7 +117,7 @@ def test_weights_are_written_beside_steps_and_while_graphs_are_recorded(
             while not over.is_set() or not written:
                 written.append(tmp_path / str(len(written)))
                 written[-1].mkdir()
-                write(written[-1])
+                write.write(Directory(written[-1]))
         except BaseException as error:
             failures.append(error)
             raise

@@ -12,10 +12,11 @@ import torch
 
 from engine.test_custom_graphs import REF, function, graph, method
 from tinkex.engine.api import EngineError, PassDone
-from tinkex.engine.losses import table
+from tinkex.engine.losses import examples as loss_examples
+from tinkex.engine.losses.examples import STEP_WORK, Room
 from tinkex.engine.losses.graph_loss import WITH_GRADIENT, CompiledLoss, compile_graph
 from tinkex.engine.losses.graph_operations import GraphLimits
-from tinkex.engine.losses.table import Room
+from tinkex.engine.losses.objective import Piece
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.train.objectives import GraphLoss
 from tinkex.types.inputs import Datum, ModelInput
@@ -101,7 +102,7 @@ def test_the_data_of_a_heavy_loss_are_spread_over_steps(
     """Eight data of one token would fill an eighth of a step; another owner's pass ends between
     theirs."""
     loss = heavy()
-    monkeypatch.setattr(table, "STEP_WORK", 2 * work_of(loss))
+    monkeypatch.setattr(loss_examples, "STEP_WORK", 2 * work_of(loss))
     begin(engine, loss, data(8))
     ended = list(engine.pass_step())
     engine.pass_start("short", "b", data(2, 4), "cross_entropy", {}, owner="two")
@@ -122,7 +123,7 @@ def test_spreading_changes_no_result(
         engine.create("a", "m", LoraConfig(rank=4, seed=1))
         loss = heavy()
         monkeypatch.setattr(
-            table, "STEP_WORK", 100 * work_of(loss) if steps == 1 else work_of(loss)
+            loss_examples, "STEP_WORK", 100 * work_of(loss) if steps == 1 else work_of(loss)
         )
         begin(engine, loss, data(8, 3))
         results.append(outcome(engine))
@@ -202,7 +203,7 @@ def test_a_datum_that_is_computed_again_is_charged_once() -> None:
     objective = GraphLoss(heavy(pass_work=2 * work + work // 2, pass_growth=0))
     examples = objective.read(data(2), Room(vocab=100, context=100))
     for _ in range(4):
-        objective.evaluate(torch.zeros(2), examples, [0, 1], backward=True)
+        objective.evaluate(Piece(torch.zeros(2), examples, [0, 1], backward=True))
 
 
 def test_a_loss_whose_values_decide_its_work_is_run_by_few_data_a_step() -> None:
@@ -216,7 +217,7 @@ def test_a_loss_whose_values_decide_its_work_is_run_by_few_data_a_step() -> None
     loss = compile_graph(chosen)
     assert loss.work({"logprobs": (4,)}) is None
     examples = GraphLoss(loss).read(data(3, 4), Room(vocab=100, context=100))
-    assert list(examples.work) == [table.STEP_WORK // 8] * 3
+    assert list(examples.work) == [STEP_WORK // 8] * 3
 
 
 def test_the_estimate_takes_little_time_however_many_lengths_there_are() -> None:

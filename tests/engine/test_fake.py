@@ -13,6 +13,7 @@ import pytest
 from tinkex.engine.api import Engine, EngineError, run_pass
 from tinkex.engine.fake import FakeEngine
 from tinkex.engine.lazy import LazyEngine
+from tinkex.engine.places import Directory
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.sampling import SampleRequest, SampleResponse, SamplingParams
@@ -80,7 +81,7 @@ def test_save_load_and_snapshot(fake: FakeEngine, tmp_path: Path) -> None:
     before = run(fake, max_tokens=5)
     run_pass(fake, "a", DATA, "cross_entropy", {})
     fake.optim_step("a", STEP)
-    fake.writer("a", optimizer=True)(tmp_path)
+    fake.writer("a", optimizer=True).write(Directory(tmp_path))
     assert run(fake, max_tokens=5).sequences[0].logprobs == before.sequences[0].logprobs
     fake.create("b", "fake", LoraConfig(rank=4))
     fake.load("b", tmp_path, optimizer=True)

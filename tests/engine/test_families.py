@@ -25,6 +25,7 @@ from tinkex.engine.model import attention, matmul_check
 from tinkex.engine.model.attention import PackedAttention, attend, causal, trusted, visible
 from tinkex.engine.model.decoder import BARE, Decoder, Lora, hidden_states
 from tinkex.engine.model.mlp import Adaptation
+from tinkex.engine.places import Directory
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.torch.model_files import load_decoder
 from tinkex.engine.train import target_logprobs
@@ -271,7 +272,7 @@ def test_peft_loads_what_is_saved(family: str, checkpoint: Checkpoint, tmp_path:
     engine.create("a", "m", LoraConfig(rank=8))
     adapter = adapter_of(engine)
     randomise(adapter)
-    engine.writer("a", optimizer=False)(tmp_path)
+    engine.writer("a", optimizer=False).write(Directory(tmp_path))
     base = transformers_model(checkpoint(family), torch.float32)
     theirs = reference_logits(PeftModel.from_pretrained(base, str(tmp_path)))
     torch.testing.assert_close(
@@ -286,7 +287,7 @@ def test_experts_divide_the_rank(
 ) -> None:
     engine = TorchEngine({"m": checkpoint("qwen3-moe-mixed")}, threads=1)
     engine.create("a", "m", LoraConfig(rank=rank))
-    engine.writer("a", optimizer=False)(tmp_path)
+    engine.writer("a", optimizer=False).write(Directory(tmp_path))
     saved = load_file(tmp_path / "adapter_model.safetensors")
     layer = "base_model.model.model.layers.{}.mlp.{}.lora_{}.weight".format
     for number in range(4):
@@ -318,7 +319,7 @@ def test_mixtures_learn_and_their_adapters_come_back(
         losses.append(run_pass(engine, "a", batch, "cross_entropy", {}).metrics["loss:sum"])
         engine.optim_step("a", params)
     assert losses[-1] < losses[0] - 1
-    engine.writer("a", optimizer=True)(tmp_path)
+    engine.writer("a", optimizer=True).write(Directory(tmp_path))
     engine.load("b", tmp_path, optimizer=True)
     assert torch.equal(adapter_of(engine, "b").state.weights, adapter_of(engine, "a").state.weights)
 

@@ -27,6 +27,7 @@ from engine.test_sampling_batches import (
     tokens_of,
 )
 from tinkex.engine.api import DrawnToken, EngineError
+from tinkex.engine.places import Directory
 from tinkex.engine.sample.blocks import BLOCK, block_bytes
 from tinkex.engine.sample.passes import StaticDecoding
 from tinkex.engine.sample.sampler import Limits, Sampler
@@ -85,7 +86,7 @@ class Reference:
         for version in (1, 2, 3):
             saved = place / f"v{version}"
             saved.mkdir()
-            engine.sampler_writer(f"v{version}")(saved)
+            engine.sampler_writer(f"v{version}").write(Directory(saved))
             if self.model is None:
                 self.model = PeftModel.from_pretrained(
                     base, str(saved), "v1", autocast_adapter_dtype=False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import pytest
@@ -11,7 +11,9 @@ import torch
 from engine.references import adapter_of, assert_near, gradients, randomise, reference_run
 from tinkex.engine.api import EngineError, run_pass
 from tinkex.engine.losses.table import LOSSES, SEQUENCE
+from tinkex.engine.places import Directory
 from tinkex.types.inputs import Datum, ModelInput
+from tinkex.types.training import LossFnType
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,7 +61,7 @@ def test_thresholds_may_be_given_for_each_token(
     loss: str, engine: TorchEngine, data: Data, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     randomise(adapter_of(engine))
-    engine.writer("a", optimizer=False)(tmp_path)
+    engine.writer("a", optimizer=False).write(Directory(tmp_path))
     batch = with_inputs(data(9, 4, 17), **NEAR)
     if loss == "gspo":
         batch = marked(batch)
@@ -142,7 +144,11 @@ def test_a_ratio_beyond_all_bounds_is_clipped(engine: TorchEngine, data: Data) -
         run_pass(engine, "a", below, "ppo", {})
 
 
-@pytest.mark.parametrize("loss", sorted(LOSSES))
+def test_clients_know_the_losses_of_the_table() -> None:
+    assert get_args(LossFnType) == tuple(LOSSES)
+
+
+@pytest.mark.parametrize("loss", sorted(name for name in LOSSES if LOSSES[name].function))
 def test_losses_are_differentiated_as_finite_differences_say(loss: str) -> None:
     random = torch.Generator().manual_seed(3)
 
@@ -160,13 +166,16 @@ def test_losses_are_differentiated_as_finite_differences_say(loss: str) -> None:
         SEQUENCE: torch.arange(3).repeat_interleave(4),
     }
 
+    function = LOSSES[loss].function
+    assert function is not None
+
     def value(logprobs: torch.Tensor) -> torch.Tensor:
         # their ratios are weights, without a gradient: hold them where they are
         if loss in ("cispo", "gspo"):
             frozen = point.clone()
             swapped = inputs | {"logprobs": inputs["logprobs"] + (logprobs.detach() - frozen)}
-            return LOSSES[loss].function(logprobs, swapped, {"beta": 0.3})
-        return LOSSES[loss].function(logprobs, inputs, {"beta": 0.3})
+            return function(logprobs, swapped, {"beta": 0.3})
+        return function(logprobs, inputs, {"beta": 0.3})
 
     # its tokens have the value of the sequence's ratio, which moves with none of them
     if loss == "gspo":

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from engine.references import adapter_of, assert_near, randomise
 from tinkex.engine.api import EngineError, run_pass
+from tinkex.engine.places import Directory
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.train.optim import AdamState, DimuonState, orthogonalised
 from tinkex.types.training import (
@@ -212,7 +213,7 @@ def test_a_resumed_dimuon_run_continues_bit_equal(
     muon: TorchEngine, data: Data, tmp_path: Path
 ) -> None:
     train(muon, "a", data, range(3))
-    muon.writer("a", optimizer=True)(tmp_path)
+    muon.writer("a", optimizer=True).write(Directory(tmp_path))
     expected = train(muon, "a", data, range(3, 6))
     muon.create("b", "small", LoraConfig(rank=4, seed=5), DIMUON)
     muon.load("b", tmp_path, optimizer=True)
@@ -235,7 +236,7 @@ def test_the_state_of_another_optimizer_is_refused_and_its_weights_are_not(
     other = kinds.keys() - {saved}
     muon.create("saved", "small", LoraConfig(rank=4), kinds[saved])
     muon.create("other", "small", LoraConfig(rank=4), kinds[min(other)])
-    muon.writer("saved", optimizer=True)(tmp_path)
+    muon.writer("saved", optimizer=True).write(Directory(tmp_path))
     with safe_open(tmp_path / "optimizer.safetensors", framework="pt") as opened:
         assert opened.metadata()["optimizer"] == saved
     run_pass(muon, "other", data(5), "cross_entropy", {})

@@ -22,8 +22,8 @@ from hypothesis import Phase, given, settings, strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.conftest import SMALL
-from engine.references import adapter_of
-from engine.test_splits import CASES, examples
+from engine.references import CASES, adapter_of
+from engine.test_splits import examples
 from engine.test_steps import Memory
 from tinkex.engine.api import EngineError, run_pass
 from tinkex.engine.sample import passes

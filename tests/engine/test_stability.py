@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from engine.references import adapter_of, assert_near, gradients, randomise
 from tinkex.engine.api import RECORDED_TOKENS, EngineError, Recalled, Recording, run_pass
 from tinkex.engine.native.library import load
+from tinkex.engine.places import Directory
 from tinkex.engine.sample.blocks import block_bytes
 from tinkex.engine.sample.sampler import Limits, Runner, Sampler
 from tinkex.engine.torch.engine import TorchEngine
@@ -178,7 +179,7 @@ def test_numbers_are_those_of_the_formula(
     engine = engine_of(checkpoint, "llama")
     drawn = experience(engine, temperature=temperature)
     randomise(adapter_of(engine))  # the policy has moved since
-    engine.writer("a", optimizer=False)(tmp_path)
+    engine.writer("a", optimizer=False).write(Directory(tmp_path))
     total, logprobs, grads, masked = reference(
         checkpoint("llama"), tmp_path, drawn, kl_coeff, cap, limit
     )

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from engine.references import adapter_of
-from engine.test_splits import CASES, examples
+from engine.references import CASES, adapter_of
+from engine.test_splits import examples
 from tinkex.engine.api import EngineError, run_pass
 from tinkex.engine.fair_share import Shares
 from tinkex.engine.model import decoder

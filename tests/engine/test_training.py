@@ -9,9 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from engine.references import adapter_of, assert_near, gradients, randomise, reference_run
+from engine.references import (
+    CASES as LOSS_CASES,
+    adapter_of,
+    assert_near,
+    gradients,
+    randomise,
+    reference_run,
+)
 from tinkex.engine.api import EngineError, run_pass
+from tinkex.engine.losses.table import CUSTOM
 from tinkex.engine.model import attention, decoder
+from tinkex.engine.places import Directory
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.torch.lora import Layout
 from tinkex.engine.train import device_step, target_logprobs
@@ -27,7 +36,7 @@ if TYPE_CHECKING:
 LR = AdamParams(learning_rate=1e-2)
 
 
-CASES = [
+CASES: list[tuple[str, dict[str, bool], str, dict[str, Any]]] = [
     ("llama", {}, "cross_entropy", {}),
     ("llama", {}, "importance_sampling", {}),
     ("llama", {}, "ppo", {}),
@@ -44,6 +53,11 @@ CASES = [
     ("llama3", {"train_attn": False, "train_mlp": False}, "cross_entropy", {}),
     ("mistral", {"train_attn": False}, "cross_entropy", {}),
 ]
+ALL_CASES = CASES + [
+    ("llama", {}, case.loss, case.config)
+    for case in LOSS_CASES.values()
+    if case.loss not in {CUSTOM, *(loss for _, _, loss, _ in CASES)}
+]
 
 
 @pytest.mark.covers("S10", "S15", "S16", "S21")
@@ -51,7 +65,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("dtype", "kept", "short"), [(torch.float32, 0, 64), (torch.float64, 1 << 20, 10)]
 )
-@pytest.mark.parametrize(("family", "flags", "loss", "settings"), CASES)
+@pytest.mark.parametrize(("family", "flags", "loss", "settings"), ALL_CASES)
 def test_pass_equals_float64_reference(
     family: str,
     flags: dict[str, bool],
@@ -73,7 +87,7 @@ def test_pass_equals_float64_reference(
     adapter = adapter_of(engine)
     randomise(adapter)
     adapter.state = AdamState.fresh(adapter.state.weights.float().to(dtype))  # files hold float32
-    engine.writer("a", optimizer=False)(tmp_path)
+    engine.writer("a", optimizer=False).write(Directory(tmp_path))
     batch = data(5, 17, 9, 17, 1, 30, 9)
     total, logprobs, grads = reference_run(checkpoint(family), tmp_path, batch, loss, settings)
 
@@ -105,7 +119,7 @@ def test_several_targets_per_position(
     sparse: bool, engine: TorchEngine, data: Data, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     randomise(adapter_of(engine))
-    engine.writer("a", optimizer=False)(tmp_path)
+    engine.writer("a", optimizer=False).write(Directory(tmp_path))
     random = np.random.default_rng(0)
     targets = random.integers(0, 96, (9, 3))
     weights = random.normal(size=(9, 3)).astype(np.float32)
@@ -446,7 +460,7 @@ def test_names_that_do_not_exist(engine: TorchEngine, data: Data, tmp_path: Path
     for call in (
         lambda: run_pass(engine, "b", data(3), "cross_entropy", {}),
         lambda: engine.optim_step("b", LR),
-        lambda: engine.writer("b", optimizer=True)(tmp_path),
+        lambda: engine.writer("b", optimizer=True).write(Directory(tmp_path)),
         lambda: engine.snapshot("b", "s"),
     ):
         with pytest.raises(EngineError, match="there is no adapter 'b'"):

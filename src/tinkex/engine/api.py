@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
 
+from tinkex.engine.places import Writer
 from tinkex.types.custom_losses import CreateCustomLossRequest
 from tinkex.types.inputs import Datum
 from tinkex.types.sampling import SampleRequest, SampleResponse, StopReason
@@ -29,10 +30,8 @@ from tinkex.types.training import (
 
 ADAMW, DIMUON = AdamOptimizerConfig(), DimuonOptimizerConfig()
 """The optimizers there are; the first is an adapter's unless another is asked for."""
-STABLE_REINFORCE = "stable_reinforce"
-"""The name of the loss that is computed from recordings of its samples."""
 RECORDED_TOKENS = 20
-"""How many of the likeliest tokens a recording holds at each position."""
+"""The number of the likeliest tokens that a recording holds at each position."""
 
 
 class EngineError(Exception):
@@ -169,10 +168,6 @@ class PassDone:
     result: ForwardBackwardOutput | Exception
 
 
-Writer: TypeAlias = Callable[[Path], None]
-"""Writes something as it was when the writer was made into an existing empty directory, durably.
-May be called later and on another thread, while the engine goes on."""
-
 Listener: TypeAlias = Callable[[Sequence[DrawnToken]], object]
 """Takes the tokens that a job got in a step; called on the thread that makes the step, and must be
 quick."""
@@ -246,7 +241,7 @@ class Engine(Protocol):
         """
 
     def writer(self, adapter: str, *, optimizer: bool) -> Writer:
-        """What writes an adapter as it is now: PEFT files, and optimizer state beside them."""
+        """Return the writer of an adapter as it is now: PEFT files, and optimizer state."""
 
     def load(self, adapter: str, directory: Path, *, optimizer: bool) -> None:
         """Replace an adapter's weights (and optimizer state) by saved ones; pending gradients are
@@ -257,7 +252,7 @@ class Engine(Protocol):
         """Freeze an adapter's present weights as a sampler."""
 
     def sampler_writer(self, sampler: str) -> Writer:
-        """What writes a snapshot's weights as PEFT files."""
+        """Return the writer of a snapshot's weights as PEFT files."""
 
     def load_sampler(self, sampler: str, base_model: str, directory: Path | None) -> None:
         """Make a sampler of saved weights, or of the bare base model when there is no directory."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,10 +28,11 @@ from tinkex.engine.api import (
     Recalled,
     Recording,
     SampleDone,
-    Writer,
     check_optimizer,
 )
 from tinkex.engine.base_models import describe, locate_models
+from tinkex.engine.losses.table import CUSTOM, STABLE_REINFORCE, find_loss
+from tinkex.engine.places import Place, Writer
 from tinkex.engine.registry import EngineKind
 from tinkex.errors import ConfigurationError
 from tinkex.types.sampling import (
@@ -59,16 +61,6 @@ if TYPE_CHECKING:
 
 SIZE = 8
 STATE = "fake.json"
-LOSSES = (
-    "cross_entropy",
-    "importance_sampling",
-    "ppo",
-    "cispo",
-    "dro",
-    "gspo",
-    "stable_reinforce",
-    "custom",
-)
 
 
 @dataclass
@@ -108,6 +100,18 @@ class _Job:
     def limit(self) -> int:
         asked = self.request.sampling_params.max_tokens
         return 16 if asked is None else asked
+
+
+@dataclass(frozen=True)
+class _FakeWriter(Writer):
+    enter: Callable[[], None]
+    text: str
+
+    def write(self, place: Place) -> None:
+        """Write the file."""
+        self.enter()
+        with place.file(STATE) as file:
+            file.write(self.text.encode())
 
 
 @dataclass
@@ -170,15 +174,14 @@ class FakeEngine(Engine):
     ) -> None:
         """Admit a pass; recordings move its weights, so that other ones show."""
         self._adapter(adapter)
-        if loss_fn not in LOSSES:
-            raise EngineError(f"unknown loss {loss_fn!r}; known are {', '.join(LOSSES)}")
-        if loss_fn == "custom" and config.get("loss_id") not in self._losses:
+        find_loss(loss_fn)
+        if loss_fn == CUSTOM and config.get("loss_id") not in self._losses:
             raise EngineError(f"there is no custom loss {config.get('loss_id')!r}")
         arrays = [
             (datum.model_input.to_numpy(), *_arrays(index, datum))
             for index, datum in enumerate(data)
         ]
-        if loss_fn == "stable_reinforce":
+        if loss_fn == STABLE_REINFORCE:
             if recalled is None or len(recalled) != len(data):
                 raise EngineError("loss 'stable_reinforce' needs the recordings of its samples")
             for known, (_, _, weights) in zip(recalled, arrays, strict=True):
@@ -245,7 +248,7 @@ class FakeEngine(Engine):
         return {"grad_norm:mean": norm, "learning_rate:mean": float(params.learning_rate)}
 
     def writer(self, adapter: str, *, optimizer: bool) -> Writer:
-        """What writes the weights as a small file."""
+        """Return the writer of the weights as a small file."""
         saved = self._adapter(adapter)
         fields = {
             "base_model": saved.base_model,
@@ -254,11 +257,7 @@ class FakeEngine(Engine):
         }
         text = json.dumps(fields | ({"step": saved.step} if optimizer else {}))
 
-        def write(directory: Path) -> None:
-            self._enter("save", adapter)
-            (directory / STATE).write_text(text)
-
-        return write
+        return _FakeWriter(partial(self._enter, "save", adapter), text)
 
     def load(self, adapter: str, directory: Path, *, optimizer: bool) -> None:
         """Read what `save` wrote."""
@@ -279,16 +278,12 @@ class FakeEngine(Engine):
         self._samplers[sampler] = self._adapter(adapter).weights
 
     def sampler_writer(self, sampler: str) -> Writer:
-        """What writes a snapshot's weights as a small file."""
+        """Return the writer of a snapshot's weights as a small file."""
         if sampler not in self._samplers:
             raise EngineError(f"there is no snapshot {sampler!r}")
         text = json.dumps({"weights": self._samplers[sampler].tolist()})
 
-        def write(directory: Path) -> None:
-            self._enter("save_sampler", sampler)
-            (directory / STATE).write_text(text)
-
-        return write
+        return _FakeWriter(partial(self._enter, "save_sampler", sampler), text)
 
     def load_sampler(self, sampler: str, base_model: str, directory: Path | None) -> None:
         """Make a sampler of saved weights, or of the bare base model."""

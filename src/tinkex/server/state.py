@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from tinkex.engine.api import BaseModel, Engine, EngineError, Writer
+from tinkex.engine.api import BaseModel, Engine, EngineError
+from tinkex.engine.places import Writer
 from tinkex.server.access.accounts import Accounts
 from tinkex.server.access.searches import Searches
 from tinkex.server.complaints import complain
@@ -295,7 +296,7 @@ class State:
         begun = await self.worker.run(self.begin_snapshot, sampler)
         if begun is not None:
             async with self.writing:
-                await asyncio.to_thread(write_whole, *begun)
+                await asyncio.to_thread(write_whole, begun[0].write, begun[1])
             await self.worker.run(self.place_snapshot, sampler, begun[1])
 
     def _spill_snapshot(self, sampler: str) -> None:
@@ -304,22 +305,23 @@ class State:
         """
         begun = self.begin_snapshot(sampler)
         if begun is not None:
-            write_whole(*begun)
+            write_whole(begun[0].write, begun[1])
             self.place_snapshot(sampler, begun[1])
         self.engine.drop_sampler(sampler)
 
     def begin_snapshot(self, sampler: str) -> tuple[Writer, Path] | None:
-        """What writes a nameless sampler's weights, and where to; None if they are on disk. On the
-        worker.
+        """Return the writer of a nameless sampler, and the directory to write; None if it is on disk.
+
+        Call it on the worker.
         """
         directory = self.journals.snapshot_directory(sampler)
         if directory.is_dir():
             return None
-        write = self.engine.sampler_writer(sampler)
+        writer = self.engine.sampler_writer(sampler)
         directory.parent.mkdir(exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f"{directory.name}{UNPLACED}", dir=directory.parent))
         self._unplaced[sampler] = scratch
-        return write, scratch
+        return writer, scratch
 
     def place_snapshot(self, sampler: str, scratch: Path) -> None:
         """Let files that were written be a sampler's, unless it has others by now. On the worker."""

@@ -6,10 +6,9 @@ import copy
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from tinkex.client.futures.api_future import APIFuture, AwaitableConcurrentFuture, start
+from tinkex.client.futures.api_future import APIFuture, AwaitableConcurrentFuture, outcome_of, start
 from tinkex.client.futures.loop_thread import runtime
 from tinkex.client.http.responses import wrapped
 from tinkex.client.http.transport import Transport
@@ -111,13 +110,8 @@ class RestBase:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()._own._outcome(timeout=30)
+    def __exit__(self, *_: object) -> None:
+        outcome_of(self.close(), timeout=30)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(base_url={self._config.base_url!r})"

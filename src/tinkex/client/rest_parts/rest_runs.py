@@ -10,7 +10,8 @@ from tinkex.client.checkpoint_arguments import (
     checkpoint_parts,
     scope_query,
 )
-from tinkex.client.futures.api_future import APIFuture, retrieve
+from tinkex.client.futures.api_future import APIFuture
+from tinkex.client.futures.result_polling import retrieve
 from tinkex.client.futures.twins import value_twin
 from tinkex.client.http.legacy_servers import read_receipt
 from tinkex.client.http.transport import Transport

@@ -8,7 +8,8 @@ import warnings
 from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any, Literal, TypeVar, Unpack
 
-from tinkex.client.futures.api_future import Future, combine, unlisted, users_level
+from tinkex.client.futures.api_future import Future, unlisted, users_level
+from tinkex.client.futures.reductions import combine
 from tinkex.client.futures.twins import twin
 from tinkex.client.http.legacy_servers import Receipt
 from tinkex.client.losses import caller_losses, loss_graphs

@@ -25,21 +25,15 @@ import numpy as np
 import torch
 
 from tinkex.engine.api import RECORDED_TOKENS, EngineError, Recalled
-from tinkex.engine.losses.table import Evaluated, Examples, Loss, Others, Room, read_examples
+from tinkex.engine.losses.examples import Examples, Others, Room, read_examples
+from tinkex.engine.losses.objective import Evaluated, Objective, Piece
+from tinkex.engine.losses.table import DIVERGENCE_LIMIT, LOSSES, RATIO_CAP, STABLE_REINFORCE
 from tinkex.engine.torch.device_copies import to_device
 from tinkex.types.inputs import Datum
 from tinkex.types.tensors import Array
 
-RATIO_CAP = "tinkex_ratio_cap"
-DIVERGENCE_LIMIT = "tinkex_divergence_limit"
-DEFAULTS = {"kl_coeff": 0.01, RATIO_CAP: 20.0, DIVERGENCE_LIMIT: 0.15}
-"""Its settings; those that are tinkex's own say so in their names."""
 LEAST_SHARE = 1e-6
-"""What remains beside the likeliest tokens counts as this much at least: less is rounding."""
-
-INPUTS = Loss(lambda logprobs_M, inputs, config: logprobs_M, required=("advantages",))
-"""What its data must have; log-probabilities that come along are ignored, since the recording has
-them."""
+"""The least share of the tokens beside the likeliest ones: less is rounding."""
 
 
 def read_settings(settings: Mapping[str, float]) -> dict[str, float]:
@@ -54,16 +48,15 @@ def read_settings(settings: Mapping[str, float]) -> dict[str, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class StableReinforce:
+class StableReinforce(Objective):
     """The loss with its settings, and the recordings behind the data of a pass."""
 
     settings: Mapping[str, float]
     recalled: Sequence[Recalled]
-    elementwise: bool = False
 
     def read(self, data: Sequence[Datum], room: Room) -> Examples:
         """Check data before anything is computed."""
-        examples = read_examples(data, INPUTS, {}, room)
+        examples = read_examples(data, LOSSES[STABLE_REINFORCE], {}, room)
         if len(self.recalled) != len(data):
             raise EngineError(f"{len(data)} data have {len(self.recalled)} recordings", "server")
         for index, (recalled, targets) in enumerate(
@@ -75,26 +68,16 @@ class StableReinforce:
         ]
         return Examples(examples.tokens, examples.targets, examples.inputs, others)
 
-    def sizes(self, examples: Examples) -> Sequence[int]:
-        """One value for each target."""
-        return [targets.size for targets in examples.targets]
-
-    def evaluate(
-        self,
-        logprobs_M: torch.Tensor,
-        examples: Examples,
-        indices: Sequence[int],
-        *,
-        backward: bool,
-    ) -> Evaluated:
-        """The loss of the chosen data, and its gradient if there is to be one."""
-        batch = _Batch.of(logprobs_M.device, [self.recalled[i] for i in indices], examples, indices)
-        leaf_M = logprobs_M.detach().double().requires_grad_(backward)
-        with torch.set_grad_enabled(backward):
+    def evaluate(self, piece: Piece) -> Evaluated:
+        """Return the loss of a piece, and its gradient if that is needed."""
+        logprobs_M = piece.logprobs_M
+        batch = _Batch.of(piece, [self.recalled[i] for i in piece.indices])
+        leaf_M = logprobs_M.detach().double().requires_grad_(piece.backward)
+        with torch.set_grad_enabled(piece.backward):
             losses_S = self._losses(leaf_M[batch.drawn_S], leaf_M[batch.top_SK], batch)
         losses_L = leaf_M.new_zeros(batch.targets).index_copy(0, batch.places_S, losses_S.detach())
         grad_M = None
-        if backward:
+        if piece.backward:
             grad_M = torch.autograd.grad(losses_S.sum(), leaf_M)[0].to(logprobs_M.dtype)
         return Evaluated(losses_L, grad_M)
 
@@ -113,42 +96,37 @@ class StableReinforce:
 
 
 def _buckets(top_SK: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities of the likeliest tokens, and of what remains."""
+    """Return the log-probabilities of the likeliest tokens, and of all others together."""
     rest_S1 = (1 - top_SK.exp().sum(-1, keepdim=True)).clamp(min=LEAST_SHARE).log()
     return torch.cat([top_SK, rest_S1], -1)
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """The sampled targets of a micro-batch, on the device."""
+    """The sampled targets of a piece, on the device."""
 
     drawn_S: torch.Tensor
-    """Which of the wanted log-probabilities are theirs, and …"""
+    """The places of their log-probabilities among those that the loss reads."""
     top_SK: torch.Tensor
-    """… which those of the tokens that were likeliest."""
+    """The places of those of the likeliest tokens."""
     places_S: torch.Tensor
-    """Which of the targets they are, of …"""
+    """Their places among the targets."""
     targets: int
-    """… so many."""
+    """The number of targets."""
     advantages_S: torch.Tensor
     sampler_S: torch.Tensor
-    """Log-probabilities that they were drawn with, …"""
+    """Log-probabilities that they were drawn with."""
     model_S: torch.Tensor
-    """… under the model as it was, at temperature 1, and …"""
+    """Log-probabilities under the model of then, at temperature 1."""
     recorded_SK: torch.Tensor
-    """… of the likeliest tokens."""
+    """The same of the likeliest tokens."""
 
     @classmethod
-    def of(
-        cls,
-        device: torch.device,
-        recalled: Sequence[Recalled],
-        examples: Examples,
-        indices: Sequence[int],
-    ) -> _Batch:
+    def of(cls, piece: Piece, recalled: Sequence[Recalled]) -> _Batch:
+        examples = piece.examples
         drawn, top, places, advantages = [], [], [], []
         wanted = targets = 0
-        for index, known in zip(indices, recalled, strict=True):
+        for index, known in zip(piece.indices, recalled, strict=True):
             width = known.recording.top_tokens.shape[1]
             before = wanted + known.positions + width * np.arange(known.positions.size)
             drawn.append(before)
@@ -159,7 +137,7 @@ class _Batch:
             wanted += examples.targets[index].size + width * known.positions.size
 
         def put(arrays: Sequence[Array], dtype: torch.dtype = torch.float64) -> torch.Tensor:
-            return to_device(np.concatenate(arrays), device, dtype)
+            return to_device(np.concatenate(arrays), piece.logprobs_M.device, dtype)
 
         recordings = [known.recording for known in recalled]
         return cls(
@@ -175,7 +153,7 @@ class _Batch:
 
 
 def _check(index: int, recalled: Recalled, targets: Array, advantages: Array, room: Room) -> None:
-    """Refuse a datum that does not agree with what was recorded of it."""
+    """Refuse a datum that does not agree with its recording."""
     positions, recording = recalled.positions, recalled.recording
     if not positions.size:
         raise EngineError(

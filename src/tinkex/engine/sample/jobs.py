@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from tinkex.engine.api import DrawnToken, EngineError, Listener, SampleDone, token_limit
-from tinkex.engine.losses.table import read_tokens
+from tinkex.engine.losses.examples import read_tokens
 from tinkex.engine.sample.blocks import namespace, prompt_keys
 from tinkex.engine.sample.logit_changes import Shape
 from tinkex.engine.sample.recordings import Recorder

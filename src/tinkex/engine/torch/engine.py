@@ -17,17 +17,17 @@ from tinkex.engine.api import (
     PassDone,
     Recalled,
     SampleDone,
-    Writer,
 )
 from tinkex.engine.base_models import describe, resolve
 from tinkex.engine.losses.graph_loss import CompiledLoss, compile_graph
 from tinkex.engine.model.decoder import BARE, Decoder, Lora
 from tinkex.engine.peft_files import read_lora_config
+from tinkex.engine.places import Writer
 from tinkex.engine.sample.jobs import Job, Source
 from tinkex.engine.sample.sampler import Sampler
 from tinkex.engine.torch.lora import Layout, module_groups
 from tinkex.engine.torch.model_files import (
-    adapter_writer,
+    AdapterWriter,
     load_adapter,
     load_decoder,
     load_factors,
@@ -198,9 +198,9 @@ class TorchEngine(Engine):
         return self._adapter(adapter).step(params)
 
     def writer(self, adapter: str, *, optimizer: bool) -> Writer:
-        """What writes an adapter as it is now: PEFT files, and optimizer state beside them."""
+        """Return the writer of an adapter as it is now: PEFT files, and optimizer state."""
         saved = self._adapter(adapter)
-        return adapter_writer(
+        return AdapterWriter.of(
             saved.base_model, saved.layout, saved.state.weights, saved.state if optimizer else None
         )
 
@@ -219,10 +219,10 @@ class TorchEngine(Engine):
         self._frozen[sampler] = (frozen.base_model, frozen.layout, frozen.state.weights)
 
     def sampler_writer(self, sampler: str) -> Writer:
-        """What writes a snapshot's weights as PEFT files."""
+        """Return the writer of a snapshot's weights as PEFT files."""
         if sampler not in self._frozen:
             raise EngineError(f"there is no snapshot {sampler!r}")
-        return adapter_writer(*self._frozen[sampler])
+        return AdapterWriter.of(*self._frozen[sampler])
 
     def load_sampler(self, sampler: str, base_model: str, directory: Path | None) -> None:
         """Make a sampler of saved weights, or of the bare base model when there is no directory."""

@@ -5,18 +5,15 @@ them.
 from __future__ import annotations
 
 import json
-import os
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-from tinkex.engine.api import EngineError, Writer
+from tinkex.engine.api import EngineError
 from tinkex.engine.families.model_config import DecoderConfig, ExpertsConfig
 from tinkex.engine.families.read_config import read_config
 from tinkex.engine.json_files import read_object
@@ -33,6 +30,8 @@ from tinkex.engine.peft_files import (
     PREFIX,
     read_lora_config,
 )
+from tinkex.engine.places import Place, Writer
+from tinkex.engine.tensor_files import write_tensors
 from tinkex.engine.torch.device_copies import mark, to_host_beside
 from tinkex.engine.torch.lora import Layout, Linear
 
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from tinkex.engine.train.optim import State
+    from tinkex.types.tensors import Array
 
 
 class _Tensors:
@@ -261,37 +261,48 @@ class _Source:
         )
 
 
-def adapter_writer(
-    base_model: str, layout: Layout, weights: torch.Tensor, state: State | None = None
-) -> Writer:
-    """What writes PEFT files, and an optimizer's state beside them. None of it is ever changed, so
-    it can wait.
+@dataclass(frozen=True, slots=True)
+class AdapterWriter(Writer):
+    """The PEFT files of an adapter, and its optimizer's state.
+
+    Nothing of it is ever changed in place, so that it can be written later. `ready` was marked when
+    the weights were made.
     """
-    ready = mark(weights.device)
 
-    def named(flat: torch.Tensor, prefix: str) -> dict[str, torch.Tensor]:
-        views = layout.tensors(to_host_beside(flat, ready))
-        # copies, since what shares memory is refused; numpy's, since PyTorch would start threads
-        # for this one
-        copies = ((name, np.array(view.numpy(), np.float32)) for name, view in views)
-        return {f"{prefix}{name}.weight": torch.from_numpy(copy) for name, copy in copies}
+    base_model: str
+    layout: Layout
+    weights: torch.Tensor
+    state: State | None
+    ready: torch.cuda.Event | None
 
-    def write(directory: Path) -> None:
-        config = _peft_config(base_model, layout)
-        (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        save_file(named(weights, PREFIX), directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-        names = [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
-        if state is not None:
-            moments: dict[str, torch.Tensor] = {}
-            for name in state.MOMENTS:
-                moments |= named(getattr(state, name), f"{name}.")
-            about = {"format": "pt", "optimizer": state.KIND, "step": str(state.step)}
-            save_file(moments, directory / OPTIMIZER, metadata=about)
-            names.append(OPTIMIZER)
-        for path in [*(directory / name for name in names), directory]:
-            _sync(path)
+    @classmethod
+    def of(
+        cls, base_model: str, layout: Layout, weights: torch.Tensor, state: State | None = None
+    ) -> AdapterWriter:
+        """Return a writer of weights that the device may still be computing."""
+        return cls(base_model, layout, weights, state, mark(weights.device))
 
-    return write
+    def write(self, place: Place) -> None:
+        """Write the files."""
+        config = json.dumps(_peft_config(self.base_model, self.layout), indent=2) + "\n"
+        with place.file(ADAPTER_CONFIG) as file:
+            file.write(config.encode())
+        with place.file(ADAPTER_WEIGHTS) as file:
+            write_tensors(file, self._named({PREFIX: self.weights}), {"format": "pt"})
+        if self.state is not None:
+            moments = {f"{name}.": getattr(self.state, name) for name in self.state.MOMENTS}
+            about = {"format": "pt", "optimizer": self.state.KIND, "step": str(self.state.step)}
+            with place.file(OPTIMIZER) as file:
+                write_tensors(file, self._named(moments), about)
+
+    def _named(self, flats: Mapping[str, torch.Tensor]) -> dict[str, Array]:
+        """Return the tensors of flat buffers on the host, by name."""
+        named = {
+            name: view.numpy()
+            for prefix, flat in flats.items()
+            for name, view in _views(self.layout, to_host_beside(flat, self.ready), prefix)
+        }
+        return dict(sorted(named.items()))
 
 
 def _peft_config(base_model: str, layout: Layout) -> dict[str, Any]:
@@ -325,14 +336,6 @@ def _rank_pattern(layout: Layout) -> dict[str, int]:
         patterns[r"mlp\.experts\.(\d+\.)?down_proj"] = rank
         patterns[r"mlp\.experts\.gate_up_proj"] = 2 * rank
     return patterns
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def load_adapter(directory: Path, layout: Layout, like: State, *, optimizer: bool) -> State:

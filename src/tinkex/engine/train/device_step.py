@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from tinkex.engine.api import EngineError
+from tinkex.engine.losses.objective import Piece
 from tinkex.engine.model.attention import PackedAttention
 from tinkex.engine.model.decoder import hidden_states
 from tinkex.engine.torch.device_copies import mark, to_device, to_host
@@ -24,7 +25,7 @@ from tinkex.engine.train.training_pass import Pass, check_finite
 from tinkex.types.tensors import Array
 
 if TYPE_CHECKING:
-    from tinkex.engine.losses.table import Evaluated
+    from tinkex.engine.losses.objective import Evaluated
     from tinkex.engine.torch.lora import Linear
 
 
@@ -104,7 +105,7 @@ def _span(work: Pass, rows: tuple[int, int]) -> Span:
 def _evaluate(work: Pass, piece: list[int], logprobs_M: torch.Tensor) -> Evaluated | EngineError:
     """Return the loss of a piece and its gradient by the log-probabilities, or its error."""
     try:
-        return work.objective.evaluate(logprobs_M, work.examples, piece, backward=work.backward)
+        return work.objective.evaluate(Piece(logprobs_M, work.examples, piece, work.backward))
     except EngineError as error:
         return error
 

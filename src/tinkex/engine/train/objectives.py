@@ -1,11 +1,8 @@
-"""What a pass minimises: a loss of the table, or one that was sent as a graph.
+"""The objectives of passes: losses of the table, and losses that were sent as graphs.
 
-Both read the data they need, and give the values of the loss together with its gradient by the
-log-probabilities. What goes wrong there names its datum, and is known before the model's own
-gradient is begun.
+Errors name their datum, and are known before the model's own gradient is begun.
 
-Axes: M targets of a micro-batch, L values of a loss: one per target, or one per datum where the
-loss is a graph.
+Axes: M targets of a piece, L values of a loss: one per target, or one per datum for a graph.
 """
 
 from __future__ import annotations
@@ -15,60 +12,38 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 import torch
 
-from tinkex.engine.api import STABLE_REINFORCE, EngineError, Recalled
-from tinkex.engine.losses.graph_loss import Allowance, CompiledLoss
-from tinkex.engine.losses.stable_reinforce import DEFAULTS, StableReinforce, read_settings
-from tinkex.engine.losses.table import (
-    CUSTOM,
-    SEQUENCE,
+from tinkex.engine.api import EngineError, Recalled
+from tinkex.engine.losses.examples import (
     STEP_WORK,
-    TARGETS,
-    Evaluated,
     Examples,
-    Loss,
     Room,
     check_shape,
-    fill_settings,
-    find_loss,
     present,
     read_examples,
     read_targets,
+)
+from tinkex.engine.losses.graph_loss import Allowance, CompiledLoss
+from tinkex.engine.losses.objective import Evaluated, Objective, Piece
+from tinkex.engine.losses.stable_reinforce import StableReinforce, read_settings
+from tinkex.engine.losses.table import (
+    CUSTOM,
+    SEQUENCE,
+    STABLE_REINFORCE,
+    TARGETS,
+    Loss,
+    fill_settings,
+    find_loss,
 )
 from tinkex.engine.torch.device_copies import to_device
 from tinkex.types.inputs import Datum
 from tinkex.types.tensors import Array
 
 LOOKED_AT = 4
-"""Data whose work is estimated, of different sizes; the others are between them."""
-
-
-class Objective(Protocol):
-    """What a pass minimises."""
-
-    @property
-    def elementwise(self) -> bool:
-        """Whether the values are reported beside the log-probabilities."""
-
-    def read(self, data: Sequence[Datum], room: Room) -> Examples:
-        """Check data before anything is computed."""
-
-    def sizes(self, examples: Examples) -> Sequence[int]:
-        """How many values each datum has."""
-
-    def evaluate(
-        self,
-        logprobs_M: torch.Tensor,
-        examples: Examples,
-        indices: Sequence[int],
-        *,
-        backward: bool,
-    ) -> Evaluated:
-        """The loss of the chosen data, and its gradient if there is to be one."""
+"""The number of data, of different sizes, whose work is estimated."""
 
 
 def find_objective(
@@ -77,16 +52,25 @@ def find_objective(
     losses: Mapping[str, CompiledLoss],
     recalled: Sequence[Recalled] | None = None,
 ) -> Objective:
-    """Return the named loss: of the table, sent before, or one with recordings."""
-    if name == STABLE_REINFORCE:
-        settings = read_settings(fill_settings(name, DEFAULTS, config))
-        if recalled is None:
-            raise EngineError(
-                f"loss {name!r} is computed from recordings of its samples, and there are none"
-            )
-        return StableReinforce(settings, recalled)
-    if name != CUSTOM:
-        return TableLoss(*find_loss(name, config))
+    """Return a loss with its settings: of the table, sent before, or one with recordings."""
+    loss = find_loss(name)
+    if name == CUSTOM:
+        return GraphLoss(_sent_loss(config, losses))
+    settings = fill_settings(name, config)
+    if name != STABLE_REINFORCE:
+        return TableLoss(loss, settings)
+    settings = read_settings(settings)
+    if recalled is None:
+        raise EngineError(
+            f"loss {name!r} is computed from recordings of its samples, and there are none"
+        )
+    return StableReinforce(settings, recalled)
+
+
+def _sent_loss(
+    config: Mapping[str, float | str], losses: Mapping[str, CompiledLoss]
+) -> CompiledLoss:
+    """Return the loss that was sent as a graph and has the id in the configuration."""
     loss_id = config.get("loss_id")
     if not isinstance(loss_id, str) or len(config) > 1:
         raise EngineError(
@@ -97,11 +81,11 @@ def find_objective(
             f"there is no custom loss {loss_id!r}: create it, and again after a restart of the "
             "server"
         )
-    return GraphLoss(losses[loss_id])
+    return losses[loss_id]
 
 
 @dataclass(frozen=True, slots=True)
-class TableLoss:
+class TableLoss(Objective):
     """A loss of the table with its settings."""
 
     loss: Loss
@@ -109,26 +93,16 @@ class TableLoss:
 
     @property
     def elementwise(self) -> bool:
-        """Whether the values are reported beside the log-probabilities."""
+        """True if its values are reported beside the log-probabilities."""
         return self.loss.elementwise
 
     def read(self, data: Sequence[Datum], room: Room) -> Examples:
         """Check data before anything is computed."""
         return read_examples(data, self.loss, self.settings, room)
 
-    def sizes(self, examples: Examples) -> Sequence[int]:
-        """One value for each target."""
-        return [targets.size for targets in examples.targets]
-
-    def evaluate(
-        self,
-        logprobs_M: torch.Tensor,
-        examples: Examples,
-        indices: Sequence[int],
-        *,
-        backward: bool,
-    ) -> Evaluated:
-        """The loss of the chosen data, and its gradient if there is to be one."""
+    def evaluate(self, piece: Piece) -> Evaluated:
+        """Return the loss of a piece, and its gradient if that is needed."""
+        logprobs_M, examples, indices = piece.logprobs_M, piece.examples, piece.indices
 
         def put(arrays: Sequence[Array], dtype: torch.dtype) -> torch.Tensor:
             flat = np.concatenate([array.reshape(-1) for array in arrays])
@@ -141,27 +115,26 @@ class TableLoss:
         inputs[SEQUENCE] = put(
             [np.full(examples.targets[i].size, n) for n, i in enumerate(indices)], torch.int64
         )
-        leaf_M = logprobs_M.detach().requires_grad_(backward)
+        leaf_M = logprobs_M.detach().requires_grad_(piece.backward)
+        assert self.loss.function is not None
         losses_M = self.loss.function(leaf_M, inputs, self.settings)
         return Evaluated(
-            losses_M, torch.autograd.grad(losses_M.sum(), leaf_M)[0] if backward else None
+            losses_M, torch.autograd.grad(losses_M.sum(), leaf_M)[0] if piece.backward else None
         )
 
 
 @dataclass(slots=True)
-class GraphLoss:
-    """A loss that was sent as a graph: it takes one datum at a time, with inputs of their own
-    shapes and dtypes.
+class GraphLoss(Objective):
+    """A loss that was sent as a graph; it takes one datum at a time, with inputs of any shape.
 
-    All data of a pass share one allowance of work and time. A datum that is computed again replaces
-    what it used.
+    All data of a pass share one allowance of work and time. A datum that is computed again gives
+    back its earlier share.
     """
 
     compiled: CompiledLoss
-    elementwise: bool = False
     _allowance: Allowance = field(init=False)
     _used: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """By datum, the work and the seconds that it took."""
+    """The work and the seconds that each datum took."""
 
     def read(self, data: Sequence[Datum], room: Room) -> Examples:
         """Check data before anything is computed; ignore inputs that the loss does not take."""
@@ -187,9 +160,7 @@ class GraphLoss:
         return Examples(tokens, targets, inputs, work=self._work(shapes))
 
     def _work(self, shapes: Sequence[Mapping[str, Sequence[int]]]) -> list[int]:
-        """Estimate the work of each datum: as much as that of the next larger one that was looked
-        at.
-        """
+        """Estimate the work of each datum by that of the next larger one that was looked at."""
         keys = [tuple(tuple(shape) for shape in each.values()) for each in shapes]
         distinct = sorted(set(keys), key=lambda key: (sum(map(math.prod, key)), key))
         looked_at = sorted(
@@ -220,34 +191,28 @@ class GraphLoss:
             )
 
     def sizes(self, examples: Examples) -> Sequence[int]:
-        """One value for each datum."""
+        """Return one value for each datum."""
         return [1] * len(examples.targets)
 
-    def evaluate(
-        self,
-        logprobs_M: torch.Tensor,
-        examples: Examples,
-        indices: Sequence[int],
-        *,
-        backward: bool,
-    ) -> Evaluated:
-        """The loss of the chosen data, and its gradient if there is to be one."""
+    def evaluate(self, piece: Piece) -> Evaluated:
+        """Return the loss of a piece, and its gradient if that is needed."""
+        logprobs_M, examples, indices = piece.logprobs_M, piece.examples, piece.indices
         losses, grads = [], []
         metrics: dict[str, list[float]] = {name: [] for name in self.compiled.metrics}
         parts = torch.split(
             logprobs_M.detach(), [examples.targets[index].size for index in indices]
         )
         for index, part in zip(indices, parts, strict=True):
-            leaf = part.view(examples.targets[index].shape).requires_grad_(backward)
+            leaf = part.view(examples.targets[index].shape).requires_grad_(piece.backward)
             inputs = {name: torch.tensor(arrays[index]) for name, arrays in examples.inputs.items()}
-            loss, told, grad = self._evaluate(index, leaf, inputs, backward=backward)
+            loss, told, grad = self._evaluate(index, leaf, inputs, backward=piece.backward)
             losses.append(loss)
             for name, value in told.items():
                 metrics[name].append(float(value))
             if grad is not None:
                 grads.append(grad)
         losses_L = torch.stack([loss.to(logprobs_M.dtype) for loss in losses])
-        return Evaluated(losses_L, torch.cat(grads) if backward else None, metrics)
+        return Evaluated(losses_L, torch.cat(grads) if piece.backward else None, metrics)
 
     def _evaluate(
         self, index: int, leaf: torch.Tensor, inputs: Mapping[str, torch.Tensor], *, backward: bool

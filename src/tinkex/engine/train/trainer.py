@@ -20,7 +20,7 @@ import torch
 
 from tinkex.engine.api import EngineError, PassDone
 from tinkex.engine.fair_share import Shares
-from tinkex.engine.losses.table import Room
+from tinkex.engine.losses.examples import Room
 from tinkex.engine.train.device_step import Launched, launch
 from tinkex.engine.train.training_pass import Pass
 from tinkex.types.training import ForwardBackwardOutput
@@ -28,8 +28,8 @@ from tinkex.types.training import ForwardBackwardOutput
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from tinkex.engine.losses.objective import Objective
     from tinkex.engine.train.adapter import Adapter
-    from tinkex.engine.train.objectives import Objective
     from tinkex.types.inputs import Datum
 
 logger = logging.getLogger("tinkex.engine")

@@ -20,9 +20,9 @@ from tinkex.types.training import ForwardBackwardOutput
 if TYPE_CHECKING:
     import torch
 
-    from tinkex.engine.losses.table import Evaluated, Examples
+    from tinkex.engine.losses.examples import Examples
+    from tinkex.engine.losses.objective import Evaluated, Objective
     from tinkex.engine.train.adapter import Adapter
-    from tinkex.engine.train.objectives import Objective
     from tinkex.types.inputs import LossFnOutput
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tinkex.engine.api import EngineError
+from tinkex.engine.places import Directory
 from tinkex.server.database.entities import Run, Save, SavedCheckpoint
 from tinkex.server.database.interface import Database
 from tinkex.server.files.data_dir import discard, is_full_disk, sync_above
@@ -74,12 +75,12 @@ def saving(
     A request that was met in an earlier life is not met again: what it saved may have been replaced
     or deleted since.
     """
-    write_adapter = state.engine.writer(run.model_id, optimizer=optimizer)
+    writer = state.engine.writer(run.model_id, optimizer=optimizer)
 
-    def write(directory: Path) -> None:
-        write_adapter(directory)
+    def write(directory: Directory) -> None:
+        writer.write(directory)
         if finish is not None:
-            finish(directory)
+            finish(directory.path)
 
     def begin() -> Save | Path:
         done = (
@@ -99,7 +100,7 @@ def saving(
 
 
 def put_files(
-    database: Database, root: Path, run: Run, wanted: Wanted, write: Callable[[Path], None]
+    database: Database, root: Path, run: Run, wanted: Wanted, write: Callable[[Directory], None]
 ) -> SavedCheckpoint:
     """Write to a temporary name, flush, rename, then record: a checkpoint is whole or not there."""
     return _place_files(database, run, wanted, _write_files(database, root, run, wanted, write))
@@ -115,7 +116,7 @@ def _free_path(database: Database, run: Run, wanted: Wanted) -> str:
 
 
 def _write_files(
-    database: Database, root: Path, run: Run, wanted: Wanted, write: Callable[[Path], None]
+    database: Database, root: Path, run: Run, wanted: Wanted, write: Callable[[Directory], None]
 ) -> Path:
     """Write to a temporary name, and flush."""
     check_name(wanted.name)

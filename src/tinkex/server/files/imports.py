@@ -29,6 +29,8 @@ from tinkex.engine.peft_files import (
     MAX_RANK,
     PREFIX,
 )
+from tinkex.engine.places import Place
+from tinkex.engine.tensor_files import PIECE, write_tensors
 from tinkex.server.database.entities import LOCAL_OWNER, Run, SavedCheckpoint
 from tinkex.server.database.interface import Database
 from tinkex.server.files.checkpoint_files import Wanted, put_files
@@ -74,8 +76,6 @@ IDLE = {
 }
 """Settings that change nothing in what is computed; any that is neither this nor read may."""
 Progress: TypeAlias = Callable[[int, int], object]
-PIECE = 1 << 23
-"""Bytes that are read or written at a time."""
 FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
@@ -144,11 +144,11 @@ class Adapter:
             rank=self.source.rank, **{f"train_{group}": group in groups for group in GROUPS}
         )
 
-    def writer(self, base_model: str, lora: LoraConfig) -> Callable[[Path], None]:
+    def writer(self, base_model: str, lora: LoraConfig) -> Callable[[Place], None]:
         """Write it in our form; modules of the shape that it leaves alone get fresh factors."""
         trained = [module for module in self.shapes if _trains(lora, module)]
 
-        def write(target: Path) -> None:
+        def write(target: Place) -> None:
             factors = {module: self.factors.get(module) for module in trained}
             _write(target, base_model, self.source, factors, self.shapes, self.told)
 
@@ -388,7 +388,7 @@ def _read(path: Path, told: _Told) -> bytes:
 
 
 def _write(
-    target: Path,
+    target: Place,
     base_model: str,
     source: Source,
     factors: Mapping[str, tuple[Array, Array] | None],
@@ -401,7 +401,8 @@ def _write(
         tensors[f"{PREFIX}{module}.lora_A.weight"] = np.ascontiguousarray(a)
         tensors[f"{PREFIX}{module}.lora_B.weight"] = np.ascontiguousarray(b)
     told.expect(write=sum(tensor.nbytes for tensor in tensors.values()))
-    _write_tensors(tensors, target / WEIGHTS, told)
+    with target.file(WEIGHTS) as file:
+        write_tensors(file, tensors, {"format": "pt"}, told.add)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -413,27 +414,8 @@ def _write(
         "target_modules": sorted({_last(module) for module in factors}),
         "inference_mode": True,
     }
-    (target / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _write_tensors(tensors: Mapping[str, Array], path: Path, told: _Told) -> None:
-    """Write float32 tensors as a safetensors file, piece by piece: the library tells nothing before
-    the end.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in tensors.items():
-        begin, end = end, end + tensor.nbytes
-        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the numbers are aligned
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors.values():
-            data = tensor.astype("<f4", copy=False).data.cast("B")
-            for start in range(0, len(data), PIECE):
-                file.write(data[start : start + PIECE])
-                told.add(len(data[start : start + PIECE]))
+    with target.file(CONFIG) as file:
+        file.write(f"{json.dumps(config, indent=2)}\n".encode())
 
 
 def _fresh(module: str, rank: int, outputs: int, inputs: int) -> tuple[Array, Array]:

@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from tinkex.engine.api import EngineError
+from tinkex.engine.places import Directory
 
 SEAL = ".digests.json"
 """The file of a directory that holds the digests of the others."""
@@ -84,10 +85,10 @@ def sync(paths: Iterable[Path]) -> None:
             os.close(handle)
 
 
-def write_whole(write: Callable[[Path], None], scratch: Path) -> None:
+def write_whole(write: Callable[[Directory], None], scratch: Path) -> None:
     """Have a writer fill a directory and seal it; remove the directory if that fails."""
     try:
-        write(scratch)
+        write(Directory(scratch))
         seal(scratch)
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -22,6 +22,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from tinkex.engine.places import Directory
 from tinkex.server.calls import Call
 from tinkex.server.database.entities import Run, RunRecord, SavedCheckpoint
 from tinkex.server.files.checkpoint_files import (
@@ -329,10 +330,10 @@ def _copy(
         project_id=request.destination_project_id,
     )
 
-    def write(directory: Path) -> None:
+    def write(directory: Directory) -> None:
         check(source.directory)
         for file in contents(source.directory):
-            _link(file, directory / file.name)
+            _link(file, directory.path / file.name)
 
     with _copying:
         made = state.database.checkpoints.get(f"{SCHEME}{run.model_id}/{kind}/{name}")

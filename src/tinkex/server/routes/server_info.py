@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tinkex.engine.api import STABLE_REINFORCE
+from tinkex.engine.losses.table import LOSSES
 from tinkex.server.calls import Call
 from tinkex.server.routes.handler_table import handler
 from tinkex.server.state import State
@@ -53,14 +53,7 @@ class Capabilities(GetServerCapabilitiesResponse, frozen=True, kw_only=True):
     computed."""
 
 
-OWN_LOSSES = {
-    STABLE_REINFORCE: "tinkex's own form of this loss: the hosted service's is not published. Sum "
-    "over sampled tokens "
-    "of -min(r, tinkex_ratio_cap) * m * A * log p + kl_coeff * KL(p || sampler); m is 0 where p "
-    "and the sampler differ "
-    "by more than tinkex_divergence_limit in total variation and the step would take them further "
-    "apart"
-}
+OWN_LOSSES = {name: loss.own_form for name, loss in LOSSES.items() if loss.own_form}
 
 
 @handler

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Sequence
 
-from tinkex.engine.api import STABLE_REINFORCE, EngineError, Recalled
+from tinkex.engine.api import EngineError, Recalled
+from tinkex.engine.losses.table import CUSTOM, STABLE_REINFORCE
 from tinkex.server.calls import Call
 from tinkex.server.database.entities import Run
 from tinkex.server.http_errors import Refusal
@@ -127,12 +128,12 @@ async def forward_backward(state: State, call: Call) -> UntypedAPIFuture:
     """A pass, with or without its gradient."""
     request: ForwardBackwardRequest = call.request
     body = request.forward_backward_input
-    loss_id = (body.loss_fn_config or {}).get("loss_id") if body.loss_fn == "custom" else None
+    loss_id = (body.loss_fn_config or {}).get("loss_id") if body.loss_fn == CUSTOM else None
     if isinstance(loss_id, str):
         await state.revived(loss_id)
 
     def start(job: str) -> None:
-        if body.loss_fn == "custom":
+        if body.loss_fn == CUSTOM:
             require_own_loss(request.model_id, loss_id)
         state.engine.pass_start(
             job,

@@ -19,7 +19,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tinkex.engine.api import EngineError, Writer
+from tinkex.engine.api import EngineError
+from tinkex.engine.places import Writer
 from tinkex.server.calls import Call
 from tinkex.server.complaints import complain
 from tinkex.server.files.data_dir import is_full_disk, sync_directory
@@ -347,13 +348,13 @@ def _rest(live: LiveRun, seconds: float) -> None:
     live.state_time, live.state_rest = time.monotonic(), STATE_REST * seconds
 
 
-def _write_files(directory: Path, number: int, write: Writer) -> None:
+def _write_files(directory: Path, number: int, writer: Writer) -> None:
     """Have the files of a state in a directory, whole or not at all."""
     written, scratch = directory / f"state-{number}.new", directory / f"{UNFINISHED}{number}"
     if written.is_dir():  # an earlier life got so far, with the same bits
         return
     scratch.mkdir()  # in a directory that is there, unless the run was let go
-    write_whole(write, scratch)
+    write_whole(writer.write, scratch)
     scratch.rename(written)
 
 
@@ -546,9 +547,9 @@ def _drop(state: State, live: LiveRun) -> Beside:
                 begun[sampler] = found
 
     def write() -> None:
-        for sampler, (write, scratch) in begun.items():
+        for sampler, (writer, scratch) in begun.items():
             try:
-                write_whole(write, scratch)
+                write_whole(writer.write, scratch)
             except Exception:
                 logger.exception(
                     "the sampler %s could not be put on disk; a restart will lose it", sampler
