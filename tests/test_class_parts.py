@@ -48,7 +48,7 @@ def test_methods_of_parts_name_requests_by_the_class() -> None:
 def test_deprecation_of_a_part_names_the_class() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        Whole().ask_async().close()  # type: ignore[attr-defined]
+        Whole().ask_async().close()
     assert str(caught[0].message) == (
         "DEPRECATED: Whole.ask_async() will be removed: await Whole.ask()"
     )
