@@ -17,8 +17,9 @@ from engine.references import adapter_of, randomise
 from tinkex.engine.api import EngineError, run_pass
 from tinkex.engine.model.decoder import BARE, Lora
 from tinkex.engine.sample import passes, token_choice
-from tinkex.engine.sample.blocks import BLOCK, Blocks, block_bytes, namespace, prompt_keys
+from tinkex.engine.sample.blocks import BLOCK, Blocks, namespace, prompt_keys
 from tinkex.engine.sample.passes import StaticDecoding
+from tinkex.engine.sample.pool import block_bytes
 from tinkex.engine.sample.row_adapters import Bank
 from tinkex.engine.sample.sampler import Limits, Sampler
 from tinkex.engine.sample.token_choice import choose, uniforms
@@ -335,17 +336,17 @@ def test_what_does_not_fit_waits_or_is_put_back(way: str, limits: Any) -> None:
         engine.sample_start(f"job{index}", *job, heard[f"job{index}"].extend)
     runner = next(iter(engine._sampler._runners.values()))
     returned = []
-    for name in ("_put_back", "_unseat"):
-        original = getattr(runner, name)
+    for name in ("_put_back", "unseat"):
+        original = getattr(runner._scheduler, name)
 
         def counted(*args: Any, original: Any = original, name: str = name, **options: Any) -> None:
             if options.get("again", True):
                 returned.append(name)
             original(*args, **options)
 
-        setattr(runner, name, counted)
+        setattr(runner._scheduler, name, counted)
     results = finish(engine)
-    assert "_unseat" in returned
+    assert "unseat" in returned
     for index, response in enumerate(expected):
         got = results[f"job{index}"]
         for one, two in zip(response.sequences, got.sequences, strict=True):
@@ -358,7 +359,7 @@ def test_what_does_not_fit_waits_or_is_put_back(way: str, limits: Any) -> None:
             ] == two.tokens
         if way != "static":
             same(response, got)
-    assert runner._blocks.free == 11
+    assert runner._pool.blocks.free == 11
 
 
 def test_a_job_that_can_never_fit_is_refused(limits: Any) -> None:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from tinkex.engine.model.decoder import Decoder, Lora
     from tinkex.engine.sample.passes import Row
 
+NOT_FINITE = "the model's logits are not finite: its weights are broken"
 MAX_SAMPLES = 1024
 MAX_TOPK = 1024
 MARGIN = 8
@@ -398,7 +399,7 @@ class Job:
         the scores.
         """
         if not np.isfinite(logprobs).all():
-            raise EngineError("the model's logits are not finite: its weights are broken", "server")
+            raise EngineError(NOT_FINITE, "server")
         indices = np.array([sample.index for sample in samples])
         if self.recorder is not None and scores is not None:
             self.recorder.add(indices, np.array([len(sample.tokens) for sample in samples]), scores)
