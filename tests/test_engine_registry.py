@@ -15,6 +15,7 @@ import tinkex
 from support import MODEL
 from tinkex.cli.serve import serve
 from tinkex.engine.api import EngineError
+from tinkex.engine.base_models import read_tokenizer
 from tinkex.engine.fake import FAKE, FakeEngine
 from tinkex.engine.lazy import LazyEngine
 from tinkex.engine.registry import engine_names, find_engine
@@ -146,3 +147,22 @@ def test_lazy_engine_is_asked_for_once() -> None:
 def test_fake_kind_makes_an_engine_of_a_bundled_model() -> None:
     (model,) = FAKE.make({"tinkex/tiny": ""}, "cpu", None).models()
     assert model.name == "tinkex/tiny"
+
+
+@pytest.mark.parametrize("name", ["fake", "torch"])
+def test_base_model_brings_its_tokenizer_and_chat_template(name: str) -> None:
+    (model,) = make_engine({"tinkex/tiny": ""}, "cpu", engine=name).models()
+    tokenizer = model.tokenizer()
+    assert tokenizer is model.tokenizer()
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "2 + 2?"}], tokenize=False, add_generation_prompt=True
+    )
+    assert prompt == "<|bos|><|user|>2 + 2?<|end|><|assistant|>"
+
+
+def test_base_model_without_a_tokenizer_says_so(tmp_path: Path) -> None:
+    (model,) = FakeEngine().models()
+    with pytest.raises(EngineError, match="this base model has no tokenizer on the server"):
+        model.tokenizer()
+    with pytest.raises(EngineError, match=r"the tokenizer of m cannot be read: .* holds no"):
+        read_tokenizer("m", tmp_path)

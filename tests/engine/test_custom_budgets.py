@@ -14,8 +14,9 @@ from engine.test_custom_graphs import REF, function, graph, method
 from tinkex.engine.api import EngineError, PassDone
 from tinkex.engine.losses import examples as loss_examples
 from tinkex.engine.losses.examples import STEP_WORK, Room
-from tinkex.engine.losses.graph_loss import WITH_GRADIENT, CompiledLoss, compile_graph
-from tinkex.engine.losses.graph_operations import GraphLimits
+from tinkex.engine.losses.graph_checks import GraphLimits
+from tinkex.engine.losses.graph_compiler import compile_graph
+from tinkex.engine.losses.graph_loss import WITH_GRADIENT, CompiledLoss
 from tinkex.engine.losses.objective import Piece
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.train.objectives import GraphLoss
@@ -174,7 +175,7 @@ def test_the_time_of_all_data_counts_with_their_gradients(
     engine: TorchEngine, monkeypatch: pytest.MonkeyPatch, slow: str
 ) -> None:
     clock = Ticking()
-    for module in ("losses.graph_loss", "train.objectives"):
+    for module in ("losses.graph_budget", "train.objectives"):
         monkeypatch.setattr(f"tinkex.engine.{module}.time", clock)
     place, name = (torch.autograd, "grad") if slow == "backward" else (CompiledLoss, "_run")
     original = getattr(place, name)

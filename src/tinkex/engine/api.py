@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from tinkex.engine.places import Writer
 from tinkex.types.custom_losses import CreateCustomLossRequest
@@ -27,6 +27,9 @@ from tinkex.types.training import (
     OptimizerConfigBase,
     OptimParams,
 )
+
+if TYPE_CHECKING:
+    from tinkex.text.json_tokenizer import Tokenizer
 
 ADAMW, DIMUON = AdamOptimizerConfig(), DimuonOptimizerConfig()
 """The optimizers there are; the first is an adapter's unless another is asked for."""
@@ -70,9 +73,19 @@ def token_limit(request: SampleRequest, prompt: int, context: int) -> int:
     return asked
 
 
+def _no_tokenizer() -> Tokenizer:
+    raise EngineError("this base model has no tokenizer on the server", "server")
+
+
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """A base model an engine serves."""
+    """A base model an engine serves.
+
+    Attributes:
+        digest: Tells these weights from others of the same name; empty when that is not known.
+        tokenizer: Returns its tokenizer, which has its chat template, and which is read once.
+            Raises EngineError when there is none.
+    """
 
     name: str
     context_length: int
@@ -81,7 +94,7 @@ class BaseModel:
     directory: Path | None = None
     eos_tokens: frozenset[int] = field(default_factory=frozenset)
     digest: str = ""
-    """Tells these weights from others of the same name; empty when that is not known."""
+    tokenizer: Callable[[], Tokenizer] = field(default=_no_tokenizer, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +204,7 @@ class Engine(Protocol):
         """
 
     def drop(self, adapter: str) -> None:
-        """Forget an adapter; unknown names are ignored. Its passes fail."""
+        """Forget an adapter; unknown names are ignored. Its passes fail with the next step."""
 
     def pass_start(
         self,

@@ -1,20 +1,24 @@
-"""Base models on disk: where they are, what is known of them before their weights are read."""
+"""Base models on disk: their directories, and their descriptions before weights are read."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tinkex.engine.api import BaseModel, EngineError
 from tinkex.engine.families.read_config import read_config
 from tinkex.engine.json_files import read_object
+from tinkex.errors import ConfigurationError
+from tinkex.text.json_tokenizer import Tokenizer
 from tinkex.tokenizers import BUNDLED
 
 CHECKPOINT_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 DIGEST_BLOCK, DIGEST_BLOCKS = 4096, 256
-"""The size of a sample of a weights file, and about how many samples a digest takes."""
+"""The size of a sample of a weights file, and about the number of samples in a digest."""
 
 
 def locate_models(models: Mapping[str, str | Path]) -> dict[str, Path]:
@@ -26,8 +30,9 @@ def locate_models(models: Mapping[str, str | Path]) -> dict[str, Path]:
 
 
 def resolve(source: str | Path) -> Path:
-    """The directory of a checkpoint given as a directory or a hub id; the offline cache is asked
-    first.
+    """Return the directory of a checkpoint, given as a directory or a hub id.
+
+    The offline cache is asked before the hub.
     """
     path = Path(source).expanduser()
     if path.is_dir():
@@ -64,8 +69,7 @@ def resolve(source: str | Path) -> Path:
 
 
 def eos_tokens(directory: Path, vocab: int) -> frozenset[int]:
-    """The end-of-text tokens that `generation_config.json`, `config.json` and the tokenizer's own
-    files name.
+    """Return the end-of-text tokens that a model's configuration and tokenizer files name.
 
     Some files say -1 for none.
     """
@@ -82,7 +86,7 @@ def eos_tokens(directory: Path, vocab: int) -> frozenset[int]:
 
 
 def _token_id(directory: Path, about: Mapping[str, Any], content: str) -> int | None:
-    """The number of a token that a tokenizer's settings name."""
+    """Return the id of a token that a tokenizer's settings name."""
     for number, token in (about.get("added_tokens_decoder") or {}).items():
         if isinstance(token, Mapping) and token.get("content") == content:
             return int(number)
@@ -96,7 +100,7 @@ def _token_id(directory: Path, about: Mapping[str, Any], content: str) -> int | 
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """An optional file, which has to be a JSON object if it is there."""
+    """Read an optional file, which has to hold a JSON object."""
     try:
         return read_object(path)
     except FileNotFoundError:
@@ -104,9 +108,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def describe(name: str, directory: Path) -> BaseModel:
-    """What is known of a base model before its weights are read; without torch, which takes seconds
-    to import.
-    """
+    """Describe a base model before its weights are read, without importing torch."""
     config = read_config(directory)
     return BaseModel(
         name=name,
@@ -116,7 +118,20 @@ def describe(name: str, directory: Path) -> BaseModel:
         directory=directory,
         eos_tokens=eos_tokens(directory, config.vocab),
         digest=weights_digest(directory),
+        tokenizer=functools.cache(partial(read_tokenizer, name, directory)),
     )
+
+
+def read_tokenizer(name: str, directory: Path) -> Tokenizer:
+    """Read the tokenizer of a base model, and its chat template.
+
+    Raises:
+        EngineError: There is none, or its files cannot be read.
+    """
+    try:
+        return Tokenizer.from_directory(directory)
+    except (ConfigurationError, ValueError) as error:
+        raise EngineError(f"the tokenizer of {name} cannot be read: {error}", "server") from error
 
 
 def weights_digest(directory: Path) -> str:

@@ -74,6 +74,11 @@ class Tokenizer:
         return None if token is None else self._tokenizer.token_to_id(token)
 
     @property
+    def backend_tokenizer(self) -> Any:
+        """The tokenizer of the package `tokenizers`, by the name that it has in transformers."""
+        return self._tokenizer
+
+    @property
     def vocab_size(self) -> int:
         """Number of tokens, without added ones."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=False))

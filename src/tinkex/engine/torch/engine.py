@@ -19,7 +19,8 @@ from tinkex.engine.api import (
     SampleDone,
 )
 from tinkex.engine.base_models import describe, resolve
-from tinkex.engine.losses.graph_loss import CompiledLoss, compile_graph
+from tinkex.engine.losses.graph_compiler import compile_graph
+from tinkex.engine.losses.graph_loss import CompiledLoss
 from tinkex.engine.model.decoder import BARE, Decoder, Lora
 from tinkex.engine.peft_files import read_lora_config
 from tinkex.engine.places import Writer
@@ -74,15 +75,13 @@ class _Base:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        path = self.directory / "tokenizer.json"
-        if not path.exists():
+        if not (self.directory / "tokenizer.json").exists():
             raise EngineError(
                 f"stop strings need a tokenizer, and {self.name} has no tokenizer.json; stop at "
                 "token ids"
             )
-        from tokenizers import Tokenizer
-
-        return Tokenizer.from_file(str(path))
+        found: Tokenizer = self.about.tokenizer().backend_tokenizer
+        return found
 
     def source(self, lora: Lora) -> Source:
         return Source(self.model, lora, self.about.eos_tokens, lambda: self.tokenizer)

@@ -18,20 +18,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
-
 from tinkex.engine.places import Directory
 from tinkex.server.calls import Call
 from tinkex.server.database.entities import Run, RunRecord, SavedCheckpoint
 from tinkex.server.files.checkpoint_files import (
     NAME,
     NAME_RULE,
-    Wanted,
+    SaveSpec,
     expiry,
-    put_files,
-    readable,
 )
 from tinkex.server.files.data_dir import discard
 from tinkex.server.files.seals import check, contents
@@ -161,13 +155,15 @@ def _training_run(state: State, record: RunRecord, reader: str) -> TrainingRun:
         is_lora=True,
         corrupted=record.corrupted,
         lora_rank=run.lora.rank,
-        last_request_time=_moment(max(record.last_request, state.asked.get(run.model_id, 0.0))),
+        last_request_time=_moment(
+            max(record.last_request, state.runs.asked.get(run.model_id, 0.0))
+        ),
         last_checkpoint=checkpoint_record(record.last_training) if record.last_training else None,
         last_sampler_checkpoint=checkpoint_record(record.last_sampler)
         if record.last_sampler
         else None,
         user_metadata=(texts(run.user_metadata) or None) if run.owner == reader else None,
-        loaded=state.is_loaded(run.model_id),
+        loaded=state.runs.is_loaded(run.model_id),
     )
 
 
@@ -306,7 +302,7 @@ async def copy_weights(state: State, call: Call) -> CopyWeightsResponse:
 def _copy(
     state: State, request: CopyWeightsRequest, owner: str, reader: str, copy_id: str
 ) -> SavedCheckpoint | None:
-    source = readable(state, request.source_path, reader)
+    source = state.checkpoints.readable(request.source_path, reader)
     if source is None:
         return None
     kind, name = ParsedCheckpointTinkerPath.from_tinker_path(
@@ -322,7 +318,7 @@ def _copy(
         owner,
         source.base_digest,
     )
-    wanted = Wanted(
+    spec = SaveSpec(
         kind,
         name,
         request.ttl_seconds,
@@ -338,7 +334,7 @@ def _copy(
     with _copying:
         made = state.database.checkpoints.get(f"{SCHEME}{run.model_id}/{kind}/{name}")
         try:
-            made = made or put_files(state.database, state.checkpoint_dir, run, wanted, write)
+            made = made or state.checkpoints.put(run, spec, write)
         except FileNotFoundError:  # the source was deleted meanwhile
             return None
         if state.database.runs.get(run.model_id) is None:
@@ -359,20 +355,13 @@ def _link(source: Path, target: Path) -> None:
 # ── misnamed ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def misnamed_route() -> Route:
-    """Where requests end up whose checkpoint id is not one, such as a bare name: they are told the
-    rule.
-    """
+MISNAMED = f"{PREFIX}/{RUN}/checkpoints/{{rest:path}}"
 
-    async def misnamed(request: Request) -> Response:
-        given = request.path_params["rest"]
-        if given.split("/")[0] in KINDS and given.count("/") >= 1:
-            return JSONResponse(
-                {"detail": f"there is no {request.method} {request.url.path} here"}, 404
-            )
-        return JSONResponse({"detail": f"{given!r} is not a checkpoint's id: {ID_RULE}"}, 400)
 
-    methods = ["GET", "POST", "PUT", "PATCH", "DELETE"]
-    return Route(
-        f"{PREFIX}/{RUN}/checkpoints/{{rest:path}}", misnamed, methods=methods, name="misnamed"
-    )
+async def misnamed(state: State, call: Call) -> None:
+    """Explain the rule for the ids of checkpoints to a request with another id."""
+    assert call.http is not None
+    given = call.path["rest"]
+    if given.split("/")[0] in KINDS and given.count("/") >= 1:
+        raise Refusal(404, f"there is no {call.http.method} {call.http.url.path} here")
+    raise Refusal(400, f"{given!r} is not a checkpoint's id: {ID_RULE}")
