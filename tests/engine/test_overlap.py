@@ -28,7 +28,7 @@ from engine.test_steps import Memory
 from tinkex.engine.api import EngineError, run_pass
 from tinkex.engine.sample import passes
 from tinkex.engine.sample.blocks import BLOCK
-from tinkex.engine.sample.pool import block_bytes
+from tinkex.engine.sample.kv_pool import block_bytes
 from tinkex.engine.sample.sampler import Limits, Runner, Sampler
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.train.training_pass import Results

@@ -175,13 +175,15 @@ def test_a_job_that_never_fits_is_refused() -> None:
 
 
 def test_a_large_job_is_admitted_after_some_patience() -> None:
-    machine = Machine(blocks=6, max_rows=2)
-    machine.scheduler.start("large", job_of(4 * BLOCK, limit=1), "big")
-    for step in range(3 * PATIENCE):
-        for owner, limit in (("x", 31), ("y", 43)):
-            if len(machine.scheduler.queues.get(owner, ())) < 2:
-                machine.scheduler.start(f"{owner}{step}", job_of(BLOCK + 1, limit=limit), owner)
+    """One that finds no room among a stream of short jobs comes before them after a while."""
+    machine = Machine(blocks=8)
+    for step in range(2 * PATIENCE):
+        if len(machine.scheduler.queues.get("stream", ())) < 3:
+            machine.scheduler.start(f"{step}", job_of(BLOCK + 1, limit=9 + step % 5), "stream")
+        if step == 5:
+            machine.scheduler.start("large", job_of(5 * BLOCK, limit=1), "other")
         if "large" in machine.step()[2]:
+            assert step > PATIENCE
             return
     pytest.fail("the large job never ran")
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tinkex.engine.model.decoder import Lora
+    from tinkex.engine.sample.kv_pool import Pool
     from tinkex.engine.sample.passes import Piece, Row
-    from tinkex.engine.sample.pool import Pool
     from tinkex.types.tensors import Array
 
 KEPT_ADAPTERS = 256 << 20

@@ -41,7 +41,7 @@ from tinkex.engine.model.decoder import BARE, Decoder, Lora, hidden_states
 from tinkex.engine.model.matmul_check import are_batches_steady, steady_batch
 from tinkex.engine.model.mlp import Adaptation
 from tinkex.engine.sample.blocks import BLOCK, NOTHING, RESERVED, SCRATCH
-from tinkex.engine.sample.pool import Pool, zeros
+from tinkex.engine.sample.kv_pool import Pool, zeros
 from tinkex.engine.sample.row_adapters import Bank, Products, RowAdapters, padded, widest
 from tinkex.engine.torch.device_copies import mark, to_device
 from tinkex.engine.torch.openmp import Threads

@@ -28,6 +28,7 @@ from tinkex.engine.native.weights import find as find_native
 from tinkex.engine.sample.blocks import BLOCK, blocks_for
 from tinkex.engine.sample.draw import Drawer, Drawn
 from tinkex.engine.sample.jobs import NOT_FINITE, Job, Sample, Source
+from tinkex.engine.sample.kv_pool import Pool, block_bytes
 from tinkex.engine.sample.passes import (
     Decoding,
     Piece,
@@ -39,7 +40,6 @@ from tinkex.engine.sample.passes import (
     StaticDecoding,
     put,
 )
-from tinkex.engine.sample.pool import Pool, block_bytes
 from tinkex.engine.sample.row_adapters import Products, RowAdapters, padded
 from tinkex.engine.sample.step_scheduler import Scheduler
 
