@@ -21,7 +21,7 @@ import torch
 from tinkex.engine.families.model_config import AttentionRule
 from tinkex.engine.model import attention, elementwise, matmul
 from tinkex.engine.model.attention import PackedAttention, attend, visible
-from tinkex.engine.sample import kv_pool, passes, sampler
+from tinkex.engine.sample import kv_pool, prefill, sampler, static_decoding
 from tinkex.engine.train import span_adapters, target_logprobs
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PackedAttention, "__init__", make)
     # there is no kernel of PyTorch's to compare with
     monkeypatch.setattr(attention, "_kernel_error", lambda *_: 0.0)
-    for holder in (attention, passes):
+    for holder in (attention, prefill):
         monkeypatch.setattr(holder, "flash", _flash)
         monkeypatch.setattr(
             holder, "takes_packed", lambda q, rule: rule.softcap is None and q.dtype in HALVES
@@ -82,7 +82,7 @@ def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
         size = model.config.head_dim
         return paged.paged_attention if size >= 16 and size & (size - 1) == 0 else None
 
-    monkeypatch.setattr(passes, "find_kernel", find_kernel)
+    monkeypatch.setattr(static_decoding, "find_kernel", find_kernel)
     monkeypatch.setattr(sampler, "find_native", lambda *_: None)
 
 

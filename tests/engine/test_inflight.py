@@ -30,8 +30,8 @@ from tinkex.engine.api import DrawnToken, EngineError
 from tinkex.engine.places import Directory
 from tinkex.engine.sample.blocks import BLOCK
 from tinkex.engine.sample.kv_pool import block_bytes
-from tinkex.engine.sample.passes import StaticDecoding
 from tinkex.engine.sample.sampler import Limits, Sampler
+from tinkex.engine.sample.static_decoding import StaticDecoding
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.types.sampling import SampleResponse
 from tinkex.types.training import LoraConfig

@@ -26,7 +26,7 @@ from engine.references import CASES, adapter_of
 from engine.test_splits import examples
 from engine.test_steps import Memory
 from tinkex.engine.api import EngineError, run_pass
-from tinkex.engine.sample import passes
+from tinkex.engine.sample import passes, slab_decoding
 from tinkex.engine.sample.blocks import BLOCK
 from tinkex.engine.sample.kv_pool import block_bytes
 from tinkex.engine.sample.sampler import Limits, Runner, Sampler
@@ -465,8 +465,8 @@ def test_nothing_is_held_when_nothing_runs(crowd: TorchEngine, cancelled: bool) 
 def test_when_there_is_no_memory_for_a_row_what_comes_later_is_as_ever(
     crowd: TorchEngine, monkeypatch: pytest.MonkeyPatch, room: str
 ) -> None:
-    monkeypatch.setattr(passes, "SMALLEST_SLAB", BLOCK)
-    monkeypatch.setattr(passes, "FIRST_SLOTS", 2 if room == "more slots" else 32)
+    monkeypatch.setattr(slab_decoding, "SMALLEST_SLAB", BLOCK)
+    monkeypatch.setattr(slab_decoding, "FIRST_SLOTS", 2 if room == "more slots" else 32)
     engine, fine = limited(crowd, way="slabs"), ask(BLOCK - 6, 1, 30)
     expected = alone(engine, fine)
     runner, put = runner_of(engine), passes.put
@@ -483,13 +483,13 @@ def test_when_there_is_no_memory_for_a_row_what_comes_later_is_as_ever(
         engine.sample_step()
     with monkeypatch.context() as fault:
         if room == "a seat":
-            fault.setattr(passes, "put", refuse)
+            fault.setattr(slab_decoding, "put", refuse)
             engine.sample_start("three", "bare", ask(5, 1, 30), 3)
         elif room == "more slots":
             fault.setattr(torch, "zeros_like", refuse)
         else:
-            del slabs[passes._slab_size(BLOCK + 1)]  # which the first has left
-            fault.setattr(passes, "zeros", refuse)
+            del slabs[slab_decoding._slab_size(BLOCK + 1)]  # which the first has left
+            fault.setattr(slab_decoding, "zeros", refuse)
         while not failed and engine.sampling():
             try:
                 failed += [

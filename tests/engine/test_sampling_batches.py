@@ -16,12 +16,12 @@ from engine.conftest import FAMILIES, SMALL, Checkpoint
 from engine.references import adapter_of, randomise
 from tinkex.engine.api import EngineError, run_pass
 from tinkex.engine.model.decoder import BARE, Lora
-from tinkex.engine.sample import passes, token_choice
+from tinkex.engine.sample import prefill, slab_decoding, token_choice
 from tinkex.engine.sample.blocks import BLOCK, Blocks, namespace, prompt_keys
 from tinkex.engine.sample.kv_pool import block_bytes
-from tinkex.engine.sample.passes import StaticDecoding
 from tinkex.engine.sample.row_adapters import Bank
 from tinkex.engine.sample.sampler import Limits, Sampler
+from tinkex.engine.sample.static_decoding import StaticDecoding
 from tinkex.engine.sample.token_choice import choose, uniforms
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.types.inputs import Datum, ModelInput
@@ -174,7 +174,9 @@ def test_neighbours_change_no_bit(
     way: str, prefixes: bool, threads: int, limits: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.set_num_threads(threads)
-    monkeypatch.setattr(passes, "LONG_ATTENTION", 1 << 14)  # some steps are over it, some under
+    monkeypatch.setattr(
+        slab_decoding, "LONG_ATTENTION", 1 << 14
+    )  # some steps are over it, some under
     expected = []
     for sampler, request, seed in MIXED:
         expected.append(alone(limits(way=way, share_prefixes=False), sampler, request, seed))
@@ -534,7 +536,7 @@ def test_short_prompts_run_as_rows_and_long_ones_in_chunks(
 
         monkeypatch.setattr(owner, name, run)
 
-    noted(passes.Prefill, "hidden", chunks, len)
+    noted(prefill.Prefill, "hidden", chunks, len)
     noted(StaticDecoding, "hidden", rows, len)
     noted(Bank, "_put", placed, int)
     for name, size, seed in (("", 0, 0), ("two", 300, 2), ("three", 200, 3)):

@@ -27,20 +27,14 @@ from tinkex.engine.native.c_passes import NativeDecoding, NativePrefill, NativeS
 from tinkex.engine.native.weights import find as find_native
 from tinkex.engine.sample.blocks import BLOCK, blocks_for
 from tinkex.engine.sample.draw import Drawer, Drawn
-from tinkex.engine.sample.jobs import NOT_FINITE, Job, Sample, Source
+from tinkex.engine.sample.jobs import NOT_FINITE, Job, Sample
 from tinkex.engine.sample.kv_pool import Pool, block_bytes
-from tinkex.engine.sample.passes import (
-    Decoding,
-    Piece,
-    Prefill,
-    Prompts,
-    Row,
-    ShortPrompts,
-    SlabDecoding,
-    StaticDecoding,
-    put,
-)
+from tinkex.engine.sample.passes import Decoding, Piece, Prompts, Row, put
+from tinkex.engine.sample.prefill import Prefill
 from tinkex.engine.sample.row_adapters import Products, RowAdapters, padded
+from tinkex.engine.sample.slab_decoding import SlabDecoding
+from tinkex.engine.sample.source import Source
+from tinkex.engine.sample.static_decoding import ShortPrompts, StaticDecoding
 from tinkex.engine.sample.step_scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -65,7 +59,7 @@ class Limits:
     cache_bytes: int | None = None
     """Memory for keys and values in blocks."""
     packed_bytes: int = 4 << 30
-    """Base weights up to this size are kept a second time on a CPU, in a layout for fast products."""
+    """Base weights up to this size are kept a second time on a CPU, in a faster layout."""
     share_prefixes: bool = True
     way: Literal["native", "slabs", "static"] | None = None
     """The way rows are decoded: by C, by PyTorch, or by PyTorch with fixed shapes (on a GPU under
@@ -177,7 +171,7 @@ class Runner:
         """Free what a sample's row has besides its blocks."""
         assert sample.row is not None
         self._decoding.leave(sample.row)
-        # nobody will check whether the last position is finite, and the block's next user needs it
+        # the last position is not checked to be finite, and the block's next user relies on that
         if sample.drawn:
             self._pool.clear([sample.row.blocks[(sample.row.length - 1) // BLOCK]])
 
@@ -190,7 +184,7 @@ class Runner:
     def removed(self, running: Running) -> None:
         """Free what is kept for a job that no longer runs."""
         self._drawer.forget(running)
-        if not self._scheduler.running:  # nobody will read it, and it holds jobs and their weights
+        if not self._scheduler.running:  # it will not be read, and it holds jobs and their weights
             self._unread = None
 
     def _take_out(self) -> None:
@@ -269,7 +263,7 @@ class Runner:
         hidden_TD = self._prefill.hidden([piece for _, piece in chunk])
         at, ends, complete = 0, [], []
         for running, piece in chunk:
-            for rows in running.job.score_rows(piece.start, piece.stop):
+            for rows in running.job.scores.portions(piece.start, piece.stop):
                 first = at + rows.start - piece.start
                 logits_TV = self._logits(
                     hidden_TD[first : first + len(rows)], [piece.lora] * len(rows)
