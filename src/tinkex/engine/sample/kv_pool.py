@@ -40,7 +40,7 @@ class Pool:
             part.view(-1, *part.shape[2:]).index_copy_(0, places_T, x)
 
     def read(self, layer: int, tables_UN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values of U sequences, `[U, S, G, C]` each, copied from their blocks."""
+        """Return copies of the keys and values of U sequences, `[U, S, G, C]` each."""
         count = tables_UN.shape[0]
         keys, values = (
             part.index_select(0, tables_UN.view(-1)).view(count, -1, *part.shape[2:])

@@ -17,14 +17,13 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping, Sequence
 
     from tinkex.engine.sample.blocks import Blocks
-    from tinkex.engine.sample.jobs import Job, Sample, Source
+    from tinkex.engine.sample.jobs import Job, Sample
+    from tinkex.engine.sample.source import Source
 
 
 @dataclass(eq=False, slots=True)
 class Running:
-    """A job that has been admitted: the blocks of its prompt, how far that has been run, and its
-    samples.
-    """
+    """An admitted job: the blocks of its prompt, how far that has been run, and its samples."""
 
     name: str
     job: Job
@@ -169,7 +168,7 @@ class Room:
 
 
 class Seating:
-    """Jobs whose samples wait for rows: next is the oldest job of the owner with the fewest rows."""
+    """Jobs whose samples wait for rows; next is the oldest job of the owner with fewest rows."""
 
     def __init__(self, running: Iterable[Running], rows: Counter[str]) -> None:
         self._rows = rows

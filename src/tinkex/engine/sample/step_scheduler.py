@@ -167,7 +167,7 @@ class Scheduler:
             self.unseat(*given, again=True)
 
     def _put_back(self, running: Running) -> None:
-        """Put a job back to the head of its queue: it keeps its tokens and runs its prompt again."""
+        """Put a job back to the head of its queue; it keeps its tokens but not its prompt."""
         self._remove(running)
         self.queues.setdefault(running.owner, deque()).appendleft((running.name, running.job))
 
@@ -199,7 +199,7 @@ class Scheduler:
     def allot(self) -> dict[Running, int]:
         """Return how many tokens of which prompts to run now: each owner's part, then the rest."""
         begun = [running.owner for running in self.running if not running.ready]
-        # of two who had the same, the one who came first
+        # of two that had the same, the first to come
         owners = list(dict.fromkeys([*begun, *self.queues]))
         self._shares.note(owners)
         order = sorted(owners, key=self._shares.had)
@@ -235,7 +235,7 @@ class Scheduler:
     def _extend(self, running: Running, most: int, parts: dict[Running, int]) -> int:
         """Allot more of a prompt, and share its full blocks.
 
-        They are shared before they are written: whoever finds them attends after that.
+        They are shared before they are written: a job that finds them attends later.
         """
         start = running.done + parts.get(running, 0)
         stop = min(running.job.prompt.size, start + most)
