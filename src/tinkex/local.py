@@ -269,7 +269,7 @@ class _AsgiCall:
             "client": ("127.0.0.1", 0),
             "server": (LOCAL, 80),
         }
-        self._body: bytes | None = request.data or b""
+        self._body: bytes | None = bytes(request.body or b"")
         self.disconnected = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
         self.complete = False
