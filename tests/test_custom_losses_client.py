@@ -541,7 +541,7 @@ def test_a_resilient_client_keeps_refusing_after_its_run_was_made_anew(url: str)
             with pytest.raises(KeyError):
                 trainer.forward_backward_custom(DATA, broken).result(20)
             fresh = service.create_lora_training_client("fake", rank=4).result()
-            trainer._adopt(fresh)
+            trainer._outbox.replay(fresh._outbox)
             refuse(trainer.optim_step(STEP), KeyError)
 
 

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TypedDict, Unpack
 
 from tinkex.client.futures.api_future import start
-from tinkex.client.rest import ARCHIVE_ATTEMPTS, ARCHIVE_RETRY_SECONDS, RestClient
+from tinkex.client.rest import RestClient
+from tinkex.client.rest_parts.rest_checkpoints import ARCHIVE_ATTEMPTS, ARCHIVE_RETRY_SECONDS
 from tinkex.errors import APIError
 from tinkex.hub.archives import ArchiveLimits, UnsafeArchiveError, extract
 from tinkex.hub.fetches import NOTE, DownloadError as DownloadError, Progress, fetch
