@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,9 @@ class Life:
 
 @asynccontextmanager
 async def life(
-    data_dir: Path, engine: FakeEngine | None = None, limits: Limits = POLL
+    data_dir: Path,
+    engine: FakeEngine | Mapping[str, FakeEngine] | None = None,
+    limits: Limits = POLL,
 ) -> AsyncIterator[Life]:
     app = create_app(engine or FakeEngine(), data_dir, limits=limits)
     exchange = AsgiExchange(app)
