@@ -3,7 +3,7 @@ check finds here.
 
 A row is steady if its bits are the same beside any other rows. oneDNN's and MKL's are on some
 processors and for some shapes. Elsewhere they add up in an order that depends on how many rows
-there are, and neighbours would change last bits of results. The products in C (`native/matmul.py`)
+there are, and neighbours would change last bits of results. The products in C (`native/c_matmul.py`)
 have one order everywhere.
 
 A shape is checked before its first product, which takes milliseconds. PyTorch's number of threads
