@@ -21,12 +21,12 @@ import pytest
 import tinkex
 from tinkex import LocalBackend, RestClient, ServiceClient, local
 from tinkex.client.futures.api_future import start
+from tinkex.client.http.asgi_exchange import AsgiExchange
 from tinkex.client.http.exchange import HttpRequest
 from tinkex.engine.api import EngineError
 from tinkex.engine.base_models import describe
 from tinkex.engine.fake import FakeEngine
 from tinkex.engine.lazy import LazyEngine
-from tinkex.local import AsgiExchange
 
 STEP = tinkex.AdamParams(learning_rate=0.1)
 
@@ -407,7 +407,7 @@ def test_a_timeout_is_reported_to_both_sides() -> None:
     assert application.events == ["POST /x 4", "left", "shutdown"]
 
 
-def test_nothing_is_left_behind_by_a_timeout(caplog: pytest.LogCaptureFixture) -> None:
+def test_timeout_leaves_nothing_behind(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(3):
         with pytest.raises(TimeoutError):
             exchange(Application("hang"), timeout=0.02)

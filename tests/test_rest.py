@@ -29,7 +29,7 @@ from faulty import Answer, FaultyServer, Seen, faulty_server
 from support import serving
 from tinkex import AdminClient, RestClient, types
 from tinkex.client.futures.api_future import AwaitableConcurrentFuture
-from tinkex.client.http import addresses, attempts
+from tinkex.client.http import addresses, link
 from tinkex.engine.fake import FakeEngine
 from tinkex.wire.protocol import OPERATIONS
 
@@ -585,7 +585,7 @@ numbered = [f"{name}-{n}" for n, (name, *_) in enumerate([*REFUSED, *REFUSED_ADM
 @pytest.mark.parametrize(
     ("name", "args", "keywords", "told"), [*REFUSED, *REFUSED_ADMIN], ids=numbered
 )
-def test_what_makes_no_sense_is_refused_before_anything_is_sent(
+def test_invalid_call_is_refused_before_sending(
     faulty: FaultyServer,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
@@ -655,7 +655,7 @@ def test_refusals_are_typed(
     status: int,
     kind: type[tinkex.APIStatusError],
 ) -> None:
-    monkeypatch.setattr(attempts, "CONFLICT_PATIENCE", 0.1)
+    monkeypatch.setattr(link, "CONFLICT_PATIENCE", 0.1)
     faulty.script(ADDRESS, Answer(status, {"detail": "no, because"}))
     with pytest.raises(kind, match="no, because") as caught:
         client.delete_checkpoint_from_tinker_path(PATH).result(10)
@@ -841,7 +841,7 @@ def test_an_archive_that_is_never_packed_is_an_error(
 @pytest.mark.parametrize(
     "answer", [Answer(500), Answer(429), Answer(404), Answer(409)], ids=lambda a: str(a.status)
 )
-def test_nothing_else_about_archives_is_tried_again(
+def test_other_archive_errors_are_not_retried(
     faulty: FaultyServer, client: RestClient, answer: Answer
 ) -> None:
     faulty.script(f"{ADDRESS}/archive", answer)
