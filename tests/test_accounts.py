@@ -193,7 +193,7 @@ def test_a_token_stands_for_its_key(
 
 
 @pytest.mark.covers("U45")
-def test_an_expired_token_is_told_to_be_renewed(
+def test_expired_token_asks_for_renewal(
     tmp_path: Path, serve: Serve, store: SqliteDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, key = create_key(store, "k")
@@ -207,7 +207,7 @@ def test_an_expired_token_is_told_to_be_renewed(
 
 
 @pytest.mark.covers("U25", "U45")
-def test_a_client_goes_on_when_its_key_is_rotated(
+def test_client_survives_key_rotation(
     tmp_path: Path, serve: Serve, store: SqliteDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(accounts, "TRUSTED_SECONDS", 0.0)
@@ -243,7 +243,7 @@ os._exit(0)  # its threads sometimes bring an orderly end down
 
 
 @pytest.mark.covers("U25", "U45")
-def test_the_official_client_goes_on_when_its_key_is_rotated(
+def test_official_client_survives_key_rotation(
     tmp_path: Path, serve: Serve, store: SqliteDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(accounts, "TRUSTED_SECONDS", 0.0)

@@ -136,7 +136,7 @@ class Gate:
 
 
 @pytest.mark.covers("S29")
-def test_a_poll_names_what_has_ended_in_order_and_once(wire: Wire) -> None:
+def test_poll_lists_finished_samples_in_order_once(wire: Wire) -> None:
     sampler = sampler_of(wire)
     sent = [wire.post("asample", sample_json(sampler, number))["request_id"] for number in range(5)]
     ended, cursor = drain(wire, sampler, 5)
@@ -316,7 +316,7 @@ def test_results_that_came_along_are_kept_until_they_are_acknowledged(wire: Wire
     )
 
 
-def test_a_batch_holds_what_fits_and_the_rest_comes_next(wire: Wire) -> None:
+def test_batch_takes_what_fits_and_leaves_the_rest(wire: Wire) -> None:
     sampler = sampler_of(wire)
     sent = [wire.post("asample", sample_json(sampler, number))["request_id"] for number in range(5)]
     wire.result(wire.post("asample", sample_json(sampler, 99))["request_id"])
@@ -722,7 +722,7 @@ def test_a_place_in_the_order_of_a_run_cannot_be_cancelled(wire: Wire) -> None:
     assert "metrics" in wire.result(second)
 
 
-def test_cancelling_does_not_wait_for_what_else_is_queued() -> None:
+def test_cancel_does_not_wait_for_the_queue() -> None:
     async def run() -> None:
         engine = FakeEngine(step_delay=0.01)
         engine.load_sampler("s", "fake", None)
@@ -789,7 +789,7 @@ def test_clients_of_a_sampler_are_numbered_and_no_number_comes_twice(tmp_path: P
         )
 
 
-def test_a_run_is_unloaded_after_what_was_asked_of_it(serve: Callable[..., Wire]) -> None:
+def test_unload_runs_after_earlier_calls(serve: Callable[..., Wire]) -> None:
     gate = Gate("optim_step")
     engine = FakeEngine(fail=gate)
     wire = serve(engine)
@@ -914,7 +914,7 @@ def test_an_announced_result_is_encoded_once(
     assert len(times) == 3
 
 
-def test_clients_are_told_what_this_server_can_do(wire: Wire) -> None:
+def test_capabilities_reach_the_clients(wire: Wire) -> None:
     config = wire.post("client/config", {"sdk_version": "0.36.0"})
     assert config["batched_results"] is True
     assert config["sample_use_retrieve_futures"] is False

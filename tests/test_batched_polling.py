@@ -319,7 +319,7 @@ def test_a_server_without_the_endpoint_is_never_asked_again(
     assert (samples.fetched() < 2) is again
 
 
-def test_a_cursor_of_an_earlier_life_is_given_up(
+def test_cursor_of_an_earlier_server_is_dropped(
     faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch_polling, "REST_SECONDS", 0.0)
@@ -479,7 +479,7 @@ def test_few_are_asked_for_by_themselves_while_the_poll_is_right(
         wait_until(lambda: left_behind(sampler) == {})
 
 
-def test_the_official_form_names_what_was_fetched(faulty: FaultyServer) -> None:
+def test_official_form_lists_fetched_files(faulty: FaultyServer) -> None:
     samples = Samples(faulty, sample_use_retrieve_futures=True)
 
     def poll(seen: Seen) -> Answer:
@@ -588,7 +588,7 @@ def test_acknowledgement_that_failed_is_sent_again_when_the_client_is_collected(
 
 @pytest.mark.covers("U24")
 @pytest.mark.parametrize("how", ["close", "collect"])
-def test_end_of_a_session_acknowledges_what_came(faulty: FaultyServer, how: str) -> None:
+def test_session_end_acknowledges_results(faulty: FaultyServer, how: str) -> None:
     samples = official(faulty)
     service = ServiceClient(base_url=faulty.base_url, api_key="tml-x")
     sampler = service.create_sampling_client(base_model="m").result()
@@ -695,7 +695,7 @@ class Walked(dict[str, Any]):
             yield key, self[key]
 
 
-def test_a_poll_costs_what_has_ended_not_what_waits(
+def test_poll_cost_depends_on_finished_samples_only(
     memory: Callable[[int], tuple[Memory, SamplingClient]],
 ) -> None:
     exchange, sampler = memory(1)

@@ -213,7 +213,7 @@ def test_a_command_that_cannot_be_carried_out_says_why(talk: Chat, line: str, wo
         talk.command(line)
 
 
-def test_a_conversation_that_cannot_be_written_is_told_of(talk: Chat) -> None:
+def test_unwritable_conversation_is_reported(talk: Chat) -> None:
     talk.messages.append({"role": "user", "content": "one"})
     with pytest.raises(CommandError, match="cannot be written"):
         talk.command("/save nowhere/at/all")

@@ -148,7 +148,7 @@ def test_lists_say_the_base_model_and_older_servers_may_not(wire: Wire) -> None:
 
 
 @pytest.mark.covers("U39")
-def test_a_request_says_what_was_asked_and_no_more() -> None:
+def test_request_holds_given_fields_only() -> None:
     cursor = {"last_created_at": "2026-07-13T00:00:00Z", "last_checkpoint_uuid": "c-1"}
     with faulty_server() as faulty, RestClient(base_url=faulty.base_url, api_key="tml-x") as rest:
         faulty.script("checkpoints/search", Answer(body={"checkpoints": [], "next_cursor": cursor}))

@@ -173,14 +173,14 @@ def test_help_and_completion_import_nothing_heavy(
 
 
 @pytest.mark.parametrize("words", ["model list", "checkpoint list", "session list"])
-def test_listing_what_is_here_does_not_wait_for_torch(words: str, tmp_path: Path) -> None:
+def test_model_list_does_not_wait_for_torch(words: str, tmp_path: Path) -> None:
     modules = loaded(*words.split(), "--base-url", "local", "--json", TINKEX_DATA_DIR=str(tmp_path))
     assert "tinkex.server.app" in modules
     assert "torch" not in modules
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_shell_is_told_how_to_complete(shell: str) -> None:
+def test_completion_script_is_printed(shell: str) -> None:
     script = run(["completion", shell]).data
     assert "_TINKEX_COMPLETE=" in script
     assert "tinkex" in script
@@ -298,7 +298,7 @@ def test_no_summary_of_a_command_is_cut() -> None:
 @pytest.mark.parametrize(
     "words", [("train", "examples.jsonl", "--base-model", "x"), ("chat", "x"), ("demo",)]
 )
-def test_commands_that_train_and_talk_wait_as_long_as_they_are_told(
+def test_train_and_chat_honour_their_timeout(
     words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -389,7 +389,7 @@ def test_a_key_closes_the_server_and_a_signal_ends_it(serve: Serve) -> None:
     stopped(process, signal.SIGTERM)
 
 
-def test_a_server_that_is_told_to_stop_finishes_what_it_has_begun(serve: Serve) -> None:
+def test_stopping_server_finishes_its_work(serve: Serve) -> None:
     process = serve("--poll-seconds", "20")
     wire = Wire(ready(process)[1])
     session = wire.session()
@@ -414,7 +414,7 @@ def test_a_server_that_is_told_to_stop_finishes_what_it_has_begun(serve: Serve) 
 
 
 @pytest.mark.slow
-def test_a_server_that_is_told_to_stop_twice_ends_at_once(serve: Serve) -> None:
+def test_second_signal_stops_the_server_at_once(serve: Serve) -> None:
     process = serve("--drain-seconds", "60")
     wire = Wire(ready(process)[1])
     body = {"session_id": wire.session(), "sampling_session_seq_id": 0, "base_model": MODEL}

@@ -110,7 +110,7 @@ def run_id(url: str) -> str:
 
 @pytest.mark.covers("1.16.1")
 @pytest.mark.parametrize("words", [(), ("-h",), ("--help",)])
-def test_help_is_for_the_asking_and_for_nothing_at_all(
+def test_help_is_shown_on_request_and_without_a_command(
     command: Command, words: tuple[str, ...]
 ) -> None:
     shown = command(*words)
@@ -192,7 +192,7 @@ def test_every_command_has_help(command: Command) -> None:
         (("run", "--top-p", "0"), "tinkex run", "0.0 is not in the range 0<x<=1"),
     ],
 )
-def test_usage_error_is_told_with_a_pointer_to_the_help(
+def test_usage_error_points_to_the_help(
     command: Command, faulty: FaultyServer, words: tuple[str, ...], usage: str, error: str
 ) -> None:
     shown = command(*words)
@@ -256,9 +256,7 @@ def test_every_command_computes_here_when_nothing_is_set(
 
 @pytest.mark.covers("Q-16", "1.16.1")
 @pytest.mark.parametrize("words", [("auth", "whoami"), ("model", "list", "--base-url", HOSTED_URL)])
-def test_a_missing_key_is_told_where_one_is_needed(
-    command: Command, words: tuple[str, ...]
-) -> None:
+def test_missing_key_is_reported_if_needed(command: Command, words: tuple[str, ...]) -> None:
     shown = command(*words)
     assert shown.code == 1
     assert "api_key is required" in shown.err
@@ -524,7 +522,7 @@ def test_samples_may_go_to_a_file(command: Command, here: str, tmp_path: Path) -
         (("--prompt", "a", "--model-path", "nothing"), "'nothing' is not a checkpoint path"),
     ],
 )
-def test_wrong_inputs_are_told_before_anything_is_sent(
+def test_wrong_inputs_are_errors_before_sending(
     command: Command, faulty: FaultyServer, words: tuple[str, ...], error: str
 ) -> None:
     shown = command("run", *words)
@@ -547,7 +545,7 @@ def test_failure_names_its_category(command: Command, faulty: FaultyServer) -> N
     assert "sampling failed (the server or the network; try again): " in shown.err
 
 
-def test_a_failure_is_told_in_the_words_of_who_called_and_not_of_the_wire(
+def test_error_uses_the_callers_terms(
     command: Command, faulty: FaultyServer, tmp_path: Path
 ) -> None:
     (tmp_path / "prompt").write_text("[1]")
@@ -565,9 +563,7 @@ def test_a_failure_is_told_in_the_words_of_who_called_and_not_of_the_wire(
 
 
 @pytest.mark.covers("1.16.4")
-def test_a_sample_that_takes_too_long_is_given_up(
-    command: Command, faulty: FaultyServer, tmp_path: Path
-) -> None:
+def test_slow_sample_times_out(command: Command, faulty: FaultyServer, tmp_path: Path) -> None:
     (tmp_path / "prompt").write_text("[1]")
     faulty.script("create_sampling_session", Answer(body={"sampling_session_id": "s:sample:0"}))
     faulty.script("asample", Answer(body={"request_id": "r"}))
@@ -584,7 +580,7 @@ def test_a_sample_that_takes_too_long_is_given_up(
 
 
 @pytest.mark.covers("1.16.4")
-def test_tokens_that_cannot_be_read_are_told_in_brackets(
+def test_undecodable_tokens_are_noted_in_brackets(
     command: Command, here: str, tmp_path: Path
 ) -> None:
     (tmp_path / "prompt").write_text("[1, 2]")
@@ -1119,7 +1115,7 @@ def test_other_logins_stay_and_a_made_key_is_deleted_on_the_server(
     assert "cannot be read" in command("auth", "login", "--api-key", "tml-x").err
 
 
-def test_the_status_ends_with_one_when_the_server_is_not_to_be_had(
+def test_status_of_an_unreachable_server_exits_with_one(
     command: Command, faulty: FaultyServer
 ) -> None:
     faulty.script("get_server_capabilities", Answer(401, {"detail": "no key"}))

@@ -65,7 +65,7 @@ def dated(**off: float) -> Answer:
     )
 
 
-def test_a_healthy_machine_is_told_so(
+def test_healthy_machine_passes(
     faulty: FaultyServer, port: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     faulty.script("get_server_capabilities", dated())
@@ -104,9 +104,7 @@ def test_a_dead_server_is_an_error_within_seconds(
     assert "whether the server runs" in found["server"]["fix"]
 
 
-def test_a_server_that_says_nothing_is_given_up(
-    faulty: FaultyServer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mute_server_times_out(faulty: FaultyServer, capsys: pytest.CaptureFixture[str]) -> None:
     faulty.script("get_server_capabilities", Answer(body={"supported_models": []}, delay=20))
     began = time.monotonic()
     code, found = examine(capsys, "--timeout", "300")
@@ -123,7 +121,7 @@ def test_an_answer_that_makes_no_sense_is_an_error(
         assert (code, found["server"]["status"]) == (1, "error")
 
 
-def test_a_refused_key_is_told_apart_from_a_dead_server(
+def test_refused_key_differs_from_a_dead_server(
     faulty: FaultyServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     faulty.script("get_server_capabilities", Answer(401, {"detail": "who are you"}))
@@ -146,7 +144,7 @@ def test_without_key_and_address_commands_compute_here(capsys: pytest.CaptureFix
     ("seconds", "status", "code"),
     [(5, "ok", 0), (-5, "ok", 0), (90, "warning", 0), (-4000, "error", 1)],
 )
-def test_a_clock_that_is_off_is_told(
+def test_clock_skew_is_reported(
     faulty: FaultyServer, capsys: pytest.CaptureFixture[str], seconds: float, status: str, code: int
 ) -> None:
     faulty.script("get_server_capabilities", dated(seconds=seconds))
@@ -192,7 +190,7 @@ def test_little_memory_and_little_room_are_warnings(
 
 @pytest.mark.parametrize("local", [True, False])
 @pytest.mark.parametrize("obstacle", ["file", "file-above", "lock"])
-def test_unusable_data_directory_is_told(
+def test_unusable_data_directory_is_reported(
     obstacle: str,
     local: bool,
     monkeypatch: pytest.MonkeyPatch,
@@ -242,7 +240,7 @@ def test_an_old_python_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     ("safe", "told"),
     [("true", "and is slower: rows differ"), ("false", "change each other's last")],
 )
-def test_a_cpu_that_goes_without_c_is_told_why(
+def test_cpu_without_the_c_step_is_reported(
     safe: str,
     told: str,
     port: str,

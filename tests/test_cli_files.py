@@ -204,7 +204,7 @@ def test_a_download_to_where_nothing_can_be_written_is_one_error(
 PEFT = ["adapter_config.json", "adapter_model.safetensors"]
 
 
-def test_a_checkpoint_is_exported_without_what_only_training_needs(
+def test_export_leaves_out_training_state(
     server: FaultyServer, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = run(["checkpoint", "export", PATH, "--output", str(place / "it"), "--json"])
@@ -257,7 +257,7 @@ def test_an_export_that_is_interrupted_while_it_packs_does_not_fetch_again(
     assert left_in(place) == ["it.tar"]
 
 
-def test_a_failed_export_leaves_what_was_there(
+def test_failed_export_keeps_the_old_files(
     server: FaultyServer, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (place / "it").mkdir(parents=True)
@@ -275,7 +275,7 @@ def test_a_failed_export_leaves_what_was_there(
 
 
 @pytest.mark.parametrize("fault", [KeyboardInterrupt(), OSError("no more")])
-def test_an_export_that_breaks_off_at_the_last_moment_leaves_what_was_there(
+def test_interrupted_export_keeps_the_old_files(
     server: FaultyServer, place: Path, monkeypatch: pytest.MonkeyPatch, fault: BaseException
 ) -> None:
     (place / "it").mkdir(parents=True)
@@ -490,7 +490,7 @@ PUSH = ("checkpoint", "push-hf", PATH, "--repo", "me/it", "--hf-token", TOKEN)
 
 
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
-def test_a_push_that_was_interrupted_goes_on_with_what_it_has_fetched(
+def test_interrupted_push_resumes_its_download(
     server: FaultyServer, pushing: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = packed({**FIRST, "more": os.urandom(8_000_000)})
@@ -512,7 +512,7 @@ def test_a_push_that_was_interrupted_goes_on_with_what_it_has_fetched(
 
 
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
-def test_a_push_that_the_hub_refused_does_not_fetch_again_what_is_still_the_same(
+def test_refused_push_keeps_its_download(
     server: FaultyServer, pushing: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pushing.refuse = {"/commit/": 500}
@@ -549,7 +549,7 @@ def test_a_checkpoint_that_was_replaced_meanwhile_is_fetched_whole(
     )
 
 
-def test_ctrl_c_ends_a_push_that_uploads_at_once_and_keeps_what_was_fetched(
+def test_ctrl_c_stops_an_upload_and_keeps_the_download(
     server: FaultyServer, pushing: Hub, tmp_path: Path
 ) -> None:
     pushing.lfs_from, pushing.stall = 10, {"/lfs/": 90.0}
@@ -597,7 +597,7 @@ def test_without_a_token_nothing_is_fetched(
     assert server.seen == []
 
 
-def test_checkpoints_of_different_ranks_are_not_called_alike(tmp_path: Path) -> None:
+def test_checkpoints_of_different_ranks_differ(tmp_path: Path) -> None:
     from safetensors.numpy import save_file
 
     from tinkex.cli.diff import compare

@@ -205,7 +205,7 @@ def test_text_in_fields_is_broken_between_words_only(
     assert lines[1:] == ["Note  one two three four five six seven"]
 
 
-def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_file_is_written_atomically(tmp_path: Path) -> None:
     write_file(tmp_path / "a" / "b.txt", "text")
     assert (tmp_path / "a" / "b.txt").read_text() == "text"
     with pytest.raises(CommandError, match="cannot be written"):
@@ -281,13 +281,13 @@ def test_a_total_that_is_too_large_does_not_make_it_loop() -> None:
     assert fetch_pages(liar, "things", 2, 0, 0) == ([0, 1, 2], 99)
 
 
-def test_a_server_with_smaller_pages_gives_the_whole_list_all_the_same() -> None:
+def test_smaller_pages_still_give_the_whole_list() -> None:
     pages = Pages(5, most=2)
     assert fetch_pages(pages, "things", 100, 0, 0) == ([0, 1, 2, 3, 4], 5)
 
 
 @pytest.mark.covers("1.16.5", "Q-18")
-def test_progress_is_told_on_stderr_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_goes_to_stderr_only(capsys: pytest.CaptureFixture[str]) -> None:
     fetch_pages(Pages(5), "training runs", 2, 0, 0)
     shown = capsys.readouterr()
     assert shown.out == ""
@@ -367,6 +367,6 @@ def test_progress_is_drawn_by_display_alone(module: Path) -> None:
     assert "rich.progress" not in text or "Display" in text
 
 
-def test_json_is_what_programs_can_read(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output_is_valid(capsys: pytest.CaptureFixture[str]) -> None:
     output.print_json({"name": "ü", "when": NOW})
     assert json.loads(capsys.readouterr().out) == {"name": "ü", "when": "2026-03-11 00:00:00+00:00"}

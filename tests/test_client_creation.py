@@ -168,7 +168,7 @@ def test_sampler_learns_its_base_model_when_it_is_opened(
 
 
 @pytest.mark.covers("U21")
-def test_sampler_of_a_training_client_asks_for_what_is_not_known(
+def test_sampler_of_a_training_client_fetches_missing_info(
     faulty: FaultyServer, service: ServiceClient
 ) -> None:
     client = service.create_lora_training_client("m").result(10)

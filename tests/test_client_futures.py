@@ -159,7 +159,7 @@ def test_timeout_of_result_async_gives_the_client_up(held: Held) -> None:
 
 
 @pytest.mark.covers("U5")
-def test_repr_tells_what_became_of_the_client(held: Held) -> None:
+def test_repr_shows_the_state_of_the_client(held: Held) -> None:
     future = held.training()
     assert repr(future) == "<BackcompatTrainingClientFuture: pending>"
     held.open.set()
@@ -266,7 +266,7 @@ def test_every_public_method_of_a_client_is_forwarded(
 
 
 @pytest.mark.covers("U7", "U36")
-def test_forwarded_methods_do_what_the_clients_do(
+def test_forwarded_methods_equal_the_clients(
     service: ServiceClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training = service.create_lora_training_client("fake", rank=4)

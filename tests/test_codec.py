@@ -199,7 +199,7 @@ def test_pass_results_come_back_as_they_went(original: types.ForwardBackwardOutp
             alike(one[name], other[name])
 
 
-def test_the_type_of_a_pass_result_is_what_follows_the_last_colon() -> None:
+def test_result_type_follows_the_last_colon() -> None:
     wire = protobuf_schema.message("ForwardBackwardOutput")(
         loss_fn_output_type="module:ArrayRecord"
     )
@@ -640,7 +640,7 @@ def test_results_have_a_json_form_too() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_json_refuses_what_it_cannot_write(value: float) -> None:
+def test_json_refuses_unserializable_values(value: float) -> None:
     with pytest.raises(ValueError, match="cannot be sent as JSON"):
         to_json(types.AdamParams(learning_rate=value))
     with pytest.raises(ValueError, match="cannot be sent as JSON"):
@@ -815,7 +815,7 @@ def test_a_body_without_encoding_is_left_alone() -> None:
         codec.decompress(b"abc", "gzip")
 
 
-def test_a_bomb_is_refused_by_what_it_says_of_itself() -> None:
+def test_bomb_is_refused_by_its_declared_size() -> None:
     bomb = zstd.compress(b"\0" * 10_000_000)
     assert len(bomb) < 2000
     with pytest.raises(ValueError, match=r"10000000 bytes.*limit is 1000000"):

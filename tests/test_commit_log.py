@@ -81,7 +81,7 @@ def test_log_that_lost_changes_that_were_not_flushed_is_opened(store: SqliteData
     assert sessions(image_of(log)) == ["s0", "s1", "s2", "s3", "s4"]
 
 
-def test_log_that_began_anew_is_checked_as_far_as_it_goes(store: SqliteDatabase) -> None:
+def test_restarted_commit_log_is_checked_to_its_end(store: SqliteDatabase) -> None:
     store.connection.rows("PRAGMA wal_checkpoint(RESTART)")
     store.sessions.add("s5", {})
     assert sessions(image(store))[-1] == "s5"

@@ -269,7 +269,7 @@ def run_compat(*arguments: str, **environment: str) -> subprocess.CompletedProce
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=env, check=False)
 
 
-def test_a_program_and_what_it_starts_run_on_tinkex(tmp_path: Path) -> None:
+def test_program_and_its_children_run_on_tinkex(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     done = run_compat(str(tmp_path / "program.py"), "a", "--b")
     assert done.stdout == "tinkex.client.service tinkex.types.inputs ['a', '--b']\n", done.stderr
@@ -407,7 +407,7 @@ def test_own_methods_are_awaitable_too(
     assert asyncio.run(both()) == [given, given]
 
 
-def test_capturing_programs_find_what_they_look_for(
+def test_output_can_be_captured(
     fake_service: Callable[..., ServiceClient],
 ) -> None:
     training = fake_service().create_lora_training_client("fake", rank=4).result()

@@ -874,7 +874,7 @@ def test_every_row_is_so_in_the_official_package(official: dict[str, Any]) -> No
 
 
 @pytest.mark.covers("U2", "U6", "U7", "U9", "U10", "U11", "U15", "U17", "U18")
-def test_a_program_finds_what_is_written_down(renamed: None, tmp_path: Path) -> None:
+def test_program_meets_its_documented_result(renamed: None, tmp_path: Path) -> None:
     with server(tmp_path) as url:
         assert json.loads(json.dumps(Walk(url).run())) == SEEN
         assert asked(url) == ASKED

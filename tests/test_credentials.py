@@ -181,7 +181,7 @@ def test_clients_that_start_together_run_the_command_once(
 @pytest.mark.parametrize(
     ("command", "words"), [("exit 3", "exit code 3"), ("true", "printed nothing")]
 )
-def test_a_command_that_gives_nothing_is_told(
+def test_credential_command_without_output_is_an_error(
     monkeypatch: pytest.MonkeyPatch, command: str, words: str
 ) -> None:
     monkeypatch.setenv("TINKER_CREDENTIAL_CMD", command)
@@ -563,7 +563,7 @@ def test_tokens_are_renewed_without_any_request(gate: Gate) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "eyJ", "a.b.c", "a.bnVsbA.c"])
-def test_a_token_that_cannot_be_read_says_so(text: str) -> None:
+def test_malformed_token_is_a_clear_error(text: str) -> None:
     with pytest.raises(tinkex.TinkerError, match="cannot be read"):
         claims(text)
 
@@ -682,7 +682,7 @@ def test_a_breaker_opens_for_its_endpoint_alone() -> None:
 # ── auth ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_auth_tells_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auth_status_shows_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tinkex.auth.get_tinker_token() is None
     assert not tinkex.auth.tinker_has_credentials()
     monkeypatch.setenv("TINKER_CREDENTIAL_CMD", "exit 1")  # counted, not run

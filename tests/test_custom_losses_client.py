@@ -249,7 +249,7 @@ def test_a_loss_that_turns_gradients_off_does_so_for_itself_only(client: Trainin
 
 
 @pytest.mark.covers("U30", "U31")
-def test_a_cancelled_loss_that_goes_on_does_not_hold_up_the_losses_of_others(
+def test_cancelled_loss_does_not_block_other_losses(
     service: ServiceClient, client: TrainingClient
 ) -> None:
     stuck = Held()
@@ -328,7 +328,7 @@ def test_a_loss_may_raise_anything(client: TrainingClient, raised: type[BaseExce
 
 @pytest.mark.covers("U31")
 @pytest.mark.parametrize("where", ["queue", "forward", "loss", "backward"])
-def test_a_cancelled_custom_pass_refuses_what_was_called_after_it(
+def test_cancelled_custom_pass_refuses_later_calls(
     client: TrainingClient, log: Log, where: str
 ) -> None:
     loss = Held()
@@ -361,9 +361,7 @@ def test_a_cancelled_custom_pass_refuses_what_was_called_after_it(
 
 
 @pytest.mark.covers("U31")
-def test_a_custom_pass_that_runs_out_of_time_refuses_what_was_called_after_it(
-    client: TrainingClient, log: Log
-) -> None:
+def test_timed_out_custom_pass_refuses_later_calls(client: TrainingClient, log: Log) -> None:
     log.gate.clear()
     late = client.forward_backward_custom(DATA, doubled, timeout=0.2)
     behind = client.optim_step(STEP)
@@ -445,7 +443,7 @@ def test_a_custom_loss_without_torch_is_refused_in_the_call(
 # ── around it ─────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_a_custom_pass_is_awaited_in_a_users_loop_which_goes_on_meanwhile(
+async def test_awaited_custom_pass_does_not_block_the_loop(
     client: TrainingClient,
 ) -> None:
     loss, ticks = Held(), 0
@@ -529,7 +527,7 @@ def test_an_interrupt_ends_a_program_whose_loss_runs(url: str) -> None:
 
 
 @pytest.mark.covers("U31")
-def test_a_resilient_client_keeps_refusing_after_its_run_was_made_anew(url: str) -> None:
+def test_resilient_client_stays_poisoned_after_recovery(url: str) -> None:
     def broken(*_: Any) -> Any:
         raise KeyError("mine")
 

@@ -101,7 +101,7 @@ def assert_same_gradient(
 @pytest.mark.parametrize(
     "name", ["neg_ll", "ppo", "dpo_pairs", "top_k", "indexed", "filled", "discounted", "focal"]
 )
-def test_the_server_gives_what_the_client_would_have_computed(
+def test_server_loss_equals_the_clients(
     name: str, service: ServiceClient, engine: Recording
 ) -> None:
     example = EXAMPLES[name]

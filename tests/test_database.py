@@ -123,7 +123,7 @@ def test_list_in_progress_does_not_block_a_write(
     assert database.sessions.state("t") == "active"
 
 
-def test_list_sees_what_was_just_written(database: Database) -> None:
+def test_list_sees_the_last_write(database: Database) -> None:
     for number in range(20):
         database.sessions.add(f"s{number}", {})
         assert f"s{number}" in database.sessions.ids("local", 50, 0)

@@ -497,7 +497,7 @@ def test_a_refusal_for_another_reason_is_no_matter_of_form(
     assert set(forms(unknown)) == {"protobuf"}
 
 
-def test_a_chunk_that_was_read_shows_that_another_was_refused_for_what_it_says(
+def test_accepted_chunk_proves_that_another_is_invalid(
     unknown: FaultyServer,
 ) -> None:
     unknown.script("client/config", Answer(body={"fwdbwd_max_chunk_len": 1}))

@@ -177,7 +177,7 @@ def own(name: str) -> Iterator[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_everything_public_in_a_module_says_what_it_is(name: str) -> None:
+def test_public_names_have_docstrings(name: str) -> None:
     assert module(name).__doc__
     silent = [label for label, value in own(name) if len((value.__doc__ or "").split()) < 2]
     # A class that says nothing of itself must not pass with the words of its base.
@@ -291,7 +291,7 @@ def test_a_twin_names_one_that_is_there() -> None:
             assert hasattr(home, twin[1]), label
 
 
-def test_the_rule_finds_what_is_missing() -> None:
+def test_rule_finds_missing_sections() -> None:
     def silent(first: int, second: int) -> int:
         """Add.
 
@@ -360,7 +360,7 @@ def test_public_callables_have_an_example(label: str) -> None:
     assert not list(without_example(label))
 
 
-def test_the_rule_finds_what_has_no_example(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rule_finds_missing_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     class _Base:
         def inherited(self) -> None:
             """Has none."""
@@ -582,7 +582,7 @@ def test_an_example_that_gives_something_else_is_found() -> None:
 @pytest.mark.parametrize(
     "name", [dotted(path) for path, text in sources().items() if re.search(r"^ *>>>", text, re.M)]
 )
-def test_the_examples_in_docstrings_give_what_they_show(
+def test_docstring_examples_run(
     name: str, surroundings: None, request: pytest.FixtureRequest
 ) -> None:
     if name == "tinkex.hub.pushes":  # nothing else may ask for a hub

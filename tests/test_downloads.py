@@ -232,9 +232,7 @@ def test_an_archive_that_is_being_packed_is_asked_for_again(
 
 
 @pytest.mark.covers("1.14.2/5")
-def test_a_line_that_breaks_is_taken_up_where_it_broke(
-    server: FaultyServer, tmp_path: Path
-) -> None:
+def test_broken_download_resumes_at_its_offset(server: FaultyServer, tmp_path: Path) -> None:
     data = tar_of({"big": CONTENT})
     digest = base64.b64encode(hashlib.sha256(data).digest()).decode()
     offer(server, data, cut(1_000_000), cut(700_000), **{"Repr-Digest": f"sha-256=:{digest}:"})
@@ -301,7 +299,7 @@ def test_bytes_that_were_changed_on_the_way_are_noticed(
 
 
 @pytest.mark.covers("1.14.2/5", "1.14.2/7", "Q-14")
-def test_a_line_that_never_holds_is_given_up(server: FaultyServer, tmp_path: Path) -> None:
+def test_download_that_always_breaks_fails(server: FaultyServer, tmp_path: Path) -> None:
     offer(server, tar_of({"a": b"1"}))
     server.script("/files/a.tar", Answer(drop=True))
     with pytest.raises(DownloadError, match="did not arrive") as caught:
@@ -311,9 +309,7 @@ def test_a_line_that_never_holds_is_given_up(server: FaultyServer, tmp_path: Pat
     assert left_in(tmp_path) == []
 
 
-def test_an_address_that_has_expired_is_asked_for_anew(
-    server: FaultyServer, tmp_path: Path
-) -> None:
+def test_expired_address_is_renewed(server: FaultyServer, tmp_path: Path) -> None:
     offer(server, tar_of({"a": b"1"}), Answer(403, {"detail": "expired"}))
     tinkex.download(rest_of(server), PATH, tmp_path)
     assert len(server.requests(ARCHIVE)) == 2
@@ -323,9 +319,7 @@ def test_an_address_that_has_expired_is_asked_for_anew(
     assert caught.value.status == 403
 
 
-def test_with_resume_the_next_call_goes_on_where_this_one_failed(
-    server: FaultyServer, tmp_path: Path
-) -> None:
+def test_resume_continues_a_failed_download(server: FaultyServer, tmp_path: Path) -> None:
     data = tar_of({"big": CONTENT})
     offer(server, data, cut(1_200_000), Answer(404))
     with pytest.raises(DownloadError):

@@ -160,7 +160,7 @@ def test_base_model_brings_its_tokenizer_and_chat_template(name: str) -> None:
     assert prompt == "<|bos|><|user|>2 + 2?<|end|><|assistant|>"
 
 
-def test_base_model_without_a_tokenizer_says_so(tmp_path: Path) -> None:
+def test_base_model_without_a_tokenizer_is_a_clear_error(tmp_path: Path) -> None:
     (model,) = FakeEngine().models()
     with pytest.raises(EngineError, match="this base model has no tokenizer on the server"):
         model.tokenizer()

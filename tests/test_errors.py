@@ -379,7 +379,7 @@ def test_an_answer_reads_like_one() -> None:
     ],
     ids=repr,
 )
-def test_bodies_are_told_in_few_words(body: Any, words: str) -> None:
+def test_bodies_are_summarized(body: Any, words: str) -> None:
     assert describe_body(body) == words
 
 

@@ -76,7 +76,7 @@ def test_ids_are_unique_and_unknown_ones_are_reported() -> None:
 
 
 @pytest.mark.covers("1.4.1/4")
-def test_a_failing_handler_is_detached_and_nobody_else_suffers(
+def test_failing_handler_is_detached_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def fail(*_: object) -> None:

@@ -145,7 +145,7 @@ def is_public(home: str, name: str) -> bool:
 
 
 @pytest.mark.parametrize("name", [*ROWS, "common", "run_all"])
-def test_every_example_is_there_says_what_it_is_and_uses_public_names_only(name: str) -> None:
+def test_examples_exist_explain_and_use_public_names(name: str) -> None:
     source = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
     compile(source, name, "exec")
     tree = ast.parse(source)
@@ -262,7 +262,7 @@ def test_the_runner_stops_at_the_first_failure_with_its_status(
     assert "1 of 4 examples passed" in shown
 
 
-def test_the_runner_goes_on_when_told_to(
+def test_runner_continues_on_request(
     runner: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert ended(runner, monkeypatch, "--keep-going") == 3
@@ -280,7 +280,7 @@ def test_a_known_skip_is_listed_and_an_unknown_one_is_a_failure(
     assert "lazy should not have skipped anything" in capsys.readouterr().out
 
 
-def test_the_runner_stops_what_hangs_and_refuses_what_it_does_not_know(
+def test_runner_stops_hanging_examples_and_refuses_unknown_ones(
     runner: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (runner.HERE / "good.py").write_text("import time; time.sleep(60)")
@@ -291,7 +291,7 @@ def test_the_runner_stops_what_hangs_and_refuses_what_it_does_not_know(
     assert "there is no example 'nothing'" in capsys.readouterr().err
 
 
-def test_the_runner_says_what_there_is(
+def test_runner_lists_the_examples(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert ended(module("run_all"), monkeypatch, "--list") == 0
@@ -547,7 +547,7 @@ def test_every_example_runs_without_an_environment(name: str, tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_an_example_that_is_told_to_samples_its_own_weights(tmp_path: Path) -> None:
+def test_example_samples_its_own_weights_on_request(tmp_path: Path) -> None:
     done = started(
         "training_loop",
         tmp_path,

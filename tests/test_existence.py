@@ -193,7 +193,7 @@ def test_checkpoint_that_is_deleted_while_it_is_read_is_gone(
 
 
 @pytest.mark.parametrize("moment", ["_pieces", "_digest", "_opened"])
-def test_download_of_what_is_being_deleted_is_not_found(
+def test_download_of_a_deleted_checkpoint_is_not_found(
     wire: Wire, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     model, path = saved(wire)

@@ -99,7 +99,7 @@ def test_an_export_is_fetched_without_a_key(tmp_path: Path) -> None:
     assert heard.headers["repr-digest"] == f"sha-256=:{base64.b64encode(digest).decode()}:"
 
 
-def test_an_address_is_good_for_a_quarter_of_an_hour_and_says_so(
+def test_signed_address_expires_after_fifteen_minutes(
     wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = export(wire)
@@ -468,7 +468,7 @@ def test_exports_have_at_most_ten_recipients(wire: Wire) -> None:
     assert "at most 10 are possible, got 11" in encrypted(wire, *[RECIPIENT] * 11)["error"]
 
 
-def test_recipients_alone_can_read_what_was_encrypted_for_them(wire: Wire) -> None:
+def test_only_recipients_can_decrypt(wire: Wire) -> None:
     pyrage = pytest.importorskip("pyrage")
     ours, theirs = pyrage.x25519.Identity.generate(), pyrage.x25519.Identity.generate()
     assert "'bob' is no recipient" in encrypted(wire, "bob")["error"]

@@ -42,7 +42,7 @@ SQL = (
 
 
 @pytest.mark.parametrize("flush", [True, False])
-def test_full_disk_is_the_cause_that_is_told(tmp_path: Path, flush: bool) -> None:
+def test_full_disk_is_reported_as_the_cause(tmp_path: Path, flush: bool) -> None:
     with closing(SqliteDatabase(tmp_path)) as store:
         with full(store), pytest.raises(DatabaseError, match="database or disk is full"):
             store.connection.change(
@@ -94,7 +94,7 @@ def test_same_fault_is_logged_once_in_ten_minutes(
     assert len(caplog.records) == 4
 
 
-def test_requests_on_a_full_disk_are_told_to_come_again(
+def test_requests_on_a_full_disk_may_retry(
     tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add = SqliteSessions.add

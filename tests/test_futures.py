@@ -159,7 +159,7 @@ def test_a_cancelled_waiter_leaves_the_work_running(gate: Gate) -> None:
     assert not gate.cancelled
 
 
-def test_a_loop_that_went_away_does_no_harm(gate: Gate) -> None:
+def test_closed_user_loop_is_harmless(gate: Gate) -> None:
     future = start(gate.work())
 
     async def give_up() -> None:
@@ -388,7 +388,7 @@ def test_an_unordered_hash_is_the_same_in_any_order_and_differs_between_sets() -
 
 
 @pytest.mark.covers("W13")
-def test_the_reducer_takes_what_comes() -> None:
+def test_reducer_accepts_mixed_metrics() -> None:
     """Values that are no numbers, infinite hashes, metrics that only a later chunk has."""
     odd: dict[str, Any] = {"a:mean": None, "b:hash2": float("inf"), "c:sum": 1.0}
     first = types.ForwardBackwardOutput("ArrayRecord", [], odd)
@@ -749,7 +749,7 @@ def test_inbox_batch_wakes_the_loop_once_and_keeps_order(
         inbox.put(loop, ran.append, 102)
 
 
-def test_a_future_that_is_taken_for_its_outcome_says_so() -> None:
+def test_future_used_as_its_result_is_a_clear_error() -> None:
     future: Any = Future()
     with pytest.raises(AttributeError, match=r"no attribute 'metrics': `.result\(\)`, or `await`"):
         future.metrics  # noqa: B018

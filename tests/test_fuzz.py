@@ -711,9 +711,7 @@ NUMERALS = ["9" * 5000, "-1", "1e3", "²", "٣", "0x10", "1_000", "9" * 15, " 1"
 @pytest.mark.parametrize("name", NAMES)
 @examples(FEW)
 @given(data=st.data())
-def test_odd_values_in_the_right_shape_do_no_harm(
-    subject: Subject, name: str, data: st.DataObject
-) -> None:
+def test_odd_values_are_harmless(subject: Subject, name: str, data: st.DataObject) -> None:
     ask(subject, data.draw(shaped(name)))
 
 
@@ -1081,7 +1079,7 @@ def head(path: str, *headers: str) -> bytes:
     ).encode()
 
 
-def test_lies_about_lengths_and_half_sent_requests_do_no_harm(tmp_path: Path) -> None:
+def test_wrong_lengths_and_half_requests_are_harmless(tmp_path: Path) -> None:
     with serving(CheckedEngine(), tmp_path, limits=LIMITS) as url:
         wire = Wire(url)
         model = wire.model()

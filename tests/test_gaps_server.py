@@ -70,7 +70,7 @@ def test_a_number_that_comes_late_is_waited_for_and_blocks_no_other_run(serve: S
 
 @pytest.mark.covers("U46")
 @pytest.mark.parametrize("ending", ["finish", "silence"])
-def test_the_end_of_a_session_frees_what_waited_for_a_number_that_never_came(
+def test_session_end_frees_work_behind_a_gap(
     serve: Serve, states: list[State], ending: str
 ) -> None:
     wire = serve(session_seconds=60)

@@ -78,14 +78,14 @@ def clean_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 
 
 @pytest.mark.parametrize("page", _parameters())
-def test_the_examples_of_a_page_run_and_print_what_it_says(
+def test_page_examples_run_and_print_their_output(
     page: Path, backend: None, clean_process: None
 ) -> None:
     run(page)
 
 
 @pytest.mark.parametrize("page", ALL, ids=name_of)
-def test_blocks_say_what_they_are(page: Path) -> None:
+def test_blocks_have_their_titles(page: Path) -> None:
     """A Python block that nobody runs, and nobody says why, would rot."""
     for block in blocks(page):
         if block.language == "python":
@@ -227,7 +227,7 @@ def test_every_command_is_in_the_guide_to_the_command_line() -> None:
         ("```python\nfor word in 'ab':\n    print(word)  # → c\n```\n", "expected 'c'"),
     ],
 )
-def test_a_page_that_says_what_is_not_so_is_found_out(
+def test_wrong_page_is_found(
     text: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("pages.ROOT", tmp_path)
@@ -270,7 +270,7 @@ def test_an_ellipsis_stands_for_anything() -> None:
     assert not matches("a\nb", "a\nb\nc")
 
 
-def test_a_message_that_nobody_writes_is_found_out(tmp_path: Path) -> None:
+def test_unknown_message_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         "| you see | do |\n|---|---|\n| `ValueError: data is empty` | x |\n| `ValueError: nobody … "

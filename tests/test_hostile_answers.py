@@ -183,7 +183,7 @@ service.close().result()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_future_that_was_pending_at_a_fork_says_so_in_the_child(tmp_path: Any) -> None:
+def test_future_pending_at_a_fork_fails_in_the_child(tmp_path: Any) -> None:
     with serving(FakeEngine(), tmp_path) as url:
         program = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", FORKED, url],

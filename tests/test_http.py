@@ -297,7 +297,7 @@ def test_the_content_type_may_ask_for_a_form(faulty: FaultyServer, http: HttpCli
 
 
 @pytest.mark.covers("C17")
-def test_a_file_that_is_not_there_is_told_and_nothing_is_sent(
+def test_missing_file_is_reported_before_sending(
     faulty: FaultyServer, http: HttpClient, tmp_path: Path
 ) -> None:
     future = http.post("things", files={"a": tmp_path / "nowhere"})
@@ -370,7 +370,7 @@ def test_a_good_answer_that_is_not_json_is_an_error(faulty: FaultyServer, http: 
         (404, {"detail": "none such"}, "user", "404: none such"),
     ],
 )
-def test_a_bad_status_is_a_typed_error_with_what_the_server_said(
+def test_bad_status_is_a_typed_error_with_the_servers_text(
     faulty: FaultyServer, http: HttpClient, status: int, body: Any, category: str, words: str
 ) -> None:
     faulty.script("things/1", Answer(status, body, headers={"X-Note": "n"}))
@@ -527,7 +527,7 @@ def test_a_dropped_client_lets_its_connections_go() -> None:
         assert none_is_open(faulty)
 
 
-def test_a_closed_client_says_so(faulty: FaultyServer) -> None:
+def test_closed_client_is_a_clear_error(faulty: FaultyServer) -> None:
     client = HttpClient(base_url=faulty.base_url)
     client.close().result(5)
     with pytest.raises(tinkex.TinkerError, match="closed"):

@@ -79,7 +79,7 @@ def test_the_helpers_names_are_public() -> None:
 
 
 @pytest.mark.covers("1.2.1/3")
-def test_refusals_are_told_with_their_beginning(server: FaultyServer, tmp_path: Path) -> None:
+def test_refusals_are_quoted(server: FaultyServer, tmp_path: Path) -> None:
     server.script("/m/resolve/main/gone", Answer(404, b"x"))
     server.script("/m/resolve/main/shut", Answer(403, b"y" * 2000))
     with pytest.raises(HubError, match="not found on HuggingFace") as caught:
@@ -148,7 +148,7 @@ def test_no_name_leads_out_of_the_cache(tmp_path: Path, revision: str, filename:
 
 
 @pytest.mark.covers("1.1.3/3")
-def test_a_hub_that_is_silent_is_given_up_in_time(server: FaultyServer, tmp_path: Path) -> None:
+def test_silent_hub_times_out(server: FaultyServer, tmp_path: Path) -> None:
     assert inspect.signature(resolve_file).parameters["http_timeout_ms"].default == 120_000
     server.script("/m/resolve/main/f", Answer(200, b"late", delay=60))
     began = time.monotonic()
@@ -388,7 +388,7 @@ def test_a_push_can_be_a_proposal(hub: Hub, source: Source) -> None:
 
 
 @pytest.mark.covers("1.2.3/1", "1.2.3/2", "1.2.3/9", "1.2.3/17")
-def test_a_hub_that_refuses_is_told(
+def test_refusal_of_the_hub_is_reported(
     hub: Hub, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(HubError, match="does not know this token"):
@@ -406,7 +406,7 @@ def test_a_hub_that_refuses_is_told(
 
 @pytest.mark.covers("1.2.3/20", "1.2.3/18")
 @pytest.mark.parametrize("part", ["/api/whoami-v2", "/preupload/", "/lfs/"])
-def test_a_hub_that_falls_silent_during_a_push_is_given_up_in_time(
+def test_silent_hub_during_a_push_times_out(
     hub: Hub, source: Source, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # the library tries again by itself, and waits
@@ -484,6 +484,6 @@ def test_working_files_of_a_push_are_private(hub: Hub, source: Source, tmp_path:
 
 
 @pytest.mark.covers("1.2.3/17")
-def test_a_hub_that_cannot_be_reached_is_told_as_such(hub: Hub, source: Source) -> None:
+def test_unreachable_hub_is_reported(hub: Hub, source: Source) -> None:
     with pytest.raises(tinkex.APIConnectionError, match="cannot be reached"):
         source.push(repo_id="a", endpoint="http://127.0.0.1:1")

@@ -129,7 +129,7 @@ def test_reading_an_adapter_holds_its_file_no_longer_than_needed(
     ],
     ids=str,
 )
-def test_an_imported_adapter_computes_what_peft_computes_and_trains_on(
+def test_imported_adapter_equals_peft_and_trains_on(
     make: Make,
     store: SqliteDatabase,
     data_dir: Path,
@@ -383,9 +383,7 @@ def test_the_command_imports_beside_a_running_server(
         assert [checkpoint.tinker_path for checkpoint in listed] == [path]
 
 
-def test_the_command_says_what_is_wrong_in_one_line(
-    make: Make, model_dir: Path, data_dir: Path
-) -> None:
+def test_command_errors_are_one_line(make: Make, model_dir: Path, data_dir: Path) -> None:
     adapter = make()
     _edit(adapter, use_dora=True)
     arguments = [

@@ -229,7 +229,7 @@ def test_weights_that_make_room_while_a_sample_runs_are_loaded_for_the_next(tmp_
 
 
 @pytest.mark.covers("U55")
-def test_sampler_that_is_made_anew_is_not_dropped_as_loaded_weights_are(tmp_path: Path) -> None:
+def test_recreated_sampler_is_kept(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with life(tmp_path / "a", limits=Limits(samplers=1, snapshots=1)) as server:
             run = Run(server, await server.model())
@@ -244,7 +244,7 @@ def test_sampler_that_is_made_anew_is_not_dropped_as_loaded_weights_are(tmp_path
 
 
 @pytest.mark.covers("U47")
-def test_session_that_is_made_anew_under_an_id_is_the_new_one(tmp_path: Path) -> None:
+def test_recreated_session_replaces_the_old_one(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with life(tmp_path / "a") as server:
             run = Run(server, await server.model())
@@ -424,7 +424,7 @@ def test_model_made_of_a_checkpoint_has_its_rank_its_flags_and_its_optimizer_if_
 
 
 @pytest.mark.covers("U49", "U56")
-def test_cached_prompts_are_told_of_and_are_a_sessions_own(server_url: str) -> None:
+def test_cached_prompts_are_counted_per_session(server_url: str) -> None:
     wire = Wire(server_url)
     session = wire.session()
     model = wire.model(session, base_model=MODEL)

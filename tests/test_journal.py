@@ -105,7 +105,7 @@ def test_unflushed_record_does_not_return_with_later_ones(
     ]
 
 
-def test_a_segment_that_nothing_was_written_to_is_gone_on_with(tmp_path: Path) -> None:
+def test_empty_segment_is_reused(tmp_path: Path) -> None:
     async def work(open_journal: Open) -> None:
         journal = open_journal(tmp_path)
         journal.rotate()

@@ -82,7 +82,7 @@ def test_a_refused_number_changes_nothing() -> None:
 
 
 @pytest.mark.covers("S11")
-def test_a_run_goes_on_after_a_gap_is_given_up() -> None:
+def test_run_continues_after_a_gap() -> None:
     lane: Lane[str] = Lane()
     lane.offer(2, "b")
     lane.offer(5, "e")
@@ -142,7 +142,7 @@ def test_work_is_done_in_the_order_given_on_one_thread() -> None:
 
 
 @pytest.mark.covers("S13")
-def test_a_failure_goes_to_its_own_future_and_work_goes_on() -> None:
+def test_failure_reaches_its_own_future_only() -> None:
     def fail() -> None:
         raise EngineError("only this one")
 
@@ -306,7 +306,7 @@ def test_training_and_sampling_share_the_time(clock: Clock) -> None:
     assert spent["sample"] > 20
 
 
-def test_work_is_taken_in_between_steps_of_sampling(
+def test_work_is_admitted_between_sampling_steps(
     monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
     """A long sample does not hold up operations, and operations do not hold up a sample."""
@@ -489,7 +489,7 @@ def test_dead_worker_thread_fails_all_work_at_once(
     assert "the engine's thread has died" in caplog.text
 
 
-def test_stopping_finishes_what_has_begun_and_fails_the_rest() -> None:
+def test_stop_finishes_running_work_and_fails_the_rest() -> None:
     begun, go_on, done = threading.Event(), threading.Event(), list[int]()
 
     def slow() -> None:

@@ -73,7 +73,7 @@ def test_leaving_the_block_waits_for_the_calls_made_in_it(tmp_path: Path) -> Non
             )
 
 
-def test_an_error_in_the_block_is_what_the_caller_sees(
+def test_error_in_the_block_reaches_the_caller(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(base_url: str) -> None:
@@ -380,7 +380,7 @@ def test_a_model_whose_session_ends_while_it_is_made_is_dropped(tmp_path: Path) 
         assert refused.status in (404, 410)
 
 
-def test_a_run_let_go_while_its_state_is_written_is_no_error(
+def test_run_unloaded_during_its_write_is_no_error(
     fake_service: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     begun, gone = threading.Event(), threading.Event()
@@ -588,7 +588,7 @@ def test_an_open_server_is_not_driven_by_web_pages(
         assert Wire(url).send("create_session", body, headers=headers).status == status
 
 
-def test_a_gap_is_given_up_in_time_whatever_else_arrives(tmp_path: Path) -> None:
+def test_gap_times_out_despite_other_arrivals(tmp_path: Path) -> None:
     with serving(FakeEngine(), tmp_path, limits=Limits(gap_seconds=0.6)) as url:
         wire = Wire(url)
         model = wire.model()

@@ -234,7 +234,7 @@ async def test_success_forgets_failures_in_a_row() -> None:
 
 
 @pytest.mark.covers("D09", "24.code.22", "Q-26", "4.1/4")
-async def test_only_so_many_probes_at_once() -> None:
+async def test_probes_are_limited() -> None:
     clock, release = Clock(), asyncio.Event()
     breaker = CircuitBreaker(failure_threshold=1, half_open_calls=1, clock=clock)
     breaker.fail()

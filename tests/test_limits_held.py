@@ -12,7 +12,7 @@ from tinkex.server.access.accounts import create_key
 from tinkex.server.server_limits import Limits
 
 
-def test_owner_whose_requests_take_too_much_is_told_to_send_them_later(tmp_path: Path) -> None:
+def test_owner_beyond_the_byte_limit_must_retry_later(tmp_path: Path) -> None:
     engine, opened = FakeEngine(), threading.Event()
 
     def hold(method: str, subject: str) -> None:

@@ -137,7 +137,7 @@ async def draw(sampler: Any, numbers: range) -> list[tuple[list[int], str]]:
 @pytest.mark.skipif(
     not Path("/proc/self/statm").exists(), reason="reads the memory of a process from /proc"
 )
-def test_under_load_nothing_is_lost_nothing_is_done_twice_and_memory_is_bounded(
+def test_load_loses_and_repeats_nothing_in_bounded_memory(
     tmp_path: Path,
 ) -> None:
     with ExitStack() as stack:

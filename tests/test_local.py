@@ -196,7 +196,7 @@ def test_models_of_ones_own_are_listed_without_torch_too(tmp_path: Path) -> None
     assert shown.stdout == "['mine'] False\n"
 
 
-def test_why_an_engine_cannot_be_made_is_told_to_everyone_who_needs_it(
+def test_engine_failure_reaches_every_waiting_call(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     reasons = iter(
@@ -235,7 +235,7 @@ def test_two_backends_are_two(tmp_path: Path) -> None:
             stranger.create_training_client_from_state(path).result()
 
 
-def test_a_closed_backend_says_so(tmp_path: Path) -> None:
+def test_closed_backend_is_a_clear_error(tmp_path: Path) -> None:
     engine = FakeEngine()
     with LocalBackend(engine=engine, data_dir=tmp_path) as backend:
         service = ServiceClient(base_url=backend.base_url)
@@ -257,7 +257,7 @@ def test_a_closed_backend_says_so(tmp_path: Path) -> None:
     backend.close()
 
 
-def test_closing_a_backend_ends_what_waits(tmp_path: Path) -> None:
+def test_closed_backend_fails_pending_calls(tmp_path: Path) -> None:
     backend = LocalBackend(engine=FakeEngine(delay=0.02), data_dir=tmp_path)
     service = ServiceClient(base_url=backend.base_url)
     sampler = service.create_sampling_client(base_model="fake").result()
@@ -296,7 +296,7 @@ def test_a_backend_that_cannot_start_says_why(tmp_path: Path) -> None:
         service.close().result(10)
 
 
-def test_a_full_disk_is_told_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_full_disk_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def fail(method: str, subject: str) -> None:
         if method == "save":
             raise full.pop()
@@ -417,7 +417,7 @@ def test_timeout_leaves_nothing_behind(caplog: pytest.LogCaptureFixture) -> None
     assert "never retrieved" not in caplog.text
 
 
-def test_a_cancelled_caller_is_let_go() -> None:
+def test_cancelled_caller_is_released() -> None:
     application = Application("hang")
     with pytest.raises(concurrent.futures.CancelledError):
         exchange(application, between=lambda sending: sending.cancel())
@@ -432,14 +432,14 @@ def test_a_cancelled_caller_is_let_go() -> None:
         ("half", ConnectionError, "no answer"),
     ],
 )
-def test_faults_of_the_application_are_told(
+def test_application_errors_are_reported(
     behaviour: str, error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
         exchange(Application(behaviour))
 
 
-def test_a_start_that_fails_is_told() -> None:
+def test_failed_start_is_reported() -> None:
     with pytest.raises(RuntimeError, match="cannot begin"):
         exchange(Application("no start"))
 

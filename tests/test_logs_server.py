@@ -49,7 +49,7 @@ def listening(caplog: pytest.LogCaptureFixture, level: int) -> Iterator[list[dic
     caplog.clear()
 
 
-def test_a_line_says_what_was_asked_by_whom_how_long_it_took_and_for_which_future(
+def test_log_line_names_operation_owner_time_and_future(
     serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
     wire = Keyed(serve(api_key="tml-hidden").url, "tml-hidden")
@@ -180,7 +180,7 @@ def test_a_request_has_a_span_in_the_trace_that_it_came_with(serve: Serve) -> No
     assert span.status is None
 
 
-def test_a_request_that_came_with_no_trace_begins_one_and_leaves_none_behind(serve: Serve) -> None:
+def test_request_without_a_trace_begins_its_own(serve: Serve) -> None:
     recording = Recording()
     wire = serve(tracing=Tracing(recording))
     model = wire.model()

@@ -80,7 +80,7 @@ def test_request_key_and_text_are_those_of_the_official_package(
     assert repr(handle) == text
 
 
-def test_a_handle_is_compared_by_what_it_is_for_not_by_its_graph() -> None:
+def test_handles_compare_by_loss_not_by_graph() -> None:
     first, second = traced(EXAMPLES["ppo"]), traced(EXAMPLES["ppo"])
     assert first.graph is not second.graph
     assert first == second
@@ -91,7 +91,7 @@ def test_a_handle_is_compared_by_what_it_is_for_not_by_its_graph() -> None:
         first.name = "other"  # type: ignore[misc]
 
 
-def test_the_key_follows_what_is_computed_and_the_ranks() -> None:
+def test_pass_key_depends_on_loss_and_ranks() -> None:
     keys = {traced(example).key for example in EXAMPLES.values()}
     assert len(keys) == len(EXAMPLES)
     scaled = {trace(times(factor), {"logprobs": 1}, "s").key for factor in (2.0, 2.0, 3.0)}
@@ -322,7 +322,7 @@ def test_ranks_must_cover_exactly_the_parameters(ranks: Any, message: str) -> No
         trace(loss, ranks, "s")
 
 
-def test_without_torch_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_torch_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.fx", None)
     with pytest.raises(ImportError, match=r"pip install 'tinkex\[local\]'"):
         trace(EXAMPLES["smooth"].fn, {"logprobs": 1}, "s")

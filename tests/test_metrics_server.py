@@ -102,7 +102,7 @@ def test_metrics_count_requests_and_tokens(serve: Serve) -> None:
     assert counts == sorted(counts)
 
 
-def test_metrics_show_what_is_under_way(serve: Serve) -> None:
+def test_metrics_show_work_in_progress(serve: Serve) -> None:
     gate = Gate("optim_step")
     engine = FakeEngine()
     engine.fail = gate
@@ -126,7 +126,7 @@ def test_metrics_show_what_is_under_way(serve: Serve) -> None:
     assert seen["tinkex_samples_in_flight"] == 0
 
 
-def test_metrics_need_the_key_and_the_front_page_says_what_this_is(serve: Serve) -> None:
+def test_metrics_need_the_key_but_the_front_page_does_not(serve: Serve) -> None:
     url = serve(api_key="tml-x").url
     assert fetch(url, "/metrics")[0] == 401
     assert fetch(url, "/metrics", "tml-y")[0] == 401
@@ -284,7 +284,7 @@ def test_a_result_can_be_read_again_and_an_unknown_one_is_not_found(serve: Serve
 # ── the end ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_server_that_is_to_stop_ends_what_it_has_begun_and_takes_nothing_new(
+def test_stopping_server_finishes_work_and_refuses_new(
     tmp_path: Path,
 ) -> None:
     gate, engine = Gate("optim_step"), FakeEngine()

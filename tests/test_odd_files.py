@@ -90,7 +90,7 @@ def test_deeply_nested_header_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "command", [["key", "list"], ["key", "create", "x"], ["serve", "--port", "0"]]
 )
-def test_newer_data_directory_is_told_in_one_line(tmp_path: Path, command: list[str]) -> None:
+def test_newer_data_directory_is_one_line(tmp_path: Path, command: list[str]) -> None:
     SqliteDatabase(tmp_path).close()
     with closing(sqlite3.connect(tmp_path / DATABASE)) as database:
         database.execute("PRAGMA user_version=999")
@@ -109,7 +109,7 @@ FULL = [
 
 
 @pytest.mark.parametrize("error", FULL, ids=["system", "safetensors"])
-def test_load_on_a_full_disk_says_so(
+def test_load_on_a_full_disk_is_a_clear_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     with serving(FakeEngine(), tmp_path) as url:

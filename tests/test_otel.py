@@ -230,7 +230,7 @@ def test_a_failure_leaves_the_headers_unchanged(
 
 @pytest.mark.covers("1.8/2", "1.8/4", "1.8/5", "C16")
 @pytest.mark.usefixtures("missing")
-def test_without_the_package_headers_stay_and_spans_say_what_is_missing() -> None:
+def test_missing_opentelemetry_keeps_headers() -> None:
     assert otel.is_available() is False
     assert otel.inject({"a": "b"}) == {"a": "b"}
     assert otel.extract({"traceparent": PARENT}) is None
@@ -310,7 +310,7 @@ def test_a_request_is_a_span_that_its_headers_name(stand_in: StandIn) -> None:
 
 
 @pytest.mark.covers("1.8/6")
-def test_failures_are_told_without_secrets(stand_in: StandIn) -> None:
+def test_failures_hold_no_secrets(stand_in: StandIn) -> None:
     otel.trace(tracer=stand_in)
 
     def fail() -> None:

@@ -122,7 +122,7 @@ def test_a_parameter_that_is_never_read_is_absent(parity: ModuleType) -> None:
     assert parity.compare_parameters(half, half) == ([], [], [])
 
 
-def test_a_twin_takes_what_it_hands_on(parity: ModuleType) -> None:
+def test_twin_has_the_parameters_of_its_original(parity: ModuleType) -> None:
     twin = parity.describe_member(Whole, "done_async")
     assert twin["passes_to"] == "done"
     assert [one["name"] for one in twin["parameters"]] == ["used", "option"]

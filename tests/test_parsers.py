@@ -57,7 +57,7 @@ def test_scheme_shape_and_kind_are_three_different_mistakes(path: Any, message: 
 
 
 @pytest.mark.covers("1.15/1", "1.15/3")
-def test_a_run_may_have_colons_and_the_kind_says_what_it_is() -> None:
+def test_run_ids_may_contain_colons() -> None:
     parsed = parse("tinker://uuid:train:0/sampler_weights/0001")
     assert (parsed.training_run_id, parsed.checkpoint_type) == ("uuid:train:0", "sampler")
     assert parsed.checkpoint_id == "sampler_weights/0001"
@@ -254,6 +254,6 @@ def test_levels_set_the_packages_own_logger_and_no_other() -> None:
 
 
 @pytest.mark.covers("1.18/2")
-def test_the_versions_are_told_apart() -> None:
+def test_versions_differ() -> None:
     assert version.current() == tinkex.__version__
     assert version.tinker_sdk() == PROTOCOL_VERSION != tinkex.__version__

@@ -566,7 +566,7 @@ def test_404_is_final_429_backs_off_and_409_passes(
 
 
 @pytest.mark.covers("24.code.11")
-def test_a_conflict_that_stays_is_given_up_soon(
+def test_lasting_conflict_fails_soon(
     faulty: FaultyServer, waits: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert CONFLICT_PATIENCE == 2.0
@@ -590,7 +590,7 @@ def test_a_conflict_that_stays_is_given_up_soon(
     ("body", "category"),
     [({"detail": "expired"}, "server"), ({"detail": "expired", "category": "user"}, "user")],
 )
-def test_a_result_that_is_gone_says_what_to_do(
+def test_expired_result_gives_advice(
     faulty: FaultyServer, heard: list[Any], body: dict[str, str], category: str
 ) -> None:
     with pytest.raises(
@@ -917,7 +917,7 @@ def check(outcomes: list[Any], waiting: list[Future[Any]]) -> None:
 
 
 @pytest.mark.covers("C62", "24.futures.11")
-def test_many_are_waited_for_in_order_whatever_becomes_of_each() -> None:
+def test_await_many_keeps_order_despite_failures() -> None:
     waiting = several()
     check(await_many(waiting, timeout=1.0), waiting)
     assert await_many([]) == []
@@ -969,7 +969,7 @@ def test_a_crash_while_polling_is_an_error_of_its_call_and_the_client_lives(
         assert client.optim_step(STEP).result(5).metrics == METRICS
 
 
-def test_a_poll_that_is_given_up_ends(faulty: FaultyServer, service: ServiceClient) -> None:
+def test_cancelled_poll_ends(faulty: FaultyServer, service: ServiceClient) -> None:
     client = service.create_lora_training_client("m").result()
     faulty.script("retrieve_future", Answer(body={"type": "try_again", "retry_after_ms": 20}))
     future = client.optim_step(STEP)

@@ -53,7 +53,7 @@ async def send(
 @pytest.mark.parametrize(
     ("traffic", "most"), [("train", 16), ("session", 10), ("telemetry", 5), ("rest", 50)]
 )
-async def test_a_class_has_so_many_connections_and_no_more(
+async def test_connections_per_class_are_limited(
     faulty: FaultyServer, traffic: Traffic, most: int
 ) -> None:
     faulty.script("x", Answer(body={}, until=lambda: len(faulty.seen) >= most, delay=0.1))
@@ -105,7 +105,7 @@ async def test_sizes_of_pools_can_be_chosen(faulty: FaultyServer) -> None:
     assert faulty.connections == 1
 
 
-async def test_connections_are_kept_and_let_go_when_closed(faulty: FaultyServer) -> None:
+async def test_connections_are_reused_and_closed(faulty: FaultyServer) -> None:
     faulty.script("x", Answer(body={}))
     async with exchange(faulty.base_url) as opened:
         for _ in range(5):
@@ -232,7 +232,7 @@ async def test_a_slow_answer_to_a_large_body_is_not_cut(faulty: FaultyServer) ->
         assert len((await send(opened, "x", "train", 1.0, b"x" * 200_000)).body) == 1000
 
 
-async def test_a_server_that_stops_taking_a_body_is_given_up() -> None:
+async def test_server_that_stops_reading_a_body_times_out() -> None:
     body = b"x" * (24 << 20)
     async with taking(0, 1 << 20) as url, exchange(url) as opened:
         began = time.monotonic()

@@ -60,7 +60,7 @@ def heard() -> Iterator[list[tuple[str, Mapping[str, float], Mapping[str, Any]]]
         ("Sampling", "resting", "two\r\nlines", "two lines"),
     ],
 )
-def test_the_log_says_what_is_held_up_and_why(
+def test_log_names_stuck_work_and_its_cause(
     kind: Any, state: Any, reason: str | None, shown: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     QueueStateLogger(kind, grace=0).on_queue_state_change(state, reason, name="s-1")
@@ -70,7 +70,7 @@ def test_the_log_says_what_is_held_up_and_why(
 
 
 @pytest.mark.covers("1.19/2", "C85")
-def test_work_that_goes_on_is_never_logged_and_costs_no_later_warning(
+def test_running_work_is_never_logged_as_stuck(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     log = QueueStateLogger("Sampling", Clock())
@@ -260,7 +260,7 @@ class OfAnything(Watcher):
         (OfAnything, ["why"]),
     ],
 )
-def test_observers_are_told_in_the_form_they_take(kind: type[Any], second: list[Any]) -> None:
+def test_observers_get_their_accepted_arguments(kind: type[Any], second: list[Any]) -> None:
     watcher = kind()
     notify(watcher, CAPACITY, "why", {"model_id": "m"})
     notify(watcher.on_queue_state_change, RATE, "why", {"model_id": "m"})
@@ -290,7 +290,7 @@ def test_object_without_observer_methods_is_ignored(
 
 
 @pytest.mark.covers("1.19/3", "C84")
-def test_an_observer_that_fails_is_logged_and_the_next_is_told(
+def test_failing_observer_is_logged_and_the_next_runs(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def broken(state: QueueState) -> None:
@@ -343,7 +343,7 @@ def test_only_changes_of_state_or_reason_are_passed_on() -> None:
     assert tracker.state is ACTIVE
 
 
-def test_a_listener_is_told_of_every_word_and_of_the_end() -> None:
+def test_stream_reports_every_token_and_the_end() -> None:
     watcher, listener = OfReasons(), OfReasons()
     tracker = QueueStateTracker([watcher], listener=listener)
     for _ in range(2):

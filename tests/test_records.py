@@ -108,7 +108,7 @@ def test_a_page_that_is_none_is_refused_by_name(records: Records, query: str) ->
     assert detail.startswith(query.split("=")[0])
 
 
-def test_a_run_tells_what_was_last_asked_and_saved_of_it(records: Records) -> None:
+def test_run_lists_its_last_request_and_save(records: Records) -> None:
     wire = records.wire
     model = wire.run(
         "create_model",
@@ -284,7 +284,7 @@ def test_nameless_snapshots_are_not_listed(records: Records) -> None:
         ("GET", "states/a/archive", "'states' is not a kind"),
     ],
 )
-def test_malformed_checkpoint_ids_are_told_the_rule(
+def test_malformed_checkpoint_id_names_the_rule(
     records: Records, method: str, path: str, words: str
 ) -> None:
     body = {"ttl_seconds": 7200} if method == "PUT" else None
@@ -299,7 +299,7 @@ def test_malformed_checkpoint_ids_are_told_the_rule(
     "path",
     ["tinker://run/weights", "tinker://run/states/a", "run/weights/a", "tinker://r/weights/a/b"],
 )
-def test_malformed_paths_are_told_the_grammar(records: Records, path: str) -> None:
+def test_malformed_path_names_the_grammar(records: Records, path: str) -> None:
     for operation, body in (
         ("weights_info", {"tinker_path": path}),
         ("copy_weights", {"source_path": path, "destination_project_id": "p"}),
@@ -342,7 +342,7 @@ def sampler_of(records: Records, model: str, number: int = 0) -> str:
 
 
 @pytest.mark.covers("S31")
-def test_a_sampler_that_has_its_weights_keeps_them_when_they_are_deleted_and_saved_anew(
+def test_sampler_keeps_weights_that_are_deleted_and_saved_again(
     records: Records,
 ) -> None:
     wire, model = records.wire, records.wire.model()
@@ -365,7 +365,7 @@ def test_a_sampler_that_has_its_weights_keeps_them_when_they_are_deleted_and_sav
     assert fresh[0]["logprobs"] != before[0]["logprobs"]
 
 
-def test_a_deleted_checkpoint_nobody_has_loaded_cannot_be_sampled(records: Records) -> None:
+def test_deleted_unloaded_checkpoint_cannot_be_sampled(records: Records) -> None:
     wire, model = records.wire, records.wire.model()
     records.save(model, 1, "a", "save_weights_for_sampler")
     sampler = sampler_of(records, model)
@@ -433,7 +433,7 @@ def test_expired_checkpoints_are_not_there(records: Records) -> None:
 
 
 @pytest.mark.covers("S42")
-def test_a_sweep_deletes_what_has_expired_and_nothing_else(tmp_path: Path) -> None:
+def test_sweep_deletes_expired_checkpoints_only(tmp_path: Path) -> None:
     with serving(FakeEngine(), tmp_path) as url:
         records = Records(Wire(url), tmp_path, FakeEngine())
         model = records.wire.model()

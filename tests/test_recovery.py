@@ -242,9 +242,7 @@ QUICK = RecoveryPolicy(enabled=True, backoff_ms=1, max_attempts=2)
     "1.11.4/6",
     "1.11.4/9",
 )
-def test_a_corrupted_run_is_noticed_handed_over_and_made_anew_from_its_checkpoint(
-    place: Place, heard: Heard
-) -> None:
+def test_corrupted_run_is_recovered_from_its_checkpoint(place: Place, heard: Heard) -> None:
     told: list[Any] = []
     policy = replace(
         QUICK, on_recovery=lambda *facts: told.append((*facts, threading.current_thread()))
@@ -326,7 +324,7 @@ def test_without_a_policy_of_its_own_a_monitor_goes_by_the_config(place: Place) 
 
 
 @pytest.mark.covers("1.11.2/6", "1.11.4/2")
-def test_a_look_that_fails_is_told_and_the_run_stays_watched(place: Place, heard: Heard) -> None:
+def test_failed_poll_is_reported_and_the_run_stays_watched(place: Place, heard: Heard) -> None:
     clock = Clock()
     monitor = Monitor(Executor(), QUICK, sleep=clock.sleep)
     monitor.monitor_run("nobody", place.service, {"who": "me"})
@@ -522,7 +520,7 @@ def test_the_optimizers_state_comes_along_unless_it_is_not_wanted(
 
 
 @pytest.mark.covers("1.11.3/2", "1.11.3/3", "1.11.4/7", "1.11.4/8", "1.11.4/9")
-def test_attempts_are_counted_and_failure_is_told_in_the_end(place: Place, heard: Heard) -> None:
+def test_failed_attempts_are_counted_and_reported(place: Place, heard: Heard) -> None:
     failed: list[Any] = []
     clock = Clock()
     executor = Executor(sleep=clock.sleep)
@@ -555,9 +553,7 @@ def test_attempts_are_counted_and_failure_is_told_in_the_end(place: Place, heard
 
 
 @pytest.mark.covers("1.11.3/1", "1.11.3/4")
-def test_other_runs_go_on_while_one_waits_and_only_so_many_run_at_once(
-    place: Place, heard: Heard
-) -> None:
+def test_waiting_run_does_not_block_others(place: Place, heard: Heard) -> None:
     clock, client = Clock(), place.run(1.0)
     executor = Executor(max_concurrent=0, sleep=clock.sleep)  # one, at least
     executor.recover(
@@ -602,7 +598,7 @@ def test_a_policy_that_is_off_recovers_nothing(place: Place) -> None:
 
 
 @pytest.mark.covers("1.11.3/5")
-def test_a_session_that_was_lost_as_well_is_opened_anew(place: Place, heard: Heard) -> None:
+def test_lost_session_is_reopened(place: Place, heard: Heard) -> None:
     from support import Wire
 
     client = place.run(1.0)

@@ -327,7 +327,7 @@ def test_an_answer_that_is_none_is_a_failure(answer: Any) -> None:
 
 
 @pytest.mark.parametrize("options", [{"timeout": 0}, {"max_concurrency": 0}])
-def test_limits_that_allow_nothing_are_refused(options: dict[str, Any]) -> None:
+def test_zero_limits_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must be"):
         execute_all([spec()], [], X, **options)
 
@@ -581,9 +581,7 @@ def test_without_regularizers_the_norm_of_the_whole_is_the_bases() -> None:
         (lambda data, logprobs: logprobs.sum(), [], r"the base loss must return \(loss, metrics\)"),
     ],
 )
-def test_a_loss_that_cannot_be_composed_is_said_and_told(
-    base: Any, specs: Any, words: str, heard: list[Any]
-) -> None:
+def test_uncomposable_loss_is_reported(base: Any, specs: Any, words: str, heard: list[Any]) -> None:
     with pytest.raises(RegularizerError, match=words) as caught:
         compute([], X, base, specs)
     assert (caught.value.kind, caught.value.name) == ("pipeline_failed", None)
@@ -631,7 +629,7 @@ def test_a_regularizers_json_has_norms_only_when_there_are_some() -> None:
 
 
 @pytest.mark.covers("1.12.6/2")
-def test_a_losses_json_keeps_nulls_inside_and_leaves_out_what_is_not_there() -> None:
+def test_loss_json_keeps_inner_nulls() -> None:
     output = compute([], X, total, [spec(squares, 0.5, "a")])
     found = json.loads(json.dumps(output.to_json()))
     assert found == {
@@ -676,7 +674,7 @@ def test_the_numbers_of_a_loss_as_flat_metrics() -> None:
     "1.4.2/8", "1.12.5/1", "1.12.7/1", "1.12.7/2", "1.12.7/3", "1.12.7/4", "1.12.7/5", "1.12.7/6"
 )
 @pytest.mark.parametrize("track", [True, False])
-def test_events_carry_what_the_catalogue_says(track: bool, heard: list[Any]) -> None:
+def test_events_match_the_catalogue(track: bool, heard: list[Any]) -> None:
     compute([], X, total, [spec(squares, 0.5, "a")], track_grad_norms=track)
     with pytest.raises(RegularizerError):
         compute([], X, total, [spec(broken)])

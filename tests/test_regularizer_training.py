@@ -218,7 +218,7 @@ def test_fields_are_read_from_each_datum_and_stay_at_home(
 
 
 @pytest.mark.covers("1.13/5", "1.13/6")
-def test_a_loss_says_all_its_numbers_to_whoever_asks_and_trains_all_the_same(
+def test_observed_loss_reports_all_terms_and_trains_alike(
     client: TrainingClient, engine: Recording
 ) -> None:
     told: list[CustomLossOutput] = []

@@ -363,7 +363,7 @@ def test_divergences() -> None:
 
 
 @pytest.mark.covers("1.12.8/5")
-def test_a_divergence_is_clipped_and_leaves_out_what_is_unlikely() -> None:
+def test_divergence_is_clipped_and_skips_unlikely_tokens() -> None:
     assert value(KLDivergence(doubles(-500.0)), doubles(0.0)) == 100
     assert value(KLDivergence(doubles(500.0)), doubles(0.0)) == -100
     assert value(KLDivergence(doubles(0.0)), doubles(math.log(1e-10) - 1e-6)) == 0

@@ -223,7 +223,7 @@ def test_a_loss_after_the_last_call_is_mended_when_the_block_is_left(world: Worl
 
 
 @pytest.mark.parametrize("how", ["finish_session", "forget_everything"])
-def test_samplers_stay_usable_and_give_what_they_gave(world: World, how: str) -> None:
+def test_samplers_stay_usable_with_equal_results(world: World, how: str) -> None:
     prompt, params = types.ModelInput.from_ints([5, 6]), types.SamplingParams(max_tokens=6, seed=1)
     with service_of(world) as service:
         client = service.create_lora_training_client("fake", rank=4, seed=3).result()
@@ -277,7 +277,7 @@ def test_resilient_client_is_made_of_a_future_and_gives_futures(world: World) ->
         assert trainer.get_info().model_id == trainer.model_id != first.model_id
 
 
-def test_the_users_own_service_goes_on_after_its_session_was_lost(world: World) -> None:
+def test_users_service_survives_a_lost_session(world: World) -> None:
     with service_of(world) as service:
         client = service.create_lora_training_client("fake", rank=4).result()
         with tinkex.resilient(client, every=2, policy=QUICK) as trainer:
@@ -309,7 +309,7 @@ async def test_the_same_in_an_event_loop(world: World) -> None:
 # ── what is kept and told ─────────────────────────────────────────────────────────────────────────
 
 
-def test_only_what_comes_after_the_last_state_is_kept_and_old_states_are_deleted(
+def test_journal_keeps_records_after_the_last_state_only(
     world: World,
 ) -> None:
     with service_of(world) as service:
@@ -447,7 +447,7 @@ def test_without_its_states_a_lost_run_is_lost(world: World) -> None:
         assert "no checkpoint" in str(error)
 
 
-def test_a_run_that_is_lost_again_and_again_is_given_up(world: World) -> None:
+def test_repeatedly_lost_run_fails(world: World) -> None:
     def lose(method: str, subject: str) -> None:
         if method == "forward_backward":
             world.sql("UPDATE runs SET corrupted = 1")
@@ -467,7 +467,7 @@ def test_a_run_that_is_lost_again_and_again_is_given_up(world: World) -> None:
         assert trainer.recoveries == QUICK.max_attempts
 
 
-def test_a_run_that_its_user_unloads_is_not_taken_up_again(world: World) -> None:
+def test_unloaded_run_is_not_recovered(world: World) -> None:
     with service_of(world) as service:
         client = service.create_lora_training_client("fake", rank=4).result()
         with tinkex.resilient(client, every=2, policy=QUICK) as trainer:
@@ -541,7 +541,7 @@ def test_a_state_counts_only_once_everything_before_it_has_its_result(world: Wor
             assert trainer._outbox.log == []
 
 
-async def test_a_log_that_is_begun_anew_hides_nothing_from_a_cursor_of_the_one_before() -> None:
+async def test_new_completion_log_serves_old_cursors() -> None:
     promises, target = Promises(), ("session:sample:0", 0)
     seen = 0
     # each session's end closes the log; samples of saved weights go on all the same

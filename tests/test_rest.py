@@ -697,7 +697,7 @@ def test_a_time_that_is_none_is_refused_in_words(
         types.Checkpoint.model_validate({**CHECKPOINT, "time": time})
 
 
-def test_billing_events_are_told_apart(faulty: FaultyServer, admin: AdminClient) -> None:
+def test_billing_events_have_types(faulty: FaultyServer, admin: AdminClient) -> None:
     kinds: list[tuple[dict[str, Any], Any]] = [
         ({"type": "training", "token_count": 1}, types.TrainingBillingEvent(token_count=1)),
         (
@@ -727,7 +727,7 @@ def test_billing_events_are_told_apart(faulty: FaultyServer, admin: AdminClient)
         types.BillingUsageEvent.model_validate(hour | {"event_info": {"type": "news"}})
 
 
-def test_the_states_of_sessions_are_told_apart(faulty: FaultyServer, client: RestClient) -> None:
+def test_session_states_differ(faulty: FaultyServer, client: RestClient) -> None:
     run = types.SessionFailedTrainingRunReason(training_run_id="r")
     states: list[Any] = [
         None,
@@ -1014,7 +1014,7 @@ def test_a_plain_key_says_nothing(faulty: FaultyServer, key: str) -> None:
         client.whoami().result(10)
 
 
-def test_a_token_that_names_nobody_is_an_error(faulty: FaultyServer, client: RestClient) -> None:
+def test_token_without_an_owner_is_an_error(faulty: FaultyServer, client: RestClient) -> None:
     faulty.script("client/config", Answer(body={"pjwt_auth_enabled": True}))
     faulty.script("auth/token", Answer(body={"jwt": token(exp=1)}))
     with pytest.raises(RuntimeError, match="sub"):
@@ -1068,7 +1068,7 @@ def test_settings_come_from_the_environment(
         RestClient()
 
 
-def test_a_closed_client_says_so(faulty: FaultyServer) -> None:
+def test_closed_client_is_a_clear_error(faulty: FaultyServer) -> None:
     client = RestClient(base_url=faulty.base_url)
     client.close().result(10)
     client.close().result(10)
@@ -1076,7 +1076,7 @@ def test_a_closed_client_says_so(faulty: FaultyServer) -> None:
         client.list_sessions()
 
 
-def test_a_client_that_is_dropped_finishes_what_it_began_and_goes(faulty: FaultyServer) -> None:
+def test_dropped_client_finishes_its_calls(faulty: FaultyServer) -> None:
     faulty.script("audit?event_type=all", Answer(body=LOG, delay=0.2))
     client = AdminClient(base_url=faulty.base_url)
     future, gone = client.get_audit_log(), weakref.ref(client)

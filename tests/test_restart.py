@@ -39,7 +39,7 @@ def test_a_killed_server_loses_nothing_and_does_nothing_twice(
 @pytest.mark.covers("S44")
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("client", ["tinkex", pytest.param("tinker", marks=pytest.mark.slow)])
-def test_a_server_that_is_told_to_stop_loses_nothing_either(
+def test_stopping_server_loses_nothing(
     undisturbed: tuple[dict[str, Any], dict[str, str]], tmp_path: Path, client: str
 ) -> None:
     with supervised(tmp_path, [Death("stop", 0.3)] * 3) as server:

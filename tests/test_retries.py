@@ -81,7 +81,7 @@ def test_invalid_option_is_refused_by_name(field: str, value: float) -> None:
         RetryConfig(**{field: value})  # type: ignore[arg-type]
 
 
-def test_the_limits_of_what_works_are_taken() -> None:
+def test_values_at_the_limits_are_accepted() -> None:
     RetryConfig(
         max_connections=1, jitter_factor=0, max_retries=0, retry_delay_base=1, retry_delay_max=1
     )
@@ -269,7 +269,7 @@ async def test_concurrency_is_limited(limit: int) -> None:
 
 
 @pytest.mark.covers("C73")
-async def test_a_place_is_held_through_all_attempts_and_then_given_up() -> None:
+async def test_dispatch_slot_is_held_through_all_attempts() -> None:
     handler, order = (
         RetryHandler(RetryConfig(max_connections=1, retry_delay_base=0.01)),
         list[str](),
@@ -491,7 +491,7 @@ def test_retries_can_be_bounded(faulty: FaultyServer, make: Callable[..., Sampli
 @pytest.mark.covers("24.sampling.7", "C68")
 @pytest.mark.parametrize("status_code", [400, 500])
 @pytest.mark.parametrize("how", ["the client's wish", "the server's"])
-def test_without_retries_a_failure_surfaces_once_and_pauses_nobody(
+def test_failure_without_retries_surfaces_once(
     faulty: FaultyServer, make: Callable[..., SamplingClient], status_code: int, how: str
 ) -> None:
     config = RetryConfig(enable_retry_logic=False) if how == "the client's wish" else None

@@ -60,7 +60,7 @@ def gathered(chunks: list[SampleStreamChunk]) -> list[tuple[list[Any], list[Any]
 
 @pytest.mark.covers("C76", "D07", "24.sampling.10")
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_stream_gives_what_sample_gives(service: ServiceClient, count: int) -> None:
+def test_stream_equals_sample(service: ServiceClient, count: int) -> None:
     """Of the real engine, over a socket and in process."""
     sampler = service.create_sampling_client(base_model=MODEL).result()
     params = SamplingParams(max_tokens=12, seed=11, temperature=0.8)
@@ -228,7 +228,7 @@ def test_a_reader_that_gives_up_makes_room_for_the_next(
     assert len(asyncio.run(whole())) == 2
 
 
-def test_a_failure_on_the_way_raises_what_sample_would(
+def test_stream_failure_raises_the_error_of_sample(
     start: Callable[..., SamplingClient],
 ) -> None:
     sampler = start(FakeEngine())
@@ -241,7 +241,9 @@ def test_a_failure_on_the_way_raises_what_sample_would(
 
 
 @pytest.mark.covers("24.sampling.10")
-def test_a_closed_client_says_so(start: Callable[..., SamplingClient], tmp_path: Path) -> None:
+def test_closed_client_is_a_clear_error(
+    start: Callable[..., SamplingClient], tmp_path: Path
+) -> None:
     with LocalBackend(engine=FakeEngine(), data_dir=tmp_path / "own") as backend:
         service = ServiceClient(base_url=backend.base_url)
         sampler = service.create_sampling_client(base_model="fake").result()

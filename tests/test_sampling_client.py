@@ -318,7 +318,7 @@ def test_the_limit_of_the_result_and_that_of_the_exchange_are_two(
 
 @pytest.mark.parametrize("how", ["timeout", "cancel"])
 @pytest.mark.parametrize("enabled", [True, False])
-def test_the_server_is_told_of_a_sample_that_nobody_wants(
+def test_server_learns_of_a_cancelled_sample(
     faulty: FaultyServer, open_service: Callable[..., ServiceClient], how: str, enabled: bool
 ) -> None:
     faulty.script("client/config", Answer(body={"sample_max_concurrent_requests": 1}))
@@ -349,7 +349,7 @@ def test_the_server_is_told_of_a_sample_that_nobody_wants(
         assert faulty.requests("cancel_future") == []
 
 
-def test_a_sample_given_up_is_dropped_by_our_own_server(
+def test_cancelled_sample_is_dropped_by_our_server(
     fake_service: Callable[..., ServiceClient],
 ) -> None:
     engine = FakeEngine(step_delay=0.002)
@@ -378,7 +378,7 @@ def test_log_probabilities_keep_their_gaps_and_their_options(
 
 
 @pytest.mark.covers("D16")
-def test_observers_of_log_probabilities_are_told(
+def test_observers_see_log_probabilities(
     faulty: FaultyServer, sampler: SamplingClient, small_pause: list[float]
 ) -> None:
     told: list[Any] = []
@@ -390,7 +390,7 @@ def test_observers_of_log_probabilities_are_told(
 
 
 @pytest.mark.covers("C66", "4.1/12")
-def test_a_closed_client_says_so(open_service: Callable[..., ServiceClient]) -> None:
+def test_closed_client_is_a_clear_error(open_service: Callable[..., ServiceClient]) -> None:
     service = open_service()
     sampler = service.create_sampling_client(base_model="m").result()
     service.close().result(10)

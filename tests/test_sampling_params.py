@@ -44,7 +44,7 @@ def test_a_client_s_settings_reach_the_engine(service: ServiceClient) -> None:
     assert first not in [chunk.token_id for chunk in streamed]
 
 
-def test_arguments_in_the_wrong_order_are_told_so(service: ServiceClient) -> None:
+def test_arguments_in_the_wrong_order_are_a_clear_error(service: ServiceClient) -> None:
     sampler: Any = service.create_sampling_client(base_model=MODEL).result()
     with pytest.raises(TypeError, match="the order is prompt, number of samples, sampling_params"):
         sampler.sample(PROMPT, greedy(), 1)
@@ -74,7 +74,7 @@ def test_a_token_outside_the_vocabulary_is_the_callers_fault(
     ],
     ids=str,
 )
-def test_a_server_refuses_what_is_out_of_its_limits(
+def test_server_refuses_requests_beyond_its_limits(
     tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
     with serving(FakeEngine(), tmp_path) as url:

@@ -468,9 +468,7 @@ def test_a_key_is_seen_by_its_own_server_only_wherever_it_comes_from(
 
 
 @pytest.mark.covers("W03")
-def test_a_key_that_does_not_look_like_one_is_told_to_nobody_either(
-    own: FaultyServer, everything: Everything
-) -> None:
+def test_unusual_key_is_kept_secret_too(own: FaultyServer, everything: Everything) -> None:
     own.script("retrieve_future", Answer(body={"model_id": "s:train:0"}))
     own.script("optim_step", Answer(body={"request_id": "r"}))
     paused = Answer(
@@ -556,9 +554,7 @@ def test_a_proxys_password_is_seen_by_the_proxy_only(
 
 
 @pytest.mark.covers("W03")
-def test_the_token_of_another_account_is_told_to_nobody(
-    own: FaultyServer, everything: Everything
-) -> None:
+def test_token_of_another_account_stays_secret(own: FaultyServer, everything: Everything) -> None:
     echo = echo_of(KEY, OTHER_KEY)
     with ServiceClient(base_url=own.base_url, api_key=KEY) as service:
         for status in (403, 500):
@@ -598,7 +594,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 @pytest.mark.covers("1.2.3/19", "W03")
-def test_the_hubs_token_and_signed_addresses_are_told_to_nobody(
+def test_hub_token_and_signed_addresses_stay_secret(
     hub: Hub,
     foreign: FaultyServer,
     everything: Everything,
@@ -649,7 +645,7 @@ def test_the_hubs_token_and_signed_addresses_are_told_to_nobody(
 
 
 @pytest.mark.covers("W03", "W04")
-def test_a_signed_address_is_told_to_nobody_and_goes_without_the_key(
+def test_signed_address_is_secret_and_needs_no_key(
     own: FaultyServer, foreign: FaultyServer, everything: Everything, tmp_path: Path
 ) -> None:
     archive = "training_runs/run/checkpoints/weights/x/archive"

@@ -176,7 +176,7 @@ def test_requests_are_executed_by_number_not_by_arrival(wire: Wire, recorder: Re
 
 
 @pytest.mark.covers("S11")
-def test_a_gap_is_given_up_and_the_run_goes_on(serve: Callable[..., Wire]) -> None:
+def test_run_continues_after_a_gap_times_out(serve: Callable[..., Wire]) -> None:
     recorder = Recorder()
     wire = serve(FakeEngine(fail=recorder), limits=Limits(gap_seconds=0.3))
     model = wire.model()
@@ -640,7 +640,7 @@ def test_a_sample_that_cannot_be_put_on_disk_was_not_taken(
     assert len(wire.run("asample", sample_json(sampler, 0))["sequences"]) == 1
 
 
-def test_the_wrong_kind_of_path_is_told_apart(wire: Wire) -> None:
+def test_wrong_kind_of_path_is_recognized(wire: Wire) -> None:
     session = wire.session()
     model = wire.model(session)
     training = save(wire, model, 1, "a")["path"]
@@ -760,7 +760,7 @@ def test_a_prompt_beyond_the_window_fails_in_band(wire: Wire) -> None:
 
 
 @pytest.mark.covers("S31", "S32")
-def test_a_sampler_keeps_its_weights_while_training_goes_on(wire: Wire) -> None:
+def test_sampler_keeps_its_weights_during_training(wire: Wire) -> None:
     session = wire.session()
     model = wire.model(session)
     snapshot = wire.run(
@@ -1091,7 +1091,7 @@ def test_a_key_is_asked_for_and_checked(serve: Callable[..., Wire]) -> None:
 
 
 @pytest.mark.covers("S6", "S32")
-def test_finishing_a_session_frees_what_it_held(wire: Wire, engine: FakeEngine) -> None:
+def test_finished_session_frees_its_runs(wire: Wire, engine: FakeEngine) -> None:
     session, other = wire.session(), wire.session()
     model, kept = wire.model(session), wire.model(other)
     path = save(wire, model, 1, "a")["path"]
@@ -1125,7 +1125,7 @@ def test_finishing_a_session_frees_what_it_held(wire: Wire, engine: FakeEngine) 
     assert snapshot not in engine._samplers
 
 
-def test_a_waiter_is_told_when_its_session_ends(serve: Callable[..., Wire]) -> None:
+def test_waiter_fails_when_its_session_ends(serve: Callable[..., Wire]) -> None:
     recorder = Recorder()
     # longer than a request may take here
     wire = serve(FakeEngine(fail=recorder), limits=Limits(poll_seconds=60))
@@ -1166,7 +1166,7 @@ def test_a_silent_session_is_ended(
     assert engine._adapters == {}
 
 
-def test_a_restart_keeps_what_was_saved(serve: Callable[..., Wire], tmp_path: Path) -> None:
+def test_restart_keeps_saved_checkpoints(serve: Callable[..., Wire], tmp_path: Path) -> None:
     with serving(FakeEngine(), tmp_path) as url:
         first = Wire(url)
         session = first.session()
@@ -1275,7 +1275,7 @@ def test_an_internal_fault_says_little(
     assert heard.json == {"detail": "internal error: RuntimeError"}
 
 
-def test_a_number_that_is_too_far_ahead_is_refused_and_the_run_goes_on(wire: Wire) -> None:
+def test_far_ahead_number_is_refused_alone(wire: Wire) -> None:
     model = wire.model()
     heard = wire.send("forward_backward", pass_json(model, 2**40))
     assert heard.status == 400
@@ -1303,7 +1303,7 @@ def test_a_strict_server_loads_weights_as_the_first_operation_only(
 # ── the engine's end ──────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_server_whose_engine_died_says_so_instead_of_waiting(tmp_path: Path) -> None:
+def test_server_with_a_dead_engine_answers_at_once(tmp_path: Path) -> None:
     engine, prompt = FakeEngine(step_delay=0.002), types.ModelInput.from_ints([1, 2])
 
     def gone() -> Any:

@@ -372,9 +372,7 @@ def test_a_state_that_cannot_be_loaded_leaves_no_run_behind(
 
 
 @pytest.mark.covers("D04")
-def test_a_load_that_is_given_up_leaves_no_run_behind(
-    faulty: FaultyServer, service: ServiceClient
-) -> None:
+def test_cancelled_load_leaves_no_run(faulty: FaultyServer, service: ServiceClient) -> None:
     faulty.script("client/config", Answer(404))
     faulty.script("load_weights", Answer(body={"request_id": "load-"}, delay=5))
     creating = service.create_training_client_from_state(STATE)
@@ -385,9 +383,7 @@ def test_a_load_that_is_given_up_leaves_no_run_behind(
 
 
 @pytest.mark.covers("D04")
-def test_the_error_does_not_wait_for_the_run_to_be_let_go(
-    faulty: FaultyServer, service: ServiceClient
-) -> None:
+def test_error_does_not_wait_for_unloading(faulty: FaultyServer, service: ServiceClient) -> None:
     faulty.script("client/config", Answer(404))
     faulty.script("load_weights", Answer(404, {"detail": "no such state"}))
     gate = threading.Event()

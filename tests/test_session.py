@@ -116,7 +116,7 @@ def test_an_answer_that_is_no_session_is_an_error(
 
 
 @pytest.mark.covers("C29", "C33")
-def test_a_failed_opening_is_made_anew_by_the_next_call(faulty: FaultyServer) -> None:
+def test_failed_session_start_is_retried_by_the_next_call(faulty: FaultyServer) -> None:
     faulty.script(
         "create_session", Answer(403, {"detail": "not you"}), Answer(body={"session_id": "s"})
     )
@@ -155,7 +155,7 @@ def test_a_slow_answer_within_the_timeout_opens_the_session(
 
 @pytest.mark.covers("D32", "C29")
 @pytest.mark.parametrize("path", ["client/config", "create_session"])
-def test_a_server_that_does_not_answer_is_given_up_in_time(
+def test_silent_server_times_out(
     faulty: FaultyServer, configured: Callable[..., None], path: str
 ) -> None:
     """Whatever patience later calls have: a request's time and that of its retries bound each step
@@ -181,7 +181,7 @@ def test_a_server_that_does_not_answer_is_given_up_in_time(
     [("create_session", {}), ("auth/token", {"pjwt_auth_enabled": True})],
     ids=["create_session", "token"],
 )
-def test_a_server_that_keeps_failing_is_given_up_in_time(
+def test_failing_server_times_out(
     faulty: FaultyServer,
     configured: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
@@ -280,7 +280,7 @@ def test_heartbeats_go_on_through_every_failure(
 
 @pytest.mark.covers("C30")
 @pytest.mark.usefixtures("lively")
-def test_heartbeats_go_on_through_errors_that_nobody_thought_of(
+def test_heartbeats_survive_unexpected_errors(
     faulty: FaultyServer, configured: Callable[..., None]
 ) -> None:
     class Odd(HttpExchange):
@@ -301,7 +301,7 @@ def test_heartbeats_go_on_through_errors_that_nobody_thought_of(
 
 @pytest.mark.covers("C30", "24.session.2", "4.2/2")
 @pytest.mark.usefixtures("lively")
-def test_heartbeats_that_fail_for_long_are_told_with_session_and_reason(
+def test_failing_heartbeats_are_logged_with_a_reason(
     faulty: FaultyServer, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
@@ -326,7 +326,7 @@ def test_heartbeats_that_fail_for_long_are_told_with_session_and_reason(
 
 @pytest.mark.covers("C30")
 @pytest.mark.usefixtures("lively")
-def test_a_session_that_is_gone_is_beaten_for_no_longer_and_nothing_is_said(
+def test_heartbeats_of_a_gone_session_stop_silently(
     faulty: FaultyServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tinkex.client.session.SILENCE_SECONDS", 0.0)
@@ -342,7 +342,7 @@ def test_a_session_that_is_gone_is_beaten_for_no_longer_and_nothing_is_said(
 @pytest.mark.covers("C31", "24.session.5")
 @pytest.mark.usefixtures("lively")
 @pytest.mark.parametrize("allowed", [0, 2])
-def test_heartbeats_are_given_up_after_so_many_failures(
+def test_heartbeats_stop_after_repeated_failures(
     faulty: FaultyServer, caplog: pytest.LogCaptureFixture, allowed: int
 ) -> None:
     caplog.set_level(logging.WARNING)
@@ -375,7 +375,7 @@ def test_only_failures_in_a_row_count(faulty: FaultyServer) -> None:
 
 @pytest.mark.covers("C31", "24.code.12")
 @pytest.mark.usefixtures("lively")
-def test_heartbeats_are_given_up_after_so_long(
+def test_heartbeats_stop_after_a_time(
     faulty: FaultyServer, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
@@ -468,7 +468,7 @@ def test_a_session_is_found_again_by_its_copies_and_kept_alive_by_them(
     gc.collect()
 
 
-def test_shadows_are_told_apart_by_server_and_key() -> None:
+def test_shadow_sessions_differ_by_server_and_key() -> None:
     here = Config.resolve(base_url="http://127.0.0.1:1", api_key="tml-a")
     others = [
         Config.resolve(base_url="http://127.0.0.1:1", api_key="tml-b"),

@@ -225,9 +225,7 @@ def test_pages_of_a_search_leave_nothing_out_and_repeat_nothing(
 
 @pytest.mark.covers("S6")
 @pytest.mark.usefixtures("quick")
-def test_silence_frees_what_a_session_held_and_keeps_its_checkpoints(
-    serve: Serve, clock: Clock
-) -> None:
+def test_silent_session_is_freed_but_keeps_checkpoints(serve: Serve, clock: Clock) -> None:
     wire = serve(limits=Limits(session_seconds=60))
     session = begin(wire)
     model = wire.model(session)
@@ -308,7 +306,7 @@ def spans(trace: Any) -> dict[str, tuple[float, float, Any]]:
     }
 
 
-def test_a_trace_shows_what_a_session_did_and_when(wire: Wire) -> None:
+def test_trace_shows_the_timeline_of_a_session(wire: Wire) -> None:
     start = time.time() * 1e6
     session = work(wire)
     end = time.time() * 1e6
@@ -385,7 +383,7 @@ def test_a_timeline_has_a_limit(serve: Serve, monkeypatch: pytest.MonkeyPatch) -
     assert list(spans(fetch(url).json)) == ["create_model", "forward_backward", "optim_step"]
 
 
-def test_search_keeps_nobody_waiting_and_has_limits(
+def test_search_is_bounded_and_blocks_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:

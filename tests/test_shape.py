@@ -45,7 +45,7 @@ def test_code_does_not_grow() -> None:
     assert shape.code_total() <= CODE, shape.rooms()
 
 
-def test_a_figure_finds_what_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_figure_finds_its_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A package with one fault of each kind is found out."""
     package = tmp_path / "src" / "tinkex"
     (package / "room").mkdir(parents=True)

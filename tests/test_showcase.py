@@ -33,7 +33,7 @@ def test_showcase_explains_and_lists_its_eight_programs() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_reaches_what_it_states(name: str, tmp_path: Path) -> None:
+def test_program_reaches_its_stated_result(name: str, tmp_path: Path) -> None:
     environment = {
         key: value
         for key, value in os.environ.items()

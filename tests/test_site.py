@@ -208,7 +208,7 @@ def test_a_message_in_the_troubleshooting_page_is_one_that_the_sources_have(mess
     assert is_in_the_sources(message)
 
 
-def test_a_message_that_nobody_writes_is_found_out() -> None:
+def test_unknown_message_is_found() -> None:
     assert len(HEADINGS) > 50
     assert not is_in_the_sources("this is a message that … nobody writes")
     assert is_in_the_sources("there is no loss …; loss_fn must be one of …")

@@ -201,7 +201,7 @@ def test_a_server_that_stops_finishes_the_save_that_it_is_at(tmp_path: Path) -> 
 
 
 @pytest.mark.covers("S44")
-def test_a_server_that_stops_begins_no_save_any_more(tmp_path: Path) -> None:
+def test_stopping_server_begins_no_save(tmp_path: Path) -> None:
     """What was promised is saved by the next life, as it was when it was asked for."""
     held = Held("save")
 
@@ -275,7 +275,7 @@ def test_first_of_two_racing_saves_gets_the_name(tmp_path: Path) -> None:
     played(scenario)
 
 
-def test_a_load_does_not_see_the_half_of_a_save_that_replaces_what_it_loads(tmp_path: Path) -> None:
+def test_load_never_sees_half_of_a_replacing_save(tmp_path: Path) -> None:
     saving, written, found, gate = (threading.Event() for _ in range(4))
     saved: list[str] = []
 
@@ -334,7 +334,7 @@ def test_leftovers_of_a_killed_save_are_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("S44")
-def test_a_load_is_repeated_even_if_what_it_loaded_is_gone(tmp_path: Path) -> None:
+def test_replayed_load_survives_a_deleted_checkpoint(tmp_path: Path) -> None:
     """A client may delete a checkpoint before the state it loaded is in force."""
 
     async def scenario() -> None:
@@ -596,7 +596,7 @@ def test_a_nameless_sampler_is_written_once_and_only_for_a_state(
 
 
 @pytest.mark.covers("S44")
-def test_a_nameless_sampler_that_is_made_anew_while_it_is_written_is_the_new_one(
+def test_nameless_sampler_recreated_during_its_write_is_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And whoever trains and samples meanwhile does not wait."""
@@ -666,7 +666,7 @@ def test_results_that_were_just_read_outlive_a_second_state(
 @pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="the names of open files are read from /proc"
 )
-def test_directories_of_what_is_acknowledged_are_flushed_up_to_the_root(
+def test_directories_of_acknowledged_files_are_flushed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flushed, flush = set[Path](), os.fsync
@@ -907,7 +907,7 @@ def test_a_server_that_stops_fails_nothing_and_leaves_a_state_behind(tmp_path: P
     played(scenario)
 
 
-def test_a_server_that_stops_does_not_wait_for_what_waits_for_a_request_that_cannot_come(
+def test_stopping_server_does_not_wait_for_gaps(
     tmp_path: Path,
 ) -> None:
     async def scenario() -> None:
@@ -949,7 +949,7 @@ def test_states_that_take_long_are_written_less_often(
 
 @pytest.mark.covers("S44")
 @pytest.mark.parametrize("is_written", [False, True])
-def test_a_run_goes_on_while_its_state_is_written(
+def test_run_continues_while_its_state_is_written(
     is_written: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """… which is the state as it was, and the next life goes on as this one did, whether it was
@@ -1043,7 +1043,7 @@ def test_a_state_that_cannot_be_written_fails_no_step(
     played(scenario)
 
 
-def test_a_run_that_is_let_go_while_its_state_is_written_leaves_nothing(
+def test_run_unloaded_during_its_write_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(snapshot, "STATE_OPERATIONS", 2)
@@ -1070,7 +1070,7 @@ def test_a_run_that_is_let_go_while_its_state_is_written_leaves_nothing(
     assert "could not be put on disk" not in caplog.text
 
 
-def test_a_run_that_cannot_be_taken_up_again_is_said_to_be_corrupted(
+def test_unrestorable_run_is_marked_corrupted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its state on disk is damaged: nothing goes on with half of it, and whoever asks is told."""

@@ -257,7 +257,7 @@ def test_the_configuration_decides_before_the_environment(monkeypatch: pytest.Mo
     assert not telemetry.goes_by_itself(off)
 
 
-def test_telemetry_goes_by_itself_to_the_hosted_service_only(
+def test_automatic_telemetry_needs_the_hosted_service(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TINKER_TELEMETRY", "1")
@@ -1038,9 +1038,7 @@ USER = Foreign("inner", status_code=404)
     ],
     ids=map(str, range(60)),
 )
-def test_the_users_mistakes_are_told_apart(
-    error: BaseException, culprit: object, make: Make
-) -> None:
+def test_user_errors_are_marked(error: BaseException, culprit: object, make: Make) -> None:
     found = telemetry.user_error(error)
     assert (found is not None) is bool(culprit)
     if isinstance(culprit, BaseException):
@@ -1430,7 +1428,7 @@ def run(program: str, *arguments: str) -> tuple[float, subprocess.CompletedProce
 
 
 @pytest.mark.covers("W08")
-def test_a_program_that_ends_sends_what_is_left(faulty: FaultyServer) -> None:
+def test_ending_program_sends_remaining_events(faulty: FaultyServer) -> None:
     _, done = run(PROGRAM + "print('end', flush=True)", faulty.base_url)
     assert done.returncode == 0, done.stderr
     told = [event for seen in faulty.requests("telemetry") for event in seen.json["events"]]

@@ -75,7 +75,7 @@ def test_a_session_tells_its_beginning_and_its_end(hosted: FaultyServer) -> None
 
 
 @pytest.mark.covers("1.6/5", "W03")
-def test_a_failed_call_is_told_once_and_without_the_key(hosted: FaultyServer) -> None:
+def test_failed_call_is_reported_once_without_the_key(hosted: FaultyServer) -> None:
     with ServiceClient(api_key=KEY) as service:
         client = service.create_lora_training_client("m").result()
         hosted.script(
@@ -224,7 +224,7 @@ def test_telemetry_that_is_switched_off_sends_nothing(
     assert hosted.requests("telemetry") == []
 
 
-def test_another_server_is_told_nothing(hosted: FaultyServer) -> None:
+def test_redirect_to_another_server_carries_no_secret(hosted: FaultyServer) -> None:
     """The same socket under another name stands for it."""
     elsewhere = hosted.base_url.replace("127.0.0.1", "localhost")
     with ServiceClient(base_url=elsewhere, api_key=KEY) as service:

@@ -147,7 +147,7 @@ def test_chat_templates_are_not_trusted(chat_dir: Path) -> None:
         Tokenizer.from_directory(chat_dir).apply_chat_template([])
 
 
-def test_a_tokenizer_without_a_chat_template_says_so(model_dir: Path) -> None:
+def test_missing_chat_template_is_a_clear_error(model_dir: Path) -> None:
     with pytest.raises(ValueError, match="no chat template"):
         Tokenizer.from_directory(model_dir).apply_chat_template([{"role": "user", "content": "x"}])
 
@@ -164,7 +164,7 @@ def test_a_template_in_the_configuration_is_found(chat_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_an_unknown_name_says_what_to_do(home: Path, backend: str) -> None:
+def test_unknown_name_gives_advice(home: Path, backend: str) -> None:
     with pytest.raises(tinkex.ConfigurationError, match="nobody/nothing") as caught:
         load_tokenizer("nobody/nothing", backend=backend)
     assert "hint: " in str(caught.value)
@@ -190,7 +190,7 @@ print(tokenizer.decode(tokenizer.encode("hello cat")))
 """
 
 
-def test_others_find_what_was_published(home: Path, model_dir: Path) -> None:
+def test_published_files_are_found_by_others(home: Path, model_dir: Path) -> None:
     from transformers import AutoTokenizer
 
     snapshot = publish_tokenizer("org/name", model_dir)
@@ -203,7 +203,7 @@ def test_others_find_what_was_published(home: Path, model_dir: Path) -> None:
 
 
 @pytest.mark.slow
-def test_another_program_finds_what_was_published(home: Path, model_dir: Path) -> None:
+def test_published_tokenizer_is_found_by_other_programs(home: Path, model_dir: Path) -> None:
     publish_tokenizer("org/name", model_dir)
     shown = subprocess.run(
         [sys.executable, "-c", READ, "org/name"],
@@ -222,7 +222,7 @@ def test_publishing_again_changes_nothing(home: Path, model_dir: Path) -> None:
     assert sorted(path for path in home.rglob("*")) == before
 
 
-def test_a_changed_tokenizer_is_published_anew(home: Path, chat_dir: Path) -> None:
+def test_changed_tokenizer_is_published_again(home: Path, chat_dir: Path) -> None:
     first = publish_tokenizer("org/name", chat_dir)
     (chat_dir / "chat_template.jinja").write_text("other")
     second = publish_tokenizer("org/name", chat_dir)
@@ -751,7 +751,7 @@ def test_text_is_split_as_kimi_splits_it() -> None:
 
 
 @pytest.mark.covers("1.1.4/4")
-def test_files_without_ranks_and_a_missing_library_are_told(
+def test_bad_rank_files_and_missing_library_are_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = kimi_files(tmp_path, BOS)

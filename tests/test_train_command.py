@@ -153,7 +153,7 @@ def test_a_run_leaves_its_metrics_its_options_its_checkpoints_and_a_plot(
     assert [len(line.attrib["points"].split()) for line in lines] == [7, 3]
 
 
-def test_a_run_is_told_of_on_standard_error_and_summed_up_on_standard_output(
+def test_progress_goes_to_stderr_and_the_summary_to_stdout(
     train: Callable[..., Result], data: Path
 ) -> None:
     result = train(data, "--steps", 6, "--name", "my sums!")
@@ -208,7 +208,7 @@ BAD = [
 ]
 
 
-def test_every_bad_line_is_told_with_its_number_and_nothing_is_trained(
+def test_bad_lines_are_listed_and_stop_training(
     train: Callable[..., Result], tmp_path: Path
 ) -> None:
     good = talk("a", "b")
@@ -429,7 +429,7 @@ def test_without_a_template_a_chat_is_plain_text() -> None:
 # ── the plan ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_every_epoch_has_every_example_once_in_an_order_of_its_own() -> None:
+def test_each_epoch_shuffles_all_examples() -> None:
     plan = Plan(examples=10, steps=9, batch_size=4, seed=3)
     epochs = [
         [int(at) for step in range(3 * n, 3 * n + 3) for at in plan.batch(step)] for n in range(3)
@@ -594,7 +594,7 @@ def test_the_best_of_a_folder_is_by_its_loss_and_not_by_its_age(tmp_path: Path) 
     assert (again.surplus(1), again.checkpoint) == (folder.surplus(1), (6, "tinker://r/weights/6"))
 
 
-def test_a_resumed_run_deletes_what_it_saved_before_it_was_broken_off(
+def test_resumed_run_deletes_its_older_checkpoints(
     train: Callable[..., Result], data: Path, engine: FakeEngine, url: str
 ) -> None:
     _at_step(engine, 5, _interrupt)
@@ -610,7 +610,7 @@ def test_a_resumed_run_deletes_what_it_saved_before_it_was_broken_off(
     assert left == []
 
 
-def test_a_run_that_was_started_when_all_checkpoints_were_kept_goes_on_so(
+def test_run_that_kept_all_checkpoints_keeps_them_on_resume(
     train: Callable[..., Result], data: Path, engine: FakeEngine
 ) -> None:
     _at_step(engine, 9, _interrupt)
@@ -634,7 +634,7 @@ def test_a_run_without_the_option_notes_how_many_it_keeps(
     assert json.loads(Path("run/config.json").read_text())["keep"] == 3
 
 
-def test_a_checkpoint_that_cannot_be_deleted_is_told_of_once_and_tried_again(
+def test_undeletable_checkpoint_is_reported_once_and_retried(
     tmp_path: Path,
 ) -> None:
     folder, said = RunFolder.create(tmp_path / "run", {}, {}), list[str]()
@@ -657,7 +657,7 @@ def test_a_checkpoint_that_cannot_be_deleted_is_told_of_once_and_tried_again(
     assert [saved["path"] for saved in folder.facts["checkpoints"]] == ["4"]
 
 
-def test_a_full_disk_of_the_server_ends_a_run_at_once_with_what_to_do(
+def test_full_server_disk_ends_a_run_with_advice(
     train: Callable[..., Result], data: Path, engine: FakeEngine
 ) -> None:
     saves = 0
@@ -686,7 +686,7 @@ def test_a_full_disk_of_the_server_ends_a_run_at_once_with_what_to_do(
     assert metrics("full") == metrics("straight")
 
 
-def test_a_full_disk_here_ends_a_run_with_what_is_noted(
+def test_full_local_disk_ends_a_run_with_its_record(
     train: Callable[..., Result], data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, written = Path.replace, 0
@@ -767,7 +767,7 @@ OPTIONS = (
 )
 
 
-def test_a_run_that_was_interrupted_goes_on_to_the_same_result(
+def test_interrupted_run_resumes_to_the_same_result(
     train: Callable[..., Result], data: Path, engine: FakeEngine
 ) -> None:
     assert train(data, *OPTIONS, "--output", "straight").exit_code == 0
@@ -807,7 +807,7 @@ def test_steps_after_the_last_checkpoint_are_made_again(
     assert metrics("broken") == metrics("straight")
 
 
-def test_a_run_that_the_server_has_lost_goes_on_by_itself(
+def test_lost_run_is_restored_automatically(
     train: Callable[..., Result], data: Path, engine: FakeEngine
 ) -> None:
     def lose() -> None:
@@ -821,7 +821,7 @@ def test_a_run_that_the_server_has_lost_goes_on_by_itself(
     assert metrics("lost") == metrics("straight")
 
 
-def test_a_run_that_is_lost_again_and_again_is_given_up(
+def test_repeatedly_lost_run_fails(
     train: Callable[..., Result], data: Path, engine: FakeEngine
 ) -> None:
     def fail(method: str, subject: str) -> None:
@@ -858,7 +858,7 @@ def test_a_second_interrupt_ends_the_run_at_once(
     assert "interrupted" not in result.stdout
 
 
-def test_a_run_goes_on_with_its_own_options_and_examples_only(
+def test_resume_needs_the_same_options_and_examples(
     train: Callable[..., Result], data: Path, engine: FakeEngine
 ) -> None:
     _at_step(engine, 2, _interrupt)

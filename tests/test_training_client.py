@@ -360,7 +360,7 @@ def test_a_call_that_cannot_be_sent_does_not_hold_up_the_next(
 
 
 @pytest.mark.parametrize("call", UNSENDABLE)
-def test_a_call_that_cannot_be_sent_says_so(client: TrainingClient, call: str) -> None:
+def test_unsendable_call_is_a_clear_error(client: TrainingClient, call: str) -> None:
     with pytest.raises((ValueError, TypeError)):
         UNSENDABLE[call](client).result(5)
 
@@ -670,7 +670,7 @@ def test_a_run_resumes_where_it_was(
     assert resumed.model_id != client.model_id
 
 
-def test_the_wrong_checkpoint_is_told_apart(service: ServiceClient, client: TrainingClient) -> None:
+def test_wrong_checkpoint_is_recognized(service: ServiceClient, client: TrainingClient) -> None:
     sampler = client.save_weights_for_sampler("a").result(10).path
     training = client.save_state("a").result(10).path
     with pytest.raises(tinkex.RequestFailedError, match="sampler checkpoint"):
@@ -729,7 +729,7 @@ def test_the_whole_surface_from_a_loop(service: ServiceClient) -> None:
 
 
 @pytest.mark.covers("W07")
-def test_a_loop_is_not_blocked_by_what_a_client_does(fake_service: Make) -> None:
+def test_clients_do_not_block_the_event_loop(fake_service: Make) -> None:
     asked, ticked = threading.Event(), threading.Event()
 
     def hold(method: str, subject: str) -> None:
@@ -759,7 +759,7 @@ def test_a_loop_is_not_blocked_by_what_a_client_does(fake_service: Make) -> None
 # ── the end ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_closed_client_says_so(fake_service: Make) -> None:
+def test_closed_client_is_a_clear_error(fake_service: Make) -> None:
     service = fake_service()
     client = service.create_lora_training_client("fake", rank=4).result()
     sampler = service.create_sampling_client(base_model="fake").result()

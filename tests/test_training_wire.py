@@ -408,7 +408,7 @@ def test_options_that_do_not_exist_are_refused(
 
 @pytest.mark.covers("D22", "C62")
 @pytest.mark.parametrize("call", CALLS)
-def test_a_time_limit_is_honoured_by_every_call_and_holds_nobody_up(
+def test_every_call_honours_its_timeout(
     faulty: FaultyServer, server: Server, client: TrainingClient, call: str
 ) -> None:
     def held(seen: Seen) -> Answer:
@@ -504,7 +504,7 @@ def next_step(client: TrainingClient, faulty: FaultyServer, before: int) -> None
 @pytest.mark.covers("W01", "C56")
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("status", [403, 422])
-def test_a_refused_call_of_any_kind_holds_nobody_up(
+def test_refused_call_does_not_block_later_calls(
     faulty: FaultyServer, server: Server, client: TrainingClient, call: str, status: int
 ) -> None:
     client.forward(DATA, "cross_entropy").result(5)  # the server has shown that it reads protobuf
@@ -521,7 +521,7 @@ def test_a_refused_call_of_any_kind_holds_nobody_up(
 
 @pytest.mark.covers("W01", "C56")
 @pytest.mark.parametrize("call", CALLS)
-def test_a_failed_call_of_any_kind_holds_nobody_up(
+def test_failed_call_does_not_block_later_calls(
     faulty: FaultyServer, server: Server, client: TrainingClient, call: str
 ) -> None:
     name = "pass1" if PATHS[call] == "forward_backward" else PATHS[call]
@@ -536,7 +536,7 @@ def test_a_failed_call_of_any_kind_holds_nobody_up(
 
 @pytest.mark.covers("W02")
 @pytest.mark.parametrize("call", CALLS)
-def test_a_call_of_any_kind_given_up_while_it_waits_leaves_no_gap(
+def test_call_cancelled_while_waiting_leaves_no_gap(
     faulty: FaultyServer, client: TrainingClient, call: str
 ) -> None:
     gate = threading.Event()
@@ -557,7 +557,7 @@ def test_a_call_of_any_kind_given_up_while_it_waits_leaves_no_gap(
 
 @pytest.mark.covers("W02")
 @pytest.mark.parametrize("call", CALLS)
-def test_a_call_of_any_kind_given_up_while_it_is_sent_still_arrives(
+def test_call_cancelled_during_sending_still_arrives(
     faulty: FaultyServer,
     server: Server,
     client: TrainingClient,
@@ -594,7 +594,7 @@ def test_a_call_of_any_kind_given_up_while_it_is_sent_still_arrives(
 
 @pytest.mark.covers("W02", "C55")
 @pytest.mark.parametrize("where", ["first pass", "user's code"])
-def test_a_custom_loss_that_is_given_up_gives_up_its_turn(
+def test_cancelled_custom_loss_frees_its_turn(
     faulty: FaultyServer, server: Server, client: TrainingClient, where: str
 ) -> None:
     began, release, ended = threading.Event(), threading.Event(), threading.Event()
@@ -695,7 +695,7 @@ def test_chunks_go_out_together_or_one_after_the_other(
 @pytest.mark.covers("W27", "W01")
 @pytest.mark.parametrize("parallel", [True, False])
 @pytest.mark.parametrize("forward_only", [True, False])
-def test_a_call_that_was_accepted_in_part_says_so(
+def test_partly_accepted_call_is_a_clear_error(
     server: Server, service: ServiceClient, parallel: bool, forward_only: bool
 ) -> None:
     client = cut(server, service, parallel_fwdbwd_chunks=parallel)
@@ -712,7 +712,7 @@ def test_a_call_that_was_accepted_in_part_says_so(
 
 
 @pytest.mark.covers("W27")
-def test_a_call_that_failed_in_part_says_so(server: Server, service: ServiceClient) -> None:
+def test_partly_failed_call_is_a_clear_error(server: Server, service: ServiceClient) -> None:
     client = cut(server, service)
     server.results["pass3"] = Answer(body={"error": "not this", "category": "user"})
     with pytest.raises(
@@ -980,9 +980,7 @@ def test_an_input_of_losses_that_does_not_exist_is_refused(client: TrainingClien
 
 
 @pytest.mark.covers("C53")
-def test_a_run_says_what_it_trains_and_can_be_let_go(
-    faulty: FaultyServer, client: TrainingClient
-) -> None:
+def test_run_describes_itself_and_unloads(faulty: FaultyServer, client: TrainingClient) -> None:
     assert client.get_info().model_data.model_name == "m"
     assert client.get_info().model_id == RUN
     assert faulty.requests("get_info")[0].json["model_id"] == RUN

@@ -215,7 +215,7 @@ RECORDS = [
 
 @pytest.mark.covers("C18")
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
-def test_messages_without_none_are_what_goes_on_the_wire(record: Any) -> None:
+def test_messages_without_none_equal_the_wire(record: Any) -> None:
     assert transform({"body": record}, drop_none=True) == {"body": to_builtins(record)}
     assert transform(record) == to_builtins(record, keep_none=True)
 

@@ -390,7 +390,7 @@ def test_a_400_without_a_word_is_a_proxys_and_tried_again(
     assert len(faulty.requests("create_session")) == 3
 
 
-def test_rejections_without_end_are_told_in_words(faulty: FaultyServer, waits: list[float]) -> None:
+def test_endless_rejections_are_a_clear_error(faulty: FaultyServer, waits: list[float]) -> None:
     faulty.script("create_session", Answer(400))
     with pytest.raises(
         tinkex.APIConnectionError, match=r"create_session .*a proxy on the way rejected it"
@@ -430,7 +430,7 @@ def billing(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_work_goes_on_when_the_account_is_topped_up(
+def test_work_resumes_after_a_top_up(
     faulty: FaultyServer, billing: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
     faulty.script("create_session", *[BROKE] * 8, OK)
@@ -469,7 +469,7 @@ def test_heartbeats_and_those_who_know_better_do_not_pause(
     assert billing == [1000.0]
 
 
-def test_deprecations_are_told(faulty: FaultyServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_deprecations_warn(faulty: FaultyServer, caplog: pytest.LogCaptureFixture) -> None:
     note = {"X-Deprecation-Note": f"use the new one, {SECRET}"}
     faulty.script("create_session", Answer(body={"session_id": "s"}, headers=note))
     call(faulty.base_url, key=SECRET)
@@ -859,7 +859,7 @@ def test_malformed_answer_is_an_exception(faulty: FaultyServer, heard: list[Any]
 
 
 @pytest.mark.covers("C26")
-def test_a_request_that_is_given_up_ends_too(faulty: FaultyServer, heard: list[Any]) -> None:
+def test_cancelled_request_ends(faulty: FaultyServer, heard: list[Any]) -> None:
     faulty.script("create_session", Answer(body={"session_id": "s"}, delay=60))
 
     async def run() -> None:
@@ -985,7 +985,7 @@ PLANTED = {
     ],
     ids=["detail", "text", "location", "page", "misread", "rejected", "dropped"],
 )
-def test_no_secret_is_told_anywhere(
+def test_secrets_appear_nowhere(
     faulty: FaultyServer, heard: list[Any], caplog: pytest.LogCaptureFixture, answer: Answer
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -1276,7 +1276,7 @@ def test_the_first_contact_is_not_awaited_for_minutes() -> None:
     assert Config(base_url="local").first_contact_patience <= 10
 
 
-def test_a_failed_opening_is_made_anew_by_the_next_call(faulty: FaultyServer) -> None:
+def test_failed_session_start_is_retried_by_the_next_call(faulty: FaultyServer) -> None:
     faulty.script("client/config", Answer(403, {"detail": "not yet"}), Answer(body={}))
     faulty.script(
         "get_server_capabilities", Answer(body={"supported_models": [{"model_name": "m"}]})

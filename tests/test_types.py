@@ -277,7 +277,7 @@ def test_audio_length_is_read_from_the_container(header: bytes, rows: int) -> No
 @pytest.mark.parametrize(
     "header", [b"", b"\x00", b"\x00\x01", b"\x00\x01\x80", b"\xfe\x00", b"\x00\x00"]
 )
-def test_a_truncated_audio_container_says_so(header: bytes) -> None:
+def test_truncated_audio_is_a_clear_error(header: bytes) -> None:
     with pytest.raises(ValueError, match="audio tensor"):
         _ = types.DmelChunk(dmel=header).length
 
@@ -508,7 +508,7 @@ def test_records_can_be_fields_of_pydantic_models(record: Record) -> None:
     assert repr(again.inner) == repr(record)
 
 
-def test_pydantic_says_what_is_wrong_with_a_record() -> None:
+def test_pydantic_errors_name_the_fault_of_a_record() -> None:
     class Settings(pydantic.BaseModel):
         params: types.AdamParams
 
@@ -721,7 +721,7 @@ def test_spans_of_target_tables_need_not_add_up() -> None:
     assert datum.with_provenance([span], [span, span]).loss_fn_input_spans == [span, span]
 
 
-def test_sparse_torch_inputs_are_told_by_their_names() -> None:
+def test_sparse_torch_inputs_are_named() -> None:
     cells = torch.zeros(4, 8)
     cells[2, 3] = 0.5
     datum = types.Datum(
@@ -975,7 +975,7 @@ def test_tables_of_older_dialects_are_read() -> None:
 
 
 @pytest.mark.covers("C90")
-def test_chunks_of_a_stream_say_what_they_are() -> None:
+def test_stream_chunks_have_kinds() -> None:
     token = types.SampleStreamChunk.from_map(
         {"token": "a", "token_id": 3, "index": 0, "logprob": -0.5, "else": 1}
     )
@@ -1069,7 +1069,7 @@ def test_categories_of_failures_are_parsed(text: str, category: str, again: bool
 
 
 @pytest.mark.covers("C90", "D24", "24.types.8")
-def test_an_operation_that_goes_on_is_read_strictly() -> None:
+def test_continuing_operations_are_parsed_strictly() -> None:
     whole = {"type": "Try_Again", "request_id": "r", "queue_state": "active"}
     read = types.TryAgainResponse.model_validate(whole)
     assert (read.type, read.queue_state, read.retry_after_ms, read.queue_state_reason) == (
@@ -1162,7 +1162,7 @@ def test_queue_states_are_parsed(text: Any, state: str) -> None:
 
 
 @pytest.mark.covers("C90")
-def test_precision_loss_is_told() -> None:
+def test_precision_loss_warns() -> None:
     for dtype, wire in ((np.float64, "float32"), (np.uint64, "int64")):
         lost = types.check_precision_loss(np.dtype(dtype))
         assert lost is not None

@@ -204,7 +204,7 @@ def test_failed_usage_write_is_retried(
 # ── audit ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_audit_log_tells_who_did_what_to_checkpoints(serve: Serve) -> None:
+def test_audit_log_records_changes_of_checkpoints(serve: Serve) -> None:
     wire = serve()
     model = wire.session() and wire.model()
     path = wire.run("save_weights", {"model_id": model, "path": "a", "seq_id": 1})["path"]

@@ -203,16 +203,14 @@ def brisk_url(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 @pytest.mark.timeout(300)
 @pytest.mark.covers("S26", "S27")
 @pytest.mark.parametrize("version", clients.VERSIONS)
-def test_a_client_of_any_version_asks_again_when_it_is_told_to(
-    version: str, brisk_url: str, loop: Loop
-) -> None:
+def test_every_client_version_retries_on_request(version: str, brisk_url: str, loop: Loop) -> None:
     found = loop(version, brisk_url)
     check(found)
     compare(found, loop(NEWEST, brisk_url))
 
 
 @pytest.mark.timeout(300)
-def test_our_client_finds_what_the_official_one_finds(server_url: str, loop: Loop) -> None:
+def test_our_search_equals_the_official_one(server_url: str, loop: Loop) -> None:
     import tinkex
 
     found = run_loop(Path(tinkex.__file__).parents[1], server_url, "tinkex")
@@ -506,13 +504,13 @@ def test_a_null_can_be_read_wherever_nothing_can(name: str, field: str) -> None:
     )
 
 
-def test_a_null_for_what_must_be_given_is_refused() -> None:
+def test_null_for_a_required_field_is_refused() -> None:
     for body in ({"request_id": None}, {"request_id": None, "allow_metadata_only": None}):
         with pytest.raises(ValueError, match="got `null`"):
             codec.decode(types.FutureRetrieveRequest, json.dumps(body).encode())
 
 
-def test_nulls_within_what_is_given_are_nothing_too() -> None:
+def test_inner_nulls_are_dropped() -> None:
     params = {"max_tokens": None, "temperature": None, "top_k": None, "seed": 3}
     body = elixir_sample(sampling_params=params, num_samples=None)
     request = codec.decode(types.SampleRequest, json.dumps(body).encode())

@@ -587,7 +587,7 @@ ODD_METRICS = {"plain": 1.0, "a:b:mean": 2.0, "c:mean": 3.0, "d:last": 4.0, "los
 
 @pytest.mark.covers("W13")
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_w13_the_metrics_reducer_takes_what_comes(
+def test_w13_metrics_reducer_accepts_mixed_metrics(
     faulty: FaultyServer, service: ServiceClient, caplog: pytest.LogCaptureFixture, chunks: int
 ) -> None:
     """Names without a colon or with two, means over no records, unknown reductions: nothing raises
@@ -746,7 +746,7 @@ def test_w16_dropped_clients_stop_their_heartbeats(
     ],
     ids=["403", "404", "410", "400", "wrong-field", "missing-field", "failed"],
 )
-def test_w17_errors_have_types_and_say_what_where_and_why(
+def test_w17_errors_have_types_and_reasons(
     faulty: FaultyServer,
     service: ServiceClient,
     answer: Answer,
@@ -850,7 +850,7 @@ def test_w20_an_operation_takes_two_round_trips(tmp_path: Path, counted: Counted
 
 
 @pytest.mark.covers("W21")
-def test_w21_nothing_is_polled_when_nobody_waits(tmp_path: Path, counted: Counted) -> None:
+def test_w21_polling_stops_without_waiters(tmp_path: Path, counted: Counted) -> None:
     with serving(FakeEngine(), tmp_path) as url, ServiceClient(base_url=url) as service:
         sampler = service.create_sampling_client(base_model="fake").result()
         client = service.create_lora_training_client("fake", rank=4).result()
@@ -913,7 +913,7 @@ def test_w22_prompts_are_encoded_cheaply() -> None:
 
 
 @pytest.mark.covers("W23")
-def test_w23_a_conflict_is_given_up_soon(faulty: FaultyServer) -> None:
+def test_w23_conflict_fails_soon(faulty: FaultyServer) -> None:
     path = f"training_runs/{RUN}/checkpoints/weights/a/publish"
     faulty.script(path, Answer(409, {"detail": "already public"}))
     conflict = pytest.raises(tinkex.ConflictError, match="already public")

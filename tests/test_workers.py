@@ -70,7 +70,7 @@ def test_two_runs_land_on_different_workers_and_a_restart_finds_them_there(tmp_p
         assert train(wire, models[0], 11) == train(wire, models[1], 11)
 
 
-def test_each_worker_goes_on_while_the_other_is_busy(tmp_path: Path) -> None:
+def test_workers_do_not_wait_for_each_other(tmp_path: Path) -> None:
     held = Held("forward_backward")
     engines = {"slow": FakeEngine(fail=held), "quick": FakeEngine()}
 
@@ -241,7 +241,7 @@ def test_other_runs_go_on_while_one_is_rebuilt(
     played(scenario)
 
 
-def test_a_run_that_cannot_be_rebuilt_fails_what_it_was_asked_for(tmp_path: Path) -> None:
+def test_unrebuildable_run_fails_its_pending_calls(tmp_path: Path) -> None:
     held = Held("forward_backward")
 
     async def scenario() -> None:

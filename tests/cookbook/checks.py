@@ -184,7 +184,7 @@ def loops(home: Path, address: str) -> Loops:
 
 @pytest.mark.parametrize("server", SERVERS)
 @pytest.mark.parametrize("client", CLIENTS)
-def test_every_loop_does_what_it_is_for(loops: Loops, client: str, server: str) -> None:
+def test_cookbook_loops_reach_their_goal(loops: Loops, client: str, server: str) -> None:
     found = loops(client, server)
     nll = found["supervised"]["train_mean_nll"]
     assert nll[-1] < nll[0] / 5
@@ -208,7 +208,7 @@ def test_every_loop_does_what_it_is_for(loops: Loops, client: str, server: str) 
 
 @pytest.mark.parametrize("server", SERVERS)
 @pytest.mark.parametrize("client", CLIENTS)
-def test_a_run_that_was_broken_off_goes_on(loops: Loops, client: str, server: str) -> None:
+def test_broken_off_run_resumes(loops: Loops, client: str, server: str) -> None:
     found = loops(client, server)
     whole, half, both = (
         found[name]["train_mean_nll"] for name in ("supervised", "broken off", "resumed")

@@ -62,7 +62,7 @@ def test_a_resumed_run_continues_bit_equal(
         assert torch.equal(getattr(ours, name), getattr(theirs, name))
 
 
-def test_a_writer_writes_what_there_was_when_it_was_made_on_any_thread(
+def test_writer_writes_its_snapshot_on_any_thread(
     engine: TorchEngine, data: Data, tmp_path: Path
 ) -> None:
     train(engine, "a", data, range(2))
@@ -100,7 +100,7 @@ class Memory(Place):
         self.files[name] = opened.getvalue()
 
 
-def test_writers_take_any_place_and_write_what_safetensors_would(
+def test_writers_take_any_place_and_equal_safetensors(
     engine: TorchEngine, data: Data, tmp_path: Path
 ) -> None:
     train(engine, "a", data, range(2))

@@ -74,7 +74,7 @@ def test_the_gradient_is_that_of_finite_differences() -> None:
     assert torch.autograd.gradcheck(lambda logprobs: compiled(logprobs, others)[0], (point,))
 
 
-def test_a_compiled_loss_says_what_it_takes() -> None:
+def test_compiled_loss_lists_its_inputs() -> None:
     compiled = rebuilt("dpo_pairs")
     assert compiled.input_ranks == {"logprobs": 1, "reference": 1, "beta": 0}
     assert compiled.name == "dpo_pairs"

@@ -267,7 +267,7 @@ def rms(x: torch.Tensor) -> float:
     "ignore:Model has `tie_word_embeddings", "ignore:The following .*_pattern keys"
 )
 @pytest.mark.parametrize("family", [*DENSE, "qwen3-moe"])
-def test_peft_loads_what_is_saved(family: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_peft_loads_saved_adapters(family: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
     engine = TorchEngine({"m": checkpoint(family)}, threads=1)
     engine.create("a", "m", LoraConfig(rank=8))
     adapter = adapter_of(engine)
@@ -379,7 +379,7 @@ def test_experts_say_which_tokens_they_got(checkpoint: Checkpoint) -> None:
 @pytest.mark.parametrize(
     "rule", [AttentionRule(0.3), AttentionRule(0.3, 5), AttentionRule(0.3, 5, 1.5)]
 )
-def test_attention_under_a_mask_is_what_whole_sequences_get(rule: AttentionRule) -> None:
+def test_masked_attention_equals_whole_sequences(rule: AttentionRule) -> None:
     """Queries of two sequences at different places, against keys of which some are room to spare."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 12, heads, 8, generator=generator) for heads in (4, 2, 2))
@@ -412,7 +412,7 @@ def test_attention_under_a_mask_is_what_whole_sequences_get(rule: AttentionRule)
     ],
     ids=["right", "none", "wrong", "not a number", "broken"],
 )
-def test_a_kernel_is_trusted_if_it_gives_what_the_plain_way_gives(
+def test_kernel_is_trusted_if_it_equals_the_plain_way(
     measured: Any, said: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     kernel = trusted("decoding", measured, 0.03)

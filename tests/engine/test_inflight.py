@@ -117,7 +117,7 @@ class Reference:
 
 @pytest.mark.covers("U48")
 @WAYS
-def test_running_sample_goes_on_with_new_weights_over_old_keys(
+def test_running_sample_takes_new_weights_and_keeps_its_cache(
     way: str, make: Make, directory: Path, tmp_path: Path
 ) -> None:
     engine = make(way=way)
@@ -237,7 +237,7 @@ def test_samples_that_make_room_come_back_with_the_newest_weights(way: str, make
 
 
 @WAYS
-def test_version_that_nobody_needs_is_freed(way: str, make: Make) -> None:
+def test_unused_version_is_freed(way: str, make: Make) -> None:
     engine = make(way=way)
     engine.sample_start("job", "t", ask(tokens_of(7, 80), 2, 40), 1)
     for _ in range(5):

@@ -159,7 +159,7 @@ def test_without_a_compiler_that_works_pytorch_does_it(
     assert not list(cache.iterdir())
 
 
-def test_no_compiler_at_all_is_said(
+def test_missing_compiler_is_reported(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("shutil.which", lambda _: None)
@@ -192,7 +192,7 @@ def test_a_compiler_that_makes_no_sense_is_passed_over(
     assert library.load() is None  # and nothing is raised
 
 
-def test_a_compiler_that_hangs_is_given_up(
+def test_hanging_compiler_times_out(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     command = compiler_of(tmp_path / "cc", "exec sleep 60")
@@ -204,7 +204,7 @@ def test_a_compiler_that_hangs_is_given_up(
     assert not list(cache.iterdir())
 
 
-def test_a_compiler_does_not_read_what_the_user_types(tmp_path: Path) -> None:
+def test_compiler_does_not_read_standard_input(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.write(writer, b"typed")
     kept = os.dup(0)
@@ -449,9 +449,7 @@ def test_dense_models_in_float32_go_this_way_and_others_do_not(
 
 
 @pytest.mark.parametrize("family", ["long-narrow", "long-wide", "long-window"])
-def test_positions_weigh_many_blocks_alike_whether_they_are_drawn_or_read(
-    checkpoint: Checkpoint, family: str
-) -> None:
+def test_drawn_and_read_positions_weigh_equally(checkpoint: Checkpoint, family: str) -> None:
     """Also where heads fill no panel, a group has more of them than a tile has rows, and windows
     begin anywhere."""
     random = np.random.default_rng(3)
@@ -585,7 +583,7 @@ def test_adapters_stay_packed_while_they_are_used_and_for_a_while(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
-def test_threads_end_when_nobody_needs_them(engine: TorchEngine) -> None:
+def test_unused_threads_end(engine: TorchEngine) -> None:
     def threads() -> int:
         return len(os.listdir("/proc/self/task"))
 

@@ -304,7 +304,7 @@ EVENTFUL[4], EVENTFUL[13], EVENTFUL[12] = (
 
 @pytest.mark.covers("S36")
 @pytest.mark.parametrize("blocks", [12, None])
-def test_whatever_runs_beside_it_a_job_gives_what_it_gives_alone(
+def test_job_beside_others_equals_the_job_alone(
     crowd: TorchEngine, expected: list[SampleResponse], blocks: int | None
 ) -> None:
     """With room for a fourth of them, and for all."""
@@ -336,7 +336,7 @@ def try_cases(engine: TorchEngine, expected: Sequence[SampleResponse], number: i
 
 
 @pytest.mark.covers("S36")
-def test_jobs_that_come_and_go_at_any_time_give_what_they_give_alone(
+def test_jobs_joining_at_any_time_equal_jobs_alone(
     crowd: TorchEngine, expected: list[SampleResponse]
 ) -> None:
     try_cases(crowd, expected, 5)
@@ -349,7 +349,7 @@ def test_overlapped_samples_are_equal_in_many_cases(
     try_cases(crowd, expected, 100)
 
 
-def test_rows_run_ahead_of_what_has_been_read(crowd: TorchEngine) -> None:
+def test_rows_run_ahead_of_reading(crowd: TorchEngine) -> None:
     """One token is under way between steps, except when all that are allowed have been drawn."""
     engine = limited(crowd)
     heard: list[DrawnToken] = []
@@ -643,7 +643,7 @@ def try_passes(checkpoint: Checkpoint, data: Data, alone: Sequence[Alone], numbe
 
 
 @pytest.mark.covers("S14", "S15")
-def test_passes_that_come_and_go_at_any_time_give_what_they_give_alone(
+def test_passes_joining_at_any_time_equal_passes_alone(
     checkpoint: Checkpoint, data: Data, passes_alone: Callable[[Data], list[Alone]]
 ) -> None:
     try_passes(checkpoint, data, passes_alone(data), 5)
@@ -678,9 +678,7 @@ def test_passes_of_one_adapter_may_be_of_several_owners(
     assert list(step_on(engine)) == ["0", "1", "2"]
 
 
-def test_a_dropped_adapter_is_not_held_by_what_is_unread(
-    checkpoint: Checkpoint, data: Data
-) -> None:
+def test_unread_results_do_not_hold_a_dropped_adapter(checkpoint: Checkpoint, data: Data) -> None:
     engine = trainer_of(checkpoint)
     engine.pass_start("1", "a", data(24, 24, 24), "cross_entropy", {})
     engine.pass_step()

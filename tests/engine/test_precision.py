@@ -118,7 +118,7 @@ def test_logits_are_not_rounded(rank: int) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_experts_route_by_what_was_cut_off_too(device: str) -> None:
+def test_experts_route_by_unrounded_states(device: str) -> None:
     wide, router = (
         torch.randn(*size, generator=torch.Generator().manual_seed(3))
         for size in ((900, 64), (32, 64))
@@ -133,7 +133,7 @@ def test_experts_route_by_what_was_cut_off_too(device: str) -> None:
     assert not torch.equal(experts.route(rounded)[1], chosen)
 
 
-def test_a_model_tells_its_experts_what_was_cut_off(
+def test_router_gets_the_unrounded_states(
     checkpoint: Checkpoint, data: Data, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen, route = [], Experts.route

@@ -71,7 +71,7 @@ def test_products_in_c_are_right_and_their_rows_steady(
 
 
 @has_c
-def test_products_in_c_refuse_what_they_would_misread() -> None:
+def test_c_products_refuse_unsupported_layouts() -> None:
     for x, w in ((random(3, 4), random(5, 2)), (random(3, 4).double(), random(4, 2).double())):
         with pytest.raises(ValueError, match="no such product"):
             c_matmul.multiply(x, w)

@@ -308,7 +308,7 @@ def test_stop_strings_are_found_after_text_that_is_broken(count: int) -> None:
         assert ended == len(row) - 1, before
 
 
-def test_text_that_is_broken_for_good_is_forgotten_all_the_same(tokenizer: Tokenizer) -> None:
+def test_undecodable_bytes_are_dropped(tokenizer: Tokenizer) -> None:
     row, half = stop_rule._Text(tokenizer), tokenizer.token_to_id("Ã")
     assert half is not None
     for _ in range(600):

@@ -235,7 +235,7 @@ def test_logprobs_of_every_adapter_equal_the_trainers(way: str, limits: Any) -> 
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_every_family_decodes_alike_in_every_form(family: str, checkpoint: Checkpoint) -> None:
+def test_families_decode_equally_in_every_form(family: str, checkpoint: Checkpoint) -> None:
     """Windows, bounds, scales and experts; neighbours change no bit here either."""
     engine = TorchEngine({"m": checkpoint(family)}, threads=1)
     engine.create("a", "m", LoraConfig(rank=8))
@@ -429,7 +429,7 @@ def test_many_samples_take_turns(limits: Any) -> None:
     same(whole, alone(limits(max_rows=3), "one", ask([4, 5, 6], 40, 12), 1))
 
 
-def test_blocks_are_given_up_oldest_first() -> None:
+def test_blocks_are_evicted_oldest_first() -> None:
     blocks = Blocks(4)
     keys = prompt_keys(namespace(1, ""), np.arange(3 * BLOCK))
     assert len(set(keys)) == 3
@@ -562,9 +562,7 @@ def test_short_prompts_run_as_rows_and_long_ones_in_chunks(
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
-def test_a_bank_holds_what_was_asked_for_last_and_nothing_else(
-    device: str, directory: Path
-) -> None:
+def test_bank_holds_the_latest_rows_only(device: str, directory: Path) -> None:
     """Adapters of several kinds come and go, some into the place of another."""
     engine = TorchEngine({"m": directory}, device=device, dtype=torch.float32)
     kinds = [

@@ -244,9 +244,7 @@ def test_rows_without_changes_take_no_work(
 
 
 @pytest.mark.parametrize("way", ["native", "static"])
-def test_samples_that_are_put_back_go_on_alike(
-    way: str, engine: TorchEngine, reference: Any
-) -> None:
+def test_preempted_samples_resume_equally(way: str, engine: TorchEngine, reference: Any) -> None:
     params = {
         "presence_penalty": 1.2,
         "bad_words": [[3, 4], [4, 3]],

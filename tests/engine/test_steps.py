@@ -310,7 +310,7 @@ def test_after_a_fault_of_ours_nothing_is_left_of_the_passes_it_hit(
     assert isinstance(together(shared, {"3": ("a", data(9))})["3"], ForwardBackwardOutput)
 
 
-def test_a_fault_of_ours_does_not_swallow_what_had_ended_before_it(
+def test_internal_error_keeps_earlier_results(
     shared: TorchEngine, data: Data, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Memory(monkeypatch, 40)
@@ -356,7 +356,7 @@ def test_rest_is_not_saved_up() -> None:
     assert turns(shares, ["a", "b"], 6, costs).count("b") in (3, 4)
 
 
-def test_shares_forget_whoever_is_level() -> None:
+def test_shares_forget_level_parties() -> None:
     shares = Shares()
     for number in range(1000):
         turns(shares, [str(number), str(number + 1)], 2, {str(number): 1, str(number + 1): 1})
