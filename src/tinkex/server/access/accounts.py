@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import functools
 import hashlib
 import hmac
 import json
@@ -16,7 +17,12 @@ import secrets
 import time
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
+from starlette.datastructures import Headers
+
+from tinkex.client.settings.config import LOOPBACK
+from tinkex.server.access.endpoints import Access
 from tinkex.server.database.entities import LOCAL_OWNER, AuditEntry, user_urn
 from tinkex.server.database.interface import Database
 from tinkex.server.files.data_dir import is_keyed, mark_keyed, signing_secret
@@ -36,6 +42,10 @@ class Account:
 
     owner: str = LOCAL_OWNER
     key_id: int = 0
+
+
+NOBODY = Account("")
+"""The account of a caller that was not asked for a key. It owns nothing."""
 
 
 def hash_of(key: str) -> bytes:
@@ -112,6 +122,31 @@ class Accounts:
             self._closed = await asyncio.to_thread(has_keys, self._database)
             self._looked = time.monotonic()
         return self._closed
+
+    async def authorize(
+        self, headers: Headers, access: Access, *, takes_bearer: bool = False
+    ) -> Account:
+        """Return the account of a request.
+
+        Raises:
+            Refusal: 401 without a valid key; 403 from another machine, when the server is open.
+        """
+        if access is Access.PUBLIC:
+            return NOBODY
+        if await self.needs_key():
+            if access is Access.NO_KEY:
+                return Account()
+            key = headers.get("x-api-key")
+            if not key and takes_bearer:
+                key = _bearer(headers.get("authorization", ""))
+            return await self.account(key)
+        # An open server is for programs of this machine: a web page must not drive it.
+        for name in ("host", "origin"):
+            given = headers.getlist(name)
+            if len(given) > 1 or not all(map(_is_here, given)):
+                told = ", ".join(map(repr, given))
+                raise Refusal(403, f"this server is open to this machine only; {name} is {told}")
+        return Account()
 
     async def account(self, credential: str | None) -> Account:
         """Return the account of a key or token; refuse others with 401."""
@@ -228,3 +263,18 @@ def _text(data: bytes) -> str:
 
 def _bytes(text: str) -> bytes:
     return base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
+
+
+def _bearer(authorization: str) -> str | None:
+    kind, _, key = authorization.partition(" ")
+    return key.strip() if kind.lower() == "bearer" else None
+
+
+@functools.lru_cache(64)
+def _is_here(place: str) -> bool:
+    """Return whether a Host or Origin header names this machine."""
+    try:
+        parts = urlsplit(place if "//" in place else f"//{place}")
+        return "@" not in parts.netloc and parts.hostname in LOOPBACK
+    except ValueError:  # it is no address at all
+        return False
