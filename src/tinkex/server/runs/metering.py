@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Awaitable
-from dataclasses import dataclass
 from typing import Any
 
 from tinkex.server.calls import Call
 from tinkex.server.database.entities import Sampler
 from tinkex.server.http_errors import Refusal
-from tinkex.server.meter import Meter, check_held
+from tinkex.server.meter import check_held
 from tinkex.server.runs.call_records import UNKNOWN
 from tinkex.server.runs.encoded_results import most_of, size_of
 from tinkex.server.runs.promises import Promise
@@ -119,23 +118,29 @@ async def fail_in_band(state: State, op: Operation, call: Call, why: str) -> Unt
 # ── counting ──────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(slots=True)
 class Watch:
     """Notes the end of one operation; its promise calls it, and it calls the one called before."""
 
-    meter: Meter
-    operation: str
-    owner: str
-    model_id: str | None
-    base_model: str
-    tokens: int
-    path: str | None
-    creates: bool
-    began: float
-    bound: int
-    size: int
-    """Bytes of the request, once it is expanded."""
-    before: Any
+    def __init__(self, state: State, operation: str, call: Call, before: Any) -> None:
+        request, meter = call.request, state.meter
+        self.meter, self.operation, self.owner, self.before = meter, operation, call.owner, before
+        self.model_id: str | None = getattr(request, "model_id", None)
+        live = state.runs.get(self.model_id) if self.model_id else None
+        self.base_model = live.run.base_model if live else ""
+        self.tokens = self.bound = 0
+        if isinstance(request, SampleRequest):
+            self.bound = most_of(request, state.workers.longest_window)
+        else:
+            self.tokens = sum(lengths(request))
+        is_load = operation == "load_weights"
+        self.path: str | None = request.path if is_load else None
+        self.creates = operation == "create_model" or (is_load and self.model_id is None)
+        self.began, self.size = time.time(), call.size
+        meter.open[self.owner, operation] += 1
+        meter.expected[self.owner] += self.bound
+        meter.held[self.owner] += self.size
+        if self.creates:
+            meter.creating[self.owner] += 1
 
     def __call__(self, promise: Promise) -> None:
         """Note how the operation ended, and call the next."""
@@ -177,32 +182,7 @@ def watch(state: State, operation: str, call: Call, request_id: str) -> None:
     promise = state.promises.get(request_id)
     if promise is None or promise.done.is_set() or isinstance(promise.on_settled, Watch):
         return
-    request, meter = call.request, state.meter
-    model_id = getattr(request, "model_id", None)
-    live = state.runs.get(model_id) if model_id else None
-    creates = operation == "create_model" or (operation == "load_weights" and model_id is None)
-    bound = (
-        most_of(request, state.workers.longest_window) if isinstance(request, SampleRequest) else 0
-    )
-    promise.on_settled = Watch(
-        meter,
-        operation,
-        call.owner,
-        model_id,
-        live.run.base_model if live else "",
-        0 if isinstance(request, SampleRequest) else sum(lengths(request)),
-        request.path if operation == "load_weights" else None,
-        creates,
-        time.time(),
-        bound,
-        call.size,
-        promise.on_settled,
-    )
-    meter.open[call.owner, operation] += 1
-    meter.expected[call.owner] += bound
-    meter.held[call.owner] += call.size
-    if creates:
-        meter.creating[call.owner] += 1
+    promise.on_settled = Watch(state, operation, call, promise.on_settled)
 
 
 def lengths(request: Any) -> list[int]:
