@@ -1,7 +1,8 @@
 """Accounts: keys, the short-lived tokens given for them, and the account each belongs to.
 
-A key is 256 random bits, so a plain SHA-256 of it is kept: it cannot be guessed, and a slow hash would slow every request down. Keys are read from the database, so that one made or revoked
-by the command line counts at once: an unknown key is always looked up, a known one is trusted for a
+A key is 256 random bits, so a plain SHA-256 of it is kept: it cannot be guessed, and a slow hash
+would slow every request down. Keys are read from the database, so that one made or revoked by the
+command line counts at once: an unknown key is always looked up, a known one is trusted for a
 second.
 """
 
@@ -174,7 +175,7 @@ class Accounts:
         return found[1]
 
     async def reader(self, owner: str, token: str | None) -> str:
-        """Return the account that reads a checkpoint: of the access token, or else of the caller."""
+        """Return the account that reads a checkpoint: the token's, or else the caller's."""
         if not token or not await self.needs_key():
             return owner
         try:
@@ -249,7 +250,7 @@ class Accounts:
 
 
 def _rejected(detail: str) -> Refusal:
-    """Return the answer to an invalid token; clients then exchange their key for a new one, once."""
+    """Return the answer to an invalid token, which makes clients exchange their key once more."""
     return Refusal(401, detail, headers={"WWW-Authenticate": 'Bearer error="invalid_token"'})
 
 

@@ -1,6 +1,7 @@
 """Owners of the objects that requests name.
 
-An id begins with the id of its session, and the owner of a session is on record. Each endpoint declares the fields of its requests that must name objects of the caller's account (`owned_by`).
+An id begins with the id of its session, and the owner of a session is on record. Each endpoint
+declares the fields of its requests that must name objects of the caller's account (`owned_by`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The database of a data directory, as the rest of the server sees it.
 
 `sqlite.py` implements it. All calls may block: the event loop makes them in a thread, except for
-`SamplerTable.known`. Another database is another class with these attributes, handed to `create_app`.
+`SamplerTable.known`. Another database is another class with these attributes, handed to
+`create_app`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Poll for results, one or many at once, and cancel samples.
 
 A poll is held until there is a result, the time of a poll is over, or the server stops. One request
-asks for one result. Another asks for all samples of a client: these are noted in a log, in the order
-in which they ended. A log begins with the first poll for it, so that clients which ask for each
-result cost nothing. Its numbers are acknowledged by the next poll; only then is a result that was
-sent along forgotten.
+asks for one result. Another asks for all samples of a client: these are noted in a log, in the
+order in which they ended. A log begins with the first poll for it, so that clients which ask for
+each result cost nothing. Its numbers are acknowledged by the next poll; only then is a result that
+was sent along forgotten.
 """
 
 from __future__ import annotations
