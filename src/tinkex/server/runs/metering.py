@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
 from typing import Any
 
 from tinkex.server.calls import Call
@@ -202,39 +203,32 @@ def _length(model_input: ModelInput) -> int:
         return 0
 
 
-async def metered_stream(
-    state: State,
-    call: Call,
-    sampler: Sampler,
-    request: SampleRequest,
-    drawing: Awaitable[SampleResponse],
-) -> SampleResponse:
-    """Return a sample that has no promise; note its time and its tokens."""
+@contextlib.contextmanager
+def streaming(state: State, owner: str, sampler: Sampler) -> Iterator[None]:
+    """Note the time of a sample that has no promise."""
     name, began, error = "stream_sample", time.time(), None
-    state.meter.open[call.owner, name] += 1
+    state.meter.open[owner, name] += 1
     try:
-        return await metered(state, call, sampler, request, drawing)
+        yield
     except BaseException as problem:
         error = str(problem) or type(problem).__name__
         raise
     finally:
-        state.meter.open[call.owner, name] -= 1
-        state.meter.span(
-            sampler.session_id, f"{sampler.sampler_id}:{name}:{began}", name, began, error
-        )
+        state.meter.open[owner, name] -= 1
+        request_id = f"{sampler.sampler_id}:{name}:{began}"
+        state.meter.span(sampler.session_id, request_id, name, began, error)
 
 
 async def metered(
     state: State,
-    call: Call,
+    owner: str,
     sampler: Sampler,
     request: SampleRequest,
     drawing: Awaitable[SampleResponse],
 ) -> SampleResponse:
     """Return a sample, and count its tokens."""
     response = await drawing
-    session = sampler.session_id
-    state.meter.count(call.owner, session, sampler.base_model, "prefill", _length(request.prompt))
-    drawn = sum(sequence.length for sequence in response.sequences)
-    state.meter.count(call.owner, session, sampler.base_model, "sample", drawn)
+    use = (owner, sampler.session_id, sampler.base_model)
+    state.meter.count(*use, "prefill", _length(request.prompt))
+    state.meter.count(*use, "sample", sum(sequence.length for sequence in response.sequences))
     return response
