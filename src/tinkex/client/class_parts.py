@@ -12,7 +12,7 @@ C = TypeVar("C")
 
 
 def made_of(*parts: type[Any]) -> Callable[[type[C]], type[C]]:
-    """Make the public methods and properties of base classes the class's own, by name too.
+    """Make public methods and properties of base classes the class's own.
 
     Programs that trace or replace methods look for them in the class itself, not in its bases.
 

@@ -1,4 +1,4 @@
-"""RestClient and AdminClient: stored runs, checkpoints and sessions, and the account's usage.
+"""RestClient and AdminClient: runs, checkpoints, sessions, and usage.
 
 Neither opens a session. Every method starts at once and returns a future: `await` it, or call
 `.result()`. Arguments are checked before anything is sent; wrong ones raise ValueError.
@@ -27,7 +27,7 @@ from tinkex.types.account import (
 
 @made_of(RestBase, RestRuns, RestCheckpoints, RestSessions, RestAccounts, RestExperimental)
 class RestClient(RestRuns, RestCheckpoints, RestSessions, RestAccounts, RestExperimental):
-    """Training runs, checkpoints and sessions: look them up, share, copy and delete them.
+    """Looks up, shares, copies and deletes runs, checkpoints and sessions.
 
     In the examples `rest` is one; `help(tinkex)` shows how the others, such as `client`, are made.
 

@@ -1,4 +1,4 @@
-"""SamplingClient: samples and log-probabilities from a base model or from saved weights."""
+"""SamplingClient: samples from a base model or from saved weights."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class SamplingClient(SampleStreams):
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
     ) -> AwaitableConcurrentFuture[SamplingClient]:
-        """Open a sampler of a checkpoint, of a base model, or of an existing sampling session.
+        """Open a sampler of a checkpoint, a base model or an existing sampling session.
 
         Args:
             holder: The session to sample in.
@@ -204,7 +204,9 @@ class SamplingClient(SampleStreams):
     compute_logprobs_async = value_twin(compute_logprobs)
 
     def get_sampler_handle(self) -> str:
-        """Return a text from which another process can make this client; it holds no credential.
+        """Return a text from which another process can make this client.
+
+        It holds no credential.
 
         Example:
             >>> handle = sampler.get_sampler_handle()

@@ -1,5 +1,6 @@
-"""A training loop that goes on when its run is lost: `with tinkex.resilient(client, every=20) as
-trainer: …`.
+"""A training loop that goes on when its run is lost.
+
+Use it as `with tinkex.resilient(client, every=20) as trainer: …`.
 
 The trainer is a TrainingClient. It saves a state after every few optimizer steps, in the
 background, and keeps the calls made since. The server may lose the run: it was unloaded, its
@@ -53,24 +54,25 @@ def resilient(
     name: str = "resilient",
     ttl_seconds: int | None = None,
 ) -> ResilientTrainingClient:
-    """Wrap a training client so that a loop over it survives the loss of its run; use it in a
-    `with` block.
+    """Wrap a training client so that its loop survives the loss of the run.
+
+    Use it in a `with` block.
 
     Args:
-        training_client: The run to begin with, without a gradient that waits for its step.
-        every: Save a state after so many optimizer steps. What is lost is at most computed so many
-            times again.
-        policy: How often to try and how long to wait in between, and whom to tell; `latest` with
-            the optimizer's state is the only strategy that brings the same weights.
-        keep: How many of the saved states are kept; older ones are deleted.
-        name: What the names of the saved states begin with.
+        training_client: The first run; it must have no gradient that waits for its step.
+        every: Save a state after this many optimizer steps. After a loss, at most this many steps
+            are computed again.
+        policy: The attempts, the waits between them, and the callbacks. The strategy must be
+            `latest` with the optimizer's state, because no other gives the same weights.
+        keep: The number of saved states to keep; older ones are deleted.
+        name: The prefix of the names of saved states.
         ttl_seconds: Seconds after which a saved state expires; None keeps it.
 
     Returns:
         A training client with the same methods.
 
     Raises:
-        ValueError: `every` or `keep` is less than one, or the policy would bring other weights.
+        ValueError: `every` or `keep` is less than one, or the policy would give other weights.
 
     Example:
         >>> with resilient(client, every=20) as trainer:
@@ -105,8 +107,8 @@ def resilient(
 class ResilientTrainingClient(TrainingClient):
     """A TrainingClient whose run may be lost; `resilient` makes it.
 
-    Cancelling a future gives up waiting for it: the call itself is always carried out. Receipts are
-    for the run of the moment; after a loss their results have to be asked for anew.
+    Cancelling a future only ends the wait: the call itself is always executed. Receipts belong to
+    the present run; after a loss, submit the call again to get its result.
 
     Example:
         >>> with resilient(client) as trainer:
@@ -202,7 +204,7 @@ class ResilientTrainingClient(TrainingClient):
             self._end()
 
     def _left(self) -> list[Future[Any]]:
-        """Return the open calls at the end of the block, with a last state if anything changed."""
+        """Save a last state if anything changed; return the open calls."""
         recorder = self._outbox
         with recorder.lock:
             if recorder.failure is None and any(entry.trains for entry in recorder.log):
@@ -299,14 +301,15 @@ class ResilientTrainingClient(TrainingClient):
         record_stability_info: bool = False,
         kind: SamplingClientKind = "snapshot",
     ) -> BackcompatSamplingClientFuture:
-        """A sampler of the weights as they are after the calls made so far; it outlives the run and
-        the session.
+        """Open a sampler of the weights as they are after the calls made so far.
+
+        The sampler outlives the run and the session.
 
         Args:
-            name: Save the weights under this name; without one, under one that is kept for a day.
-            retry_config: How samples that fail for a passing reason are treated.
+            name: The name to save the weights under; by default a name that expires after a day.
+            retry_config: How samples are retried.
             record_stability_info: Ask the server to keep what `stable_reinforce` needs.
-            kind: "snapshot" only: a sampler that follows the weights could not be opened again.
+            kind: Only "snapshot": a sampler that follows the weights could not be opened again.
         """
         if checked_kind(kind) != "snapshot":
             raise ValueError(
@@ -330,7 +333,7 @@ class ResilientTrainingClient(TrainingClient):
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
     ) -> BackcompatSamplingClientFuture:
-        """A sampler of a saved checkpoint; it outlives the run and the session."""
+        """Open a sampler of a saved checkpoint; it outlives the run and the session."""
         opening: Future[SamplingClient] = self._session.create(
             open_resilient, self._session, model_path, retry_config, record_stability_info
         )

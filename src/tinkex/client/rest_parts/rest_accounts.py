@@ -1,4 +1,4 @@
-"""RestAccounts: the methods of RestClient and AdminClient about the account and its usage."""
+"""RestAccounts: the methods of RestClient about the account and its usage."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ class RestAccounts(UsageCalls):
     """The owner of the key, and the usage by its deprecated names."""
 
     def whoami(self) -> APIFuture[WhoamiResponse]:
-        """Return the user and the organization of the key, from the token that the server gives for it.
+        """Return the user and the organization of the key.
+
+        They are in the token that the server gives for the key.
 
         Raises:
             RuntimeError: Raised by the future when the server gives no token for the key.

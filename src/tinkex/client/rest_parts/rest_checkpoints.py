@@ -422,7 +422,7 @@ class RestCheckpoints(RestBase):
 
 
 def _expiry(reply: Reply) -> dt.datetime:
-    """Return the expiry of a redirect's address: its Expires header, or a quarter of an hour from now."""
+    """Return the expiry of a redirect's address, by default in 15 minutes."""
     # slow to import, and only this old endpoint needs it
     from email.utils import parsedate_to_datetime
 

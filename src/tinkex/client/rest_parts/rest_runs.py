@@ -108,9 +108,9 @@ class RestRuns(RestBase):
     list_training_runs_async = value_twin(list_training_runs)
 
     def unload_model(self, model_id: ModelID) -> APIFuture[UnloadModelResponse]:
-        """Let the server forget the live state of a training run, on servers that offer it.
+        """Let the server forget the live state of a training run.
 
-        The run's checkpoints stay.
+        The run's checkpoints stay. Not all servers offer this.
 
         Args:
             model_id: The run. It may belong to a client in another program.

@@ -1,4 +1,4 @@
-"""TrainingRun: the base of TrainingClient, with its session, its outbox and its queue's log."""
+"""TrainingRun: the base of TrainingClient, with its session and its outbox."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ class TrainingRun:
         return self._known_info.model_data.model_name if self._known_info is not None else None
 
     def get_telemetry(self) -> Reporter | None:
-        """Return the reporter that sends this session's events to the hosted service, or None.
+        """Return the reporter of this session's events, or None.
+
+        It sends them to the hosted service.
 
         Example:
             >>> from tinkex import telemetry

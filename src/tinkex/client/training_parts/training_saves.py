@@ -1,4 +1,4 @@
-"""TrainingSaves: the methods of TrainingClient that save weights, sample from them or load them."""
+"""TrainingSaves: the methods of TrainingClient that save and load weights."""
 
 from __future__ import annotations
 
@@ -275,7 +275,9 @@ class TrainingSaves(TrainingRun):
     def load_state(
         self, path: str, weights_access_token: str | None = None, **options: Unpack[CallOptions]
     ) -> Future[LoadWeightsResponse]:
-        """Replace the weights of this run by those of a checkpoint; the optimizer starts from zero.
+        """Replace the weights of this run by those of a checkpoint.
+
+        The optimizer starts from zero.
 
         Deprecated: `ServiceClient.create_training_client_from_state` makes a new run of a
         checkpoint, which works on every server.
