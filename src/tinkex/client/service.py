@@ -6,7 +6,6 @@ import logging
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeAlias
 
 from tinkex.client.class_parts import made_of
@@ -342,10 +341,7 @@ class ServiceClient(TrainingStarts):
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, *_: object
     ) -> None:
         status: ClientSessionFinishReasonType = "success"
         if kind is not None:

@@ -47,19 +47,6 @@ class TrainingClient(TrainingPasses, TrainingSaves):
         (10.6..., 0.001)
     """
 
-    def __init__(
-        self,
-        holder: Session,
-        model_seq_id: int,
-        model_id: str,
-        *,
-        info: GetInfoResponse | None = None,
-        first_seq_id: int = 1,
-    ) -> None:
-        super().__init__(holder, model_seq_id, model_id, info=info, first_seq_id=first_seq_id)
-        self._loaded_tokenizer: Any = None
-        self._asking = asyncio.Lock()
-
     def unload_model(self) -> UnloadModelResponse:
         """Let the server forget the live state of this run, on servers that offer it.
 

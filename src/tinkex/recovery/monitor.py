@@ -24,6 +24,7 @@ from tinkex.client.rest import RestClient
 from tinkex.client.service import ServiceClient
 from tinkex.client.training_client import TrainingClient
 from tinkex.errors import TinkerError
+from tinkex.recovery.attempts import Attempts
 from tinkex.recovery.policies import (
     METRIC_PREFIX,
     RecoveryError,
@@ -194,33 +195,12 @@ class Monitor:
 # ── the executor ──────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(slots=True)
-class _Job:
-    run_id: str
+@dataclass(slots=True, kw_only=True)
+class _Job(Attempts):
     service: ServiceClient
-    policy: RecoveryPolicy
-    metadata: dict[str, Any]
     last_checkpoint: Checkpoint | Mapping[str, Any] | str | None
     run: TrainingRun | None
     rest: RestClient
-    attempt: int = 0
-
-    def tell(self, name: str, **facts: Any) -> None:
-        said = {
-            **self.metadata,
-            "run_id": self.run_id,
-            "attempt": self.attempt,
-            "strategy": self.policy.strategy_name,
-        }
-        events.emit(name, {"attempt": self.attempt}, {**said, **facts})
-
-    def delay_after(self, outcome: object) -> float | None:
-        """Return the wait before the next attempt; None if there is none."""
-        if not isinstance(outcome, Exception):
-            return None
-        self.tell(events.RECOVERY_FAILED, error=outcome)
-        is_last = self.attempt >= self.policy.max_attempts
-        return None if is_last else self.policy.backoff(self.attempt)
 
 
 class Executor:
@@ -291,7 +271,13 @@ class Executor:
                 raise RecoveryError(f"run {run_id} is being taken up already", "already_pending")
             self._pending.add(run_id)
         job = _Job(
-            run_id, service, chosen, facts, last_checkpoint, run, rest or rest_client_of(service)
+            run_id,
+            chosen,
+            facts,
+            service=service,
+            last_checkpoint=last_checkpoint,
+            run=run,
+            rest=rest or rest_client_of(service),
         )
         runtime().call(lambda: runtime().task(self._run(job)))
 
@@ -311,8 +297,7 @@ class Executor:
 
     async def _attempt(self, job: _Job) -> tuple[str, TrainingClient]:
         async with self._places:  # left between attempts, so that other runs go on
-            job.attempt += 1
-            job.tell(events.RECOVERY_STARTED)
+            job.begin()
             return await self._restore(job)
 
     def _forget(self, job: _Job) -> None:

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
 import logging
 import secrets
 import weakref
-from collections.abc import Awaitable, Mapping
-from types import TracebackType
+from collections.abc import Mapping
 from typing import Any, Self
 
 from tinkex import events
@@ -32,6 +32,7 @@ from tinkex.client.sampling_client import SamplingClient, checked_kind
 from tinkex.client.service import ServiceClient
 from tinkex.client.training_client import TrainingClient
 from tinkex.errors import TinkerError
+from tinkex.recovery.attempts import Attempts
 from tinkex.recovery.monitor import told
 from tinkex.recovery.policies import RecoveryError, RecoveryPolicy
 from tinkex.recovery.recorder import Recorder
@@ -183,22 +184,12 @@ class ResilientTrainingClient(TrainingClient):
             self._outbox.knows_runs = False
             logger.debug("the server does not describe run %s: %s", self.model_id, error)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             concurrent.futures.wait(self._left())
             self._end()
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             await asyncio.gather(*self._left(), return_exceptions=True)
             self._end()
@@ -234,62 +225,43 @@ class ResilientTrainingClient(TrainingClient):
     async def _recover(self, cause: Exception) -> None:
         """Make another run from the last state, and the calls since then again."""
         old, path, policy = self._client, self.checkpoint, self._policy
-        facts: dict[str, Any] = {"run_id": old.model_id, "strategy": "latest"}
-        events.emit(events.RECOVERY_DETECTED, {}, {**facts, "checkpoint": path, "error": cause})
+        attempts = Attempts(old.model_id, policy, final=(RecoveryError,))
+        facts = {"run_id": old.model_id, "strategy": policy.strategy_name, "checkpoint": path}
+        events.emit(events.RECOVERY_DETECTED, {}, {**facts, "error": cause})
         reason = getattr(cause, "message", cause)
         logger.warning("run %s is lost (%s): going on from %s", old.model_id, reason, path)
-        made = 0
-
-        def told_of() -> tuple[dict[str, int], dict[str, Any]]:
-            return {"attempt": made}, {**facts, "attempt": made}
-
-        def attempt() -> Awaitable[TrainingClient]:
-            nonlocal made
-            made += 1
-            events.emit(events.RECOVERY_STARTED, *told_of())
-            return self._restore(*told_of())
-
-        def delay_after(outcome: object) -> float | None:
-            if not isinstance(outcome, Exception):
-                return None
-            number, named = told_of()
-            events.emit(events.RECOVERY_FAILED, number, {**named, "error": outcome})
-            is_last = isinstance(outcome, RecoveryError) or made == policy.max_attempts
-            return None if is_last else policy.backoff(made)
-
         error = cause
         if self._outbox.losses <= policy.max_attempts:
             try:
-                client = await persist(attempt, delay_after)
+                restore = functools.partial(self._restore, attempts)
+                client = await persist(restore, attempts.delay_after)
             except Exception as failure:
                 error = failure
             else:
                 with self._outbox.lock:
                     self._adopt(client)
                     self._outbox.replay(client._outbox)
-                number, named = told_of()
-                facts = {**named, "client": client, "checkpoint": path}
-                events.emit(events.RECOVERY_COMPLETED, number, facts)
+                attempts.tell(events.RECOVERY_COMPLETED, client=client, checkpoint=path)
                 await told(policy.on_recovery, old, client, path)
                 return
-        number = {"attempt": policy.max_attempts}
-        events.emit(events.RECOVERY_EXHAUSTED, number, {**facts, **number, "error": error})
+        attempts.attempt = policy.max_attempts
+        attempts.tell(events.RECOVERY_EXHAUSTED, error=error)
         self._outbox.fail(
             f"run {old.model_id} is lost and could not be taken up again: {error}", error
         )
         await told(policy.on_failure, old.model_id, error)
 
-    async def _restore(self, number: dict[str, int], facts: dict[str, Any]) -> TrainingClient:
+    async def _restore(self, attempts: Attempts) -> TrainingClient:
+        attempts.begin()
         path = self.checkpoint
         if path is None:
             raise RecoveryError("no state was saved to go on from", "missing_checkpoint")
-        events.emit(events.RECOVERY_CHECKPOINT_SELECTED, number, {**facts, "checkpoint": path})
+        attempts.tell(events.RECOVERY_CHECKPOINT_SELECTED, checkpoint=path)
         await reopened(self._session)
         client = await self._service.create_training_client_from_state_with_optimizer(
             path, user_metadata=self._metadata
         )
-        result = {**facts, "client": client, "checkpoint": path}
-        events.emit(events.RECOVERY_CLIENT_CREATED, number, result)
+        attempts.tell(events.RECOVERY_CLIENT_CREATED, client=client, checkpoint=path)
         return client
 
     # ── samplers ──────────────────────────────────────────────────────────────────────────────────

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,8 @@ class TrainingRun:
         self._known_info = info
         self._outbox = Outbox(holder, model_id, first_seq_id)
         self._queue_states = QueueStateLogger("Training")
+        self._loaded_tokenizer: Any = None
+        self._asking = asyncio.Lock()
 
     @property
     def holder(self) -> Session:
