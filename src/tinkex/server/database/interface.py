@@ -244,30 +244,12 @@ class Database(Protocol):
 
     root: Path
     """The data directory."""
-
-    @property
-    def sessions(self) -> SessionTable:
-        """Sessions."""
-
-    @property
-    def runs(self) -> RunTable:
-        """Training runs."""
-
-    @property
-    def samplers(self) -> SamplerTable:
-        """Samplers."""
-
-    @property
-    def checkpoints(self) -> CheckpointTable:
-        """Checkpoints."""
-
-    @property
-    def keys(self) -> KeyTable:
-        """API keys."""
-
-    @property
-    def activity(self) -> ActivityTable:
-        """Usage, audit log and timelines."""
+    sessions: SessionTable
+    runs: RunTable
+    samplers: SamplerTable
+    checkpoints: CheckpointTable
+    keys: KeyTable
+    activity: ActivityTable
 
     def verify(self) -> None:
         """Check that everything is as it was written.
