@@ -1,9 +1,8 @@
-"""An engine for tests of everything around an engine: deterministic, numpy only, a few microseconds
-per call.
+"""An engine for tests of everything around an engine: numpy only, microseconds a call.
 
-Its "weights" are eight numbers. Log-probabilities are a hash of token, target and position moved a
-little by the weights, so that training changes them, checkpoints matter, and two runs of the same
-calls agree to the bit.
+Its weights are eight numbers. Log-probabilities are a hash of token, target and position moved a
+little by the weights: so training changes them, checkpoints matter, and two runs of the same calls
+agree to the bit.
 """
 
 from __future__ import annotations
@@ -116,11 +115,11 @@ class _FakeWriter(Writer):
 
 @dataclass
 class FakeEngine(Engine):
-    """Stands in for an engine. `fail` is called with each method's name and subject first, and may
-    raise.
+    """A fake engine.
 
-    Every call takes `delay` seconds, and a step of sampling `step_delay` more. Prompts longer than
-    `longest_prompt` fail when they are started: a server cannot know that before.
+    `fail` is called with each method's name and subject first, and may raise. Every call takes
+    `delay` seconds, and a step of sampling `step_delay` more. Prompts longer than `longest_prompt`
+    fail when they are started: a server cannot know that before.
     """
 
     base_models: Sequence[BaseModel] = (
@@ -138,7 +137,7 @@ class FakeEngine(Engine):
     _jobs: dict[str, _Job] = field(default_factory=dict)
 
     def models(self) -> Sequence[BaseModel]:
-        """The base models on offer."""
+        """Return the base models on offer."""
         return self.base_models
 
     def create(
@@ -148,7 +147,7 @@ class FakeEngine(Engine):
         lora: LoraConfig,
         optimizer: OptimizerConfigBase = ADAMW,
     ) -> None:
-        """Make a fresh adapter; its steps are the same whatever the optimizer."""
+        """Make a fresh adapter; all optimizers make the same steps."""
         self._enter("create", adapter)
         self._base(base_model)
         check_optimizer(optimizer)
@@ -172,7 +171,7 @@ class FakeEngine(Engine):
         owner: str = "",
         recalled: Sequence[Recalled] | None = None,
     ) -> None:
-        """Admit a pass; recordings move its weights, so that other ones show."""
+        """Admit a pass; recordings move its weights, so that different ones show."""
         self._adapter(adapter)
         find_loss(loss_fn)
         if loss_fn == CUSTOM and config.get("loss_id") not in self._losses:
@@ -189,7 +188,7 @@ class FakeEngine(Engine):
         self._passes.append(_Pass(job, adapter, arrays, backward))
 
     def pass_step(self) -> Sequence[PassDone]:
-        """Carry one pass out."""
+        """Run one pass."""
         if not self._passes:
             return []
         work = self._passes.pop(0)
@@ -200,7 +199,7 @@ class FakeEngine(Engine):
             return [PassDone(work.job, error)]
 
     def _run(self, work: _Pass) -> ForwardBackwardOutput:
-        """Make up log-probabilities; the gradient is the weighted count of targets modulo eight."""
+        """Make up log-probabilities; the gradient counts targets modulo eight."""
         target = self._adapter(work.adapter)
         grad, total, outputs = np.zeros(SIZE), 0.0, []
         for tokens, targets, weights in work.arrays:
@@ -213,16 +212,16 @@ class FakeEngine(Engine):
         return ForwardBackwardOutput("ArrayRecord", outputs, {"loss:sum": total})
 
     def passing(self) -> bool:
-        """Whether any pass is unfinished."""
+        """Return True if any pass is unfinished."""
         return bool(self._passes)
 
     def create_loss(self, loss_id: str, request: CreateCustomLossRequest) -> None:
-        """Take a loss; whatever its graph is, its passes are those of cross-entropy."""
+        """Take a loss; its passes are those of cross-entropy."""
         self._enter("create_loss", loss_id)
         self._losses.add(loss_id)
 
     def drop_losses(self, prefix: str) -> None:
-        """Forget the losses whose ids begin so."""
+        """Forget the losses whose ids begin with this."""
         self._losses = {loss_id for loss_id in self._losses if not loss_id.startswith(prefix)}
 
     def drop_gradients(self, adapter: str) -> None:
@@ -260,7 +259,7 @@ class FakeEngine(Engine):
         return _FakeWriter(partial(self._enter, "save", adapter), text)
 
     def load(self, adapter: str, directory: Path, *, optimizer: bool) -> None:
-        """Read what `save` wrote."""
+        """Read the file of a writer."""
         self._enter("load", adapter)
         target, fields = self._adapter(adapter), _read(directory)
         if fields["rank"] != target.lora.rank:
@@ -364,7 +363,7 @@ class FakeEngine(Engine):
         self._jobs.pop(job, None)
 
     def sampling(self) -> bool:
-        """Whether any job is unfinished."""
+        """Return True if any job is unfinished."""
         return bool(self._jobs)
 
     def _enter(self, method: str, subject: str) -> None:
@@ -383,7 +382,7 @@ class FakeEngine(Engine):
 
 
 def _hash(*values: Array | int) -> Array:
-    """A number in [0, 1) for each element of the broadcast values."""
+    """Return a number in [0, 1) for each element of the broadcast values."""
     state = np.zeros(1, dtype=np.uint64)
     for value in values:
         state = (state ^ np.atleast_1d(value).astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
@@ -414,7 +413,7 @@ def _arrays(index: int, datum: Datum) -> tuple[Array, Array]:
 
 
 def _finished(job: _Job) -> SampleResponse | None:
-    """Return the result of a job that has all its tokens."""
+    """Return the result of a job that has all its tokens, else None."""
     request = job.request
     if job.steps < job.limit:
         return None
@@ -430,7 +429,7 @@ def _finished(job: _Job) -> SampleResponse | None:
 
 
 def _drawn(job: _Job) -> list[DrawnToken]:
-    """The tokens of a job's latest step."""
+    """Return the tokens of a job's latest step."""
     drawn = []
     last: StopReason | None = "length" if job.steps == job.limit else None
     for index in range(job.request.num_samples):

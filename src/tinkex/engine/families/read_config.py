@@ -1,6 +1,6 @@
-"""The families by name, and the way from a checkpoint's `config.json` to a decoder's configuration.
+"""The families by name, and the way from a `config.json` to a decoder's configuration.
 
-What would be computed wrongly is refused.
+A configuration that would be computed wrongly is refused.
 """
 
 from __future__ import annotations

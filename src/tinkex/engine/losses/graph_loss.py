@@ -1,4 +1,4 @@
-"""A loss that was sent as a graph, bounded in size and time before anything is computed.
+"""A loss that was sent as a graph, bounded in size and time before it is computed.
 
 The values that flow from step to step are tensors, numbers, dtypes, devices, and tuples of these.
 Arguments are checked and the size of every result is bounded before the step is run.
@@ -105,7 +105,7 @@ class CompiledLoss:
         return Allowance.of(self._limits, given)
 
     def work(self, shapes: Mapping[str, Sequence[int]]) -> int | None:
-        """Estimate the work of a datum from the shapes of its inputs; None if its values decide."""
+        """Estimate the work of a datum from its shapes; None if its values decide."""
         allowance = Allowance(math.inf, self._limits.seconds)
         values: dict[str, Any] = {
             node: torch.empty(tuple(shapes[name]), device=META)

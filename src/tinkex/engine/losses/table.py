@@ -57,7 +57,7 @@ def ppo(logprobs_M: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tenso
 
 
 def _log_ratio(logprobs_M: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-    """Return log r; zero where there is no advantage, since it may be out of all bounds there."""
+    """Return log r; zero without an advantage, as it may be out of all bounds there."""
     return (logprobs_M - inputs["logprobs"]).where(inputs["advantages"] != 0, 0.0)
 
 
@@ -74,7 +74,7 @@ def dro(logprobs_M: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tenso
 
 
 def gspo(logprobs_M: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
-    """-min(s·A, clip(s)·A), with s the geometric mean of r over the marked positions of a datum.
+    """-min(s·A, clip(s)·A), with s the geometric mean of r over marked positions.
 
     Each token has the value of s and the gradient of its own log-probability. A datum without marks
     has s = 1.

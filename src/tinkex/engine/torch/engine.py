@@ -1,4 +1,4 @@
-"""The engine on PyTorch: base models loaded when first used, adapters and samplers beside them."""
+"""The engine on PyTorch: base models, and adapters and samplers beside them."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ if TYPE_CHECKING:
     from tinkex.types.training import LoraConfig, OptimizerConfigBase, OptimParams
 
 STEP_TOKENS = {"cpu": 1024, "cuda": 8192}
-"""How many tokens a step of training takes: about a second's work, since sampling waits for it."""
+"""The tokens of a step of training: about a second's work, since sampling waits for it."""
 
 ROOMY = 120 << 30
-"""An accelerator with this much memory takes twice as many."""
+"""The memory from which an accelerator takes twice as many."""
 
 
 @dataclass
@@ -88,11 +88,12 @@ class _Base:
 
 
 class TorchEngine(Engine):
-    """Trains and samples LoRA adapters on base models, given by name as directories or hub ids.
+    """Trains and samples LoRA adapters on base models.
 
-    Weights are float32 on a CPU and bfloat16 on an accelerator unless `dtype` says otherwise; LoRA
-    factors and optimizer state are float32 at least. `threads` is fixed at the start: on a CPU it
-    decides the last bits of results.
+    Models are directories or hub ids by name, and are loaded when first used. Weights are float32
+    on a CPU and bfloat16 on an accelerator unless `dtype` says otherwise; LoRA factors and
+    optimizer state are float32 at least. `threads` is fixed at the start: on a CPU it decides the
+    last bits of results.
     """
 
     def __init__(
@@ -121,14 +122,14 @@ class TorchEngine(Engine):
         self._samplers: dict[str, Source] = {}
         self._frozen: dict[str, tuple[str, Layout, torch.Tensor]] = {}
         self._targets: dict[str, str] = {}
-        """In-flight targets, and the samplers whose weights they have."""
+        """The sampler whose weights each in-flight target has."""
         self._sampler = Sampler()
         if eager:
             for base in self._bases.values():
                 _ = base.model
 
     def models(self) -> Sequence[BaseModel]:
-        """The base models on offer."""
+        """Return the base models on offer."""
         return [base.about for base in self._bases.values()]
 
     def create(
@@ -160,9 +161,7 @@ class TorchEngine(Engine):
         owner: str = "",
         recalled: Sequence[Recalled] | None = None,
     ) -> None:
-        """Validate and admit a pass; with `backward`, the gradient of its summed loss goes to the
-        adapter's buffer.
-        """
+        """Validate and admit a pass."""
         objective = find_objective(loss_fn, config, self._losses, recalled)
         self._trainer.start(
             job, adapter, self._adapter(adapter), data, objective, backward=backward, owner=owner
@@ -174,7 +173,7 @@ class TorchEngine(Engine):
         return dropped + (self._trainer.step() if self._trainer.busy() else [])
 
     def passing(self) -> bool:
-        """Whether any pass is unfinished."""
+        """Return True if any pass is unfinished."""
         return bool(self._dropped) or self._trainer.busy()
 
     def create_loss(self, loss_id: str, request: CreateCustomLossRequest) -> None:
@@ -184,7 +183,7 @@ class TorchEngine(Engine):
         self._losses[loss_id] = compile_graph(request)
 
     def drop_losses(self, prefix: str) -> None:
-        """Forget the losses whose ids begin so."""
+        """Forget the losses whose ids begin with this."""
         for loss_id in [known for known in self._losses if known.startswith(prefix)]:
             del self._losses[loss_id]
 
@@ -204,8 +203,9 @@ class TorchEngine(Engine):
         )
 
     def load(self, adapter: str, directory: Path, *, optimizer: bool) -> None:
-        """Replace an adapter's weights (and optimizer state) by saved ones; pending gradients are
-        dropped.
+        """Replace an adapter's weights, and its optimizer state, by saved ones.
+
+        Pending gradients are dropped.
         """
         target = self._adapter(adapter)
         target.state = load_adapter(directory, target.layout, target.state, optimizer=optimizer)
@@ -224,7 +224,7 @@ class TorchEngine(Engine):
         return AdapterWriter.of(*self._frozen[sampler])
 
     def load_sampler(self, sampler: str, base_model: str, directory: Path | None) -> None:
-        """Make a sampler of saved weights, or of the bare base model when there is no directory."""
+        """Make a sampler of saved weights; of the bare base model without a directory."""
         base = self._base(base_model)
         lora = BARE
         if directory is not None:
@@ -234,7 +234,7 @@ class TorchEngine(Engine):
         self._samplers[sampler] = base.source(lora)
 
     def point(self, target: str, sampler: str, version: int) -> None:
-        """Give an in-flight target a sampler's weights; its samples that run go on with them."""
+        """Give an in-flight target a sampler's weights; its running samples use them."""
         source, present = self._source(sampler), self._samplers.get(target)
         if present is not None and present.version is not None and version <= present.version:
             return
@@ -243,7 +243,7 @@ class TorchEngine(Engine):
         self._sampler.move(target, self._samplers[target])
 
     def drop_sampler(self, sampler: str) -> None:
-        """Forget a sampler; jobs that are under way hold its weights until they end."""
+        """Forget a sampler; running jobs hold its weights until they end."""
         for target in [target for target, pointed in self._targets.items() if pointed == sampler]:
             del self._targets[target], self._samplers[target]
         self._samplers.pop(sampler, None)
@@ -259,18 +259,14 @@ class TorchEngine(Engine):
         owner: str = "",
         cache: str = "",
     ) -> None:
-        """Validate and admit a sampling job; it advances with each `sample_step`. `seed` is already
-        decided.
-        """
+        """Validate and admit a sampling job; it advances with each `sample_step`."""
         target = sampler if sampler in self._targets else None
         self._sampler.start(
             job, Job(self._source(sampler), request, seed, listener, target, cache), owner
         )
 
     def sample_step(self) -> Sequence[SampleDone]:
-        """Advance the jobs by one step (one token each, or one prefill) and return those that
-        ended.
-        """
+        """Advance the jobs by one step, and return those that ended."""
         return self._sampler.step()
 
     def sample_cancel(self, job: str) -> None:
@@ -278,7 +274,7 @@ class TorchEngine(Engine):
         self._sampler.cancel(job)
 
     def sampling(self) -> bool:
-        """Whether any job is unfinished."""
+        """Return True if any job is unfinished."""
         return self._sampler.busy()
 
     def _base(self, name: str) -> _Base:
