@@ -20,7 +20,7 @@ from test_survival import Life, life
 from tinkex.server.access.accounts import create_key
 from tinkex.server.database.sqlite import SqliteDatabase
 from tinkex.server.files.data_dir import make_directory
-from tinkex.server.runs import admission
+from tinkex.server.runs import snapshot
 
 OWNERS = ("ada", "bob")
 Hear = Callable[[dict[str, Any]], None]
@@ -166,7 +166,7 @@ async def live(server: Life, owners: dict[str, Owner], hear: Hear) -> None:
 
 
 def write_states_often() -> None:
-    admission.STATE_OPERATIONS, admission.STATE_REST = 4, 0
+    snapshot.STATE_OPERATIONS, snapshot.STATE_REST = 4, 0
 
 
 async def loaded(server: Life, owner: Owner, path: str) -> Any:

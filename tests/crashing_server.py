@@ -130,10 +130,10 @@ def main() -> None:
     from tinkex.cli.serve import run_app
     from tinkex.engine.api import Engine
     from tinkex.server.app import create_app
-    from tinkex.server.runs import admission
+    from tinkex.server.runs import snapshot
     from tinkex.server.server_limits import Limits
 
-    admission.STATE_OPERATIONS, admission.STATE_REST = 5, 0
+    snapshot.STATE_OPERATIONS, snapshot.STATE_REST = 5, 0
     engine: Engine
     if len(sys.argv) > 5:
         from tinkex.engine.torch.engine import TorchEngine

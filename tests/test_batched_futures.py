@@ -25,9 +25,9 @@ from tinkex.server.app import create_app
 from tinkex.server.routes import batch_poll, future_calls, server_info
 from tinkex.server.routes.handler_table import HANDLERS
 from tinkex.server.runs.promises import KEEP_READ, Log, Promises
-from tinkex.server.runs.scheduler import Worker
 from tinkex.server.server_limits import Limits
 from tinkex.server.state import State
+from tinkex.server.workers.worker import Worker
 from tinkex.types.inputs import ModelInput
 from tinkex.types.sampling import SampleRequest, SampleResponse, SamplingParams
 from tinkex.types.sessions import FuturesRetrieveResponse, RequestFailedResponse
@@ -451,16 +451,16 @@ def inside(
 
 def sizes(state: Any, engine: FakeEngine) -> dict[str, int]:
     """How many things the parts of a server hold."""
-    worker, promises = state.worker, state.promises
+    (worker,), promises = state.workers, state.promises
     return {
         "promises": len(promises),
         "tasks": len(promises._tasks),
         "logged": sum(len(log) for log in promises._logs.values()),
         "logs": len(promises._logs),
-        "samples": len(worker._samples),
-        "cancelled": len(worker._cancelled),
+        "samples": len(worker.samples),
+        "cancelled": len(worker.samples.cancelled),
         "jobs": len(engine._jobs),
-        "loading": len(state.loading),
+        "loading": len(state.samplers.loaded),
     }
 
 
@@ -658,7 +658,7 @@ def test_results_that_are_never_reported_are_freed_in_the_end(
         assert len(promises) == 0
         last = (await server.post("asample", sample_json(sampler, 3)))["request_id"]
         await promises.get(last).done.wait()
-        server.state.end_session(session)
+        server.state.sessions.end(session)
         assert len(promises) == 0
 
     inside(FakeEngine(), tmp_path, body, monkeypatch)
@@ -734,12 +734,12 @@ def test_cancelling_does_not_wait_for_what_else_is_queued() -> None:
                 num_samples=1,
                 sampling_params=SamplingParams(max_tokens=10_000),
             )
-            sample = worker.sample("job", "s", request, 0)
+            sample = worker.samples.draw("job", "s", request, 0)
             while not engine.sampling():  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
             turns = threading.Semaphore(0)
             queued = [worker.run(lambda: turns.acquire(timeout=20)) for _ in range(50)]
-            worker.cancel("job")
+            worker.samples.cancel("job")
             turns.release(9)  # so many of them can be done before the sample has ended
             with pytest.raises(EngineError, match="cancelled"):
                 await asyncio.wait_for(sample, 20)
@@ -748,10 +748,10 @@ def test_cancelling_does_not_wait_for_what_else_is_queued() -> None:
             turns.release(50)
             await asyncio.gather(*queued)
             await worker.run(int)
-            assert worker._cancelled == set()
-            worker.cancel("job")  # long gone
+            assert worker.samples.cancelled == set()
+            worker.samples.cancel("job")  # long gone
             await worker.run(int)
-            assert worker._cancelled == set()
+            assert worker.samples.cancelled == set()
         finally:
             await worker.stop()
 

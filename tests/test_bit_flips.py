@@ -29,7 +29,7 @@ from test_sampling_records import datum
 from test_survival import Life, killed, life
 from tinkex.server.database.interface import DatabaseError
 from tinkex.server.files.data_dir import DataDirError
-from tinkex.server.runs import admission
+from tinkex.server.runs import snapshot
 
 FLIPS = 500
 CHANGING = ("last_request_time", "updated_at", "corrupted", "loaded")
@@ -221,8 +221,8 @@ def test_flipped_bit_never_gives_another_number_silently(
 ) -> None:
     seed = int(os.environ.get("CRASH_SEED") or random.SystemRandom().randrange(1_000_000))
     count = int(os.environ.get("FLIPS") or FLIPS)
-    monkeypatch.setattr(admission, "STATE_OPERATIONS", admission.STATE_OPERATIONS)
-    monkeypatch.setattr(admission, "STATE_REST", admission.STATE_REST)
+    monkeypatch.setattr(snapshot, "STATE_OPERATIONS", snapshot.STATE_OPERATIONS)
+    monkeypatch.setattr(snapshot, "STATE_REST", snapshot.STATE_REST)
     write_states_often()
     rng = random.Random(seed)
     owners, images = asyncio.run(busy_images(tmp_path))

@@ -26,8 +26,7 @@ from tinkex.client.losses import custom_passes
 from tinkex.engine.api import EngineError
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.http_errors import Refusal
-from tinkex.server.routes import training_calls, weights_calls
-from tinkex.server.runs import admission
+from tinkex.server.runs.admission import Runs
 from tinkex.server.server_limits import Limits
 
 STEP = types.AdamParams(learning_rate=0.1)
@@ -86,20 +85,17 @@ class Log:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Log:
-    made, original = Log(), admission.enqueue
+    made, original = Log(), Runs._admit
 
-    async def enqueue(
-        state: Any, call: Any, model_id: str, seq_id: int, *work: Any, **kinds: Any
-    ) -> Any:
+    async def admit(runs: Runs, call: Any, run: str, seq_id: int, work: Any) -> Any:
         made.numbers.append(seq_id)
         if call.op in ("forward_backward", "forward"):
             made.sizes.append(
                 (call.request.forward_only, len(call.request.forward_backward_input.data))
             )
-        return await original(state, call, model_id, seq_id, *work, **kinds)
+        return await original(runs, call, run, seq_id, work)
 
-    for module in (training_calls, weights_calls):
-        monkeypatch.setattr(module, "enqueue", enqueue)
+    monkeypatch.setattr(Runs, "_admit", admit)
     return made
 
 
@@ -400,17 +396,14 @@ def test_a_chunk_that_is_rejected_holds_nothing_up(
     client: TrainingClient, log: Log, refused: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     configure(client, fwdbwd_max_chunk_len=1)
-    original = vars(training_calls)["enqueue"]  # which may be the one that keeps the log
+    original = Runs._admit  # which may be the one that keeps the log
 
-    async def enqueue(
-        state: Any, call: Any, model_id: str, seq_id: int, *work: Any, **kinds: Any
-    ) -> Any:
+    async def admit(runs: Runs, call: Any, run: str, seq_id: int, work: Any) -> Any:
         if seq_id == refused and call.request.forward_backward_input.data:
             raise Refusal(400, "not this chunk")
-        return await original(state, call, model_id, seq_id, *work, **kinds)
+        return await original(runs, call, run, seq_id, work)
 
-    for module in (training_calls, weights_calls):
-        monkeypatch.setattr(module, "enqueue", enqueue)
+    monkeypatch.setattr(Runs, "_admit", admit)
     bad, stepped = client.forward_backward_custom(TWO, doubled), client.optim_step(STEP)
     with pytest.raises(tinkex.BadRequestError, match="not this chunk"):
         bad.result(20)
@@ -548,7 +541,7 @@ def test_a_resilient_client_keeps_refusing_after_its_run_was_made_anew(url: str)
             with pytest.raises(KeyError):
                 trainer.forward_backward_custom(DATA, broken).result(20)
             fresh = service.create_lora_training_client("fake", rank=4).result()
-            trainer._adopt(fresh)
+            trainer._outbox.replay(fresh._outbox)
             refuse(trainer.optim_step(STEP), KeyError)
 
 

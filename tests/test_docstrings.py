@@ -39,6 +39,9 @@ MODULES = [
     "errors",
     "events",
     "client.futures.api_future",
+    "client.futures.await_many",
+    "client.futures.sample_future",
+    "client.settings.delays",
     "client.http.http_client",
     "hub.pushes",
     "local",
@@ -62,6 +65,7 @@ MODULES = [
     "telemetry",
     "tokenizers",
     "client.training_client",
+    "client.training_parts.call_arguments",
     "wire.json_values",
     "types.account",
     "types.checkpoints",
@@ -318,10 +322,14 @@ def is_ours(value: Any) -> bool:
 
 
 def methods(kind: type[Any]) -> Iterator[tuple[str, Any]]:
-    """The public methods that a class has of its own or of a private base, and that no public base
-    tells of."""
+    """The public methods that a class has of its own, of its parts or of a private base, and that no
+    public base tells of."""
     bases = [base for base in kind.__mro__[1:] if is_ours(base)]
-    told = [base for base in bases if not base.__name__.startswith("_")]
+    told = [
+        base
+        for base in bases
+        if not base.__name__.startswith("_") and "_parts." not in base.__module__
+    ]
     if kind.__name__.endswith("Platform") and kind is not tinkex.TrainingPlatform:
         told.append(tinkex.TrainingPlatform)  # which they keep without deriving from it
     for home in [kind, *(base for base in bases if base not in told)]:

@@ -22,9 +22,11 @@ import tinkex
 from faulty import Answer, FaultyServer, Seen, faulty_server
 from support import Clock, settled, wait_until
 from tinkex import types
-from tinkex.client.futures import api_future
-from tinkex.client.futures.api_future import Future, combine, retrieve, start
+from tinkex.client.futures import result_polling
+from tinkex.client.futures.api_future import Future, start
 from tinkex.client.futures.loop_thread import Inbox
+from tinkex.client.futures.reductions import combine
+from tinkex.client.futures.result_polling import retrieve
 from tinkex.client.http.transport import Transport
 from tinkex.client.settings.config import Config
 from tinkex.client.settings.delays import Delays
@@ -447,7 +449,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The time as polls see it."""
     made = Clock()
-    monkeypatch.setattr(api_future, "time", made)
+    monkeypatch.setattr(result_polling, "time", made)
     return made
 
 
@@ -535,15 +537,15 @@ def test_an_early_no_is_not_asked_again_at_once(
 def test_a_held_no_is_asked_again_at_once(
     faulty: FaultyServer, waits: list[float], monkeypatch: pytest.MonkeyPatch, pending: Answer
 ) -> None:
-    monkeypatch.setattr(api_future, "HELD", 0.05)
+    monkeypatch.setattr(result_polling, "HELD", 0.05)
     held = Answer(pending.status, pending.body, delay=0.06)
     assert poll(faulty, held, held, RESULT).metrics == {"loss:sum": 1.0}
     assert waits == []
 
 
 def test_only_a_poll_of_a_second_counts_as_held() -> None:
-    assert api_future.HELD == 1.0
-    assert api_future.POLL_TIMEOUT == 45.0
+    assert result_polling.HELD == 1.0
+    assert result_polling.POLL_TIMEOUT == 45.0
 
 
 @pytest.mark.covers("24.futures.6")

@@ -249,7 +249,7 @@ class Subject:
             live is not None
             and live.last is None
             and live.lane.next < 1_000_000
-            and self.names["@session"] in self.state.heard
+            and self.names["@session"] in self.state.sessions
             and all(
                 self.state.database.checkpoints.get(self.names[name])
                 for name in ("@weights", "@samplable")
@@ -306,7 +306,8 @@ class Subject:
         ):
             await asyncio.sleep(0.002)
             assert time.monotonic() < until, "something hangs"
-        await self.state.worker.run(lambda: None)
+        for worker in self.state.workers:
+            await worker.run(lambda: None)
         await self.state.meter.flush()
 
     def digest(self) -> dict[str, Any]:
@@ -323,7 +324,7 @@ class Subject:
             "files": files,
             "promises": sorted(state.promises._promises),
             "logs": sorted(state.promises._logs),
-            "sessions": sorted(state.heard),
+            "sessions": sorted(state.sessions),
             "lanes": {
                 name: (live.lane.next, live.lane.missing, live.last)
                 for name, live in state.runs.items()
@@ -338,7 +339,7 @@ class Subject:
             },
             "samplers": sorted(engine._samplers),
             "losses": sorted(engine._losses),
-            "snapshots": sorted(state.snapshots),
+            "snapshots": sorted(state.samplers.nameless.directories),
         }
 
 

@@ -14,8 +14,8 @@ import pytest
 from support import Wire, pass_json, serving, step_json, wait_until
 from tinkex.engine.fake import FakeEngine
 from tinkex.server import app as server_app
-from tinkex.server.runs import admission
-from tinkex.server.runs.scheduler import Lane
+from tinkex.server.runs import gaps
+from tinkex.server.runs.lane import Lane
 from tinkex.server.server_limits import Limits
 from tinkex.server.state import State
 
@@ -84,17 +84,18 @@ def test_the_end_of_a_session_frees_what_waited_for_a_number_that_never_came(
     poll.start()
     [state] = states
     live = state.runs[model]
-    assert live.gap_timer is not None
+    timer = live.gap_timer
+    assert timer is not None
     began = time.monotonic()
     if ending == "finish":
         wire.post(f"sessions/{session}/finish", {"reason": {"type": "success"}})
     else:  # as if nothing had been heard for an hour; the server looks every 15 seconds
-        state.heard[session] -= 3600
-        wait_until(lambda: session not in state.heard, 40)
+        state.sessions.last_seen[session] -= 3600
+        wait_until(lambda: session not in state.sessions, 40)
     poll.join(20)
     assert time.monotonic() - began < 40
     assert "the session has ended" in outcome[0]["error"]
-    assert live.gap_timer.cancelled()
+    assert timer.cancelled()
     assert model not in state.runs
     assert all(state.promises.get(request_id) is None for request_id in waiting)
     assert not state.journals.run_directory(model).exists()
@@ -132,7 +133,7 @@ def test_what_waits_for_a_missing_number_is_limited_in_bytes(
 def test_a_run_is_unloaded_although_a_number_never_came(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(admission, "UNLOAD_GAP_SECONDS", 0.2)
+    monkeypatch.setattr(gaps, "UNLOAD_GAP_SECONDS", 0.2)
     wire = serve()
     model = wire.model()
     waiting = wire.post("optim_step", step_json(model, 2))["request_id"]

@@ -19,7 +19,7 @@ from test_streams_server import Reader, asking, events_of, read_all, sampler_of,
 from test_survival import Held, Life, killed, life, played, until
 from tinkex.client.http.exchange import HttpRequest
 from tinkex.engine.fake import FakeEngine
-from tinkex.server.runs import admission
+from tinkex.server.runs import snapshot
 from tinkex.server.server_limits import Limits
 
 __all__ = ["serve"]  # a fixture
@@ -188,13 +188,13 @@ def test_replaced_versions_are_freed_in_memory_and_on_disk(tmp_path: Path) -> No
         async with life(tmp_path / "a", engine, Limits(snapshots=3)) as server:
             run = Run(server, await server.model())
             samplers = [await run.save() for _ in range(8)]
-            await server.state.worker.run(lambda: None)
+            await next(iter(server.state.workers)).run(lambda: None)
             weights = [name for name in engine._samplers if ":inflight:" in name]
             assert weights == [f"{run.model}:inflight:8"]
             assert not list((tmp_path / "a").glob("snapshots/*"))
             # the target has to make room
             snapshots = [await run.save("snapshot") for _ in range(4)]
-            await server.state.worker.run(lambda: None)
+            await next(iter(server.state.workers)).run(lambda: None)
             assert [name for name in engine._samplers if ":inflight" in name] == []
             for number, sampler in enumerate(samplers + snapshots):
                 drawn = await run.sample(sampler, number)
@@ -203,10 +203,10 @@ def test_replaced_versions_are_freed_in_memory_and_on_disk(tmp_path: Path) -> No
             for number, sampler in enumerate(samplers):
                 assert (await run.sample(sampler, 100 + number))["weights_versions"] == [9] * 3
             await server.post(f"sessions/{run.session}/finish", {"reason": {"type": "success"}})
-            await server.state.worker.run(lambda: None)
+            await next(iter(server.state.workers)).run(lambda: None)
             assert engine._samplers == {}
             assert engine._targets == {}
-            assert server.state.targets == {}
+            assert server.state.samplers.targets.versions == {}
             assert (await server.send("asample", sample_json(samplers[0], 999)))[0] == 410
 
     played(scenario)
@@ -281,8 +281,8 @@ def test_target_and_floors_outlive_a_killed_server(
         )
 
     if where == "state":
-        monkeypatch.setattr(admission, "STATE_OPERATIONS", 1)
-        monkeypatch.setattr(admission, "STATE_REST", 0)
+        monkeypatch.setattr(snapshot, "STATE_OPERATIONS", 1)
+        monkeypatch.setattr(snapshot, "STATE_REST", 0)
 
     async def scenario() -> None:
         async with life(tmp_path / "a") as first:
@@ -343,7 +343,7 @@ def test_nobody_is_served_an_older_version_while_a_run_is_taken_up_again(tmp_pat
             run.life = second
             await second.submit("forward_backward", pass_json(run.model, run.number + 1))
             held.begun.wait(20)
-            assert run.model not in second.state.targets
+            assert run.model not in second.state.samplers.targets.versions
             held.gate.set()
             assert await run.sample(samplers[0], 2) == drawn
             assert drawn["weights_versions"] == [3] * 3

@@ -12,7 +12,8 @@ from hypothesis import given, settings, strategies as st
 
 from tinkex.engine.api import EngineError
 from tinkex.engine.fake import FakeEngine
-from tinkex.server.runs.scheduler import Lane, Worker
+from tinkex.server.runs.lane import Lane
+from tinkex.server.workers.worker import Worker
 from tinkex.types import Datum, LoraConfig, ModelInput, SampleRequest, SamplingParams
 
 if TYPE_CHECKING:
@@ -269,7 +270,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr("tinkex.server.runs.scheduler.time", made)
+    monkeypatch.setattr("tinkex.server.workers.worker.time", made)
     return made
 
 
@@ -292,11 +293,11 @@ def test_training_and_sampling_share_the_time(clock: Clock) -> None:
     engine.pass_step, engine.sample_step = pass_step, sample_step  # type: ignore[method-assign]
 
     async def body(worker: Worker) -> None:
-        sample = worker.sample("job", "s", request(1_000_000), 0)
+        sample = worker.samples.draw("job", "s", request(1_000_000), 0)
         await asyncio.gather(
             *(worker.run_pass("a", str(n), start(engine, "a", str(n))) for n in range(10))
         )
-        worker.cancel("job")
+        worker.samples.cancel("job")
         with pytest.raises(EngineError):
             await sample
 
@@ -309,7 +310,7 @@ def test_work_is_taken_in_between_steps_of_sampling(
     monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
     """A long sample does not hold up operations, and operations do not hold up a sample."""
-    monkeypatch.setattr("tinkex.server.runs.scheduler.TAKING_SECONDS", 0.01)
+    monkeypatch.setattr("tinkex.server.workers.worker.TAKING_SECONDS", 0.01)
     engine, steps, done = sampling_engine(delay=0.0), threading.Semaphore(0), list[int]()
     inner_step, done_by_step = engine.sample_step, list[int]()
 
@@ -325,7 +326,7 @@ def test_work_is_taken_in_between_steps_of_sampling(
     engine.sample_step = sample_step  # type: ignore[method-assign]
 
     async def body(worker: Worker) -> None:
-        sample = worker.sample("job", "s", request(50), 0)
+        sample = worker.samples.draw("job", "s", request(50), 0)
         for _ in range(10):
             steps.release()
             await worker.run(int)
@@ -342,8 +343,8 @@ def test_work_is_taken_in_between_steps_of_sampling(
 def test_samples_advance_together() -> None:
     async def body(worker: Worker) -> None:
         short, long = (
-            worker.sample("a", "s", request(1), 0),
-            worker.sample("b", "s", request(10), 0),
+            worker.samples.draw("a", "s", request(1), 0),
+            worker.samples.draw("b", "s", request(10), 0),
         )
         done, pending = await asyncio.wait({short, long}, return_when=asyncio.FIRST_COMPLETED)
         assert done == {short}
@@ -356,8 +357,8 @@ def test_samples_advance_together() -> None:
 def test_a_sample_that_is_refused_fails_alone() -> None:
     async def body(worker: Worker) -> None:
         good, bad = (
-            worker.sample("a", "s", request(), 0),
-            worker.sample("b", "nowhere", request(), 0),
+            worker.samples.draw("a", "s", request(), 0),
+            worker.samples.draw("b", "nowhere", request(), 0),
         )
         with pytest.raises(EngineError, match="nowhere"):
             await bad
@@ -372,7 +373,10 @@ def test_a_sample_that_fails_on_its_way_fails_alone() -> None:
             raise EngineError("ran out")
 
     async def body(worker: Worker) -> None:
-        good, bad = worker.sample("a", "s", request(5), 0), worker.sample("b", "s", request(5), 0)
+        good, bad = (
+            worker.samples.draw("a", "s", request(5), 0),
+            worker.samples.draw("b", "s", request(5), 0),
+        )
         with pytest.raises(EngineError, match="ran out"):
             await bad
         assert len((await good).response.sequences[0].tokens) == 5
@@ -394,11 +398,11 @@ def test_a_step_that_breaks_loses_its_samples_and_no_more(caplog: pytest.LogCapt
     engine.sample_step = step  # type: ignore[method-assign]
 
     async def body(worker: Worker) -> None:
-        lost = worker.sample("a", "s", request(), 0)
+        lost = worker.samples.draw("a", "s", request(), 0)
         with pytest.raises(RuntimeError, match="device lost"):
             await lost
         assert not engine.sampling()
-        assert len((await worker.sample("b", "s", request(), 0)).response.sequences) == 1
+        assert len((await worker.samples.draw("b", "s", request(), 0)).response.sequences) == 1
 
     with_worker(engine, body)
     assert "sampling step failed" in caplog.text
@@ -416,16 +420,16 @@ def test_a_sample_that_the_engine_cannot_drop_concerns_no_other(
 
     async def body(worker: Worker) -> None:
         dropped, other = (
-            worker.sample("a", "s", request(1000), 0),
-            worker.sample("b", "s", request(20), 0),
+            worker.samples.draw("a", "s", request(1000), 0),
+            worker.samples.draw("b", "s", request(20), 0),
         )
         await worker.run(int)  # both are with the engine now
-        worker.cancel("a")
+        worker.samples.cancel("a")
         with pytest.raises(EngineError, match="cancelled"):
             await dropped
         assert len((await other).response.sequences[0].tokens) == 20
-        ended = worker.sample("of:1", "s", request(1000), 0)
-        worker.cancel_samples("of:")
+        ended = worker.samples.draw("of:1", "s", request(1000), 0)
+        worker.samples.cancel_all("of:")
         with pytest.raises(EngineError, match="session has ended"):
             await ended
         assert await worker.run(int) == 0
@@ -451,7 +455,7 @@ def test_when_the_thread_dies_everything_fails_at_once(
         raise death
 
     async def body(worker: Worker) -> None:
-        sample = worker.sample("job", "s", request(10_000), 0)
+        sample = worker.samples.draw("job", "s", request(10_000), 0)
         await worker.run(int)
         worker.run(gate.wait, 5)
         passed = worker.run_pass("a", "1", start(engine, "a", "1"))
@@ -476,7 +480,7 @@ def test_when_the_thread_dies_everything_fails_at_once(
         for later in (
             worker.run(int),
             worker.run_for("a", int),
-            worker.sample("b", "s", request(), 0),
+            worker.samples.draw("b", "s", request(), 0),
         ):
             with pytest.raises(EngineError, match="engine has died"):
                 await later
@@ -516,7 +520,7 @@ def test_stopping_does_not_leave_samples_without_an_answer() -> None:
     async def run() -> None:
         worker = Worker(sampling_engine(delay=0.01))
         worker.start()
-        sample = worker.sample("a", "s", request(1000), 0)
+        sample = worker.samples.draw("a", "s", request(1000), 0)
         await asyncio.sleep(0.05)
         await worker.stop()
         await asyncio.sleep(0)

@@ -338,14 +338,14 @@ def test_the_journal_of_a_session_that_ends_while_others_are_tidied_does_not_com
             sampler.sample(PROMPT, 1, SamplingParams(max_tokens=2)).result(20)
         assert backend._exchange is not None
         state = backend._exchange._app.state.server
-        first, second = state.samples
+        first, second = state.sample_journal.numbers
 
         async def tidy() -> bool:
             for session_id in (first, second):
                 state.promises.forget_session(session_id)  # as if they had been read long ago
-            noting = asyncio.create_task(state.note_read_samples())
+            noting = asyncio.create_task(state.sample_journal.note_read())
             await asyncio.sleep(0)  # until it waits for the disk
-            state.end_session(second)
+            state.sessions.end(second)
             await noting
             return bool(state.journals.samples_directory(second).exists())
 
@@ -394,7 +394,7 @@ def test_a_run_let_go_while_its_state_is_written_is_no_error(
     path = (
         service.create_lora_training_client("fake", rank=4).result().save_state("s").result(10).path
     )
-    monkeypatch.setattr("tinkex.server.runs.admission._write_results", write_results)
+    monkeypatch.setattr("tinkex.server.runs.snapshot.write_results", write_results)
     client = service.create_training_client_from_state(path).result()
     assert begun.wait(10)
     client.unload_model()

@@ -214,7 +214,7 @@ def test_requests_of_the_session_and_of_many_calls_have_no_name(
 ) -> None:
     monkeypatch.setattr("tinkex.client.session.HEARTBEAT_SECONDS", 0.1)
     monkeypatch.setenv("TINKER_TELEMETRY", "1")
-    for place in ("client.settings.config", "telemetry"):
+    for place in ("client.settings.config", "telemetry.sending"):
         monkeypatch.setattr(f"tinkex.{place}.HOSTED_URL", faulty.base_url)
     faulty.script("client/config", Answer(body={"sample_use_retrieve_futures": True}))
     faulty.script("client/dynamic_config", Answer(body={"sample_cancel_enabled": True}))

@@ -121,7 +121,7 @@ def test_load_on_a_full_disk_says_so(
         def full(write: Any, scratch: Path) -> None:
             raise error
 
-        monkeypatch.setattr("tinkex.server.runs.admission.write_whole", full)
+        monkeypatch.setattr("tinkex.server.runs.snapshot.write_whole", full)
         created = {"session_id": session, "model_seq_id": 1, "path": path, "optimizer": False}
         for body in ({"model_id": model, "path": path, "optimizer": False, "seq_id": 2}, created):
             failed = wire.run("load_weights", body)

@@ -21,8 +21,10 @@ import tinkex
 from faulty import Answer, FaultyServer, Seen, faulty_server
 from support import settled
 from tinkex import ServiceClient, events, types
-from tinkex.client.futures import api_future, queue_states
-from tinkex.client.futures.api_future import Future, await_many, await_many_async, retrieve, start
+from tinkex.client.futures import queue_states, result_polling
+from tinkex.client.futures.api_future import Future, start
+from tinkex.client.futures.await_many import await_many, await_many_async
+from tinkex.client.futures.result_polling import retrieve
 from tinkex.client.http import limits, retry
 from tinkex.client.http.attempts import CONFLICT_PATIENCE
 from tinkex.client.http.limits import ByteBudget
@@ -539,7 +541,7 @@ def test_a_time_limit_covers_the_wait_for_the_budget(faulty: FaultyServer) -> No
 def test_a_silent_exchange_is_not_taken_for_the_time_limit(
     faulty: FaultyServer, waits: list[float], heard: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(api_future, "POLL_TIMEOUT", 0.05)
+    monkeypatch.setattr(result_polling, "POLL_TIMEOUT", 0.05)
     with pytest.raises(tinkex.APITimeoutError, match=r"no answer within 0\.05 s"):
         poll(faulty, Answer(408, delay=60), timeout=20, patience=0)
     assert [name for name, _, _ in heard] == [events.FUTURE_CONNECTION_ERROR]
@@ -577,7 +579,7 @@ def test_a_conflict_that_stays_is_given_up_soon(
         def monotonic() -> float:
             return next(looks) / 10
 
-    monkeypatch.setattr(api_future, "time", Clock)
+    monkeypatch.setattr(result_polling, "time", Clock)
     with pytest.raises(tinkex.ConflictError):
         poll(faulty, Answer(409, {"detail": "busy"}))
     assert 2 < count(faulty) < 25

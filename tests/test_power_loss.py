@@ -25,7 +25,7 @@ import pytest
 from busy_server import OWNERS, Owner, heard, loaded, story, write_states_often
 from power_loss import Disk, records
 from test_survival import Life, life
-from tinkex.server.runs import admission
+from tinkex.server.runs import snapshot
 
 MOMENTS = 200
 
@@ -153,8 +153,8 @@ def test_power_loss_takes_nothing_that_was_acknowledged(
     seed = int(os.environ.get("CRASH_SEED") or random.SystemRandom().randrange(1_000_000))
     with capsys.disabled():
         print(f"\nCRASH_SEED={seed}", flush=True)
-    monkeypatch.setattr(admission, "STATE_OPERATIONS", admission.STATE_OPERATIONS)
-    monkeypatch.setattr(admission, "STATE_REST", admission.STATE_REST)
+    monkeypatch.setattr(snapshot, "STATE_OPERATIONS", snapshot.STATE_OPERATIONS)
+    monkeypatch.setattr(snapshot, "STATE_REST", snapshot.STATE_REST)
     write_states_often()
     caplog.set_level(logging.CRITICAL)
     rng, root = random.Random(seed), tmp_path / "root"

@@ -441,7 +441,7 @@ def test_a_sweep_deletes_what_has_expired_and_nothing_else(tmp_path: Path) -> No
             records.save(model, number, name, ttl_seconds=3600 if name != "c" else None)
         records.change("checkpoints", "expires = 1 WHERE tinker_path LIKE '%/a'")
     state = State(FakeEngine(), tmp_path, Limits(), SqliteDatabase)
-    asyncio.run(state._sweep())
+    asyncio.run(state.sweep())
     assert {path.split("/")[2] for path in records.files()} == {"b", "c"}
     assert not list(tmp_path.rglob(".*ing-*"))
     assert [

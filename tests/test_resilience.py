@@ -21,7 +21,9 @@ from support import MODEL, Wire, serving
 from tinkex import Future, RecoveryError, RecoveryPolicy, ServiceClient, events, types
 from tinkex.engine.api import EngineError
 from tinkex.engine.fake import FakeEngine
-from tinkex.recovery.resilient import ResilientSamplingClient, ResilientTrainingClient, _Entry
+from tinkex.recovery.recorder import Entry
+from tinkex.recovery.resilient import ResilientTrainingClient
+from tinkex.recovery.resilient_sampling import ResilientSamplingClient
 from tinkex.server.database.sqlite import DATABASE, SqliteDatabase
 from tinkex.server.runs.journal import Committer, Segment
 from tinkex.server.runs.promises import Promises
@@ -316,9 +318,9 @@ def test_only_what_comes_after_the_last_state_is_kept_and_old_states_are_deleted
         with tinkex.resilient(client, every=2, keep=2, name="mine", policy=QUICK) as trainer:
             loop(trainer, 9)
             deadline = time.monotonic() + 10
-            while len(trainer._log) > 3 and time.monotonic() < deadline:
+            while len(trainer._outbox.log) > 3 and time.monotonic() < deadline:
                 time.sleep(0.01)
-            assert [entry.name for entry in trainer._log] == [
+            assert [entry.name for entry in trainer._outbox.log] == [
                 "forward_backward",
                 "forward_backward",
                 "optim_step",
@@ -527,16 +529,16 @@ def test_a_state_counts_only_once_everything_before_it_has_its_result(world: Wor
         with tinkex.resilient(client, every=50, policy=QUICK) as trainer:
             first = trainer.checkpoint
             open_pass, state = (
-                _Entry(name, lambda _: Future(), Future(), False) for name in ("pass", "state")
+                Entry(name, lambda _: Future(), Future()) for name in ("pass", "state")
             )
             state.saved, state.over = "tinker://later", True
-            trainer._log += [open_pass, state]
-            trainer._trim()
+            trainer._outbox.log += [open_pass, state]
+            trainer._outbox.trim()
             assert trainer.checkpoint == first
             open_pass.over = True
-            trainer._trim()
+            trainer._outbox.trim()
             assert trainer.checkpoint == "tinker://later"
-            assert trainer._log == []
+            assert trainer._outbox.log == []
 
 
 async def test_a_log_that_is_begun_anew_hides_nothing_from_a_cursor_of_the_one_before() -> None:

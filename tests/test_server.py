@@ -1146,10 +1146,10 @@ def test_a_silent_session_is_ended(
     serve: Callable[..., Wire], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, clock = asyncio.sleep, Clock()
-    for module in ("state", "routes.session_calls"):
+    for module in ("state", "open_sessions"):
         monkeypatch.setattr(f"tinkex.server.{module}.time", clock)
     monkeypatch.setattr(
-        "tinkex.server.routes.session_calls.asyncio.sleep", lambda seconds: real(min(seconds, 0.05))
+        "tinkex.server.state.asyncio.sleep", lambda seconds: real(min(seconds, 0.05))
     )
     engine = FakeEngine()
     wire = serve(engine, limits=Limits(session_seconds=60))

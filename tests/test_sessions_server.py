@@ -60,7 +60,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The time as the server sees it."""
     made = Clock()
-    for module in ("state", "routes.session_calls"):
+    for module in ("state", "open_sessions"):
         monkeypatch.setattr(f"tinkex.server.{module}.time", made)
     return made
 

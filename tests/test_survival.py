@@ -23,15 +23,16 @@ from tinkex.client.http.exchange import HttpRequest
 from tinkex.engine.api import EngineError
 from tinkex.engine.fake import FakeEngine
 from tinkex.local import AsgiExchange
-from tinkex.server import state
 from tinkex.server.access.accounts import create_key
 from tinkex.server.app import create_app
 from tinkex.server.database import commit_log
 from tinkex.server.database.sqlite import DATABASE
 from tinkex.server.files.data_dir import DataDirError
-from tinkex.server.runs import admission, promises
+from tinkex.server.runs import promises, snapshot
 from tinkex.server.runs.journal import Committer, Journal
+from tinkex.server.runs.journals import UNPLACED
 from tinkex.server.server_limits import Limits
+from tinkex.server.state import State
 
 POLL = Limits(poll_seconds=5)
 
@@ -40,7 +41,7 @@ class Life:
     """One life of a server, spoken to without a socket."""
 
     def __init__(self, app: Any, exchange: AsgiExchange) -> None:
-        self.state: state.State = app.state.server
+        self.state: State = app.state.server
         self._exchange = exchange
 
     async def send(
@@ -226,7 +227,7 @@ def test_saves_that_wait_for_each_other_outlive_their_session(tmp_path: Path) ->
             model = await server.model()
             for number, name in enumerate("xyz", 1):
                 await server.submit("save_weights", save_json(model, number, name))
-            server.state.end_session(model.partition(":")[0])
+            server.state.sessions.end(model.partition(":")[0])
             held.gate.set()
 
             def kept() -> int:
@@ -457,7 +458,7 @@ def test_samples_that_were_not_read_outlive_any_number_of_restarts(
             image = killed(tmp_path / "a")
         async with life(image) as second:
             assert await second.result(ids[0]) == expected[0]
-            await second.state.note_read_samples()
+            await second.state.sample_journal.note_read()
             image = killed(image)
         async with life(image) as third:
             assert [await third.result(request_id) for request_id in ids[1:]] == expected[1:]
@@ -542,8 +543,8 @@ def test_a_record_that_is_being_written_is_not_taken_for_a_torn_one(tmp_path: Pa
 def test_a_nameless_sampler_is_written_once_and_only_for_a_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(admission, "STATE_OPERATIONS", 4)
-    monkeypatch.setattr(admission, "STATE_REST", 0)
+    monkeypatch.setattr(snapshot, "STATE_OPERATIONS", 4)
+    monkeypatch.setattr(snapshot, "STATE_REST", 0)
     written: Counter[str] = Counter()
 
     def note(method: str, subject: str) -> None:
@@ -597,8 +598,8 @@ def test_a_nameless_sampler_that_is_made_anew_while_it_is_written_is_the_new_one
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And whoever trains and samples meanwhile does not wait."""
-    monkeypatch.setattr(admission, "STATE_OPERATIONS", 3)
-    monkeypatch.setattr(admission, "STATE_REST", 0)
+    monkeypatch.setattr(snapshot, "STATE_OPERATIONS", 3)
+    monkeypatch.setattr(snapshot, "STATE_REST", 0)
     held = Held("save_sampler")
 
     async def scenario() -> None:
@@ -640,8 +641,8 @@ def test_a_nameless_sampler_that_is_made_anew_while_it_is_written_is_the_new_one
 def test_results_that_were_just_read_outlive_a_second_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(admission, "STATE_OPERATIONS", 2)
-    monkeypatch.setattr(admission, "STATE_REST", 0)
+    monkeypatch.setattr(snapshot, "STATE_OPERATIONS", 2)
+    monkeypatch.setattr(snapshot, "STATE_REST", 0)
 
     async def scenario() -> None:
         async with life(tmp_path / "a") as first:
@@ -694,7 +695,7 @@ def test_a_nameless_sampler_whose_number_is_used_again_after_a_crash_is_the_new_
 ) -> None:
     """The first was put on disk, the second was taken and not made; it must not be mistaken for
     saved."""
-    monkeypatch.setattr(admission, "STATE_OPERATIONS", 3)
+    monkeypatch.setattr(snapshot, "STATE_OPERATIONS", 3)
     held = Held("forward_backward")
     held.gate.set()
 
@@ -752,7 +753,7 @@ def test_what_a_killed_server_left_of_a_nameless_sampler_is_removed(tmp_path: Pa
         async with life(tmp_path / "a") as first:
             model = await first.model()
             image = killed(tmp_path / "a")
-        left = image / "snapshots" / f"{model.partition(':')[0]}_sample_0{state.UNPLACED}x1"
+        left = image / "snapshots" / f"{model.partition(':')[0]}_sample_0{UNPLACED}x1"
         left.mkdir(parents=True)
         async with life(image) as second:
             await second.run("forward_backward", pass_json(model, 1))
@@ -765,7 +766,7 @@ def test_a_result_that_made_room_while_a_state_was_written_is_not_kept_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For there is nothing left of it, and a run must not break of that."""
-    monkeypatch.setattr(admission, "STATE_OPERATIONS", 3)
+    monkeypatch.setattr(snapshot, "STATE_OPERATIONS", 3)
     monkeypatch.setattr(promises, "KEEP_READ_BYTES", 10)
     held, clock = Held("save_sampler"), Clock()
 
@@ -888,7 +889,7 @@ def test_a_server_that_stops_fails_nothing_and_leaves_a_state_behind(tmp_path: P
                 for i in [drawn, *later]
             ]
             await asyncio.sleep(0.05)
-            await admission.leave(first.state)
+            await first.state.leave()
             assert {status for status, _ in await asyncio.gather(*asking)} == {503}
             assert (await first.send("retrieve_future", {"request_id": later[-1]}))[0] == 503
             assert (await first.send("forward_backward", pass_json(model, 8)))[0] == 503
@@ -922,9 +923,9 @@ def test_states_that_take_long_are_written_less_often(
 ) -> None:
     """Each takes a second, and there is a step a second besides: of six steps, some rest."""
     clock, saves = Clock(), []
-    monkeypatch.setattr(admission, "time", clock)
-    monkeypatch.setattr(admission, "STATE_OPERATIONS", 2)
-    monkeypatch.setattr(admission, "STATE_REST", rest)
+    monkeypatch.setattr(snapshot, "time", clock)
+    monkeypatch.setattr(snapshot, "STATE_OPERATIONS", 2)
+    monkeypatch.setattr(snapshot, "STATE_REST", rest)
 
     def slow(method: str, subject: str) -> None:
         if method == "save":
@@ -938,7 +939,7 @@ def test_states_that_take_long_are_written_less_often(
                 await server.run("forward_backward", pass_json(model, number))
                 clock.ahead += 1
                 await server.run("optim_step", step_json(model, number + 1))
-                await until(lambda: not server.state.runs[model].enforcing.locked())
+                await until(lambda: not server.state.runs[model].committing.locked())
             assert fewest <= len(saves) <= most
 
     played(scenario)
@@ -951,7 +952,7 @@ def test_a_run_goes_on_while_its_state_is_written(
 ) -> None:
     """… which is the state as it was, and the next life goes on as this one did, whether it was
     written or not."""
-    monkeypatch.setattr(admission, "STATE_OPERATIONS", 2)
+    monkeypatch.setattr(snapshot, "STATE_OPERATIONS", 2)
     held = Held("save")
 
     async def scenario() -> None:
@@ -1024,7 +1025,7 @@ def test_nobody_is_told_of_a_load_before_its_state_is_written(tmp_path: Path) ->
 def test_a_state_that_cannot_be_written_fails_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(admission, "STATE_OPERATIONS", 2)
+    monkeypatch.setattr(snapshot, "STATE_OPERATIONS", 2)
 
     async def scenario() -> None:
         async with life(tmp_path / "a", FakeEngine(fail=failing("save"))) as first:
@@ -1043,7 +1044,7 @@ def test_a_state_that_cannot_be_written_fails_no_step(
 def test_a_run_that_is_let_go_while_its_state_is_written_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(admission, "STATE_OPERATIONS", 2)
+    monkeypatch.setattr(snapshot, "STATE_OPERATIONS", 2)
     held = Held("save")
 
     async def scenario() -> None:
@@ -1060,7 +1061,7 @@ def test_a_run_that_is_let_go_while_its_state_is_written_leaves_nothing(
                     await server.run("unload_model", {"model_id": model})
             finally:
                 held.gate.set()
-            await until(lambda: not any(live.enforcing.locked() for live in lives))
+            await until(lambda: not any(live.committing.locked() for live in lives))
             assert list((tmp_path / "a" / "runs").iterdir()) == []
 
     played(scenario)
@@ -1073,8 +1074,8 @@ def test_a_run_that_cannot_be_taken_up_again_is_said_to_be_corrupted(
     """Its state on disk is damaged: nothing goes on with half of it, and whoever asks is told."""
 
     async def scenario() -> None:
-        submission_before = admission.STATE_OPERATIONS
-        admission.STATE_OPERATIONS = 1
+        submission_before = snapshot.STATE_OPERATIONS
+        snapshot.STATE_OPERATIONS = 1
         try:
             async with life(tmp_path / "a") as server:
                 model = await server.model()
@@ -1085,7 +1086,7 @@ def test_a_run_that_cannot_be_taken_up_again_is_said_to_be_corrupted(
                     await asyncio.sleep(0.01)
                 left = killed(tmp_path / "a")
         finally:
-            admission.STATE_OPERATIONS = submission_before
+            snapshot.STATE_OPERATIONS = submission_before
         [damaged] = (left / "runs").glob("*/state-2/fake.json")
         damaged.write_text("{")
         async with life(left) as server:

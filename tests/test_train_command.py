@@ -31,7 +31,7 @@ from tinkex.cli.main import cli
 from tinkex.cli.options import server_url
 from tinkex.cli.plot import plot
 from tinkex.cli.svg import chart
-from tinkex.cli.train import Pruning
+from tinkex.cli.train_report import Pruning
 from tinkex.client.futures.api_future import Future
 from tinkex.engine.api import BaseModel, EngineError
 from tinkex.engine.fake import FakeEngine
@@ -655,7 +655,7 @@ def test_a_checkpoint_that_cannot_be_deleted_is_told_of_once_and_tried_again(
         if step == 3:
             refused.clear()
     assert tried == ["1", "1", "1", "2", "3"]
-    assert said == ["1 was not deleted, and is left for later: it is somebody's"]
+    assert said == ["1 was not deleted; a later checkpoint tries again: it is somebody's"]
     assert [saved["path"] for saved in folder.facts["checkpoints"]] == ["4"]
 
 

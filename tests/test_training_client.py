@@ -21,8 +21,7 @@ from support import wait_until
 from tinkex import ServiceClient, TrainingClient, types
 from tinkex.engine.api import EngineError
 from tinkex.engine.fake import FakeEngine
-from tinkex.server.routes import training_calls, weights_calls
-from tinkex.server.runs import admission
+from tinkex.server.runs.admission import Runs
 from tinkex.server.server_limits import Limits
 
 Make = Callable[..., ServiceClient]
@@ -64,16 +63,13 @@ def log() -> Log:
 def numbers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The seq_ids in the order in which the server got them."""
     arrived: list[int] = []
-    original = admission.enqueue
+    original = Runs._admit
 
-    async def enqueue(
-        state: Any, call: Any, model_id: str, seq_id: int, *work: Any, **kinds: Any
-    ) -> Any:
+    async def admit(runs: Runs, call: Any, run: str, seq_id: int, work: Any) -> Any:
         arrived.append(seq_id)
-        return await original(state, call, model_id, seq_id, *work, **kinds)
+        return await original(runs, call, run, seq_id, work)
 
-    for module in (training_calls, weights_calls):
-        monkeypatch.setattr(module, "enqueue", enqueue)
+    monkeypatch.setattr(Runs, "_admit", admit)
     return arrived
 
 

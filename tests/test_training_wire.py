@@ -22,7 +22,7 @@ import tinkex
 from faulty import Answer, FaultyServer, Seen, faulty_server
 from support import settled, wait_until
 from tinkex import ServiceClient, TrainingClient, types
-from tinkex.client import training_client
+from tinkex.client.training_parts import call_arguments
 from tinkex.wire import codec
 
 RUN = "s:train:0"
@@ -342,8 +342,8 @@ def test_loss_settings_are_brought_to_one_form(
     assert sent.forward_backward_input.loss_fn_config == {
         "clip": 0.2, "beta": 1.0, "low": 0.5, "mode": "hard", "odd": 3.0,
     }  # fmt: skip
-    assert training_client.checked_config("custom", {"loss_id": "12"}) == {"loss_id": "12"}
-    assert training_client.checked_config("ppo", {"name": "nan"}) == {"name": "nan"}
+    assert call_arguments.checked_config("custom", {"loss_id": "12"}) == {"loss_id": "12"}
+    assert call_arguments.checked_config("ppo", {"name": "nan"}) == {"name": "nan"}
 
 
 @pytest.mark.covers("C47", "24.training.6", "C83", "1.15/5")

@@ -116,7 +116,7 @@ def compile_all(arch: int) -> Iterator[Made]:
 
 def _launches() -> Iterator[str]:
     """Every kernel in the variants that models of these shapes use; says what was launched."""
-    from tinkex.engine.kernels import flash, gates, paged
+    from tinkex.engine.kernels import flash, fused, paged
 
     def empty(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device="meta")
@@ -125,28 +125,28 @@ def _launches() -> Iterator[str]:
     for shape in SHAPES:
         heads, groups, channels = shape[3:6]
         x, weight = empty(TOKENS, shape.hidden), empty(shape.hidden)
-        gates.norm_forward(x, weight, 1e-6)
+        fused.norm_forward(x, weight, 1e-6)
         for rest in (None, x):
-            gates.add_norm_forward(x, rest, x, weight, 1e-6)
-            gates.norm_backward(rest, x, x, weight, 1e-6)
+            fused.add_norm_forward(x, rest, x, weight, 1e-6)
+            fused.norm_backward(rest, x, x, weight, 1e-6)
         yield shape.name
         both, narrow = empty(TOKENS, 2 * shape.mlp), empty(TOKENS, shape.mlp)
-        gates.gate_forward(both, shape.activation)
-        gates.gate_backward(narrow, both, shape.activation)
+        fused.gate_forward(both, shape.activation)
+        fused.gate_backward(narrow, both, shape.activation)
         yield shape.name
         qkv, turn = empty(TOKENS, (heads + 2 * groups) * channels), empty(TOKENS, 1, channels // 2)
         norms = (empty(channels), empty(channels)) if shape.normed else None
-        q, k, v = gates.heads_forward(qkv, (heads, groups, groups), norms, turn, turn, 1e-6)
-        gates.heads_backward(q, k, k, qkv, norms, turn, turn, 1e-6)
-        gates.store(empty(2, 64, 32, groups, channels), empty(TOKENS, dtype=torch.int64), k, v)
+        q, k, v = fused.heads_forward(qkv, (heads, groups, groups), norms, turn, turn, 1e-6)
+        fused.heads_backward(q, k, k, qkv, norms, turn, turn, 1e-6)
+        fused.store(empty(2, 64, 32, groups, channels), empty(TOKENS, dtype=torch.int64), k, v)
         yield shape.name
         for rank in (8, 32, 64, 128):
             low, factors = empty(TOKENS, rank), (empty(shape.mlp, rank), empty(shape.mlp, rank))
-            gates.add_product(x, low, empty(shape.hidden, rank).t(), 0.5)
-            gates.add_product(x, low, empty(rank, shape.hidden), 0.5)
+            fused.add_product(x, low, empty(shape.hidden, rank).t(), 0.5)
+            fused.add_product(x, low, empty(rank, shape.hidden), 0.5)
             lows = empty(TOKENS, 2 * rank)
-            gates.shared_gate(both, lows, factors, 0.5, shape.activation, narrow)
-            gates.shared_gate(both, lows, factors, 0.5, shape.activation, both, narrow)
+            fused.shared_gate(both, lows, factors, 0.5, shape.activation, narrow)
+            fused.shared_gate(both, lows, factors, 0.5, shape.activation, both, narrow)
             yield f"{shape.name}, rank {rank}"
         for window in (None, 512):
             tables = flash.tables([TOKENS], channels, cpu)
@@ -159,8 +159,8 @@ def _launches() -> Iterator[str]:
             yield shape.name if window is None else f"{shape.name}, window"
     for dtype in (torch.bfloat16, torch.float32):
         logits, column = empty(256, VOCABULARY, dtype=dtype), empty(256, 1, dtype=torch.float32)
-        gates.log_sums(logits)
-        gates.softmax_gradient(logits, column, column, torch.bfloat16)
+        fused.log_sums(logits)
+        fused.softmax_gradient(logits, column, column, torch.bfloat16)
         yield str(dtype)
 
 
@@ -194,7 +194,8 @@ def compiled_at(commit: str, arch: int) -> dict[tuple[str, str, int], str]:
         )
         try:
             path = os.pathsep.join([str(tree / "src"), os.environ.get("PYTHONPATH", "")])
-            command = [sys.executable, __file__, "--arch", str(arch), "--json"]
+            tool = str(tree / "tools/kernels.py")  # that knows how to call the kernels of its time
+            command = [sys.executable, tool, "--arch", str(arch), "--json"]
             environment = {**os.environ, "PYTHONPATH": path}
             listed = subprocess.run(
                 command, check=True, capture_output=True, text=True, env=environment

@@ -609,8 +609,7 @@ def pydantic_note(surface: Mapping[str, Any]) -> str:
     gone = [name for name in surface["inherited"] if name not in here]
     return (
         f"{len(kinds)} of the official types are pydantic models, ours are not. Of what all of "
-        "them inherit, all of\n"
-        f"ours have {listed(here)};\nnot {listed(gone)}. These are not counted."
+        f"them inherit, all of ours have {listed(here)}; not {listed(gone)}. These are not counted."
     )
 
 
@@ -665,15 +664,14 @@ def document(surface: Mapping[str, Any], parts: Sequence[tuple[str, Sequence[Row
         f"# tinkex beside `tinker` {surface['version']}",
         "",
         "Every public name of the official package, and whether tinkex has it with the same "
-        "signature.",
-        "Written by `python tools/parity.py`, which introspects both packages; do not edit. "
-        "Compared are names, the",
+        "signature. Written by `python tools/parity.py`, which introspects both packages; do not edit. "
+        "Compared are names, the "
         "order, kind and default of parameters, return values, fields, attributes and base "
-        "classes. The types of",
+        "classes. The types of "
         "parameters are shown as the official package has them and are not compared. A method "
-        "whose body does nothing,",
+        "whose body does nothing, "
         "and a parameter that is accepted but never read, count as missing. Import paths below the "
-        "top level, other",
+        "top level, other "
         "than `types` and `auth`, are not compared.",
         "",
         "* **same**: the same signature, or the same members; whether it does the same is for the "
@@ -709,7 +707,15 @@ def document(surface: Mapping[str, Any], parts: Sequence[tuple[str, Sequence[Row
             f"| {code(r.name)} | {code(r.signature)} | {code(r.where)} | {cell(r.status)} |"
             for r in rows
         ]
-    return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
+    return "\n".join(map(wrapped, lines)).replace("\n\n\n", "\n\n") + "\n"
+
+
+def wrapped(line: str) -> str:
+    """A line of prose, wrapped; a row of a table stays one line."""
+    if line.startswith("|"):
+        return line
+    indent = "  " if line.startswith("* ") else ""
+    return textwrap.fill(line, 100, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

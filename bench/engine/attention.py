@@ -4,7 +4,7 @@
     python bench/engine/attention.py --keys 128x64x8x3 64x64x4x2 --queries 128x64x8x3
 
 A tiling is written as tokens of a program x tokens of a step x warps x stages. The best ones belong
-into `FORWARD`, `KEYS` and `QUERIES` of `flash_kernel.py`. Rates count the products that a kernel
+into `FORWARD`, `KEYS` and `QUERIES` of `flash_tiles.py`. Rates count the products that a kernel
 has to make, each pair of tokens once.
 """
 
@@ -20,16 +20,14 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from tinkex.engine.kernels.flash import (
-    Tiling,
-    forward,
-    gradients,
+from tinkex.engine.kernels.flash import forward, gradients, tables, tiles
+from tinkex.engine.kernels.flash_gradients import (
+    Backward,
     keys_gradient,
     queries_gradient,
     row_numbers,
-    tables,
-    tiles,
 )
+from tinkex.engine.kernels.flash_tiles import Tiling
 from tinkex.engine.model.attention import flash
 
 FORWARD = ["64x64x4x3", "128x64x8x3", "128x128x8x3", "64x64x4x2", "128x32x8x4"]
@@ -133,7 +131,7 @@ def main() -> None:
     )
     dq, dk, dv = theirs()
     tell("PyTorch's backward", milliseconds(theirs, given.rounds), 5)
-    numbers = row_numbers(dout, out, lse)
+    shared = Backward((q, k, v), dout, row_numbers(dout, out, lse), scale, window)
     took = milliseconds(partial(row_numbers, dout, out, lse), given.rounds)
     print(f"sums of rows: {took:.3f} ms", flush=True)
 
@@ -176,11 +174,11 @@ def main() -> None:
 
     def keys_run(tiling: Tiling) -> Run:
         table = tiles(lengths, tiling.block, DEVICE, of_keys=True)
-        return partial(keys_gradient, (q, k, v), dout, numbers, table, scale, window, tiling)
+        return partial(keys_gradient, shared, table, tiling)
 
     def queries_run(tiling: Tiling) -> Run:
         table = tiles(lengths, tiling.block, DEVICE, of_keys=False)
-        return partial(queries_gradient, (q, k, v), dout, numbers, table, scale, window, tiling)
+        return partial(queries_gradient, shared, table, tiling)
 
     compare("forward", given.forward, 2, [out, lse], forward_run)
     compare("keys and values", given.keys, 4, [dk, dv], keys_run)

@@ -48,6 +48,8 @@ if TYPE_CHECKING:
         APIFuture as APIFuture,
         AwaitableConcurrentFuture as AwaitableConcurrentFuture,
         Future as Future,
+    )
+    from tinkex.client.futures.await_many import (
         await_many as await_many,
         await_many_async as await_many_async,
     )

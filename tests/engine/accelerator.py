@@ -50,12 +50,12 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tinkex.engine.kernels import gates, paged
+    from tinkex.engine.kernels import fused, gates, paged
 
     _mend_interpreter(monkeypatch)
     for module in (elementwise, matmul, span_adapters, target_logprobs, blocks):
         monkeypatch.setattr(
-            module, "kernels_for", lambda x: None if x.dtype == torch.float64 else gates
+            module, "kernels_for", lambda x: None if x.dtype == torch.float64 else fused
         )
     monkeypatch.setattr(gates, "_stages", lambda rank, device: 2)
     monkeypatch.setattr(span_adapters, "_go_first", _go_first)

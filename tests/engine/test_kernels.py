@@ -161,7 +161,7 @@ def test_the_softmax_of_logits_and_its_gradient(accelerator: str, vocabulary: in
 def test_the_share_of_an_adapter_is_added_as_plainly(accelerator: str, rank: int) -> None:
     """To columns of something wider, by a part of something wider and a factor that lies either
     way."""
-    kernels = pytest.importorskip("tinkex.engine.kernels.gates")
+    kernels = pytest.importorskip("tinkex.engine.kernels.fused")
     generator = torch.Generator().manual_seed(rank)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -187,7 +187,7 @@ def test_keys_and_values_are_stored_where_they_belong(
     accelerator: str, dtype: torch.dtype, groups: int, channels: int
 ) -> None:
     """As parts of one projection, and where their channels do not lie side by side."""
-    kernels = pytest.importorskip("tinkex.engine.kernels.gates")
+    kernels = pytest.importorskip("tinkex.engine.kernels.fused")
     generator = torch.Generator().manual_seed(channels)
     blocks, heads, rows = 7, 2 * groups, 37
 

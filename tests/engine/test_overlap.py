@@ -31,7 +31,7 @@ from tinkex.engine.sample.blocks import BLOCK, block_bytes
 from tinkex.engine.sample.sampler import Limits, Runner, Sampler
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.train.training_pass import Results
-from tinkex.server.runs.scheduler import Worker
+from tinkex.server.workers.worker import Worker
 from tinkex.types.inputs import ModelInput
 from tinkex.types.sampling import SampleRequest, SampleResponse, SamplingParams
 from tinkex.types.training import AdamParams, ForwardBackwardOutput, LoraConfig

@@ -342,7 +342,6 @@ async def run_app(app: Any, listener: socket.socket, on_ready: Callable[[], obje
     import uvicorn
 
     from tinkex.server.access.connections import protocol_of
-    from tinkex.server.runs.admission import leave
 
     collecting: asyncio.Task[None]
 
@@ -362,7 +361,7 @@ async def run_app(app: Any, listener: socket.socket, on_ready: Callable[[], obje
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             collecting.cancel()
             await app.state.server.drain()  # clients can still fetch their results meanwhile
-            await leave(app.state.server)
+            await app.state.server.leave()
             await super().shutdown(sockets)
             if getattr(self.lifespan, "shutdown_failed", False):
                 raise EngineError(

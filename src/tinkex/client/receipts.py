@@ -2,39 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 from tinkex.client.futures.api_future import Future
 from tinkex.client.http.legacy_servers import Receipt
+from tinkex.client.outbox import Fetch, Outbox
+from tinkex.client.training_parts.call_arguments import (
+    checked_config,
+    checked_data,
+    step_request,
+)
 from tinkex.errors import TinkerError
 from tinkex.types.inputs import Datum
 from tinkex.types.training import AdamParams, LossFnConfig, OptimParams, UntypedAPIFuture
 from tinkex.wire import protocol
 from tinkex.wire.protocol import Operation
 
-
-class Submitter(Protocol):
-    """The part of a training client that receipts are made with."""
-
-    def _receipts_of_pass(
-        self,
-        data: Sequence[Datum],
-        loss_fn: str,
-        config: LossFnConfig | None,
-        *,
-        forward_only: bool,
-    ) -> Future[list[UntypedAPIFuture]]: ...
-
-    def _receipt_of_step(
-        self, optim_params: OptimParams | None, adam_params: AdamParams | None
-    ) -> Future[UntypedAPIFuture]: ...
-
-    def _retrieve(self, op: Operation, request_id: str, options: Any) -> Future[Any]: ...
+Retrieve: TypeAlias = Callable[[Operation, str, Any], Future[Any]]
 
 
 class Receipts:
-    """Calls of a training run that give receipts: `TrainingClient.receipts` is one.
+    """Calls of a training run that return receipts; see `TrainingClient.receipts`.
 
     Example:
         >>> [receipt] = client.receipts.forward_backward(data, "cross_entropy").result()
@@ -42,15 +31,15 @@ class Receipts:
         10.6...
     """
 
-    __slots__ = ("_client",)
+    __slots__ = ("_outbox", "_retrieve")
 
-    def __init__(self, client: Submitter) -> None:
-        self._client = client
+    def __init__(self, outbox: Outbox, retrieve: Retrieve) -> None:
+        self._outbox, self._retrieve = outbox, retrieve
 
     def forward(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossFnConfig | None = None
     ) -> Future[list[UntypedAPIFuture]]:
-        """Submit a forward pass and get its receipts, one per chunk.
+        """Submit a forward pass and return its receipts, one per chunk.
 
         Args:
             data: The examples.
@@ -65,12 +54,12 @@ class Receipts:
             >>> client.receipts.retrieve(receipts[0], "forward").result().metrics["loss:sum"]
             10.6...
         """
-        return self._client._receipts_of_pass(data, loss_fn, loss_fn_config, forward_only=True)
+        return self._pass(data, loss_fn, loss_fn_config, forward_only=True)
 
     def forward_backward(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossFnConfig | None = None
     ) -> Future[list[UntypedAPIFuture]]:
-        """Submit a pass and get its receipts, one per chunk.
+        """Submit a pass and return its receipts, one per chunk.
 
         Args:
             data: The examples.
@@ -85,12 +74,12 @@ class Receipts:
             >>> receipt.request_id
             '...:train:0:1'
         """
-        return self._client._receipts_of_pass(data, loss_fn, loss_fn_config, forward_only=False)
+        return self._pass(data, loss_fn, loss_fn_config, forward_only=False)
 
     def optim_step(
         self, optim_params: OptimParams | None = None, *, adam_params: AdamParams | None = None
     ) -> Future[UntypedAPIFuture]:
-        """Submit a step and get its receipt.
+        """Submit a step and return its receipt.
 
         Args:
             optim_params: The hyper-parameters of this step.
@@ -104,7 +93,38 @@ class Receipts:
             >>> client.receipts.retrieve(receipt, "optim_step").result()
             OptimStepResponse(metrics={...})
         """
-        return self._client._receipt_of_step(optim_params, adam_params)
+        request = step_request(self._outbox.model_id, optim_params, adam_params)
+
+        async def turn(outbox: Outbox, place: int) -> Fetch[UntypedAPIFuture]:
+            receipt = await outbox.send(protocol.OPTIM_STEP, request)
+
+            async def fetch() -> UntypedAPIFuture:
+                return _public(receipt)
+
+            return fetch
+
+        return self._outbox.put("optim_step", turn)
+
+    def _pass(
+        self,
+        data: Sequence[Datum],
+        loss_fn: str,
+        config: LossFnConfig | None,
+        *,
+        forward_only: bool,
+    ) -> Future[list[UntypedAPIFuture]]:
+        items, settings = checked_data(data), checked_config(loss_fn, config)
+
+        async def turn(outbox: Outbox, place: int) -> Fetch[list[UntypedAPIFuture]]:
+            chunks = outbox.chunks(items)
+            receipts = await outbox.send_pass(chunks, loss_fn, settings, forward_only)
+
+            async def fetch() -> list[UntypedAPIFuture]:
+                return [_public(receipt) for receipt in receipts]
+
+            return fetch
+
+        return self._outbox.put("forward" if forward_only else "forward_backward", turn)
 
     def retrieve(
         self, request: UntypedAPIFuture | str, operation: str = "forward_backward", **options: Any
@@ -114,7 +134,7 @@ class Receipts:
         Args:
             request: Its receipt, or the request id in it.
             operation: What it is, e.g. "forward_backward", "optim_step" or "save_weights".
-            options: How to wait for the result; see `tinkex.client.training_client.CallOptions`.
+            options: How to wait for the result; see `CallOptions`.
 
         Returns:
             A future of the operation's result.
@@ -136,11 +156,11 @@ class Receipts:
                 sorted(name for name, known in protocol.BY_NAME.items() if known.result is not None)
             )
             raise ValueError(f"{operation!r} is not an operation with a future; those are: {names}")
-        return self._client._retrieve(op, request_id, options)
+        return self._retrieve(op, request_id, options)
 
 
-def public(receipt: Receipt) -> UntypedAPIFuture:
-    """The receipt as programs see it.
+def _public(receipt: Receipt) -> UntypedAPIFuture:
+    """Return a receipt as programs see it.
 
     Raises:
         TinkerError: The server gave the result itself.

@@ -15,18 +15,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, get_args
 
-from tinkex.client.futures.api_future import (
-    AwaitableConcurrentFuture,
-    Future,
-    QueueNotice,
-    SampleFuture,
-    failure_of,
-    read_result,
-    unlisted,
-)
+from tinkex.client.futures.api_future import AwaitableConcurrentFuture, Future, unlisted
 from tinkex.client.futures.batch_polling import BatchPoller
 from tinkex.client.futures.loop_thread import runtime
 from tinkex.client.futures.queue_states import Observer, QueueStateLogger, QueueStateTracker
+from tinkex.client.futures.result_polling import QueueNotice, failure_of, read_result
+from tinkex.client.futures.sample_future import SampleFuture
 from tinkex.client.futures.stream_text import StreamTexts
 from tinkex.client.futures.streams import SampleStream, chunks_of
 from tinkex.client.futures.twins import deprecated, value_twin

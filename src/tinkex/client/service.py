@@ -10,7 +10,13 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeAlias
 
-from tinkex.client.futures.api_future import APIFuture, AwaitableConcurrentFuture, Future, start
+from tinkex.client.futures.api_future import (
+    APIFuture,
+    AwaitableConcurrentFuture,
+    Future,
+    outcome_of,
+    start,
+)
 from tinkex.client.futures.loop_thread import runtime
 from tinkex.client.futures.sampling_future import BackcompatSamplingClientFuture, open_later
 from tinkex.client.futures.training_future import BackcompatTrainingClientFuture
@@ -614,12 +620,12 @@ class ServiceClient:
         if kind is not None:
             status = "errored" if issubclass(kind, Exception) else "interrupted"
         # A `with` block inside an event loop blocks that loop here, as its author expects.
-        closing = self.close(status, repr(error) if error is not None else None)._own
+        closing = self.close(status, repr(error) if error is not None else None)
         if status == "success":
-            closing._outcome()
+            outcome_of(closing)
             return
         try:
-            closing._outcome(timeout=10)
+            outcome_of(closing, timeout=10)
         except TimeoutError:  # the error that ended the block matters more
             logger.warning("the session could not be finished within 10 s")
 

@@ -20,10 +20,11 @@ from collections.abc import Callable, Container, Coroutine, Iterator, Mapping
 from typing import Any, TypeVar
 
 from tinkex import telemetry
-from tinkex.client.futures.api_future import Future, QueueNotice, retrieve, start
+from tinkex.client.futures.api_future import Future, start
 from tinkex.client.futures.batch_polling import BatchPoller
 from tinkex.client.futures.loop_thread import runtime
 from tinkex.client.futures.queue_states import QueueStateLogger, QueueStateTracker
+from tinkex.client.futures.result_polling import QueueNotice, retrieve
 from tinkex.client.http import legacy_servers
 from tinkex.client.http.addresses import origin_of
 from tinkex.client.http.exchange import Reply

@@ -28,7 +28,8 @@ from typing import Any, TypeAlias
 from tinkex.client.futures.api_future import start
 from tinkex.client.http.retry import persist
 from tinkex.client.http.transport import Transport
-from tinkex.client.rest import ARCHIVE_ATTEMPTS, ARCHIVE_RETRY_SECONDS, RestClient
+from tinkex.client.rest import RestClient
+from tinkex.client.rest_parts.rest_checkpoints import ARCHIVE_ATTEMPTS, ARCHIVE_RETRY_SECONDS
 from tinkex.client.settings.delays import Delays
 from tinkex.errors import APIError, TinkerError
 from tinkex.hub.archives import ArchiveLimits, UnsafeArchiveError, extract

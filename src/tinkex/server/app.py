@@ -37,11 +37,10 @@ from tinkex.server.routes.handler_table import HANDLERS, collect
 from tinkex.server.routes.metrics_page import metrics_text
 from tinkex.server.routes.records import misnamed_route
 from tinkex.server.routes.session_records import signed_trace, trace_path
-from tinkex.server.runs import replay
-from tinkex.server.runs.admission import UNLOAD, leave, recall_unload, spend_number
 from tinkex.server.runs.encoded_results import encoding
 from tinkex.server.runs.journals import DIRECT
 from tinkex.server.runs.metering import watch
+from tinkex.server.runs.unloading import UNLOAD
 from tinkex.server.server_limits import Limits
 from tinkex.server.state import State
 from tinkex.server.tracing import Tracing
@@ -61,7 +60,7 @@ DETAIL_CHARACTERS = 4_000
 
 
 def create_app(
-    engine: Engine,
+    engine: Engine | Mapping[str, Engine],
     data_dir: Path,
     *,
     limits: Limits | None = None,
@@ -75,7 +74,7 @@ def create_app(
     """The server as an ASGI application over an engine; its lifespan starts and stops the worker.
 
     Args:
-        engine: What computes.
+        engine: What computes: one engine, or several by names that stay the same.
         data_dir: Where facts, keys and checkpoints are kept.
         limits: What is not to be exceeded.
         api_key: A key of the owner `local`, besides those made by `tinkex key create`.
@@ -96,12 +95,12 @@ def create_app(
         strict=strict,
         embedded=embedded,
     )
-    replay.enable(state, collect())
+    collect()
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        state.worker.start()
-        replay.take_up_sessions(state)
+        state.workers.start()
+        state.replay.take_up_sessions()
         tasks = [asyncio.create_task(state.tend()), asyncio.create_task(state.meter.run())]
         try:
             yield
@@ -111,9 +110,9 @@ def create_app(
             # there the client ends with its server: to wait for another life would be to wait in
             # vain
             if not embedded:
-                await leave(state)
+                await state.leave()
                 state.promises.are_closed = True
-            await state.worker.stop()
+            await state.workers.stop()
             state.journals.close()
             try:
                 await state.meter.flush()
@@ -402,7 +401,7 @@ async def _read(op: Operation, request: Request, state: State, account: Account)
     except bodies.Unreadable as error:
         numbered = error.numbered if op.traffic == "train" else None
         if numbered is not None and await is_own(state, account.owner, "model_id", numbered[0]):
-            await spend_number(state, numbered, error.digest, f"{op.name}: {error}")
+            await state.runs.consume_refused(*numbered, error.digest, f"{op.name}: {error}")
         raise Refusal(400, f"{op.name}: {error}") from None
     except codec.TooLarge as error:
         raise Refusal(413, f"{op.name}: {error} ({name})") from None
@@ -477,13 +476,13 @@ async def _take_up(state: State, request_id: str) -> None:
     """Look for a request among those that an earlier life of the server took."""
     owner = request_id.rpartition(":")[0]
     for name in (owner, request_id):  # a custom loss is a request of its own
-        await state.revived(name)
+        await state.revivals.revived(name)
     if request_id.endswith(UNLOAD) and state.promises.get(request_id) is None:
-        await recall_unload(state, owner)
+        await state.unloading.recall(owner)
     if (sampler := await asyncio.to_thread(state.database.samplers.get, owner)) is not None:
-        await state.revived(sampler.session_id)
+        await state.revivals.revived(sampler.session_id)
     elif owner.startswith(f"{DIRECT}:"):
-        await state.revived(DIRECT)
+        await state.revivals.revived(DIRECT)
 
 
 async def retrieve_future(op: Operation, state: State, request: Request, call: Call) -> Response:

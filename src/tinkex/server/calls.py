@@ -11,6 +11,14 @@ from tinkex.server.database.entities import LOCAL_OWNER
 from tinkex.wire import codec
 
 
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What a journal says of a call that was taken before."""
+
+    request_id: str | None = None
+    """The id that a sample was acknowledged under."""
+
+
 @dataclass(slots=True)
 class Call:
     """A decoded request and what came with it."""
@@ -28,14 +36,12 @@ class Call:
     """The compression of the body, if any."""
     size: int = 0
     """Bytes of the body once it is expanded."""
-    is_replayed: bool = False
-    """Whether the request was taken by an earlier life of the server: it is on disk already."""
     number: int | None = None
     """The place in its run's order, or in the journal of samples, once it has one."""
-    request_id: str | None = None
-    """The id that a sample was acknowledged under, if it was taken before."""
     seed: int | None = None
-    """The seed that was drawn for a sample, if it was drawn before."""
+    """The seed that was drawn for a sample, once it has one."""
+    recorded: Recorded | None = None
+    """Its record, if the call was read from a journal."""
     reader: str | None = None
     """The account of an access token that came along; it is kept instead of the token."""
     owner: str = LOCAL_OWNER

@@ -14,7 +14,14 @@ import warnings
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tinkex.client.futures.api_future import APIFuture, Future, in_users_loop, users_level
+from tinkex.client.futures.api_future import (
+    APIFuture,
+    Future,
+    check_own_loop,
+    in_users_loop,
+    outcome_of,
+    users_level,
+)
 from tinkex.client.futures.loop_thread import give_up
 
 C = TypeVar("C")
@@ -54,14 +61,14 @@ class BackcompatClientFuture(APIFuture[C]):
             >>> service.create_lora_training_client("tinkex/tiny").result(timeout=60)
             TrainingClient('...:train:0')
         """
-        self._future._check_own_loop()
+        check_own_loop(self._future)
         if not self._future.done() and in_users_loop():
             logger.warning(
                 "%s.result() blocks the running event loop: await the future instead",
                 type(self).__name__,
                 stack_info=True,
             )
-        return self._future._outcome(timeout)
+        return outcome_of(self._future, timeout)
 
     async def result_async(self, timeout: float | None = None) -> C:
         """Await the client.

@@ -21,8 +21,8 @@ import time
 import weakref
 from dataclasses import dataclass
 
-from tinkex.client.futures.api_future import HELD, POLL_TIMEOUT
 from tinkex.client.futures.loop_thread import runtime
+from tinkex.client.futures.result_polling import HELD, POLL_TIMEOUT
 from tinkex.client.http.exchange import Reply
 from tinkex.client.http.retry import persist
 from tinkex.client.http.transport import OFF_LOOP_BYTES, Transport

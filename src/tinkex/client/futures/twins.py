@@ -31,17 +31,16 @@ def deprecated(advice: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        message = f"DEPRECATED: {function.__qualname__}() will be removed: {advice}"
-
         @functools.wraps(function)
-        def called(*args: P.args, **kwargs: P.kwargs) -> T:
-            warnings.warn(message, FutureWarning, stacklevel=users_level())
+        def deprecated_call(*args: P.args, **kwargs: P.kwargs) -> T:
+            warnings.warn(called.__deprecated__, FutureWarning, stacklevel=users_level())
             return function(*args, **kwargs)
 
-        called.__deprecated__ = message  # type: ignore[attr-defined]
+        called: Any = deprecated_call
+        called.__deprecated__ = f"DEPRECATED: {function.__qualname__}() will be removed: {advice}"
         if inspect.iscoroutinefunction(function):
             _mark(called)
-        return called
+        return deprecated_call
 
     return decorate
 

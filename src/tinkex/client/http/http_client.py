@@ -12,11 +12,10 @@ import dataclasses
 import math
 import weakref
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias, TypedDict, Unpack
 from urllib.parse import parse_qsl, quote, urlencode
 
-from tinkex.client.futures.api_future import Future, start
+from tinkex.client.futures.api_future import Future, outcome_of, start
 from tinkex.client.futures.loop_thread import runtime
 from tinkex.client.futures.streams import Stream
 from tinkex.client.http import multipart
@@ -250,23 +249,13 @@ class HttpClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()._outcome(timeout=30)
+    def __exit__(self, *_: object) -> None:
+        outcome_of(self.close(), timeout=30)
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     def _start(self, method: Method, path: str, body: Any, options: RequestOptions) -> Future[Any]:

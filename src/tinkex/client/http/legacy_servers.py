@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from tinkex.client.futures.api_future import failure_of
+from tinkex.client.futures.result_polling import failure_of
 from tinkex.client.http.exchange import Reply
 from tinkex.client.http.transport import Transport
 from tinkex.types.record import to_builtins

@@ -1,9 +1,8 @@
-"""Custom losses: the passes they need, the thread that they run on, and what follows when one
-fails.
+"""Custom losses: the passes they need, and the thread that they run on.
 
 A custom pass is a forward pass over the data, the caller's loss on this machine, and a backward
 pass over the same chunks. A loss that fails leaves a training run without a gradient that later
-calls count on, so they are refused.
+calls need, so they are refused.
 """
 
 from __future__ import annotations
@@ -13,27 +12,23 @@ import contextlib
 import contextvars
 import importlib.util
 import itertools
-import math
 import os
 import sys
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from tinkex.client.losses import caller_losses
 from tinkex.errors import APITimeoutError
 from tinkex.types.inputs import Datum
 from tinkex.types.training import ForwardBackwardOutput
 
-if TYPE_CHECKING:
-    import concurrent.futures
-
 T = TypeVar("T")
 Outcome: TypeAlias = Awaitable[ForwardBackwardOutput]
 Submit: TypeAlias = Callable[[list[list[Datum]], bool], Awaitable[Callable[[], Outcome]]]
-"""Submits chunks, forward only or not, and returns what fetches the result."""
+"""Sends chunks, forward only or not; returns a function that waits for the result."""
 
 THREAD_NAME = "tinkex-custom-loss"
 
@@ -44,47 +39,6 @@ def check_torch() -> None:
         raise ImportError(
             "a custom loss is computed with PyTorch, which is not installed: pip install torch"
         )
-
-
-# ── a client whose loss failed ────────────────────────────────────────────────────────────────────
-
-
-class Poison:
-    """Refuses the calls that a client makes after a custom pass which was never finished."""
-
-    ALWAYS = -1
-    """The place of a call that is never refused."""
-
-    def __init__(self) -> None:
-        self._places = itertools.count()
-        self._lock = threading.Lock()
-        self._place = math.inf
-        self._cause: BaseException | None = None
-
-    def place(self) -> int:
-        """Return the place of a call made now among all calls."""
-        return next(self._places)
-
-    def spread(self, place: float, cause: BaseException) -> None:
-        """Refuse every call behind this place; of two failures the one in front counts."""
-        with self._lock:
-            if place < self._place:
-                self._place, self._cause = place, cause
-
-    def check(self, place: int) -> None:
-        """Raise if the call at this place is behind a failure."""
-        if place > self._place:
-            raise RuntimeError(
-                "an earlier custom loss of this training client failed or was cancelled, so its "
-                "gradient is missing "
-                "and the client takes no more training requests; make another client from a saved "
-                "state"
-            ) from self._cause
-
-    def pass_on(self, other: Poison) -> None:
-        """Have the client that replaces this one refuse all calls too, if this one does."""
-        if self._cause is not None:
-            other.spread(Poison.ALWAYS, self._cause)
 
 
 # ── the thread ────────────────────────────────────────────────────────────────────────────────────
@@ -209,26 +163,40 @@ class CustomPass:
     of the forward passes, and whatever was called later comes after both.
     """
 
-    def __init__(self, data: list[Datum], loss: caller_losses.CustomLoss, poison: Poison) -> None:
-        self._data, self._loss, self._poison = data, loss, poison
+    def __init__(self, data: list[Datum], loss: caller_losses.CustomLoss) -> None:
+        check_torch()
+        self._data, self._loss = data, loss
         self.prepared = caller_losses.forward_data(data)
         """The data of the forward passes."""
-        self.place = poison.place()
 
-    async def run(self, chunks: list[list[Datum]], submit: Submit) -> Callable[[], Outcome]:
-        """Carry the call out when its turn has come; what fetches the result is returned."""
+    async def run(
+        self,
+        chunks: list[list[Datum]],
+        submit: Submit,
+        spoil: Callable[[BaseException], None],
+    ) -> Callable[[], Outcome]:
+        """Make the passes up to the second submission.
+
+        Args:
+            chunks: The prepared data.
+            submit: Sends chunks.
+            spoil: Refuses all later calls of the client.
+
+        Returns:
+            A function that waits for the result.
+        """
         fetch_first = await submit(chunks, True)
         try:
             first = await fetch_first()
         except APITimeoutError as error:  # given up here: the server would have gone on
-            self._poison.spread(self.place, error)
+            spoil(error)
             raise
         try:
             weighted, loss, metrics = await on_loss_thread(
                 caller_losses.evaluate, self._loss, self._data, first
             )
         except Exception as error:
-            self._poison.spread(self.place, error)
+            spoil(error)
             raise
         fetch_second = await submit(_cut_like(chunks, weighted), False)
 
@@ -236,14 +204,6 @@ class CustomPass:
             return caller_losses.report(await fetch_second(), loss, metrics)
 
         return fetch
-
-    def watch(self, future: concurrent.futures.Future[Any]) -> None:
-        """Have a cancelled call refuse those behind it."""
-        future.add_done_callback(self._ended)
-
-    def _ended(self, future: concurrent.futures.Future[Any]) -> None:
-        if future.cancelled():
-            self._poison.spread(self.place, asyncio.CancelledError("the custom loss was cancelled"))
 
 
 def _cut_like(chunks: Sequence[Sequence[Datum]], data: Sequence[Datum]) -> list[list[Datum]]:

@@ -8,20 +8,16 @@ Axes: B rows, H query heads, G key/value heads, R query heads of a group, C chan
 positions of a block.
 """
 
-import importlib
-from typing import Any
-
 import torch
-
-triton: Any = importlib.import_module("triton")
-tl: Any = importlib.import_module("triton.language")
+import triton
+import triton.language as tl
 
 LEAST_ROWS = 16
 """Products on tensor cores have at least so many rows."""
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _decode(  # type: ignore[no-untyped-def]
+@triton.jit
+def _decode(
     q_ptr,
     k_ptr,
     v_ptr,

@@ -22,11 +22,11 @@ logger = logging.getLogger("tinkex.engine")
 @functools.cache
 def _load_kernels() -> Any:
     try:
-        from tinkex.engine.kernels import gates
+        from tinkex.engine.kernels import fused
     except ImportError:
         logger.warning("triton is not installed: the accelerator will be slower than it could be")
         return None
-    return gates
+    return fused
 
 
 def kernels_for(x: torch.Tensor) -> Any:

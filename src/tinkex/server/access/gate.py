@@ -6,8 +6,7 @@ from typing import Any
 
 from tinkex.server.calls import Call
 from tinkex.server.http_errors import Refusal
-from tinkex.server.routes.session_calls import require_session
-from tinkex.server.runs.admission import UNKNOWN, failed_receipt, spend
+from tinkex.server.runs.call_records import UNKNOWN
 from tinkex.server.runs.metering import lengths
 from tinkex.server.state import State
 from tinkex.types.sampling import SampleRequest
@@ -114,20 +113,22 @@ async def fail_in_band(state: State, op: Operation, call: Call, why: str) -> Unt
     request = call.request
     model_id = getattr(request, "model_id", None)
     if model_id is not None:
-        spent = Call(None, {}, call.digest, op="", body=why.encode(), owner=call.owner)
-        return await spend(state, spent, model_id, getattr(request, "seq_id", None))
+        seq_id = getattr(request, "seq_id", None)
+        return await state.runs.consume_seq_id(model_id, seq_id, call.digest, why, call.owner)
     if (
         getattr(request, "session_id", None) is None
         or getattr(request, "model_seq_id", None) is None
     ):
         raise Refusal(400, why)
-    await require_session(state, request.session_id)
+    await state.sessions.require(request.session_id)
     model_id = f"{request.session_id}:train:{request.model_seq_id}"
     request_id = f"{model_id}:0"
-    await state.revived(model_id)
+    await state.revivals.revived(model_id)
     known = state.promises.get(request_id)
     if known is None:  # nothing has come of it, so nothing need be on disk
         state.promises.add(request_id, call.digest, request.session_id).fail(why)
     elif known.digest not in (call.digest, UNKNOWN):
-        request_id = failed_receipt(state, request_id, request.session_id, call)
+        request_id = state.promises.refuse_reused(
+            request_id, request.session_id, call.digest, call.owner
+        )
     return UntypedAPIFuture(request_id=request_id, model_id=model_id)

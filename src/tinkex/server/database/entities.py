@@ -65,6 +65,8 @@ class Run:
     owner: str = LOCAL_OWNER
     base_digest: str = ""
     """The digest of the base model's weights; empty when not known."""
+    home: str = ""
+    """The name of the worker that the run is at home on."""
 
 
 @dataclass(frozen=True, slots=True)

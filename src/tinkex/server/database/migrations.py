@@ -77,4 +77,5 @@ MIGRATIONS = (
         model_id TEXT NOT NULL, number INTEGER NOT NULL, version INTEGER NOT NULL, PRIMARY KEY (model_id, number)
     ) WITHOUT ROWID
     """,
+    "ALTER TABLE runs ADD COLUMN home TEXT NOT NULL DEFAULT ''",
 )

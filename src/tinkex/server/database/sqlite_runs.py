@@ -47,6 +47,7 @@ class SqliteRuns:
                 "user_metadata": json.dumps(run.user_metadata),
                 "created": time.time(),
                 "owner": run.owner,
+                "home": run.home,
             },
         )
 
@@ -120,6 +121,7 @@ def _run(row: sqlite3.Row) -> Run:
         user_metadata=json.loads(row["user_metadata"]),
         owner=row["owner"],
         base_digest=row["base_digest"],
+        home=row["home"],
     )
 
 

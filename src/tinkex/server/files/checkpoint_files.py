@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from tinkex.engine.api import EngineError
-from tinkex.engine.places import Directory
+from tinkex.engine.places import Directory, Writer
 from tinkex.server.database.entities import Run, Save, SavedCheckpoint
 from tinkex.server.database.interface import Database
 from tinkex.server.files.data_dir import discard, is_full_disk, sync_above
 from tinkex.server.files.seals import contents, write_whole
-from tinkex.server.runs.scheduler import Beside
-from tinkex.server.state import State
+from tinkex.server.workers.worker import OffThread
 from tinkex.types.checkpoints import KINDS, SCHEME, ParsedCheckpointTinkerPath
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
@@ -47,7 +46,7 @@ def expiry(ttl_seconds: int | None) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class SaveSpec:
     """A checkpoint that is to be made."""
 
     kind: str
@@ -60,137 +59,165 @@ class Wanted:
     """Who asks for it: carried out again after a crash, a request finds its own work done."""
 
 
-def saving(
-    state: State,
-    run: Run,
-    wanted: Wanted,
-    answer: Callable[[Save], Any],
-    *,
-    optimizer: bool,
-    finish: Callable[[Path], None] | None = None,
-) -> Beside:
-    """Save what a run has learnt so far; `finish` may change the files before they are in place. On
-    the worker.
+class Checkpoints:
+    """The checkpoints of a data directory: their files, and what is on record of them."""
 
-    A request that was met in an earlier life is not met again: what it saved may have been replaced
-    or deleted since.
-    """
-    writer = state.engine.writer(run.model_id, optimizer=optimizer)
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._root = database.root / "checkpoints"
 
-    def write(directory: Directory) -> None:
-        writer.write(directory)
-        if finish is not None:
-            finish(directory.path)
+    # ── making ────────────────────────────────────────────────────────────────────────────────────
 
-    def begin() -> Save | Path:
-        done = (
-            None
-            if wanted.request_id is None
-            else state.database.checkpoints.save(wanted.request_id)
-        )
-        return done or _write_files(state.database, state.checkpoint_dir, run, wanted, write)
+    def save(
+        self,
+        run: Run,
+        spec: SaveSpec,
+        writer: Writer,
+        answer: Callable[[Save], Any],
+        finish: Callable[[Path], None] | None = None,
+    ) -> OffThread:
+        """Save a run; `finish` may change the files before they are in place. On the worker.
 
-    def end(written: Save | Path) -> Any:
-        if isinstance(written, Save):
-            return answer(written)
-        saved = _place_files(state.database, run, wanted, written)
-        return answer(Save(saved.tinker_path, saved.size_bytes))
+        A request that was met in an earlier life is not met again: what it saved may have been
+        replaced or deleted since.
+        """
 
-    return Beside(begin, end)
+        def write(directory: Directory) -> None:
+            writer.write(directory)
+            if finish is not None:
+                finish(directory.path)
 
+        def begin() -> Save | Path:
+            done = (
+                None
+                if spec.request_id is None
+                else self._database.checkpoints.save(spec.request_id)
+            )
+            return done or self._write(run, spec, write)
 
-def put_files(
-    database: Database, root: Path, run: Run, wanted: Wanted, write: Callable[[Directory], None]
-) -> SavedCheckpoint:
-    """Write to a temporary name, flush, rename, then record: a checkpoint is whole or not there."""
-    return _place_files(database, run, wanted, _write_files(database, root, run, wanted, write))
+        def end(written: Save | Path) -> Any:
+            if isinstance(written, Save):
+                return answer(written)
+            saved = self._place(run, spec, written)
+            return answer(Save(saved.tinker_path, saved.size_bytes))
 
+        return OffThread(begin, end)
 
-def _free_path(database: Database, run: Run, wanted: Wanted) -> str:
-    """The path of a checkpoint that may be made."""
-    path = f"{SCHEME}{run.model_id}/{wanted.kind}/{wanted.name}"
-    if not wanted.overwrite and database.checkpoints.get(path) is not None:
-        hint = "; pass overwrite=True to replace it" if wanted.kind == "weights" else ""
-        raise EngineError(f"checkpoint {path} exists already{hint}")
-    return path
+    def put(self, run: Run, spec: SaveSpec, write: Callable[[Directory], None]) -> SavedCheckpoint:
+        """Make a checkpoint, whole or not at all: write it elsewhere, flush, rename, record."""
+        return self._place(run, spec, self._write(run, spec, write))
 
+    def _free_path(self, run: Run, spec: SaveSpec) -> str:
+        """Return the path of a checkpoint that may be made."""
+        path = f"{SCHEME}{run.model_id}/{spec.kind}/{spec.name}"
+        if not spec.overwrite and self._database.checkpoints.get(path) is not None:
+            hint = "; pass overwrite=True to replace it" if spec.kind == "weights" else ""
+            raise EngineError(f"checkpoint {path} exists already{hint}")
+        return path
 
-def _write_files(
-    database: Database, root: Path, run: Run, wanted: Wanted, write: Callable[[Directory], None]
-) -> Path:
-    """Write to a temporary name, and flush."""
-    check_name(wanted.name)
-    expiry(wanted.ttl_seconds)
-    path = _free_path(database, run, wanted)
-    parent = _place(root, run.model_id) / wanted.kind
+    def _write(self, run: Run, spec: SaveSpec, write: Callable[[Directory], None]) -> Path:
+        """Write to a temporary name, and flush."""
+        check_name(spec.name)
+        expiry(spec.ttl_seconds)
+        path = self._free_path(run, spec)
+        parent = self._directory(run.model_id) / spec.kind
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            scratch = Path(tempfile.mkdtemp(prefix=".saving-", dir=parent))
+            write_whole(write, scratch)
+        except Exception as error:
+            if not is_full_disk(error):
+                raise
+            # one line of it: who saves can make room, and a traceback tells nothing more
+            raise EngineError(
+                f"{path} was not saved: the server's disk is full", "server"
+            ) from error
+        return scratch
 
-    with _telling_of_a_full_disk(path):
-        parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=".saving-", dir=parent))
-        write_whole(write, scratch)
-    return scratch
+    def _place(self, run: Run, spec: SaveSpec, scratch: Path) -> SavedCheckpoint:
+        """Let files that were written be a checkpoint.
 
-
-def _place_files(database: Database, run: Run, wanted: Wanted, scratch: Path) -> SavedCheckpoint:
-    """Let files that were written be a checkpoint. Saves do it on the worker, as loads do: neither
-    sees half of it.
-    """
-    parent = scratch.parent
-    target = parent / wanted.name
-    try:
-        path = _free_path(database, run, wanted)  # another save may have been quicker
-        if target.exists():  # what is replaced stays whole until its successor is on record
-            target = parent / f"{wanted.name}.{secrets.token_hex(4)}"
-        scratch.rename(target)
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
-    sync_above(target, 3)  # up to the directory of all checkpoints
-    replaced = database.checkpoints.directory(path)
-    saved = SavedCheckpoint(
-        tinker_path=path,
-        model_id=run.model_id,
-        directory=target,
-        created=time.time(),
-        base_model=run.base_model,
-        lora=run.lora,
-        optimizer=run.optimizer,
-        size_bytes=sum(file.stat().st_size for file in contents(target)),
-        expires=expiry(wanted.ttl_seconds),
-        user_metadata=wanted.user_metadata,
-        owner=run.owner,
-        project_id=wanted.project_id,
-        base_digest=run.base_digest,
-    )
-    database.checkpoints.put(saved, wanted.request_id)
-    if replaced is not None:
-        discard(replaced)
-    return saved
-
-
-@contextlib.contextmanager
-def _telling_of_a_full_disk(path: str) -> Iterator[None]:
-    """Makes one line of it: whoever saves can make room, and a traceback tells nothing more."""
-    try:
-        yield
-    except Exception as error:
-        if not is_full_disk(error):
+        Saves do it on the worker, as loads do: neither sees half of the other.
+        """
+        parent = scratch.parent
+        target = parent / spec.name
+        try:
+            path = self._free_path(run, spec)  # another save may have been quicker
+            if target.exists():  # what is replaced stays whole until its successor is on record
+                target = parent / f"{spec.name}.{secrets.token_hex(4)}"
+            scratch.rename(target)
+        except BaseException:
+            shutil.rmtree(scratch, ignore_errors=True)
             raise
-        raise EngineError(f"{path} was not saved: the server's disk is full", "server") from error
+        sync_above(target, 3)  # up to the directory of all checkpoints
+        replaced = self._database.checkpoints.directory(path)
+        saved = SavedCheckpoint(
+            tinker_path=path,
+            model_id=run.model_id,
+            directory=target,
+            created=time.time(),
+            base_model=run.base_model,
+            lora=run.lora,
+            optimizer=run.optimizer,
+            size_bytes=sum(file.stat().st_size for file in contents(target)),
+            expires=expiry(spec.ttl_seconds),
+            user_metadata=spec.user_metadata,
+            owner=run.owner,
+            project_id=spec.project_id,
+            base_digest=run.base_digest,
+        )
+        self._database.checkpoints.put(saved, spec.request_id)
+        if replaced is not None:
+            discard(replaced)
+        return saved
 
+    def _directory(self, run: str) -> Path:
+        return self._root / run.replace(":", "_")
 
-def _place(root: Path, model_id: str) -> Path:
-    return root / model_id.replace(":", "_")
+    def clear_leftovers(self, run: str) -> None:
+        """Delete what a killed server left of a run's checkpoints: files that are not on record."""
+        kept = self._database.checkpoints.directories(run)
+        for directory in self._directory(run).glob("*/*"):
+            if directory not in kept:
+                shutil.rmtree(directory, ignore_errors=True)
 
+    # ── finding ───────────────────────────────────────────────────────────────────────────────────
 
-def clear_leftovers(state: State, model_id: str) -> None:
-    """Delete what a killed server left of saving and deleting a run's checkpoints: whatever is not
-    on record.
-    """
-    kept = state.database.checkpoints.directories(model_id)
-    for directory in _place(state.checkpoint_dir, model_id).glob("*/*"):
-        if directory not in kept:
-            shutil.rmtree(directory, ignore_errors=True)
+    def readable(self, path: str, reader: str) -> SavedCheckpoint | None:
+        """Return a checkpoint that is there and that its reader may see, or None."""
+        saved = self._database.checkpoints.get(path)
+        return saved if saved is not None and saved.is_shown_to(reader) else None
+
+    def find(
+        self, path: str, kind: str, base_model: str | None = None, *, reader: str
+    ) -> SavedCheckpoint:
+        """Return a checkpoint of the kind (and the base model) that an operation needs.
+
+        Each mistake has its own message. A checkpoint that its reader may not see is not there.
+        """
+        try:
+            parsed = ParsedCheckpointTinkerPath.from_tinker_path(path)
+        except ValueError as error:
+            raise EngineError(str(error)) from None
+        if parsed.checkpoint_type not in (KINDS[kind], "external"):
+            raise EngineError(
+                f"{path} is a {parsed.checkpoint_type} checkpoint; this needs a {KINDS[kind]} one "
+                f"(tinker://<run>/{kind}/<name>)"
+            )
+        saved = self.readable(path, reader)
+        if saved is None:
+            raise EngineError(
+                f"there is no checkpoint {path}; it was never saved, or has been deleted or expired"
+            )
+        if parsed.checkpoint_type == "external" and not (saved.directory / WEIGHTS).exists():
+            raise EngineError(
+                f"{path} is encrypted for its recipients, so that this server cannot read it"
+            )
+        if base_model is not None and saved.base_model != base_model:
+            raise EngineError(
+                f"checkpoint {path} is of base model {saved.base_model!r}, this is {base_model!r}"
+            )
+        return saved
 
 
 @contextlib.contextmanager
@@ -202,42 +229,3 @@ def reading(directory: Path, name: str) -> Iterator[None]:
         if directory.is_dir():
             raise
         raise EngineError(f"{name} was deleted while it was read") from None
-
-
-def readable(state: State, path: str, reader: str) -> SavedCheckpoint | None:
-    """A checkpoint that is there, and that someone may read."""
-    saved = state.database.checkpoints.get(path)
-    return saved if saved is not None and saved.is_shown_to(reader) else None
-
-
-def find_checkpoint(
-    state: State, path: str, kind: str, base_model: str | None = None, *, reader: str
-) -> SavedCheckpoint:
-    """A checkpoint of the kind (and the base model) an operation needs; each mistake gets its own
-    message.
-
-    One that its reader may not see is not there for them.
-    """
-    try:
-        parsed = ParsedCheckpointTinkerPath.from_tinker_path(path)
-    except ValueError as error:
-        raise EngineError(str(error)) from None
-    if parsed.checkpoint_type not in (KINDS[kind], "external"):
-        raise EngineError(
-            f"{path} is a {parsed.checkpoint_type} checkpoint; this needs a {KINDS[kind]} one "
-            f"(tinker://<run>/{kind}/<name>)"
-        )
-    saved = readable(state, path, reader)
-    if saved is None:
-        raise EngineError(
-            f"there is no checkpoint {path}; it was never saved, or has been deleted or expired"
-        )
-    if parsed.checkpoint_type == "external" and not (saved.directory / WEIGHTS).exists():
-        raise EngineError(
-            f"{path} is encrypted for its recipients, so that this server cannot read it"
-        )
-    if base_model is not None and saved.base_model != base_model:
-        raise EngineError(
-            f"checkpoint {path} is of base model {saved.base_model!r}, this is {base_model!r}"
-        )
-    return saved

@@ -33,7 +33,7 @@ from tinkex.engine.places import Place
 from tinkex.engine.tensor_files import PIECE, write_tensors
 from tinkex.server.database.entities import LOCAL_OWNER, Run, SavedCheckpoint
 from tinkex.server.database.interface import Database
-from tinkex.server.files.checkpoint_files import Wanted, put_files
+from tinkex.server.files.checkpoint_files import Checkpoints, SaveSpec
 from tinkex.types.tensors import Array
 from tinkex.types.training import LoraConfig
 
@@ -122,7 +122,7 @@ def import_adapter(
     lora, run_id = adapter.shape(), str(uuid.uuid4())
     run = Run(f"{run_id}:train:0", run_id, base_model, lora, {"type": "adamw"}, {}, owner)
     write = adapter.writer(base_model, lora)
-    saved = put_files(database, database.root / "checkpoints", run, Wanted("weights", name), write)
+    saved = Checkpoints(database).put(run, SaveSpec("weights", name), write)
     database.runs.add(run)
     return saved
 

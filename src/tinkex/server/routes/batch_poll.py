@@ -51,7 +51,7 @@ async def poll(
         if sampler is None:
             raise Refusal(404, f"there is no sampling session {target[0]!r}")
         # what was asked for before a restart ends in this log, too
-        await state.revived(sampler.session_id)
+        await state.revivals.revived(sampler.session_id)
         state.promises.open_log(target, sampler.session_id)
     log = state.promises.log(target)
     assert log is not None
@@ -61,7 +61,7 @@ async def poll(
             f"cursor {request.prev_cursor} is of an earlier life of this server; ask for each "
             "request by its id",
         )
-    state.hear(log.session_id)
+    state.sessions.note(log.session_id)
     state.promises.acknowledge(log, request.prev_cursor)
     for request_id in request.retrieved_request_ids:
         promise = state.promises.get(request_id)

@@ -33,22 +33,21 @@ from starlette.routing import Route
 from tinkex.engine.api import EngineError
 from tinkex.server.access.accounts import Accounts
 from tinkex.server.calls import Call
-from tinkex.server.database.entities import Save, SavedCheckpoint
-from tinkex.server.files.checkpoint_files import Wanted, readable, saving
+from tinkex.server.database.entities import Save as Saved, SavedCheckpoint
+from tinkex.server.files.checkpoint_files import SaveSpec
 from tinkex.server.files.seals import check, contents
 from tinkex.server.http_errors import Refusal
-from tinkex.server.routes.handler_table import handler
+from tinkex.server.routes.handler_table import handler, run_operation
 from tinkex.server.routes.records import checkpoint_path, nothing_at
-from tinkex.server.runs.admission import enqueue, live_run
-from tinkex.server.runs.scheduler import Beside
+from tinkex.server.runs.work import LiveRun, Save
 from tinkex.server.state import State
+from tinkex.server.workers.worker import OffThread
 from tinkex.types.checkpoints import (
     SCHEME,
     ExternalWeightsUrlsResponse,
     SaveWeightsExternalRequest,
     SaveWeightsExternalResponseInternal,
 )
-from tinkex.types.training import UntypedAPIFuture
 from tinkex.wire.protocol import PREFIX
 
 LIFETIME = 15 * 60
@@ -63,27 +62,27 @@ CHUNK = 1 << 20
 # ── exporting ─────────────────────────────────────────────────────────────────────────────────────
 
 
-@handler
-async def save_weights_external(state: State, call: Call) -> UntypedAPIFuture:
+@run_operation
+async def save_weights_external(state: State, call: Call) -> Save:
     """Save weights as files to fetch, encrypted when there are recipients."""
     request: SaveWeightsExternalRequest = call.request
-    run = (await live_run(state, request.model_id)).run
 
-    def answer(saved: Save) -> SaveWeightsExternalResponseInternal:
+    def answer(saved: Saved) -> SaveWeightsExternalResponseInternal:
         return SaveWeightsExternalResponseInternal(
             path=saved.tinker_path, size_bytes=saved.size_bytes, type="save_weights_external"
         )
 
-    def work() -> Beside:
+    def work(live: LiveRun) -> OffThread:
         recipients = request.age_encryption_recipients
         finish = encryption(recipients) if recipients else None
-        request_id = f"{run.model_id}:{call.number}"
-        wanted = Wanted(
+        request_id = f"{request.model_id}:{call.number}"
+        spec = SaveSpec(
             "external_weights", request.path, request.ttl_seconds, request_id=request_id
         )
-        return saving(state, run, wanted, answer, optimizer=False, finish=finish)
+        write = live.worker.engine.writer(request.model_id, optimizer=False)
+        return state.checkpoints.save(live.run, spec, write, answer, finish)
 
-    return await enqueue(state, call, request.model_id, request.seq_id, work, is_save=True)
+    return Save(work)
 
 
 def encryption(recipients: Sequence[str]) -> Callable[[Path], None]:
@@ -157,7 +156,7 @@ async def get_checkpoint_archive(state: State, call: Call) -> Response:
 
 async def _readable(state: State, call: Call) -> SavedCheckpoint:
     path = checkpoint_path(call)
-    saved = await asyncio.to_thread(readable, state, path, call.owner)
+    saved = await asyncio.to_thread(state.checkpoints.readable, path, call.owner)
     if saved is None:
         raise nothing_at(path)
     return saved

@@ -6,8 +6,8 @@ from tinkex.server.access.ownership import is_own
 from tinkex.server.calls import Call
 from tinkex.server.routes.batch_poll import poll
 from tinkex.server.routes.handler_table import handler
-from tinkex.server.runs.scheduler import CANCELLED
 from tinkex.server.state import State
+from tinkex.server.workers.sample_jobs import CANCELLED
 from tinkex.types.sessions import (
     CancelFutureRequest,
     Empty,

@@ -1,9 +1,13 @@
 """The handlers of all operations, collected from the modules of this package.
 
-To add an endpoint, add its row to `wire.protocol.OPERATIONS` and a function of that name with
-`@handler` to any module here. A handler checks what must be known before anything is promised, and
-refuses with an HTTP status. Then it queues the work and returns a receipt. Later failures are
-reported in the future's result.
+To add an endpoint, add its row to `wire.protocol.OPERATIONS` and a function of that name to any
+module here:
+
+- with `@handler`, a function that answers the request. It checks what must be known before anything
+  is promised, and refuses with an HTTP status.
+- with `@run_operation`, a function that returns the kind of work that a run is asked for, or how a
+  run is made. The request then has its turn in the order of its run, and the result is the
+  future's. The request is journalled, and the function is called again when that is replayed.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeAlias, TypeVar
 
 from tinkex.server import routes
+from tinkex.server.calls import Call
 from tinkex.wire.protocol import BY_NAME
 
 Handler: TypeAlias = Callable[..., Awaitable[Any]]
@@ -22,17 +27,36 @@ H = TypeVar("H", bound=Handler)
 
 HANDLERS: dict[str, Handler] = {}
 """By the name of the operation; complete once `collect` was called."""
+JOURNALLED: dict[str, Handler] = {}
+"""The operations that are journalled: what returns their work, by name."""
+
+
+def _register(table: dict[str, Handler], function: Handler) -> str:
+    name = getattr(function, "__name__", "")
+    if name not in BY_NAME:
+        raise ValueError(f"there is no operation {name!r}; add it to wire.protocol.OPERATIONS")
+    if name in table:
+        raise ValueError(f"the operation {name!r} has two handlers")
+    table[name] = function
+    return name
 
 
 def handler(function: H) -> H:
     """Register a function as the handler of the operation that has its name."""
-    name = getattr(function, "__name__", "")
-    if name not in BY_NAME:
-        raise ValueError(f"there is no operation {name!r}; add it to wire.protocol.OPERATIONS")
-    if name in HANDLERS:
-        raise ValueError(f"the operation {name!r} has two handlers")
-    HANDLERS[name] = function
+    _register(HANDLERS, function)
     return function
+
+
+def run_operation(function: H) -> H:
+    """Register what returns the work of the operation that has its name."""
+    HANDLERS[_register(JOURNALLED, function)] = _admit
+    return function
+
+
+async def _admit(state: Any, call: Call) -> Any:
+    if getattr(call.request, "model_id", None) is None:
+        return await state.runs.create(call)
+    return await state.runs.admit(call)
 
 
 def collect() -> Mapping[str, Handler]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from tinkex.server.runs.scheduler import SAMPLING, TRAINING
 from tinkex.server.state import State
+from tinkex.server.workers.worker import SAMPLING, TRAINING
 from tinkex.wire.prometheus import family, labels
 
 TOKENS = {"training": "training", "prefill": "prefill", "sample": "sampled"}
@@ -23,7 +23,8 @@ def _of_state(state: State) -> Iterator[str]:
     yield from family(
         "tinkex_tokens_total", "counter", "Tokens, by what was done with them.", tokens
     )
-    steps = {labels(kind=kind): state.worker.steps[kind] for kind in (TRAINING, SAMPLING)}
+    made = state.workers.steps()
+    steps = {labels(kind=kind): made[kind] for kind in (TRAINING, SAMPLING)}
     yield from family(
         "tinkex_engine_steps_total", "counter", "Steps of the engine, by kind.", steps
     )
@@ -47,13 +48,13 @@ def _of_state(state: State) -> Iterator[str]:
         "Training runs whose adapters are loaded.",
         {"": len(state.runs)},
     )
-    in_memory = sum(directory is None for directory in state.snapshots.values())
-    samplers = {"": len(state.loading) + in_memory}
+    in_memory = len(state.samplers.nameless.in_memory())
+    samplers = {"": len(state.samplers.loaded) + in_memory}
     yield from family(
         "tinkex_samplers", "gauge", "Weights held in memory to sample from.", samplers
     )
     yield from family(
-        "tinkex_open_sessions", "gauge", "Sessions that are open.", {"": len(state.heard)}
+        "tinkex_open_sessions", "gauge", "Sessions that are open.", {"": len(state.sessions)}
     )
     yield from family(
         "tinkex_kept_results",

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from tinkex.engine.api import BaseModel, EngineError
 from tinkex.server.database.entities import SavedCheckpoint
-from tinkex.server.files.checkpoint_files import find_checkpoint
 from tinkex.server.http_errors import Refusal
 from tinkex.server.state import State
 from tinkex.types.checkpoints import SCHEME
@@ -52,7 +51,7 @@ async def resolve(state: State, name: str, owner: str) -> NamedModel:
         return NamedModel(name, _base(state, base, name))
     try:
         saved = await asyncio.to_thread(
-            find_checkpoint, state, path, "sampler_weights", reader=owner
+            state.checkpoints.find, path, "sampler_weights", reader=owner
         )
     except EngineError as error:
         raise (_unknown if str(error).startswith("there is no") else _malformed)(
@@ -71,7 +70,7 @@ def _base(state: State, base: str, name: str) -> BaseModel:
     """A base model by its name, or by that and a variant such as `:peft:32768`, which is passed
     over.
     """
-    models = {model.name: model for model in state.engine.models()}
+    models = state.workers.models()
     found = models.get(base) or models.get(base.partition(":")[0])
     if found is None:
         raise _unknown(

@@ -36,10 +36,11 @@ def routes(state: State, authorize: Authorize) -> list[Route]:
 
     async def models(state: State, request: Request, owner: str) -> dict[str, Any]:
         limit = _limit(request.query_params.get("limit"))
-        found = [_object(NamedModel(model.name, model), began) for model in state.engine.models()][
-            :limit
-        ]
-        bases = {model.name: model for model in state.engine.models()}
+        found = [
+            _object(NamedModel(model.name, model), began)
+            for model in state.workers.models().values()
+        ][:limit]
+        bases = state.workers.models()
         saved = await asyncio.to_thread(
             state.database.checkpoints.samplers, owner, [*bases], limit - len(found)
         )

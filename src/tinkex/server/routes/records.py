@@ -28,10 +28,8 @@ from tinkex.server.database.entities import Run, RunRecord, SavedCheckpoint
 from tinkex.server.files.checkpoint_files import (
     NAME,
     NAME_RULE,
-    Wanted,
+    SaveSpec,
     expiry,
-    put_files,
-    readable,
 )
 from tinkex.server.files.data_dir import discard
 from tinkex.server.files.seals import check, contents
@@ -161,13 +159,15 @@ def _training_run(state: State, record: RunRecord, reader: str) -> TrainingRun:
         is_lora=True,
         corrupted=record.corrupted,
         lora_rank=run.lora.rank,
-        last_request_time=_moment(max(record.last_request, state.asked.get(run.model_id, 0.0))),
+        last_request_time=_moment(
+            max(record.last_request, state.runs.asked.get(run.model_id, 0.0))
+        ),
         last_checkpoint=checkpoint_record(record.last_training) if record.last_training else None,
         last_sampler_checkpoint=checkpoint_record(record.last_sampler)
         if record.last_sampler
         else None,
         user_metadata=(texts(run.user_metadata) or None) if run.owner == reader else None,
-        loaded=state.is_loaded(run.model_id),
+        loaded=state.runs.is_loaded(run.model_id),
     )
 
 
@@ -306,7 +306,7 @@ async def copy_weights(state: State, call: Call) -> CopyWeightsResponse:
 def _copy(
     state: State, request: CopyWeightsRequest, owner: str, reader: str, copy_id: str
 ) -> SavedCheckpoint | None:
-    source = readable(state, request.source_path, reader)
+    source = state.checkpoints.readable(request.source_path, reader)
     if source is None:
         return None
     kind, name = ParsedCheckpointTinkerPath.from_tinker_path(
@@ -322,7 +322,7 @@ def _copy(
         owner,
         source.base_digest,
     )
-    wanted = Wanted(
+    spec = SaveSpec(
         kind,
         name,
         request.ttl_seconds,
@@ -338,7 +338,7 @@ def _copy(
     with _copying:
         made = state.database.checkpoints.get(f"{SCHEME}{run.model_id}/{kind}/{name}")
         try:
-            made = made or put_files(state.database, state.checkpoint_dir, run, wanted, write)
+            made = made or state.checkpoints.put(run, spec, write)
         except FileNotFoundError:  # the source was deleted meanwhile
             return None
         if state.database.runs.get(run.model_id) is None:

@@ -68,7 +68,7 @@ async def get_server_capabilities(state: State, call: Call) -> Capabilities:
                 trainable=True,
                 sampleable=True,
             )
-            for model in state.engine.models()
+            for model in state.workers.models().values()
         ],
     )
 

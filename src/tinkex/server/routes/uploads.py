@@ -23,7 +23,7 @@ from tinkex.engine.api import EngineError
 from tinkex.engine.peft_files import ADAPTER_CONFIG as CONFIG, ADAPTER_WEIGHTS as WEIGHTS, MAX_RANK
 from tinkex.server.calls import Call
 from tinkex.server.database.entities import Run
-from tinkex.server.files.checkpoint_files import Wanted, put_files
+from tinkex.server.files.checkpoint_files import SaveSpec
 from tinkex.server.files.data_dir import sync_directory
 from tinkex.server.files.imports import GROUPS, most_bytes, read_adapter
 from tinkex.server.files.upload_files import COMING, Upload, find_upload, unfinished
@@ -103,7 +103,7 @@ def _begin(state: State, request: ExternalWeightsUploadStartRequest, owner: str)
 
 
 def _files_of(state: State, base_model: str) -> Path:
-    directory = state.base_model(base_model).directory
+    directory = state.workers.base_model(base_model).directory
     if directory is None:
         raise EngineError(f"this server takes no uploads for base model {base_model!r}")
     return directory
@@ -241,7 +241,7 @@ async def external_weights_upload_finish(
 
 def _finish(state: State, upload: Upload) -> str:
     request, session = upload.request, str(uuid.UUID(upload.id))
-    base, lora = state.base_model(request.base_model), request.lora_config
+    base, lora = state.workers.base_model(request.base_model), request.lora_config
     run = Run(
         f"{session}:train:0",
         session,
@@ -271,10 +271,8 @@ def _finish(state: State, upload: Upload) -> str:
                     f"{WEIGHTS} changes {group} layers, but the upload's lora_config does not "
                     "train them"
                 )
-        wanted = Wanted("external_weights", NAME, project_id=request.destination_project_id)
-        put_files(
-            state.database, state.checkpoint_dir, run, wanted, adapter.writer(base.name, lora)
-        )
+        spec = SaveSpec("external_weights", NAME, project_id=request.destination_project_id)
+        state.checkpoints.put(run, spec, adapter.writer(base.name, lora))
     if state.database.runs.get(run.model_id) is None:
         state.database.runs.add(run)
     (upload.directory / "done").touch()

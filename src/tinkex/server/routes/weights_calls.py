@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
 
 from tinkex.engine.api import EngineError
 from tinkex.server.calls import Call, digest_of
-from tinkex.server.database.entities import Sampler, Save
-from tinkex.server.files.checkpoint_files import Wanted, find_checkpoint, readable, reading, saving
+from tinkex.server.database.entities import Run, Sampler, Save as Saved
+from tinkex.server.files.checkpoint_files import SaveSpec, reading
 from tinkex.server.files.seals import check
 from tinkex.server.http_errors import Refusal
-from tinkex.server.routes.handler_table import handler
-from tinkex.server.routes.session_calls import require_session
-from tinkex.server.routes.training_calls import enter, new_run
-from tinkex.server.runs.admission import (
-    enqueue,
-    live_run,
-    loaded_before,
-    promise_once,
-    settle_state,
-    write_state,
-)
-from tinkex.server.runs.scheduler import Beside
+from tinkex.server.routes.handler_table import handler, run_operation
+from tinkex.server.routes.training_calls import home_of, new_run
+from tinkex.server.runs.work import Creation, LiveRun, Load, Save
 from tinkex.server.samples import inflight
-from tinkex.server.state import LiveRun, State
+from tinkex.server.state import State
+from tinkex.server.workers.worker import OffThread, Worker
 from tinkex.types.checkpoints import (
     LoadWeightsRequest,
     LoadWeightsResponse,
@@ -37,8 +32,8 @@ from tinkex.types.checkpoints import (
 )
 from tinkex.types.record import to_json
 from tinkex.types.training import (
+    LoraConfig,
     OptimizerConfigBase,
-    UntypedAPIFuture,
 )
 from tinkex.wire.codec import JSON
 
@@ -47,14 +42,16 @@ def _request_id(call: Call) -> str:
     return f"{call.request.model_id}:{call.number}"
 
 
-@handler
-async def save_weights(state: State, call: Call) -> UntypedAPIFuture:
+@run_operation
+async def save_weights(state: State, call: Call) -> Save:
     """Save weights and optimizer state."""
     request: SaveWeightsRequest = call.request
-    run = (await live_run(state, request.model_id)).run
 
-    def work() -> Beside:
-        wanted = Wanted(
+    def answer(saved: Saved) -> SaveWeightsResponse:
+        return SaveWeightsResponse(path=saved.tinker_path, type="save_weights")
+
+    def work(live: LiveRun) -> OffThread:
+        spec = SaveSpec(
             "weights",
             request.path or f"step-{request.seq_id}",
             request.ttl_seconds,
@@ -62,63 +59,49 @@ async def save_weights(state: State, call: Call) -> UntypedAPIFuture:
             request.overwrite,
             request_id=_request_id(call),
         )
+        write = live.worker.engine.writer(request.model_id, optimizer=True)
+        return state.checkpoints.save(live.run, spec, write, answer)
 
-        def answer(saved: Save) -> SaveWeightsResponse:
-            return SaveWeightsResponse(path=saved.tinker_path, type="save_weights")
-
-        return saving(state, run, wanted, answer, optimizer=True)
-
-    return await enqueue(state, call, request.model_id, request.seq_id, work, is_save=True)
+    return Save(work)
 
 
-@handler
-async def save_weights_for_sampler(state: State, call: Call) -> UntypedAPIFuture:
-    """Save weights to sample from: under a name, or as a nameless sampler that lives with the
-    session.
-    """
+@run_operation
+async def save_weights_for_sampler(state: State, call: Call) -> Save:
+    """Save weights to sample from: under a name, or as a nameless sampler of the session."""
     request: SaveWeightsForSamplerRequest = call.request
-    live = await live_run(state, request.model_id)
-    run = live.run
-    version: int | None = None
+    # The official client counts sampling_session_seq_id up when it retries: it does not make
+    # another request of it.
+    call.digest = digest_of(
+        "", to_json(request.model_copy(update={"sampling_session_seq_id": None}))
+    )
 
-    def work() -> SaveWeightsForSamplerResponseInternal | Beside:
-        if request.kind == "inflight":
-            inflight.check(request)
-        if request.path is not None:
-            wanted = Wanted(
-                "sampler_weights",
-                request.path,
-                request.ttl_seconds,
-                request.user_metadata or {},
-                request_id=_request_id(call),
-            )
+    def answer(saved: Saved) -> SaveWeightsForSamplerResponseInternal:
+        return SaveWeightsForSamplerResponseInternal(
+            path=saved.tinker_path, type="save_weights_for_sampler"
+        )
 
-            def answer(saved: Save) -> SaveWeightsForSamplerResponseInternal:
-                return SaveWeightsForSamplerResponseInternal(
-                    path=saved.tinker_path, type="save_weights_for_sampler"
-                )
+    def save_files(live: LiveRun) -> OffThread:
+        spec = SaveSpec(
+            "sampler_weights",
+            request.path or "",
+            request.ttl_seconds,
+            request.user_metadata or {},
+            request_id=_request_id(call),
+        )
+        write = live.worker.engine.writer(request.model_id, optimizer=False)
+        return state.checkpoints.save(live.run, spec, write, answer)
 
-            return saving(state, run, wanted, answer, optimizer=False)
-        if request.sampling_session_seq_id is None:
-            raise EngineError("save_weights_for_sampler needs a path or a sampling_session_seq_id")
-        sampler_id = f"{run.session_id}:sample:{request.sampling_session_seq_id}"
+    def save_in_memory(live: LiveRun) -> _SavedInMemory:
+        sampler_id = _nameless_id(state, live.run, request)
         assert call.number is not None
-        known = state.database.samplers.get(sampler_id)
-        if known is not None and known.model_id != run.model_id:
-            raise EngineError(
-                f"sampling session {sampler_id!r} was opened before, not for this run; use another "
-                "number"
-            )
         if request.kind == "inflight":
-            nonlocal version
-            version = inflight.save(state, live, sampler_id, call.number)
-            return SaveWeightsForSamplerResponseInternal(
-                sampling_session_id=sampler_id, type="save_weights_for_sampler"
-            )
+            version = state.samplers.targets.save(live, sampler_id, call.number)
+            return _SavedInMemory(sampler_id, version)
         # a client that uses a number again means the new weights
-        state.drop_snapshot_files(sampler_id)
-        state.engine.snapshot(run.model_id, sampler_id)
+        state.samplers.nameless.drop_files(sampler_id)
+        live.worker.engine.snapshot(request.model_id, sampler_id)
         live.unsaved_samplers[sampler_id] = call.number
+        run = live.run
         state.database.samplers.add(
             Sampler(
                 sampler_id,
@@ -130,30 +113,52 @@ async def save_weights_for_sampler(state: State, call: Call) -> UntypedAPIFuture
                 model_id=run.model_id,
             )
         )
+        return _SavedInMemory(sampler_id)
+
+    def work(live: LiveRun) -> Any:
+        if request.kind == "inflight":
+            inflight.check(request)
+        return save_files(live) if request.path is not None else save_in_memory(live)
+
+    def after(live: LiveRun, saved: Any) -> SaveWeightsForSamplerResponseInternal:
+        if not isinstance(saved, _SavedInMemory):
+            return cast(SaveWeightsForSamplerResponseInternal, saved)
+        if request.kind != "inflight":
+            state.samplers.nameless.keep(live.run.session_id, saved.sampler_id, live.worker)
+        elif saved.version is not None:
+            state.samplers.targets.publish(live, saved.sampler_id, saved.version)
         return SaveWeightsForSamplerResponseInternal(
-            sampling_session_id=sampler_id, type="save_weights_for_sampler"
+            sampling_session_id=saved.sampler_id, type="save_weights_for_sampler"
         )
 
-    def after(
-        saved: SaveWeightsForSamplerResponseInternal,
-    ) -> SaveWeightsForSamplerResponseInternal:
-        if saved.sampling_session_id is not None and request.kind == "inflight":
-            if version is not None:
-                inflight.publish(state, run, saved.sampling_session_id, version)
-        elif saved.sampling_session_id is not None:
-            state.keep_snapshot(run.session_id, saved.sampling_session_id)
-        return saved
-
-    # The official client counts sampling_session_seq_id up when it retries: it does not make
-    # another request of it.
-    call.digest = digest_of(
-        "", to_json(request.model_copy(update={"sampling_session_seq_id": None}))
-    )
-    return await enqueue(state, call, request.model_id, request.seq_id, work, after, is_save=True)
+    return Save(work, after)
 
 
-@handler
-async def load_weights(state: State, call: Call) -> UntypedAPIFuture:
+@dataclass(frozen=True, slots=True)
+class _SavedInMemory:
+    """Weights that were saved without a path."""
+
+    sampler_id: str
+    version: int | None = None
+    """The version of an in-flight target, unless a later one has replaced it."""
+
+
+def _nameless_id(state: State, run: Run, request: SaveWeightsForSamplerRequest) -> str:
+    """Return the id of the sampler that is saved without a path."""
+    if request.sampling_session_seq_id is None:
+        raise EngineError("save_weights_for_sampler needs a path or a sampling_session_seq_id")
+    sampler_id = f"{run.session_id}:sample:{request.sampling_session_seq_id}"
+    known = state.database.samplers.get(sampler_id)
+    if known is not None and known.model_id != run.model_id:
+        raise EngineError(
+            f"sampling session {sampler_id!r} was opened before, not for this run; use another "
+            "number"
+        )
+    return sampler_id
+
+
+@run_operation
+async def load_weights(state: State, call: Call) -> Load | Creation:
     """Load a checkpoint into a run, or make a run of it."""
     request: LoadWeightsRequest = call.request
     reader = call.reader or await state.accounts.reader(call.owner, request.weights_access_token)
@@ -163,73 +168,77 @@ async def load_weights(state: State, call: Call) -> UntypedAPIFuture:
         call.body = to_json(request.model_copy(update={"weights_access_token": None}))
     if request.model_id is None:
         return await _create_by_loading(state, call, request, reader)
-    model_id = request.model_id
+    run = request.model_id
 
-    base_model = (await live_run(state, model_id)).run.base_model
-
-    def work() -> LoadWeightsResponse:
+    def work(live: LiveRun) -> LoadWeightsResponse:
         assert call.number is not None
+        engine = live.worker.engine
         if state.strict and call.number > 1:
             raise EngineError(
                 "LoadWeights is not permitted after a run's first operation (this server is "
-                "strict); "
-                "create a run from the checkpoint instead"
+                "strict); create a run from the checkpoint instead"
             )
-        if (loaded := loaded_before(state, call, model_id, call.number)) is not None:
+        if (loaded := _loaded_before(state, call, run, call.number)) is not None:
             check(loaded)
-            state.engine.load(model_id, loaded, optimizer=True)
+            engine.load(run, loaded, optimizer=True)
         else:
-            saved = find_checkpoint(state, request.path, "weights", base_model, reader=reader)
+            saved = state.checkpoints.find(
+                request.path, "weights", live.run.base_model, reader=reader
+            )
             with reading(saved.directory, request.path):
                 check(saved.directory)
-                state.check_base(saved.base_model, saved.base_digest, request.path)
-                state.engine.load(model_id, saved.directory, optimizer=request.optimizer)
-        return LoadWeightsResponse(path=request.path, model_id=model_id, type="load_weights")
+                state.workers.check_base(saved.base_model, saved.base_digest, request.path)
+                engine.load(run, saved.directory, optimizer=request.optimizer)
+        return LoadWeightsResponse(path=request.path, model_id=run, type="load_weights")
 
-    return await enqueue(state, call, model_id, request.seq_id, work)
+    return Load(work)
+
+
+def _loaded_before(state: State, call: Call, run: str, number: int) -> Path | None:
+    """Return what a load gave in an earlier life: the checkpoint may be another by now, or gone."""
+    return None if call.recorded is None else state.snapshots.loaded_before(run, number)
 
 
 async def _create_by_loading(
     state: State, call: Call, request: LoadWeightsRequest, reader: str
-) -> UntypedAPIFuture:
+) -> Creation:
     if request.session_id is None or request.model_seq_id is None:
         raise Refusal(400, "load_weights needs model_id, or session_id and model_seq_id")
-    await require_session(state, request.session_id)
-    session_id, model_id = request.session_id, f"{request.session_id}:train:{request.model_seq_id}"
+    await state.sessions.require(request.session_id)
+    run = f"{request.session_id}:train:{request.model_seq_id}"
 
-    def work() -> LiveRun:
-        loaded, known = loaded_before(state, call, model_id, 0), state.database.runs.get(model_id)
+    def source() -> tuple[str, LoraConfig, OptimizerConfigBase, Path, bool]:
+        """Return what the run is made of, and whether it was loaded before."""
+        loaded, known = _loaded_before(state, call, run, 0), state.database.runs.get(run)
         if loaded is not None and known is not None:
             optimizer = OptimizerConfigBase.from_wire(known.optimizer)
-            base_model, lora, directory = known.base_model, known.lora, loaded
-        else:
-            saved = find_checkpoint(
-                state, request.path, "weights", request.base_model, reader=reader
-            )
-            state.check_base(saved.base_model, saved.base_digest, request.path)
-            optimizer = request.optimizer_config or OptimizerConfigBase.from_wire(saved.optimizer)
-            base_model, lora, directory = saved.base_model, saved.lora, saved.directory
-        live = LiveRun(new_run(state, model_id, call, base_model, lora, optimizer))
+            return known.base_model, known.lora, optimizer, loaded, True
+        saved = state.checkpoints.find(request.path, "weights", request.base_model, reader=reader)
+        state.workers.check_base(saved.base_model, saved.base_digest, request.path)
+        optimizer = request.optimizer_config or OptimizerConfigBase.from_wire(saved.optimizer)
+        return saved.base_model, saved.lora, optimizer, saved.directory, False
+
+    def work(worker: Worker) -> LiveRun:
+        base_model, lora, optimizer, directory, is_loaded = source()
+        live = LiveRun(new_run(state, worker, run, call, base_model, lora, optimizer), worker)
         try:
             with reading(directory, request.path):
                 check(directory)
-                state.engine.load(
-                    model_id, directory, optimizer=request.optimizer or directory == loaded
-                )
+                worker.engine.load(run, directory, optimizer=request.optimizer or is_loaded)
             # the checkpoint may be deleted as soon as the client knows that it is loaded
-            write_state(state, live, 0)
+            state.snapshots.write(live, 0)
         except BaseException:  # a run that is not what was asked for must not be trained by mistake
-            state.engine.drop(model_id)
+            worker.engine.drop(run)
             raise
         return live
 
-    async def creating() -> LoadWeightsResponse:
-        live = await state.worker.run(work)
-        enter(state, live)
-        settle_state(state, live)
-        return LoadWeightsResponse(path=request.path, model_id=model_id, type="load_weights")
+    async def make() -> LoadWeightsResponse:
+        base_model = (await asyncio.to_thread(source))[0]
+        worker = await home_of(state, call, run, base_model)
+        state.runs.enter(await worker.run(work, worker))
+        return LoadWeightsResponse(path=request.path, model_id=run, type="load_weights")
 
-    return await promise_once(state, f"{model_id}:0", session_id, call, creating, model_id)
+    return Creation(run, request.session_id, f"{run}:0", make)
 
 
 @handler
@@ -240,7 +249,7 @@ async def weights_info(state: State, call: Call) -> WeightsInfoResponse:
         ParsedCheckpointTinkerPath.from_tinker_path(request.tinker_path)
     except ValueError as error:
         raise Refusal(400, str(error)) from None
-    saved = await asyncio.to_thread(readable, state, request.tinker_path, call.owner)
+    saved = await asyncio.to_thread(state.checkpoints.readable, request.tinker_path, call.owner)
     if saved is None:
         raise Refusal(404, f"there is no checkpoint {request.tinker_path}")
     return WeightsInfoResponse(

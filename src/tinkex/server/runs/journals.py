@@ -13,6 +13,8 @@ DIRECT = "direct"
 """What stands for a session where samples are asked for without one."""
 RECORDINGS = "recordings"
 """The directory of what is recorded of samples, with one directory for each session."""
+UNPLACED = ".new-"
+"""What follows a sampler's name in that of a directory while its weights are written there."""
 PLACES = ("runs", "samples", "snapshots", RECORDINGS)
 
 

@@ -87,7 +87,7 @@ def watch(state: State, operation: str, call: Call, request_id: str) -> None:
     live = state.runs.get(model_id) if model_id else None
     creates = operation == "create_model" or (operation == "load_weights" and model_id is None)
     bound = (
-        most_of(request, max(state.windows.values())) if isinstance(request, SampleRequest) else 0
+        most_of(request, state.workers.longest_window) if isinstance(request, SampleRequest) else 0
     )
     promise.on_settled = Watch(
         meter,

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 from tinkex.engine.api import EngineError
 from tinkex.server.complaints import FULL_DISK, complain
 from tinkex.server.files.data_dir import is_full_disk
+from tinkex.server.workers.worker import Postponed
 from tinkex.types.sessions import RequestErrorCategory, RequestFailedResponse
 from tinkex.wire import codec
 from tinkex.wire.redaction import Scrubber
@@ -34,15 +35,6 @@ KEEP_GONE = 100_000
 """How many expired ids are told from unknown ones."""
 
 _scrubber = Scrubber()
-
-
-class Left(EngineError):
-    """Work that is not begun because the server stops: its promise stands, and the next life keeps
-    it.
-    """
-
-    def __init__(self) -> None:
-        super().__init__("the server is stopping", "server")
 
 
 Target: TypeAlias = tuple[str, int]
@@ -223,9 +215,7 @@ class Promises:
 
     def follow(self, promise: Promise, work: Awaitable[Any]) -> None:
         """Settle a promise with what some work gives, whenever it does."""
-        task = asyncio.ensure_future(self._follow(promise, work))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self.keep(asyncio.ensure_future(self.fulfil(promise, work)))
 
     @contextlib.asynccontextmanager
     async def holding(self, seconds: float) -> AsyncIterator[None]:
@@ -252,6 +242,27 @@ class Promises:
         """Hold on to a task until it ends."""
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def refuse_reused(
+        self,
+        request_id: str,
+        session_id: str,
+        digest: bytes,
+        owner: str,
+        target: Target | None = None,
+    ) -> str:
+        """Return the id of a failure for a request whose number belongs to another request."""
+        failed_id = f"{request_id}:{digest.hex()[:12]}"
+        if failed_id not in self._promises:
+            number = request_id.rpartition(":")[2]
+            promise = self.add(failed_id, digest, session_id, target, owner=owner)
+            promise.fail(f"request number {number} was used before, for another request")
+        return failed_id
+
+    async def all_recorded(self, session_id: str) -> None:
+        """Wait until the requests of a session that are on their way to the disk are there."""
+        coming = [p.recorded for p in self._promises.values() if p.session_id == session_id]
+        await asyncio.gather(*filter(None, coming), return_exceptions=True)
 
     def take_back(self, promise: Promise) -> None:
         """Forget a promise that was never acknowledged."""
@@ -348,10 +359,11 @@ class Promises:
         if (log := self._logs.get(promise.target)) is not None:
             log.add(promise)
 
-    async def _follow(self, promise: Promise, work: Awaitable[Any]) -> None:
+    async def fulfil(self, promise: Promise, work: Awaitable[Any]) -> None:
+        """Wait for some work, and settle a promise with what it gives."""
         try:
             promise.settle(await work)
-        except Left:
+        except Postponed:
             return
         except EngineError as error:
             if not self.are_closed:

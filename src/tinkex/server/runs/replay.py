@@ -1,38 +1,43 @@
-"""What an earlier life of the server had promised is taken up again, when somebody asks for it.
+"""Promises are kept: runs and samples are made again from what is on disk of them.
 
-A run is rebuilt from its last state on disk and the requests that its journal holds after it: they
-go through the same handlers as when they came, and give the same results. Samples are drawn again
-with the seeds that were drawn for them.
+A run is rebuilt from its last snapshot and the requests that its journal holds after it, with the
+same results. This is done when somebody asks for a run of an earlier life of the server, and
+inside a running server when a run is to be made again. Samples are drawn again with the seeds that
+were drawn for them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
+import contextlib
 import logging
 import re
 import shutil
-import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from tinkex.engine.api import EngineError
-from tinkex.server.calls import Call, digest_of
-from tinkex.server.database.entities import Run
-from tinkex.server.files.checkpoint_files import clear_leftovers
-from tinkex.server.files.seals import check
+from tinkex.server.calls import Call
+from tinkex.server.database.interface import Database
+from tinkex.server.files.checkpoint_files import Checkpoints
 from tinkex.server.http_errors import Refusal
-from tinkex.server.runs.admission import GIVEN_UP, UNFINISHED, UNKNOWN, give_up_gap, spend
-from tinkex.server.runs.journal import DamagedJournalError, Entry, read_records
-from tinkex.server.runs.journals import DIRECT
-from tinkex.server.runs.scheduler import Lane
-from tinkex.server.state import READ, UNPLACED, LiveRun, Queued, State
-from tinkex.types.sessions import RequestFailedResponse
-from tinkex.types.training import CreateModelResponse, OptimizerConfigBase
-from tinkex.wire import codec
-from tinkex.wire.protocol import BY_NAME
+from tinkex.server.open_sessions import Sessions
+from tinkex.server.runs.admission import Runs
+from tinkex.server.runs.call_records import GIVEN_UP, READ, UNKNOWN, call_of
+from tinkex.server.runs.journal import DamagedJournalError, Entry
+from tinkex.server.runs.journals import DIRECT, UNPLACED, Journals
+from tinkex.server.runs.lane import Lane
+from tinkex.server.runs.promises import Promises
+from tinkex.server.runs.revivals import Revivals
+from tinkex.server.runs.snapshot import Snapshots, thaw
+from tinkex.server.runs.unloading import Unloading
+from tinkex.server.runs.work import LaneItem, LiveRun
+from tinkex.server.samples.nameless import NamelessSamplers
+from tinkex.server.workers.pool import Workers
+from tinkex.types.sessions import RequestErrorCategory
+from tinkex.types.training import CreateModelResponse
 
 logger = logging.getLogger("tinkex.server")
 
@@ -42,229 +47,201 @@ ABANDONED_SECONDS = 3600.0
 """… after how long nobody can be at it any more, another process with the same data directory
 included."""
 
-Handlers: TypeAlias = Mapping[str, Callable[[State, Call], Awaitable[Any]]]
 
+class Replay:
+    """Rebuilds runs, and draws samples again."""
 
-def enable(state: State, handlers: Handlers) -> None:
-    """Let what is asked for and not in memory be looked for on disk."""
-    state.revive = functools.partial(_revive, state, handlers)
+    def __init__(
+        self,
+        *,
+        database: Database,
+        journals: Journals,
+        promises: Promises,
+        workers: Workers,
+        sessions: Sessions,
+        checkpoints: Checkpoints,
+        nameless: NamelessSamplers,
+        snapshots: Snapshots,
+        runs: Runs,
+        unloading: Unloading,
+        revivals: Revivals,
+        sample_again: Callable[[Call], Awaitable[Any]],
+    ) -> None:
+        """Take the parts; `sample_again` draws a sample that was taken before."""
+        self._database, self._journals, self._promises = database, journals, promises
+        self._workers, self._sessions, self._checkpoints = workers, sessions, checkpoints
+        self._nameless, self._snapshots = nameless, snapshots
+        self._runs, self._unloading, self._revivals = runs, unloading, revivals
+        self._sample_again = sample_again
+        revivals.revive = self._revive
 
+    def take_up_sessions(self) -> None:
+        """Count the silence of open sessions from now on, and delete the files of ended ones.
 
-def take_up_sessions(state: State) -> None:
-    """Count the silence of open sessions from now on, and delete the files of those that ended.
-
-    Files of a session that is not on record are set aside: the database may have lost it.
-    """
-    now = time.monotonic()
-    for session_id in state.database.sessions.open_ids():
-        state.heard.setdefault(session_id, now)
-    for directory in list(state.journals.directories()):
-        session_id = re.split(r"_(?:train|sample|loss)_", directory.name)[0]
-        known = "active" if session_id == DIRECT else state.database.sessions.state(session_id)
-        if known is None:
-            state.journals.set_aside(directory, "belongs to a session that is not on record")
-        elif known != "active":
-            shutil.rmtree(directory, ignore_errors=True)
-    for pattern in SCRATCH:  # runs that are taken up again have theirs removed at once
-        for directory in state.data_dir.glob(pattern):
-            if time.time() - directory.stat().st_mtime > ABANDONED_SECONDS:
+        Files of a session that is not on record are set aside: the database may have lost it.
+        """
+        for session_id in self._database.sessions.open_ids():
+            self._sessions.see(session_id)
+        for directory in list(self._journals.directories()):
+            session_id = re.split(r"_(?:train|sample|loss)_", directory.name)[0]
+            known = "active" if session_id == DIRECT else self._database.sessions.state(session_id)
+            if known is None:
+                self._journals.set_aside(directory, "belongs to a session that is not on record")
+            elif known != "active":
                 shutil.rmtree(directory, ignore_errors=True)
+        for pattern in SCRATCH:  # runs that are taken up again have theirs removed at once
+            for directory in self._journals.data_dir.glob(pattern):
+                if time.time() - directory.stat().st_mtime > ABANDONED_SECONDS:
+                    shutil.rmtree(directory, ignore_errors=True)
 
+    # ── runs ──────────────────────────────────────────────────────────────────────────────────────
 
-async def _revive(state: State, handlers: Handlers, name: str) -> None:
-    directory = state.journals.run_directory(name)
-    if await asyncio.to_thread(directory.is_dir):
-        try:
-            await _revive_run(state, handlers, name, directory)
-        except Exception as error:
-            logger.exception("%s could not be taken up again", name)
-            state.runs.pop(name, None)
-            state.worker.run(state.engine.drop, name)
-            # A server that stops, or has no memory left, says nothing about the run: the next life
-            # tries again.
-            if not (isinstance(error, EngineError) and error.category == "server"):
-                await asyncio.to_thread(state.database.runs.mark_corrupted, name)
-                state.journals.set_aside(directory, "cannot be taken up again")
-        return
-    directory = state.journals.samples_directory(name)
-    if await asyncio.to_thread(directory.is_dir):
-        try:
-            await _revive_samples(state, handlers, name, directory)
-        except DamagedJournalError as error:
-            logger.error("%s", error)
-            state.journals.set_aside(directory, "is damaged: samples that nobody had read are lost")
-        except Exception:
-            logger.exception("the samples of %s could not be taken up again", name)
+    async def rebuild(self, run: str) -> None:
+        """Make a run again from its snapshot and journal, unanswered work included.
 
+        What its worker has of the run is dropped. Other runs go on meanwhile.
+        """
+        live = await self._runs.live(run)
+        await self._revivals.begin(run, self._rebuild(live))
 
-# ── runs ──────────────────────────────────────────────────────────────────────────────────────────
+    async def _rebuild(self, live: LiveRun) -> None:
+        run = live.run.model_id
+        if self._runs.get(run) is not live:  # it was unloaded, or its session has ended
+            return
+        live.is_rebuilding = True
+        self._runs.remove(run)
+        with contextlib.suppress(EngineError):  # a worker that has died has nothing to drop
+            await live.worker.release_run(run)
+        # what was on its way to the disk is read back
+        await self._promises.all_recorded(live.run.session_id)
+        if live.commit is not None:
+            await live.commit
+        self._journals.of_run(run).rotate()
+        await self._revive(run)
+        if run not in self._runs:
+            for promise in live.recent.values():
+                promise.fail("the run could not be rebuilt", RequestErrorCategory.Server)
 
+    async def _revive(self, name: str) -> None:
+        directory = self._journals.run_directory(name)
+        if await asyncio.to_thread(directory.is_dir):
+            try:
+                await self._revive_run(name)
+            except Exception as error:
+                logger.exception("%s could not be taken up again", name)
+                self._runs.forget(name)
+                # A server that stops, or has no memory left, says nothing about the run: the next
+                # life tries again.
+                if not (isinstance(error, EngineError) and error.category == "server"):
+                    await asyncio.to_thread(self._database.runs.mark_corrupted, name)
+                    self._journals.set_aside(directory, "cannot be taken up again")
+            return
+        directory = self._journals.samples_directory(name)
+        if await asyncio.to_thread(directory.is_dir):
+            try:
+                await self._revive_samples(name)
+            except DamagedJournalError as error:
+                logger.error("%s", error)
+                self._journals.set_aside(
+                    directory, "is damaged: samples that nobody had read are lost"
+                )
+            except Exception:
+                logger.exception("the samples of %s could not be taken up again", name)
 
-async def _revive_run(state: State, handlers: Handlers, model_id: str, directory: Path) -> None:
-    started = time.monotonic()
-    entries = await asyncio.to_thread(state.journals.of(directory).read)
-    # has a journal as runs have, of one request
-    if entries and entries[0].facts["op"] == "create_custom_loss":
-        await handlers["create_custom_loss"](state, call_of(entries[0]))
-        return
-    run = await asyncio.to_thread(state.database.runs.get, model_id)
-    number, frozen = await asyncio.to_thread(_last_state, directory)
-    session_id = model_id.rpartition(":train:")[0]
-    if await asyncio.to_thread(state.database.sessions.state, session_id) != "active":
-        return
-    if run is not None:
-        state.check_base(run.base_model, run.base_digest, model_id, "server")
-    state.heard[session_id] = time.monotonic()
-    await asyncio.to_thread(clear_leftovers, state, model_id)
-    await asyncio.to_thread(_clear_unfinished, directory)
-    await state.worker.run(state.clear_unplaced, session_id)
-    if run is not None and frozen is not None:
-        live = LiveRun(run, Lane[Queued](number + 1))
-        await state.worker.run(_thaw, state, run, frozen)
-        await asyncio.to_thread(_read_results, state, live, frozen / "results.log")
+    async def _revive_run(self, name: str) -> None:
+        started = time.monotonic()
+        entries = await asyncio.to_thread(self._journals.of_run(name).read)
+        # a custom loss has a journal as runs have, of one request
+        if entries and entries[0].facts["op"] == "create_custom_loss":
+            await self._runs.create_again(call_of(entries[0]))
+            return
+        session_id = name.rpartition(":train:")[0]
+        if await asyncio.to_thread(self._database.sessions.state, session_id) != "active":
+            return
+        self._sessions.see(session_id)
+        await asyncio.to_thread(self._checkpoints.clear_leftovers, name)
+        number, snapshot = await asyncio.to_thread(self._snapshots.in_force, name)
+        live = await self._thaw(name, number, snapshot)
+        if live is None:
+            number = 0
+            creation = next((entry for entry in entries if entry.number == 0), None)
+            if creation is None:
+                return
+            await self._runs.create_again(call_of(creation))
+            live = self._runs.get(name)
+            if live is None:
+                return
+        live.is_rebuilding = True
+        later = [entry for entry in entries if entry.number > number]
+        for entry in later:
+            await self._repeat(live, entry)
+        live.is_rebuilding = False
+        logger.info(
+            "%s is taken up again: %d requests after state %d, in %.2f s",
+            name,
+            len(later),
+            number,
+            time.monotonic() - started,
+        )
+
+    async def _thaw(self, name: str, number: int, snapshot: Path | None) -> LiveRun | None:
+        """Make a run as it was in its last snapshot, if there is one."""
+        run = await asyncio.to_thread(self._database.runs.get, name)
+        if run is None:
+            return None
+        self._workers.check_base(run.base_model, run.base_digest, name, "server")
+        worker = self._workers.home(name, run.base_model, run.home)
+        await worker.run(self._nameless.clear_unplaced, run.session_id)
+        if snapshot is None:
+            return None
+        live = LiveRun(run, worker, Lane[LaneItem](number + 1))
+        await worker.run(thaw, worker, run, snapshot)
+        await asyncio.to_thread(self._snapshots.read_results, live, snapshot)
         # not before its results are known: one that is asked for again is not a new one
-        state.runs[model_id] = live
-        if state.promises.get(f"{model_id}:0") is None:
-            state.promises.add(f"{model_id}:0", UNKNOWN, session_id).settle(
-                CreateModelResponse(model_id=model_id)
+        self._runs.put(live)
+        if self._promises.get(f"{name}:0") is None:
+            self._promises.add(f"{name}:0", UNKNOWN, run.session_id).settle(
+                CreateModelResponse(model_id=name)
             )
-    else:
-        number = 0
-        creation = next((entry for entry in entries if entry.number == 0), None)
-        if creation is None:
+        return live
+
+    async def _repeat(self, live: LiveRun, entry: Entry) -> None:
+        """Do again what one record of a journal says."""
+        if entry.facts["op"] == GIVEN_UP:
+            self._runs.gaps.give_up(live, entry.number)
             return
-        await handlers[creation.facts["op"]](state, call_of(creation))
-        created = state.promises.get(f"{model_id}:0")
-        assert created is not None
-        await created.done.wait()
-        if model_id not in state.runs:
+        call = await asyncio.to_thread(call_of, entry)
+        if call.op == "unload_model":
+            self._unloading.begin(live, call, entry.number)
             return
-    live = state.runs[model_id]
-    later = [entry for entry in entries if entry.number > number]
-    for entry in later:
-        await _replay(state, handlers, live, entry)
-    logger.info(
-        "%s is taken up again: %d requests after state %d, in %.2f s",
-        model_id,
-        len(later),
-        number,
-        time.monotonic() - started,
-    )
-
-
-def _clear_unfinished(directory: Path) -> None:
-    for unfinished in directory.glob(f"{UNFINISHED}*"):
-        shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _thaw(state: State, run: Run, directory: Path) -> None:
-    state.engine.create(
-        run.model_id, run.base_model, run.lora, OptimizerConfigBase.from_wire(run.optimizer)
-    )
-    check(directory)
-    state.engine.load(run.model_id, directory, optimizer=True)
-
-
-async def _replay(state: State, handlers: Handlers, live: LiveRun, entry: Entry) -> None:
-    op = entry.facts["op"]
-    if op == GIVEN_UP:
-        give_up_gap(state, live, entry.number)
-        return
-    call = await asyncio.to_thread(call_of, entry)
-    try:
-        if op:
-            await handlers[op](state, call)
-        else:
-            await spend(state, call, live.run.model_id, entry.number)
-    except Refusal as refusal:
-        logger.warning(
-            "request %d of %s cannot be repeated: %s",
-            entry.number,
-            live.run.model_id,
-            refusal.detail,
-        )
-
-
-def call_of(entry: Entry) -> Call:
-    """A journalled request as it came."""
-    name, content_type = entry.facts["op"], entry.facts.get("type", codec.JSON)
-    op = BY_NAME.get(name)
-    encoding = entry.facts.get("encoding")
-    plain = codec.decompress(entry.body, encoding, sys.maxsize - 1)  # it was taken
-    request = codec.decode(op.request, plain or b"{}", content_type) if op and op.request else None
-    told = entry.facts.get("digest")
-    return Call(
-        request,
-        {},
-        bytes.fromhex(told) if told else digest_of(op.path if op else "", plain),
-        op=name,
-        body=entry.body,
-        content_type=content_type,
-        encoding=encoding,
-        size=len(plain),
-        is_replayed=True,
-        number=entry.number,
-        request_id=entry.facts.get("id"),
-        seed=entry.facts.get("seed"),
-        reader=entry.facts.get("reader"),
-        owner=entry.facts.get("owner", "local"),
-    )
-
-
-def _last_state(directory: Path) -> tuple[int, Path | None]:
-    """The state in force: the last that was finished."""
-    states = {
-        int(path.name.removeprefix("state-")): path
-        for path in directory.glob("state-*")
-        if path.suffix != ".new"
-    }
-    number = max(states, default=-1)
-    return number, states.get(number)
-
-
-KINDS: dict[str, type[Any]] = {
-    op.result.__name__: op.result for op in BY_NAME.values() if op.result is not None
-} | {"RequestFailedResponse": RequestFailedResponse}
-
-
-def _read_results(state: State, live: LiveRun, path: Path) -> None:
-    """Results that were not read when the state was made."""
-    data = path.read_bytes() if path.exists() else b""
-    for entry, _ in read_records(path, data, may_be_torn=False):
-        facts = entry.facts
-        promise = state.promises.add(
-            facts["id"], bytes.fromhex(facts["digest"]), live.run.session_id
-        )
-        promise.settle(codec.decode(KINDS[facts["kind"]], entry.body, facts["type"]))
-        live.recent[entry.number] = promise
-
-
-# ── samples ───────────────────────────────────────────────────────────────────────────────────────
-
-
-async def _revive_samples(
-    state: State, handlers: Handlers, session_id: str, directory: Path
-) -> None:
-    """Draw what was asked for again; what nobody asks for any more costs a little time, no more."""
-    if session_id != DIRECT:
-        if await asyncio.to_thread(state.database.sessions.state, session_id) != "active":
-            return
-        state.heard[session_id] = time.monotonic()
-    entries = await asyncio.to_thread(state.journals.of(directory).read)
-    over = {
-        request_id
-        for entry in entries
-        if entry.facts["op"] == READ
-        for request_id in entry.facts["ids"]
-    }
-    for entry in entries:
-        if (
-            entry.facts["op"] == READ
-            or entry.facts["id"] in over
-            or state.promises.get(entry.facts["id"]) is not None
-        ):
-            continue
         try:
-            await handlers[entry.facts["op"]](state, await asyncio.to_thread(call_of, entry))
+            await self._runs.admit_again(live, call)
         except Refusal as refusal:
-            logger.warning("sample %s cannot be drawn again: %s", entry.facts["id"], refusal.detail)
+            logger.warning(
+                "request %d of %s cannot be repeated: %s",
+                entry.number,
+                live.run.model_id,
+                refusal.detail,
+            )
+
+    # ── samples ───────────────────────────────────────────────────────────────────────────────────
+
+    async def _revive_samples(self, session_id: str) -> None:
+        """Draw what was asked for again; what nobody asks for costs a little time, no more."""
+        if session_id != DIRECT:
+            if await asyncio.to_thread(self._database.sessions.state, session_id) != "active":
+                return
+            self._sessions.see(session_id)
+        entries = await asyncio.to_thread(self._journals.of_samples(session_id).read)
+        read = [entry.facts["ids"] for entry in entries if entry.facts["op"] == READ]
+        over = {request_id for ids in read for request_id in ids}
+        for entry in entries:
+            if entry.facts["op"] == READ:
+                continue
+            request_id = entry.facts["id"]
+            if request_id in over or self._promises.get(request_id) is not None:
+                continue
+            try:
+                await self._sample_again(await asyncio.to_thread(call_of, entry))
+            except Refusal as refusal:
+                logger.warning("sample %s cannot be drawn again: %s", request_id, refusal.detail)

@@ -1,49 +1,32 @@
-"""In-flight samplers: a run has one target, every save moves it, and all its sessions follow
-without going back.
+"""In-flight samplers: a run has one target, and each save moves it to the new weights.
 
 A save counts the version up, freezes the weights under a name of that version, and points the
-target to them. A session is bound to the target; its floor is the version it was made with. What is
-put on disk, makes room in memory and is found again after a restart are the weights of the newest
-version, like those of any nameless sampler.
+target to them. All sessions of a target follow it and never go back. A session's floor is the
+version it was made with. What is put on disk, makes room in memory and is found again after a
+restart are the weights of the newest version, like those of any nameless sampler.
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
-from pathlib import Path
 
 from tinkex.engine.api import EngineError
 from tinkex.server.database.entities import Run, Sampler
+from tinkex.server.database.interface import Database
 from tinkex.server.http_errors import Refusal
-from tinkex.server.state import LiveRun, State
+from tinkex.server.runs.admission import Runs
+from tinkex.server.runs.work import LiveRun
+from tinkex.server.samples.loaded_weights import WeightSource
+from tinkex.server.samples.nameless import NamelessSamplers
 from tinkex.types.checkpoints import SaveWeightsForSamplerRequest
 
 
-@dataclass(frozen=True, slots=True)
-class Present:
-    """The weights that a target points to."""
-
-    target: str
-    weights: str
-    version: int
-    directory: Path | None
-    """The files of weights that had to make room in memory."""
+def _target(run: str) -> str:
+    return f"{run}:inflight"
 
 
-def _target(model_id: str) -> str:
-    return f"{model_id}:inflight"
-
-
-def _weights(model_id: str, version: int) -> str:
-    return f"{_target(model_id)}:{version}"
-
-
-def cache_of(sampler: Sampler) -> str:
-    """The namespace of a session's cached prompts; a session that is made again under its old id
-    has another.
-    """
-    return f"{sampler.sampler_id}@{sampler.version}"
+def _weights(run: str, version: int) -> str:
+    return f"{_target(run)}:{version}"
 
 
 def check(request: SaveWeightsForSamplerRequest) -> None:
@@ -56,77 +39,87 @@ def check(request: SaveWeightsForSamplerRequest) -> None:
             )
 
 
-def save(state: State, live: LiveRun, sampler_id: str, number: int) -> int | None:
-    """Move a run's target to its present weights, for a new session; returns the version. On the
-    worker.
+class InflightTargets:
+    """The in-flight targets of all runs."""
 
-    What an earlier life of the server did is not done again if a later save has replaced it, for
-    the target never goes back: None then.
-    """
-    run = live.run
-    version, newest = state.database.samplers.inflight_versions(run.model_id, number)
-    if version < newest:
-        return None
-    weights = _weights(run.model_id, version)
-    state.engine.snapshot(run.model_id, weights)
-    state.engine.point(_target(run.model_id), weights, version)
-    for name in live.unsaved_samplers.copy():
-        if name == sampler_id or name.startswith(f"{_target(run.model_id)}:"):
-            live.unsaved_samplers.pop(name, None)
-    live.unsaved_samplers[weights] = number
-    # the client may have used the number for a snapshot before
-    state.drop_snapshot_files(sampler_id)
-    state.engine.drop_sampler(sampler_id)
-    sampler = Sampler(
-        sampler_id, run.session_id, run.base_model, None, True, run.owner, run.model_id, version
-    )
-    state.database.samplers.add_inflight(sampler, number)
-    return version
+    def __init__(self, database: Database, runs: Runs, nameless: NamelessSamplers) -> None:
+        self._database, self._runs, self._nameless = database, runs, nameless
+        self.versions: dict[str, int] = {}
+        """By run, the newest version of its target."""
 
+    def save(self, live: LiveRun, sampler_id: str, seq_id: int) -> int | None:
+        """Move a run's target to its weights, for a new session; return the version.
 
-def publish(state: State, run: Run, sampler_id: str, version: int) -> None:
-    """Let new requests find a version; the one before is freed. On the event loop."""
-    present = state.targets.get(run.model_id, 0)
-    if state.snapshots.pop(sampler_id, None) is not None:
-        state.loading.pop(sampler_id, None)
-    state.keep_snapshot(run.session_id, _weights(run.model_id, version))
-    state.targets[run.model_id] = version
-    if present not in (0, version):
-        state.forget_snapshot(_weights(run.model_id, present))
-
-
-async def find(state: State, sampler: Sampler) -> Present:
-    """The weights that an in-flight session's target has now."""
-    model_id = sampler.model_id
-    assert model_id is not None
-    if model_id not in state.targets:
-        await _restore(state, model_id)
-    version = state.targets.get(model_id, 0)
-    if not version or sampler.version is None or version < sampler.version:
-        raise Refusal(
-            410,
-            f"the weights of in-flight sampler {sampler.sampler_id!r} went with their session; "
-            "save them again",
+        On the worker. What an earlier life of the server did is not done again if a later save has
+        replaced it, for the target never goes back: None then.
+        """
+        run, engine = live.run, live.worker.engine
+        version, newest = self._database.samplers.inflight_versions(run.model_id, seq_id)
+        if version < newest:
+            return None
+        target, weights = _target(run.model_id), _weights(run.model_id, version)
+        engine.snapshot(run.model_id, weights)
+        engine.point(target, weights, version)
+        for name in live.unsaved_samplers.copy():
+            if name == sampler_id or name.startswith(f"{target}:"):
+                live.unsaved_samplers.pop(name, None)
+        live.unsaved_samplers[weights] = seq_id
+        # the client may have used the number for a snapshot before
+        self._nameless.drop_files(sampler_id)
+        engine.drop_sampler(sampler_id)
+        sampler = Sampler(
+            sampler_id, run.session_id, run.base_model, None, True, run.owner, run.model_id, version
         )
-    weights = _weights(model_id, version)
-    return Present(_target(model_id), weights, version, state.snapshots.get(weights))
+        self._database.samplers.add_inflight(sampler, seq_id)
+        return version
 
+    def publish(self, live: LiveRun, sampler_id: str, version: int) -> None:
+        """Let new requests find a version; the one before is freed."""
+        run: Run = live.run
+        present = self.versions.get(run.model_id, 0)
+        self._nameless.disown(sampler_id)
+        self._nameless.keep(run.session_id, _weights(run.model_id, version), live.worker)
+        self.versions[run.model_id] = version
+        if present not in (0, version):
+            self._nameless.forget(_weights(run.model_id, present))
 
-async def _restore(state: State, model_id: str) -> None:
-    """Find a target of an earlier life: its newest weights on disk, else in what its run does
-    again.
-    """
-    version = await asyncio.to_thread(state.database.samplers.newest_version, model_id)
-    weights = _weights(model_id, version)
-    directory = state.journals.snapshot_directory(weights)
-    if version and await asyncio.to_thread(directory.is_dir):
-        if model_id not in state.targets:  # else a request beside this one, or its run, was quicker
-            state.snapshots[weights] = directory
-            state.targets[model_id] = version
-        return
-    await state.revived(model_id)
-    live = state.runs.get(model_id)
-    for promise in list(live.recent.values()) if live is not None else ():
-        if model_id in state.targets:
+    async def find(self, sampler: Sampler) -> WeightSource:
+        """Return the weights that a session's target has now."""
+        run = sampler.model_id
+        assert run is not None
+        if run not in self.versions:
+            await self._restore(run)
+        version = self.versions.get(run, 0)
+        if not version or sampler.version is None or version < sampler.version:
+            raise Refusal(
+                410,
+                f"the weights of in-flight sampler {sampler.sampler_id!r} went with their session; "
+                "save them again",
+            )
+        weights = _weights(run, version)
+        directory = self._nameless.directories.get(weights)
+        return WeightSource(
+            await self._runs.worker_of(run),
+            weights,
+            sampler.base_model,
+            directory,
+            is_loadable=directory is not None,
+            target=_target(run),
+            version=version,
+            # a session that is made again under its old id has other cached prompts
+            cache=f"{sampler.sampler_id}@{sampler.version}",
+        )
+
+    async def _restore(self, run: str) -> None:
+        """Find a target of an earlier life: its weights on disk, or in what its run does again."""
+        version = await asyncio.to_thread(self._database.samplers.newest_version, run)
+        if version and await self._nameless.find(_weights(run, version)):
+            # else a request beside this one, or its run, was quicker
+            self.versions.setdefault(run, version)
             return
-        await promise.done.wait()
+        await self._runs.replayed(run, lambda: run in self.versions)
+
+    def forget_session(self, session_id: str) -> None:
+        """Forget the targets of a session's runs; their weights go as nameless samplers do."""
+        for run in [name for name in self.versions if name.startswith(f"{session_id}:")]:
+            del self.versions[run]

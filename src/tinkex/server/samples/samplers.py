@@ -1,162 +1,144 @@
-"""The weights behind samplers: found, loaded when needed, dropped when others need the room."""
+"""Samplers: their weights are found, loaded when needed, and sampled from."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
 
 from tinkex.engine.api import EngineError, Listener
 from tinkex.server.database.entities import Sampler
-from tinkex.server.files.checkpoint_files import reading
-from tinkex.server.files.seals import check
+from tinkex.server.database.interface import Database
 from tinkex.server.http_errors import Refusal
-from tinkex.server.samples import inflight
-from tinkex.server.state import State
+from tinkex.server.open_sessions import Sessions
+from tinkex.server.runs.admission import Runs
+from tinkex.server.samples.inflight import InflightTargets
+from tinkex.server.samples.loaded_weights import LoadedWeights, WeightSource
+from tinkex.server.samples.nameless import NamelessSamplers
+from tinkex.server.samples.sampling_records import SamplingRecords
+from tinkex.server.workers.pool import Workers
 from tinkex.types.sampling import SampleRequest, SampleResponse
 
 
-@dataclass(frozen=True, slots=True)
-class WeightSource:
-    """Where a sampler's weights are: the engine's name for them, and the files they can be loaded
-    from.
-    """
+class Samplers:
+    """The samplers of a server."""
 
-    name: str
-    base_model: str
-    directory: Path | None = None
-    is_loadable: bool = True
-    target: str | None = None
-    """The in-flight target that is sampled from; the weights are those it points to."""
-    version: int = 0
-    cache: str = ""
-    """The namespace of cached prompts, where it is not that of the weights."""
-
-
-async def find_source(state: State, sampler: Sampler) -> WeightSource:
-    """The weights behind a sampler, as they are now; refuses what is no longer there."""
-    if sampler.version is not None:
-        now = await inflight.find(state, sampler)
-        return WeightSource(
-            now.weights,
-            sampler.base_model,
-            now.directory,
-            is_loadable=now.directory is not None,
-            target=now.target,
-            version=now.version,
-            cache=inflight.cache_of(sampler),
+    def __init__(
+        self,
+        *,
+        database: Database,
+        workers: Workers,
+        sessions: Sessions,
+        runs: Runs,
+        nameless: NamelessSamplers,
+        loaded: LoadedWeights,
+        recordings: SamplingRecords,
+        conceal: Callable[[str], str],
+    ) -> None:
+        """Take the parts; `conceal` removes places of files from a text for others."""
+        self._database, self._workers, self._sessions, self._runs = (
+            database,
+            workers,
+            sessions,
+            runs,
         )
-    if sampler.is_snapshot:
-        if sampler.sampler_id not in state.snapshots:
-            await _find_snapshot(state, sampler)
-        if sampler.sampler_id not in state.snapshots:
+        self.nameless, self.loaded, self._recordings = nameless, loaded, recordings
+        self.targets = InflightTargets(database, runs, nameless)
+        self._conceal = conceal
+        self._bound: dict[str, str] = {}
+        """The weights that samplers of open sessions began with: they never change to others of the
+        same path."""
+
+    async def find(self, sampler: Sampler) -> WeightSource:
+        """Return the present weights of a sampler; refuse one whose weights are gone."""
+        if sampler.version is not None:
+            return await self.targets.find(sampler)
+        if sampler.is_snapshot:
+            return await self._find_nameless(sampler)
+        if sampler.model_path is None:
+            return self._source(f"base/{sampler.base_model}", sampler.base_model)
+        saved = await asyncio.to_thread(self._database.checkpoints.get, sampler.model_path)
+        bound = self._bound.get(sampler.sampler_id)
+        if saved is not None and not saved.is_shown_to(sampler.owner):
+            raise Refusal(410, f"checkpoint {sampler.model_path} is no longer published")
+        if saved is not None:
+            # a path may be saved again once its first checkpoint is gone
+            name = f"{saved.tinker_path}@{saved.created}"
+            if bound in (None, name):
+                if sampler.session_id in self._sessions:
+                    self._bound[sampler.sampler_id] = name
+                self._workers.check_base(saved.base_model, saved.base_digest, saved.tinker_path)
+                source = self._source(name, saved.base_model)
+                return WeightSource(source.worker, name, saved.base_model, saved.directory)
+        # weights that are still in memory may be sampled from
+        if bound is not None and (having := self.loaded.having(bound)):
+            worker = self._workers.for_sample(sampler.base_model, having)
+            if worker not in having:
+                worker = next(iter(having))
+            return WeightSource(worker, bound, sampler.base_model, is_loadable=False)
+        raise Refusal(410, f"checkpoint {sampler.model_path} has been deleted or has expired")
+
+    def _source(self, name: str, base_model: str) -> WeightSource:
+        """Return weights that any worker can load, on the worker that a sample is best drawn on."""
+        worker = self._workers.for_sample(base_model, self.loaded.having(name))
+        return WeightSource(worker, name, base_model)
+
+    async def _find_nameless(self, sampler: Sampler) -> WeightSource:
+        name, known = sampler.sampler_id, self.nameless.directories
+        if name not in known and not await self.nameless.find(name) and sampler.model_id:
+            # what an earlier life of the server had only in memory is made again by its run
+            await self._runs.replayed(sampler.model_id, lambda: name in known)
+        if name not in known:
             raise Refusal(
-                410,
-                f"the weights of sampler {sampler.sampler_id!r} went with their session; save them "
-                "again",
+                410, f"the weights of sampler {name!r} went with their session; save them again"
             )
-        directory = state.snapshots[sampler.sampler_id]
+        directory, home = known[name], self.nameless.home(name)
+        worker = home or self._source(name, sampler.base_model).worker
         return WeightSource(
-            sampler.sampler_id, sampler.base_model, directory, is_loadable=directory is not None
+            worker, name, sampler.base_model, directory, is_loadable=directory is not None
         )
-    if sampler.model_path is None:
-        return WeightSource(f"base/{sampler.base_model}", sampler.base_model)
-    saved = await asyncio.to_thread(state.database.checkpoints.get, sampler.model_path)
-    bound = state.bound.get(sampler.sampler_id)
-    if saved is not None and not saved.is_shown_to(sampler.owner):
-        raise Refusal(410, f"checkpoint {sampler.model_path} is no longer published")
-    if saved is not None:
-        # The time belongs to the name: a path may be saved again once its first checkpoint is gone.
-        name = f"{saved.tinker_path}@{saved.created}"
-        if bound in (None, name):
-            if sampler.session_id in state.heard:
-                state.bound[sampler.sampler_id] = name
-            state.check_base(saved.base_model, saved.base_digest, saved.tinker_path)
-            return WeightSource(name, saved.base_model, saved.directory)
-    # weights that are still in memory may be sampled from
-    if bound is not None and bound in state.loading:
-        return WeightSource(bound, sampler.base_model, is_loadable=False)
-    raise Refusal(410, f"checkpoint {sampler.model_path} has been deleted or has expired")
 
+    async def draw(
+        self,
+        job: str,
+        source: WeightSource,
+        request: SampleRequest,
+        seed: int | None = None,
+        listener: Listener | None = None,
+        *,
+        owner: str,
+    ) -> SampleResponse:
+        """Queue the loading of weights that are not there yet, and right behind it the sample.
 
-async def _find_snapshot(state: State, sampler: Sampler) -> None:
-    """Look for a nameless sampler of an earlier life: on disk, else in what its run does again."""
-    directory = state.journals.snapshot_directory(sampler.sampler_id)
-    if await asyncio.to_thread(directory.is_dir):
-        state.snapshots[sampler.sampler_id] = directory
-        return
-    if sampler.model_id is None:
-        return
-    await state.revived(sampler.model_id)
-    live = state.runs.get(sampler.model_id)
-    for promise in list(live.recent.values()) if live is not None else ():
-        if sampler.sampler_id in state.snapshots:
-            return
-        await promise.done.wait()
+        The worker keeps that order, and a job holds its weights: they cannot be dropped before it
+        has them.
+        """
+        worker = source.worker
+        seed = request.sampling_params.seed if seed is None else seed
+        loading = self.loaded.load(source) if source.is_loadable else None
+        # the target went with the weights when they made room
+        if source.target is not None and loading is not None:
+            worker.run(worker.engine.point, source.target, source.name, source.version)
+        seed = secrets.randbits(63) if seed is None else seed
+        sampler = source.target or source.name
+        try:
+            response, recordings = await worker.samples.draw(
+                job, sampler, request, seed, listener, owner, source.cache
+            )
+        except EngineError as refused:
+            error = loading.exception() if loading is not None and loading.done() else None
+            if isinstance(error, EngineError) or error is None:
+                error = error or refused
+                raise EngineError(self._conceal(str(error)), error.category) from None
+            raise error from None
+        if recordings:
+            session_id = job.partition(":")[0]
+            await self._recordings.keep(session_id, job, request.prompt.length, recordings)
+        return response
 
-
-async def draw(
-    state: State,
-    job: str,
-    source: WeightSource,
-    request: SampleRequest,
-    seed: int | None = None,
-    listener: Listener | None = None,
-    *,
-    owner: str,
-) -> SampleResponse:
-    """Queue the loading of weights that are not there yet, then the sample, without a pause between
-    the two.
-
-    The worker keeps that order, and a job holds its weights: they cannot be dropped before it has
-    them.
-    """
-    seed = request.sampling_params.seed if seed is None else seed
-    loading = load(state, source) if source.is_loadable else None
-    # the target went with the weights when they made room
-    if source.target is not None and loading is not None:
-        state.worker.run(state.engine.point, source.target, source.name, source.version)
-    seed = secrets.randbits(63) if seed is None else seed
-    sampler = source.target or source.name
-    try:
-        response, recordings = await state.worker.sample(
-            job, sampler, request, seed, listener, owner, source.cache
-        )
-    except EngineError as refused:
-        error = loading.exception() if loading is not None and loading.done() else None
-        if isinstance(error, EngineError) or error is None:
-            error = error or refused
-            raise EngineError(state.without_paths(str(error)), error.category) from None
-        raise error from None
-    if recordings:
-        await state.recordings.keep(job.partition(":")[0], job, request.prompt.length, recordings)
-    return response
-
-
-def load(state: State, source: WeightSource) -> asyncio.Future[None]:
-    """Load weights unless they are there or on their way; the longest unused make room. A failure
-    is not kept.
-    """
-    loading = state.loading.pop(source.name, None)
-    if loading is None:
-        loading = state.worker.run(_load, state, source)
-        loading.add_done_callback(
-            lambda done: state.loading.pop(source.name, None) if done.exception() else None
-        )
-    state.loading[source.name] = loading  # the last used comes last
-    while len(state.loading) > state.limits.samplers:
-        oldest = next(iter(state.loading))
-        del state.loading[oldest]
-        state.worker.run(state.engine.drop_sampler, oldest)
-    return loading
-
-
-def _load(state: State, source: WeightSource) -> None:
-    """Load weights whose files are as they were written. On the worker."""
-    if source.directory is None:
-        state.engine.load_sampler(source.name, source.base_model, None)
-        return
-    with reading(source.directory, source.name.partition("@")[0]):
-        check(source.directory)
-        state.engine.load_sampler(source.name, source.base_model, source.directory)
+    def forget_session(self, session_id: str) -> None:
+        """Let the samplers of a session go."""
+        self.nameless.forget_session(session_id)
+        self.targets.forget_session(session_id)
+        for sampler in [name for name in self._bound if name.startswith(f"{session_id}:")]:
+            del self._bound[sampler]

@@ -1,11 +1,10 @@
-"""Order and turns: a lane per training run, and the one worker thread that owns the engine.
+"""A worker: the one thread that owns an engine.
 
-A lane is pure bookkeeping (no clock, no threads): operations go in by number and come out when
-every number before them has. The worker hands passes to the engine as soon as nothing of their run
-is before them, so that those of several runs can share its steps; what else a run is asked for
-waits until its passes have ended. Steps of training and of sampling take turns by the time they
-take, so that neither stops the other. Files are written on a thread of their own: what a run is to
-learn or load next waits for that, the engine does not.
+It hands passes to the engine as soon as nothing of their run is before them, so that those of
+several runs can share its steps. Other work of a run waits until its passes have ended. Steps of
+training and of sampling take turns by the time they take, so that neither stops the other. Files
+are written on a thread of their own: the engine does not wait for them, the next step or load of
+their run does.
 """
 
 from __future__ import annotations
@@ -21,22 +20,14 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-from tinkex.engine.api import (
-    DrawnToken,
-    Engine,
-    EngineError,
-    Listener,
-    PassDone,
-    Recording,
-    SampleDone,
-)
+from tinkex.engine.api import Engine, EngineError, PassDone
 from tinkex.engine.fair_share import Shares
-from tinkex.types.sampling import SampleRequest, SampleResponse
+from tinkex.server.workers.sample_jobs import SampleJobs, settle
 from tinkex.types.training import ForwardBackwardOutput
 
 T = TypeVar("T")
@@ -44,76 +35,11 @@ logger = logging.getLogger("tinkex.server")
 
 EXIT_SECONDS = 60.0
 """How long the end of a program waits for the engine."""
-CANCELLED = "the request was cancelled"
 STOPPED = "the server was stopped"
 TAKING_SECONDS = 0.05
 """So long may steps wait while operations are taken in: what has come together is begun together.
 """
 TRAINING, SAMPLING = "training", "sampling"
-
-
-class Lane(Generic[T]):
-    """The operations of one run, released in the order of their numbers.
-
-    Example:
-        >>> lane = Lane[str]()
-        >>> lane.offer(2, "b"), lane.offer(1, "a")
-        ([], ['a', 'b'])
-    """
-
-    def __init__(self, first: int = 1) -> None:
-        self.next = first
-        self._waiting: dict[int, T] = {}
-        self._held: dict[int, int] = {}
-        self.held_bytes = 0
-        """Bytes of the operations that wait for a missing number, or are on their way to do so."""
-
-    def offer(self, number: int, item: T) -> list[T]:
-        """Take an operation in; returns those whose turn has come. A number that has passed is
-        refused.
-        """
-        if number < self.next or number in self._waiting:
-            raise ValueError(f"request number {number} has been used; the next one is {self.next}")
-        self._waiting[number] = item
-        return self._release()
-
-    def _release(self) -> list[T]:
-        released = []
-        while self.next in self._waiting:
-            released.append(self._waiting.pop(self.next))
-            self.let_go(self.next)
-            self.next += 1
-        return released
-
-    def hold(self, number: int, size: int) -> None:
-        """Count the bytes of an operation that is about to be offered, until its turn has come."""
-        self._held[number] = size
-        self.held_bytes += size
-
-    def let_go(self, number: int) -> None:
-        """Count an operation's bytes no more."""
-        self.held_bytes -= self._held.pop(number, 0)
-
-    @property
-    def free(self) -> int:
-        """The first number that nothing has been offered under."""
-        return max(self._waiting, default=self.next - 1) + 1
-
-    @property
-    def missing(self) -> int | None:
-        """The number that holds others up, if any are held up."""
-        return self.next if self._waiting else None
-
-    def give_up(self) -> list[T]:
-        """Stop waiting for the missing numbers; returns the operations that waited, which must now
-        fail.
-        """
-        abandoned = [self._waiting[number] for number in sorted(self._waiting)]
-        for number in self._waiting:
-            self.let_go(number)
-        self.next = self.free
-        self._waiting.clear()
-        return abandoned
 
 
 def _end(worker: weakref.ref[Worker], thread: threading.Thread, pid: int) -> None:
@@ -124,7 +50,7 @@ def _end(worker: weakref.ref[Worker], thread: threading.Thread, pid: int) -> Non
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class OffThread:
     """The rest of an operation: work on another thread, while the engine goes on, and then
     something on the worker.
 
@@ -137,11 +63,11 @@ class Beside:
     it begins."""
 
 
-class Sampled(NamedTuple):
-    """The result of a sampling job, and the recordings of its samples if they were asked for."""
+class Postponed(EngineError):
+    """Work that is not done now; its promise stands, for it is done again from the journal."""
 
-    response: SampleResponse
-    recordings: Sequence[Recording] = ()
+    def __init__(self, why: str) -> None:
+        super().__init__(why, "server")
 
 
 @dataclass(slots=True)
@@ -162,8 +88,10 @@ class Worker:
     samples between.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine, name: str = "") -> None:
+        self.engine, self.name = engine, name
+        self.runs: set[str] = set()
+        """The runs that are at home here; changed on the event loop."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._waiting: dict[str, deque[_Task]] = {}
@@ -178,9 +106,7 @@ class Worker:
         self._shares = Shares()
         self.steps: Counter[str] = Counter()
         """By kind, how many steps the engine has made."""
-        self._samples: dict[str, asyncio.Future[Sampled]] = {}
-        self._cancelled: set[str] = set()
-        """Jobs to drop before the next step, without waiting for what else is queued."""
+        self.samples = SampleJobs(self)
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._ended = asyncio.Event()
@@ -215,11 +141,11 @@ class Worker:
 
     def run_for(self, run: str, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
         """Queue a function that comes after everything that was queued for the same run; see
-        `Beside` for its end.
+        `OffThread` for its end.
         """
         return self._put(function, args, run)
 
-    def run_save(self, run: str, function: Callable[[], Beside]) -> asyncio.Future[Any]:
+    def run_save(self, run: str, function: Callable[[], OffThread]) -> asyncio.Future[Any]:
         """Queue a function that comes after what its run was asked for, other saves excepted: they
         end in order.
         """
@@ -242,88 +168,28 @@ class Worker:
         *,
         is_save: bool = False,
     ) -> asyncio.Future[Any]:
-        assert self._loop is not None, "the worker has not been started"
-        future: asyncio.Future[Any] = self._loop.create_future()
+        future = self.new_future()
         future.add_done_callback(_seen)
         self._tasks.put(_Task(function, args, future, run, job, is_save))
         # else the thread takes it, or empties the queue after it has said so
         if self.failure is not None:
-            _settle(future, self.failure)
+            settle(future, self.failure)
         return future
 
-    def sample(
-        self,
-        job: str,
-        sampler: str,
-        request: SampleRequest,
-        seed: int,
-        listener: Listener | None = None,
-        owner: str = "",
-        cache: str = "",
-    ) -> asyncio.Future[Sampled]:
-        """Queue a sampling job. A listener is called on the event loop, for the last time before
-        the job is done.
-        """
+    def new_future(self) -> asyncio.Future[Any]:
+        """Return a future of the event loop that results go to."""
         assert self._loop is not None, "the worker has not been started"
-        done: asyncio.Future[Sampled] = self._loop.create_future()
-        admitted = self.run(self._admit, job, sampler, request, seed, done, listener, owner, cache)
-        admitted.add_done_callback(lambda future: _pass_failure(future, done))
-        return done
+        return self._loop.create_future()
 
-    def cancel(self, job: str) -> None:
-        """Drop a job, started or not; it fails. One that has ended is left alone."""
-        self._cancelled.add(job)
-        # wakes the thread; and behind this job's admission nothing has to be remembered
-        self.run(self._uncancel, job)
+    def drop_run(self, run: str) -> asyncio.Future[None]:
+        """Drop a run's adapter; what it is at fails."""
+        self.runs.discard(run)
+        return self.run(self.engine.drop, run)
 
-    def _uncancel(self, job: str) -> None:
-        self._drop_cancelled()
-        self._cancelled.discard(job)
-
-    def _drop_cancelled(self) -> None:
-        for job in [job for job in self._cancelled.copy() if job in self._samples]:
-            self._drop_sample(job, EngineError(CANCELLED))
-
-    def _drop_sample(self, job: str, why: Exception) -> None:
-        """Have a job fail; that the engine cannot drop it concerns no other."""
-        future = self._samples.pop(job)
-        try:
-            self.engine.sample_cancel(job)
-        except Exception:
-            logger.exception("the engine cannot drop the sample %s", job)
-        finally:
-            self._resolve(future, why)
-
-    def cancel_samples(self, prefix: str) -> None:
-        """Drop the jobs whose names begin so, started or not; they fail."""
-        self.run(self._cancel, prefix)
-
-    def _cancel(self, prefix: str) -> None:
-        for job in [job for job in self._samples if job.startswith(prefix)]:
-            self._drop_sample(job, EngineError("the session has ended"))
-
-    def _admit(
-        self,
-        job: str,
-        sampler: str,
-        request: SampleRequest,
-        seed: int,
-        done: asyncio.Future[Sampled],
-        listener: Listener | None,
-        owner: str,
-        cache: str,
-    ) -> None:
-        if job in self._cancelled:
-            raise EngineError(CANCELLED)
-        relay = self._relay(listener) if listener else None
-        self.engine.sample_start(job, sampler, request, seed, relay, owner, cache)
-        self._samples[job] = done
-
-    def _relay(self, listener: Listener) -> Listener:
-        def relay(drawn: Sequence[DrawnToken]) -> None:
-            self._post(listener, drawn)
-
-        return relay
+    def release_run(self, run: str) -> asyncio.Future[None]:
+        """Drop a run's adapter when its files are written; all else that it waits for is postponed."""
+        self.run(self._postpone, run)
+        return self.run_for(run, self._drop_postponed, run)
 
     def _run(self) -> None:
         why = EngineError(STOPPED, "server")
@@ -345,7 +211,7 @@ class Worker:
             self._files.shutdown()
             self._empty_queue(why)
         finally:
-            self._post(self._ended.set)
+            self.post(self._ended.set)
 
     def _take(self) -> bool:
         """Take what has been queued, and wait for something if there is nothing to do; false at the
@@ -363,12 +229,23 @@ class Worker:
                 else:
                     self._waiting.setdefault(task.run, deque()).append(task)
                     self._release(task.run)
-                if self._cancelled:
-                    self._drop_cancelled()
+                if self.samples.cancelled:
+                    self.samples.drop_cancelled()
                 if time.perf_counter() > until:
                     return True
         except queue.Empty:
             return True
+
+    def _postpone(self, run: str) -> None:
+        """Forget the passes and the waiting work of a run; their promises stand."""
+        jobs = [job for job, task in self._passes.items() if task.run == run]
+        del self._open[run]
+        for task in [*map(self._passes.pop, jobs), *self._waiting.pop(run, ())]:
+            self._resolve(task.future, Postponed("the run is being rebuilt"))
+
+    def _drop_postponed(self, run: str) -> None:
+        self.engine.drop(run)
+        self._pass_step()  # the engine says that its passes failed before others have their names
 
     def _advance(self) -> None:
         """Make a step of training or of sampling, whichever has had less time."""
@@ -381,7 +258,7 @@ class Worker:
         if kind == TRAINING:
             self._pass_step()
         else:
-            self._step()
+            self.samples.step()
         self._shares.charge(kind, time.perf_counter() - began)
         self.steps[kind] += 1
 
@@ -431,7 +308,7 @@ class Worker:
         self._resolve(task.future, outcome)
         self._release(task.run)
 
-    def _work_beside(self, task: _Task, beside: Beside) -> None:
+    def _work_beside(self, task: _Task, beside: OffThread) -> None:
         """Go on with an operation, on the thread for that; it comes back to the engine's."""
         outcome: Any = EngineError(STOPPED, "server")
         try:
@@ -442,7 +319,7 @@ class Worker:
         finally:
             self._tasks.put(_Task(self._come_back, (task, beside, outcome), task.future))
 
-    def _come_back(self, task: _Task, beside: Beside, outcome: Any) -> None:
+    def _come_back(self, task: _Task, beside: OffThread, outcome: Any) -> None:
         try:
             if not isinstance(outcome, Exception):
                 outcome = beside.then(outcome)
@@ -458,7 +335,7 @@ class Worker:
             self._resolve(task.future, why)
         self._waiting.clear()
         self._empty_queue(why)
-        self._fail_samples(why)
+        self.samples.fail(why)
 
     def _empty_queue(self, why: EngineError) -> None:
         with contextlib.suppress(queue.Empty):
@@ -475,7 +352,7 @@ class Worker:
             return
         try:
             outcome = task.function(*task.args)
-            if isinstance(outcome, Beside):
+            if isinstance(outcome, OffThread):
                 self._files.submit(self._work_beside, task, outcome)
         except Exception as error:
             self._resolve(task.future, error)
@@ -483,35 +360,17 @@ class Worker:
             self._resolve(task.future, _death(error))
             raise
         else:
-            if isinstance(outcome, Beside):
+            if isinstance(outcome, OffThread):
                 assert task.run is not None, "nothing would wait for it"
                 self._saves[task.run] += 1
             else:
                 self._resolve(task.future, outcome)
 
-    def _step(self) -> None:
-        try:
-            ended = self.engine.sample_step()
-        except Exception as error:
-            logger.exception("a sampling step failed; the samples under way are lost")
-            self._fail_samples(error)
-            return
-        outcomes = [
-            (self._samples.pop(done.job), _outcome(done))
-            for done in ended
-            if done.job in self._samples
-        ]
-        if outcomes:  # told together, so that whoever waits for several is woken once
-            self._post(_settle_all, outcomes)
-
-    def _fail_samples(self, error: Exception) -> None:
-        for job in list(self._samples):
-            self._drop_sample(job, error)
-
     def _resolve(self, future: asyncio.Future[Any], outcome: Any) -> None:
-        self._post(_settle, future, outcome)
+        self.post(settle, future, outcome)
 
-    def _post(self, function: Callable[..., object], *args: object) -> None:
+    def post(self, function: Callable[..., object], *args: object) -> None:
+        """Call a function on the event loop, unless that has been closed."""
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody is left to tell
             self._loop.call_soon_threadsafe(function, *args)
@@ -530,28 +389,3 @@ def _seen(future: asyncio.Future[Any]) -> None:
     """
     if not future.cancelled():
         future.exception()
-
-
-def _outcome(done: SampleDone) -> Sampled | Exception:
-    return (
-        done.result if isinstance(done.result, Exception) else Sampled(done.result, done.recordings)
-    )
-
-
-def _settle(future: asyncio.Future[Any], outcome: Any) -> None:
-    if future.done():
-        return
-    if isinstance(outcome, Exception):
-        future.set_exception(outcome)
-    else:
-        future.set_result(outcome)
-
-
-def _settle_all(outcomes: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
-    for future, outcome in outcomes:
-        _settle(future, outcome)
-
-
-def _pass_failure(source: asyncio.Future[Any], target: asyncio.Future[Any]) -> None:
-    if not source.cancelled() and (error := source.exception()) is not None and not target.done():
-        target.set_exception(error)

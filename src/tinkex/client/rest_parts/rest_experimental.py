@@ -1,49 +1,31 @@
-"""Experimental methods of RestClient: the search for checkpoints, and uploads."""
+"""RestExperimental: experimental methods of RestClient: checkpoint search and uploads."""
 
 from __future__ import annotations
 
-import functools
 import warnings
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
-from tinkex.client.futures.api_future import (
-    APIFuture,
-    AwaitableConcurrentFuture,
-    start,
-    users_level,
-)
-from tinkex.client.http.request_names import name_requests
+from tinkex.client.futures.api_future import APIFuture, users_level
+from tinkex.client.rest_parts.rest_base import RestBase
 from tinkex.errors import ExperimentalWarning
 from tinkex.types.external_weights import (
     ExternalWeightsUploadFinishRequest,
-    ExternalWeightsUploadFinishResponse,
     ExternalWeightsUploadFinishResult,
     ExternalWeightsUploadStartRequest,
-    ExternalWeightsUploadStartResponse,
     ExternalWeightsUploadStartResult,
 )
 from tinkex.wire import protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from tinkex.types.checkpoint_search import CheckpointSearchRequest, CheckpointSearchResponse
     from tinkex.types.training import LoraConfig
-    from tinkex.wire.protocol import Operation
 
 
-class Caller(Protocol):
-    """A client that calls operations."""
-
-    def _call(self, op: Operation, request: Any = None) -> APIFuture[Any]: ...
-
-
-@functools.partial(name_requests, owner="RestClient")
-class CheckpointMethods:
-    """Methods of RestClient that are about many checkpoints."""
+class RestExperimental(RestBase):
+    """Methods that may change in any release."""
 
     def search_checkpoints(
-        self: Caller, request: CheckpointSearchRequest
+        self, request: CheckpointSearchRequest
     ) -> APIFuture[CheckpointSearchResponse]:
         """Search your checkpoints, newest first. Experimental: it may change in any release.
 
@@ -66,7 +48,7 @@ class CheckpointMethods:
         return self._call(protocol.SEARCH_CHECKPOINTS, request)
 
     def external_weights_upload_start(
-        self: Caller,
+        self,
         *,
         base_model: str,
         lora_config: LoraConfig,
@@ -100,16 +82,16 @@ class CheckpointMethods:
             destination_project_id=destination_project_id,
         )
 
-        def result(answer: Any) -> Any:
-            if not isinstance(answer, ExternalWeightsUploadStartResponse):  # a raw response
-                return answer
-            return ExternalWeightsUploadStartResult(answer.upload_id, answer.urls, answer.expires)
-
-        op = protocol.EXTERNAL_WEIGHTS_UPLOAD_START
-        return _mapped(self._call(op, request), result)
+        return self._call(
+            protocol.EXTERNAL_WEIGHTS_UPLOAD_START,
+            request,
+            lambda answer: ExternalWeightsUploadStartResult(
+                answer.upload_id, answer.urls, answer.expires
+            ),
+        )
 
     def external_weights_upload_finish(
-        self: Caller, upload_id: str
+        self, upload_id: str
     ) -> APIFuture[ExternalWeightsUploadFinishResult]:
         """End an upload: its files become a checkpoint of external weights. Experimental.
 
@@ -128,22 +110,11 @@ class CheckpointMethods:
         warn_experimental("external_weights_upload_finish")
         request = ExternalWeightsUploadFinishRequest(upload_id=upload_id)
 
-        def result(answer: Any) -> Any:
-            if not isinstance(answer, ExternalWeightsUploadFinishResponse):
-                return answer
-            return ExternalWeightsUploadFinishResult(answer.tinker_path)
-
-        op = protocol.EXTERNAL_WEIGHTS_UPLOAD_FINISH
-        return _mapped(self._call(op, request), result)
-
-
-def _mapped(future: APIFuture[Any], result: Callable[[Any], Any]) -> APIFuture[Any]:
-    """A future of what a function makes of another's result."""
-
-    async def wait() -> Any:
-        return result(await future)
-
-    return AwaitableConcurrentFuture(start(wait()))
+        return self._call(
+            protocol.EXTERNAL_WEIGHTS_UPLOAD_FINISH,
+            request,
+            lambda answer: ExternalWeightsUploadFinishResult(answer.tinker_path),
+        )
 
 
 def warn_experimental(method: str) -> None:

@@ -1,0 +1,246 @@
+"""Outbox: the requests of one training run, sent in the order of the calls they belong to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import math
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+from tinkex.client.futures.api_future import Future, start
+from tinkex.client.futures.loop_thread import runtime
+from tinkex.client.http.legacy_servers import Receipt
+from tinkex.client.http.limits import ByteBudget
+from tinkex.errors import APIConnectionError, TinkerError
+from tinkex.types.inputs import Datum
+from tinkex.types.training import ForwardBackwardInput, ForwardBackwardRequest
+from tinkex.wire import protocol
+from tinkex.wire.protocol import Operation
+
+if TYPE_CHECKING:
+    from tinkex.client.session import Session
+
+T = TypeVar("T")
+
+PARTIAL = "the gradient of {} counts in the next optim_step: load a saved state to be rid of it"
+SPEND_PATIENCE = 5.0
+
+Fetch: TypeAlias = Callable[[], Awaitable[T]]
+"""Waits for the result of a call that was sent."""
+Turn: TypeAlias = Callable[["Outbox", int], Awaitable[Fetch[T]]]
+"""Sends a call when its turn comes; takes the outbox and the call's place."""
+
+
+class Poison:
+    """Refuses the calls that a client makes after a custom pass which was never finished."""
+
+    ALWAYS = -1
+    """The place of a call that is never refused."""
+
+    def __init__(self) -> None:
+        self._places = itertools.count()
+        self._lock = threading.Lock()
+        self._place = math.inf
+        self._cause: BaseException | None = None
+
+    def place(self) -> int:
+        """Return the place of a call made now among all calls."""
+        return next(self._places)
+
+    def spread(self, place: float, cause: BaseException) -> None:
+        """Refuse every call behind this place; of two failures the one in front counts."""
+        with self._lock:
+            if place < self._place:
+                self._place, self._cause = place, cause
+
+    def check(self, place: int) -> None:
+        """Raise if the call at this place is behind a failure."""
+        if place > self._place:
+            raise RuntimeError(
+                "an earlier custom loss of this training client failed or was cancelled, so its "
+                "gradient is missing "
+                "and the client takes no more training requests; make another client from a saved "
+                "state"
+            ) from self._cause
+
+
+class Outbox:
+    """Sends the calls of a run one at a time, in the order they were made.
+
+    A request takes its number when it is sent, so a call that is cancelled while it waits leaves no
+    gap. A submission that has begun is always finished, so the server never waits for a number that
+    was taken and not sent. A call that fails or is cancelled gives its turn up like any other. Each
+    result is then fetched on its own.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        model_id: str,
+        first_seq_id: int = 1,
+        poison: Poison | None = None,
+    ) -> None:
+        self.session, self.model_id = session, model_id
+        self.poison = poison or Poison()
+        self._next = first_seq_id
+        self._turn = asyncio.Lock()  # hands over in the order of asking
+        # Chunks being encoded and sent are in memory a second time. Two or so at once keep the
+        # line busy.
+        config = session.client_config
+        self._budget = ByteBudget(
+            min(config.fwdbwd_dispatch_bytes_semaphore_size, config.fwdbwd_max_chunk_bytes_count)
+        )
+
+    def put(
+        self, name: str, turn: Turn[T], place: int | None = None, *, spoils: bool = False
+    ) -> Future[T]:
+        """Queue a call that is made now.
+
+        Args:
+            name: The name of the call.
+            turn: Sends its requests.
+            place: Its place among all calls, which decides whether a failure refuses it; the next
+                one by default.
+            spoils: Refuse the calls behind this one when it is cancelled.
+
+        Returns:
+            A future of the result.
+        """
+        if self.session.closed:
+            raise RuntimeError("ServiceClient is closed")
+        place = self.poison.place() if place is None else place
+        future = start(self._take_turn(turn, place))
+        self.session.track(future)
+        if spoils:
+            future.add_done_callback(lambda done: self._spoil(place, done.cancelled()))
+        return future
+
+    def _spoil(self, place: int, is_cancelled: bool) -> None:
+        if is_cancelled:
+            self.poison.spread(place, asyncio.CancelledError("the custom loss was cancelled"))
+
+    async def _take_turn(self, turn: Turn[T], place: int) -> T:
+        with self.session.reporting():
+            async with self._turn:
+                self.poison.check(place)
+                fetch = await turn(self, place)
+            return await fetch()
+        raise AssertionError("unreachable")
+
+    # ── sending, by the call whose turn it is ─────────────────────────────────────────────────────
+
+    def _take(self) -> int:
+        self._next += 1
+        return self._next - 1
+
+    async def send(self, op: Operation, request: Any) -> Receipt:
+        """Send a request under the next number."""
+        update = {"model_id": self.model_id, "seq_id": self._take()}
+        return await _carried(self._submit(op, request.model_copy(update=update)))
+
+    async def send_pass(
+        self,
+        chunks: list[list[Datum]],
+        loss_fn: str,
+        config: Mapping[str, float | str] | None,
+        forward_only: bool,
+    ) -> list[Receipt]:
+        """Send a pass over data, one request per chunk."""
+        requests = [
+            ForwardBackwardRequest(
+                model_id=self.model_id,
+                seq_id=self._take(),
+                forward_only=forward_only,
+                forward_backward_input=ForwardBackwardInput(
+                    data=chunk, loss_fn=loss_fn, loss_fn_config=dict(config) if config else None
+                ),
+            )
+            for chunk in chunks
+        ]
+        return await _carried(self._submit_chunks(requests))
+
+    def chunks(self, data: list[Datum]) -> list[list[Datum]]:
+        """Cut data so that no chunk has too many datums or bytes; a larger datum goes alone."""
+        config = self.session.client_config
+        chunks: list[list[Datum]] = [[]]
+        size = 0
+        for datum in data:
+            full, added = len(chunks[-1]) >= config.fwdbwd_max_chunk_len, datum.nbytes
+            if chunks[-1] and (full or size + added > config.fwdbwd_max_chunk_bytes_count):
+                chunks.append([])
+                size = 0
+            chunks[-1].append(datum)
+            size += added
+        return chunks
+
+    async def _submit_chunks(self, requests: list[ForwardBackwardRequest]) -> list[Receipt]:
+        """Send the chunks of one call, the first one last: the server can then take them together.
+
+        Every chunk is sent even when another is refused, so that no number is left out.
+        """
+        sent = [_outcome(self._submit(protocol.FORWARD_BACKWARD, one)) for one in requests]
+        if self.session.client_config.parallel_fwdbwd_chunks:
+            later = await asyncio.gather(*sent[1:])
+            outcomes = [await sent[0], *later]
+        else:
+            outcomes = [await one for one in sent]
+        failures = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+        if not failures:
+            return [outcome for outcome in outcomes if isinstance(outcome, Receipt)]
+        error, accepted = failures[0], len(outcomes) - len(failures)
+        is_partial = accepted and not requests[0].forward_only
+        if is_partial and isinstance(error, TinkerError) and error.hint is None:
+            error.hint = (
+                f"{accepted} of the call's {len(outcomes)} chunks were accepted; "
+                f"{PARTIAL.format('those')}"
+            )
+        raise error
+
+    async def _submit(self, op: Operation, request: Any) -> Receipt:
+        """Send a numbered request; if it is refused or cannot be sent, spend its number."""
+        is_pass = isinstance(request, ForwardBackwardRequest)
+        size = sum(one.nbytes for one in request.forward_backward_input.data) if is_pass else 0
+        try:
+            async with self._budget.taken(size):
+                return await self.session.submit(op, request)
+        except APIConnectionError:
+            # It may have arrived or not. The caller need not wait until that is settled.
+            runtime().task(self._spend(request.seq_id))
+            raise
+        except Exception:
+            await self._spend(request.seq_id)
+            raise
+
+    async def _spend(self, seq_id: int) -> None:
+        """Use a number up with a pass over nothing, which fails; later calls would wait for it."""
+        with contextlib.suppress(TinkerError):
+            await self.touch(seq_id, patience=SPEND_PATIENCE)
+
+    async def touch(self, seq_id: int, patience: float | None = None) -> None:
+        """Send a pass over nothing under a given number."""
+        nothing = ForwardBackwardInput(data=[], loss_fn="cross_entropy")
+        request = ForwardBackwardRequest(
+            model_id=self.model_id, seq_id=seq_id, forward_only=True, forward_backward_input=nothing
+        )
+        await self.session.submit(protocol.FORWARD_BACKWARD, request, patience=patience)
+
+
+async def _carried(submission: Coroutine[Any, Any, T]) -> T:
+    """Finish a submission even when its caller is cancelled meanwhile; cancel the caller then."""
+    task = runtime().task(submission)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
+
+
+async def _outcome(work: Awaitable[T]) -> T | Exception:
+    """Return the result of some work, or the error that it ends with."""
+    try:
+        return await work
+    except Exception as error:
+        return error

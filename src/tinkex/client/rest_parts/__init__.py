@@ -1,0 +1,1 @@
+"""Parts of RestClient and AdminClient, one subject per module."""

@@ -1,0 +1,1 @@
+"""Parts of TrainingClient, one subject per module."""

@@ -1,0 +1,156 @@
+"""Nameless samplers: weights that were saved for sampling without a path, for their session.
+
+The newest are kept in memory, on the worker of their run. The others are on disk, and are loaded
+when they are sampled from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from pathlib import Path
+
+from tinkex.engine.api import EngineError
+from tinkex.engine.places import Writer
+from tinkex.server.files.data_dir import sync_above
+from tinkex.server.files.seals import write_whole
+from tinkex.server.open_sessions import Sessions
+from tinkex.server.runs.journals import UNPLACED, Journals, file_name
+from tinkex.server.samples.loaded_weights import LoadedWeights
+from tinkex.server.workers.worker import Worker
+
+
+class NamelessSamplers:
+    """The nameless samplers of a server."""
+
+    def __init__(
+        self,
+        journals: Journals,
+        sessions: Sessions,
+        loaded: LoadedWeights,
+        writing: asyncio.Lock,
+        most: int,
+    ) -> None:
+        """Have no sampler yet.
+
+        Args:
+            journals: Knows the directories of samplers.
+            sessions: Those that are open.
+            loaded: The weights that have been loaded from files.
+            writing: Held while weights are written.
+            most: How many samplers are kept in memory.
+        """
+        self._journals, self._sessions, self._loaded = journals, sessions, loaded
+        self._writing, self._most = writing, most
+        self.directories: dict[str, Path | None] = {}
+        """By sampler, the directory of its weights once they had to make room in memory."""
+        self._homes: dict[str, Worker] = {}
+        """The worker that a sampler was made on."""
+        self._unplaced: dict[str, Path] = {}
+        """Where the weights of samplers are being written; used on the workers only."""
+
+    def in_memory(self) -> list[str]:
+        """Return the samplers that are in memory, the oldest first."""
+        return [name for name, directory in self.directories.items() if directory is None]
+
+    def home(self, sampler: str) -> Worker | None:
+        """Return the worker that has a sampler in memory, if one has."""
+        return self._homes.get(sampler) if self.directories.get(sampler) is None else None
+
+    async def find(self, sampler: str) -> bool:
+        """Look for a sampler of an earlier life of the server on disk."""
+        directory = self._journals.snapshot_directory(sampler)
+        if not await asyncio.to_thread(directory.is_dir):
+            return False
+        self.directories.setdefault(sampler, directory)
+        return True
+
+    def keep(self, session_id: str, sampler: str, worker: Worker) -> None:
+        """Take a sampler in; the oldest beyond what memory is to hold are put on disk."""
+        if session_id not in self._sessions:
+            worker.run(worker.engine.drop_sampler, sampler)
+            raise EngineError("the session has ended")
+        self.directories[sampler], self._homes[sampler] = None, worker
+        # what was loaded in the meantime must not be dropped as such
+        self._loaded.disown(sampler)
+        for name in self.in_memory()[: -self._most]:
+            # who asks from now on is queued behind the saving
+            self.directories[name] = self._journals.snapshot_directory(name)
+            self._homes[name].run(self._spill, name, self._homes[name])
+
+    async def put(self, sampler: str) -> None:
+        """Write a sampler's weights to disk, whole or not at all, unless they are there."""
+        worker = self._homes.get(sampler)
+        begun = await worker.run(self.begin, sampler, worker) if worker is not None else None
+        if worker is not None and begun is not None:
+            async with self._writing:
+                await asyncio.to_thread(write_whole, begun[0].write, begun[1])
+            await worker.run(self.place, sampler, begun[1])
+
+    def _spill(self, sampler: str, worker: Worker) -> None:
+        """Write a sampler at once to make room in memory; mostly it is on disk. On the worker."""
+        begun = self.begin(sampler, worker)
+        if begun is not None:
+            write_whole(begun[0].write, begun[1])
+            self.place(sampler, begun[1])
+        worker.engine.drop_sampler(sampler)
+
+    def begin(self, sampler: str, worker: Worker) -> tuple[Writer, Path] | None:
+        """Return a writer of a sampler's weights and its directory; None if they are on disk.
+
+        On the worker.
+        """
+        directory = self._journals.snapshot_directory(sampler)
+        if directory.is_dir():
+            return None
+        writer = worker.engine.sampler_writer(sampler)
+        directory.parent.mkdir(exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f"{directory.name}{UNPLACED}", dir=directory.parent))
+        self._unplaced[sampler] = scratch
+        return writer, scratch
+
+    def place(self, sampler: str, scratch: Path) -> None:
+        """Let files that were written be a sampler's, unless it has others by now. On the worker."""
+        directory = self._journals.snapshot_directory(sampler)
+        if self._unplaced.get(sampler) != scratch or directory.is_dir():
+            shutil.rmtree(scratch, ignore_errors=True)
+            return
+        del self._unplaced[sampler]
+        scratch.rename(directory)
+        sync_above(directory, 2)
+
+    def clear_unplaced(self, session_id: str) -> None:
+        """Delete what an earlier life of the server was writing for a session. On the worker."""
+        written = set(self._unplaced.values())
+        snapshots = self._journals.snapshot_directory(session_id).parent
+        for scratch in snapshots.glob(f"{file_name(session_id)}_*{UNPLACED}*"):
+            if scratch not in written:
+                shutil.rmtree(scratch, ignore_errors=True)
+
+    def drop_files(self, sampler: str) -> None:
+        """Delete a sampler's files, and those that are being written. On the worker."""
+        self._unplaced.pop(sampler, None)
+        shutil.rmtree(self._journals.snapshot_directory(sampler), ignore_errors=True)
+
+    def disown(self, sampler: str) -> None:
+        """Forget a sampler whose weights are gone."""
+        if self.directories.pop(sampler, None) is not None:
+            self._loaded.disown(sampler)
+
+    def forget(self, sampler: str) -> None:
+        """Let a sampler go, in memory and on disk."""
+        self.directories.pop(sampler, None)
+        home = self._homes.pop(sampler, None)
+        for worker in {*self._loaded.having(sampler), *([home] if home is not None else [])}:
+            worker.run(worker.engine.drop_sampler, sampler)
+        self._loaded.disown(sampler)
+        if home is not None:
+            home.run(self.drop_files, sampler)
+        else:
+            self.drop_files(sampler)
+
+    def forget_session(self, session_id: str) -> None:
+        """Let all samplers of a session go."""
+        for sampler in [name for name in self.directories if name.startswith(f"{session_id}:")]:
+            self.forget(sampler)

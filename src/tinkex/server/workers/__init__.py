@@ -1,0 +1,1 @@
+"""Workers: threads that own an engine each."""

@@ -1,0 +1,183 @@
+"""The sampling jobs of a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from tinkex.engine.api import DrawnToken, Engine, EngineError, Listener, Recording, SampleDone
+from tinkex.types.sampling import SampleRequest, SampleResponse
+
+logger = logging.getLogger("tinkex.server")
+
+CANCELLED = "the request was cancelled"
+
+
+class Sampled(NamedTuple):
+    """The result of a sampling job, and the recordings of its samples if they were asked for."""
+
+    response: SampleResponse
+    recordings: Sequence[Recording] = ()
+
+
+class Thread(Protocol):
+    """What sampling jobs need of their worker."""
+
+    engine: Engine
+
+    def new_future(self) -> asyncio.Future[Any]:
+        """Return a future of the event loop that results go to."""
+
+    def run(self, function: Any, *args: Any) -> asyncio.Future[Any]:
+        """Queue a function for the worker's thread."""
+
+    def post(self, function: Any, *args: Any) -> None:
+        """Call a function on the event loop."""
+
+
+class SampleJobs:
+    """The sampling jobs that an engine has; the worker's thread advances them."""
+
+    def __init__(self, worker: Thread) -> None:
+        self._worker, self._engine = worker, worker.engine
+        self._jobs: dict[str, asyncio.Future[Sampled]] = {}
+        self.cancelled: set[str] = set()
+        """Jobs to drop before the next step, without waiting for what else is queued."""
+        self.open = 0
+        """How many jobs have been asked for and have not ended."""
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    # ── on the event loop ─────────────────────────────────────────────────────────────────────────
+
+    def draw(
+        self,
+        job: str,
+        sampler: str,
+        request: SampleRequest,
+        seed: int,
+        listener: Listener | None = None,
+        owner: str = "",
+        cache: str = "",
+    ) -> asyncio.Future[Sampled]:
+        """Queue a sampling job.
+
+        A listener is called on the event loop, for the last time before the job is done.
+        """
+        done: asyncio.Future[Sampled] = self._worker.new_future()
+        self.open += 1
+        done.add_done_callback(self._end)
+        admitted = self._worker.run(
+            self._admit, job, sampler, request, seed, done, listener, owner, cache
+        )
+        admitted.add_done_callback(lambda future: _pass_failure(future, done))
+        return done
+
+    def _end(self, _: asyncio.Future[Sampled]) -> None:
+        self.open -= 1
+
+    def cancel(self, job: str) -> None:
+        """Drop a job, started or not; it fails. One that has ended is left alone."""
+        self.cancelled.add(job)
+        # wakes the thread; and behind this job's admission nothing has to be remembered
+        self._worker.run(self._uncancel, job)
+
+    def cancel_all(self, prefix: str) -> None:
+        """Drop the jobs whose names begin so, started or not; they fail."""
+        self._worker.run(self._cancel_all, prefix)
+
+    # ── on the worker's thread ────────────────────────────────────────────────────────────────────
+
+    def _admit(
+        self,
+        job: str,
+        sampler: str,
+        request: SampleRequest,
+        seed: int,
+        done: asyncio.Future[Sampled],
+        listener: Listener | None,
+        owner: str,
+        cache: str,
+    ) -> None:
+        if job in self.cancelled:
+            raise EngineError(CANCELLED)
+        relay = self._relay(listener) if listener else None
+        self._engine.sample_start(job, sampler, request, seed, relay, owner, cache)
+        self._jobs[job] = done
+
+    def _relay(self, listener: Listener) -> Listener:
+        def relay(drawn: Sequence[DrawnToken]) -> None:
+            self._worker.post(listener, drawn)
+
+        return relay
+
+    def _uncancel(self, job: str) -> None:
+        self.drop_cancelled()
+        self.cancelled.discard(job)
+
+    def drop_cancelled(self) -> None:
+        """Drop the started jobs that were cancelled."""
+        for job in [job for job in self.cancelled.copy() if job in self._jobs]:
+            self._drop(job, EngineError(CANCELLED))
+
+    def _cancel_all(self, prefix: str) -> None:
+        for job in [job for job in self._jobs if job.startswith(prefix)]:
+            self._drop(job, EngineError("the session has ended"))
+
+    def _drop(self, job: str, why: Exception) -> None:
+        """Fail a job; other jobs are not concerned if the engine cannot drop it."""
+        future = self._jobs.pop(job)
+        try:
+            self._engine.sample_cancel(job)
+        except Exception:
+            logger.exception("the engine cannot drop the sample %s", job)
+        finally:
+            self._worker.post(settle, future, why)
+
+    def step(self) -> None:
+        """Advance all jobs by a step."""
+        try:
+            ended = self._engine.sample_step()
+        except Exception as error:
+            logger.exception("a sampling step failed; the samples under way are lost")
+            self.fail(error)
+            return
+        outcomes = [
+            (self._jobs.pop(done.job), _outcome(done)) for done in ended if done.job in self._jobs
+        ]
+        if outcomes:  # together, so that a reader of several is woken once
+            self._worker.post(_settle_all, outcomes)
+
+    def fail(self, error: Exception) -> None:
+        """Drop all jobs."""
+        for job in list(self._jobs):
+            self._drop(job, error)
+
+
+def _outcome(done: SampleDone) -> Sampled | Exception:
+    return (
+        done.result if isinstance(done.result, Exception) else Sampled(done.result, done.recordings)
+    )
+
+
+def settle(future: asyncio.Future[Any], outcome: Any) -> None:
+    """Give a future its result or its failure, unless it has one."""
+    if future.done():
+        return
+    if isinstance(outcome, Exception):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
+
+
+def _settle_all(outcomes: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
+    for future, outcome in outcomes:
+        settle(future, outcome)
+
+
+def _pass_failure(source: asyncio.Future[Any], target: asyncio.Future[Any]) -> None:
+    if not source.cancelled() and (error := source.exception()) is not None and not target.done():
+        target.set_exception(error)
