@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM
 
-from tinkex.engine.api import DrawnToken, EngineError, run_pass
+from tinkex.engine.api import DrawnToken, EngineError, SampleJob, run_pass
 from tinkex.engine.sample import jobs
 from tinkex.engine.sample.sampler import Limits, Sampler
 from tinkex.engine.sample.token_choice import choose, uniforms
@@ -101,7 +101,7 @@ def test_what_a_job_gives_does_not_depend_on_others(trained: TorchEngine, sample
             num_samples=3,
             sampling_params=SamplingParams(max_tokens=15),
         )
-        trained.sample_start(f"job{index}", "s", request, 5)
+        trained.sample_start(SampleJob(f"job{index}", "s", request, 5))
     trained.drop_sampler("s")  # jobs under way are not disturbed
     order, results = [], {}
     while trained.sampling():
@@ -554,7 +554,7 @@ def test_media_are_refused(trained: TorchEngine) -> None:
     prompt = ModelInput(chunks=[EncodedTextChunk(tokens=[1]), image])
     with pytest.raises(EngineError, match="prompt: image chunks are not supported by this model"):
         trained.sample_start(
-            "job", "s", SampleRequest(prompt=prompt, sampling_params=SamplingParams()), 0
+            SampleJob("job", "s", SampleRequest(prompt=prompt, sampling_params=SamplingParams()), 0)
         )
 
 
@@ -571,9 +571,11 @@ def test_cancelling_and_failing(trained: TorchEngine) -> None:
             raise ZeroDivisionError
 
     for name in ("running", "broken", "waiting", "fine"):
-        trained.sample_start(name, "s", request, 0, break_off if name == "broken" else None)
+        trained.sample_start(
+            SampleJob(name, "s", request, 0, break_off if name == "broken" else None)
+        )
     with pytest.raises(EngineError, match="there is a sampling job 'waiting' already"):
-        trained.sample_start("waiting", "s", request, 0)
+        trained.sample_start(SampleJob("waiting", "s", request, 0))
     trained.sample_step()
     for name in ("running", "waiting", "unknown"):
         trained.sample_cancel(name)
@@ -594,7 +596,7 @@ def test_a_job_that_has_begun_to_decode_can_be_cancelled(trained: TorchEngine) -
         prompt=ModelInput.from_ints(PROMPT), sampling_params=SamplingParams(max_tokens=9, stop=[])
     )
     for name in ("left", "stays"):
-        trained.sample_start(name, "s", request, 0)
+        trained.sample_start(SampleJob(name, "s", request, 0))
     for _ in range(4):
         assert not trained.sample_step()
     trained.sample_cancel("left")

@@ -185,6 +185,46 @@ Listener: TypeAlias = Callable[[Sequence[DrawnToken]], object]
 quick."""
 
 
+@dataclass(frozen=True, slots=True)
+class PassJob:
+    """A pass to be run.
+
+    Attributes:
+        backward: Adds the gradient of the summed loss to the adapter's buffer.
+        recalled: The recording behind each datum, for the loss `stable_reinforce`.
+    """
+
+    job: str
+    adapter: str
+    data: Sequence[Datum]
+    loss_fn: str
+    config: Mapping[str, float | str]
+    backward: bool = True
+    owner: str = ""
+    recalled: Sequence[Recalled] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SampleJob:
+    """A sampling job to be run.
+
+    Attributes:
+        sampler: The name of a sampler, or of an in-flight target.
+        seed: The seed that was drawn, if the request has none.
+        listener: Gets the job's tokens as they are drawn; without one nothing is gathered.
+        cache: Jobs of the same one share the keys and values of prompts, whichever weights made
+            them; without one, jobs of equal weights do.
+    """
+
+    job: str
+    sampler: str
+    request: SampleRequest
+    seed: int
+    listener: Listener | None = None
+    owner: str = ""
+    cache: str = ""
+
+
 class Engine(Protocol):
     """An engine. The server names adapters and snapshots with strings of its choice."""
 
@@ -206,22 +246,8 @@ class Engine(Protocol):
     def drop(self, adapter: str) -> None:
         """Forget an adapter; unknown names are ignored. Its passes fail."""
 
-    def pass_start(
-        self,
-        job: str,
-        adapter: str,
-        data: Sequence[Datum],
-        loss_fn: str,
-        config: Mapping[str, float | str],
-        *,
-        backward: bool = True,
-        owner: str = "",
-        recalled: Sequence[Recalled] | None = None,
-    ) -> None:
+    def pass_start(self, work: PassJob) -> None:
         """Validate and admit a pass.
-
-        With `backward`, the gradient of its summed loss is added to the adapter's buffer.
-        `recalled` has the recording behind each datum, for the loss `stable_reinforce`.
 
         Passes advance with each `pass_step`, those of several adapters together, fairly by owner;
         those of one adapter end in the order in which they were admitted. Its weights must not
@@ -287,24 +313,10 @@ class Engine(Protocol):
         Unknown names are ignored.
         """
 
-    def sample_start(
-        self,
-        job: str,
-        sampler: str,
-        request: SampleRequest,
-        seed: int,
-        listener: Listener | None = None,
-        owner: str = "",
-        cache: str = "",
-    ) -> None:
+    def sample_start(self, work: SampleJob) -> None:
         """Validate and admit a sampling job; it advances with each `sample_step`.
 
-        Where there is no room for all, owners take turns. `sampler` may be an in-flight target.
-        Jobs of the same `cache` share the keys and values of prompts, whichever weights made them;
-        without one, jobs of equal weights do.
-
-        A listener gets the job's tokens as they are drawn; nothing is gathered for jobs without
-        one.
+        Where there is no room for all, owners take turns.
         """
 
     def sample_step(self) -> Sequence[SampleDone]:
@@ -332,7 +344,9 @@ def run_pass(
 ) -> ForwardBackwardOutput:
     """Run a pass to its end, on an engine without other passes."""
     engine.pass_start(
-        "the only one", adapter, data, loss_fn, config, backward=backward, recalled=recalled
+        PassJob(
+            "the only one", adapter, data, loss_fn, config, backward=backward, recalled=recalled
+        )
     )
     while engine.passing():
         for done in engine.pass_step():

@@ -22,11 +22,11 @@ from tinkex.engine.api import (
     DrawnToken,
     Engine,
     EngineError,
-    Listener,
     PassDone,
-    Recalled,
+    PassJob,
     Recording,
     SampleDone,
+    SampleJob,
     check_optimizer,
 )
 from tinkex.engine.base_models import describe, locate_models
@@ -37,7 +37,6 @@ from tinkex.errors import ConfigurationError
 from tinkex.types.sampling import (
     EMPTY_CELL,
     SampledSequence,
-    SampleRequest,
     SampleResponse,
     StopReason,
     TopkLogprobs,
@@ -83,9 +82,7 @@ class _Pass:
 @dataclass
 class _Job:
     weights: Array
-    request: SampleRequest
-    seed: int
-    listener: Listener | None = None
+    work: SampleJob
     target: str | None = None
     version: int | None = None
     drawn: list[tuple[Array, int | None]] = field(default_factory=list)
@@ -97,7 +94,7 @@ class _Job:
 
     @property
     def limit(self) -> int:
-        asked = self.request.sampling_params.max_tokens
+        asked = self.work.request.sampling_params.max_tokens
         return 16 if asked is None else asked
 
 
@@ -159,33 +156,22 @@ class FakeEngine(Engine):
         """Forget an adapter."""
         self._adapters.pop(adapter, None)
 
-    def pass_start(
-        self,
-        job: str,
-        adapter: str,
-        data: Sequence[Datum],
-        loss_fn: str,
-        config: Mapping[str, float | str],
-        *,
-        backward: bool = True,
-        owner: str = "",
-        recalled: Sequence[Recalled] | None = None,
-    ) -> None:
+    def pass_start(self, work: PassJob) -> None:
         """Admit a pass; recordings move its weights, so that different ones show."""
-        self._adapter(adapter)
-        find_loss(loss_fn)
-        if loss_fn == CUSTOM and config.get("loss_id") not in self._losses:
-            raise EngineError(f"there is no custom loss {config.get('loss_id')!r}")
+        self._adapter(work.adapter)
+        find_loss(work.loss_fn)
+        if work.loss_fn == CUSTOM and work.config.get("loss_id") not in self._losses:
+            raise EngineError(f"there is no custom loss {work.config.get('loss_id')!r}")
         arrays = [
             (datum.model_input.to_numpy(), *_arrays(index, datum))
-            for index, datum in enumerate(data)
+            for index, datum in enumerate(work.data)
         ]
-        if loss_fn == STABLE_REINFORCE:
-            if recalled is None or len(recalled) != len(data):
+        if work.loss_fn == STABLE_REINFORCE:
+            if work.recalled is None or len(work.recalled) != len(work.data):
                 raise EngineError("loss 'stable_reinforce' needs the recordings of its samples")
-            for known, (_, _, weights) in zip(recalled, arrays, strict=True):
+            for known, (_, _, weights) in zip(work.recalled, arrays, strict=True):
                 weights[known.positions] += known.recording.top_logprobs.sum(-1)
-        self._passes.append(_Pass(job, adapter, arrays, backward))
+        self._passes.append(_Pass(work.job, work.adapter, arrays, work.backward))
 
     def pass_step(self) -> Sequence[PassDone]:
         """Run one pass."""
@@ -313,27 +299,17 @@ class FakeEngine(Engine):
             del self._targets[target], self._samplers[target]
         self._samplers.pop(sampler, None)
 
-    def sample_start(
-        self,
-        job: str,
-        sampler: str,
-        request: SampleRequest,
-        seed: int,
-        listener: Listener | None = None,
-        owner: str = "",
-        cache: str = "",
-    ) -> None:
+    def sample_start(self, work: SampleJob) -> None:
         """Admit a sampling job."""
-        self._enter("sample_start", job)
-        if sampler not in self._samplers:
-            raise EngineError(f"there is no sampler {sampler!r}")
-        length, most = request.prompt.length, self.longest_prompt
+        self._enter("sample_start", work.job)
+        if work.sampler not in self._samplers:
+            raise EngineError(f"there is no sampler {work.sampler!r}")
+        length, most = work.request.prompt.length, self.longest_prompt
         if not 0 < length <= most:
             raise EngineError(f"prompt: {length} tokens do not fit the context window of {most}")
-        target, version = (
-            (sampler, self._targets[sampler][1]) if sampler in self._targets else (None, None)
-        )
-        self._jobs[job] = _Job(self._samplers[sampler], request, seed, listener, target, version)
+        target = work.sampler if work.sampler in self._targets else None
+        version = None if target is None else self._targets[target][1]
+        self._jobs[work.job] = _Job(self._samplers[work.sampler], work, target, version)
 
     def sample_step(self) -> Sequence[SampleDone]:
         """Advance every job by one token."""
@@ -343,15 +319,15 @@ class FakeEngine(Engine):
             job.drawn.append((job.weights, job.version))
             try:
                 self.fail("sample_step", name)
-                if job.listener is not None and job.steps <= job.limit:
-                    job.listener(_drawn(job))
+                if job.work.listener is not None and job.steps <= job.limit:
+                    job.work.listener(_drawn(job))
                 result: SampleResponse | Exception | None = _finished(job)
             except Exception as error:
                 result = error
             if result is not None:
                 del self._jobs[name]
                 recordings: Sequence[Recording] = ()
-                if job.request.record_stability_info and isinstance(result, SampleResponse):
+                if job.work.request.record_stability_info and isinstance(result, SampleResponse):
                     recordings = [
                         _recording(job.weights, sequence) for sequence in result.sequences
                     ]
@@ -414,7 +390,7 @@ def _arrays(index: int, datum: Datum) -> tuple[Array, Array]:
 
 def _finished(job: _Job) -> SampleResponse | None:
     """Return the result of a job that has all its tokens, else None."""
-    request = job.request
+    request = job.work.request
     if job.steps < job.limit:
         return None
     sequences = [_sequence(job, index) for index in range(request.num_samples)]
@@ -432,7 +408,7 @@ def _drawn(job: _Job) -> list[DrawnToken]:
     """Return the tokens of a job's latest step."""
     drawn = []
     last: StopReason | None = "length" if job.steps == job.limit else None
-    for index in range(job.request.num_samples):
+    for index in range(job.work.request.num_samples):
         sequence = _sequence(job, index)
         assert sequence.logprobs is not None
         at = job.steps - 1
@@ -443,8 +419,8 @@ def _drawn(job: _Job) -> list[DrawnToken]:
 
 
 def _sequence(job: _Job, index: int) -> SampledSequence:
-    prompt = job.request.prompt.to_numpy()
-    numbers = _hash(job.seed % 2**64, index, int(prompt.sum()), np.arange(job.limit))
+    prompt = job.work.request.prompt.to_numpy()
+    numbers = _hash(job.work.seed % 2**64, index, int(prompt.sum()), np.arange(job.limit))
     tokens = (numbers * 100).astype(np.int32) + 100
     logprobs, versions = _logprobs(job.weights, tokens, tokens), None
     if job.target is not None:

@@ -13,10 +13,10 @@ from tinkex.engine.api import (
     BaseModel,
     Engine,
     EngineError,
-    Listener,
     PassDone,
-    Recalled,
+    PassJob,
     SampleDone,
+    SampleJob,
 )
 from tinkex.engine.base_models import describe, resolve
 from tinkex.engine.losses.graph_compiler import compile_graph
@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from tinkex.types.custom_losses import CreateCustomLossRequest
-    from tinkex.types.inputs import Datum
-    from tinkex.types.sampling import SampleRequest
     from tinkex.types.training import LoraConfig, OptimizerConfigBase, OptimParams
 
 STEP_TOKENS = {"cpu": 1024, "cuda": 8192}
@@ -149,23 +147,10 @@ class TorchEngine(Engine):
         self._adapters.pop(adapter, None)
         self._dropped += self._trainer.drop(adapter)
 
-    def pass_start(
-        self,
-        job: str,
-        adapter: str,
-        data: Sequence[Datum],
-        loss_fn: str,
-        config: Mapping[str, float | str],
-        *,
-        backward: bool = True,
-        owner: str = "",
-        recalled: Sequence[Recalled] | None = None,
-    ) -> None:
+    def pass_start(self, work: PassJob) -> None:
         """Validate and admit a pass."""
-        objective = find_objective(loss_fn, config, self._losses, recalled)
-        self._trainer.start(
-            job, adapter, self._adapter(adapter), data, objective, backward=backward, owner=owner
-        )
+        objective = find_objective(work.loss_fn, work.config, self._losses, work.recalled)
+        self._trainer.start(work, self._adapter(work.adapter), objective)
 
     def pass_step(self) -> Sequence[PassDone]:
         """Advance the passes by a step and return those that ended."""
@@ -249,21 +234,12 @@ class TorchEngine(Engine):
         self._samplers.pop(sampler, None)
         self._frozen.pop(sampler, None)
 
-    def sample_start(
-        self,
-        job: str,
-        sampler: str,
-        request: SampleRequest,
-        seed: int,
-        listener: Listener | None = None,
-        owner: str = "",
-        cache: str = "",
-    ) -> None:
+    def sample_start(self, work: SampleJob) -> None:
         """Validate and admit a sampling job; it advances with each `sample_step`."""
-        target = sampler if sampler in self._targets else None
-        self._sampler.start(
-            job, Job(self._source(sampler), request, seed, listener, target, cache), owner
-        )
+        target = work.sampler if work.sampler in self._targets else None
+        source = self._source(work.sampler)
+        job = Job(source, work.request, work.seed, work.listener, target, work.cache)
+        self._sampler.start(work.job, job, work.owner)
 
     def sample_step(self) -> Sequence[SampleDone]:
         """Advance the jobs by one step, and return those that ended."""
