@@ -10,7 +10,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,7 +102,9 @@ async def hold_the_door(listener: Any) -> None:
 
 
 @contextmanager
-def serving(engine: Engine, data_dir: Path, port: int = 0, **options: Any) -> Iterator[str]:
+def serving(
+    engine: Engine | Mapping[str, Engine], data_dir: Path, port: int = 0, **options: Any
+) -> Iterator[str]:
     """A real server on a loopback port, a free one by default, in a thread of its own."""
     import uvicorn
 

@@ -22,7 +22,7 @@ from support import Wire, pass_json, sample_json, serving, step_json, wait_until
 from tinkex.engine.api import EngineError, SampleJob
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.app import create_app
-from tinkex.server.routes import batch_poll, future_calls, server_info
+from tinkex.server.routes import future_calls, server_info
 from tinkex.server.routes.handler_table import HANDLERS
 from tinkex.server.runs.promises import KEEP_READ, Log, Promises
 from tinkex.server.server_limits import Limits
@@ -968,14 +968,15 @@ def test_the_official_client_can_poll_in_batches_and_join_and_cancel(
         return answer.model_copy(update={"sample_use_retrieve_futures": True})
 
     clones, cancelled = set[int](), list[str]()
-    real_poll, real_cancel = batch_poll.poll, future_calls.cancel_future
+    real_poll, real_cancel = future_calls.retrieve_futures, future_calls.cancel_future
 
     freed, unheld = set[str](), list[float]()
 
-    async def poll(state: Any, request: Any) -> Any:
+    async def poll(state: Any, call: Any) -> Any:
+        request = call.request
         clones.add(request.target.cloned_sampler_id)
         began = time.monotonic()
-        answer = await real_poll(state, request)
+        answer = await real_poll(state, call)
         if request.timeout == 0:
             unheld.append(time.monotonic() - began)
         freed.update(
@@ -989,7 +990,7 @@ def test_the_official_client_can_poll_in_batches_and_join_and_cancel(
 
     monkeypatch.setitem(HANDLERS, "cancel_future", cancel_future)
     monkeypatch.setitem(HANDLERS, "client_config", client_config)
-    monkeypatch.setattr(future_calls, "poll", poll)
+    monkeypatch.setitem(HANDLERS, "retrieve_futures", poll)
     wire = serve(FakeEngine(step_delay=0.001), Limits(poll_seconds=5))
     environment = {
         **os.environ,

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 
 from support import Clock, pass_json, sample_json, sqlite, step_json
+from tinkex.client.http.asgi_exchange import AsgiExchange
 from tinkex.client.http.exchange import HttpRequest
 from tinkex.engine.api import EngineError
 from tinkex.engine.fake import FakeEngine
-from tinkex.local import AsgiExchange
 from tinkex.server.access.accounts import create_key
 from tinkex.server.app import create_app
 from tinkex.server.database import commit_log
@@ -84,7 +84,9 @@ class Life:
 
 @asynccontextmanager
 async def life(
-    data_dir: Path, engine: FakeEngine | None = None, limits: Limits = POLL
+    data_dir: Path,
+    engine: FakeEngine | Mapping[str, FakeEngine] | None = None,
+    limits: Limits = POLL,
 ) -> AsyncIterator[Life]:
     app = create_app(engine or FakeEngine(), data_dir, limits=limits)
     exchange = AsgiExchange(app)

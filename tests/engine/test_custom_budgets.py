@@ -175,7 +175,7 @@ def test_the_time_of_all_data_counts_with_their_gradients(
     engine: TorchEngine, monkeypatch: pytest.MonkeyPatch, slow: str
 ) -> None:
     clock = Ticking()
-    for module in ("losses.graph_budget", "train.objectives"):
+    for module in ("losses.graph_loss", "train.objectives"):
         monkeypatch.setattr(f"tinkex.engine.{module}.time", clock)
     place, name = (torch.autograd, "grad") if slow == "backward" else (CompiledLoss, "_run")
     original = getattr(place, name)

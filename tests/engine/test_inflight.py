@@ -32,6 +32,7 @@ from tinkex.engine.sample.blocks import BLOCK, block_bytes
 from tinkex.engine.sample.passes import StaticDecoding
 from tinkex.engine.sample.sampler import Limits, Sampler
 from tinkex.engine.torch.engine import TorchEngine
+from tinkex.engine.train.optim import make_state
 from tinkex.types.sampling import SampleResponse
 from tinkex.types.training import LoraConfig
 
@@ -53,7 +54,7 @@ def make(directory: Path) -> Make:
             noise = torch.randn(
                 adapter.layout.size, generator=torch.Generator().manual_seed(version)
             )
-            adapter.state = type(adapter.state).fresh(adapter.state.weights + 0.05 * noise)
+            adapter.state = make_state(type(adapter.state), adapter.state.weights + 0.05 * noise)
             engine.snapshot("a", f"v{version}")
         engine.point("t", "v1", 1)
         return engine

@@ -244,7 +244,7 @@ class Engine(Protocol):
         """
 
     def drop(self, adapter: str) -> None:
-        """Forget an adapter; unknown names are ignored. Its passes fail."""
+        """Forget an adapter; unknown names are ignored. Its passes fail with the next step."""
 
     def pass_start(self, work: PassJob) -> None:
         """Validate and admit a pass.

@@ -131,6 +131,7 @@ class FakeEngine(Engine):
     _samplers: dict[str, Array] = field(default_factory=dict)
     _targets: dict[str, tuple[str, int]] = field(default_factory=dict)
     _passes: list[_Pass] = field(default_factory=list)
+    _dropped: list[PassDone] = field(default_factory=list)
     _jobs: dict[str, _Job] = field(default_factory=dict)
 
     def models(self) -> Sequence[BaseModel]:
@@ -153,8 +154,11 @@ class FakeEngine(Engine):
         self._adapters[adapter] = _Adapter(base_model, lora, np.zeros(SIZE), optimizer)
 
     def drop(self, adapter: str) -> None:
-        """Forget an adapter."""
+        """Forget an adapter; its passes fail with the next step."""
         self._adapters.pop(adapter, None)
+        why = EngineError("the run was dropped")
+        self._dropped += [PassDone(one.job, why) for one in self._passes if one.adapter == adapter]
+        self._passes = [one for one in self._passes if one.adapter != adapter]
 
     def pass_start(self, work: PassJob) -> None:
         """Admit a pass; recordings move its weights, so that different ones show."""
@@ -175,14 +179,15 @@ class FakeEngine(Engine):
 
     def pass_step(self) -> Sequence[PassDone]:
         """Run one pass."""
-        if not self._passes:
-            return []
-        work = self._passes.pop(0)
-        try:
-            self._enter("forward_backward", work.adapter)
-            return [PassDone(work.job, self._run(work))]
-        except Exception as error:
-            return [PassDone(work.job, error)]
+        ended, self._dropped = self._dropped, []
+        if self._passes:
+            work = self._passes.pop(0)
+            try:
+                self._enter("forward_backward", work.adapter)
+                ended.append(PassDone(work.job, self._run(work)))
+            except Exception as error:
+                ended.append(PassDone(work.job, error))
+        return ended
 
     def _run(self, work: _Pass) -> ForwardBackwardOutput:
         """Make up log-probabilities; the gradient counts targets modulo eight."""
@@ -198,8 +203,8 @@ class FakeEngine(Engine):
         return ForwardBackwardOutput("ArrayRecord", outputs, {"loss:sum": total})
 
     def passing(self) -> bool:
-        """Return True if any pass is unfinished."""
-        return bool(self._passes)
+        """Whether any pass is unfinished."""
+        return bool(self._passes or self._dropped)
 
     def create_loss(self, loss_id: str, request: CreateCustomLossRequest) -> None:
         """Take a loss; its passes are those of cross-entropy."""

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from starlette.requests import Request
+
 from tinkex.server.database.entities import LOCAL_OWNER
 from tinkex.wire import codec
 
@@ -52,6 +54,8 @@ class Call:
     """Where the caller found this server; None when it is in the same process."""
     query: dict[str, str] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
+    http: Request | None = None
+    """The HTTP request, for an endpoint whose handler reads the body itself."""
 
 
 def digest_of(path: str, body: bytes) -> bytes:

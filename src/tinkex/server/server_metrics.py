@@ -18,7 +18,7 @@ from tinkex.wire.redaction import MOST_TRACEBACK, Scrubber
 
 BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
-FREQUENT = {"retrieve_future", "retrieve_futures", "session_heartbeat"}
+FREQUENT = {"retrieve_future", "retrieve_futures", "session_heartbeat", "metrics"}
 """What clients ask all the time: logged at the level debug when all is well."""
 
 access = logging.getLogger("tinkex.server.access")

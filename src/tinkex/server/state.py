@@ -153,6 +153,8 @@ class State:
             revivals=self.revivals,
             sample_again=lambda call: HANDLERS[call.op](self, call),
         )
+        self.arriving: set[Path] = set()
+        """Files of uploads that are just arriving."""
         self.finishing: set[str] = set()
         """Uploads that are just being made checkpoints of."""
         self.owners: dict[str, str] = {}

@@ -1,9 +1,7 @@
-"""OpenTelemetry on the server, for who uses it: a span for each request, in the trace that its
-headers name.
+"""OpenTelemetry on the server: a span for each request, in the trace that its headers name.
 
-Where the spans go is set up outside, as for any program: `opentelemetry-instrument tinkex serve`
-does it from the OTEL_ variables. Without the package, or when nothing says that spans are wanted,
-nothing of it is imported.
+The destination of spans is configured outside, as for any program: `opentelemetry-instrument tinkex
+serve` does it from the OTEL_ variables. Unless spans are wanted, OpenTelemetry is not imported.
 """
 
 from __future__ import annotations
@@ -14,14 +12,11 @@ from typing import Any
 
 from tinkex import otel
 from tinkex.errors import ConfigurationError
-from tinkex.wire.protocol import PREFIX, Operation
 from tinkex.wire.redaction import Scrubber
 
 
 def is_wanted(variables: Mapping[str, str]) -> bool:
-    """Whether the environment asks for spans: something of OpenTelemetry's is set, and does not
-    switch it off.
-    """
+    """Return whether the environment asks for spans, by a variable that does not disable them."""
     named = {
         name: value.strip().lower() for name, value in variables.items() if name.startswith("OTEL_")
     }
@@ -54,21 +49,20 @@ class Tracing:
         self._scrubber = Scrubber()
 
     @contextlib.contextmanager
-    def request(self, op: Operation, headers: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-        """A span around a request. What is put into the dictionary is told with it: owner, status,
-        request_id.
-        """
+    def request(
+        self, method: str, route: str, operation: str, headers: Mapping[str, str]
+    ) -> Iterator[dict[str, Any]]:
+        """Make a span of a request; fill the dictionary with its owner, status and request_id."""
         attached = otel.extract(headers)
-        route = f"{PREFIX}/{op.path}"
         told: dict[str, Any] = {}
         try:
             span = self._tracer.start_span(
-                f"{op.method} {route}",
+                f"{method} {route}",
                 kind=self._api.SpanKind.SERVER,
                 attributes={
-                    "http.request.method": op.method,
+                    "http.request.method": method,
                     "http.route": route,
-                    "tinkex.operation": op.name,
+                    "tinkex.operation": operation,
                 },
             )
             current = self._context.attach(self._api.set_span_in_context(span))
@@ -87,6 +81,6 @@ class Tracing:
         for name in ("owner", "request_id"):
             if told.get(name) is not None:
                 span.set_attribute(f"tinkex.{name}", self._scrubber.text(str(told[name])))
-        if status is None or status >= 500:  # nothing was answered, or that the server failed
+        if status is None or status >= 500:  # no answer, or a fault of the server
             span.set_status(self._api.Status(self._api.StatusCode.ERROR))
         span.end()

@@ -347,24 +347,9 @@ def _kernel_error(
         )
         bounds = to_device(np.cumsum([0, *lengths]), device, torch.int32)
         out, lse, *state = flash(q, k, v, bounds, max(lengths), scale, window)
+        tensors, longest = (d_out, q, k, v, out, lse, bounds, bounds), max(lengths)
         expected = torch.ops.aten._flash_attention_backward(
-            *(
-                d_out,
-                q,
-                k,
-                v,
-                out,
-                lse,
-                bounds,
-                bounds,
-                max(lengths),
-                max(lengths),
-                0.0,
-                True,
-                *state[:2],
-            ),
-            scale=scale,
-            **_sides(window),
+            *(*tensors, longest, longest, 0.0, True, *state[:2]), scale=scale, **_sides(window)
         )
         tables = kernels.tables(lengths, channels, device)
         mixed, sums = kernels.forward((q, k, v), tables.forward_N3, scale, window)

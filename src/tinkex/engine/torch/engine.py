@@ -27,12 +27,7 @@ from tinkex.engine.places import Writer
 from tinkex.engine.sample.jobs import Job, Source
 from tinkex.engine.sample.sampler import Sampler
 from tinkex.engine.torch.lora import Layout, module_groups
-from tinkex.engine.torch.model_files import (
-    AdapterWriter,
-    load_adapter,
-    load_decoder,
-    load_factors,
-)
+from tinkex.engine.torch.model_files import AdapterWriter, load_adapter, load_decoder, load_factors
 from tinkex.engine.torch.openmp import calm_openmp, usable_cores
 from tinkex.engine.train.adapter import Adapter
 from tinkex.engine.train.objectives import find_objective

@@ -35,11 +35,11 @@ from tinkex.engine.places import Place, Writer
 from tinkex.engine.tensor_files import write_tensors
 from tinkex.engine.torch.device_copies import mark, to_host_beside
 from tinkex.engine.torch.lora import Layout, Linear
+from tinkex.engine.train.optim import State, make_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from tinkex.engine.train.optim import State
     from tinkex.types.tensors import Array
 
 
@@ -218,12 +218,8 @@ class _Source:
         )
 
     def feed_forward(self, index: int, prefix: str) -> Mlp | Experts:
-        config, names, hidden, size = (
-            self.config,
-            self.config.names,
-            self.config.hidden,
-            self.config.mlp,
-        )
+        config, names = self.config, self.config.names
+        hidden, size = config.hidden, config.mlp
         if config.experts is not None and index in config.experts.layers:
             return self.experts(config.experts, prefix)
         gate_up = dict.fromkeys(names.gate_up, size)
@@ -348,10 +344,10 @@ def load_adapter(directory: Path, layout: Layout, like: State, *, optimizer: boo
     """Read a saved adapter for a layout, and its optimizer state; it has to fit."""
     weights = load_factors(directory, layout, like.weights)
     if not optimizer:
-        return type(like).fresh(weights)
+        return make_state(type(like), weights)
     prefixes = [f"{name}." for name in like.MOMENTS]
     moments, about = _read_flat(directory / OPTIMIZER, layout, like.weights, prefixes, like.KIND)
-    return type(like).saved(weights, moments, int(about["step"]))
+    return make_state(type(like), weights, moments, int(about["step"]))
 
 
 def load_factors(directory: Path, layout: Layout, like: torch.Tensor) -> torch.Tensor:

@@ -26,8 +26,7 @@ from tinkex.engine.losses.examples import (
     read_examples,
     read_targets,
 )
-from tinkex.engine.losses.graph_budget import Allowance
-from tinkex.engine.losses.graph_loss import CompiledLoss
+from tinkex.engine.losses.graph_loss import Allowance, CompiledLoss
 from tinkex.engine.losses.objective import Evaluated, Objective, Piece
 from tinkex.engine.losses.stable_reinforce import StableReinforce, read_settings
 from tinkex.engine.losses.table import (

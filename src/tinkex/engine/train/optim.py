@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
@@ -45,17 +45,6 @@ class AdamState:
     exp_avg_sq: torch.Tensor
     step: int = 0
 
-    @classmethod
-    def fresh(cls, weights: torch.Tensor) -> AdamState:
-        """Return a state before the first step."""
-        return cls(weights, torch.zeros_like(weights), torch.zeros_like(weights))
-
-    @classmethod
-    def saved(cls, weights: torch.Tensor, moments: Sequence[torch.Tensor], step: int) -> AdamState:
-        """Return a saved state, with the moments in the order of their names."""
-        exp_avg, exp_avg_sq = moments
-        return cls(weights, exp_avg, exp_avg_sq, step)
-
 
 @dataclass(frozen=True, slots=True)
 class DimuonState:
@@ -72,19 +61,6 @@ class DimuonState:
     momentum: torch.Tensor
     step: int = 0
 
-    @classmethod
-    def fresh(cls, weights: torch.Tensor) -> DimuonState:
-        """Return a state before the first step."""
-        return cls(weights, torch.zeros_like(weights))
-
-    @classmethod
-    def saved(
-        cls, weights: torch.Tensor, moments: Sequence[torch.Tensor], step: int
-    ) -> DimuonState:
-        """Return a saved state, with the moments in the order of their names."""
-        (momentum,) = moments
-        return cls(weights, momentum, step)
-
 
 class Overflow(EngineError):
     """A step that would leave numbers which are not finite."""
@@ -100,13 +76,21 @@ class Overflow(EngineError):
 State: TypeAlias = AdamState | DimuonState
 
 
-def state_type(config: OptimizerConfigBase) -> type[AdamState] | type[DimuonState]:
+def make_state(
+    kind: type[State], weights: torch.Tensor, moments: Sequence[torch.Tensor] = (), step: int = 0
+) -> State:
+    """Return a state of these weights and moments; without moments, one before the first step."""
+    make: Callable[..., State] = kind
+    return make(weights, *(moments or [torch.zeros_like(weights) for _ in kind.MOMENTS]), step)
+
+
+def state_type(config: OptimizerConfigBase) -> type[State]:
     """Return the kind of states of the optimizer that a run is created with."""
     check_optimizer(config)
     return DimuonState if isinstance(config, DimuonOptimizerConfig) else AdamState
 
 
-def check(params: OptimParams, kind: type[AdamState] | type[DimuonState]) -> None:
+def check(params: OptimParams, kind: type[State]) -> None:
     """Refuse the hyper-parameters of another optimizer, and values that make no sense.
 
     Values that would end in NaN are among them.

@@ -27,8 +27,7 @@ from typing import Any, BinaryIO, TypeAlias
 from urllib.parse import quote
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.responses import RedirectResponse, Response, StreamingResponse
 
 from tinkex.engine.api import EngineError
 from tinkex.server.access.accounts import Accounts
@@ -172,6 +171,9 @@ TERMS = ("expires", "saved", "reader", "key")
 key."""
 
 
+DOWNLOAD = f"{PREFIX}/downloads/{{training_run_id}}/{{kind}}/{{name}}/{{file}}"
+
+
 def _address(state: State, call: Call, saved: SavedCheckpoint, file: str, expires: int) -> str:
     parts = [call.path[part] for part in ("training_run_id", "kind", "name")] + [file]
     terms = [str(expires), _identity(saved), _mark(state.accounts, call.owner), str(call.key_id)]
@@ -204,27 +206,13 @@ def _mark(accounts: Accounts, reader: str) -> str:
 # ── downloading ───────────────────────────────────────────────────────────────────────────────────
 
 
-def download_route(state: State) -> Route:
-    """Where signed addresses lead; no key is asked for."""
-
-    async def download(request: Request) -> Response:
-        try:
-            return await _download(state, request)
-        except Refusal as refusal:
-            return JSONResponse({"detail": refusal.detail}, refusal.status, refusal.headers)
-
-    path = f"{PREFIX}/downloads/{{training_run_id}}/{{kind}}/{{name}}/{{file}}"
-    return Route(path, download, methods=["GET"], name="download")
-
-
-async def _download(state: State, request: Request) -> Response:
+async def download(state: State, call: Call) -> Response:
+    """Send a file, or a part of it, to the caller with a signed address."""
+    assert call.http is not None
     run, kind, name, file = (
-        str(request.path_params[part]) for part in ("training_run_id", "kind", "name", "file")
+        call.path[part] for part in ("training_run_id", "kind", "name", "file")
     )
-    terms, given = (
-        [request.query_params.get(term, "") for term in TERMS],
-        request.query_params.get("signature", ""),
-    )
+    terms, given = [call.query.get(term, "") for term in TERMS], call.query.get("signature", "")
     expected = _signature(state.accounts, [run, kind, name, file], terms)
     if not hmac.compare_digest(given.encode(), expected.encode()):
         raise Refusal(
@@ -249,7 +237,7 @@ async def _download(state: State, request: Request) -> Response:
         files = await asyncio.to_thread(_opened, pieces)
     except FileNotFoundError:  # deleted meanwhile
         raise nothing_at(path) from None
-    return _respond(request, pieces, files, digest)
+    return _respond(call.http, pieces, files, digest)
 
 
 @dataclass(frozen=True, slots=True)

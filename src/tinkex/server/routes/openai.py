@@ -3,90 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeAlias
+from typing import Any
 
-from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
-from tinkex.server.access.accounts import Account
-from tinkex.server.http_errors import Refusal
+from tinkex.server.access.endpoints import Endpoint, Group
+from tinkex.server.calls import Call
+from tinkex.server.http_errors import DETAIL_CHARACTERS, Refusal
 from tinkex.server.routes.model_names import NamedModel, resolve
 from tinkex.server.state import State
-
-logger = logging.getLogger("tinkex.server")
+from tinkex.wire.protocol import BY_HANDLER, OPEN
 
 PREFIX = "/oai/api/v1"
-MODELS = f"{PREFIX}/models"
-MODEL = f"{MODELS}/{{model:path}}"
+MODELS, MODEL = "/models", "/models/{model:path}"
 DEFAULT_LIMIT, MOST = 200, 1000
 OWNED_BY = "tinkex"
-DETAIL_CHARACTERS = 4_000
-
-Authorize: TypeAlias = Callable[[Request, State], Awaitable[Account]]
-Answer: TypeAlias = Callable[[State, Request, str], Awaitable[dict[str, Any]]]
 
 
-def routes(state: State, authorize: Authorize) -> list[Route]:
-    """The routes, each with the check of keys and hosts that all others have."""
-    began = int(time.time())
-
-    async def models(state: State, request: Request, owner: str) -> dict[str, Any]:
-        limit = _limit(request.query_params.get("limit"))
-        found = [
-            _object(NamedModel(model.name, model), began)
-            for model in state.workers.models().values()
-        ][:limit]
-        bases = state.workers.models()
-        saved = await asyncio.to_thread(
-            state.database.checkpoints.samplers, owner, [*bases], limit - len(found)
-        )
-        found += [
-            _object(NamedModel(one.tinker_path, bases[one.base_model], one), began) for one in saved
-        ]
-        return {"object": "list", "data": found}
-
-    async def model(state: State, request: Request, owner: str) -> dict[str, Any]:
-        return _object(await resolve(state, request.path_params["model"], owner), began)
-
-    return [
-        Route(
-            MODELS,
-            _endpoint(state, authorize, "openai_models", models),
-            methods=["GET"],
-            name="openai_models",
-        ),
-        Route(
-            MODEL,
-            _endpoint(state, authorize, "openai_model", model),
-            methods=["GET"],
-            name="openai_model",
-        ),
-    ]
+async def models(state: State, call: Call) -> Response:
+    """List base models, and the caller's checkpoints to sample from."""
+    limit = _limit(call.query.get("limit"))
+    bases = state.workers.models()
+    found = [NamedModel(name, model) for name, model in bases.items()][:limit]
+    saved = await asyncio.to_thread(
+        state.database.checkpoints.samplers, call.owner, [*bases], limit - len(found)
+    )
+    found += [NamedModel(one.tinker_path, bases[one.base_model], one) for one in saved]
+    return JSONResponse({"object": "list", "data": [_object(state, model) for model in found]})
 
 
-def _endpoint(
-    state: State, authorize: Authorize, name: str, answer: Answer
-) -> Callable[[Request], Awaitable[Response]]:
-    async def endpoint(request: Request) -> Response:
-        began, account, response = time.perf_counter(), None, Response(status_code=500)
-        try:
-            account = await authorize(request, state)
-            response = JSONResponse(await answer(state, request, account.owner))
-        except Refusal as refusal:
-            response = _refused(refusal)
-        except Exception as error:
-            logger.exception("%s failed", name)
-            response = _refused(Refusal(500, f"internal error: {type(error).__name__}"))
-        request.state.owner, request.state.request_id = account.owner if account else None, None
-        seconds = time.perf_counter() - began
-        state.metrics.observe(name, "GET", response.status_code, seconds, request.state.owner, None)
-        return response
-
-    return endpoint
+async def model(state: State, call: Call) -> Response:
+    """Describe one model."""
+    return JSONResponse(_object(state, await resolve(state, call.path["model"], call.owner)))
 
 
 def _refused(refusal: Refusal) -> Response:
@@ -113,14 +61,25 @@ def _limit(given: str | None) -> int:
     return int(given)
 
 
-def _object(model: NamedModel, began: int) -> dict[str, Any]:
+def _object(state: State, model: NamedModel) -> dict[str, Any]:
     saved = model.checkpoint
     return {
         "id": model.id,
         "object": "model",
-        "created": began if saved is None else int(saved.created),
+        "created": int(state.metrics.began) if saved is None else int(saved.created),
         "owned_by": OWNED_BY if saved is None else saved.owner,
         "root": model.base.name if saved is None else saved.tinker_path,
         "parent": None if saved is None else model.base.name,
         "max_model_len": model.base.context_length,
     }
+
+
+OPENAI = Group(
+    PREFIX,
+    [
+        Endpoint("openai_models", "GET", MODELS, models, owned_by=OPEN),
+        Endpoint("openai_model", "GET", MODEL, model, owned_by=BY_HANDLER),
+    ],
+    takes_bearer=True,
+    refused=_refused,
+)

@@ -328,13 +328,18 @@ def _others() -> dict[str, Schema]:
         PATH: ("openapi", codec.JSON, [], ()),
         "/metrics": ("metrics", "text/plain", [], (401, 403)),
         "/traces/{session_id}.json": ("trace", codec.JSON, link, (403,)),
-        openai.MODELS: (
+        openai.PREFIX + openai.MODELS: (
             "openai_models",
             codec.JSON,
             [_parameter("query", "limit", COUNT, False)],
             (400, 401, 403),
         ),
-        openai.MODEL.replace(":path", ""): ("openai_model", codec.JSON, [], (400, 401, 403, 404)),
+        (openai.PREFIX + openai.MODEL).replace(":path", ""): (
+            "openai_model",
+            codec.JSON,
+            [],
+            (400, 401, 403, 404),
+        ),
         download: ("download", "application/octet-stream", link, (403, 404)),
     }
     upload = _read(UPLOAD_PATH, "upload", codec.JSON, link, (403,))

@@ -18,10 +18,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
-
 from tinkex.engine.places import Directory
 from tinkex.server.calls import Call
 from tinkex.server.database.entities import Run, RunRecord, SavedCheckpoint
@@ -359,20 +355,13 @@ def _link(source: Path, target: Path) -> None:
 # ── misnamed ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def misnamed_route() -> Route:
-    """Where requests end up whose checkpoint id is not one, such as a bare name: they are told the
-    rule.
-    """
+MISNAMED = f"{PREFIX}/{RUN}/checkpoints/{{rest:path}}"
 
-    async def misnamed(request: Request) -> Response:
-        given = request.path_params["rest"]
-        if given.split("/")[0] in KINDS and given.count("/") >= 1:
-            return JSONResponse(
-                {"detail": f"there is no {request.method} {request.url.path} here"}, 404
-            )
-        return JSONResponse({"detail": f"{given!r} is not a checkpoint's id: {ID_RULE}"}, 400)
 
-    methods = ["GET", "POST", "PUT", "PATCH", "DELETE"]
-    return Route(
-        f"{PREFIX}/{RUN}/checkpoints/{{rest:path}}", misnamed, methods=methods, name="misnamed"
-    )
+async def misnamed(state: State, call: Call) -> None:
+    """Explain the rule for the ids of checkpoints to a request with another id."""
+    assert call.http is not None
+    given = call.path["rest"]
+    if given.split("/")[0] in KINDS and given.count("/") >= 1:
+        raise Refusal(404, f"there is no {call.http.method} {call.http.url.path} here")
+    raise Refusal(400, f"{given!r} is not a checkpoint's id: {ID_RULE}")

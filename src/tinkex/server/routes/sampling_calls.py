@@ -12,7 +12,7 @@ from tinkex.engine.api import EngineError, Listener, token_limit
 from tinkex.server.calls import Call
 from tinkex.server.database.entities import Sampler
 from tinkex.server.http_errors import Refusal
-from tinkex.server.routes.batch_poll import target_of
+from tinkex.server.routes.future_calls import target_of
 from tinkex.server.routes.handler_table import handler
 from tinkex.server.routes.sample_streams import SampleStream
 from tinkex.server.runs.journals import DIRECT

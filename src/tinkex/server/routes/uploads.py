@@ -15,9 +15,8 @@ import uuid
 from pathlib import Path
 from typing import BinaryIO
 
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.requests import Request
+from starlette.responses import Response
 
 from tinkex.engine.api import EngineError
 from tinkex.engine.peft_files import ADAPTER_CONFIG as CONFIG, ADAPTER_WEIGHTS as WEIGHTS, MAX_RANK
@@ -117,27 +116,12 @@ def _signature(state: State, upload_id: str, file: str, expires: str, key: str) 
 # ── files ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def upload_route(state: State) -> Route:
-    """The place that files are put to, by signed addresses; no key is asked for."""
-    coming: set[Path] = set()
-
-    async def put(request: Request) -> Response:
-        try:
-            await _take(state, request, coming)
-        except Refusal as refusal:
-            return JSONResponse({"detail": refusal.detail}, refusal.status, refusal.headers)
-        except ClientDisconnect:
-            return Response(status_code=499)
-        return Response(status_code=200)
-
-    return Route(PATH, put, methods=["PUT"], name="upload")
-
-
-async def _take(state: State, request: Request, coming: set[Path]) -> None:
-    upload_id, file = request.path_params["upload_id"], request.path_params["file"]
-    expires, key, given = (
-        request.query_params.get(part, "") for part in ("expires", "key", "signature")
-    )
+async def upload(state: State, call: Call) -> Response:
+    """Take a file at its signed address."""
+    request = call.http
+    assert request is not None
+    upload_id, file = call.path["upload_id"], call.path["file"]
+    expires, key, given = (call.query.get(part, "") for part in ("expires", "key", "signature"))
     if not hmac.compare_digest(
         given.encode(), _signature(state, upload_id, file, expires, key).encode()
     ):
@@ -146,10 +130,10 @@ async def _take(state: State, request: Request, coming: set[Path]) -> None:
             "this address is not signed by this server: use it unchanged, or start another upload",
         )
     await state.accounts.check_key(int(key))
-    upload = await asyncio.to_thread(find_upload, state.upload_dir, upload_id)
-    if upload is None or file not in upload.sizes:
+    found = await asyncio.to_thread(find_upload, state.upload_dir, upload_id)
+    if found is None or file not in found.sizes:
         raise Refusal(403, "this address has expired: start another upload")
-    most = upload.sizes[file]
+    most = found.sizes[file]
     if request.headers.get("content-encoding", "identity") != "identity":
         raise Refusal(415, "files are taken as they are: leave Content-Encoding out")
     length = request.headers.get("content-length", "0")
@@ -157,14 +141,15 @@ async def _take(state: State, request: Request, coming: set[Path]) -> None:
         raise Refusal(
             413, f"{file} may have at most {most} bytes for this base model and lora_config"
         )
-    target = upload.directory / file
-    if target in coming or upload_id in state.finishing:
+    target = found.directory / file
+    if target in state.arriving or upload_id in state.finishing:
         raise Refusal(409, f"{file} is just coming, or the upload is being finished: wait for that")
-    coming.add(target)
+    state.arriving.add(target)
     try:
         await _receive(request, target, most)
     finally:
-        coming.discard(target)
+        state.arriving.discard(target)
+    return Response(status_code=200)
 
 
 async def _receive(request: Request, target: Path, most: int) -> None:
