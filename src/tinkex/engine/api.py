@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, TypeVar
 
 from tinkex.engine.places import Writer
 from tinkex.types.custom_losses import CreateCustomLossRequest
@@ -30,6 +30,9 @@ from tinkex.types.training import (
 if TYPE_CHECKING:
     from tinkex.text.json_tokenizer import Tokenizer
 
+Optimizer: TypeAlias = OptimizerConfigBase
+Item = TypeVar("Item")
+
 ADAMW, DIMUON = AdamOptimizerConfig(), DimuonOptimizerConfig()
 """The optimizers there are; the first is an adapter's unless another is asked for."""
 RECORDED_TOKENS = 20
@@ -42,6 +45,13 @@ class EngineError(Exception):
     def __init__(self, message: str, category: Literal["user", "server"] = "user") -> None:
         super().__init__(message)
         self.category = category
+
+
+def find(table: Mapping[str, Item], kind: str, name: str) -> Item:
+    """Return the thing of this kind and name, which a caller asks for."""
+    if name not in table:
+        raise EngineError(f"there is no {kind} {name!r}")
+    return table[name]
 
 
 def check_optimizer(config: OptimizerConfigBase) -> None:
@@ -232,11 +242,7 @@ class Engine(Protocol):
         """Return the base models on offer."""
 
     def create(
-        self,
-        adapter: str,
-        base_model: str,
-        lora: LoraConfig,
-        optimizer: OptimizerConfigBase = ADAMW,
+        self, adapter: str, base_model: str, lora: LoraConfig, optimizer: Optimizer = ADAMW
     ) -> None:
         """Make a fresh adapter: A seeded, B zero, no gradient, no optimizer state.
 

@@ -22,12 +22,14 @@ from tinkex.engine.api import (
     DrawnToken,
     Engine,
     EngineError,
+    Optimizer,
     PassDone,
     PassJob,
     Recording,
     SampleDone,
     SampleJob,
     check_optimizer,
+    find,
 )
 from tinkex.engine.base_models import describe, locate_models
 from tinkex.engine.losses.table import CUSTOM, STABLE_REINFORCE, find_loss
@@ -46,7 +48,6 @@ from tinkex.types.training import (
     AdamParams,
     ForwardBackwardOutput,
     LoraConfig,
-    OptimizerConfigBase,
     OptimParams,
 )
 
@@ -66,7 +67,7 @@ class _Adapter:
     base_model: str
     lora: LoraConfig
     weights: Array
-    optimizer: OptimizerConfigBase = ADAMW
+    optimizer: Optimizer = ADAMW
     grad: Array | None = None
     step: int = 0
 
@@ -139,11 +140,7 @@ class FakeEngine(Engine):
         return self.base_models
 
     def create(
-        self,
-        adapter: str,
-        base_model: str,
-        lora: LoraConfig,
-        optimizer: OptimizerConfigBase = ADAMW,
+        self, adapter: str, base_model: str, lora: LoraConfig, optimizer: Optimizer = ADAMW
     ) -> None:
         """Make a fresh adapter; all optimizers make the same steps."""
         self._enter("create", adapter)
@@ -269,9 +266,8 @@ class FakeEngine(Engine):
 
     def sampler_writer(self, sampler: str) -> Writer:
         """Return the writer of a snapshot's weights as a small file."""
-        if sampler not in self._samplers:
-            raise EngineError(f"there is no snapshot {sampler!r}")
-        text = json.dumps({"weights": self._samplers[sampler].tolist()})
+        weights = find(self._samplers, "snapshot", sampler)
+        text = json.dumps({"weights": weights.tolist()})
 
         return _FakeWriter(partial(self._enter, "save_sampler", sampler), text)
 
@@ -286,15 +282,14 @@ class FakeEngine(Engine):
     def point(self, target: str, sampler: str, version: int) -> None:
         """Give an in-flight target a sampler's weights."""
         self._enter("point", target)
-        if sampler not in self._samplers:
-            raise EngineError(f"there is no sampler {sampler!r}")
+        weights = find(self._samplers, "sampler", sampler)
         if target in self._targets and version <= self._targets[target][1]:
             return
         self._targets[target] = (sampler, version)
-        self._samplers[target] = self._samplers[sampler]
+        self._samplers[target] = weights
         for job in self._jobs.values():
             if job.target == target:
-                job.weights, job.version = self._samplers[sampler], version
+                job.weights, job.version = weights, version
 
     def drop_sampler(self, sampler: str) -> None:
         """Forget a sampler, and the target that has its weights."""
@@ -307,14 +302,13 @@ class FakeEngine(Engine):
     def sample_start(self, work: SampleJob) -> None:
         """Admit a sampling job."""
         self._enter("sample_start", work.job)
-        if work.sampler not in self._samplers:
-            raise EngineError(f"there is no sampler {work.sampler!r}")
+        weights = find(self._samplers, "sampler", work.sampler)
         length, most = work.request.prompt.length, self.longest_prompt
         if not 0 < length <= most:
             raise EngineError(f"prompt: {length} tokens do not fit the context window of {most}")
         target = work.sampler if work.sampler in self._targets else None
         version = None if target is None else self._targets[target][1]
-        self._jobs[work.job] = _Job(self._samplers[work.sampler], work, target, version)
+        self._jobs[work.job] = _Job(weights, work, target, version)
 
     def sample_step(self) -> Sequence[SampleDone]:
         """Advance every job by one token."""
@@ -357,9 +351,7 @@ class FakeEngine(Engine):
             raise EngineError(f"there is no base model {name!r}; there are {', '.join(names)}")
 
     def _adapter(self, name: str) -> _Adapter:
-        if name not in self._adapters:
-            raise EngineError(f"there is no adapter {name!r}")
-        return self._adapters[name]
+        return find(self._adapters, "adapter", name)
 
 
 def _hash(*values: Array | int) -> Array:

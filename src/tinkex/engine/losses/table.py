@@ -1,9 +1,7 @@
 """The losses that a server has: their functions, and one table of what each takes.
 
 The table is for the engine, for the fake engine and for the server; so this module does not import
-torch, and functions use methods of tensors only. To add a loss, write its function, add a row to
-`LOSSES`, its name to `LossFnType`, its reference and case to `tests/engine/references.py`, and a
-row to the guide.
+torch, and functions use methods of tensors only. CONTRIBUTING.md says how to add a loss.
 
 A loss gets the log-probability of every target and the data's other inputs as flat tensors, and
 returns one value per target. Values are summed, never averaged: so the gradient of a batch is the

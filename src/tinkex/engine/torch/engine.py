@@ -13,10 +13,12 @@ from tinkex.engine.api import (
     BaseModel,
     Engine,
     EngineError,
+    Optimizer,
     PassDone,
     PassJob,
     SampleDone,
     SampleJob,
+    find,
 )
 from tinkex.engine.base_models import describe, resolve
 from tinkex.engine.losses.graph_compiler import compile_graph
@@ -24,8 +26,9 @@ from tinkex.engine.losses.graph_loss import CompiledLoss
 from tinkex.engine.model.decoder import BARE, Decoder, Lora
 from tinkex.engine.peft_files import read_lora_config
 from tinkex.engine.places import Writer
-from tinkex.engine.sample.jobs import Job, Source
+from tinkex.engine.sample.jobs import Job
 from tinkex.engine.sample.sampler import Sampler
+from tinkex.engine.sample.source import Source
 from tinkex.engine.torch.lora import Layout, module_groups
 from tinkex.engine.torch.model_files import AdapterWriter, load_adapter, load_decoder, load_factors
 from tinkex.engine.torch.openmp import calm_openmp, usable_cores
@@ -40,7 +43,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from tinkex.types.custom_losses import CreateCustomLossRequest
-    from tinkex.types.training import LoraConfig, OptimizerConfigBase, OptimParams
+    from tinkex.types.training import LoraConfig, OptimParams
 
 STEP_TOKENS = {"cpu": 1024, "cuda": 8192}
 """The tokens of a step of training: about a second's work, since sampling waits for it."""
@@ -126,11 +129,7 @@ class TorchEngine(Engine):
         return [base.about for base in self._bases.values()]
 
     def create(
-        self,
-        adapter: str,
-        base_model: str,
-        lora: LoraConfig,
-        optimizer: OptimizerConfigBase = ADAMW,
+        self, adapter: str, base_model: str, lora: LoraConfig, optimizer: Optimizer = ADAMW
     ) -> None:
         """Make a fresh adapter: A seeded, B zero, no gradient, no optimizer state."""
         if adapter in self._adapters:
@@ -199,9 +198,7 @@ class TorchEngine(Engine):
 
     def sampler_writer(self, sampler: str) -> Writer:
         """Return the writer of a snapshot's weights as PEFT files."""
-        if sampler not in self._frozen:
-            raise EngineError(f"there is no snapshot {sampler!r}")
-        return AdapterWriter.of(*self._frozen[sampler])
+        return AdapterWriter.of(*find(self._frozen, "snapshot", sampler))
 
     def load_sampler(self, sampler: str, base_model: str, directory: Path | None) -> None:
         """Make a sampler of saved weights; of the bare base model without a directory."""
@@ -256,14 +253,10 @@ class TorchEngine(Engine):
         return self._bases[name]
 
     def _source(self, sampler: str) -> Source:
-        if sampler not in self._samplers:
-            raise EngineError(f"there is no sampler {sampler!r}")
-        return self._samplers[sampler]
+        return find(self._samplers, "sampler", sampler)
 
     def _adapter(self, name: str) -> Adapter:
-        if name not in self._adapters:
-            raise EngineError(f"there is no adapter {name!r}")
-        return self._adapters[name]
+        return find(self._adapters, "adapter", name)
 
 
 def _step_tokens(device: torch.device) -> int:
