@@ -643,9 +643,7 @@ def test_a_config_of_another_kind_of_thing_is_refused(
     for name, value in wrong.items():
         changes = {"model_type": "mistral", name: value}
         (tmp_path / "config.json").write_text(json.dumps({**fields, **changes}))
-        with pytest.raises(
-            EngineError, match=r"config\.json holds something of another kind than it should"
-        ):
+        with pytest.raises(EngineError, match=r"config\.json holds a value of a wrong type"):
             read_config(tmp_path)
 
 

@@ -80,7 +80,7 @@ class _Tensors:
         """Return a tensor, which must have this shape."""
         if name not in self._where:
             raise EngineError(
-                f"{self._directory} has no tensor {name}, which its config.json calls for"
+                f"{self._directory} has no tensor {name}, which its config.json needs"
             )
         self._unread.discard(name)
         tensor: torch.Tensor = self._where[name].get_tensor(name)
@@ -101,7 +101,7 @@ class _Tensors:
         """Refuse tensors that were not read: they mean another architecture."""
         if left := self._unread - set(ignored):
             raise EngineError(
-                f"{self._directory} has {len(left)} tensors the decoder has no place for, such as "
+                f"{self._directory} has {len(left)} tensors that the decoder does not use, such as "
                 f"{min(left)}"
             )
 
