@@ -73,7 +73,7 @@ async def retrieve(
     A poll that runs out is repeated without limit, or for `timeout` seconds. Faults are repeated
     within the transport's patience. At the timeout the last fault is raised, else APITimeoutError.
     """
-    poll = _Poll(transport, op, request_id, submitted, notice)
+    poll = _Poll(transport, op, request_id, submitted, notice, time.monotonic())
     if timeout is None:
         return await poll.run(metadata_only)
     try:
@@ -85,25 +85,26 @@ async def retrieve(
         raise  # of one exchange, which has its own limit
 
 
+@dataclass(slots=True)
 class _Poll:
     """One operation's polls, until there is an outcome."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        op: Operation,
-        request_id: str,
-        submitted: float,
-        notice: QueueNotice | None,
-    ) -> None:
-        self.transport, self.op, self.request_id = transport, op, request_id
-        self.submitted, self.notice = submitted, notice
-        self.started = self.sent = self.failing_since = time.monotonic()
-        self.iteration = self.failures = self.early = self.malformed = 0
-        self.metadata_only = True
-        self.last_failure: Exception | None = None
-        self.asked: tuple[bool, codec.Body] | None = None
-        """True if the last poll allowed an announcement, and its body: most are repeated."""
+    transport: Transport
+    op: Operation
+    request_id: str
+    submitted: float
+    notice: QueueNotice | None
+    started: float
+    sent: float = 0.0
+    failing_since: float = 0.0
+    iteration: int = 0
+    failures: int = 0
+    early: int = 0
+    malformed: int = 0
+    metadata_only: bool = True
+    last_failure: Exception | None = None
+    asked: tuple[bool, codec.Body] | None = None
+    """True if the last poll allowed an announcement, and its body: most are repeated."""
 
     async def run(self, metadata_only: bool) -> Any:
         """Poll; a result whose size was announced is fetched under the budget for large results."""

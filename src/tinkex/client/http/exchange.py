@@ -25,7 +25,7 @@ class HttpRequest(msgspec.Struct, frozen=True):
     method: str
     path: str
     """The path and query below the base URL, or a whole address."""
-    headers: Mapping[str, str]
+    headers: dict[str, str]
     body: bytes | Pieces | None = None
     timeout: float = 60.0
     """Seconds without a byte from the server after which the request fails."""
