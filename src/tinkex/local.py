@@ -131,7 +131,7 @@ def publish_tokenizers(engine: Engine) -> None:
     """Put the models' tokenizers into the hub's cache, unless TINKEX_HUB_CACHE is 0.
 
     Args:
-        engine: Whose models.
+        engine: The engine.
     """
     from tinkex.server.files.hub_cache import publish_tokenizer
 

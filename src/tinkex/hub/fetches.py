@@ -32,7 +32,7 @@ BROKEN_OFF_DELAYS = Delays(first=0.2)
 WRITE_BYTES = 1 << 20
 READ_CHUNK = 1 << 20
 NOTE = ".fetch"
-"""Suffix of the note beside an unfinished file: it names the whole, so that no other is mixed in."""
+"""Suffix of the note beside an unfinished file, which identifies the whole file."""
 
 
 class DownloadError(TinkerError):

@@ -84,7 +84,7 @@ class Exchange(Protocol):
     """Carries requests and brings back replies."""
 
     async def send(self, request: HttpRequest) -> Reply:
-        """Send; raise ConnectionError, or TimeoutError after `request.timeout` without an answer."""
+        """Send; raise ConnectionError, or TimeoutError after `request.timeout`."""
 
     def stream(self, request: HttpRequest) -> AbstractAsyncContextManager[StreamReply]:
         """Send, and give the answer's bytes as they come; leaving the block hangs up."""

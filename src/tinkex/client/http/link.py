@@ -41,7 +41,7 @@ logger = logging.getLogger("tinkex")
 DELAYS = Delays()
 CONFLICT_PATIENCE = 2.0
 REJECTED_ATTEMPTS = 16
-"""How often a request is sent again after a 400 with an empty body."""
+"""Limit of retries after a 400 with an empty body."""
 EMBEDDED_FACTORY = "tinkex.local:open_exchange"
 """Opens the exchange of an embedded base URL; imported when used."""
 EMBEDDED_HOME = "http://local"

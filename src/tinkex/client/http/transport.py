@@ -46,7 +46,7 @@ class CallOptions(TypedDict, total=False):
     patience: float | None
     """Seconds after which a failed request is not sent again."""
     max_retries: int | None
-    """How often it is sent again."""
+    """Limit of retries."""
     final: Container[int]
     """Statuses that are raised at once, for the caller to deal with."""
     metadata: Mapping[str, Any] | None
