@@ -73,6 +73,27 @@ def resolve_models(models: Mapping[str, str | Path] | None) -> dict[str, Path]:
     return locate_models(models or {DEFAULT_MODEL: ""})
 
 
+def pick_device(device: Device) -> str:
+    """Return the device that the PyTorch engine computes on, after a check that it is there.
+
+    Args:
+        device: `auto` is the GPU where PyTorch can use one, else the CPU.
+
+    Returns:
+        The device.
+
+    Raises:
+        ConfigurationError: The `local` extra is not installed, or there is no such device.
+
+    Example:
+        >>> pick_device("cpu")
+        'cpu'
+    """
+    from tinkex.engine.registry import find_engine
+
+    return find_engine(DEFAULT_ENGINE).pick_device(device)
+
+
 def make_engine(
     models: Mapping[str, str | Path] | None = None,
     device: str = "cpu",
