@@ -26,8 +26,9 @@ from engine.references import CASES, adapter_of
 from engine.test_splits import examples
 from engine.test_steps import Memory
 from tinkex.engine.api import EngineError, run_pass
-from tinkex.engine.sample import passes
-from tinkex.engine.sample.blocks import BLOCK, block_bytes
+from tinkex.engine.sample import passes, slab_decoding
+from tinkex.engine.sample.blocks import BLOCK
+from tinkex.engine.sample.kv_pool import block_bytes
 from tinkex.engine.sample.sampler import Limits, Runner, Sampler
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.train.training_pass import Results
@@ -273,8 +274,8 @@ def check(
             assert plan.deaf is not None, result
             assert str(result) == "nobody listens"
     runner = runner_of(engine)
-    assert runner._blocks.free == runner._blocks.count
-    assert not runner._blocks._holders
+    assert runner._pool.blocks.free == runner._pool.blocks.count
+    assert not runner._pool.blocks._holders
     assert not engine._sampler._names
 
 
@@ -342,7 +343,9 @@ def test_jobs_that_come_and_go_at_any_time_give_what_they_give_alone(
 
 
 @pytest.mark.slow
-def test_so_they_do_in_many_more_cases(crowd: TorchEngine, expected: list[SampleResponse]) -> None:
+def test_overlapped_samples_are_equal_in_many_cases(
+    crowd: TorchEngine, expected: list[SampleResponse]
+) -> None:
     try_cases(crowd, expected, 100)
 
 
@@ -355,7 +358,7 @@ def test_rows_run_ahead_of_what_has_been_read(crowd: TorchEngine) -> None:
     while engine.sampling():
         ended = engine.sample_step()
         runner = runner_of(engine)
-        rows = [sample for running in runner._running for sample in running.rows]
+        rows = [sample for running in runner._scheduler.running for sample in running.rows]
         seen.append((len(heard), sum(sample.drawn for sample in rows), len(ended)))
     assert seen == [(1, 0, 0), (1, 1, 0), (2, 1, 0), (3, 1, 0), (4, 0, 1)]
 
@@ -387,7 +390,7 @@ def test_a_job_that_is_cancelled_hears_nothing_more(
 
 
 @pytest.mark.parametrize("deaf", range(68, 71))
-def test_who_fails_while_room_is_made_has_failed(
+def test_failure_during_eviction_is_reported(
     crowd: TorchEngine, expected: list[SampleResponse], deaf: int
 ) -> None:
     """Three rows need a block at once and none is free: what is unread is read first, and shows who
@@ -409,9 +412,7 @@ def alone(engine: TorchEngine, request: SampleRequest) -> list[int]:
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_what_a_token_too_many_leaves_behind_harms_nobody(
-    crowd: TorchEngine, cancelled: bool
-) -> None:
+def test_extra_decoded_token_is_harmless(crowd: TorchEngine, cancelled: bool) -> None:
     """It may be no number; in a block that another gets it is masked, but 0 times NaN is NaN."""
     engine = limited(crowd, 3, share_prefixes=False)
     # the end of one's prompt goes where the other was decoded
@@ -444,7 +445,7 @@ class Ear:
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_nothing_is_held_when_nothing_runs(crowd: TorchEngine, cancelled: bool) -> None:
+def test_idle_sampler_holds_no_blocks(crowd: TorchEngine, cancelled: bool) -> None:
     """What is unread names jobs, and those have weights."""
     engine, ear = limited(crowd), Ear()
     gone = weakref.ref(ear)
@@ -461,15 +462,15 @@ def test_nothing_is_held_when_nothing_runs(crowd: TorchEngine, cancelled: bool) 
 
 
 @pytest.mark.parametrize("room", ["a longer slab", "more slots", "a seat"])
-def test_when_there_is_no_memory_for_a_row_what_comes_later_is_as_ever(
+def test_row_without_memory_does_not_affect_later_rows(
     crowd: TorchEngine, monkeypatch: pytest.MonkeyPatch, room: str
 ) -> None:
-    monkeypatch.setattr(passes, "SMALLEST_SLAB", BLOCK)
-    monkeypatch.setattr(passes, "FIRST_SLOTS", 2 if room == "more slots" else 32)
+    monkeypatch.setattr(slab_decoding, "SMALLEST_SLAB", BLOCK)
+    monkeypatch.setattr(slab_decoding, "FIRST_SLOTS", 2 if room == "more slots" else 32)
     engine, fine = limited(crowd, way="slabs"), ask(BLOCK - 6, 1, 30)
     expected = alone(engine, fine)
     runner, put = runner_of(engine), passes.put
-    free, failed, slabs = runner._blocks.free, list[str](), vars(runner._decoding)["_slabs"]
+    free, failed, slabs = runner._pool.blocks.free, list[str](), vars(runner._decoding)["_slabs"]
 
     def refuse(*given: Any, **_: Any) -> Any:
         if room == "a seat" and given[1] is not runner._pool.kv:
@@ -482,13 +483,13 @@ def test_when_there_is_no_memory_for_a_row_what_comes_later_is_as_ever(
         engine.sample_step()
     with monkeypatch.context() as fault:
         if room == "a seat":
-            fault.setattr(passes, "put", refuse)
+            fault.setattr(slab_decoding, "put", refuse)
             engine.sample_start("three", "bare", ask(5, 1, 30), 3)
         elif room == "more slots":
             fault.setattr(torch, "zeros_like", refuse)
         else:
-            del slabs[passes._slab_size(BLOCK + 1)]  # which the first has left
-            fault.setattr(passes, "zeros", refuse)
+            del slabs[slab_decoding._slab_size(BLOCK + 1)]  # which the first has left
+            fault.setattr(slab_decoding, "zeros", refuse)
         while not failed and engine.sampling():
             try:
                 failed += [
@@ -501,7 +502,7 @@ def test_when_there_is_no_memory_for_a_row_what_comes_later_is_as_ever(
     for job in ("one", "two", "three"):
         engine.sample_cancel(job)
     assert not engine.sampling()
-    assert runner._blocks.free == free
+    assert runner._pool.blocks.free == free
     assert failed == (["three"] if room == "a seat" else [room])
     assert alone(engine, fine) == expected
 
@@ -649,7 +650,7 @@ def test_passes_that_come_and_go_at_any_time_give_what_they_give_alone(
 
 
 @pytest.mark.slow
-def test_so_do_passes_in_many_more_cases(
+def test_overlapped_passes_are_equal_in_many_cases(
     checkpoint: Checkpoint, data: Data, passes_alone: Callable[[Data], list[Alone]]
 ) -> None:
     try_passes(checkpoint, data, passes_alone(data), 60)
@@ -738,7 +739,7 @@ def test_a_short_datum_that_memory_has_no_room_for_fails_in_the_end(
         assert f"datum 0: {length} tokens need more memory" in str(result)
 
 
-def test_when_memory_runs_out_what_is_unread_counts_once(
+def test_out_of_memory_counts_unread_tokens_once(
     checkpoint: Checkpoint, data: Data, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pass that begins anew has had pieces read already, and one whose results are still to be
