@@ -246,9 +246,7 @@ class ResilientTrainingClient(TrainingClient):
                 return
         attempts.attempt = policy.max_attempts
         attempts.tell(events.RECOVERY_EXHAUSTED, error=error)
-        self._outbox.fail(
-            f"run {old.model_id} is lost and could not be recovered: {error}", error
-        )
+        self._outbox.fail(f"run {old.model_id} is lost and could not be recovered: {error}", error)
         await told(policy.on_failure, old.model_id, error)
 
     async def _restore(self, attempts: Attempts) -> TrainingClient:
