@@ -77,7 +77,7 @@ class Machine:
         return sample.stop_reason is not None
 
     def step(self) -> tuple[list[str], dict[str, int], list[str]]:
-        """The jobs of the rows that ran, the tokens of prompts that did, and the jobs that ended."""
+        """The jobs whose rows ran, the tokens of prompts that ran, and the jobs that ended."""
         self.scheduler.seat()
         rows = self.scheduler.next_rows()
         for running, sample in rows:

@@ -2,7 +2,7 @@
 forward and backward.
 
 On a CPU that takes a few operations in place, with gradients by hand; on an accelerator a kernel of
-`kernels.py` each.
+`kernels/fused.py` each.
 
 Axes: T packed tokens, D hidden, H query heads, G key/value heads, C channels of a head, N outputs
 of a linear layer, F mlp (N = 2 F).
