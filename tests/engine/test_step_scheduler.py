@@ -199,7 +199,7 @@ def test_a_cancelled_job_gives_everything_back() -> None:
     assert finish(machine, 1) == []
 
 
-def test_it_needs_no_torch() -> None:
+def test_scheduler_runs_without_torch() -> None:
     program = f"""
 import sys
 sys.modules["torch"] = None
