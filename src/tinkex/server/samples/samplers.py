@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from collections.abc import Callable
 
-from tinkex.engine.api import EngineError, Listener
+from tinkex.engine.api import EngineError, Listener, SampleJob
 from tinkex.server.database.entities import Sampler
 from tinkex.server.database.interface import Database
 from tinkex.server.http_errors import Refusal
@@ -123,7 +123,7 @@ class Samplers:
         sampler = source.target or source.name
         try:
             response, recordings = await worker.samples.draw(
-                job, sampler, request, seed, listener, owner, source.cache
+                SampleJob(job, sampler, request, seed, listener, owner, source.cache)
             )
         except EngineError as refused:
             error = loading.exception() if loading is not None and loading.done() else None
