@@ -226,13 +226,6 @@ class State:
 
     # ── the end ───────────────────────────────────────────────────────────────────────────────────
 
-    def refuse_if_stopping(self) -> None:
-        """Send callers away when the server stops; its next life keeps what was promised."""
-        if self.promises.are_left:
-            raise Refusal(
-                503, "this server is shutting down; ask again", headers={"Retry-After": "1"}
-            )
-
     def refuse_if_dead(self) -> None:
         """Take nothing in that cannot be carried out; asking again helps only after a restart."""
         if self.workers.failure is not None:

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 from tinkex.engine.api import EngineError
 from tinkex.server.complaints import FULL_DISK, complain
 from tinkex.server.files.data_dir import is_full_disk
+from tinkex.server.http_errors import Refusal
 from tinkex.server.workers.worker import Postponed
 from tinkex.types.sessions import RequestErrorCategory, RequestFailedResponse
 from tinkex.wire import codec
@@ -87,6 +88,12 @@ class Promise:
         """Note that the result has been read."""
         self.read = time.monotonic()
         self.let_go()
+
+    def hand_over(self, body: codec.Body, *, is_inline: bool) -> None:
+        """Keep the bytes of a result that was only announced; note that another one was read."""
+        self.kept = None if is_inline else body
+        if is_inline:
+            self.touch()  # should no other poll come, it need not be kept for long
 
     def let_go(self) -> None:
         """Say that the result no longer waits for its reader."""
@@ -219,13 +226,24 @@ class Promises:
 
     @contextlib.asynccontextmanager
     async def holding(self, seconds: float) -> AsyncIterator[None]:
-        """Hold a poll for so long, or until the server stops; TimeoutError then."""
-        async with asyncio.timeout(0 if self.are_left else seconds) as limit:
-            self._held.add(limit)
-            try:
-                yield
-            finally:
-                self._held.discard(limit)
+        """Hold a poll while it waits.
+
+        Raises:
+            TimeoutError: It was held for so long.
+            Refusal: The server stops; its next life keeps what was promised.
+        """
+        try:
+            async with asyncio.timeout(0 if self.are_left else seconds) as limit:
+                self._held.add(limit)
+                try:
+                    yield
+                finally:
+                    self._held.discard(limit)
+        except TimeoutError:
+            if not self.are_left:
+                raise
+            why = "this server is shutting down; ask again"
+            raise Refusal(503, why, headers={"Retry-After": "1"}) from None
 
     def leave(self) -> None:
         """Begin nothing more, and let those go who wait."""
