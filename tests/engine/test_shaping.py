@@ -269,8 +269,8 @@ def test_preempted_samples_resume_equally(way: str, engine: TorchEngine, referen
             results[done.job] = done.result
         (runner,) = engine._sampler._runners.values()
         returned += bool(
-            runner._scheduler.queues
-            or any(one.tokens for run in runner._scheduler.running for one in run.waiting)
+            runner.scheduler.queues
+            or any(one.tokens for run in runner.scheduler.running for one in run.waiting)
         )
     assert returned
     for result in results.values():
