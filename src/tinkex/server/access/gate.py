@@ -24,7 +24,7 @@ def check_room(state: State, op: Operation, call: Call) -> str | None:
     """
     if op.traffic not in ("train", "sample") or op.name in UNLIMITED or op.name == "cancel_future":
         return None
-    state.refuse_if_dead()
+    state.workers.refuse_if_dead()
     if state.is_draining:
         raise Refusal(503, "this server is shutting down", headers={"Retry-After": "1"})
     limits = state.limits

@@ -16,14 +16,11 @@ from typing import Any
 from tinkex.engine.api import EngineError
 from tinkex.server.calls import Call
 from tinkex.server.database.entities import LOCAL_OWNER
-from tinkex.server.database.interface import Database
 from tinkex.server.http_errors import Refusal
-from tinkex.server.open_sessions import Sessions
-from tinkex.server.runs.call_records import UNKNOWN, journal_then_begin, refused_call
+from tinkex.server.parts import Parts
+from tinkex.server.runs.call_records import UNKNOWN, refused_call
 from tinkex.server.runs.gaps import Gaps
-from tinkex.server.runs.journals import Journals
-from tinkex.server.runs.promises import Promise, Promises
-from tinkex.server.runs.revivals import Revivals
+from tinkex.server.runs.promises import Promise
 from tinkex.server.runs.snapshot import Snapshots
 from tinkex.server.runs.work import (
     Creation,
@@ -38,8 +35,6 @@ from tinkex.server.runs.work import (
     Unload,
     Work,
 )
-from tinkex.server.server_limits import Limits
-from tinkex.server.workers.pool import Workers
 from tinkex.server.workers.worker import Postponed, Worker
 from tinkex.types.training import UntypedAPIFuture
 
@@ -54,25 +49,16 @@ class Runs(Mapping[str, LiveRun]):
     """The runs that are loaded, by id."""
 
     def __init__(
-        self,
-        *,
-        database: Database,
-        journals: Journals,
-        promises: Promises,
-        workers: Workers,
-        sessions: Sessions,
-        snapshots: Snapshots,
-        revivals: Revivals,
-        limits: Limits,
-        prepare: Callable[[Call], Awaitable[Any]],
+        self, parts: Parts, snapshots: Snapshots, prepare: Callable[[Call], Awaitable[Any]]
     ) -> None:
         """Take the parts; `prepare` says what kind of work a call asks for."""
-        self._database, self._journals, self._promises = database, journals, promises
-        self._workers, self._sessions = workers, sessions
-        self._snapshots, self._revivals = snapshots, revivals
+        self._database, self._journals = parts.database, parts.journals
+        self._promises, self._workers = parts.promises, parts.workers
+        self._sessions, self._revivals = parts.sessions, parts.revivals
+        self._snapshots = snapshots
         self._prepare = prepare
         self._live: dict[str, LiveRun] = {}
-        self.gaps = Gaps(journals, promises, limits, self._begin)
+        self.gaps = Gaps(parts, self._begin)
         self.asked: dict[str, float] = {}
         """When something was last asked of runs, until it is on record."""
 
@@ -94,7 +80,7 @@ class Runs(Mapping[str, LiveRun]):
             await self._revivals.revived(run)
             live = self._live.get(run)
         if live is not None:
-            self._sessions.see(live.run.session_id)
+            self._sessions.last_seen[live.run.session_id] = time.monotonic()
             self.asked[run] = time.time()
             return live
         if await asyncio.to_thread(self._database.runs.get, run) is None:
@@ -129,27 +115,26 @@ class Runs(Mapping[str, LiveRun]):
 
     # ── creating ──────────────────────────────────────────────────────────────────────────────────
 
-    async def create(self, call: Call) -> UntypedAPIFuture:
+    async def _create(self, call: Call) -> UntypedAPIFuture:
         """Make a run or a custom loss; the same request again gets the same receipt."""
         creation: Creation = await self._prepare(call)
         name, request_id = creation.name, creation.request_id
         await self._revivals.revived(name)
-        promise = self._promises.get(request_id)
-        live = self._live.get(name)
+        promise, live = self._promises.get(request_id), self._live.get(name)
         is_same = live is None or creation.fits(live.run)
         if not is_same or (promise is not None and promise.digest not in (call.digest, UNKNOWN)):
             return self._fail(request_id, creation.session_id, call, name)
         if promise is None:
             promise = self._promises.add(request_id, call.digest, creation.session_id)
-            begin = functools.partial(self._make, promise, creation)
-            journal = self._journals.of_run(name)
-            await journal_then_begin(self._promises, promise, journal, 0, call, begin)
+            added = promise
+
+            def begin() -> None:
+                self._promises.follow(added, self._made(creation))
+
+            await self._promises.take(promise, self._journals.of_run(name), 0, call, begin)
         elif promise.recorded is not None:
             await asyncio.shield(promise.recorded)
         return UntypedAPIFuture(request_id=request_id, model_id=name)
-
-    def _make(self, promise: Promise, creation: Creation) -> None:
-        self._promises.follow(promise, self._made(creation))
 
     async def _made(self, creation: Creation) -> Any:
         try:
@@ -185,8 +170,10 @@ class Runs(Mapping[str, LiveRun]):
     # ── what runs are asked for ───────────────────────────────────────────────────────────────────
 
     async def admit(self, call: Call) -> UntypedAPIFuture:
-        """Put a request into its run's lane; a repeated number gives the original receipt."""
+        """Take a request: a repeated number gives the original receipt."""
         request = call.request
+        if getattr(request, "model_id", None) is None:
+            return await self._create(call)
         await self.live(request.model_id)
         work: Work = await self._prepare(call)
         if isinstance(work, Refused):
@@ -198,11 +185,6 @@ class Runs(Mapping[str, LiveRun]):
     ) -> UntypedAPIFuture:
         """Let a refused request use its number up: later requests must not wait for it."""
         return await self._admit(refused_call(digest, why, owner), run, seq_id, Refused(why))
-
-    async def consume_refused(self, run: str, seq_id: int | None, digest: bytes, why: str) -> None:
-        """The same for a run that may not be there."""
-        if self.is_loaded(run):
-            await self.consume_seq_id(run, seq_id, digest, why)
 
     async def _admit(
         self, call: Call, run: str, seq_id: int | None, work: Work
@@ -235,9 +217,8 @@ class Runs(Mapping[str, LiveRun]):
             work.admitted(number)
         live.lane.hold(number, call.size)
         begin = functools.partial(self.offer, live, LaneItem(promise, number, work))
-        journal = self._journals.of_run(run)
         try:
-            await journal_then_begin(self._promises, promise, journal, number, call, begin)
+            await self._promises.take(promise, self._journals.of_run(run), number, call, begin)
         except Exception:
             live.lane.let_go(number)
             raise

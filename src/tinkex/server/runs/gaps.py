@@ -8,11 +8,9 @@ from collections.abc import Callable
 
 from tinkex.server.calls import Call
 from tinkex.server.http_errors import Refusal
+from tinkex.server.parts import Parts
 from tinkex.server.runs.call_records import GIVEN_UP
-from tinkex.server.runs.journals import Journals
-from tinkex.server.runs.promises import Promises
 from tinkex.server.runs.work import LaneItem, LiveRun, Unload
-from tinkex.server.server_limits import Limits
 
 logger = logging.getLogger("tinkex.server")
 
@@ -23,15 +21,9 @@ UNLOAD_GAP_SECONDS = 60.0
 class Gaps:
     """The clocks of missing numbers."""
 
-    def __init__(
-        self,
-        journals: Journals,
-        promises: Promises,
-        limits: Limits,
-        begin: Callable[[LiveRun, LaneItem], None],
-    ) -> None:
-        self._journals, self._promises, self._limits = journals, promises, limits
-        self._begin = begin
+    def __init__(self, parts: Parts, begin: Callable[[LiveRun, LaneItem], None]) -> None:
+        self._journals, self._promises = parts.journals, parts.promises
+        self._limits, self._begin = parts.limits, begin
 
     def check(self, live: LiveRun, number: int, call: Call) -> None:
         """Refuse a request for now if too much waits for a missing one, which is always taken."""

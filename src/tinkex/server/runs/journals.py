@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,8 @@ class Journals:
         self.data_dir = data_dir
         self._committer = Committer()
         self._open: dict[Path, Journal] = {}
+        self.writing = asyncio.Lock()
+        """Held while weights are written: one at a time is enough for a disk, and for memory."""
 
     def run_directory(self, model_id: str) -> Path:
         """Return the directory of a run's journal and states."""

@@ -42,13 +42,8 @@ class Watch:
 
     def __call__(self, promise: Promise) -> None:
         """Note how the operation ended, and pass the news on."""
-        try:
-            self._note(promise)
-        finally:
-            if self.before is not None:
-                self.before(promise)
-
-    def _note(self, promise: Promise) -> None:
+        if self.before is not None:
+            self.before(promise)
         meter, result = self.meter, promise.result
         meter.open[self.owner, self.operation] -= 1
         meter.expected[self.owner] -= self.bound

@@ -16,8 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from tinkex.engine.api import EngineError
+from tinkex.server.calls import Call
 from tinkex.server.complaints import FULL_DISK, complain
 from tinkex.server.files.data_dir import is_full_disk
+from tinkex.server.http_errors import Refusal
+from tinkex.server.runs.call_records import facts_of
+from tinkex.server.runs.journal import Journal
 from tinkex.server.workers.worker import Postponed
 from tinkex.types.sessions import RequestErrorCategory, RequestFailedResponse
 from tinkex.wire import codec
@@ -242,6 +246,35 @@ class Promises:
         """Hold on to a task until it ends."""
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def take(
+        self,
+        promise: Promise,
+        journal: Journal,
+        number: int,
+        call: Call,
+        begin: Callable[[], None],
+    ) -> None:
+        """Put a call on disk, then begin with it: both or neither, even if its caller gives up."""
+
+        async def taking() -> None:
+            await journal.append(number, facts_of(call, promise.request_id), call.body)
+            if call.op:  # it is on disk, and thousands may wait for their turn
+                call.body = b""
+            begin()
+
+        task = promise.recorded = asyncio.ensure_future(taking())
+        self.keep(task)
+        try:
+            await asyncio.shield(task)
+        except OSError as error:
+            self.take_back(promise)
+            raise Refusal(
+                503, f"the request cannot be put on disk, so it was not taken: {error}"
+            ) from None
+        except Exception:  # a fault of ours: who asks again must not wait for what is never done
+            self.take_back(promise)
+            raise
 
     def refuse_reused(
         self,

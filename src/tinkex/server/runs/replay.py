@@ -20,22 +20,17 @@ from typing import Any
 
 from tinkex.engine.api import EngineError
 from tinkex.server.calls import Call
-from tinkex.server.database.interface import Database
 from tinkex.server.files.checkpoint_files import Checkpoints
 from tinkex.server.http_errors import Refusal
-from tinkex.server.open_sessions import Sessions
+from tinkex.server.parts import Parts
 from tinkex.server.runs.admission import Runs
 from tinkex.server.runs.call_records import GIVEN_UP, READ, UNKNOWN, call_of
 from tinkex.server.runs.journal import DamagedJournalError, Entry
-from tinkex.server.runs.journals import DIRECT, UNPLACED, Journals
+from tinkex.server.runs.journals import DIRECT, UNPLACED
 from tinkex.server.runs.lane import Lane
-from tinkex.server.runs.promises import Promises
-from tinkex.server.runs.revivals import Revivals
 from tinkex.server.runs.snapshot import Snapshots, thaw
 from tinkex.server.runs.unloading import Unloading
 from tinkex.server.runs.work import LaneItem, LiveRun
-from tinkex.server.samples.nameless import NamelessSamplers
-from tinkex.server.workers.pool import Workers
 from tinkex.types.sessions import RequestErrorCategory
 from tinkex.types.training import CreateModelResponse
 
@@ -53,27 +48,21 @@ class Replay:
 
     def __init__(
         self,
-        *,
-        database: Database,
-        journals: Journals,
-        promises: Promises,
-        workers: Workers,
-        sessions: Sessions,
+        parts: Parts,
         checkpoints: Checkpoints,
-        nameless: NamelessSamplers,
         snapshots: Snapshots,
         runs: Runs,
         unloading: Unloading,
-        revivals: Revivals,
         sample_again: Callable[[Call], Awaitable[Any]],
     ) -> None:
         """Take the parts; `sample_again` draws a sample that was taken before."""
-        self._database, self._journals, self._promises = database, journals, promises
-        self._workers, self._sessions, self._checkpoints = workers, sessions, checkpoints
-        self._nameless, self._snapshots = nameless, snapshots
-        self._runs, self._unloading, self._revivals = runs, unloading, revivals
+        self._database, self._journals = parts.database, parts.journals
+        self._promises, self._workers = parts.promises, parts.workers
+        self._sessions, self._revivals = parts.sessions, parts.revivals
+        self._nameless, self._checkpoints = parts.nameless, checkpoints
+        self._snapshots, self._runs, self._unloading = snapshots, runs, unloading
         self._sample_again = sample_again
-        revivals.revive = self._revive
+        parts.revivals.revive = self._revive
 
     def take_up_sessions(self) -> None:
         """Count the silence of open sessions from now on, and delete the files of ended ones.

@@ -8,15 +8,11 @@ from collections.abc import Callable
 
 from tinkex.engine.api import EngineError, Listener
 from tinkex.server.database.entities import Sampler
-from tinkex.server.database.interface import Database
 from tinkex.server.http_errors import Refusal
-from tinkex.server.open_sessions import Sessions
+from tinkex.server.parts import Parts
 from tinkex.server.runs.admission import Runs
 from tinkex.server.samples.inflight import InflightTargets
 from tinkex.server.samples.loaded_weights import LoadedWeights, WeightSource
-from tinkex.server.samples.nameless import NamelessSamplers
-from tinkex.server.samples.sampling_records import SamplingRecords
-from tinkex.server.workers.pool import Workers
 from tinkex.types.sampling import SampleRequest, SampleResponse
 
 
@@ -25,26 +21,20 @@ class Samplers:
 
     def __init__(
         self,
-        *,
-        database: Database,
-        workers: Workers,
-        sessions: Sessions,
+        parts: Parts,
         runs: Runs,
-        nameless: NamelessSamplers,
         loaded: LoadedWeights,
-        recordings: SamplingRecords,
         conceal: Callable[[str], str],
     ) -> None:
         """Take the parts; `conceal` removes places of files from a text for others."""
-        self._database, self._workers, self._sessions, self._runs = (
-            database,
-            workers,
-            sessions,
-            runs,
+        self._database, self._workers, self._sessions = (
+            parts.database,
+            parts.workers,
+            parts.sessions,
         )
-        self.nameless, self.loaded, self._recordings = nameless, loaded, recordings
-        self.targets = InflightTargets(database, runs, nameless)
-        self._conceal = conceal
+        self._runs, self._recordings, self._conceal = runs, parts.recordings, conceal
+        self.nameless, self.loaded = parts.nameless, loaded
+        self.targets = InflightTargets(parts.database, runs, parts.nameless)
         self._bound: dict[str, str] = {}
         """The weights that samplers of open sessions began with: they never change to others of the
         same path."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from tinkex.engine.api import DrawnToken, Engine, EngineError, Listener, Recording, SampleDone
 from tinkex.types.sampling import SampleRequest, SampleResponse
@@ -22,26 +22,17 @@ class Sampled(NamedTuple):
     recordings: Sequence[Recording] = ()
 
 
-class Thread(Protocol):
-    """What sampling jobs need of their worker."""
-
-    engine: Engine
-
-    def new_future(self) -> asyncio.Future[Any]:
-        """Return a future of the event loop that results go to."""
-
-    def run(self, function: Any, *args: Any) -> asyncio.Future[Any]:
-        """Queue a function for the worker's thread."""
-
-    def post(self, function: Any, *args: Any) -> None:
-        """Call a function on the event loop."""
-
-
 class SampleJobs:
     """The sampling jobs that an engine has; the worker's thread advances them."""
 
-    def __init__(self, worker: Thread) -> None:
-        self._worker, self._engine = worker, worker.engine
+    def __init__(
+        self,
+        engine: Engine,
+        run: Callable[..., asyncio.Future[None]],
+        post: Callable[..., None],
+    ) -> None:
+        """Take what the worker has: an engine, and ways to its thread and to the event loop."""
+        self._engine, self._run, self._post = engine, run, post
         self._jobs: dict[str, asyncio.Future[Sampled]] = {}
         self.cancelled: set[str] = set()
         """Jobs to drop before the next step, without waiting for what else is queued."""
@@ -67,12 +58,10 @@ class SampleJobs:
 
         A listener is called on the event loop, for the last time before the job is done.
         """
-        done: asyncio.Future[Sampled] = self._worker.new_future()
+        done: asyncio.Future[Sampled] = asyncio.get_running_loop().create_future()
         self.open += 1
         done.add_done_callback(self._end)
-        admitted = self._worker.run(
-            self._admit, job, sampler, request, seed, done, listener, owner, cache
-        )
+        admitted = self._run(self._admit, job, sampler, request, seed, done, listener, owner, cache)
         admitted.add_done_callback(lambda future: _pass_failure(future, done))
         return done
 
@@ -83,11 +72,11 @@ class SampleJobs:
         """Drop a job, started or not; it fails. One that has ended is left alone."""
         self.cancelled.add(job)
         # wakes the thread; and behind this job's admission nothing has to be remembered
-        self._worker.run(self._uncancel, job)
+        self._run(self._uncancel, job)
 
     def cancel_all(self, prefix: str) -> None:
         """Drop the jobs whose names begin so, started or not; they fail."""
-        self._worker.run(self._cancel_all, prefix)
+        self._run(self._cancel_all, prefix)
 
     # ── on the worker's thread ────────────────────────────────────────────────────────────────────
 
@@ -110,7 +99,7 @@ class SampleJobs:
 
     def _relay(self, listener: Listener) -> Listener:
         def relay(drawn: Sequence[DrawnToken]) -> None:
-            self._worker.post(listener, drawn)
+            self._post(listener, drawn)
 
         return relay
 
@@ -135,7 +124,7 @@ class SampleJobs:
         except Exception:
             logger.exception("the engine cannot drop the sample %s", job)
         finally:
-            self._worker.post(settle, future, why)
+            self._post(settle, future, why)
 
     def step(self) -> None:
         """Advance all jobs by a step."""
@@ -149,7 +138,7 @@ class SampleJobs:
             (self._jobs.pop(done.job), _outcome(done)) for done in ended if done.job in self._jobs
         ]
         if outcomes:  # together, so that a reader of several is woken once
-            self._worker.post(_settle_all, outcomes)
+            self._post(_settle_all, outcomes)
 
     def fail(self, error: Exception) -> None:
         """Drop all jobs."""
