@@ -104,15 +104,6 @@ class Runs(Mapping[str, LiveRun]):
         """Return whether a run takes requests: at once, or after it is taken up again."""
         return run in self._live or self._revivals.is_asleep(run)
 
-    async def replayed(self, run: str, is_found: Callable[[], bool]) -> None:
-        """Wait until what an earlier life had of a run gives something, or all of it is done."""
-        await self._revivals.revived(run)
-        live = self._live.get(run)
-        for promise in list(live.recent.values()) if live is not None else ():
-            if is_found():
-                return
-            await promise.done.wait()
-
     # ── creating ──────────────────────────────────────────────────────────────────────────────────
 
     async def _create(self, call: Call) -> UntypedAPIFuture:

@@ -27,14 +27,11 @@ class Samplers:
         conceal: Callable[[str], str],
     ) -> None:
         """Take the parts; `conceal` removes places of files from a text for others."""
-        self._database, self._workers, self._sessions = (
-            parts.database,
-            parts.workers,
-            parts.sessions,
-        )
+        self._database, self._workers = parts.database, parts.workers
+        self._sessions, self._revivals = parts.sessions, parts.revivals
         self._runs, self._recordings, self._conceal = runs, parts.recordings, conceal
         self.nameless, self.loaded = parts.nameless, loaded
-        self.targets = InflightTargets(parts.database, runs, parts.nameless)
+        self.targets = InflightTargets(parts, runs)
         self._bound: dict[str, str] = {}
         """The weights that samplers of open sessions began with: they never change to others of the
         same path."""
@@ -77,7 +74,7 @@ class Samplers:
         name, known = sampler.sampler_id, self.nameless.directories
         if name not in known and not await self.nameless.find(name) and sampler.model_id:
             # what an earlier life of the server had only in memory is made again by its run
-            await self._runs.replayed(sampler.model_id, lambda: name in known)
+            await self._revivals.replayed(sampler.model_id, self._runs, lambda: name in known)
         if name not in known:
             raise Refusal(
                 410, f"the weights of sampler {name!r} went with their session; save them again"
