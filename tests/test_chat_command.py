@@ -261,7 +261,7 @@ def test_the_oldest_messages_make_room(talk: Chat, told: list[str]) -> None:
     for number in range(6):
         assert talk.ask(f"message {number} " + "word " * 8, lambda piece: None).text
         assert len(talk.prompt()) <= 300 - 12
-    assert any("do not fit any more" in text for text in told)
+    assert any("no longer fit" in text for text in told)
     assert len(told) == len(set(told))
     assert len(talk.messages) == 12
 
@@ -272,7 +272,7 @@ def test_a_message_that_fits_in_no_case_is_refused_with_its_length(
 ) -> None:
     talk.context, talk.raw = 40, raw
     with pytest.raises(
-        ValueError, match=r"^that is too long: \d+ tokens, of the 40 that the model takes in all$"
+        ValueError, match=r"^the message is too long: \d+ tokens, but the model takes 40 in all$"
     ):
         talk.ask("word " * 40, lambda piece: None)
     assert (talk.messages, told) == ([], [])

@@ -553,7 +553,7 @@ def test_a_run_keeps_its_last_checkpoints_and_deletes_the_others(
         assert kept(f"all{number}") == [2, 4, 6, 8, 9]
     wrong = train(data, "--keep", "some")
     assert wrong.exit_code == 2
-    assert "'some' is neither a whole number from 0 up nor 'all'" in wrong.stderr
+    assert "'some' is neither a whole number (0 or more) nor 'all'" in wrong.stderr
 
 
 def test_the_best_checkpoint_is_kept_besides_the_last(
@@ -743,7 +743,7 @@ def test_of_two_commands_in_one_folder_the_second_is_told_of_the_first(
         second = train(*words)
         assert (second.exit_code, second.stderr.splitlines()[-1]) == (
             1,
-            "Error: another `tinkex train` is at work in run",
+            "Error: another `tinkex train` is running in run",
         )
     assert Path("run/run.json").read_bytes() == was
     os.close(folder)
@@ -881,7 +881,7 @@ def test_a_run_goes_on_with_its_own_options_and_examples_only(
         file.write(json.dumps(talk("a", "b")) + "\n")
     changed = train("moved.jsonl", "--resume", "run")
     assert changed.exit_code == 1
-    assert "can only go on with the same examples" in changed.stderr
+    assert "can only resume with the same examples" in changed.stderr
     Path("moved.jsonl").write_text(
         "".join(Path("moved.jsonl").read_text().splitlines(keepends=True)[:-1])
     )

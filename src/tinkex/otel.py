@@ -34,7 +34,7 @@ _numbers = itertools.count(1)
 
 
 def is_available() -> bool:
-    """Whether the API of OpenTelemetry is installed.
+    """Return True if the API of OpenTelemetry is installed.
 
     Example:
         >>> is_available()
@@ -48,8 +48,7 @@ def is_available() -> bool:
 
 
 def is_enabled(config: Config) -> bool:
-    """Whether requests carry the trace they belong to: as the configuration says, else the
-    environment; else no.
+    """Return True if requests carry their trace: by the configuration, else the environment.
 
     Example:
         >>> is_enabled(Config(base_url="http://127.0.0.1:8000", otel_propagate=True))
@@ -62,11 +61,10 @@ def is_enabled(config: Config) -> bool:
 
 
 def inject(headers: Mapping[str, str], config: Config | None = None) -> dict[str, str]:
-    """Headers with the trace of the current span, or as they are: a trace that is there already
-    stays.
+    """Return headers with the trace of the current span; keep a trace that is there already.
 
-    With a configuration, only if that says so. Only `traceparent` and `tracestate` are added: what
-    else a program carries along (baggage) is not for the server. No failure gets out of here.
+    With a configuration, only if it enables this. Only `traceparent` and `tracestate` are added:
+    other baggage of a program is not for the server. It never raises.
 
     Example:
         >>> attached = extract(
@@ -99,7 +97,7 @@ def inject(headers: Mapping[str, str], config: Config | None = None) -> dict[str
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """A context that `extract` made the current one.
+    """A context that `extract` made current.
 
     Example:
         >>> attached = extract(
@@ -113,8 +111,7 @@ class Attached:
 
 
 def extract(headers: Mapping[str, str], config: Config | None = None) -> Attached | None:
-    """Make the trace that headers name the current one; `release` undoes it. None when there is
-    none, or it is off.
+    """Make the trace of headers current; `release` undoes it. None if there is none or it is off.
 
     Example:
         >>> attached = extract(
@@ -143,7 +140,7 @@ def extract(headers: Mapping[str, str], config: Config | None = None) -> Attache
 
 
 def release(attached: Attached | None) -> None:
-    """Go back to the context there was before `extract`.
+    """Restore the context from before `extract`.
 
     Example:
         >>> release(extract({"accept": "*/*"}))  # there was no trace: nothing to do
@@ -179,7 +176,7 @@ _IDS = (
 
 @dataclass(frozen=True, slots=True)
 class _Open:
-    """A span that has begun in this task, and the way back to the context before it."""
+    """A span that this task began, and the context before it."""
 
     span: Any
     token: Any
@@ -253,7 +250,7 @@ def trace(tracer: Any = None, handler_id: str | None = None) -> str:
 
 
 def _attributes(metadata: Mapping[str, Any], scrubber: Scrubber) -> dict[str, Any]:
-    """What a span tells: known facts only, never what callers add to the metadata of their own."""
+    """Return the attributes of a span: known facts only, never a caller's metadata."""
     told = {
         _ATTRIBUTES.get(name, f"tinkex.{name}"): metadata.get(name)
         for name in (*_ATTRIBUTES, *_IDS)

@@ -1,4 +1,4 @@
-"""`tinkex billing`: what was used, and what checkpoints take up."""
+"""`tinkex billing`: usage and the storage of checkpoints."""
 
 from __future__ import annotations
 
@@ -36,19 +36,22 @@ STORAGE = (
 
 @click.group(cls=CommandGroup)
 def billing() -> None:
-    """What was used, and what checkpoints take up."""
+    """Show usage and the storage of checkpoints."""
 
 
 @billing.command()
 @click.argument("starting_on")
 @click.argument("ending_before")
 @click.option(
-    "--csv", "csv_path", metavar="PATH", help="Write the rows there as CSV; - is standard output."
+    "--csv",
+    "csv_path",
+    metavar="PATH",
+    help="Write the rows to this file as CSV; - is standard output.",
 )
 @click.option(
     "--sessions-csv",
     metavar="PATH",
-    help="Write what is known of the sessions there; - is standard output.",
+    help="Write the sessions to this file as CSV; - is standard output.",
 )
 @formatted
 @connecting
@@ -60,10 +63,10 @@ def usage(
     as_json: bool,
     connection: Connection,
 ) -> Outcome:
-    """What was used, hour by hour.
+    """Show usage hour by hour.
 
     From STARTING_ON until before ENDING_BEFORE: both are times such as 2026-07-13T00:00:00Z or
-    2026-07-13, in UTC unless they say otherwise.
+    2026-07-13, in UTC unless they name a zone.
     """
     if (csv_path, sessions_csv) == ("-", "-"):
         raise click.UsageError("only one of --csv and --sessions-csv can be standard output")
@@ -91,21 +94,24 @@ def usage(
     elif "-" not in (csv_path, sessions_csv):
         _print_rows(f"Usage ({_count(rows)})", rows, USAGE)
         if data.get("cost_data_through"):
-            click.echo(f"Costs are known until {data['cost_data_through']}", err=True)
+            click.echo(f"Costs are complete until {data['cost_data_through']}", err=True)
     return Outcome(data, answer)
 
 
 @billing.command("checkpoint-storage")
 @click.option("--project-id", metavar="ID", help="Only this project.")
 @click.option(
-    "--csv", "csv_path", metavar="PATH", help="Write the rows there as CSV; - is standard output."
+    "--csv",
+    "csv_path",
+    metavar="PATH",
+    help="Write the rows to this file as CSV; - is standard output.",
 )
 @formatted
 @connecting
 def checkpoint_storage(
     project_id: str | None, csv_path: str | None, as_json: bool, connection: Connection
 ) -> Outcome:
-    """What checkpoints take up now, by project and owner."""
+    """Show checkpoint storage by project and owner."""
     with connection.admin() as admin:
         answer = wait(admin.get_current_checkpoint_storage_usage(project_id))
     data = _plain(answer)
@@ -124,13 +130,13 @@ def _count(rows: Sequence[object]) -> str:
 
 
 def _plain(answer: Any) -> dict[str, Any]:
-    """An answer as JSON has it, times by ISO 8601."""
+    """Return an answer as plain data, with ISO 8601 times."""
     plain: dict[str, Any] = answer.model_dump(mode="json")
     return plain
 
 
 def _flat(event: Mapping[str, Any]) -> dict[str, Any]:
-    """An event with what it is about among its own fields."""
+    """Return an event with the fields of its subject among its own."""
     flat = {name: value for name, value in event.items() if name != "event_info"}
     return flat | dict(event.get("event_info") or {})
 
@@ -140,7 +146,7 @@ def _fields(rows: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def _print_rows(title: str, rows: Sequence[Mapping[str, Any]], first: Sequence[str]) -> None:
-    """Print rows: the usual fields first, then whatever else one of them has."""
+    """Print rows: the usual fields first, then all others."""
     rest = [name for name in _fields(rows) if name not in first]
     names = [
         name

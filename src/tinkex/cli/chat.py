@@ -31,10 +31,10 @@ MAX_TOKENS = 1024
 PROMPT, GOES_ON = "> ", "… "
 COMMANDS = {
     "/reset": "forget the conversation, not the system message",
-    "/system TEXT": "set the system message; without TEXT, take it away",
+    "/system TEXT": "set the system message; without TEXT, remove it",
     "/undo": "take back the last message and its answer",
     "/save FILE": "write the conversation to a file, as a line that `tinkex train` takes",
-    "/load FILE": "go on with a conversation that was saved",
+    "/load FILE": "load a saved conversation",
     "/help": "show this",
     "/quit": "leave (so does Ctrl-D)",
 }
@@ -42,7 +42,7 @@ COMMANDS = {
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model said, and why it stopped: stop, length or interrupted."""
+    """An answer of the model, and why it stopped: stop, length or interrupted."""
 
     text: str
     tokens: int
@@ -50,7 +50,7 @@ class Answer:
 
 
 class CommandError(Exception):
-    """A command that makes no sense, or cannot be carried out."""
+    """A chat command that is unknown or failed."""
 
 
 @dataclass
@@ -64,10 +64,10 @@ class Chat:
     max_tokens: int = MAX_TOKENS
     seed: int | None = None
     context: int | None = None
-    """How many tokens the model takes at once, if that is known."""
+    """The context length of the model, if known."""
     system: str | None = None
     raw: bool = False
-    """Whether each message is a text to go on with, without format and memory."""
+    """True if each message is plain text to continue, without chat format and history."""
     shaping: Mapping[str, Any] = field(default_factory=dict)
     """Penalties, biases and banned words, as fields of SamplingParams."""
     tell: Callable[[str], object] = lambda text: None
@@ -75,7 +75,7 @@ class Chat:
     _left_out: int = field(default=0, init=False)
 
     def prompt(self) -> list[int]:
-        """The tokens to answer to; the oldest messages are left out when there is no room for them."""
+        """Return the tokens to answer; the oldest messages are dropped if there is no room."""
         if self.raw:
             return [
                 int(token) for token in self.format.tokenizer.encode(self.messages[-1]["content"])
@@ -87,21 +87,19 @@ class Chat:
             if room is None or len(tokens) <= room:
                 break
         if dropped > self._left_out:  # not again with each message
-            self.tell(f"(the first {dropped} messages do not fit any more and are left out)")
+            self.tell(f"(the first {dropped} messages no longer fit and are left out)")
         self._left_out = dropped
         return tokens
 
     @property
     def room(self) -> int | None:
-        """How long a prompt may be, so that there is some space for an answer."""
+        """The longest prompt that leaves room for an answer."""
         return (
             None if self.context is None else self.context - min(self.max_tokens, self.context // 4)
         )
 
     def ask(self, text: str, show: Callable[[str], object]) -> Answer:
-        """Say something; the answer is shown as it comes, and remembered, also when it is
-        interrupted.
-        """
+        """Send a message, show the answer as it arrives, and remember it, even if interrupted."""
         self.messages.append({"role": "user", "content": text})
         try:
             answer = self._answer(show)
@@ -118,8 +116,8 @@ class Chat:
         prompt = self.prompt()
         if self.context is not None and len(prompt) >= self.context:
             raise ValueError(
-                f"that is too long: {len(prompt)} tokens, of the {self.context} that the model "
-                "takes in all"
+                f"the message is too long: {len(prompt)} tokens, but the model takes "
+                f"{self.context} in all"
             )
         most = (
             self.max_tokens
@@ -167,7 +165,7 @@ class Chat:
     # ── commands ──────────────────────────────────────────────────────────────────────────────────
 
     def command(self, line: str) -> str | None:
-        """Carry a command out; what to say about it, or None to leave.
+        """Run a chat command; return the text to print, or None to leave.
 
         Raises:
             CommandError: There is no such command, or it cannot be carried out.
@@ -245,14 +243,14 @@ def _count(messages: list[Message]) -> str:
     default=0.7,
     show_default=True,
     type=click.FloatRange(0),
-    help="How freely to draw; 0 takes the likeliest token.",
+    help="Sampling temperature; 0 takes the likeliest token.",
 )
 @click.option(
     "--top-p",
     default=1.0,
     show_default=True,
     type=click.FloatRange(0, 1, min_open=True),
-    help="Draw from the likeliest tokens that make up this much.",
+    help="Sample from the likeliest tokens with this total probability.",
 )
 @shaping_options
 @click.option(
@@ -260,11 +258,11 @@ def _count(messages: list[Message]) -> str:
     default=MAX_TOKENS,
     show_default=True,
     type=click.IntRange(1),
-    help="The most tokens of an answer.",
+    help="Longest answer, in tokens.",
 )
 @click.option("--seed", type=int, help="Seed of the answers.")
 @click.option(
-    "--raw", is_flag=True, help="Go on with each message as plain text: no chat format, no memory."
+    "--raw", is_flag=True, help="Continue each message as plain text: no chat format, no history."
 )
 @click.option("--base-url", metavar="URL", help=BASE_URL_HELP)
 @click.option("--api-key", metavar="KEY", help=API_KEY_HELP)
@@ -275,9 +273,9 @@ def _count(messages: list[Message]) -> str:
     default="text",
     show_default=True,
     type=click.Choice(["text", "json"]),
-    help="Form of the answers where standard input is no terminal: text, or a JSON object a line.",
+    help="Output format when standard input is not a terminal: text, or one JSON object per line.",
 )
-@switch("--json", help="The same as --format json.")
+@switch("--json", help="Same as --format json.")
 def chat(
     model_or_path: str | None,
     system: str | None,
@@ -299,15 +297,15 @@ def chat(
     inside this process. A model without a chat template sees the conversation as "User: …" and
     "Assistant: …".
 
-    A line is a message; a backslash at its end continues it on the next. /help lists the commands.
-    Ctrl-C stops an answer, Ctrl-D leaves. Where standard input is no terminal, each line of it is
-    answered in turn, as one conversation.
+    Each line is a message; a backslash at its end continues it on the next line. /help lists the
+    commands. Ctrl-C stops an answer, Ctrl-D leaves. If standard input is not a terminal, each of
+    its lines is answered in turn, as one conversation.
     """
     if raw and system:
         raise click.UsageError("--system has no effect with --raw")
     is_terminal, as_json = sys.stdin.isatty(), json or output_format == "json"
     if is_terminal and as_json:
-        raise click.UsageError("--json is for standard input that is no terminal")
+        raise click.UsageError("--json needs a standard input that is not a terminal")
     chosen = shaping_of(shaping)
     notes = plain_console(stderr=True)
 
@@ -347,9 +345,7 @@ def chat(
 
 
 def _never_fail_to_write() -> None:
-    """Better a question mark than a traceback where there are no such signs; what is read may be
-    anything, too.
-    """
+    """Replace characters that a terminal cannot print, and bytes that cannot be read."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
@@ -357,7 +353,7 @@ def _never_fail_to_write() -> None:
 
 
 def _open(service: ServiceClient, model_or_path: str | None) -> tuple[SamplingClient, str]:
-    """A sampler, and the name of the base model under it."""
+    """Return a sampler and the name of its base model."""
     if model_or_path is None or not model_or_path.startswith(SCHEME):
         model = model_of(service, model_or_path, "MODEL_OR_PATH")
         return service.create_sampling_client(base_model=model).result(), model
@@ -371,7 +367,7 @@ def _open(service: ServiceClient, model_or_path: str | None) -> tuple[SamplingCl
 
 
 def _typed() -> Iterator[str]:
-    """Messages as they are typed: with a backslash at its end, a line goes on; Ctrl-D ends it."""
+    """Yield typed messages: a backslash at the end continues a line, Ctrl-D ends."""
     with contextlib.suppress(ImportError):  # the arrow keys, where there is such a module
         import readline  # noqa: F401
     lines: list[str] = []
@@ -392,7 +388,7 @@ def _typed() -> Iterator[str]:
 
 
 def _converse(talk: Chat) -> None:
-    """Talk to whoever sits at the terminal."""
+    """Talk to the user at the terminal."""
     for text in _typed():
         if not text.strip():
             continue
@@ -408,7 +404,7 @@ def _converse(talk: Chat) -> None:
             if answer.reason == "interrupted":
                 talk.tell("(stopped)")
             elif not answer.text:
-                talk.tell("(no answer; your message is taken back)")
+                talk.tell("(no answer; your message is removed)")
             elif answer.reason == "length":
                 talk.tell("(cut off: --max-tokens, or the model's longest text)")
         except KeyboardInterrupt:
@@ -421,7 +417,7 @@ def _converse(talk: Chat) -> None:
 
 
 def _write(text: str) -> None:
-    """Show a piece of an answer; what could move the cursor or colour the terminal is left out."""
+    """Print a piece of an answer, without control characters."""
     sys.stdout.write("".join(sign for sign in text if sign in "\n\t" or sign.isprintable()))
     sys.stdout.flush()
 
@@ -439,7 +435,7 @@ def _piped() -> Iterator[str]:
 
 
 def _answer_lines(talk: Chat, *, as_json: bool) -> None:
-    """Answer every line of standard input; what fails is the end."""
+    """Answer every line of standard input; stop at the first failure."""
     for text in _piped():
         if not text.strip():
             continue

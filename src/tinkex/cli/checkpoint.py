@@ -1,4 +1,4 @@
-"""`tinkex checkpoint`: save, list, share and delete; files are in `transfers`, comparing in `diff`."""
+"""`tinkex checkpoint`: save, list, share and delete checkpoints."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 PAGE = 1000
 DELETIONS = 32
-"""How many are deleted at the same time."""
+"""Checkpoints deleted at the same time."""
 COLUMNS = (
     Column("ID", folds=True, repeats=True),
     Column("Type"),
@@ -65,20 +65,20 @@ COLUMNS = (
 
 
 def save_options(function: F) -> F:
-    """The options of saving."""
+    """Add the options of saving."""
     options: Sequence[Callable[[F], F]] = (
         click.option("--base-model", metavar="NAME", help="The model to make an adapter for."),
         click.option(
             "--model-path",
             metavar="PATH",
-            help="A training checkpoint (tinker://…) to begin with, or a model's name.",
+            help="A training checkpoint (tinker://…) to start from, or a model's name.",
         ),
-        click.option("--name", help="What to call the checkpoint.  [default: checkpoint-MODEL]"),
+        click.option("--name", help="Name of the checkpoint.  [default: checkpoint-MODEL]"),
         click.option(
             "-o",
             "--output",
             metavar="FILE",
-            help="Where to write what was saved, as JSON (required).",
+            help="File for the result, as JSON (required).",
         ),
         click.option(
             "--rank",
@@ -87,7 +87,7 @@ def save_options(function: F) -> F:
             show_default=True,
             help="The adapter's rank.",
         ),
-        click.option("--seed", type=int, help="Seed of the adapter's first weights."),
+        click.option("--seed", type=int, help="Seed of the adapter's initial weights."),
         click.option(
             "--train-mlp/--no-train-mlp",
             default=True,
@@ -155,9 +155,7 @@ def save_checkpoint(
     train_attn: bool,
     train_unembed: bool,
 ) -> Outcome:
-    """Make a run, save its weights, and write down where they are; nothing is written when that
-    fails.
-    """
+    """Make a run, save its weights and write their path to a file; on failure write nothing."""
     from tinkex.types.checkpoints import SCHEME
 
     wrong = "saving failed (please check your inputs)"
@@ -203,9 +201,11 @@ def _slug(model: str) -> str:
 
 
 @checkpoint.command("list")
-@click.option("--run-id", metavar="RUN", help="Only the checkpoints of this run: all of them.")
-@click.option("--limit", type=int, default=20, show_default=True, help="How many to list; 0: all.")
-@click.option("--offset", type=int, default=0, show_default=True, help="How many to pass over.")
+@click.option("--run-id", metavar="RUN", help="List all checkpoints of this run only.")
+@click.option(
+    "--limit", type=int, default=20, show_default=True, help="Number to list; 0 means all."
+)
+@click.option("--offset", type=int, default=0, show_default=True, help="Number to skip.")
 @formatted
 @connecting
 @click.pass_context
@@ -275,7 +275,7 @@ def _row(item: Checkpoint) -> tuple[object, ...]:
 @formatted
 @connecting
 def info(path: str, as_json: bool, connection: Connection) -> Outcome:
-    """What is known of a checkpoint."""
+    """Show the facts of a checkpoint."""
     from tinkex.types.checkpoints import ParsedCheckpointTinkerPath
 
     run_id = ParsedCheckpointTinkerPath.from_tinker_path(path).training_run_id
@@ -344,7 +344,7 @@ def publish(path: str, as_json: bool, connection: Connection) -> Outcome:
 @formatted
 @connecting
 def unpublish(path: str, as_json: bool, connection: Connection) -> Outcome:
-    """Keep a published checkpoint to yourself again."""
+    """Make a published checkpoint private again."""
     with connection.rest() as rest:
         wait(rest.unpublish_checkpoint_from_tinker_path(path))
     return _done({"action": "unpublish", "path": path}, f"Unpublished {path}", as_json)
@@ -356,15 +356,15 @@ def unpublish(path: str, as_json: bool, connection: Connection) -> Outcome:
     "--ttl",
     type=click.IntRange(1),
     metavar="SECONDS",
-    help="Let it expire so many seconds from now.",
+    help="Expire in this many seconds.",
 )
-@switch("--remove", help="Keep it for good.")
+@switch("--remove", help="Keep it forever.")
 @formatted
 @connecting
 def set_ttl(
     path: str, ttl: int | None, remove: bool, as_json: bool, connection: Connection
 ) -> Outcome:
-    """Say when a checkpoint expires.
+    """Set when a checkpoint expires.
 
     Give one of --ttl and --remove.
     """
@@ -396,21 +396,21 @@ def _done(data: dict[str, Any], line: str, as_json: bool) -> Outcome:
 
 @checkpoint.command(short_help="Delete checkpoints for good.")
 @path_argument("paths", nargs=-1)
-@click.option("--run-id", metavar="RUN", help="Instead of paths: the checkpoints of this run.")
+@click.option("--run-id", metavar="RUN", help="Delete checkpoints of this run, in place of paths.")
 @click.option(
     "--type",
     "kind",
     type=click.Choice(["training", "sampler", "external"]),
-    help="Of the run: this type.",
+    help="With --run-id: only this type.",
 )
 @click.option(
     "--before",
     type=click.DateTime(),
     metavar="DATE",
-    help="Of the run: those saved before (2026-11-16, or with a time; UTC).",
+    help="With --run-id: only those saved before (2026-11-16, or with a time; UTC).",
 )
 @click.option(
-    "--after", type=click.DateTime(), metavar="DATE", help="Of the run: those saved after."
+    "--after", type=click.DateTime(), metavar="DATE", help="With --run-id: only those saved after."
 )
 @switch("--yes", "-y", help="Do not ask.")
 @formatted
@@ -425,7 +425,7 @@ def delete(
     as_json: bool,
     connection: Connection,
 ) -> Outcome:
-    """Delete checkpoints for good: those of the PATHS, or those of a run that the options choose."""
+    """Delete checkpoints for good: the PATHS, or those of a run that the options select."""
     if bool(paths) == (run_id is not None):
         raise click.UsageError("give either paths or --run-id")
     if run_id is None and (kind or before or after):
@@ -479,7 +479,7 @@ def _fits(
 
 
 def _confirmed(paths: Sequence[str]) -> bool:
-    """Ask on stderr, so that stdout has nothing but the outcome; no answer means no."""
+    """Ask on stderr, so that stdout holds only the result; no answer means no."""
     click.echo(
         f"{len(paths)} checkpoint{'' if len(paths) == 1 else 's'} will be deleted for good:",
         err=True,
@@ -494,7 +494,7 @@ def _confirmed(paths: Sequence[str]) -> bool:
 
 
 def _delete(rest: RestClient, paths: Sequence[str], as_json: bool) -> Iterator[dict[str, str]]:
-    """Delete some at a time and tell of each in order; yields the failures."""
+    """Delete a few at a time, report each in order, and yield the failures."""
     from tinkex.errors import TinkerError
 
     begun: deque[APIFuture[None]] = deque()

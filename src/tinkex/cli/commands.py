@@ -1,4 +1,4 @@
-"""The table of top-level commands: main, completion, help, the docs and the tests read it."""
+"""The table of top-level commands, read by main, completion, help, docs and tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class CommandEntry(NamedTuple):
     """A top-level command, which is imported when it is called."""
 
     target: str
-    """Its address, as `module:attribute`."""
+    """Its address as `module:attribute`."""
     summary: str
     """One line for `tinkex --help` and for shell completion."""
     form: Form = Form.TABLE_OR_JSON

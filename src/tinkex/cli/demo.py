@@ -41,7 +41,7 @@ NARROW = 60
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the model is taught."""
+    """The settings of the lesson."""
 
     rank: int = 32
     supervised_steps: int = 12
@@ -61,7 +61,7 @@ QUICK = Recipe(
 
 @dataclass
 class Counter:
-    """Tokens and the time they took."""
+    """A count of tokens and of the time they took."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -113,7 +113,7 @@ class Demo:
         samples: int,
         temperature: float,
     ) -> list[list[SampledSequence]]:
-        """Answers to problems, all asked at once."""
+        """Return the answers to problems, sampled at once."""
         with self.sampled.timing():
             futures = [
                 sampler.sample(
@@ -130,9 +130,7 @@ class Demo:
         return answers
 
     def draws(self, count: int, temperature: float) -> list[SamplingParams]:
-        """How to draw for so many prompts: each by a seed of its own, for with one seed their draws
-        would be alike.
-        """
+        """Return one set of sampling parameters per prompt, each with its own seed."""
         limit, stop = addition.MAX_ANSWER_TOKENS, list(self.stop)
         return [
             SamplingParams(
@@ -145,11 +143,11 @@ class Demo:
         ]
 
     def text(self, sequence: SampledSequence) -> str:
-        """A sample as text."""
+        """Return a sample as text."""
         return str(self.tokenizer.decode(sequence.tokens, skip_special_tokens=True))
 
     def examine(self, sampler: tinkex.SamplingClient) -> tuple[float, list[str]]:
-        """Greedy accuracy on the held-out problems, and the first few answers."""
+        """Return the greedy accuracy on the held-out problems, and the first few answers."""
         answers = [self.text(group[0]) for group in self.ask(sampler, self.held_out, 1, 0.0)]
         right = [
             addition.reward(text, a, b) for text, (a, b) in zip(answers, self.held_out, strict=True)
@@ -157,7 +155,7 @@ class Demo:
         return sum(right) / len(right), answers[:SHOWN]
 
     def story(self, sampler: tinkex.SamplingClient) -> str:
-        """A few sentences of the model's own."""
+        """Return a few sentences of the model."""
         params = SamplingParams(max_tokens=120, temperature=0.7, seed=3, stop="\n")
         response = sampler.sample(
             ModelInput.from_ints(self.tokenizer.encode(STORY)), 1, params
@@ -167,7 +165,7 @@ class Demo:
     # ── training ──────────────────────────────────────────────────────────────────────────────────
 
     def example(self, a: int, b: int) -> Datum:
-        """A problem with its answer; only the answer is trained on."""
+        """Return a problem with its answer; only the answer is trained on."""
         question = self.tokenizer.encode(addition.prompt(a, b))
         answer = self.tokenizer.encode(addition.answer(a, b), add_special_tokens=False)
         tokens = np.array([*question, *answer])
@@ -180,7 +178,7 @@ class Demo:
     def experience(
         self, problem: tuple[int, int], sample: SampledSequence, advantage: float
     ) -> Datum:
-        """A sampled answer, weighted by how much better than its group it was."""
+        """Return a sampled answer, weighted by its advantage over its group."""
         question = self.tokenizer.encode(addition.prompt(*problem))
         assert sample.tokens_np is not None
         assert sample.logprobs_np is not None
@@ -192,7 +190,7 @@ class Demo:
         return Datum(ModelInput.from_ints(tokens[:-1]), inputs)
 
     def step(self, data: list[Datum], loss: str, rate: float) -> float:
-        """One pass and one optimizer step, sent together; the summed loss."""
+        """Make one pass and one optimizer step, sent together; return the summed loss."""
         with self.trained.timing():
             passed = self.client.forward_backward(data, loss)
             stepped = self.client.optim_step(AdamParams(learning_rate=rate))
@@ -202,7 +200,7 @@ class Demo:
         return value
 
     def supervise(self) -> list[float]:
-        """Learn from right answers; the loss per problem at each step."""
+        """Learn from right answers; return the loss per problem at each step."""
         recipe, losses = self.recipe, []
         steps = recipe.supervised_steps
         with progress(self.console, "learning from examples", steps) as bar:
@@ -218,7 +216,7 @@ class Demo:
         return losses
 
     def reinforce(self) -> list[float]:
-        """Learn from rewards alone; the mean reward at each step."""
+        """Learn from rewards alone; return the mean reward at each step."""
         recipe, rewards = self.recipe, []
         steps = recipe.reward_steps
         with progress(self.console, "learning from rewards ", steps) as bar:
@@ -272,7 +270,7 @@ def progress(console: Console, title: str, total: int) -> Display:
 @click.option(
     "--quick",
     is_flag=True,
-    help="A few small steps only: shows that everything runs, teaches little.",
+    help="Run a few small steps only, as a quick check.",
 )
 def demo(
     base_url: str | None,
@@ -284,9 +282,8 @@ def demo(
 ) -> None:
     """Watch a small model learn to add, on this machine.
 
-    A LoRA adapter learns two-digit addition, first from examples and then from rewards alone, and
-    is tested on problems that no training text contains. Takes about half a minute on two CPU
-    cores.
+    A LoRA adapter learns two-digit addition, first from examples and then from rewards alone. It is
+    tested on problems that no training text contains. Takes about half a minute on two CPU cores.
     """
     url = base_url or os.environ.get("TINKER_BASE_URL") or "local"
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -319,7 +316,7 @@ def _since(began: float) -> str:
 
 
 def _show(run: Demo, service: tinkex.ServiceClient, url: str, console: Console) -> bool:
-    """The demo from the first sample to the summary; whether the model learned in both parts."""
+    """Run the whole demo; return True if the model learned in both parts."""
     base = service.create_sampling_client(base_model=run.model).result()
     console.print(f"[dim]the base model tells a story:[/] {escape(run.story(base))}\n")
     with waiting(f"testing the base model on {len(run.held_out)} held-out problems …"):
@@ -347,7 +344,7 @@ def _show(run: Demo, service: tinkex.ServiceClient, url: str, console: Console) 
 
 
 def _draw(values: list[float], label: str, console: Console) -> None:
-    """A plot as wide as there is room for; a handful of points makes none."""
+    """Print a plot as wide as the terminal; skip it for a handful of points."""
     if len(values) >= 5:
         width = max(10, min(60, console.width - 12))
         console.print(plot(values, width=width, label=label), no_wrap=True)

@@ -1,6 +1,4 @@
-"""`tinkex checkpoint diff`: what differs between two checkpoints. Needs numpy only: no torch, no
-other library.
-"""
+"""`tinkex checkpoint diff`: compare two checkpoints. Needs numpy only."""
 
 from __future__ import annotations
 
@@ -44,9 +42,9 @@ DTYPES = {
 FACTOR = re.compile(
     r"(?P<module>.+)\.lora_(?P<kind>(?:embedding_)?)(?P<side>[AB])(?P<end>(?:\.weight)?)"
 )
-"""The name of one factor of an adapter, as PEFT has it."""
+"""The name of one factor of an adapter in PEFT."""
 BLOCK = 1 << 22
-"""Numbers of a product that are compared at a time."""
+"""Numbers of a product compared at a time."""
 COLUMNS = (
     Column("Tensor", folds=True),
     Column("Shape"),
@@ -57,7 +55,7 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """Where the numbers of a tensor lie."""
+    """The place of a tensor's numbers in a file."""
 
     file: Path
     dtype: str
@@ -65,7 +63,7 @@ class Tensor:
     begin: int
 
     def read(self) -> NDArray[np.float64]:
-        """The numbers, flat, as float64."""
+        """Return the numbers, flat, as float64."""
         import numpy as np
 
         count = math.prod(self.shape)
@@ -76,7 +74,7 @@ class Tensor:
 
 
 def read_tensors(directory: Path, *, optimizer: bool = False) -> dict[str, Tensor]:
-    """The tensors in a checkpoint's files, by name; those of the optimizer only when asked for."""
+    """Return the tensors of a checkpoint's files by name, the optimizer's only on request."""
     found: dict[str, Tensor] = {}
     for file in sorted(directory.glob("*.safetensors")):
         if file.name != OPTIMIZER or optimizer:
@@ -88,7 +86,7 @@ def read_tensors(directory: Path, *, optimizer: bool = False) -> dict[str, Tenso
 
 
 def _read_header(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """The table in front of a safetensors file: its length in eight bytes, then JSON."""
+    """Read the header of a safetensors file: its length in eight bytes, then JSON."""
     try:
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
@@ -102,7 +100,7 @@ def _read_header(file: Path) -> Iterator[tuple[str, Tensor]]:
             if entry["dtype"] not in DTYPES:
                 raise ValueError(f"{name} has the type {entry['dtype']}, which cannot be compared")
             if not 0 <= entry["data_offsets"][0] <= entry["data_offsets"][1] <= end:
-                raise ValueError(f"{name} lies outside of it")
+                raise ValueError(f"{name} lies outside the file")
             yield (
                 name,
                 Tensor(
@@ -117,7 +115,7 @@ def _read_header(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def compare(first: Path, second: Path, *, optimizer: bool = False) -> dict[str, Any]:
-    """What differs between the checkpoints in two directories, as plain data."""
+    """Compare the checkpoints in two directories and return the result as plain data."""
     configs = [_read_config(first), _read_config(second)]
     tensors = [read_tensors(first, optimizer=optimizer), read_tensors(second, optimizer=optimizer)]
     common = [name for name in tensors[0] if name in tensors[1]]
@@ -173,7 +171,7 @@ def _read_config(directory: Path) -> Mapping[str, Any]:
 
 
 def _compare(name: str, shape: Sequence[int], blocks: Iterable[Sides]) -> dict[str, Any]:
-    """Compare the numbers of a tensor, which come block by block from both sides."""
+    """Compare the numbers of a tensor, block by block."""
     import numpy as np
 
     largest = norm = whole = 0.0
@@ -197,7 +195,7 @@ def _compare(name: str, shape: Sequence[int], blocks: Iterable[Sides]) -> dict[s
 
 
 def _pairs(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[str, tuple[str, str]]:
-    """The names of A and B, by module, where both sides have them and only the ranks differ."""
+    """Return the names of A and B by module, where both have them and only ranks differ."""
     found = {}
     for name in first:
         match = FACTOR.fullmatch(name)
@@ -226,9 +224,7 @@ def _products(
     sides: Sequence[Mapping[str, Tensor]],
     configs: Sequence[Mapping[str, Any]],
 ) -> Iterator[Sides]:
-    """The scaled products of B and A on both sides, some rows at a time: a whole one may not fit
-    into memory.
-    """
+    """Yield the scaled products B·A of both, some rows at a time to save memory."""
     factors = []
     for side, config in zip(sides, configs, strict=True):
         a, b = (side[name].read().reshape(side[name].shape) for name in names)
@@ -240,9 +236,7 @@ def _products(
 
 
 def _scale(config: Mapping[str, Any], rank: int) -> float:
-    """The factor of an adapter's product: alpha over the rank, or over its root; 1 where nothing is
-    said.
-    """
+    """Return the factor of an adapter's product: alpha over the rank or its root, else 1."""
     alpha = config.get("lora_alpha")
     if not isinstance(alpha, int | float) or not rank:
         return 1.0
@@ -250,9 +244,7 @@ def _scale(config: Mapping[str, Any], rank: int) -> float:
 
 
 def _ratio(norm: float, whole: float) -> float | None:
-    """A difference beside what it is a difference of; None where there is nothing to compare it
-    with.
-    """
+    """Return the relative difference, or None if there is nothing to compare with."""
     if norm == 0:
         return 0.0
     return norm / whole if whole else None
@@ -267,7 +259,7 @@ def _largest(values: Sequence[float]) -> float:
     return math.nan if any(math.isnan(value) for value in values) else max(values, default=0.0)
 
 
-@click.command(short_help="What differs between two checkpoints.")
+@click.command(short_help="Compare two checkpoints.")
 @click.argument("first", metavar="FIRST")
 @click.argument("second", metavar="SECOND")
 @click.option(
@@ -275,10 +267,10 @@ def _largest(values: Sequence[float]) -> float:
     type=click.IntRange(0),
     default=20,
     show_default=True,
-    help="How many tensors; 0: all.",
+    help="Number of tensors to list; 0 means all.",
 )
-@switch("--optimizer", help="Compare the optimizers' states too.")
-@switch("--exit-code", help="End with 1 when they differ.")
+@switch("--optimizer", help="Compare the optimizer states too.")
+@switch("--exit-code", help="Exit with 1 if they differ.")
 @formatted
 @connecting
 def diff(
@@ -290,12 +282,11 @@ def diff(
     as_json: bool,
     connection: Connection,
 ) -> Outcome:
-    """What differs between two checkpoints: settings, tensors that only one has, and how far the
-    others are apart.
+    """Compare two checkpoints: settings, tensors that only one has, and relative differences.
 
-    Each is a tinker:// path, which is downloaded for the purpose, or a directory. The relative
-    difference is the norm of the difference over the norm of the first. Adapters of different ranks
-    are compared by what they add to the weights: the scaled products B·A.
+    Each is a tinker:// path, which is downloaded first, or a directory. The relative difference is
+    the norm of the difference over the norm of the first. Adapters of different ranks are compared
+    by what they add to the weights: the scaled products B·A.
     """
     import tempfile
 

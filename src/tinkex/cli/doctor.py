@@ -1,6 +1,6 @@
-"""`tinkex doctor`: looks at this machine, the key and the server, and says what to fix.
+"""`tinkex doctor`: check this machine, the key and the server.
 
-Every check has a limit of time, and none of them leaves a trace.
+Every check has a time limit, and none leaves a trace.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SERVER_SECONDS = 5.0
 LITTLE_MEMORY = 1 << 30
 LITTLE_DISK = 1 << 30
 SKEW_SECONDS, MUCH_SKEW_SECONDS = 30.0, 300.0
-"""From when on two clocks are told to differ; and to differ so much that tokens are refused."""
+"""Seconds of clock difference that are reported, and at which tokens are refused."""
 PORT = 8000
 COLUMNS = (
     Column("Status"),
@@ -60,11 +60,11 @@ if torch.cuda.is_available():
 elif torch.backends.mps.is_available():
     found["device"] = "mps"
 try:
-    from tinkex.engine import product_check
+    from tinkex.engine.model import matmul_check
     from tinkex.engine.native import library
     made = library.look()
     found["native"] = made if isinstance(made, str) else None
-    found["products"] = product_check.is_safe(576, 1536)
+    found["products"] = matmul_check.is_safe(576, 1536)
 except ImportError as error:
     found["native"], found["products"] = str(error), True
 print(json.dumps(found))
@@ -73,7 +73,7 @@ print(json.dumps(found))
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check has found."""
+    """The result of one check."""
 
     name: str
     status: Status
@@ -85,7 +85,7 @@ class Finding:
 
 
 def check_python() -> Iterator[Finding]:
-    """The interpreter."""
+    """Check the interpreter."""
     detail = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     if sys.version_info[:2] < OLDEST_PYTHON:
         yield Finding("python", "error", detail, "install Python 3.11 or newer")
@@ -94,7 +94,7 @@ def check_python() -> Iterator[Finding]:
 
 
 def check_packages() -> Iterator[Finding]:
-    """Our own version, and whether what it needs is installed."""
+    """Check our own version and the packages it needs."""
     from tinkex.cli.versions import describe, installed, requirements
 
     needed = [name for name, extra in requirements() if extra is None]
@@ -112,9 +112,7 @@ def check_packages() -> Iterator[Finding]:
 
 
 def check_torch(needed: bool) -> Iterator[Finding]:
-    """What models would run on here; another process asks torch, so that this one stays small and
-    is not held up.
-    """
+    """Check the device that models would use; a subprocess imports torch."""
     from tinkex.engine.torch.kind import require_packages
     from tinkex.errors import ConfigurationError
 
@@ -175,10 +173,10 @@ def _native(reason: str | None, is_safe: bool) -> Finding:
 
 
 def check_memory() -> Iterator[Finding]:
-    """How much memory there is."""
+    """Check the memory."""
     available, total = memory()
     if available is None or total is None:
-        yield Finding("memory", "skipped", "this system does not say")
+        yield Finding("memory", "skipped", "this system does not tell")
         return
     detail = f"{size(available)} of {size(total)} available"
     if available < LITTLE_MEMORY:
@@ -190,7 +188,7 @@ def check_memory() -> Iterator[Finding]:
 
 
 def memory() -> tuple[int | None, int | None]:
-    """Bytes of memory that are available, and that there are; None where that is not known."""
+    """Return the available and the total bytes of memory, or None if unknown."""
     with contextlib.suppress(OSError, ValueError), open("/proc/meminfo", encoding="ascii") as file:
         kilobytes = {
             match[1]: int(match[2]) for match in re.finditer(r"(\w+):\s+(\d+) kB", file.read())
@@ -203,7 +201,7 @@ def memory() -> tuple[int | None, int | None]:
 
 
 def check_disk(needed: bool) -> Iterator[Finding]:
-    """Check that the data directory can be written, is free and has room."""
+    """Check that the data directory is writable, unlocked and has room."""
     from tinkex.local import default_data_dir
     from tinkex.server.files.data_dir import DataDirError
 
@@ -235,7 +233,7 @@ def check_disk(needed: bool) -> Iterator[Finding]:
 
 
 def _try_directory(place: Path) -> int:
-    """Make a directory, write there and lock it, and leave no trace; return the free bytes.
+    """Make a directory, write and lock it, and leave no trace; return the free bytes.
 
     Raises:
         OSError: The directory cannot be made or written.
@@ -260,7 +258,7 @@ def _try_directory(place: Path) -> int:
 
 
 def check_port(port: int) -> Iterator[Finding]:
-    """Whether `tinkex serve` could listen."""
+    """Check that `tinkex serve` could listen."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -276,7 +274,7 @@ def check_port(port: int) -> Iterator[Finding]:
 
 
 def check_key(connection: Connection, config: Config) -> Iterator[Finding]:
-    """Where the key comes from."""
+    """Check where the key comes from."""
     from tinkex.cli.login import credential_source
     from tinkex.client.settings.config import is_open_address, mask_api_key
 
@@ -291,7 +289,7 @@ def check_key(connection: Connection, config: Config) -> Iterator[Finding]:
 
 
 def check_server(config: Config) -> Iterator[Finding]:
-    """Whether the server answers, lets the key in, and has the same time."""
+    """Check that the server answers, accepts the key, and agrees on the time."""
     from tinkex.client.futures.api_future import start
     from tinkex.client.http.transport import Transport
     from tinkex.client.settings.config import is_embedded
@@ -314,19 +312,17 @@ def check_server(config: Config) -> Iterator[Finding]:
         refused = (
             "refuses the key"
             if config.api_key or config.credential_cmd
-            else "lets nobody in without a key"
+            else "refuses requests without a key"
         )
         found = f"{config.base_url} answers, but {refused}: {error.message}"
         yield Finding("server", "error", found, "check TINKER_API_KEY, or run `tinkex auth login`")
     except (TinkerError, ValueError, AttributeError) as error:
         message = (
-            error.message
-            if isinstance(error, TinkerError)
-            else f"its answer makes no sense: {error}"
+            error.message if isinstance(error, TinkerError) else f"its answer is malformed: {error}"
         )
         fix = "check TINKER_BASE_URL, the network, and whether the server runs"
         yield Finding("server", "error", f"{config.base_url}: {message}", fix)
-        yield Finding("clock", "skipped", "the server says no time")
+        yield Finding("clock", "skipped", "the server sends no time")
     finally:
         with contextlib.suppress(TinkerError, TimeoutError):
             start(transport.close()).result(1)
@@ -342,7 +338,7 @@ def _clock(reply: Reply, now: dt.datetime) -> Finding:
     try:
         skew = abs((parsedate_to_datetime(reply.headers.get("date", "")) - now).total_seconds())
     except (ValueError, TypeError):
-        return Finding("clock", "skipped", "the server says no time")
+        return Finding("clock", "skipped", "the server sends no time")
     if skew <= SKEW_SECONDS:
         return Finding("clock", "ok", f"within {max(1, round(skew))} s of the server's")
     status: Status = "error" if skew > MUCH_SKEW_SECONDS else "warning"
@@ -367,9 +363,9 @@ def _clock(reply: Reply, now: dt.datetime) -> Finding:
 def doctor(port: int, as_json: bool, connection: Connection) -> Outcome:
     """Check this machine, the key and the server; say what to fix.
 
-    Looks at Python, packages, torch and its device, memory, disk, the port, the key, the server and
-    its clock. Ends with 1 when something that matters is broken. Without --timeout the server has
-    five seconds to answer.
+    Checks Python, packages, torch and its device, memory, disk, the port, the key, the server and
+    its clock. Exits with 1 if something important is broken. Without --timeout the server has five
+    seconds to answer.
     """
     from tinkex.client.settings.config import is_embedded
     from tinkex.errors import ConfigurationError
@@ -412,7 +408,7 @@ def doctor(port: int, as_json: bool, connection: Connection) -> Outcome:
 
 
 def _trouble(error: ConfigurationError) -> Finding:
-    """A setting that stands in the way of a connection."""
+    """Return the setting that prevents a connection."""
     return Finding("key", "error", error.message, error.hint or "")
 
 

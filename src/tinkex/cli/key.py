@@ -1,5 +1,6 @@
-"""`tinkex key`: the keys of a server on this machine. A running server sees what is done here at
-once.
+"""`tinkex key`: the keys of a server on this machine.
+
+A running server sees changes at once.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ data_dir_option = click.option(
 def key() -> None:
     """Make, list and revoke the keys of a server on this machine.
 
-    As soon as one has been made, the server of that data directory lets nobody in without a key.
+    With the first key, the server of that data directory refuses requests without one.
     """
 
 
@@ -50,7 +51,7 @@ def key() -> None:
     "--owner",
     default="local",
     show_default=True,
-    help="Whose key it is: sessions, runs and checkpoints made with it are seen by keys of the "
+    help="Owner of the key: sessions, runs and checkpoints made with it are seen by keys of the "
     "same owner only.",
 )
 @data_dir_option
@@ -58,7 +59,7 @@ def key() -> None:
 def create(name: str, owner: str, data_dir: Path | None, as_json: bool) -> Outcome:
     """Make a key called NAME and print it.
 
-    It is shown this once: only a hash of it is kept.
+    It is shown only once: the server keeps a hash of it.
     """
     from tinkex.server.access.accounts import create_key
 
@@ -79,7 +80,7 @@ def create(name: str, owner: str, data_dir: Path | None, as_json: bool) -> Outco
 @data_dir_option
 @formatted
 def list_command(data_dir: Path | None, as_json: bool) -> Outcome:
-    """List all keys, those that have been revoked too. The keys themselves are not known any more."""
+    """List all keys, also revoked ones."""
     with _database(data_dir) as database:
         known = database.keys.all()
     data = {"keys": [_key_data(item) for item in known]}
@@ -120,7 +121,7 @@ def _row(item: Key) -> tuple[object, ...]:
 def revoke(number: int, data_dir: Path | None, as_json: bool) -> Outcome:
     """Revoke the key with this ID.
 
-    `tinkex key list` shows the IDs. Tokens that were given for the key end too.
+    `tinkex key list` shows the IDs. Tokens made with the key end too.
     """
     from tinkex.server.access.accounts import revoke_key
 

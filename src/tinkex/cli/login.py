@@ -1,4 +1,4 @@
-"""`tinkex auth`: the key that a login keeps, and whom it belongs to."""
+"""`tinkex auth`: the stored key and its owner."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ LONGEST_KEY = 10_000
 
 @click.group(cls=CommandGroup)
 def auth() -> None:
-    """Log in and out, and see who the key belongs to.
+    """Log in and out, and show the owner of the key.
 
-    A key is looked for in the option --api-key, in TINKER_API_KEY, in what the command in
-    TINKER_CREDENTIAL_CMD prints, and last in the file that `tinkex auth login` leaves
+    The key is read from --api-key, else from TINKER_API_KEY, else from the output of the command in
+    TINKER_CREDENTIAL_CMD, else from the file that `tinkex auth login` writes
     (~/.tinker/credentials.json).
     """
 
@@ -38,9 +38,7 @@ def auth() -> None:
 
 
 def read_credentials(path: Path) -> dict[str, Any]:
-    """The keys that are kept; an empty book when there is none, and an error when it cannot be
-    read.
-    """
+    """Read the stored keys; none if there is no file, an error if it is unreadable."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(found, dict) or not isinstance(found.setdefault("keys", {}), dict):
@@ -49,13 +47,13 @@ def read_credentials(path: Path) -> dict[str, Any]:
         return {"version": VERSION, "keys": {}}
     except (OSError, ValueError) as error:
         raise CommandError(
-            f"{path} cannot be read: {error}; mend it or move it away", error
+            f"{path} cannot be read: {error}; fix it or move it away", error
         ) from None
     return found
 
 
 def write_credentials(path: Path, book: dict[str, Any]) -> None:
-    """Keep keys, readable by their owner alone; all or nothing."""
+    """Store keys atomically, readable by their owner alone."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -76,7 +74,7 @@ def write_credentials(path: Path, book: dict[str, Any]) -> None:
 @formatted
 @connecting
 def login(as_json: bool, connection: Connection) -> Outcome:
-    """Check a key with the server and keep it for later.
+    """Check a key with the server and store it.
 
     The key is asked for, or read from standard input, or given with --api-key.
     """
@@ -131,7 +129,7 @@ def _ask() -> str:
 
 
 def _describe(rest: Any) -> ApiKeyResponse:
-    """What the server knows of the key; a server without that knowledge lets it in, or does not."""
+    """Return the server's description of the key; some servers only accept or refuse it."""
     from tinkex.client.futures.api_future import start
     from tinkex.errors import NotFoundError
     from tinkex.types.account import ApiKeyResponse
@@ -158,9 +156,9 @@ def _owner(known: ApiKeyResponse) -> str | None:
 @formatted
 @connecting
 def logout(as_json: bool, connection: Connection) -> Outcome:
-    """Forget the key that a login has kept.
+    """Delete the stored key.
 
-    One that a login has made is deleted on the server, too.
+    A key that a login made is deleted on the server, too.
     """
     from tinkex.client.futures.api_future import start
     from tinkex.client.settings.credentials import credentials_file
@@ -199,9 +197,9 @@ def logout(as_json: bool, connection: Connection) -> Outcome:
 @formatted
 @connecting
 def status(as_json: bool, connection: Connection) -> Outcome:
-    """Whether there is a key, and whether the server lets it in.
+    """Show whether there is a key and whether the server accepts it.
 
-    Ends with 1 when there is none, or when it is not let in.
+    Exits with 1 if there is none, or if the server refuses it.
     """
     from tinkex.client.futures.api_future import start
     from tinkex.errors import TinkerError
@@ -236,7 +234,7 @@ def status(as_json: bool, connection: Connection) -> Outcome:
 
 
 def credential_source(connection: Connection) -> str | None:
-    """Where the key comes from; None when there is none."""
+    """Return where the key comes from, or None."""
     from tinkex.client.settings import environment
     from tinkex.client.settings.credentials import credentials_file
     from tinkex.errors import ConfigurationError
@@ -257,7 +255,7 @@ def credential_source(connection: Connection) -> str | None:
 @formatted
 @connecting
 def whoami(as_json: bool, connection: Connection) -> Outcome:
-    """Whom the key belongs to, on servers that tell."""
+    """Show the owner of the key, if the server tells."""
     with replace(connection, is_for_accounts=True).rest() as rest:
         try:
             found = wait(rest.whoami())

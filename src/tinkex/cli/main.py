@@ -69,7 +69,7 @@ def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> N
     "--format",
     "form",
     type=click.Choice(["table", "json"], case_sensitive=False),
-    help="How to print what a command finds; may stand after the command as well.",
+    help="Output format; may also stand after the command.",
 )
 @click.option(
     "--version",

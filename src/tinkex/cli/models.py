@@ -1,4 +1,4 @@
-"""`tinkex model`: what the server offers."""
+"""`tinkex model`: the server's models."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def model() -> None:
 @formatted
 @connecting
 def list_command(substring: str | None, as_json: bool, connection: Connection) -> Outcome:
-    """List the models, their contexts and what they are for.
+    """List the models, their context lengths and uses.
 
-    With SUBSTRING, those that have it in their names, in capitals or not.
+    With SUBSTRING, only those with it in their names, in any case.
     """
     from tinkex.client.futures.api_future import start
     from tinkex.wire import protocol

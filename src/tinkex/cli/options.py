@@ -1,4 +1,4 @@
-"""Options that commands share, and the clients that are opened with them."""
+"""Options that commands share, and the clients opened with them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
 SUMMARY = 100
-"""The most signs of a summary that a shell shows beside a command."""
+"""Longest summary that a shell shows beside a command."""
 REST_PATIENCE = 10.0
-"""Seconds during which a request that fails for a passing reason is sent again: somebody sits and
-waits."""
+"""Seconds during which a failed request is retried: a user is waiting."""
 HINTS = {"pass api_key=…": "give --api-key", 'pass base_url="local"': "give --base-url local"} | {
     'base_url="local"': "--base-url local",
     "the api_key that was passed": "--api-key",
@@ -43,11 +42,11 @@ API_KEY_HELP = "API key of the server; local needs none.  [default: TINKER_API_K
 
 
 class NoSuchCommand(click.UsageError):
-    """A word that no command of a group has for its name."""
+    """A word that names no command of a group."""
 
 
 class CommandGroup(click.Group):
-    """A group that notes which command was called, and completes commands with whole summaries."""
+    """A group that records the called command and completes with whole summaries."""
 
     def shell_complete(self, context: click.Context, incomplete: str) -> list[CompletionItem]:
         """Complete commands and options."""
@@ -62,9 +61,7 @@ class CommandGroup(click.Group):
     def resolve_command(
         self, context: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command, and note its name; a wrong word is told with the one that may have been
-        meant.
-        """
+        """Find the command and record its name; suggest the nearest name for a wrong word."""
         if self.get_command(context, args[0]) is None and not args[0].startswith("-"):
             from difflib import get_close_matches
 
@@ -78,10 +75,10 @@ class CommandGroup(click.Group):
 
 
 class Switch(click.Option):
-    """A yes-or-no option; its `--no-` form is accepted, but not shown where no is the default."""
+    """A flag whose `--no-` form is accepted, but not shown if the default is no."""
 
     def get_help_record(self, context: click.Context) -> tuple[str, str] | None:
-        """The option without its negative form."""
+        """Return the option without its negative form."""
         hidden, self.secondary_opts = self.secondary_opts, []
         try:
             return super().get_help_record(context)
@@ -90,7 +87,7 @@ class Switch(click.Option):
 
 
 def switch(name: str, *short: str, **attributes: Any) -> Callable[[F], F]:
-    """An option that is off unless given; `--no-NAME` is accepted too."""
+    """Add a flag that is off by default; `--no-NAME` is accepted too."""
     negative = f"--no-{name.removeprefix('--')}"
     forms = "/".join([name, negative])
     return click.option(
@@ -106,12 +103,12 @@ class CheckpointPath(click.ParamType):  # type: ignore[type-arg]  # generic in n
     def convert(
         self, value: Any, parameter: click.Parameter | None, context: click.Context | None
     ) -> str:
-        """Refuse what is no checkpoint's path."""
+        """Return a valid path, or fail."""
         return checked_path(str(value))
 
 
 def checked_path(path: str) -> str:
-    """A checkpoint's path; anything else is an error in one line."""
+    """Return a checkpoint's path; raise a one-line error for anything else."""
     from tinkex.types.checkpoints import ParsedCheckpointTinkerPath
 
     try:
@@ -121,14 +118,14 @@ def checked_path(path: str) -> str:
 
 
 def path_argument(name: str = "path", **attributes: Any) -> Callable[[F], F]:
-    """The checkpoint that a command is about."""
+    """Add the argument that names a checkpoint."""
     return click.argument(name, metavar=name.upper(), type=CheckpointPath(), **attributes)
 
 
 def refuse_before(context: click.Context) -> bool:
-    """In a group that is a command as well: whether another command, or the help, takes its place.
+    """Return True if a subcommand or the help runs in place of a group that is a command.
 
-    An option in front of that other command would have no effect, and is refused.
+    An option before that subcommand would have no effect, and is refused.
     """
     given = [
         parameter.opts[-1]
@@ -151,7 +148,7 @@ def refuse_before(context: click.Context) -> bool:
 
 
 def formatted(function: F) -> F:
-    """Adds --format and --json; the command is called with `as_json`."""
+    """Add --format and --json; the command is called with `as_json`."""
 
     @click.option(
         "-f",
@@ -176,9 +173,7 @@ def formatted(function: F) -> F:
 
 
 def server_url(base_url: str | None, api_key: str | None) -> str | None:
-    """The server that was asked for; None leaves it to the configuration, and without one it is
-    this process.
-    """
+    """Return the requested server; None leaves it to the configuration, else this process."""
     from tinkex.client.settings import environment
     from tinkex.client.settings.config import LOCAL
     from tinkex.client.settings.credentials import stored_key
@@ -197,18 +192,17 @@ def server_url(base_url: str | None, api_key: str | None) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """Where to connect, as the options say; what they leave open is said by the environment."""
+    """The connection that the options ask for; the environment supplies the rest."""
 
     api_key: str | None = None
     base_url: str | None = None
     timeout: float | None = None
     """Seconds."""
     is_for_accounts: bool = False
-    """True if it is about keys, of which this process has none: nothing set then means the hosted
-    service."""
+    """True for commands about keys. This process has none, so the default is the hosted service."""
 
     def config(self, **settings: Any) -> Config:
-        """The whole settings; ConfigurationError says what is missing."""
+        """Return the complete settings; ConfigurationError names what is missing."""
         from tinkex.client.settings.config import Config
         from tinkex.errors import ConfigurationError
 
@@ -228,9 +222,7 @@ class Connection:
 
     @contextmanager
     def session(self, **settings: Any) -> Iterator[Session]:
-        """A session of these settings that is closed at the end; it is opened on the server by its
-        first use.
-        """
+        """Yield a session, closed at the end; the first use opens it on the server."""
         from tinkex.client.futures.api_future import start
         from tinkex.client.session import Session
 
@@ -242,9 +234,7 @@ class Connection:
 
     @contextmanager
     def rest(self) -> Iterator[RestClient]:
-        """A client for what is stored; it waits for a server that is away for seconds, not for
-        minutes.
-        """
+        """Yield a client for stored things; it waits seconds, not minutes, for a server."""
         from tinkex.client.rest import RestClient
 
         with self.session(patience=self._rest_patience()) as session:
@@ -252,7 +242,7 @@ class Connection:
 
     @contextmanager
     def admin(self) -> Iterator[AdminClient]:
-        """A client for what administrators see."""
+        """Yield a client for administrators."""
         from tinkex.client.rest import AdminClient
 
         with self.session(patience=self._rest_patience()) as session:
@@ -260,7 +250,7 @@ class Connection:
 
     @contextmanager
     def service(self, **settings: Any) -> Iterator[ServiceClient]:
-        """A client to train and sample with."""
+        """Yield a client to train and sample with."""
         from tinkex.client.service import ServiceClient
         from tinkex.client.session import Session
 
@@ -272,18 +262,18 @@ class Connection:
 
 
 def timeout_option(function: F) -> F:
-    """Adds --timeout."""
+    """Add --timeout."""
     told = "Milliseconds to wait for an answer.  [default: 60000]"
     return click.option("--timeout", metavar="MS", type=click.IntRange(1), help=told)(function)
 
 
 def seconds_of(timeout: int | None) -> float | None:
-    """What --timeout says, in the unit of everything else."""
+    """Return --timeout in seconds."""
     return None if timeout is None else timeout / 1000
 
 
 def connecting(function: F) -> F:
-    """Adds --api-key, --base-url and --timeout; the command is called with a `connection`."""
+    """Add --api-key, --base-url and --timeout; the command is called with a `connection`."""
 
     @click.option("--base-url", metavar="URL", help=BASE_URL_HELP)
     @click.option("--api-key", metavar="KEY", help=API_KEY_HELP)
@@ -300,7 +290,7 @@ def connecting(function: F) -> F:
 
 
 def wait(call: APIFuture[T], seconds: float | None = None) -> T:
-    """The outcome of a call; when it is late, or the user has had enough of it, it is given up.
+    """Return the result of a call; cancel it when it is late or interrupted.
 
     Raises:
         APITimeoutError: It took longer than so many seconds.
@@ -323,7 +313,7 @@ def wait(call: APIFuture[T], seconds: float | None = None) -> T:
 
 @contextmanager
 def explaining(what: str) -> Iterator[None]:
-    """Tells whose fault a failure is: something to mend, or something that may pass."""
+    """Add advice to a failure: an error to fix, or one that may pass."""
     from tinkex.errors import TinkerError
 
     try:

@@ -1,4 +1,4 @@
-"""How a command ends: what it hands back to the program that ran it."""
+"""The result of a command, returned to the program that ran it."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ import click
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How a command ended."""
+    """The result of a command."""
 
     exit_code: int
     """0: done; 1: an error; 130: interrupted."""
     command: str
-    """Which command it was, such as `checkpoint list`; empty when none was found."""
+    """The command's full name, such as `checkpoint list`; empty if none was found."""
     data: Any = None
-    """What `--json` prints, as plain data; None where the command has none."""
+    """The data that `--json` prints, or None."""
     response: Any = None
-    """The client's own answer behind the data, where there is one, such as a `SampleResponse`."""
+    """The client's own response behind the data, such as a `SampleResponse`."""
     error: BaseException | None = None
-    """What went wrong, as it was raised."""
+    """The exception that was raised."""
 
     @property
     def ok(self) -> bool:
-        """Whether it went well."""
+        """True if the command succeeded."""
         return self.exit_code == 0
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a command returns when it has more to say than its data."""
+    """The value of a command that returns more than its data."""
 
     data: Any
     response: Any = None
@@ -41,21 +41,21 @@ class Outcome:
 
 @dataclass(slots=True)
 class Invocation:
-    """What one run of the command line knows of itself; the context's object."""
+    """The state of one run of the command line, kept in the context."""
 
     command: str = ""
     format: str | None = None
-    """The format that was asked for before the command."""
+    """The format that was given before the command."""
 
 
 def invocation_of(context: click.Context) -> Invocation:
-    """The run that a context belongs to."""
+    """Return the run of a context."""
     found = context.find_root().ensure_object(Invocation)
     return found
 
 
 class CommandError(click.ClickException):
-    """A failure that is told in one line; `cause` is what was raised."""
+    """A failure that is printed as one line; `cause` is the exception behind it."""
 
     def __init__(self, message: str, cause: BaseException | None = None) -> None:
         super().__init__(message)
@@ -63,11 +63,11 @@ class CommandError(click.ClickException):
 
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
-"""What writing fails with, without saying to which file."""
+"""Errors of writing that do not name the file."""
 
 
 def reason_of(error: BaseException) -> str:
-    """What an error says; of the system's own, the file and the reason, without their number."""
+    """Return the reason of an error; for one of the system, the file and the reason."""
     if not isinstance(error, OSError) or not error.strerror:
         return str(error)
     return f"{error.filename}: {error.strerror}" if error.filename else error.strerror

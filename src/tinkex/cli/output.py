@@ -1,7 +1,6 @@
-"""What commands print: tables and records for people, tab-separated lines for pipes, JSON for
-programs.
+"""The output of commands: tables for people, tab-separated lines for pipes, JSON for programs.
 
-Sizes and times are rounded for people. JSON has them whole: bytes, and times by ISO 8601.
+Sizes and times are rounded for people. JSON has them whole: bytes, and ISO 8601 times.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ if TYPE_CHECKING:
 
 UNITS = ("B", "KB", "MB", "GB", "TB")
 NARROWEST_FOLD = 24
-"""A column that is folded has at least this width; where there is no room for that, rows become
-records."""
+"""Smallest width of a folded column; with less room, rows become records."""
 GAP = 2
 
 
@@ -37,7 +35,7 @@ GAP = 2
 
 
 def size(count: int | None) -> str:
-    """A number of bytes.
+    """Return a number of bytes for people.
 
     Example:
         >>> size(1536)
@@ -52,7 +50,7 @@ def size(count: int | None) -> str:
 
 
 def when(moment: dt.datetime | str | None, now: dt.datetime | None = None) -> str:
-    """A moment as seen from now; text that is no time is left as it is.
+    """Return a time relative to now; text that is no time stays as it is.
 
     Example:
         >>> when("2026-03-10T22:00:00Z", dt.datetime(2026, 3, 11, tzinfo=dt.UTC))
@@ -78,9 +76,7 @@ def when(moment: dt.datetime | str | None, now: dt.datetime | None = None) -> st
 
 
 def _amount(seconds: float) -> str | None:
-    """A span in its largest unit: empty when it is not worth telling, None when it is too long to
-    be told.
-    """
+    """Return a time span in its largest unit; empty if too short, None if too long."""
     days = int(seconds // 86_400)
     if days > 30:
         return None
@@ -98,12 +94,12 @@ def _count(number: int, unit: str) -> str:
 
 
 def expiry(moment: dt.datetime | str | None, now: dt.datetime | None = None) -> str:
-    """When something expires."""
+    """Return when something expires."""
     return "Never" if moment is None else when(moment, now)
 
 
 def lora(is_lora: bool, rank: int | None = None) -> str:
-    """Whether something is a LoRA adapter, and of which rank."""
+    """Return the rank of a LoRA adapter, or that there is none."""
     if not is_lora:
         return "No"
     return "Yes" if rank is None else f"Yes (rank {rank})"
@@ -115,22 +111,22 @@ def status(corrupted: bool, loaded: bool | None = None) -> str:
 
 
 def yes_no(value: bool | None) -> str:
-    """A flag in words."""
+    """Return a flag in words."""
     return "N/A" if value is None else "Yes" if value else "No"
 
 
 def iso(moment: dt.datetime | None) -> str | None:
-    """A moment by ISO 8601, in UTC."""
+    """Return a time by ISO 8601, in UTC."""
     return None if moment is None else moment.astimezone(dt.UTC).isoformat().replace("+00:00", "Z")
 
 
 def printable(value: object) -> str:
-    """Text on one line that leaves the terminal alone, whoever wrote it."""
+    """Return text on one line, without control characters."""
     return "".join(char if char.isprintable() else " " for char in str(value))
 
 
 def print_text(text: str) -> None:
-    """Print text of several lines as it is; on a terminal without what would command it."""
+    """Print text of several lines; on a terminal without control characters."""
     if is_terminal():
         text = "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
     click.echo(text)
@@ -140,7 +136,7 @@ def print_text(text: str) -> None:
 
 
 def checkpoint_data(checkpoint: Checkpoint) -> dict[str, Any]:
-    """A checkpoint as JSON has it."""
+    """Return a checkpoint as plain data."""
     return {
         "checkpoint_id": checkpoint.checkpoint_id,
         "checkpoint_type": checkpoint.checkpoint_type,
@@ -154,7 +150,7 @@ def checkpoint_data(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def run_data(run: TrainingRun) -> dict[str, Any]:
-    """A training run as JSON has it."""
+    """Return a training run as plain data."""
     last, sampler = run.last_checkpoint, run.last_sampler_checkpoint
     return {
         "training_run_id": run.training_run_id,
@@ -175,12 +171,12 @@ def run_data(run: TrainingRun) -> dict[str, Any]:
 
 
 def print_json(data: Any, *, indent: int | None = 2) -> None:
-    """Print data for programs."""
+    """Print data as JSON."""
     click.echo(json.dumps(data, indent=indent, ensure_ascii=False, default=str))
 
 
 def is_terminal() -> bool:
-    """Whether somebody looks at what is printed."""
+    """Return True if a user sees the output."""
     return sys.stdout.isatty()
 
 
@@ -190,23 +186,19 @@ def _is_styled() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table; only one that folds may be broken into lines, and nothing is ever cut
-    off.
-    """
+    """A column of a table; only a folded one may span lines, and nothing is cut off."""
 
     title: str
     folds: bool = False
     right: bool = False
     heads: bool = False
-    """Where there is no room for a table: stands above the others, on a line of its own."""
+    """True for the column that stands on a line of its own in a record."""
     repeats: bool = False
-    """Is a part of the one that heads, and left out below it."""
+    """True for a part of that column, which a record leaves out."""
 
 
 def print_table(title: str, columns: Sequence[Column], rows: Iterable[Sequence[object]]) -> None:
-    """Print rows: as a table on a terminal, or as records where it is too narrow; tab-separated
-    into a pipe.
-    """
+    """Print rows: a table on a terminal, records if it is narrow, tab-separated in a pipe."""
     cells = [[printable(value) for value in row] for row in rows]
     click.echo(printable(title))
     if not is_terminal():
@@ -261,9 +253,7 @@ def _print_on_terminal(columns: Sequence[Column], cells: Sequence[Sequence[str]]
 
 
 def _print_record(row: Sequence[tuple[Column, str]], width: int) -> None:
-    """Print a row that is too wide: what heads it, which can be copied as it stands, and the rest
-    in few lines.
-    """
+    """Print a row that is too wide for a table: its heading, then the rest in few lines."""
     heading = next((value for column, value in row if column.heads), None)
     if heading is None:
         click.echo()
@@ -284,10 +274,9 @@ def _print_record(row: Sequence[tuple[Column, str]], width: int) -> None:
 
 
 def print_fields(fields: Mapping[str, object] | Sequence[tuple[str, object]]) -> None:
-    """Print labelled lines; on a terminal the values stand below each other.
+    """Print labelled lines; on a terminal the values are aligned.
 
-    Long text is broken between words, but no id or path is: it can be copied as it stands, for the
-    terminal folds it.
+    Long text wraps between words. An id or a path never does, so that it can be copied.
     """
     pairs = fields.items() if isinstance(fields, Mapping) else fields
     shown = [(label, printable(value)) for label, value in pairs]
@@ -308,9 +297,7 @@ def print_fields(fields: Mapping[str, object] | Sequence[tuple[str, object]]) ->
 
 
 def check_place(path: Path) -> None:
-    """Refuse a place where `write_file` would fail: before the work is done that is to be written
-    there.
-    """
+    """Fail early if `write_file` could not write there."""
     place = path.expanduser().absolute()
     above = next(parent for parent in place.parents if parent.exists())
     reason = None
@@ -325,9 +312,7 @@ def check_place(path: Path) -> None:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a file, and the directories that it lies in; all of it or nothing, unless it is a
-    device or a pipe.
-    """
+    """Write a file and its directories, atomically unless it is a device or a pipe."""
     path = path.expanduser()
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -1,6 +1,4 @@
-"""A line plot for the terminal, drawn in braille dots: two columns and four rows of dots to a
-character.
-"""
+"""A line plot for the terminal, in braille dots: two by four to a character."""
 
 from __future__ import annotations
 
@@ -18,9 +16,9 @@ def plot(
     label: str = "",
     ends: Sequence[object] = (),
 ) -> str:
-    """Draw values from left to right; the axis on the left shows the largest and the smallest.
+    """Draw values from left to right; the axis shows the largest and the smallest.
 
-    `ends` are the names of the first and the last value, below the line.
+    `ends` name the first and the last value, below the line.
 
     Example:
         >>> print(plot([1, 2, 3], width=4, height=2, label="loss"))

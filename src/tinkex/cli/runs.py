@@ -1,4 +1,4 @@
-"""`tinkex run`: sample from a model, and what training runs there are."""
+"""`tinkex run`: sample from a model, and look at training runs."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ scope_option = click.option(
     type=click.Choice(["owned", "accessible"]),
     default="owned",
     show_default=True,
-    help="Your own runs only, or all that you may see.",
+    help="List your own runs only, or all you may see.",
 )
 
 
 def sample_options(function: F) -> F:
-    """The options of sampling."""
+    """Add the options of sampling."""
     options: Sequence[Callable[[F], F]] = (
         click.option("--base-model", metavar="NAME", help="The model to sample from."),
         click.option(
@@ -87,10 +87,10 @@ def sample_options(function: F) -> F:
         click.option(
             "--prompt-file",
             metavar="FILE",
-            help='A file with what to continue: text, or token ids as a JSON list or as {"tokens": '
+            help='A file with the prompt: text, or token ids as a JSON list or as {"tokens": '
             "[...]}.",
         ),
-        click.option("--max-tokens", type=click.IntRange(1), help="The most tokens of a sample."),
+        click.option("--max-tokens", type=click.IntRange(1), help="Longest sample, in tokens."),
         click.option(
             "--temperature",
             type=click.FloatRange(0),
@@ -103,14 +103,14 @@ def sample_options(function: F) -> F:
             type=int,
             default=-1,
             show_default=True,
-            help="Draw from the likeliest k; -1: all.",
+            help="Sample from the k likeliest tokens; -1 means all.",
         ),
         click.option(
             "--top-p",
             type=click.FloatRange(0, 1, min_open=True),
             default=1.0,
             show_default=True,
-            help="Draw from the likeliest that have this probability together.",
+            help="Sample from the likeliest tokens with this total probability.",
         ),
         shaping_options,
         click.option(
@@ -125,13 +125,13 @@ def sample_options(function: F) -> F:
             "--stop", multiple=True, metavar="TEXT", help="Text that ends a sample. Repeatable."
         ),
         click.option(
-            "--http-pool", type=click.IntRange(1), metavar="N", help="Connections to sample over."
+            "--http-pool", type=click.IntRange(1), metavar="N", help="Number of connections."
         ),
         click.option(
             "-o",
             "--output",
             metavar="FILE",
-            help="Write the samples there instead of printing them.",
+            help="Write the samples to this file instead of printing them.",
         ),
         switch(
             "--json",
@@ -148,7 +148,7 @@ def sample_options(function: F) -> F:
 @connecting
 @click.pass_context
 def run(context: click.Context, /, **given: Any) -> Any:
-    """Sample from a model; or list training runs (`run list`), or look one up (`run info`).
+    """Sample from a model; or list training runs (`run list`), or show one (`run info`).
 
     For example: tinkex run --base-model NAME --prompt "Once upon a time" --max-tokens 64
     """
@@ -181,7 +181,7 @@ def sample(
     json: bool,
     **shaping: Any,
 ) -> Outcome:
-    """Sample, and print or write what came."""
+    """Sample, and print or write the samples."""
     from tinkex.types.inputs import ModelInput
     from tinkex.types.sampling import SamplingParams
 
@@ -235,9 +235,7 @@ def _line(data: Any) -> str:
 
 
 class _Tokenizer:
-    """A tokenizer that is loaded when it is needed: token ids that are to come back as token ids
-    need none.
-    """
+    """A tokenizer that is loaded on first use; plain token ids need none."""
 
     def __init__(self, load: Callable[..., Any]) -> None:
         self._load = load
@@ -252,11 +250,11 @@ class _Tokenizer:
             return self._load()
 
     def encode(self, text: str) -> list[int]:
-        """Text as token ids."""
+        """Return text as token ids."""
         return list(self._loaded.encode(text))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Token ids as text; a note in brackets when they cannot be read."""
+        """Return token ids as text, or a note in brackets if they cannot be decoded."""
         try:
             return str(self._loaded.decode(tokens))
         except Exception as error:  # of whatever kind: the samples are there, and are worth showing
@@ -264,7 +262,7 @@ class _Tokenizer:
 
 
 def read_prompt(prompt: str | None, file: str | None) -> str | list[int]:
-    """What to continue: text, or token ids."""
+    """Return the prompt: text or token ids."""
     if (prompt is None) == (file is None):
         which = (
             "one of --prompt and --prompt-file, not both"
@@ -293,7 +291,7 @@ def read_prompt(prompt: str | None, file: str | None) -> str | list[int]:
 
 
 def response_data(response: SampleResponse) -> dict[str, Any]:
-    """Samples as JSON has them."""
+    """Return samples as plain data."""
     topk = response.topk_prompt_logprobs
     return {
         "sequences": [
@@ -316,7 +314,7 @@ def _text(reason: object) -> str | None:
 
 
 def describe(number: int, sequence: SampledSequence, tokenizer: _Tokenizer) -> str:
-    """A sample for people."""
+    """Return a sample as text for people."""
     facts = [] if sequence.stop_reason is None else [f"stop_reason={_text(sequence.stop_reason)}"]
     if sequence.logprobs:
         facts.append(f"avg_logprob={sum(sequence.logprobs) / len(sequence.logprobs):.3f}")
@@ -328,15 +326,17 @@ def describe(number: int, sequence: SampledSequence, tokenizer: _Tokenizer) -> s
 
 
 @run.command("list")
-@click.option("--limit", type=int, default=20, show_default=True, help="How many to list; 0: all.")
-@click.option("--offset", type=int, default=0, show_default=True, help="How many to pass over.")
+@click.option(
+    "--limit", type=int, default=20, show_default=True, help="Number to list; 0 means all."
+)
+@click.option("--offset", type=int, default=0, show_default=True, help="Number to skip.")
 @scope_option
 @click.option(
     "-c",
     "--columns",
     default=DEFAULT_COLUMNS,
     show_default=True,
-    help=f"What to show: {', '.join(COLUMNS)}.",
+    help=f"Columns to show: {', '.join(COLUMNS)}.",
 )
 @formatted
 @connecting
@@ -370,7 +370,7 @@ def list_command(
 @formatted
 @connecting
 def info(run_id: str, access_scope: Any, as_json: bool, connection: Connection) -> Outcome:
-    """Look a training run up."""
+    """Show a training run."""
     with connection.rest() as rest:
         try:
             found = wait(rest.get_training_run(run_id, access_scope))

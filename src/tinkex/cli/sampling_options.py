@@ -1,4 +1,4 @@
-"""Options that change what is drawn: min_p, penalties, biases and banned words."""
+"""Options that change the distribution: min_p, penalties, biases and banned words."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OFF = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "freque
 
 
 def shaping_options(function: F) -> F:
-    """Add the options; the command gets them by name, and hands them to `shaping_of`."""
+    """Add the options; the command passes them on to `shaping_of`."""
     options: tuple[Callable[[F], F], ...] = (
         click.option(
             "--min-p",
@@ -30,22 +30,22 @@ def shaping_options(function: F) -> F:
             "--presence-penalty",
             type=float,
             default=0.0,
-            help="Taken off tokens already drawn.  [default: off]",
+            help="Subtract from the logits of tokens already drawn.  [default: off]",
         ),
         click.option(
             "--frequency-penalty",
             type=float,
             default=0.0,
-            help="Taken off tokens already drawn, for each time.  [default: off]",
+            help="Subtract per occurrence from the logits of tokens already drawn.  [default: off]",
         ),
         click.option(
             "--logit-bias",
             multiple=True,
             metavar="ID=BIAS",
-            help="Added to a token's logit, -100 to 100. Repeatable.",
+            help="Add to a token's logit, -100 to 100. Repeatable.",
         ),
         click.option(
-            "--bad-word", multiple=True, metavar="TEXT", help="Text that is not drawn. Repeatable."
+            "--bad-word", multiple=True, metavar="TEXT", help="Text never to sample. Repeatable."
         ),
     )
     for option in reversed(options):
@@ -54,7 +54,7 @@ def shaping_options(function: F) -> F:
 
 
 def shaping_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of SamplingParams that were set.
+    """Return the fields of SamplingParams that were set.
 
     Raises:
         UsageError: One of them cannot be read, or is out of its limits.

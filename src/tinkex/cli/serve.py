@@ -45,16 +45,18 @@ from tinkex.server.tracing import Tracing, is_wanted
 
 F = TypeVar("F", bound=Callable[..., Any])
 SWITCH_SECONDS = 0.0005
-"""How long the engine may keep the interpreter when the event loop wants it; Python's default is
-ten times that."""
+"""Longest time the engine may hold the interpreter when the event loop wants it.
+
+Python's default is ten times that.
+"""
 YOUNG_OBJECTS = 1_000
 NEVER = 1_000_000
 COLLECT_SECONDS = 300.0
-"""How often garbage is looked for among all objects."""
+"""Seconds between full garbage collections."""
 
 
 class EngineOption(click.Option):
-    """An option whose value is an engine; the list of them is read when it is shown."""
+    """An option whose value is an engine; its choices are read when they are shown."""
 
     def make_metavar(self, ctx: click.Context) -> str:
         """Return the names, as the help shows them."""
@@ -70,7 +72,7 @@ def _check_engine(ctx: click.Context, param: click.Parameter, value: str) -> str
 
 
 def limit_options(command: F) -> F:
-    """An option for each limit of the server, with its help."""
+    """Add an option for each limit of the server."""
     for limit in reversed(dataclasses.fields(Limits)):
         whole = isinstance(limit.default, int)
         command = click.option(
@@ -95,7 +97,7 @@ def limit_options(command: F) -> F:
 @click.option(
     "--data-dir",
     type=click.Path(path_type=Path),
-    help="Where checkpoints and facts are kept. [default: TINKEX_DATA_DIR]",
+    help="Directory for checkpoints and state. [default: TINKEX_DATA_DIR]",
 )
 @click.option(
     "--model",
@@ -111,19 +113,19 @@ def limit_options(command: F) -> F:
     callback=_check_engine,
     default=DEFAULT_ENGINE,
     show_default=True,
-    help="What trains and samples.",
+    help="The engine that trains and samples.",
 )
 @click.option(
     "--device",
     default="auto",
     show_default=True,
-    help="Where the engine computes: auto, cpu or cuda; auto is the GPU where there is one. "
+    help="Device of the engine: auto, cpu or cuda; auto takes a GPU if there is one. "
     "CUDA_VISIBLE_DEVICES picks among several.",
 )
 @click.option(
     "--dtype",
     type=click.Choice(get_args(Dtype)),
-    help="Of the base weights.  [default: float32 on a CPU, bfloat16 on a GPU]",
+    help="Type of the base weights.  [default: float32 on a CPU, bfloat16 on a GPU]",
 )
 @click.option(
     "--api-key",
@@ -135,7 +137,7 @@ def limit_options(command: F) -> F:
     "--tokens/--no-tokens",
     default=False,
     show_default=True,
-    help="Have clients exchange their key for tokens that are good for an hour.",
+    help="Have clients exchange their key for tokens that are valid for an hour.",
 )
 @click.option(
     "--strict",
@@ -153,14 +155,14 @@ def limit_options(command: F) -> F:
     type=click.Choice(["debug", "info", "warning", "error"], case_sensitive=False),
     default="warning",
     show_default=True,
-    help="How much to log, to stderr.",
+    help="Log level; logs go to stderr.",
 )
 @click.option(
     "--log-format",
     type=click.Choice(["text", "json"]),
     default="text",
     show_default=True,
-    help="How to log; json has a line for each request as well, of polls and heartbeats with "
+    help="Log format; json has a line for each request as well, of polls and heartbeats with "
     "--log-level debug.",
 )
 @click.option(
@@ -201,7 +203,7 @@ def serve(
         raise click.ClickException(str(unusable(data_dir, error))) from None
     if host not in LOOPBACK and is_open:
         raise click.UsageError(
-            f"listening on {host} would let anyone in: make a key with `tinkex key create`, set "
+            f"listening on {host} would let anyone in: create a key with `tinkex key create`, set "
             "TINKEX_SERVER_API_KEY, "
             "or listen on 127.0.0.1"
         )
@@ -242,9 +244,7 @@ def serve(
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """The event loop that waits least for the engine: uvloop's keeps the interpreter while it reads
-    and writes.
-    """
+    """Return uvloop's event loop, which holds the interpreter least while it reads and writes."""
     sys.setswitchinterval(SWITCH_SECONDS)
     if importlib.util.find_spec("uvloop") is None:  # not there on Windows
         return None
@@ -334,8 +334,7 @@ async def _serve(
 
 
 async def run_app(app: Any, listener: socket.socket, on_ready: Callable[[], object]) -> None:
-    """Serve until a signal: then finish what can be finished in time, and leave the rest to the
-    next start.
+    """Serve until a signal; then finish what is possible in time, and leave the rest on disk.
 
     A second signal ends the process at once.
     """
@@ -365,7 +364,7 @@ async def run_app(app: Any, listener: socket.socket, on_ready: Callable[[], obje
             await super().shutdown(sockets)
             if getattr(self.lifespan, "shutdown_failed", False):
                 raise EngineError(
-                    "the server could not put everything in order before it ended: see its log",
+                    "the server could not finish cleanly: see its log",
                     "server",
                 )
 
@@ -382,12 +381,11 @@ async def run_app(app: Any, listener: socket.socket, on_ready: Callable[[], obje
 
 
 async def _collect_garbage() -> None:
-    """Until cancelled: look for garbage among all objects, rarely; that among new ones is looked
-    for as ever.
+    """Collect garbage among all objects, rarely, until cancelled.
 
-    It stops every thread, for 0.1 s with torch and some thousand samples in flight, and under load
-    Python would do it every few seconds. What torch brought, 180,000 objects that never go, is not
-    looked through again at all.
+    A full collection stops every thread: for 0.1 s with torch and some thousand samples in flight.
+    Under load Python would do one every few seconds. The 180,000 objects that torch brings never
+    go, so they are frozen first.
     """
     gc.collect()
     gc.freeze()

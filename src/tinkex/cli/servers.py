@@ -1,6 +1,4 @@
-"""Where the commands that need a model find one: the server that is configured, else one inside
-this process.
-"""
+"""The model of a command: on the configured server, else inside this process."""
 
 from __future__ import annotations
 
@@ -22,19 +20,19 @@ from tinkex.types.sessions import GetServerCapabilitiesResponse
 def open_service(
     base_url: str | None, api_key: str | None, timeout: int | None, display_name: str | None = None
 ) -> ServiceClient:
-    """A client of a server; `timeout` is in milliseconds, as the option has it."""
+    """Return a client of a server; `timeout` is in milliseconds, like the option."""
     connection = Connection(api_key, base_url, seconds_of(timeout))
     return ServiceClient(config=connection.config(), display_name=display_name)
 
 
 def place_of(service: ServiceClient) -> str:
-    """Where a client's server is, in words."""
+    """Return the place of a client's server in words."""
     url = service.holder.config.base_url
     return "inside this process" if is_embedded(url) else f"at {url}"
 
 
 def model_of(service: ServiceClient, model: str | None, option: str) -> str:
-    """The model that was asked for; the bundled one in this process, where nothing is asked for.
+    """Return the requested model; inside this process the default is the bundled one.
 
     Raises:
         click.UsageError: No model was named for a server elsewhere; the message lists those it has.
@@ -50,13 +48,13 @@ def model_of(service: ServiceClient, model: str | None, option: str) -> str:
 
 
 def capabilities_of(service: ServiceClient) -> GetServerCapabilitiesResponse:
-    """Return what a server offers; one that does not answer is given up as soon as for a session."""
+    """Return the server's capabilities; give up on a silent server as soon as a session does."""
     start(service.holder.opened()).result()
     return RestClient(service.holder).get_server_capabilities().result()
 
 
 def context_of(service: ServiceClient, model: str | None) -> int | None:
-    """How many tokens a model takes at once, where the server says so."""
+    """Return the context length of a model, if the server tells."""
     try:
         offered = capabilities_of(service).supported_models
     except TinkerError:
@@ -65,7 +63,7 @@ def context_of(service: ServiceClient, model: str | None) -> int | None:
 
 
 def tokenizer_of(tokenizer_id: str) -> Any:
-    """A tokenizer; the bundled model's without transformers, which takes seconds to import."""
+    """Return a tokenizer; the bundled model's without transformers, whose import takes seconds."""
     return get_or_load_tokenizer(
         tokenizer_id, backend="tokenizers" if tokenizer_id in BUNDLED else None
     )

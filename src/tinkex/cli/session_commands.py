@@ -1,4 +1,4 @@
-"""`tinkex session`: what sessions there are, and an end to those that were left open."""
+"""`tinkex session`: list sessions, and finish those left open."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ def session() -> None:
 
 
 @session.command("list")
-@click.option("--limit", type=int, default=20, show_default=True, help="How many to list; 0: all.")
-@click.option("--offset", type=int, default=0, show_default=True, help="How many to pass over.")
+@click.option(
+    "--limit", type=int, default=20, show_default=True, help="Number to list; 0 means all."
+)
+@click.option("--offset", type=int, default=0, show_default=True, help="Number to skip.")
 @scope_option
 @formatted
 @connecting
@@ -60,7 +62,7 @@ def list_command(
 @formatted
 @connecting
 def info(session_id: str, access_scope: Any, as_json: bool, connection: Connection) -> Outcome:
-    """The training runs and samplers of a session."""
+    """Show the training runs and samplers of a session."""
     with connection.rest() as rest:
         found = wait(_checked(lambda: rest.get_session(session_id, access_scope)))
     data = {
@@ -95,15 +97,15 @@ def info(session_id: str, access_scope: Any, as_json: bool, connection: Connecti
     show_default=True,
     help="How it ended.",
 )
-@click.option("--detail", metavar="TEXT", help="What else there is to say of its end.")
+@click.option("--detail", metavar="TEXT", help="A note about its end.")
 @formatted
 @connecting
 def finish(
     session_id: str, reason: Any, detail: str | None, as_json: bool, connection: Connection
 ) -> Outcome:
-    """Finish a session that a program has left open.
+    """Finish a session that a program left open.
 
-    Its runs are let go, its checkpoints stay.
+    Its runs are unloaded, its checkpoints stay.
     """
     with connection.rest() as rest:
         wait(_checked(lambda: rest.finish_session(session_id, reason, detail)))
@@ -127,9 +129,9 @@ def finish(
     "--output",
     metavar="FILE",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Where to write it.  [default: ./SESSION_ID.pftrace]",
+    help="Output file.  [default: ./SESSION_ID.pftrace]",
 )
-@switch("--url-only", help="Print the address to fetch it from, and do not fetch it.")
+@switch("--url-only", help="Print the address of the trace, and do not fetch it.")
 @formatted
 @connecting
 def export_trace(
@@ -144,7 +146,7 @@ def export_trace(
     target = output or Path(f"{session_id.replace('/', '_')}.pftrace")
     with connection.rest() as rest:
         try:
-            with waiting("the trace is being made"):
+            with waiting("the trace is not ready yet"):
                 url: str = wait(_checked(lambda: rest.export_session_trace(session_id)))
             data: dict[str, Any] = {"session_id": session_id, "url": url}
             if not url_only:
@@ -167,7 +169,7 @@ def export_trace(
 
 
 def _bring(rest: RestClient, url: str, target: Path) -> None:
-    """Fetch a trace; a backend inside this process has written it to a file of this machine."""
+    """Fetch a trace; a backend inside this process has written it to a local file."""
     from tinkex.client.futures.api_future import start
     from tinkex.client.settings.config import is_embedded
     from tinkex.hub.downloads import fetch
@@ -187,7 +189,7 @@ def _bring(rest: RestClient, url: str, target: Path) -> None:
 
 
 def _checked(call: Any) -> Any:
-    """A call whose arguments are refused before anything is sent."""
+    """Start a call; wrong arguments are reported before anything is sent."""
     try:
         return call()
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""A line chart as an SVG file: the losses of a run, by step."""
+"""A line chart as an SVG file: the losses of a run by step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LONGEST_TITLE = 50
 def chart(
     lines: Mapping[str, Sequence[tuple[float, float]]], title: str, x_label: str = "step"
 ) -> str:
-    """Draw named lines of (x, y) points; those without a point are left out."""
+    """Draw named lines of (x, y) points; skip lines without points."""
     drawn = {name: points for name, points in lines.items() if points}
     everything = [point for points in drawn.values() for point in points] or [(0.0, 0.0)]
     left, right = min(x for x, _ in everything), max(x for x, _ in everything)
@@ -65,7 +65,7 @@ def chart(
 
 
 def steps(left: float, right: float) -> list[int]:
-    """Whole numbers to label an axis of steps with: evenly apart, each within its ends.
+    """Return evenly spaced whole numbers within the ends, to label an axis.
 
     Example:
         >>> steps(1, 3), steps(1, 40)
@@ -78,5 +78,5 @@ def steps(left: float, right: float) -> list[int]:
 
 
 def _unit(size: int) -> int:
-    """The power of ten at or below a size."""
+    """Return the power of ten at or below a size."""
     return int(10 ** (len(str(size)) - 1))

@@ -6,9 +6,8 @@ from rich.console import Console
 
 
 def plain_console(*, stderr: bool = False) -> Console:
-    """A console that shows text as it is.
+    """Return a console that prints text as it is.
 
-    Numbers are not coloured, and `:train:` in the id of a run stays what it is: rich would make a
-    picture of it.
+    Rich would colour numbers, and turn `:train:` in the id of a run into a picture.
     """
     return Console(stderr=stderr, highlight=False, emoji=False)

@@ -1,4 +1,4 @@
-"""A warning about adapters of the output layer, where a base model ties that to its embeddings."""
+"""A warning about adapters of an output layer that is tied to the embeddings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ADVICE = (
 
 
 def warn_of_files(directory: Path) -> str | None:
-    """Warn as `warn_of_tied` does, of an adapter's files; of other files nothing is said."""
+    """Warn as `warn_of_tied` does, if the files are an adapter's."""
     try:
         settings = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -29,9 +29,7 @@ def warn_of_files(directory: Path) -> str | None:
 
 
 def warn_of_tied(settings: Mapping[str, Any], base_model: str) -> str | None:
-    """Warn if an adapter with these settings changes an output layer that is, or may be, tied; what
-    was said.
-    """
+    """Warn if an adapter changes an output layer that is, or may be, tied; return the warning."""
     targets = settings.get("target_modules")
     if not isinstance(targets, list) or not OUTPUT_LAYERS & {
         str(target).rpartition(".")[2] for target in targets
@@ -55,9 +53,7 @@ def warn_of_tied(settings: Mapping[str, Any], base_model: str) -> str | None:
 
 
 def is_tied(base_model: str) -> bool | None:
-    """True if a base model ties its output layer to its embeddings; None if that cannot be told
-    from here.
-    """
+    """Return True if a base model ties its output layer to its embeddings, None if unknown."""
     found = _config(base_model)
     if found is None:
         return None
@@ -70,7 +66,7 @@ def is_tied(base_model: str) -> bool | None:
 
 
 def _config(base_model: str) -> dict[str, Any] | None:
-    """The configuration of a base model that is on this machine."""
+    """Return the configuration of a base model on this machine."""
     if not base_model:
         return None
     from tinkex.tokenizers import BUNDLED

@@ -36,7 +36,7 @@ class Keep(click.ParamType):  # type: ignore[type-arg]  # generic in newer versi
             count = -1
         if count < 0:
             self.fail(
-                f"{value!r} is neither a whole number from 0 up nor 'all'", parameter, context
+                f"{value!r} is neither a whole number (0 or more) nor 'all'", parameter, context
             )
         return count
 
@@ -100,62 +100,60 @@ def _read_config(
     default=3e-4,
     show_default=True,
     type=float,
-    help="The highest learning rate.",
+    help="Peak learning rate.",
 )
 @click.option(
     "--schedule",
     default="linear",
     show_default=True,
     type=click.Choice(["constant", "linear", "cosine"]),
-    help="How the learning rate goes on: it stays, or falls to zero.",
+    help="Learning rate after the warm-up: constant, or falling to zero.",
 )
 @click.option(
     "--warmup-steps",
     default=0,
     show_default=True,
     type=click.IntRange(0),
-    help="Steps to rise over first.",
+    help="Steps of linear warm-up.",
 )
 @click.option(
     "--epochs",
     type=click.IntRange(1),
-    help=f"How often to go over the examples.  [default: {EPOCHS}]",
+    help=f"Passes over the examples.  [default: {EPOCHS}]",
 )
-@click.option(
-    "--steps", type=click.IntRange(1), help="How many steps to make, in place of --epochs."
-)
+@click.option("--steps", type=click.IntRange(1), help="Number of steps, in place of --epochs.")
 @click.option(
     "--batch-size",
     default=16,
     show_default=True,
     type=click.IntRange(1),
-    help="Examples in a step.",
+    help="Examples per step.",
 )
 @click.option(
     "--max-length",
     type=click.IntRange(2),
-    help="The most tokens of an example.  [default: what the model takes, if the server says so]",
+    help="Longest example, in tokens.  [default: the model's context, if the server tells]",
 )
 @click.option(
     "--too-long",
     default="cut",
     show_default=True,
     type=click.Choice(["cut", "skip", "refuse"]),
-    help="What to do with longer ones: cut their end off, leave them out, or train nothing.",
+    help="Longer examples: cut their end, skip them, or refuse to train.",
 )
 @click.option(
     "--train-on",
     default="assistant",
     show_default=True,
     type=click.Choice(["assistant", "last", "all"]),
-    help="What is learned: every answer, the last one, or all tokens.",
+    help="Tokens to learn: every answer, the last one, or all.",
 )
 @click.option(
     "--pairs",
     default="text",
     show_default=True,
     type=click.Choice(["text", "chat"]),
-    help="What a pair is: a text that goes on as it is, or a question and its answer.",
+    help="A pair is plain text to continue, or a question and its answer.",
 )
 @click.option(
     "--seed",
@@ -193,7 +191,7 @@ def _read_config(
     "0 or all: every one.  "
     f"[default: {KEPT}]",
 )
-@click.option("--name", help="What checkpoints are called.  [default: the name of the file]")
+@click.option("--name", help="Prefix of checkpoint names.  [default: the name of the file]")
 @click.option(
     "-o",
     "--output",
@@ -211,18 +209,18 @@ def _read_config(
 @click.option(
     "--resume",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Go on with the run in this directory, from its last checkpoint.",
+    help="Resume the run in this directory from its last checkpoint.",
 )
-@click.option("--skip-bad", is_flag=True, help="Leave bad lines out, instead of training nothing.")
+@click.option("--skip-bad", is_flag=True, help="Skip bad lines, instead of training nothing.")
 @click.option(
     "--format",
     "output_format",
     default="text",
     show_default=True,
     type=click.Choice(["text", "json"]),
-    help="Form of the summary on standard output.",
+    help="Format of the summary on standard output.",
 )
-@switch("--json", help="The same as --format json.")
+@switch("--json", help="Same as --format json.")
 @click.pass_context
 def train(context: click.Context, /, **options: Any) -> None:
     """Fine-tune a model on the examples in DATA.jsonl, one a line.
@@ -296,7 +294,7 @@ def _take_up(context: click.Context, options: dict[str, Any]) -> None:
         if _given(context, name):
             shown = "--" + name.replace("_", "-")
             raise click.UsageError(
-                f"{shown} has no effect with --resume: a run goes on as it was started", context
+                f"{shown} has no effect with --resume: a run resumes as it was started", context
             )
     try:
         folder = RunFolder.open(options["resume"])

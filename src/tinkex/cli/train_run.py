@@ -225,7 +225,7 @@ class Command:
             raise click.ClickException(
                 f"{self.options['data']} (or the --eval-file) is not what the run in {folder.path} "
                 "was started with: "
-                "it can only go on with the same examples"
+                "it can only resume with the same examples"
             )
         if changed := [
             name
@@ -258,7 +258,7 @@ class Command:
                 fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise click.ClickException(
-                    f"another `tinkex train` is at work in {place}"
+                    f"another `tinkex train` is running in {place}"
                 ) from None
 
     def _free_place(self) -> Path:

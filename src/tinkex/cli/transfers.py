@@ -38,7 +38,7 @@ def fetch(
     resume: bool = True,
     keep_archive: bool = False,
 ) -> Downloaded:
-    """Download a checkpoint with a bar; what an interrupted one has fetched is used by the next."""
+    """Download a checkpoint with a progress bar; resume an interrupted download."""
     from tinkex.client.futures.api_future import start
     from tinkex.hub.downloads import STOP_SECONDS, DownloadError, download_async
 
@@ -70,9 +70,9 @@ def fetch(
     "-o",
     "--output",
     type=click.Path(file_okay=False, path_type=Path),
-    help="The directory to put it into, in one of its own.  [default: here]",
+    help="Parent directory of the new one.  [default: here]",
 )
-@switch("--force", help="Replace what is there; it stays until the new one is whole.")
+@switch("--force", help="Replace an existing directory once the new one is complete.")
 @formatted
 @connecting
 def download(
@@ -80,8 +80,7 @@ def download(
 ) -> Outcome:
     """Fetch a checkpoint's files into a directory named after it.
 
-    What an interrupted download has fetched is kept, and the next one of the same checkpoint goes
-    on from there.
+    An interrupted download keeps what it fetched; the next one of the same checkpoint resumes it.
     """
     with connection.rest() as rest:
         done = fetch(rest, path, output, force=force)
@@ -98,7 +97,7 @@ def download(
 # ── for other libraries ───────────────────────────────────────────────────────────────────────────
 
 
-@click.command(short_help="Write an adapter as PEFT and transformers read it.")
+@click.command(short_help="Write an adapter for PEFT and transformers.")
 @path_argument()
 @click.option(
     "-o",
@@ -110,9 +109,9 @@ def download(
 @click.option(
     "--base-model",
     metavar="NAME",
-    help="What the adapter calls its base model: a hub id or a directory.",
+    help="Base model to name in the adapter: a hub id or a directory.",
 )
-@switch("--force", help="Replace what is there.")
+@switch("--force", help="Replace an existing file or directory.")
 @formatted
 @connecting
 def export(
@@ -123,10 +122,9 @@ def export(
     as_json: bool,
     connection: Connection,
 ) -> Outcome:
-    """Write a checkpoint's adapter as PEFT and transformers read it: a directory, or an archive of
-    one.
+    """Write a checkpoint's adapter for PEFT and transformers: a directory, or an archive of one.
 
-    What only training needs, such as the optimizer's state, is left out.
+    Files that only training needs, such as the optimizer's state, are left out.
     """
     output = output.expanduser().absolute()
     pack = _packer(output)
@@ -164,9 +162,7 @@ def export(
 
 @contextmanager
 def _scratch(directory: Path) -> Iterator[None]:
-    """A directory to work in; of it stays what was downloaded, when the next attempt can go on from
-    there.
-    """
+    """Yield a directory to work in; it stays if the next attempt can resume from it."""
     from tinkex.errors import APIError
     from tinkex.hub.downloads import DownloadError
 
@@ -192,13 +188,11 @@ def _scratch(directory: Path) -> Iterator[None]:
 
 
 def _prepare(directory: Path, path: str, base_model: str) -> list[str]:
-    """Check that the files are an adapter's, name the base model in its configuration; the files to
-    hand out.
-    """
+    """Check that the files are an adapter's, name its base model, and return the files."""
     config = directory / CONFIG
     if not config.exists() or not any((directory / name).exists() for name in WEIGHTS):
         raise CommandError(
-            f"{path} holds no PEFT adapter: {CONFIG} and {WEIGHTS[0]} are not both there"
+            f"{path} holds no PEFT adapter: {CONFIG} and {WEIGHTS[0]} are not both present"
         )
     try:
         settings = dict(json.loads(config.read_text(encoding="utf-8")))
@@ -215,7 +209,7 @@ Packer = Callable[[Path, list[str], Path, Meter], Path]
 
 
 class _Contents:
-    """The files of a directory one after the other, with a meter of how much of them has been read."""
+    """The files of a directory one after the other, with a meter of the bytes read."""
 
     def __init__(self, directory: Path, files: list[str], meter: Meter) -> None:
         self._directory, self._files, self._meter = directory, files, meter
@@ -237,7 +231,7 @@ class _Contents:
 
 
 def _packer(output: Path) -> Packer:
-    """What makes the output of files, by the ending of its name."""
+    """Return the function that writes the output, by the ending of its name."""
     name = output.name.lower()
     for ending, mode in TARS.items():
         if name.endswith(ending):
@@ -297,15 +291,23 @@ def _replace(made: Path, output: Path) -> None:
     metavar="ID",
     help="The repository.  [default: one named after the model and the run]",
 )
-@switch("--public", help="Let everyone see a repository that is made.")
-@click.option("--revision", metavar="BRANCH", help="The branch, made when it is not there.")
-@click.option("--commit-message", metavar="TEXT", help="What to say of the upload.")
-@switch("--create-pr", help="Propose the upload instead.")
+@switch("--public", help="Make a new repository public.")
+@click.option("--revision", metavar="BRANCH", help="The branch; created if missing.")
+@click.option("--commit-message", metavar="TEXT", help="Message of the upload.")
+@switch("--create-pr", help="Open a pull request instead.")
 @click.option(
-    "--allow-pattern", "allow", multiple=True, metavar="GLOB", help="Only such files. Repeatable."
+    "--allow-pattern",
+    "allow",
+    multiple=True,
+    metavar="GLOB",
+    help="Only files like this. Repeatable.",
 )
 @click.option(
-    "--ignore-pattern", "ignore", multiple=True, metavar="GLOB", help="No such files. Repeatable."
+    "--ignore-pattern",
+    "ignore",
+    multiple=True,
+    metavar="GLOB",
+    help="Skip files like this. Repeatable.",
 )
 @click.option("--hf-token", metavar="TOKEN", help="The token for the hub (better set HF_TOKEN).")
 @click.option(
@@ -330,10 +332,10 @@ def push_hf(
     as_json: bool,
     connection: Connection,
 ) -> Outcome:
-    """Put a checkpoint's adapter on the Hugging Face hub.
+    """Push a checkpoint's adapter to the Hugging Face hub.
 
-    What was fetched is kept for a week when a push is stopped or fails, and the next one goes on
-    from there; an upload does not send again what the hub has already.
+    A push that was stopped or failed keeps its download for a week, and the next one resumes it.
+    Files that the hub has already are not sent again.
     """
     from tinkex.client.futures.api_future import start
     from tinkex.hub.downloads import STOP_SECONDS
@@ -393,7 +395,7 @@ def push_hf(
 
 
 def push_cache() -> Path:
-    """Where what a broken-off push has fetched is kept."""
+    """Return the directory that keeps the download of an interrupted push."""
     from platformdirs import user_cache_path
 
     return user_cache_path("tinkex") / "push"
@@ -407,11 +409,11 @@ def push_cache() -> Path:
 @click.option(
     "--base-model",
     metavar="NAME[=DIR]",
-    help="The model it was trained on, as the server calls it: a bundled name, a hub id, or "
+    help="Base model of the adapter, by the server's name: a bundled name, a hub id, or "
     "NAME=DIR.  "
     "[default: the one that the adapter names]",
 )
-@click.option("--name", default="imported", show_default=True, help="What to call the checkpoint.")
+@click.option("--name", default="imported", show_default=True, help="Name of the checkpoint.")
 @click.option(
     "--data-dir",
     type=click.Path(path_type=Path),
@@ -420,8 +422,8 @@ def push_cache() -> Path:
 def import_(directory: Path, base_model: str | None, name: str, data_dir: Path | None) -> Outcome:
     """Make a training checkpoint of a PEFT adapter in DIRECTORY, and print its path.
 
-    A training client that is created from that path computes what PEFT computes with the adapter,
-    and trains on.
+    A training client created from that path computes what PEFT computes with the adapter, and
+    trains on from it.
     """
     from tinkex.engine.api import EngineError
     from tinkex.engine.torch.kind import require_packages

@@ -1,4 +1,4 @@
-"""`tinkex version`: which version this is, and which versions of other packages it works with."""
+"""`tinkex version`: the versions of tinkex and of the packages it uses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OF_TESTS = {"test", "lint", "docs"}
 
 
 def commit() -> str | None:
-    """The commit that this is a checkout of; None for an installed package, or without git."""
+    """Return the commit of this checkout; None for an installed package or without git."""
     here = Path(__file__).resolve()
     commands = (["ls-files", "--error-unmatch", here.name], ["rev-parse", "--short", "HEAD"])
     found = None
@@ -41,15 +41,13 @@ def commit() -> str | None:
 
 
 def describe() -> str:
-    """The version in one line."""
+    """Return the version in one line."""
     found = commit()
     return f"tinkex {__version__}" + (f" ({found})" if found else "")
 
 
 def requirements() -> list[tuple[str, str | None]]:
-    """The packages that this one may use, each with the extra that brings it; not those of its
-    tests.
-    """
+    """Return the packages that tinkex may use, with the extra that installs each."""
     try:
         required = metadata.requires("tinkex") or []
     except metadata.PackageNotFoundError:
@@ -63,12 +61,12 @@ def requirements() -> list[tuple[str, str | None]]:
 
 
 def dependencies() -> dict[str, str | None]:
-    """The installed version of each package that this one may use; None where it is not installed."""
+    """Return the installed version of each package that tinkex may use, or None."""
     return {name: installed(name) for name, _ in requirements()}
 
 
 def installed(name: str) -> str | None:
-    """The version of a package; None when it is not installed."""
+    """Return the installed version of a package, or None."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -76,10 +74,10 @@ def installed(name: str) -> str | None:
 
 
 @click.command()
-@switch("--deps", help="List the packages it works with, and which versions of them are installed.")
+@switch("--deps", help="List the packages it works with, and their installed versions.")
 @formatted
 def version(deps: bool, as_json: bool) -> Outcome:
-    """Which version this is."""
+    """Show the version."""
     data: dict[str, object] = {"version": __version__, "commit": commit()}
     if deps:
         data["dependencies"] = dependencies()
