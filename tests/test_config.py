@@ -16,7 +16,8 @@ import pytest
 
 from tinkex import Config, ConfigurationError, RecoveryPolicy, ServiceClient
 from tinkex.client.settings import config as module
-from tinkex.client.settings.config import HOSTED_URL, POOL_SIZES, configure, poll_delay
+from tinkex.client.settings.config import HOSTED_URL, configure, poll_delay
+from tinkex.client.settings.setting_forms import POOL_SIZES
 
 HERE: dict[str, Any] = {"base_url": "http://localhost:1"}
 

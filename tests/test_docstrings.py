@@ -36,6 +36,8 @@ MODULES = [
     "auth",
     "client.settings.config",
     "hub.downloads",
+    "hub.fetches",
+    "hub.repositories",
     "errors",
     "events",
     "client.futures.api_future",

@@ -23,7 +23,7 @@ from faulty import Answer, FaultyServer, Seen, faulty_server
 from support import serving
 from tinkex import DownloadError, RestClient, ServiceClient
 from tinkex.engine.fake import FakeEngine
-from tinkex.hub import downloads
+from tinkex.hub import downloads, fetches as fetches_module
 from tinkex.hub.archives import ArchiveLimits, UnsafeArchiveError, extract
 
 PATH = "tinker://run-123/weights/0001"
@@ -309,7 +309,7 @@ def test_a_line_that_never_holds_is_given_up(server: FaultyServer, tmp_path: Pat
     with pytest.raises(DownloadError, match="did not arrive") as caught:
         tinkex.download(rest_of(server), PATH, tmp_path)
     assert caught.value.reason == "download_failed"
-    assert len(fetches(server)) >= downloads.ATTEMPTS
+    assert len(fetches(server)) >= fetches_module.ATTEMPTS
     assert left_in(tmp_path) == []
 
 
@@ -632,5 +632,5 @@ def test_a_kept_archive_does_not_stand_in_the_way_of_the_downloads_after_it(tmp_
                 (scratch,) = [place for place in (tmp_path / "out").iterdir() if place != target]
                 assert {place.name for place in scratch.iterdir()} == {
                     "archive",
-                    f"archive{downloads.NOTE}",
+                    f"archive{fetches_module.NOTE}",
                 }

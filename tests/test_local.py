@@ -21,12 +21,12 @@ import pytest
 import tinkex
 from tinkex import LocalBackend, RestClient, ServiceClient, local
 from tinkex.client.futures.api_future import start
+from tinkex.client.http.asgi_exchange import AsgiExchange
 from tinkex.client.http.exchange import HttpRequest
 from tinkex.engine.api import EngineError
 from tinkex.engine.base_models import describe
 from tinkex.engine.fake import FakeEngine
 from tinkex.engine.lazy import LazyEngine
-from tinkex.local import AsgiExchange
 
 STEP = tinkex.AdamParams(learning_rate=0.1)
 

@@ -26,8 +26,8 @@ from tinkex.client.futures.api_future import Future, start
 from tinkex.client.futures.await_many import await_many, await_many_async
 from tinkex.client.futures.result_polling import retrieve
 from tinkex.client.http import limits, retry
-from tinkex.client.http.attempts import CONFLICT_PATIENCE
 from tinkex.client.http.limits import ByteBudget
+from tinkex.client.http.link import CONFLICT_PATIENCE
 from tinkex.client.http.transport import Transport
 from tinkex.client.settings.config import Config
 from tinkex.client.settings.delays import LONGEST_RETRY_AFTER

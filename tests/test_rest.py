@@ -29,7 +29,7 @@ from faulty import Answer, FaultyServer, Seen, faulty_server
 from support import serving
 from tinkex import AdminClient, RestClient, types
 from tinkex.client.futures.api_future import AwaitableConcurrentFuture
-from tinkex.client.http import addresses, attempts
+from tinkex.client.http import addresses, link
 from tinkex.engine.fake import FakeEngine
 from tinkex.wire.protocol import OPERATIONS
 
@@ -655,7 +655,7 @@ def test_refusals_are_typed(
     status: int,
     kind: type[tinkex.APIStatusError],
 ) -> None:
-    monkeypatch.setattr(attempts, "CONFLICT_PATIENCE", 0.1)
+    monkeypatch.setattr(link, "CONFLICT_PATIENCE", 0.1)
     faulty.script(ADDRESS, Answer(status, {"detail": "no, because"}))
     with pytest.raises(kind, match="no, because") as caught:
         client.delete_checkpoint_from_tinker_path(PATH).result(10)

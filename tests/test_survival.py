@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 
 from support import Clock, pass_json, sample_json, sqlite, step_json
+from tinkex.client.http.asgi_exchange import AsgiExchange
 from tinkex.client.http.exchange import HttpRequest
 from tinkex.engine.api import EngineError
 from tinkex.engine.fake import FakeEngine
-from tinkex.local import AsgiExchange
 from tinkex.server.access.accounts import create_key
 from tinkex.server.app import create_app
 from tinkex.server.database import commit_log

@@ -28,7 +28,7 @@ from faulty import Answer, FaultyServer, faulty_server
 from support import wait_until
 from test_otel import StandIn
 from tinkex import events, types
-from tinkex.client.http import attempts, limits, retry, transport
+from tinkex.client.http import limits, link, retry, transport
 from tinkex.client.http.exchange import HttpRequest, Reply, StreamReply
 from tinkex.client.http.transport import Transport
 from tinkex.client.settings.config import Config, configure
@@ -220,7 +220,7 @@ def kept_waits(monkeypatch: pytest.MonkeyPatch, waits: list[float]) -> list[floa
         def monotonic() -> float:
             return sum(waits)
 
-    monkeypatch.setattr(attempts, "time", Clock)
+    monkeypatch.setattr(link, "time", Clock)
     return waits
 
 
@@ -397,9 +397,7 @@ def test_rejections_without_end_are_told_in_words(faulty: FaultyServer, waits: l
     ) as caught:
         call(faulty.base_url)
     error = caught.value
-    assert (
-        error.attempts == len(faulty.requests("create_session")) == attempts.REJECTED_ATTEMPTS + 1
-    )
+    assert error.attempts == len(faulty.requests("create_session")) == link.REJECTED_ATTEMPTS + 1
     assert f"after {error.attempts} attempts" in error.message
     assert (error.request.method, error.request.url) == (
         "POST",

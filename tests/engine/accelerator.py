@@ -21,14 +21,14 @@ import torch
 from tinkex.engine.families.model_config import AttentionRule
 from tinkex.engine.model import attention, elementwise, matmul
 from tinkex.engine.model.attention import PackedAttention, attend, visible
-from tinkex.engine.sample import blocks, passes, sampler
+from tinkex.engine.sample import kv_pool, prefill, sampler, static_decoding
 from tinkex.engine.train import span_adapters, target_logprobs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from tinkex.engine.model.decoder import Decoder
-    from tinkex.engine.sample.blocks import Pool
+    from tinkex.engine.sample.kv_pool import Pool
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -53,7 +53,7 @@ def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     from tinkex.engine.kernels import fused, gates, paged
 
     _mend_interpreter(monkeypatch)
-    for module in (elementwise, matmul, span_adapters, target_logprobs, blocks):
+    for module in (elementwise, matmul, span_adapters, target_logprobs, kv_pool):
         monkeypatch.setattr(
             module, "kernels_for", lambda x: None if x.dtype == torch.float64 else fused
         )
@@ -71,7 +71,7 @@ def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PackedAttention, "__init__", make)
     # there is no kernel of PyTorch's to compare with
     monkeypatch.setattr(attention, "_kernel_error", lambda *_: 0.0)
-    for holder in (attention, passes):
+    for holder in (attention, prefill):
         monkeypatch.setattr(holder, "flash", _flash)
         monkeypatch.setattr(
             holder, "takes_packed", lambda q, rule: rule.softcap is None and q.dtype in HALVES
@@ -82,7 +82,7 @@ def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
         size = model.config.head_dim
         return paged.paged_attention if size >= 16 and size & (size - 1) == 0 else None
 
-    monkeypatch.setattr(passes, "find_kernel", find_kernel)
+    monkeypatch.setattr(static_decoding, "find_kernel", find_kernel)
     monkeypatch.setattr(sampler, "find_native", lambda *_: None)
 
 

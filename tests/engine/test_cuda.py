@@ -17,8 +17,10 @@ from engine.test_stability import experience, gradient
 from tinkex.engine.api import run_pass
 from tinkex.engine.model.decoder import BARE
 from tinkex.engine.places import Directory
-from tinkex.engine.sample.blocks import RESERVED, Pool
-from tinkex.engine.sample.passes import Row, StaticDecoding
+from tinkex.engine.sample.blocks import RESERVED
+from tinkex.engine.sample.kv_pool import Pool
+from tinkex.engine.sample.passes import Row
+from tinkex.engine.sample.static_decoding import StaticDecoding
 from tinkex.engine.torch import device_copies
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.types.inputs import ModelInput

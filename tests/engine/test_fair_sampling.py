@@ -12,7 +12,7 @@ from tokenizers.models import BPE
 
 from engine.test_sampling_batches import WAYS, alone, ask, crowd, directory, limits, same, tokens_of
 from tinkex.engine.api import SampleDone
-from tinkex.engine.sample.blocks import block_bytes
+from tinkex.engine.sample.kv_pool import block_bytes
 from tinkex.engine.sample.sampler import Runner
 from tinkex.engine.torch.engine import TorchEngine
 
@@ -50,8 +50,10 @@ def test_short_sample_waits_for_no_crowd_of_rows(way: str, after: int, limits: A
         engine.sample_step()
     engine.sample_start("few", "two", few, 2, owner="b")
     assert steps_until(engine, "few", results) <= MOST_STEPS
-    assert len(runner_of(engine)._room._rows()) == 1
-    assert runner_of(engine)._room.seated >= 7  # what nobody else wants is still the crowd's
+    assert len(runner_of(engine)._scheduler.room._rows()) == 1
+    assert (
+        runner_of(engine)._scheduler.room.seated >= 7
+    )  # what nobody else wants is still the crowd's
     steps_until(engine, "many", results)
     for result, before in zip((results["many"], results["few"]), expected, strict=True):
         assert [one.tokens for one in result.sequences] == [one.tokens for one in before.sequences]
@@ -84,11 +86,11 @@ def test_owners_have_equal_parts_of_the_rows(way: str, limits: Any) -> None:
         engine.sample_step()
     for _ in range(2):
         engine.sample_step()
-    assert runner_of(engine)._room._rows() == {"a": 3, "b": 3, "c": 3}
+    assert runner_of(engine)._scheduler.room._rows() == {"a": 3, "b": 3, "c": 3}
     engine.sample_cancel("b2")
     for _ in range(2):
         engine.sample_step()
-    rows = runner_of(engine)._room._rows()
+    rows = runner_of(engine)._scheduler.room._rows()
     assert rows["a"] + rows["c"] == 9
     assert min(rows["a"], rows["c"]) >= 4
 
@@ -104,13 +106,13 @@ def test_crowd_that_fills_the_cache_makes_room(way: str, limits: Any) -> None:
     engine.sample_start("many", "one", many, 1, owner="a")
     for _ in range(90):
         engine.sample_step()
-    assert runner_of(engine)._blocks.free < 3
+    assert runner_of(engine)._pool.blocks.free < 3
     engine.sample_start("few", "two", few, 2, owner="b")
     assert steps_until(engine, "few", results) <= 40 + MOST_STEPS
     steps_until(engine, "many", results)
     for result, before in zip((results["many"], results["few"]), expected, strict=True):
         assert [one.tokens for one in result.sequences] == [one.tokens for one in before.sequences]
-    assert runner_of(engine)._blocks.free == 24
+    assert runner_of(engine)._pool.blocks.free == 24
 
 
 @WAYS
@@ -197,4 +199,4 @@ def test_jobs_that_give_way_to_each_other_give_the_same_samples(seed: int, limit
             break
     for number, before in enumerate(expected):
         same(results[f"job{number}"], before)
-    assert runner_of(engine)._blocks.free == 14
+    assert runner_of(engine)._pool.blocks.free == 14

@@ -28,9 +28,10 @@ from engine.test_sampling_batches import (
 )
 from tinkex.engine.api import DrawnToken, EngineError
 from tinkex.engine.places import Directory
-from tinkex.engine.sample.blocks import BLOCK, block_bytes
-from tinkex.engine.sample.passes import StaticDecoding
+from tinkex.engine.sample.blocks import BLOCK
+from tinkex.engine.sample.kv_pool import block_bytes
 from tinkex.engine.sample.sampler import Limits, Sampler
+from tinkex.engine.sample.static_decoding import StaticDecoding
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.types.sampling import SampleResponse
 from tinkex.types.training import LoraConfig
@@ -232,7 +233,7 @@ def test_samples_that_make_room_come_back_with_the_newest_weights(way: str, make
             assert sequence.weights_versions is not None
             assert sequence.weights_versions == sorted(sequence.weights_versions)
     runner = next(iter(engine._sampler._runners.values()))
-    assert runner._blocks.free == 9
+    assert runner._pool.blocks.free == 9
 
 
 @WAYS

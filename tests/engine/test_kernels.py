@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from engine.references import adapter_of, randomise
 from tinkex.engine.api import run_pass
 from tinkex.engine.model.elementwise import add_norm, gated, norm, turned_heads
-from tinkex.engine.sample import passes
+from tinkex.engine.sample import static_decoding
 from tinkex.engine.sample.blocks import BLOCK
 from tinkex.engine.sample.sampler import Limits, Sampler
 from tinkex.engine.torch.engine import TorchEngine
@@ -249,7 +249,7 @@ def engine_of(checkpoint: Checkpoint, family: str, device: str, dtype: torch.dty
 def test_decoding_attends_as_plainly(accelerator: str, checkpoint: Checkpoint, family: str) -> None:
     paged = pytest.importorskip("tinkex.engine.kernels.paged")
     model = engine_of(checkpoint, family, accelerator, torch.float32)._base("m").model
-    assert passes._kernel_error(paged.paged_attention, model) < 1e-3
+    assert static_decoding._kernel_error(paged.paged_attention, model) < 1e-3
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -13,7 +13,7 @@ import torch
 from engine.conftest import Sample
 from tinkex.engine.model import matmul_check
 from tinkex.engine.model.matmul_check import onednn
-from tinkex.engine.sample import passes, row_adapters
+from tinkex.engine.sample import row_adapters, slab_decoding
 from tinkex.engine.sample.sampler import Limits, Sampler
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.torch.openmp import Threads, _runtime
@@ -115,14 +115,14 @@ def test_room_of_rows_that_have_ended_is_kept_and_empty(
     assert not slab.kv.any()
     kept = slab.kv.data_ptr()
     again = sample(engine, [5, 6, 7], max_tokens=9, stop=[])
-    assert slabs[passes.SMALLEST_SLAB].kv.data_ptr() == kept
+    assert slabs[slab_decoding.SMALLEST_SLAB].kv.data_ptr() == kept
     assert again.sequences[0].logprobs == first.sequences[0].logprobs
 
 
 def test_large_room_is_given_back(
     engine: TorchEngine, sample: Sample, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(passes, "KEPT_SLAB", 0)
+    monkeypatch.setattr(slab_decoding, "KEPT_SLAB", 0)
     engine.snapshot("a", "s")
     sample(engine, [5, 6, 7], max_tokens=9, stop=[])
     (runner,) = engine._sampler._runners.values()

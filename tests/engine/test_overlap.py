@@ -26,8 +26,9 @@ from engine.references import CASES, adapter_of
 from engine.test_splits import examples
 from engine.test_steps import Memory
 from tinkex.engine.api import EngineError, run_pass
-from tinkex.engine.sample import passes
-from tinkex.engine.sample.blocks import BLOCK, block_bytes
+from tinkex.engine.sample import passes, slab_decoding
+from tinkex.engine.sample.blocks import BLOCK
+from tinkex.engine.sample.kv_pool import block_bytes
 from tinkex.engine.sample.sampler import Limits, Runner, Sampler
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.train.training_pass import Results
@@ -273,8 +274,8 @@ def check(
             assert plan.deaf is not None, result
             assert str(result) == "nobody listens"
     runner = runner_of(engine)
-    assert runner._blocks.free == runner._blocks.count
-    assert not runner._blocks._holders
+    assert runner._pool.blocks.free == runner._pool.blocks.count
+    assert not runner._pool.blocks._holders
     assert not engine._sampler._names
 
 
@@ -355,7 +356,7 @@ def test_rows_run_ahead_of_what_has_been_read(crowd: TorchEngine) -> None:
     while engine.sampling():
         ended = engine.sample_step()
         runner = runner_of(engine)
-        rows = [sample for running in runner._running for sample in running.rows]
+        rows = [sample for running in runner._scheduler.running for sample in running.rows]
         seen.append((len(heard), sum(sample.drawn for sample in rows), len(ended)))
     assert seen == [(1, 0, 0), (1, 1, 0), (2, 1, 0), (3, 1, 0), (4, 0, 1)]
 
@@ -464,12 +465,12 @@ def test_nothing_is_held_when_nothing_runs(crowd: TorchEngine, cancelled: bool) 
 def test_when_there_is_no_memory_for_a_row_what_comes_later_is_as_ever(
     crowd: TorchEngine, monkeypatch: pytest.MonkeyPatch, room: str
 ) -> None:
-    monkeypatch.setattr(passes, "SMALLEST_SLAB", BLOCK)
-    monkeypatch.setattr(passes, "FIRST_SLOTS", 2 if room == "more slots" else 32)
+    monkeypatch.setattr(slab_decoding, "SMALLEST_SLAB", BLOCK)
+    monkeypatch.setattr(slab_decoding, "FIRST_SLOTS", 2 if room == "more slots" else 32)
     engine, fine = limited(crowd, way="slabs"), ask(BLOCK - 6, 1, 30)
     expected = alone(engine, fine)
     runner, put = runner_of(engine), passes.put
-    free, failed, slabs = runner._blocks.free, list[str](), vars(runner._decoding)["_slabs"]
+    free, failed, slabs = runner._pool.blocks.free, list[str](), vars(runner._decoding)["_slabs"]
 
     def refuse(*given: Any, **_: Any) -> Any:
         if room == "a seat" and given[1] is not runner._pool.kv:
@@ -482,13 +483,13 @@ def test_when_there_is_no_memory_for_a_row_what_comes_later_is_as_ever(
         engine.sample_step()
     with monkeypatch.context() as fault:
         if room == "a seat":
-            fault.setattr(passes, "put", refuse)
+            fault.setattr(slab_decoding, "put", refuse)
             engine.sample_start("three", "bare", ask(5, 1, 30), 3)
         elif room == "more slots":
             fault.setattr(torch, "zeros_like", refuse)
         else:
-            del slabs[passes._slab_size(BLOCK + 1)]  # which the first has left
-            fault.setattr(passes, "zeros", refuse)
+            del slabs[slab_decoding._slab_size(BLOCK + 1)]  # which the first has left
+            fault.setattr(slab_decoding, "zeros", refuse)
         while not failed and engine.sampling():
             try:
                 failed += [
@@ -501,7 +502,7 @@ def test_when_there_is_no_memory_for_a_row_what_comes_later_is_as_ever(
     for job in ("one", "two", "three"):
         engine.sample_cancel(job)
     assert not engine.sampling()
-    assert runner._blocks.free == free
+    assert runner._pool.blocks.free == free
     assert failed == (["three"] if room == "a seat" else [room])
     assert alone(engine, fine) == expected
 

@@ -11,8 +11,9 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM
 
 from tinkex.engine.api import DrawnToken, EngineError, run_pass
-from tinkex.engine.sample import jobs
+from tinkex.engine.sample import prompt_scores, stop_rule
 from tinkex.engine.sample.sampler import Limits, Sampler
+from tinkex.engine.sample.source import Source
 from tinkex.engine.sample.token_choice import choose, uniforms
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.types.inputs import Datum, EncodedTextChunk, ImageChunk, ModelInput
@@ -216,8 +217,8 @@ def test_stop_strings_across_token_borders(
 
 @pytest.mark.covers("S34")
 def test_a_stop_string_of_several_bytes(tokenizer: Tokenizer) -> None:
-    source = jobs.Source(None, None, frozenset(), lambda: tokenizer)  # type: ignore[arg-type]
-    rule = jobs.StopRule(source, ["é"], rows=2)
+    source = Source(None, None, frozenset(), lambda: tokenizer)  # type: ignore[arg-type]
+    rule = stop_rule.StopRule(source, ["é"], rows=2)
     first, second = (tokenizer.token_to_id(piece) for piece in ("Ã", "©"))
     assert rule(np.array([0, 1]), np.array([first, second])).tolist() == [False, False]
     assert rule(np.array([0, 1]), np.array([second, first])).tolist() == [True, False]
@@ -231,14 +232,14 @@ def test_stop_strings_are_found_in_a_window(tokenizer: Tokenizer) -> None:
         tokens = random.integers(3, 94, 60).tolist()
         start = int(random.integers(0, 50))
         stop = tokenizer.decode(tokens)[start : start + int(random.integers(1, 6))]
-        row, ended = jobs._Text(tokenizer), None
+        row, ended = stop_rule._Text(tokenizer), None
         for length, token in enumerate(tokens, 1):
             if stop in row.add(token, len(stop)):
                 ended = length
                 break
         whole = next(n for n in range(1, 61) if stop in tokenizer.decode(tokens[:n]))
         assert ended == whole
-        assert len(row._tokens) <= 3 * (len(stop) + jobs.MARGIN)
+        assert len(row._tokens) <= 3 * (len(stop) + stop_rule.MARGIN)
         found += whole > 20
     assert found > 10
 
@@ -259,7 +260,7 @@ def test_stop_strings_are_found_where_bytes_are_decoded_together() -> None:
             decoders.Strip(" ", 1, 0),
         ]
     )
-    source = jobs.Source(None, None, frozenset(), lambda: tokenizer)  # type: ignore[arg-type]
+    source = Source(None, None, frozenset(), lambda: tokenizer)  # type: ignore[arg-type]
     words = {"the": vocab["▁the"], "end": vocab["▁end"], "x": vocab["x"]}
 
     def tokens(text: str) -> list[int]:
@@ -277,13 +278,13 @@ def test_stop_strings_are_found_where_bytes_are_decoded_together() -> None:
             for part in [*parts, *stop.replace(" the", "|the").split("|"), "x"]
             for token in tokens(part)
         ]
-        rule = jobs.StopRule(source, [stop], rows=1)
+        rule = stop_rule.StopRule(source, [stop], rows=1)
         ended = next(
             (at for at, token in enumerate(row) if rule(np.array([0]), np.array([token]))[0]), None
         )
         assert ended == len(row) - 2, (parts, stop)
-        late += len(row) > 3 * (len(stop) + jobs.MARGIN)
-        assert len(rule._texts[0]._tokens) <= 2 * jobs.BYTES * (len(stop) + jobs.MARGIN)
+        late += len(row) > 3 * (len(stop) + stop_rule.MARGIN)
+        assert len(rule._texts[0]._tokens) <= 2 * stop_rule.BYTES * (len(stop) + stop_rule.MARGIN)
     assert late > 20
 
 
@@ -296,10 +297,10 @@ def test_stop_strings_are_found_after_text_that_is_broken(count: int) -> None:
     }
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    source = jobs.Source(None, None, frozenset(), lambda: tokenizer)  # type: ignore[arg-type]
+    source = Source(None, None, frozenset(), lambda: tokenizer)  # type: ignore[arg-type]
     spelled = [1 + byte for byte in ("😎" * count).encode()]
     for before in range(1, 250, 3):
-        rule = jobs.StopRule(source, ["😎" * count], rows=1)
+        rule = stop_rule.StopRule(source, ["😎" * count], rows=1)
         row = [*([1 + 0xC3, vocab["x"]] * before)[:before], vocab["x"], *spelled]
         ended = next(
             (at for at, token in enumerate(row) if rule(np.array([0]), np.array([token]))[0]), None
@@ -308,11 +309,11 @@ def test_stop_strings_are_found_after_text_that_is_broken(count: int) -> None:
 
 
 def test_text_that_is_broken_for_good_is_forgotten_all_the_same(tokenizer: Tokenizer) -> None:
-    row, half = jobs._Text(tokenizer), tokenizer.token_to_id("Ã")
+    row, half = stop_rule._Text(tokenizer), tokenizer.token_to_id("Ã")
     assert half is not None
     for _ in range(600):
         row.add(half, 3)
-        assert len(row._tokens) <= 2 * jobs.BYTES * (3 + jobs.MARGIN)
+        assert len(row._tokens) <= 2 * stop_rule.BYTES * (3 + stop_rule.MARGIN)
 
 
 def test_stop_strings_need_a_tokenizer(
@@ -335,7 +336,7 @@ def test_prompt_logprobs(
     trained: TorchEngine, sample: Sample, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = trainer_logprobs(trained, PROMPT)
-    monkeypatch.setattr(jobs, "LOGITS_BUDGET", 2 * 96)  # several chunks
+    monkeypatch.setattr(prompt_scores, "LOGITS_BUDGET", 2 * 96)  # several chunks
     result = sample(
         trained, PROMPT, max_tokens=1, temperature=0.3, request={"prompt_logprobs": True}
     )

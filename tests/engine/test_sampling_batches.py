@@ -16,11 +16,12 @@ from engine.conftest import FAMILIES, SMALL, Checkpoint
 from engine.references import adapter_of, randomise
 from tinkex.engine.api import EngineError, run_pass
 from tinkex.engine.model.decoder import BARE, Lora
-from tinkex.engine.sample import passes, token_choice
-from tinkex.engine.sample.blocks import BLOCK, Blocks, block_bytes, namespace, prompt_keys
-from tinkex.engine.sample.passes import StaticDecoding
+from tinkex.engine.sample import prefill, slab_decoding, token_choice
+from tinkex.engine.sample.blocks import BLOCK, Blocks, namespace, prompt_keys
+from tinkex.engine.sample.kv_pool import block_bytes
 from tinkex.engine.sample.row_adapters import Bank
 from tinkex.engine.sample.sampler import Limits, Sampler
+from tinkex.engine.sample.static_decoding import StaticDecoding
 from tinkex.engine.sample.token_choice import choose, uniforms
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.types.inputs import Datum, ModelInput
@@ -173,7 +174,9 @@ def test_neighbours_change_no_bit(
     way: str, prefixes: bool, threads: int, limits: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.set_num_threads(threads)
-    monkeypatch.setattr(passes, "LONG_ATTENTION", 1 << 14)  # some steps are over it, some under
+    monkeypatch.setattr(
+        slab_decoding, "LONG_ATTENTION", 1 << 14
+    )  # some steps are over it, some under
     expected = []
     for sampler, request, seed in MIXED:
         expected.append(alone(limits(way=way, share_prefixes=False), sampler, request, seed))
@@ -335,17 +338,17 @@ def test_what_does_not_fit_waits_or_is_put_back(way: str, limits: Any) -> None:
         engine.sample_start(f"job{index}", *job, heard[f"job{index}"].extend)
     runner = next(iter(engine._sampler._runners.values()))
     returned = []
-    for name in ("_put_back", "_unseat"):
-        original = getattr(runner, name)
+    for name in ("_put_back", "unseat"):
+        original = getattr(runner._scheduler, name)
 
         def counted(*args: Any, original: Any = original, name: str = name, **options: Any) -> None:
             if options.get("again", True):
                 returned.append(name)
             original(*args, **options)
 
-        setattr(runner, name, counted)
+        setattr(runner._scheduler, name, counted)
     results = finish(engine)
-    assert "_unseat" in returned
+    assert "unseat" in returned
     for index, response in enumerate(expected):
         got = results[f"job{index}"]
         for one, two in zip(response.sequences, got.sequences, strict=True):
@@ -358,7 +361,7 @@ def test_what_does_not_fit_waits_or_is_put_back(way: str, limits: Any) -> None:
             ] == two.tokens
         if way != "static":
             same(response, got)
-    assert runner._blocks.free == 11
+    assert runner._pool.blocks.free == 11
 
 
 def test_a_job_that_can_never_fit_is_refused(limits: Any) -> None:
@@ -533,7 +536,7 @@ def test_short_prompts_run_as_rows_and_long_ones_in_chunks(
 
         monkeypatch.setattr(owner, name, run)
 
-    noted(passes.Prefill, "hidden", chunks, len)
+    noted(prefill.Prefill, "hidden", chunks, len)
     noted(StaticDecoding, "hidden", rows, len)
     noted(Bank, "_put", placed, int)
     for name, size, seed in (("", 0, 0), ("two", 300, 2), ("three", 200, 3)):

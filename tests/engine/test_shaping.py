@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from engine.conftest import SMALL, Checkpoint, Sample
 from tinkex.engine.api import EngineError
-from tinkex.engine.sample.blocks import BLOCK, block_bytes
+from tinkex.engine.sample.blocks import BLOCK
+from tinkex.engine.sample.kv_pool import block_bytes
 from tinkex.engine.sample.logit_changes import Shape, Shaped, Shaper
 from tinkex.engine.sample.sampler import Limits, Sampler
 from tinkex.engine.sample.token_choice import choose, uniforms
@@ -234,12 +235,12 @@ def test_rows_without_changes_take_no_work(
     engine.sample_start("biased", "s", ask(1, 5, logit_bias={3: 1.0}), 1)
     engine.sample_step()
     (runner,) = engine._sampler._runners.values()
-    assert len(runner._shaper._slots) == 1  # a bias does not look back
+    assert len(runner._drawer._shaper._slots) == 1  # a bias does not look back
     finish(engine)
     assert set(seen) == {2}
-    assert not runner._shaper._slots
-    assert runner._shaper._tokens.numel() == 0
-    assert runner._shaper._plan is None
+    assert not runner._drawer._shaper._slots
+    assert runner._drawer._shaper._tokens.numel() == 0
+    assert runner._drawer._shaper._plan is None
 
 
 @pytest.mark.parametrize("way", ["native", "static"])
@@ -266,7 +267,8 @@ def test_samples_that_are_put_back_go_on_alike(
             results[done.job] = done.result
         (runner,) = engine._sampler._runners.values()
         returned += bool(
-            runner._queues or any(one.tokens for run in runner._running for one in run.waiting)
+            runner._scheduler.queues
+            or any(one.tokens for run in runner._scheduler.running for one in run.waiting)
         )
     assert returned
     for result in results.values():

@@ -15,8 +15,9 @@ from engine.references import adapter_of, assert_near, gradients, randomise
 from tinkex.engine.api import RECORDED_TOKENS, EngineError, Recalled, Recording, run_pass
 from tinkex.engine.native.library import load
 from tinkex.engine.places import Directory
-from tinkex.engine.sample.blocks import block_bytes
-from tinkex.engine.sample.sampler import Limits, Runner, Sampler
+from tinkex.engine.sample.kv_pool import block_bytes
+from tinkex.engine.sample.sampler import Limits, Sampler
+from tinkex.engine.sample.step_scheduler import Scheduler
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.sampling import SampleRequest, SampleResponse, SamplingParams
@@ -384,14 +385,14 @@ def test_recording_outlives_a_sample_that_is_put_back(
     for engine in (roomy, narrow):
         engine.load_sampler("s", "small", None)
     narrow._sampler = Sampler(Limits(cache_bytes=7 * block_bytes(narrow._bases["small"].model)))
-    returned, unseat = [], Runner._unseat
+    returned, unseat = [], Scheduler.unseat
 
-    def counted(runner: Runner, *args: Any, again: bool = True) -> None:
+    def counted(scheduler: Scheduler, *args: Any, again: bool) -> None:
         returned.append(again)
-        unseat(runner, *args, again=again)
+        unseat(scheduler, *args, again=again)
 
     expected = draw(roomy, samples=4, tokens=150)
-    monkeypatch.setattr(Runner, "_unseat", counted)
+    monkeypatch.setattr(Scheduler, "unseat", counted)
     found = draw(narrow, samples=4, tokens=150)
     assert any(returned)
     for (_, recordings), (_, others) in zip(expected, found, strict=True):

@@ -172,7 +172,7 @@ def _bring(rest: RestClient, url: str, target: Path) -> None:
     """Fetch a trace; a backend inside this process has written it to a local file."""
     from tinkex.client.futures.api_future import start
     from tinkex.client.settings.config import is_embedded
-    from tinkex.hub.downloads import fetch
+    from tinkex.hub.fetches import fetch
 
     async def address() -> str:
         return url

@@ -1,7 +1,6 @@
-"""A session: one transport, the server's configuration, a session id with its heartbeat, and the
-session's counters.
+"""A session: one transport, the server's configuration, an id with its heartbeat, and counters.
 
-It opens itself on first use, and stops when closed or when the last client that holds it is
+It opens itself on first use. It stops when it is closed, or when the last client that holds it is
 dropped.
 """
 
@@ -16,7 +15,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Container, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 from tinkex import telemetry
@@ -25,20 +24,18 @@ from tinkex.client.futures.batch_polling import BatchPoller
 from tinkex.client.futures.loop_thread import runtime
 from tinkex.client.futures.queue_states import QueueStateLogger, QueueStateTracker
 from tinkex.client.futures.result_polling import QueueNotice, retrieve
-from tinkex.client.http import legacy_servers
 from tinkex.client.http.addresses import origin_of
-from tinkex.client.http.exchange import Reply
 from tinkex.client.http.legacy_servers import Receipt
 from tinkex.client.http.limits import DispatchGate, shared_gate, shared_response_budget
 from tinkex.client.http.request_names import forget_caller
 from tinkex.client.http.transport import Transport
 from tinkex.client.settings.config import Config
-from tinkex.errors import APIStatusError, GoneError, NotFoundError, TinkerError
+from tinkex.client.submissions import Submissions
+from tinkex.errors import GoneError, NotFoundError, TinkerError
 from tinkex.telemetry import Reporter
 from tinkex.types.sessions import (
     CancelFutureRequest,
     ClientConfigRequest,
-    ClientConfigResponse,
     ClientDynamicConfigResponse,
     ClientSessionFinishReasonType,
     CreateSessionRequest,
@@ -47,7 +44,7 @@ from tinkex.types.sessions import (
     FinishSessionRequest,
     SessionHeartbeatRequest,
 )
-from tinkex.wire import codec, protocol
+from tinkex.wire import protocol
 from tinkex.wire.protocol import PROTOCOL_VERSION, Operation
 
 T = TypeVar("T")
@@ -56,20 +53,20 @@ logger = logging.getLogger("tinkex")
 HEARTBEAT_SECONDS = 10.0
 HEARTBEAT_TIMEOUT = 10.0
 SILENCE_SECONDS = 120.0
-"""How long heartbeats may fail before it is said so, at each that fails."""
+"""Seconds of failing heartbeats after which each failure is logged."""
 SHORTEST_REFRESH = 10.0
 CANCEL_PATIENCE = 10.0
 
 
-class Session:
-    """What the clients of one ServiceClient share.
+class Session(Submissions):
+    """The state that the clients of one ServiceClient share.
 
-    With a `session_id`, it is the shadow of a session that another process owns: it keeps that one
-    alive and never ends it.
+    With a `session_id`, it is the shadow of a session that another process owns: it keeps that
+    session alive and never ends it.
 
-    Heartbeats go on through every failure, unless a limit is set, at any time: more than
-    `max_failure_count` failures in a row, or more than `max_failure_duration` seconds without a
-    success, end them. Calls are still made then.
+    Heartbeats go on through every failure, unless a limit is set: more than `max_failure_count`
+    failures in a row, or more than `max_failure_duration` seconds without a success, end them.
+    Calls are still made then.
     """
 
     max_failure_count: float = math.inf
@@ -79,8 +76,7 @@ class Session:
         self, config: Config, *, display_name: str | None = None, session_id: str = ""
     ) -> None:
         self.config = config
-        self.transport = Transport(config)
-        self.client_config = ClientConfigResponse()
+        super().__init__(Transport(config))
         self.client_config_is_missing = False
         """True if the server is too old to give a client configuration."""
         self.dynamic_config = ClientDynamicConfigResponse()
@@ -91,7 +87,7 @@ class Session:
         self.sampling_session_seq_ids = itertools.count()
         self.custom_loss_seq_ids = itertools.count()
         self.custom_losses: set[str] = set()
-        """The keys of the custom losses made in this session: each is made once."""
+        """The keys of the custom losses of this session; each is made once."""
         self._display_name = display_name
         self._pauses = QueueStateLogger("Training")
         self._lock = threading.Lock()
@@ -105,21 +101,18 @@ class Session:
         self.pollers: weakref.WeakSet[BatchPoller] = weakref.WeakSet()
         """The batched polls of this session's samplers; each is flushed before the connections are
         closed."""
-        self._trials: set[asyncio.Future[Reply]] = set()
         self._pending: set[Future[Any]] = set()
         self._finishing: asyncio.Future[None] | None = None
         self._releasing: asyncio.Task[None] | None = None
         self._renewing = asyncio.Lock()
-        # When the last client lets go, the transport must still be closed: on the loop, without
-        # holding the session.
+        # When the last client is dropped, the transport must still be closed: on the loop, and
+        # without a reference to the session.
         weakref.finalize(
             self, _close_transport, self.transport, self._reporters, self.pollers
         ).atexit = False
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine on the runtime once the session is open; a failure to open is its
-        failure.
-        """
+        """Run a coroutine once the session is open; it fails if opening fails."""
         if self.closed:
             coroutine.close()
             raise RuntimeError("ServiceClient is closed")
@@ -131,15 +124,13 @@ class Session:
         *args: Any,
         kind: type[Future[T]] | None = None,
     ) -> Future[T]:
-        """Like `start`, but the coroutine is made when its turn comes: a call cancelled earlier
-        leaves none behind.
-        """
+        """Like `start`, but make the coroutine only when it runs; it may be cancelled before."""
         if self.closed:
             raise RuntimeError("ServiceClient is closed")
         return start(self._call(function, args), kind)
 
     def create(self, function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> Future[T]:
-        """Like `call`, for what makes a client: closing the session waits for it."""
+        """Like `call`, for a client that is made: closing the session waits for it."""
         future = self.call(function, *args)
         self.track(future)
         return future
@@ -167,7 +158,7 @@ class Session:
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
-        """Around a call: its failure is reported where failures are, which nobody waits for."""
+        """Report the failure of the call inside to telemetry; this does not wait."""
         try:
             yield
         except Exception as error:
@@ -175,7 +166,7 @@ class Session:
             raise
 
     async def opened(self) -> None:
-        """Open the session if it is not open yet; a failed attempt is made anew by the next call."""
+        """Open the session if it is not open; after a failure the next call tries again."""
         if self._is_open:
             return
         with self._lock:
@@ -205,7 +196,7 @@ class Session:
             self._reporters.append(self.telemetry)
 
     async def _configure(self) -> None:
-        """Ask the server how to behave; one that knows no such question speaks an older dialect."""
+        """Ask the server for its client configuration; older servers have none."""
         hello = ClientConfigRequest(sdk_version=PROTOCOL_VERSION)
         patience = self.config.first_contact_patience
         try:
@@ -226,9 +217,7 @@ class Session:
         await self.refresh()
 
     async def refresh(self) -> None:
-        """Ask for the part of the configuration that may change; the last answer stays when there
-        is none.
-        """
+        """Ask for the part of the configuration that may change; keep the last one on failure."""
         hello = ClientConfigRequest(sdk_version=PROTOCOL_VERSION)
         with contextlib.suppress(TinkerError):
             self.dynamic_config = await self.transport.call(
@@ -237,7 +226,7 @@ class Session:
 
     @property
     def _account(self) -> tuple[str, str | None]:
-        """What budgets are shared by: a server, and who asks it."""
+        """The key of shared budgets: the server and the API key."""
         return (origin_of(self.config.base_url), self.config.api_key)
 
     async def _create(self) -> None:
@@ -248,8 +237,7 @@ class Session:
             project_id=self.config.project_id,
             display_name=self._display_name,
         )
-        # Whoever waits for a first answer learns in time that there is none, however patient later
-        # calls may be.
+        # A first call fails in time if there is no answer, even if later calls are more patient.
         patience = min(self.config.patience, self.config.timeout)
         response: CreateSessionResponse = await self.transport.call(
             protocol.CREATE_SESSION, request, patience=patience
@@ -264,7 +252,7 @@ class Session:
                 logger.log(level, "%s", text)
 
     async def is_lost(self) -> bool:
-        """Whether the server says that it does not know this session, or that it is over."""
+        """Tell whether the server does not know this session, or has ended it."""
         request = SessionHeartbeatRequest(session_id=self.session_id)
         try:
             await self.transport.call(protocol.SESSION_HEARTBEAT, request)
@@ -273,9 +261,7 @@ class Session:
         return False
 
     async def renew(self, lost: str) -> None:
-        """Go on under a new id in place of one that the server has lost; whoever asks second finds
-        it done.
-        """
+        """Take a new id in place of one that the server has lost; a second call does nothing."""
         if self.is_shadow:
             raise RuntimeError("a session that another process owns is not opened anew here")
         async with self._renewing:
@@ -287,74 +273,15 @@ class Session:
 
     @property
     def gate(self) -> DispatchGate:
-        """What bounds the submission of samples, shared by all sessions of this server and key; on
-        the loop only.
+        """The limit on submissions of samples, shared by all sessions of this server and key.
+
+        Use it on the loop only.
         """
         if self._gate is None:
             self._gate = shared_gate(
                 self._account, self.client_config.sample_dispatch_bytes_semaphore_size
             )
         return self._gate
-
-    async def submit(
-        self,
-        op: Operation,
-        request: Any,
-        *,
-        headers: Mapping[str, str] | None = None,
-        patience: float | None = None,
-        final: Container[int] = (),
-    ) -> Receipt:
-        """Hand an operation to the server; the receipt names its future, or is the result at once."""
-        named = ("model_id", "model_seq_id", "seq_id", "sampling_session_id")
-        facts = {
-            name: value for name in named if (value := getattr(request, name, None)) is not None
-        }
-        started = time.monotonic()
-
-        options = {"headers": headers, "patience": patience, "final": final, "metadata": facts}
-        if self.transport.is_older is None and legacy_servers.shows_dialect(op, request):
-            reply = await self._try_both(functools.partial(self._post, op, request, options))
-        else:
-            reply = await self._post(op, request, options, self.transport.is_older or False)
-        return legacy_servers.read_receipt(
-            self.transport, legacy_servers.called(op, request), reply, started
-        )
-
-    async def _post(
-        self, op: Operation, request: Any, options: dict[str, Any], older: bool, **other: Any
-    ) -> Reply:
-        spoken, body = await _written(op, request, older, self.client_config.proto_compress_fwdbwd)
-        return await self.transport.request(spoken, body, **(options | other))
-
-    async def _try_both(self, post: Callable[..., Coroutine[Any, Any, Reply]]) -> Reply:
-        """The first passes a server gets show which form it reads; the older is tried when it
-        refuses all of these.
-        """
-        trial = asyncio.ensure_future(post(False))
-        self._trials.add(trial)
-        trial.add_done_callback(self._trials.discard)
-        try:
-            reply = await trial
-        except APIStatusError as refused:
-            if refused.status_code not in legacy_servers.UNREADABLE:
-                raise
-            # one that is read shows that this one was refused for what it says
-            if others := self._trials - {trial}:
-                await asyncio.wait(others)
-            if self.transport.is_older is False:
-                raise
-            if self.transport.is_older:
-                return await post(True)
-            try:
-                reply = await post(True, patience=0.0)
-            except TinkerError:
-                raise refused from None
-            self.transport.is_older = True
-            logger.info("%s reads no protobuf: passes are sent to it as JSON", self.transport.place)
-            return reply
-        self.transport.is_older = False
-        return reply
 
     async def run(self, op: Operation, request: Any) -> Any:
         """Submit an operation, wait for its result, and log a long pause."""
@@ -372,7 +299,7 @@ class Session:
     async def result(
         self, receipt: Receipt, *, timeout: float | None = None, notice: QueueNotice | None = None
     ) -> Any:
-        """The result behind a receipt."""
+        """Wait for the result of a receipt."""
         if receipt.request_id is None:
             return receipt.result
         return await retrieve(
@@ -385,9 +312,7 @@ class Session:
         )
 
     async def cancel_future(self, request_id: str) -> None:
-        """Tell the server that a result is not wanted any more; so many at once, and no matter if
-        it fails.
-        """
+        """Tell the server that a result is no longer needed; failures are ignored."""
         if self._cancels is None:
             self._cancels = asyncio.Semaphore(
                 max(1, self.dynamic_config.sample_cancel_max_batch_size)
@@ -405,10 +330,8 @@ class Session:
         future.add_done_callback(self._pending.discard)
 
     async def _settle(self, reason: ClientSessionFinishReasonType) -> None:
-        """Before a session ends well, what was called is carried out; otherwise what is dropped is
-        named.
-        """
-        # else there is nothing that could be carried out
+        """Wait for open calls if the session ends well; otherwise log how many are dropped."""
+        # a session that is not open executes nothing
         pending = list(self._pending) if self._is_open else []
         if pending and reason == "success":
             logger.info("closing: waiting for %d calls under way", len(pending))
@@ -420,13 +343,11 @@ class Session:
 
     async def _abandon(self) -> None:
         await self.finish("interrupted", "the program ended without closing the session")
-        if self._releasing is not None:  # there is no later any more
+        if self._releasing is not None:  # the program ends: wait now
             await asyncio.wait({self._releasing})
 
     async def finish(self, reason: ClientSessionFinishReasonType, detail: str | None) -> None:
-        """Tell the server that this session is over, and let go of the connections; the first
-        reason stays.
-        """
+        """Tell the server that this session is over, and close; the first reason counts."""
         self.closed = True
         if self._finishing is None:
             self._finishing = asyncio.ensure_future(self._finish(reason, detail))
@@ -450,21 +371,8 @@ class Session:
         finally:
             if self.telemetry is None:
                 await self.transport.close()
-            else:  # telemetry delays nobody
+            else:  # do not wait for telemetry
                 self._releasing = runtime().task(_let_go(self.transport, self._reporters))
-
-
-async def _written(
-    op: Operation, request: Any, older: bool, compress: bool
-) -> tuple[Operation, codec.Body]:
-    """A request as bytes; passes are written in a thread, for they are large."""
-    if older:
-        return await asyncio.to_thread(legacy_servers.for_older, op, request)
-    if legacy_servers.is_pass(op):
-        return legacy_servers.called(op, request), await asyncio.to_thread(
-            legacy_servers.write_pass, request, compress
-        )
-    return op, codec.encode(request)
 
 
 _shadows: weakref.WeakValueDictionary[tuple[str, str, str | None], Session] = (
@@ -473,7 +381,7 @@ _shadows: weakref.WeakValueDictionary[tuple[str, str, str | None], Session] = (
 
 
 def shadow_of(config: Config, session_id: str) -> Session:
-    """The shadow of a session in this process: one for all clients that came with it."""
+    """Return the shadow of a session in this process, one for all its clients."""
     key = (session_id, config.base_url, config.api_key)
     shadow = _shadows.get(key)
     if shadow is None or shadow.closed:
@@ -495,7 +403,7 @@ async def _drop(
 
 
 async def _flush(pollers: weakref.WeakSet[BatchPoller]) -> None:
-    """Acknowledge the results that batched polls brought; no failure, and no long wait."""
+    """Acknowledge the results of batched polls."""
     await asyncio.gather(*(poller.flush() for poller in list(pollers)))
 
 
@@ -508,9 +416,7 @@ async def _let_go(transport: Transport, reporters: list[Reporter]) -> None:
 
 
 async def _heartbeat(reference: weakref.ref[Session], session_id: str) -> None:
-    """Beat until the session is closed, dropped or gone on the server's side, or a limit on
-    failures is reached.
-    """
+    """Send heartbeats until the session ends, here or on the server, or a limit is reached."""
     request = SessionHeartbeatRequest(session_id=session_id)
     heard, failures = time.monotonic(), 0
     while True:
@@ -519,7 +425,7 @@ async def _heartbeat(reference: weakref.ref[Session], session_id: str) -> None:
         if session is None or session.closed or session.session_id != session_id:
             return
         transport = session.transport
-        del session  # nobody is kept alive by waiting for an answer
+        del session  # the wait for an answer must not keep it alive
         try:
             await transport.call(
                 protocol.SESSION_HEARTBEAT, request, timeout=HEARTBEAT_TIMEOUT, patience=0
@@ -551,9 +457,7 @@ async def _heartbeat(reference: weakref.ref[Session], session_id: str) -> None:
 
 
 async def _keep_informed(reference: weakref.ref[Session]) -> None:
-    """Ask for the changing part of the configuration now and then, until the session is closed or
-    dropped.
-    """
+    """Refresh the changing part of the configuration until the session is closed or dropped."""
     while (session := reference()) is not None and not session.closed:
         pause = max(session.dynamic_config.refresh_interval_sec, SHORTEST_REFRESH)
         del session

@@ -1,13 +1,12 @@
-"""Programs that say `import tinker` run on tinkex, unchanged, whether or not the official package
-is installed.
+"""Run programs that `import tinker` on tinkex, unchanged, with or without the official package.
 
     import tinkex.compat  # before anything that imports tinker
 
-or without touching the program: `python -m tinkex.compat PROGRAM …`, or TINKEX_COMPAT=1 with the
-hook that `python -m tinkex.compat --install-hook` puts in place. `uninstall()` undoes it.
+or without a change to the program: `python -m tinkex.compat PROGRAM …`, or TINKEX_COMPAT=1 with the
+hook that `python -m tinkex.compat --install-hook` installs. `uninstall()` undoes it.
 
-Modules of that name are made when they are imported, and hold the very same classes: `tinker.Datum
-is tinkex.Datum`.
+Modules of that name are made when they are imported, and hold the same classes: `tinker.Datum is
+tinkex.Datum`.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -29,12 +29,11 @@ if TYPE_CHECKING:
 __all__ = ["install", "installed", "uninstall"]
 
 SHIM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "path")
-"""The directory with a package called `tinker` that makes way for tinkex: for the paths of other
-processes."""
+"""The directory with a package `tinker` that loads tinkex; for PYTHONPATH of other processes."""
 
 
 class _Facade(ModuleType):
-    """A module of `tinker`: it has no code, its names are found in tinkex when they are first used."""
+    """A module of `tinker`: it has no code, and takes names from tinkex at their first use."""
 
     def __getattr__(self, name: str) -> Any:
         home = MODULES[self.__name__].get(name)
@@ -63,7 +62,7 @@ class _Facade(ModuleType):
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds the modules of `tinker`, and says that a distribution of that name is installed."""
+    """A finder of the modules of `tinker`, and of a distribution of that name."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -89,17 +88,24 @@ class _Finder(MetaPathFinder, Loader):
     def find_distributions(
         self, context: DistributionFinder.Context | None = None
     ) -> Iterator[Distribution]:
-        from tinkex.compat.distribution import find
+        """Yield the distribution, if it is asked for and no place is named."""
+        from importlib.metadata import Distribution  # whoever asks has imported it
 
-        return find(context)
+        if context is not None and (
+            "path" in vars(context) or (context.name or "tinker").lower() != "tinker"
+        ):
+            return
+        for place in Path(SHIM).glob("*.dist-info"):
+            yield Distribution.at(place)
 
 
 _finder = _Finder()
 
 
 def install() -> None:
-    """Let `import tinker` and everything below it find tinkex from now on; a second call does
-    nothing.
+    """Let `import tinker` and everything below it find tinkex from now on.
+
+    A second call does nothing.
 
     Raises:
         ImportError: `tinker` itself has been imported already.
@@ -118,9 +124,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Let `import tinker` find what it found before; whoever has imported it already keeps what
-    they have.
-    """
+    """Let `import tinker` find what it found before; modules that imported it keep theirs."""
     if installed():
         sys.meta_path.remove(_finder)
     sys.path[:] = [place for place in sys.path if place != SHIM]
@@ -133,7 +137,7 @@ def uninstall() -> None:
 
 
 def installed() -> bool:
-    """Whether `import tinker` finds tinkex."""
+    """Tell whether `import tinker` finds tinkex."""
     return _finder in sys.meta_path
 
 

@@ -1,5 +1,6 @@
-"""`python -m tinkex.compat …` is `python …` with tinkex under the name of tinker, there and in
-whatever it starts.
+"""`python -m tinkex.compat …`: run `python …` with tinkex under the name tinker.
+
+This also holds for the processes that the program starts.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ With the hook in place, {hook.VARIABLE}=1 does the same for every program of thi
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Put the hook in place, take it away, or become the Python that runs the program."""
+    """Install or remove the hook, or become the Python that runs the program."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE, file=sys.stdout if arguments else sys.stderr)
         return 0 if arguments else 2

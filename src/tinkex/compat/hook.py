@@ -1,6 +1,4 @@
-"""The hook at Python's start: with TINKEX_COMPAT=1, all programs of this Python find tinkex under
-the name tinker.
-"""
+"""The hook at Python's start: with TINKEX_COMPAT=1, `import tinker` finds tinkex."""
 
 from __future__ import annotations
 
@@ -14,26 +12,23 @@ LINE = (
     "except Exception as error:\\n import sys\\n print('TINKEX_COMPAT has no effect:', error, "
     'file=sys.stderr)")\n'
 )
-"""All that is run at the start: without the variable one look into the environment, and never an
-error."""
+"""The code at each start. Without the variable it only reads the environment; it never raises."""
 
 
 def place() -> Path:
-    """Where the hook is put: among the packages of this Python."""
+    """Return the path of the hook, among the packages of this Python."""
     return Path(sysconfig.get_path("purelib")) / "tinkex-compat.pth"
 
 
 def put() -> Path:
-    """Put the hook in place; what TINKEX_COMPAT says holds for every Python that starts from now
-    on.
-    """
+    """Install the hook, for every Python of this environment that starts from now on."""
     path = place()
     path.write_text(LINE)
     return path
 
 
 def remove() -> Path | None:
-    """Take the hook away; None when there was none."""
+    """Remove the hook; return its path, or None if there was none."""
     path = place()
     if not path.exists():
         return None

@@ -1,6 +1,4 @@
-"""Archives from elsewhere, unpacked with distrust: nothing is written before everything in them has
-been looked at.
-"""
+"""Archives from elsewhere, unpacked with care: all members are checked before any is written."""
 
 from __future__ import annotations
 
@@ -13,8 +11,7 @@ from tinkex.errors import TinkerError
 
 CHUNK = 1 << 20
 LONGEST_HEADER = 1 << 20
-"""Names and attributes beyond this many bytes are read by nobody; the library would take them into
-memory."""
+"""Limit of a header's names and attributes, in bytes, since the library reads them into memory."""
 
 
 class UnsafeArchiveError(TinkerError, ValueError):
@@ -23,18 +20,17 @@ class UnsafeArchiveError(TinkerError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ArchiveLimits:
-    """What an archive may hold at most."""
+    """Limits on the contents of an archive."""
 
     files: int = 10_000
     bytes: int = 1 << 40
     ratio: float = 200.0
-    """How many times larger than the archive its contents may be; small ones may always have
-    `free_bytes`."""
+    """The size of the contents over that of the archive; `free_bytes` are always allowed."""
     free_bytes: int = 1 << 24
 
 
 class _Member(tarfile.TarInfo):
-    """A member whose header is not read when it is itself a burden."""
+    """A member whose header is refused if it is too large."""
 
     def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
         if not self.isreg() and not self.isdir() and self.size > LONGEST_HEADER:
@@ -43,7 +39,7 @@ class _Member(tarfile.TarInfo):
 
 
 def extract(archive: Path, directory: Path, limits: ArchiveLimits | None = None) -> list[Path]:
-    """Unpack a tar, plain or compressed, into a directory that is there; the files in it.
+    """Unpack a tar, plain or compressed, into an existing directory; return the new files.
 
     Raises:
         UnsafeArchiveError: A member has an absolute path or `..` in it, is no plain file or
@@ -73,7 +69,7 @@ def extract(archive: Path, directory: Path, limits: ArchiveLimits | None = None)
 
 
 def _checked(archive: tarfile.TarFile, size: int, limits: ArchiveLimits) -> list[tarfile.TarInfo]:
-    """All members, if each is harmless; each is judged before its contents are read."""
+    """Return all members; raise if one is harmful, before its contents are read."""
     members: list[tarfile.TarInfo] = []
     seen: set[tuple[str, ...]] = set()
     total = 0
@@ -99,7 +95,7 @@ def _checked(archive: tarfile.TarFile, size: int, limits: ArchiveLimits) -> list
 
 
 def _parts(name: str) -> tuple[str, ...]:
-    """The parts of a member's path, if it leads nowhere but down."""
+    """Return the parts of a member's path; raise if it leaves the directory."""
     path = PurePosixPath(name)
     odd = "\\" in name or "\0" in name or (len(name) > 1 and name[1] == ":" and name[0].isalpha())
     if path.is_absolute() or ".." in path.parts or odd:

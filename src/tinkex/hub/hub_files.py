@@ -23,7 +23,7 @@ from tinkex.wire.redacted_http import REDACTED, forms_of
 ENDPOINT = "https://huggingface.co"
 HTTP_TIMEOUT_MS = 120_000
 SHOWN_BYTES = 500
-"""How much of a refusal is kept."""
+"""Bytes of a refusal that are kept."""
 CHUNK = 1 << 20
 PLACES = (
     "the option hf_token, HF_TOKEN, HUGGING_FACE_HUB_TOKEN and the file that a login leaves "
@@ -32,25 +32,25 @@ PLACES = (
 
 
 class HubError(TinkerError, ValueError):
-    """Something about a repository is not as it should be; `category` says whose fault that is."""
+    """A repository, file or token cannot be used; `category` says whose fault it is."""
 
     category = RequestErrorCategory.User
 
 
 def default_cache_dir() -> Path:
-    """Where files are kept: the user's cache directory for tinkex."""
+    """Return the user's cache directory for tinkex."""
     from platformdirs import user_cache_path
 
     return user_cache_path("tinkex")
 
 
 def endpoint_of(endpoint: str | None = None) -> str:
-    """The hub's address: as given, else HF_ENDPOINT, else the public one."""
+    """Return the hub's address: as given, else HF_ENDPOINT, else the public one."""
     return (endpoint or environment.text("HF_ENDPOINT") or ENDPOINT).rstrip("/")
 
 
 def sanitize_repo_id(repo_id: str) -> str:
-    """A repository's name as the name of a directory.
+    """Return a repository's name as the name of a directory.
 
     Example:
         >>> sanitize_repo_id("moonshotai/Kimi-K2-Thinking")
@@ -60,13 +60,14 @@ def sanitize_repo_id(repo_id: str) -> str:
 
 
 def build_hf_url(repo_id: str, revision: str, filename: str, endpoint: str | None = None) -> str:
-    """The address of a file.
+    """Return the address of a file.
 
     Example:
         >>> build_hf_url("gpt2", "main", "tokenizer.json", "https://huggingface.co")
         'https://huggingface.co/gpt2/resolve/main/tokenizer.json'
     """
-    return f"{endpoint_of(endpoint)}/{quote(repo_id)}/resolve/{quote(revision, safe='')}/{quote(filename)}"
+    place = f"{quote(repo_id)}/resolve/{quote(revision, safe='')}/{quote(filename)}"
+    return f"{endpoint_of(endpoint)}/{place}"
 
 
 def resolve_file(
@@ -79,8 +80,7 @@ def resolve_file(
     token: str | None = None,
     http_timeout_ms: int = HTTP_TIMEOUT_MS,
 ) -> Path:
-    """A file of a repository on this machine; it is fetched when it is not here, and never asked
-    about again.
+    """Return a local copy of a repository's file; it is fetched only once.
 
     Args:
         repo_id: The repository.
@@ -117,7 +117,7 @@ def _check_name(kind: str, value: Any) -> None:
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Goes where it is sent on to, without the token when that is another's place."""
+    """Follows redirects, without the token if they lead to another host."""
 
     def redirect_request(
         self,
@@ -135,9 +135,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 
 
 def _fetch(url: str, path: Path, headers: Mapping[str, str], timeout: float) -> None:
-    """Put what is behind an address into a file: under another name first, so that nobody finds
-    half of it.
-    """
+    """Fetch an address into a file, under another name until it is whole."""
     opener = urllib.request.build_opener(_Redirects)
     failure: TinkerError
     try:
@@ -165,7 +163,7 @@ def _fetch(url: str, path: Path, headers: Mapping[str, str], timeout: float) -> 
         raise APIConnectionError(
             f"{_shown(url)} cannot be fetched: {getattr(error, 'reason', error)}"
         ) from error
-    # here, so that the refusal is not behind it: that knows the address it came from, signed
+    # outside the except block, so that the error has no cause, which holds the signed address
     raise failure
 
 
@@ -179,7 +177,7 @@ def _copy(answer: Any, file: IO[bytes]) -> None:
 
 
 def _refusal(url: str, status: int, body: str, headers: Mapping[str, str]) -> HubError:
-    for secret in headers.values():  # the hub may say back what it was told
+    for secret in headers.values():  # the hub may repeat what it was sent
         for form in forms_of(secret.rpartition(" ")[2]):
             body = body.replace(form, REDACTED)
     told = {"status": status, "body": body}
@@ -201,8 +199,7 @@ def resolve_token(
     token: str | None = None,
     token_path: str | os.PathLike[str] | None = None,
 ) -> str:
-    """The first token there is: as given, from the environment, or from the file that a login
-    leaves.
+    """Return the first token found: as given, in the environment, or in the file of a login.
 
     Raises:
         HubError: There is none; the message says where it was looked for.

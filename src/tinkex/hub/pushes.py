@@ -10,9 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import importlib
 import json
-import logging
 import os
 import re
 import secrets
@@ -22,18 +20,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from tinkex.client.futures.api_future import start
 from tinkex.client.rest import RestClient
-from tinkex.errors import (
-    APIConnectionError,
-    APITimeoutError,
-    ConfigurationError,
-    RequestFailedError,
-    TinkerError,
-)
-from tinkex.hub.downloads import DownloadError, Progress, download_async
+from tinkex.hub.downloads import download_async
+from tinkex.hub.fetches import DownloadError, Progress
 from tinkex.hub.hub_files import (
     HTTP_TIMEOUT_MS,
     HubError as HubError,
@@ -44,23 +36,20 @@ from tinkex.hub.hub_files import (
     resolve_token,
     sanitize_repo_id as sanitize_repo_id,
 )
+from tinkex.hub.repositories import CARD, Repositories, Upload
 from tinkex.types.checkpoints import ParsedCheckpointTinkerPath, WeightsInfoResponse
-from tinkex.wire.redaction import Scrubber
-
-T = TypeVar("T")
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-CONFIG, COMPLETE, CARD = "adapter_config.json", "checkpoint_complete", "README.md"
-SHOWN_BYTES = 500
+CONFIG, COMPLETE = "adapter_config.json", "checkpoint_complete"
 WORKPLACE = "tinkex-push-"
-"""What the names of directories that a push works in begin with."""
+"""Prefix of the directories that pushes work in."""
 KEPT_SECONDS = 7 * 86400.0
-"""How long what a broken-off push has fetched is kept for the next one."""
+"""Time for which the files of a push that broke off are kept for the next one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """Where an adapter lies on the hub."""
+    """The place of an adapter on the hub."""
 
     repo_id: str
     revision: str
@@ -156,7 +145,7 @@ async def push_checkpoint_adapter_async(
         or http_timeout_ms <= 0
     ):
         raise HubError(f"http_timeout_ms must be a positive whole number, got {http_timeout_ms!r}")
-    hub = _Hub(resolve_token(hf_token=hf_token), endpoint_of(endpoint), http_timeout_ms)
+    hub = Repositories(resolve_token(hf_token=hf_token), endpoint_of(endpoint), http_timeout_ms)
     user = await asyncio.to_thread(hub.user)
     info = await rest_client.get_weights_info_by_tinker_path(tinker_path)
     with _workplace(cache_dir, f"{rest_client.transport.config.base_url} {tinker_path}") as scratch:
@@ -184,7 +173,7 @@ async def push_checkpoint_adapter_async(
         if not files:
             raise HubError("no file is left to upload: the patterns leave all of them out")
         full = repo if "/" in repo else f"{user}/{repo}"
-        upload = _Upload(full, branch, public, message, create_pr, tinker_path, directory, files)
+        upload = Upload(full, branch, public, message, create_pr, tinker_path, directory, files)
         if uploading is not None:
             uploading()
         found = await asyncio.to_thread(hub.push, upload)
@@ -193,24 +182,22 @@ async def push_checkpoint_adapter_async(
 
 @contextlib.contextmanager
 def _workplace(cache_dir: str | os.PathLike[str] | None, what: str) -> Iterator[Path]:
-    """A directory to work in. In a cache, a push takes over what one before it has left, and leaves
-    what it has.
-    """
+    """Give a directory to work in; in a cache, pushes of the same thing share their files."""
     if cache_dir is None:
         with tempfile.TemporaryDirectory(prefix=WORKPLACE) as scratch:
             yield Path(scratch)
         return
     root = Path(cache_dir).expanduser()
     root.mkdir(parents=True, exist_ok=True)
-    for left in root.glob(f"{WORKPLACE}*"):  # nothing else: the directory may be anyone's
+    for left in root.glob(f"{WORKPLACE}*"):  # only ours: the directory may be shared
         with contextlib.suppress(OSError):  # another push may have taken it
             if time.time() - left.stat().st_mtime > KEPT_SECONDS:
                 shutil.rmtree(left)
     kept = root / f"{WORKPLACE}{hashlib.sha256(what.encode()).hexdigest()[:16]}"
     own = kept.with_name(f"{kept.name}.{secrets.token_hex(4)}")
     with contextlib.suppress(OSError):
-        kept.rename(own)  # of several pushes at once, one has it
-    own.mkdir(mode=0o700, exist_ok=True)  # weights are for nobody else to read
+        kept.rename(own)  # of several pushes at once, one gets it
+    own.mkdir(mode=0o700, exist_ok=True)  # other users must not read weights
     os.utime(own)  # in use, however old what it holds
     try:
         yield own
@@ -224,183 +211,6 @@ def _workplace(cache_dir: str | os.PathLike[str] | None, what: str) -> Iterator[
         shutil.rmtree(own, ignore_errors=True)  # empty, or another push has left the same
         raise
     shutil.rmtree(own, ignore_errors=True)
-
-
-# ── the hub ───────────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True, slots=True)
-class _Upload:
-    repo_id: str
-    revision: str
-    public: bool
-    message: str
-    create_pr: bool
-    tinker_path: str
-    directory: Path
-    files: list[str]
-
-
-class _Hub:
-    """huggingface_hub's client, its errors told as ours."""
-
-    def __init__(self, token: str, endpoint: str, http_timeout_ms: int) -> None:
-        try:
-            self._library: Any = importlib.import_module("huggingface_hub")
-        except ImportError:
-            raise ConfigurationError(
-                "putting an adapter on the hub needs the package 'huggingface_hub'",
-                hint="pip install 'tinkex[text]'",
-            ) from None
-        self._api: Any = self._library.HfApi(endpoint=endpoint, token=token)
-        self._endpoint, self._token, self._http_timeout_ms = endpoint, token, http_timeout_ms
-        self._scrubber = Scrubber([token])
-
-    @contextlib.contextmanager
-    def _watched(self) -> Iterator[None]:
-        """Gives the library's requests a time limit, and takes secrets out of what is logged of
-        them.
-
-        Its session is the whole process's, so both are done on the way. Our requests are known by
-        the token; large files go to signed addresses that need none, by PUT, which nothing else
-        here uses.
-        """
-        hooks = self._library.get_session().event_hooks["request"]
-        limits = dict.fromkeys(("connect", "read", "write", "pool"), self._http_timeout_ms / 1000)
-
-        def limit(request: Any) -> None:
-            if (
-                request.method == "PUT"
-                or request.headers.get("authorization") == f"Bearer {self._token}"
-            ):
-                request.extensions = {**request.extensions, "timeout": limits}
-
-        loggers = [
-            logging.getLogger(name)
-            for name in (*logging.root.manager.loggerDict, "httpx")
-            if _names_addresses(name)
-        ]
-        hooks.append(limit)
-        for logger in loggers:
-            logger.addFilter(self._clean)
-        try:
-            yield
-        finally:
-            hooks.remove(limit)
-            for logger in loggers:
-                logger.removeFilter(self._clean)
-
-    def _clean(self, record: logging.LogRecord) -> bool:
-        record.msg, record.args = self._scrubber.text(record.getMessage()), ()
-        return True
-
-    def user(self) -> str:
-        """Whose token it is."""
-        told = self._asked(self._api.whoami)
-        name = told.get("name") if isinstance(told, dict) else None
-        name = name or ((told.get("user") or {}).get("name") if isinstance(told, dict) else None)
-        if not name:
-            raise HubError("the hub does not say whose token this is")
-        return str(name)
-
-    def push(self, upload: _Upload) -> str:
-        """Make the repository and the branch where they are not there, and upload; the repository's
-        full name.
-        """
-        return self._asked(lambda: self._push(upload))
-
-    def _push(self, upload: _Upload) -> str:
-        made = self._api.create_repo(upload.repo_id, private=not upload.public, exist_ok=True)
-        repo = str(made.repo_id or upload.repo_id)
-        self._require_ours(repo, upload)
-        if upload.revision != "main":
-            self._api.create_branch(repo, branch=upload.revision, exist_ok=True)
-        add = self._library.CommitOperationAdd
-        self._api.create_commit(
-            repo,
-            operations=[
-                add(path_in_repo=name, path_or_fileobj=upload.directory / name)
-                for name in upload.files
-            ],
-            commit_message=upload.message,
-            revision=upload.revision,
-            create_pr=upload.create_pr,
-        )
-        return repo
-
-    def _asked(self, ask: Callable[[], T]) -> T:
-        """What the library answers; its errors become ours, and are not behind them: they may hold
-        signed addresses.
-        """
-        failure: TinkerError
-        try:
-            with self._watched():
-                return ask()
-        except TinkerError:
-            raise
-        except Exception as error:
-            failure = self._failure(error)
-        raise failure
-
-    def _require_ours(self, repo: str, upload: _Upload) -> None:
-        """Refuse a repository whose card names another checkpoint: it would be overwritten."""
-        with tempfile.TemporaryDirectory() as scratch:
-            try:
-                card = resolve_file(
-                    repo,
-                    upload.revision,
-                    CARD,
-                    cache_dir=scratch,
-                    endpoint=self._endpoint,
-                    token=self._token,
-                    http_timeout_ms=self._http_timeout_ms,
-                )
-            except HubError as error:
-                if error.status == 404:
-                    return
-                raise
-            text = card.read_text(encoding="utf-8", errors="replace")
-        found = re.findall(r"tinker://[^\s\"'`<>)\]]+", text)
-        if found and upload.tinker_path not in found:
-            raise HubError(
-                f"{repo} holds the adapter of another checkpoint: {found[0]}",
-                hint="give another repo_id or revision",
-                body={"found": found[0], "expected": upload.tinker_path},
-            )
-
-    def _failure(self, error: Exception) -> TinkerError:
-        kinds = {kind.__name__ for kind in type(error).__mro__}
-        said = " ".join(str(one) for one in (error, error.__cause__) if one is not None)
-        text = self._scrubber.text(said, SHOWN_BYTES)
-        if _status(error) == 401:
-            return HubError(
-                "the hub does not know this token", hint="make a new one, with leave to write"
-            )
-        if "TimeoutException" in kinds:  # of the HTTP library, whichever it is
-            return APITimeoutError(
-                f"the hub at {self._endpoint} was silent for {self._http_timeout_ms} ms"
-            )
-        if kinds & {"TransportError", "OSError"} and _status(error) is None:
-            return APIConnectionError(f"the hub at {self._endpoint} cannot be reached: {text}")
-        return RequestFailedError(
-            f"the hub refused: {text}", "", "server", status_code=_status(error)
-        )
-
-
-def _names_addresses(logger: str) -> bool:
-    """Whether a logger is huggingface_hub's, which names addresses too, or of an HTTP client that
-    it may use.
-    """
-    return (
-        re.match(r"((httpx|httpcore|urllib3|requests)\d*|huggingface_hub)(\.|$)", logger)
-        is not None
-    )
-
-
-def _status(error: BaseException) -> int | None:
-    """The HTTP status behind an error, or behind what caused it."""
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    return status if status or error.__cause__ is None else _status(error.__cause__)
 
 
 # ── the files ─────────────────────────────────────────────────────────────────────────────────────
@@ -442,7 +252,7 @@ def _destination(
 
 
 def clean_name(name: str) -> str:
-    """A name as the hub takes it.
+    """Return a name in the form that the hub takes.
 
     Example:
         >>> clean_name("tinker-Qwen3 8B-uuid:train:0")
@@ -462,8 +272,9 @@ def _chosen(
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern fits a path or its last part: `**` stands for anything, `*` for anything
-    but a slash.
+    """Return True if a pattern matches a path or its last part.
+
+    `**` stands for anything, `*` for anything but a slash.
 
     Example:
         >>> matches("a/b.json", "*.json"), matches("a/b.json", "x/*"), matches("a/b/c", "a/**")
@@ -475,7 +286,7 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def model_card(repo_id: str, tinker_path: str, info: WeightsInfoResponse) -> str:
-    """What is said of an adapter on the hub."""
+    """Return the model card of an adapter."""
     base = info.base_model or ""
     tags = ["tinker", "peft", "lora", *([f"base_model:adapter:{base}"] if base else [])]
     modules = {"attn": info.train_attn, "mlp": info.train_mlp, "unembed": info.train_unembed}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from typing import TypeVar
+import functools
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
-from tinkex.client.futures.queue_states import Observer
 from tinkex.client.futures.streams import SampleStream
 from tinkex.client.http.retry import RetryConfig
-from tinkex.client.sampling_client import SamplingClient, open_sampling_client
+from tinkex.client.sampling_client import SamplingClient, open_sampler, open_sampling_client
 from tinkex.client.session import Session
 from tinkex.errors import RequestFailedError
 from tinkex.recovery.recorder import LOST
@@ -19,29 +19,21 @@ T = TypeVar("T")
 
 
 async def reopened(session: Session) -> None:
-    """Open a session anew, if the server has lost it."""
+    """Open a session again if the server has lost it."""
     known = session.session_id
     if await session.is_lost():
         await session.renew(known)
 
 
 class ResilientSamplingClient(SamplingClient):
-    """A sampler of saved weights that is opened again when the server has lost it; the samples then
-    come from there.
-    """
+    """A sampler of saved weights that is opened again when the server has lost it."""
 
     _model_path: str
     _reopening: asyncio.Lock
 
-    async def _sample(
-        self,
-        request: SampleRequest,
-        timeout: float | None = None,
-        observer: Observer | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> SampleResponse:
+    async def _sample(self, request: SampleRequest, *options: Any) -> SampleResponse:
         draw = super()._sample
-        return await self._again(request, lambda asked: draw(asked, timeout, observer, headers))
+        return await self._again(request, lambda asked: draw(asked, *options))
 
     async def _stream(
         self, stream: SampleStream, request: SampleRequest, timeout: float | None
@@ -52,7 +44,7 @@ class ResilientSamplingClient(SamplingClient):
     async def _again(
         self, request: SampleRequest, call: Callable[[SampleRequest], Awaitable[T]]
     ) -> T:
-        """Make a call, and once more if it failed because the sampler is no more."""
+        """Make a call, and once more if it failed because the sampler is gone."""
         known = self.sampling_session_id
         try:
             return await call(request.model_copy(update={"sampling_session_id": known}))
@@ -76,17 +68,15 @@ async def open_resilient(
     session: Session, model_path: str, retry_config: RetryConfig | None, record_stability_info: bool
 ) -> ResilientSamplingClient:
     """Open a sampler of saved weights, and the session if the server has lost that."""
-    try:
-        opened = await open_sampling_client(session, model_path=model_path)
-    except LOST:
-        await reopened(session)
-        opened = await open_sampling_client(session, model_path=model_path)
-    client = ResilientSamplingClient(
-        session,
-        sampling_session_id=opened.sampling_session_id,
-        base_model=opened._base_model,
+    make = functools.partial(
+        ResilientSamplingClient,
         retry_config=retry_config,
         record_stability_info=record_stability_info,
     )
+    try:
+        client = await open_sampler(session, make, model_path=model_path)
+    except LOST:
+        await reopened(session)
+        client = await open_sampler(session, make, model_path=model_path)
     client._model_path, client._reopening = model_path, asyncio.Lock()
     return client

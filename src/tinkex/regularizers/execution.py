@@ -1,7 +1,6 @@
-"""Regularizers are computed: side by side or one after the other, each with its events and its own
-errors.
+"""Execution of regularizers, in parallel or one after the other, with events and errors of each.
 
-In either mode a regularizer is called once; its gradient is taken from that very call.
+A regularizer is called once in either mode, and its gradient is taken from that call.
 """
 
 from __future__ import annotations
@@ -38,16 +37,30 @@ from tinkex.types.inputs import Datum
 logger = logging.getLogger("tinkex")
 
 TIMEOUT = 30.0
-"""Seconds that a regularizer may take beside others, or an asynchronous one may be waited for."""
+"""Seconds that a regularizer may take in a thread, and that an asynchronous one may take."""
 
 GRACE = 1.0
-"""Seconds beyond its own limits after which an asynchronous one is given up: by then it should have
-said so itself."""
+"""Seconds after which an asynchronous regularizer is given up, beyond its own limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """Options of a computation; see `execute_all`.
+
+    Example:
+        >>> Execution(parallel=False).timeout
+        30.0
+    """
+
+    track_grad_norms: bool = False
+    parallel: bool = True
+    timeout: float | None = TIMEOUT
+    max_concurrency: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A regularizer that was computed: its loss as a tensor, not weighted, and its numbers.
+    """The result of a regularizer: its loss as a tensor, not weighted, and its numbers.
 
     Example:
         >>> Term(
@@ -73,23 +86,23 @@ def execute_all(
     track_grad_norms: bool = False,
     max_concurrency: int | None = None,
 ) -> list[RegularizerOutput]:
-    """Compute regularizers; the outputs are in the order of the specs.
+    """Compute regularizers, and return their outputs in the order of the specs.
 
     Args:
         specs: The regularizers.
         data: The examples.
         logprobs: Their log-probabilities.
-        parallel: Whether each gets a thread; the results are the same.
-        timeout: Seconds that each may take in a thread, and that an asynchronous one is waited for;
-            None is for ever.
-        track_grad_norms: Whether to report the norms of their gradients.
+        parallel: Compute each in a thread; the results are the same.
+        timeout: Seconds that each may take in a thread, and that an asynchronous one may take;
+            None for no limit.
+        track_grad_norms: Report the norms of their gradients.
         max_concurrency: The most threads at once; by default as many as there are processors.
 
     Returns:
         An output for each spec.
 
     Raises:
-        RegularizerError: The first, in the order of the specs, that failed.
+        RegularizerError: A regularizer failed; the first one in the order of the specs.
 
     Example:
         >>> from tinkex.regularizers import L1, L2
@@ -98,16 +111,8 @@ def execute_all(
         [('l1_sparsity', 4.0), ('l2_weight_decay', 10.0)]
     """
     tracked = traced(logprobs) if track_grad_norms else logprobs
-    terms = run_all(
-        specs,
-        data,
-        tracked,
-        parallel=parallel,
-        timeout=timeout,
-        track_grad_norms=track_grad_norms,
-        max_concurrency=max_concurrency,
-    )
-    return [term.output for term in terms]
+    execution = Execution(track_grad_norms, parallel, timeout, max_concurrency)
+    return [term.output for term in run_all(specs, data, tracked, execution)]
 
 
 def execute_one(
@@ -118,20 +123,20 @@ def execute_one(
     timeout: float | None = TIMEOUT,
     track_grad_norms: bool = False,
 ) -> RegularizerOutput:
-    """Compute one regularizer, here and now.
+    """Compute one regularizer in this thread.
 
     Args:
         spec: The regularizer and its weight.
-        data: The data that the log-probabilities are of.
-        logprobs: The log-probabilities: one tensor, or one for each datum.
-        timeout: Seconds to wait for an asynchronous one.
-        track_grad_norms: Also give the norm of its gradient.
+        data: The examples.
+        logprobs: Their log-probabilities: one tensor, or one for each datum.
+        timeout: Seconds that an asynchronous regularizer may take.
+        track_grad_norms: Report the norm of its gradient.
 
     Returns:
         Its value, contribution and metrics.
 
     Raises:
-        RegularizerError: It failed, or gave something else.
+        RegularizerError: It failed, or did not return a loss.
 
     Example:
         >>> from tinkex.regularizers import L1
@@ -153,20 +158,17 @@ def run_all(
     specs: Sequence[RegularizerSpec],
     data: Sequence[Datum],
     logprobs: Logprobs,
-    *,
-    parallel: bool,
-    timeout: float | None,
-    track_grad_norms: bool,
-    max_concurrency: int | None,
+    execution: Execution,
 ) -> list[Term]:
-    """Compute regularizers of log-probabilities that require gradients, if these are to be tracked."""
-    if max_concurrency is not None and (isinstance(max_concurrency, bool) or max_concurrency < 1):
-        raise ValueError(f"max_concurrency must be at least 1, got {max_concurrency!r}")
+    """Compute regularizers of log-probabilities; to track gradients, these must require them."""
+    most, timeout = execution.max_concurrency, execution.timeout
+    if most is not None and (isinstance(most, bool) or most < 1):
+        raise ValueError(f"max_concurrency must be at least 1, got {most!r}")
     if timeout is not None and not timeout > 0:
         raise ValueError(f"timeout must be a positive number of seconds or None, got {timeout!r}")
-    call = _Call(data, logprobs, timeout, track_grad_norms)
-    if parallel:
-        return _side_by_side(specs, call, max_concurrency or os.cpu_count() or 1)
+    call = _Call(data, logprobs, timeout, execution.track_grad_norms)
+    if execution.parallel:
+        return _side_by_side(specs, call, most or os.cpu_count() or 1)
     terms = []
     for spec in specs:
         _tell_start(spec)
@@ -177,7 +179,7 @@ def run_all(
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What all regularizers of one loss are given."""
+    """The arguments of all regularizers of one loss."""
 
     data: Sequence[Datum]
     logprobs: Logprobs
@@ -185,15 +187,13 @@ class _Call:
     track: bool
 
     def patience(self, spec: RegularizerSpec) -> float:
-        """Seconds that one may take beside others; an asynchronous one is called, then waited for
-        with a limit.
-        """
+        """Return the seconds that a regularizer may take in a thread."""
         if self.timeout is None:
             return math.inf
         return 2 * self.timeout + GRACE if spec.async_ else self.timeout
 
     def outcome(self, spec: RegularizerSpec) -> Outcome:
-        """One regularizer, or why there is none."""
+        """Compute a regularizer; return its term or its failure."""
         with torch.enable_grad() if self.track else contextlib.nullcontext():
             return self._outcome(spec)
 
@@ -245,9 +245,7 @@ def _timed_out(spec: RegularizerSpec) -> RegularizerError:
 
 
 def _side_by_side(specs: Sequence[RegularizerSpec], call: _Call, most: int) -> list[Term]:
-    """Compute in threads. One that takes too long is left to itself: it cannot be stopped, only not
-    be waited for.
-    """
+    """Compute in threads; one that takes too long cannot be stopped, and is no longer waited for."""
     for spec in specs:
         _tell_start(spec)
     done: queue.SimpleQueue[tuple[int, Outcome]] = queue.SimpleQueue()
@@ -264,9 +262,7 @@ def _side_by_side(specs: Sequence[RegularizerSpec], call: _Call, most: int) -> l
         def work() -> None:
             try:
                 outcome = context.run(call.outcome, specs[index])
-            except (
-                BaseException
-            ) as error:  # a thread that ended without a word would be waited for in vain
+            except BaseException as error:  # else the caller would wait for ever
                 outcome = _failure("regularizer_failed", specs[index], error)
             done.put((index, outcome))
 
@@ -297,7 +293,7 @@ def _news(
     running: Mapping[int, float],
     specs: Sequence[RegularizerSpec],
 ) -> list[tuple[int, Outcome]]:
-    """What has ended next: a computation, or the patience with some."""
+    """Wait for the next outcome: a computation that ended, or those that took too long."""
     deadline = min(running.values())
     try:
         index, outcome = done.get(
@@ -318,7 +314,7 @@ def _tell_start(spec: RegularizerSpec) -> None:
 
 
 def _settled(spec: RegularizerSpec, outcome: Outcome, began: float) -> Term:
-    """Say how a regularizer ended; raise its failure."""
+    """Emit the event of an outcome; return the term or raise the failure."""
     facts = {"regularizer_name": spec.name, "weight": spec.weight}
     numbers = {"duration": (time.perf_counter() - began) * 1000}
     if isinstance(outcome, RegularizerError):

@@ -1,6 +1,4 @@
-"""A loss with regularizers: `loss_total = base_loss + sum(weight * value)`, its parts reported, its
-gradient whole.
-"""
+"""A loss with regularizers: `loss_total = base_loss + sum(weight * value)`, with all its terms."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from typing import Any
 import torch
 
 from tinkex import events
-from tinkex.regularizers.execution import TIMEOUT, run_all
+from tinkex.regularizers.execution import TIMEOUT, Execution, run_all
 from tinkex.regularizers.gradients import norm_of, traced
 from tinkex.regularizers.specs import (
     Logprobs,
@@ -47,18 +45,18 @@ def compute(
         data: The examples.
         logprobs: A tensor, or a list of them, one for each datum.
         base_loss_fn: Takes the data and the log-probabilities; returns the loss and metrics.
-        regularizers: The terms to add; their names differ.
-        track_grad_norms: Whether to report the norms of all gradients.
-        parallel: Whether regularizers are computed side by side.
-        timeout: Seconds that each of them may take then.
-        max_concurrency: How many are computed at once then.
+        regularizers: The terms to add; their names must differ.
+        track_grad_norms: Report the norms of all gradients.
+        parallel: Compute each regularizer in a thread.
+        timeout: Seconds that each regularizer may take in a thread.
+        max_concurrency: The most threads at once.
 
     Returns:
-        The loss, its terms and, where asked for, the norms of their gradients.
+        The loss, its terms and, if `track_grad_norms` is set, the norms of their gradients.
 
     Raises:
-        RegularizerError: A regularizer failed, or (kind `pipeline_failed`) the specs or the base
-            loss are at fault.
+        RegularizerError: A regularizer failed; or, with kind `pipeline_failed`, the specs or the
+            base loss are wrong.
 
     Example:
         >>> from tinkex.regularizers import L1
@@ -69,16 +67,8 @@ def compute(
         >>> output.loss, output.base_loss.value, output.regularizers["l1_sparsity"].contribution
         (4.0, 2.0, 2.0)
     """
-    return compose(
-        data,
-        logprobs,
-        base_loss_fn,
-        regularizers,
-        track_grad_norms=track_grad_norms,
-        parallel=parallel,
-        timeout=timeout,
-        max_concurrency=max_concurrency,
-    )[1]
+    execution = Execution(track_grad_norms, parallel, timeout, max_concurrency)
+    return compose(data, logprobs, base_loss_fn, regularizers, execution)[1]
 
 
 def compose(
@@ -86,14 +76,10 @@ def compose(
     logprobs: Logprobs,
     base_loss_fn: LossFn,
     regularizers: Sequence[RegularizerSpec],
-    *,
-    track_grad_norms: bool,
-    parallel: bool,
-    timeout: float | None,
-    max_concurrency: int | None,
+    execution: Execution,
 ) -> tuple[torch.Tensor, CustomLossOutput]:
-    """The composed loss as a tensor that can be differentiated, and its numbers."""
-    specs = list(regularizers)
+    """Return the composed loss as a tensor that can be differentiated, and its numbers."""
+    specs, track_grad_norms = list(regularizers), execution.track_grad_norms
     facts = {"regularizer_count": len(specs), "track_grad_norms": track_grad_norms}
     events.emit(events.CUSTOM_LOSS_START, {"system_time": time.time()}, facts)
     began = time.perf_counter()
@@ -104,15 +90,7 @@ def compose(
             total, custom = value_of(base_loss_fn(data, tracked), "the base loss")
         norm = _norm_or_none(total, tracked) if track_grad_norms else None
         base = float(total.detach())
-        terms = run_all(
-            specs,
-            data,
-            tracked,
-            parallel=parallel,
-            timeout=timeout,
-            track_grad_norms=track_grad_norms,
-            max_concurrency=max_concurrency,
-        )
+        terms = run_all(specs, data, tracked, execution)
         with torch.enable_grad() if track_grad_norms else contextlib.nullcontext():
             total = sum((term.output.weight * term.loss for term in terms), total)
         whole = _norm_or_zero(total, tracked) if track_grad_norms and terms else norm
@@ -143,23 +121,23 @@ def regularized(
     max_concurrency: int | None = None,
     on_output: Callable[[CustomLossOutput], object] | None = None,
 ) -> Callable[[list[Datum], list[torch.Tensor]], tuple[torch.Tensor, dict[str, float]]]:
-    """A loss with regularizers folded in, for `TrainingClient.forward_backward_custom`.
+    """Add regularizers to a loss, for `TrainingClient.forward_backward_custom`.
 
     Args:
         loss_fn: Takes the data and the list of their log-probability tensors; returns the loss and
             metrics.
         regularizers: The terms to add.
-        track_grad_norms: Whether to report the norms of all gradients, among the metrics too.
-        parallel: Whether regularizers are computed side by side.
-        timeout: Seconds that each of them may take then.
-        max_concurrency: How many are computed at once then.
-        on_output: Is given the structured numbers of every loss that is computed.
+        track_grad_norms: Report the norms of all gradients, among the metrics too.
+        parallel: Compute each regularizer in a thread.
+        timeout: Seconds that each regularizer may take in a thread.
+        max_concurrency: The most threads at once.
+        on_output: Called with the structured numbers of every loss that is computed.
 
     Returns:
         A function of data and log-probabilities that returns the loss and its metrics.
 
     Raises:
-        ValueError: The specs are at fault.
+        ValueError: The specs or the loss are wrong.
 
     Example:
         >>> from tinkex.regularizers import L1
@@ -175,21 +153,13 @@ def regularized(
         (6.0, 4.0)
     """
     specs = list(regularizers)
+    execution = Execution(track_grad_norms, parallel, timeout, max_concurrency)
     _check(loss_fn, specs)
 
     def loss(
         data: list[Datum], logprobs: list[torch.Tensor]
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        total, output = compose(
-            data,
-            logprobs,
-            loss_fn,
-            specs,
-            track_grad_norms=track_grad_norms,
-            parallel=parallel,
-            timeout=timeout,
-            max_concurrency=max_concurrency,
-        )
+        total, output = compose(data, logprobs, loss_fn, specs, execution)
         if on_output is not None:
             on_output(output)
         return total, output.metrics()
@@ -198,7 +168,7 @@ def regularized(
 
 
 def _check(base_loss_fn: Any, specs: Sequence[Any]) -> None:
-    """Refuse what cannot be computed before anything is."""
+    """Raise if the loss or a spec is wrong."""
     if not callable(base_loss_fn) or not accepts(base_loss_fn, 2):
         raise ValueError("the base loss must be a callable that takes (data, logprobs)")
     for index, spec in enumerate(specs):

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import msgspec
 
 from tinkex import events
-from tinkex.client.http.attempts import DELAYS, Patience
 from tinkex.client.http.exchange import Reply
+from tinkex.client.http.link import DELAYS, Patience
 from tinkex.client.http.reply_errors import RejectedError
 from tinkex.client.http.retry import persist
 from tinkex.client.http.transport import OFF_LOOP_BYTES, Transport

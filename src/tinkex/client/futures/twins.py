@@ -45,12 +45,17 @@ def deprecated(advice: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     return decorate
 
 
-def twin(method: Callable[P, T], advice: str = "") -> Callable[P, Coroutine[Any, Any, T]]:
+def twin(
+    method: Callable[P, T], advice: str = "", *, is_ours: bool = False
+) -> Callable[P, Coroutine[Any, Any, T]]:
     """Make the `*_async` twin of a method; awaiting it gives what the method returns.
 
     Args:
         method: The method, as it stands in the class body.
         advice: What to use instead; the method itself by default.
+        is_ours: Make a twin that is not deprecated, of a method that the official clients lack. It
+            does not pass for a coroutine function: programs that trace the official clients stop at
+            those that they do not know.
 
     Returns:
         The twin, to be assigned in the same class body.
@@ -61,7 +66,7 @@ def twin(method: Callable[P, T], advice: str = "") -> Callable[P, Coroutine[Any,
 
     returns_future = "Future" in str(inspect.get_annotations(method).get("return"))
     note = "awaiting it gives the future." if returns_future else "to be awaited."
-    return _made(method, give, note, advice)
+    return _made(method, give, note, advice, is_ours)
 
 
 def value_twin(
@@ -96,6 +101,7 @@ def _made(
     give: Callable[[str, Any, Any, Any], Coroutine[Any, Any, Any]],
     note: str,
     advice: str,
+    is_ours: bool = False,
 ) -> Callable[..., Any]:
     name = method.__name__
     owner = method.__qualname__.rpartition(".")[0]
@@ -106,6 +112,9 @@ def _made(
 
     functools.update_wrapper(called, method)
     called.__name__, called.__qualname__ = f"{name}_async", f"{method.__qualname__}_async"
+    if is_ours:
+        called.__doc__ = f"Like `{name}`; {note}"
+        return called
     called.__doc__ = f"Deprecated: use `{name}`. Like that; {note}"
     marked = deprecated(instead)(called)
     _mark(marked)

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from tinkex.client.http.exchange import HttpRequest, Reply, StreamReply
-from tinkex.client.settings.config import POOL_SIZES
+from tinkex.client.settings.setting_forms import POOL_SIZES
 from tinkex.errors import APIResponseValidationError
 from tinkex.wire.pieces import Pieces
 from tinkex.wire.protocol import Traffic

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from tinkex._version import __version__
 from tinkex.client.settings.config import Config
 from tinkex.wire import codec
-from tinkex.wire.protocol import PROTOCOL_VERSION, Operation
+from tinkex.wire.protocol import PROTOCOL_VERSION
 
 OUR_NAMES = frozenset(
     {
@@ -41,12 +41,10 @@ def client_headers(config: Config) -> dict[str, str]:
     return headers
 
 
-def body_headers(op: Operation, body: codec.Body | None) -> dict[str, str]:
-    """Return the headers that describe a body, with a new idempotency key."""
-    if op.method == "GET":
-        return {}
-    content = body.headers if body else {"Content-Type": codec.JSON}
-    return {**content, "X-Idempotency-Key": f"tinkex-{uuid.uuid4()}"}
+def keyed_headers(content: Mapping[str, str]) -> dict[str, str]:
+    """Return the headers of a body, or of an empty JSON body, with a new idempotency key."""
+    key = {"X-Idempotency-Key": f"tinkex-{uuid.uuid4()}"}
+    return {**(content or {"Content-Type": codec.JSON}), **key}
 
 
 def merge(

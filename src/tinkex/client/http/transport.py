@@ -1,7 +1,6 @@
 """Whole calls to a server: encoding, retries, decoding, typed errors.
 
-Single attempts are in `link`, retries in `attempts`, and what carries the bytes in `http_exchange`
-and `tinkex.local`.
+Attempts are in `link`; sockets are in `http_exchange`, and the embedded backend in `tinkex.local`.
 """
 
 from __future__ import annotations
@@ -15,10 +14,9 @@ from typing import Any, TypedDict, Unpack
 
 from tinkex import events
 from tinkex.client.http.addresses import redirection, target
-from tinkex.client.http.attempts import Attempts, Patience
 from tinkex.client.http.exchange import Exchange, Reply, StreamReply
 from tinkex.client.http.limits import BillingPause, BreakerRegistry, ByteBudget
-from tinkex.client.http.link import Link
+from tinkex.client.http.link import Attempts, Link, Patience
 from tinkex.client.http.request_events import announced
 from tinkex.client.settings.config import Config
 from tinkex.types.account import AuthTokenResponse

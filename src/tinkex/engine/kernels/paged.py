@@ -1,5 +1,6 @@
-"""Attention of decoding on a GPU, straight from the blocks: a Triton kernel. Import it only where
-Triton is installed.
+"""Attention of decoding on a GPU, from the blocks where they are: a Triton kernel.
+
+Import it only where Triton is installed.
 
 One program per row and key/value head goes through the row's blocks and keeps a running softmax;
 the query heads of the group are the rows of its products.
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 
 LEAST_ROWS = 16
-"""Products on tensor cores have at least so many rows."""
+"""The least rows of a product on tensor cores."""
 
 
 @triton.jit
@@ -87,7 +88,7 @@ def paged_attention(
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Each row's query, at its position, over that and all positions before it; returns `[B, H*C]`."""
+    """Return the attention `[B, H*C]` of each row's query to its position and all before it."""
     q_BHC = q_BHC.contiguous()
     rows, heads, channels = q_BHC.shape
     size, groups = kv_2NSGC.shape[2:4]

@@ -1,8 +1,7 @@
-"""Products of float32 matrices by `step.c`, in which a row's sums have one order among any other
-rows.
+"""Products of float32 matrices by `step.c`: a row's sums have the same order among any other rows.
 
-Weights are packed for each product, so that none is kept twice. Every thread of Python has a team
-of its own.
+Weights are packed for each product, so that none is kept twice. Every thread of Python has its own
+team.
 
 Axes: T rows, D inputs, N outputs.
 """
@@ -28,7 +27,7 @@ _local = threading.local()
 def multiply(
     x_TD: torch.Tensor, w_DN: torch.Tensor, bias_N: torch.Tensor | None = None, scale: float = 1.0
 ) -> torch.Tensor:
-    """A product, with the bias and the scaled weights in it."""
+    """Return a product with scaled weights and a bias."""
     y_TN = x_TD.new_empty(x_TD.shape[0], w_DN.shape[1])
     _run(y_TN, x_TD, w_DN, bias_N, scale, onto=False)
     return y_TN
@@ -37,7 +36,7 @@ def multiply(
 def add_product(
     y_TN: torch.Tensor, x_TD: torch.Tensor, w_DN: torch.Tensor, scale: float = 1.0
 ) -> None:
-    """Add a scaled product to what is there."""
+    """Add a scaled product to `y_TN`."""
     if y_TN.stride(1) == 1 or y_TN.shape[1] == 1:
         _run(y_TN, x_TD, w_DN, None, scale, onto=True)
     else:
@@ -60,7 +59,7 @@ def _run(
         and y_TN.shape == (rows, outputs)
         and (bias_N is None or len(bias_N) == outputs)
     )
-    # C would read anything
+    # C checks nothing
     if not shapes_fit or any(t.dtype != torch.float32 or not t.is_cpu for t in tensors):
         raise ValueError(
             f"no such product: {[(tuple(t.shape), t.dtype, t.device.type) for t in tensors]}"
@@ -90,7 +89,7 @@ def _run(
 
 def _team() -> Team:
     library = load()
-    assert library is not None  # who comes here has asked
+    assert library is not None  # callers have checked
     return _team_of(library)
 
 

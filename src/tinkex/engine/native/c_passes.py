@@ -1,9 +1,7 @@
-"""Prompts and decoding by `step.c`, from blocks where they lie: what `tinkex.engine.sample.passes`
-does by PyTorch.
+"""Prompts and decoding by `step.c`, as `tinkex.engine.sample.passes` describes them.
 
-A position of a prompt is a row like any other, so that where a prompt is cut changes no bit. Within
-a block C lays keys and values out in panels, so nobody else may read them; blocks are copied and
-cleared whole.
+A position of a prompt is a row like any other, so the cut of a prompt changes no bit. C keeps the
+keys and values of a block in panels, so only C can read them; blocks are copied and cleared whole.
 
 Axes: T tokens of a pass, B rows, N blocks of a row, D hidden, V vocabulary.
 """
@@ -22,30 +20,29 @@ from tinkex.engine.model.mlp import Mlp
 from tinkex.engine.native import bindings as c
 from tinkex.engine.native.weights import Native, PackedLora, address
 from tinkex.engine.sample.blocks import BLOCK
+from tinkex.engine.sample.passes import Decoding
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tinkex.engine.model.decoder import Lora
-    from tinkex.engine.sample.blocks import Pool
+    from tinkex.engine.sample.kv_pool import Pool
     from tinkex.engine.sample.passes import Piece, Row
     from tinkex.types.tensors import Array
 
 KEPT_ADAPTERS = 256 << 20
-"""Adapters that no row has just now are kept packed, the last ones up to so many bytes."""
+"""Packed adapters that no row has now are kept up to so many bytes, the last used ones."""
 
 
 class NativeSteps:
-    """A model without experts and its cache, as C knows them, and the adapters of rows that ran
-    last.
-    """
+    """A model without experts and its cache, described for C, and the adapters of the last rows."""
 
     def __init__(self, native: Native, pool: Pool) -> None:
         self._native, self.config = native, native.model.config
         self._linears = native.model.linears()
         self._model, self._kept = _describe(native, pool)
         self._packed: dict[int, PackedLora] = {}
-        """By the number of their weights, those used last at the end."""
+        """By the number of their weights, the last used ones at the end."""
 
     def run(
         self,
@@ -57,11 +54,10 @@ class NativeSteps:
         hidden_BD: torch.Tensor | None = None,
         logits_BV: torch.Tensor | None = None,
     ) -> None:
-        """Run rows of these tokens at these positions, whose blocks are given, and fill what is
-        given.
+        """Run rows of these tokens at these positions, and fill the tensors that are given.
 
-        `adapters` has the number and the factors of weights, and for how many rows; equal ones lie
-        side by side.
+        `adapters` has the number of the weights, their factors and their rows; equal ones are side
+        by side.
         """
         spans = self._spans(adapters)
         step = c.Step(
@@ -114,7 +110,7 @@ class NativePrefill:
         self._steps = steps
 
     def hidden(self, pieces: Sequence[Piece]) -> torch.Tensor:
-        """As `Prompts.hidden`."""
+        """Return the hidden states as `Prompts` says."""
         counts = [piece.stop - piece.start for piece in pieces]
         tokens = np.concatenate(
             [piece.tokens[piece.start : piece.stop] for piece in pieces]
@@ -129,26 +125,13 @@ class NativePrefill:
         return hidden_TD
 
 
-class NativeDecoding:
+class NativeDecoding(Decoding):
     """One more token of every row."""
 
-    ahead = False
-
     def __init__(self, steps: NativeSteps, pool: Pool) -> None:
-        self._steps, self._pool = steps, pool
+        super().__init__(pool)
+        self._steps = steps
         self._logits_BV = torch.empty(0, steps.config.vocab)
-
-    def join(self, row: Row, prompt: Sequence[int]) -> None:
-        """Give the row its own copy of the block in which the prompt ends."""
-        if row.length % BLOCK:
-            self._pool.copy(prompt[-1], row.blocks[len(prompt) - 1])
-
-    def leave(self, row: Row) -> None:
-        """Nothing is kept besides the blocks."""
-
-    def arrange(self, rows: list[Row]) -> list[Row]:
-        """Equal weights side by side."""
-        return sorted(rows, key=lambda row: row.weights)
 
     def logits(self, rows: Sequence[Row]) -> torch.Tensor:
         """Decode one token of each row. The logits are overwritten by the next call."""
@@ -163,16 +146,13 @@ class NativeDecoding:
             row.length += 1
         return self._logits_BV[: len(rows)]
 
-    def keep(self, tokens_B: torch.Tensor) -> None:
-        """Tokens are always read at once."""
-
     def forget(self, weights: int) -> None:
-        """Free the packed copy; if it is used again it is packed again."""
+        """Free the packed copy; if needed, it is packed again."""
         self._steps.forget(weights)
 
 
 def _tables(blocks: Sequence[Sequence[int]]) -> Array:
-    """Lists of blocks as rows of one width."""
+    """Return lists of blocks as rows of one width."""
     tables = np.zeros((len(blocks), max(map(len, blocks))), np.int64)
     for row, own in zip(tables, blocks, strict=True):
         row[: len(own)] = own
@@ -180,7 +160,7 @@ def _tables(blocks: Sequence[Sequence[int]]) -> Array:
 
 
 def _describe(native: Native, pool: Pool) -> tuple[c.Model, object]:
-    """The model as C knows it, and what has to be kept for as long."""
+    """Return the model as C knows it, and the arrays that must live as long."""
     model, config = native.model, native.model.config
     layers = (c.Layer * config.layers)()
     for index, (layer, rule) in enumerate(zip(model.layers, config.attention, strict=True)):

@@ -1,4 +1,4 @@
-"""Threads that compute in C, as Python holds them."""
+"""Threads that compute in C, owned by Python."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Team:
-    """Threads for one caller at a time; they end with this."""
+    """Threads for one caller at a time; they end with this object."""
 
     def __init__(self, library: Library, threads: int) -> None:
         self.library, self.threads = library, threads
@@ -19,8 +19,10 @@ class Team:
 
     @property
     def address(self) -> int:
-        """The threads. A forked child has none of its parent's, and would wait for them for ever:
-        it gets its own.
+        """Return the address of the threads.
+
+        A forked child has none of its parent's threads and would wait for them forever, so it gets
+        its own.
         """
         if self._process != os.getpid():
             self._address, self._process = self._gather(), os.getpid()
@@ -31,11 +33,11 @@ class Team:
         if team is None:
             raise MemoryError("no memory for a team of threads")
         dismissal = weakref.finalize(self, _dismiss, self.library, team, os.getpid())
-        # a daemon thread may be in the middle of a call, and who waits then waits for ever
+        # a daemon thread may be in a call at exit, and waiting for it would never end
         dismissal.atexit = False
         return team
 
 
 def _dismiss(library: Library, team: int, process: int) -> None:
-    if process == os.getpid():  # elsewhere there are no such threads to wait for
+    if process == os.getpid():  # other processes have no such threads
         library.team_free(team)

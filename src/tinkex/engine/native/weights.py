@@ -1,4 +1,4 @@
-"""Weights as `step.c` reads them: in panels of outputs, input after input.
+"""Pack weights as `step.c` reads them: in panels of outputs, input after input.
 
 Axes: N outputs, D inputs, R rank.
 """
@@ -25,13 +25,11 @@ if TYPE_CHECKING:
 
 
 LINE = 64
-"""Bytes of a cache line; numbers are read by as many."""
+"""Bytes of a cache line; numbers are read in such units."""
 
 
 class Native:
-    """A model's linear layers, packed when they are first used, and the threads that multiply with
-    them.
-    """
+    """A model's linear layers, packed at their first use, and the threads that multiply."""
 
     def __init__(self, library: Library, model: Decoder, threads: int) -> None:
         self.library, self.model, self._team = library, model, Team(library, threads)
@@ -40,11 +38,11 @@ class Native:
 
     @property
     def team(self) -> int:
-        """The threads, as C knows them."""
+        """Return the address of the threads."""
         return self._team.address
 
     def linear(self, linear: Linear) -> c.Linear:
-        """A linear layer of the model as C knows it."""
+        """Return a linear layer of the model, described for C."""
         known = self._linears.get(linear.name)
         if known is None:
             size = packed_size(linear)
@@ -61,7 +59,7 @@ class Native:
         return known
 
     def product(self, x_TD: torch.Tensor, linear: Linear) -> torch.Tensor:
-        """A linear layer of the base model."""
+        """Return the output of a linear layer of the base model."""
         x_TD = x_TD.contiguous()
         y_TN = x_TD.new_empty(x_TD.shape[0], linear.weight_ND.shape[0])
         self.library.product(
@@ -72,7 +70,7 @@ class Native:
     def draw(
         self, logits_BV: torch.Tensor, uniforms_B: Array, temperatures_B: Array
     ) -> tuple[Array, Array]:
-        """A token for each row, the likeliest where the temperature is 0, and its log-probability."""
+        """Return a token for each row and its log-probability; at temperature 0 the likeliest."""
         rows, vocab = logits_BV.shape
         logits_BV = logits_BV.contiguous()
         tokens_B, logprobs_B = np.empty(rows, np.int64), np.empty(rows, np.float64)
@@ -84,9 +82,7 @@ class Native:
 
 
 class PackedLora:
-    """The factors of an adapter, for the linear layers of a model in their order; B has the scale
-    in it.
-    """
+    """The factors of an adapter in the order of the model's linear layers; B includes the scale."""
 
     def __init__(self, lora: Lora, linears: Sequence[Linear]) -> None:
         self._kept: list[torch.Tensor] = []
@@ -105,34 +101,30 @@ class PackedLora:
 
 
 def _room(floats: int) -> torch.Tensor:
-    """Memory in one piece, which gets large pages where the system has them, from the start of a
-    cache line on.
-    """
+    """Return memory in one piece from a cache line on; it gets large pages where there are any."""
     memory = np.empty(floats + LINE // 4, np.float32)
     return torch.from_numpy(memory)[-memory.ctypes.data % LINE // 4 :][:floats]
 
 
 def packed_size(linear: Linear) -> int:
-    """How many numbers a linear layer is when it is packed."""
+    """Return how many numbers a packed linear layer has."""
     return sum(-(-size // c.PANEL) * c.PANEL for size in linear.sizes) * linear.weight_ND.shape[1]
 
 
 def packed(weight_ND: torch.Tensor) -> torch.Tensor:
-    """`[panels, D, PANEL]`; the last panel is filled up with zeros."""
+    """Return `[panels, D, PANEL]`; zeros fill up the last panel."""
     outputs, inputs = weight_ND.shape
     whole = F.pad(weight_ND, (0, 0, 0, -outputs % c.PANEL)) if outputs % c.PANEL else weight_ND
     return whole.view(-1, c.PANEL, inputs).transpose(1, 2).contiguous()
 
 
 def address(tensor: torch.Tensor | None) -> int | None:
-    """Where a tensor lies; nowhere if there is none."""
+    """Return the address of a tensor, or None without one."""
     return None if tensor is None else tensor.data_ptr()
 
 
 def find(model: Decoder, most_bytes: int) -> Native | None:
-    """The way of C for a model, if this machine has it and a second copy of the weights may be
-    kept.
-    """
+    """Return the C form of a model, if this machine compiles C and a copy of the weights fits."""
     like = model.embed_VD
     size = sum(linear.weight_ND.nbytes for linear in model.linears())
     if like.device.type != "cpu" or like.dtype != torch.float32 or size > most_bytes:

@@ -1,12 +1,10 @@
-"""Changes of logits that single requests ask for: banned words, biases, and penalties of what was
-said.
+"""Changes of logits that a request asks for: banned words, biases and penalties.
 
 Banned tokens go first, then biases, then penalties: repetition, frequency, presence. The changed
-logits decide which token is drawn; log-probabilities are reported of the unchanged ones.
+logits decide which token is drawn; reported log-probabilities are those of the unchanged ones.
 
 Tokens of a sample are kept on the device, because the next step begins before the host has read
-them. Only samples whose request looks back take room there, and only rows of such requests are
-computed here.
+them. Only samples whose request depends on earlier tokens take memory there.
 
 Axes: B rows, V vocabulary, T tokens of a sample, W banned sequences, L tokens before the last of a
 sequence.
@@ -33,7 +31,7 @@ if TYPE_CHECKING:
     from tinkex.types.tensors import Array
 
 ROWS_BUDGET = 1 << 24
-"""Logits that are changed at a time."""
+"""Logits changed at a time."""
 FIRST_WIDTH = 256
 FIRST_SLOTS = 8
 ANY, NONE = -1, -2
@@ -56,18 +54,18 @@ class Shape:
     lasts_W: Array
     """The last tokens of banned sequences; the others must have been drawn just before."""
     befores_WL: Array
-    """Those others, at the right."""
+    """The other tokens of each, right-aligned."""
 
     @property
     def looks_back(self) -> bool:
-        """True if the tokens drawn so far matter."""
+        """Return whether the tokens drawn so far matter."""
         return bool(self.lasts_W.size or self.repetition != 1 or self.presence or self.frequency)
 
     @classmethod
     def of(
         cls, params: SamplingParams, prompt: Array, vocab: int, tokenizer: Callable[[], Tokenizer]
     ) -> Shape | None:
-        """The changes of a request; None if it asks for none."""
+        """Return the changes of a request, or None if it asks for none."""
         if not params.changes_logits:
             return None
         biases = params.logit_bias or {}
@@ -107,7 +105,7 @@ class Shape:
 def _sequences(
     words: Sequence[str | list[int]], tokenizer: Callable[[], Tokenizer]
 ) -> set[tuple[int, ...]]:
-    """Banned sequences of tokens. A text is banned as it begins a word, and as it goes on with one."""
+    """Return banned sequences of tokens; a text is banned at the start of a word and within one."""
     found = {tuple(word) for word in words if not isinstance(word, str)}
     for word in words:
         if isinstance(word, str):
@@ -115,7 +113,7 @@ def _sequences(
                 _encoded(f"{space}{word.lstrip()}", tokenizer()) for space in ("", " ")
             )
             found.add(inside)
-            # else a space of its own stands first
+            # otherwise a separate space comes first
             if len(begins) == len(inside) and begins[0] != inside[0]:
                 found.add(begins)
     return found
@@ -129,19 +127,17 @@ def _encoded(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 class Shaped(NamedTuple):
-    """A row that has changes: which sample it is, and how many tokens that has."""
+    """A row with changes: its sample, and the number of tokens that has."""
 
     sample: object
     shape: Shape
     tokens: Sequence[int]
-    """Those that have been read."""
+    """The tokens that have been read."""
     length: int
 
 
 class Shaper:
-    """Chooses tokens for rows that have changes, and remembers them for as long as their samples
-    run.
-    """
+    """Chooses tokens for rows with changes, and keeps them while their samples run."""
 
     def __init__(self, device: torch.device, vocab: int) -> None:
         self._device, self._vocab = device, vocab
@@ -157,7 +153,7 @@ class Shaper:
         params_B: Sequence[SamplingParams],
         rows: Sequence[Shaped],
     ) -> torch.Tensor:
-        """A token for each row, of its changed logits."""
+        """Return a token for each row, by its changed logits."""
         step = max(1, ROWS_BUDGET // self._vocab)
         if len(rows) > step:
             parts = [slice(start, start + step) for start in range(0, len(rows), step)]
@@ -176,7 +172,7 @@ class Shaper:
         return tokens_B
 
     def forget(self, sample: object) -> None:
-        """Give the room of a sample to others."""
+        """Free the memory of a sample."""
         slot = self._slots.pop(sample, None)
         if slot is not None:
             self._free.append(slot)
@@ -201,7 +197,7 @@ class Shaper:
         return self._plan.changed(logits_BV, told)
 
     def _slot(self, row: Shaped) -> int:
-        """The slot of a sample's tokens; -1 if its request does not look back."""
+        """Return the slot of a sample's tokens; -1 if its request does not look back."""
         if not row.shape.looks_back:
             return -1
         slot = self._slots.get(row.sample)
@@ -209,7 +205,7 @@ class Shaper:
             if not self._free:
                 self._more_slots()
             slot = self._slots[row.sample] = self._free.pop()
-            if row.tokens:  # it was put back, and its room was given away
+            if row.tokens:  # it was put back, and its slot was freed
                 self._widen(len(row.tokens))
                 self._tokens[slot, : len(row.tokens)] = to_device(
                     row.tokens, self._device, torch.int32
@@ -231,14 +227,14 @@ class Shaper:
 
 
 class _Told(NamedTuple):
-    """Tokens of samples `[B, T]`, of which the first `[B, 1]` count."""
+    """The tokens of samples `[B, T]`, and their lengths `[B, 1]`."""
 
     tokens_BT: torch.Tensor
     lengths_B1: torch.Tensor
 
 
 class _Plan:
-    """The changes of some rows, on the device; steps that have the same rows use it again."""
+    """The changes of some rows, on the device; steps with the same rows reuse it."""
 
     def __init__(self, shapes: Sequence[Shape], vocab: int, device: torch.device) -> None:
         self._shapes = list(shapes)
@@ -268,13 +264,13 @@ class _Plan:
         self._counts = any(shape.frequency or shape.presence for shape in shapes)
 
     def fits(self, shapes: Sequence[Shape]) -> bool:
-        """True if these are the rows it was made for."""
+        """Return whether it was made for these rows."""
         return len(shapes) == len(self._shapes) and all(
             a is b for a, b in zip(shapes, self._shapes, strict=True)
         )
 
     def changed(self, logits_BV: torch.Tensor, told: _Told | None) -> torch.Tensor:
-        """The changed logits, in float32 at least."""
+        """Return the changed logits, in float32 at least."""
         changed_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32), copy=True)
         flat = changed_BV.view(-1)
         if self._banned.numel():
@@ -300,24 +296,24 @@ class _Plan:
         return changed_BV
 
     def _count(self, like_BV: torch.Tensor, told: _Told) -> torch.Tensor:
-        """Count each token; sums of ones, so that their order does not matter."""
+        """Count each token, by sums of ones, whose order does not matter."""
         places_T = torch.arange(told.tokens_BT.shape[1], device=like_BV.device)
         said_BT = (places_T < told.lengths_B1).to(like_BV.dtype)
         return torch.zeros_like(like_BV).scatter_add_(1, told.tokens_BT, said_BT)
 
     def _ban_sequences(self, flat: torch.Tensor, told: _Told) -> None:
-        """Ban the last tokens of sequences whose other tokens were said just now."""
+        """Ban the last tokens of sequences whose other tokens were drawn just before."""
         size = self._befores_WL.shape[1]
         places_BL = told.lengths_B1 - size + torch.arange(size, device=flat.device)
         tails_BL = told.tokens_BT.gather(1, places_BL.clamp(0, told.tokens_BT.shape[1] - 1))
         tails_BL = torch.where(places_BL >= 0, tails_BL, NONE)
         alike_WL = (tails_BL[self._rows_W] == self._befores_WL) | (self._befores_WL == ANY)
-        # Added, for a token may be the last of several sequences, and their order must not matter.
+        # added: a token may end several sequences, and their order must not matter
         flat.index_add_(0, self._lasts, torch.where(alike_WL.all(-1), -torch.inf, 0).to(flat.dtype))
 
 
 def _side_by_side(tables: Sequence[Array]) -> Array:
-    """Tables of banned sequences as one, padded at the left."""
+    """Return tables of banned sequences as one, padded at the left."""
     width = max(table.shape[1] for table in tables)
     return np.concatenate(
         [np.pad(t, ((0, 0), (width - t.shape[1], 0)), constant_values=ANY) for t in tables]

@@ -1,4 +1,4 @@
-"""Recordings: the distributions that samples were drawn from, kept while they are drawn.
+"""Record the distributions that samples are drawn from.
 
 A recording holds the likeliest tokens at each position and their log-probabilities under the model
 as it is: at temperature 1, before top-k and top-p. It is gathered for all recorded rows of a step
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 FIRST_ROOM = 64
-"""Positions that a recorder has room for at first."""
+"""The first capacity of a recorder, in positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Scores:
 
     @classmethod
     def of(cls, logits_BV: torch.Tensor, tokens_B: torch.Tensor, rows: Sequence[int]) -> Scores:
-        """Score rows; the results are there once the device has come so far."""
+        """Score rows; the results arrive when the device has computed them."""
         rows_R = to_device(np.asarray(rows), logits_BV.device)
         logprobs_RV = log_softmax(logits_BV[rows_R])
         logprobs_RK, tokens_RK = logprobs_RV.topk(
@@ -47,7 +47,7 @@ class Scores:
         return cls(to_host(tokens_RK), to_host(logprobs_RK), to_host(drawn_R))
 
     def rows(self, rows: slice, kept: Array) -> tuple[Array, Array, Array]:
-        """The kept ones of some rows."""
+        """Return the scores of some rows that are kept."""
         tokens, logprobs, drawn = (
             x.numpy()[rows][kept] for x in (self.tokens_RK, self.logprobs_RK, self.drawn_R)
         )
@@ -55,9 +55,7 @@ class Scores:
 
 
 class Recorder:
-    """The recordings of a job while its samples are drawn: arrays that grow with the longest
-    sample.
-    """
+    """The recordings of a running job, in arrays that grow with the longest sample."""
 
     def __init__(self, samples: int, limit: int, vocab: int) -> None:
         room, width = min(limit, FIRST_ROOM), min(RECORDED_TOKENS, vocab)
@@ -84,9 +82,7 @@ class Recorder:
         )
 
     def recording(self, sample: int, tokens: Sequence[int], logprobs: Sequence[float]) -> Recording:
-        """The recording of a sample that has ended, with its tokens and log-probabilities as they
-        are reported.
-        """
+        """Return the recording of a sample that has ended, with its reported tokens."""
         count = len(tokens)
         return Recording(
             np.array(tokens, np.int32),

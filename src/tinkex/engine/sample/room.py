@@ -1,9 +1,8 @@
-"""Who gets rows, blocks and prompt tokens where there is no room for all: owners share them from
-the next step on.
+"""The shares of owners in rows and blocks, where there is no room for all.
 
-Each owner that has work may have an equal part. What an owner leaves unused, others may have until
-it comes back; then it gets a row or blocks of the owner that has most. An owner's only job never
-gives way to another owner, so that everyone gets on.
+Each owner that has work may have an equal part. Others may use what an owner leaves free, until it
+comes back; then it gets a row or blocks of the owner that has most. An owner's only job never gives
+way to another owner, so that all make progress.
 """
 
 from __future__ import annotations
@@ -18,14 +17,13 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping, Sequence
 
     from tinkex.engine.sample.blocks import Blocks
-    from tinkex.engine.sample.jobs import Job, Sample, Source
+    from tinkex.engine.sample.jobs import Job, Sample
+    from tinkex.engine.sample.source import Source
 
 
 @dataclass(eq=False, slots=True)
 class Running:
-    """A job that has been admitted: the blocks of its prompt, how far that has been run, and its
-    samples.
-    """
+    """An admitted job: the blocks of its prompt, how far that has been run, and its samples."""
 
     name: str
     job: Job
@@ -35,14 +33,23 @@ class Running:
     waiting: list[Sample]
     rows: list[Sample] = field(default_factory=list)
     ready: bool = False
-    """Whether the prompt has been run and every sample has its first token."""
+    """The prompt has been run and every sample has its first token."""
     moved: Source | None = None
     """The weights it goes on with once its prompt has been scored."""
     error: Exception | None = None
 
+    @property
+    def ended(self) -> bool:
+        """Return whether every sample has ended."""
+        return self.ready and not self.waiting and not self.rows
+
+    def fail(self, error: Exception) -> None:
+        """Keep the first error."""
+        self.error = self.error or error
+
 
 class Room:
-    """Chooses who is next, and who gives way; the runner does it."""
+    """Chooses the next owner, and the job or sample that gives way; the scheduler executes it."""
 
     def __init__(
         self,
@@ -71,16 +78,14 @@ class Room:
         return held.total() < self._max_rows or held[owner] < self._part(self._max_rows)
 
     def seating(self) -> Seating:
-        """An order in which samples that wait are given rows."""
+        """Return the order in which waiting samples get rows."""
         return Seating(
             [running for running in self._running if running.ready and running.waiting],
             self._rows(),
         )
 
     def row_for(self, owner: str) -> tuple[Running, Sample] | None:
-        """A sample that has to give its row to an owner who has less than its part; None if there
-        is none.
-        """
+        """Return a sample that must give its row to an owner below its part, or None."""
         rows, part = self._rows(), self._part(self._max_rows)
         richest = max(rows, key=rows.__getitem__, default=owner)
         if rows[owner] >= part or rows[richest] <= part:
@@ -90,9 +95,9 @@ class Room:
     def blocks_for(
         self, owner: str, needed: int, keep: Container[Running]
     ) -> Running | tuple[Running, Sample] | None:
-        """A job or a sample that has to give its blocks to an owner who has less than its part.
+        """Return a job or a sample that must give its blocks to an owner below its part, or None.
 
-        Those to keep are about to be run, and others may have found what they will write.
+        Jobs to keep are about to run, and others may have found the blocks they will write.
         """
         used, part = self._used(), self._part(self._blocks.count)
         if used[owner] + needed > part:
@@ -103,10 +108,10 @@ class Room:
         )
 
     def growing(self, owner: str) -> Running | tuple[Running, Sample]:
-        """A job or a sample whose block is needed for a row of an owner to grow.
+        """Return a job or a sample that must give its blocks for a row of an owner to grow.
 
-        Of the owner who has most, if that is another and has more than one; else of this owner, the
-        youngest.
+        It is one of the owner that has most, if that is another and has more than one. Otherwise it
+        is the youngest of this owner.
         """
         used = self._used()
         richest = max(used, key=used.__getitem__)
@@ -130,7 +135,7 @@ class Room:
         return self._cheapest(owner) if sum(len(running.rows) for running in mine) > 1 else None
 
     def _cheapest(self, owner: str) -> tuple[Running, Sample]:
-        """The sample that has the least to be fed again, the youngest of those."""
+        """Return the sample with the fewest tokens to feed again, the youngest of those."""
         mine = [
             (running, sample)
             for running in self._running
@@ -163,9 +168,7 @@ class Room:
 
 
 class Seating:
-    """Jobs whose samples wait for rows: the owner who has fewest is next, and of an owner the
-    oldest job.
-    """
+    """Jobs whose samples wait for rows; next is the oldest job of the owner with fewest rows."""
 
     def __init__(self, running: Iterable[Running], rows: Counter[str]) -> None:
         self._rows = rows
@@ -174,15 +177,13 @@ class Seating:
             self._jobs.setdefault(one.owner, []).append(one)
 
     def next(self) -> Running | None:
-        """The job whose turn it is."""
+        """Return the next job, or None."""
         if not self._jobs:
             return None
         return self._jobs[min(self._jobs, key=self._rows.__getitem__)][0]
 
     def note(self, running: Running, *, is_seated: bool) -> None:
-        """Say how it went: one that found no room is not asked again, nor one whose samples all
-        have rows.
-        """
+        """Note whether a job got a row; drop it if not, or if all its samples have rows."""
         self._rows[running.owner] += is_seated
         if not is_seated or not running.waiting:
             jobs = self._jobs[running.owner]
@@ -192,5 +193,5 @@ class Seating:
 
 
 def _most_first(used: Counter[str], part: int) -> list[str]:
-    """The owners that hold more than their part."""
+    """Return the owners that hold more than their part, the richest first."""
     return [owner for owner, count in used.most_common() if count > part]

@@ -1,13 +1,11 @@
-"""Several adapters in one pass: products with the base weights over all rows, each adapter's share
-over its own.
+"""Several adapters in one pass: base products over all rows, each adapter's share over its own.
 
-`RowAdapters` goes through the adapters one by one: exact, no copies, any shapes. `Bank` lays the
-factors of all adapters side by side in memory of fixed addresses and masks what is not a row's own:
-few large products of fixed shapes, which a CUDA graph can hold.
+`RowAdapters` takes the adapters one by one: exact, without copies, with any shapes. `Bank` has the
+factors of all adapters side by side at fixed addresses and masks those of other rows: few large
+products of fixed shapes, which a CUDA graph can hold.
 
-On a CPU the bits of a row of a product depend on its neighbours' number unless that is a multiple
-of `ROWS`; therefore rows are padded to one. Then what a row gets does not depend on what else is in
-the pass.
+On a CPU the bits of a row of a product depend on the number of rows, unless that is a multiple of
+`ROWS`. So rows are padded to a multiple, and a row's result does not depend on its neighbours.
 
 Axes: T rows of a pass, D inputs, N outputs, R rank (times the projections that share an input).
 """
@@ -38,17 +36,16 @@ if TYPE_CHECKING:
 
 
 def padded(rows: int) -> int:
-    """So many rows, rounded up."""
+    """Return a number of rows, rounded up."""
     return -(-rows // ROWS) * ROWS
 
 
 class Products:
-    """Products with the frozen weights. On a CPU in float32 they are made from a second copy in
-    another layout.
+    """Products with the frozen weights, in float32 on a CPU from a second copy in another layout.
 
-    By C where there is a compiler, else by oneDNN if its rows are steady. Measured for 4 to 32 rows
-    the latter takes half to a third of the time of MKL, which lays out the weights each time, and C
-    four fifths of that.
+    C computes them where there is a compiler, else oneDNN if its rows are steady. For 4 to 32 rows
+    oneDNN takes half to a third of the time of MKL, which packs the weights each time, and C takes
+    four fifths of oneDNN's.
     """
 
     def __init__(self, model: Decoder, most_bytes: int, native: Native | None = None) -> None:
@@ -65,11 +62,11 @@ class Products:
         self._packed: dict[str, torch.Tensor] = {}
 
     def __call__(self, x_TD: torch.Tensor, linear: Linear) -> torch.Tensor:
-        """A linear layer of the base model."""
+        """Return the output of a linear layer of the base model."""
         if self._native is not None:
             return self._native.product(x_TD, linear)
         rows = x_TD.shape[0]
-        if rows % ROWS:  # what experts got
+        if rows % ROWS:  # the rows of one expert
             return self(F.pad(x_TD, (0, 0, 0, padded(rows) - rows)), linear)[:rows]
         with self._threads:
             multiply = matmul_check.onednn() if self._fits else None
@@ -97,9 +94,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Rows of spans, each span padded by repeating its last: where they come from, and where they
-    go back to.
-    """
+    """Rows of spans, each span padded by repeating its last row: their sources and targets."""
 
     source: torch.Tensor
     result: torch.Tensor
@@ -107,7 +102,7 @@ class Spread:
 
     @classmethod
     def of(cls, bounds: Sequence[tuple[int, int]], like: torch.Tensor) -> Spread:
-        """For spans with these bounds, one after the other."""
+        """Make it for spans with these bounds, one after the other."""
         source: list[int] = []
         result: list[int] = []
         target: list[int] = []
@@ -119,7 +114,7 @@ class Spread:
 
 
 class RowAdapters(Adaptation):
-    """Adapters beside each other, each over a span of rows; rows in no span are the base model's."""
+    """Adapters, each over a span of rows; rows in no span use the base model alone."""
 
     def __init__(self, products: Products, spans: Sequence[Span]) -> None:
         self._products, self._spans = products, spans
@@ -127,8 +122,9 @@ class RowAdapters(Adaptation):
 
     @classmethod
     def of(cls, products: Products, lora_T: Sequence[Lora], rows: int) -> RowAdapters:
-        """For rows whose adapters are given, equal ones side by side; padding up to `rows` goes
-        with the last.
+        """Make it for rows with these adapters, equal ones side by side.
+
+        Padding up to `rows` belongs to the last.
         """
         spans: list[Span] = []
         for row, lora in enumerate(lora_T):
@@ -142,7 +138,7 @@ class RowAdapters(Adaptation):
     def linear(
         self, x_TD: torch.Tensor, linear: Linear, rows_T: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """A linear layer, with the share of each adapter added to its rows."""
+        """Return a linear layer's output, with each adapter's share added to its rows."""
         y_TN = self._products(x_TD, linear)
         bounds = (
             [(s.start, s.stop) for s in self._spans]
@@ -170,7 +166,7 @@ class RowAdapters(Adaptation):
             factors = span.lora.factors.get(linear.name)
             if factors is None or start == stop:
                 continue
-            # alone, which is common, and here a slice takes a tenth of a product's time
+            # often there is one; a slice would take a tenth of a product's time
             if stop - start == x.shape[0]:
                 _add_share(x, y, linear, factors)
             else:
@@ -178,7 +174,7 @@ class RowAdapters(Adaptation):
 
 
 def _within(spans: Sequence[Span], rows_T: torch.Tensor) -> list[tuple[int, int]]:
-    """Where spans begin and end among some rows of the pass."""
+    """Return the begins and ends of spans among some rows of the pass."""
     edges = rows_T.new_tensor([edge for span in spans for edge in (span.start, span.stop)])
     places = torch.searchsorted(rows_T, edges).tolist()
     return list(zip(places[::2], places[1::2], strict=True))
@@ -199,9 +195,7 @@ def _add_share(x: torch.Tensor, y: torch.Tensor, linear: Linear, factors: Factor
 def _add_product(
     y_TN: torch.Tensor, low_TR: torch.Tensor, high_RN: torch.Tensor, scale: float
 ) -> None:
-    """For few rows a library's product is quicker than our kernel, which logits of more precision
-    need.
-    """
+    """Add a product, by a library for few rows and by our kernel for logits of more precision."""
     if y_TN.dtype == low_TR.dtype:
         add_small(y_TN, low_TR, high_RN, scale)
     else:
@@ -209,16 +203,15 @@ def _add_product(
 
 
 def widest(lora: Lora) -> int:
-    """The rank of an adapter; that of experts is less."""
+    """Return the rank of an adapter, the largest of its layers."""
     return max(factors.b_NR[0].shape[1] for factors in lora.factors.values())
 
 
 class Bank:
-    """Adapters side by side: for each linear layer A `[R, D]` and B `[N, R]` of them all, and who
-    owns which rank.
+    """Adapters side by side: A `[R, D]` and B `[N, R]` of each linear layer, and each rank's owner.
 
-    The share of all adapters is two products; between them, what is not a row's own is multiplied
-    by zero. Where several projections share an input, B has zeros off its diagonal of blocks: one
+    The share of all adapters is two products; between them, ranks of other rows are multiplied by
+    zero. Where several projections share an input, B has zeros off its diagonal of blocks: one
     product instead of three.
     """
 
@@ -237,11 +230,10 @@ class Bank:
         self._places: dict[int, _Place] = {}
 
     def place(self, adapters: Mapping[int, Lora]) -> bool:
-        """See that these adapters, by number (0 is the bare model), are in the bank; False if it is
-        too small.
+        """Put these adapters into the bank, by number (0 is the bare model); return False if full.
 
-        One that comes where one of its kind leaves is written over it. Otherwise what leaves is
-        wiped out first.
+        A new adapter overwrites one of its kind that leaves. Other places that become free are
+        zeroed first.
         """
         left = [self._places.pop(number) for number in list(self._places) if number not in adapters]
         new = {n: lora for n, lora in adapters.items() if lora.factors and n not in self._places}
@@ -250,7 +242,7 @@ class Bank:
             if (found := next((place for place in left if place.kind == kind), None)) is not None:
                 left.remove(found)
                 self._put(number, new.pop(number), found)
-        for place in left:  # who owns zeros does not matter
+        for place in left:  # the owner of zeros does not matter
             torch._foreach_zero_([*place.a, *place.b])
         for number, lora in new.items():
             start = self._gap(widest(lora))
@@ -260,11 +252,11 @@ class Bank:
         return True
 
     def share(self, numbers_T: torch.Tensor) -> BankShare:
-        """The adaptation of a pass whose rows belong to the adapters of these numbers."""
+        """Return the adaptation of a pass whose rows belong to the adapters of these numbers."""
         return BankShare(self._a, self._b, (numbers_T[:, None] == self._owner_R).to(self._dtype))
 
     def whole(self) -> BankShare:
-        """The adaptation of a pass whose rows all belong to the one adapter there is."""
+        """Return the adaptation of a pass whose rows all belong to the only adapter."""
         return BankShare(self._a, self._b, None)
 
     def _put(self, number: int, lora: Lora, place: _Place) -> None:
@@ -277,7 +269,7 @@ class Bank:
         )
 
     def _gap(self, rank: int) -> int | None:
-        """The first run of free ranks that is long enough."""
+        """Return the first run of free ranks that is long enough."""
         start = 0
         for place in sorted(self._places.values(), key=lambda place: place.start):
             if place.start - start >= rank:
@@ -286,7 +278,7 @@ class Bank:
         return start if start + rank <= self.ranks else None
 
     def _windows(self, start: int, lora: Lora) -> _Place:
-        """Where an adapter is written when it begins at this rank."""
+        """Return the place of an adapter that begins at this rank."""
         a, b = [], []
         for name, factors in lora.factors.items():
             row = 0
@@ -301,9 +293,7 @@ class Bank:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Place:
-    """The ranks `[start, stop)` of a bank, and the parts of its matrices that one adapter takes
-    there.
-    """
+    """The ranks `[start, stop)` of a bank, and an adapter's parts of its matrices."""
 
     start: int
     stop: int
@@ -313,23 +303,23 @@ class _Place:
 
 
 def _kind(lora: Lora) -> list[tuple[str, int]]:
-    """The linear layers that an adapter changes, with their ranks: adapters of one kind lie alike."""
+    """Return the linear layers of an adapter with their ranks; one kind has one layout."""
     return [(name, factors.b_NR[0].shape[1]) for name, factors in lora.factors.items()]
 
 
 @dataclass(frozen=True, slots=True)
 class BankShare(Adaptation):
-    """What a bank adds to the rows of one pass."""
+    """The share of a bank in the rows of one pass."""
 
     a: Mapping[str, torch.Tensor]
     b: Mapping[str, torch.Tensor]
     mask_TR: torch.Tensor | None
-    """What is each row's own; None if everything is."""
+    """1 for each row's own ranks; None if all are."""
 
     def linear(
         self, x_TD: torch.Tensor, linear: Linear, rows_T: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """A linear layer with each row's adapter's share added."""
+        """Return a linear layer's output with the share of each row's adapter added."""
         y_TN = base_product(x_TD, linear)
         low_TR = lowered(x_TD, self.a[linear.name])
         if self.mask_TR is not None:

@@ -1,4 +1,4 @@
-"""Choosing tokens: counted random numbers, and the token that a number picks from a row of logits.
+"""Choose tokens: counted random numbers, and the token that a number picks from a row of logits.
 
 The number that decides a token is a hash of the seed, the sample's index and the position, not the
 next of a stream. Rows of different requests are chosen together; what a row gets depends on that
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from tinkex.types.tensors import Array
 
 GREEDY_BELOW = 1e-30
-"""Temperatures under this are taken for 0: float32 has no room for the quotient."""
+"""Temperatures below this count as 0: the quotient would overflow float32."""
 COLD_BELOW = 1e-3
-"""Under this the largest logit is subtracted before dividing, lest the quotient overflow."""
+"""Below this the largest logit is subtracted before dividing, to avoid overflow."""
 UNSORTED = 0
 SPAN = 256
-"""Weights are summed by spans, of which only the one that is hit is looked at closely."""
+"""Weights are summed by spans; only the span that is hit is searched."""
 
 
 def uniforms(seeds: int | Sequence[int], samples: Array | int, positions: Array | int) -> Array:
-    """One number in [0, 1) for each (seed, sample, position)."""
+    """Return one number in [0, 1) for each (seed, sample, position)."""
     each = [seeds] if isinstance(seeds, int) else seeds
     state = _mix(np.array([seed % 2**64 for seed in each], dtype=np.uint64))
     for counter in (samples, positions):
@@ -43,7 +43,7 @@ def uniforms(seeds: int | Sequence[int], samples: Array | int, positions: Array 
 
 
 def _mix(x: Array) -> Array:
-    """The splitmix64 finaliser, after its odd increment: every input bit reaches every output bit."""
+    """Apply splitmix64's finaliser after its odd increment: each input bit reaches all outputs."""
     x = x * np.uint64(0x9E3779B97F4A7C15) + np.uint64(0x632BE59BD9B4E019)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -54,9 +54,7 @@ def _mix(x: Array) -> Array:
 def choose(
     logits_BV: torch.Tensor, uniforms_B: Array, params_B: Sequence[SamplingParams]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A token for each row, and the log-probabilities `[B, V]` they are reported from: scaled, not
-    truncated.
-    """
+    """Return a token for each row, and the log-probabilities `[B, V]`: scaled, not truncated."""
     temperatures = np.array([params.temperature for params in params_B])
     greedy = temperatures < GREEDY_BELOW
     logprobs_BV = log_softmax(_scaled(logits_BV, np.where(greedy, 1.0, temperatures)))
@@ -83,9 +81,7 @@ def choose(
 
 
 def _alike(params_B: Sequence[SamplingParams], greedy: Array) -> list[tuple[list[int], int | None]]:
-    """The rows that are not simply drawn, by their top_k; None for greedy ones, UNSORTED for min_p
-    alone.
-    """
+    """Return the rows that are not simply drawn, by top_k: None is greedy, UNSORTED min_p alone."""
     kinds: dict[int | None, list[int]] = {}
     for row, params in enumerate(params_B):
         if greedy[row]:
@@ -98,14 +94,15 @@ def _alike(params_B: Sequence[SamplingParams], greedy: Array) -> list[tuple[list
 
 
 def _likely(probs_BV: torch.Tensor, min_p_B1: torch.Tensor) -> torch.Tensor:
-    """Probabilities, 0 where they are less than this share of the largest."""
+    """Return probabilities, with 0 for those below this share of the largest."""
     least_B1 = (probs_BV.amax(-1, keepdim=True) * min_p_B1).to(probs_BV.dtype)
     return probs_BV.masked_fill(probs_BV < least_B1, 0)
 
 
 def _scaled(logits_BV: torch.Tensor, temperatures: Array) -> torch.Tensor:
-    """Logits over temperatures. Subtracting 0 and dividing by 1 change no bit, so rows do not feel
-    each other.
+    """Return logits over temperatures.
+
+    Subtracting 0 and dividing by 1 change no bit, so rows do not affect each other.
     """
     logits_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32))
     column = to_device(temperatures, logits_BV.device, logits_BV.dtype)[:, None]
@@ -115,7 +112,7 @@ def _scaled(logits_BV: torch.Tensor, temperatures: Array) -> torch.Tensor:
 
 
 def _invert(weights_BV: torch.Tensor, numbers_B1: torch.Tensor) -> torch.Tensor:
-    """The first index at which the cumulated weight exceeds the number's share of the whole."""
+    """Return the first index where the cumulated weight exceeds the number's share of the sum."""
     size = weights_BV.shape[1]
     if size <= SPAN:
         cumulated = weights_BV.cumsum(-1, dtype=torch.float64)
@@ -128,7 +125,7 @@ def _invert(weights_BV: torch.Tensor, numbers_B1: torch.Tensor) -> torch.Tensor:
     span_B1 = _first_above(sums_BN, cumulated_BN, wanted_B1)
     before_B1 = cumulated_BN.gather(1, span_B1) - sums_BN.gather(1, span_B1)
     inside_BS = spans_BNS.gather(1, span_B1[:, :, None].expand(-1, -1, SPAN))[:, 0]
-    # rounding may take it below, where a weight of 0 would be hit
+    # rounding may make it negative, and a weight of 0 would be hit
     rest_B1 = (wanted_B1 - before_B1).clamp_min(0)
     at_B1 = _first_above(inside_BS, inside_BS.cumsum(-1, dtype=torch.float64), rest_B1)
     return (span_B1 * SPAN + at_B1)[:, 0]
@@ -137,8 +134,9 @@ def _invert(weights_BV: torch.Tensor, numbers_B1: torch.Tensor) -> torch.Tensor:
 def _first_above(
     weights_BN: torch.Tensor, cumulated_BN: torch.Tensor, wanted_B1: torch.Tensor
 ) -> torch.Tensor:
-    """Where the cumulated weight first exceeds what is wanted; where rounding lets it never, the
-    largest weight.
+    """Return the place where the cumulated weight first exceeds what is wanted.
+
+    If rounding prevents that, it is the place of the largest weight.
     """
     at_B1 = torch.searchsorted(cumulated_BN, wanted_B1, right=True)
     largest_B1 = weights_BN.argmax(-1, keepdim=True)

@@ -24,8 +24,9 @@ from tinkex.engine.losses.graph_loss import CompiledLoss
 from tinkex.engine.model.decoder import BARE, Decoder, Lora
 from tinkex.engine.peft_files import read_lora_config
 from tinkex.engine.places import Writer
-from tinkex.engine.sample.jobs import Job, Source
+from tinkex.engine.sample.jobs import Job
 from tinkex.engine.sample.sampler import Sampler
+from tinkex.engine.sample.source import Source
 from tinkex.engine.torch.lora import Layout, module_groups
 from tinkex.engine.torch.model_files import (
     AdapterWriter,

@@ -1,0 +1,1 @@
+"""Parts of SamplingClient, one subject per module."""

@@ -1,0 +1,362 @@
+"""SampleCalls: the base of SamplingClient, which submits samples and fetches them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from tinkex.client.futures.batch_polling import BatchPoller
+from tinkex.client.futures.loop_thread import runtime
+from tinkex.client.futures.queue_states import Observer, QueueStateLogger, QueueStateTracker
+from tinkex.client.futures.result_polling import QueueNotice, read_result
+from tinkex.client.http.exchange import Reply
+from tinkex.client.http.legacy_servers import Receipt, sequence_ids
+from tinkex.client.http.retry import RetryConfig, RetryHandler, persist
+from tinkex.client.http.transport import OFF_LOOP_BYTES
+from tinkex.client.session import Session
+from tinkex.errors import APITimeoutError, GoneError, RateLimitError, TinkerError
+from tinkex.types.inputs import ModelInput
+from tinkex.types.sampling import SampleRequest, SampleResponse, SamplingParams
+from tinkex.types.sessions import JoinSamplingSessionRequest, JoinSamplingSessionResponse
+from tinkex.types.tensors import TensorData
+from tinkex.wire import protocol
+
+if TYPE_CHECKING:
+    from tinkex.telemetry import Reporter
+
+SEQ_BLOCK = 1_000_000_000
+BACKPRESSURE = {"X-Tinker-Sampling-Backpressure": "1"}
+"""Header: the sender can handle status 429."""
+
+
+class SampleCalls:
+    """One sampling session, and the way from a request to its samples."""
+
+    def __init__(
+        self,
+        holder: Session,
+        *,
+        sampling_session_id: str,
+        base_model: str | None = None,
+        shadow: bool = False,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+    ) -> None:
+        self._session = holder
+        self.sampling_session_id = sampling_session_id
+        self._record_stability_info = record_stability_info
+        self._retry_config = retry_config
+        self._joining = asyncio.Lock()
+        # A copy in another process has its own block of request numbers, and may have to ask for it.
+        self._block: int | None = None if shadow or holder.is_shadow else 0
+        self._seq_ids = itertools.count()
+        self._handler: RetryHandler | None = None
+        self._poller: BatchPoller | None = None
+        self._queue_states = QueueStateLogger("Sampling")
+        self._streams = True
+        self._asking = asyncio.Lock()
+        self._base_model = base_model
+
+    @property
+    def holder(self) -> Session:
+        """The session of this client; its interface may change in any release."""
+        return self._session
+
+    @property
+    def _sampling_session_id(self) -> str:
+        """The id of the sampling session, by its name in the official client."""
+        return self.sampling_session_id
+
+    @property
+    def feature_gates(self) -> set[str]:
+        """The feature gates of the configuration; they have no effect."""
+        return set(self._session.config.feature_gates)
+
+    def get_telemetry(self) -> Reporter | None:
+        """Return the reporter that sends this session's events to the hosted service, or None.
+
+        Example:
+            >>> from tinkex import telemetry
+            >>> telemetry.log(
+            ...     sampler.get_telemetry(), "evaluated", {"accuracy": 0.9}
+            ... )  # False: there is no reporter
+            False
+        """
+        return self._session.telemetry
+
+    @property
+    def retry_handler(self) -> RetryHandler:
+        """The runner of the samples: it limits how many run at once, and retries them."""
+        if self._handler is None:
+            server = self._session.client_config
+            config, limit = (
+                self._retry_config or RetryConfig(),
+                server.sample_max_concurrent_requests,
+            )
+            if self._retry_config is not None:
+                limit = min(limit, config.max_connections)
+            if server.sample_no_retries:
+                config = replace(config, enable_retry_logic=False)
+            if not server.sample_enable_stuck_detection:
+                config = replace(config, enable_stuck_detection=False)
+            facts = {
+                "session_id": self._session.session_id,
+                "sampling_session_id": self.sampling_session_id,
+            }
+            name = f"sampling from {self.sampling_session_id}"
+            self._handler = RetryHandler(config, name, limit=limit, metadata=facts)
+        return self._handler
+
+    def on_queue_state_change(
+        self, queue_state: Any, queue_state_reason: str | None = None
+    ) -> None:
+        """Log a pause of the server's queue for this sampler, once a minute at most.
+
+        Args:
+            queue_state: "active", "paused_capacity" or "paused_rate_limit".
+            queue_state_reason: The server's reason, if it gives one.
+
+        Example:
+            >>> sampler.on_queue_state_change("paused_rate_limit", "too many samples at once")
+        """
+        self._queue_states.on_queue_state_change(
+            queue_state, queue_state_reason, name=self.sampling_session_id
+        )
+
+    def _request(
+        self,
+        prompt: ModelInput,
+        num_samples: int,
+        params: SamplingParams,
+        *,
+        prompt_logprobs: bool = False,
+        target_prompt_logprobs: TensorData | None = None,
+        prompt_alt_tokens_k: int = 0,
+        prompt_logprobs_last_n: int | None = None,
+        **options: Any,
+    ) -> SampleRequest:
+        """Return a request without its number; raise if its parts contradict each other."""
+        if not isinstance(prompt, ModelInput):
+            raise TypeError(
+                f"prompt must be a ModelInput, got {type(prompt).__name__}: "
+                "ModelInput.from_ints(tokenizer.encode(text)) makes one of text"
+            )
+        if isinstance(num_samples, SamplingParams) or not hasattr(num_samples, "__index__"):
+            raise TypeError(
+                f"num_samples must be a whole number, got {type(num_samples).__name__}: "
+                "the order is prompt, number of samples, sampling_params"
+            )
+        if num_samples < 1:
+            raise ValueError("num_samples must be at least 1")
+        if prompt_alt_tokens_k < 0:
+            raise ValueError("prompt_alt_tokens_k must be >= 0")
+        if target_prompt_logprobs is not None and (
+            target_prompt_logprobs.dtype != "int64" or len(target_prompt_logprobs.shape or ()) != 2
+        ):
+            raise ValueError("target_prompt_logprobs must be a two-dimensional int64 tensor")
+        if prompt_logprobs_last_n is not None and not prompt_logprobs:
+            raise ValueError("prompt_logprobs_last_n needs include_prompt_logprobs")
+        if prompt_logprobs_last_n is not None and prompt_logprobs_last_n < 1:
+            raise ValueError("prompt_logprobs_last_n must be at least 1")
+        return SampleRequest(
+            prompt=prompt,
+            num_samples=num_samples,
+            sampling_params=params,
+            sampling_session_id=self.sampling_session_id,
+            prompt_logprobs=prompt_logprobs,
+            target_prompt_logprobs=target_prompt_logprobs,
+            prompt_alt_tokens_k=prompt_alt_tokens_k,
+            prompt_logprobs_last_n=prompt_logprobs_last_n,
+            record_stability_info=self._record_stability_info,
+            **options,
+        )
+
+    async def _number(self) -> int:
+        """Return the next request number; a copy first asks for a block of numbers."""
+        if self._block is None:
+            async with self._joining:
+                if self._block is None:
+                    self._block = await self._clone()
+        return self._block * SEQ_BLOCK + next(self._seq_ids)
+
+    async def _clone(self) -> int:
+        """Return a copy's number among the session's clients: the server's count, or a random one."""
+        if self._session.client_config.sample_join_sampling_session:
+            request = JoinSamplingSessionRequest(sampling_session_id=self.sampling_session_id)
+            joined: JoinSamplingSessionResponse = await self._session.transport.call(
+                protocol.JOIN_SAMPLING_SESSION, request
+            )
+            return joined.client_counter
+        return uuid.uuid4().int % SEQ_BLOCK + 1
+
+    async def _sample(
+        self,
+        request: SampleRequest,
+        timeout: float | None = None,
+        observer: Observer | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> SampleResponse:
+        """Submit and fetch with retries; each attempt has its own number."""
+        notice = Notice(self, observer)
+        attempts = self.retry_handler.execute(self._attempt, request, notice, headers)
+        if timeout is None:
+            return await attempts
+        try:
+            async with asyncio.timeout(timeout):
+                return await attempts
+        except TimeoutError as error:
+            if isinstance(error, TinkerError):
+                raise
+            raise APITimeoutError(
+                f"sampling at {self._session.transport.place}: no samples within {timeout:g} s"
+            ) from None
+
+    def _tracker(self, observer: Observer | None) -> QueueStateTracker:
+        facts = {
+            "session_id": self._session.session_id,
+            "sampling_session_id": self.sampling_session_id,
+        }
+        return QueueStateTracker([observer], facts, listener=self.on_queue_state_change)
+
+    async def _attempt(
+        self, request: SampleRequest, notice: QueueNotice, headers: Mapping[str, str] | None
+    ) -> SampleResponse:
+        request = request.model_copy(update={"seq_id": await self._number()})
+        poller, outcome = self._batches(), None
+        if poller is None:
+            receipt = await self._submit(request, notice, headers)
+        else:
+            submission = poller.begin()
+            try:
+                receipt = await self._submit(request, notice, headers)
+                if receipt.request_id is not None:
+                    outcome = poller.outcome(receipt.request_id)
+            finally:
+                poller.end(submission)
+        try:
+            if poller is None or outcome is None or receipt.request_id is None:
+                response: SampleResponse = await self._session.result(receipt, notice=notice)
+            else:
+                response = await self._collect(poller, outcome, receipt, receipt.request_id, notice)
+        except asyncio.CancelledError:
+            self._cancel(receipt)
+            raise
+        return response.named(sequence_ids(receipt, request))
+
+    async def _collect(
+        self,
+        poller: BatchPoller,
+        outcome: asyncio.Future[Reply | None],
+        receipt: Receipt,
+        request_id: str,
+        notice: QueueNotice,
+    ) -> SampleResponse:
+        """Return a result that the batched poll has, or poll for it alone."""
+        transport = self._session.transport
+        response: SampleResponse
+        try:
+            reply = await outcome
+            if reply is None:
+                asked = time.monotonic()
+                try:
+                    response = await self._session.result(receipt, notice=notice)
+                except TinkerError:
+                    poller.fetched(request_id, time.monotonic() - asked)
+                    raise
+                poller.fetched(request_id, time.monotonic() - asked)
+            elif len(reply.body) > OFF_LOOP_BYTES:
+                response = await asyncio.to_thread(
+                    read_result, transport, protocol.ASAMPLE, reply, request_id
+                )
+            else:
+                response = read_result(transport, protocol.ASAMPLE, reply, request_id)
+        except asyncio.CancelledError:
+            poller.forget(request_id)
+            raise
+        return response
+
+    def _batches(self) -> BatchPoller | None:
+        """Return the poller of all samples of this client, if the server supports it."""
+        server = self._session.client_config
+        if not (server.batched_results or server.sample_use_retrieve_futures):
+            return None
+        if self._poller is None:
+            transport, inline = self._session.transport, server.batched_results
+            self._poller = BatchPoller(
+                transport, self.sampling_session_id, self._block or 0, inline=inline, owner=self
+            )
+            self._session.pollers.add(self._poller)
+        return self._poller if self._poller.is_usable else None
+
+    async def _submit(
+        self, request: SampleRequest, notice: QueueNotice, headers: Mapping[str, str] | None
+    ) -> Receipt:
+        """Pass the gate and submit; the same request is sent again after back-pressure."""
+        size = request.prompt.estimated_bytes
+        patience = None if self.retry_handler.config.enable_retry_logic else 0.0
+        sent = BACKPRESSURE if headers is None else {**BACKPRESSURE, **headers}
+
+        async def submit() -> Receipt:
+            async with self._session.gate.passed(size):
+                return await self._session.submit(
+                    protocol.ASAMPLE, request, headers=sent, patience=patience, final={429}
+                )
+
+        try:
+            return await persist(submit, self._repeating(size, notice))
+        except GoneError as error:
+            # the sampler is gone: another number does not help
+            error.should_retry = False
+            raise
+
+    def _repeating(self, size: int, notice: QueueNotice) -> Callable[[object], float | None]:
+        """Return a policy that repeats after back-pressure; the gate keeps the pause."""
+
+        def delay_after(outcome: object) -> float | None:
+            if not isinstance(outcome, RateLimitError):
+                return None
+            tell_state(outcome.body, notice)
+            self._session.gate.refused(size, outcome.retry_after)
+            return 0.0 if self.retry_handler.config.enable_retry_logic else None
+
+        return delay_after
+
+    def _cancel(self, receipt: Receipt) -> None:
+        """Tell the server that a sample is no longer needed, if it wants to know."""
+        if receipt.request_id is None or not self._session.dynamic_config.sample_cancel_enabled:
+            return
+        if not self._session.closed:
+            runtime().task(self._session.cancel_future(receipt.request_id))
+
+
+class Notice:
+    """The listener for the queue of one sample; it makes its tracker at the first word.
+
+    Most samples hear nothing.
+    """
+
+    __slots__ = ("_client", "_observer", "_tracker")
+
+    def __init__(self, client: SampleCalls, observer: Observer | None) -> None:
+        self._client, self._observer = client, observer
+        self._tracker: QueueStateTracker | None = None
+
+    def __call__(
+        self, queue_state: str, queue_state_reason: str | None = None, /, *, request_id: str = ""
+    ) -> object:
+        """Take note of the queue's state."""
+        if self._tracker is None:
+            self._tracker = self._client._tracker(self._observer)
+        return self._tracker.heard(queue_state, queue_state_reason, request_id=request_id)
+
+
+def tell_state(body: object, notice: QueueNotice) -> None:
+    """Report the queue state that a refusal names."""
+    if isinstance(body, dict) and isinstance(state := body.get("queue_state"), str):
+        reason = body.get("queue_state_reason")
+        notice(state, reason if isinstance(reason, str) else None)

@@ -1,0 +1,1 @@
+"""Parts of ServiceClient, one subject per module."""
