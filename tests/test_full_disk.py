@@ -152,4 +152,4 @@ def test_stop_that_fails_is_seen_from_outside(tmp_path: Path, disk: str, code: i
         process.send_signal(signal.SIGTERM)
         _, told = process.communicate(timeout=30)
     assert process.returncode == code, told.decode()
-    assert (b"could not put everything in order" in told) == (disk == "full")
+    assert (b"could not finish cleanly" in told) == (disk == "full")
