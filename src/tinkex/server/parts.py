@@ -17,7 +17,7 @@ from tinkex.server.workers.pool import Workers
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What is handed to the parts of a server that know of runs."""
+    """The shared parts, for those that know of runs."""
 
     database: Database
     journals: Journals

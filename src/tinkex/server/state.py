@@ -40,7 +40,7 @@ from tinkex.server.workers.pool import Workers
 logger = logging.getLogger("tinkex.server")
 
 LEAVE_SECONDS = 10.0
-"""How long a server that stops may take to put its runs on disk."""
+"""The time that a server which stops may take to put its runs on disk."""
 
 
 class State:

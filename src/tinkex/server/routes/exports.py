@@ -54,7 +54,7 @@ MOST_RECIPIENTS = 10
 ARCHIVE = "archive.tar"
 SECRET = "signing.key"
 IN_PROCESS = "http://local"
-"""What addresses of an embedded server begin with; its clients take it for their own."""
+"""The first part of addresses of an embedded server; clients replace it by their own."""
 CHUNK = 1 << 20
 
 
@@ -85,9 +85,7 @@ async def save_weights_external(state: State, call: Call) -> Save:
 
 
 def encryption(recipients: Sequence[str]) -> Callable[[Path], None]:
-    """What encrypts every file of a directory for its recipients; refuses what it cannot do before
-    anything is done.
-    """
+    """Return a function that encrypts all files of a directory; refuse bad recipients at once."""
     if len(recipients) > MOST_RECIPIENTS:
         raise EngineError(
             f"age_encryption_recipients: at most {MOST_RECIPIENTS} are possible, got "
@@ -167,8 +165,7 @@ def _expiry(saved: SavedCheckpoint) -> int:
 
 
 TERMS = ("expires", "saved", "reader", "key")
-"""What an address says of itself beside the file: until when, and for which checkpoint, reader and
-key."""
+"""The parameters of an address: its end, and its checkpoint, reader and key."""
 
 
 DOWNLOAD = f"{PREFIX}/downloads/{{training_run_id}}/{{kind}}/{{name}}/{{file}}"

@@ -211,7 +211,7 @@ def checkpoint_path(call: Call) -> str:
 
 
 def nothing_at(path: str) -> Refusal:
-    """The answer to whoever asks for a checkpoint that is not there, or not theirs."""
+    """Return the answer for a checkpoint that is not there, or not the caller's."""
     return Refusal(
         404, f"there is no checkpoint {path}; it was never saved, or has been deleted or expired"
     )

@@ -77,7 +77,7 @@ class SampleStream(Response):
             writing.cancel()
         await asyncio.wait({writing})
         if not writing.cancelled():
-            with contextlib.suppress(OSError):  # the connection broke: nobody is left to be told
+            with contextlib.suppress(OSError):  # the connection broke
                 writing.result()
 
     def _hear(self, drawn: Sequence[DrawnToken]) -> None:
@@ -124,9 +124,7 @@ class SampleStream(Response):
         await _send(send, self._take() + END, more=False)
 
     def _take(self) -> bytes:
-        """What has come up since the last time: tokens of several steps may go out together, each
-        its own event.
-        """
+        """Return the events since the last time; those of several steps are sent together."""
         events, self._events = self._events, []
         return b"".join(events)
 

@@ -243,7 +243,7 @@ async def _create_by_loading(
 
 @handler
 async def weights_info(state: State, call: Call) -> WeightsInfoResponse:
-    """What a checkpoint holds."""
+    """Describe a checkpoint."""
     request: WeightsInfoRequest = call.request
     try:
         ParsedCheckpointTinkerPath.from_tinker_path(request.tinker_path)

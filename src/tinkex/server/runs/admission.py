@@ -41,7 +41,7 @@ from tinkex.types.training import UntypedAPIFuture
 logger = logging.getLogger("tinkex.server")
 
 MOST_AHEAD = 100_000
-"""How many numbers a request may leave out: once they are given up, the run goes on behind it."""
+"""The most numbers that a request may leave out; after they are given up, the run goes on."""
 CARRY_ON = "carry on from a saved state with create_training_client_from_state_with_optimizer"
 
 
@@ -60,7 +60,7 @@ class Runs(Mapping[str, LiveRun]):
         self._live: dict[str, LiveRun] = {}
         self.gaps = Gaps(parts, self._begin)
         self.asked: dict[str, float] = {}
-        """When something was last asked of runs, until it is on record."""
+        """The time of the last request of each run, until it is on record."""
 
     def __getitem__(self, run: str) -> LiveRun:
         return self._live[run]

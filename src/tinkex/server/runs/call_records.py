@@ -13,9 +13,9 @@ from tinkex.wire.protocol import BY_NAME
 UNKNOWN = b""
 """The digest of a request of which only its outcome is left."""
 GIVEN_UP = "given_up"
-"""What the journal says instead of an operation where a number was no longer waited for."""
+"""The operation that a journal names for a number that was given up."""
 READ = "read"
-"""What a journal of samples says where results have been read."""
+"""The operation that a journal of samples names for results that were read."""
 
 
 def refused_call(digest: bytes, why: str, owner: str) -> Call:

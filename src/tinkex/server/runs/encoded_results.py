@@ -1,5 +1,6 @@
-"""Results as bytes: encoded where that holds nothing up, and only once for those that are announced
-before they go.
+"""Results as bytes.
+
+Large ones are encoded in a thread, and announced ones only once.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ OFF_LOOP_VALUES = 8_000
 
 
 def size_of(result: object) -> int:
-    """About how many bytes a result takes in memory; small ones count as nothing."""
+    """Return about how many bytes a result takes in memory; small ones count as nothing."""
     if isinstance(result, ForwardBackwardOutput):
         return sum(
             tensor.values.nbytes for output in result.loss_fn_outputs for tensor in output.values()
@@ -39,14 +40,14 @@ def size_of(result: object) -> int:
 
 
 async def encoding(promise: Promise, *, as_protobuf: bool) -> codec.Body:
-    """The bytes of a promise's result, in the form its reader accepts."""
+    """Return the bytes of a result in the form that its reader accepts."""
     if is_heavy(promise):
         return await asyncio.to_thread(encode, promise, as_protobuf=as_protobuf)
     return encode(promise, as_protobuf=as_protobuf)
 
 
 def is_heavy(promise: Promise) -> bool:
-    """Whether a result takes long to encode, as far as can be told at a glance."""
+    """Return whether a result probably takes long to encode."""
     result = promise.result
     if promise.kept is not None or not codec.has_protobuf(type(result)):
         return False
@@ -59,7 +60,7 @@ def is_heavy(promise: Promise) -> bool:
 
 
 def most_of(request: SampleRequest, window: int) -> int:
-    """About how many bytes the result of a request for samples may take."""
+    """Return about how many bytes the result of a request for samples may take."""
     try:
         prompt = request.prompt.length
     except ValueError:  # an image that does not say how many tokens it takes; the engine refuses it
@@ -71,9 +72,7 @@ def most_of(request: SampleRequest, window: int) -> int:
 
 
 def encode(promise: Promise, *, as_protobuf: bool) -> codec.Body:
-    """Encode a result, unless it is kept in that form; one that cannot be encoded becomes a
-    failure.
-    """
+    """Encode a result, unless it is kept in that form; if that fails, the result is a failure."""
     wants_protobuf = as_protobuf and codec.has_protobuf(type(promise.result))
     if promise.kept is not None and (promise.kept.content_type == codec.PROTOBUF) == wants_protobuf:
         return promise.kept

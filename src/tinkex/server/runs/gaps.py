@@ -15,7 +15,7 @@ from tinkex.server.runs.work import LaneItem, LiveRun, Unload
 logger = logging.getLogger("tinkex.server")
 
 UNLOAD_GAP_SECONDS = 60.0
-"""How long a missing request holds up the unloading of its run."""
+"""The longest time that a missing request delays the unloading of its run."""
 
 
 class Gaps:

@@ -11,11 +11,11 @@ from tinkex.server.files.data_dir import discard, set_aside
 from tinkex.server.runs.journal import Committer, Journal
 
 DIRECT = "direct"
-"""What stands for a session where samples are asked for without one."""
+"""The id that stands for a session where samples are asked for without one."""
 RECORDINGS = "recordings"
 """The directory of what is recorded of samples, with one directory for each session."""
 UNPLACED = ".new-"
-"""What follows a sampler's name in that of a directory while its weights are written there."""
+"""The suffix of a sampler's directory while its weights are written there."""
 PLACES = ("runs", "samples", "snapshots", RECORDINGS)
 
 

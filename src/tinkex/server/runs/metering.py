@@ -22,9 +22,7 @@ SAVES = ("save_weights", "save_weights_for_sampler", "save_weights_external")
 
 @dataclass(slots=True)
 class Watch:
-    """Waits for the end of one operation: called by its promise, in place of whoever was to be
-    called before.
-    """
+    """Waits for the end of one operation, in place of the former listener of its promise."""
 
     meter: Meter
     operation: str
@@ -71,9 +69,7 @@ class Watch:
 
 
 def watch(state: State, operation: str, call: Call, request_id: str) -> None:
-    """See an operation through to its end, if it has just been taken: a repeated one is watched
-    already.
-    """
+    """Watch an operation until it ends; one that is repeated is watched already."""
     promise = state.promises.get(request_id)
     if promise is None or promise.done.is_set() or isinstance(promise.on_settled, Watch):
         return
@@ -106,9 +102,7 @@ def watch(state: State, operation: str, call: Call, request_id: str) -> None:
 
 
 def lengths(request: Any) -> list[int]:
-    """How long the sequences are that a training request brings; one whose length is unknown counts
-    as nothing.
-    """
+    """Return the lengths of the sequences in a training request; an unknown one counts as 0."""
     body = getattr(request, "forward_backward_input", None) or getattr(
         request, "forward_input", None
     )
@@ -129,7 +123,7 @@ async def metered_stream(
     request: SampleRequest,
     drawing: Awaitable[SampleResponse],
 ) -> SampleResponse:
-    """A sample that no promise stands for: its time is noted here, and its tokens like any other's."""
+    """Draw a sample without a promise, and note its time and its tokens."""
     name, began, error = "stream_sample", time.time(), None
     state.meter.open[call.owner, name] += 1
     try:
@@ -151,7 +145,7 @@ async def metered(
     request: SampleRequest,
     drawing: Awaitable[SampleResponse],
 ) -> SampleResponse:
-    """A sample, counted once it is there."""
+    """Draw a sample, and count its tokens."""
     response = await drawing
     session = sampler.session_id
     state.meter.count(call.owner, session, sampler.base_model, "prefill", _length(request.prompt))

@@ -37,10 +37,9 @@ from tinkex.types.training import CreateModelResponse
 logger = logging.getLogger("tinkex.server")
 
 SCRATCH = ("checkpoints/*/*/.saving-*", "checkpoints/*/*/.deleting-*", f"snapshots/*{UNPLACED}*")
-"""What saving and deleting leaves when it is not finished, and …"""
+"""Directories of saves and deletions that were not finished."""
 ABANDONED_SECONDS = 3600.0
-"""… after how long nobody can be at it any more, another process with the same data directory
-included."""
+"""After this time no process can still be writing to one of these directories."""
 
 
 class Replay:
@@ -216,7 +215,7 @@ class Replay:
     # ── samples ───────────────────────────────────────────────────────────────────────────────────
 
     async def _revive_samples(self, session_id: str) -> None:
-        """Draw what was asked for again; what nobody asks for costs a little time, no more."""
+        """Draw the samples of a session again that were not read."""
         if session_id != DIRECT:
             if await asyncio.to_thread(self._database.sessions.state, session_id) != "active":
                 return

@@ -1,4 +1,4 @@
-"""What an earlier life of the server left, and what of it is being taken up again."""
+"""Runs and samples of an earlier life of the server, until they are taken up again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Snapshots: the state of a run on disk, with the results that nobody has read.
+"""Snapshots: the state of a run on disk, with its unread results.
 
 Every so often an optimizer step, when no gradient is pending, also takes the state of its run. Its
 files are written beside what comes next. With the unread results and the nameless samplers in
@@ -35,7 +35,7 @@ from tinkex.wire import codec
 from tinkex.wire.protocol import BY_NAME
 
 UNFINISHED = "unfinished-"
-"""What the name of a snapshot begins with while its files are written."""
+"""The first part of a snapshot's name while its files are written."""
 RESULTS = "results.log"
 STATE_OPERATIONS = 32
 """After so many operations of a run, or …"""

@@ -22,7 +22,7 @@ from tinkex.types.training import UnloadModelResponse, UntypedAPIFuture
 logger = logging.getLogger("tinkex.server")
 
 UNLOAD = ":unload"
-"""What follows a run's id in the id of the request that unloads it."""
+"""The last part of the id of a request that unloads a run, after the run's id."""
 
 
 class Unloading:

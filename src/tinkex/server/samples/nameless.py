@@ -35,7 +35,7 @@ class NamelessSamplers:
         self._homes: dict[str, Worker] = {}
         """The worker that a sampler was made on."""
         self._unplaced: dict[str, Path] = {}
-        """Where the weights of samplers are being written; used on the workers only."""
+        """The directories that samplers are being written to; used on the workers only."""
 
     def in_memory(self) -> list[str]:
         """Return the samplers that are in memory, the oldest first."""

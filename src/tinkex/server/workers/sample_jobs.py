@@ -37,7 +37,7 @@ class SampleJobs:
         self.cancelled: set[str] = set()
         """Jobs to drop before the next step, without waiting for what else is queued."""
         self.open = 0
-        """How many jobs have been asked for and have not ended."""
+        """The number of jobs that have been asked for and have not ended."""
 
     def __len__(self) -> int:
         return len(self._jobs)

@@ -34,7 +34,7 @@ T = TypeVar("T")
 logger = logging.getLogger("tinkex.server")
 
 EXIT_SECONDS = 60.0
-"""How long the end of a program waits for the engine."""
+"""The longest time that the end of a program waits for the engine."""
 STOPPED = "the server was stopped"
 TAKING_SECONDS = 0.05
 """So long may steps wait while operations are taken in: what has come together is begun together.
@@ -80,7 +80,7 @@ class _Task:
     job: str | None = None
     """The pass that the function starts, if it starts one."""
     is_save: bool = False
-    """Whether it need not wait for others of its run that go on beside the engine."""
+    """True if it does not wait for the saves of its run before it."""
 
 
 class Worker:
@@ -99,9 +99,9 @@ class Worker:
         self._passes: dict[str, _Task] = {}
         """By job, what the engine has begun."""
         self._open: Counter[str] = Counter()
-        """How many passes each run has there, and …"""
+        """The number of passes that each run has on the engine."""
         self._saves: Counter[str] = Counter()
-        """… how many operations that go on beside it, one after the other on this thread."""
+        """The number of saves of each run that are being written, one after the other."""
         self._files = ThreadPoolExecutor(1, "tinkex-files")
         self._shares = Shares()
         self.steps: Counter[str] = Counter()
@@ -111,7 +111,7 @@ class Worker:
         self._stopping = False
         self._ended = asyncio.Event()
         self.failure: EngineError | None = None
-        """What is told to everyone once the thread has died."""
+        """The error of all calls once the thread has died."""
 
     def start(self) -> None:
         """Begin; must be called on the event loop that results go to."""
@@ -198,9 +198,7 @@ class Worker:
             while self._take():
                 if not self._stopping:
                     self._advance()
-        except (
-            BaseException
-        ) as error:  # nobody else would hear of it, and everyone would wait for ever
+        except BaseException as error:  # it would go unseen, and all callers would wait for ever
             logger.critical(
                 "the engine's thread has died; the server must be restarted", exc_info=True
             )
@@ -364,7 +362,7 @@ class Worker:
     def post(self, function: Callable[..., object], *args: object) -> None:
         """Call a function on the event loop, unless that has been closed."""
         assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody is left to tell
+        with contextlib.suppress(RuntimeError):  # the loop has been closed
             self._loop.call_soon_threadsafe(function, *args)
 
 
