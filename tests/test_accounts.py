@@ -433,7 +433,7 @@ NAMING = [op for op in OPERATIONS if op.owned_by is not protocol.OPEN]
 """Operations that name an object with an owner; what lists show is tested below."""
 
 
-def test_nobody_can_do_anything_with_the_things_of_another(two: tuple[Keyed, Keyed]) -> None:
+def test_owners_cannot_touch_each_others_objects(two: tuple[Keyed, Keyed]) -> None:
     ada, bob = two
     own, its = things(bob), things(ada)
     seen = 0
@@ -550,7 +550,7 @@ def test_lists_hold_ones_own_things_only(two: tuple[Keyed, Keyed]) -> None:
     ] == [its["session"]]
 
 
-def test_what_is_made_carries_its_owner(two: tuple[Keyed, Keyed], store: SqliteDatabase) -> None:
+def test_created_objects_carry_their_owner(two: tuple[Keyed, Keyed], store: SqliteDatabase) -> None:
     things(two[0])
     for table in ("sessions", "runs", "samplers", "checkpoints"):
         assert {row["owner"] for row in store.connection.rows(f"SELECT owner FROM {table}")} == {

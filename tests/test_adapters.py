@@ -424,7 +424,7 @@ def test_fresh_adapters_compute_the_same_before_the_first_step(
 
 
 @pytest.mark.parametrize("loss_fn", ["cross_entropy", "importance_sampling", "ppo"])
-def test_from_the_same_factors_both_take_the_same_steps(
+def test_same_factors_take_the_same_steps(
     ours: TinkexPlatform, theirs: PeftPlatform, data_dir: Path, loss_fn: str
 ) -> None:
     path = ours.save_checkpoint(ours.create_session(FRESH), "start")

@@ -254,7 +254,7 @@ def test_a_cursor_of_an_earlier_life_hides_nothing(
     assert sorted(drain(after, sampler, 4, cursor)[0])[-4:] == sorted(later)
 
 
-def test_what_has_been_read_is_not_told_of_when_a_log_begins(wire: Wire) -> None:
+def test_new_log_leaves_out_results_already_read(wire: Wire) -> None:
     sampler = sampler_of(wire)
     wire.run("asample", sample_json(sampler, 0))
     unread = wire.post("asample", sample_json(sampler, 1))["request_id"]
@@ -705,7 +705,7 @@ def test_a_queued_sample_can_be_cancelled_and_never_starts(serve: Callable[..., 
     assert [subject for method, subject in gate.calls if method == "sample_start"] == [second]
 
 
-def test_what_has_ended_or_is_unknown_is_left_alone(wire: Wire) -> None:
+def test_cancelling_ended_or_unknown_futures_does_nothing(wire: Wire) -> None:
     sampler = sampler_of(wire)
     request_id = wire.post("asample", sample_json(sampler, 0))["request_id"]
     result = wire.result(request_id)

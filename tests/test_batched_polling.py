@@ -157,7 +157,7 @@ def test_failures_come_along_too(fake_url: Callable[..., str], paths: Counter[st
 
 
 @pytest.mark.covers("W21")
-def test_nothing_is_polled_when_nobody_waits_any_more(
+def test_polling_stops_with_the_last_waiter(
     fake_url: Callable[..., str], paths: Counter[str]
 ) -> None:
     with ServiceClient(base_url=fake_url(FakeEngine(step_delay=0.01))) as service:
@@ -288,9 +288,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=list(FAULTS))
-def test_when_a_poll_fails_every_sample_is_polled_for_by_itself(
-    faulty: FaultyServer, fault: Answer
-) -> None:
+def test_failed_batch_poll_falls_back_to_single_polls(faulty: FaultyServer, fault: Answer) -> None:
     samples = Samples(faulty)
     faulty.script("retrieve_futures", fault)
     with ServiceClient(base_url=faulty.base_url, api_key="tml-x") as service:
@@ -340,7 +338,7 @@ def test_a_cursor_of_an_earlier_life_is_given_up(
     assert cursors[cursors.index(3) + 1] == 0
 
 
-def test_when_the_cursor_goes_back_every_sample_is_polled_for_by_itself(
+def test_cursor_that_goes_back_falls_back_to_single_polls(
     faulty: FaultyServer,
 ) -> None:
     samples = Samples(faulty)
@@ -355,7 +353,7 @@ def test_when_the_cursor_goes_back_every_sample_is_polled_for_by_itself(
         assert samples.fetched() >= 1
 
 
-def test_what_ends_before_its_receipt_comes_is_kept_for_it(faulty: FaultyServer) -> None:
+def test_result_before_its_receipt_is_kept(faulty: FaultyServer) -> None:
     samples = Samples(faulty)
     late, told = threading.Event(), threading.Event()
 
@@ -383,7 +381,7 @@ def test_what_ends_before_its_receipt_comes_is_kept_for_it(faulty: FaultyServer)
         assert left_behind(sampler) == {}
 
 
-def test_what_nobody_will_ask_for_is_dropped_even_while_others_are_submitted(
+def test_abandoned_results_are_dropped_during_submissions(
     sampler: SamplingClient,
 ) -> None:
     """A stream of samples never has a moment without a submission; what cancelled ones left must go

@@ -150,7 +150,7 @@ def test_without_a_template_an_answer_ends_where_someone_else_speaks(following: 
     assert not any("User" in piece or "Sys" in piece for piece in pieces)
 
 
-def test_what_only_looks_like_an_end_is_shown_after_all() -> None:
+def test_partial_stop_text_is_shown() -> None:
     chat = plain_format()
     shown = AnswerText(chat)
     pieces = [shown.add(token) for token in chat.encode("Yes\nUser")]
@@ -315,7 +315,7 @@ def test_an_error_in_an_answer_does_not_end_the_conversation(
     assert [message["content"] for message in talk.messages if message["role"] == "user"] == ["two"]
 
 
-def test_nothing_of_an_answer_reaches_the_terminal_that_could_move_its_cursor(
+def test_answers_cannot_move_the_cursor(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     command._write("a\x1b[2Jb\r\n\tc\x9bd")
@@ -372,7 +372,7 @@ def test_raw_text_is_continued_without_memory(piped: Callable[..., Result]) -> N
         (["tinker://nope/sampler_weights/x"], "there is no checkpoint"),
     ],
 )
-def test_what_is_not_there_cannot_be_talked_to(
+def test_chat_with_a_missing_checkpoint_fails(
     piped: Callable[..., Result], arguments: list[str], words: str
 ) -> None:
     result = piped("hello\n", *arguments)

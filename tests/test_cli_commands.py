@@ -270,7 +270,7 @@ def test_a_missing_key_is_told_where_one_is_needed(
     ("variable", "value"),
     [("TINKER_API_KEY", "tml-x"), ("TINKER_BASE_URL", "http://127.0.0.1:9"), (None, None)],
 )
-def test_one_rule_says_where_commands_connect(
+def test_commands_share_one_rule_for_the_server(
     monkeypatch: pytest.MonkeyPatch, variable: str | None, value: str | None
 ) -> None:
     if variable is not None:
@@ -311,7 +311,7 @@ def test_a_server_that_does_not_answer_in_time_is_an_error(
     assert isinstance(shown.result.error, tinkex.APITimeoutError)
 
 
-def test_what_nobody_expected_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unexpected_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tinkex.cli.versions.commit", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run(["version"])
@@ -534,7 +534,7 @@ def test_wrong_inputs_are_told_before_anything_is_sent(
 
 
 @pytest.mark.covers("1.16.4")
-def test_whose_fault_a_failure_is_is_told(command: Command, faulty: FaultyServer) -> None:
+def test_failure_names_its_category(command: Command, faulty: FaultyServer) -> None:
     words = ("run", "--base-model", "x", "--prompt", "y")
     faulty.script("create_sampling_session", Answer(400, {"detail": "no such model"}))
     shown = command(*words)
@@ -662,9 +662,7 @@ def test_a_training_checkpoint_can_be_the_beginning(
 
 
 @pytest.mark.covers("1.16.3")
-def test_nothing_is_written_when_saving_fails(
-    command: Command, faulty: FaultyServer, tmp_path: Path
-) -> None:
+def test_failed_save_writes_nothing(command: Command, faulty: FaultyServer, tmp_path: Path) -> None:
     assert "give --output" in command("checkpoint", "--base-model", "x").err
     place = tmp_path / "saved.json"
     assert "--base-model or --model-path" in command("checkpoint", "--output", str(place)).err
@@ -1035,9 +1033,7 @@ def test_a_question_comes_first(
 
 
 @pytest.mark.covers("1.16.6")
-def test_one_wrong_path_and_nothing_is_deleted(
-    command: Command, here: str, doomed: list[str]
-) -> None:
+def test_wrong_path_deletes_nothing(command: Command, here: str, doomed: list[str]) -> None:
     assert command("checkpoint", "delete", *doomed, "tinker://wrong", "--yes").code == 1
     assert all(command("checkpoint", "info", path).code == 0 for path in doomed)
     assert command("checkpoint", "delete", "--yes").code == 1
@@ -1133,7 +1129,7 @@ def test_the_status_ends_with_one_when_the_server_is_not_to_be_had(
     assert "source" in command("auth", "status", "--json").json
 
 
-def test_who_the_key_belongs_to_is_told_where_the_server_tells(command: Command, here: str) -> None:
+def test_whoami_shows_the_owner_if_the_server_tells(command: Command, here: str) -> None:
     shown = command("auth", "whoami")
     assert shown.code == 1
     assert "whoami needs a token" in shown.err

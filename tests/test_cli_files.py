@@ -158,7 +158,7 @@ def test_a_checkpoint_is_downloaded_here_or_elsewhere(
 
 
 @pytest.mark.covers("1.16.2")
-def test_what_is_there_is_replaced_only_by_force(
+def test_existing_file_is_replaced_only_by_force(
     server: FaultyServer, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["checkpoint", "download", PATH, "-o", str(place)]
@@ -409,7 +409,7 @@ def test_a_broken_file_is_one_error(tmp_path: Path, data: bytes) -> None:
         read_tensors(directory)
 
 
-def test_what_is_no_checkpoint_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_checkpoint_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["checkpoint", "diff", str(tmp_path / "none"), str(tmp_path)]).exit_code == 1
     assert "neither a tinker:// path nor a directory" in capsys.readouterr().err
     assert run(["checkpoint", "diff", str(tmp_path), str(tmp_path)]).exit_code == 1

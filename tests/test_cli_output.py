@@ -98,7 +98,7 @@ def test_expiry_adapters_and_states_are_words() -> None:
     assert (status(False, True), status(False, False)) == ("Active", "Finished")
 
 
-def test_what_others_wrote_cannot_command_the_terminal() -> None:
+def test_foreign_text_cannot_control_the_terminal() -> None:
     assert printable("a\x1b[31mb\tc\nd") == "a [31mb c d"
 
 
@@ -150,7 +150,7 @@ def test_a_narrower_terminal_folds_ids_and_cuts_nothing(
     assert "…" not in "".join(lines)
 
 
-def test_where_no_table_fits_rows_become_records_with_whole_ids(
+def test_narrow_terminal_shows_records_with_whole_ids(
     terminal: Callable[[int], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     terminal(30)
@@ -320,7 +320,7 @@ def test_a_transfer_without_a_terminal_says_now_and_then_how_far_it_is(
     )
 
 
-def test_on_a_terminal_there_is_a_bar_on_stderr(
+def test_terminal_shows_a_bar_on_stderr(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)

@@ -165,7 +165,7 @@ def test_the_table_is_that_of_the_official_package() -> None:
         )
 
 
-def test_what_is_not_there_is_said_not_to_be_there(compat: ModuleType) -> None:
+def test_missing_attribute_is_an_attribute_error(compat: ModuleType) -> None:
     tinker: Any = importlib.import_module("tinker")
     with pytest.raises(ModuleNotFoundError, match=r"tinker\.lib\.internal_client_holder"):
         importlib.import_module("tinker.lib.internal_client_holder")
@@ -197,7 +197,7 @@ def test_the_official_package_need_not_be_installed() -> None:
 # ── put in place and taken away ───────────────────────────────────────────────────────────────────
 
 
-def test_it_can_be_taken_away_and_put_back(compat: ModuleType) -> None:
+def test_compat_can_be_removed_and_installed_again(compat: ModuleType) -> None:
     before = importlib.import_module("tinker.types")
     assert compat.installed()
     compat.uninstall()
@@ -215,7 +215,7 @@ def test_it_can_be_taken_away_and_put_back(compat: ModuleType) -> None:
     assert importlib.import_module("tinker").Datum is tinkex.Datum
 
 
-def test_it_comes_too_late_when_tinker_is_there() -> None:
+def test_compat_after_tinker_is_refused() -> None:
     there = ModuleType("tinker")
     there.__file__ = "/somewhere/tinker/__init__.py"
     sys.modules["tinker"] = there
@@ -390,7 +390,7 @@ def test_a_client_has_no_coroutine_functions_but_the_official_ones(name: str) ->
     assert have == wanted
 
 
-def test_what_only_our_clients_have_is_awaited_all_the_same(
+def test_own_methods_are_awaitable_too(
     fake_service: Callable[..., ServiceClient],
 ) -> None:
     training = fake_service().create_lora_training_client("fake", rank=4).result()
@@ -457,7 +457,7 @@ def evaluate(expression):
 """
 
 
-def test_what_differs_is_so_here(compat: ModuleType) -> None:
+def test_listed_differences_hold_in_tinkex(compat: ModuleType) -> None:
     known: dict[str, Any] = {}
     exec(EVALUATE, known)
     logging.getLogger("httpx").setLevel(logging.NOTSET)
@@ -467,7 +467,7 @@ def test_what_differs_is_so_here(compat: ModuleType) -> None:
 
 
 @pytest.mark.slow
-def test_what_differs_is_so_there() -> None:
+def test_listed_differences_hold_in_tinker() -> None:
     code = (
         f"{EVALUATE}\nimport json, sys; print(json.dumps([evaluate(one) for one in "
         "json.loads(sys.argv[1])]))"

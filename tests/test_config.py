@@ -120,7 +120,7 @@ def test_trailing_slashes_are_dropped() -> None:
         "http://h:x",
     ],
 )
-def test_what_is_no_address_is_refused(url: str) -> None:
+def test_invalid_address_is_refused(url: str) -> None:
     with pytest.raises(ConfigurationError, match=r"address|URL") as caught:
         Config.resolve(base_url=url, api_key="tml-x")
     assert '"local"' in str(caught.value)
@@ -234,7 +234,7 @@ def test_all_settings_have_their_tiers_tested() -> None:
 
 
 @pytest.mark.covers("C01", "24.config.7")
-def test_what_holds_when_nothing_is_said() -> None:
+def test_defaults() -> None:
     config = Config.resolve(base_url="local")
     assert (config.timeout, config.max_retries, config.poll_backoff, config.telemetry) == (
         60,
@@ -501,7 +501,7 @@ def test_requests_can_go_through_another_client(monkeypatch: pytest.MonkeyPatch)
     ["nowhere:x", "json:nowhere", lambda config: object()],
     ids=["no-module", "no-member", "no-methods"],
 )
-def test_what_is_no_client_is_refused_when_it_is_needed(client: Any) -> None:
+def test_invalid_http_client_is_refused_on_use(client: Any) -> None:
     config = Config.resolve(base_url="local", http_client=client)
     with pytest.raises(ConfigurationError, match="http_client must implement"):
         config.make_http_client()

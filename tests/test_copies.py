@@ -74,7 +74,7 @@ def test_a_handle_carries_no_credential() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "nonsense", "e30=", "bnVsbA=="])
-def test_what_is_no_handle_is_refused(text: str) -> None:
+def test_invalid_handle_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="no sampler handle"):
         tinkex.SamplingClient.from_sampler_handle(text)
 

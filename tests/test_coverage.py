@@ -103,7 +103,7 @@ def test_every_section_of_the_extras_lists_its_rows(coverage: ModuleType) -> Non
     assert commands == [f"1.16.{index}" for index in range(1, 8)]
 
 
-def test_what_does_not_apply_is_a_requirement_and_says_why(coverage: ModuleType) -> None:
+def test_inapplicable_requirements_say_why(coverage: ModuleType) -> None:
     assert coverage.NOT_APPLICABLE.keys() <= coverage.REQUIREMENTS.keys()
     assert all(len(reason) > 20 for reason in coverage.NOT_APPLICABLE.values())
 
@@ -198,7 +198,7 @@ def write(directory: Path, *numbers: str) -> Path:
     return directory
 
 
-def test_what_is_missing_is_listed_and_fails(
+def test_missing_requirement_is_listed_and_fails(
     coverage: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tests = write(tmp_path, *(f"D{index:02}" for index in range(1, 33)))
@@ -210,7 +210,7 @@ def test_what_is_missing_is_listed_and_fails(
     assert "W01 |" in capsys.readouterr().out
 
 
-def test_nothing_missing_is_success(coverage: ModuleType, tmp_path: Path) -> None:
+def test_full_coverage_succeeds(coverage: ModuleType, tmp_path: Path) -> None:
     tests = write(tmp_path, *(f"W{index:02}" for index in range(1, 28)))
     assert coverage.main(["--missing", "W", "--tests", str(tests)]) == 0
 

@@ -427,9 +427,7 @@ PATH = "tinker://run/weights/x"
 
 
 @pytest.mark.covers("U25")
-def test_one_new_token_serves_all_requests_that_were_rejected_with_the_old_one(
-    gate: Gate, guarded: ServiceClient
-) -> None:
+def test_one_renewed_token_serves_all_rejected_requests(gate: Gate, guarded: ServiceClient) -> None:
     gate.rejects = replace(MARKED, until=lambda: len(gate.server.requests("copy_weights")) >= 6)
     futures = [guarded.copy_weights(PATH) for _ in range(6)]
     assert [future.result(10) for future in futures] == ["tinker://new/weights/x"] * 6

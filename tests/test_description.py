@@ -70,7 +70,7 @@ def test_a_server_that_lacks_an_operation_does_not_describe_it() -> None:
     assert f"{PREFIX}/telemetry" not in describe(SERVED - {"telemetry"})["paths"]
 
 
-def test_it_is_served_to_everyone(tmp_path: Path, document: dict[str, Any]) -> None:
+def test_description_needs_no_key(tmp_path: Path, document: dict[str, Any]) -> None:
     with (
         serving(FakeEngine(), tmp_path, api_key="tml-secret") as url,
         urllib.request.urlopen(url + PATH) as answer,
@@ -94,7 +94,7 @@ def test_references_lead_somewhere_and_nothing_is_described_in_vain(
     assert {name.rpartition("/")[2] for name in unused} == {"CheckpointArchiveUrlResponse"}
 
 
-def test_it_is_well_formed(document: dict[str, Any]) -> None:
+def test_description_is_well_formed(document: dict[str, Any]) -> None:
     assert document["openapi"] == "3.1.0"
     assert set(document["info"]) >= {"title", "version"}
     names = []
@@ -120,7 +120,7 @@ def test_it_is_well_formed(document: dict[str, Any]) -> None:
                 assert set(value["required"]) <= set(value["properties"]), where
 
 
-def test_it_says_which_bodies_may_be_protobuf(document: dict[str, Any]) -> None:
+def test_description_marks_protobuf_bodies(document: dict[str, Any]) -> None:
     passes = document["paths"][f"{PREFIX}/forward_backward"]["post"]
     assert set(passes["requestBody"]["content"]) == {codec.JSON, codec.PROTOBUF}
     steps = document["paths"][f"{PREFIX}/optim_step"]["post"]

@@ -244,7 +244,7 @@ def test_any_one_result_may_come_at_once(faulty: FaultyServer, operation: str) -
         everything(service)
 
 
-def test_what_is_newer_and_asked_for_is_sent_all_the_same(faulty: FaultyServer) -> None:
+def test_requested_newer_fields_are_sent_to_old_servers(faulty: FaultyServer) -> None:
     """A server that does not know it says so; it is not left out in silence."""
     OlderServer(faulty)
     with ServiceClient(base_url=faulty.base_url) as service:

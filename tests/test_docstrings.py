@@ -276,7 +276,7 @@ def callables(label: str) -> Iterator[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("label", sorted(set(WITH_SECTIONS)))
-def test_what_programs_call_says_what_it_takes_gives_and_raises(label: str) -> None:
+def test_public_callables_document_arguments_returns_and_raises(label: str) -> None:
     assert not [fault for name, function in callables(label) for fault in faults(name, function)]
 
 
@@ -356,7 +356,7 @@ def without_example(label: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("label", sorted(set(WITH_SECTIONS)))
-def test_what_programs_call_is_shown_in_an_example(label: str) -> None:
+def test_public_callables_have_an_example(label: str) -> None:
     assert not list(without_example(label))
 
 

@@ -155,7 +155,7 @@ def test_without_an_output_directory_the_current_one_is_it(
         None,
     ],
 )
-def test_what_is_no_path_removes_and_asks_nothing(
+def test_invalid_path_removes_and_asks_nothing(
     server: FaultyServer, tmp_path: Path, path: Any
 ) -> None:
     output = tmp_path / "out"
@@ -171,9 +171,7 @@ def test_what_is_no_path_removes_and_asks_nothing(
 
 
 @pytest.mark.covers("1.14.2/3")
-def test_what_is_there_already_stays_and_nothing_is_asked(
-    server: FaultyServer, tmp_path: Path
-) -> None:
+def test_existing_download_stays_without_a_request(server: FaultyServer, tmp_path: Path) -> None:
     (tmp_path / "run-123_weights_0001").mkdir()
     with pytest.raises(DownloadError) as caught:
         tinkex.download(rest_of(server), PATH, tmp_path)
@@ -207,7 +205,7 @@ def test_a_forced_download_replaces_at_the_end_and_leaves_nothing_behind(
 
 
 @pytest.mark.covers("1.14.1/3", "1.14.2/4")
-def test_what_the_server_says_of_the_checkpoint_passes_through(
+def test_server_error_about_a_checkpoint_passes_through(
     server: FaultyServer, tmp_path: Path
 ) -> None:
     server.script(ARCHIVE, Answer(404, {"detail": "never heard of it"}))
@@ -251,7 +249,7 @@ def test_a_line_that_breaks_is_taken_up_where_it_broke(
     assert [seen.headers.get("if-range") for seen in fetches(server)] == [None, '"v1"', '"v1"']
 
 
-def test_what_has_changed_meanwhile_is_fetched_from_the_start(
+def test_changed_archive_is_fetched_again_from_the_start(
     server: FaultyServer, tmp_path: Path
 ) -> None:
     old, new = tar_of({"big": CONTENT}), tar_of({"big": CONTENT[::-1]})
@@ -474,7 +472,7 @@ def member(
     ],
     ids=lambda evil: f"{evil[0].name}-{evil[0].type!r}",
 )
-def test_one_evil_member_and_nothing_is_unpacked(
+def test_evil_member_stops_all_unpacking(
     tmp_path: Path, evil: tuple[tarfile.TarInfo, bytes]
 ) -> None:
     archive = tmp_path / "a.tar"

@@ -106,7 +106,7 @@ def test_a_class_stands_for_its_status(status: int, kind: type[tinkex.APIStatusE
         (302, None, "unknown", False, False),
     ],
 )
-def test_whose_fault_and_what_helps(
+def test_error_category_and_hint(
     status: int, body: Any, category: str, mistake: bool, again: bool
 ) -> None:
     error = errors.error_for(status)("m", status_code=status, body=body)
@@ -305,7 +305,7 @@ def test_copies_are_whole(error: tinkex.TinkerError) -> None:
 
 
 @pytest.mark.covers("C05")
-def test_what_is_kept_of_an_exchange_holds_no_secret() -> None:
+def test_recorded_exchange_holds_no_secret() -> None:
     request = Request(
         "GET",
         "https://me:sesame@host/x?a=1&api_key=sesame&X-Amz-Signature=sesame&sig=sesame&b",

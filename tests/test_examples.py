@@ -171,7 +171,7 @@ def test_no_example_is_forgotten() -> None:
     assert order[-1] == "model_info_and_unload"
 
 
-def test_what_they_come_with_is_there() -> None:
+def test_files_of_the_examples_exist() -> None:
     assert (EXAMPLES / "assets" / "sample_upload.bin").read_bytes() == b"hello\n"
     for name, side in (("pixel_1x1", 1), ("gradient_32x32", 32)):
         image = (EXAMPLES / "assets" / f"{name}.png").read_bytes()

@@ -464,7 +464,7 @@ def test_without_the_means_to_encrypt_nothing_is_exported(
     assert wire.get("checkpoints")["checkpoints"] == []
 
 
-def test_at_most_ten_recipients(wire: Wire) -> None:
+def test_exports_have_at_most_ten_recipients(wire: Wire) -> None:
     assert "at most 10 are possible, got 11" in encrypted(wire, *[RECIPIENT] * 11)["error"]
 
 

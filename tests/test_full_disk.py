@@ -54,7 +54,7 @@ def test_full_disk_is_the_cause_that_is_told(tmp_path: Path, flush: bool) -> Non
 
 
 @pytest.mark.parametrize("flush", [True, False])
-def test_what_sqlite_has_rolled_back_by_itself_hides_no_cause(tmp_path: Path, flush: bool) -> None:
+def test_automatic_rollback_keeps_the_cause(tmp_path: Path, flush: bool) -> None:
     with closing(SqliteDatabase(tmp_path)) as store:
         told = "SELECT RAISE(ROLLBACK, 'database or disk is full')"
         store.connection.rows(

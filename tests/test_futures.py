@@ -721,7 +721,7 @@ def test_futures_are_typed() -> None:
     assert issubclass(Future, concurrent.futures.Future)
 
 
-def test_what_is_put_into_an_inbox_together_wakes_the_loop_once_and_runs_in_order(
+def test_inbox_batch_wakes_the_loop_once_and_keeps_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     loop, inbox = asyncio.new_event_loop(), Inbox()

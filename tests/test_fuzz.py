@@ -978,7 +978,7 @@ FOUND: dict[str, tuple[Request, str]] = {
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_what_was_found_is_refused_by_name(subject: Subject, name: str) -> None:
+def test_known_attacks_are_refused_by_name(subject: Subject, name: str) -> None:
     request, field = FOUND[name]
     heard = ask(subject, request)
     assert heard.status == 400, heard

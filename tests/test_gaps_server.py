@@ -103,7 +103,7 @@ def test_the_end_of_a_session_frees_what_waited_for_a_number_that_never_came(
 
 
 @pytest.mark.covers("U46")
-def test_what_waits_for_a_missing_number_is_limited_in_bytes(
+def test_requests_behind_a_missing_number_are_limited_in_bytes(
     serve: Serve, states: list[State]
 ) -> None:
     one = pass_json("m" * 46, 2, tuple(range(1, 400)))

@@ -89,7 +89,7 @@ def test_a_leading_slash_means_from_the_base_url_on(faulty: FaultyServer) -> Non
 
 
 @pytest.mark.covers("C13", "24.http.10")
-def test_which_query_wins(faulty: FaultyServer) -> None:
+def test_query_precedence(faulty: FaultyServer) -> None:
     faulty.script("things", Answer(body={}))
     config = Config(
         base_url=faulty.base_url,
@@ -112,7 +112,7 @@ def test_which_query_wins(faulty: FaultyServer) -> None:
     [{" ": 1}, {"": 1}, {"a": [1]}, {"a": {}}, {"a": object()}],
     ids=["blank", "empty", "list", "mapping", "object"],
 )
-def test_what_is_no_query_is_refused_at_once(
+def test_invalid_query_is_refused_at_once(
     faulty: FaultyServer, http: HttpClient, params: Any
 ) -> None:
     with pytest.raises(ValueError, match="query parameter"):
@@ -120,7 +120,7 @@ def test_what_is_no_query_is_refused_at_once(
     assert faulty.seen == []
 
 
-def test_nothing_is_smuggled_in_by_a_path(faulty: FaultyServer, http: HttpClient) -> None:
+def test_path_parameters_cannot_smuggle_segments(faulty: FaultyServer, http: HttpClient) -> None:
     evil = "things HTTP/1.1\r\nX-Evil: 1\r\n\r\n"
     faulty.script("things%20HTTP/1.1%0D%0AX-Evil:%201%0D%0A%0D%0A", Answer(body="one path"))
     assert http.get(evil).result(10) == "one path"
@@ -581,7 +581,7 @@ def test_events_are_read_however_they_are_cut(
     ],
     ids=["raw", "names", "upper"],
 )
-def test_what_is_made_of_events(
+def test_events_are_decoded(
     faulty: FaultyServer, http: HttpClient, parser: Any, found: list[Any]
 ) -> None:
     faulty.script("events", Answer(body=EVENTS, content_type=SSE))
@@ -595,7 +595,7 @@ def test_a_parser_is_one_of_three_things(faulty: FaultyServer, http: HttpClient)
     assert faulty.seen == []
 
 
-def test_what_a_parser_raises_is_its_own(faulty: FaultyServer, http: HttpClient) -> None:
+def test_parser_errors_pass_through(faulty: FaultyServer, http: HttpClient) -> None:
     def fail(event: object) -> None:
         raise ConnectionError("the reader's own")
 

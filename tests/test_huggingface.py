@@ -353,7 +353,7 @@ def test_patterns(name: str, pattern: str, fits: bool) -> None:
         ("adapter_model.safetensors", "neither adapter_model"),
     ],
 )
-def test_what_is_no_whole_adapter_is_not_pushed(
+def test_incomplete_adapter_is_not_pushed(
     hub: Hub, source: Source, lacking: str, message: str
 ) -> None:
     (source.directory / lacking).unlink()
@@ -451,7 +451,7 @@ def test_a_push_leaves_nothing_behind_whether_it_succeeds_or_not(
     assert list(scratch.iterdir()) == []
 
 
-def test_of_a_cache_only_what_pushes_have_left_is_ever_removed(
+def test_only_leftovers_of_pushes_are_removed_from_a_cache(
     hub: Hub, source: Source, tmp_path: Path
 ) -> None:
     cache, long_ago = tmp_path / "cache", time.time() - 1.1 * pushes.KEPT_SECONDS
@@ -471,9 +471,7 @@ def test_of_a_cache_only_what_pushes_have_left_is_ever_removed(
 
 
 @pytest.mark.skipif(os.name != "posix", reason="permissions are another matter there")
-def test_what_a_push_works_with_is_for_nobody_else_to_read(
-    hub: Hub, source: Source, tmp_path: Path
-) -> None:
+def test_working_files_of_a_push_are_private(hub: Hub, source: Source, tmp_path: Path) -> None:
     seen: list[int] = []
     hub.on_request = lambda path: seen.extend(
         place.stat().st_mode & 0o77 for place in (tmp_path / "c").glob("*")

@@ -314,7 +314,7 @@ KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         ),
     ],
 )
-def test_what_would_be_another_function_is_refused_and_leaves_nothing(
+def test_incompatible_adapter_is_refused_without_a_trace(
     make: Make,
     store: SqliteDatabase,
     data_dir: Path,

@@ -66,7 +66,7 @@ def test_a_service_client_is_ready_soon() -> None:
     ],
     ids=["import", "client", "cli", "star"],
 )
-def test_nothing_heavy_comes_along(code: str) -> None:
+def test_import_brings_no_heavy_package(code: str) -> None:
     shown = run(f"{code}\nimport sys\nprint([name for name in {HEAVY!r} if name in sys.modules])")
     assert shown == "[]"
 
@@ -93,7 +93,7 @@ def test_modules_are_names_of_the_package(name: str) -> None:
     assert run(f"import tinkex\nprint(tinkex.{name}.__name__)") == f"tinkex.{name}"
 
 
-def test_what_computes_with_torch_is_imported_when_it_is_used() -> None:
+def test_torch_modules_are_imported_on_first_use() -> None:
     code = (
         "import sys, tinkex\nspec = tinkex.RegularizerSpec(lambda data, logprobs: None, 1.0, 'a')\n"
     )

@@ -324,7 +324,7 @@ def test_target_and_floors_outlive_a_killed_server(
 
 
 @pytest.mark.covers("U47")
-def test_nobody_is_served_an_older_version_while_a_run_is_taken_up_again(tmp_path: Path) -> None:
+def test_rebuilt_run_never_serves_an_older_version(tmp_path: Path) -> None:
     """The second save of three is met again while the third waits: even the first session waits for
     the third."""
     held = Held("forward_backward")

@@ -81,7 +81,7 @@ def test_the_files_of_many_runs_are_flushed_at_the_same_time(
         ] == ["x"]
 
 
-def test_what_could_not_be_flushed_does_not_come_to_life_with_what_comes_later(
+def test_unflushed_record_does_not_return_with_later_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flush = os.fdatasync
@@ -139,7 +139,7 @@ def test_a_segment_that_is_closed_while_its_first_write_fails_leaves_no_file_ope
     assert segment._file.closed
 
 
-def test_what_comes_for_a_journal_that_was_closed_is_refused_and_leaves_nothing(
+def test_closed_journal_refuses_records(
     tmp_path: Path,
 ) -> None:
     async def work(opened: Open) -> None:

@@ -169,7 +169,7 @@ def start(engine: FakeEngine, run: str, job: str) -> Callable[[], None]:
     return lambda: engine.pass_start(job, run, [datum], "cross_entropy", {})
 
 
-def test_what_a_run_is_asked_for_waits_for_its_passes_and_for_no_others() -> None:
+def test_work_of_a_run_waits_for_its_own_passes_only() -> None:
     engine = training_engine("a", "b")
     events: list[str] = []
     inner = engine.pass_step
@@ -440,7 +440,7 @@ def test_a_sample_that_the_engine_cannot_drop_concerns_no_other(
 
 
 @pytest.mark.parametrize("death", [RuntimeError("driver gone"), SystemExit(3)])
-def test_when_the_thread_dies_everything_fails_at_once(
+def test_dead_worker_thread_fails_all_work_at_once(
     death: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What is under way, what waits, what is queued, what is asked for later: nobody waits for

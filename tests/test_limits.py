@@ -295,7 +295,7 @@ def test_settings_count_for_breakers_that_are_not_there_yet() -> None:
 
 
 @pytest.mark.covers("C70", "D28")
-async def test_whoever_gives_up_at_the_gate_takes_nothing_with_them() -> None:
+async def test_cancelled_wait_at_the_gate_frees_its_place() -> None:
     clock = Clock()
     gate = DispatchGate(1000, Backoff(clock))
     gate.backoff.pause(3600)
@@ -325,7 +325,7 @@ async def test_gates_are_shared_by_their_key() -> None:
 
 
 @pytest.mark.covers("C89", "D09")
-def test_one_probe_is_let_through_whatever_thread_asks() -> None:
+def test_half_open_breaker_admits_one_probe() -> None:
     def clock() -> float:
         time.sleep(0.002)  # whoever looks at the clock gives the others time to look as well
         return 100.0

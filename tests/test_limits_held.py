@@ -49,7 +49,7 @@ def test_owner_whose_requests_take_too_much_is_told_to_send_them_later(tmp_path:
     played(scenario)
 
 
-def test_one_request_may_take_more_than_the_limit_alone(tmp_path: Path) -> None:
+def test_single_request_may_exceed_the_limit(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with life(tmp_path / "a", limits=Limits(held_bytes=1)) as server:
             model = await server.model()

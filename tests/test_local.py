@@ -407,7 +407,7 @@ def test_a_timeout_is_reported_to_both_sides() -> None:
     assert application.events == ["POST /x 4", "left", "shutdown"]
 
 
-def test_nothing_is_left_behind_by_a_timeout(caplog: pytest.LogCaptureFixture) -> None:
+def test_timeout_leaves_nothing_behind(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(3):
         with pytest.raises(TimeoutError):
             exchange(Application("hang"), timeout=0.02)

@@ -95,9 +95,7 @@ def test_polls_are_heard_of_at_the_level_info_only_when_they_fail(
     ]
 
 
-def test_what_looks_like_a_secret_is_in_no_line(
-    serve: Serve, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_log_lines_hold_no_secrets(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     wire = serve()
     with listening(caplog, logging.INFO) as lines:
         wire.send("retrieve_future", {"request_id": "tml-of-somebody-else"})
@@ -257,7 +255,7 @@ def test_to_ask_for_spans_without_the_package_is_an_error_of_one_line(
     assert 'pip install "tinkex[otel]"' in asked.output
 
 
-def test_nothing_of_it_is_imported_where_it_is_not_wanted() -> None:
+def test_opentelemetry_is_not_imported_by_default() -> None:
     code = (
         "import sys, tinkex.server.app, tinkex.cli.serve as s; s._tracing(None); "
         "print('opentelemetry' in sys.modules)"

@@ -285,7 +285,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_sent_is_refused_with_advice(case: str) -> None:
+def test_unsendable_graph_is_refused_with_advice(case: str) -> None:
     fn, message = REFUSED[case]
     ranks: Any = dict.fromkeys(getattr(getattr(fn, "__code__", None), "co_varnames", ()), 1)
     with pytest.raises(ValueError, match=message):
@@ -367,7 +367,7 @@ def test_a_loss_computed_by_the_caller_sums_losses_and_combines_metrics_by_name(
     assert [each.grad.tolist() for each in logprobs if each.grad is not None] == [[3.0, 6.0], [5.0]]
 
 
-def test_it_serves_as_a_custom_loss_of_the_client() -> None:
+def test_graph_serves_as_a_custom_loss() -> None:
     loss_fn: caller_losses.CustomLoss = per_datum(trace(scaled_sum, RANKS, "s"))
     data = [datum(weights=[1.0, 2.0], scale=scalar(3.0))]
     output = ForwardBackwardOutput(
@@ -419,7 +419,7 @@ def test_targets_are_needed_because_log_probabilities_are_theirs() -> None:
         check_inputs(trace(scaled_sum, RANKS, "s"), [lacking])
 
 
-def test_what_fails_while_a_loss_is_computed_names_the_datum(
+def test_failure_inside_a_loss_names_the_datum(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     loss_fn = per_datum(trace(scaled_sum, RANKS, "s"))

@@ -209,7 +209,7 @@ def test_an_empty_histogram_has_no_numbers() -> None:
 
 
 @pytest.mark.covers("1.10/7")
-def test_there_are_twelve_buckets_and_a_thousand_samples_by_default() -> None:
+def test_histogram_defaults() -> None:
     assert metrics.LATENCY_BUCKETS == (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
     histogram = Histogram()
     for sample in range(1001):

@@ -177,7 +177,7 @@ def missing(monkeypatch: pytest.MonkeyPatch) -> None:
         (None, None, False),
     ],
 )
-def test_it_is_off_unless_switched_on(
+def test_tracing_is_off_by_default(
     said: bool | None,
     variable: str | None,
     on: bool,

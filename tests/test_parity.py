@@ -86,7 +86,7 @@ def test_a_stale_table_is_noticed(
     assert parity.main(["--check"]) == 1
 
 
-def test_what_is_missing_is_known(parity: ModuleType, compared: tuple[Any, Any]) -> None:
+def test_missing_names_are_listed(parity: ModuleType, compared: tuple[Any, Any]) -> None:
     missing = set(parity.missing_names(compared[1]))
     assert missing - MISSING == set(), "these were there, or are new in the official package"
     assert MISSING - missing == set(), "these are there now: take them out of the list"

@@ -672,7 +672,7 @@ def test_every_failure_of_a_poll_is_an_event(
     assert set(events.CATALOGUE[name].metadata) <= told.keys()
 
 
-def test_nobody_is_told_of_answers_that_are_no_failures(
+def test_successful_answers_are_not_reported(
     faulty: FaultyServer, waits: list[float], heard: list[Any]
 ) -> None:
     poll(faulty, Answer(408), Answer(body={"status": "pending"}), announced(), STEPPED)

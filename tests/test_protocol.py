@@ -100,7 +100,7 @@ def test_each_operation_has_a_handler_and_types(op: Operation) -> None:
         assert op.response.__name__ == "UntypedAPIFuture"
 
 
-def test_there_is_no_handler_without_an_operation() -> None:
+def test_every_handler_has_an_operation() -> None:
     assert {op.name for op in SERVED} == collect().keys()
     assert {op.name for op in OPERATIONS} >= CLIENT_ONLY
 

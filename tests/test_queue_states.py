@@ -282,7 +282,9 @@ def test_a_function_that_does_not_tell_its_parameters_gets_both() -> None:
 
 @pytest.mark.covers("C84")
 @pytest.mark.parametrize("observer", [None, object(), 3])
-def test_what_cannot_observe_is_not_told(observer: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_object_without_observer_methods_is_ignored(
+    observer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     notify(observer, CAPACITY, "why")
     assert caplog.messages == []
 

@@ -170,7 +170,7 @@ def moment(text: str) -> dt.datetime:
     return dt.datetime.fromisoformat(text)
 
 
-def test_when_a_run_was_last_used_outlives_the_server(tmp_path: Path) -> None:
+def test_last_use_of_a_run_survives_a_restart(tmp_path: Path) -> None:
     with serving(FakeEngine(), tmp_path) as url:
         wire = Wire(url)
         session = wire.session()
@@ -558,7 +558,7 @@ def test_a_copy_that_cannot_be_made_leaves_nothing(
 # ── owners ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_what_is_anothers_is_not_there(records: Records) -> None:
+def test_objects_of_other_owners_are_not_found(records: Records) -> None:
     wire = records.wire
     model, session = wire.model(), wire.session()
     paths = [
@@ -600,7 +600,7 @@ def test_what_is_anothers_is_not_there(records: Records) -> None:
 
 
 @pytest.mark.covers("S42")
-def test_what_was_published_can_be_read_by_others_and_changed_by_none(records: Records) -> None:
+def test_published_checkpoint_is_read_only_for_others(records: Records) -> None:
     wire = records.wire
     model, session = wire.model(), wire.session()
     path = records.save(model, 1, "a")["path"]

@@ -341,7 +341,7 @@ def test_a_look_that_fails_is_told_and_the_run_stays_watched(place: Place, heard
 
 
 @pytest.mark.covers("1.11.2/8", "1.11.2/2", "1.11.2/3")
-def test_there_is_one_timer_while_runs_are_watched_and_none_afterwards(place: Place) -> None:
+def test_monitor_has_one_timer_while_it_watches_runs(place: Place) -> None:
     clock = Clock()
     monitor = Monitor(Executor(), QUICK, sleep=clock.sleep)
     assert clock.asked == []  # nobody is watched: nothing waits
@@ -461,7 +461,7 @@ def test_the_checkpoint_is_chosen_by_the_strategy(
 
 
 @pytest.mark.covers("1.11.3/6")
-def test_what_is_known_of_the_run_spares_the_question(place: Place, heard: Heard) -> None:
+def test_known_run_info_spares_a_request(place: Place, heard: Heard) -> None:
     client = place.run(1.0, 2.0)
     path = f"tinker://{client.model_id}/weights/s0"
     run = rest_client_of(place.service).get_training_run(client.model_id).result(20)

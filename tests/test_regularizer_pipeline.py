@@ -222,7 +222,7 @@ def test_side_by_side_and_one_by_one_give_the_same_in_the_order_of_the_specs(tra
 
 
 @pytest.mark.covers("1.12.3/1")
-def test_nothing_to_execute_gives_nothing() -> None:
+def test_empty_pipeline_gives_nothing() -> None:
     assert execute_all([], [], X) == []
     assert execute_all([], [], X, parallel=False) == []
 
@@ -256,7 +256,7 @@ def test_regularizers_run_side_by_side_but_no_more_than_asked() -> None:
 
 @pytest.mark.covers("1.12.3/1", "1.12.3/2")
 @pytest.mark.parametrize("parallel", [True, False])
-def test_one_that_raises_is_named_and_the_first_in_order_counts(parallel: bool) -> None:
+def test_first_failing_regularizer_in_order_is_named(parallel: bool) -> None:
     def late(data: Any, logprobs: Any) -> Any:
         time.sleep(0.05)
         raise ValueError("late but first")
@@ -276,7 +276,7 @@ def test_one_that_raises_is_named_and_the_first_in_order_counts(parallel: bool) 
 
 
 @pytest.mark.covers("1.12.3/5")
-def test_one_by_one_nothing_is_computed_after_a_failure() -> None:
+def test_sequential_pipeline_stops_at_a_failure() -> None:
     calls: list[str] = []
     with pytest.raises(RegularizerError):
         execute_all(
@@ -289,7 +289,7 @@ def test_one_by_one_nothing_is_computed_after_a_failure() -> None:
 
 
 @pytest.mark.covers("1.12.3/4")
-def test_one_that_takes_too_long_is_given_up_and_the_others_go_on() -> None:
+def test_slow_regularizer_times_out_alone() -> None:
     stop = threading.Event()
 
     def stuck(data: Any, logprobs: torch.Tensor) -> Any:
@@ -754,7 +754,7 @@ def test_a_loggers_level_and_id_are_the_callers(caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.covers("1.12.7/7")
-def test_there_are_six_events() -> None:
+def test_pipeline_has_six_events() -> None:
     assert regularizers.events() == [
         name for name in bus.CATALOGUE if "custom_loss" in name or "regularizer" in name
     ]

@@ -513,7 +513,7 @@ def test_the_point_between_is_random() -> None:
         (lambda: L1().compute([], []), "no log-probabilities"),
     ],
 )
-def test_what_there_is_not_is_refused(make: Any, words: str) -> None:
+def test_unknown_option_is_refused(make: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make()
 

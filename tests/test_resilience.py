@@ -339,7 +339,7 @@ def test_only_what_comes_after_the_last_state_is_kept_and_old_states_are_deleted
             assert sorted(name.rpartition("-")[2] for name in names) == ["6", "8"]
 
 
-def test_what_happens_is_told_on_the_bus_and_to_the_callback(world: World) -> None:
+def test_recovery_reports_on_the_bus_and_to_the_callback(world: World) -> None:
     heard: list[tuple[str, dict[str, float], dict[str, Any]]] = []
     told: list[Any] = []
     policy = RecoveryPolicy(

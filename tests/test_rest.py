@@ -585,7 +585,7 @@ numbered = [f"{name}-{n}" for n, (name, *_) in enumerate([*REFUSED, *REFUSED_ADM
 @pytest.mark.parametrize(
     ("name", "args", "keywords", "told"), [*REFUSED, *REFUSED_ADMIN], ids=numbered
 )
-def test_what_makes_no_sense_is_refused_before_anything_is_sent(
+def test_invalid_call_is_refused_before_sending(
     faulty: FaultyServer,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
@@ -841,7 +841,7 @@ def test_an_archive_that_is_never_packed_is_an_error(
 @pytest.mark.parametrize(
     "answer", [Answer(500), Answer(429), Answer(404), Answer(409)], ids=lambda a: str(a.status)
 )
-def test_nothing_else_about_archives_is_tried_again(
+def test_other_archive_errors_are_not_retried(
     faulty: FaultyServer, client: RestClient, answer: Answer
 ) -> None:
     faulty.script(f"{ADDRESS}/archive", answer)

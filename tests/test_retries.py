@@ -76,7 +76,7 @@ def test_the_numbers_of_the_policy_can_be_read() -> None:
         ("max_retries", -1),
     ],
 )
-def test_what_cannot_work_is_refused_by_name(field: str, value: float) -> None:
+def test_invalid_option_is_refused_by_name(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=field):
         RetryConfig(**{field: value})  # type: ignore[arg-type]
 
@@ -253,7 +253,7 @@ async def test_a_server_that_asks_for_more_time_gets_it(monkeypatch: pytest.Monk
 
 @pytest.mark.covers("C73", "24.sampling.6")
 @pytest.mark.parametrize("limit", [1, 3])
-async def test_so_many_run_at_once_and_no_more(limit: int) -> None:
+async def test_concurrency_is_limited(limit: int) -> None:
     running, most = 0, 0
 
     async def call() -> None:
@@ -294,7 +294,7 @@ async def test_a_place_is_held_through_all_attempts_and_then_given_up() -> None:
 
 
 @pytest.mark.covers("1.19/1", "C72", "C86")
-async def test_what_is_stuck_is_given_up_with_an_error_that_says_so() -> None:
+async def test_stuck_calls_fail_with_a_clear_error() -> None:
     handler = RetryHandler(RetryConfig(progress_timeout=0.1), "sampling from x")
     outcomes = await asyncio.gather(
         *(handler.execute(pause, 10) for _ in range(3)), return_exceptions=True
@@ -307,7 +307,7 @@ async def test_what_is_stuck_is_given_up_with_an_error_that_says_so() -> None:
 
 
 @pytest.mark.parametrize("ending", ["success", "refusal"])
-async def test_nothing_is_given_up_while_anything_comes_through(ending: str) -> None:
+async def test_progress_keeps_all_calls_alive(ending: str) -> None:
     now = 0.0
     handler = RetryHandler(RetryConfig(progress_timeout=15), clock=lambda: now)
     slow = asyncio.ensure_future(handler.execute(pause, 0.1, "slow but sure"))
@@ -320,7 +320,7 @@ async def test_nothing_is_given_up_while_anything_comes_through(ending: str) -> 
     assert await slow == "slow but sure"
 
 
-async def test_what_is_cancelled_has_not_come_through() -> None:
+async def test_cancelled_call_is_no_progress() -> None:
     handler = RetryHandler(RetryConfig(progress_timeout=0.15))
     stuck = asyncio.ensure_future(handler.execute(pause, 10))
     for _ in range(6):
@@ -331,7 +331,7 @@ async def test_what_is_cancelled_has_not_come_through() -> None:
         await asyncio.wait_for(stuck, 9)
 
 
-async def test_what_began_later_is_given_up_later() -> None:
+async def test_later_calls_time_out_later() -> None:
     now = 0.0
     handler = RetryHandler(RetryConfig(progress_timeout=20), clock=lambda: now)
     first = asyncio.ensure_future(handler.execute(pause, 10))
@@ -529,7 +529,7 @@ def test_a_sampler_that_is_gone_is_not_asked_again(
 
 @pytest.mark.covers("C73", "24.sampling.6")
 @pytest.mark.parametrize(("wished", "allowed", "most"), [(2, 5, 2), (5, 2, 2), (None, 3, 3)])
-def test_as_many_samples_are_under_way_as_both_sides_allow(
+def test_samples_in_flight_respect_both_limits(
     faulty: FaultyServer,
     make: Callable[..., SamplingClient],
     wished: int | None,

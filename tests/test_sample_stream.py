@@ -197,7 +197,7 @@ def test_another_thread_and_another_loop_may_read(start: Callable[..., SamplingC
     assert (len(tokens), reason) == (20, "length")
 
 
-def test_one_reader_at_a_time(start: Callable[..., SamplingClient]) -> None:
+def test_stream_allows_one_reader_at_a_time(start: Callable[..., SamplingClient]) -> None:
     gate = Gate()
     sampler = start(gate.engine)
     stream = sampler.sample_stream(PROMPT, SamplingParams(max_tokens=1, seed=2))
@@ -318,9 +318,7 @@ def test_a_compressed_stream_is_read(faulty: FaultyServer, sampler: SamplingClie
 
 
 @pytest.mark.covers("C76")
-def test_what_is_no_event_of_ours_is_passed_over(
-    faulty: FaultyServer, sampler: SamplingClient
-) -> None:
+def test_foreign_events_are_skipped(faulty: FaultyServer, sampler: SamplingClient) -> None:
     noise = b": waiting\n\ndata: \n\ndata: not JSON\n\ndata: [1]\n\n"
     faulty.script("stream_sample", streamed(noise, token(1), noise, done(1), END))
     assert len(read(sampler)) == 2

@@ -312,7 +312,7 @@ def test_recordings_go_with_their_session(serve: Serve, tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("U52")
-def test_nothing_is_recorded_unasked_or_for_nobody(serve: Serve, tmp_path: Path) -> None:
+def test_recording_needs_a_request_and_an_owner(serve: Serve, tmp_path: Path) -> None:
     wire = serve()
     drawn(wire, sampler_of(wire, wire.session()), record_stability_info=False)
     direct = {"base_model": "fake", "sampling_session_id": None, "record_stability_info": True}
@@ -415,7 +415,7 @@ def test_disk_is_bounded_and_the_oldest_make_room(
 
 
 @pytest.mark.covers("U52")
-def test_what_a_journalled_pass_needs_is_not_deleted(
+def test_recording_needed_by_a_journalled_pass_stays(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal, "SEGMENT_BYTES", 100)

@@ -337,7 +337,7 @@ def test_an_optimizer_that_is_not_here_is_refused(wire: Wire) -> None:
 
 
 @pytest.mark.covers("S14")
-def test_nothing_in_a_bad_request_changes_anything(wire: Wire) -> None:
+def test_bad_request_changes_nothing(wire: Wire) -> None:
     """Two runs get the same good calls, one also gets bad ones. They must stay equal."""
     session = wire.session()
     clean, tried = wire.model(session, 0), wire.model(session, 1)
@@ -391,7 +391,7 @@ def save(
     return wire.run(kind, {"model_id": model, "seq_id": number, "path": name, **fields})
 
 
-def test_while_one_run_is_saved_everything_else_goes_on(serve: Callable[..., Wire]) -> None:
+def test_saving_a_run_stops_nothing_else(serve: Callable[..., Wire]) -> None:
     """… other runs, samples and its own passes; the rest of the run waits, and a load finds what
     was saved."""
     writing, gate, recorder = threading.Event(), threading.Event(), Recorder()
@@ -879,7 +879,7 @@ def test_results_are_kept_for_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(run())
 
 
-def test_what_was_read_is_kept_up_to_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_results_are_kept_within_a_byte_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those read last stay; what was read just now stays whatever its size, and so does what nobody
     has read."""
     monkeypatch.setattr("tinkex.server.runs.promises.KEEP_READ_BYTES", 100)

@@ -134,7 +134,7 @@ def test_clients_made_at_once_have_numbers_of_their_own(
 
 @both
 @pytest.mark.covers("C34", "C35", "24.service.2")
-def test_what_a_run_trains_is_folded_into_one_configuration(
+def test_run_options_are_folded_into_one_lora_config(
     faulty: FaultyServer, service: ServiceClient, twin: str
 ) -> None:
     made(service, "create_lora_training_client", twin, "m")

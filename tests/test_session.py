@@ -129,7 +129,7 @@ def test_a_failed_opening_is_made_anew_by_the_next_call(faulty: FaultyServer) ->
 
 
 @pytest.mark.covers("C29")
-def test_what_the_server_wants_to_be_read_is_logged(
+def test_messages_of_the_server_are_logged(
     faulty: FaultyServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -395,7 +395,7 @@ def test_heartbeats_are_given_up_after_so_long(
 
 
 @pytest.mark.covers("C31")
-def test_by_default_there_is_no_limit() -> None:
+def test_limit_is_off_by_default() -> None:
     session = Session(Config.resolve(base_url="http://127.0.0.1:1"))
     assert session.max_failure_count == session.max_failure_duration == float("inf")
 
@@ -559,7 +559,7 @@ def test_the_configuration_is_asked_for_no_longer_when_the_session_is(
 
 
 @pytest.mark.covers("W16")
-def test_what_is_done_now_and_then_keeps_no_session_alive(faulty: FaultyServer) -> None:
+def test_periodic_work_does_not_keep_a_session_alive(faulty: FaultyServer) -> None:
     """The next beat is seconds away, the next look at the configuration minutes."""
     service = opened(faulty)
     assert service.holder.dynamic_config.refresh_interval_sec == 300

@@ -17,7 +17,7 @@ SHARED = "setting.py"
 PROGRAMS = sorted(path.name for path in FOLDER.glob("*.py") if path.name != SHARED)
 
 
-def test_there_are_eight_programs_each_explained_and_listed() -> None:
+def test_showcase_explains_and_lists_its_eight_programs() -> None:
     readme = (FOLDER / "README.md").read_text(encoding="utf-8")
     assert len(PROGRAMS) == 8
     for name in [*PROGRAMS, SHARED]:

@@ -236,7 +236,7 @@ def test_the_families_that_the_engine_has_are_in_the_page_on_models() -> None:
     )
 
 
-def test_what_became_of_the_defects_is_told_of_each() -> None:
+def test_each_known_defect_has_its_outcome() -> None:
     numbers = re.findall(r"^(D\d\d) ", load_tool("requirements").DEFECTS, re.MULTILINE)
     page = (DOCS / "moving-from-elixir.md").read_text(encoding="utf-8")
     assert re.findall(r"^\| (D\d\d) \|", page, re.MULTILINE) == numbers

@@ -149,7 +149,7 @@ def test_all_fields_of_an_event() -> None:
         (b"data: a: b", "a: b"),
     ],
 )
-def test_one_blank_is_stripped_and_no_more(line: bytes, data: str) -> None:
+def test_one_space_is_stripped(line: bytes, data: str) -> None:
     assert decoded(line + b"\n\n") == [ServerSentEvent(data=data)]
 
 

@@ -329,7 +329,7 @@ def test_a_number_is_not_used_up_by_a_stream(serve: Callable[..., Wire]) -> None
 # ── refusals and failures ─────────────────────────────────────────────────────────────────────────
 
 
-def test_what_asample_refuses_is_refused_before_a_stream_begins(serve: Callable[..., Wire]) -> None:
+def test_invalid_arguments_are_refused_before_a_stream(serve: Callable[..., Wire]) -> None:
     wire = serve(FakeEngine())
     sampler = sampler_of(wire)
     for body in (
@@ -440,7 +440,7 @@ def test_a_caller_inside_the_process_that_goes_away_frees_the_engine(tmp_path: P
     inside(engine, tmp_path, body)
 
 
-def test_one_that_goes_away_before_its_turn_never_gets_one(serve: Callable[..., Wire]) -> None:
+def test_stream_closed_before_its_turn_never_starts(serve: Callable[..., Wire]) -> None:
     gate, started = threading.Event(), list[str]()
 
     def fail(method: str, subject: str) -> None:

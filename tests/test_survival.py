@@ -240,7 +240,7 @@ def test_saves_that_wait_for_each_other_outlive_their_session(tmp_path: Path) ->
     played(scenario)
 
 
-def test_of_two_saves_that_take_a_name_at_once_the_first_has_it(tmp_path: Path) -> None:
+def test_first_of_two_racing_saves_gets_the_name(tmp_path: Path) -> None:
     """Both are written before either is in place, since the engine is busy."""
     loading, saving = Held("load"), Held("save")
     saving.gate.set()
@@ -307,7 +307,7 @@ def test_a_load_does_not_see_the_half_of_a_save_that_replaces_what_it_loads(tmp_
 
 
 @pytest.mark.covers("S44")
-def test_what_a_killed_save_left_behind_is_removed(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_save_are_removed(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with life(tmp_path / "a") as first:
             model = await first.model()
@@ -407,7 +407,7 @@ def test_an_unload_is_not_lost(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("S44")
-def test_that_a_number_was_given_up_is_on_disk_before_anybody_is_told(
+def test_given_up_number_is_on_disk_before_the_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flush = os.fdatasync
@@ -750,7 +750,7 @@ def test_nameless_samplers_outlive_the_run_they_were_made_of(tmp_path: Path) -> 
 
 
 @pytest.mark.covers("S44")
-def test_what_a_killed_server_left_of_a_nameless_sampler_is_removed(tmp_path: Path) -> None:
+def test_leftovers_of_a_nameless_sampler_are_removed(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with life(tmp_path / "a") as first:
             model = await first.model()
@@ -996,7 +996,7 @@ def forward_json(model: str, number: int) -> dict[str, Any]:
 
 
 @pytest.mark.covers("S44")
-def test_nobody_is_told_of_a_load_before_its_state_is_written(tmp_path: Path) -> None:
+def test_load_is_answered_after_its_state_is_written(tmp_path: Path) -> None:
     """For what was loaded may be deleted then."""
     held = Held("save")
     held.gate.set()

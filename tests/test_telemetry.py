@@ -518,7 +518,7 @@ def test_enough_events_are_sent_without_being_asked_for(make: Make) -> None:
 
 
 @pytest.mark.covers("1.5.1/5", "1.5.3/3", "Q-6")
-def test_one_timer_flushes_however_often_the_threshold_does(make: Make) -> None:
+def test_threshold_flushes_keep_a_single_timer(make: Make) -> None:
     post = Post()
     reporter = make(post, flush_threshold=1, flush_interval=0.25)
     armed: list[int] = []
@@ -802,7 +802,7 @@ def test_events_of_its_own_session_are_reported_without_headers(make: Make) -> N
 
 
 @pytest.mark.covers("1.5.1/2", "1.5.1/3", "1.5.1/4")
-def test_what_is_heard_can_be_chosen(make: Make) -> None:
+def test_reported_events_can_be_chosen(make: Make) -> None:
     post = Post()
     deaf = make(post, attach_events=False)
     assert not events.is_heard()
@@ -1071,7 +1071,7 @@ def test_the_first_hit_depth_first_is_the_culprit() -> None:
 
 
 @pytest.mark.covers("1.5.6/2")
-def test_what_is_told_of_a_users_mistake(make: Make) -> None:
+def test_user_error_is_reported_with_its_facts(make: Make) -> None:
     post = Post()
     reporter = make(post)
     reporter.log_exception(
@@ -1383,7 +1383,7 @@ def test_ending_has_a_limit_and_can_be_asked_for_often(make: Make) -> None:
     assert reporter._events.count == 0
 
 
-def test_whoever_stops_waiting_for_the_end_does_not_stop_the_end(make: Make) -> None:
+def test_cancelled_close_still_ends_the_reporter(make: Make) -> None:
     gate = threading.Event()
     post = Post(gate=gate)
     reporter = make(post)
@@ -1534,7 +1534,7 @@ def test_a_finalizer_may_report_while_its_thread_reports(make: Make) -> None:
 
 
 @pytest.mark.covers("W08")
-def test_nothing_waits_once_the_program_has_ended() -> None:
+def test_calls_after_the_program_ended_do_not_wait() -> None:
     late = PROGRAM + textwrap.dedent(
         """
         import tinkex.client.futures.loop_thread
@@ -1717,7 +1717,7 @@ def test_no_key_is_ever_sent(
     telemetry.detach(logger)
 
 
-def test_what_is_no_secret_stays() -> None:
+def test_harmless_text_stays() -> None:
     scrubber = Scrubber(["abc"])  # too short to be looked for
     for text in (
         "html-parser and abc",

@@ -131,7 +131,7 @@ ENTRIES: dict[str, Callable[[Any, Any, Any], Any]] = {
 
 
 @pytest.mark.covers("1.6/5")
-def test_what_fails_in_any_call_of_the_clients_is_told_once_and_the_session_lives_on(
+def test_failed_client_call_is_reported_once_and_session_lives(
     hosted: FaultyServer,
 ) -> None:
     hosted.script("create_session", Answer(body={"session_id": "s"}))

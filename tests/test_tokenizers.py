@@ -232,7 +232,7 @@ def test_a_changed_tokenizer_is_published_anew(home: Path, chat_dir: Path) -> No
     assert main.read_text() == second.name
 
 
-def test_what_is_cached_already_is_left_alone(home: Path, model_dir: Path) -> None:
+def test_cached_tokenizer_is_kept(home: Path, model_dir: Path) -> None:
     foreign = home / "models--org--name" / "snapshots" / "abc"
     foreign.mkdir(parents=True)
     (foreign / "tokenizer.json").write_text("{}")

@@ -225,9 +225,7 @@ def test_every_bad_line_is_told_with_its_number_and_nothing_is_trained(
     assert "2 examples" in skipped.stderr
 
 
-def test_what_the_template_refuses_is_a_bad_line(
-    train: Callable[..., Result], tmp_path: Path
-) -> None:
+def test_line_refused_by_the_template_is_bad(train: Callable[..., Result], tmp_path: Path) -> None:
     odd = {"messages": [{"role": "tool", "content": "x"}, {"role": "assistant", "content": "y"}]}
     result = train(write(tmp_path / "odd.jsonl", talk("a", "b"), odd))
     assert result.exit_code == 1
@@ -273,7 +271,7 @@ def test_a_file_in_another_encoding_is_called_that(
         (["sums.jsonl", "--model", "some/other"], "some/other", 1),
     ],
 )
-def test_what_cannot_work_is_one_error(
+def test_invalid_options_are_one_error(
     train: Callable[..., Result], data: Path, arguments: list[str], words: str, code: int
 ) -> None:
     Path("empty.jsonl").write_text("\n\n")
@@ -382,7 +380,7 @@ def test_an_answer_follows_the_very_tokens_that_prompt_for_it(chat: ChatFormat) 
     assert one.weights[prompt.size] == 1
 
 
-def test_of_a_pair_the_completion_is_learned_and_its_end(chat: ChatFormat) -> None:
+def test_pair_learns_the_completion_and_its_end(chat: ChatFormat) -> None:
     example = Example(1, prompt="2+2=", completion="4\n")
     ((_, text),), _ = render([example], chat)
     assert learned(chat, text) == "4\n<|eos|>"
@@ -456,7 +454,7 @@ def test_the_learning_rate_rises_and_then_follows_its_schedule(
     assert [plan.rate(step) for step in range(6)] == pytest.approx(rates, abs=1e-6)
 
 
-def test_what_is_held_out_is_not_trained_on(chat: ChatFormat) -> None:
+def test_held_out_examples_are_not_trained_on(chat: ChatFormat) -> None:
     rendered, _ = render([Example(n, prompt=str(n), completion="x") for n in range(20)], chat)
     rows = fit(rendered, None).rendered
     trained, held_out = hold_out(rows, 0.25, seed=1)
@@ -731,7 +729,7 @@ def _interrupt() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_of_two_commands_in_one_folder_the_second_is_told_of_the_first(
+def test_second_command_in_a_folder_is_refused(
     train: Callable[..., Result], data: Path, engine: FakeEngine
 ) -> None:
     few = ("--steps", 6, "--batch-size", 3, "--save-every", 1, "--keep", 1, "--output", "run")
@@ -1013,7 +1011,7 @@ def test_with_nothing_configured_it_is_this_process(
         ("a,b\nc,d", "tinkex train -h"),
     ],
 )
-def test_of_a_file_without_any_example_it_is_said_what_may_be_wrong(
+def test_file_without_examples_gets_advice(
     train: Callable[..., Result], text: str, advice: str
 ) -> None:
     Path("examples").write_text(text)
@@ -1074,7 +1072,7 @@ def test_plot_names_the_steps_at_its_ends() -> None:
 
 
 @pytest.mark.slow
-def test_when_the_server_is_gone_it_is_said_what_was_saved(
+def test_lost_server_reports_the_last_checkpoint(
     train: Callable[..., Result], data: Path, tmp_path: Path, engine: FakeEngine
 ) -> None:
     own, server = FakeEngine(engine.base_models), ExitStack()

@@ -241,7 +241,7 @@ def test_large_examples_are_cut_by_bytes_and_no_piece_is_empty(
 
 
 @pytest.mark.covers("D13")
-def test_what_is_refused_here_uses_no_number_and_what_is_refused_there_uses_one(
+def test_only_requests_refused_by_the_server_use_a_number(
     faulty: FaultyServer, client: TrainingClient
 ) -> None:
     with pytest.raises(ValueError, match="no loss"):
@@ -782,7 +782,7 @@ def test_a_pass_can_be_submitted_now_and_waited_for_elsewhere(
     ],
     ids=str,
 )
-def test_what_cannot_be_waited_for_is_refused(
+def test_unawaitable_object_is_refused(
     client: TrainingClient, request_id: Any, operation: str, words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
@@ -953,7 +953,7 @@ OLD: dict[str, Callable[[TrainingClient], Any]] = {
 
 
 @pytest.mark.parametrize("call", [name for name in OLD if not name.endswith("_async")])
-def test_what_is_deprecated_warns_at_the_callers_line(client: TrainingClient, call: str) -> None:
+def test_deprecation_warns_at_the_callers_line(client: TrainingClient, call: str) -> None:
     # as in the official package
     kind = FutureWarning if call.startswith("load_state") else DeprecationWarning
     with pytest.warns(kind, match=call.removesuffix("_async")) as caught:
@@ -1152,7 +1152,7 @@ def test_a_custom_loss_that_is_none_is_an_error_and_the_step_behind_it_fails_at_
     assert faulty.requests("optim_step") == []
 
 
-def test_where_tokens_came_from_survives_a_custom_loss(
+def test_token_provenance_survives_a_custom_loss(
     faulty: FaultyServer, client: TrainingClient
 ) -> None:
     span = types.SampledProvenanceSpan(sequence_id="q:0", length=2)

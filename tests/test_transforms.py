@@ -60,7 +60,7 @@ def test_entries_that_hold_a_mark_are_dropped_at_any_depth() -> None:
 
 
 @pytest.mark.covers("C18")
-def test_none_is_dropped_only_when_asked_and_only_from_mappings() -> None:
+def test_none_is_dropped_on_request_from_mappings_only() -> None:
     data = {"none": None, "false": False, "zero": 0, "empty": "", "list": [None, {"none": None}]}
     assert transform(data) == data
     dropped = transform(data, drop_none=True)
@@ -265,7 +265,7 @@ values = st.recursive(
 
 
 @given(values, st.booleans())
-def test_what_was_transformed_can_be_sent_and_stays_as_it_is(value: Any, drop_none: bool) -> None:
+def test_transformed_value_can_be_sent_unchanged(value: Any, drop_none: bool) -> None:
     made = transform(value, drop_none=drop_none)
     assert transform(made, drop_none=drop_none) == made
     assert msgspec.json.decode(to_json(made)) == made

@@ -321,7 +321,7 @@ def test_a_good_answer_may_be_one_to_ask_for_again(
 
 
 @pytest.mark.covers("C22", "24.http.4")
-def test_one_retry_allowed_is_two_requests(faulty: FaultyServer, waits: list[float]) -> None:
+def test_one_retry_makes_two_requests(faulty: FaultyServer, waits: list[float]) -> None:
     faulty.script("create_session", Answer(503))
     with pytest.raises(tinkex.InternalServerError, match="after 2 attempts"):
         call(faulty.base_url, max_retries=1)
@@ -362,7 +362,7 @@ def test_the_server_may_name_a_date(
         ({"Retry-After": "soon"}, {}, None),
     ],
 )
-def test_nobody_is_asked_to_wait_for_more_than_a_minute(
+def test_retry_after_is_at_most_a_minute(
     faulty: FaultyServer,
     headers: dict[str, str],
     body: Any,
@@ -835,7 +835,7 @@ def test_the_result_of_a_poll_is_its_status(faulty: FaultyServer, heard: list[An
 
 
 @pytest.mark.covers("1.4.2/3", "C26")
-def test_what_is_no_answer_is_an_exception(faulty: FaultyServer, heard: list[Any]) -> None:
+def test_malformed_answer_is_an_exception(faulty: FaultyServer, heard: list[Any]) -> None:
     class Broken:
         async def send(self, *args: Any) -> Any:
             raise KeyError(f"lost {SECRET}")
@@ -1108,7 +1108,7 @@ def test_a_token_or_a_commands_key_is_a_secret_too(faulty: FaultyServer) -> None
         ("credential_cmd", "path"),
     ],
 )
-def test_which_names_are_those_of_secrets(secret: str, plain: str) -> None:
+def test_secret_names_are_recognized(secret: str, plain: str) -> None:
     shown = redact_headers({secret: "hush", plain: "seen"})
     assert shown == {secret: "[REDACTED]", plain: "seen"}
     assert (
@@ -1287,7 +1287,7 @@ def test_a_failed_opening_is_made_anew_by_the_next_call(faulty: FaultyServer) ->
         assert service.get_server_capabilities().supported_models[0].model_name == "m"
 
 
-def test_nothing_is_sent_before_the_first_call(faulty: FaultyServer) -> None:
+def test_session_opens_with_the_first_call(faulty: FaultyServer) -> None:
     service = tinkex.ServiceClient(base_url=faulty.base_url)
     service.close().result(5)
     assert faulty.seen == []

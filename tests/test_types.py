@@ -72,7 +72,7 @@ def test_torch_goes_both_ways() -> None:
 
 
 @pytest.mark.parametrize("bad", [["a", "b"], [None], [[1], [1, 2]], np.array([1j])], ids=str)
-def test_what_is_no_tensor_is_refused(bad: Any) -> None:
+def test_invalid_tensor_is_refused(bad: Any) -> None:
     with pytest.raises(ValueError, match="tensor"):
         types.TensorData.from_any(bad)
 
@@ -199,7 +199,7 @@ def test_tokens_come_as_lists_and_arrays(tokens: Any) -> None:
     [[1.0], [1.5, 2], [[1, 2]], [[1], [1, 2]], ["a"], [None], [True], np.array([1.0]), 5, "abc"],
     ids=repr,
 )
-def test_what_is_no_token_is_refused(tokens: Any) -> None:
+def test_invalid_token_is_refused(tokens: Any) -> None:
     with pytest.raises(ValueError, match="flat list of integers"):
         types.ModelInput.from_ints(tokens)
 
@@ -1125,7 +1125,7 @@ def test_models_may_be_listed_by_their_names() -> None:
 
 
 @pytest.mark.covers("C90", "D05")
-def test_what_a_run_trains_is_read_as_it_is() -> None:
+def test_lora_config_is_read_unchanged() -> None:
     info = types.GetInfoResponse.model_validate(
         {"model_id": "m", "model_data": {"tokenizer_id": "org/name:variant:2"}, "is_lora": False}
     )

@@ -800,7 +800,7 @@ def test_readings_are_the_same(official: dict[str, Any], name: str) -> None:
 
 
 @pytest.mark.parametrize("name", refusals(types, np, torch))
-def test_what_is_refused_is_refused_by_both(official: dict[str, Any], name: str) -> None:
+def test_both_packages_refuse_the_same_values(official: dict[str, Any], name: str) -> None:
     assert official["refusals"][name] is not None
     with pytest.raises((ValueError, TypeError, AttributeError)):
         refusals(types, np, torch)[name]()
@@ -1000,7 +1000,7 @@ QUICK = settings(
 
 @settings(QUICK)
 @given(data=st.data())
-def test_what_the_official_types_take_ours_take_and_say_again(
+def test_official_values_round_trip(
     kinds: dict[str, st.SearchStrategy[Any]], ask: Ask, data: st.DataObject
 ) -> None:
     check_json(kinds, ask, data)
@@ -1009,7 +1009,7 @@ def test_what_the_official_types_take_ours_take_and_say_again(
 @pytest.mark.slow
 @settings(max_examples=5000, deadline=None, suppress_health_check=SHARED)
 @given(data=st.data())
-def test_what_the_official_types_take_ours_take_and_say_again_at_length(
+def test_official_values_round_trip_at_length(
     kinds: dict[str, st.SearchStrategy[Any]], ask: Ask, data: st.DataObject
 ) -> None:
     check_json(kinds, ask, data)

@@ -238,9 +238,7 @@ names = st.text(st.characters(exclude_categories=["Cc", "Cs"]), min_size=1)
     ),
     st.lists(st.tuples(names, st.tuples(st.none() | names, st.binary())), max_size=4),
 )
-def test_what_is_sent_is_what_another_program_reads(
-    fields: dict[str, Any], files: list[Any]
-) -> None:
+def test_multipart_body_is_read_by_another_parser(fields: dict[str, Any], files: list[Any]) -> None:
     def quoted(name: str | None) -> str | None:
         return None if name is None else name.replace('"', "%22").replace("\\", "%5C")
 

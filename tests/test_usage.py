@@ -114,7 +114,7 @@ def test_tokens_and_checkpoints_are_counted_by_the_hour(serve: Serve) -> None:
     )
 
 
-def test_what_fails_is_not_counted(serve: Serve) -> None:
+def test_failed_work_is_not_counted(serve: Serve) -> None:
     wire = serve()
     model = wire.model()
     bad = pass_json(model, 1)
@@ -172,7 +172,7 @@ def test_the_room_that_checkpoints_take_is_counted_and_shown(
     assert used(wire)["storage"] == pytest.approx(size / 1e9, rel=0.01)
 
 
-def test_what_cannot_be_written_now_is_written_later(
+def test_failed_usage_write_is_retried(
     store: SqliteDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:

@@ -1,19 +1,22 @@
 """The error tree.
 
-    TinkerError                        anything tinkex raises on purpose ├── ConfigurationError
-    settings are missing or contradict each other (a ValueError) ├── APIError
-    something was sent │   ├── APIConnectionError         no answer │   │   └── APITimeoutError
-    no answer in time (a TimeoutError) │   ├── APIResponseValidationError an answer that is not what
-    the protocol says │   └── APIStatusError             an answer that says no │       ├──
-    BadRequestError 400 · AuthenticationError 401 · BillingError 402 │       ├──
-    PermissionDeniedError 403 · NotFoundError 404 · ConflictError 409 │       ├── GoneError 410 ·
-    UnprocessableEntityError 422 · RateLimitError 429 │       └── InternalServerError >= 500 └──
-    RequestFailedError             it was accepted and then failed; `category` says whose fault it
-    is ExperimentalWarning                what was called may change or go (a FutureWarning)
+    TinkerError                           any error that tinkex raises on purpose
+    ├── ConfigurationError                settings are missing or wrong (a ValueError)
+    ├── APIError                          a request failed
+    │   ├── APIConnectionError            no answer
+    │   │   └── APITimeoutError           no answer in time (a TimeoutError)
+    │   ├── APIResponseValidationError    an answer that does not follow the protocol
+    │   └── APIStatusError                an answer that refuses
+    │       ├── BadRequestError 400 · AuthenticationError 401 · BillingError 402
+    │       ├── PermissionDeniedError 403 · NotFoundError 404 · ConflictError 409
+    │       ├── GoneError 410 · UnprocessableEntityError 422 · RateLimitError 429
+    │       └── InternalServerError >= 500
+    └── RequestFailedError                an accepted operation failed; `category` is the cause
+    ExperimentalWarning                   an API that may change or go (a FutureWarning)
 
-Every error says what is known of it as attributes, which are None where nothing is known and
-survive pickling: `message`, `hint`, `type`, `status`, `category`, `body` (`data` when it is a
-mapping), `request`, `response`, `request_id`, `attempts`, `retry_after`.
+Every error has these attributes. They are None if nothing is known, and survive pickling:
+`message`, `hint`, `type`, `status`, `category`, `body` (`data` if it is a mapping), `request`,
+`response`, `request_id`, `attempts`, `retry_after`.
 """
 
 from __future__ import annotations
@@ -68,7 +71,7 @@ class TinkerError(Exception):
     retry_after: float | None = None
     """Seconds the server asks to wait."""
     should_retry: bool | None = None
-    """Whether to try again, if the server or a caller has decided."""
+    """True or False if the server or a caller has decided on a retry."""
 
     def __init__(
         self, message: str = "", *others: object, hint: str | None = None, **details: Any
@@ -81,12 +84,12 @@ class TinkerError(Exception):
 
     @property
     def status(self) -> int | None:
-        """The HTTP status, when there was one."""
+        """The HTTP status, if there was one."""
         return getattr(self, "status_code", None) or None
 
     @property
     def data(self) -> Mapping[str, Any] | None:
-        """The server's answer, when it is a mapping."""
+        """The server's answer, if it is a mapping."""
         return self.body if isinstance(self.body, Mapping) else None
 
     @property
@@ -96,7 +99,10 @@ class TinkerError(Exception):
 
     @property
     def is_user_error(self) -> bool:
-        """True for a caller's mistake: by category, or by a 4xx status except 408, 410, 429."""
+        """True for a caller's mistake, by category or status.
+
+        Statuses 408, 410 and 429 are not the caller's mistake.
+        """
         status = self.status or 0
         return self.category == RequestErrorCategory.User or (
             400 <= status < 500 and status not in NOT_THE_CALLERS
@@ -107,17 +113,17 @@ class TinkerError(Exception):
         """True if the operation may succeed when the caller starts it again.
 
         This is True for all but the caller's mistakes. The function `is_retryable` answers another
-        question: whether the very same request may be sent again. The two differ for 409, which may
-        pass by itself but is the caller's conflict, and for 410 and failed operations, which must
-        be submitted again.
+        question: whether the same request may be sent again. They differ for 409, which may pass by
+            itself but is the caller's conflict, and for 410 and failed operations, which must be
+            submitted again.
         """
         return not self.is_user_error
 
     def format(self) -> str:
-        """The error on one line, with its type and status.
+        """Return the error on one line, with its type and status.
 
         Returns:
-            Type, status where there was one, and message.
+            Type, status if there was one, and message.
 
         Example:
             >>> RateLimitError("slow down").format()
@@ -159,7 +165,7 @@ class ConfigurationError(TinkerError, ValueError):
 
 
 class APIError(TinkerError):
-    """A request was made and did not give what was asked for.
+    """A request that failed.
 
     Example:
         >>> try:
@@ -190,12 +196,12 @@ class APIError(TinkerError):
 
 
 class APIConnectionError(APIError):
-    """The server could not be reached, or hung up.
+    """The server could not be reached, or closed the connection.
 
     Args:
         place: The request and the message, or the message alone.
-        request: What could not be sent.
-        message: What happened.
+        request: The request that could not be sent.
+        message: The cause.
         details: As for APIError.
 
     Example:
@@ -231,13 +237,13 @@ class APITimeoutError(APIConnectionError, TimeoutError):
 
 
 class APIResponseValidationError(APIError):
-    """The server's answer is not what the protocol says; asking again would bring the same.
+    """The server's answer does not follow the protocol; a retry would not help.
 
     Args:
         place: The response, the body and the message, or the message alone.
         response: The answer.
-        body: What the answer holds.
-        message: What is wrong with it.
+        body: The body of the answer.
+        message: The fault.
         details: As for APIError.
 
     Example:
@@ -269,20 +275,20 @@ class APIResponseValidationError(APIError):
 
     @property
     def status(self) -> int | None:
-        """None: the answer's status, which is in `status_code`, was a good one."""
+        """Always None, because the status of the answer, in `status_code`, is no failure."""
         return None
 
 
 class APIStatusError(APIError):
-    """The server refused.
+    """The server refused a request.
 
     Args:
-        message: What it said.
+        message: Its message.
         response: Its answer.
-        body: What the answer holds.
-        status_code: The status; else the answer's, else the one that the class stands for.
-        retry_after: Seconds to wait; else what the answer says.
-        category: Whose fault it is; else what the answer says.
+        body: The body of the answer.
+        status_code: The status; by default that of the answer, else that of the class.
+        retry_after: Seconds to wait; by default those of the answer.
+        category: The cause; by default that of the answer.
         details: As for APIError.
 
     Example:
@@ -322,7 +328,7 @@ class APIStatusError(APIError):
 
 
 def _placed(place: tuple[Any, ...], *named: Any) -> tuple[Any, ...]:
-    """Return positional arguments as keywords; a text in the first place is the message."""
+    """Return positional arguments as keywords; a text at first is the message."""
     if place and isinstance(place[0], str):
         place = (*named[:-1], *place)
     if len(place) > len(named):
@@ -344,7 +350,7 @@ def category_of(status: int, body: object = None) -> RequestErrorCategory:
 
     Args:
         status: The HTTP status.
-        body: What the answer holds.
+        body: The body of the answer.
 
     Returns:
         The category.
@@ -364,7 +370,7 @@ def category_of(status: int, body: object = None) -> RequestErrorCategory:
 
 
 class BadRequestError(APIStatusError):
-    """400: the request makes no sense to the server.
+    """400: the request is wrong.
 
     Example:
         >>> error = BadRequestError("top_p must be in (0, 1]")
@@ -376,7 +382,7 @@ class BadRequestError(APIStatusError):
 
 
 class AuthenticationError(APIStatusError):
-    """401: no key, or one the server does not know.
+    """401: there is no key, or the server does not know it.
 
     Example:
         >>> print(
@@ -404,7 +410,7 @@ class BillingError(APIStatusError):
 
 
 class PermissionDeniedError(APIStatusError):
-    """403: this key may not do that.
+    """403: the key has no permission.
 
     Example:
         >>> error = PermissionDeniedError("this key may only sample")
@@ -416,7 +422,7 @@ class PermissionDeniedError(APIStatusError):
 
 
 class NotFoundError(APIStatusError):
-    """404: there is no such thing, or it is another owner's.
+    """404: it does not exist, or belongs to another owner.
 
     Example:
         >>> try:
@@ -432,7 +438,7 @@ class NotFoundError(APIStatusError):
 
 
 class ConflictError(APIStatusError):
-    """409: the present state does not allow it.
+    """409: the present state does not allow the request.
 
     Example:
         >>> error = ConflictError("the run is being saved")
@@ -447,7 +453,7 @@ class ConflictError(APIStatusError):
 
 
 class GoneError(APIStatusError):
-    """410: it was there and has expired.
+    """410: it has expired.
 
     Example:
         >>> error = GoneError("the sampler has expired")
@@ -459,7 +465,7 @@ class GoneError(APIStatusError):
 
 
 class UnprocessableEntityError(APIStatusError):
-    """422: understood, and wrong.
+    """422: the request is well formed, but its content is wrong.
 
     Example:
         >>> error = UnprocessableEntityError(
@@ -473,7 +479,7 @@ class UnprocessableEntityError(APIStatusError):
 
 
 class RateLimitError(APIStatusError):
-    """429: too much at once.
+    """429: there were too many requests.
 
     Example:
         >>> error = RateLimitError("slow down", retry_after=1.5)
@@ -485,7 +491,7 @@ class RateLimitError(APIStatusError):
 
 
 class InternalServerError(APIStatusError):
-    """5xx: a fault on the server's side.
+    """5xx: the server failed.
 
     Example:
         >>> error = InternalServerError("overloaded", status_code=503)
@@ -522,11 +528,11 @@ class RequestFailedError(TinkerError):
 
     @classmethod
     def from_response(cls, status: int, body: object, request_id: str = "") -> Self:
-        """The failure that an answer tells of, with its message, category and the time to wait.
+        """Make the error of an answer, with its message, category and the time to wait.
 
         Args:
             status: The HTTP status.
-            body: What the answer holds.
+            body: The body of the answer.
             request_id: The operation.
 
         Returns:
@@ -551,7 +557,7 @@ class RequestFailedError(TinkerError):
 
 
 class ExperimentalWarning(FutureWarning):
-    """Warns of an API that may change or go in any release.
+    """A warning: this API may change or go in any release.
 
     Example:
         >>> import warnings
@@ -575,13 +581,13 @@ STATUS_ERRORS: dict[int, type[APIStatusError]] = {
 
 
 def error_for(status: int) -> type[APIStatusError]:
-    """The class an HTTP status is raised as.
+    """Return the error class of an HTTP status.
 
     Args:
         status: The HTTP status.
 
     Returns:
-        The class; `APIStatusError` where there is none of its own.
+        The class; `APIStatusError` if the status has none of its own.
 
     Example:
         >>> error_for(429).__name__
@@ -591,15 +597,16 @@ def error_for(status: int) -> type[APIStatusError]:
 
 
 def is_retryable(error: BaseException) -> bool:
-    """Return True if the same request, sent again, may succeed; asked by the transport.
+    """Return True if the same request may succeed when it is sent again.
 
-    A caller who holds the error reads `error.is_retryable`, which says whether to start over.
+    The transport uses this function. To decide whether to start the operation again, read
+    `error.is_retryable`.
 
     Args:
-        error: What the request ended with.
+        error: The error of the request.
 
     Returns:
-        Whether to send it again.
+        True to send it again.
 
     Example:
         >>> is_retryable(RateLimitError("slow down")), is_retryable(BadRequestError("no such loss"))

@@ -1,22 +1,8 @@
-"""What a program's clients do, in numbers: counters, gauges and histograms of this process.
+"""Metrics of this process: counters, gauges and histograms of its clients.
 
-The functions of this module keep one set of numbers for the whole process. It is made when one of
-them is first called, and from then on counts every HTTP request that the clients make, by listening
-to the event bus; until then nothing is counted and nothing is spent. A `Metrics` of your own works
-the same way beside it.
-
-Example:
-    >>> reset()
-    >>> (
-    ...     increment("batches"),
-    ...     set_gauge("epoch", 3),
-    ...     record_histogram("step_ms", 5),
-    ...     record_histogram("step_ms", 15),
-    ... )
-    (None, None, None, None)
-    >>> seen = snapshot()
-    >>> seen.counters["batches"], seen.gauges["epoch"], seen.histograms["step_ms"].p95
-    (1, 3, 15)
+The functions of this module keep one set of numbers for the whole process. The first call of one
+makes the set; from then on it counts every HTTP request of the clients, with a handler on the event
+bus. Before that nothing is counted. A `Metrics` of your own works in the same way.
 """
 
 from __future__ import annotations
@@ -38,7 +24,7 @@ from tinkex.wire import prometheus
 LATENCY_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 """Upper bounds of a histogram's buckets, in milliseconds."""
 HISTOGRAM_MAX_SAMPLES = 1000
-"""Over how many of the newest samples percentiles are taken."""
+"""The number of newest samples that percentiles are taken over."""
 
 REQUESTS_TOTAL = "tinkex_requests_total"
 REQUESTS_SUCCESS = "tinkex_requests_success"
@@ -56,9 +42,9 @@ _numbers = itertools.count(1)
 
 
 class HistogramSummary(Record, frozen=True, kw_only=True):
-    """A histogram in a few numbers; all but the count are None while it is empty.
+    """The summary of a histogram; all but the count are None while it is empty.
 
-    Mean, least and greatest are over all samples, percentiles over the newest.
+    Mean, minimum and maximum are over all samples, percentiles over the newest.
 
     Example:
         >>> numbers = Metrics(enabled=False)
@@ -93,7 +79,7 @@ class Snapshot(Record, frozen=True, kw_only=True):
 
 
 class Histogram:
-    """Counts by bucket, and the newest samples for percentiles.
+    """A histogram: counts by bucket, and the newest samples for percentiles.
 
     Example:
         >>> times = Histogram(buckets=[10, 100])
@@ -113,27 +99,14 @@ class Histogram:
         self._newest: deque[float] = deque(maxlen=max_samples)
 
     def add(self, value: float) -> None:
-        """Take a sample; it belongs to the first bucket whose bound it does not exceed, else to the
-        last one.
-
-        Example:
-            >>> times = Histogram(buckets=[10, 100])
-            >>> times.add(10)
-            >>> times.counts
-            [1, 0, 0]
-        """
+        """Add a sample to the first bucket whose bound is not lower, else the last."""
         self.counts[bisect.bisect_left(self.buckets, value)] += 1
         self.total += value
         self._least, self._greatest = min(self._least, value), max(self._greatest, value)
         self._newest.append(value)
 
     def summary(self) -> HistogramSummary:
-        """The numbers of a snapshot.
-
-        Example:
-            >>> Histogram().summary().count
-            0
-        """
+        """Return the numbers of a snapshot."""
         if not self._newest:
             return HistogramSummary()
         count, ordered = sum(self.counts), sorted(self._newest)
@@ -154,13 +127,12 @@ def _nearest_rank(ordered: Sequence[float], percent: int) -> float:
 
 
 class Metrics:
-    """One set of numbers; every call may be made from any thread.
+    """A set of numbers; all methods may be called from any thread.
 
     Args:
-        enabled: Count the clients' HTTP requests. What a program counts itself is counted either
-            way.
+        enabled: Count the HTTP requests of clients. The program's own numbers are always counted.
         latency_buckets: Upper bounds of the histograms' buckets, rising.
-        histogram_max_samples: Over how many of the newest samples percentiles are taken.
+        histogram_max_samples: The number of newest samples that percentiles are taken over.
 
     Example:
         >>> numbers = Metrics(enabled=False)  # without the requests that clients make
@@ -197,7 +169,7 @@ class Metrics:
             events.attach(self._handler_id, [events.HTTP_STOP], self._on_stop)
 
     def close(self) -> None:
-        """Count HTTP requests no longer; the numbers stay.
+        """Stop counting HTTP requests; the numbers stay.
 
         Example:
             >>> numbers = Metrics()
@@ -214,11 +186,11 @@ class Metrics:
 
         Args:
             name: The counter.
-            delta: By how much.
+            delta: The number to add.
 
         Raises:
-            TypeError: The delta is no number.
-            ValueError: The name is a gauge's or a histogram's.
+            TypeError: The delta is not a number.
+            ValueError: The name belongs to a gauge or a histogram.
 
         Example:
             >>> numbers = Metrics(enabled=False)
@@ -232,7 +204,7 @@ class Metrics:
             self._counters[name] = self._counters.get(name, 0) + delta
 
     def set_gauge(self, name: str, value: float) -> None:
-        """Replace the value of a gauge; it raises what `increment` raises.
+        """Set a gauge; it raises the errors of `increment`.
 
         Args:
             name: The gauge.
@@ -250,7 +222,7 @@ class Metrics:
             self._gauges[name] = value
 
     def record_histogram(self, name: str, value: Any) -> None:
-        """Add a sample, in milliseconds; what is no finite number is ignored.
+        """Add a sample to a histogram; ignore it if it is not a finite number.
 
         Args:
             name: The histogram.
@@ -275,7 +247,7 @@ class Metrics:
             self._histograms[name].add(value)
 
     def snapshot(self) -> Snapshot:
-        """All numbers at this moment.
+        """Return all numbers at this moment.
 
         Example:
             >>> numbers = Metrics(enabled=False)
@@ -293,7 +265,7 @@ class Metrics:
             )
 
     def reset(self) -> None:
-        """Forget all numbers.
+        """Remove all numbers.
 
         Example:
             >>> numbers = Metrics(enabled=False)
@@ -307,7 +279,7 @@ class Metrics:
                 kind.clear()
 
     def flush(self) -> None:
-        """Wait until every update that has begun is visible.
+        """Wait until all updates that have begun are visible.
 
         Example:
             >>> numbers = Metrics(enabled=False)
@@ -317,8 +289,9 @@ class Metrics:
         self._lock.release()
 
     def to_prometheus(self) -> str:
-        """All numbers as the text that Prometheus reads; its content type is
-        `tinkex.wire.prometheus.CONTENT_TYPE`.
+        """Return all numbers as text for Prometheus.
+
+        Its content type is `tinkex.wire.prometheus.CONTENT_TYPE`.
 
         Example:
             >>> numbers = Metrics(enabled=False)
@@ -341,7 +314,7 @@ class Metrics:
             yield from prometheus.histogram(written, found.buckets, found.counts, found.total)
 
     def _check_name(self, name: str, kind: Mapping[str, Any]) -> None:
-        """A name stands for one kind of number: as two it could not be exported."""
+        """Raise if a name already belongs to another kind of number."""
         if any(
             name in other
             for other in (self._counters, self._gauges, self._histograms)
@@ -376,7 +349,7 @@ _making = threading.Lock()
 
 
 def shared() -> Metrics:
-    """The numbers of this process; they are kept from the first call on.
+    """Return the metrics of this process; the first call makes them.
 
     Example:
         >>> shared() is shared()
@@ -395,15 +368,15 @@ def configure(
     latency_buckets: Sequence[float] = LATENCY_BUCKETS,
     histogram_max_samples: int = HISTOGRAM_MAX_SAMPLES,
 ) -> Metrics:
-    """Start the process's numbers afresh with other settings; see `Metrics`.
+    """Replace the metrics of this process by new ones; see `Metrics`.
 
     Args:
-        enabled: Whether anything is counted.
+        enabled: Count the HTTP requests of clients.
         latency_buckets: Upper bounds of the buckets, in milliseconds.
-        histogram_max_samples: How many samples are kept for percentiles.
+        histogram_max_samples: The number of newest samples that percentiles are taken over.
 
     Returns:
-        The numbers of this process.
+        The new metrics.
 
     Example:
         >>> numbers = configure(latency_buckets=[10, 100, 1000], histogram_max_samples=200)
@@ -428,7 +401,7 @@ def increment(name: str, delta: float = 1) -> None:
 
     Args:
         name: The counter.
-        delta: By how much.
+        delta: The number to add.
 
     Example:
         >>> reset()
@@ -440,7 +413,7 @@ def increment(name: str, delta: float = 1) -> None:
 
 
 def set_gauge(name: str, value: float) -> None:
-    """Replace the value of a gauge of the process.
+    """Set a gauge of the process.
 
     Args:
         name: The gauge.
@@ -471,7 +444,7 @@ def record_histogram(name: str, value: Any) -> None:
 
 
 def snapshot() -> Snapshot:
-    """All numbers of the process at this moment.
+    """Return all numbers of the process at this moment.
 
     Example:
         >>> reset()
@@ -483,7 +456,7 @@ def snapshot() -> Snapshot:
 
 
 def reset() -> None:
-    """Forget the process's numbers.
+    """Remove the numbers of the process.
 
     Example:
         >>> increment("batches")
@@ -495,7 +468,7 @@ def reset() -> None:
 
 
 def flush() -> None:
-    """Wait until every update that has begun is visible.
+    """Wait until all updates that have begun are visible.
 
     Example:
         >>> flush()  # before the numbers of other threads are read
@@ -504,7 +477,7 @@ def flush() -> None:
 
 
 def to_prometheus() -> str:
-    """The process's numbers as the text that Prometheus reads.
+    """Return the numbers of the process as text for Prometheus.
 
     Example:
         >>> set_gauge("epoch", 3)

@@ -267,7 +267,7 @@ def _configure(**changes: Any) -> Callable[[Path], None]:
         (lambda directory: (directory / "adapter_config.json").write_text("{"), "not valid JSON"),
     ],
 )
-def test_what_does_not_fit_is_refused_and_changes_nothing(
+def test_mismatched_checkpoint_is_refused_unchanged(
     damage: Callable[[Path], None], message: str, engine: TorchEngine, data: Data, tmp_path: Path
 ) -> None:
     engine.writer("a", optimizer=True).write(Directory(tmp_path))

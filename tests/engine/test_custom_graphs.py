@@ -786,7 +786,7 @@ LATE: dict[str, tuple[CreateCustomLossRequest, Any, str]] = {
 
 
 @pytest.mark.parametrize("case", LATE)
-def test_what_only_data_show_is_refused_before_it_is_computed(
+def test_data_dependent_faults_are_refused_before_computing(
     case: str, watched: RealResults
 ) -> None:
     late, data, message = LATE[case]
@@ -798,7 +798,7 @@ def test_what_only_data_show_is_refused_before_it_is_computed(
     assert watched.largest <= max(data.numel(), 3000)
 
 
-def test_what_fits_other_lengths_than_the_rehearsal_is_taken() -> None:
+def test_graph_that_fits_other_lengths_is_accepted() -> None:
     far = graph(function("operator.getitem", REF, 50))
     loss, _ = compile_graph(far)(torch.arange(60.0), {})
     assert loss.item() == 50 * sum(range(60))

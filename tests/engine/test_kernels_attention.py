@@ -128,9 +128,7 @@ def check(
 
 
 @pytest.mark.parametrize(("channels", "window"), SIZES)
-def test_it_is_what_plain_attention_gives(
-    accelerator: str, channels: int, window: int | None
-) -> None:
+def test_kernel_equals_plain_attention(accelerator: str, channels: int, window: int | None) -> None:
     if accelerator == "cuda":
         for lengths, (heads, groups) in product(LENGTHS, HEADS):
             check(accelerator, lengths, heads, groups, channels, window)

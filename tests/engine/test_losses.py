@@ -73,7 +73,7 @@ def test_thresholds_may_be_given_for_each_token(
 
 
 @pytest.mark.covers("S16")
-def test_one_threshold_for_each_token_and_one_for_all(engine: TorchEngine, data: Data) -> None:
+def test_thresholds_per_token_equal_a_global_one(engine: TorchEngine, data: Data) -> None:
     batch = data(9, 4)
     given = with_inputs(batch, clip_low_threshold=(0.95, 0.95))
     config = {"clip_low_threshold": 0.95, "clip_high_threshold": 1.02}
@@ -227,7 +227,7 @@ BAD: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
 
 @pytest.mark.covers("S16", "S19")
 @pytest.mark.parametrize(("loss", "config", "inputs", "message"), BAD)
-def test_what_a_loss_does_not_take_is_refused_with_what_it_takes(
+def test_unknown_loss_input_is_refused_with_the_known_ones(
     engine: TorchEngine,
     data: Data,
     loss: str,

@@ -65,7 +65,7 @@ def compiler_of(path: Path, script: str) -> list[str]:
     return [str(path)]
 
 
-def test_it_is_compiled_once_and_kept(
+def test_library_is_compiled_once_and_cached(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = compiler_of(tmp_path / "cc", 'exec REAL "$@"')
@@ -93,7 +93,7 @@ def test_another_compiler_or_machine_makes_another(
 
 
 @pytest.mark.parametrize("machine", ["aarch64", "arm64"])
-def test_on_arm_it_is_made_for_any_processor(
+def test_library_on_arm_fits_any_processor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: str
 ) -> None:
     """For the one that is named may be what a virtual machine does not have, and to run it would
@@ -170,7 +170,7 @@ def test_no_compiler_at_all_is_said(
     assert "there is no C compiler (cc, gcc, clang, or the package ziglang)" in caplog.text
 
 
-def test_it_can_be_switched_off(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_can_be_switched_off(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(library.SWITCH, "0")
     assert library.load() is None
     assert not cache.exists()
@@ -220,7 +220,7 @@ def test_a_compiler_does_not_read_what_the_user_types(tmp_path: Path) -> None:
     assert (tmp_path / "read").read_bytes() == b""
 
 
-def test_where_nothing_can_be_written_pytorch_does_it(
+def test_unwritable_cache_falls_back_to_pytorch(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache.parent.write_text("")
@@ -252,7 +252,7 @@ def test_a_cache_that_is_not_ones_own_is_not_used(cache: Path, what: str) -> Non
     assert not cache.exists() or not list(cache.iterdir())
 
 
-def test_what_was_spoilt_in_the_cache_is_made_anew(cache: Path) -> None:
+def test_damaged_library_is_compiled_again(cache: Path) -> None:
     cache.mkdir(parents=True, mode=0o700)
     kept = library.compiled(next(iter(library.compilers())), cache)
     whole = kept.read_bytes()
@@ -404,7 +404,7 @@ def test_tokens_are_drawn_as_by_pytorch(engine: TorchEngine, vocab: int, scale: 
             np.testing.assert_array_equal(values, chosen[some])
 
 
-def test_how_often_a_token_is_drawn_is_its_probability(engine: TorchEngine) -> None:
+def test_draws_follow_the_probabilities(engine: TorchEngine) -> None:
     logits = random(1, 40) * 2
     numbers = (np.arange(20000) + 0.5) / 20000
     tokens, _ = native_of(engine, 2).draw(logits.expand(20000, -1), numbers, np.ones(20000))

@@ -72,7 +72,7 @@ def test_other_threads_keep_theirs_even_when_they_begin_meanwhile() -> None:
         assert answer.result(30) == 2
 
 
-def test_in_a_decoding_step_products_have_all_threads_and_the_rest_one(
+def test_decoding_gives_all_threads_to_products_only(
     engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts: dict[str, set[int]] = {"products": set(), "adapters": set()}

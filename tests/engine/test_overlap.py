@@ -343,7 +343,9 @@ def test_jobs_that_come_and_go_at_any_time_give_what_they_give_alone(
 
 
 @pytest.mark.slow
-def test_so_they_do_in_many_more_cases(crowd: TorchEngine, expected: list[SampleResponse]) -> None:
+def test_overlapped_samples_are_equal_in_many_cases(
+    crowd: TorchEngine, expected: list[SampleResponse]
+) -> None:
     try_cases(crowd, expected, 100)
 
 
@@ -388,7 +390,7 @@ def test_a_job_that_is_cancelled_hears_nothing_more(
 
 
 @pytest.mark.parametrize("deaf", range(68, 71))
-def test_who_fails_while_room_is_made_has_failed(
+def test_failure_during_eviction_is_reported(
     crowd: TorchEngine, expected: list[SampleResponse], deaf: int
 ) -> None:
     """Three rows need a block at once and none is free: what is unread is read first, and shows who
@@ -410,9 +412,7 @@ def alone(engine: TorchEngine, request: SampleRequest) -> list[int]:
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_what_a_token_too_many_leaves_behind_harms_nobody(
-    crowd: TorchEngine, cancelled: bool
-) -> None:
+def test_extra_decoded_token_is_harmless(crowd: TorchEngine, cancelled: bool) -> None:
     """It may be no number; in a block that another gets it is masked, but 0 times NaN is NaN."""
     engine = limited(crowd, 3, share_prefixes=False)
     # the end of one's prompt goes where the other was decoded
@@ -445,7 +445,7 @@ class Ear:
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_nothing_is_held_when_nothing_runs(crowd: TorchEngine, cancelled: bool) -> None:
+def test_idle_sampler_holds_no_blocks(crowd: TorchEngine, cancelled: bool) -> None:
     """What is unread names jobs, and those have weights."""
     engine, ear = limited(crowd), Ear()
     gone = weakref.ref(ear)
@@ -462,7 +462,7 @@ def test_nothing_is_held_when_nothing_runs(crowd: TorchEngine, cancelled: bool) 
 
 
 @pytest.mark.parametrize("room", ["a longer slab", "more slots", "a seat"])
-def test_when_there_is_no_memory_for_a_row_what_comes_later_is_as_ever(
+def test_row_without_memory_does_not_affect_later_rows(
     crowd: TorchEngine, monkeypatch: pytest.MonkeyPatch, room: str
 ) -> None:
     monkeypatch.setattr(slab_decoding, "SMALLEST_SLAB", BLOCK)
@@ -650,7 +650,7 @@ def test_passes_that_come_and_go_at_any_time_give_what_they_give_alone(
 
 
 @pytest.mark.slow
-def test_so_do_passes_in_many_more_cases(
+def test_overlapped_passes_are_equal_in_many_cases(
     checkpoint: Checkpoint, data: Data, passes_alone: Callable[[Data], list[Alone]]
 ) -> None:
     try_passes(checkpoint, data, passes_alone(data), 60)
@@ -739,7 +739,7 @@ def test_a_short_datum_that_memory_has_no_room_for_fails_in_the_end(
         assert f"datum 0: {length} tokens need more memory" in str(result)
 
 
-def test_when_memory_runs_out_what_is_unread_counts_once(
+def test_out_of_memory_counts_unread_tokens_once(
     checkpoint: Checkpoint, data: Data, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pass that begins anew has had pieces read already, and one whose results are still to be

@@ -181,7 +181,7 @@ def test_mixtures_add_up_in_single_precision_and_learn_as_they_do_there(
     assert error < 0.01 * sum(float(grad.square().sum()) for grad in exact.values())
 
 
-def test_what_dense_models_add_is_rounded(checkpoint: Checkpoint) -> None:
+def test_residual_sums_of_dense_models_are_rounded(checkpoint: Checkpoint) -> None:
     """It costs them little, and time is dear."""
     engine = TorchEngine({"m": checkpoint("qwen3")}, threads=1)
     engine.create("a", "m", LoraConfig(rank=8))

@@ -92,7 +92,7 @@ def test_a_seed_decides(params: dict[str, Any], trained: TorchEngine, sample: Sa
 
 
 @pytest.mark.covers("S36")
-def test_what_a_job_gives_does_not_depend_on_others(trained: TorchEngine, sample: Sample) -> None:
+def test_job_results_are_independent_of_other_jobs(trained: TorchEngine, sample: Sample) -> None:
     trained._sampler = Sampler(Limits(max_rows=8))  # not all at once
     alone = sample(trained, PROMPT, seed=5, num_samples=3, max_tokens=15)
     for index in range(7):

@@ -324,7 +324,7 @@ def test_long_prompts_do_not_stop_the_others(limits: Any) -> None:
 
 
 @WAYS
-def test_what_does_not_fit_waits_or_is_put_back(way: str, limits: Any) -> None:
+def test_rows_without_room_wait_or_are_preempted(way: str, limits: Any) -> None:
     """Eleven blocks: nobody fails, results are those of an engine with room, listeners hear of a
     token once."""
     jobs = [("one", ask(tokens_of(1, 60), 6, 150), 1), ("two", ask(tokens_of(2, 130), 2, 100), 2)]

@@ -346,7 +346,7 @@ def test_a_seed_decides(engine: TorchEngine) -> None:
         ),
     ],
 )
-def test_what_the_vocabulary_does_not_allow_is_refused(
+def test_token_outside_the_vocabulary_is_refused(
     params: dict[str, Any], message: str, engine: TorchEngine
 ) -> None:
     with pytest.raises(EngineError, match=message) as caught:

@@ -199,9 +199,7 @@ def test_passes_of_one_adapter_end_in_order_and_add_up(shared: TorchEngine, data
     assert torch.equal(grad, alone)
 
 
-def test_what_is_wrong_with_one_pass_does_not_touch_its_neighbours(
-    shared: TorchEngine, data: Data
-) -> None:
+def test_bad_pass_does_not_affect_its_neighbours(shared: TorchEngine, data: Data) -> None:
     good = data(9, 12)
     bad = examples(CASES["importance_sampling"], lengths=(6, 6), logprobs=-1000.0)
     shared.pass_start("bad", "b", bad, "importance_sampling", {})
@@ -252,7 +250,7 @@ class Memory:
         monkeypatch.setattr(device_step, "hidden_states", limited)
 
 
-def test_when_memory_runs_out_a_step_is_halved_and_nothing_is_counted_twice(
+def test_out_of_memory_halves_a_step_and_counts_once(
     shared: TorchEngine,
     data: Data,
     monkeypatch: pytest.MonkeyPatch,
@@ -346,7 +344,7 @@ def turns(shares: Shares, waiting: list[str], count: int, costs: dict[str, int])
     return taken
 
 
-def test_whoever_has_had_least_comes_first() -> None:
+def test_owner_with_the_least_service_comes_first() -> None:
     assert turns(Shares(), ["a", "b"], 8, {"a": 3, "b": 1}) == "abbbabbb"
     assert turns(Shares(), ["a", "b", "c"], 6, {"a": 1, "b": 1, "c": 1}) == "abcabc"
 

@@ -1,7 +1,7 @@
-"""Training platforms: one protocol of five calls, and three that keep it.
+"""Training platforms: one protocol of five calls, and three implementations.
 
-`TinkexPlatform` trains through our clients, `PeftPlatform` with plain transformers and peft,
-`MemoryPlatform` in numpy for tests. Names are resolved when first used.
+`TinkexPlatform` uses the clients of tinkex, `PeftPlatform` transformers and peft, `MemoryPlatform`
+numpy, for tests. Names are resolved when first used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The platform over our own clients: the hosted service, a server, or the embedded one."""
+"""The platform over the clients of tinkex, with any server."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class TinkexSession:
-    """A training run, and the sampler of its weights as long as these do not change."""
+    """A training run, and the sampler of its weights until they change."""
 
     client: TrainingClient
     sampler: SamplingClient | None = None
 
 
 class TinkexPlatform:
-    """Trains through a `ServiceClient`, which stays its owner's to close.
+    """The platform over a `ServiceClient`, which its owner closes.
 
     Example:
         >>> with ServiceClient(base_url="local") as service:
@@ -64,7 +64,7 @@ class TinkexPlatform:
         loss_fn: str,
         loss_fn_config: Mapping[str, float | str] | None = None,
     ) -> ForwardBackwardOutput:
-        """Compute the loss of data and add its gradient; any loss of the server will do."""
+        """Compute any loss of the server and add its gradient."""
         return session.client.forward_backward(data, loss_fn, loss_fn_config).result()
 
     def optim_step(self, session: TinkexSession, params: AdamParams) -> OptimStepResponse:
@@ -73,7 +73,7 @@ class TinkexPlatform:
         return session.client.optim_step(params).result()
 
     def save_checkpoint(self, session: TinkexSession, name: str) -> str:
-        """Save a training state; gives its `tinker://` path."""
+        """Save a training state; return its `tinker://` path."""
         return session.client.save_state(name).result().path
 
     def sample(
@@ -83,7 +83,7 @@ class TinkexPlatform:
         num_samples: int = 1,
         sampling_params: SamplingParams | None = None,
     ) -> SampleResponse:
-        """Sample from the weights as they are."""
+        """Sample from the present weights."""
         if session.sampler is None:
             session.sampler = session.client.save_weights_and_get_sampling_client().result()
         return session.sampler.sample(

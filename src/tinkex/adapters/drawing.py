@@ -1,4 +1,4 @@
-"""Sampling of platforms that compute by themselves, from whatever gives logits."""
+"""Sampling from logits, for the platforms that compute them here."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tinkex.types.sampling import SampledSequence, SampleResponse, SamplingParam
 from tinkex.types.tensors import Array
 
 Next: TypeAlias = Callable[[int], Array]
-"""Takes a token and gives the logits of what follows it."""
+"""A function from a token to the logits of the next one."""
 
 
 def log_softmax(logits: Array) -> Array:
-    """Logarithms of probabilities, along the last axis."""
+    """Return logits as logarithms of probabilities, along the last axis."""
     shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
     normalised: Array = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
     return normalised
@@ -32,15 +32,16 @@ def draw(
     context: int,
     eos: Collection[int],
 ) -> SampleResponse:
-    """Samples one after the other; with a seed, sample i is always the same.
+    """Draw samples one after the other; with a seed, sample i is always the same.
 
     Args:
-        prompt: What they continue.
-        num_samples: How many.
-        params: How; stops are token ids, or the end-of-text tokens by default.
-        start: Takes the prompt; gives the logits after it, and what continues from there.
-        vocab: How many tokens there are.
-        context: How many tokens a prompt and its sample may have.
+        prompt: The tokens to continue.
+        num_samples: The number of samples.
+        params: The settings; stops are token ids, by default the end-of-text tokens.
+        start: Takes the prompt; returns the logits after it, and a function that goes on from
+            there.
+        vocab: The number of tokens in the vocabulary.
+        context: The most tokens of a prompt and its sample.
         eos: Tokens that end a text.
     """
     tokens = prompt.to_ints()
@@ -102,7 +103,7 @@ def _sample(
 
 
 def choose(logits: Array, params: SamplingParams, random: np.random.Generator) -> tuple[int, float]:
-    """A token, and its log-probability at this temperature before top_k and top_p cut."""
+    """Draw a token; return it and its log-probability before top_k and top_p."""
     if params.temperature == 0:
         token = int(logits.argmax())
         return token, float(log_softmax(logits)[token])

@@ -1,5 +1,6 @@
-"""A platform in memory, for tests of training loops: a small model that truly learns, in numpy, the
-same every time.
+"""A platform in memory, for tests of training loops.
+
+A small model in numpy that learns, with the same results every time.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from tinkex.types.tensors import Array
 from tinkex.types.training import AdamParams, ForwardBackwardOutput, OptimStepResponse
 
 SPREAD = 0.5
-"""How far the logits of an untrained model lie apart."""
+"""The spread of the logits of an untrained model."""
 END = 1
 """The token that ends a text."""
 
 
 @dataclass(slots=True)
 class MemorySession:
-    """Logits of the next token by the present one, and what AdamW keeps of their gradients."""
+    """The logits of the next token by the present one, and their moments in AdamW."""
 
     base_model: str
     weights: Array
@@ -36,15 +37,16 @@ class MemorySession:
 
 
 class MemoryPlatform:
-    """Trains a model that sees one token back: every weight has its true gradient, nothing is
-    random.
+    """A platform with a model that sees one token back, with exact gradients.
+
+    Nothing is random.
 
     Its losses are cross_entropy, importance_sampling and ppo. The adapter's shape and seed have no
-    bearing on it.
+    effect.
 
     Args:
-        vocab_size: How many tokens there are; token 1 ends a text.
-        context_length: How long a text may be.
+        vocab_size: The size of the vocabulary; token 1 ends a text.
+        context_length: The most tokens of a text.
 
     Example:
         >>> platform = MemoryPlatform()
@@ -69,7 +71,7 @@ class MemoryPlatform:
         self._sessions = 0
 
     def create_session(self, config: SessionConfig) -> MemorySession:
-        """Start from the base model, which is the same for the same name, or from a checkpoint."""
+        """Start from the base model of a name, or from a checkpoint."""
         self._sessions += 1
         if config.checkpoint is None:
             random = np.random.default_rng(zlib.crc32(config.base_model.encode()))
@@ -134,7 +136,7 @@ class MemoryPlatform:
         )
 
     def save_checkpoint(self, session: MemorySession, name: str) -> str:
-        """Keep the weights as long as the platform lives."""
+        """Keep the weights for the life of the platform."""
         path = f"memory://{session.number}/{name}"
         if path in self._checkpoints:
             raise ValueError(f"there is a checkpoint {path!r} already")
@@ -148,7 +150,7 @@ class MemoryPlatform:
         num_samples: int = 1,
         sampling_params: SamplingParams | None = None,
     ) -> SampleResponse:
-        """Sample from the weights as they are."""
+        """Sample from the present weights."""
         weights = session.weights
         return drawing.draw(
             prompt,

@@ -1,7 +1,7 @@
-"""Losses of platforms that compute by themselves: values by target and their slopes, in numpy.
+"""Losses and their gradients in numpy, for the platforms that compute here.
 
-They are those of the engine, written once more from their definitions, so that each can be checked
-by the other.
+They are the losses of the engine, written again from their definitions, so that each checks the
+other.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ def _ppo(logprobs: Array, inputs: Mapping[str, Array], config: Mapping[str, floa
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """A loss, the inputs it reads with their defaults (those without one must be given), and its
-    settings.
+    """A loss, its inputs with their defaults, and its settings.
+
+    An input without a default must be given.
     """
 
     evaluate: Callable[[Array, Mapping[str, Array], Mapping[str, float]], Slopes]
@@ -66,7 +67,7 @@ OBJECTIVES = {
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A datum that passed every check: its tokens, its targets, and inputs of their shape."""
+    """A datum that passed every check: tokens, targets, and inputs of their shape."""
 
     tokens: Array
     targets: Array
@@ -164,7 +165,7 @@ def _input(index: int, datum: Datum, key: str, targets: Array, default: float | 
 def output(
     batch: Batch, logprobs: Sequence[Array], values: Sequence[Array]
 ) -> ForwardBackwardOutput:
-    """What a pass gives, in the form of the engine's."""
+    """Return the result of a pass in the form of the engine."""
     records = [{"logprobs": TensorData.from_numpy(found.astype(np.float32))} for found in logprobs]
     tokens = sum(example.tokens.size for example in batch.examples)
     metrics = {"loss:sum": float(sum(found.sum() for found in values)), "tokens:sum": float(tokens)}

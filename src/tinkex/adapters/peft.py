@@ -1,8 +1,7 @@
-"""The platform over plain transformers and peft: the same training without any of our engine, to
-compare or to leave.
+"""The platform over transformers and peft, without tinkex's engine.
 
-An adapter has the engine's shape: factors on the same modules, alpha 32. Checkpoints are
-directories that peft reads.
+Use it to compare results, or to move away from tinkex. An adapter has the engine's shape: factors
+on the same modules, alpha 32. Checkpoints are directories that peft reads.
 """
 
 from __future__ import annotations
@@ -50,14 +49,14 @@ class PeftSession:
 
 
 class PeftPlatform:
-    """Trains with transformers and peft in this process; both must be installed.
+    """The platform over transformers and peft in this process; both must be installed.
 
     Its losses are cross_entropy, importance_sampling and ppo.
 
     Args:
-        directory: Where checkpoints are written, each in a directory of its own name.
-        models: Directories of models by name; a name that is not listed is transformers' to find.
-        device: Where to compute.
+        directory: The directory of the checkpoints; each gets a directory of its name.
+        models: Directories of models by name; transformers finds the other names.
+        device: The device to compute on.
 
     Example:
         >>> platform = PeftPlatform("checkpoints", {"tinkex/tiny": "path/to/tiny"})
@@ -75,7 +74,7 @@ class PeftPlatform:
         self._directory, self._models, self._device = Path(directory), dict(models or {}), device
 
     def create_session(self, config: SessionConfig) -> PeftSession:
-        """Load the model in float32, with a fresh adapter or that of a checkpoint's directory."""
+        """Load the model in float32, with a new adapter or that of a checkpoint."""
         import torch
         from peft import LoraConfig as PeftConfig, PeftModel, get_peft_model
         from transformers import AutoModelForCausalLM
@@ -114,9 +113,7 @@ class PeftPlatform:
         loss_fn: str,
         loss_fn_config: Mapping[str, float | str] | None = None,
     ) -> ForwardBackwardOutput:
-        """Compute the loss of data, one after the other, and add its gradient once all have been
-        computed.
-        """
+        """Compute the loss of data one by one, and add the gradient after the last."""
         import torch
 
         batch = numpy_losses.read(data, loss_fn, loss_fn_config, session.vocab, session.context)
@@ -143,7 +140,7 @@ class PeftPlatform:
         return numpy_losses.output(batch, logprobs, values)
 
     def optim_step(self, session: PeftSession, params: AdamParams) -> OptimStepResponse:
-        """Apply the gradient with torch's AdamW, set as this step asks, and clear it."""
+        """Apply the gradient with torch's AdamW and the params of this step, and clear it."""
         import torch
 
         params.validate()
@@ -168,7 +165,7 @@ class PeftPlatform:
         )
 
     def save_checkpoint(self, session: PeftSession, name: str) -> str:
-        """Write the adapter as peft does; gives the directory."""
+        """Write the adapter as peft does; return the directory."""
         if not name or Path(name).name != name:
             raise ValueError(f"a checkpoint's name must be a plain one, got {name!r}")
         directory = self._directory / name
@@ -187,7 +184,7 @@ class PeftPlatform:
         num_samples: int = 1,
         sampling_params: SamplingParams | None = None,
     ) -> SampleResponse:
-        """Sample from the weights as they are."""
+        """Sample from the present weights."""
         return drawing.draw(
             prompt,
             num_samples,
@@ -215,7 +212,7 @@ class PeftPlatform:
 
 
 def _targets(model: Any, shape: LoraConfig) -> list[str]:
-    """The modules that an adapter of this shape touches, of those that the model has."""
+    """Return the modules of the model that an adapter of this shape changes."""
     present = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
     wanted = [name for flag, names in MODULES.items() if getattr(shape, flag) for name in names]
     if not (found := [name for name in wanted if name in present]):
@@ -225,7 +222,7 @@ def _targets(model: Any, shape: LoraConfig) -> list[str]:
 
 @contextmanager
 def _calm() -> Iterator[None]:
-    """Without the advice on tied embeddings: it concerns merged weights, which nobody makes here."""
+    """Hide the advice on tied embeddings, which is about merged weights."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Model has .tie_word_embeddings")
         yield

@@ -1,4 +1,4 @@
-"""What a training platform is: five calls that a training loop needs, whoever computes behind them."""
+"""The protocol of a training platform: the five calls that a training loop needs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ DEFAULT_RANK = 32
 
 
 class SessionConfig(Record, frozen=True, kw_only=True):
-    """What to train.
+    """The base model and the adapter of a session.
 
     Attributes:
         base_model: The name of the model to adapt.
-        lora: The shape of a fresh adapter, of rank 32 unless it is given.
-        checkpoint: What `save_checkpoint` of the same platform gave, to start from its weights
-            instead; the optimizer starts afresh.
+        lora: The shape of a new adapter; of rank 32 by default.
+        checkpoint: The result of `save_checkpoint` of the same platform, to start from its weights.
+            The optimizer starts from zero.
 
     Example:
         >>> SessionConfig(base_model="tinkex/tiny", lora=LoraConfig(rank=8)).shape.rank
@@ -39,17 +39,17 @@ class SessionConfig(Record, frozen=True, kw_only=True):
 
     @property
     def shape(self) -> LoraConfig:
-        """The shape of a fresh adapter."""
+        """The shape of a new adapter."""
         return self.lora if self.lora is not None else LoraConfig(rank=DEFAULT_RANK)
 
 
 @runtime_checkable
 class TrainingPlatform(Protocol[S]):
-    """Trains LoRA adapters and samples from them; S is what a platform calls a session.
+    """A platform that trains LoRA adapters and samples from them.
 
-    A loop that is written against it runs on every platform. Calls wait for their result. Losses of
-    data are summed, gradients of passes add up until a step applies and clears them, and a loss
-    that there is not is a `ValueError`.
+    S is the type of its sessions. A loop that is written for it runs on every platform. Calls wait for their result. Losses of
+    data are summed. Gradients of passes add up until a step applies and clears them. An unknown
+    loss is a `ValueError`.
 
     Example:
         >>> def train(platform: TrainingPlatform, data: list[Datum]) -> float:
@@ -67,13 +67,13 @@ class TrainingPlatform(Protocol[S]):
     """
 
     def create_session(self, config: SessionConfig) -> S:
-        """Start training a fresh adapter, or the weights of a checkpoint.
+        """Start to train a new adapter, or the weights of a checkpoint.
 
         Args:
             config: The base model, the adapter's shape, and a checkpoint to start from.
 
         Returns:
-            What the other calls take; what it is, is the platform's own.
+            The session, which the other calls take. Its type depends on the platform.
 
         Example:
             >>> platform = TinkexPlatform(service)
@@ -87,13 +87,13 @@ class TrainingPlatform(Protocol[S]):
         loss_fn: str,
         loss_fn_config: Mapping[str, float | str] | None = None,
     ) -> ForwardBackwardOutput:
-        """Compute the loss of data and add its gradient to what the next step applies.
+        """Compute the loss of data and add its gradient for the next step.
 
         The log-probabilities of the targets are in `loss_fn_outputs`, the loss is
         `metrics["loss:sum"]`.
 
         Args:
-            session: What `create_session` gave.
+            session: The session that `create_session` returned.
             data: The examples; their losses are summed.
             loss_fn: The name of a loss.
             loss_fn_config: Settings of that loss.
@@ -112,11 +112,11 @@ class TrainingPlatform(Protocol[S]):
         """Apply the gradient with AdamW and clear it; without one, nothing changes.
 
         Args:
-            session: What `create_session` gave.
+            session: The session that `create_session` returned.
             params: The hyper-parameters of this step.
 
         Returns:
-            The step's metrics, as far as there are any.
+            The metrics of the step, if there are any.
 
         Example:
             >>> platform = MemoryPlatform()
@@ -127,15 +127,14 @@ class TrainingPlatform(Protocol[S]):
         """
 
     def save_checkpoint(self, session: S, name: str) -> str:
-        """Keep the weights as they are under a name that is new; what it gives can be
-        `SessionConfig.checkpoint`.
+        """Save the weights under a new name, for `SessionConfig.checkpoint`.
 
         Args:
-            session: What `create_session` gave.
+            session: The session that `create_session` returned.
             name: The name.
 
         Returns:
-            Where the checkpoint is, in the platform's own terms.
+            The place of the checkpoint, in a form that depends on the platform.
 
         Example:
             >>> platform = TinkexPlatform(service)
@@ -151,13 +150,13 @@ class TrainingPlatform(Protocol[S]):
         num_samples: int = 1,
         sampling_params: SamplingParams | None = None,
     ) -> SampleResponse:
-        """Sample from the weights as they are.
+        """Sample from the present weights.
 
         Args:
-            session: What `create_session` gave.
-            prompt: What to continue.
-            num_samples: How many samples to draw.
-            sampling_params: How to draw them.
+            session: The session that `create_session` returned.
+            prompt: The tokens to continue.
+            num_samples: The number of samples.
+            sampling_params: Temperature, stop and the other settings.
 
         Returns:
             The samples.

@@ -17,7 +17,7 @@ def checked_id(name: str, value: str) -> str:
 
 
 def checkpoint_parts(run_or_path: str, checkpoint_id: str | None = None) -> dict[str, str]:
-    """Return the parts of a checkpoint's address, from its path or from its run and id."""
+    """Return the parts of a checkpoint's address, from its path or its run and id."""
     if checkpoint_id is not None:
         checked_id("training_run_id", run_or_path)
         run_or_path = f"{SCHEME}{run_or_path}/{checkpoint_id}"
@@ -39,7 +39,7 @@ def scope_query(scope: str | None) -> dict[str, object]:
 
 
 def checked_ttl(seconds: int | None) -> int | None:
-    """Return the lifetime of a checkpoint; raise if it is not a positive whole number or None."""
+    """Return a lifetime; raise if it is not a positive whole number or None."""
     if seconds is not None and (
         isinstance(seconds, bool) or not isinstance(seconds, int) or seconds <= 0
     ):

@@ -12,7 +12,7 @@ C = TypeVar("C")
 
 
 def made_of(*parts: type[Any]) -> Callable[[type[C]], type[C]]:
-    """Make the public methods and properties of base classes the class's own, by name too.
+    """Make public methods and properties of base classes the class's own.
 
     Programs that trace or replace methods look for them in the class itself, not in its bases.
 
@@ -38,6 +38,7 @@ def made_of(*parts: type[Any]) -> Callable[[type[C]], type[C]]:
 
 
 def _rename(method: Any, part: str, owner: str) -> None:
-    method.__qualname__ = f"{owner}.{method.__name__}"
+    old, method.__qualname__ = method.__qualname__, f"{owner}.{method.__name__}"
     if hasattr(method, "__deprecated__"):
-        method.__deprecated__ = method.__deprecated__.replace(f"{part}.", f"{owner}.")
+        text = method.__deprecated__.replace(f"{old}(", f"{method.__qualname__}(")
+        method.__deprecated__ = text.replace(f"{part}.", f"{owner}.")

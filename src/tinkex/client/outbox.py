@@ -1,4 +1,4 @@
-"""Outbox: the requests of one training run, sent in the order of the calls they belong to."""
+"""Outbox: the requests of one training run, sent in the order of its calls."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Turn: TypeAlias = Callable[["Outbox", int], Awaitable[Fetch[T]]]
 
 
 class Poison:
-    """Refuses the calls that a client makes after a custom pass which was never finished."""
+    """Refuses the calls of a client after a custom pass that did not finish."""
 
     ALWAYS = -1
     """The place of a call that is never refused."""
@@ -163,7 +163,7 @@ class Outbox:
         return await _carried(self._submit_chunks(requests))
 
     def chunks(self, data: list[Datum]) -> list[list[Datum]]:
-        """Cut data so that no chunk has too many datums or bytes; a larger datum goes alone."""
+        """Cut data into chunks within the limits; a larger datum goes alone."""
         config = self.session.client_config
         chunks: list[list[Datum]] = [[]]
         size = 0
@@ -177,7 +177,9 @@ class Outbox:
         return chunks
 
     async def _submit_chunks(self, requests: list[ForwardBackwardRequest]) -> list[Receipt]:
-        """Send the chunks of one call, the first one last: the server can then take them together.
+        """Send the chunks of one call, the first one last.
+
+        The server can then take them together.
 
         Every chunk is sent even when another is refused, so that no number is left out.
         """
@@ -215,7 +217,7 @@ class Outbox:
             raise
 
     async def _spend(self, seq_id: int) -> None:
-        """Use a number up with a pass over nothing, which fails; later calls would wait for it."""
+        """Use up a number, which later calls wait for, with an empty pass that fails."""
         with contextlib.suppress(TinkerError):
             await self.touch(seq_id, patience=SPEND_PATIENCE)
 
@@ -229,7 +231,7 @@ class Outbox:
 
 
 async def _carried(submission: Coroutine[Any, Any, T]) -> T:
-    """Finish a submission even when its caller is cancelled meanwhile; cancel the caller then."""
+    """Finish a submission even if its caller is cancelled meanwhile."""
     task = runtime().task(submission)
     try:
         return await asyncio.shield(task)

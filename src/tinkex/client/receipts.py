@@ -1,4 +1,4 @@
-"""Receipts: submit a call and keep its receipt, to wait for its result later or in another process."""
+"""Receipts: submit a call, and wait for its result later or in another process."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class Receipts:
 
         Args:
             request: Its receipt, or the request id in it.
-            operation: What it is, e.g. "forward_backward", "optim_step" or "save_weights".
+            operation: Its name, e.g. "forward_backward", "optim_step" or "save_weights".
             options: How to wait for the result; see `CallOptions`.
 
         Returns:

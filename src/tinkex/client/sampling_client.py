@@ -1,4 +1,4 @@
-"""SamplingClient: samples and log-probabilities from a base model or from saved weights."""
+"""SamplingClient: samples from a base model or from saved weights."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class SamplingClient(SampleStreams):
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
     ) -> AwaitableConcurrentFuture[SamplingClient]:
-        """Open a sampler of a checkpoint, of a base model, or of an existing sampling session.
+        """Open a sampler of a checkpoint, a base model or an existing sampling session.
 
         Args:
             holder: The session to sample in.
@@ -204,7 +204,9 @@ class SamplingClient(SampleStreams):
     compute_logprobs_async = value_twin(compute_logprobs)
 
     def get_sampler_handle(self) -> str:
-        """Return a text from which another process can make this client; it holds no credential.
+        """Return a text from which another process can make this client.
+
+        It holds no credential.
 
         Example:
             >>> handle = sampler.get_sampler_handle()
@@ -290,41 +292,25 @@ def checked_kind(kind: SamplingClientKind) -> SamplingClientKind:
 async def open_sampling_client(
     session: Session,
     *,
-    base_model: str | None = None,
-    model_path: str | None = None,
-    sampling_session_id: str | None = None,
     retry_config: RetryConfig | None = None,
     record_stability_info: bool = False,
-    known_model: str | None = None,
+    **source: str | None,
 ) -> SamplingClient:
     """Open a sampler of a base model, a checkpoint or an existing sampling session.
 
     Args:
         session: The session to sample in.
-        base_model: The name of a base model.
-        model_path: A `tinker://…/sampler_weights/…` path.
-        sampling_session_id: An existing sampling session.
         retry_config: How samples are retried.
         record_stability_info: Ask the server to keep what `stable_reinforce` needs.
-        known_model: The base model of the weights. It is not sent; without it the server is asked.
+        source: The weights to sample from; see `open_sampler`.
 
     Returns:
         The sampler.
-
-    Raises:
-        ValueError: There is nothing to sample from, or the path is not a `tinker://` path.
     """
     make = functools.partial(
         SamplingClient, retry_config=retry_config, record_stability_info=record_stability_info
     )
-    return await open_sampler(
-        session,
-        make,
-        base_model=base_model,
-        model_path=model_path,
-        sampling_session_id=sampling_session_id,
-        known_model=known_model,
-    )
+    return await open_sampler(session, make, **source)
 
 
 async def open_sampler(
@@ -336,7 +322,22 @@ async def open_sampler(
     sampling_session_id: str | None = None,
     known_model: str | None = None,
 ) -> S:
-    """Open a sampler as `open_sampling_client` does; `make` makes the client."""
+    """Open a sampler.
+
+    Args:
+        session: The session to sample in.
+        make: Makes the client.
+        base_model: The name of a base model.
+        model_path: A `tinker://…/sampler_weights/…` path.
+        sampling_session_id: An existing sampling session.
+        known_model: The base model of the weights. It is not sent; without it the server is asked.
+
+    Returns:
+        The sampler.
+
+    Raises:
+        ValueError: There is nothing to sample from, or the path is not a `tinker://` path.
+    """
     if sampling_session_id is None:
         if model_path is None and base_model is None:
             raise ValueError("give model_path or base_model")

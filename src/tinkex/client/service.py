@@ -6,7 +6,6 @@ import logging
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeAlias
 
 from tinkex.client.class_parts import made_of
@@ -122,7 +121,9 @@ class ServiceClient(TrainingStarts):
         return self._session.session_id
 
     def get_telemetry(self) -> Reporter | None:
-        """Return the reporter that sends this session's events to the hosted service, or None.
+        """Return the reporter of this session's events, or None.
+
+        It sends them to the hosted service.
 
         Example:
             >>> from tinkex import telemetry
@@ -259,7 +260,7 @@ class ServiceClient(TrainingStarts):
 
     @deprecated("await RestClient().get_server_capabilities()")
     async def get_server_capabilities_async(self) -> GetServerCapabilitiesResponse:
-        """Like `get_server_capabilities`. Deprecated: use `RestClient.get_server_capabilities`."""
+        """Like `get_server_capabilities`."""
         return await self._session.start(self._capabilities())
 
     def copy_weights(
@@ -306,7 +307,7 @@ class ServiceClient(TrainingStarts):
         return f"{CONSOLE}/sessions/{session_id}" if session_id else f"{CONSOLE}/sessions"
 
     def circuit_breakers(self) -> dict[str, BreakerState]:
-        """Return the state of each endpoint's circuit breaker, if `circuit_breaker` is configured.
+        """Return the state of each endpoint's circuit breaker, if they are configured.
 
         Example:
             >>> config = Config.resolve(base_url="local", circuit_breaker=True)
@@ -340,10 +341,7 @@ class ServiceClient(TrainingStarts):
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, *_: object
     ) -> None:
         status: ClientSessionFinishReasonType = "success"
         if kind is not None:

@@ -1,4 +1,4 @@
-"""A session: one transport, the server's configuration, an id with its heartbeat, and counters.
+"""A session: a transport, the server's configuration, an id with its heartbeat.
 
 It opens itself on first use. It stops when it is closed, or when the last client that holds it is
 dropped.
@@ -124,7 +124,7 @@ class Session(Submissions):
         *args: Any,
         kind: type[Future[T]] | None = None,
     ) -> Future[T]:
-        """Like `start`, but make the coroutine only when it runs; it may be cancelled before."""
+        """Like `start`, but make the coroutine only when it runs."""
         if self.closed:
             raise RuntimeError("ServiceClient is closed")
         return start(self._call(function, args), kind)
@@ -217,7 +217,7 @@ class Session(Submissions):
         await self.refresh()
 
     async def refresh(self) -> None:
-        """Ask for the part of the configuration that may change; keep the last one on failure."""
+        """Ask for the part of the configuration that may change."""
         hello = ClientConfigRequest(sdk_version=PROTOCOL_VERSION)
         with contextlib.suppress(TinkerError):
             self.dynamic_config = await self.transport.call(
@@ -261,7 +261,7 @@ class Session(Submissions):
         return False
 
     async def renew(self, lost: str) -> None:
-        """Take a new id in place of one that the server has lost; a second call does nothing."""
+        """Take a new id in place of a lost one; a second call does nothing."""
         if self.is_shadow:
             raise RuntimeError("a session that another process owns is not opened anew here")
         async with self._renewing:
@@ -273,7 +273,9 @@ class Session(Submissions):
 
     @property
     def gate(self) -> DispatchGate:
-        """The limit on submissions of samples, shared by all sessions of this server and key.
+        """The limit on submissions of samples.
+
+        All sessions of the same server and key share it.
 
         Use it on the loop only.
         """
@@ -330,7 +332,7 @@ class Session(Submissions):
         future.add_done_callback(self._pending.discard)
 
     async def _settle(self, reason: ClientSessionFinishReasonType) -> None:
-        """Wait for open calls if the session ends well; otherwise log how many are dropped."""
+        """Wait for open calls, or log how many are dropped if the session ends badly."""
         # a session that is not open executes nothing
         pending = list(self._pending) if self._is_open else []
         if pending and reason == "success":
@@ -416,7 +418,7 @@ async def _let_go(transport: Transport, reporters: list[Reporter]) -> None:
 
 
 async def _heartbeat(reference: weakref.ref[Session], session_id: str) -> None:
-    """Send heartbeats until the session ends, here or on the server, or a limit is reached."""
+    """Send heartbeats until the session ends or a limit is reached."""
     request = SessionHeartbeatRequest(session_id=session_id)
     heard, failures = time.monotonic(), 0
     while True:
@@ -457,7 +459,7 @@ async def _heartbeat(reference: weakref.ref[Session], session_id: str) -> None:
 
 
 async def _keep_informed(reference: weakref.ref[Session]) -> None:
-    """Refresh the changing part of the configuration until the session is closed or dropped."""
+    """Refresh the changing part of the configuration until the session ends."""
     while (session := reference()) is not None and not session.closed:
         pause = max(session.dynamic_config.refresh_interval_sec, SHORTEST_REFRESH)
         del session

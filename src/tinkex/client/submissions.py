@@ -1,4 +1,4 @@
-"""Submissions: the part of a session that submits operations, in the form that the server reads."""
+"""Submissions: the part of a session that submits operations."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Submissions:
         return await self.transport.request(spoken, body, **(options | other))
 
     async def _try_both(self, post: Callable[..., Coroutine[Any, Any, Reply]]) -> Reply:
-        """Send a first pass in the newer form; if the server cannot read it, in the older one."""
+        """Send a first pass in the newer form, else in the older one."""
         trial = asyncio.ensure_future(post(False))
         self._trials.add(trial)
         trial.add_done_callback(self._trials.discard)

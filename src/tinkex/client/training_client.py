@@ -1,6 +1,4 @@
-"""TrainingClient: passes, optimizer steps and checkpoints of one training run, in the order of the
-calls.
-"""
+"""TrainingClient: passes, optimizer steps and checkpoints of one training run."""
 
 from __future__ import annotations
 
@@ -33,7 +31,9 @@ if TYPE_CHECKING:
 
 @made_of(TrainingRun, TrainingPasses, TrainingSaves)
 class TrainingClient(TrainingPasses, TrainingSaves):
-    """One training run. Calls return at once; the server executes them in the order they were made.
+    """One training run.
+
+    Calls return at once. The server executes them in the order they were made.
 
     In the examples `client` is one; `help(tinkex)` shows how the others, such as `data`, are made.
 
@@ -46,19 +46,6 @@ class TrainingClient(TrainingPasses, TrainingSaves):
         >>> passed.result().metrics["loss:sum"], stepped.result().metrics["learning_rate:mean"]
         (10.6..., 0.001)
     """
-
-    def __init__(
-        self,
-        holder: Session,
-        model_seq_id: int,
-        model_id: str,
-        *,
-        info: GetInfoResponse | None = None,
-        first_seq_id: int = 1,
-    ) -> None:
-        super().__init__(holder, model_seq_id, model_id, info=info, first_seq_id=first_seq_id)
-        self._loaded_tokenizer: Any = None
-        self._asking = asyncio.Lock()
 
     def unload_model(self) -> UnloadModelResponse:
         """Let the server forget the live state of this run, on servers that offer it.
@@ -116,7 +103,9 @@ class TrainingClient(TrainingPasses, TrainingSaves):
         info_fun: Callable[[TrainingClient], Any] | None = None,
         load_fun: LoadFunction | None = None,
     ) -> Any:
-        """Return the tokenizer of the base model; see `tinkex.tokenizers.get_or_load_tokenizer`.
+        """Return the tokenizer of the base model.
+
+        See `tinkex.tokenizers.get_or_load_tokenizer`.
 
         Args:
             backend: "transformers" or "tokenizers"; the first that is installed by default.

@@ -1,4 +1,6 @@
-"""Run programs that `import tinker` on tinkex, unchanged, with or without the official package.
+"""Run programs that `import tinker` on tinkex, unchanged.
+
+The official package may be installed or not.
 
     import tinkex.compat  # before anything that imports tinker
 
@@ -33,7 +35,7 @@ SHIM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "path")
 
 
 class _Facade(ModuleType):
-    """A module of `tinker`: it has no code, and takes names from tinkex at their first use."""
+    """A module of `tinker`, which takes names from tinkex at their first use."""
 
     def __getattr__(self, name: str) -> Any:
         home = MODULES[self.__name__].get(name)
@@ -124,7 +126,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Let `import tinker` find what it found before; modules that imported it keep theirs."""
+    """Let `import tinker` find the official package again."""
     if installed():
         sys.meta_path.remove(_finder)
     sys.path[:] = [place for place in sys.path if place != SHIM]

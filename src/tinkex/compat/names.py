@@ -1,9 +1,8 @@
-"""What is found under the name of `tinker`: each of its modules, each name in it, and where tinkex
-has that.
+"""The names in the modules of `tinker`, and the place of each in tinkex.
 
 The modules are those that programs import: the top level, `types` with a module for each type,
-`auth`, the clients below `lib.public_interfaces`, the retries, and three private ones that are
-widely reached into. There are no others.
+`auth`, the clients below `lib.public_interfaces`, the retries, and three private ones that many
+programs use. There are no others.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ TOP = (
     "RequestOptions",
     "Timeout",
 )
-"""What `from tinker import *` brings, besides the modules `auth` and `types` and the version."""
+"""The names of `from tinker import *`, besides the modules `auth`, `types` and the version."""
 
 GROUPS = {
     "billing_usage_request": ("GetBillingUsageRequest",),
@@ -235,7 +234,7 @@ ALONE = (
     "WeightsInfoResponse",
     "WhoamiResponse",
 )
-"""The types that have a module of their own, called after them."""
+"""The types that have a module of their own, with their name."""
 APART = (
     "CustomLossNodeOp",
     "GenericEvent",
@@ -244,11 +243,11 @@ APART = (
     "TopkLogprobs",
     "TryAgainResponse",
 )
-"""The types that are found in a module of their own, and not in `tinker.types`."""
+"""The types that are in a module of their own, and not in `tinker.types`."""
 
 
 def module_name(name: str) -> str:
-    """What the module of a type is called.
+    """Return the name of the module of a type.
 
     Example:
         >>> module_name("ModelID"), module_name("LossFnType")
@@ -258,7 +257,7 @@ def module_name(name: str) -> str:
 
 
 def _table() -> dict[str, dict[str, str]]:
-    """Where each name of each module lives in tinkex, as `module:name`."""
+    """The place of each name of each module in tinkex, as `module:name`."""
     groups = {**GROUPS, **{module_name(name): (name,) for name in ALONE}}
     shared = "UntypedAPIFuture"
     types = {
@@ -326,4 +325,4 @@ def _table() -> dict[str, dict[str, str]]:
 
 MODULES = _table()
 PACKAGES = frozenset(name.rpartition(".")[0] for name in MODULES) - {""}
-"""The modules that have modules below them."""
+"""The packages: modules with modules below them."""

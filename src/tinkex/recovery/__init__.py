@@ -1,4 +1,4 @@
-"""Runs that are lost are noticed and trained on from a checkpoint."""
+"""Recovery of lost runs: training goes on from a checkpoint."""
 
 from __future__ import annotations
 

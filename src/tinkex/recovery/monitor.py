@@ -1,10 +1,9 @@
-"""Runs that the server calls corrupted are noticed and made anew from a checkpoint, for those who
-ask for it.
+"""Recovery of runs that the server reports as corrupted, from a checkpoint.
 
-A `Monitor` looks at runs now and then and hands those that are lost to an `Executor`, which makes
-new clients of their checkpoints, so many at once and so many times. Nothing happens unless both
-were started with a policy that is enabled. What happens is told on the bus (`tinkex.events`,
-RECOVERY_…). For a loop that only wants to go on, `tinkex.resilient` is the shorter way.
+A `Monitor` polls runs, and hands lost ones to an `Executor`. That makes new clients from their
+checkpoints, with a limit on attempts at once and on attempts per run. Nothing happens unless both
+have a policy that is enabled. The steps are events (`tinkex.events`, RECOVERY_…). For a loop that
+only has to go on, `tinkex.resilient` is simpler.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from tinkex.client.rest import RestClient
 from tinkex.client.service import ServiceClient
 from tinkex.client.training_client import TrainingClient
 from tinkex.errors import TinkerError
+from tinkex.recovery.attempts import Attempts
 from tinkex.recovery.policies import (
     METRIC_PREFIX,
     RecoveryError,
@@ -37,7 +37,7 @@ logger = logging.getLogger("tinkex")
 
 
 def rest_client_of(service: ServiceClient) -> RestClient:
-    """What looks runs up over a service's own connections."""
+    """Make a client that looks up runs over the connections of a service."""
     return RestClient(service.holder)
 
 
@@ -52,17 +52,15 @@ class _Watched:
 
 
 class Monitor:
-    """Looks at training runs every `poll_interval_ms`, and hands those that are corrupted to an
-    executor.
+    """Polls training runs, and hands corrupted ones to an executor.
 
-    A run that was handed over is no longer watched: watch the recovered client's run instead, if
-    you like.
+    A run that was handed over is no longer watched. Watch the run of the recovered client instead.
 
     Args:
-        executor: What takes runs up again.
-        policy: How; the `recovery` of the service's Config by default.
-        rest_client_fun: Makes the client that looks runs up, from the service.
-        sleep: Waits for so many seconds.
+        executor: The executor that recovers runs.
+        policy: The policy; by default `recovery` of the service's Config.
+        rest_client_fun: Makes the client that looks up runs, from the service.
+        sleep: Waits for a number of seconds.
 
     Example:
         >>> monitor = Monitor(Executor(), RecoveryPolicy(enabled=True, poll_interval_ms=1000))
@@ -97,13 +95,12 @@ class Monitor:
     def monitor_run(
         self, run_id: str, service: ServiceClient, metadata: Mapping[str, Any] | None = None
     ) -> None:
-        """Watch a run; one that is watched already is watched by these words from now on.
+        """Watch a run; if it is watched already, replace its service and metadata.
 
         Args:
             run_id: The run.
             service: Makes the new client.
-            metadata: Goes into every event; `training_client` is the client that `on_recovery` is
-                told as the old one.
+            metadata: Added to every event; `training_client` is the old client for `on_recovery`.
 
         Raises:
             RecoveryError: The policy is not enabled, or there is no executor.
@@ -130,7 +127,7 @@ class Monitor:
         runtime().call(lambda: runtime().task(self._watch(policy.poll_interval_ms / 1000)))
 
     def stop_monitoring(self, run_id: str) -> None:
-        """Watch a run no longer; one that is not watched is no matter.
+        """Stop watching a run; do nothing if it is not watched.
 
         Args:
             run_id: The run.
@@ -198,41 +195,20 @@ class Monitor:
 # ── the executor ──────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(slots=True)
-class _Job:
-    run_id: str
+@dataclass(slots=True, kw_only=True)
+class _Job(Attempts):
     service: ServiceClient
-    policy: RecoveryPolicy
-    metadata: dict[str, Any]
     last_checkpoint: Checkpoint | Mapping[str, Any] | str | None
     run: TrainingRun | None
     rest: RestClient
-    attempt: int = 0
-
-    def tell(self, name: str, **facts: Any) -> None:
-        said = {
-            **self.metadata,
-            "run_id": self.run_id,
-            "attempt": self.attempt,
-            "strategy": self.policy.strategy_name,
-        }
-        events.emit(name, {"attempt": self.attempt}, {**said, **facts})
-
-    def delay_after(self, outcome: object) -> float | None:
-        """Return the wait before the next attempt; None after a success, or the last attempt."""
-        if not isinstance(outcome, Exception):
-            return None
-        self.tell(events.RECOVERY_FAILED, error=outcome)
-        is_last = self.attempt >= self.policy.max_attempts
-        return None if is_last else self.policy.backoff(self.attempt)
 
 
 class Executor:
-    """Makes new clients of runs that were lost: first come, first served, so many at a time.
+    """Makes new clients of lost runs, in the order of the requests.
 
     Args:
-        max_concurrent: How many attempts may run at once.
-        sleep: Waits for so many seconds between attempts.
+        max_concurrent: The most attempts at once.
+        sleep: Waits for a number of seconds between attempts.
 
     Example:
         >>> executor = Executor(max_concurrent=2)
@@ -263,17 +239,15 @@ class Executor:
         run: TrainingRun | None = None,
         rest: RestClient | None = None,
     ) -> None:
-        """Take a run up again, in the background; the policy's callbacks and the events say how
-        that went.
+        """Recover a run in the background; callbacks and events report the result.
 
         Args:
-            run_id: The run that was lost.
-            service: Makes the new client; its session is opened anew if that was lost as well.
-            policy: How often to try, and from which checkpoint.
-            metadata: Goes into every event; `training_client` is the client that `on_recovery` is
-                told as the old one.
+            run_id: The lost run.
+            service: Makes the new client; its session is opened again if it was lost.
+            policy: The attempts, and the choice of the checkpoint.
+            metadata: Added to every event; `training_client` is the old client for `on_recovery`.
             last_checkpoint: The latest checkpoint, if it is known.
-            run: What is known of the run; its last checkpoint is used when no other is given.
+            run: The run's record, if it is known; its last checkpoint is the default.
             rest: Looks checkpoints up; a client of the service's by default.
 
         Raises:
@@ -297,7 +271,13 @@ class Executor:
                 raise RecoveryError(f"run {run_id} is being taken up already", "already_pending")
             self._pending.add(run_id)
         job = _Job(
-            run_id, service, chosen, facts, last_checkpoint, run, rest or rest_client_of(service)
+            run_id,
+            chosen,
+            facts,
+            service=service,
+            last_checkpoint=last_checkpoint,
+            run=run,
+            rest=rest or rest_client_of(service),
         )
         runtime().call(lambda: runtime().task(self._run(job)))
 
@@ -317,8 +297,7 @@ class Executor:
 
     async def _attempt(self, job: _Job) -> tuple[str, TrainingClient]:
         async with self._places:  # left between attempts, so that other runs go on
-            job.attempt += 1
-            job.tell(events.RECOVERY_STARTED)
+            job.begin()
             return await self._restore(job)
 
     def _forget(self, job: _Job) -> None:
@@ -342,7 +321,7 @@ class Executor:
 
 
 async def told(callback: Callable[..., object] | None, *facts: Any) -> None:
-    """Call a user's function in a thread of its own; what it raises is logged, and nothing else."""
+    """Call a user's function in a new thread; if it raises, log the error."""
     if callback is None:
         return
     try:
@@ -361,14 +340,14 @@ async def select_checkpoint(
     last_checkpoint: Checkpoint | Mapping[str, Any] | str | None = None,
     run: TrainingRun | None = None,
 ) -> str:
-    """The path of the checkpoint that a policy goes on from.
+    """Return the path of the checkpoint that a policy chooses.
 
     Args:
-        policy: Latest, best, or one by its path.
-        run_id: The run that was lost.
-        rest: Looks checkpoints up.
-        last_checkpoint: The last one, where it is known already.
-        run: The run's record, where it is known already.
+        policy: The policy: latest, best, or one path.
+        run_id: The lost run.
+        rest: The client that looks up checkpoints.
+        last_checkpoint: The last checkpoint, if it is known.
+        run: The run's record, if it is known.
 
     Returns:
         The path.
@@ -412,18 +391,20 @@ async def _checkpoints(run_id: str, rest: RestClient) -> list[Checkpoint]:
 
 
 def best_checkpoint(checkpoints: list[Checkpoint], policy: RecoveryPolicy, run_id: str = "") -> str:
-    """The path of the training checkpoint with the best metric; of two equals the later one.
+    """Return the path of the training checkpoint with the best metric.
+
+    Of two equal ones take the later one.
 
     Args:
-        checkpoints: What there is.
-        policy: Which metric counts, and whether less is better.
-        run_id: Whose checkpoints they are, for the error.
+        checkpoints: The checkpoints to choose from.
+        policy: The metric, and whether less is better.
+        run_id: The run of the checkpoints, for the error.
 
     Returns:
         The path.
 
     Raises:
-        RecoveryError: None of them has that metric.
+        RecoveryError: No checkpoint has that metric.
 
     Example:
         >>> for step, loss in enumerate([0.5, 0.2, 0.3]):
@@ -452,7 +433,7 @@ def best_checkpoint(checkpoints: list[Checkpoint], policy: RecoveryPolicy, run_i
 
 
 def metric_of(checkpoint: Checkpoint, name: str) -> float:
-    """A metric that was saved with a checkpoint; NaN when there is none.
+    """Return a metric that was saved with a checkpoint, or NaN.
 
     Args:
         checkpoint: The checkpoint.

@@ -1,6 +1,4 @@
-"""When and how a training run that was lost is taken up again: a policy, and the error when that
-fails.
-"""
+"""The policy of recovery from lost runs, and the error when that fails."""
 
 from __future__ import annotations
 
@@ -12,15 +10,13 @@ from tinkex.client.settings.delays import Delays
 from tinkex.errors import TinkerError
 
 Strategy: TypeAlias = Literal["latest", "best"] | tuple[Literal["specific"], str]
-"""Which checkpoint to go on from: the last one, the one with the best metric, or one that is named.
-"""
+"""The checkpoint to go on from: the last, the one with the best metric, or a named one."""
 METRIC_PREFIX = "metric:"
-"""What metrics are called in a checkpoint's own metadata, where its other entries are the user's.
-"""
+"""The prefix of metrics in the metadata of a checkpoint."""
 
 
 class RecoveryError(TinkerError):
-    """A run was not taken up again; `reason` says why in one word.
+    """A run was not recovered; `reason` is the cause in one word.
 
     Reasons: recovery_disabled, no_executor, already_pending, missing_checkpoint, exhausted.
 
@@ -42,7 +38,7 @@ class RecoveryError(TinkerError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryPolicy:
-    """How lost runs are taken up again. A value of the wrong kind counts as its default.
+    """A policy of recovery; a value of a wrong type counts as its default.
 
     Example:
         >>> policy = RecoveryPolicy(
@@ -55,23 +51,22 @@ class RecoveryPolicy:
     enabled: bool = False
     max_attempts: int = 3
     backoff_ms: int = 5_000
-    """The wait after the first attempt that fails; it doubles with each further one."""
+    """The wait after the first failed attempt; it doubles with each further one."""
     max_backoff_ms: int = 60_000
     poll_interval_ms: int = 30_000
-    """How often a monitor looks at its runs."""
+    """The time between two polls of a monitor."""
     checkpoint_strategy: Strategy = "latest"
     restore_optimizer: bool = True
     on_recovery: Callable[[Any, Any, str], object] | None = None
-    """Is told the old client, the new one and the checkpoint between them; in a thread of its own.
-    """
+    """Called with the old client, the new client and the checkpoint, in a new thread."""
     on_failure: Callable[[str, BaseException], object] | None = None
-    """Is told the run and the last error, when all attempts have failed; in a thread of its own."""
+    """Called with the run and the last error when all attempts have failed, in a new thread."""
     metric: str = "loss"
-    """What `best` goes by; see `metrics_metadata`."""
+    """The metric of `best`; see `metrics_metadata`."""
     metric_mode: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
-        """Put defaults in the place of what makes no sense."""
+        """Replace invalid values by their defaults."""
         for item in fields(self):
             value = getattr(self, item.name)
             kept = _CHECKS[item.name](value)
@@ -81,7 +76,7 @@ class RecoveryPolicy:
     def of(
         cls, given: RecoveryPolicy | Mapping[str, Any] | Iterable[tuple[str, Any]] | None
     ) -> RecoveryPolicy:
-        """A policy of a policy, a mapping or pairs; names that it does not know are passed over.
+        """Make a policy of a policy, a mapping or pairs; ignore unknown names.
 
         Args:
             given: The policy, or its fields.
@@ -117,7 +112,7 @@ class RecoveryPolicy:
 
     @property
     def strategy_name(self) -> str:
-        """The strategy in one word."""
+        """The name of the strategy."""
         return (
             self.checkpoint_strategy
             if isinstance(self.checkpoint_strategy, str)
@@ -125,10 +120,10 @@ class RecoveryPolicy:
         )
 
     def backoff(self, attempt: int) -> float:
-        """Seconds to wait after the n-th attempt, counted from 1.
+        """Return the seconds to wait after an attempt.
 
         Args:
-            attempt: Which attempt, counted from 1.
+            attempt: The attempt, counted from 1.
 
         Returns:
             Seconds.
@@ -143,8 +138,9 @@ class RecoveryPolicy:
 def metrics_metadata(
     metrics: Mapping[str, float] | None = None, /, **named: float
 ) -> dict[str, str]:
-    """Metrics in the form in which a checkpoint keeps them, for `save_state(user_metadata=…)`;
-    `best` reads them.
+    """Return metrics in the form of a checkpoint, for `save_state(user_metadata=…)`.
+
+    The strategy `best` reads them.
 
     Args:
         metrics: Numbers by name.

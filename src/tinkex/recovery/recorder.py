@@ -1,4 +1,4 @@
-"""Recorder: the outbox of a run that may be lost. It keeps calls, to make them again on another run.
+"""Recorder: the outbox of a run that may be lost; it can make its calls again.
 
 It keeps the calls since the last saved state. An outcome goes to the caller unless it shows that
 the run is lost; then the recorder waits for another run, and makes the calls again there.
@@ -45,7 +45,7 @@ TRAINS = frozenset(
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """A call since the last state: the way to make it, and the future that its caller has."""
+    """A call since the last state: a function that makes it, and its future."""
 
     name: str
     make: Callable[[Outbox], Future[Any]]
@@ -89,7 +89,7 @@ class Recorder(Outbox):
         self.failure: Exception | None = None
         self.is_open = False
         self.knows_runs = True
-        """Whether the server knows runs by their ids, and so can say that one is corrupted."""
+        """False if the server does not know runs by their ids, and cannot report corrupted ones."""
         self._is_between = False
 
     # ── calls ─────────────────────────────────────────────────────────────────────────────────────
@@ -166,7 +166,7 @@ class Recorder(Outbox):
             self._deliver(entry, error=error)
 
     async def _judge(self, entry: Entry, life: int, error: RequestFailedError) -> None:
-        """Tell a call that was wrong from one that failed because the run or session is gone."""
+        """Tell a wrong call from one that failed because the run is gone."""
         try:
             lost = await self._is_corrupted() or await self._is_gone()
         except Exception as unknown:
@@ -191,7 +191,7 @@ class Recorder(Outbox):
             return False
 
     async def _is_gone(self) -> bool:
-        """Ask whether the server refuses calls of this run, with a number that was used before."""
+        """Ask whether the server refuses calls of this run, with a used number."""
         try:
             await self._outbox.touch(1)
         except LOST:
@@ -299,7 +299,7 @@ class Recorder(Outbox):
 
 
 def _shows_loss(error: Exception) -> bool:
-    """Tell whether an error means that the run is gone, or that the call may have been lost."""
+    """Tell whether an error means that the run or the call may be lost."""
     return isinstance(error, LOST) or (
         isinstance(error, APIConnectionError) and not isinstance(error, APITimeoutError)
     )

@@ -1,5 +1,6 @@
-"""A training loop that goes on when its run is lost: `with tinkex.resilient(client, every=20) as
-trainer: …`.
+"""A training loop that goes on when its run is lost.
+
+Use it as `with tinkex.resilient(client, every=20) as trainer: …`.
 
 The trainer is a TrainingClient. It saves a state after every few optimizer steps, in the
 background, and keeps the calls made since. The server may lose the run: it was unloaded, its
@@ -15,11 +16,11 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
 import logging
 import secrets
 import weakref
-from collections.abc import Awaitable, Mapping
-from types import TracebackType
+from collections.abc import Mapping
 from typing import Any, Self
 
 from tinkex import events
@@ -31,6 +32,7 @@ from tinkex.client.sampling_client import SamplingClient, checked_kind
 from tinkex.client.service import ServiceClient
 from tinkex.client.training_client import TrainingClient
 from tinkex.errors import TinkerError
+from tinkex.recovery.attempts import Attempts
 from tinkex.recovery.monitor import told
 from tinkex.recovery.policies import RecoveryError, RecoveryPolicy
 from tinkex.recovery.recorder import Recorder
@@ -53,24 +55,25 @@ def resilient(
     name: str = "resilient",
     ttl_seconds: int | None = None,
 ) -> ResilientTrainingClient:
-    """Wrap a training client so that a loop over it survives the loss of its run; use it in a
-    `with` block.
+    """Wrap a training client so that its loop survives the loss of the run.
+
+    Use it in a `with` block.
 
     Args:
-        training_client: The run to begin with, without a gradient that waits for its step.
-        every: Save a state after so many optimizer steps. What is lost is at most computed so many
-            times again.
-        policy: How often to try and how long to wait in between, and whom to tell; `latest` with
-            the optimizer's state is the only strategy that brings the same weights.
-        keep: How many of the saved states are kept; older ones are deleted.
-        name: What the names of the saved states begin with.
+        training_client: The first run; it must have no gradient that waits for its step.
+        every: Save a state after this many optimizer steps. After a loss, at most this many steps
+            are computed again.
+        policy: The attempts, the waits between them, and the callbacks. The strategy must be
+            `latest` with the optimizer's state, because no other gives the same weights.
+        keep: The number of saved states to keep; older ones are deleted.
+        name: The prefix of the names of saved states.
         ttl_seconds: Seconds after which a saved state expires; None keeps it.
 
     Returns:
         A training client with the same methods.
 
     Raises:
-        ValueError: `every` or `keep` is less than one, or the policy would bring other weights.
+        ValueError: `every` or `keep` is less than one, or the policy would give other weights.
 
     Example:
         >>> with resilient(client, every=20) as trainer:
@@ -105,8 +108,8 @@ def resilient(
 class ResilientTrainingClient(TrainingClient):
     """A TrainingClient whose run may be lost; `resilient` makes it.
 
-    Cancelling a future gives up waiting for it: the call itself is always carried out. Receipts are
-    for the run of the moment; after a loss their results have to be asked for anew.
+    Cancelling a future only ends the wait: the call itself is always executed. Receipts belong to
+    the present run; after a loss, submit the call again to get its result.
 
     Example:
         >>> with resilient(client) as trainer:
@@ -181,28 +184,18 @@ class ResilientTrainingClient(TrainingClient):
             self._outbox.knows_runs = False
             logger.debug("the server does not describe run %s: %s", self.model_id, error)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             concurrent.futures.wait(self._left())
             self._end()
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             await asyncio.gather(*self._left(), return_exceptions=True)
             self._end()
 
     def _left(self) -> list[Future[Any]]:
-        """Return the open calls at the end of the block, with a last state if anything changed."""
+        """Save a last state if anything changed; return the open calls."""
         recorder = self._outbox
         with recorder.lock:
             if recorder.failure is None and any(entry.trains for entry in recorder.log):
@@ -232,62 +225,43 @@ class ResilientTrainingClient(TrainingClient):
     async def _recover(self, cause: Exception) -> None:
         """Make another run from the last state, and the calls since then again."""
         old, path, policy = self._client, self.checkpoint, self._policy
-        facts: dict[str, Any] = {"run_id": old.model_id, "strategy": "latest"}
-        events.emit(events.RECOVERY_DETECTED, {}, {**facts, "checkpoint": path, "error": cause})
+        attempts = Attempts(old.model_id, policy, final=(RecoveryError,))
+        facts = {"run_id": old.model_id, "strategy": policy.strategy_name, "checkpoint": path}
+        events.emit(events.RECOVERY_DETECTED, {}, {**facts, "error": cause})
         reason = getattr(cause, "message", cause)
         logger.warning("run %s is lost (%s): going on from %s", old.model_id, reason, path)
-        made = 0
-
-        def told_of() -> tuple[dict[str, int], dict[str, Any]]:
-            return {"attempt": made}, {**facts, "attempt": made}
-
-        def attempt() -> Awaitable[TrainingClient]:
-            nonlocal made
-            made += 1
-            events.emit(events.RECOVERY_STARTED, *told_of())
-            return self._restore(*told_of())
-
-        def delay_after(outcome: object) -> float | None:
-            if not isinstance(outcome, Exception):
-                return None
-            number, named = told_of()
-            events.emit(events.RECOVERY_FAILED, number, {**named, "error": outcome})
-            is_last = isinstance(outcome, RecoveryError) or made == policy.max_attempts
-            return None if is_last else policy.backoff(made)
-
         error = cause
         if self._outbox.losses <= policy.max_attempts:
             try:
-                client = await persist(attempt, delay_after)
+                restore = functools.partial(self._restore, attempts)
+                client = await persist(restore, attempts.delay_after)
             except Exception as failure:
                 error = failure
             else:
                 with self._outbox.lock:
                     self._adopt(client)
                     self._outbox.replay(client._outbox)
-                number, named = told_of()
-                facts = {**named, "client": client, "checkpoint": path}
-                events.emit(events.RECOVERY_COMPLETED, number, facts)
+                attempts.tell(events.RECOVERY_COMPLETED, client=client, checkpoint=path)
                 await told(policy.on_recovery, old, client, path)
                 return
-        number = {"attempt": policy.max_attempts}
-        events.emit(events.RECOVERY_EXHAUSTED, number, {**facts, **number, "error": error})
+        attempts.attempt = policy.max_attempts
+        attempts.tell(events.RECOVERY_EXHAUSTED, error=error)
         self._outbox.fail(
             f"run {old.model_id} is lost and could not be taken up again: {error}", error
         )
         await told(policy.on_failure, old.model_id, error)
 
-    async def _restore(self, number: dict[str, int], facts: dict[str, Any]) -> TrainingClient:
+    async def _restore(self, attempts: Attempts) -> TrainingClient:
+        attempts.begin()
         path = self.checkpoint
         if path is None:
             raise RecoveryError("no state was saved to go on from", "missing_checkpoint")
-        events.emit(events.RECOVERY_CHECKPOINT_SELECTED, number, {**facts, "checkpoint": path})
+        attempts.tell(events.RECOVERY_CHECKPOINT_SELECTED, checkpoint=path)
         await reopened(self._session)
         client = await self._service.create_training_client_from_state_with_optimizer(
             path, user_metadata=self._metadata
         )
-        result = {**facts, "client": client, "checkpoint": path}
-        events.emit(events.RECOVERY_CLIENT_CREATED, number, result)
+        attempts.tell(events.RECOVERY_CLIENT_CREATED, client=client, checkpoint=path)
         return client
 
     # ── samplers ──────────────────────────────────────────────────────────────────────────────────
@@ -299,14 +273,15 @@ class ResilientTrainingClient(TrainingClient):
         record_stability_info: bool = False,
         kind: SamplingClientKind = "snapshot",
     ) -> BackcompatSamplingClientFuture:
-        """A sampler of the weights as they are after the calls made so far; it outlives the run and
-        the session.
+        """Open a sampler of the weights as they are after the calls made so far.
+
+        The sampler outlives the run and the session.
 
         Args:
-            name: Save the weights under this name; without one, under one that is kept for a day.
-            retry_config: How samples that fail for a passing reason are treated.
+            name: The name to save the weights under; by default a name that expires after a day.
+            retry_config: How samples are retried.
             record_stability_info: Ask the server to keep what `stable_reinforce` needs.
-            kind: "snapshot" only: a sampler that follows the weights could not be opened again.
+            kind: Only "snapshot": a sampler that follows the weights could not be opened again.
         """
         if checked_kind(kind) != "snapshot":
             raise ValueError(
@@ -330,7 +305,7 @@ class ResilientTrainingClient(TrainingClient):
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
     ) -> BackcompatSamplingClientFuture:
-        """A sampler of a saved checkpoint; it outlives the run and the session."""
+        """Open a sampler of a saved checkpoint; it outlives the run and the session."""
         opening: Future[SamplingClient] = self._session.create(
             open_resilient, self._session, model_path, retry_config, record_stability_info
         )

@@ -1,9 +1,10 @@
-"""Regularizers: named, weighted terms added to a custom loss, with their values and gradient norms
-reported.
+"""Regularizers: named and weighted terms of a custom loss.
+
+Their values, and on request their gradient norms, are reported.
 
     loss_total = base_loss + sum(weight * value)
 
-Names are resolved when first used: what computes imports torch, specs and outputs do not.
+Names are resolved when first used. Regularizers import torch; specs and outputs do not.
 
 Example:
     >>> import torch

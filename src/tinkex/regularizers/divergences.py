@@ -1,6 +1,6 @@
-"""Regularizers of distributions: entropy, Kullback-Leibler divergence, consistency with a pair.
+"""Regularizers of distributions: entropy, KL divergence, consistency.
 
-The last axis is summed over; what remains are rows. Of a list, every datum has rows of its own.
+The last axis is summed; the other axes are rows. In a list each datum has its own rows.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def _number(values: torch.Tensor) -> float:
 
 @dataclass(frozen=True)
 class Entropy(Penalty):
-    """H = −Σ p·x, with its sign so that minimising it does what the mode says.
+    """The entropy H = −Σ p·x, with the sign that the mode needs.
 
     Attributes:
         mode: `minimize` (the value is H) or `maximize` (it is −H).
-        reduction: Over rows: `mean`, `sum` or `none`.
-        normalize: Whether H is divided by its greatest value, ln of the last axis.
-        temperature: Other than 1, x is divided by it and normalised first.
+        reduction: The reduction over rows: `mean`, `sum` or `none`.
+        normalize: Divide H by its greatest value, ln of the last axis.
+        temperature: If it is not 1, divide x by it and normalise first.
 
     Example:
         >>> even = torch.log(torch.tensor([[0.25, 0.25, 0.25, 0.25]]))
@@ -102,7 +102,7 @@ class Entropy(Penalty):
 
 
 def _divergence(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """KL of the distributions with these logarithms, by row."""
+    """Return the KL divergence of two distributions, given their logarithms, by row."""
     probs = p.exp()
     counts = probs > UNLIKELY
     ratio = (torch.where(counts, p, 0.0) - torch.where(counts, q, 0.0)).clamp(
@@ -113,17 +113,17 @@ def _divergence(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class KLDivergence(Penalty):
-    """KL(P‖Q) of the model P from a reference Q, whose log-probabilities come from the first source
-    that is given.
+    """The divergence KL(P‖Q) of the model P from a reference Q.
+
+    The log-probabilities of Q come from the first source that is given.
 
     Attributes:
-        reference_logprobs: The reference: a tensor, or a list of them where log-probabilities are
-            one.
-        reference_field: The input of the data that holds it.
-        compute_reference: Takes the data and gives it.
-        reduction: Over rows: `mean`, `sum` or `none`.
+        reference_logprobs: The reference: a tensor, or a list if the log-probabilities are a list.
+        reference_field: The input of the data that holds the reference.
+        compute_reference: Takes the data and returns the reference.
+        reduction: The reduction over rows: `mean`, `sum` or `none`.
         direction: `forward` is KL(P‖Q), `reverse` KL(Q‖P).
-        symmetric: The mean of both, whatever the direction.
+        symmetric: Use the mean of both; the direction has no effect.
 
     Example:
         >>> ours, reference = (
@@ -192,14 +192,15 @@ class KLDivergence(Penalty):
 
 @dataclass(frozen=True)
 class Consistency(Penalty):
-    """The distance d(x, r) to the log-probabilities r of a pair, e.g. of the same text before it
-    was changed.
+    """The distance d(x, r) to the log-probabilities r of a pair.
+
+    A pair is, for example, the same text before a change.
 
     Attributes:
         pair_field: The input of the data that holds r.
         metric: `mse`, `l1`, `cosine` (1 − cos of all elements in a row), or `kl` (the mean of both
             directions).
-        reduction: `mean`, `sum` or `none`; the cosine has none.
+        reduction: `mean`, `sum` or `none`. The cosine has no reduction.
 
     Example:
         >>> datum = Datum(ModelInput.from_ints([1, 2]), {"original_logprobs": [-1.0, -2.0]})

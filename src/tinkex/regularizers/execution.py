@@ -1,4 +1,4 @@
-"""Execution of regularizers, in parallel or one after the other, with events and errors of each.
+"""Execution of regularizers, in parallel or one after the other.
 
 A regularizer is called once in either mode, and its gradient is taken from that call.
 """
@@ -60,7 +60,7 @@ class Execution:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """The result of a regularizer: its loss as a tensor, not weighted, and its numbers.
+    """The result of a regularizer: its loss, not weighted, and its numbers.
 
     Example:
         >>> Term(
@@ -160,7 +160,7 @@ def run_all(
     logprobs: Logprobs,
     execution: Execution,
 ) -> list[Term]:
-    """Compute regularizers of log-probabilities; to track gradients, these must require them."""
+    """Compute regularizers; to track gradients, `logprobs` must require them."""
     most, timeout = execution.max_concurrency, execution.timeout
     if most is not None and (isinstance(most, bool) or most < 1):
         raise ValueError(f"max_concurrency must be at least 1, got {most!r}")
@@ -245,7 +245,7 @@ def _timed_out(spec: RegularizerSpec) -> RegularizerError:
 
 
 def _side_by_side(specs: Sequence[RegularizerSpec], call: _Call, most: int) -> list[Term]:
-    """Compute in threads; one that takes too long cannot be stopped, and is no longer waited for."""
+    """Compute in threads; do not wait for one that takes too long."""
     for spec in specs:
         _tell_start(spec)
     done: queue.SimpleQueue[tuple[int, Outcome]] = queue.SimpleQueue()
@@ -293,7 +293,7 @@ def _news(
     running: Mapping[int, float],
     specs: Sequence[RegularizerSpec],
 ) -> list[tuple[int, Outcome]]:
-    """Wait for the next outcome: a computation that ended, or those that took too long."""
+    """Wait for the next outcome; include those that took too long."""
     deadline = min(running.values())
     try:
         index, outcome = done.get(

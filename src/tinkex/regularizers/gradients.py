@@ -1,4 +1,4 @@
-"""How strongly a loss pulls at the log-probabilities: L2 norms of its gradient by them."""
+"""L2 norms of the gradient of a loss by the log-probabilities."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNTRACED = (
 
 
 def parts(logprobs: Logprobs) -> list[torch.Tensor]:
-    """The tensors: one, or those of each datum.
+    """Return the tensors as a list.
 
     Example:
         >>> len(parts([torch.zeros(2), torch.zeros(3)])), len(parts(torch.zeros(2)))
@@ -30,8 +30,7 @@ def parts(logprobs: Logprobs) -> list[torch.Tensor]:
 
 
 def traced(logprobs: Logprobs) -> Logprobs:
-    """Log-probabilities whose gradient can be asked for: the same ones, or copies where those
-    cannot have one.
+    """Return log-probabilities that can have a gradient: the same, or copies.
 
     Example:
         >>> traced(torch.zeros(2)).requires_grad
@@ -49,8 +48,7 @@ def _copied(logprobs: Logprobs) -> Logprobs:
 
 
 def norm_of(loss: torch.Tensor, logprobs: Logprobs) -> float:
-    """The norm of a loss's gradient by the log-probabilities it was computed from; 0 for one that
-    is constant.
+    """Return the norm of a loss's gradient; 0 if the loss is constant.
 
     Example:
         >>> logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
@@ -66,11 +64,11 @@ def norm_of(loss: torch.Tensor, logprobs: Logprobs) -> float:
 
 
 def compute_grad_norm(loss_fn: Callable[[Any], Any], logprobs: Logprobs) -> float:
-    """The norm of the gradient of any function at some log-probabilities, of any shape.
+    """Return the norm of the gradient of a function of log-probabilities of any shape.
 
     Args:
         loss_fn: Takes the log-probabilities and returns one number as a tensor.
-        logprobs: The log-probabilities: one tensor, or one for each datum.
+        logprobs: Their log-probabilities: one tensor, or one for each datum.
 
     Returns:
         The norm.
@@ -88,13 +86,14 @@ def compute_grad_norm(loss_fn: Callable[[Any], Any], logprobs: Logprobs) -> floa
 def grad_norm_for_regularizer(
     spec: RegularizerSpec, data: Sequence[Datum], logprobs: Logprobs
 ) -> float:
-    """The norm of a regularizer's gradient, not weighted; 0.0 with a warning when it fails or is
-    asynchronous.
+    """Return the norm of a regularizer's gradient, not weighted.
+
+    If it fails or is asynchronous, log a warning and return 0.0.
 
     Args:
         spec: The regularizer.
-        data: The data that the log-probabilities are of.
-        logprobs: The log-probabilities: one tensor, or one for each datum.
+        data: The examples.
+        logprobs: Their log-probabilities: one tensor, or one for each datum.
 
     Returns:
         The norm.
@@ -119,13 +118,15 @@ def grad_norm_for_regularizer(
 def total_grad_norm(
     base_fn: LossFn, specs: Sequence[RegularizerSpec], data: Sequence[Datum], logprobs: Logprobs
 ) -> float:
-    """The norm of the gradient of the composed loss; 0.0 with a warning when it cannot be computed.
+    """Return the norm of the gradient of the composed loss.
+
+    If it cannot be computed, log a warning and return 0.0.
 
     Args:
         base_fn: The base loss.
         specs: The regularizers.
-        data: The data that the log-probabilities are of.
-        logprobs: The log-probabilities: one tensor, or one for each datum.
+        data: The examples.
+        logprobs: Their log-probabilities: one tensor, or one for each datum.
 
     Returns:
         The norm.

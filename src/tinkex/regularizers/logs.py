@@ -1,4 +1,4 @@
-"""A line in the log for every loss and every regularizer that is computed."""
+"""Log lines for each loss and each regularizer that is computed."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def events() -> list[str]:
 
 
 def attach_logger(handler_id: str | None = None, level: str | int = "info") -> str:
-    """Write a line to the log "tinkex" for every such event; the id is what `detach` takes.
+    """Log each such event to "tinkex"; return the id that `detach` takes.
 
     Args:
-        handler_id: A name for the logger; one is made up by default.
+        handler_id: A name for the logger; a new one by default.
         level: The level of the lines.
 
     Returns:

@@ -1,9 +1,9 @@
-"""Regularizers of size and shape: L1, L2, elastic net, orthogonality, gradient penalty.
+"""Regularizers of size and shape: L1, L2, elastic net, orthogonality, gradients.
 
-Every regularizer is an object whose fields are its options; `opts` given to `compute` replace some
-of them. It takes one tensor of log-probabilities x, with fields read from the first datum, or a
-list of tensors, one for each datum, with fields read from each. All are differentiable by x, which
-is treated as free: exp(x) is not normalised anew.
+Every regularizer is an object whose fields are its options; the `opts` of `compute` replace some of
+them. It takes one tensor of log-probabilities x, and reads fields from the first datum; or it takes
+a list of tensors, one for each datum, and reads fields from each. All are differentiable by x. The
+elements of x are treated as independent: exp(x) is not normalised again.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ Target: TypeAlias = str | tuple[str, str]
 """`logprobs`, `probs`, or `("field", key)`: an input of the data."""
 
 FLOOR = 1e-8
-"""The least norm that anything is divided by."""
+"""The smallest norm that is used as a divisor."""
 
 
 class Penalty:
-    """What the regularizers here have in common: a name, and options that may be given anew for a
-    call.
+    """The base of the regularizers: a name, and options that a call may replace.
 
     Example:
         >>> penalty = L2(clip=2.0)
@@ -40,7 +39,7 @@ class Penalty:
     NAME: ClassVar[str]
 
     def name(self) -> str:
-        """What a spec calls it by default.
+        """The default name in a spec.
 
         Example:
             >>> RegularizerSpec(L1(), weight=0.01).name
@@ -51,10 +50,10 @@ class Penalty:
     def compute(
         self, data: Sequence[Datum], logprobs: Logprobs, opts: Mapping[str, Any] | None = None
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Its value, not weighted, and metrics.
+        """Return the value, not weighted, and metrics.
 
         Raises:
-            ValueError: An option is unknown or out of range, or the data lack a field.
+            ValueError: An option is unknown or out of range, or the data has no such field.
 
         Example:
             >>> value, metrics = L1().compute([], torch.tensor([-1.0, -3.0]), {"reduction": "mean"})
@@ -80,7 +79,7 @@ class Penalty:
 
 
 def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
-    """Refuse a choice that there is not."""
+    """Raise if an option is not one of the choices."""
     if value not in allowed:
         raise ValueError(f"unknown {name} {value!r}; it must be one of {', '.join(allowed)}")
 
@@ -88,7 +87,7 @@ def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
 def check_number(
     name: str, value: Any, *, least: float | None = None, above: float | None = None
 ) -> None:
-    """Refuse a setting that is no number, or too small a one."""
+    """Raise if a setting is not a number, or is too small."""
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
         raise ValueError(f"{name} must be a number, got {value!r}")
     if least is not None and value < least:
@@ -98,14 +97,15 @@ def check_number(
 
 
 def as_tensor(value: Any, like: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same kind as another."""
+    """Return values as a tensor like another."""
     tensor = value.to_torch() if isinstance(value, TensorData) else torch.as_tensor(value)
     return tensor.to(dtype=like.dtype, device=like.device)
 
 
 def field_parts(data: Sequence[Datum], key: str, logprobs: Logprobs) -> list[torch.Tensor]:
-    """An input of the data, for each part of the log-probabilities: of the first datum for a single
-    tensor.
+    """Return an input of the data for each part of the log-probabilities.
+
+    A single tensor takes that of the first datum.
     """
     found = parts(logprobs)
     chosen = list(data)[:1] if isinstance(logprobs, torch.Tensor) else list(data)
@@ -124,19 +124,19 @@ def field_parts(data: Sequence[Datum], key: str, logprobs: Logprobs) -> list[tor
 
 
 def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All elements in one row."""
+    """Return all elements in one row."""
     if not tensors:
         raise ValueError("there are no log-probabilities")
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A single tensor as it is; of several, all elements in one row."""
+    """Return a single tensor as it is; join all elements of several in one row."""
     return tensors[0] if len(tensors) == 1 else flat(tensors)
 
 
 def check_shapes(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], what: str) -> None:
-    """Refuse what would be broadcast: a comparison of other things than those meant."""
+    """Raise if the shapes differ, because broadcasting would compare other elements."""
     if len(ours) != len(theirs):
         raise ValueError(
             f"there are {len(theirs)} tensors of {what} for log-probabilities of {len(ours)} data"
@@ -184,10 +184,10 @@ class _Size(Penalty):
 
 @dataclass(frozen=True)
 class L1(_Size):
-    """λ·R(|t|): pulls a target to zero, and holds it there.
+    """The penalty λ·R(|t|): pulls a target to zero and keeps it there.
 
     Attributes:
-        target: What is penalised.
+        target: The values to penalise.
         reduction: R, `sum` or `mean`.
         lambda_: λ; `lambda` among `opts`.
 
@@ -214,13 +214,15 @@ class L1(_Size):
 
 @dataclass(frozen=True)
 class L2(_Size):
-    """λ·R(c²), where c is the target less its centre, then clipped: large values are pulled most.
+    """The penalty λ·R(c²), where c is the target less its centre, clipped.
+
+    Large values are pulled most.
 
     Attributes:
-        target: What is penalised.
+        target: The values to penalise.
         reduction: R, `sum` or `mean`.
         lambda_: λ; `lambda` among `opts`.
-        clip: The largest c that counts; there is no pull beyond it.
+        clip: The largest c; values beyond it have no gradient.
         center: A number, `mean` for the target's own mean, or None for zero.
 
     Example:
@@ -262,10 +264,10 @@ class L2(_Size):
 
 @dataclass(frozen=True)
 class ElasticNet(_Size):
-    """λ·(α·R(|t|) + (1 − α)·R(t²)).
+    """The penalty λ·(α·R(|t|) + (1 − α)·R(t²)).
 
     Attributes:
-        target: What is penalised.
+        target: The values to penalise.
         reduction: R, `sum` or `mean`.
         lambda_: λ; `lambda` among `opts`.
         l1_ratio: α, from 0 to 1.
@@ -302,13 +304,13 @@ class ElasticNet(_Size):
 
 @dataclass(frozen=True)
 class Orthogonality(Penalty):
-    """Rows of a matrix are pushed apart, by its Gram matrix G.
+    """A penalty on rows of a matrix that are alike, by its Gram matrix G.
 
     Attributes:
         mode: `soft` is the sum of G² off the diagonal; `hard` that of (G − I)²; `spectral` is
             `soft` and (tr G − n)².
-        normalize: Whether rows are made unit vectors first.
-        axis: What the rows are: `rows` (all axes but the last), `sequence`, or `vocabulary`.
+        normalize: Scale rows to unit vectors first.
+        axis: The axis of the rows: `rows` (all axes but the last), `sequence`, or `vocabulary`.
 
     Example:
         >>> rows = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
@@ -351,7 +353,7 @@ class Orthogonality(Penalty):
 
 
 def _stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A single tensor as it is; several along an axis of their own."""
+    """Return a single tensor as it is; stack several along a new axis."""
     if not tensors:
         raise ValueError("there are no log-probabilities")
     if len(tensors) == 1:
@@ -366,13 +368,13 @@ def _stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class GradientPenalty(Penalty):
-    """(‖∇f‖ − target)²: holds the gradient of a function f of the log-probabilities near a length.
+    """The penalty (‖∇f‖ − target)², which keeps a gradient norm near a target.
 
     Attributes:
-        loss_fn: f; takes what the regularizer is given, a tensor or a list of them.
+        loss_fn: The function f of the log-probabilities, a tensor or a list of tensors.
         mode: `output` for the gradient at x; `interpolated` for that at a random point between x
             and a reference.
-        target_norm: The length that is aimed at.
+        target_norm: The norm to reach.
         reference_field: The input of the data that holds the reference.
 
     Example:
@@ -422,7 +424,7 @@ class GradientPenalty(Penalty):
 
 
 def _length(loss: torch.Tensor, points: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The norm of a gradient, itself differentiable."""
+    """Return the norm of a gradient, differentiable."""
     if not isinstance(loss, torch.Tensor):
         raise ValueError(f"loss_fn must give a tensor, it gave a {type(loss).__name__}")
     grads: Sequence[torch.Tensor | None] = [None] * len(points)

@@ -1,4 +1,4 @@
-"""A loss with regularizers: `loss_total = base_loss + sum(weight * value)`, with all its terms."""
+"""A loss with regularizers: `base_loss + sum(weight * value)`."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def compose(
     regularizers: Sequence[RegularizerSpec],
     execution: Execution,
 ) -> tuple[torch.Tensor, CustomLossOutput]:
-    """Return the composed loss as a tensor that can be differentiated, and its numbers."""
+    """Return the composed loss as a differentiable tensor, and its numbers."""
     specs, track_grad_norms = list(regularizers), execution.track_grad_norms
     facts = {"regularizer_count": len(specs), "track_grad_norms": track_grad_norms}
     events.emit(events.CUSTOM_LOSS_START, {"system_time": time.time()}, facts)

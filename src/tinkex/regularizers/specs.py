@@ -1,4 +1,4 @@
-"""What a regularizer is, and how it is called."""
+"""Regularizer specs, and the call of a regularizer."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     import torch
 
 Logprobs: TypeAlias = "torch.Tensor | Sequence[torch.Tensor]"
-"""One tensor, or what custom losses get: a list of tensors, one for each datum."""
+"""One tensor, or a list of tensors, one for each datum, as custom losses get."""
 Value: TypeAlias = "tuple[torch.Tensor, Mapping[str, Any]]"
-"""A loss (one that is no single number is summed) and metrics."""
+"""A loss, which is summed if it is not a single number, and metrics."""
 LossFn: TypeAlias = "Callable[[Any, Any], tuple[torch.Tensor, Mapping[str, Any]]]"
 Kind: TypeAlias = Literal["regularizer_failed", "regularizer_exit", "timeout", "pipeline_failed"]
 
 
 @runtime_checkable
 class Regularizer(Protocol):
-    """An object that computes a term of a loss; it may have a `name()`, which its spec then takes.
+    """An object that computes a term of a loss; its `name()` names its spec.
 
     Example:
         >>> class Brevity:
@@ -44,12 +44,12 @@ class Regularizer(Protocol):
     """
 
     def compute(self, data: Sequence[Datum], logprobs: Logprobs, opts: Mapping[str, Any]) -> Value:
-        """The term's value, not weighted, and metrics.
+        """Return the term's value, not weighted, and metrics.
 
         Args:
-            data: The data that the log-probabilities are of.
-            logprobs: The log-probabilities: one tensor, or one for each datum.
-            opts: What the spec's `opts` say.
+            data: The examples.
+            logprobs: Their log-probabilities: one tensor, or one for each datum.
+            opts: The `opts` of the spec.
 
         Returns:
             The value, and metrics by name.
@@ -63,8 +63,7 @@ class Regularizer(Protocol):
 
 
 class RegularizerError(TinkerError):
-    """A loss that could not be composed; the exception behind it is its `__cause__`, where there
-    was one.
+    """A loss that could not be composed; `__cause__` is the first exception.
 
     Example:
         >>> from tinkex.regularizers import execute_one
@@ -78,27 +77,27 @@ class RegularizerError(TinkerError):
     """
 
     kind: Kind = "pipeline_failed"
-    """What went wrong: `regularizer_failed` when one raised, `regularizer_exit` when waiting for an
-    asynchronous one did, `timeout` when one took too long beside others, `pipeline_failed` for
-    specs and base losses."""
+    """The kind of failure: `regularizer_failed` (it raised), `regularizer_exit` (an asynchronous
+    one raised), `timeout` (it took too long in a thread), `pipeline_failed` (a spec or the base
+    loss is wrong).
+    """
     name: str | None = None
-    """Whose fault it is."""
+    """The name of the regularizer that failed."""
 
 
 def execute(
     fn: Any, data: Sequence[Datum], logprobs: Logprobs, opts: Mapping[str, Any] | None = None
 ) -> Any:
-    """Call a regularizer in whichever form it is; an asynchronous one gives its awaitable or
-    future.
+    """Call a regularizer; an asynchronous one returns an awaitable or a future.
 
     Args:
         fn: A callable of two or three arguments, or an object with `compute`.
-        data: The data that the log-probabilities are of.
-        logprobs: The log-probabilities: one tensor, or one for each datum.
-        opts: Options for those that take any.
+        data: The examples.
+        logprobs: Their log-probabilities: one tensor, or one for each datum.
+        opts: Options, if it takes any.
 
     Returns:
-        What it gives: value and metrics, or an awaitable of them.
+        Its value and metrics, or an awaitable of them.
 
     Example:
         >>> execute(
@@ -111,8 +110,7 @@ def execute(
 
 
 def value_of(answer: Any, whose: str) -> tuple[torch.Tensor, dict[str, Any]]:
-    """What a loss or a regularizer gave, checked: one number as a tensor, and metrics as plain
-    values.
+    """Check the result of a loss: one number as a tensor, and metrics as plain values.
 
     Example:
         >>> value_of((3, {"terms": 2}), "the base loss")
@@ -139,7 +137,7 @@ def value_of(answer: Any, whose: str) -> tuple[torch.Tensor, dict[str, Any]]:
 
 
 def waited(answer: Any, timeout: float | None) -> Any:
-    """The result behind a future or an awaitable.
+    """Wait for the result of a future or an awaitable.
 
     Example:
         >>> async def term() -> tuple[float, dict[str, float]]:
@@ -158,7 +156,7 @@ def waited(answer: Any, timeout: float | None) -> Any:
 
 
 def _in_own_loop(answer: Awaitable[Any], timeout: float | None) -> Any:
-    """Await in a thread of its own: a loop may be running in this one."""
+    """Await in a new thread, because a loop may run in this one."""
     future: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
     async def wait() -> Any:

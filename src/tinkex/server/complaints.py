@@ -1,4 +1,4 @@
-"""Faults that come again and again: logged once, then seldom."""
+"""Faults that repeat: logged once, then seldom."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tinkex.server.files.data_dir import is_full_disk
 logger = logging.getLogger("tinkex.server")
 
 SECONDS = 600.0
-"""How long a fault of the same kind is not logged again."""
+"""Seconds until a fault of the same kind is logged again."""
 MOST_KINDS = 1000
 FULL_DISK = "the server's disk is full"
 
@@ -18,14 +18,13 @@ _told: dict[tuple[str, str], float] = {}
 
 
 def complain(what: str, error: BaseException, *, about: str = "") -> None:
-    """Log what could not be done, and why: a full disk in one line, anything else with its
-    traceback.
+    """Log a failure: a full disk in one line, anything else with its traceback.
 
     Args:
         what: What failed.
-        error: Why.
-        about: What it was done to. On a full disk that makes no difference: the same text is logged
-            once in ten minutes, whatever it is about.
+        error: The reason.
+        about: The object it was done to. On a full disk the same `what` is logged once in ten
+            minutes, whatever the object.
     """
     is_full = is_full_disk(error)
     kind = (what, FULL_DISK) if is_full else (f"{what} {about}", type(error).__name__)

@@ -20,7 +20,7 @@ from tinkex.server.database.interface import Database
 HOUR = 3600
 FLUSH_SECONDS = 5.0
 STORAGE_SECONDS = 60.0
-"""How often the room that checkpoints take is added up."""
+"""Seconds between two sums of the room that checkpoints take."""
 SPANS_PER_SESSION = 20_000
 KEEP_SPANS_SECONDS = 30 * 24 * 3600.0
 GIGABYTE = 1e9
@@ -39,13 +39,13 @@ AUDITED = {
     "set_checkpoint_ttl": ("checkpoints", "checkpoint_ttl_set"),
     "assign_session_project": ("projects", "session_assigned"),
 }
-"""Operations that leave a trace in the audit log when they succeed: under which type, and by what
-name."""
+"""Operations that are noted in the audit log when they succeed, with the type and name there."""
 
 
 class Meter:
-    """Counts what a server's operations use and notes what they do; on the event loop, except for
-    the writing.
+    """Counts what operations use, and notes what they do.
+
+    Everything but the writing happens on the event loop.
     """
 
     def __init__(self, database: Database) -> None:
@@ -54,32 +54,32 @@ class Meter:
         self._spans: list[Span] = []
         self._entries: list[AuditEntry] = []
         self._lengths: Counter[str] = Counter()
-        """How many spans of a session have been noted in this life of the server."""
+        """Spans of each session that were noted in this life of the server."""
         self._weighed = time.monotonic()
         self.totals: defaultdict[str, float] = defaultdict(float)
         self.open: Counter[tuple[str, str]] = Counter()
-        """Operations that have been taken and have not ended, by owner and name."""
+        """Operations that were accepted and have not ended, by owner and name."""
         self.unread: Counter[str] = Counter()
-        """Bytes of results that wait to be read, by owner …"""
+        """Bytes of results that wait to be read, by owner."""
         self.expected: Counter[str] = Counter()
-        """… and the most that the samples may give which have been taken and have not ended."""
+        """Most bytes of the results of samples that have not ended, by owner."""
         self.held: Counter[str] = Counter()
         """Bytes of requests that arrive or have not ended, by owner."""
         self.creating: Counter[str] = Counter()
-        """Runs on their way, by owner."""
+        """Runs that are being created, by owner."""
 
     def open_of(self, owner: str) -> int:
-        """How many operations of an owner have not ended."""
+        """Return the number of an owner's operations that have not ended."""
         return sum(count for (whose, _), count in self.open.items() if whose == owner)
 
     def let_go(self, owner: str, size: int) -> None:
-        """Count bytes of a request no longer as held."""
+        """Stop counting bytes of a request as held."""
         self.held[owner] -= size
         if self.held[owner] <= 0:
             del self.held[owner]
 
     def was_read(self, owner: str, waiting: int) -> None:
-        """Count a result of so many bytes no longer as unread."""
+        """Stop counting the bytes of a result as unread."""
         self.unread[owner] -= waiting
         if self.unread[owner] <= 0:
             del self.unread[owner]
@@ -87,7 +87,7 @@ class Meter:
     def count(
         self, owner: str, session_id: str, base_model: str, kind: UsageKind, amount: float
     ) -> None:
-        """Add to what was used in this hour."""
+        """Add to the usage of this hour."""
         if amount:
             self._uses[int(time.time()) // HOUR * HOUR, owner, session_id, base_model, kind] += (
                 amount
@@ -103,7 +103,7 @@ class Meter:
         tinker_path: str | None = None,
         details: Mapping[str, Any] | None = None,
     ) -> None:
-        """Note that an operation succeeded, if it is one to be noted."""
+        """Note that an operation succeeded, if it belongs in the audit log."""
         if operation in AUDITED:
             category, event = AUDITED[operation]
             said = json.dumps(dict(details or {}))
@@ -114,15 +114,13 @@ class Meter:
     def span(
         self, session_id: str, request_id: str, operation: str, began: float, error: str | None
     ) -> None:
-        """Note that an operation has ended; what a session does beyond a limit is not kept."""
+        """Note that an operation has ended; only the first SPANS_PER_SESSION are kept."""
         self._lengths[session_id] += 1
         if self._lengths[session_id] <= SPANS_PER_SESSION:
             self._spans.append(Span(session_id, request_id, operation, began, time.time(), error))
 
     async def flush(self) -> None:
-        """Write what was noted since the last time; what cannot be written now is kept for the next
-        time.
-        """
+        """Write what was noted since the last time; keep it if that fails."""
         uses, self._uses = self._uses, defaultdict(float)
         spans, self._spans = self._spans, []
         entries, self._entries = self._entries, []
@@ -138,7 +136,7 @@ class Meter:
             raise
 
     async def weigh(self) -> None:
-        """Add the room that checkpoints have taken since the last time."""
+        """Count the room that checkpoints took since the last time."""
         now = time.monotonic()
         hours, self._weighed = (now - self._weighed) / HOUR, now
         for owner, model_id, base_model, size in await asyncio.to_thread(
@@ -148,7 +146,7 @@ class Meter:
             self.count(owner, session_id, base_model, "storage", size / GIGABYTE * hours)
 
     async def run(self) -> None:
-        """Until cancelled: write, weigh, and forget old timelines."""
+        """Write, weigh and forget old timelines until cancelled."""
         weighed = tidied = 0.0
         while True:
             await asyncio.sleep(FLUSH_SECONDS)

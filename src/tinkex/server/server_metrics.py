@@ -1,6 +1,4 @@
-"""What a server does, in numbers: the text that Prometheus reads, and a line of log for each
-request.
-"""
+"""Metrics of requests, for Prometheus, and a log line for each request."""
 
 from __future__ import annotations
 
@@ -19,14 +17,14 @@ from tinkex.wire.redaction import MOST_TRACEBACK, Scrubber
 BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 FREQUENT = {"retrieve_future", "retrieve_futures", "session_heartbeat", "metrics"}
-"""What clients ask all the time: logged at the level debug when all is well."""
+"""Requests that come all the time; logged at level debug when they succeed."""
 
 access = logging.getLogger("tinkex.server.access")
 scrubber = Scrubber()
 
 
 class Metrics:
-    """Requests by operation and status, and how long they took."""
+    """Counts of requests by operation and status, and their times."""
 
     def __init__(self) -> None:
         self._requests: Counter[tuple[str, int]] = Counter()
@@ -43,8 +41,9 @@ class Metrics:
         owner: str | None,
         request_id: str | None = None,
     ) -> None:
-        """Count a request and log it; nothing that its sender made up is logged but ids, and those
-        without secrets.
+        """Count a request and log it.
+
+        Of what the caller sent, only the id of a request is logged, without secrets.
         """
         self._requests[operation, status] += 1
         counts = self._buckets.setdefault(operation, [0] * (len(BUCKETS) + 1))
@@ -81,12 +80,10 @@ class Metrics:
 
 
 class JsonFormatter(logging.Formatter):
-    """Log records as lines of JSON, without secrets; an access record's fields are members of their
-    own.
-    """
+    """Formats log records as lines of JSON, without secrets; access records keep their fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line."""
+        """Return one line."""
         said: dict[str, Any] = {
             "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
             "level": record.levelname.lower(),

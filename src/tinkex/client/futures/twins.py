@@ -12,7 +12,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Coroutine
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from tinkex.client.futures.api_future import APIFuture, users_level
 
@@ -60,13 +60,9 @@ def twin(
     Returns:
         The twin, to be assigned in the same class body.
     """
-
-    async def give(name: str, client: Any, args: Any, kwargs: Any) -> Any:
-        return getattr(client, name)(*args, **kwargs)
-
     returns_future = "Future" in str(inspect.get_annotations(method).get("return"))
     note = "awaiting it gives the future." if returns_future else "to be awaited."
-    return _made(method, give, note, advice, is_ours)
+    return _made(method, note, advice, is_ours=is_ours)
 
 
 def value_twin(
@@ -82,14 +78,26 @@ def value_twin(
     Returns:
         The twin, to be assigned in the same class body.
     """
+    return _made(method, "awaiting it gives the value.", advice, is_value=True)
 
-    async def give(name: str, client: Any, args: Any, kwargs: Any) -> Any:
-        call = getattr(client, name)
-        if hasattr(call, "__deprecated__"):  # the twin has warned already
-            call = functools.partial(inspect.unwrap(call, stop=_is_plain), client)
-        return await call(*args, **kwargs)
 
-    return _made(method, give, "awaiting it gives the value.", advice)
+def moved(method: Callable[Concatenate[Any, P], T], owner: str) -> Callable[Concatenate[Any, P], T]:
+    """Make a deprecated copy of a method that has moved to another class.
+
+    Args:
+        method: The method of that class.
+        owner: The name of that class.
+
+    Returns:
+        The copy, to be assigned in a class body.
+    """
+
+    @functools.wraps(method)
+    def called(*args: Any, **kwargs: Any) -> T:
+        return method(*args, **kwargs)
+
+    called.__doc__ = f"Deprecated: use `{owner}.{method.__name__}`."
+    return deprecated(f"call {owner}.{method.__name__}(); an {owner} is made the same way")(called)
 
 
 def _is_plain(function: Any) -> bool:
@@ -98,17 +106,25 @@ def _is_plain(function: Any) -> bool:
 
 def _made(
     method: Callable[..., Any],
-    give: Callable[[str, Any, Any, Any], Coroutine[Any, Any, Any]],
     note: str,
     advice: str,
+    *,
+    is_value: bool = False,
     is_ours: bool = False,
 ) -> Callable[..., Any]:
     name = method.__name__
     owner = method.__qualname__.rpartition(".")[0]
     instead = advice or f"await {owner}.{name}()"
 
+    async def give(client: Any, args: Any, kwargs: Any) -> Any:
+        call = getattr(client, name)
+        if hasattr(call, "__deprecated__"):  # the twin has warned already
+            call = functools.partial(inspect.unwrap(call, stop=_is_plain), client)
+        given = call(*args, **kwargs)
+        return await given if is_value else given
+
     def called(self: Any, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
-        return give(name, self, args, kwargs)
+        return give(self, args, kwargs)
 
     functools.update_wrapper(called, method)
     called.__name__, called.__qualname__ = f"{name}_async", f"{method.__qualname__}_async"

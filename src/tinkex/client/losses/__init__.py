@@ -1,1 +1,1 @@
-"""Losses that the caller brings: functions of log-probabilities, and graphs that a server runs."""
+"""Custom losses: functions of log-probabilities, and graphs that a server runs."""

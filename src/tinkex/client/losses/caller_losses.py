@@ -1,8 +1,8 @@
-"""Custom losses computed by the caller: any function of the log-probabilities, trained through
-cross-entropy.
+"""Custom losses that the client computes, trained through cross-entropy.
 
-The server's cross-entropy is the plain sum of -weight * logprob, so weights of minus the loss's
-gradient make it compute that gradient. Torch is imported when a custom loss is used, not before.
+A loss may be any function of the log-probabilities. The server's cross-entropy is the sum of
+-weight * logprob, so it computes the gradient of the loss if the weights are minus that gradient.
+Torch is imported when a custom loss is used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CustomLoss: TypeAlias = (
 
 
 def forward_data(data: Sequence[Datum]) -> list[Datum]:
-    """The data of the first pass: targets, and the user's weights or zeros."""
+    """Return the data of the first pass: targets, and the user's weights or zeros."""
     prepared = []
     for index, datum in enumerate(data):
         targets = datum.loss_fn_inputs.get("target_tokens")
@@ -46,8 +46,9 @@ def _with_inputs(datum: Datum, targets: TensorData, weights: TensorData) -> Datu
 def evaluate(
     loss_fn: CustomLoss, data: list[Datum], output: ForwardBackwardOutput
 ) -> tuple[list[Datum], float, dict[str, float]]:
-    """Run a user's loss on the first pass's log-probabilities: the second pass's data, the loss,
-    its metrics.
+    """Run a user's loss on the log-probabilities of the first pass.
+
+    Return the data of the second pass, the loss and its metrics.
     """
     import torch
 
@@ -86,7 +87,7 @@ def evaluate(
 
 
 def _logprobs(count: int, output: ForwardBackwardOutput) -> list[np.ndarray[Any, Any]]:
-    """The log-probabilities of each datum; a loss of any others would train on the wrong examples."""
+    """Return the log-probabilities of each datum; raise if they do not match the data."""
     records = output.loss_fn_outputs
     if len(records) != count:
         raise ValueError(f"the forward pass over {count} data gave {len(records)} outputs")
@@ -99,8 +100,9 @@ def _logprobs(count: int, output: ForwardBackwardOutput) -> list[np.ndarray[Any,
 def report(
     output: ForwardBackwardOutput, loss: float, metrics: dict[str, float]
 ) -> ForwardBackwardOutput:
-    """The second pass's result as the caller expects it: their loss, the surrogate beside it; their
-    metrics win.
+    """Return the result of the second pass with the user's loss and metrics.
+
+    The surrogate loss is reported too. The user's metrics come first.
     """
     merged: dict[str, Any] = dict(output.metrics)
     if "loss:sum" in merged:

@@ -34,7 +34,7 @@ THREAD_NAME = "tinkex-custom-loss"
 
 
 def check_torch() -> None:
-    """Refuse a custom loss where PyTorch is missing; this does not import it."""
+    """Raise if PyTorch is not installed; this does not import it."""
     if sys.modules.get("torch") is None and importlib.util.find_spec("torch") is None:
         raise ImportError(
             "a custom loss is computed with PyTorch, which is not installed: pip install torch"
@@ -51,10 +51,9 @@ class _Job:
 
 
 class LossThread:
-    """The daemon thread that losses run on, one after the other.
+    """The daemon thread that runs losses, one after the other.
 
-    A loss that is given up while it runs cannot be stopped. Those behind it go on in another
-    thread.
+    A running loss cannot be stopped. When it is given up, later losses get another thread.
     """
 
     def __init__(self) -> None:
@@ -72,7 +71,7 @@ class LossThread:
             self._changed.notify()
 
     def give_up(self, job: _Job) -> None:
-        """Drop a job, or leave it alone with its thread if it runs."""
+        """Drop a job; if it runs, leave it its thread and use another one."""
         with self._changed:
             if job is self._running:
                 self._running = self._thread = None
@@ -122,7 +121,7 @@ if hasattr(os, "register_at_fork"):
 
 
 async def on_loss_thread(function: Callable[..., T], *args: Any) -> T:
-    """Run a user's loss on the thread for losses, in the caller's context."""
+    """Run a user's loss on the thread of losses, in the caller's context."""
     loop, context = asyncio.get_running_loop(), contextvars.copy_context()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -156,11 +155,10 @@ def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | Non
 
 
 class CustomPass:
-    """One call of a custom loss: forward passes, the loss, and backward passes over the same
-    chunks.
+    """One call of a custom loss: forward passes, the loss, and backward passes.
 
-    The call keeps its turn until the backward passes are submitted, so their numbers follow those
-    of the forward passes, and whatever was called later comes after both.
+    The backward passes use the chunks of the forward passes. The call keeps its turn until they are
+    submitted, so their numbers follow those of the forward passes, and later calls come after both.
     """
 
     def __init__(self, data: list[Datum], loss: caller_losses.CustomLoss) -> None:
@@ -207,6 +205,6 @@ class CustomPass:
 
 
 def _cut_like(chunks: Sequence[Sequence[Datum]], data: Sequence[Datum]) -> list[list[Datum]]:
-    """Cut data where other chunks were cut, however large they are now."""
+    """Cut data at the same places as other chunks, however large they are now."""
     rest = iter(data)
     return [list(itertools.islice(rest, len(chunk))) for chunk in chunks]

@@ -1,10 +1,9 @@
-"""Losses that a server can run: a function of one datum's tensors, traced by torch.fx into a graph
-that is data.
+"""Losses that a server can run: functions of tensors, traced into a graph.
 
-`trace` makes a handle of a function and says at once what a graph cannot hold; `create_request` is
-the handle as a server takes it. Where a server takes no graphs, `per_datum` makes a loss of the
-handle that the caller computes, with the same result. Torch is imported when a loss is traced, not
-before.
+`trace` makes a handle of a function with torch.fx, and raises if the function cannot be a graph.
+`create_request` makes the server's form of the handle. If a server takes no graphs, `per_datum`
+makes a loss that the client computes, with the same result. Torch is imported when a loss is
+traced.
 """
 
 from __future__ import annotations
@@ -34,15 +33,14 @@ if TYPE_CHECKING:
 PerDatumLossFn: TypeAlias = (
     "Callable[Concatenate[torch.Tensor, ...], tuple[torch.Tensor, Mapping[str, torch.Tensor]]]"
 )
-"""A loss of one datum: takes its log-probabilities and the inputs it names, returns the loss and
-its metrics."""
+"""A loss of one datum, from its log-probabilities and inputs to the loss and its metrics."""
 
 CallerLoss: TypeAlias = (
     "Callable[[list[Datum], list[torch.Tensor]], tuple[torch.Tensor, dict[str, float]]]"
 )
 
 MAX_INPUTS = 16
-"""Most parameters of a loss, `logprobs` included."""
+"""The most parameters of a loss, `logprobs` included."""
 
 INPUT_NAME = re.compile(r"[a-z_][a-z0-9_]{0,63}")
 METRIC_NAME = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
@@ -58,10 +56,10 @@ class LossHandle:
 
     Attributes:
         name: The function's name.
-        inputs: What it takes, `logprobs` first.
-        session_id: The session in which it may be used.
+        inputs: Its parameters, `logprobs` first.
+        session_id: The session that it belongs to.
         graph: The traced function.
-        loss_id: Under which the server keeps it; None when it is computed by the caller.
+        loss_id: Its id on the server; None if the client computes it.
 
     Example:
         >>> handle = trace(lambda logprobs: (-logprobs.sum(), {}), {"logprobs": 1}, "session-1")
@@ -77,32 +75,29 @@ class LossHandle:
 
     @property
     def key(self) -> str:
-        """What the loss computes, as a digest: handles of equal functions with equal inputs have
-        equal keys.
-        """
+        """The digest of the function and its inputs; equal losses have equal keys."""
         return hashlib.sha256(f"{self.graph.code}{self.inputs!r}".encode()).hexdigest()
 
     @property
     def input_names(self) -> tuple[str, ...]:
-        """The names of its inputs, `logprobs` first."""
+        """The names of its parameters, `logprobs` first."""
         return tuple(each.name for each in self.inputs)
 
 
 def trace(
     fn: PerDatumLossFn, input_ranks: Mapping[str, CustomLossInputRank], session_id: str
 ) -> LossHandle:
-    """Trace a loss and check that a server can rebuild it.
+    """Trace a loss, and check that a server can rebuild it.
 
     Args:
-        fn: A plain function of `logprobs` and of the inputs it names, with torch, math and operator
-            only.
-        input_ranks: For each parameter 0 (a single number), 1 (one value a token) or 2 (one a
-            candidate of a token).
-        session_id: The session in which the loss will be used.
+        fn: A plain function of `logprobs` and further inputs, which uses only torch, math and
+            operator.
+        input_ranks: The rank of each parameter: 0 (a number), 1 (a value per token) or 2 (a value
+            per candidate of a token).
+        session_id: The session of the loss.
 
     Raises:
-        ValueError: The function cannot be sent as a graph; the message says why and what to write
-            instead.
+        ValueError: The function cannot be sent as a graph. The message has the reason and a remedy.
         ImportError: Torch is not installed.
 
     Example:
@@ -263,7 +258,7 @@ def _check_output(where: str, output: Any) -> None:
 
 
 def _qualified(function: Any) -> str:
-    """The name under which a function is sent."""
+    """Return the name under which a function is sent."""
     import torch
 
     if function is getattr:
@@ -278,7 +273,7 @@ def _qualified(function: Any) -> str:
 
 
 def wire_graph(handle: LossHandle) -> CustomLossGraph:
-    """The graph of a loss as data.
+    """Return the graph of a loss as data.
 
     Example:
         >>> handle = trace(lambda logprobs: (-logprobs.sum(), {}), {"logprobs": 1}, "session-1")
@@ -297,9 +292,7 @@ def wire_graph(handle: LossHandle) -> CustomLossGraph:
 
 
 def _wire_value(handle: LossHandle, value: Any) -> Any:
-    """An argument as JSON: plain values as they are, everything else as an object of one key that
-    names its kind.
-    """
+    """Return an argument as JSON: a plain value, or an object keyed by its kind."""
     import torch.fx
 
     if value is None or isinstance(value, bool | str):
@@ -337,7 +330,9 @@ def _wire_value(handle: LossHandle, value: Any) -> Any:
 
 
 def create_request(handle: LossHandle, seq: int) -> CreateCustomLossRequest:
-    """The request that stores a loss on a server; `seq` numbers the losses of a session from 0.
+    """Return the request that stores a loss on a server.
+
+    `seq` counts the losses of a session from 0.
 
     Example:
         >>> handle = trace(lambda logprobs: (-logprobs.sum(), {}), {"logprobs": 1}, "session-1")
@@ -354,8 +349,7 @@ def create_request(handle: LossHandle, seq: int) -> CreateCustomLossRequest:
 
 
 def check_inputs(handle: LossHandle, data: Sequence[Datum]) -> None:
-    """Refuse data that lack an input of a loss, or hold it with another rank: `ValueError` names
-    the datum.
+    """Raise ValueError if a datum lacks an input of a loss, or its rank is wrong.
 
     Example:
         >>> handle = trace(lambda logprobs: (-logprobs.sum(), {}), {"logprobs": 1}, "session-1")
@@ -384,10 +378,10 @@ def check_inputs(handle: LossHandle, data: Sequence[Datum]) -> None:
 
 
 def per_datum(handle: LossHandle) -> CallerLoss:
-    """A loss that the caller computes, for `forward_backward_custom` with a server that takes no
-    graphs.
+    """Return a loss that the client computes, for servers that take no graphs.
 
-    The losses of the data are summed, and their metrics are summed or averaged as their names say.
+    The losses of the data are summed. Their metrics are summed or averaged, by the ending of their
+    names.
 
     Example:
         >>> import torch

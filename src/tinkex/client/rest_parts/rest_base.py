@@ -1,4 +1,4 @@
-"""RestBase: the connections of RestClient and AdminClient, and the way to call an operation."""
+"""RestBase: the connections and calls of RestClient and AdminClient."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ class RestBase:
         return self._session
 
     def get_telemetry(self) -> Reporter | None:
-        """Return the reporter that sends the session's events to the hosted service, or None.
+        """Return the reporter of the session's events, or None.
+
+        It sends them to the hosted service.
 
         Example:
             >>> from tinkex import telemetry
@@ -72,17 +74,14 @@ class RestBase:
 
     @property
     def with_raw_response(self) -> Self:
-        """The same client; its methods of one request return status, headers, body and data.
-
-        These come as an `APIResponse`.
-        """
+        """The same client, whose methods of one request return an `APIResponse`."""
         raw = copy.copy(self)
         raw._behind = self
         return raw
 
     @property
     def transport(self) -> Transport:
-        """The transport of this client's requests; its interface may change in any release."""
+        """The transport of this client; its interface may change in any release."""
         if self._behind is not None:
             return self._behind.transport
         if self._session is not None:

@@ -155,33 +155,11 @@ class RestCheckpoints(RestBase):
             >>> rest.get_checkpoint_archive_url(path).result().url
             'http.../weights/step-100/archive.tar?...'
         """
-        return self._archive(training_run_id, checkpoint_id, max_retries, retry_delay)
-
-    get_checkpoint_archive_url_async = value_twin(get_checkpoint_archive_url)
-
-    def get_checkpoint_archive_url_from_tinker_path(
-        self,
-        tinker_path: str,
-        *,
-        max_retries: int = ARCHIVE_ATTEMPTS,
-        retry_delay: float = ARCHIVE_RETRY_SECONDS,
-    ) -> APIFuture[CheckpointArchiveUrlResponse]:
-        """Like `get_checkpoint_archive_url` with a path."""
-        parsed = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
-        return self._archive(parsed.training_run_id, parsed.checkpoint_id, max_retries, retry_delay)
-
-    get_checkpoint_archive_url_from_tinker_path_async = value_twin(
-        get_checkpoint_archive_url_from_tinker_path
-    )
-
-    def _archive(
-        self, run: str, checkpoint_id: str | None, attempts: int, delay: float
-    ) -> APIFuture[CheckpointArchiveUrlResponse]:
-        path = checkpoint_parts(run, checkpoint_id)
-        if isinstance(attempts, bool) or not isinstance(attempts, int) or attempts < 1:
-            raise ValueError(f"max_retries must be at least 1, got {attempts!r}")
-        if delay < 0:
-            raise ValueError(f"retry_delay must not be negative, got {delay!r}")
+        path = checkpoint_parts(training_run_id, checkpoint_id)
+        if isinstance(max_retries, bool) or not isinstance(max_retries, int) or max_retries < 1:
+            raise ValueError(f"max_retries must be at least 1, got {max_retries!r}")
+        if retry_delay < 0:
+            raise ValueError(f"retry_delay must not be negative, got {retry_delay!r}")
         op = protocol.GET_CHECKPOINT_ARCHIVE
 
         async def work(transport: Transport) -> CheckpointArchiveUrlResponse:
@@ -194,7 +172,7 @@ class RestCheckpoints(RestBase):
 
             def delay_after(reply: Reply | Exception) -> float | None:
                 is_packing = isinstance(reply, Reply) and reply.status == 503
-                return delay if is_packing and made < attempts else None
+                return retry_delay if is_packing and made < max_retries else None
 
             reply = await persist(ask, delay_after)
             if (url := transport.redirection(op, path, reply)) is not None:
@@ -207,6 +185,24 @@ class RestCheckpoints(RestBase):
             return answer
 
         return self._start(work)
+
+    get_checkpoint_archive_url_async = value_twin(get_checkpoint_archive_url)
+
+    def get_checkpoint_archive_url_from_tinker_path(
+        self,
+        tinker_path: str,
+        *,
+        max_retries: int = ARCHIVE_ATTEMPTS,
+        retry_delay: float = ARCHIVE_RETRY_SECONDS,
+    ) -> APIFuture[CheckpointArchiveUrlResponse]:
+        """Like `get_checkpoint_archive_url` with a path."""
+        return self.get_checkpoint_archive_url(
+            tinker_path, max_retries=max_retries, retry_delay=retry_delay
+        )
+
+    get_checkpoint_archive_url_from_tinker_path_async = value_twin(
+        get_checkpoint_archive_url_from_tinker_path
+    )
 
     def delete_checkpoint(
         self, training_run_id: ModelID, checkpoint_id: str | None = None
@@ -248,8 +244,7 @@ class RestCheckpoints(RestBase):
             >>> path = client.save_state("step-100").result().path
             >>> rest.delete_checkpoint_from_tinker_path(path).result()
         """
-        path = checkpoint_parts(tinker_path)
-        return self._call(protocol.DELETE_CHECKPOINT, path=path)
+        return self.delete_checkpoint(tinker_path)
 
     delete_checkpoint_from_tinker_path_async = value_twin(delete_checkpoint_from_tinker_path)
 
@@ -294,8 +289,7 @@ class RestCheckpoints(RestBase):
             >>> rest.list_checkpoints(client.model_id).result().checkpoints[0].public
             True
         """
-        path = checkpoint_parts(tinker_path)
-        return self._call(protocol.PUBLISH_CHECKPOINT, path=path)
+        return self.publish_checkpoint(tinker_path)
 
     publish_checkpoint_from_tinker_path_async = value_twin(publish_checkpoint_from_tinker_path)
 
@@ -340,8 +334,7 @@ class RestCheckpoints(RestBase):
             >>> rest.list_checkpoints(client.model_id).result().checkpoints[0].public
             False
         """
-        path = checkpoint_parts(tinker_path)
-        return self._call(protocol.UNPUBLISH_CHECKPOINT, path=path)
+        return self.unpublish_checkpoint(tinker_path)
 
     unpublish_checkpoint_from_tinker_path_async = value_twin(unpublish_checkpoint_from_tinker_path)
 
@@ -422,7 +415,7 @@ class RestCheckpoints(RestBase):
 
 
 def _expiry(reply: Reply) -> dt.datetime:
-    """Return the expiry of a redirect's address: its Expires header, or a quarter of an hour from now."""
+    """Return the expiry of a redirect's address, by default in 15 minutes."""
     # slow to import, and only this old endpoint needs it
     from email.utils import parsedate_to_datetime
 

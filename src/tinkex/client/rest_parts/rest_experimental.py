@@ -1,4 +1,4 @@
-"""RestExperimental: experimental methods of RestClient: checkpoint search and uploads."""
+"""RestExperimental: checkpoint search and uploads of RestClient."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ class RestExperimental(RestBase):
     def search_checkpoints(
         self, request: CheckpointSearchRequest
     ) -> APIFuture[CheckpointSearchResponse]:
-        """Search your checkpoints, newest first. Experimental: it may change in any release.
+        """Search your checkpoints, newest first.
+
+        Experimental: it may change in any release.
 
         A page's `next_cursor` is the next request's `cursor`; the last page has none.
 
@@ -54,7 +56,9 @@ class RestExperimental(RestBase):
         lora_config: LoraConfig,
         destination_project_id: str | None = None,
     ) -> APIFuture[ExternalWeightsUploadStartResult]:
-        """Begin an upload of weights: PUT each file to its address, then finish it. Experimental.
+        """Begin an upload of weights. Experimental.
+
+        PUT each file to its address, then finish the upload.
 
         The files are those that `save_weights_external` exports: `adapter_config.json` and
         `adapter_model.safetensors`.

@@ -41,7 +41,8 @@ class RestRuns(RestBase):
             >>> rest.get_training_run(client.model_id).result().base_model
             'tinkex/tiny'
         """
-        return self._get_training_run(training_run_id, access_scope)
+        path = {"training_run_id": checked_id("training_run_id", training_run_id)}
+        return self._call(protocol.GET_TRAINING_RUN, path=path, query=scope_query(access_scope))
 
     get_training_run_async = value_twin(get_training_run)
 
@@ -66,13 +67,9 @@ class RestRuns(RestBase):
             4
         """
         run = checkpoint_parts(tinker_path)["training_run_id"]
-        return self._get_training_run(run, access_scope)
+        return self.get_training_run(run, access_scope)
 
     get_training_run_by_tinker_path_async = value_twin(get_training_run_by_tinker_path)
-
-    def _get_training_run(self, run: str, scope: AccessScope | None) -> APIFuture[TrainingRun]:
-        path = {"training_run_id": checked_id("training_run_id", run)}
-        return self._call(protocol.GET_TRAINING_RUN, path=path, query=scope_query(scope))
 
     def list_training_runs(
         self,
@@ -108,9 +105,9 @@ class RestRuns(RestBase):
     list_training_runs_async = value_twin(list_training_runs)
 
     def unload_model(self, model_id: ModelID) -> APIFuture[UnloadModelResponse]:
-        """Let the server forget the live state of a training run, on servers that offer it.
+        """Let the server forget the live state of a training run.
 
-        The run's checkpoints stay.
+        The run's checkpoints stay. Not all servers offer this.
 
         Args:
             model_id: The run. It may belong to a client in another program.

@@ -52,7 +52,7 @@ class SampleCalls:
         self._record_stability_info = record_stability_info
         self._retry_config = retry_config
         self._joining = asyncio.Lock()
-        # A copy in another process has its own block of request numbers, and may have to ask for it.
+        # A copy in another process has its own block of request numbers, and may ask for it.
         self._block: int | None = None if shadow or holder.is_shadow else 0
         self._seq_ids = itertools.count()
         self._handler: RetryHandler | None = None
@@ -78,7 +78,9 @@ class SampleCalls:
         return set(self._session.config.feature_gates)
 
     def get_telemetry(self) -> Reporter | None:
-        """Return the reporter that sends this session's events to the hosted service, or None.
+        """Return the reporter of this session's events, or None.
+
+        It sends them to the hosted service.
 
         Example:
             >>> from tinkex import telemetry
@@ -185,7 +187,7 @@ class SampleCalls:
         return self._block * SEQ_BLOCK + next(self._seq_ids)
 
     async def _clone(self) -> int:
-        """Return a copy's number among the session's clients: the server's count, or a random one."""
+        """Return a copy's number among its session's clients, from the server or random."""
         if self._session.client_config.sample_join_sampling_session:
             request = JoinSamplingSessionRequest(sampling_session_id=self.sampling_session_id)
             joined: JoinSamplingSessionResponse = await self._session.transport.call(
@@ -335,9 +337,9 @@ class SampleCalls:
 
 
 class Notice:
-    """The listener for the queue of one sample; it makes its tracker at the first word.
+    """The listener for the queue of one sample.
 
-    Most samples hear nothing.
+    It makes its tracker at the first word, because most samples hear nothing.
     """
 
     __slots__ = ("_client", "_observer", "_tracker")

@@ -1,4 +1,4 @@
-"""SampleStreams: the methods of SamplingClient that return tokens as they are drawn."""
+"""SampleStreams: the methods of SamplingClient that stream tokens."""
 
 from __future__ import annotations
 

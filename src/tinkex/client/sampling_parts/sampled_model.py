@@ -50,7 +50,9 @@ class SampledModel(SampleCalls):
         sampler_fun: Callable[[Any], Any] | None = None,
         load_fun: LoadFunction | None = None,
     ) -> Any:
-        """Return the tokenizer of the base model; see `tinkex.tokenizers.get_or_load_tokenizer`.
+        """Return the tokenizer of the base model.
+
+        See `tinkex.tokenizers.get_or_load_tokenizer`.
 
         Args:
             backend: "transformers" or "tokenizers"; the first that is installed by default.

@@ -128,7 +128,9 @@ class TrainingStarts:
         weights_access_token: str | None = None,
         optimizer: OptimizerConfig | None = None,
     ) -> BackcompatTrainingClientFuture:
-        """Start a training run from the weights of a checkpoint; the optimizer starts from zero.
+        """Start a training run from the weights of a checkpoint.
+
+        The optimizer starts from zero.
 
         Args:
             path: A `tinker://…/weights/…` path.

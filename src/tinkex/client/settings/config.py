@@ -1,4 +1,6 @@
-"""Settings of a client: from an argument, else `configure()`, else the environment, else a default.
+"""Settings of a client.
+
+Each comes from an argument, else `configure()`, else the environment, else a default.
 
 A Config is complete when it is made. Requests read nothing else, so clients of several tenants can
 share a process.
@@ -58,7 +60,7 @@ CLIENT_METHODS = ("send", "stream", "close")
 
 
 def is_embedded(base_url: str) -> bool:
-    """Tell whether a base URL names a backend in this process: `local`, or `local:NAME`.
+    """Tell whether a base URL is `local` or `local:NAME`, a backend in this process.
 
     Args:
         base_url: The address.
@@ -74,7 +76,7 @@ def is_embedded(base_url: str) -> bool:
 
 
 def is_address(base_url: str) -> bool:
-    """Tell whether a base URL is complete: http or https, a host, a valid port, no password.
+    """Tell whether a base URL is valid: http or https, a host, no password.
 
     Args:
         base_url: The address.
@@ -117,7 +119,7 @@ def is_open_address(base_url: str) -> bool:
 
 
 def mask_api_key(key: str | None) -> str | None:
-    """Return a key that can be shown: its first and last characters, or stars if it is short.
+    """Return the first and last characters of a key, or stars if it is short.
 
     Args:
         key: The key, if there is one.
@@ -446,7 +448,7 @@ def apply_log_level() -> None:
 
 
 def maybe_set_level(level: str | None) -> None:
-    """Set the level of the "tinkex" logger: debug, info, warn or error; None changes nothing.
+    """Set the level of the "tinkex" logger: debug, info, warn or error.
 
     Args:
         level: The level, or None.

@@ -1,8 +1,8 @@
-"""Credentials: where they are found, and the short-lived tokens that some servers want instead.
+"""Credentials, and the short-lived tokens that some servers want instead.
 
 A key comes from the argument, TINKER_API_KEY, the command in TINKER_CREDENTIAL_CMD, or the file
-that a login leaves behind. When a server asks for tokens, the credential is exchanged for one,
-which is renewed before it expires and when the server rejects it.
+that a login writes. If a server asks for tokens, the credential is exchanged for a token. The token
+is renewed before it expires, and when the server rejects it.
 """
 
 from __future__ import annotations
@@ -46,19 +46,18 @@ _INVALID_TOKEN = re.compile(r'\berror\s*=\s*"?invalid_token\b', re.IGNORECASE)
 
 
 def credentials_file() -> Path:
-    """Where a login keeps keys."""
+    """Return the path of the file in which a login keeps keys."""
     return Path("~/.tinker/credentials.json").expanduser()
 
 
 def stored_key(path: Path | None = None, *, server: str | None = None) -> str | None:
-    """The default key of the credentials file; None when there is none that can be read.
+    """Return a key of the credentials file; None if there is none.
 
-    A login at a server of one's own leaves a key for that one alone.
+    A login at a server of your own writes a key for that server only.
 
     Args:
-        path: The file; by default the user's.
-        server: An address; only a key that a login has left for it counts. None: only one that is
-            for no such server.
+        path: The file; that of the user by default.
+        server: Return the key for this address only; with None, the key for no address.
     """
     try:
         stored = json.loads((path or credentials_file()).read_text())
@@ -70,13 +69,13 @@ def stored_key(path: Path | None = None, *, server: str | None = None) -> str | 
 
 
 _running: dict[str, asyncio.Task[str]] = {}
-"""Commands under way: clients that start together ask once, for some commands ask the user in turn.
-"""
+"""Commands that run now. Clients that start together share one, as some commands ask the user."""
 
 
 async def run_command(command: str) -> str:
-    """The credential that a shell command prints; run in a thread, once for all who ask meanwhile,
-    and never shown.
+    """Return the credential that a shell command prints; it is never shown.
+
+    The command runs in a thread, once for all who ask meanwhile.
     """
     task = _running.get(command)
     if task is None or task.get_loop() is not asyncio.get_running_loop():
@@ -86,7 +85,7 @@ async def run_command(command: str) -> str:
 
 
 def _ended(command: str, task: asyncio.Task[str]) -> None:
-    """Let the next who asks run a command anew; its failure may have nobody left to hear of it."""
+    """Forget a command that ended; read its error, which may have no reader left."""
     if _running.get(command) is task:
         del _running[command]
     if not task.cancelled():
@@ -120,7 +119,7 @@ async def _run(command: str) -> str:
 
 
 def claims(token: str) -> dict[str, Any]:
-    """What a token says of itself. Its signature is the server's business."""
+    """Return the claims of a token; the server checks its signature."""
     try:
         payload = token.split(".")[1]
         decoded = json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
@@ -137,7 +136,7 @@ def is_token(key: str) -> bool:
 
 
 def check_token(token: str, now: float) -> None:
-    """Refuse a token that is given as credential if it cannot be used.
+    """Raise if a token that is given as credential cannot be used.
 
     Raises:
         ConfigurationError: It cannot be read.
@@ -168,13 +167,13 @@ def _seconds(said: Mapping[str, Any], name: str) -> float | None:
 
 
 class Token:
-    """A short-lived token, exchanged for a credential and renewed in time; one exchange at a time.
+    """A short-lived token, exchanged for a credential and renewed in time.
 
     All methods are for one event loop.
 
     Args:
-        exchange: Gives a new token.
-        clock: The time of day, in seconds; for tests.
+        exchange: Returns a new token.
+        clock: Returns the time of day in seconds; for tests.
     """
 
     def __init__(
@@ -230,13 +229,13 @@ class Token:
         return await self.value()
 
     def stop(self) -> None:
-        """Renew no more in the background."""
+        """Stop the renewal in the background."""
         self._is_stopped = True
         if self._timer is not None:
             self._timer.cancel()
 
     async def _renewed(self) -> None:
-        """Exchange the credential, together with all who ask for that meanwhile."""
+        """Exchange the credential, once for all who ask meanwhile."""
         if self._renewal is None:
             self._renewal = asyncio.create_task(self._renew())
             self._renewal.add_done_callback(self._ended)

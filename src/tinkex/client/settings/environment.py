@@ -1,5 +1,6 @@
-"""Settings as the environment gives them: trimmed, blank means unset; every reader takes another
-mapping for tests.
+"""Settings of the environment.
+
+Values are trimmed, and a blank one counts as unset. Every reader takes another mapping, for tests.
 """
 
 from __future__ import annotations
@@ -28,23 +29,23 @@ PARITY = {
 
 LEVELS = {"debug": "debug", "info": "info", "warn": "warn", "warning": "warn", "error": "error"}
 POOL_SIZE, POOL_COUNT = 50, 20
-"""Connections of a pool and pools, where the environment names only one of the two."""
+"""The connections of a pool, and the number of pools, if the environment names only one."""
 
 
 def text(name: str, environment: Mapping[str, str] | None = None) -> str | None:
-    """A trimmed value; None when unset or blank."""
+    """Return a trimmed value; None if it is unset or blank."""
     value = (os.environ if environment is None else environment).get(name, "").strip()
     return value or None
 
 
 def flag(name: str, environment: Mapping[str, str] | None = None) -> bool | None:
-    """A yes or no; None when unset or neither."""
+    """Return a yes or no; None if it is unset or neither."""
     value = (text(name, environment) or "").lower()
     return True if value in TRUE else False if value in FALSE else None
 
 
 def words(name: str, environment: Mapping[str, str] | None = None) -> tuple[str, ...] | None:
-    """A comma-separated list without its blanks; None when nothing is left."""
+    """Return a comma-separated list without blanks; None if it is empty."""
     parts = tuple(
         part.strip() for part in (text(name, environment) or "").split(",") if part.strip()
     )
@@ -52,7 +53,7 @@ def words(name: str, environment: Mapping[str, str] | None = None) -> tuple[str,
 
 
 def mapping(name: str, environment: Mapping[str, str] | None = None) -> dict[str, str] | None:
-    """A JSON object of text; None when unset, not JSON or not an object."""
+    """Return a JSON object of text; None if it is unset or not one."""
     try:
         value = json.loads(text(name, environment) or "null")
     except json.JSONDecodeError:
@@ -69,7 +70,7 @@ def mapping(name: str, environment: Mapping[str, str] | None = None) -> dict[str
 def pairs(
     name: str, environment: Mapping[str, str] | None = None
 ) -> tuple[tuple[str, str], ...] | None:
-    """A JSON array of [name, value] pairs; what is not one is left out."""
+    """Return a JSON array of [name, value] pairs, without other items."""
     try:
         value = json.loads(text(name, environment) or "null")
     except json.JSONDecodeError:
@@ -86,30 +87,30 @@ def pairs(
 def choice(
     name: str, choices: Mapping[str, str], environment: Mapping[str, str] | None = None
 ) -> str | None:
-    """One of several words; None when unset or another."""
+    """Return one of several words; None if it is unset or another."""
     return choices.get(text(name, environment) or "")
 
 
 def positive(name: str, environment: Mapping[str, str] | None = None) -> int | None:
-    """A whole number above zero; None when unset or anything else."""
+    """Return a whole number above zero; None if it is unset or something else."""
     value = text(name, environment) or ""
     return int(value) if value.isascii() and value.isdigit() and int(value) > 0 else None
 
 
 def level(name: str, environment: Mapping[str, str] | None = None) -> str | None:
-    """A level of logging: debug, info, warn or error; None when unset or another."""
+    """Return a level of logging: debug, info, warn or error; else None."""
     return LEVELS.get((text(name, environment) or "").lower())
 
 
 def poll_backoff(environment: Mapping[str, str] | None = None) -> str | None:
-    """Whether polls that meet a failing server wait longer each time: "exponential", or None."""
+    """Return "exponential" if polls of a failing server shall back off, else None."""
     name = "TINKEX_POLL_BACKOFF"
     chosen = flag(name, environment) or (text(name, environment) or "").lower() == "exponential"
     return "exponential" if chosen else None
 
 
 def pool_sizes(environment: Mapping[str, str] | None = None) -> dict[str, int] | None:
-    """Connections for sampling: TINKEX_POOL_SIZE of them in each of TINKEX_POOL_COUNT pools."""
+    """Return the connections for sampling: TINKEX_POOL_SIZE times TINKEX_POOL_COUNT."""
     size, count = (
         positive("TINKEX_POOL_SIZE", environment),
         positive("TINKEX_POOL_COUNT", environment),
@@ -120,7 +121,7 @@ def pool_sizes(environment: Mapping[str, str] | None = None) -> dict[str, int] |
 
 
 def http_client(environment: Mapping[str, str] | None = None) -> str | None:
-    """The name of a client factory, "module:callable", in a module that is there; else None."""
+    """Return the name of a client factory, "module:callable", if its module exists."""
     name = text("TINKEX_HTTP_CLIENT", environment) or ""
     module, colon, member = name.partition(":")
     try:
@@ -131,24 +132,24 @@ def http_client(environment: Mapping[str, str] | None = None) -> str | None:
 
 
 def hf_token(environment: Mapping[str, str] | None = None) -> str | None:
-    """The token for Hugging Face: HF_TOKEN, else HUGGING_FACE_HUB_TOKEN."""
+    """Return the token for Hugging Face: HF_TOKEN, else HUGGING_FACE_HUB_TOKEN."""
     return text("HF_TOKEN", environment) or text("HUGGING_FACE_HUB_TOKEN", environment)
 
 
 def hf_home(environment: Mapping[str, str] | None = None) -> Path:
-    """Where Hugging Face's libraries keep their files: HF_HOME, else a folder of the user's cache."""
+    """Return the folder of Hugging Face: HF_HOME, else one in the user's cache."""
     cache = text("XDG_CACHE_HOME", environment) or "~/.cache"
     return Path(text("HF_HOME", environment) or f"{cache}/huggingface").expanduser()
 
 
 def hf_token_path(environment: Mapping[str, str] | None = None) -> Path:
-    """The file that a login to Hugging Face leaves its token in."""
+    """Return the path of the file with the token of a login to Hugging Face."""
     named = text("HF_TOKEN_PATH", environment)
     return Path(named).expanduser() if named else hf_home(environment) / "token"
 
 
 def snapshot(environment: Mapping[str, str] | None = None) -> dict[str, object]:
-    """Everything the environment says, by the names of Config's fields; None where it says nothing."""
+    """Return the settings of the environment, by names of Config's fields."""
     return {
         "api_key": text("TINKER_API_KEY", environment),
         "base_url": text("TINKER_BASE_URL", environment),
@@ -174,12 +175,12 @@ def snapshot(environment: Mapping[str, str] | None = None) -> dict[str, object]:
 
 
 def mask_secret(value: str | None) -> str | None:
-    """What stands for a secret where it must not be seen; None stays None."""
+    """Return the replacement of a secret in output; None stays None."""
     return None if value is None else REDACTED
 
 
 def redact(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings, such as a `snapshot`, that can be shown.
+    """Return settings, such as a `snapshot`, without their secrets.
 
     Example:
         >>> redact({"api_key": "tml-1", "base_url": "local"})

@@ -56,7 +56,7 @@ def backoff_form(value: Any) -> PollBackoff | None:
 
 
 def proxy_form(value: Any) -> str | None:
-    """Return a proxy as a URL with its port; errors do not show it, as it may hold a password."""
+    """Return a proxy as a URL with its port; errors never show its password."""
     if value is None:
         return None
     if isinstance(value, list | tuple):
@@ -139,7 +139,7 @@ def pool_sizes_form(value: Any) -> dict[str, int]:
 
 
 def texts_form(name: str, value: Any) -> dict[str, str]:
-    """Return a map of text from a map or pairs: trim keys, write numbers as text, drop None."""
+    """Return a map of text: trim keys, write numbers as text, drop None."""
     try:
         items = dict(value).items()
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Which version this is, and which version of the Tinker SDK it speaks for."""
+"""The version of this package, and the version of the Tinker SDK that it reports."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from tinkex.wire.protocol import PROTOCOL_VERSION
 
 
 def current() -> str:
-    """The version of this package."""
+    """Return the version of this package."""
     return __version__
 
 
 def tinker_sdk() -> str:
-    """The version of the Tinker SDK that servers are told: in sessions, telemetry and headers. It
-    is fixed.
-    """
+    """Return the version of the Tinker SDK that servers are told; it is fixed."""
     return PROTOCOL_VERSION

@@ -54,7 +54,7 @@ def check_options(options: CallOptions) -> None:
 
 
 def checked_data(data: Sequence[Datum]) -> list[Datum]:
-    """Return the data of a call as a list; raise if it is empty or holds anything but Datum."""
+    """Return the data of a call as a list; raise if it is empty or wrong."""
     if isinstance(data, Datum):
         raise TypeError("data must be a list of Datum, not a single one")
     items = list(data)
@@ -107,7 +107,7 @@ def _number_in(text: str) -> float | str:
 def step_request(
     model_id: str, optim_params: OptimParams | None, adam_params: AdamParams | None
 ) -> OptimStepRequest:
-    """Return the request of an optimizer step; raise unless exactly one set of params is given."""
+    """Return the request of an optimizer step; raise unless it has one set of params."""
     if optim_params is not None and adam_params is not None:
         raise ValueError("give optim_params or adam_params, not both")
     params = optim_params if optim_params is not None else adam_params

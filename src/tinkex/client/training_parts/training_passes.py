@@ -47,7 +47,7 @@ class TrainingPasses(TrainingRun):
     """Passes over data, optimizer steps and receipts."""
 
     _takes_foreign_losses = False
-    """Whether a `LossHandle` of another session may be used; it then needs a second pass."""
+    """True if a `LossHandle` of another session may be used, with a second pass."""
 
     def forward(
         self,
@@ -111,7 +111,7 @@ class TrainingPasses(TrainingRun):
 
     @property
     def receipts(self) -> Receipts:
-        """The calls that return receipts, to wait for a result later or in another process.
+        """The calls that return receipts, to wait for results later or elsewhere.
 
         Example:
             >>> [receipt] = client.receipts.forward_backward(data, "cross_entropy").result()

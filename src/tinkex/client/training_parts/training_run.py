@@ -1,7 +1,8 @@
-"""TrainingRun: the base of TrainingClient, with its session, its outbox and its queue's log."""
+"""TrainingRun: the base of TrainingClient, with its session and its outbox."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,8 @@ class TrainingRun:
         self._known_info = info
         self._outbox = Outbox(holder, model_id, first_seq_id)
         self._queue_states = QueueStateLogger("Training")
+        self._loaded_tokenizer: Any = None
+        self._asking = asyncio.Lock()
 
     @property
     def holder(self) -> Session:
@@ -48,7 +51,9 @@ class TrainingRun:
         return self._known_info.model_data.model_name if self._known_info is not None else None
 
     def get_telemetry(self) -> Reporter | None:
-        """Return the reporter that sends this session's events to the hosted service, or None.
+        """Return the reporter of this session's events, or None.
+
+        It sends them to the hosted service.
 
         Example:
             >>> from tinkex import telemetry

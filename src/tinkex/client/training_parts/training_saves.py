@@ -1,4 +1,4 @@
-"""TrainingSaves: the methods of TrainingClient that save weights, sample from them or load them."""
+"""TrainingSaves: the methods of TrainingClient that save and load weights."""
 
 from __future__ import annotations
 
@@ -28,6 +28,12 @@ from tinkex.types.checkpoints import (
     SaveWeightsResponse,
 )
 from tinkex.wire import protocol
+
+FROM_STATE = "ServiceClient.create_training_client_from_state() makes a new run of a checkpoint"
+FROM_STATE_WITH_OPTIMIZER = (
+    "ServiceClient.create_training_client_from_state_with_optimizer() makes a new run of a "
+    "checkpoint"
+)
 
 
 class TrainingSaves(TrainingRun):
@@ -271,11 +277,13 @@ class TrainingSaves(TrainingRun):
 
     create_sampling_client_async = value_twin(create_sampling_client)
 
-    @deprecated("ServiceClient.create_training_client_from_state() makes a new run of a checkpoint")
+    @deprecated(FROM_STATE)
     def load_state(
         self, path: str, weights_access_token: str | None = None, **options: Unpack[CallOptions]
     ) -> Future[LoadWeightsResponse]:
-        """Replace the weights of this run by those of a checkpoint; the optimizer starts from zero.
+        """Replace the weights of this run by those of a checkpoint.
+
+        The optimizer starts from zero.
 
         Deprecated: `ServiceClient.create_training_client_from_state` makes a new run of a
         checkpoint, which works on every server.
@@ -296,10 +304,7 @@ class TrainingSaves(TrainingRun):
         """
         return self._load(path, False, weights_access_token, options)
 
-    @deprecated(
-        "ServiceClient.create_training_client_from_state_with_optimizer() makes a new run of a "
-        "checkpoint"
-    )
+    @deprecated(FROM_STATE_WITH_OPTIMIZER)
     def load_state_with_optimizer(
         self, path: str, weights_access_token: str | None = None, **options: Unpack[CallOptions]
     ) -> Future[LoadWeightsResponse]:
@@ -324,17 +329,15 @@ class TrainingSaves(TrainingRun):
         """
         return self._load(path, True, weights_access_token, options)
 
-    @deprecated("ServiceClient.create_training_client_from_state() makes a new run of a checkpoint")
+    # Coroutine functions, as in the official client; the other twins only pass for such.
+    @deprecated(FROM_STATE)
     async def load_state_async(
         self, path: str, weights_access_token: str | None = None, **options: Unpack[CallOptions]
     ) -> Future[LoadWeightsResponse]:
         """Like `load_state`; awaiting it gives the future."""
         return self._load(path, False, weights_access_token, options)
 
-    @deprecated(
-        "ServiceClient.create_training_client_from_state_with_optimizer() makes a new run of a "
-        "checkpoint"
-    )
+    @deprecated(FROM_STATE_WITH_OPTIMIZER)
     async def load_state_with_optimizer_async(
         self, path: str, weights_access_token: str | None = None, **options: Unpack[CallOptions]
     ) -> Future[LoadWeightsResponse]:

@@ -1,17 +1,18 @@
-/* A step on a CPU: a token of every row through the whole model, by a team of threads. A row is a sequence that gets
- * one more token, or a position of a prompt.
+/* A step on a CPU: a token of every row through the whole model, by a team of threads. A row is a
+ * sequence that gets one more token, or a position of a prompt.
  *
- * Every number a row gets is summed up in an order that depends on that row alone: not on its neighbours, nor on how
- * many threads there are, nor on which of them did it. Threads take work in small units, so that one that is held up
- * holds up little, and wait for each other without sleeping for as long as that pays.
+ * The sums of a row have an order that depends on that row alone: not on its neighbours, nor on the
+ * number of threads, nor on the thread that computes them. Threads take work in small units, so
+ * that a slow one delays little, and spin while they wait for each other, as long as that pays.
  *
- * Weights are laid out in panels of PANEL outputs: [panel][input][PANEL], so that a product reads them once, in order.
- * Projections that share an input are parts of one linear layer; each part begins a panel of its own.
+ * Weights are in panels of PANEL outputs: [panel][input][PANEL], so that a product reads them once,
+ * in order. Projections that share an input are parts of one linear layer; each part begins a
+ * panel.
  *
  * Names: B rows, D hidden, H query heads, G key/value heads, C channels of a head, F mlp, R rank.
  */
 #if defined(__linux__)
-#define _GNU_SOURCE /* for where threads may run */
+#define _GNU_SOURCE /* for the cores of threads */
 #endif
 #include <math.h>
 #include <pthread.h>
@@ -31,21 +32,22 @@
 #define PARTS 3
 #if defined(__AVX512F__)
 #define LANES 16
-#define ROWS 12 /* of a tile at most: with two panels they fill 24 of the 32 registers */
+#define ROWS 12 /* at most in a tile: with two panels they fill 24 of the 32 registers */
 #elif defined(__AVX__)
 #define LANES 8
 #define ROWS 6
 #elif defined(__aarch64__)
 #define LANES 4
-#define ROWS 5 /* which fill 20 of the 32 registers; of the 24 that a sixth makes, compilers leave some in memory */
+#define ROWS 5 /* they fill 20 of 32 registers; with a sixth, compilers leave some in memory */
 #else
 #define LANES 4
 #define ROWS 6
 #endif
 #define VECTORS (PANEL / LANES)
 
-/* Write out all turns of a loop, whose number is known. gcc wants a number that is no smaller; told one that is larger,
- * clang up to version 16 writes out none, and leaves the sums of a tile in memory. */
+/* Unroll a loop of known length fully. gcc needs a number that is not smaller than the length. With
+ * a larger number, clang up to version 16 does not unroll, and leaves the sums of a tile in memory.
+ */
 #if defined(__clang__)
 #define UNROLL _Pragma("clang loop unroll(full)")
 #else
@@ -61,9 +63,10 @@ static inline vec load(const float *from) { return *(const loose *)from; }
 static inline void store(float *to, vec x) { *(loose *)to = x; }
 static inline vec splat(float x) { return x - (vec){}; } /* 0 + x would make 0 of -0 */
 
-/* a * b + c, rounded once where the processor can do that. A compiler may not choose: gcc splits such a sum in some loops
- * and not in others, by the processor it tunes for, and a row's bits would then depend on how many rows there are.
- * Everywhere else a product is rounded before it is added to: see the compiler's flags in library.py. */
+/* a * b + c, rounded once where the processor can do that. The compiler must not choose: gcc splits
+ * such a sum in some loops and not in others, depending on the processor, and the bits of a row
+ * would then depend on the number of rows. Everywhere else a product is rounded before it is added
+ * to: see the compiler's flags in library.py. */
 static inline __attribute__((always_inline)) vec multiply_add(vec a, vec b, vec c) {
 #if LANES == 16
     return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -88,14 +91,14 @@ static inline float total(vec x) {
     return (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 
-/* e^x to about one unit in the last place: 2^n times a polynomial of what is left, within +-ln(2)/2. What would be no
- * normal number is 0. */
+/* e^x to about one unit in the last place: 2^n times a polynomial of the rest, within +-ln(2)/2.
+ * Subnormal results are 0. */
 static inline vec exponential(vec x) {
     const vec high = splat(88.0f), low = splat(-87.3f);
     ints above = x > high, below = x < low;
     x = (vec)((above & (ints)high) | (~above & (ints)x));
     x = (vec)((below & (ints)low) | (~below & (ints)x));
-    const vec shift = splat(12582912.0f); /* brings a number to the nearest whole one */
+    const vec shift = splat(12582912.0f); /* rounds to the nearest whole number */
     vec n = multiply_add(x, splat(1.44269504088896341f), shift) - shift;
     vec r = multiply_add(n, splat(2.12194440e-4f), multiply_add(n, splat(-0.693359375f), x));
     vec p = multiply_add(splat(1.9875691500e-4f), r, splat(1.3981999507e-3f));
@@ -108,7 +111,7 @@ static inline vec exponential(vec x) {
     return (vec)((ints)(p * (vec)power) & ~below);
 }
 
-/* --- What is computed with, as Python describes it ------------------------------------------------------------- */
+/* --- Inputs, as Python describes them (see bindings.py) --- */
 
 typedef struct {
     const float *weight, *bias;
@@ -118,7 +121,7 @@ typedef struct {
 typedef struct {
     const float *input_norm, *mlp_norm, *q_norm, *k_norm, *post_attention_norm, *post_mlp_norm;
     Linear qkv, o, gate_up, down;
-    int64_t rotary;       /* the kind of its rotary embedding; -1 where positions are not marked */
+    int64_t rotary;       /* the kind of its rotary embedding; -1 if none */
     int64_t window;       /* 0: all */
     float scale, softcap; /* 0: none */
 } Layer;
@@ -134,13 +137,14 @@ typedef struct {
     float *cache; /* [layers, 2, blocks, G, block * C], see `keys_at` and `values_at` */
 } Model;
 
-/* The factors of a linear layer: A of all parts stacked, a B for each, already scaled; A is NULL if there are none. */
+/* The factors of a linear layer: A of all parts stacked, a scaled B for each; A is NULL if none. */
 typedef struct {
     const float *a, *b[PARTS];
     int64_t rank;
 } Factors;
 
-/* Rows [start, stop) have an adapter, with factors for qkv, o, gate_up and down of every layer, then for the head. */
+/* Rows [start, stop) have an adapter: factors for qkv, o, gate_up and down of every layer, and for
+ * the head. */
 typedef struct {
     int64_t start, stop;
     const Factors *factors;
@@ -150,27 +154,27 @@ typedef struct {
     int64_t rows, spans, width; /* width: of a row's table of blocks */
     const int64_t *tokens, *positions, *tables;
     const Span *span;
-    float *hidden, *logits; /* what the head reads, [rows, D], and what it makes of it, [rows, vocab]; or NULL */
+    float *hidden, *logits; /* the head's input [rows, D] and output [rows, vocab]; or NULL */
 } Step;
 
-/* --- The team -------------------------------------------------------------------------------------------------- */
+/* --- The team --- */
 
 #define SPINS 4000
 
 typedef struct {
-    int threads, active;             /* active: how many take part in what is done now */
+    int threads, active; /* active: those that take part in the current work */
     pthread_t *others;
-    atomic_long next;                /* unit of work that nobody has taken */
-    atomic_int arrived, turn;        /* at the barrier, and how often it has opened */
+    atomic_long next;         /* the next free unit of work */
+    atomic_int arrived, turn; /* threads at the barrier; times it has opened */
     pthread_mutex_t lock;
     pthread_cond_t called;
-    long calls;                      /* how often there was work; under the lock */
+    long calls; /* times there was work; under the lock */
     int leaving;
     void (*work)(int, void *);
     void *about;
     double rested; /* when the last work ended, in seconds */
 #if defined(__linux__)
-    int placed; /* whether threads that are called may not run just anywhere, and … */
+    int placed; /* called threads wake on other cores, and may then run anywhere */
     cpu_set_t anywhere;
 #endif
 } Team;
@@ -184,13 +188,13 @@ static inline void relax(void) {
 #if defined(__x86_64__) || defined(__i386__)
     __builtin_ia32_pause();
 #elif defined(__aarch64__)
-    __asm__ volatile("isb"); /* "yield" does nothing on most, and thousands of them are soon over */
+    __asm__ volatile("isb"); /* "yield" does nothing on most processors */
 #endif
 }
 
-/* Wait until everybody is here. The last one lays out the work that follows. */
+/* Wait until all threads are here. The last one prepares the next work. */
 static void meet(Team *team) {
-    int active = team->active; /* not to be read once one has arrived: the next call may have begun by then */
+    int active = team->active; /* not to be read after arriving: the next call may have begun */
     if (active == 1) {
         atomic_store_explicit(&team->next, 0, memory_order_relaxed);
         return;
@@ -206,19 +210,19 @@ static void meet(Team *team) {
         if (spins < SPINS)
             relax();
         else
-            sched_yield(); /* on a machine with other work, whom we wait for may need this core */
+            sched_yield(); /* the thread we wait for may need this core */
     }
 }
 
-/* The next unit of this phase, or -1. */
+/* Return the next unit of this phase, or -1. */
 static inline long take(Team *team, long units) {
     long unit = atomic_fetch_add_explicit(&team->next, 1, memory_order_relaxed);
     return unit < units ? unit : -1;
 }
 
-/* Threads that have rested for a while are likely to be woken on the core of the one that calls them, and share it until
- * the system moves one, which takes milliseconds. So they are called to any other core; once awake they may go where
- * they like. */
+/* A thread that has slept for a while is likely to wake on the core of its caller, and shares it
+ * until the system moves one of them, which takes milliseconds. So threads are called to other
+ * cores. Once awake, they may run anywhere. */
 #define RESTS 1e-3
 
 static double seconds(void) {
@@ -232,11 +236,13 @@ static void place(Team *team, int active) {
     team->placed = 0;
     if (seconds() - team->rested < RESTS) return;
     int here = sched_getcpu();
-    if (here < 0 || here >= CPU_SETSIZE || sched_getaffinity(0, sizeof(cpu_set_t), &team->anywhere)) return;
+    if (here < 0 || here >= CPU_SETSIZE || sched_getaffinity(0, sizeof(cpu_set_t), &team->anywhere))
+        return;
     cpu_set_t elsewhere = team->anywhere;
     CPU_CLR(here, &elsewhere);
     if (!CPU_COUNT(&elsewhere)) return;
-    for (int i = 0; i < active - 1; i++) pthread_setaffinity_np(team->others[i], sizeof(cpu_set_t), &elsewhere);
+    for (int i = 0; i < active - 1; i++)
+        pthread_setaffinity_np(team->others[i], sizeof(cpu_set_t), &elsewhere);
     team->placed = 1;
 #else
     (void)team, (void)active;
@@ -288,18 +294,18 @@ Team *team_new(int threads) {
         *about = (Member){team, number};
         if (pthread_create(&team->others[number - 1], NULL, member, about)) {
             free(about);
-            break; /* fewer do as well */
+            break; /* fewer threads also work */
         }
         team->threads++;
     }
     return team;
 }
 
-/* What is worth a thread, in multiplications: a fifth of a millisecond or so. Threads that share less wait longer for
- * each other than they work, above all on a machine with other work. */
+/* Multiplications that are worth a thread: about a fifth of a millisecond. Threads with less work
+ * wait longer for each other than they compute, above all on a busy machine. */
 int64_t share = 4 << 20;
 
-/* Have as many threads do this as it is worth; the calling one is among them. */
+/* Run work on as many threads as it is worth, including the calling one. */
 static void together(Team *team, void (*work)(int, void *), void *about, int64_t multiplications) {
     int64_t worth = multiplications / share;
     int active = worth < 1 ? 1 : worth < team->threads ? (int)worth : team->threads;
@@ -318,11 +324,11 @@ static void together(Team *team, void (*work)(int, void *), void *about, int64_t
     team->rested = seconds();
 }
 
-/* --- Products -------------------------------------------------------------------------------------------------- */
+/* --- Products --- */
 
 static inline int64_t panels_of(int64_t outputs) { return (outputs + PANEL - 1) / PANEL; }
 
-/* A panel of a part: where its weights are, which outputs it has. */
+/* A panel of a part: its weights and its outputs. */
 typedef struct {
     int64_t part, first, at, width; /* first output in the part; in all; how many */
     const float *weight;
@@ -342,13 +348,13 @@ static Place find(const Linear *linear, int64_t panel) {
     }
 }
 
-/* How many rows are multiplied at a time: as few tiles as do, all nearly alike. */
+/* Return the rows of a tile: as few tiles as possible, of nearly equal size. */
 static int64_t tile_of(int64_t rows) {
     int64_t tiles = (rows + ROWS - 1) / ROWS;
     return (rows + tiles - 1) / tiles;
 }
 
-/* How many panels a tile of so many rows has at most: the sums of both are to stay in registers. */
+/* Return the most panels of a tile of so many rows whose sums stay in registers. */
 static inline int panels_for(int64_t rows) { return LANES == 16 || 2 * rows < ROWS ? 2 : 1; }
 
 static int64_t size_of(const Linear *linear) {
@@ -363,10 +369,10 @@ static int64_t panels_in(const Linear *linear) {
     return count;
 }
 
-/* sums += x w for some rows and panels; both numbers are known to the compiler. */
+/* sums += x w for some rows and panels; the compiler knows both numbers. */
 static inline __attribute__((always_inline)) void tile(
-    const int rows, const int panels, const float *x, int64_t stride, const float *const *weight, int64_t inputs,
-    vec sums[ROWS][2][VECTORS]) {
+    const int rows, const int panels, const float *x, int64_t stride, const float *const *weight,
+    int64_t inputs, vec sums[ROWS][2][VECTORS]) {
     vec kept[ROWS][2 * VECTORS], w[2 * VECTORS];
     const int vectors = panels * VECTORS;
     UNROLL
@@ -375,12 +381,14 @@ static inline __attribute__((always_inline)) void tile(
         for (int v = 0; v < vectors; v++) kept[row][v] = sums[row][v / VECTORS][v % VECTORS];
     for (int64_t k = 0; k < inputs; k++) {
         UNROLL
-        for (int v = 0; v < vectors; v++) w[v] = load(weight[v / VECTORS] + k * PANEL + v % VECTORS * LANES);
+        for (int v = 0; v < vectors; v++)
+            w[v] = load(weight[v / VECTORS] + k * PANEL + v % VECTORS * LANES);
         UNROLL
         for (int row = 0; row < rows; row++) {
             const vec value = splat(x[row * stride + k]);
             UNROLL
-            for (int v = 0; v < vectors; v++) kept[row][v] = multiply_add(value, w[v], kept[row][v]);
+            for (int v = 0; v < vectors; v++)
+                kept[row][v] = multiply_add(value, w[v], kept[row][v]);
         }
     }
     UNROLL
@@ -396,8 +404,8 @@ static inline __attribute__((always_inline)) void tile(
         break;
 
 static void multiply(
-    int64_t rows, int panels, const float *x, int64_t stride, const float *const *weight, int64_t inputs,
-    vec sums[ROWS][2][VECTORS]) {
+    int64_t rows, int panels, const float *x, int64_t stride, const float *const *weight,
+    int64_t inputs, vec sums[ROWS][2][VECTORS]) {
     switch (rows) {
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5)
 #if ROWS > 5
@@ -411,13 +419,14 @@ static void multiply(
 
 /* The bias of a panel's outputs, or zeros. */
 static void begin(const Linear *linear, Place place, float *values) {
-    for (int i = 0; i < PANEL; i++) values[i] = linear->bias && i < place.width ? linear->bias[place.at + i] : 0.0f;
+    for (int i = 0; i < PANEL; i++)
+        values[i] = linear->bias && i < place.width ? linear->bias[place.at + i] : 0.0f;
 }
 
-/* One or two panels of outputs of some rows: weights, then what each row's adapter adds. */
-static void outputs_of(
-    const Linear *linear, const Place *places, int panels, const float *x, int64_t first, int64_t rows,
-    const Step *step, int64_t which, const float *low, int64_t low_stride, vec sums[ROWS][2][VECTORS]) {
+/* One or two panels of outputs of some rows: weights, then the share of each row's adapter. */
+static void outputs_of(const Linear *linear, const Place *places, int panels, const float *x,
+    int64_t first, int64_t rows, const Step *step, int64_t which, const float *low,
+    int64_t low_stride, vec sums[ROWS][2][VECTORS]) {
     float start[PANEL];
     const float *weight[2];
     for (int panel = 0; panel < panels; panel++) {
@@ -426,7 +435,8 @@ static void outputs_of(
         for (int64_t row = 0; row < rows; row++)
             for (int v = 0; v < VECTORS; v++) sums[row][panel][v] = load(start + v * LANES);
     }
-    multiply(rows, panels, x + first * linear->inputs, linear->inputs, weight, linear->inputs, sums);
+    multiply(
+        rows, panels, x + first * linear->inputs, linear->inputs, weight, linear->inputs, sums);
     for (int64_t s = 0; s < step->spans; s++) {
         const Span *span = &step->span[s];
         const Factors *factors = &span->factors[which];
@@ -438,9 +448,11 @@ static void outputs_of(
             const float *b = factors->b[places[panel].part] + places[panel].first * rank;
             vec shares[ROWS][2][VECTORS];
             memset(shares, 0, sizeof(shares));
-            multiply(to - from, 1, low + from * low_stride + places[panel].part * rank, low_stride, &b, rank, shares);
+            multiply(to - from, 1, low + from * low_stride + places[panel].part * rank, low_stride,
+                &b, rank, shares);
             for (int64_t row = from; row < to; row++)
-                for (int v = 0; v < VECTORS; v++) sums[row - first][panel][v] += shares[row - from][0][v];
+                for (int v = 0; v < VECTORS; v++)
+                    sums[row - first][panel][v] += shares[row - from][0][v];
         }
     }
 }
@@ -459,14 +471,15 @@ typedef struct {
     const Model *model;
     const Step *step;
     Team *team;
-    float *x, *normed, *wide, *mixed, *fed, *low, *turns; /* turns: cosines and sines, [B, kinds, C] */
+    float *x, *normed, *wide, *mixed, *fed, *low;
+    float *turns; /* cosines and sines, [B, kinds, C] */
     int64_t low_stride;
-    int64_t *bunches, bunch_count; /* where they begin, and where the last one ends */
-    float *room; /* of each thread, for attention: see `attend` */
+    int64_t *bunches, bunch_count; /* their begins, and the end of the last */
+    float *room;                   /* of each thread, for attention: see `attend` */
     int64_t room_size, most_queries, most_keys;
 } Run;
 
-/* What adapters' A make of the rows, for one linear layer. */
+/* Multiply the rows by the A of their adapters, for one linear layer. */
 static void lower(const Run *run, const Linear *linear, int64_t which, const float *x) {
     const Step *step = run->step;
     long units = 0;
@@ -474,7 +487,7 @@ static void lower(const Run *run, const Linear *linear, int64_t which, const flo
         const Factors *factors = &step->span[s].factors[which];
         if (factors->a) units += panels_of(linear->parts * factors->rank);
     }
-    if (!units) return; /* nobody waits, so nobody may have begun */
+    if (!units) return; /* there is no barrier, so no thread may have begun */
     for (long unit; (unit = take(run->team, units)) >= 0;) {
         long rest = unit;
         int64_t s = 0, ranks = 0;
@@ -493,16 +506,19 @@ static void lower(const Run *run, const Linear *linear, int64_t which, const flo
             int64_t rows = span->stop - row < each ? span->stop - row : each;
             vec sums[ROWS][2][VECTORS];
             memset(sums, 0, sizeof(sums));
-            multiply(rows, 1, x + row * linear->inputs, linear->inputs, &weight, linear->inputs, sums);
+            multiply(
+                rows, 1, x + row * linear->inputs, linear->inputs, &weight, linear->inputs, sums);
             for (int64_t r = 0; r < rows; r++)
-                put(run->low + (row + r) * run->low_stride + rest * PANEL, sums[r][0], left < PANEL ? left : PANEL);
+                put(run->low + (row + r) * run->low_stride + rest * PANEL, sums[r][0],
+                    left < PANEL ? left : PANEL);
         }
     }
     meet(run->team);
 }
 
 /* A linear layer: y [B, outputs] of x [B, inputs]. */
-static void project(const Run *run, const Linear *linear, int64_t which, const float *x, float *y, int64_t stride) {
+static void project(
+    const Run *run, const Linear *linear, int64_t which, const float *x, float *y, int64_t stride) {
     lower(run, linear, which, x);
     int64_t count = panels_in(linear), rows = run->step->rows, each = tile_of(rows);
     int most = LANES == 16 && rows > 1 ? 2 : 1;
@@ -513,7 +529,8 @@ static void project(const Run *run, const Linear *linear, int64_t which, const f
         for (int64_t row = 0; row < rows; row += each) {
             int64_t some = rows - row < each ? rows - row : each;
             vec sums[ROWS][2][VECTORS];
-            outputs_of(linear, places, panels, x, row, some, run->step, which, run->low, run->low_stride, sums);
+            outputs_of(linear, places, panels, x, row, some, run->step, which, run->low,
+                run->low_stride, sums);
             for (int64_t r = 0; r < some; r++)
                 for (int p = 0; p < panels; p++)
                     put(y + (row + r) * stride + places[p].at, sums[r][p], places[p].width);
@@ -530,25 +547,31 @@ static inline vec activated(vec x, int64_t gelu) {
 }
 
 /* activation(gate) * up: a panel of each at a time. */
-static void project_gated(const Run *run, const Linear *linear, int64_t which, const float *x, float *y) {
+static void project_gated(
+    const Run *run, const Linear *linear, int64_t which, const float *x, float *y) {
     lower(run, linear, which, x);
-    int64_t count = panels_of(linear->sizes[0]), rows = run->step->rows, each = tile_of(rows), gelu = run->model->gelu;
+    int64_t count = panels_of(linear->sizes[0]), rows = run->step->rows, each = tile_of(rows),
+            gelu = run->model->gelu;
     for (long unit; (unit = take(run->team, count)) >= 0;) {
         Place places[2] = {find(linear, unit), find(linear, count + unit)};
         for (int64_t row = 0; row < rows; row += each) {
             int64_t some = rows - row < each ? rows - row : each;
             vec sums[ROWS][2][VECTORS];
             if (LANES == 16) {
-                outputs_of(linear, places, 2, x, row, some, run->step, which, run->low, run->low_stride, sums);
-            } else { /* a panel at a time, for want of registers */
+                outputs_of(linear, places, 2, x, row, some, run->step, which, run->low,
+                    run->low_stride, sums);
+            } else { /* one panel at a time: there are too few registers */
                 vec up[ROWS][2][VECTORS];
-                outputs_of(linear, places, 1, x, row, some, run->step, which, run->low, run->low_stride, sums);
-                outputs_of(linear, places + 1, 1, x, row, some, run->step, which, run->low, run->low_stride, up);
+                outputs_of(linear, places, 1, x, row, some, run->step, which, run->low,
+                    run->low_stride, sums);
+                outputs_of(linear, places + 1, 1, x, row, some, run->step, which, run->low,
+                    run->low_stride, up);
                 for (int64_t r = 0; r < some; r++) memcpy(sums[r][1], up[r][0], sizeof(sums[r][1]));
             }
             for (int64_t r = 0; r < some; r++) {
                 vec fed[VECTORS];
-                for (int v = 0; v < VECTORS; v++) fed[v] = activated(sums[r][0][v], gelu) * sums[r][1][v];
+                for (int v = 0; v < VECTORS; v++)
+                    fed[v] = activated(sums[r][0][v], gelu) * sums[r][1][v];
                 put(y + (row + r) * run->model->mlp + places[0].first, fed, places[0].width);
             }
         }
@@ -556,9 +579,9 @@ static void project_gated(const Run *run, const Linear *linear, int64_t which, c
     meet(run->team);
 }
 
-/* --- Between products ------------------------------------------------------------------------------------------ */
+/* --- Between products --- */
 
-/* Four sums at a time, whatever the machine's registers: a norm's last bits are everywhere the same. */
+/* Four sums at a time on any machine, so that a norm has the same bits everywhere. */
 static float mean_square(const float *x, int64_t size) {
     double sums[4] = {0, 0, 0, 0};
     for (int64_t i = 0; i < size; i++) sums[i & 3] += (double)x[i] * x[i];
@@ -570,7 +593,7 @@ static void norm(const float *x, const float *weight, float eps, int64_t size, f
     for (int64_t i = 0; i < size; i++) out[i] = x[i] * scale * weight[i];
 }
 
-/* What a layer adds to the rows, normalised where the family does so, and the norm that is read next. */
+/* Add a layer's share to the rows, normed where the family does so, and compute the next norm. */
 static void add(const Run *run, const float *share, const float *own_norm, const float *next_norm) {
     const Model *model = run->model;
     int64_t size = model->hidden;
@@ -597,9 +620,11 @@ static void start(const Run *run) {
         norm(x, model->layer[0].input_norm, model->eps, size, run->normed + row * size);
         int64_t half = model->channels / 2;
         for (int64_t kind = 0; kind < model->kinds; kind++) {
-            float *cosines = run->turns + (row * model->kinds + kind) * 2 * half, *sines = cosines + half;
+            float *cosines = run->turns + (row * model->kinds + kind) * 2 * half,
+                  *sines = cosines + half;
             for (int64_t i = 0; i < half; i++) {
-                float angle = (float)run->step->positions[row] * model->frequencies[kind * half + i];
+                float angle =
+                    (float)run->step->positions[row] * model->frequencies[kind * half + i];
                 cosines[i] = cosf(angle);
                 sines[i] = sinf(angle);
             }
@@ -608,7 +633,7 @@ static void start(const Run *run) {
     meet(run->team);
 }
 
-/* Channel c turns together with channel c + C/2. */
+/* Rotate channel c together with channel c + C/2. */
 static void turn(float *head, const float *cosines, int64_t half) {
     const float *sines = cosines + half;
     for (int64_t i = 0; i < half; i++) {
@@ -618,20 +643,22 @@ static void turn(float *head, const float *cosines, int64_t half) {
     }
 }
 
-/* --- Attention --------------------------------------------------------------------------------------------------
+/* --- Attention ---
  *
- * Rows that are neighbouring positions of one prompt read the same keys and values: a bunch of them is attended at a
- * time. Scores and sums of values are products like any other, so the cache is laid out in panels, block by block:
- * keys as [block / PANEL][C][PANEL], values as [C / PANEL][block][PANEL] and then the channels that fill no panel. */
+ * Rows that are neighbouring positions of one prompt read the same keys and values: a bunch of them
+ * attends at a time. Scores and sums of values are products like any other, so the cache is in
+ * panels, block by block: keys as [block / PANEL][C][PANEL], values as [C / PANEL][block][PANEL]
+ * and then the channels that do not fill a panel. */
 
-/* Where the keys of one group in one layer begin, for a block of a row's table; the values are as far behind. */
+/* Return the keys of one group in one layer, for a block of a row's table. */
 static inline float *keys_at(const Model *model, int64_t index, int64_t block, int64_t group) {
     int64_t own = model->block * model->channels;
     return model->cache + ((2 * index * model->blocks + block) * model->groups + group) * own;
 }
 
 static inline float *values_at(const Model *model, int64_t index, int64_t block, int64_t group) {
-    return keys_at(model, index, block, group) + model->blocks * model->groups * model->block * model->channels;
+    return keys_at(model, index, block, group) +
+           model->blocks * model->groups * model->block * model->channels;
 }
 
 static void place_key(const Model *model, float *keys, int64_t offset, const float *key) {
@@ -643,10 +670,11 @@ static void place_value(const Model *model, float *values, int64_t offset, const
     int64_t C = model->channels, whole = C / PANEL * PANEL, rest = C - whole;
     for (int64_t c = 0; c < whole; c += PANEL)
         memcpy(values + c * model->block + offset * PANEL, value + c, PANEL * sizeof(float));
-    memcpy(values + whole * model->block + offset * rest, value + whole, (size_t)rest * sizeof(float));
+    memcpy(
+        values + whole * model->block + offset * rest, value + whole, (size_t)rest * sizeof(float));
 }
 
-/* The heads of one group of one row are normalised and turned; its key and value go to the cache. */
+/* Norm and rotate the heads of one group of one row; its key and value go to the cache. */
 static void keep(const Run *run, const Layer *layer, int64_t index, int64_t row, int64_t group) {
     const Model *model = run->model;
     const Step *step = run->step;
@@ -668,13 +696,13 @@ static void keep(const Run *run, const Layer *layer, int64_t index, int64_t row,
     place_value(model, values_at(model, index, block, group), offset, v);
 }
 
-/* The first position that one sees. */
+/* Return the first position that a position sees. */
 static inline int64_t first_seen(const Layer *layer, int64_t position) {
     return layer->window && position >= layer->window ? position - layer->window + 1 : 0;
 }
 
-/* Scores of keys [from, to) become weights, which are not divided by their sum, and what is not seen weighs nothing;
- * returns the sum. */
+/* Turn the scores of keys [from, to) into weights, 0 for keys that are not seen; return their sum.
+ * The weights are not divided by it. */
 static float soften(const Layer *layer, float *scores, int64_t from, int64_t to, int64_t count) {
     float top = -INFINITY;
     for (int64_t s = from; s < to; s++) {
@@ -701,11 +729,13 @@ static float soften(const Layer *layer, float *scores, int64_t from, int64_t to,
     return sum;
 }
 
-/* The query heads of one group of a bunch of rows weigh all that those see. */
-static void attend(const Run *run, const Layer *layer, int64_t index, int64_t bunch, int64_t group, int number) {
+/* Attend: the query heads of one group of a bunch of rows. */
+static void attend(
+    const Run *run, const Layer *layer, int64_t index, int64_t bunch, int64_t group, int number) {
     const Model *model = run->model;
     const Step *step = run->step;
-    int64_t C = model->channels, G = model->groups, H = model->heads, each = H / G, S = model->block;
+    int64_t C = model->channels, G = model->groups, H = model->heads, each = H / G,
+            S = model->block;
     int64_t row = run->bunches[bunch], rows = run->bunches[bunch + 1] - row, count = rows * each;
     const int64_t *table = step->tables + row * step->width, *positions = step->positions + row;
     int64_t from = first_seen(layer, positions[0]) / PANEL * PANEL, to = positions[rows - 1] + 1;
@@ -731,14 +761,17 @@ static void attend(const Run *run, const Layer *layer, int64_t index, int64_t bu
             multiply(some, panels, queries + first * C, C, keys, C, out);
             for (int64_t i = 0; i < some; i++)
                 for (int panel = 0; panel < panels; panel++)
-                    put(scores + (first + i) * stride + s - from + panel * PANEL, out[i][panel], PANEL);
+                    put(scores + (first + i) * stride + s - from + panel * PANEL, out[i][panel],
+                        PANEL);
         }
     }
     for (int64_t i = 0; i < count; i++) {
         int64_t position = positions[i / each];
-        sums[i] = soften(layer, scores + i * stride, first_seen(layer, position) - from, position + 1 - from, to - from);
+        sums[i] = soften(layer, scores + i * stride, first_seen(layer, position) - from,
+            position + 1 - from, to - from);
     }
-    float *mixed = run->mixed + (row * H + group * each) * C; /* of a row; that of the next is H * C further */
+    float *mixed =
+        run->mixed + (row * H + group * each) * C; /* of a row; the next is H * C further */
     int64_t whole = C / PANEL * PANEL, rest = C - whole;
     for (int64_t first = 0; first < count; first += ROWS) {
         int64_t some = count - first < ROWS ? count - first : ROWS;
@@ -750,7 +783,8 @@ static void attend(const Run *run, const Layer *layer, int64_t index, int64_t bu
                 next = s / S * S + S < to ? s / S * S + S : to;
                 const float *block = values_at(model, index, table[s / S], group) + s % S * PANEL;
                 const float *values[2] = {block + c * S, block + (c + PANEL) * S};
-                multiply(some, panels, scores + first * stride + s - from, stride, values, next - s, out);
+                multiply(some, panels, scores + first * stride + s - from, stride, values, next - s,
+                    out);
             }
             for (int64_t i = first; i < first + some; i++)
                 for (int panel = 0; panel < panels; panel++) {
@@ -764,22 +798,25 @@ static void attend(const Run *run, const Layer *layer, int64_t index, int64_t bu
         float *own = mixed + i / each * H * C + i % each * C + whole;
         memset(own, 0, (size_t)rest * sizeof(float));
         for (int64_t s = from; s < to; s++) {
-            const float *value = values_at(model, index, table[s / S], group) + whole * S + s % S * rest;
+            const float *value =
+                values_at(model, index, table[s / S], group) + whole * S + s % S * rest;
             for (int64_t c = 0; c < rest; c++) own[c] += scores[i * stride + s - from] * value[c];
         }
         for (int64_t c = 0; c < rest; c++) own[c] /= sums[i];
     }
 }
 
-/* Cut the rows into bunches of neighbouring positions of one prompt, as many as a product takes at a time. */
+/* Cut the rows into bunches of neighbouring positions of one prompt, as many as a product takes. */
 static void bunch(Run *run) {
     const Step *step = run->step;
-    int64_t each = run->model->heads / run->model->groups, most = each < ROWS ? ROWS / each : 1, begun = 0;
+    int64_t each = run->model->heads / run->model->groups, most = each < ROWS ? ROWS / each : 1,
+            begun = 0;
     size_t table = (size_t)step->width * sizeof(int64_t);
     run->bunch_count = 0;
     for (int64_t row = 0; row < step->rows; row++) {
         const int64_t *own = step->tables + row * step->width, *positions = step->positions + row;
-        if (row == 0 || row - begun == most || positions[0] != positions[-1] + 1 || memcmp(own, own - step->width, table))
+        if (row == 0 || row - begun == most || positions[0] != positions[-1] + 1 ||
+            memcmp(own, own - step->width, table))
             run->bunches[run->bunch_count++] = begun = row;
         if (positions[0] + 1 > run->most_keys) run->most_keys = positions[0] + 1;
     }
@@ -802,13 +839,14 @@ static void cap(const Run *run) {
 static void work(int number, void *about) {
     const Run *run = about;
     const Model *model = run->model;
-    int64_t inner = model->heads * model->channels, wide = inner + 2 * model->groups * model->channels;
+    int64_t inner = model->heads * model->channels,
+            wide = inner + 2 * model->groups * model->channels;
     start(run);
     for (int64_t index = 0; index < model->layers; index++) {
         const Layer *layer = &model->layer[index];
         const float *next = index + 1 < model->layers ? layer[1].input_norm : model->norm;
         project(run, &layer->qkv, 4 * index, run->normed, run->wide, wide);
-        int64_t rows = run->step->rows; /* a row may see others of this step, so all are kept first */
+        int64_t rows = run->step->rows; /* rows may see others of this step: keep all first */
         for (long unit; (unit = take(run->team, rows * model->groups)) >= 0;)
             keep(run, layer, index, unit % rows, unit / rows);
         meet(run->team);
@@ -826,16 +864,19 @@ static void work(int number, void *about) {
         project(run, &model->head, 4 * model->layers, run->normed, run->step->logits, model->vocab);
         cap(run);
     }
-    meet(run->team); /* the caller frees what everybody reads */
+    meet(run->team); /* the caller frees what all threads read */
 }
 
-/* Run the token of every row at its position: 0, or -1 if there is no memory. Rows may be positions of one prompt. */
+/* Run the token of every row at its position; return 0, or -1 without memory. Rows may be positions
+ * of one prompt. */
 int run_rows(const Model *model, const Step *step, Team *team) {
-    int64_t inner = model->heads * model->channels, wide = inner + 2 * model->groups * model->channels;
+    int64_t inner = model->heads * model->channels,
+            wide = inner + 2 * model->groups * model->channels;
     int64_t widest = wide > model->hidden ? wide : model->hidden, ranks = 0;
     for (int64_t s = 0; s < step->spans; s++)
         for (int64_t which = 0; which <= 4 * model->layers; which++)
-            if (step->span[s].factors[which].rank > ranks) ranks = step->span[s].factors[which].rank;
+            if (step->span[s].factors[which].rank > ranks)
+                ranks = step->span[s].factors[which].rank;
     Run run = {.model = model, .step = step, .team = team};
     run.low_stride = PARTS * ranks;
     run.bunches = malloc((size_t)(step->rows + 1) * sizeof(int64_t));
@@ -843,7 +884,8 @@ int run_rows(const Model *model, const Step *step, Team *team) {
     bunch(&run);
     run.room_size = run.most_queries * (model->channels + 1 + run.most_keys);
     int64_t turns = model->kinds * model->channels;
-    int64_t sizes[] = {model->hidden, model->hidden, widest, inner, model->mlp, run.low_stride, turns};
+    int64_t sizes[] = {
+        model->hidden, model->hidden, widest, inner, model->mlp, run.low_stride, turns};
     float **parts[] = {&run.x, &run.normed, &run.wide, &run.mixed, &run.fed, &run.low, &run.turns};
     int64_t floats = team->threads * run.room_size;
     for (int i = 0; i < 7; i++) floats += step->rows * sizes[i];
@@ -862,7 +904,8 @@ int run_rows(const Model *model, const Step *step, Team *team) {
     int64_t weights = size_of(&model->head);
     for (int64_t index = 0; index < model->layers; index++) {
         const Layer *layer = &model->layer[index];
-        weights += size_of(&layer->qkv) + size_of(&layer->o) + size_of(&layer->gate_up) + size_of(&layer->down);
+        weights += size_of(&layer->qkv) + size_of(&layer->o) + size_of(&layer->gate_up) +
+                   size_of(&layer->down);
     }
     together(team, work, &run, step->rows * weights);
     free(memory);
@@ -870,9 +913,9 @@ int run_rows(const Model *model, const Step *step, Team *team) {
     return 0;
 }
 
-/* --- Choosing tokens ------------------------------------------------------------------------------------------- */
+/* --- Drawing tokens --- */
 
-#define SPAN 256 /* weights are summed by spans, of which only the one that is hit is looked at closely */
+#define SPAN 256 /* weights are summed by spans; only the span that is hit is searched */
 
 typedef struct {
     Team *team;
@@ -883,7 +926,7 @@ typedef struct {
     double *logprobs, *sums; /* sums: [threads, spans] */
 } Draw;
 
-/* The weights of up to SPAN logits, and their sum. */
+/* Compute the weights of up to SPAN logits; return their sum. */
 static double weigh(const float *logits, int64_t count, float top, float coldness, float *weights) {
     vec sums = {};
     int64_t i = 0;
@@ -905,8 +948,10 @@ static double weigh(const float *logits, int64_t count, float top, float coldnes
     return sum;
 }
 
-/* The first place at which the cumulated weight exceeds what is wanted; where rounding lets it never, the largest. */
-static int64_t first_above(const double *sums, const float *weights, int64_t count, double wanted, double *before) {
+/* Return the first place where the cumulated weight exceeds what is wanted; if rounding prevents
+ * that, the place of the largest weight. */
+static int64_t first_above(
+    const double *sums, const float *weights, int64_t count, double wanted, double *before) {
     double cumulated = 0, largest = -1;
     int64_t best = 0;
     for (int64_t i = 0; i < count; i++) {
@@ -970,14 +1015,14 @@ static void draw_rows(int number, void *about) {
     meet(draw->team);
 }
 
-/* A token for each row and its log-probability: of all there are, by the number in [0, 1) that is given for the row.
- * A temperature of 0 takes the likeliest. Returns -1 if there is no memory. */
-int draw(const float *logits, int64_t rows, int64_t vocab, const double *numbers, const double *temperatures,
-         int64_t *tokens, double *logprobs, Team *team) {
+/* Draw a token for each row among all, by the row's number in [0, 1), and its log-probability. A
+ * temperature of 0 takes the likeliest. Return 0, or -1 without memory. */
+int draw(const float *logits, int64_t rows, int64_t vocab, const double *numbers,
+    const double *temperatures, int64_t *tokens, double *logprobs, Team *team) {
     double *sums = malloc((size_t)(team->threads * ((vocab + SPAN - 1) / SPAN)) * sizeof(double));
     if (!sums) return -1;
     Draw about = {team, rows, vocab, logits, numbers, temperatures, tokens, logprobs, sums};
-    together(team, draw_rows, &about, 16 * rows * vocab); /* an exponential is so many */
+    together(team, draw_rows, &about, 16 * rows * vocab); /* an exponential costs so many */
     free(sums);
     return 0;
 }
@@ -993,7 +1038,8 @@ static void multiply_all(int number, void *about) {
     (void)number;
     const Product *product = about;
     int64_t outputs = 0;
-    for (int64_t part = 0; part < product->linear->parts; part++) outputs += product->linear->sizes[part];
+    for (int64_t part = 0; part < product->linear->parts; part++)
+        outputs += product->linear->sizes[part];
     project(&product->run, product->linear, 0, product->x, product->y, outputs);
 }
 
@@ -1004,14 +1050,14 @@ void product(const Linear *linear, const float *x, int64_t rows, float *y, Team 
     together(team, multiply_all, &about, rows * size_of(linear));
 }
 
-/* --- Products of any matrices ---------------------------------------------------------------------------------- */
+/* --- Products of any matrices --- */
 
-#define DEPTH 512 /* inputs that are packed at a time, and … */
-#define WIDTH 8   /* how many panels: as much as stays in a core's second cache */
-#define BATCH 384 /* rows that are worth packing them again */
+#define DEPTH 512 /* inputs packed at a time */
+#define WIDTH 8   /* panels packed at a time: they fit a core's second cache */
+#define BATCH 384 /* rows that are worth packing weights again */
 
-/* y [rows, outputs] = x [rows, inputs] times w, which is read at w[i * w_input + o * w_output] and multiplied by a
- * scale, on top of what is there already, or of a bias, or of nothing. x and y have their numbers side by side. */
+/* y [rows, outputs] = x [rows, inputs] times w, which is read at w[i * w_input + o * w_output] and
+ * scaled, plus y itself, or a bias, or nothing. The rows of x and y are contiguous. */
 typedef struct {
     const float *x, *w, *bias;
     float *y;
@@ -1023,11 +1069,12 @@ typedef struct {
 typedef struct {
     const Matrices *given;
     Team *team;
-    float *packed;         /* of each thread: [WIDTH, DEPTH, PANEL] */
-    int64_t width, batch;  /* panels and rows of a unit of work */
+    float *packed;        /* of each thread: [WIDTH, DEPTH, PANEL] */
+    int64_t width, batch; /* panels and rows of a unit of work */
 } Multiplication;
 
-static void pack(const Matrices *m, int64_t first, int64_t width, int64_t from, int64_t depth, float *to) {
+static void pack(
+    const Matrices *m, int64_t first, int64_t width, int64_t from, int64_t depth, float *to) {
     const float *w = m->w + first * m->w_output + from * m->w_input;
     const float scale = (float)m->scale;
     if (width < PANEL) memset(to, 0, (size_t)(depth * PANEL) * sizeof(float));
@@ -1037,19 +1084,23 @@ static void pack(const Matrices *m, int64_t first, int64_t width, int64_t from, 
     } else if (m->w_output == 1) {
         for (int64_t k = 0; k < depth; k++)
             for (int64_t o = 0; o < width; o++) to[k * PANEL + o] = w[k * m->w_input + o] * scale;
-    } else { /* some inputs of every output at a time: they lie in one line of the cache */
+    } else { /* some inputs of every output at a time: they share a cache line */
         for (int64_t k = 0; k < depth; k += PANEL) {
             int64_t stop = depth - k < PANEL ? depth : k + PANEL;
             for (int64_t o = 0; o < width; o++)
-                for (int64_t i = k; i < stop; i++) to[i * PANEL + o] = w[i * m->w_input + o * m->w_output] * scale;
+                for (int64_t i = k; i < stop; i++)
+                    to[i * PANEL + o] = w[i * m->w_input + o * m->w_output] * scale;
         }
     }
 }
 
-/* What the sums of one panel of a row begin with. */
-static void resume(const Matrices *m, int64_t row, int64_t first, int64_t width, int goes_on, vec *sums) {
+/* Load the start of the sums of one panel of a row. */
+static void resume(
+    const Matrices *m, int64_t row, int64_t first, int64_t width, int goes_on, vec *sums) {
     float all[PANEL] = {0};
-    const float *from = goes_on || m->onto ? m->y + row * m->y_row + first : m->bias ? m->bias + first : NULL;
+    const float *from = goes_on || m->onto ? m->y + row * m->y_row + first
+                        : m->bias          ? m->bias + first
+                                           : NULL;
     if (from && width == PANEL) {
         for (int v = 0; v < VECTORS; v++) sums[v] = load(from + v * LANES);
         return;
@@ -1059,7 +1110,8 @@ static void resume(const Matrices *m, int64_t row, int64_t first, int64_t width,
 }
 
 /* Up to WIDTH panels of some rows. */
-static void multiply_group(const Matrices *m, int64_t begin, int64_t end, int64_t top, int64_t bottom, float *packed) {
+static void multiply_group(
+    const Matrices *m, int64_t begin, int64_t end, int64_t top, int64_t bottom, float *packed) {
     int64_t each = tile_of(bottom - top), count = panels_of(end - begin), widths[WIDTH];
     int most = panels_for(each);
     for (int64_t k = 0; k < m->inputs || k == 0; k += DEPTH) {
@@ -1073,15 +1125,18 @@ static void multiply_group(const Matrices *m, int64_t begin, int64_t end, int64_
             int64_t some = bottom - row < each ? bottom - row : each;
             for (int64_t p = 0; p < count; p += most) {
                 int panels = count - p < most ? 1 : most;
-                const float *weight[2] = {packed + p * DEPTH * PANEL, packed + (p + 1) * DEPTH * PANEL};
+                const float *weight[2] = {
+                    packed + p * DEPTH * PANEL, packed + (p + 1) * DEPTH * PANEL};
                 vec sums[ROWS][2][VECTORS];
                 for (int64_t r = 0; r < some; r++)
                     for (int i = 0; i < panels; i++)
-                        resume(m, row + r, begin + (p + i) * PANEL, widths[p + i], k > 0, sums[r][i]);
+                        resume(
+                            m, row + r, begin + (p + i) * PANEL, widths[p + i], k > 0, sums[r][i]);
                 multiply(some, panels, m->x + row * m->x_row + k, m->x_row, weight, depth, sums);
                 for (int64_t r = 0; r < some; r++)
                     for (int i = 0; i < panels; i++)
-                        put(m->y + (row + r) * m->y_row + begin + (p + i) * PANEL, sums[r][i], widths[p + i]);
+                        put(m->y + (row + r) * m->y_row + begin + (p + i) * PANEL, sums[r][i],
+                            widths[p + i]);
             }
         }
     }
@@ -1097,22 +1152,24 @@ static void multiply_matrices(int number, void *about) {
     float *packed = given->packed + (int64_t)number * WIDTH * DEPTH * PANEL;
     for (long unit; (unit = take(given->team, groups * batches)) >= 0;) {
         int64_t begin = unit % groups * outputs, top = unit / groups * given->batch;
-        multiply_group(m, begin, least(begin + outputs, m->outputs), top, least(top + given->batch, m->rows), packed);
+        multiply_group(m, begin, least(begin + outputs, m->outputs), top,
+            least(top + given->batch, m->rows), packed);
     }
     meet(given->team);
 }
 
-/* 0, or -1 if there is no memory. What a row gets depends on that row alone. */
+/* Return 0, or -1 without memory. The result of a row depends on that row alone. */
 int matrices(const Matrices *given, Team *team) {
     if (given->rows <= 0 || given->outputs <= 0) return 0;
     size_t size = (size_t)(team->threads * WIDTH * DEPTH * PANEL) * sizeof(float);
     char *memory = malloc(size + 64);
     if (!memory) return -1;
-    float *packed = (float *)(memory + (64 - (uintptr_t)memory % 64)); /* from the start of a cache line on */
+    float *packed = (float *)(memory + (64 - (uintptr_t)memory % 64)); /* from a cache line on */
     Multiplication about = {given, team, packed, WIDTH, given->rows};
     int64_t panels = panels_of(given->outputs), units = team->threads > 1 ? 3 * team->threads : 1;
     while (about.width > 2 && (panels + about.width - 1) / about.width < units) about.width /= 2;
-    int64_t groups = (panels + about.width - 1) / about.width, batches = (units + groups - 1) / groups;
+    int64_t groups = (panels + about.width - 1) / about.width,
+            batches = (units + groups - 1) / groups;
     batches = least(batches, given->rows / BATCH);
     if (batches > 1) about.batch = (given->rows + batches - 1) / batches;
     together(team, multiply_matrices, &about, given->rows * given->inputs * given->outputs);

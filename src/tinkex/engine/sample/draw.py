@@ -68,20 +68,26 @@ class Drawn:
                 sample.drawn -= 1
             if not kept or running.error is not None:
                 continue
-            topk, recorded, chosen = self.topk[number], self.scores.get(number), np.isin(at_b, kept)
             try:
-                running.job.commit(
-                    samples,
-                    tokens[kept],
-                    logprobs[kept],
-                    None if topk is None else TopkLogprobs(*(x.numpy()[chosen] for x in topk)),
-                    None if recorded is None else recorded[0].rows(recorded[1], chosen),
-                    version,
-                )
+                topk, scores = self._listed(number, at_b, kept)
+                running.job.commit(samples, tokens[kept], logprobs[kept], topk, scores, version)
             except Exception as error:
                 running.error = error
                 continue
             yield from ((running, sample) for sample in samples if sample.stop_reason is not None)
+
+    def _listed(
+        self, number: int, at_b: list[int], kept: list[int]
+    ) -> tuple[TopkLogprobs | None, tuple[Array, Array, Array] | None]:
+        """Return a job's likeliest tokens and scores, as far as its samples are kept."""
+        topk, recorded = self.topk[number], self.scores.get(number)
+        if topk is None and recorded is None:  # most jobs, and isin is slow
+            return None, None
+        chosen = np.isin(at_b, kept)
+        return (
+            None if topk is None else TopkLogprobs(*(x.numpy()[chosen] for x in topk)),
+            None if recorded is None else recorded[0].rows(recorded[1], chosen),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,6 @@
-"""Who asks: keys, the short-lived tokens given for them, and the account each belongs to.
+"""Accounts: keys, the short-lived tokens given for them, and the account each belongs to.
 
-A key is 256 random bits, so a plain SHA-256 of it is kept: there is nothing to guess, and a slow
-hash would only slow every request down. Keys are read from the database, so that one made or revoked
+A key is 256 random bits, so a plain SHA-256 of it is kept: it cannot be guessed, and a slow hash would slow every request down. Keys are read from the database, so that one made or revoked
 by the command line counts at once: an unknown key is always looked up, a known one is trusted for a
 second.
 """
@@ -25,7 +24,7 @@ from tinkex.server.http_errors import Refusal
 
 PREFIX = "tml-"
 TRUSTED_SECONDS = 1.0
-"""How long a key that was found is not looked up again."""
+"""Seconds until a key that was found is looked up again."""
 TOKEN_SECONDS = 3600
 ISSUER = "passport-tinkex"
 ORGANIZATION = "tinkex"
@@ -33,14 +32,14 @@ ORGANIZATION = "tinkex"
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """Who asks, and with which key; 0 is the key that the server was started with, or none at all."""
+    """The owner who asks, and the key; 0 is the key that the server was started with, or no key."""
 
     owner: str = LOCAL_OWNER
     key_id: int = 0
 
 
 def hash_of(key: str) -> bytes:
-    """What is kept of a key."""
+    """Return the hash of a key, which is kept instead of it."""
     return hashlib.sha256(key.encode()).digest()
 
 
@@ -83,7 +82,7 @@ def has_keys(database: Database) -> bool:
 
 
 class Accounts:
-    """Tells whose request one is.
+    """Finds the account of each request.
 
     Args:
         database: The keys, and the directory of the secret that tokens are signed with.
@@ -104,7 +103,7 @@ class Accounts:
         self._looked = 0.0
 
     async def needs_key(self) -> bool:
-        """Whether a key has been configured or made."""
+        """Return whether a key has been configured or made."""
         if (
             not self._closed
             and not self._embedded
@@ -140,16 +139,14 @@ class Accounts:
         return found[1]
 
     async def reader(self, owner: str, token: str | None) -> str:
-        """Who reads a checkpoint: the account of the access token, where one is given, else whoever
-        asks.
-        """
+        """Return the account that reads a checkpoint: of the access token, or else of the caller."""
         if not token or not await self.needs_key():
             return owner
         try:
             return (await self.account(token)).owner
         except (
             Refusal
-        ) as refusal:  # the caller's own key is not the reason, and a new token is no remedy
+        ) as refusal:  # not 401: the caller's own key is valid, and a new token does not help
             raise Refusal(403, f"the access token of the checkpoint: {refusal.detail}") from None
 
     def _find(self, digest: bytes) -> Account | None:
@@ -159,7 +156,7 @@ class Accounts:
     # ── tokens ────────────────────────────────────────────────────────────────────────────────────
 
     def token(self, account: Account) -> str:
-        """A token that speaks for an account for an hour, or until its key is revoked."""
+        """Return a token for an account, valid for an hour or until its key is revoked."""
         now = int(time.time())
         said = {
             "iss": ISSUER,
@@ -174,16 +171,15 @@ class Accounts:
         return f"{text}.{_text(self.sign(text, account.key_id))}"
 
     def sign(self, text: str, key_id: int = 0) -> bytes:
-        """A signature that this data directory alone can make; what the server's own key signed
-        ends with that key.
+        """Return a signature that only this data directory can make.
+
+        Signatures of the server's own key (0) end with that key.
         """
         secret = self._secret + (self._given or b"") if key_id == 0 else self._secret
         return hmac.digest(secret, text.encode(), "sha256")
 
     async def check_key(self, key_id: int) -> None:
-        """Refuse a signed address whose key has been revoked since; 0 is the server's own key, or
-        none.
-        """
+        """Refuse a signed address whose key was revoked; 0 is the server's own key, or none."""
         if key_id and not await asyncio.to_thread(self._database.keys.is_valid, key_id):
             raise Refusal(403, "the API key that this address was made for has been revoked")
 
@@ -200,7 +196,7 @@ class Accounts:
             given = _bytes(signature)
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError):
             raise unknown from None
-        # of a kind that this server alone signs with
+        # only this server can sign
         if not hmac.compare_digest(self.sign(text, key_id), given):
             raise unknown
         if expires <= time.time():
@@ -218,7 +214,7 @@ class Accounts:
 
 
 def _rejected(detail: str) -> Refusal:
-    """The answer to a token that is not valid: clients exchange their key for a new one, once."""
+    """Return the answer to an invalid token; clients then exchange their key for a new one, once."""
     return Refusal(401, detail, headers={"WWW-Authenticate": 'Bearer error="invalid_token"'})
 
 

@@ -1,7 +1,7 @@
-"""Connections: how many there may be, and how long a request may take to arrive.
+"""Limits of connections: their number, and the time until a request has arrived.
 
-A connection that sends no whole header in time is closed. Beyond the limits a few more are let in,
-which are answered on the health check alone, so that a crowd does not make the server look dead.
+A connection that does not send a whole header in time is closed. Beyond the limits a few more
+connections are accepted for health checks only, so that a crowded server does not look dead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger("tinkex.server")
 RESERVE = 32
 """Connections beyond the limit that may still ask for the health check."""
 RESERVED_SECONDS = 5.0
-"""How long these may take to ask."""
+"""Seconds until these must have asked."""
 OTHER_FILES = 256
 """Files that the server may have open besides connections."""
 HEALTH_PATH = f"{PREFIX}/{HEALTHZ.path}"
@@ -36,11 +36,11 @@ FULL = to_json(
 )
 
 Protocol: TypeAlias = Any
-"""A class of uvicorn's for connections: it has no stubs for those that are built of it."""
+"""A class of uvicorn for connections; uvicorn has no type stubs for its subclasses."""
 
 
 class Doors:
-    """The connections there are, by address."""
+    """The open connections, by address."""
 
     def __init__(self, limits: Limits, most_files: int | None = None) -> None:
         most = limits.connections
@@ -56,7 +56,7 @@ class Doors:
         self._warned = False
 
     def enter(self, address: str) -> bool | None:
-        """Let a connection in: True; for health checks alone: False; not at all: None."""
+        """Return True to accept a connection, False for health checks only, None to refuse it."""
         is_full = self._by_address.total() - self._reserved >= self.most
         is_full = is_full or self._by_address[address] >= self.most_of_one
         if is_full:
@@ -81,7 +81,7 @@ class Doors:
 
 
 async def _health_alone(app: Any, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer the health check, and 503 to everything else; the connection is closed after it."""
+    """Answer a health check, or 503 to anything else; the connection is closed afterwards."""
     if scope.get("path") == HEALTH_PATH:
         await app(scope, receive, send)
         return
@@ -112,7 +112,7 @@ def guarded(doors: Doors) -> Protocol:
             peer = transport.get_extra_info("peername")
             address = str(peer[0]) if isinstance(peer, tuple) and peer else ""
             entered = doors.enter(address)
-            if entered is None:  # a crowd costs little, for nothing else is made for it
+            if entered is None:  # before anything else is made: a crowd must cost little
                 transport.abort()
                 return
             super().connection_made(transport)
@@ -169,9 +169,7 @@ def guarded(doors: Doors) -> Protocol:
 
 
 def raise_file_limit(wanted: int) -> int | None:
-    """Allow this process as many open files as it may have, up to a number; None where there is no
-    limit.
-    """
+    """Raise the limit of open files up to a number; return it, or None where there is none."""
     try:
         import resource
     except ImportError:  # Windows

@@ -15,12 +15,14 @@ from tinkex.wire.protocol import Operation
 
 PASSES = ("forward_backward", "forward")
 UNLIMITED = {"unload_model"}
-"""What makes room is never refused for want of it."""
+"""Operations that free room: they are never refused for lack of room."""
 
 
 def check_room(state: State, op: Operation, call: Call) -> str | None:
-    """Why there is no room for a request; None when there is. Refuses what may be asked again at
-    once, later.
+    """Return the limit that a request exceeds, or None.
+
+    Raises:
+        Refusal: The same request can succeed later.
     """
     if op.traffic not in ("train", "sample") or op.name in UNLIMITED or op.name == "cancel_future":
         return None
@@ -72,8 +74,9 @@ def check_room(state: State, op: Operation, call: Call) -> str | None:
 
 
 def check_held(held: int, size: int, limit: int) -> None:
-    """Have a request sent again later if it and the others of its owner take too much memory; one
-    alone may.
+    """Refuse a request, to be sent again later, if its owner's requests take too much memory.
+
+    A single request may take more than the limit.
     """
     if held > limit and held > size:
         raise Refusal(
@@ -107,9 +110,7 @@ def _longest(request: Any) -> int:
 
 
 async def fail_in_band(state: State, op: Operation, call: Call, why: str) -> UntypedAPIFuture:
-    """Refuse a request that there is no room for: with a future that fails, for its number is spent
-    all the same.
-    """
+    """Return a future that fails, for a request that there is no room for; its number is spent."""
     request = call.request
     model_id = getattr(request, "model_id", None)
     if model_id is not None:
@@ -125,7 +126,7 @@ async def fail_in_band(state: State, op: Operation, call: Call, why: str) -> Unt
     request_id = f"{model_id}:0"
     await state.revivals.revived(model_id)
     known = state.promises.get(request_id)
-    if known is None:  # nothing has come of it, so nothing need be on disk
+    if known is None:  # nothing was made, so nothing need be on disk
         state.promises.add(request_id, call.digest, request.session_id).fail(why)
     elif known.digest not in (call.digest, UNKNOWN):
         request_id = state.promises.refuse_reused(

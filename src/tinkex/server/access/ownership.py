@@ -1,7 +1,6 @@
 """Owners of the objects that requests name.
 
-An id begins with the id of its session, and the owner of a session is on record. The table of
-operations declares which fields of a request must name objects of its own account (`owned_by`).
+An id begins with the id of its session, and the owner of a session is on record. Each endpoint declares the fields of its requests that must name objects of the caller's account (`owned_by`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""A check of the database's write-ahead log: a flipped bit in it is found before SQLite opens it.
+"""A check of the database's write-ahead log, made before SQLite opens it.
 
-Each frame of the log has a checksum over all before it. SQLite ends the log at the first one that
-is wrong and says nothing, because a power loss leaves the same. A small file beside the log
+Each frame of the log has a checksum over all before it. SQLite ends the log silently at the first wrong one, because a power loss leaves the same. A small file beside the log
 therefore records how many frames were flushed: fewer valid ones than that are damage. The record
-itself is not flushed; it can only be older than the log. Changes that were not flushed, such as
-counters, are not in it: a power loss may take them back, and damage to them shows like one.
+itself is not flushed; it can only be older than the log. Changes that were not flushed, such as counters, are not in it: damage to them looks like a power loss, which may take them back.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ import zlib
 from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import TypeAlias
 
 import numpy as np
@@ -28,9 +25,9 @@ from tinkex.types.tensors import Array
 
 HEADER, FRAME = struct.Struct(">8I"), struct.Struct(">6I")
 MAGIC = 0x377F0682
-"""The log's first bytes; the last bit tells the order of the bytes in its checksums."""
+"""The log's first bytes; the last bit gives the byte order of its checksums."""
 RECORD = struct.Struct("<8sII")
-"""The salts of the log, the frames of it that were flushed, a checksum of these."""
+"""The salts of the log, the number of flushed frames, and a checksum of these."""
 MASK = 0xFFFFFFFF
 Sums: TypeAlias = tuple[int, int]
 
@@ -58,9 +55,7 @@ class _Log:
         self.is_valid = known and self._after((0, 0), header[:24]) == self.sums
 
     def commits(self, frames: int = 0, sums: Sums | None = None) -> Iterator[tuple[int, Sums]]:
-        """Yield the valid commits behind a number of frames, each with the frames up to it and
-        their sums.
-        """
+        """Yield the valid commits after a number of frames, with the frames up to each and their sums."""
         found = self.sums if sums is None else sums
         self._file.seek(HEADER.size + frames * (FRAME.size + self._page))
         while True:
@@ -111,7 +106,7 @@ def check(database: Path) -> None:
     """
     log = log_of(database)
     header = None
-    while log.exists():  # again when another process has begun it again meanwhile
+    while log.exists():  # again when another process has restarted it meanwhile
         with FileIO(log) as file:
             before, header = header, _read(file, HEADER.size)
             if len(header) < HEADER.size or not any(header):
@@ -164,7 +159,7 @@ class RecordingLock:
         self._db, self._noted = db, db.total_changes
 
     def skip(self) -> None:
-        """Leave the changes until now to the next record: they were not flushed. Under the lock."""
+        """Leave the changes so far to the next record, as they were not flushed. Under the lock."""
         if self._db is not None:
             self._noted = self._db.total_changes
 
@@ -179,12 +174,7 @@ class RecordingLock:
     def __enter__(self) -> None:
         self._lock.acquire()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if self._db is not None and self._db.total_changes != self._noted:
                 if error is None:

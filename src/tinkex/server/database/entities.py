@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from tinkex.types.training import LoraConfig
 
@@ -163,8 +163,7 @@ class Used:
     project_id: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class AuditEntry:
+class AuditEntry(NamedTuple):
     """An entry of the audit log; `details` is JSON."""
 
     at: float
@@ -176,8 +175,7 @@ class AuditEntry:
     details: str
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """An operation of a session's timeline."""
 
     session_id: str

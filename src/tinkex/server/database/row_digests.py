@@ -1,7 +1,6 @@
-"""Digests of the database's rows: a flipped bit in the file is found when a server starts.
+"""Digests of the database's rows, which show a flipped bit when a server starts.
 
-SQLite checks the structure of its pages, not their contents. A table beside the others has a digest
-of each row, kept by triggers of the connection, so that no statement has to mention it.
+SQLite checks the structure of its pages, not their contents. A table has a digest of each row. Triggers of the connection keep it, so that no statement has to mention it.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from tinkex.server.files.data_dir import DataDirError
 
 TABLE = "row_digests"
 VOLATILE = {"sessions": {"heard"}, "runs": {"last_request"}, "keys": {"last_used"}}
-"""Columns that change often and decide nothing that matters."""
+"""Columns that change often and matter little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ def _tables(db: sqlite3.Connection) -> list[_Table]:
 
 
 def write(db: sqlite3.Connection) -> None:
-    """Give each row its digest, after the tables have changed."""
+    """Write the digest of each row, after the tables have changed."""
     db.execute(
         f"CREATE TABLE IF NOT EXISTS {TABLE} (of_table TEXT NOT NULL, of_row TEXT NOT NULL, "
         "digest BLOB NOT NULL, PRIMARY KEY (of_table, of_row)) WITHOUT ROWID"
@@ -59,7 +58,7 @@ def write(db: sqlite3.Connection) -> None:
 
 
 def keep(db: sqlite3.Connection) -> None:
-    """Have every change of a row through this connection change its digest."""
+    """Update the digest of each row that changes through this connection."""
     for table in _tables(db):
         values = f"'{table.name}', {table.key('NEW')}, {table.digest('NEW')}"
         forget = f"DELETE FROM {TABLE} WHERE of_table = '{table.name}' AND of_row = "
@@ -77,7 +76,7 @@ def keep(db: sqlite3.Connection) -> None:
 
 
 def register(db: sqlite3.Connection) -> None:
-    """Let a connection's statements compute digests."""
+    """Define the SQL function that computes a digest."""
     db.create_function("row_digest", -1, row_digest, deterministic=True)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple
 from typing import Any
 
 from tinkex.server.database.entities import AuditEntry, Key, Span, Use, Used
@@ -71,11 +70,11 @@ class SqliteActivity:
         """Record uses, spans and audit entries, all or none."""
         self._connection.change(
             (ADD_USE, [(*use, amount) for use, amount in uses.items()]),
-            ("INSERT INTO spans VALUES (?, ?, ?, ?, ?, ?)", [astuple(span) for span in spans]),
+            ("INSERT INTO spans VALUES (?, ?, ?, ?, ?, ?)", spans),
             (
                 "INSERT INTO audit (at, owner, category, event, model_id, tinker_path, details) "
                 "VALUES (?, ?, ?, ?, ?, ?, ?)",
-                [astuple(entry) for entry in entries],
+                entries,
             ),
             flush=bool(entries),
         )

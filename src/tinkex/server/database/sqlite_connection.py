@@ -20,7 +20,7 @@ does not fit."""
 IDLE_READERS = 4
 """Connections for lists that are kept open."""
 SEARCH_SECONDS = 5.0
-"""How long a search may take."""
+"""Seconds that a search may take."""
 SEARCH_INSTRUCTIONS = 10_000
 """After so many instructions of SQLite a search looks at the clock."""
 

@@ -15,13 +15,13 @@ from tinkex.types.sessions import Empty
 
 @handler
 async def auth_token(state: State, call: Call) -> AuthTokenResponse:
-    """A token in exchange for the key that asks."""
+    """Exchange the caller's key for a token."""
     return AuthTokenResponse(jwt=state.accounts.token(Account(call.owner, call.key_id)))
 
 
 @handler
 async def get_api_key(state: State, call: Call) -> ApiKeyResponse:
-    """The key that asks."""
+    """Describe the caller's key."""
     name, note = "TINKEX_SERVER_API_KEY", "the key that the server was started with"
     if call.key_id:
         name, note = await asyncio.to_thread(state.database.keys.name, call.key_id), ""
@@ -34,7 +34,7 @@ async def get_api_key(state: State, call: Call) -> ApiKeyResponse:
 
 @handler
 async def delete_api_key(state: State, call: Call) -> Empty:
-    """Revoke the key that asks."""
+    """Revoke the caller's key."""
     if not call.key_id:
         raise Refusal(
             400,

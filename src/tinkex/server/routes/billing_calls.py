@@ -41,7 +41,7 @@ def _only(owner: str) -> str | None:
 
 @handler
 async def get_billing_usage(state: State, call: Call) -> BillingUsageResponse:
-    """What was used, hour by hour; the cost is zero."""
+    """Report usage by the hour; the cost is zero."""
     start, end = _hour(call, "starting_on"), _hour(call, "ending_before")
     if end <= start:
         raise Refusal(400, "ending_before must be later than starting_on")
@@ -79,7 +79,7 @@ def _hour(call: Call, name: str) -> dt.datetime:
     except (
         ValueError,
         OverflowError,
-    ):  # in UTC, the first hours of the year 1 elsewhere are before all years
+    ):  # the first hours of the year 1 may lie before it in UTC
         raise Refusal(
             400, f"{name} is {text!r}; expected a time such as 2026-07-13T00:00:00Z"
         ) from None
@@ -121,7 +121,7 @@ def _event(used: Used) -> BillingUsageEvent:
 async def get_current_checkpoint_storage_usage(
     state: State, call: Call
 ) -> CurrentCheckpointStorageUsageResponse:
-    """What checkpoints take up now, by project and owner."""
+    """Report the room that checkpoints take now, by project and owner."""
     project = call.query.get("project_id")
     stored = await asyncio.to_thread(
         state.database.checkpoints.stored_bytes, _only(call.owner), project
@@ -146,7 +146,7 @@ async def get_current_checkpoint_storage_usage(
 
 @handler
 async def get_audit_log(state: State, call: Call) -> AuditLogResponse:
-    """What was done on a day, UTC; today unless another is named."""
+    """Report the audit log of a day in UTC, by default today."""
     category = call.query.get("event_type", "all")
     if category not in get_args(AuditEventType):
         raise Refusal(

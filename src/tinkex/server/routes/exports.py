@@ -1,10 +1,6 @@
-"""Weights that leave the server: exported checkpoints, archives, and the signed addresses they are
-fetched from.
+"""Export checkpoints, and serve their files and archives at signed addresses.
 
-An address is signed with a secret of the data directory and needs no key, so that any program can
-fetch the files, in pieces if it likes. The signature covers the checkpoint and which one of that
-name it is, the reader and the key that asked, and the time of expiry. All of that is checked again
-when the address is used.
+An address is signed with a secret of the data directory and needs no key, so that any program can fetch the files, also in pieces. The signature covers the checkpoint, its time of creation, the reader, the key that asked, and the time of expiry. All of that is checked again when the address is used.
 """
 
 from __future__ import annotations
@@ -54,7 +50,7 @@ MOST_RECIPIENTS = 10
 ARCHIVE = "archive.tar"
 SECRET = "signing.key"
 IN_PROCESS = "http://local"
-"""The first part of addresses of an embedded server; clients replace it by their own."""
+"""The base of addresses of an embedded server, which its clients take for their own."""
 CHUNK = 1 << 20
 
 
@@ -85,7 +81,7 @@ async def save_weights_external(state: State, call: Call) -> Save:
 
 
 def encryption(recipients: Sequence[str]) -> Callable[[Path], None]:
-    """Return a function that encrypts all files of a directory; refuse bad recipients at once."""
+    """Return a function that encrypts every file of a directory; refuse bad recipients first."""
     if len(recipients) > MOST_RECIPIENTS:
         raise EngineError(
             f"age_encryption_recipients: at most {MOST_RECIPIENTS} are possible, got "
@@ -125,7 +121,7 @@ def _recipient(pyrage: Any, text: str) -> Any:
 
 @handler
 async def get_external_weights_urls(state: State, call: Call) -> ExternalWeightsUrlsResponse:
-    """Signed addresses of the files of an export."""
+    """Return signed addresses of the files of an export."""
     saved = await _readable(state, call)
     if call.path["kind"] != "external_weights":
         raise Refusal(400, f"{saved.tinker_path} is no export: save_weights_external makes one")
@@ -142,9 +138,7 @@ async def get_external_weights_urls(state: State, call: Call) -> ExternalWeights
 
 @handler
 async def get_checkpoint_archive(state: State, call: Call) -> Response:
-    """Send on to the signed address of a checkpoint's files as one archive, as older clients ask
-    for it.
-    """
+    """Redirect to the signed address of a checkpoint's archive; older clients ask for it."""
     saved = await _readable(state, call)
     expires = _expiry(saved)
     until = format_datetime(dt.datetime.fromtimestamp(expires, dt.UTC), usegmt=True)
@@ -165,7 +159,7 @@ def _expiry(saved: SavedCheckpoint) -> int:
 
 
 TERMS = ("expires", "saved", "reader", "key")
-"""The parameters of an address: its end, and its checkpoint, reader and key."""
+"""The parts of an address beside the file: its expiry, checkpoint, reader and key."""
 
 
 DOWNLOAD = f"{PREFIX}/downloads/{{training_run_id}}/{{kind}}/{{name}}/{{file}}"
@@ -191,12 +185,12 @@ def _signature(accounts: Accounts, parts: Sequence[str], terms: Sequence[str]) -
 
 
 def _identity(saved: SavedCheckpoint) -> str:
-    """Tell a checkpoint from others that had its name before."""
+    """Return an id that differs from those of earlier checkpoints of the same name."""
     return saved.created.hex()
 
 
 def _mark(accounts: Accounts, reader: str) -> str:
-    """Stand for a reader without naming them: addresses are shown to others."""
+    """Return an id of a reader that does not name them, as addresses are shown to others."""
     return accounts.sign(f"reader {reader}", 1).hex()[:32]
 
 
@@ -239,7 +233,7 @@ async def download(state: State, call: Call) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of what is sent: bytes, or a file as it was when the sending began."""
+    """A part of an answer: bytes, or a file as it was when the sending began."""
 
     size: int
     data: bytes = b""
@@ -248,13 +242,13 @@ class Piece:
 
     @classmethod
     def of(cls, path: Path) -> Piece:
-        """A whole file."""
+        """Return the piece of a whole file."""
         stat = path.stat()
         return cls(stat.st_size, path=path, changed=stat.st_mtime_ns)
 
 
 def _pieces(saved: SavedCheckpoint, file: str) -> tuple[Piece, ...]:
-    """A file of a checkpoint, chosen from those that there are; or all of them as an archive."""
+    """Return the pieces of one of a checkpoint's files, or of its archive."""
     try:
         check(saved.directory)
         paths = {path.name: path for path in contents(saved.directory)}
@@ -272,7 +266,7 @@ def _pieces(saved: SavedCheckpoint, file: str) -> tuple[Piece, ...]:
 
 
 def _tar(paths: Iterable[Path], created: int) -> Iterator[Piece]:
-    """A tar of files, the same bytes whenever it is made."""
+    """Yield the pieces of a tar; its bytes are the same each time."""
     for path in paths:
         piece = Piece.of(path)
         header = tarfile.TarInfo(path.name)
@@ -287,7 +281,7 @@ def _tar(paths: Iterable[Path], created: int) -> Iterator[Piece]:
 
 @functools.lru_cache(maxsize=256)
 def _digest(pieces: tuple[Piece, ...]) -> bytes:
-    """SHA-256 of what is sent, worked out once for files that have not changed."""
+    """Return the SHA-256 of pieces; it is computed once for files that do not change."""
     digest = hashlib.sha256()
     for piece in pieces:
         if piece.path is None:
@@ -303,7 +297,7 @@ Files: TypeAlias = Mapping[Path, BinaryIO]
 
 
 def _opened(pieces: tuple[Piece, ...]) -> Files:
-    """Open the files that are sent: they may be deleted meanwhile, and are sent all the same."""
+    """Open the files to be sent, so that they can be sent even if they are deleted meanwhile."""
     return {piece.path: piece.path.open("rb") for piece in pieces if piece.path is not None}
 
 
@@ -340,9 +334,9 @@ def _respond(request: Request, pieces: tuple[Piece, ...], files: Files, digest: 
 
 
 def _range(header: str, size: int) -> tuple[int, int] | None:
-    """The span that a Range header asks for, empty when there is none such; None to send the whole."""
+    """Return the span of a Range header, empty if there is no such span; None for everything."""
     match = re.fullmatch(r"\s*bytes\s*=\s*(\d{0,18})-(\d{0,18})\s*", header)
-    # several ranges at once may be answered with everything
+    # a server may answer several ranges with everything
     if match is None or not any(match.groups()):
         return None
     first, last = match.groups()
@@ -356,7 +350,7 @@ def _range(header: str, size: int) -> tuple[int, int] | None:
 async def _read(
     pieces: tuple[Piece, ...], files: Files, start: int, stop: int
 ) -> AsyncIterator[bytes]:
-    """The bytes of a span."""
+    """Yield the bytes of a span."""
     position = 0
     try:
         for piece in pieces:

@@ -1,6 +1,4 @@
-"""The `model` of OpenAI-compatible callers: a base model, a sampler's path, or both as
-`<base>;<path>`.
-"""
+"""Names of models for OpenAI's clients: a base model, a path, or both as `<base>;<path>`."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from tinkex.server.state import State
 from tinkex.types.checkpoints import SCHEME
 
 LONGEST = 1000
-"""Characters of a name."""
+"""Most characters of a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +30,7 @@ class NamedModel:
 
 
 async def resolve(state: State, name: str, owner: str) -> NamedModel:
-    """Find what a name stands for, of what its caller may see.
+    """Return the model that a name stands for, of those that its caller may see.
 
     Raises:
         Refusal: 404 if there is no such model; 400 if the name is malformed, its checkpoint is of
@@ -67,9 +65,7 @@ async def resolve(state: State, name: str, owner: str) -> NamedModel:
 
 
 def _base(state: State, base: str, name: str) -> BaseModel:
-    """A base model by its name, or by that and a variant such as `:peft:32768`, which is passed
-    over.
-    """
+    """Return a base model by its name; a variant such as `:peft:32768` is ignored."""
     models = state.workers.models()
     found = models.get(base) or models.get(base.partition(":")[0])
     if found is None:

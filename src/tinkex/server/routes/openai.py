@@ -1,4 +1,4 @@
-"""Routes that OpenAI's clients know, beside those of the Tinker API: `/oai/api/v1/models`."""
+"""Endpoints for OpenAI's clients: `/oai/api/v1/models`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def model(state: State, call: Call) -> Response:
 
 
 def _refused(refusal: Refusal) -> Response:
-    """An error in the form that OpenAI's clients read."""
+    """Return an error in the form that OpenAI's clients read."""
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
     kind = kinds.get(
         refusal.status, "invalid_request_error" if refusal.status < 500 else "server_error"

@@ -1,9 +1,7 @@
-"""The server as an OpenAPI 3.1 document, made of the table of operations and of the messages
-themselves.
+"""Describe the server as an OpenAPI 3.1 document, made of the operations and the messages.
 
-Nothing is described twice: paths, bodies and answers follow from `tinkex.wire.protocol`, schemas
-from the types. By hand is only what the types cannot say, because they read their own JSON, and
-what handlers read from a query.
+Paths, bodies and answers follow from `tinkex.wire.protocol`, schemas from the types. Written by hand
+are only the types that read their own JSON, and the parameters of queries.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ from tinkex.wire.protocol import (
 Schema: TypeAlias = dict[str, Any]
 
 PATH = "/openapi.json"
-"""Where the document is served; it holds nothing that needs a key."""
+"""The path of the document, which needs no key."""
 COMPONENTS = "#/components/schemas/"
 TOKEN = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
 COUNT = {"type": "integer", "minimum": 0}
@@ -156,8 +154,7 @@ QUERIES: dict[str, dict[str, tuple[Schema, bool]]] = {
         ),
     },
 }
-"""What handlers read from the query: by operation and name, the schema and whether it must be
-given."""
+"""Parameters of queries by operation and name: the schema, and whether one is required."""
 
 REASONS = {
     400: "What was sent is not what this operation takes; `detail` names the field.",
@@ -188,7 +185,7 @@ MAY_BE_OVER = {"session_id", "model_id", "request_id", "target"}
 
 @functools.cache
 def describe(served: frozenset[str]) -> Schema:
-    """The document for a server that has these operations."""
+    """Return the document of a server that has these operations."""
     operations = [op for op in OPERATIONS if op.name in served]
     paths: dict[str, Schema] = {}
     for op in operations:
@@ -318,7 +315,7 @@ def _refusal(status: int) -> Schema:
 
 
 def _others() -> dict[str, Schema]:
-    """What is not in the table of operations: always read, never with a body."""
+    """Endpoints that are not operations."""
     link = [
         _parameter("query", name, {"type": "string"}, True) for name in ("expires", "signature")
     ]

@@ -1,8 +1,7 @@
-"""Runs and checkpoints as their owners see them: listed, published, given a time to live, copied,
-deleted.
+"""List runs and checkpoints; publish, copy and delete checkpoints, and set their time to live.
 
-What is another's is not there, unless it was published; what was published can be read by all and
-changed by none.
+To others than its owner, an object does not exist, unless it was published. Everyone can read what
+was published; only its owner can change it.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ ID_RULE = (
 
 @handler
 async def list_training_runs(state: State, call: Call) -> TrainingRunsResponse:
-    """A page of one's runs, or of all that one may see."""
+    """List a page of the caller's runs, or of all runs that the caller may see."""
     limit, offset = _number(call, "limit", PAGE), _number(call, "offset", 0)
     limit = min(limit, LARGEST_PAGE)
 
@@ -82,7 +81,7 @@ async def list_training_runs(state: State, call: Call) -> TrainingRunsResponse:
 
 @handler
 async def get_training_run(state: State, call: Call) -> TrainingRun:
-    """One run."""
+    """Describe one run."""
     return _training_run(
         state, await _run_of(state, call, accessible=_is_accessible(call)), call.owner
     )
@@ -90,14 +89,14 @@ async def get_training_run(state: State, call: Call) -> TrainingRun:
 
 @handler
 async def list_checkpoints(state: State, call: Call) -> CheckpointsListResponse:
-    """The checkpoints of a run: all of them, unless a page is asked for."""
+    """List the checkpoints of a run: all of them, unless a page is asked for."""
     record = await _run_of(state, call, accessible=True)
     return await _checkpoints(state, call, record.run.model_id)
 
 
 @handler
 async def list_user_checkpoints(state: State, call: Call) -> CheckpointsListResponse:
-    """A page of one's checkpoints, of all runs."""
+    """List a page of the caller's checkpoints, of all runs."""
     return await _checkpoints(state, call, None)
 
 
@@ -168,7 +167,7 @@ def _training_run(state: State, record: RunRecord, reader: str) -> TrainingRun:
 
 
 def checkpoint_record(saved: SavedCheckpoint) -> Checkpoint:
-    """A checkpoint as lists show it."""
+    """Return a checkpoint as lists show it."""
     parsed = ParsedCheckpointTinkerPath.from_tinker_path(saved.tinker_path)
     return Checkpoint(
         checkpoint_id=parsed.checkpoint_id,
@@ -199,9 +198,7 @@ def texts(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 
 def checkpoint_path(call: Call) -> str:
-    """The path of the checkpoint that a request's address names; a malformed one is refused with
-    the rule.
-    """
+    """Return the path of the checkpoint in a request's address; refuse a malformed one."""
     run, kind, name = (call.path[part] for part in ("training_run_id", "kind", "name"))
     if kind not in KINDS:
         raise Refusal(400, f"{kind!r} is not a kind of checkpoint: {ID_RULE}")
@@ -211,7 +208,7 @@ def checkpoint_path(call: Call) -> str:
 
 
 def nothing_at(path: str) -> Refusal:
-    """Return the answer for a checkpoint that is not there, or not the caller's."""
+    """Return the answer for a checkpoint that does not exist, or belongs to another."""
     return Refusal(
         404, f"there is no checkpoint {path}; it was never saved, or has been deleted or expired"
     )
@@ -219,9 +216,7 @@ def nothing_at(path: str) -> Refusal:
 
 @handler
 async def delete_checkpoint(state: State, call: Call) -> Empty:
-    """Delete a checkpoint: record and files. Samplers that have it in memory keep it until they are
-    dropped.
-    """
+    """Delete a checkpoint: record and files. Samplers that have it in memory keep it."""
     path = checkpoint_path(call)
     directory = await asyncio.to_thread(state.database.checkpoints.remove, path, call.owner)
     if directory is None:
@@ -232,13 +227,13 @@ async def delete_checkpoint(state: State, call: Call) -> Empty:
 
 @handler
 async def publish_checkpoint(state: State, call: Call) -> Empty:
-    """Let all read a checkpoint; to do it again changes nothing."""
+    """Let everyone read a checkpoint; doing it again changes nothing."""
     return await _publish(state, call, True)
 
 
 @handler
 async def unpublish_checkpoint(state: State, call: Call) -> Empty:
-    """Keep a checkpoint to oneself; to do it again changes nothing."""
+    """Make a checkpoint private; doing it again changes nothing."""
     return await _publish(state, call, False)
 
 
@@ -268,9 +263,7 @@ _copying = threading.Lock()
 
 @handler
 async def copy_weights(state: State, call: Call) -> CopyWeightsResponse:
-    """Copy a checkpoint into a project, as a run of its own; the same request again gives the same
-    copy.
-    """
+    """Copy a checkpoint into a project, as a new run; a repeated request gives the same copy."""
     request: CopyWeightsRequest = call.request
     if not request.destination_project_id:
         raise Refusal(400, "copy_weights needs a destination_project_id")
@@ -343,7 +336,7 @@ def _copy(
 
 
 def _link(source: Path, target: Path) -> None:
-    """Files of checkpoints never change, so that a copy can be another name for the same bytes."""
+    """Link a file: files of checkpoints never change. Copy it where links are not possible."""
     try:
         os.link(source, target)
     except FileNotFoundError:

@@ -1,8 +1,7 @@
-"""Samples as they are drawn: a stream of server-sent events, one per token.
+"""Stream samples as they are drawn: a server-sent event for each token.
 
-A stream is not a future: nothing is promised, nothing is kept, and a client that goes away ends its
-sample. Tokens go out as numbers; text is left to the client, whose tokenizer knows how to join the
-pieces of a character.
+A stream is not a future: nothing is kept, and a client that disconnects ends its sample. Tokens are
+sent as numbers; the client's tokenizer knows how to join the pieces of a character.
 """
 
 from __future__ import annotations
@@ -27,25 +26,24 @@ logger = logging.getLogger("tinkex.server")
 
 WAITING = b": waiting\n\n"
 END = b"data: [DONE]\n\n"
-"""The last words of every stream, after a failure too: one without them was cut short."""
+"""The end of every stream, also after a failure; a stream without it was cut short."""
 
 Draw: TypeAlias = Callable[[Listener], Awaitable[SampleResponse]]
 
 
 def event(fields: dict[str, Any], name: str = "") -> bytes:
-    """One server-sent event."""
+    """Return one server-sent event."""
     return (f"event: {name}\n".encode() if name else b"") + b"data: " + to_json(fields) + b"\n\n"
 
 
 class SampleStream(Response):
-    """The answer to a request for a stream: `draw` starts the sample, `cancel` drops it.
+    """The answer to a request for a stream; `draw` starts the sample, `cancel` drops it.
 
-    Events that the client is slow to take wait here; there are never more of them than the request
-    asked for tokens.
+    Events wait here for a slow client; there are at most as many as the request asked for tokens.
     """
 
     def __init__(self, draw: Draw, cancel: Callable[[], object], quiet_seconds: float) -> None:
-        # A proxy must neither keep events nor gather them.
+        # A proxy must not buffer events.
         headers = {
             "Cache-Control": "no-cache",
             "X-Accel-Buffering": "no",
@@ -60,7 +58,7 @@ class SampleStream(Response):
         self._news = asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send events until the sample has ended or the client has gone."""
+        """Send events until the sample has ended or the client has disconnected."""
         drawing = asyncio.ensure_future(self._draw(self._hear))
         drawing.add_done_callback(lambda _: self._news.set())
         gone, writing = (
@@ -77,7 +75,7 @@ class SampleStream(Response):
             writing.cancel()
         await asyncio.wait({writing})
         if not writing.cancelled():
-            with contextlib.suppress(OSError):  # the connection broke
+            with contextlib.suppress(OSError):  # the connection is broken
                 writing.result()
 
     def _hear(self, drawn: Sequence[DrawnToken]) -> None:
@@ -124,7 +122,7 @@ class SampleStream(Response):
         await _send(send, self._take() + END, more=False)
 
     def _take(self) -> bytes:
-        """Return the events since the last time; those of several steps are sent together."""
+        """Return the new events; tokens of several steps may go out together."""
         events, self._events = self._events, []
         return b"".join(events)
 
@@ -138,7 +136,7 @@ class SampleStream(Response):
             self._fail(internal(error), "server")
         else:
             for index, sequence in enumerate(result.sequences):
-                if index not in self._ended:  # a sample of no tokens had none to tell its end with
+                if index not in self._ended:  # a sample without tokens has had no event
                     self._end(
                         index, sequence.stop_reason, sequence.length, result.prompt_cache_hit_tokens
                     )
@@ -159,8 +157,6 @@ async def _disconnect(receive: Receive) -> None:
 
 
 def _retrieve(drawing: asyncio.Future[Any]) -> None:
-    """Nobody waits for a sample whose client has gone; asyncio would complain of its failure at the
-    end.
-    """
+    """Take the failure of a sample whose client has gone, or asyncio would log it."""
     if not drawing.cancelled():
         drawing.exception()

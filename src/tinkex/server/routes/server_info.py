@@ -20,9 +20,7 @@ from tinkex.types.sessions import (
 
 @handler
 async def client_config(state: State, call: Call) -> ClientConfigResponse:
-    """How clients should behave: a call is one request, so that bad data in it leaves no half of
-    its gradient.
-    """
+    """Configure clients. A call is one request, so that bad data leaves no half of its gradient."""
     assert isinstance(call.request, ClientConfigRequest)
     return ClientConfigResponse(
         pjwt_auth_enabled=state.tokens,
@@ -30,7 +28,7 @@ async def client_config(state: State, call: Call) -> ClientConfigResponse:
         fwdbwd_max_chunk_bytes_count=256_000_000,
         create_model_via_load_weights=True,
         sample_join_sampling_session=True,
-        # without the results in it a batched poll is one round trip more
+        # without the results, a batched poll costs one more round trip
         sample_use_retrieve_futures=False,
         custom_loss_server_side=True,
         batched_results=True,
@@ -41,7 +39,7 @@ async def client_config(state: State, call: Call) -> ClientConfigResponse:
 
 @handler
 async def client_dynamic_config(state: State, call: Call) -> ClientDynamicConfigResponse:
-    """Nothing changes while a client runs."""
+    """Report that nothing changes while a client runs."""
     return ClientDynamicConfigResponse(sample_cancel_enabled=True)
 
 
@@ -49,8 +47,7 @@ class Capabilities(GetServerCapabilitiesResponse, frozen=True, kw_only=True):
     """The server's capabilities, with a field that the protocol does not have."""
 
     own_losses: dict[str, str]
-    """Losses whose form is this server's own, though the protocol has their names, and how they are
-    computed."""
+    """Losses of the protocol that this server computes in its own form, with that form."""
 
 
 OWN_LOSSES = {name: loss.own_form for name, loss in LOSSES.items() if loss.own_form}
@@ -58,7 +55,7 @@ OWN_LOSSES = {name: loss.own_form for name, loss in LOSSES.items() if loss.own_f
 
 @handler
 async def get_server_capabilities(state: State, call: Call) -> Capabilities:
-    """The models on offer, and which losses have a form of our own."""
+    """Report the models, and the losses that have a form of our own."""
     return Capabilities(
         own_losses=OWN_LOSSES,
         supported_models=[
@@ -75,13 +72,13 @@ async def get_server_capabilities(state: State, call: Call) -> Capabilities:
 
 @handler
 async def healthz(state: State, call: Call) -> HealthResponse:
-    """The server answers, so it is well, unless the engine's thread has died."""
+    """Report health: all is well unless the engine's thread has died."""
     state.workers.refuse_if_dead()
     return HealthResponse(status="ok")
 
 
 @handler
 async def telemetry(state: State, call: Call) -> TelemetryResponse:
-    """Client events are taken and not kept."""
+    """Accept the events of a client, and do not keep them."""
     assert isinstance(call.request, TelemetrySendRequest)
     return TelemetryResponse(status="accepted")

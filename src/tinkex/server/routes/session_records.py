@@ -1,4 +1,4 @@
-"""Sessions as they are looked up: what belongs to one, where it stands, what it did and when."""
+"""List, search, describe and move sessions, and export their timelines."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ LINK_SECONDS = 3600
 
 
 def status_of(reason: str | None, detail: str | None) -> SessionStatus:
-    """Where a session stands, from how it ended."""
+    """Return the status of a session from the reason of its end."""
     if reason is None:
         return SessionActive()
     if reason in FINISHED:
@@ -65,7 +65,7 @@ def status_of(reason: str | None, detail: str | None) -> SessionStatus:
 
 @handler
 async def get_session(state: State, call: Call) -> GetSessionResponse:
-    """The training runs and samplers of a session."""
+    """Describe a session with its training runs and samplers."""
     _scope(call)
     session = call.path["session_id"]
 
@@ -101,7 +101,7 @@ async def assign_session_project(state: State, call: Call) -> Empty:
 
 @handler
 async def list_sessions(state: State, call: Call) -> ListSessionsResponse:
-    """The ids of one's sessions, newest first."""
+    """List the ids of the caller's sessions, newest first."""
     _scope(call)
     limit, offset = (
         whole_number(call, "limit", 20, 0, MOST),
@@ -112,7 +112,7 @@ async def list_sessions(state: State, call: Call) -> ListSessionsResponse:
 
 
 def whole_number(call: Call, name: str, default: int, least: int, most: int) -> int:
-    """A number of the query."""
+    """Return a number of the query; refuse one out of range."""
     text = call.query.get(name, str(default))
     if not is_number(text) or not least <= int(text) <= most:
         raise Refusal(400, f"{name} must be a whole number from {least} to {most}, got {text!r}")
@@ -120,24 +120,22 @@ def whole_number(call: Call, name: str, default: int, least: int, most: int) -> 
 
 
 def is_number(text: str) -> bool:
-    """Whether a text is a whole number from 0 on; one that is longer than any that is meant is
-    none.
-    """
+    """Return whether a text is a whole number from 0 on, of at most 18 digits."""
     return text.isascii() and text.isdigit() and len(text) <= 18
 
 
 def _scope(call: Call) -> None:
-    """One may see one's own sessions and no others, so both scopes come to the same."""
+    """Check the scope; both mean the same, as sessions of others are never shown."""
     if (scope := call.query.get("access_scope", "owned")) not in ("owned", "accessible"):
         raise Refusal(400, f"access_scope is {scope!r}; expected owned or accessible")
 
 
 @handler
 async def search_sessions(state: State, call: Call) -> SessionSearchResponse:
-    """One's sessions that match everything that is asked, newest first.
+    """Search the caller's sessions for those that match all conditions, newest first.
 
-    Metadata must hold every pair that is given; a display name is found by any part of it, in any
-    letter case.
+    Metadata must hold every given pair. A display name is found by any part of it, in any letter
+    case.
     """
     request: SessionSearchRequest = call.request
     if (
@@ -179,9 +177,7 @@ def _summary(found: FoundSession) -> SessionSummary:
 
 @handler
 async def export_session_trace(state: State, call: Call) -> SessionTraceExportResponse:
-    """Where a session's timeline can be fetched: a link that is good for an hour, or a file for
-    programs inside.
-    """
+    """Return a link to a session's timeline, valid for an hour; a file, for embedded programs."""
     session = call.path["session_id"]
     await state.meter.flush()
     if await asyncio.to_thread(state.database.sessions.state, session) is None:
@@ -196,7 +192,7 @@ async def export_session_trace(state: State, call: Call) -> SessionTraceExportRe
 
 
 def trace_path(session: str) -> str:
-    """Where a session's timeline is served."""
+    """Return the path at which a session's timeline is served."""
     return f"/traces/{session}.json"
 
 
@@ -213,7 +209,7 @@ def _write_trace(state: State, session: str) -> str:
 
 
 async def signed_trace(state: State, session: str, expires: str, key: str, signature: str) -> bytes:
-    """The timeline behind a link, if the link is of this server and still good."""
+    """Return the timeline behind a link; refuse a link that is not signed or has expired."""
     moment, key_id = (int(text) if is_number(text) else 0 for text in (expires, key))
     if not hmac.compare_digest(
         _signature(state, session, moment, key_id).encode(), signature.encode()
@@ -227,11 +223,9 @@ async def signed_trace(state: State, session: str, expires: str, key: str, signa
 
 
 def trace_of(state: State, session: str) -> bytes:
-    """A session's timeline in Chrome's trace format, which Perfetto reads: a track per run or
-    sampler.
+    """Return a timeline in Chrome's trace format, for Perfetto, with a track per run or sampler.
 
-    An operation is drawn from when it was taken to when its result was there; several of one track
-    may overlap.
+    An operation lasts from its arrival to its result; operations of one track may overlap.
     """
     spans = state.database.activity.spans(session)
     tracks = {

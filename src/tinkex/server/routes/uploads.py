@@ -1,6 +1,4 @@
-"""Uploads of external weights: signed addresses, the files as they come, and the checkpoint they
-become.
-"""
+"""Take uploads of external weights at signed addresses, and make checkpoints of them."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ MOST_UNFINISHED = 8
 """Uploads that an owner may have begun and not finished."""
 CONFIG_BYTES = 64 << 10
 IDLE_SECONDS = 60.0
-"""How long nothing may come of a file."""
+"""Seconds without data until an upload is given up."""
 PIECE = 1 << 20
 NAME = "uploaded"
 
@@ -153,7 +151,7 @@ async def upload(state: State, call: Call) -> Response:
 
 
 async def _receive(request: Request, target: Path, most: int) -> None:
-    """Write a body to a file, which is whole or not there."""
+    """Write a body to a file; a part of it never becomes the file."""
     scratch = target.with_name(target.name + COMING)
     chunks, size, held = request.stream(), 0, bytearray()
     try:
@@ -212,7 +210,7 @@ async def external_weights_upload_finish(
     try:
         path = await asyncio.to_thread(_finish, state, upload)
     except EngineError as error:
-        # Files of the server are nothing that a caller could look at.
+        # The caller cannot see the server's files.
         told = (
             str(error)
             .replace(f"{upload.directory}{os.sep}", "")

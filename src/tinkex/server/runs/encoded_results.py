@@ -1,7 +1,4 @@
-"""Results as bytes.
-
-Large ones are encoded in a thread, and announced ones only once.
-"""
+"""Encode results, large ones in a thread; announced ones are encoded only once."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ OFF_LOOP_VALUES = 8_000
 
 
 def size_of(result: object) -> int:
-    """Return about how many bytes a result takes in memory; small ones count as nothing."""
+    """Estimate the bytes that a result takes in memory; small ones count as 0."""
     if isinstance(result, ForwardBackwardOutput):
         return sum(
             tensor.values.nbytes for output in result.loss_fn_outputs for tensor in output.values()
@@ -40,14 +37,14 @@ def size_of(result: object) -> int:
 
 
 async def encoding(promise: Promise, *, as_protobuf: bool) -> codec.Body:
-    """Return the bytes of a result in the form that its reader accepts."""
+    """Return the bytes of a promise's result, in the form that its reader accepts."""
     if is_heavy(promise):
         return await asyncio.to_thread(encode, promise, as_protobuf=as_protobuf)
     return encode(promise, as_protobuf=as_protobuf)
 
 
 def is_heavy(promise: Promise) -> bool:
-    """Return whether a result probably takes long to encode."""
+    """Estimate whether a result takes long to encode."""
     result = promise.result
     if promise.kept is not None or not codec.has_protobuf(type(result)):
         return False
@@ -60,10 +57,10 @@ def is_heavy(promise: Promise) -> bool:
 
 
 def most_of(request: SampleRequest, window: int) -> int:
-    """Return about how many bytes the result of a request for samples may take."""
+    """Estimate the most bytes that the result of a request for samples may take."""
     try:
         prompt = request.prompt.length
-    except ValueError:  # an image that does not say how many tokens it takes; the engine refuses it
+    except ValueError:  # an image without its number of tokens, which the engine refuses
         prompt = 0
     asked = request.sampling_params.max_tokens
     tokens = max(0, request.num_samples) * max(0, min(window, window if asked is None else asked))
@@ -72,15 +69,13 @@ def most_of(request: SampleRequest, window: int) -> int:
 
 
 def encode(promise: Promise, *, as_protobuf: bool) -> codec.Body:
-    """Encode a result, unless it is kept in that form; if that fails, the result is a failure."""
+    """Return the bytes of a result; one that cannot be encoded becomes a failure."""
     wants_protobuf = as_protobuf and codec.has_protobuf(type(promise.result))
     if promise.kept is not None and (promise.kept.content_type == codec.PROTOBUF) == wants_protobuf:
         return promise.kept
     try:
         return codec.encode(promise.result, as_protobuf=as_protobuf)
-    except (
-        ValueError
-    ) as error:  # in band as well: a client would repeat a poll that gets a 500 for ever
+    except ValueError as error:  # in band: a client would repeat a poll that gets a 500 forever
         logger.exception("the result of %s cannot be encoded", promise.request_id)
         promise.result = RequestFailedResponse(
             error=f"internal error: the result cannot be sent: {error}",

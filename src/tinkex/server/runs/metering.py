@@ -22,7 +22,7 @@ SAVES = ("save_weights", "save_weights_for_sampler", "save_weights_external")
 
 @dataclass(slots=True)
 class Watch:
-    """Waits for the end of one operation, in place of the former listener of its promise."""
+    """Notes the end of one operation; its promise calls it, and it calls the one called before."""
 
     meter: Meter
     operation: str
@@ -39,7 +39,7 @@ class Watch:
     before: Any
 
     def __call__(self, promise: Promise) -> None:
-        """Note how the operation ended, and pass the news on."""
+        """Note how the operation ended, and call the next."""
         if self.before is not None:
             self.before(promise)
         meter, result = self.meter, promise.result
@@ -69,7 +69,7 @@ class Watch:
 
 
 def watch(state: State, operation: str, call: Call, request_id: str) -> None:
-    """Watch an operation until it ends; one that is repeated is watched already."""
+    """Follow an operation that was just accepted to its end; a repeated one is followed already."""
     promise = state.promises.get(request_id)
     if promise is None or promise.done.is_set() or isinstance(promise.on_settled, Watch):
         return
@@ -102,7 +102,7 @@ def watch(state: State, operation: str, call: Call, request_id: str) -> None:
 
 
 def lengths(request: Any) -> list[int]:
-    """Return the lengths of the sequences in a training request; an unknown one counts as 0."""
+    """Return the lengths of the sequences of a training request; 0 for an unknown one."""
     body = getattr(request, "forward_backward_input", None) or getattr(
         request, "forward_input", None
     )
@@ -112,7 +112,7 @@ def lengths(request: Any) -> list[int]:
 def _length(model_input: Any) -> int:
     try:
         return int(model_input.length)
-    except ValueError:  # an image that does not say how many tokens it takes; the engine refuses it
+    except ValueError:  # an image without its number of tokens, which the engine refuses
         return 0
 
 
@@ -123,7 +123,7 @@ async def metered_stream(
     request: SampleRequest,
     drawing: Awaitable[SampleResponse],
 ) -> SampleResponse:
-    """Draw a sample without a promise, and note its time and its tokens."""
+    """Return a sample that has no promise; note its time and its tokens."""
     name, began, error = "stream_sample", time.time(), None
     state.meter.open[call.owner, name] += 1
     try:
@@ -145,7 +145,7 @@ async def metered(
     request: SampleRequest,
     drawing: Awaitable[SampleResponse],
 ) -> SampleResponse:
-    """Draw a sample, and count its tokens."""
+    """Return a sample, and count its tokens."""
     response = await drawing
     session = sampler.session_id
     state.meter.count(call.owner, session, sampler.base_model, "prefill", _length(request.prompt))

@@ -1,6 +1,4 @@
-"""Is on the path of processes that `python -m tinkex.compat` starts, and makes way for tinkex when
-imported.
-"""
+"""The package `tinker` for the processes of `python -m tinkex.compat`."""
 
 import sys
 from importlib import import_module
