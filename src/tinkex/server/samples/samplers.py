@@ -11,6 +11,7 @@ from tinkex.server.database.entities import Sampler
 from tinkex.server.http_errors import Refusal
 from tinkex.server.parts import Parts
 from tinkex.server.runs.admission import Runs
+from tinkex.server.runs.work import LiveRun
 from tinkex.server.samples.inflight import InflightTargets
 from tinkex.server.samples.loaded_weights import LoadedWeights, WeightSource
 from tinkex.types.sampling import SampleRequest, SampleResponse
@@ -35,6 +36,17 @@ class Samplers:
         self._bound: dict[str, str] = {}
         """The weights that samplers of open sessions began with: they never change to others of the
         same path."""
+
+    def save(self, live: LiveRun, sampler_id: str, seq_id: int) -> None:
+        """Freeze a run's weights as a nameless sampler; on the worker."""
+        run = live.run
+        # a client that uses a number again means the new weights
+        self.nameless.drop_files(sampler_id)
+        live.worker.engine.snapshot(run.model_id, sampler_id)
+        live.unsaved_samplers[sampler_id] = seq_id
+        self._database.samplers.add(
+            Sampler(sampler_id, run.session_id, run.base_model, None, True, run.owner, run.model_id)
+        )
 
     async def find(self, sampler: Sampler) -> WeightSource:
         """Return the present weights of a sampler; refuse one whose weights are gone."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -61,7 +62,11 @@ class SampleJobs:
         done: asyncio.Future[Sampled] = asyncio.get_running_loop().create_future()
         self.open += 1
         done.add_done_callback(self._end)
-        admitted = self._run(self._admit, job, sampler, request, seed, done, listener, owner, cache)
+        relay = self._relay(listener) if listener else None
+        start = functools.partial(
+            self._engine.sample_start, job, sampler, request, seed, relay, owner, cache
+        )
+        admitted = self._run(self._admit, job, start, done)
         admitted.add_done_callback(lambda future: _pass_failure(future, done))
         return done
 
@@ -80,21 +85,10 @@ class SampleJobs:
 
     # ── on the worker's thread ────────────────────────────────────────────────────────────────────
 
-    def _admit(
-        self,
-        job: str,
-        sampler: str,
-        request: SampleRequest,
-        seed: int,
-        done: asyncio.Future[Sampled],
-        listener: Listener | None,
-        owner: str,
-        cache: str,
-    ) -> None:
+    def _admit(self, job: str, start: Callable[[], object], done: asyncio.Future[Sampled]) -> None:
         if job in self.cancelled:
             raise EngineError(CANCELLED)
-        relay = self._relay(listener) if listener else None
-        self._engine.sample_start(job, sampler, request, seed, relay, owner, cache)
+        start()
         self._jobs[job] = done
 
     def _relay(self, listener: Listener) -> Listener:
