@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from support import Wire, pass_json, sample_json, serving, step_json, wait_until
-from tinkex.engine.api import EngineError
+from tinkex.engine.api import EngineError, SampleJob
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.app import create_app
 from tinkex.server.routes import future_calls, server_info
@@ -734,7 +734,7 @@ def test_cancelling_does_not_wait_for_what_else_is_queued() -> None:
                 num_samples=1,
                 sampling_params=SamplingParams(max_tokens=10_000),
             )
-            sample = worker.samples.draw("job", "s", request, 0)
+            sample = worker.samples.draw(SampleJob("job", "s", request, 0))
             while not engine.sampling():  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
             turns = threading.Semaphore(0)

@@ -28,13 +28,12 @@ from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
 from schemas import DEEP, DEEP_OBJECT, TEXTS, Json, Place, breaks, broken, values, written
 from support import Wire, pass_json, sample_json, serving, sqlite, step_json
-from tinkex.engine.api import ADAMW, BaseModel, EngineError, Listener
+from tinkex.engine.api import ADAMW, BaseModel, EngineError, PassJob, SampleJob
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.app import create_app
 from tinkex.server.routes.openapi import describe
 from tinkex.server.server_limits import Limits
 from tinkex.server.state import State
-from tinkex.types.sampling import SampleRequest
 from tinkex.types.training import AdamParams, LoraConfig, OptimizerConfigBase, OptimParams
 from tinkex.wire import codec, protobuf_schema
 from tinkex.wire.protocol import BY_NAME, OPERATIONS, PREFIX
@@ -69,10 +68,8 @@ class CheckedEngine(FakeEngine):
             raise EngineError(f"LoRA rank must be between 1 and 512, got {lora.rank}")
         super().create(adapter, base_model, lora, optimizer)
 
-    def pass_start(
-        self, job: str, adapter: str, data: Sequence[Any], *args: Any, **options: Any
-    ) -> None:
-        for index, datum in enumerate(data):
+    def pass_start(self, work: PassJob) -> None:
+        for index, datum in enumerate(work.data):
             if not datum.model_input.is_text or not datum.model_input.length:
                 raise EngineError(f"datum {index}: model_input must be text, and not empty")
             for name, tensor in datum.loss_fn_inputs.items():
@@ -88,7 +85,7 @@ class CheckedEngine(FakeEngine):
                     )
                 if name == "target_tokens" and array.dtype != np.int64:
                     raise EngineError(f"datum {index}: input {name!r} must be integers")
-        super().pass_start(job, adapter, data, *args, **options)
+        super().pass_start(work)
 
     def optim_step(self, adapter: str, params: OptimParams) -> dict[str, float]:
         if isinstance(params, AdamParams):
@@ -100,16 +97,8 @@ class CheckedEngine(FakeEngine):
                 raise EngineError("learning_rate: the step overflows")
         return super().optim_step(adapter, params)
 
-    def sample_start(
-        self,
-        job: str,
-        sampler: str,
-        request: SampleRequest,
-        seed: int,
-        listener: Listener | None = None,
-        owner: str = "",
-        cache: str = "",
-    ) -> None:
+    def sample_start(self, work: SampleJob) -> None:
+        request = work.request
         if not request.prompt.is_text:
             raise EngineError("prompt: only text is supported")
         for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
@@ -119,7 +108,7 @@ class CheckedEngine(FakeEngine):
             raise EngineError("max_tokens and the prompt exceed the context window of 64")
         if request.prompt_logprobs_last_n is not None and request.prompt_logprobs_last_n < 1:
             raise EngineError("prompt_logprobs_last_n must be at least 1")
-        super().sample_start(job, sampler, request, seed, listener, owner)
+        super().sample_start(work)
 
 
 @dataclass(frozen=True)
@@ -1140,9 +1129,9 @@ class BrokenEngine(CheckedEngine):
         self._break()
         return super().optim_step(adapter, params)
 
-    def sample_start(self, *args: Any, **options: Any) -> None:
+    def sample_start(self, work: SampleJob) -> None:
         self._break()
-        super().sample_start(*args, **options)
+        super().sample_start(work)
 
     def _break(self) -> None:
         if self.broken:

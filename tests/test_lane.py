@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from tinkex.engine.api import EngineError
+from tinkex.engine.api import EngineError, PassJob, SampleJob
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.runs.lane import Lane
 from tinkex.server.workers.worker import Worker
@@ -166,7 +166,7 @@ def training_engine(*runs: str, **options: Any) -> FakeEngine:
 def start(engine: FakeEngine, run: str, job: str) -> Callable[[], None]:
     """Starts a pass."""
     datum = Datum(ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3]})
-    return lambda: engine.pass_start(job, run, [datum], "cross_entropy", {})
+    return lambda: engine.pass_start(PassJob(job, run, [datum], "cross_entropy", {}))
 
 
 def test_work_of_a_run_waits_for_its_own_passes_only() -> None:
@@ -293,7 +293,7 @@ def test_training_and_sampling_share_the_time(clock: Clock) -> None:
     engine.pass_step, engine.sample_step = pass_step, sample_step  # type: ignore[method-assign]
 
     async def body(worker: Worker) -> None:
-        sample = worker.samples.draw("job", "s", request(1_000_000), 0)
+        sample = worker.samples.draw(SampleJob("job", "s", request(1_000_000), 0))
         await asyncio.gather(
             *(worker.run_pass("a", str(n), start(engine, "a", str(n))) for n in range(10))
         )
@@ -326,7 +326,7 @@ def test_work_is_taken_in_between_steps_of_sampling(
     engine.sample_step = sample_step  # type: ignore[method-assign]
 
     async def body(worker: Worker) -> None:
-        sample = worker.samples.draw("job", "s", request(50), 0)
+        sample = worker.samples.draw(SampleJob("job", "s", request(50), 0))
         for _ in range(10):
             steps.release()
             await worker.run(int)
@@ -343,8 +343,8 @@ def test_work_is_taken_in_between_steps_of_sampling(
 def test_samples_advance_together() -> None:
     async def body(worker: Worker) -> None:
         short, long = (
-            worker.samples.draw("a", "s", request(1), 0),
-            worker.samples.draw("b", "s", request(10), 0),
+            worker.samples.draw(SampleJob("a", "s", request(1), 0)),
+            worker.samples.draw(SampleJob("b", "s", request(10), 0)),
         )
         done, pending = await asyncio.wait({short, long}, return_when=asyncio.FIRST_COMPLETED)
         assert done == {short}
@@ -357,8 +357,8 @@ def test_samples_advance_together() -> None:
 def test_a_sample_that_is_refused_fails_alone() -> None:
     async def body(worker: Worker) -> None:
         good, bad = (
-            worker.samples.draw("a", "s", request(), 0),
-            worker.samples.draw("b", "nowhere", request(), 0),
+            worker.samples.draw(SampleJob("a", "s", request(), 0)),
+            worker.samples.draw(SampleJob("b", "nowhere", request(), 0)),
         )
         with pytest.raises(EngineError, match="nowhere"):
             await bad
@@ -374,8 +374,8 @@ def test_a_sample_that_fails_on_its_way_fails_alone() -> None:
 
     async def body(worker: Worker) -> None:
         good, bad = (
-            worker.samples.draw("a", "s", request(5), 0),
-            worker.samples.draw("b", "s", request(5), 0),
+            worker.samples.draw(SampleJob("a", "s", request(5), 0)),
+            worker.samples.draw(SampleJob("b", "s", request(5), 0)),
         )
         with pytest.raises(EngineError, match="ran out"):
             await bad
@@ -398,11 +398,14 @@ def test_a_step_that_breaks_loses_its_samples_and_no_more(caplog: pytest.LogCapt
     engine.sample_step = step  # type: ignore[method-assign]
 
     async def body(worker: Worker) -> None:
-        lost = worker.samples.draw("a", "s", request(), 0)
+        lost = worker.samples.draw(SampleJob("a", "s", request(), 0))
         with pytest.raises(RuntimeError, match="device lost"):
             await lost
         assert not engine.sampling()
-        assert len((await worker.samples.draw("b", "s", request(), 0)).response.sequences) == 1
+        assert (
+            len((await worker.samples.draw(SampleJob("b", "s", request(), 0))).response.sequences)
+            == 1
+        )
 
     with_worker(engine, body)
     assert "sampling step failed" in caplog.text
@@ -420,15 +423,15 @@ def test_a_sample_that_the_engine_cannot_drop_concerns_no_other(
 
     async def body(worker: Worker) -> None:
         dropped, other = (
-            worker.samples.draw("a", "s", request(1000), 0),
-            worker.samples.draw("b", "s", request(20), 0),
+            worker.samples.draw(SampleJob("a", "s", request(1000), 0)),
+            worker.samples.draw(SampleJob("b", "s", request(20), 0)),
         )
         await worker.run(int)  # both are with the engine now
         worker.samples.cancel("a")
         with pytest.raises(EngineError, match="cancelled"):
             await dropped
         assert len((await other).response.sequences[0].tokens) == 20
-        ended = worker.samples.draw("of:1", "s", request(1000), 0)
+        ended = worker.samples.draw(SampleJob("of:1", "s", request(1000), 0))
         worker.samples.cancel_all("of:")
         with pytest.raises(EngineError, match="session has ended"):
             await ended
@@ -455,7 +458,7 @@ def test_dead_worker_thread_fails_all_work_at_once(
         raise death
 
     async def body(worker: Worker) -> None:
-        sample = worker.samples.draw("job", "s", request(10_000), 0)
+        sample = worker.samples.draw(SampleJob("job", "s", request(10_000), 0))
         await worker.run(int)
         worker.run(gate.wait, 5)
         passed = worker.run_pass("a", "1", start(engine, "a", "1"))
@@ -480,7 +483,7 @@ def test_dead_worker_thread_fails_all_work_at_once(
         for later in (
             worker.run(int),
             worker.run_for("a", int),
-            worker.samples.draw("b", "s", request(), 0),
+            worker.samples.draw(SampleJob("b", "s", request(), 0)),
         ):
             with pytest.raises(EngineError, match="engine has died"):
                 await later
@@ -520,7 +523,7 @@ def test_stopping_does_not_leave_samples_without_an_answer() -> None:
     async def run() -> None:
         worker = Worker(sampling_engine(delay=0.01))
         worker.start()
-        sample = worker.samples.draw("a", "s", request(1000), 0)
+        sample = worker.samples.draw(SampleJob("a", "s", request(1000), 0))
         await asyncio.sleep(0.05)
         await worker.stop()
         await asyncio.sleep(0)

@@ -21,6 +21,7 @@ import pytest
 import tinkex
 from support import MODEL, make_data, serving
 from tinkex import types
+from tinkex.engine.api import PassJob, SampleJob
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.access.accounts import create_key
 from tinkex.server.database.sqlite import SqliteDatabase
@@ -75,7 +76,9 @@ def expected_losses(seed: int, steps: int) -> list[float]:
     engine.create("a", "fake", types.LoraConfig(rank=4))
     losses = []
     for step in range(steps):
-        engine.pass_start("p", "a", make_data(types, seed=100 * seed + step), "cross_entropy", {})
+        engine.pass_start(
+            PassJob("p", "a", make_data(types, seed=100 * seed + step), "cross_entropy", {})
+        )
         result = engine.pass_step()[0].result
         assert not isinstance(result, Exception)
         losses.append(result.metrics["loss:sum"])
@@ -96,7 +99,7 @@ def expected_samples(numbers: range) -> list[list[int]]:
     engine.load_sampler("s", "fake", None)
     for number in numbers:
         request = SampleRequest(prompt=prompt_of(number), sampling_params=params_of(number))
-        engine.sample_start(str(number), "s", request, number)
+        engine.sample_start(SampleJob(str(number), "s", request, number))
     found: dict[int, list[int]] = {}
     while engine.sampling():
         for done in engine.sample_step():

@@ -4,7 +4,7 @@ comes of it."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from support import MODEL, make_data
 from tinkex import ServiceClient, TrainingClient, types
 from tinkex.client.losses import caller_losses
+from tinkex.engine.api import PassJob
 from tinkex.engine.fake import FakeEngine
 from tinkex.regularizers import (
     L1,
@@ -36,19 +37,9 @@ class Recording(FakeEngine):
 
     passes: list[tuple[str, bool, list[types.Datum]]]
 
-    def pass_start(
-        self,
-        job: str,
-        adapter: str,
-        data: Sequence[types.Datum],
-        loss_fn: str,
-        config: Mapping[str, float | str],
-        *,
-        backward: bool = True,
-        **options: Any,
-    ) -> None:
-        self.passes.append((loss_fn, backward, list(data)))
-        super().pass_start(job, adapter, data, loss_fn, config, backward=backward, **options)
+    def pass_start(self, work: PassJob) -> None:
+        self.passes.append((work.loss_fn, work.backward, list(work.data)))
+        super().pass_start(work)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from support import MODEL, Wire, let_pass, sample_json, serving, wait_until
-from tinkex.engine.api import EngineError
+from tinkex.engine.api import EngineError, SampleJob
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.app import create_app
 from tinkex.server.server_limits import Limits
@@ -298,18 +298,9 @@ def test_only_streams_have_their_tokens_gathered(serve: Callable[..., Wire]) -> 
     listeners: list[Any] = []
 
     class Spy(FakeEngine):
-        def sample_start(
-            self,
-            job: str,
-            sampler: str,
-            request: Any,
-            seed: int,
-            listener: Any = None,
-            *others: Any,
-            **named: Any,
-        ) -> None:
-            listeners.append(listener)
-            super().sample_start(job, sampler, request, seed, listener, *others, **named)
+        def sample_start(self, work: SampleJob) -> None:
+            listeners.append(work.listener)
+            super().sample_start(work)
 
     wire = serve(Spy())
     sampler = sampler_of(wire)

@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from shapes import SHAPES, random_engine
 
+from tinkex.engine.api import SampleJob
+
 
 def engine_of(shape: str, device: str, adapters: int) -> Any:
     """An engine with samplers s0, s1, …, whose adapters are not zero."""
@@ -52,7 +54,7 @@ def ours(
         text = ModelInput.from_ints(random.integers(0, 49152, prompt))
         params = SamplingParams(max_tokens=tokens, stop=[])
         request = SampleRequest(prompt=text, sampling_params=params, num_samples=samples)
-        engine.sample_start(f"job{job}", f"s{job % adapters}", request, job)
+        engine.sample_start(SampleJob(f"job{job}", f"s{job % adapters}", request, job))
     begin = time.perf_counter()
     steps: list[tuple[float, float]] = []
     while engine.sampling():

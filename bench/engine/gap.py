@@ -17,6 +17,7 @@ import numpy as np
 from shapes import SHAPES, random_engine
 from train import mixed
 
+from tinkex.engine.api import PassJob, SampleJob
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.sampling import SampleRequest, SampleResponse, SamplingParams
@@ -25,7 +26,7 @@ from tinkex.types.training import AdamParams, ForwardBackwardOutput, LoraConfig
 
 def passed(engine: TorchEngine, data: list[Datum], *, backward: bool) -> ForwardBackwardOutput:
     """One pass of the trainer."""
-    engine.pass_start("pass", "a", data, "cross_entropy", {}, backward=backward)
+    engine.pass_start(PassJob("pass", "a", data, "cross_entropy", {}, backward=backward))
     while True:
         for done in engine.pass_step():
             if isinstance(done.result, Exception):
@@ -40,7 +41,7 @@ def drawn(
     params = SamplingParams(max_tokens=tokens, stop=[])
     for at, prompt in enumerate(prompts):
         request = SampleRequest(prompt=prompt, sampling_params=params, num_samples=samples)
-        engine.sample_start(str(at), "s", request, at)
+        engine.sample_start(SampleJob(str(at), "s", request, at))
     ended: dict[str, SampleResponse] = {}
     while engine.sampling():
         for done in engine.sample_step():

@@ -13,6 +13,7 @@ import numpy as np
 from shapes import SHAPES, random_engine
 from train import synchronize
 
+from tinkex.engine.api import SampleJob
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.types.inputs import ModelInput
 from tinkex.types.sampling import SampleRequest, SamplingParams
@@ -23,7 +24,9 @@ def first_tokens(engine: TorchEngine, device: str, prompts: list[ModelInput]) ->
     """Seconds for a token of each."""
     params = SamplingParams(max_tokens=1, stop=[])
     for at, prompt in enumerate(prompts):
-        engine.sample_start(str(at), "s", SampleRequest(prompt=prompt, sampling_params=params), 0)
+        engine.sample_start(
+            SampleJob(str(at), "s", SampleRequest(prompt=prompt, sampling_params=params), 0)
+        )
     synchronize(device)
     began = time.perf_counter()
     while engine.sampling():

@@ -31,6 +31,7 @@ from tinkex import (
     SamplingParams,
     ServiceClient,
 )
+from tinkex.engine.api import SampleJob
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.types.inputs import Datum
 from tinkex.types.sampling import SampleRequest
@@ -73,7 +74,9 @@ def prompt(random: np.random.Generator, tokens: int) -> ModelInput:
 
 def draw(engine: TorchEngine, sampler: str, text: ModelInput, params: SamplingParams) -> None:
     """A sample of the engine alone."""
-    engine.sample_start("job", sampler, SampleRequest(prompt=text, sampling_params=params), 0)
+    engine.sample_start(
+        SampleJob("job", sampler, SampleRequest(prompt=text, sampling_params=params), 0)
+    )
     while engine.sampling():
         engine.sample_step()
 

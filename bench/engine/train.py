@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from shapes import SHAPES, random_engine
 
+from tinkex.engine.api import PassJob
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.training import AdamParams, LoraConfig
@@ -47,7 +48,7 @@ def ours(engine: TorchEngine, device: str, parts: dict[str, list[Datum]]) -> flo
     synchronize(device)
     began = time.perf_counter()
     for name, data in parts.items():
-        engine.pass_start(name, name, data, "cross_entropy", {})
+        engine.pass_start(PassJob(name, name, data, "cross_entropy", {}))
     while engine.passing():
         for done in engine.pass_step():
             if isinstance(done.result, Exception):

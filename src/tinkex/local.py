@@ -1,8 +1,8 @@
-"""The embedded backend: the server's application mounted as the client's transport. The only file
-that knows both.
+"""The embedded backend: the server's application, called by clients in the same process.
 
-`ServiceClient(base_url="local")` shares one backend per process, made on first use and let go with
-the last client. `LocalBackend` makes one of your own: other models, another data directory.
+No other module knows both the server and the client. `ServiceClient(base_url="local")` shares one
+backend per process, opened on first use and closed with the last client. A `LocalBackend` of your
+own can have other models and another data directory.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import contextlib
 import itertools
 import os
 import threading
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from tinkex.client.futures.api_future import start
-from tinkex.client.http.asgi_exchange import AsgiExchange
-from tinkex.client.http.exchange import Exchange, HttpRequest, Reply, StreamReply
+from tinkex.client.http.asgi_exchange import AsgiExchange, LateExchange
+from tinkex.client.http.exchange import Exchange
 from tinkex.client.settings.config import LOCAL
 from tinkex.errors import ConfigurationError
 
@@ -32,10 +32,10 @@ Dtype = Literal["float32", "bfloat16"]
 
 
 def default_data_dir() -> Path:
-    """Where an embedded backend keeps its files: TINKEX_DATA_DIR, else the user's data directory.
+    """Return the data directory: TINKEX_DATA_DIR, else the user's data directory for tinkex.
 
     Returns:
-        The directory, which need not be there yet.
+        The directory, which may not exist yet.
 
     Example:
         >>> import os
@@ -152,7 +152,7 @@ def publish_tokenizers(engine: Engine) -> None:
     """Put the models' tokenizers into the hub's cache, unless TINKEX_HUB_CACHE is 0.
 
     Args:
-        engine: Whose models.
+        engine: The engine.
     """
     from tinkex.server.files.hub_cache import publish_tokenizer
 
@@ -163,7 +163,7 @@ def publish_tokenizers(engine: Engine) -> None:
 
 
 def unusable(data_dir: Path, error: Exception) -> ConfigurationError:
-    """What to tell of a data directory that cannot be used.
+    """Return the error for a data directory that cannot be used.
 
     Args:
         data_dir: The directory.
@@ -218,9 +218,7 @@ class LocalBackend:
         _named[self.base_url] = self
 
     async def _opened(self) -> AsgiExchange:
-        """The running application, started by whoever asks first; on tinkex's loop, as all that is
-        asked of it.
-        """
+        """Return the running application, started by the first request; on tinkex's loop only."""
         if self._exchange is not None:
             return self._exchange
         async with self._opening:
@@ -273,23 +271,14 @@ class LocalBackend:
         self.close()
 
 
-class _Lease:
+class _Lease(LateExchange):
     """One client's hold on a backend; a shared backend closes with its last lease."""
 
     def __init__(self, backend: LocalBackend, *, shared: bool) -> None:
+        super().__init__(backend._opened)
         self._backend = backend
         self._shared = shared
         self._closed = False
-
-    async def send(self, request: HttpRequest) -> Reply:
-        exchange = await self._backend._opened()
-        return await exchange.send(request)
-
-    @contextlib.asynccontextmanager
-    async def stream(self, request: HttpRequest) -> AsyncIterator[StreamReply]:
-        exchange = await self._backend._opened()
-        async with exchange.stream(request) as reply:
-            yield reply
 
     async def close(self) -> None:
         if self._closed:
@@ -306,7 +295,7 @@ _shared: dict[Path, LocalBackend] = {}
 
 
 def _forget() -> None:
-    """A forked child has none of the threads behind these."""
+    """Forget the backends in a forked child, which does not have their threads."""
     global _lock
     _lock = threading.Lock()
     _named.clear()
@@ -327,13 +316,13 @@ def _release(backend: LocalBackend) -> bool:
 
 
 def open_exchange(base_url: str) -> Exchange:
-    """The hook the transport calls for an embedded base URL.
+    """Return the exchange of an embedded base URL; called by the transport.
 
     Args:
         base_url: `local`, or the base URL of a `LocalBackend`.
 
     Returns:
-        What requests go through.
+        The exchange.
 
     Raises:
         ConfigurationError: There is no such backend.

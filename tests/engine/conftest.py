@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.accelerator import accelerator
+from tinkex.engine.api import SampleJob
 from tinkex.engine.families.family import TINY, TINY_WINDOW
 from tinkex.engine.families.read_config import families
 from tinkex.engine.model import matmul_check
@@ -183,7 +184,7 @@ def sample() -> Sample:
             num_samples=num_samples,
             **(request or {}),
         )
-        engine.sample_start("job", sampler, message, seed)
+        engine.sample_start(SampleJob("job", sampler, message, seed))
         while engine.sampling():
             for done in engine.sample_step():
                 if isinstance(done.result, Exception):

@@ -9,7 +9,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from tinkex.engine.train.optim import AdamState
+from tinkex.engine.train.optim import AdamState, make_state
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,7 +49,9 @@ def adapter_of(engine: TorchEngine, name: str = "a") -> Adapter:
 def randomise(adapter: Adapter, seed: int = 3) -> None:
     """B away from zero, else A has no gradient."""
     noise = torch.randn(adapter.layout.size, generator=torch.Generator().manual_seed(seed))
-    adapter.state = AdamState.fresh(adapter.state.weights + 0.03 * noise.to(adapter.state.weights))
+    adapter.state = make_state(
+        AdamState, adapter.state.weights + 0.03 * noise.to(adapter.state.weights)
+    )
 
 
 def gradients(adapter: Adapter) -> dict[str, torch.Tensor]:

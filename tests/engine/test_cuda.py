@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from engine.references import adapter_of, assert_near, randomise
 from engine.test_overlap import EVENTFUL, check, crowd_of, each_alone, limited, model_path, together
 from engine.test_stability import experience, gradient
-from tinkex.engine.api import run_pass
+from tinkex.engine.api import PassJob, SampleJob, run_pass
 from tinkex.engine.model.decoder import BARE
 from tinkex.engine.places import Directory
 from tinkex.engine.sample.blocks import RESERVED
@@ -91,7 +91,7 @@ def test_adapters_beside_each_other_are_as_alone(checkpoint: Checkpoint, data: D
         for name, d in given.items()
     }
     for name, d in given.items():
-        engine.pass_start(name, name, d, "cross_entropy", {})
+        engine.pass_start(PassJob(name, name, d, "cross_entropy", {}))
     while engine.passing():
         for done in engine.pass_step():
             assert not isinstance(done.result, Exception)
@@ -136,7 +136,7 @@ def test_weights_are_written_beside_steps_and_while_graphs_are_recorded(
                 sampling_params=SamplingParams(max_tokens=6, stop=[]),
                 num_samples=1 + 8 * step,  # batches of other sizes: graphs are recorded
             )
-            engine.sample_start("job", f"s{step}", request, 7)
+            engine.sample_start(SampleJob("job", f"s{step}", request, 7))
             while engine.sampling():
                 for done in engine.sample_step():
                     assert not isinstance(done.result, Exception), done.result

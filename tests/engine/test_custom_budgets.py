@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.test_custom_graphs import REF, function, graph, method
-from tinkex.engine.api import EngineError, PassDone
+from tinkex.engine.api import EngineError, PassDone, PassJob
 from tinkex.engine.losses import examples as loss_examples
 from tinkex.engine.losses.examples import STEP_WORK, Room
 from tinkex.engine.losses.graph_checks import GraphLimits
@@ -76,7 +76,7 @@ def engine(checkpoint: Checkpoint) -> TorchEngine:
 
 def begin(engine: TorchEngine, loss: CompiledLoss, items: Sequence[Datum]) -> None:
     engine._losses["loss"] = loss
-    engine.pass_start("heavy", "a", items, "custom", CONFIG, owner="one")
+    engine.pass_start(PassJob("heavy", "a", items, "custom", CONFIG, owner="one"))
 
 
 def outcome(engine: TorchEngine) -> Any:
@@ -106,7 +106,7 @@ def test_the_data_of_a_heavy_loss_are_spread_over_steps(
     monkeypatch.setattr(loss_examples, "STEP_WORK", 2 * work_of(loss))
     begin(engine, loss, data(8))
     ended = list(engine.pass_step())
-    engine.pass_start("short", "b", data(2, 4), "cross_entropy", {}, owner="two")
+    engine.pass_start(PassJob("short", "b", data(2, 4), "cross_entropy", {}, owner="two"))
     steps, order = 1, [done.job for done in ended]
     while engine.passing():
         order += [done.job for done in engine.pass_step()]
@@ -175,7 +175,7 @@ def test_the_time_of_all_data_counts_with_their_gradients(
     engine: TorchEngine, monkeypatch: pytest.MonkeyPatch, slow: str
 ) -> None:
     clock = Ticking()
-    for module in ("losses.graph_budget", "train.objectives"):
+    for module in ("losses.graph_loss", "train.objectives"):
         monkeypatch.setattr(f"tinkex.engine.{module}.time", clock)
     place, name = (torch.autograd, "grad") if slow == "backward" else (CompiledLoss, "_run")
     original = getattr(place, name)

@@ -104,10 +104,10 @@ def test_rope_is_read_in_both_forms(checkpoint: Checkpoint, tmp_path: Path) -> N
         ({"partial_rotary_factor": 0.5}, "partial rotary"),
         ({"quantization_config": {"bits": 4}}, "quantized"),
         ({"intermediate_size": 64}, r"gate_proj.weight has shape \[48, 32\], expected \[64, 32\]"),
-        ({"num_hidden_layers": 3}, r"no tensor model.layers.2.*which its config.json calls for"),
+        ({"num_hidden_layers": 3}, r"no tensor model.layers.2.*which its config.json needs"),
         (
             {"num_hidden_layers": 1},
-            "9 tensors the decoder has no place for, such as model.layers.1.input_layernorm",
+            "9 tensors that the decoder does not use, such as model.layers.1.input_layernorm",
         ),
         ({"attention_bias": True}, "no tensor model.layers.0.self_attn.q_proj.bias"),
     ],
@@ -199,7 +199,7 @@ def test_directories_that_are_no_checkpoints(tmp_path: Path, checkpoint: Checkpo
     with pytest.raises(EngineError, match=r"no model\*\.safetensors"):
         TorchEngine({"x": tmp_path}, eager=True)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(EngineError, match="does not say 'hidden_size'"):
+    with pytest.raises(EngineError, match="has no 'hidden_size'"):
         TorchEngine({"x": tmp_path})
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(EngineError, match="not valid JSON"):

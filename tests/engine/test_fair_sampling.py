@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 from engine.test_sampling_batches import WAYS, alone, ask, crowd, directory, limits, same, tokens_of
-from tinkex.engine.api import SampleDone
+from tinkex.engine.api import SampleDone, SampleJob
 from tinkex.engine.sample.kv_pool import block_bytes
 from tinkex.engine.sample.sampler import Runner
 from tinkex.engine.torch.engine import TorchEngine
@@ -45,10 +45,10 @@ def test_short_sample_waits_for_no_crowd_of_rows(way: str, after: int, limits: A
     many, few = ask(tokens_of(1, 70), 64, 60), ask(tokens_of(2, 10), 1, 2)
     expected = alone(engine, "one", many, 1), alone(engine, "two", few, 2)
     results: dict[str, Any] = {}
-    engine.sample_start("many", "one", many, 1, owner="a")
+    engine.sample_start(SampleJob("many", "one", many, 1, owner="a"))
     for _ in range(after):
         engine.sample_step()
-    engine.sample_start("few", "two", few, 2, owner="b")
+    engine.sample_start(SampleJob("few", "two", few, 2, owner="b"))
     assert steps_until(engine, "few", results) <= MOST_STEPS
     assert len(runner_of(engine)._scheduler.room._rows()) == 1
     assert (
@@ -66,11 +66,11 @@ def test_waiting_jobs_take_no_room_for_samples_and_tables(limits: Any) -> None:
     engine._bases["m"].tokenizer = Tokenizer(BPE())  # stop strings need one
     wide, stopping = ask(tokens_of(1, 70), 1024, 60), ask(tokens_of(1, 70), 1024, 60, stop=["x"])
     scored = ask(tokens_of(2, 70), 1, 1, prompt_logprobs=True, topk_prompt_logprobs=90)
-    engine.sample_start("first", "one", wide, 1, owner="a")  # makes the cache
+    engine.sample_start(SampleJob("first", "one", wide, 1, owner="a"))  # makes the cache
     for request in (wide, stopping, scored):
         tracemalloc.start()
         for number in range(50):
-            engine.sample_start(f"{id(request)} {number}", "one", request, 1, owner="a")
+            engine.sample_start(SampleJob(f"{id(request)} {number}", "one", request, 1, owner="a"))
         size = tracemalloc.get_traced_memory()[0] / 50
         tracemalloc.stop()
         assert size < 8_000
@@ -81,7 +81,7 @@ def test_owners_have_equal_parts_of_the_rows(way: str, limits: Any) -> None:
     engine = limits(way=way, max_rows=9)
     for index, owner in enumerate("aabc"):
         engine.sample_start(
-            f"{owner}{index}", "one", ask(tokens_of(index, 20), 30, 50), 1, owner=owner
+            SampleJob(f"{owner}{index}", "one", ask(tokens_of(index, 20), 30, 50), 1, owner=owner)
         )
         engine.sample_step()
     for _ in range(2):
@@ -103,11 +103,11 @@ def test_crowd_that_fills_the_cache_makes_room(way: str, limits: Any) -> None:
     expected = alone(roomy, "one", many, 1), alone(roomy, "two", few, 2)
     engine = limits(way=way, cache_bytes=24 * size)
     results: dict[str, Any] = {}
-    engine.sample_start("many", "one", many, 1, owner="a")
+    engine.sample_start(SampleJob("many", "one", many, 1, owner="a"))
     for _ in range(90):
         engine.sample_step()
     assert runner_of(engine)._pool.blocks.free < 3
-    engine.sample_start("few", "two", few, 2, owner="b")
+    engine.sample_start(SampleJob("few", "two", few, 2, owner="b"))
     assert steps_until(engine, "few", results) <= 40 + MOST_STEPS
     steps_until(engine, "many", results)
     for result, before in zip((results["many"], results["few"]), expected, strict=True):
@@ -119,21 +119,25 @@ def test_crowd_that_fills_the_cache_makes_room(way: str, limits: Any) -> None:
 def test_short_prompt_waits_for_no_crowd_of_long_ones(way: str, limits: Any) -> None:
     engine = limits(way=way, prefill_tokens=128)
     for index in range(40):
-        engine.sample_start(f"long{index}", "one", ask(tokens_of(index, 600), 1, 5), 1, owner="a")
+        engine.sample_start(
+            SampleJob(f"long{index}", "one", ask(tokens_of(index, 600), 1, 5), 1, owner="a")
+        )
     for _ in range(3):
         engine.sample_step()
-    engine.sample_start("short", "two", ask(tokens_of(99, 10), 1, 2), 1, owner="b")
+    engine.sample_start(SampleJob("short", "two", ask(tokens_of(99, 10), 1, 2), 1, owner="b"))
     assert steps_until(engine, "short") <= MOST_STEPS
-    engine.sample_start("middle", "two", ask(tokens_of(98, 256), 1, 2), 1, owner="b")
+    engine.sample_start(SampleJob("middle", "two", ask(tokens_of(98, 256), 1, 2), 1, owner="b"))
     assert steps_until(engine, "middle") <= 256 / 64 + MOST_STEPS  # half of a chunk each
 
 
 def test_prompt_that_has_begun_gets_its_part_beside_those_who_had_less(limits: Any) -> None:
     engine = limits(prefill_tokens=128)
     heard: list[Any] = []
-    engine.sample_start("begun", "one", ask(tokens_of(1, 200), 4, 300), 1, heard.append, owner="a")
+    engine.sample_start(
+        SampleJob("begun", "one", ask(tokens_of(1, 200), 4, 300), 1, heard.append, owner="a")
+    )
     engine.sample_step()
-    engine.sample_start("later", "two", ask(tokens_of(2, 600), 1, 2), 1, owner="b")
+    engine.sample_start(SampleJob("later", "two", ask(tokens_of(2, 600), 1, 2), 1, owner="b"))
     for _ in range(2):
         engine.sample_step()
     assert heard
@@ -149,10 +153,12 @@ def test_job_that_needs_most_of_the_cache_is_done_among_a_stream_of_short_ones(
     expected = alone(engine, "one", big, 1)
     count, done = 0, list[SampleDone]()
     for _ in range(3):
-        engine.sample_start(f"short{count}", "two", ask(tokens_of(count, 100), 2, 12), 1, owner="b")
+        engine.sample_start(
+            SampleJob(f"short{count}", "two", ask(tokens_of(count, 100), 2, 12), 1, owner="b")
+        )
         count += 1
     engine.sample_step()
-    engine.sample_start("big", "one", big, 1, owner="a")
+    engine.sample_start(SampleJob("big", "one", big, 1, owner="a"))
     for _ in range(1500):
         ended = engine.sample_step()
         done += ended
@@ -160,7 +166,7 @@ def test_job_that_needs_most_of_the_cache_is_done_among_a_stream_of_short_ones(
             if one.job == "big":
                 break
             engine.sample_start(
-                f"short{count}", "two", ask(tokens_of(count, 100), 2, 12), 1, owner="b"
+                SampleJob(f"short{count}", "two", ask(tokens_of(count, 100), 2, 12), 1, owner="b")
             )
             count += 1
         if any(one.job == "big" for one in done):
@@ -190,7 +196,7 @@ def test_jobs_that_give_way_to_each_other_give_the_same_samples(seed: int, limit
     results: dict[str, Any] = {}
     for number, request in enumerate(requests):
         owner = "abcd"[int(random.integers(4))]
-        engine.sample_start(f"job{number}", "one", request, number, owner=owner)
+        engine.sample_start(SampleJob(f"job{number}", "one", request, number, owner=owner))
         for _ in range(int(random.integers(6))):
             results |= {done.job: done.result for done in engine.sample_step()}
     for _ in range(5000):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from tinkex.engine.api import Engine, EngineError, run_pass
+from tinkex.engine.api import Engine, EngineError, SampleJob, run_pass
 from tinkex.engine.fake import FakeEngine
 from tinkex.engine.lazy import LazyEngine
 from tinkex.engine.places import Directory
@@ -41,7 +41,7 @@ def run(engine: Engine, **params: Any) -> SampleResponse:
         prompt_logprobs=True, topk_prompt_logprobs=2,
         sampling_params=SamplingParams(**params),
     )  # fmt: skip
-    engine.sample_start("job", "s", request, 7)
+    engine.sample_start(SampleJob("job", "s", request, 7))
     while engine.sampling():
         for done in engine.sample_step():
             assert isinstance(done.result, SampleResponse)

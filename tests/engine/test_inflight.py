@@ -26,13 +26,14 @@ from engine.test_sampling_batches import (
     same,
     tokens_of,
 )
-from tinkex.engine.api import DrawnToken, EngineError
+from tinkex.engine.api import DrawnToken, EngineError, SampleJob
 from tinkex.engine.places import Directory
 from tinkex.engine.sample.blocks import BLOCK
 from tinkex.engine.sample.kv_pool import block_bytes
 from tinkex.engine.sample.sampler import Limits, Sampler
 from tinkex.engine.sample.static_decoding import StaticDecoding
 from tinkex.engine.torch.engine import TorchEngine
+from tinkex.engine.train.optim import make_state
 from tinkex.types.sampling import SampleResponse
 from tinkex.types.training import LoraConfig
 
@@ -54,7 +55,7 @@ def make(directory: Path) -> Make:
             noise = torch.randn(
                 adapter.layout.size, generator=torch.Generator().manual_seed(version)
             )
-            adapter.state = type(adapter.state).fresh(adapter.state.weights + 0.05 * noise)
+            adapter.state = make_state(type(adapter.state), adapter.state.weights + 0.05 * noise)
             engine.snapshot("a", f"v{version}")
         engine.point("t", "v1", 1)
         return engine
@@ -124,8 +125,8 @@ def test_running_sample_goes_on_with_new_weights_over_old_keys(
     reference = Reference(engine, directory, tmp_path)
     prompts = {"long": tokens_of(1, 150), "short": tokens_of(2, 5)}
     heard: list[DrawnToken] = []
-    engine.sample_start("long", "t", ask(prompts["long"], 2, 40), 1)
-    engine.sample_start("short", "t", ask(prompts["short"], 1, 70), 2, heard.extend)
+    engine.sample_start(SampleJob("long", "t", ask(prompts["long"], 2, 40), 1))
+    engine.sample_start(SampleJob("short", "t", ask(prompts["short"], 1, 70), 2, heard.extend))
     results = run(engine, {12: 2, 30: 3})
     for name, prompt in prompts.items():
         for sequence in results[name].sequences:
@@ -150,9 +151,9 @@ def test_move_concerns_its_own_target_only(way: str, make: Make) -> None:
     before = {name: alone(engine, name, request, 5) for name in ("v1", "v2", "bare")}
     engine.point("other", "v1", 7)
     for name in before:
-        engine.sample_start(name, name, request, 5)
-    engine.sample_start("followed", "t", request, 5)
-    engine.sample_start("other", "other", request, 5)
+        engine.sample_start(SampleJob(name, name, request, 5))
+    engine.sample_start(SampleJob("followed", "t", request, 5))
+    engine.sample_start(SampleJob("other", "other", request, 5))
     results = run(engine, {9: 2})
     for name, expected in before.items():
         assert results[name].sequences[0].weights_versions is None
@@ -186,7 +187,7 @@ def test_prefixes_are_shared_within_a_cache_and_survive_a_move(way: str, make: M
     prompt = tokens_of(5, 200)
 
     def hits(sampler: str, cache: str = "") -> int:
-        engine.sample_start("job", sampler, ask(prompt, 1, 3), 1, None, "", cache)
+        engine.sample_start(SampleJob("job", sampler, ask(prompt, 1, 3), 1, None, "", cache))
         return finish(engine)["job"].prompt_cache_hit_tokens
 
     assert hits("t", "session-1") == 0
@@ -207,8 +208,10 @@ def test_prompt_that_is_scored_is_read_by_one_version(way: str, make: Make) -> N
     engine = make(way=way, prefill_tokens=64)
     prompt = tokens_of(6, 300)
     expected = alone(engine, "v1", ask(prompt, 1, 1, prompt_logprobs=True), 1)
-    engine.sample_start("scored", "t", ask(prompt, 1, 8, prompt_logprobs=True), 1, None, "", "one")
-    engine.sample_start("plain", "t", ask(prompt, 1, 8), 1, None, "", "two")
+    engine.sample_start(
+        SampleJob("scored", "t", ask(prompt, 1, 8, prompt_logprobs=True), 1, None, "", "one")
+    )
+    engine.sample_start(SampleJob("plain", "t", ask(prompt, 1, 8), 1, None, "", "two"))
     results = run(engine, {2: 2})
     scored = results["scored"]
     assert scored.prompt_logprobs_np is not None
@@ -224,7 +227,9 @@ def test_samples_that_make_room_come_back_with_the_newest_weights(way: str, make
     model = roomy._bases["m"].model
     engine = make(way=way, cache_bytes=9 * block_bytes(model))
     for name in ("first", "second", "third"):
-        engine.sample_start(name, "t", ask(tokens_of(len(name), 60), 3, 120), 1, None, "", name)
+        engine.sample_start(
+            SampleJob(name, "t", ask(tokens_of(len(name), 60), 3, 120), 1, None, "", name)
+        )
     results = run(engine, {20: 2, 150: 3})
     assert set(results) == {"first", "second", "third"}
     for result in results.values():
@@ -239,7 +244,7 @@ def test_samples_that_make_room_come_back_with_the_newest_weights(way: str, make
 @WAYS
 def test_version_that_nobody_needs_is_freed(way: str, make: Make) -> None:
     engine = make(way=way)
-    engine.sample_start("job", "t", ask(tokens_of(7, 80), 2, 40), 1)
+    engine.sample_start(SampleJob("job", "t", ask(tokens_of(7, 80), 2, 40), 1))
     for _ in range(5):
         engine.sample_step()
     first = weakref.ref(engine._frozen["v1"][2])
@@ -257,5 +262,5 @@ def test_version_that_nobody_needs_is_freed(way: str, make: Make) -> None:
         assert len(runner._decoding._bank._places) == 1
     engine.drop_sampler("v2")  # which takes the target along, and disturbs nobody
     with pytest.raises(EngineError, match="there is no sampler 't'"):
-        engine.sample_start("late", "t", ask([1, 2]), 1)
+        engine.sample_start(SampleJob("late", "t", ask([1, 2]), 1))
     assert finish(engine)["job"].sequences[1].weights_versions == [1] * 5 + [2] * 35

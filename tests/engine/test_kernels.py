@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.references import adapter_of, randomise
-from tinkex.engine.api import run_pass
+from tinkex.engine.api import PassJob, SampleJob, run_pass
 from tinkex.engine.model.elementwise import add_norm, gated, norm, turned_heads
 from tinkex.engine.sample import static_decoding
 from tinkex.engine.sample.blocks import BLOCK
@@ -261,7 +261,7 @@ def test_gradients_of_adapters_beside_each_other_are_near_those_of_the_cpu(
     def train(device: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         engine = engine_of(checkpoint, family, device, dtype)
         for name, datums in given.items():
-            engine.pass_start(name, name, datums, "cross_entropy", {})
+            engine.pass_start(PassJob(name, name, datums, "cross_entropy", {}))
         while engine.passing():
             for done in engine.pass_step():
                 assert not isinstance(done.result, Exception), done.result
@@ -297,7 +297,7 @@ def test_samples_have_the_trainers_log_probabilities(
             sampling_params=SamplingParams(max_tokens=20 if accelerator == "cuda" else 5, stop=[]),
             num_samples=6 if accelerator == "cuda" else 2,
         )
-        engine.sample_start(job, name, request, 7)
+        engine.sample_start(SampleJob(job, name, request, 7))
     ended: dict[str, SampleResponse] = {}
     while engine.sampling():
         for done in engine.sample_step():

@@ -25,6 +25,7 @@ import torch
 from engine.conftest import Checkpoint, Sample
 from engine.references import adapter_of, randomise
 from support import wait_until
+from tinkex.engine.api import SampleJob
 from tinkex.engine.model import matmul_check
 from tinkex.engine.model.decoder import Lora
 from tinkex.engine.native import bindings, c_passes, library, self_check
@@ -468,7 +469,7 @@ def test_positions_weigh_many_blocks_alike_whether_they_are_drawn_or_read(
             sampling_params=SamplingParams(max_tokens=tokens, stop=[], temperature=0),
             prompt_logprobs=True,
         )
-        engine.sample_start("job", "s", request, 5)
+        engine.sample_start(SampleJob("job", "s", request, 5))
         while engine.sampling():
             for done in engine.sample_step():
                 assert not isinstance(done.result, Exception), done.result
@@ -539,7 +540,7 @@ def test_prompts_of_one_adapter_read_it_once(
             prompt=ModelInput.from_ints(range(3, 3 + size)),
             sampling_params=SamplingParams(max_tokens=2, stop=[]),
         )
-        engine.sample_start(f"job{job}", sampler, request, job)
+        engine.sample_start(SampleJob(f"job{job}", sampler, request, job))
     while engine.sampling():
         engine.sample_step()
     # three prompts behind the bare model's, then a row of each

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from engine.conftest import Sample
+from tinkex.engine.api import SampleJob
 from tinkex.engine.model import matmul_check
 from tinkex.engine.model.matmul_check import onednn
 from tinkex.engine.sample import row_adapters, slab_decoding
@@ -94,7 +95,7 @@ def test_decoding_gives_all_threads_to_products_only(
     monkeypatch.setattr(row_adapters, "_add_share", seen("adapters", add_share))
     params = SamplingParams(max_tokens=4, stop=[])
     request = SampleRequest(prompt=ModelInput.from_ints([1, 2, 3]), sampling_params=params)
-    engine.sample_start("job", "s", request, 0)
+    engine.sample_start(SampleJob("job", "s", request, 0))
     engine.sample_step()  # the prompt
     assert counts == {"products": {2}, "adapters": {2}}
     counts["adapters"].clear()

@@ -16,7 +16,7 @@ from engine.references import adapter_of, assert_near, randomise
 from tinkex.engine.api import EngineError, run_pass
 from tinkex.engine.places import Directory
 from tinkex.engine.torch.engine import TorchEngine
-from tinkex.engine.train.optim import AdamState, DimuonState, orthogonalised
+from tinkex.engine.train.optim import AdamState, DimuonState, make_state, orthogonalised
 from tinkex.types.training import (
     AdamOptimizerConfig,
     AdamParams,
@@ -43,7 +43,7 @@ def muon(checkpoint: Checkpoint) -> TorchEngine:
     engine.create("a", "small", LoraConfig(rank=4), DIMUON)
     adapter = adapter_of(engine)
     randomise(adapter)
-    adapter.state = DimuonState.fresh(adapter.state.weights)
+    adapter.state = make_state(DimuonState, adapter.state.weights)
     return engine
 
 

@@ -25,7 +25,7 @@ from engine.conftest import SMALL
 from engine.references import CASES, adapter_of
 from engine.test_splits import examples
 from engine.test_steps import Memory
-from tinkex.engine.api import EngineError, run_pass
+from tinkex.engine.api import EngineError, PassJob, SampleJob, run_pass
 from tinkex.engine.sample import passes, slab_decoding
 from tinkex.engine.sample.blocks import BLOCK
 from tinkex.engine.sample.kv_pool import block_bytes
@@ -149,7 +149,7 @@ def each_alone(crowd: TorchEngine) -> list[SampleResponse]:
     """Each job alone, in slabs."""
     responses = []
     for seed, (sampler, request) in enumerate(JOBS):
-        limited(crowd, way="slabs").sample_start("alone", sampler, request, seed)
+        limited(crowd, way="slabs").sample_start(SampleJob("alone", sampler, request, seed))
         while crowd.sampling():
             for done in crowd.sample_step():
                 assert isinstance(done.result, SampleResponse), done.result
@@ -203,7 +203,9 @@ def together(engine: TorchEngine, plans: Sequence[Plan], *, ahead: bool = True) 
         for plan in plans:
             if plan.start == step:
                 sampler, request = JOBS[plan.job]
-                engine.sample_start(f"job {plan.job}", sampler, request, plan.job, listener(plan))
+                engine.sample_start(
+                    SampleJob(f"job {plan.job}", sampler, request, plan.job, listener(plan))
+                )
                 runner_of(engine)._decoding.ahead = ahead
             if (
                 plan.cancel is not None
@@ -353,7 +355,7 @@ def test_rows_run_ahead_of_what_has_been_read(crowd: TorchEngine) -> None:
     """One token is under way between steps, except when all that are allowed have been drawn."""
     engine = limited(crowd)
     heard: list[DrawnToken] = []
-    engine.sample_start("job", "one", ask(5, 1, 4), 1, heard.extend)
+    engine.sample_start(SampleJob("job", "one", ask(5, 1, 4), 1, heard.extend))
     seen = []
     while engine.sampling():
         ended = engine.sample_step()
@@ -372,14 +374,14 @@ def test_a_job_that_is_cancelled_hears_nothing_more(
     engine = limited(crowd)
     plans = [Plan(0), Plan(3)]
     heard: list[DrawnToken] = []
-    engine.sample_start("cancelled", "one", ask(5, 3, 30), 0, heard.extend)
+    engine.sample_start(SampleJob("cancelled", "one", ask(5, 3, 30), 0, heard.extend))
     for plan in plans:
-        engine.sample_start(f"job {plan.job}", *JOBS[plan.job], plan.job)
+        engine.sample_start(SampleJob(f"job {plan.job}", *JOBS[plan.job], plan.job))
     for _ in range(steps):
         engine.sample_step()
     engine.sample_cancel("cancelled")
     before = len(heard)
-    engine.sample_start("cancelled", "one", ask(6, 1, 3), 0)
+    engine.sample_start(SampleJob("cancelled", "one", ask(6, 1, 3), 0))
     results = {done.job: done.result for _ in range(60) for done in engine.sample_step()}
     assert len(heard) == before == 3 * max(1, steps - 1)
     for plan in plans:
@@ -404,7 +406,7 @@ def test_failure_during_eviction_is_reported(
 
 def alone(engine: TorchEngine, request: SampleRequest) -> list[int]:
     """The tokens of the one sample of the bare model."""
-    engine.sample_start("alone", "bare", request, 1)
+    engine.sample_start(SampleJob("alone", "bare", request, 1))
     while True:
         for done in engine.sample_step():
             assert isinstance(done.result, SampleResponse), done.result
@@ -425,7 +427,7 @@ def test_extra_decoded_token_is_harmless(crowd: TorchEngine, cancelled: bool) ->
     embeddings[drawn[at]] = float("nan")
     try:
         engine.sample_start(
-            "broken", "bare", ask(4, 1, 60, stop=[] if cancelled else [drawn[at]]), 1
+            SampleJob("broken", "bare", ask(4, 1, 60, stop=[] if cancelled else [drawn[at]]), 1)
         )
         for _ in range(at + 2):  # the first token; one step for each further; and one behind
             ended = engine.sample_step()
@@ -449,7 +451,9 @@ def test_idle_sampler_holds_no_blocks(crowd: TorchEngine, cancelled: bool) -> No
     """What is unread names jobs, and those have weights."""
     engine, ear = limited(crowd), Ear()
     gone = weakref.ref(ear)
-    engine.sample_start("job", "one", ask(5, 2, 30, stop=[] if cancelled else SOMETIMES), 0, ear)
+    engine.sample_start(
+        SampleJob("job", "one", ask(5, 2, 30, stop=[] if cancelled else SOMETIMES), 0, ear)
+    )
     del ear
     for _ in range(3):
         engine.sample_step()
@@ -477,14 +481,14 @@ def test_row_without_memory_does_not_affect_later_rows(
             return put(*given)
         raise MemoryError("no more memory")
 
-    engine.sample_start("one", "bare", fine, 1)
-    engine.sample_start("two", "bare", ask(BLOCK - 8, 2, 30), 2)
+    engine.sample_start(SampleJob("one", "bare", fine, 1))
+    engine.sample_start(SampleJob("two", "bare", ask(BLOCK - 8, 2, 30), 2))
     for _ in range(3):
         engine.sample_step()
     with monkeypatch.context() as fault:
         if room == "a seat":
             fault.setattr(slab_decoding, "put", refuse)
-            engine.sample_start("three", "bare", ask(5, 1, 30), 3)
+            engine.sample_start(SampleJob("three", "bare", ask(5, 1, 30), 3))
         elif room == "more slots":
             fault.setattr(torch, "zeros_like", refuse)
         else:
@@ -528,7 +532,15 @@ class Work:
             ]
         loss = "importance_sampling" if self.kind == "bad" else "cross_entropy"
         engine.pass_start(
-            job, self.adapter, given, loss, {}, backward=self.kind != "forward", owner=self.adapter
+            PassJob(
+                job,
+                self.adapter,
+                given,
+                loss,
+                {},
+                backward=self.kind != "forward",
+                owner=self.adapter,
+            )
         )
 
 
@@ -661,7 +673,7 @@ def test_results_are_read_a_step_later_while_there_is_more_to_run(
 ) -> None:
     engine = trainer_of(checkpoint)
     for job, name in enumerate("ab"):
-        engine.pass_start(str(job), name, data(24), "cross_entropy", {})
+        engine.pass_start(PassJob(str(job), name, data(24), "cross_entropy", {}))
     assert engine.pass_step() == []
     assert engine._trainer._unread is not None
     assert [done.job for done in engine.pass_step()] == ["0", "1"]
@@ -674,7 +686,7 @@ def test_passes_of_one_adapter_may_be_of_several_owners(
 ) -> None:
     engine = trainer_of(checkpoint, ahead=ahead)
     for job, owner in enumerate(["one", "two", "one"]):
-        engine.pass_start(str(job), "a", data(8, 24), "cross_entropy", {}, owner=owner)
+        engine.pass_start(PassJob(str(job), "a", data(8, 24), "cross_entropy", {}, owner=owner))
     assert list(step_on(engine)) == ["0", "1", "2"]
 
 
@@ -682,7 +694,7 @@ def test_a_dropped_adapter_is_not_held_by_what_is_unread(
     checkpoint: Checkpoint, data: Data
 ) -> None:
     engine = trainer_of(checkpoint)
-    engine.pass_start("1", "a", data(24, 24, 24), "cross_entropy", {})
+    engine.pass_start(PassJob("1", "a", data(24, 24, 24), "cross_entropy", {}))
     engine.pass_step()
     assert engine._trainer._unread is not None
     gone = weakref.ref(adapter_of(engine, "a"))
@@ -696,15 +708,15 @@ def test_an_adapter_of_the_same_name_gets_nothing_of_a_dropped_one(
     checkpoint: Checkpoint, data: Data
 ) -> None:
     engine = trainer_of(checkpoint)
-    engine.pass_start("1", "a", data(24, 24), "cross_entropy", {})
-    engine.pass_start("2", "b", data(24, 24, 24), "cross_entropy", {})
+    engine.pass_start(PassJob("1", "a", data(24, 24), "cross_entropy", {}))
+    engine.pass_start(PassJob("2", "b", data(24, 24, 24), "cross_entropy", {}))
     while engine._trainer._unread is None or "1" not in [
         work.job for work, _ in engine._trainer._unread.chosen
     ]:
         engine.pass_step()
     engine.drop("a")
     engine.create("a", "m", LoraConfig(rank=2))
-    engine.pass_start("1", "a", data(3), "cross_entropy", {})
+    engine.pass_start(PassJob("1", "a", data(3), "cross_entropy", {}))
     ended: list[Any] = []
     while engine.passing():
         ended += engine.pass_step()
@@ -733,8 +745,8 @@ def test_a_short_datum_that_memory_has_no_room_for_fails_in_the_end(
     """Halving goes on to one token, and then it is over."""
     engine = trainer_of(checkpoint, ahead=ahead)
     Memory(monkeypatch, 0)
-    engine.pass_start("1", "a", data(length), "cross_entropy", {})
-    engine.pass_start("2", "b", data(length), "cross_entropy", {}, backward=False)
+    engine.pass_start(PassJob("1", "a", data(length), "cross_entropy", {}))
+    engine.pass_start(PassJob("2", "b", data(length), "cross_entropy", {}, backward=False))
     for result in step_on(engine).values():
         assert f"datum 0: {length} tokens need more memory" in str(result)
 
@@ -750,8 +762,8 @@ def test_out_of_memory_counts_unread_tokens_once(
     alone = adapter_of(engine, "alone").grad
     memory = Memory(monkeypatch, 20)
     bad = [*data(10, 10), *examples(CASES["importance_sampling"], lengths=(11,), logprobs=-1000.0)]
-    engine.pass_start("1", "a", data(*[10] * 8), "cross_entropy", {})
-    engine.pass_start("bad", "b", bad, "importance_sampling", {})
+    engine.pass_start(PassJob("1", "a", data(*[10] * 8), "cross_entropy", {}))
+    engine.pass_start(PassJob("bad", "b", bad, "importance_sampling", {}))
     for _ in range(3):
         assert engine.pass_step() == []
     assert engine._trainer._unread is not None
@@ -772,8 +784,8 @@ def test_a_gradient_that_is_not_finite_is_refused_also_when_read_later(
 ) -> None:
     engine = trainer_of(checkpoint)
     large = data(24, 24, weights=np.full(24, 2e37, np.float32))
-    engine.pass_start("large", "a", large, "cross_entropy", {})
-    engine.pass_start("fine", "b", data(24, 24), "cross_entropy", {})
+    engine.pass_start(PassJob("large", "a", large, "cross_entropy", {}))
+    engine.pass_start(PassJob("fine", "b", data(24, 24), "cross_entropy", {}))
     results = step_on(engine)
     assert "the gradient is not finite" in str(results["large"])
     assert isinstance(results["fine"], ForwardBackwardOutput)
@@ -788,8 +800,8 @@ def test_a_gradient_that_cannot_be_added_fails_its_pass_alone(
     left over."""
     engine = trainer_of(checkpoint)
     adapter_of(engine, "a").grad = torch.zeros(3)
-    engine.pass_start("1", "a", data(24, 24), "cross_entropy", {})
-    engine.pass_start("2", "b", data(24), "cross_entropy", {})
+    engine.pass_start(PassJob("1", "a", data(24, 24), "cross_entropy", {}))
+    engine.pass_start(PassJob("2", "b", data(24), "cross_entropy", {}))
     results = step_on(engine)
     assert isinstance(results["1"], RuntimeError)
     assert isinstance(results["2"], ForwardBackwardOutput)
@@ -802,7 +814,7 @@ def test_a_result_that_cannot_be_made_leaves_no_gradient(
         raise MemoryError("no more memory")
 
     engine = trainer_of(checkpoint)
-    engine.pass_start("1", "a", data(24, 24), "cross_entropy", {})
+    engine.pass_start(PassJob("1", "a", data(24, 24), "cross_entropy", {}))
     monkeypatch.setattr(Results, "output", refuse)
     assert isinstance(step_on(engine)["1"], MemoryError)
     assert adapter_of(engine, "a").grad is None
@@ -843,15 +855,9 @@ async def _serve(engine: TorchEngine, data: Data) -> None:
         for index, name in enumerate("abc"):
             for part in range(2):
                 job, seed = f"{turn} {name} {part}", 10 * turn + 3 * index + part
-                start = functools.partial(
-                    engine.pass_start,
-                    job,
-                    name,
-                    data(24, 9, 24, seed=seed),
-                    "cross_entropy",
-                    {},
-                    owner=name,
-                )
+                batch = data(24, 9, 24, seed=seed)
+                work = PassJob(job, name, batch, "cross_entropy", {}, owner=name)
+                start = functools.partial(engine.pass_start, work)
                 waiting.append(worker.run_pass(name, job, start))
             waiting.append(
                 worker.run_for(name, engine.optim_step, name, AdamParams(learning_rate=0.01))

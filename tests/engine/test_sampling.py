@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM
 
-from tinkex.engine.api import DrawnToken, EngineError, run_pass
+from tinkex.engine.api import DrawnToken, EngineError, SampleJob, run_pass
 from tinkex.engine.sample import prompt_scores, stop_rule
 from tinkex.engine.sample.sampler import Limits, Sampler
 from tinkex.engine.sample.source import Source
@@ -102,7 +102,7 @@ def test_job_results_are_independent_of_other_jobs(trained: TorchEngine, sample:
             num_samples=3,
             sampling_params=SamplingParams(max_tokens=15),
         )
-        trained.sample_start(f"job{index}", "s", request, 5)
+        trained.sample_start(SampleJob(f"job{index}", "s", request, 5))
     trained.drop_sampler("s")  # jobs under way are not disturbed
     order, results = [], {}
     while trained.sampling():
@@ -555,7 +555,7 @@ def test_media_are_refused(trained: TorchEngine) -> None:
     prompt = ModelInput(chunks=[EncodedTextChunk(tokens=[1]), image])
     with pytest.raises(EngineError, match="prompt: image chunks are not supported by this model"):
         trained.sample_start(
-            "job", "s", SampleRequest(prompt=prompt, sampling_params=SamplingParams()), 0
+            SampleJob("job", "s", SampleRequest(prompt=prompt, sampling_params=SamplingParams()), 0)
         )
 
 
@@ -572,9 +572,11 @@ def test_cancelling_and_failing(trained: TorchEngine) -> None:
             raise ZeroDivisionError
 
     for name in ("running", "broken", "waiting", "fine"):
-        trained.sample_start(name, "s", request, 0, break_off if name == "broken" else None)
+        trained.sample_start(
+            SampleJob(name, "s", request, 0, break_off if name == "broken" else None)
+        )
     with pytest.raises(EngineError, match="there is a sampling job 'waiting' already"):
-        trained.sample_start("waiting", "s", request, 0)
+        trained.sample_start(SampleJob("waiting", "s", request, 0))
     trained.sample_step()
     for name in ("running", "waiting", "unknown"):
         trained.sample_cancel(name)
@@ -595,7 +597,7 @@ def test_a_job_that_has_begun_to_decode_can_be_cancelled(trained: TorchEngine) -
         prompt=ModelInput.from_ints(PROMPT), sampling_params=SamplingParams(max_tokens=9, stop=[])
     )
     for name in ("left", "stays"):
-        trained.sample_start(name, "s", request, 0)
+        trained.sample_start(SampleJob(name, "s", request, 0))
     for _ in range(4):
         assert not trained.sample_step()
     trained.sample_cancel("left")

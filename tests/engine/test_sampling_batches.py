@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.conftest import FAMILIES, SMALL, Checkpoint
 from engine.references import adapter_of, randomise
-from tinkex.engine.api import EngineError, run_pass
+from tinkex.engine.api import EngineError, SampleJob, run_pass
 from tinkex.engine.model.decoder import BARE, Lora
 from tinkex.engine.sample import prefill, slab_decoding, token_choice
 from tinkex.engine.sample.blocks import BLOCK, Blocks, namespace, prompt_keys
@@ -108,7 +108,7 @@ def finish(engine: TorchEngine) -> dict[str, SampleResponse]:
 
 
 def alone(engine: TorchEngine, sampler: str, request: SampleRequest, seed: int) -> SampleResponse:
-    engine.sample_start("alone", sampler, request, seed)
+    engine.sample_start(SampleJob("alone", sampler, request, seed))
     return finish(engine)["alone"]
 
 
@@ -156,7 +156,7 @@ def test_longer_neighbours_change_no_bit_where_many_heads_share_keys(
 
     expected = {length: alone(engine, "bare", ask_for(length), 1) for length in (100, 170)}
     for length in (*expected, 250, 330):
-        engine.sample_start(str(length), "bare", ask_for(length), 1)
+        engine.sample_start(SampleJob(str(length), "bare", ask_for(length), 1))
     results = finish(engine)
     for length, response in expected.items():
         same(response, results[str(length)])
@@ -193,7 +193,7 @@ def test_neighbours_change_no_bit(
     ]
     order = random.permutation(len(pending))
     for index in order:
-        engine.sample_start(*pending[index])
+        engine.sample_start(SampleJob(*pending[index]))
         for _ in range(int(random.integers(4))):
             results |= {done.job: done.result for done in engine.sample_step()}
     results |= finish(engine)
@@ -207,11 +207,11 @@ def test_fixed_shapes_give_the_same_tokens(limits: Any) -> None:
     """The form for a GPU: equal tokens, log-probabilities within 1e-5."""
     engine = limits()
     for sampler, request, seed in MIXED:
-        engine.sample_start(f"{sampler}{seed}", sampler, request, seed)
+        engine.sample_start(SampleJob(f"{sampler}{seed}", sampler, request, seed))
     expected = finish(engine)
     engine = limits(way="static")
     for sampler, request, seed in MIXED:
-        engine.sample_start(f"{sampler}{seed}", sampler, request, seed)
+        engine.sample_start(SampleJob(f"{sampler}{seed}", sampler, request, seed))
     for name, result in finish(engine).items():
         for one, two in zip(expected[name].sequences, result.sequences, strict=True):
             assert one.tokens == two.tokens
@@ -223,7 +223,9 @@ def test_fixed_shapes_give_the_same_tokens(limits: Any) -> None:
 def test_logprobs_of_every_adapter_equal_the_trainers(way: str, limits: Any) -> None:
     engine = limits(way=way)
     for name in ADAPTERS:
-        engine.sample_start(name, name, ask(tokens_of(8, 90), 2, 50, prompt_logprobs=True), 3)
+        engine.sample_start(
+            SampleJob(name, name, ask(tokens_of(8, 90), 2, 50, prompt_logprobs=True), 3)
+        )
     for name, result in finish(engine).items():
         for sequence in result.sequences:
             tokens = tokens_of(8, 90) + sequence.tokens
@@ -251,8 +253,8 @@ def test_every_family_decodes_alike_in_every_form(family: str, checkpoint: Check
         own = [alone(engine, "adapter", ask(prompt, 2, 15), 1) for prompt in prompts]
         expected = expected or own
         for index, prompt in enumerate(prompts):
-            engine.sample_start(f"job{index}", "adapter", ask(prompt, 2, 15), 1)
-            engine.sample_start(f"other{index}", "bare", ask(prompt, 1, 9 + index), 1)
+            engine.sample_start(SampleJob(f"job{index}", "adapter", ask(prompt, 2, 15), 1))
+            engine.sample_start(SampleJob(f"other{index}", "bare", ask(prompt, 1, 9 + index), 1))
             assert not engine.sample_step()
         results = finish(engine)
         for index, response in enumerate(expected):
@@ -300,7 +302,7 @@ def test_jobs_of_one_step_share_their_prefix(limits: Any) -> None:
     alone(engine, "one", ask([1]), 1)
     sizes = passes_of(engine)
     for index in range(5):
-        engine.sample_start(f"job{index}", "one", ask(tokens_of(2, 150)), 7)
+        engine.sample_start(SampleJob(f"job{index}", "one", ask(tokens_of(2, 150)), 7))
     results = finish(engine)
     assert sizes == [150 + 4 * (150 - 2 * BLOCK)]
     for result in results.values():
@@ -311,10 +313,10 @@ def test_jobs_of_one_step_share_their_prefix(limits: Any) -> None:
 def test_long_prompts_do_not_stop_the_others(limits: Any) -> None:
     engine = limits(prefill_tokens=64)
     heard: list[Any] = []
-    engine.sample_start("short", "one", ask([1, 2, 3], tokens=30), 1, heard.append)
+    engine.sample_start(SampleJob("short", "one", ask([1, 2, 3], tokens=30), 1, heard.append))
     engine.sample_step()
-    engine.sample_start("long", "two", ask(tokens_of(3, 400)), 1)
-    engine.sample_start("next", "two", ask(tokens_of(4, 20)), 1)
+    engine.sample_start(SampleJob("long", "two", ask(tokens_of(3, 400)), 1))
+    engine.sample_start(SampleJob("next", "two", ask(tokens_of(4, 20)), 1))
     sizes = passes_of(engine)
     for step in range(7):
         engine.sample_step()
@@ -335,7 +337,7 @@ def test_rows_without_room_wait_or_are_preempted(way: str, limits: Any) -> None:
     heard: dict[str, list[Any]] = {}
     for index, job in enumerate(jobs):
         heard[f"job{index}"] = []
-        engine.sample_start(f"job{index}", *job, heard[f"job{index}"].extend)
+        engine.sample_start(SampleJob(f"job{index}", *job, heard[f"job{index}"].extend))
     runner = next(iter(engine._sampler._runners.values()))
     returned = []
     for name in ("_put_back", "unseat"):
@@ -369,7 +371,7 @@ def test_a_job_that_can_never_fit_is_refused(limits: Any) -> None:
     with pytest.raises(
         EngineError, match=r"a prompt of 100 tokens and 100 more need 5 blocks of 64 .* has 3"
     ):
-        engine.sample_start("job", "one", ask(tokens_of(1, 100), tokens=100), 1)
+        engine.sample_start(SampleJob("job", "one", ask(tokens_of(1, 100), tokens=100), 1))
     assert not engine.sampling()
     assert alone(engine, "one", ask(tokens_of(1, 60), tokens=60), 1).sequences[0].tokens
 
@@ -386,9 +388,9 @@ def test_broken_weights_fail_alone(way: str, limits: Any) -> None:
     engine.drop("broken")
     results: dict[str, Any] = {}
     for round_ in range(3):
-        engine.sample_start(f"broken{round_}", "broken", ask(tokens_of(1, 90), 1, 40), 1)
+        engine.sample_start(SampleJob(f"broken{round_}", "broken", ask(tokens_of(1, 90), 1, 40), 1))
         results |= {done.job: done.result for done in engine.sample_step()}
-        engine.sample_start(f"fine{round_}", "one", request, 1)
+        engine.sample_start(SampleJob(f"fine{round_}", "one", request, 1))
         engine.sample_step()
     results |= finish(engine)
     for round_ in range(3):
@@ -403,7 +405,7 @@ def test_a_pass_that_fails_takes_only_its_jobs(limits: Any) -> None:
     engine = limits()
     expected = alone(engine, "one", ask(tokens_of(1, 150), 1, 40), 1)
     engine = limits()
-    engine.sample_start("early", "one", ask(tokens_of(1, 20), 1, 40), 1)
+    engine.sample_start(SampleJob("early", "one", ask(tokens_of(1, 20), 1, 40), 1))
     engine.sample_step()
     runner = next(iter(engine._sampler._runners.values()))
     original = runner._prefill.hidden
@@ -412,13 +414,13 @@ def test_a_pass_that_fails_takes_only_its_jobs(limits: Any) -> None:
         raise MemoryError("no room on the device")
 
     runner._prefill.hidden = fail
-    engine.sample_start("lost", "one", ask(tokens_of(1, 150), 1, 40), 1)
+    engine.sample_start(SampleJob("lost", "one", ask(tokens_of(1, 150), 1, 40), 1))
     (done,) = engine.sample_step()
     assert done.job == "lost"
     assert isinstance(done.result, MemoryError)
     runner._prefill.hidden = original
     # finds nothing of what was not computed
-    engine.sample_start("again", "one", ask(tokens_of(1, 150), 1, 40), 1)
+    engine.sample_start(SampleJob("again", "one", ask(tokens_of(1, 150), 1, 40), 1))
     results = finish(engine)
     assert results.keys() == {"early", "again"}
     same(expected, results["again"])
@@ -498,9 +500,9 @@ def test_owners_take_turns_where_there_is_no_room_for_all(checkpoint: Checkpoint
         num_samples=1,
     )
     for index in range(20):
-        engine.sample_start(f"many{index}", "s", request, index, owner="many")
+        engine.sample_start(SampleJob(f"many{index}", "s", request, index, owner="many"))
     engine.sample_step()
-    engine.sample_start("one", "s", request, 0, owner="one")
+    engine.sample_start(SampleJob("one", "s", request, 0, owner="one"))
     order: list[str] = []
     while engine.sampling():
         order += [done.job for done in engine.sample_step()]
@@ -520,7 +522,9 @@ def test_short_prompts_run_as_rows_and_long_ones_in_chunks(
             limits(way="slabs"), name, ask(tokens_of(seed, size), 2, 40, prompt_logprobs=True), seed
         )
     engine = limits(way="static")
-    engine.sample_start("one", "one", ask(tokens_of(1, 10), 2, 40, prompt_logprobs=True), 1)
+    engine.sample_start(
+        SampleJob("one", "one", ask(tokens_of(1, 10), 2, 40, prompt_logprobs=True), 1)
+    )
     runner = next(iter(engine._sampler._runners.values()))
     chunks: list[int] = []
     rows: list[int] = []
@@ -542,7 +546,7 @@ def test_short_prompts_run_as_rows_and_long_ones_in_chunks(
     for name, size, seed in (("", 0, 0), ("two", 300, 2), ("three", 200, 3)):
         if name:
             engine.sample_start(
-                name, name, ask(tokens_of(seed, size), 2, 40, prompt_logprobs=True), seed
+                SampleJob(name, name, ask(tokens_of(seed, size), 2, 40, prompt_logprobs=True), seed)
             )
         for _ in range(3):
             results |= {done.job: done.result for done in engine.sample_step()}

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from engine.conftest import SMALL, Checkpoint, Sample
-from tinkex.engine.api import EngineError
+from tinkex.engine.api import EngineError, SampleJob
 from tinkex.engine.sample.blocks import BLOCK
 from tinkex.engine.sample.kv_pool import block_bytes
 from tinkex.engine.sample.logit_changes import Shape, Shaped, Shaper
@@ -184,11 +184,13 @@ def check(reference: Any, request: SampleRequest, seed: int, result: SampleRespo
 def test_every_token_is_the_references(
     way: str, params: dict[str, Any], engine: TorchEngine, reference: Any
 ) -> None:
-    limited(engine, way=way).sample_start("one", "s", request := ask(4, 30, **params), 11)
+    limited(engine, way=way).sample_start(
+        SampleJob("one", "s", request := ask(4, 30, **params), 11)
+    )
     result = finish(engine)["one"]
     assert check(reference, request, 11, result) >= 80
     limited(engine, way=way).sample_start(
-        "one", "s", ask(4, 30, temperature=params.get("temperature", 1.0)), 11
+        SampleJob("one", "s", ask(4, 30, temperature=params.get("temperature", 1.0)), 11)
     )
     plain = finish(engine)["one"]
     assert [one.tokens for one in result.sequences] != [one.tokens for one in plain.sequences]
@@ -203,11 +205,11 @@ def test_neighbours_are_not_changed_by_a_bit(way: str, engine: TorchEngine) -> N
     plain = {"whole": ask(3, 30), "cut": ask(2, 30, top_k=7), "greedy": ask(1, 30, temperature=0.0)}
     alone: dict[str, SampleResponse] = {}
     for name, request in (plain | requests).items():
-        limited(engine, way=way).sample_start(name, "s", request, 4)
+        limited(engine, way=way).sample_start(SampleJob(name, "s", request, 4))
         alone |= finish(engine)
     limited(engine, way=way)
     for name, request in (requests | plain).items():
-        engine.sample_start(name, "s", request, 4)
+        engine.sample_start(SampleJob(name, "s", request, 4))
     together = finish(engine)
     for name, result in alone.items():
         for one, two in zip(result.sequences, together[name].sequences, strict=True):
@@ -227,12 +229,14 @@ def test_rows_without_changes_take_no_work(
         return before(self, *args)
 
     monkeypatch.setattr(Shaper, "choose", spy)
-    limited(engine, way="slabs").sample_start("plain", "s", ask(3, 5, min_p=0.1, top_k=4), 1)
+    limited(engine, way="slabs").sample_start(
+        SampleJob("plain", "s", ask(3, 5, min_p=0.1, top_k=4), 1)
+    )
     finish(engine)
     assert seen == []
-    engine.sample_start("plain", "s", ask(3, 5), 1)
-    engine.sample_start("shaped", "s", ask(1, 5, presence_penalty=1), 1)
-    engine.sample_start("biased", "s", ask(1, 5, logit_bias={3: 1.0}), 1)
+    engine.sample_start(SampleJob("plain", "s", ask(3, 5), 1))
+    engine.sample_start(SampleJob("shaped", "s", ask(1, 5, presence_penalty=1), 1))
+    engine.sample_start(SampleJob("biased", "s", ask(1, 5, logit_bias={3: 1.0}), 1))
     engine.sample_step()
     (runner,) = engine._sampler._runners.values()
     assert len(runner._drawer._shaper._slots) == 1  # a bias does not look back
@@ -253,13 +257,13 @@ def test_samples_that_are_put_back_go_on_alike(
         "logit_bias": {3: 5.0, 4: 5.0},
     }
     request = ask(2, 3 * BLOCK, list(range(20, 20 + BLOCK - 4)), **params)
-    limited(engine, way=way).sample_start("roomy", "s", request, 5)
+    limited(engine, way=way).sample_start(SampleJob("roomy", "s", request, 5))
     expected = finish(engine)["roomy"]
     check(reference, request, 5, expected)
     model = next(iter(engine._samplers.values())).model
     limited(engine, way=way, cache_bytes=8 * block_bytes(model))
     for name in ("a", "b", "c"):
-        engine.sample_start(name, "s", request, 5)
+        engine.sample_start(SampleJob(name, "s", request, 5))
     returned = 0
     results = {}
     while engine.sampling():
@@ -283,7 +287,7 @@ def test_banned_sequences_are_never_drawn(way: str, engine: TorchEngine) -> None
     words: list[Any] = [[7], [3, 4], [3, 3, 3]]
     tempting = {3: 100.0, 4: 99.0, 7: 100.0}
     limited(engine, way=way).sample_start(
-        "one", "s", ask(6, 40, bad_words=words, logit_bias=tempting), 2
+        SampleJob("one", "s", ask(6, 40, bad_words=words, logit_bias=tempting), 2)
     )
     for sequence in finish(engine)["one"].sequences:
         text = " ".join(map(str, sequence.tokens))
@@ -324,7 +328,7 @@ def test_a_banned_text_is_banned_within_and_at_the_start_of_a_word(
 def test_a_seed_decides(engine: TorchEngine) -> None:
     drawn = []
     for seed in (1, 1, 2):
-        limited(engine).sample_start("one", "s", ask(2, 20, **TOGETHER[-1]), seed)
+        limited(engine).sample_start(SampleJob("one", "s", ask(2, 20, **TOGETHER[-1]), seed))
         drawn.append([one.tokens for one in finish(engine)["one"].sequences])
     assert drawn[0] == drawn[1] != drawn[2]
 
@@ -350,7 +354,7 @@ def test_token_outside_the_vocabulary_is_refused(
     params: dict[str, Any], message: str, engine: TorchEngine
 ) -> None:
     with pytest.raises(EngineError, match=message) as caught:
-        engine.sample_start("one", "s", ask(**params), 1)
+        engine.sample_start(SampleJob("one", "s", ask(**params), 1))
     assert caught.value.category == "user"
 
 

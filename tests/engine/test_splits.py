@@ -16,7 +16,7 @@ import torch
 
 from engine.references import CASES, Case, adapter_of, assert_near, randomise
 from tinkex.client.losses.loss_graphs import create_request, trace
-from tinkex.engine.api import EngineError, run_pass
+from tinkex.engine.api import EngineError, PassJob, run_pass
 from tinkex.engine.losses.table import LOSSES, STABLE_REINFORCE
 from tinkex.engine.model import decoder, matmul
 from tinkex.engine.torch.engine import TorchEngine
@@ -219,7 +219,7 @@ def test_shares_written_before_the_base_product_make_the_same_sums(
         engine.create("b", "m", LoraConfig(rank=8, seed=5, train_unembed=False))
         randomise(adapter_of(engine, "b"))
         for name in ("a", "b"):
-            engine.pass_start(name, name, examples(case), case.loss, case.config)
+            engine.pass_start(PassJob(name, name, examples(case), case.loss, case.config))
         done = [done for _ in range(2) if engine.passing() for done in engine.pass_step()]
         assert len(done) == 2
         return [gradient(engine, name) for name in ("a", "b")]

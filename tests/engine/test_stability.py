@@ -12,7 +12,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from engine.references import adapter_of, assert_near, gradients, randomise
-from tinkex.engine.api import RECORDED_TOKENS, EngineError, Recalled, Recording, run_pass
+from tinkex.engine.api import RECORDED_TOKENS, EngineError, Recalled, Recording, SampleJob, run_pass
 from tinkex.engine.native.library import load
 from tinkex.engine.places import Directory
 from tinkex.engine.sample.kv_pool import block_bytes
@@ -58,7 +58,7 @@ def draw(
             num_samples=samples,
             record_stability_info=recorded,
         )
-        engine.sample_start(str(number), "s", request, 11 + number)
+        engine.sample_start(SampleJob(str(number), "s", request, 11 + number))
     while engine.sampling():
         for done in engine.sample_step():
             assert isinstance(done.result, SampleResponse), done.result

@@ -11,7 +11,7 @@ import torch
 
 from engine.references import CASES, adapter_of
 from engine.test_splits import examples
-from tinkex.engine.api import EngineError, run_pass
+from tinkex.engine.api import EngineError, PassJob, run_pass
 from tinkex.engine.fair_share import Shares
 from tinkex.engine.model import decoder
 from tinkex.engine.torch.engine import TorchEngine
@@ -46,7 +46,7 @@ def together(
 ) -> dict[str, Any]:
     """Start passes, and step until all have ended; results by job."""
     for job, (name, data) in passes.items():
-        engine.pass_start(job, name, data, "cross_entropy", {}, **given)
+        engine.pass_start(PassJob(job, name, data, "cross_entropy", {}, **given))
     ended: dict[str, Any] = {}
     while engine.passing():
         ended |= {done.job: done.result for done in engine.pass_step()}
@@ -160,9 +160,9 @@ def test_a_short_pass_does_not_wait_for_a_long_one(
     shared: TorchEngine, data: Data, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = steps_of(shared, monkeypatch)
-    shared.pass_start("long", "a", data(*[32] * 10), "cross_entropy", {}, owner="one")
+    shared.pass_start(PassJob("long", "a", data(*[32] * 10), "cross_entropy", {}, owner="one"))
     shared.pass_step()
-    shared.pass_start("short", "b", data(8), "cross_entropy", {}, owner="two")
+    shared.pass_start(PassJob("short", "b", data(8), "cross_entropy", {}, owner="two"))
     steps = 2 if shared._trainer.ahead else 1
     ended = [done.job for _ in range(steps) for done in shared.pass_step()]
     assert ended == ["short"], "its result goes back while the other goes on"
@@ -176,8 +176,8 @@ def test_turns_are_by_owner_not_by_run(
     """Somebody with three runs gets no more than somebody with one."""
     seen = steps_of(shared, monkeypatch)
     for name in "abc":
-        shared.pass_start(name, name, data(*[40] * 6), "cross_entropy", {}, owner="many")
-    shared.pass_start("d", "d", data(*[40] * 6), "cross_entropy", {}, owner="one")
+        shared.pass_start(PassJob(name, name, data(*[40] * 6), "cross_entropy", {}, owner="many"))
+    shared.pass_start(PassJob("d", "d", data(*[40] * 6), "cross_entropy", {}, owner="one"))
     while shared.passing():
         shared.pass_step()
     first = [job for step in seen[:12] for job in step]
@@ -202,7 +202,7 @@ def test_passes_of_one_adapter_end_in_order_and_add_up(shared: TorchEngine, data
 def test_bad_pass_does_not_affect_its_neighbours(shared: TorchEngine, data: Data) -> None:
     good = data(9, 12)
     bad = examples(CASES["importance_sampling"], lengths=(6, 6), logprobs=-1000.0)
-    shared.pass_start("bad", "b", bad, "importance_sampling", {})
+    shared.pass_start(PassJob("bad", "b", bad, "importance_sampling", {}))
     ended = together(shared, {"good": ("a", good)})
     assert isinstance(ended["bad"], EngineError)
     assert "datum 0" in str(ended["bad"])
@@ -219,7 +219,7 @@ def test_bad_pass_does_not_affect_its_neighbours(shared: TorchEngine, data: Data
 def test_passes_without_gradients_are_not_mixed_with_those_that_have_them(
     shared: TorchEngine, data: Data
 ) -> None:
-    shared.pass_start("forward", "a", data(9), "cross_entropy", {}, backward=False)
+    shared.pass_start(PassJob("forward", "a", data(9), "cross_entropy", {}, backward=False))
     ended = together(shared, {"both": ("b", data(9))})
     assert set(ended) == {"forward", "both"}
     assert adapter_of(shared, "a").grad is None
@@ -227,7 +227,7 @@ def test_passes_without_gradients_are_not_mixed_with_those_that_have_them(
 
 
 def test_a_dropped_adapter_takes_its_passes_with_it(shared: TorchEngine, data: Data) -> None:
-    shared.pass_start("1", "a", data(9), "cross_entropy", {})
+    shared.pass_start(PassJob("1", "a", data(9), "cross_entropy", {}))
     shared.drop("a")
     ended = together(shared, {"2": ("b", data(9))})
     assert isinstance(ended["1"], EngineError)

@@ -24,7 +24,7 @@ from tinkex.engine.places import Directory
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.torch.lora import Layout
 from tinkex.engine.train import device_step, target_logprobs
-from tinkex.engine.train.optim import AdamState, State, step
+from tinkex.engine.train.optim import AdamState, State, make_state, step
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.training import AdamParams, DimuonParams, LoraConfig
 
@@ -86,7 +86,9 @@ def test_pass_equals_float64_reference(
     engine.create("a", "m", LoraConfig(rank=4, **flags))
     adapter = adapter_of(engine)
     randomise(adapter)
-    adapter.state = AdamState.fresh(adapter.state.weights.float().to(dtype))  # files hold float32
+    adapter.state = make_state(
+        AdamState, adapter.state.weights.float().to(dtype)
+    )  # files hold float32
     engine.writer("a", optimizer=False).write(Directory(tmp_path))
     batch = data(5, 17, 9, 17, 1, 30, 9)
     total, logprobs, grads = reference_run(checkpoint(family), tmp_path, batch, loss, settings)
@@ -298,7 +300,7 @@ def test_adamw_equals_torch() -> None:
     layout = Layout([], LoraConfig(rank=4))
     parameter = torch.nn.Parameter(weights.clone())
     theirs = torch.optim.AdamW([parameter])
-    ours: State = AdamState.fresh(weights)
+    ours: State = make_state(AdamState, weights)
     for params in STEPS:
         grad = torch.randn(50, generator=generator)
         group = theirs.param_groups[0]

@@ -1,10 +1,9 @@
-"""The seam between the server and whatever computes: about twenty synchronous methods, no HTTP, no
-SQL.
+"""The interface of engines: synchronous methods, without HTTP and SQL.
 
-One worker thread owns an engine and makes every call. Calls either succeed and have their whole
-effect, or raise and have none: `EngineError` with `category="user"` for what a caller did wrong,
-any other exception for an internal fault. This module imports neither torch nor the server, so that
-a fake, a cluster or an upstream server can stand in.
+One worker thread owns an engine and makes every call. A call either succeeds and has its whole
+effect, or raises and has none: `EngineError` with `category="user"` for a caller's mistake, any
+other exception for an internal fault. This module imports neither torch nor the server, so that a
+fake, a cluster or another server can take the engine's place.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, TypeVar
 
 from tinkex.engine.places import Writer
 from tinkex.types.custom_losses import CreateCustomLossRequest
@@ -31,6 +30,9 @@ from tinkex.types.training import (
 if TYPE_CHECKING:
     from tinkex.text.json_tokenizer import Tokenizer
 
+Optimizer: TypeAlias = OptimizerConfigBase
+Item = TypeVar("Item")
+
 ADAMW, DIMUON = AdamOptimizerConfig(), DimuonOptimizerConfig()
 """The optimizers there are; the first is an adapter's unless another is asked for."""
 RECORDED_TOKENS = 20
@@ -45,19 +47,27 @@ class EngineError(Exception):
         self.category = category
 
 
+def find(table: Mapping[str, Item], kind: str, name: str) -> Item:
+    """Return the thing of this kind and name, which a caller asks for."""
+    if name not in table:
+        raise EngineError(f"there is no {kind} {name!r}")
+    return table[name]
+
+
 def check_optimizer(config: OptimizerConfigBase) -> None:
-    """Refuse an optimizer that is not here, and a version or a setting of one that is not."""
+    """Refuse an optimizer, or a version or setting of one, that is not supported."""
     if not isinstance(config, AdamOptimizerConfig | DimuonOptimizerConfig):
         known = f"{ADAMW.to_wire()} and {DIMUON.to_wire()}"
         raise EngineError(f"optimizer {config.to_wire()} is not supported; there are {known}")
 
 
 def token_limit(request: SampleRequest, prompt: int, context: int) -> int:
-    """How many tokens a sample may have. One token beyond the window is allowed to who only wants
-    prompt scores.
+    """Return the most tokens of a sample.
+
+    One token beyond the window is allowed when only prompt scores are wanted.
 
     Raises:
-        EngineError: The prompt and what is asked for do not fit the window.
+        EngineError: The prompt and the sample do not fit the window.
     """
     asked = request.sampling_params.max_tokens
     if asked is None:
@@ -99,7 +109,7 @@ class BaseModel:
 
 @dataclass(frozen=True, slots=True)
 class AdapterInfo:
-    """What a saved or live adapter is."""
+    """The shape of a saved or live adapter."""
 
     base_model: str
     lora: LoraConfig
@@ -107,8 +117,9 @@ class AdapterInfo:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """The distributions that a sample was drawn from: S tokens, and the K likeliest at each of
-    them.
+    """The distributions that a sample was drawn from.
+
+    It has S tokens, and the K likeliest ones at each of them.
 
     Attributes:
         tokens: Its tokens `[S]`.
@@ -139,9 +150,7 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class Recalled:
-    """The recording behind the sampled targets of a datum: one token for each of these positions,
-    which ascend.
-    """
+    """The recording behind a datum: a sampled target at each position, ascending."""
 
     positions: Array
     recording: Recording
@@ -154,7 +163,7 @@ class SampleDone:
     job: str
     result: SampleResponse | Exception
     recordings: Sequence[Recording] = ()
-    """Of all its samples, if the request asked for that."""
+    """The recordings of all its samples, if the request asked for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +171,11 @@ class DrawnToken:
     """A token that a sample got: final, and the same as in the job's result."""
 
     index: int
-    """Which of the job's samples it belongs to."""
+    """The number of its sample in the job."""
     token: int
     logprob: float
     stop_reason: StopReason | None = None
-    """Why the sample ends, when this is its last token."""
+    """The reason why the sample ends, when this is its last token."""
     version: int | None = None
     """The version of an in-flight target's weights that drew it."""
     reused: int = 0
@@ -175,7 +184,7 @@ class DrawnToken:
 
 @dataclass(frozen=True, slots=True)
 class PassDone:
-    """A pass that ended: with its output, or with the reason it failed; then nothing was added."""
+    """A pass that ended: with its output, or with the reason why nothing was added."""
 
     job: str
     result: ForwardBackwardOutput | Exception
@@ -186,42 +195,65 @@ Listener: TypeAlias = Callable[[Sequence[DrawnToken]], object]
 quick."""
 
 
+@dataclass(frozen=True, slots=True)
+class PassJob:
+    """A pass to be run.
+
+    Attributes:
+        backward: Adds the gradient of the summed loss to the adapter's buffer.
+        recalled: The recording behind each datum, for the loss `stable_reinforce`.
+    """
+
+    job: str
+    adapter: str
+    data: Sequence[Datum]
+    loss_fn: str
+    config: Mapping[str, float | str]
+    backward: bool = True
+    owner: str = ""
+    recalled: Sequence[Recalled] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SampleJob:
+    """A sampling job to be run.
+
+    Attributes:
+        sampler: The name of a sampler, or of an in-flight target.
+        seed: The seed that was drawn, if the request has none.
+        listener: Gets the job's tokens as they are drawn; without one nothing is gathered.
+        cache: Jobs of the same one share the keys and values of prompts, whichever weights made
+            them; without one, jobs of equal weights do.
+    """
+
+    job: str
+    sampler: str
+    request: SampleRequest
+    seed: int
+    listener: Listener | None = None
+    owner: str = ""
+    cache: str = ""
+
+
 class Engine(Protocol):
-    """Computes. Adapters and snapshots are named by the server with strings of its choice."""
+    """An engine. The server names adapters and snapshots with strings of its choice."""
 
     def models(self) -> Sequence[BaseModel]:
-        """The base models on offer."""
+        """Return the base models on offer."""
 
     def create(
-        self,
-        adapter: str,
-        base_model: str,
-        lora: LoraConfig,
-        optimizer: OptimizerConfigBase = ADAMW,
+        self, adapter: str, base_model: str, lora: LoraConfig, optimizer: Optimizer = ADAMW
     ) -> None:
-        """Make a fresh adapter: A seeded, B zero, no gradient, no optimizer state. Its optimizer
-        never changes.
+        """Make a fresh adapter: A seeded, B zero, no gradient, no optimizer state.
+
+        Its optimizer never changes.
         """
 
     def drop(self, adapter: str) -> None:
         """Forget an adapter; unknown names are ignored. Its passes fail with the next step."""
 
-    def pass_start(
-        self,
-        job: str,
-        adapter: str,
-        data: Sequence[Datum],
-        loss_fn: str,
-        config: Mapping[str, float | str],
-        *,
-        backward: bool = True,
-        owner: str = "",
-        recalled: Sequence[Recalled] | None = None,
-    ) -> None:
-        """Validate and admit a pass; with `backward`, the gradient of its summed loss goes to the
-        adapter's buffer.
-
-        `recalled` has the recording behind each datum, for the loss `stable_reinforce`.
+    def pass_start(self, work: PassJob) -> None:
+        """Validate and admit a pass.
 
         Passes advance with each `pass_step`, those of several adapters together, fairly by owner;
         those of one adapter end in the order in which they were admitted. Its weights must not
@@ -229,20 +261,22 @@ class Engine(Protocol):
         """
 
     def pass_step(self) -> Sequence[PassDone]:
-        """Advance the passes by a step, which should not take much longer than a second; returns
-        those that ended.
+        """Advance the passes by a step, and return those that ended.
+
+        A step should not take much longer than a second.
         """
 
     def passing(self) -> bool:
-        """Whether any pass is unfinished."""
+        """Return True if any pass is unfinished."""
 
     def create_loss(self, loss_id: str, request: CreateCustomLossRequest) -> None:
-        """Take a loss that was sent as a graph; passes use it as loss `custom`, with its id in the
-        configuration.
+        """Take a loss that was sent as a graph.
+
+        Passes use it as loss `custom`, with its id in the configuration.
         """
 
     def drop_losses(self, prefix: str) -> None:
-        """Forget the losses whose ids begin so."""
+        """Forget the losses whose ids begin with this."""
 
     def drop_gradients(self, adapter: str) -> None:
         """Clear the gradient buffer without a step."""
@@ -257,8 +291,9 @@ class Engine(Protocol):
         """Return the writer of an adapter as it is now: PEFT files, and optimizer state."""
 
     def load(self, adapter: str, directory: Path, *, optimizer: bool) -> None:
-        """Replace an adapter's weights (and optimizer state) by saved ones; pending gradients are
-        dropped.
+        """Replace an adapter's weights, and its optimizer state, by saved ones.
+
+        Pending gradients are dropped.
         """
 
     def snapshot(self, adapter: str, sampler: str) -> None:
@@ -268,53 +303,39 @@ class Engine(Protocol):
         """Return the writer of a snapshot's weights as PEFT files."""
 
     def load_sampler(self, sampler: str, base_model: str, directory: Path | None) -> None:
-        """Make a sampler of saved weights, or of the bare base model when there is no directory."""
+        """Make a sampler of saved weights; of the bare base model without a directory."""
 
     def point(self, target: str, sampler: str, version: int) -> None:
-        """Give an in-flight target the weights of a snapshot or a loaded sampler, as this version
-        of its own.
+        """Give an in-flight target the weights of a sampler, as this version of its own.
 
-        Samples of the target that run draw their next token with them. They keep their keys and
+        Running samples of the target draw their next token with them. They keep their keys and
         values; a prompt that is being scored keeps its weights to its end. A version that is not
         above the present one changes nothing.
         """
 
     def drop_sampler(self, sampler: str) -> None:
-        """Forget a sampler once its jobs have ended, and the target that has its weights; unknown
-        names are ignored.
+        """Forget a sampler once its jobs have ended, and the target with its weights.
+
+        Unknown names are ignored.
         """
 
-    def sample_start(
-        self,
-        job: str,
-        sampler: str,
-        request: SampleRequest,
-        seed: int,
-        listener: Listener | None = None,
-        owner: str = "",
-        cache: str = "",
-    ) -> None:
-        """Validate and admit a sampling job; it advances with each `sample_step`. `seed` is already
-        decided.
+    def sample_start(self, work: SampleJob) -> None:
+        """Validate and admit a sampling job; it advances with each `sample_step`.
 
-        Where there is no room for all, owners take turns. `sampler` may be an in-flight target.
-        Jobs of the same `cache` share the keys and values of prompts, whichever weights made them;
-        without one, jobs of equal weights do.
-
-        A listener is told of the job's tokens as they are drawn; nothing is gathered for jobs
-        without one.
+        Where there is no room for all, owners take turns.
         """
 
     def sample_step(self) -> Sequence[SampleDone]:
-        """Advance the jobs by one step (one token each, or one prefill) and return those that
-        ended.
+        """Advance the jobs by one step, and return those that ended.
+
+        A step is one token of each, or one prefill.
         """
 
     def sample_cancel(self, job: str) -> None:
         """Drop a job without a result; unknown names are ignored."""
 
     def sampling(self) -> bool:
-        """Whether any job is unfinished."""
+        """Return True if any job is unfinished."""
 
 
 def run_pass(
@@ -327,9 +348,11 @@ def run_pass(
     backward: bool = True,
     recalled: Sequence[Recalled] | None = None,
 ) -> ForwardBackwardOutput:
-    """Run a pass to its end, on an engine that is at nothing else."""
+    """Run a pass to its end, on an engine without other passes."""
     engine.pass_start(
-        "the only one", adapter, data, loss_fn, config, backward=backward, recalled=recalled
+        PassJob(
+            "the only one", adapter, data, loss_fn, config, backward=backward, recalled=recalled
+        )
     )
     while engine.passing():
         for done in engine.pass_step():

@@ -1,4 +1,4 @@
-"""Base models on disk: their directories, and their descriptions before weights are read."""
+"""Base models on disk: directories, and descriptions before weights are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fair turns: whoever has had least comes first."""
+"""Fair turns: the party that has had least is next."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterable
 
 
 class Shares:
-    """How much each of several parties has had of something that they share.
+    """The shares that several parties have had of a common resource.
 
-    Whoever comes, or comes back after a rest, begins where the one is that has had least: what it
-    did not use is not owed to it.
+    A party that comes, or comes back after a rest, begins level with the one that has had least: it
+    has no claim on turns that it did not use.
 
     Example:
         >>> shares = Shares()
@@ -24,8 +24,9 @@ class Shares:
         self._least = 0.0
 
     def note(self, waiting: Collection[str]) -> None:
-        """Say who waits for a turn now; whoever does not, and is level with the others, is
-        forgotten.
+        """Set the parties that wait for a turn now.
+
+        A party that does not wait, and is level with the others, is forgotten.
         """
         for party in waiting:
             self._had.setdefault(party, self._least)
@@ -39,9 +40,9 @@ class Shares:
         return min(parties, key=self._had.__getitem__)
 
     def had(self, party: str) -> float:
-        """Return the share that a waiting owner has had."""
+        """Return the share that a waiting party has had."""
         return self._had[party]
 
     def charge(self, party: str, cost: float) -> None:
-        """Let a party that waits have its turn."""
+        """Add a turn to the share of a waiting party."""
         self._had[party] += cost

@@ -1,9 +1,8 @@
-"""An engine for tests of everything around an engine: deterministic, numpy only, a few microseconds
-per call.
+"""An engine for tests of everything around an engine: numpy only, microseconds a call.
 
-Its "weights" are eight numbers. Log-probabilities are a hash of token, target and position moved a
-little by the weights, so that training changes them, checkpoints matter, and two runs of the same
-calls agree to the bit.
+Its weights are eight numbers. Log-probabilities are a hash of token, target and position moved a
+little by the weights: so training changes them, checkpoints matter, and two runs of the same calls
+agree to the bit.
 """
 
 from __future__ import annotations
@@ -23,12 +22,14 @@ from tinkex.engine.api import (
     DrawnToken,
     Engine,
     EngineError,
-    Listener,
+    Optimizer,
     PassDone,
-    Recalled,
+    PassJob,
     Recording,
     SampleDone,
+    SampleJob,
     check_optimizer,
+    find,
 )
 from tinkex.engine.base_models import describe, locate_models
 from tinkex.engine.losses.table import CUSTOM, STABLE_REINFORCE, find_loss
@@ -38,7 +39,6 @@ from tinkex.errors import ConfigurationError
 from tinkex.types.sampling import (
     EMPTY_CELL,
     SampledSequence,
-    SampleRequest,
     SampleResponse,
     StopReason,
     TopkLogprobs,
@@ -48,7 +48,6 @@ from tinkex.types.training import (
     AdamParams,
     ForwardBackwardOutput,
     LoraConfig,
-    OptimizerConfigBase,
     OptimParams,
 )
 
@@ -68,7 +67,7 @@ class _Adapter:
     base_model: str
     lora: LoraConfig
     weights: Array
-    optimizer: OptimizerConfigBase = ADAMW
+    optimizer: Optimizer = ADAMW
     grad: Array | None = None
     step: int = 0
 
@@ -84,9 +83,7 @@ class _Pass:
 @dataclass
 class _Job:
     weights: Array
-    request: SampleRequest
-    seed: int
-    listener: Listener | None = None
+    work: SampleJob
     target: str | None = None
     version: int | None = None
     drawn: list[tuple[Array, int | None]] = field(default_factory=list)
@@ -98,7 +95,7 @@ class _Job:
 
     @property
     def limit(self) -> int:
-        asked = self.request.sampling_params.max_tokens
+        asked = self.work.request.sampling_params.max_tokens
         return 16 if asked is None else asked
 
 
@@ -116,11 +113,11 @@ class _FakeWriter(Writer):
 
 @dataclass
 class FakeEngine(Engine):
-    """Stands in for an engine. `fail` is called with each method's name and subject first, and may
-    raise.
+    """A fake engine.
 
-    Every call takes `delay` seconds, and a step of sampling `step_delay` more. Prompts longer than
-    `longest_prompt` fail when they are started: a server cannot know that before.
+    `fail` is called with each method's name and subject first, and may raise. Every call takes
+    `delay` seconds, and a step of sampling `step_delay` more. Prompts longer than `longest_prompt`
+    fail when they are started: a server cannot know that before.
     """
 
     base_models: Sequence[BaseModel] = (
@@ -139,17 +136,13 @@ class FakeEngine(Engine):
     _jobs: dict[str, _Job] = field(default_factory=dict)
 
     def models(self) -> Sequence[BaseModel]:
-        """The base models on offer."""
+        """Return the base models on offer."""
         return self.base_models
 
     def create(
-        self,
-        adapter: str,
-        base_model: str,
-        lora: LoraConfig,
-        optimizer: OptimizerConfigBase = ADAMW,
+        self, adapter: str, base_model: str, lora: LoraConfig, optimizer: Optimizer = ADAMW
     ) -> None:
-        """Make a fresh adapter; its steps are the same whatever the optimizer."""
+        """Make a fresh adapter; all optimizers make the same steps."""
         self._enter("create", adapter)
         self._base(base_model)
         check_optimizer(optimizer)
@@ -164,36 +157,25 @@ class FakeEngine(Engine):
         self._dropped += [PassDone(one.job, why) for one in self._passes if one.adapter == adapter]
         self._passes = [one for one in self._passes if one.adapter != adapter]
 
-    def pass_start(
-        self,
-        job: str,
-        adapter: str,
-        data: Sequence[Datum],
-        loss_fn: str,
-        config: Mapping[str, float | str],
-        *,
-        backward: bool = True,
-        owner: str = "",
-        recalled: Sequence[Recalled] | None = None,
-    ) -> None:
-        """Admit a pass; recordings move its weights, so that other ones show."""
-        self._adapter(adapter)
-        find_loss(loss_fn)
-        if loss_fn == CUSTOM and config.get("loss_id") not in self._losses:
-            raise EngineError(f"there is no custom loss {config.get('loss_id')!r}")
+    def pass_start(self, work: PassJob) -> None:
+        """Admit a pass; recordings move its weights, so that different ones show."""
+        self._adapter(work.adapter)
+        find_loss(work.loss_fn)
+        if work.loss_fn == CUSTOM and work.config.get("loss_id") not in self._losses:
+            raise EngineError(f"there is no custom loss {work.config.get('loss_id')!r}")
         arrays = [
             (datum.model_input.to_numpy(), *_arrays(index, datum))
-            for index, datum in enumerate(data)
+            for index, datum in enumerate(work.data)
         ]
-        if loss_fn == STABLE_REINFORCE:
-            if recalled is None or len(recalled) != len(data):
+        if work.loss_fn == STABLE_REINFORCE:
+            if work.recalled is None or len(work.recalled) != len(work.data):
                 raise EngineError("loss 'stable_reinforce' needs the recordings of its samples")
-            for known, (_, _, weights) in zip(recalled, arrays, strict=True):
+            for known, (_, _, weights) in zip(work.recalled, arrays, strict=True):
                 weights[known.positions] += known.recording.top_logprobs.sum(-1)
-        self._passes.append(_Pass(job, adapter, arrays, backward))
+        self._passes.append(_Pass(work.job, work.adapter, arrays, work.backward))
 
     def pass_step(self) -> Sequence[PassDone]:
-        """Carry one pass out."""
+        """Run one pass."""
         ended, self._dropped = self._dropped, []
         if self._passes:
             work = self._passes.pop(0)
@@ -205,7 +187,7 @@ class FakeEngine(Engine):
         return ended
 
     def _run(self, work: _Pass) -> ForwardBackwardOutput:
-        """Make up log-probabilities; the gradient is the weighted count of targets modulo eight."""
+        """Make up log-probabilities; the gradient counts targets modulo eight."""
         target = self._adapter(work.adapter)
         grad, total, outputs = np.zeros(SIZE), 0.0, []
         for tokens, targets, weights in work.arrays:
@@ -222,12 +204,12 @@ class FakeEngine(Engine):
         return bool(self._passes or self._dropped)
 
     def create_loss(self, loss_id: str, request: CreateCustomLossRequest) -> None:
-        """Take a loss; whatever its graph is, its passes are those of cross-entropy."""
+        """Take a loss; its passes are those of cross-entropy."""
         self._enter("create_loss", loss_id)
         self._losses.add(loss_id)
 
     def drop_losses(self, prefix: str) -> None:
-        """Forget the losses whose ids begin so."""
+        """Forget the losses whose ids begin with this."""
         self._losses = {loss_id for loss_id in self._losses if not loss_id.startswith(prefix)}
 
     def drop_gradients(self, adapter: str) -> None:
@@ -265,7 +247,7 @@ class FakeEngine(Engine):
         return _FakeWriter(partial(self._enter, "save", adapter), text)
 
     def load(self, adapter: str, directory: Path, *, optimizer: bool) -> None:
-        """Read what `save` wrote."""
+        """Read the file of a writer."""
         self._enter("load", adapter)
         target, fields = self._adapter(adapter), _read(directory)
         if fields["rank"] != target.lora.rank:
@@ -284,9 +266,8 @@ class FakeEngine(Engine):
 
     def sampler_writer(self, sampler: str) -> Writer:
         """Return the writer of a snapshot's weights as a small file."""
-        if sampler not in self._samplers:
-            raise EngineError(f"there is no snapshot {sampler!r}")
-        text = json.dumps({"weights": self._samplers[sampler].tolist()})
+        weights = find(self._samplers, "snapshot", sampler)
+        text = json.dumps({"weights": weights.tolist()})
 
         return _FakeWriter(partial(self._enter, "save_sampler", sampler), text)
 
@@ -301,15 +282,14 @@ class FakeEngine(Engine):
     def point(self, target: str, sampler: str, version: int) -> None:
         """Give an in-flight target a sampler's weights."""
         self._enter("point", target)
-        if sampler not in self._samplers:
-            raise EngineError(f"there is no sampler {sampler!r}")
+        weights = find(self._samplers, "sampler", sampler)
         if target in self._targets and version <= self._targets[target][1]:
             return
         self._targets[target] = (sampler, version)
-        self._samplers[target] = self._samplers[sampler]
+        self._samplers[target] = weights
         for job in self._jobs.values():
             if job.target == target:
-                job.weights, job.version = self._samplers[sampler], version
+                job.weights, job.version = weights, version
 
     def drop_sampler(self, sampler: str) -> None:
         """Forget a sampler, and the target that has its weights."""
@@ -319,27 +299,16 @@ class FakeEngine(Engine):
             del self._targets[target], self._samplers[target]
         self._samplers.pop(sampler, None)
 
-    def sample_start(
-        self,
-        job: str,
-        sampler: str,
-        request: SampleRequest,
-        seed: int,
-        listener: Listener | None = None,
-        owner: str = "",
-        cache: str = "",
-    ) -> None:
+    def sample_start(self, work: SampleJob) -> None:
         """Admit a sampling job."""
-        self._enter("sample_start", job)
-        if sampler not in self._samplers:
-            raise EngineError(f"there is no sampler {sampler!r}")
-        length, most = request.prompt.length, self.longest_prompt
+        self._enter("sample_start", work.job)
+        weights = find(self._samplers, "sampler", work.sampler)
+        length, most = work.request.prompt.length, self.longest_prompt
         if not 0 < length <= most:
             raise EngineError(f"prompt: {length} tokens do not fit the context window of {most}")
-        target, version = (
-            (sampler, self._targets[sampler][1]) if sampler in self._targets else (None, None)
-        )
-        self._jobs[job] = _Job(self._samplers[sampler], request, seed, listener, target, version)
+        target = work.sampler if work.sampler in self._targets else None
+        version = None if target is None else self._targets[target][1]
+        self._jobs[work.job] = _Job(weights, work, target, version)
 
     def sample_step(self) -> Sequence[SampleDone]:
         """Advance every job by one token."""
@@ -349,15 +318,15 @@ class FakeEngine(Engine):
             job.drawn.append((job.weights, job.version))
             try:
                 self.fail("sample_step", name)
-                if job.listener is not None and job.steps <= job.limit:
-                    job.listener(_drawn(job))
+                if job.work.listener is not None and job.steps <= job.limit:
+                    job.work.listener(_drawn(job))
                 result: SampleResponse | Exception | None = _finished(job)
             except Exception as error:
                 result = error
             if result is not None:
                 del self._jobs[name]
                 recordings: Sequence[Recording] = ()
-                if job.request.record_stability_info and isinstance(result, SampleResponse):
+                if job.work.request.record_stability_info and isinstance(result, SampleResponse):
                     recordings = [
                         _recording(job.weights, sequence) for sequence in result.sequences
                     ]
@@ -369,7 +338,7 @@ class FakeEngine(Engine):
         self._jobs.pop(job, None)
 
     def sampling(self) -> bool:
-        """Whether any job is unfinished."""
+        """Return True if any job is unfinished."""
         return bool(self._jobs)
 
     def _enter(self, method: str, subject: str) -> None:
@@ -382,13 +351,11 @@ class FakeEngine(Engine):
             raise EngineError(f"there is no base model {name!r}; there are {', '.join(names)}")
 
     def _adapter(self, name: str) -> _Adapter:
-        if name not in self._adapters:
-            raise EngineError(f"there is no adapter {name!r}")
-        return self._adapters[name]
+        return find(self._adapters, "adapter", name)
 
 
 def _hash(*values: Array | int) -> Array:
-    """A number in [0, 1) for each element of the broadcast values."""
+    """Return a number in [0, 1) for each element of the broadcast values."""
     state = np.zeros(1, dtype=np.uint64)
     for value in values:
         state = (state ^ np.atleast_1d(value).astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
@@ -419,8 +386,8 @@ def _arrays(index: int, datum: Datum) -> tuple[Array, Array]:
 
 
 def _finished(job: _Job) -> SampleResponse | None:
-    """Return the result of a job that has all its tokens."""
-    request = job.request
+    """Return the result of a job that has all its tokens, else None."""
+    request = job.work.request
     if job.steps < job.limit:
         return None
     sequences = [_sequence(job, index) for index in range(request.num_samples)]
@@ -435,10 +402,10 @@ def _finished(job: _Job) -> SampleResponse | None:
 
 
 def _drawn(job: _Job) -> list[DrawnToken]:
-    """The tokens of a job's latest step."""
+    """Return the tokens of a job's latest step."""
     drawn = []
     last: StopReason | None = "length" if job.steps == job.limit else None
-    for index in range(job.request.num_samples):
+    for index in range(job.work.request.num_samples):
         sequence = _sequence(job, index)
         assert sequence.logprobs is not None
         at = job.steps - 1
@@ -449,8 +416,8 @@ def _drawn(job: _Job) -> list[DrawnToken]:
 
 
 def _sequence(job: _Job, index: int) -> SampledSequence:
-    prompt = job.request.prompt.to_numpy()
-    numbers = _hash(job.seed % 2**64, index, int(prompt.sum()), np.arange(job.limit))
+    prompt = job.work.request.prompt.to_numpy()
+    numbers = _hash(job.work.seed % 2**64, index, int(prompt.sum()), np.arange(job.limit))
     tokens = (numbers * 100).astype(np.int32) + 100
     logprobs, versions = _logprobs(job.weights, tokens, tokens), None
     if job.target is not None:

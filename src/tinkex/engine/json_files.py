@@ -1,4 +1,4 @@
-"""JSON files that others wrote."""
+"""JSON files of other programs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ def parse_object(text: str | bytes, name: Path) -> dict[str, Any]:
     """Parse a JSON object; `name` is the file that it is from.
 
     Raises:
-        EngineError: It is not JSON, is nested too deeply, has a number without end, or is no
-            object.
+        EngineError: It is not JSON, is nested too deeply, has an endless number, or is no object.
     """
     try:
         fields = json.loads(text)
@@ -28,12 +27,12 @@ def parse_object(text: str | bytes, name: Path) -> dict[str, Any]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read a file that must hold a JSON object; FileNotFoundError where there is none."""
+    """Read a file that must hold a JSON object; FileNotFoundError if it is missing."""
     return parse_object(path.read_bytes(), path)
 
 
 def shown(value: object) -> str:
-    """A value for a message, shortened."""
+    """Return a value for a message, shortened."""
     try:
         text = repr(value)
     except ValueError:  # a number with thousands of digits

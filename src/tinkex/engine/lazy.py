@@ -1,4 +1,4 @@
-"""An engine that is made at the first call that needs it: importing torch takes seconds."""
+"""An engine that is made at the first call that needs it, as torch loads slowly."""
 
 from __future__ import annotations
 

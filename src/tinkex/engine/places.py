@@ -22,7 +22,10 @@ class Writer(Protocol):
     """The files of an object as it was when the writer was made."""
 
     def write(self, place: Place) -> None:
-        """Write the files; it may be called later and on another thread, while the engine goes on."""
+        """Write the files.
+
+        It may be called later and on another thread, while the engine goes on.
+        """
 
 
 @dataclass(frozen=True, slots=True)

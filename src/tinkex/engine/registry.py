@@ -1,4 +1,4 @@
-"""Engines by name: those of this package, and those that other packages offer as entry points.
+"""Engines by name: the package's own, and entry points of other packages.
 
 A package offers one in its `pyproject.toml`:
 
@@ -29,10 +29,10 @@ class EngineKind:
 
     Attributes:
         make: Makes an engine of models, a device and a dtype. Models are directories or hub ids by
-            name, and an empty one stands for the name itself. The device is one that `pick_device`
-            returned; the dtype of the base weights is None for the engine's default.
-        pick_device: Returns the device that an option such as `auto` stands for, and a device that
-            it returned as it is. Raises ConfigurationError when it cannot compute there.
+            name; an empty one means the name itself. The device is one that `pick_device` returned;
+            the dtype of the base weights is None for the engine's default.
+        pick_device: Returns the device for an option such as `auto`, and a device unchanged. Raises
+            ConfigurationError when the engine cannot compute there.
     """
 
     make: Callable[[Mapping[str, str | Path], str, str | None], Engine]
@@ -71,7 +71,7 @@ def engine_names() -> list[str]:
 
 
 def _entry_point(name: str) -> EntryPoint | None:
-    """Find an engine; one of this package without a look at all that is installed."""
+    """Find an engine; for the package's own, other packages are not searched."""
     if name in BUILT_IN:
         return EntryPoint(name, BUILT_IN[name], GROUP)
     return next(iter(entry_points(group=GROUP, name=name)), None)

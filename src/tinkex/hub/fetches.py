@@ -11,6 +11,7 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -31,7 +32,7 @@ BROKEN_OFF_DELAYS = Delays(first=0.2)
 WRITE_BYTES = 1 << 20
 READ_CHUNK = 1 << 20
 NOTE = ".fetch"
-"""Suffix of the note beside an unfinished file: it names the whole, so that no other is mixed in."""
+"""Suffix of the note beside an unfinished file, which identifies the whole file."""
 
 
 class DownloadError(TinkerError):
@@ -88,36 +89,33 @@ async def fetch(
     await asyncio.to_thread(part.check, ask_again)
 
 
+@dataclass(slots=True)
 class _Fetch:
     """Attempts to fetch one file, until it is whole or several in a row bring nothing."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        address: Callable[[], Awaitable[str]],
-        part: _Part,
-        progress: Progress | None,
-    ) -> None:
-        self._transport, self._address = transport, address
-        self._part, self._progress = part, progress
-        self._url: str | None = None
-        self._failures = self._size = 0
-        self._has_grown = False
-        self.problem = ""
-        """The last failure, as the end of a sentence about the file."""
+    transport: Transport
+    address: Callable[[], Awaitable[str]]
+    part: _Part
+    progress: Progress | None
+    url: str | None = None
+    failures: int = 0
+    size: int = 0
+    has_grown: bool = False
+    problem: str = ""
+    """The last failure, as the end of a sentence about the file."""
 
     async def attempt(self) -> int:
         """Fetch what is missing; return 200, the status of a failure, or 0 without an answer."""
-        if self._url is None:
-            self._url = await self._address()
-        had = await asyncio.to_thread(self._part.size)
+        if self.url is None:
+            self.url = await self.address()
+        had = await asyncio.to_thread(self.part.size)
         try:
-            status = await self._part.read(self._transport, self._url, self._progress)
+            status = await self.part.read(self.transport, self.url, self.progress)
             self.problem = f": the server answered {status}"
         except (ConnectionError, TimeoutError) as error:
             status, self.problem = 0, f" did not arrive: {str(error) or type(error).__name__}"
-        self._size = await asyncio.to_thread(self._part.size)
-        self._has_grown = self._size > had
+        self.size = await asyncio.to_thread(self.part.size)
+        self.has_grown = self.size > had
         return status
 
     def delay_after(self, status: int | Exception) -> float | None:
@@ -125,18 +123,18 @@ class _Fetch:
         if isinstance(status, Exception) or status == 200:
             return None
         if status in EXPIRED:
-            self._failures, self._url = self._failures + 1, None
+            self.failures, self.url = self.failures + 1, None
             self.problem = f": {status}"
-            return 0.0 if self._failures == 1 else None
+            return 0.0 if self.failures == 1 else None
         if status not in (0, 408, 416, 429) and status < 500:
             return None
         if status:
             self.problem = f" did not arrive: the server answered {status}"
-        self._failures = 0 if self._has_grown else self._failures + 1
-        if self._failures >= ATTEMPTS:
+        self.failures = 0 if self.has_grown else self.failures + 1
+        if self.failures >= ATTEMPTS:
             return None
-        logger.debug("%s%s; going on at %d", self._part.path.name, self.problem, self._size)
-        return BROKEN_OFF_DELAYS.after(self._failures)
+        logger.debug("%s%s; going on at %d", self.part.path.name, self.problem, self.size)
+        return BROKEN_OFF_DELAYS.after(self.failures)
 
 
 class _Part:

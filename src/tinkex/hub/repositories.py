@@ -126,7 +126,7 @@ class Repositories:
         return repo
 
     def _asked(self, ask: Callable[[], T]) -> T:
-        """Call the library; its errors become ours without a cause, which may hold signed addresses."""
+        """Call the library; its errors become ours, without signed addresses."""
         failure: TinkerError
         try:
             with self._watched():

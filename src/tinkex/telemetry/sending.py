@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import logging
 import math
@@ -148,42 +149,30 @@ async def deliver(
     base_delay: float,
 ) -> None:
     """Send a batch, again if that fails; a refused batch is dropped at once."""
-    failures = 0
+    failures, count = 0, len(request.events)
 
     async def attempt() -> None:
         async with asyncio.timeout(timeout):
             await send(request)
 
-    def delay_after(outcome: object) -> float | None:
+    def delay_after(outcome: Exception | None) -> float | None:
         nonlocal failures
-        if not isinstance(outcome, Exception):
+        if outcome is None:
             return None
         failures += 1
-        if failures > retries or (
-            isinstance(outcome, APIStatusError) and not is_retryable(outcome)
-        ):
-            return None
-        delay = retry_delay(failures - 1, base_delay)
-        logger.warning(
-            "telemetry could not be sent (attempt %d): %s; again in %.2f s",
-            failures,
-            reason_of(outcome),
-            delay,
-        )
-        return delay
-
-    def reason_of(error: Exception) -> str:
-        return scrubber.text(str(error) or type(error).__qualname__)
-
-    count = len(request.events)
-    try:
-        await persist(attempt, delay_after)
-    except Exception as error:
-        if isinstance(error, APIStatusError) and not is_retryable(error):
-            reason = reason_of(error)
-            logger.warning(
-                "telemetry: %d events dropped, the server refused them: %s", count, reason
-            )
-        else:
+        reason = scrubber.text(str(outcome) or type(outcome).__qualname__)
+        if isinstance(outcome, APIStatusError) and not is_retryable(outcome):
+            message = "telemetry: %d events dropped, the server refused them: %s"
+            logger.warning(message, count, reason)
+        elif failures > retries:
             message = "telemetry: %d events given up after %d retries: %s"
-            logger.warning(message, count, retries, reason_of(error))
+            logger.warning(message, count, retries, reason)
+        else:
+            delay = retry_delay(failures - 1, base_delay)
+            message = "telemetry could not be sent (attempt %d): %s; again in %.2f s"
+            logger.warning(message, failures, reason, delay)
+            return delay
+        return None
+
+    with contextlib.suppress(Exception):
+        await persist(attempt, delay_after)

@@ -1,4 +1,4 @@
-"""Futures: the results of calls, which can be awaited in any loop and waited for in any thread."""
+"""Futures: results of calls, to be awaited in any loop or waited for in any thread."""
 
 from __future__ import annotations
 
@@ -120,14 +120,12 @@ class Future(APIFuture[T], concurrent.futures.Future[T]):
     """
 
     def __init__(self, future: concurrent.futures.Future[T] | None = None) -> None:
-        """Make a future to resolve by hand, or one that takes the outcome of another and passes a
-        cancel on to it.
-        """
+        """Make a future to resolve by hand, or one that follows another and cancels it."""
         super().__init__()
         self._runtime: Runtime | None = None
         if future is not None:
             self._runtime = getattr(future, "_runtime", None)
-            # The plain methods throughout: a sample's future warns of its own.
+            # The plain methods, since those of a SampleFuture warn.
             _Plain.add_done_callback(future, lambda done: _copy_outcome(done, self))
             _Plain.add_done_callback(
                 self, lambda mine: give_up(future) if _Plain.cancelled(mine) else None
@@ -155,10 +153,10 @@ class Future(APIFuture[T], concurrent.futures.Future[T]):
         self._check_thread()
         return outcome_of(self, timeout)
 
-    if not TYPE_CHECKING:  # a checker would take it that every name is there
+    if not TYPE_CHECKING:  # a checker would accept every name
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Say what was forgotten: only names that are not there come here."""
+            """Raise an error that says what was forgotten."""
             raise _missing(self, name)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
@@ -178,10 +176,10 @@ class Future(APIFuture[T], concurrent.futures.Future[T]):
         return _Plain.exception(self, timeout)
 
     def cancel(self) -> bool:
-        """Give the work up; False when it has already ended.
+        """Cancel the work; False if it has already ended.
 
         Returns:
-            Whether it was given up.
+            True if it was cancelled.
 
         Example:
             >>> client.forward(data, "cross_entropy").cancel()
@@ -341,7 +339,7 @@ class AwaitableConcurrentFuture(APIFuture[T]):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Say what was forgotten, or where it is."""
+            """Raise an error that says what was forgotten, or where the name is."""
             raise _missing(self, name)
 
 
@@ -385,9 +383,7 @@ def check_own_loop(future: Future[Any]) -> None:
 
 
 def in_users_loop() -> bool:
-    """Whether blocking here would block an event loop that ought to go on; a notebook's is meant to
-    be blocked.
-    """
+    """Return True if blocking here would block a running loop, other than a notebook's."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -398,7 +394,7 @@ def in_users_loop() -> bool:
 def _wake(
     loop: asyncio.AbstractEventLoop, inbox: Inbox, woken: asyncio.Future[None], _: object
 ) -> None:
-    """Let whoever awaits a future in a loop of theirs look at it; the loop may be gone by now."""
+    """Wake a loop that awaits a future; the loop may be closed by now."""
     if not loop.is_closed():
         inbox.put(loop, _set, woken)
 
@@ -420,7 +416,7 @@ def _copy_outcome(source: concurrent.futures.Future[T], target: Future[T]) -> No
 
 
 def users_level() -> int:
-    """How far up the stack, counted from the caller, the user's own line is."""
+    """Return the stack level of the user's own line, counted from the caller."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("tinkex."):
         level, frame = level + 1, frame.f_back
@@ -428,11 +424,10 @@ def users_level() -> int:
 
 
 def unlisted(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """Let a coroutine function pass for a plain one that returns its coroutine: to be awaited as
-    before.
+    """Disguise a coroutine function as a plain function that returns its coroutine.
 
-    For what the official clients do not have. Programs that trace those look over their coroutine
-    functions, and the cookbook will not go on when there is one that it does not know.
+    For methods that the official clients lack. The cookbook's tracer lists a client's coroutine
+    functions, and fails on an unknown one.
     """
 
     @functools.wraps(method)

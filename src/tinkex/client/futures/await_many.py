@@ -13,11 +13,10 @@ T = TypeVar("T")
 def await_many(
     futures: Iterable[concurrent.futures.Future[T]], timeout: float | None = None
 ) -> list[T | BaseException]:
-    """The outcome of each future, in the order given: its result, or the error in its place. Never
-    raises.
+    """Return the result of each future in order, or its error; never raise.
 
-    Each is waited for in turn, for `timeout` seconds at most; whoever is late has `TimeoutError` in
-    its place.
+    Each is waited for in turn, for `timeout` seconds at most. One that is late has `TimeoutError`
+    in its place.
 
     Args:
         futures: What to wait for.
@@ -43,8 +42,7 @@ def await_many(
 async def await_many_async(
     futures: Iterable[Awaitable[T]], timeout: float | None = None
 ) -> list[T | BaseException]:
-    """Like `await_many`, in an event loop: all are waited for together, for `timeout` seconds at
-    most.
+    """Like `await_many`, in an event loop; all are waited for at once.
 
     Args:
         futures: What to wait for; anything that can be awaited.

@@ -1,4 +1,4 @@
-"""BackcompatClientFuture: the future of a client, which can still be used as if it were the client.
+"""BackcompatClientFuture: the future of a client, which can still be used as the client.
 
 Methods that make clients used to wait for them. They return such a future now, so programs that
 were written before go on working, with a warning for each use. A subclass for one kind of client is
@@ -115,9 +115,7 @@ class BackcompatClientFuture(APIFuture[C]):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Read an attribute from the client; a name with a leading underscore is not looked for
-            there.
-            """
+            """Read an attribute from the client, unless its name is private."""
             if name.startswith("_"):
                 raise AttributeError(name, name=name, obj=self)
             return _read(self, name, 3)
@@ -137,8 +135,7 @@ class BackcompatClientFuture(APIFuture[C]):
 
 
 def forwarding(client_class: type[Any]) -> Callable[[type[F]], type[F]]:
-    """Give the future of a client a forwarder for each public method and property of the client's
-    class.
+    """Give the future of a client forwarders for the public names of the client's class.
 
     A forwarder warns, waits for the client, and calls the method that the client then has: a method
     that was replaced on the client's class is found.
@@ -181,7 +178,7 @@ def _read(future: BackcompatClientFuture[Any], name: str, level: int) -> Any:
 
 
 def _forwarder(owner: str, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the method of a client's future that goes on to the client's."""
+    """Make a method of a client's future that calls the client's."""
     message = f"DEPRECATED: {owner}.{name}() will be removed: {ADVICE}"
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,14 +1,11 @@
-"""One poll for all samples of a client: it asks which have ended, and the results of many come in
-one answer.
+"""One poll for all samples of a client; one answer brings many results.
 
-It is a convenience, and nothing depends on it alone. A sample that it cannot speak for is polled
-for by itself: when a poll fails, when a result is too large to come along, and when a sample has
-waited so long that the server may have forgotten about it (one that was restarted before its first
-word looks like one with nothing to say).
+It only saves requests. A sample is polled for alone when a batched poll fails, when its result is
+too large to come along, and when it has waited so long that the server may have lost it: a server
+that was restarted looks like one without news.
 
-The server keeps results until they are acknowledged. While samples are waited for, each poll
-acknowledges the results of earlier ones. When none is, one poll with a timeout of 0 acknowledges
-the rest, and nothing is sent until the next sample.
+The server keeps results until they are acknowledged. Each poll acknowledges the results of the one
+before. When no sample is waited for, one poll with a timeout of 0 acknowledges the rest.
 """
 
 from __future__ import annotations
@@ -39,24 +36,21 @@ from tinkex.wire.protocol import RETRIEVE_FUTURES
 logger = logging.getLogger("tinkex")
 
 INLINE_BYTES = 4 << 20
-"""How much of results one answer may bring along; what is larger is fetched by itself."""
+"""Limit of the results in one answer, in bytes; larger ones are fetched alone."""
 GATHER_SECONDS = 0.005
-"""Polls that bring something are so far apart at least: what ends together comes together, also
-within a process."""
+"""Least time between two polls with news, so that samples that end together come together."""
 REST_SECONDS = 5.0
-"""After a poll that failed, results are polled for one by one for so long."""
+"""Time after a failed poll in which results are polled for one by one."""
 DOUBT_SECONDS = 60.0
-"""A sample that has waited for so long may be asked for by itself."""
+"""Time after which a waiting sample may be polled for alone."""
 DOUBTED = 16
-"""How many samples are, in each such time; if the poll missed one of them, all that have waited as
-long are."""
+"""Samples polled for alone in each such time; if the poll missed one, all as old are."""
 ACK_DELAY = 0.2
-"""Seconds without a waiting sample before results are acknowledged: the next poll may do it."""
+"""Time without a waiting sample before results are acknowledged."""
 LAST_ACK_SECONDS = 2.0
-"""Seconds that closing waits for the last acknowledgement."""
+"""Longest wait of a close for the last acknowledgement."""
 MOST_FETCHED = 10_000
-"""Fetched results that are remembered until a poll can report them; the oldest are dropped beyond
-that."""
+"""Limit of fetched results that are remembered for the next poll to report."""
 NO_ENDPOINT = frozenset({404, 405, 501})
 EMPTY_POLL_DELAYS = Delays(first=0.05, most=1.0)
 
@@ -68,19 +62,17 @@ class _Waiter:
 
 
 class BatchPoller:
-    """Waits for the samples of one client together, while any is waited for; on the runtime's loop
-    only.
+    """Polls for the samples of one client together; on the runtime's loop only.
 
-    A submission is a block: `begin()`, then `outcome(request_id)` when the receipt is there, then
-    `end(…)`. What the outcome's future gives is the reply that holds the result, or None when it
-    has to be fetched by itself.
+    A submission calls `begin()`, then `outcome(request_id)` after the receipt, then `end(…)`. The
+    outcome's future gives the reply with the result, or None if the result must be fetched alone.
 
     Args:
         transport: Sends the polls.
         sampling_session_id: The sampling session.
         clone: The number of the client in that session.
         inline: Ask for results in the answers.
-        owner: The client; when it is collected, results that are not acknowledged yet are.
+        owner: The client; the rest is acknowledged when it is collected.
     """
 
     def __init__(
@@ -98,39 +90,36 @@ class BatchPoller:
         )
         self._inline = inline
         self._cursor = self._acknowledged = 0
-        """The cursor of the last answer, and the one that the server has been told last."""
+        """The cursor of the last answer, and the last one sent to the server."""
         self._waiting: dict[str, _Waiter] = {}
-        """By request; the one that has waited longest comes first."""
+        """By request, the oldest first."""
         self._submissions = 0
         self._open: dict[int, None] = {}
-        """The numbers of submissions whose receipts are not there yet; the oldest comes first."""
+        """The numbers of submissions without a receipt, the oldest first."""
         self._early: dict[str, tuple[int, Reply | None]] = {}
-        """Outcomes that nobody waits for yet, each with the number of the latest submission that it
-        may belong to."""
+        """Outcomes without a receipt, each with the number of the latest possible submission."""
         self._fetched: dict[str, None] = {}
-        """Results that were fetched by themselves, until a poll has reported them."""
+        """Results that were fetched alone, until a poll has reported them."""
         self._empty_polls = 0
         self._rests_until = self._doubted = float("-inf")
         self._in_doubt: set[str] = set()
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self.is_usable = True
-        """False once the server has said that it knows no such poll."""
+        """False after the server has refused such polls."""
         if owner is not None:
             weakref.finalize(owner, self._flush_soon).atexit = False
 
     # ── submissions ───────────────────────────────────────────────────────────────────────────────
 
     def begin(self) -> int:
-        """Note that a request is being submitted: its end may be told before its receipt comes."""
+        """Note a submission; its outcome may come before its receipt."""
         self._submissions += 1
         self._open[self._submissions] = None
         return self._submissions
 
     def end(self, submission: int) -> None:
-        """Note that a submission is over; outcomes that only it or older ones could have asked for
-        are dropped.
-        """
+        """Note the end of a submission, and drop outcomes that no other can belong to."""
         del self._open[submission]
         if self._early:
             oldest = next(iter(self._open), self._submissions + 1)
@@ -138,7 +127,7 @@ class BatchPoller:
                 del self._early[first]
 
     def outcome(self, request_id: str) -> asyncio.Future[Reply | None]:
-        """Wait for an operation to end; whoever gives up calls `forget`."""
+        """Return a future of an operation's outcome; call `forget` to give it up."""
         future: asyncio.Future[Reply | None] = asyncio.get_running_loop().create_future()
         now = time.monotonic()
         if request_id in self._early:
@@ -152,7 +141,7 @@ class BatchPoller:
         return future
 
     def forget(self, request_id: str) -> None:
-        """Note that nobody waits for an operation any more; the last one to leave ends the poll."""
+        """Stop waiting for an operation; without any, the poll ends."""
         self._waiting.pop(request_id, None)
         self._in_doubt.discard(request_id)
         if not self._waiting and self._task is not None:
@@ -161,9 +150,7 @@ class BatchPoller:
             self._acknowledge_later()
 
     def fetched(self, request_id: str, seconds: float) -> None:
-        """Note that a result was asked for by itself, so that the server can forget it, and how
-        long that took.
-        """
+        """Note that a result was fetched alone in so many seconds, to report it to the server."""
         if self.is_usable:
             self._fetched[request_id] = None
             if len(self._fetched) > MOST_FETCHED:
@@ -171,7 +158,7 @@ class BatchPoller:
             self._acknowledge_later()
         if request_id in self._in_doubt:
             self._in_doubt.remove(request_id)
-            if seconds < HELD:  # it was there all along, or gone, and the poll has not said so
+            if seconds < HELD:  # it had ended before, and the poll did not report it
                 self._doubt(len(self._waiting))
 
     # ── polls ─────────────────────────────────────────────────────────────────────────────────────
@@ -212,7 +199,7 @@ class BatchPoller:
         return EMPTY_POLL_DELAYS.after(self._empty_polls)
 
     async def _poll(self, timeout: float | None = None) -> bool:
-        """Poll once and take the answer; return whether anything has ended.
+        """Poll once and take the answer; return True if anything has ended.
 
         Args:
             timeout: Seconds that the server may hold the poll; None leaves that to the server.
@@ -235,7 +222,7 @@ class BatchPoller:
             self._fetched.pop(request_id, None)
         self._acknowledged = cursor
         is_news = head.cursor > self._cursor
-        # the server has begun anew: what was asked for may never be mentioned again
+        # the server was restarted, and may never report older requests
         if head.cursor < self._cursor:
             self._release(len(self._waiting))
         self._cursor = head.cursor
@@ -312,15 +299,15 @@ class BatchPoller:
     # ── when it cannot be relied on ───────────────────────────────────────────────────────────────
 
     def _learn(self, error: Exception) -> None:
-        """Take note of what a failed poll says of the server."""
+        """Learn from a failed poll about the server."""
         if getattr(error, "status_code", None) in NO_ENDPOINT:
             self.is_usable = False
             self._fetched.clear()
         if isinstance(error, GoneError):
-            self._cursor = self._acknowledged = 0  # it was of an earlier life of the server
+            self._cursor = self._acknowledged = 0  # it was from before a restart of the server
 
     def _give_up(self, error: Exception) -> None:
-        """Poll for each result by itself after a failed poll, and for new ones for a while."""
+        """Poll for results one by one for a while, after a failed poll."""
         self._learn(error)
         self._rests_until = time.monotonic() + REST_SECONDS
         logger.debug(
@@ -328,7 +315,7 @@ class BatchPoller:
         )
 
     def _doubt(self, most: int) -> None:
-        """Let those go and ask by themselves that have waited for very long."""
+        """Release the oldest waiting samples, to be polled for alone."""
         now = time.monotonic()
         stale = 0
         for waiter in self._waiting.values():
@@ -341,7 +328,7 @@ class BatchPoller:
             self._release(stale)
 
     def _release(self, count: int) -> None:
-        """Let the first so many ask by themselves."""
+        """Release the first so many waiting samples, to be polled for alone."""
         for request_id in list(itertools.islice(self._waiting, count)):
             future = self._waiting.pop(request_id).future
             if not future.done():

@@ -1,7 +1,6 @@
-"""The one background thread of a process: an asyncio loop on which all network work runs.
+"""The background thread of a process: an asyncio loop that runs all network work.
 
-It starts when first needed, is a daemon, and is forgotten in a forked child, which then starts its
-own.
+It starts when first needed and is a daemon. A forked child starts another one.
 """
 
 from __future__ import annotations
@@ -22,17 +21,15 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 CLOSE_SECONDS = 3.0
-"""How long the end of a program waits for sessions to be finished that nobody closed."""
+"""Longest wait at the end of a program for sessions that were not closed."""
 EXIT_SECONDS = 30.0
-"""How long the end of a program waits for what still runs: an interpreter that ends under a busy
-engine crashes."""
+"""Longest wait at the end of a program for running work; a busy engine would crash."""
 
 
 class Inbox:
-    """Hands functions to an event loop from any thread; those that come close together wake it
-    once.
+    """Passes functions to an event loop from any thread; several in a row wake it once.
 
-    Waking a loop takes a system call on either side, which many samples at once need not make each.
+    To wake a loop takes a system call on both sides, too much for each of many samples.
     """
 
     __slots__ = ("__weakref__", "_waiting", "_woken")
@@ -46,7 +43,7 @@ class Inbox:
     def put(
         self, loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: Any
     ) -> None:
-        """Run a function on the loop soon, in the caller's context; in the order of asking."""
+        """Run a function on the loop soon, in the caller's context and in order."""
         self._waiting.append((contextvars.copy_context(), function, args))
         if self._woken:
             return
@@ -58,7 +55,7 @@ class Inbox:
             raise
 
     def _drain(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._woken = False  # before looking: what is put from here on wakes the loop again
+        self._woken = False  # first, so that later calls wake the loop again
         for _ in range(len(self._waiting)):
             context, function, args = self._waiting.popleft()
             try:
@@ -71,7 +68,7 @@ _inboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Inbox] = weakref.
 
 
 def inbox_of(loop: asyncio.AbstractEventLoop) -> Inbox:
-    """The inbox of a loop; on that loop's own thread only."""
+    """Return the inbox of a loop; on that loop's thread only."""
     found = _inboxes.get(loop)
     if found is None:
         found = _inboxes[loop] = Inbox()
@@ -79,7 +76,7 @@ def inbox_of(loop: asyncio.AbstractEventLoop) -> Inbox:
 
 
 class Runtime:
-    """An event loop in a thread of its own."""
+    """An event loop in its own thread."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -97,21 +94,19 @@ class Runtime:
         self.loop.run_forever()
 
     def stop(self) -> None:
-        """End what runs on the loop, give it a moment to clean up, and end the thread."""
+        """Cancel the work on the loop, wait for its cleanup, and end the thread."""
         if os.getpid() != self._pid:
             return  # a forked child has no such thread
         asyncio.run_coroutine_threadsafe(self._wind_up(), self.loop)
         self._thread.join(EXIT_SECONDS)
 
     def at_stop(self, closer: weakref.WeakMethod[Callable[[], Coroutine[Any, Any, None]]]) -> None:
-        """Have something closed before the loop stops, if it is still there then."""
+        """Close something before the loop stops, if it still exists then."""
         self._closers.append(closer)
         self._closers = [kept for kept in self._closers if kept() is not None]
 
     def release(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine that lets something go; the loop does not stop before that is done, or
-        has had its time.
-        """
+        """Run a coroutine that releases something; the loop's stop waits for it, within a limit."""
         if self.stopped:
             coroutine.close()
             return
@@ -125,7 +120,7 @@ class Runtime:
     def _released(self, task: asyncio.Task[None]) -> None:
         self._releases.discard(task)
         if not task.cancelled():
-            task.exception()  # mark as seen: whoever could be told is gone
+            task.exception()  # mark as seen: its owner is gone
 
     async def _wind_up(self) -> None:
         closers = [
@@ -151,7 +146,7 @@ class Runtime:
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller runs on this loop's thread."""
+        """Return True on this loop's thread."""
         return threading.current_thread() is self._thread
 
     def call(self, function: Callable[..., object], *args: object) -> None:
@@ -166,7 +161,7 @@ class Runtime:
         return task
 
     def feed(self, coroutine: Coroutine[Any, Any, T], future: concurrent.futures.Future[T]) -> None:
-        """Run a coroutine on the loop; its outcome goes to `future`, whose cancellation goes to it."""
+        """Run a coroutine on the loop; `future` gets its outcome and can cancel it."""
         if self.stopped:
             coroutine.close()
             future.set_exception(RuntimeError("the program is ending: tinkex can do no more"))
@@ -189,11 +184,11 @@ class Runtime:
 
 
 _Plain = concurrent.futures.Future
-"""Its own methods are called here, because a subclass may warn about their use by programs."""
+"""Its own methods are called here, since those of a subclass may warn."""
 
 
 def give_up(future: concurrent.futures.Future[Any]) -> bool:
-    """Cancel a future and tell those who wait for it; False when it has already ended."""
+    """Cancel a future and wake its waiters; return False if it has already ended."""
     if _Plain.cancelled(future):
         return True
     if not _Plain.cancel(future):
@@ -203,10 +198,10 @@ def give_up(future: concurrent.futures.Future[Any]) -> bool:
 
 
 def deliver(task: asyncio.Future[T], future: concurrent.futures.Future[T]) -> None:
-    """Copy the outcome of a finished task into a future that nobody else resolves."""
+    """Copy the outcome of a finished task into a future."""
     if _Plain.done(future):
         if not task.cancelled():
-            task.exception()  # mark as seen: whoever cancelled the future does not want it
+            task.exception()  # mark as seen: the future was cancelled
         return
     if task.cancelled():
         give_up(future)
@@ -217,7 +212,7 @@ def deliver(task: asyncio.Future[T], future: concurrent.futures.Future[T]) -> No
 
 
 async def in_own_thread(function: Callable[..., T], *args: Any) -> T:
-    """Run a user's code in a thread of its own: the shared pool may be what it waits for."""
+    """Run a user's code in its own thread, since it may wait for the shared pool."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -238,11 +233,9 @@ async def in_own_thread(function: Callable[..., T], *args: Any) -> T:
 
 
 def before_exit(function: Callable[[], None]) -> None:
-    """Have a function called when the program ends, while threads can still be used; the last one
-    first.
+    """Call a function at the end of the program, while threads still work; the last one first.
 
-    `atexit` alone comes too late: by then the pool that `asyncio.to_thread` uses has been shut
-    down.
+    `atexit` is too late: the pool of `asyncio.to_thread` has been shut down by then.
     """
     register = getattr(threading, "_register_atexit", atexit.register)
     register(function)
@@ -253,7 +246,7 @@ _current: Runtime | None = None
 
 
 def runtime() -> Runtime:
-    """This process's runtime."""
+    """Return this process's runtime."""
     global _current
     with _lock:
         if _current is None:

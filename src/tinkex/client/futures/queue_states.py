@@ -1,8 +1,7 @@
-"""Word from the server that queued work is held up: who is told, when, and what the log says.
+"""Queue states: the server's notes that queued work is paused.
 
-A poll hands what it hears to a `QueueStateTracker`, which passes changes on to the bus and to
-observers, and every word to the clients' own observer. That one writes to the log through a
-`QueueStateLogger`.
+A poll passes them to a `QueueStateTracker`. It passes changes on to the bus and to observers, and
+every note to the client's own observer, which logs it through a `QueueStateLogger`.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from tinkex.types.futures import QueueState
 logger = logging.getLogger("tinkex")
 
 QUIET_SECONDS = 60.0
-"""How long the log says nothing more about the same client."""
+"""Least time between two log lines about the same client."""
 
 GRACE_SECONDS: dict[str, float] = {"Sampling": 0.0, "Training": 900.0}
-"""How long the same state must last before it is logged: training often waits for a while."""
+"""Time that a state must last before it is logged; training often waits for a while."""
 
 REMEMBERED = 10_000
-"""Of how many clients the log remembers when it last spoke of them."""
+"""Limit of clients for which the last log line is remembered."""
 
 NO_CAPACITY = "Tinker backend is running short on capacity, please wait"
 
@@ -44,7 +43,7 @@ _IDS: dict[str, tuple[str, ...]] = {
 
 
 class ReasonObserver(Protocol):
-    """Is told the state and the server's reason; a callable with these parameters will do as well."""
+    """Receives the state and the server's reason; a callable with these parameters works too."""
 
     def on_queue_state_change(
         self, queue_state: QueueState, queue_state_reason: str | None, /
@@ -53,31 +52,30 @@ class ReasonObserver(Protocol):
 
 
 class StateObserver(Protocol):
-    """Is told the state alone."""
+    """Receives the state only."""
 
     def on_queue_state_change(self, queue_state: QueueState, /) -> object:
         """Take note."""
 
 
 class MetadataObserver(Protocol):
-    """Is told the state and everything known about it, by calling the second parameter `metadata`."""
+    """Receives the state and all that is known about it, in a parameter named `metadata`."""
 
     def on_queue_state_change(self, queue_state: QueueState, metadata: Mapping[str, Any]) -> object:
         """Take note."""
 
 
 Observer: TypeAlias = ReasonObserver | StateObserver | MetadataObserver | Callable[..., object]
-"""An object with `on_queue_state_change`, or a callable; anything else is not told."""
+"""An object with `on_queue_state_change`, or a callable; anything else is ignored."""
 
 
 class QueueStateLogger:
-    """Warns that a client is held up and why, at most once a minute for each; safe in any thread.
+    """Logs that a client is paused and why, at most once a minute each; safe in any thread.
 
-    A pause of training is logged when the same state has lasted 15 minutes, one of sampling at
-    once.
+    A pause of training is logged after 15 minutes, one of sampling at once.
 
     Args:
-        kind: What is held up; it begins the message and picks the usual reasons.
+        kind: The kind of work; it begins the message and picks the usual reasons.
         clock: Seconds that never go back.
         grace: Seconds that a state has to last; by default those of the kind.
     """
@@ -90,8 +88,8 @@ class QueueStateLogger:
         self._grace = GRACE_SECONDS[kind] if grace is None else grace
         self._lock = threading.Lock()
         self._paused: OrderedDict[str, tuple[QueueState, float]] = OrderedDict()
-        """The state of each client that is held up, and since when; the longest known first."""
-        self._spoken: OrderedDict[str, float] = OrderedDict()  # the longest ago first
+        """The state of each paused client and its start, the oldest first."""
+        self._spoken: OrderedDict[str, float] = OrderedDict()  # the oldest first
 
     def on_queue_state_change(
         self,
@@ -100,7 +98,7 @@ class QueueStateLogger:
         *,
         name: str | None = None,
     ) -> None:
-        """Warn of a pause that has lasted long enough, once a minute for each client.
+        """Log a pause that has lasted long enough, once a minute for each client.
 
         Args:
             queue_state: The state, or its text.
@@ -127,7 +125,7 @@ class QueueStateLogger:
             )
 
     def clear(self, name: str) -> None:
-        """Forget when this client was last spoken of; one that was not is fine."""
+        """Forget a client; an unknown one is fine."""
         with self._lock:
             self._spoken.pop(name, None)
             self._paused.pop(name, None)
@@ -175,14 +173,13 @@ class QueueStateLogger:
 
 
 class QueueStateTracker:
-    """Passes on what one request hears of its queue, when the state or the reason has changed; the
-    first word is new.
+    """Passes on the queue states of one request when the state or the reason changes.
 
     Args:
-        observers: Who is told of changes, in this order; `None` among them is skipped.
-        metadata: What is known about the request, told along with every change.
+        observers: Receive the changes, in this order; `None` among them is skipped.
+        metadata: Facts about the request, passed along with every change.
         initial: The state to start from, which is then no change.
-        listener: Is told of every word, changed or not, before the observers.
+        listener: Receives every state, changed or not, before the observers.
     """
 
     def __init__(
@@ -200,15 +197,13 @@ class QueueStateTracker:
 
     @property
     def state(self) -> QueueState | None:
-        """The state heard last; None before the first."""
+        """The last state; None before the first."""
         return self._last[0]
 
     def heard(
         self, queue_state: Any, queue_state_reason: str | None = None, *, request_id: str = ""
     ) -> bool:
-        """Take what the server says (an unknown text is the state "unknown"); whether it was a
-        change.
-        """
+        """Take a state from the server; return True if it is a change."""
         state = QueueState.parse(queue_state)
         if self._listener is not None:
             notify(self._listener, state, queue_state_reason, self._metadata)
@@ -226,7 +221,7 @@ class QueueStateTracker:
         return True
 
     def ended(self) -> None:
-        """Tell the listener that the queue is active: the request has ended, well or not."""
+        """Report an active queue to the listener: the request has ended."""
         if self._listener is not None:
             notify(self._listener, QueueState.ACTIVE, None, self._metadata)
 
@@ -237,10 +232,10 @@ def notify(
     reason: str | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> None:
-    """Tell an observer in the form it takes; what goes wrong in it is logged and never raised.
+    """Call an observer with the arguments it takes; its errors are logged, never raised.
 
-    It is called with the state alone if it takes one argument. A second one gets the metadata if
-    its name is `metadata`, else the reason.
+    With one parameter it gets the state. A second one gets the metadata if its name is `metadata`,
+    else the reason.
     """
     call = getattr(observer, "on_queue_state_change", observer)
     if not callable(call):
@@ -264,19 +259,17 @@ def _arguments(
 
 @functools.lru_cache(256)
 def _second_of_method(function: Callable[..., object]) -> Literal["metadata", "reason"] | None:
-    """What a method takes besides the state; our own are asked for every sample that waits, and
-    looking is dear.
-    """
+    """Return what a method takes besides the state; cached, since it is asked for every sample."""
     return _second_of(function, skipped=1)
 
 
 def _second_of(
     call: Callable[..., object], skipped: int = 0
 ) -> Literal["metadata", "reason"] | None:
-    """What an observer takes besides the state, by its parameters after the first so many."""
+    """Return what an observer takes besides the state, by its parameters."""
     try:
         parameters = list(inspect.signature(call).parameters.values())
-    except (TypeError, ValueError):  # some built-in functions do not tell
+    except (TypeError, ValueError):  # some built-in functions have no signature
         return "reason"
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][
         skipped:

@@ -18,7 +18,7 @@ def _weighted_mean(values: Sequence[float], weights: Sequence[int]) -> float:
 
 
 def _hash_sum(values: Sequence[float]) -> float:
-    """The sum of hashes, as 64 bits hold it; what is no hash spoils it."""
+    """Return the sum of hashes modulo 2**64; NaN if one is not finite."""
     return (
         float(sum(int(v) for v in values) % 2**64)
         if all(math.isfinite(v) for v in values)
@@ -27,7 +27,7 @@ def _hash_sum(values: Sequence[float]) -> float:
 
 
 def _hash_unordered(values: Sequence[float]) -> float:
-    """A number that is the same for the same values in any order, and a double holds exactly."""
+    """Return a hash of values in any order, which a double holds exactly."""
     text = ",".join(repr(float(value)) for value in sorted(values))
     return float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big"))
 
@@ -46,11 +46,12 @@ REDUCTIONS: dict[str, Callable[[Sequence[float], Sequence[int]], float]] = {
 
 
 def combine(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
-    """Join the results of one call's chunks: outputs in order, metrics by the reduction their names
-    end in.
+    """Join the results of one call's chunks.
 
-    A name that ends in no known reduction is averaged; a chunk that lacks a metric, or has no
-    number for it, does not count for it.
+    Outputs stay in order. Metrics are joined by the reduction at the end of their names.
+
+    A name without a known reduction is averaged. Chunks without a number for a metric are left
+    out.
 
     Args:
         outputs: The results, in the order of the chunks.

@@ -1,4 +1,4 @@
-"""Polls for the result of one operation, and what their answers say."""
+"""Polls for the result of one operation."""
 
 from __future__ import annotations
 
@@ -39,10 +39,9 @@ logger = logging.getLogger("tinkex")
 
 POLL_TIMEOUT = 45.0
 HELD = 1.0
-"""A poll that the server held for this long and left without a result has run out: poll again at
-once."""
+"""A poll without a result that the server held for so long has run out: poll again at once."""
 MALFORMED_ATTEMPTS = 3
-"""How often a refusal without a reason is asked about again."""
+"""Retries after a refusal without a reason."""
 PAUSED_SECONDS = 1.0
 """The wait after an answer that says the queue is paused."""
 EARLY_DELAYS = Delays(first=0.05, most=1.0)
@@ -73,7 +72,7 @@ async def retrieve(
     A poll that runs out is repeated without limit, or for `timeout` seconds. Faults are repeated
     within the transport's patience. At the timeout the last fault is raised, else APITimeoutError.
     """
-    poll = _Poll(transport, op, request_id, submitted, notice)
+    poll = _Poll(transport, op, request_id, submitted, notice, time.monotonic())
     if timeout is None:
         return await poll.run(metadata_only)
     try:
@@ -85,25 +84,26 @@ async def retrieve(
         raise  # of one exchange, which has its own limit
 
 
+@dataclass(slots=True)
 class _Poll:
     """One operation's polls, until there is an outcome."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        op: Operation,
-        request_id: str,
-        submitted: float,
-        notice: QueueNotice | None,
-    ) -> None:
-        self.transport, self.op, self.request_id = transport, op, request_id
-        self.submitted, self.notice = submitted, notice
-        self.started = self.sent = self.failing_since = time.monotonic()
-        self.iteration = self.failures = self.early = self.malformed = 0
-        self.metadata_only = True
-        self.last_failure: Exception | None = None
-        self.asked: tuple[bool, codec.Body] | None = None
-        """True if the last poll allowed an announcement, and its body: most are repeated."""
+    transport: Transport
+    op: Operation
+    request_id: str
+    submitted: float
+    notice: QueueNotice | None
+    started: float
+    sent: float = 0.0
+    failing_since: float = 0.0
+    iteration: int = 0
+    failures: int = 0
+    early: int = 0
+    malformed: int = 0
+    metadata_only: bool = True
+    last_failure: Exception | None = None
+    asked: tuple[bool, codec.Body] | None = None
+    """True if the last poll allowed an announcement, and its body: most are repeated."""
 
     async def run(self, metadata_only: bool) -> Any:
         """Poll; a result whose size was announced is fetched under the budget for large results."""
@@ -173,7 +173,7 @@ class _Poll:
         return EARLY_DELAYS.after(self.early)
 
     def late(self) -> Exception:
-        """What is raised at the end of the time: the failure that stood in the way, if one did."""
+        """Return the error for a timeout: the last failure, if there was one."""
         waited = time.monotonic() - self.started
         error = self.last_failure or APITimeoutError(
             f"{self.op.title} at {self.transport.place}: request {self.request_id} had no result "
@@ -185,7 +185,7 @@ class _Poll:
         return error
 
     def _told(self, error: TinkerError) -> TinkerError:
-        """Tell whoever listens of a failure."""
+        """Emit the event of a failure."""
         name = next((name for kind, name in _EVENTS.items() if isinstance(error, kind)), None)
         if name is not None:
             category = None if error.category is None else error.category.value
@@ -256,9 +256,7 @@ class _Poll:
         return await decode_result(self.transport, self.op, reply)
 
     def _heed(self, envelope: Mapping[str, Any], paused: float | None = None) -> float | None:
-        """Pass the queue's state on; the seconds to wait before the next poll, where the server
-        says.
-        """
+        """Pass the queue's state on; return the seconds that the server asks to wait."""
         state, reason = envelope.get("queue_state"), envelope.get("queue_state_reason")
         reason = self.transport.errors.without_keys(reason) if isinstance(reason, str) else None
         if self.notice is not None and isinstance(state, str):
@@ -297,7 +295,7 @@ class _Announced:
 
 
 def read_result(transport: Transport, op: Operation, reply: Reply, request_id: str) -> Any:
-    """The result in a reply that is known to hold one, or RequestFailedError."""
+    """Decode the result in a reply, or raise RequestFailedError."""
     assert op.result is not None
     if codec.PROTOBUF not in reply.content_type and "error" in (envelope := _mapping(reply.body)):
         raise failure_of(transport, op, envelope, request_id)
@@ -305,7 +303,7 @@ def read_result(transport: Transport, op: Operation, reply: Reply, request_id: s
 
 
 async def decode_result(transport: Transport, op: Operation, reply: Reply) -> Any:
-    """The result in an answer; large ones are read in a thread."""
+    """Decode the result in an answer; a large one in a thread."""
     assert op.result is not None
     if len(reply.body) > OFF_LOOP_BYTES:
         return await asyncio.to_thread(transport.decode, op, op.result, reply)
@@ -321,7 +319,7 @@ def _mapping(body: bytes) -> dict[str, Any]:
 
 
 def _says_nothing(error: APIError) -> bool:
-    """Whether a 400 carries no reason: something on the way may have garbled the request."""
+    """Return True for a 400 without a reason: a proxy may have garbled the request."""
     if isinstance(error, RejectedError):
         return True
     if not isinstance(error, APIStatusError) or error.status_code != 400:
@@ -336,7 +334,7 @@ def _says_nothing(error: APIError) -> bool:
 def failure_of(
     transport: Transport, op: Operation, envelope: Mapping[str, Any], request_id: str
 ) -> RequestFailedError:
-    """The error that an answer in band reports, in any of the forms servers use."""
+    """Return the error that an answer reports, in any of the forms that servers use."""
     told = envelope.get("error")
     inner: Mapping[str, Any] = told if isinstance(told, dict) else {}
     text = transport.errors.without_keys(

@@ -1,6 +1,4 @@
-"""Streams: what can be taken piece by piece while the rest is still on its way, as the tokens of
-samples.
-"""
+"""Streams: answers read piece by piece, such as the tokens of samples."""
 
 from __future__ import annotations
 
@@ -16,10 +14,10 @@ T = TypeVar("T")
 
 
 class Stream(Generic[T]):
-    """What arrives piece by piece, for `for` in any thread or `async for` in any event loop.
+    """Pieces of an answer, for `for` in any thread or `async for` in any event loop.
 
-    One reader at a time. Leaving a `with` block, or `close()`, hangs up, and the server stops; just
-    ceasing to read does not, for the rest may be read later.
+    It has one reader at a time. Leaving a `with` block, or `close()`, hangs up, and the server
+    stops. To stop reading does not hang up: the rest may be read later.
     """
 
     def __init__(self) -> None:
@@ -30,12 +28,12 @@ class Stream(Generic[T]):
         self._ended = False
 
     def begin(self, source: Future[None]) -> None:
-        """Take the call that feeds this stream; its end is the stream's."""
+        """Take the call that feeds this stream; the stream ends with it."""
         self._source = source
         source.add_done_callback(self._end)
 
     def put(self, chunk: T) -> None:
-        """Hand a chunk to the reader."""
+        """Pass a chunk to the reader."""
         with self._lock:
             self._chunks.append(chunk)
             reader, self._reader = self._reader, None
@@ -48,9 +46,7 @@ class Stream(Generic[T]):
         _wake(reader)
 
     def _take(self) -> tuple[T] | Future[None] | None:
-        """A chunk; or what to wait for; or None at the end, where an error is raised instead if
-        there was one.
-        """
+        """Return a chunk, a future to wait for, or None at the end; raise the call's error."""
         with self._lock:
             if self._chunks:
                 return (self._chunks.popleft(),)
@@ -72,7 +68,7 @@ class Stream(Generic[T]):
                 try:
                     taken.result()
                 finally:
-                    # whoever waited and was interrupted has given up: let the next one wait
+                    # an interrupted reader has given up: let the next one wait
                     taken.cancel()
             else:
                 yield taken[0]
@@ -88,7 +84,7 @@ class Stream(Generic[T]):
                 yield taken[0]
 
     def close(self) -> None:
-        """Hang up; what has been read stays read."""
+        """Hang up."""
         if self._source is not None:
             self._source.cancel()
 
@@ -106,7 +102,7 @@ class Stream(Generic[T]):
 
 
 SampleStream: TypeAlias = Stream[SampleStreamChunk]
-"""The tokens of samples as they are drawn."""
+"""Tokens of samples as they are drawn."""
 
 
 def _wake(reader: Future[None] | None) -> None:
@@ -115,7 +111,7 @@ def _wake(reader: Future[None] | None) -> None:
 
 
 def chunks_of(response: SampleResponse) -> Iterator[SampleStreamChunk]:
-    """A whole answer as the stream it would have been."""
+    """Yield a whole answer as the chunks of a stream."""
     for index, sequence in enumerate(response.sequences):
         logprobs: Sequence[float | None] = sequence.logprobs or [None] * len(sequence.tokens)
         for token, logprob in zip(sequence.tokens, logprobs, strict=True):

@@ -26,7 +26,7 @@ def target(
 
 
 def redirection(address: str, status: int, headers: Mapping[str, str]) -> str | None:
-    """Return the address that an answer redirects to; None if it does not, or the place is unusable."""
+    """Return the address that an answer redirects to; None without a usable one."""
     if status not in REDIRECTS or "location" not in headers:
         return None
     try:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 from urllib.parse import unquote
 
-from tinkex.client.http.exchange import HttpRequest, Reply, StreamReply
+from tinkex.client.http.exchange import Exchange, HttpRequest, Reply, StreamReply
 
 
 class AsgiExchange:
-    """Exchanges straight into an ASGI application on the running loop: no port, no copy of the code
-    path.
-    """
+    """Exchanges with an ASGI application on the running loop."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -23,7 +21,7 @@ class AsgiExchange:
         self._stop = asyncio.Event()
 
     async def open(self) -> None:
-        """Run the application's start-up; its failure is raised here."""
+        """Run the application's start-up, and raise its failure."""
         started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._lifespan = asyncio.create_task(self._live(started))
         await started
@@ -52,7 +50,7 @@ class AsgiExchange:
         await self._app({"type": "lifespan", "asgi": {"version": "3.0"}}, receive, send)
 
     async def send(self, request: HttpRequest) -> Reply:
-        """Call the application; a caller that gives up ends the call."""
+        """Call the application; the call ends if its caller is cancelled."""
         async with self._running(request) as call:
             while not call.complete:
                 await call.news(request.timeout)
@@ -60,7 +58,7 @@ class AsgiExchange:
 
     @contextlib.asynccontextmanager
     async def stream(self, request: HttpRequest) -> AsyncIterator[StreamReply]:
-        """Call the application and hand its answer's bytes on as they come."""
+        """Call the application and pass its answer's bytes on as they come."""
         async with self._running(request) as call:
             while not call.status:
                 await call.news(request.timeout)
@@ -96,6 +94,25 @@ class AsgiExchange:
         self._stop.set()
         if self._lifespan is not None:
             await self._lifespan
+
+
+class LateExchange:
+    """An exchange that its first request opens."""
+
+    def __init__(self, opened: Callable[[], Awaitable[Exchange]]) -> None:
+        self._opened = opened
+
+    async def send(self, request: HttpRequest) -> Reply:
+        """Send over the exchange, opened if need be."""
+        exchange = await self._opened()
+        return await exchange.send(request)
+
+    @contextlib.asynccontextmanager
+    async def stream(self, request: HttpRequest) -> AsyncIterator[StreamReply]:
+        """Stream over the exchange, opened if need be."""
+        exchange = await self._opened()
+        async with exchange.stream(request) as reply:
+            yield reply
 
 
 class _AsgiCall:
@@ -146,14 +163,12 @@ class _AsgiCall:
         self.wake()
 
     def wake(self, _: object = None) -> None:
-        """Let whoever waits for news look again."""
+        """Wake the reader."""
         if self._woken is not None and not self._woken.done():
             self._woken.set_result(None)
 
     async def news(self, timeout: float) -> None:
-        """Wait until the application has sent something; its end before its answer is complete is
-        an error.
-        """
+        """Wait until the application has sent something; raise if it ended without an answer."""
         assert self.task is not None
         if self.task.done():
             if not self.task.cancelled():

@@ -25,7 +25,7 @@ class HttpRequest(msgspec.Struct, frozen=True):
     method: str
     path: str
     """The path and query below the base URL, or a whole address."""
-    headers: Mapping[str, str]
+    headers: dict[str, str]
     body: bytes | Pieces | None = None
     timeout: float = 60.0
     """Seconds without a byte from the server after which the request fails."""
@@ -84,7 +84,7 @@ class Exchange(Protocol):
     """Carries requests and brings back replies."""
 
     async def send(self, request: HttpRequest) -> Reply:
-        """Send; raise ConnectionError, or TimeoutError after `request.timeout` without an answer."""
+        """Send; raise ConnectionError, or TimeoutError after `request.timeout`."""
 
     def stream(self, request: HttpRequest) -> AbstractAsyncContextManager[StreamReply]:
         """Send, and give the answer's bytes as they come; leaving the block hangs up."""

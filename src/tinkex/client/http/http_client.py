@@ -1,7 +1,6 @@
-"""Any endpoint by its path: requests and answers as they are, under the same retries, credentials
-and limits.
+"""Requests to any endpoint by its path, with the same retries, credentials and limits.
 
-For what has no method of its own (yet), and for looking at an answer's status and headers.
+For endpoints without a method, and for the status and headers of answers.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ EventParser: TypeAlias = Literal["json", "raw"] | Callable[[sse.ServerSentEvent]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Timeout:
-    """Seconds a request may take, in the official SDK's words: only silence while reading ends a
-    request here.
+    """The time limits of a request, as in the official SDK; here only `read` has an effect.
 
     Example:
         >>> Timeout(30.0).read, Timeout(30.0, read=5.0).read
@@ -49,7 +47,7 @@ class Timeout:
     pool: float | None = None
 
     def __post_init__(self) -> None:
-        """Fill in what was not given, and refuse what has no effect."""
+        """Fill in the defaults, and refuse values that have no effect."""
         for name in ("connect", "write", "pool"):
             given = getattr(self, name)
             if given is not None and given != self.timeout:
@@ -60,7 +58,7 @@ class Timeout:
 
 
 class RequestOptions(TypedDict, total=False):
-    """What a single request may ask for.
+    """Options of a single request.
 
     Example:
         >>> options: RequestOptions = {"timeout": 5.0, "max_retries": 1}
@@ -71,7 +69,7 @@ class RequestOptions(TypedDict, total=False):
     headers: Mapping[str, str]
     """Extra headers; they win over the configured ones."""
     max_retries: int
-    """How often the request is sent again after a failure that may pass."""
+    """Limit of retries after a failure that may pass."""
     timeout: float | Timeout
     """Seconds that one attempt may take."""
     params: Mapping[str, Any]
@@ -79,13 +77,12 @@ class RequestOptions(TypedDict, total=False):
     extra_json: Mapping[str, Any]
     """Fields added to the body; one that is OMIT is taken out of it."""
     idempotency_key: str | Omit
-    """Sent instead of one made up; OMIT sends none."""
+    """Sent in place of a random one; OMIT sends none."""
     follow_redirects: bool
-    """False: an answer that sends on to another address is returned as `{"url", "status",
-    "expires"}`."""
+    """False returns a redirect as `{"url", "status", "expires"}`."""
     files: Any
-    """Sent with the body as a form; see `tinkex.client.http.multipart`. They are read in a thread:
-    leave open ones open till then."""
+    """Sent with the body as a form; see `tinkex.client.http.multipart`. They are read in a thread,
+    so leave open files open until then."""
     transform: Mapping[str, Any]
     """Passed to `tinkex.wire.json_values.transform`: aliases, formats, drop_none."""
     response: Literal["data", "wrapped"]
@@ -118,7 +115,7 @@ class HttpClient:
         self.config = config or Config.resolve(base_url=base_url, api_key=api_key)
         self._transport = Transport(self.config)
         self._behind: HttpClient | None = None
-        # Nobody need close a client: its connections go when it does.
+        # A client that is not closed closes its connections when it is collected.
         weakref.finalize(self, _close, self._transport).atexit = False
 
     @property
@@ -208,7 +205,7 @@ class HttpClient:
         timeout: float | Timeout | None = None,
         event_parser: EventParser = "json",
     ) -> EventStream:
-        """Read server-sent events as they come; asked for once, never again.
+        """Read server-sent events as they come, without retries.
 
         Args:
             path: Where.
@@ -269,9 +266,7 @@ class HttpClient:
         return start(self._request(op, url, fields, ready, options))
 
     def _url(self, path: str, params: Mapping[str, Any] | None) -> str:
-        """The path from the base URL on, with the query that the settings, the path and the call
-        make together.
-        """
+        """Return the path, with the query of the settings, the path and the call together."""
         plain, _, text = path.partition("?")
         if "://" in plain:
             raise ValueError(
@@ -301,7 +296,7 @@ class HttpClient:
     ) -> Any:
         if options.get("files"):
             body = await asyncio.to_thread(_body, op.method, fields, options)
-        # The content type is part of the body by now: a form's names the boundary that was used.
+        # The body has its content type by now; that of a form names the boundary.
         given = options.get("headers") or {}
         headers = {name: value for name, value in given.items() if name.lower() != "content-type"}
         key = options.get("idempotency_key")
@@ -365,12 +360,12 @@ class HttpClient:
                 stream.head.set_exception(error)
             raise
         finally:
-            stream.head.cancel()  # hung up before there was one; else it is there, and stays
+            stream.head.cancel()  # no effect if there is one
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StreamHead:
-    """What is known of a stream before its first event; names of headers are lower-case."""
+    """The status and headers of a stream; names of headers are lower-case."""
 
     status: int
     headers: Mapping[str, str]
@@ -387,12 +382,12 @@ class EventStream(Stream[Any]):
 
 
 def _close(transport: Transport) -> None:
-    """What becomes of the connections of a client that was dropped."""
+    """Close the connections of a client that was collected."""
     runtime().release(transport.close())
 
 
 def _check(method: Method, options: RequestOptions) -> None:
-    """Refuse options that are unknown or would have no effect."""
+    """Refuse unknown options and those without an effect."""
     if unknown := set(options) - RequestOptions.__annotations__.keys():
         raise TypeError(
             f"unknown option {min(unknown)!r}; known are "
@@ -413,7 +408,7 @@ def _seconds(timeout: float | Timeout | None) -> float | None:
 
 
 def _fields(body: Any, options: RequestOptions) -> Any:
-    """The body as plain data, with what the options ask for; text and bytes as they are."""
+    """Return the body as plain data, transformed and extended; text and bytes as they are."""
     wanted, extra = options.get("transform"), options.get("extra_json")
     if isinstance(body, str | bytes):
         if wanted or extra:
@@ -431,7 +426,7 @@ def _fields(body: Any, options: RequestOptions) -> Any:
 
 
 def _body(method: Method, fields: Any, options: RequestOptions) -> codec.Body | None:
-    """The bytes to send; with files, to be made in a thread."""
+    """Encode a body; with files, only in a thread."""
     files = options.get("files")
     if fields is None and not files:
         return None if method in ("GET", "DELETE") else codec.Body(b"{}")

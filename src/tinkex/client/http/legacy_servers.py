@@ -1,9 +1,8 @@
-"""What servers of other ages understand: how a request is written for them, and what their receipts
-look like.
+"""Older servers: their form of a request, and of the receipt.
 
 The newest protocol sends passes as protobuf and answers every long operation with the name of a
-future. Older servers know JSON alone, a separate endpoint for forward passes, fewer fields, and may
-answer with the result at once.
+future. Older servers know only JSON, a separate endpoint for forward passes and fewer fields, and
+may answer with the result at once.
 """
 
 from __future__ import annotations
@@ -37,26 +36,25 @@ NEWER_FIELDS: dict[Operation, dict[str, Any]] = {
     protocol.OPTIM_STEP: {"type": "optim_step"},
     protocol.FORWARD_BACKWARD: {"forward_only": False},
 }
-"""Fields that older servers may refuse, by the values that say nothing: those are not sent to them.
-"""
+"""Fields that older servers may refuse, with their default values, which are not sent."""
 UNREADABLE = frozenset({400, 415, 422, 501})
-"""How a server refuses a body in a form that it does not know."""
+"""Statuses with which a server refuses a body in an unknown form."""
 
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What a submission gave: the name of a future, or, from some servers, the result itself."""
+    """The answer to a submission: the name of a future or, from some servers, the result."""
 
     op: Operation
     submitted: float
-    """When the submission began, on the monotonic clock."""
+    """The start of the submission, on the monotonic clock."""
     request_id: str | None = None
     sample_sequence_ids: list[str] | None = None
     result: Any = None
 
 
 def is_pass(op: Operation) -> bool:
-    """Whether an operation is one that the newest protocol sends as protobuf."""
+    """Return True for an operation that the newest protocol sends as protobuf."""
     return op is protocol.FORWARD_BACKWARD
 
 
@@ -65,21 +63,17 @@ FORWARD_ONLY = replace(protocol.FORWARD, path=protocol.FORWARD_BACKWARD.path)
 
 
 def called(op: Operation, request: Any) -> Operation:
-    """The operation under the name that its caller knows it by."""
+    """Return the operation under the name that its caller knows."""
     return FORWARD_ONLY if is_pass(op) and request.forward_only else op
 
 
 def shows_dialect(op: Operation, request: Any) -> bool:
-    """Whether the answer to a request tells which form a server reads: a pass over nothing is
-    refused in any.
-    """
+    """Return True if the answer shows the server's dialect; an empty pass is always refused."""
     return is_pass(op) and bool(request.forward_backward_input.data)
 
 
 def write_pass(request: ForwardBackwardRequest, compress: bool) -> codec.Body:
-    """A pass as protobuf; as JSON when it holds something that the protobuf schema has no place
-    for.
-    """
+    """Encode a pass as protobuf, or as JSON if the protobuf schema lacks something in it."""
     try:
         return codec.encode(request, compress=compress)
     except NotInProtobuf:
@@ -87,7 +81,7 @@ def write_pass(request: ForwardBackwardRequest, compress: bool) -> codec.Body:
 
 
 def for_older(op: Operation, request: Any) -> tuple[Operation, codec.Body]:
-    """A request as older servers know it: JSON, without the fields that they do not."""
+    """Encode a request for older servers: as JSON, without the newer fields."""
     if isinstance(request, ForwardBackwardRequest) and request.forward_only:
         op, request = (
             protocol.FORWARD,
@@ -106,7 +100,7 @@ def for_older(op: Operation, request: Any) -> tuple[Operation, codec.Body]:
 
 
 def read_receipt(transport: Transport, op: Operation, reply: Reply, submitted: float) -> Receipt:
-    """Read the answer to a submission; a result that came at once is taken as it is."""
+    """Read the answer to a submission, which may be the result itself."""
     assert op.result is not None
     try:
         told = codec.loads(reply.body)
@@ -125,14 +119,14 @@ def read_receipt(transport: Transport, op: Operation, reply: Reply, submitted: f
 
 
 def _fields(kind: type[Any]) -> tuple[str, ...]:
-    """The names by which a result is recognised."""
+    """Return the fields of a result, by which it is recognised."""
     if issubclass(kind, msgspec.Struct):
         return kind.__struct_fields__
     return tuple(inspect.signature(kind).parameters)
 
 
 def sequence_ids(receipt: Receipt, request: SampleRequest) -> list[str]:
-    """The ids of samples; servers that give none have theirs made up of the request's."""
+    """Return the ids of samples; made from the request's if the server sends none."""
     name = receipt.request_id or f"{request.sampling_session_id}:{request.seq_id}"
     return receipt.sample_sequence_ids or [
         f"{name}:{index}" for index in range(request.num_samples)

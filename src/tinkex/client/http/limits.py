@@ -1,8 +1,6 @@
-"""What keeps a client from asking too much at once: byte budgets, a shared back-off, a dispatch
-gate, a breaker.
+"""Limits on what a client asks for at once: budgets, a shared pause, a gate, circuit breakers.
 
-All of it lives on the runtime's loop; nothing here sleeps in a thread. Budgets are shared by
-whoever shares their key.
+All of it is used on the runtime's loop. Clients with the same key share their limits.
 """
 
 from __future__ import annotations
@@ -31,10 +29,9 @@ THROTTLED_WEIGHT = 20
 
 
 class ByteBudget:
-    """Lets holders through while less than the budget is taken; waiters in order.
+    """Lets requests through while less than the budget is taken, in order.
 
-    A holder that finds anything left may overdraw it, so that one request larger than the whole
-    budget still passes.
+    One request may overdraw the budget, so that a request larger than all of it still passes.
     """
 
     def __init__(self, size: int) -> None:
@@ -43,7 +40,7 @@ class ByteBudget:
 
     @contextlib.asynccontextmanager
     async def taken(self, size: int) -> AsyncIterator[None]:
-        """Hold so many bytes for as long as the block runs."""
+        """Take so many bytes for the time of a block."""
         await self.take(size)
         try:
             yield
@@ -51,12 +48,12 @@ class ByteBudget:
             self.give_back(size)
 
     def give_back(self, size: int) -> None:
-        """Let others have what was taken."""
+        """Return bytes that were taken."""
         self.left += size
         self._wake()
 
     async def take(self, size: int) -> None:
-        """Take so many bytes, to be given back."""
+        """Take so many bytes; return them with `give_back`."""
         if self.left >= 0 and not self._waiting:
             self.left -= size
             return
@@ -65,7 +62,7 @@ class ByteBudget:
         try:
             await turn
         except asyncio.CancelledError:
-            # it was our turn just as we gave up: pass it on
+            # cancelled after the bytes were granted: return them
             if turn.done() and not turn.cancelled():
                 self.give_back(size)
             raise
@@ -80,33 +77,33 @@ class ByteBudget:
 
 @dataclass
 class Backoff:
-    """A pause that everyone who shares it keeps; a longer one is never shortened by a later one."""
+    """A pause that several clients share; a later, shorter pause does not shorten it."""
 
     clock: Callable[[], float] = time.monotonic
     until: float = 0.0
     throttled: float = float("-inf")
 
     def pause(self, seconds: float) -> None:
-        """Ask everyone to hold off."""
+        """Begin a pause of so many seconds."""
         self.throttled = self.clock()
         self.until = max(self.until, self.throttled + seconds)
 
     @property
     def recently(self) -> bool:
-        """Whether the pause is on, or ended less than ten seconds ago."""
+        """Return True during a pause and for ten seconds after it."""
         return self.clock() < max(self.until, self.throttled) + THROTTLED_SECONDS
 
     async def wait(self) -> None:
-        """Wait until the pause is over, even if it is prolonged meanwhile."""
+        """Wait until the pause is over, also if it is prolonged meanwhile."""
         while (left := self.until - self.clock()) > 0:  # noqa: ASYNC110 - nothing sets an event when time passes
             await asyncio.sleep(left)
 
 
 class DispatchGate:
-    """Bounds the samples being submitted: by number, by fewer after back-pressure, and by bytes of
-    prompt.
+    """Limits the samples that are being submitted, by number and by bytes of their prompts.
 
-    Permits are held while submitting, not while waiting for results.
+    After back-pressure fewer may be. The limits hold while submitting, not while waiting for
+    results.
     """
 
     def __init__(self, byte_budget: int, backoff: Backoff | None = None) -> None:
@@ -116,13 +113,11 @@ class DispatchGate:
         self._bytes = ByteBudget(byte_budget)
 
     def passed(self, size: int) -> _Pass:
-        """Around the submission of a prompt of this many bytes, which waits until the shared pause
-        is over.
-        """
+        """Return a context for the submission of a prompt; entering waits for the shared pause."""
         return _Pass(self, size)
 
     async def enter(self, size: int) -> tuple[bool, int]:
-        """Be let through; what was taken goes back with `leave`."""
+        """Wait to be let through; return what `leave` takes."""
         await self._all.acquire()
         throttled = self.backoff.recently
         try:
@@ -146,21 +141,19 @@ class DispatchGate:
         return throttled, taken
 
     def leave(self, throttled: bool, taken: int) -> None:
-        """Give back what was taken."""
+        """Return what `enter` took."""
         self._bytes.give_back(taken)
         if throttled:
             self._few.release()
         self._all.release()
 
     def refused(self, size: int, retry_after: float | None) -> None:
-        """Note back-pressure: everyone pauses for the longer of what the prompt's size and the
-        server ask for.
-        """
+        """Pause all clients, for as long as the prompt's size or the server asks for."""
         self.backoff.pause(max(1.0 if size <= SMALL_PROMPT_BYTES else 5.0, retry_after or 0.0))
 
 
 class _Pass:
-    """Inside a gate; plain methods, for every sample goes through here."""
+    """A context of a gate; a class, since every sample goes through it."""
 
     __slots__ = ("_gate", "_held", "_size")
 
@@ -188,12 +181,12 @@ if hasattr(os, "register_at_fork"):
 
 
 def shared_response_budget(key: Hashable, size: int) -> ByteBudget:
-    """The budget for announced results of everyone with this key; made once. Call it on the loop."""
+    """Return the budget for announced results of a key; on the runtime's loop only."""
     return _response_budgets.setdefault(key, ByteBudget(size))
 
 
 def shared_gate(key: Hashable, byte_budget: int) -> DispatchGate:
-    """The gate of everyone with this key (a server and an account); made once. Call it on the loop."""
+    """Return the gate of a key, a server and an account; on the runtime's loop only."""
     return _gates.setdefault(key, DispatchGate(byte_budget))
 
 
@@ -205,11 +198,10 @@ BILLING_NOTICE = 60.0
 
 
 class BillingPause:
-    """What a 402 means: not a failure, but a wait until someone tops the account up, said aloud
-    once a minute.
+    """The pause after a 402, until the account has credit again; logged once a minute.
 
-    Everyone who shares it waits in one incident, which is forgotten after five quiet minutes; when
-    it has lasted `limit` seconds, a 402 is an error like any other.
+    All calls of a client share one pause. It is forgotten after five minutes without a 402. After
+    `limit` seconds a 402 is an error like any other.
     """
 
     def __init__(self, limit: float = 3600.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -243,16 +235,16 @@ BreakerState: TypeAlias = Literal["closed", "open", "half_open"]
 
 
 class CircuitOpenError(TinkerError):
-    """A call that was not made, because the ones before it failed."""
+    """A call that was not made, because those before it failed."""
 
 
 @dataclass
 class CircuitBreaker:
-    """Stops calling what keeps failing: after `failure_threshold` failures in a row it is open for
-    `reset_seconds`.
+    """Stops calls that keep failing.
 
-    Then `half_open_calls` probes are let through; one that succeeds closes it, one that fails opens
-    it again. Refusals (4xx) are answers, not failures.
+    After `failure_threshold` failures in a row it is open for `reset_seconds`. Then it lets
+    `half_open_calls` probes through: a success closes it, a failure opens it again. Refusals (4xx)
+    are answers, not failures.
 
     Example:
         >>> breaker = CircuitBreaker("sample", failure_threshold=2)
@@ -272,19 +264,19 @@ class CircuitBreaker:
 
     @property
     def state(self) -> BreakerState:
-        """Whether calls pass (closed), do not (open), or a few do on trial (half_open)."""
+        """The state: closed lets calls pass, open does not, half_open lets a few pass on trial."""
         opened = self._opened
         if opened is None:
             return "closed"
         return "half_open" if self.clock() - opened >= self.reset_seconds else "open"
 
     def allows(self) -> bool:
-        """Whether a call would be let through now."""
+        """Return True if a call would be let through now."""
         state = self.state
         return state == "closed" or (state == "half_open" and self._probes < self.half_open_calls)
 
     def succeed(self) -> None:
-        """Note a success; while open it tells nothing new."""
+        """Note a success; it has no effect while open."""
         with self._lock:
             if self.state != "open":
                 self.reset()
@@ -300,12 +292,12 @@ class CircuitBreaker:
                     self._opened = self.clock()
 
     def reset(self) -> None:
-        """Close it and forget the failures."""
+        """Close and forget the failures."""
         with self._lock:
             self.failures, self._opened, self._probes = 0, None, 0
 
     async def call(self, function: Callable[[], Awaitable[T]]) -> T:
-        """Call through the breaker; CircuitOpenError when it does not let calls through."""
+        """Call a function through the breaker; raise CircuitOpenError while it is open."""
         probing = self._enter()
         try:
             result = await function()
@@ -320,7 +312,7 @@ class CircuitBreaker:
         return result
 
     def _enter(self) -> bool:
-        """Be let through, and hold one of the places for probes if it is one."""
+        """Let a call through or raise; return True if it is a probe."""
         with self._lock:
             if not self.allows():
                 left = max(0.0, self.reset_seconds - (self.clock() - (self._opened or 0.0)))
@@ -335,19 +327,19 @@ class CircuitBreaker:
 
 
 def _is_answer(error: Exception) -> bool:
-    """Whether an error shows that the other side is well: it understood, and said no."""
+    """Return True for an error that shows a working server: it understood and refused."""
     return isinstance(error, APIStatusError) and 400 <= error.status_code < 500
 
 
 class BreakerRegistry:
-    """Breakers by name, made with the same settings when first asked for; for all threads."""
+    """Circuit breakers by name, all with the same settings; safe in any thread."""
 
     def __init__(self, **settings: float) -> None:
         self._settings = settings
         self._breakers: dict[str, CircuitBreaker] = {}
 
     def get(self, name: str) -> CircuitBreaker:
-        """The breaker of a name."""
+        """Return the breaker of a name, made when first asked for."""
         found = self._breakers.get(name)
         if found is None:
             made = CircuitBreaker(name, **self._settings)  # type: ignore[arg-type]
@@ -355,7 +347,7 @@ class BreakerRegistry:
         return found
 
     def states(self) -> dict[str, BreakerState]:
-        """The state of every breaker."""
+        """Return the state of every breaker."""
         return {name: breaker.state for name, breaker in list(self._breakers.items())}
 
     def reset(self, name: str) -> None:

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Container, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -41,7 +41,7 @@ logger = logging.getLogger("tinkex")
 DELAYS = Delays()
 CONFLICT_PATIENCE = 2.0
 REJECTED_ATTEMPTS = 16
-"""How often a request is sent again after a 400 with an empty body."""
+"""Limit of retries after a 400 with an empty body."""
 EMBEDDED_FACTORY = "tinkex.local:open_exchange"
 """Opens the exchange of an embedded base URL; imported when used."""
 EMBEDDED_HOME = "http://local"
@@ -136,7 +136,7 @@ class Link:
     async def send(self, op: Operation, request: HttpRequest) -> Reply:
         """Send once and return any reply; a rejected token is replaced once."""
         reply = await self._attempt(op, request)
-        if reply.status == 401 and await self._replace_key(op, request, reply.headers):
+        if reply.status == 401 and await self.keys.replace(op, request.headers, reply.headers):
             reply = await self._attempt(op, request)
         return reply
 
@@ -155,7 +155,7 @@ class Link:
                     )
 
             reply = await begin()
-            if reply.status == 401 and await self._replace_key(op, request, reply.headers):
+            if reply.status == 401 and await self.keys.replace(op, request.headers, reply.headers):
                 await stack.aclose()
                 reply = await begin()
             source = self._typed_chunks(op, address, reply.chunks)
@@ -216,20 +216,10 @@ class Link:
         if route.path is not request.path:
             request = msgspec.structs.replace(request, path=route.path)
         started = time.monotonic()
-        try:
+        with self.errors.typed(op, route.place, route.address):
             reply = await route.exchange.send(request)
-        except (TimeoutError, ConnectionError) as error:
-            if isinstance(error, TinkerError):
-                raise
-            raise self.errors.unanswered(op, route.place, route.address, error) from error
         spent = time.monotonic() - started
         return Reply(reply.status, reply.headers, reply.body, route.address, spent)
-
-    async def _replace_key(
-        self, op: Operation, request: HttpRequest, answered: Mapping[str, str]
-    ) -> bool:
-        assert isinstance(request.headers, dict)
-        return await self.keys.replace(op, request.headers, answered)
 
     def _route(self, url: str) -> _Route:
         """Find the exchange for a path below the base URL, or for a whole address."""
@@ -297,61 +287,43 @@ class Patience(msgspec.Struct, frozen=True):
         return min(CONFLICT_PATIENCE, self.seconds) if status == 409 else self.seconds
 
 
+@dataclass(slots=True)
 class Attempts:
     """One request, sent until there is an answer or its patience is over."""
 
-    __slots__ = (
-        "_billing",
-        "_breakers",
-        "_failures",
-        "_follows",
-        "_link",
-        "_op",
-        "_patience",
-        "_request",
-        "_since",
-        "retries",
-    )
-
-    def __init__(
-        self,
-        link: Link,
-        op: Operation,
-        request: HttpRequest,
-        patience: Patience,
-        billing: BillingPause,
-        breakers: BreakerRegistry | None,
-        follows: bool,
-    ) -> None:
-        self._link, self._op, self._request, self._patience = link, op, request, patience
-        self._billing, self._breakers, self._follows = billing, breakers, follows
-        self._since = time.monotonic()
-        self._failures = 0
-        self.retries = 0
-        """The number of the last attempt, from 0."""
+    link: Link
+    op: Operation
+    request: HttpRequest
+    patience: Patience
+    billing: BillingPause
+    breakers: BreakerRegistry | None
+    follows: bool
+    since: float = 0.0
+    """The time from which the patience is counted."""
+    failures: int = 0
+    retries: int = 0
+    """The number of the last attempt, from 0."""
 
     async def reply(self) -> Reply:
         """Send until there is a good reply; raise the last failure."""
+        self.since = time.monotonic()
         return await persist(self._attempt, self._delay_after)
 
     def _attempt(self) -> Awaitable[Reply]:
         """Send once, through the operation's circuit breaker if there is one."""
-        self.retries = self._failures
-        headers = self._request.headers
-        assert isinstance(headers, dict)
-        headers["X-Stainless-Retry-Count"] = str(self.retries)
-        if self._breakers is None:
+        self.retries = self.failures
+        self.request.headers["X-Stainless-Retry-Count"] = str(self.retries)
+        if self.breakers is None:
             return self._once()
-        return self._breakers.get(f"{self._op.method} {self._op.path}").call(self._once)
+        return self.breakers.get(f"{self.op.method} {self.op.path}").call(self._once)
 
     async def _once(self) -> Reply:
-        op, request, link, place = self._op, self._request, self._link, ""
+        op, request, link, place = self.op, self.request, self.link, ""
         if self.retries:  # the token may have expired
-            assert isinstance(request.headers, dict)
             await link.keys.renew(request.headers)
         reply = await link.send(op, request)
         if reply.status in REDIRECTS:
-            if not self._follows and "location" in reply.headers:
+            if not self.follows and "location" in reply.headers:
                 return reply
             if op.method == "GET":
                 reply, place = await link.follow(op, request, reply)
@@ -369,42 +341,42 @@ class Attempts:
             return self._next(outcome.retry_after) if outcome.should_retry else None
         status = getattr(outcome, "status", None) or 0
         if isinstance(outcome, BillingError):
-            is_final = 402 in self._patience.final or self._patience.seconds <= 0
-            delay = None if is_final else self._billing.delay_after(outcome)
-            self._since = time.monotonic() + (delay or 0.0)
+            is_final = 402 in self.patience.final or self.patience.seconds <= 0
+            delay = None if is_final else self.billing.delay_after(outcome)
+            self.since = time.monotonic() + (delay or 0.0)
             return delay
         if not isinstance(outcome, APIConnectionError | APIStatusError):
             return None
         delay = self._next(outcome.retry_after, status)
-        outcome.attempts = self._failures
-        rejected = isinstance(outcome, RejectedError) and self._failures > REJECTED_ATTEMPTS
-        hopeless = status in self._patience.final or not is_retryable(outcome)
+        outcome.attempts = self.failures
+        rejected = isinstance(outcome, RejectedError) and self.failures > REJECTED_ATTEMPTS
+        hopeless = status in self.patience.final or not is_retryable(outcome)
         if delay is None or rejected or hopeless:
             self._wear_out(outcome)
             return None
-        if self._failures == 1:
-            allowed = self._patience.of(status)
+        if self.failures == 1:
+            allowed = self.patience.of(status)
             logger.warning("%s; trying again for up to %.0f s", outcome.message, allowed)
         else:
-            logger.debug("%s; attempt %d", outcome.message, self._failures + 1)
+            logger.debug("%s; attempt %d", outcome.message, self.failures + 1)
         return delay
 
     def _next(self, asked: float | None, status: int = 0) -> float | None:
         """Count a failure; return the delay after it, or None if the patience is over."""
-        self._failures += 1
-        delay = DELAYS.after(self._failures, asked)
-        patience = self._patience
-        if patience.max_retries is not None and self._failures > patience.max_retries:
+        self.failures += 1
+        delay = DELAYS.after(self.failures, asked)
+        patience = self.patience
+        if patience.max_retries is not None and self.failures > patience.max_retries:
             return None
         return delay if self._spent() + delay <= patience.of(status) else None
 
     def _spent(self) -> float:
-        return time.monotonic() - self._since
+        return time.monotonic() - self.since
 
     def _wear_out(self, error: APIConnectionError | APIStatusError) -> None:
         """Note in the last error of a series how long the series was."""
-        if self._failures > 1:
-            error.message += f" (after {self._failures} attempts in {self._spent():.1f} s)"
+        if self.failures > 1:
+            error.message += f" (after {self.failures} attempts in {self._spent():.1f} s)"
             error.args = (error.message,)
 
 

@@ -1,4 +1,4 @@
-"""An answer with everything about it, for those who want more than its data."""
+"""Answers with their status and headers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tinkex.wire.protocol import Operation
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class APIResponse:
-    """An answer with everything about it; names of headers are lower-case, times are seconds.
+    """An answer with its status, headers and data; names of headers are lower-case.
 
     Example:
         >>> response = http.with_raw_response.get("healthz").result()
@@ -36,11 +36,11 @@ class APIResponse:
 
     @property
     def status_code(self) -> int:
-        """The status, by its other name."""
+        """The status, by another name."""
         return self.status
 
     def header(self, name: str) -> str | None:
-        """A header, whatever the case of its name.
+        """Return a header, without regard to case.
 
         Args:
             name: The header.
@@ -55,17 +55,17 @@ class APIResponse:
         return self.headers.get(name.lower())
 
     def parse(self, parser: Any = None) -> Any:
-        """The data: as it is, as a record type reads it, or as a function makes of it.
+        """Return the data as they are, as a record type, or passed through a function.
 
         Args:
             parser: A record type, a function of the data, or None for the data as they are.
 
         Returns:
-            What was made of the data.
+            The parsed data.
 
         Raises:
-            APIResponseValidationError: The data are not what the parser takes.
-            TypeError: This is no parser.
+            APIResponseValidationError: The parser does not accept the data.
+            TypeError: The parser is neither a type nor a function.
 
         Example:
             >>> response = http.with_raw_response.get("get_server_capabilities").result()
@@ -90,7 +90,7 @@ class APIResponse:
 
 
 def wrapped(op: Operation, reply: Reply, data: Any) -> APIResponse:
-    """A reply and what was made of it, as one."""
+    """Join a reply and its decoded data."""
     return APIResponse(
         reply.status,
         reply.headers,

@@ -50,7 +50,7 @@ async def persist(
 
 @dataclass(frozen=True)
 class RetryConfig:
-    """How a sampling client treats samples that fail for a passing reason. Times are seconds.
+    """A sampling client's policy for samples that fail for a passing reason. Times are seconds.
 
     Example:
         >>> RetryConfig(max_retries=3, retry_delay_max=2.0).delay(10, jitter=0.5)
@@ -58,13 +58,13 @@ class RetryConfig:
     """
 
     max_connections: int = 1000
-    """Samples under way at once; the server's own limit holds too."""
+    """Samples in flight at once; the server's own limit holds too."""
     progress_timeout: float = 7200.0
-    """How long nothing may come through before it is all given up."""
+    """Time without any success after which all samples are given up."""
     retry_delay_base: float = 0.5
     retry_delay_max: float = 10.0
     jitter_factor: float = 0.25
-    """The share of a delay by which it may be longer or shorter."""
+    """The part of a delay by which it may be longer or shorter."""
     enable_retry_logic: bool = True
     """False: every failure is final, and a request is sent once."""
     enable_stuck_detection: bool = True
@@ -75,10 +75,10 @@ class RetryConfig:
     )
     """Tried again, besides the statuses 408, 409, 429 and 5xx."""
     max_retries: int | None = None
-    """How often, at most; None: for as long as anything comes through."""
+    """Limit of retries; None has no limit while other samples succeed."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Refuse values that cannot work."""
         if self.max_connections <= 0:
             raise ValueError(f"max_connections must be greater than 0, got {self.max_connections}")
         if self.progress_timeout <= 0:
@@ -93,12 +93,11 @@ class RetryConfig:
             raise ValueError(f"max_retries must not be negative, got {self.max_retries}")
 
     def delay(self, attempt: int, jitter: float | None = None) -> float:
-        """Seconds to wait after the n-th failure, counted from 0; `jitter` in [0, 1] stands in for
-        the dice.
+        """Return the seconds to wait after the n-th failure, counted from 0.
 
         Args:
-            attempt: How many failures came before.
-            jitter: A number in [0, 1] in place of the dice.
+            attempt: The number of earlier failures.
+            jitter: A number in [0, 1] in place of a random one.
 
         Returns:
             Seconds.
@@ -115,13 +114,13 @@ class RetryConfig:
         return delays.after(attempt + 1, jitter=jitter)
 
     def is_retryable(self, error: BaseException) -> bool:
-        """Whether a failure may be a passing one.
+        """Return True for a failure that may pass.
 
         Args:
-            error: What went wrong.
+            error: The failure.
 
         Returns:
-            Whether to try again.
+            True to try again.
 
         Example:
             >>> config = RetryConfig()
@@ -142,15 +141,14 @@ class RetryConfig:
 
 
 class RetryHandler:
-    """Runs calls under a `RetryConfig`: so many at once, tried again, given up when nothing comes
-    through.
+    """Runs calls under a `RetryConfig`.
 
     Args:
-        config: How often, how long, how many.
-        name: What the log and the events call these calls.
+        config: The policy.
+        name: The name of these calls in the log and in events.
         limit: How many run at once; by default as the configuration says.
-        metadata: What events of the attempts carry beside the name.
-        clock: Seconds, to measure by.
+        metadata: Added to the events of the attempts.
+        clock: Returns the time in seconds.
 
     Example:
         >>> import asyncio
@@ -176,7 +174,7 @@ class RetryHandler:
         self._clock = clock
         self._slots: asyncio.Semaphore | None = None
         self._running: dict[asyncio.Task[Any], float] = {}
-        """What is under way, and since when; the longest first."""
+        """The start of each running call, the oldest first."""
         self._stuck: set[asyncio.Task[Any]] = set()
         self._progress = clock()
         self._watch: asyncio.TimerHandle | None = None
@@ -203,7 +201,7 @@ class RetryHandler:
             try:
                 result = await self._persist(function, args, kwargs)
             except asyncio.CancelledError:
-                # given up by someone else, or by them as well
+                # cancelled by the caller, perhaps besides us
                 if task not in self._stuck or task.uncancel() > 0:
                     raise
                 raise APIConnectionError(
@@ -254,7 +252,7 @@ class RetryHandler:
         return {"duration": (self._clock() - begun) * 1000}
 
     def _may_go_on(self, attempt: int, started: float, error: Exception) -> bool:
-        """Whether the n-th attempt's failure, counted from 0, is followed by another attempt."""
+        """Return True if another attempt follows the n-th failure, counted from 0."""
         config = self.config
         if not config.enable_retry_logic or (
             config.max_retries is not None and attempt >= config.max_retries
@@ -269,7 +267,7 @@ class RetryHandler:
             name, measurements, {**self._metadata, "name": self.name, "attempt": attempt, **facts}
         )
 
-    # ── when nothing comes through any more ───────────────────────────────────────────────────────
+    # ── stuck calls ───────────────────────────────────────────────────────────────────────────────
 
     def _begin(self, task: asyncio.Task[Any]) -> None:
         now = self._clock()
@@ -288,9 +286,7 @@ class RetryHandler:
             self._watch = None
 
     def _look(self) -> None:
-        """Give up what has been under way all that time if nothing has come through; look again
-        when it is due next.
-        """
+        """Cancel the calls that are older than the timeout, if nothing has succeeded meanwhile."""
         self._watch, now = None, self._clock()
         for task, since in self._running.items():
             left = max(since, self._progress) + self.config.progress_timeout - now

@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Container, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack
 
 from tinkex import events
 from tinkex.client.http.addresses import redirection, target
@@ -24,6 +24,8 @@ from tinkex.types.sessions import Empty
 from tinkex.wire import codec
 from tinkex.wire.protocol import AUTH_TOKEN, BY_NAME, PREFIX, Operation
 
+T = TypeVar("T")
+
 OFF_LOOP_BYTES = 64_000
 """Bodies above this are encoded and decoded in a thread, so that the loop stays responsive."""
 RESPONSE_BYTES = 52_428_800
@@ -31,16 +33,24 @@ RESPONSE_BYTES = 52_428_800
 
 
 class CallOptions(TypedDict, total=False):
-    """Options of a request; see `Transport.request`."""
+    """Options of a request."""
 
     path: Mapping[str, str] | None
+    """Values of the fields in the operation's path."""
     query: Mapping[str, object] | None
+    """Added to the configured query."""
     headers: Mapping[str, str] | None
+    """Added to ours; they win."""
     timeout: float | None
+    """Seconds that one attempt may take."""
     patience: float | None
+    """Seconds after which a failed request is not sent again."""
     max_retries: int | None
+    """Limit of retries."""
     final: Container[int]
+    """Statuses that are raised at once, for the caller to deal with."""
     metadata: Mapping[str, Any] | None
+    """Added to the events."""
 
 
 class Transport:
@@ -90,53 +100,40 @@ class Transport:
         op: Operation,
         body: codec.Body | None = None,
         *,
-        path: Mapping[str, str] | None = None,
-        query: Mapping[str, object] | None = None,
-        headers: Mapping[str, str] | None = None,
-        timeout: float | None = None,
-        patience: float | None = None,
-        max_retries: int | None = None,
-        final: Container[int] = (),
-        metadata: Mapping[str, Any] | None = None,
         url: str | None = None,
         follow: bool = True,
         without: Container[str] = (),
+        **options: Unpack[CallOptions],
     ) -> Reply:
         """Send bytes, and return a reply with a good status or raise a typed error.
 
         Args:
             op: The operation.
             body: The encoded message.
-            path: Values of the fields in the operation's path.
-            query: Added to the configured query.
-            headers: Added to ours; they win.
-            timeout: Seconds that one attempt may take.
-            patience: Seconds after which a failed request is not sent again.
-            max_retries: How often it is sent again.
-            final: Statuses that are raised at once, for the caller to deal with.
-            metadata: Added to the events.
             url: Path and query, in place of the operation's.
             follow: False returns an answer that redirects as it is.
             without: Lower-case names of headers that are not sent.
+            options: See `CallOptions`.
 
         Returns:
             The reply.
         """
-        limit = self.config.timeout if timeout is None else timeout
-        url = url or target(op, path, {**self.config.default_query, **(query or {})})
-        request = await self.link.request(op, url, body, limit, headers or {})
+        settings = self.config
+        limit = _first(options.get("timeout"), settings.timeout)
+        query = {**settings.default_query, **(options.get("query") or {})}
+        url = url or target(op, options.get("path"), query)
+        request = await self.link.request(op, url, body, limit, options.get("headers") or {})
         if without:
-            assert isinstance(request.headers, dict)
             for name in [name for name in request.headers if name.lower() in without]:
                 del request.headers[name]
         allowed = Patience(
-            self.config.patience if patience is None else patience,
-            self.config.max_retries if max_retries is None else max_retries,
-            final,
+            _first(options.get("patience"), settings.patience),
+            _first(options.get("max_retries"), settings.max_retries),
+            options.get("final", ()),
         )
         started = time.monotonic()
         attempts = Attempts(self.link, op, request, allowed, self.billing, self.breakers, follow)
-        with self._observed(op, metadata, url) as outcome:
+        with self._observed(op, options.get("metadata"), url) as outcome:
             reply = await attempts.reply()
             outcome["retry_count"] = attempts.retries
         self.errors.log_deprecation(op, reply.headers)
@@ -156,7 +153,7 @@ class Transport:
         url: str | None = None,
     ) -> AsyncIterator[StreamReply]:
         """Give the bytes of an answer as they come; sent once, since no byte can be taken back."""
-        limit = self.config.timeout if timeout is None else timeout
+        limit = _first(timeout, self.config.timeout)
         body = None if request is None else await _encode(request, False, True)
         url = url or target(op, None, self.config.default_query)
         wants = {"Accept": codec.EVENT_STREAM}
@@ -180,7 +177,7 @@ class Transport:
         """
         encoded = request is None or isinstance(request, codec.Body)
         body: codec.Body | None = request if encoded else codec.encode(request)
-        limit = self.config.timeout if timeout is None else timeout
+        limit = _first(timeout, self.config.timeout)
         url = target(op, path, self.config.default_query)
         prepared = await self.link.request(op, url, body, limit, headers or {}, keyed=False)
         with self._observed(op, None) as outcome:
@@ -232,6 +229,10 @@ class Transport:
             **(metadata or {}),
         }
         return announced(facts, self.keys)
+
+
+def _first(given: T | None, configured: T) -> T:
+    return configured if given is None else given
 
 
 async def _encode(request: Any, compress: bool, as_protobuf: bool) -> codec.Body:

@@ -203,8 +203,7 @@ class Family:
             kinds = listed
         if listed is not None and list(listed) != list(kinds):
             raise EngineError(
-                f"layer_types of this {self.name} contradict what else its config says of sliding "
-                "windows"
+                f"layer_types of this {self.name} contradict its other settings of sliding windows"
             )
         return tuple(kinds), None if window is None else int(window)
 

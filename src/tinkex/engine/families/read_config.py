@@ -1,6 +1,6 @@
-"""The families by name, and the way from a checkpoint's `config.json` to a decoder's configuration.
+"""The families by name, and the way from a `config.json` to a decoder's configuration.
 
-What would be computed wrongly is refused.
+A configuration that would be computed wrongly is refused.
 """
 
 from __future__ import annotations
@@ -47,11 +47,9 @@ def read_config(directory: Path) -> DecoderConfig:
     try:
         return parse_config(fields)
     except KeyError as error:
-        raise EngineError(f"{path} does not say {error}") from None
+        raise EngineError(f"{path} has no {error}") from None
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise EngineError(
-            f"{path} holds something of another kind than it should: {error}"
-        ) from None
+        raise EngineError(f"{path} holds a value of a wrong type: {error}") from None
 
 
 def parse_config(fields: Fields) -> DecoderConfig:

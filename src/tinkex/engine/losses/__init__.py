@@ -1,1 +1,1 @@
-"""Losses: the table, graphs that were sent, and `stable_reinforce`."""
+"""Losses: the table, losses sent as graphs, and `stable_reinforce`."""

@@ -23,7 +23,7 @@ STEP_WORK = 1 << 34
 
 @dataclass(frozen=True, slots=True)
 class Others:
-    """Tokens beside the targets whose log-probabilities a loss reads, as many at each position."""
+    """Tokens beside the targets that a loss reads, as many at each position."""
 
     positions: Array
     """Ascending."""
@@ -33,7 +33,10 @@ class Others:
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """Data that passed every check: tokens, targets `[N]` or `[N, K]`, and inputs of that shape."""
+    """Data that passed every check.
+
+    Each datum has its tokens, its targets `[N]` or `[N, K]`, and inputs of the targets' shape.
+    """
 
     tokens: list[Array]
     targets: list[Array]
@@ -52,7 +55,7 @@ class Examples:
         return tokens + self.work[index] * budget // STEP_WORK if self.work else tokens
 
     def wanted(self, index: int) -> tuple[Array, Array]:
-        """Return the tokens whose log-probabilities a loss reads, and their number by position."""
+        """Return the tokens that a loss reads, and their number by position."""
         targets, size = self.targets[index], self.tokens[index].size
         if not self.others:
             return targets.reshape(-1), np.full(size, targets.size // size)
@@ -179,7 +182,7 @@ def _input(index: int, datum: Datum, key: str, targets: Array, fills: Config) ->
 
 
 def _filled(tensor: TensorData, targets: Array, value: float) -> Array:
-    """Return the default of an input: one value at every target that a sparse tensor lists."""
+    """Return the default of an input, at every target that a sparse tensor lists."""
     if tensor.csr is None:
         return np.full(targets.shape, value, dtype=np.float32)
     rows, columns = tensor.csr

@@ -1,4 +1,4 @@
-"""Operations of losses sent as graphs: what one is, and the checks and bounds before it is called.
+"""Operations of losses sent as graphs, with the checks and bounds before a call.
 
 Sizes must not depend on values, and no result may be larger than its bound.
 """
@@ -125,7 +125,7 @@ def replace(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _bind(args: Arguments, kwargs: Keywords, *names: str) -> list[Any]:
-    """Return arguments by name: positional ones in order, then keywords; None if not given."""
+    """Return arguments by name: positional ones, then keywords; None if not given."""
     return [
         args[place] if place < len(args) else kwargs.get(name) for place, name in enumerate(names)
     ]
@@ -246,7 +246,10 @@ def check_same_shapes(args: Arguments, kwargs: Keywords, limits: GraphLimits) ->
 
 
 def _check_pieces(tensor: Any, dim: Any, size: Any, limits: GraphLimits) -> None:
-    """Refuse to cut a tensor into too many pieces of a size; a list of sizes is short already."""
+    """Refuse to cut a tensor into too many pieces of a size.
+
+    A list of sizes is short already.
+    """
     dim = 0 if dim is None else dim
     if not isinstance(tensor, torch.Tensor) or type(dim) is not int:
         raise Refusal("takes a tensor, and a dimension that is an integer")

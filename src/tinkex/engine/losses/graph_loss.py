@@ -1,4 +1,4 @@
-"""A loss that was sent as a graph, bounded in size and time before anything is computed.
+"""A loss that was sent as a graph, bounded in size and time before it is computed.
 
 The values that flow from step to step are tensors, numbers, dtypes, devices, and tuples of these.
 Arguments are checked and the size of every result is bounded before the step is run.
@@ -7,6 +7,7 @@ Arguments are checked and the size of every result is bounded before the step is
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -15,13 +16,129 @@ from typing import Any
 import torch
 
 from tinkex.engine.api import EngineError
-from tinkex.engine.losses.graph_budget import Allowance, Budget, count_numbers
-from tinkex.engine.losses.graph_checks import GraphLimits, Refusal, leaves, replace
-from tinkex.engine.losses.graph_reader import HERE, Ref, Step, at_node
+from tinkex.engine.losses.graph_checks import (
+    Arguments,
+    GraphLimits,
+    Keywords,
+    Operation,
+    Refusal,
+    leaves,
+    replace,
+)
+from tinkex.types.custom_losses import CustomLossNode
 
 META = torch.device("meta")
 WITH_GRADIENT = 3
 """The factor by which its gradient multiplies the work of a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """The result of an earlier node."""
+
+    name: str
+
+
+class Here:
+    """The device of the computation, which replaces every device that a graph names."""
+
+
+HERE = Here()
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A node with its operation and its arguments, in which references are still open."""
+
+    name: str
+    target: str
+    operation: Operation
+    args: Arguments
+    kwargs: Keywords
+
+
+def at_node(loss: str, node: CustomLossNode | Step) -> str:
+    """Return the beginning of an error about a node."""
+    return f"custom loss {loss!r}: node {node.name[:64]!r} ({node.target[:64]}): "
+
+
+def count_numbers(value: Any) -> int:
+    """Return the number of elements of all tensors in a value."""
+    return sum(leaf.numel() for leaf in leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+@dataclass(slots=True)
+class Allowance:
+    """The work and time that the loss of a pass has left, gradients included."""
+
+    work: float
+    seconds: float
+
+    @classmethod
+    def of(cls, limits: GraphLimits, given: int) -> Allowance:
+        """Return the allowance for data whose inputs hold so many numbers."""
+        return cls(
+            work=max(limits.pass_work, limits.pass_growth * given),
+            seconds=max(limits.seconds, limits.seconds_growth * given),
+        )
+
+    def spend_time(self, since: float) -> None:
+        """Charge the time since then, that of a gradient too."""
+        self.seconds -= time.monotonic() - since
+        if self.seconds < 0:
+            raise EngineError(
+                "the custom loss takes too long for one pass, with its gradient; send less data in "
+                "one"
+            )
+
+
+@dataclass(slots=True)
+class Budget:
+    """The numbers, work and time that the computation of one datum has left."""
+
+    node: int
+    total: int
+    work: float
+    deadline: float
+    allowance: Allowance
+
+    @classmethod
+    def of(cls, limits: GraphLimits, given: int, allowance: Allowance) -> Budget:
+        """Return the budget for inputs that hold so many numbers."""
+        return cls(
+            node=max(limits.elements, limits.growth * given),
+            total=max(limits.total_elements, limits.total_growth * given),
+            work=max(limits.pass_work / 2, limits.pass_growth * given),
+            deadline=time.monotonic() + allowance.seconds,
+            allowance=allowance,
+        )
+
+    def check(self, bound: int) -> None:
+        """Refuse a result that may hold so many numbers, before it is computed."""
+        if bound > self.node:
+            raise Refusal(f"makes {bound} numbers; at most {self.node} are allowed for this datum")
+        if bound > self.total:
+            raise Refusal("the results of all nodes together hold too many numbers for this datum")
+        if time.monotonic() > self.deadline:
+            raise Refusal("the loss takes too long")
+
+    def charge(self, work: int) -> None:
+        """Charge work before it is done."""
+        if work > self.work:
+            raise Refusal(
+                "the loss needs more work than is allowed for this datum, with its gradient"
+            )
+        if work > self.allowance.work:
+            raise Refusal(
+                "the data of this pass together need more work than is allowed; send less data in "
+                "one"
+            )
+        self.work -= work
+        self.allowance.work -= work
+
+    def spend(self, value: Any) -> None:
+        """Charge a result."""
+        self.total -= count_numbers(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +222,7 @@ class CompiledLoss:
         return Allowance.of(self._limits, given)
 
     def work(self, shapes: Mapping[str, Sequence[int]]) -> int | None:
-        """Estimate the work of a datum from the shapes of its inputs; None if its values decide."""
+        """Estimate the work of a datum from its shapes; None if its values decide."""
         allowance = Allowance(math.inf, self._limits.seconds)
         values: dict[str, Any] = {
             node: torch.empty(tuple(shapes[name]), device=META)

@@ -44,7 +44,7 @@ class Piece:
 
 
 class Objective(Protocol):
-    """What a pass minimises: a kind of loss with its settings."""
+    """A kind of loss with its settings, as a pass minimises it."""
 
     @property
     def elementwise(self) -> bool:

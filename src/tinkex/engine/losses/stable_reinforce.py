@@ -1,9 +1,8 @@
-"""The loss `stable_reinforce`: REINFORCE for samples that another policy drew. Its form is tinkex's
-own.
+"""The loss `stable_reinforce`: REINFORCE for samples that another policy drew.
 
-The sampler's distribution at each sampled token was recorded: its K likeliest tokens, and what
-remains as one more bucket. With π the model now, μ that distribution, y the sampled token and A its
-advantage, the loss is the sum over sampled tokens of
+Its form is tinkex's own. The sampler's distribution at each sampled token was recorded: its K
+likeliest tokens, and all others as one more bucket. With π the model now, μ that distribution, y
+the sampled token and A its advantage, the loss is the sum over sampled tokens of
 
     -min(r, c) · m · A · log π(y)  +  kl_coeff · KL(π‖μ)
 
@@ -12,7 +11,7 @@ where r = π(y)/q(y) is the ratio to the probability that y was drawn with, a co
 KL and total variation are taken over the buckets. Where π is μ, its gradient is that of
 `importance_sampling`.
 
-Axes: N data, M wanted log-probabilities of a micro-batch, S sampled targets, K likeliest tokens.
+Axes: N data, M wanted log-probabilities of a piece, S sampled targets, K likeliest tokens.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """The losses that a server has: their functions, and one table of what each takes.
 
 The table is for the engine, for the fake engine and for the server; so this module does not import
-torch, and functions use methods of tensors only. To add a loss, write its function, add a row to
-`LOSSES`, its name to `LossFnType`, its reference and case to `tests/engine/references.py`, and a
-row to the guide.
+torch, and functions use methods of tensors only. CONTRIBUTING.md says how to add a loss.
 
 A loss gets the log-probability of every target and the data's other inputs as flat tensors, and
 returns one value per target. Values are summed, never averaged: so the gradient of a batch is the
@@ -57,7 +55,7 @@ def ppo(logprobs_M: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tenso
 
 
 def _log_ratio(logprobs_M: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-    """Return log r; zero where there is no advantage, since it may be out of all bounds there."""
+    """Return log r; zero without an advantage, as it may be out of all bounds there."""
     return (logprobs_M - inputs["logprobs"]).where(inputs["advantages"] != 0, 0.0)
 
 
@@ -74,7 +72,7 @@ def dro(logprobs_M: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tenso
 
 
 def gspo(logprobs_M: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
-    """-min(s·A, clip(s)·A), with s the geometric mean of r over the marked positions of a datum.
+    """-min(s·A, clip(s)·A), with s the geometric mean of r over marked positions.
 
     Each token has the value of s and the gradient of its own log-probability. A datum without marks
     has s = 1.

@@ -1,8 +1,8 @@
-"""Attention: what a layer may see and how it weighs it, and the ways of computing that.
+"""Attention of a layer: its rule, and several ways to compute it.
 
 A layer's `AttentionRule` is all that training, prefill and decoding need to agree on. `causal`
-attends whole sequences, `attend` any queries to any keys under a mask (made by `visible`); neither
-knows about caches.
+attends whole sequences, `attend` any queries to any keys under a mask, which `visible` makes;
+neither knows about caches.
 
 Axes: T packed tokens, B sequences, L their length, Q queries, K keys, H query heads, G key/value
 heads (H is a multiple of G), C channels of a head.
@@ -28,37 +28,37 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 SHORT = 64
-"""Sequences up to this length are attended by plain products on a CPU (measured: the fused kernel
-wins beyond)."""
+"""The longest sequences that plain products attend on a CPU; then the fused kernel is quicker."""
 BLOCK = 512
-"""How many queries of a sequence are attended at once where a mask has to be written out."""
+"""The queries of a sequence that are attended at once where a mask has to be written out."""
 KERNEL_ERROR = 0.02
-"""How far our attention and its gradient may be from PyTorch's, as a share: both round to 16 bits
-on the way."""
+"""The largest share by which our attention and its gradient may differ from PyTorch's, since both
+round to 16 bits on the way."""
 
 logger = logging.getLogger("tinkex.engine")
 
 
 def visible(queries: torch.Tensor, keys: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
-    """Whether the query at a position sees the key at another: positions `[..., Q]`, `[..., K]` ->
-    `[..., Q, K]`.
+    """Return True where the query at a position sees the key at another.
+
+    Positions `[..., Q]` and `[..., K]` give `[..., Q, K]`.
     """
     back = queries[..., :, None] - keys[..., None, :]
     return back >= 0 if rule.window is None else (back >= 0) & (back < rule.window)
 
 
 def soft_cap(x: torch.Tensor, bound: float | None) -> torch.Tensor:
-    """Squash values into ±bound: bound * tanh(x / bound); x itself where there is no bound."""
+    """Squash values into ±bound: bound * tanh(x / bound); x itself without a bound."""
     return x if bound is None else torch.tanh(x / bound) * bound
 
 
 def soft_cap_slope(capped: torch.Tensor, bound: float) -> torch.Tensor:
-    """The derivative of `soft_cap`, from what it returned."""
+    """Return the derivative of `soft_cap`, from its result."""
     return 1 - (capped / bound).square()
 
 
 def widened(x: torch.Tensor) -> torch.Tensor:
-    """In float32 at least: near a bound, 16 bits tell values apart no longer."""
+    """Return x in float32 at least: near a bound, 16 bits cannot tell values apart."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -69,8 +69,9 @@ def attend(
     seen: torch.Tensor,
     rule: AttentionRule,
 ) -> torch.Tensor:
-    """Attention under a mask, `[Q, K]` or `[B, Q, K]`, in which every query sees a key; returns
-    `[B, Q, H*C]`.
+    """Attend under a mask, `[Q, K]` or `[B, Q, K]`, in which every query sees a key.
+
+    The result is `[B, Q, H*C]`.
     """
     count, queries, heads, channels = q_BQHC.shape
     groups = k_BKGC.shape[2]
@@ -84,8 +85,7 @@ def attend(
             q, k, v, attn_mask=seen, scale=rule.scale, enable_gqa=q.shape[1] != k.shape[1]
         )
         return mixed.transpose(1, 2).reshape(count, queries, -1)
-    # The heads that share keys are one more axis of the product, so that keys are read where they
-    # lie.
+    # Heads that share keys are one more axis of the product, so that keys need no copies.
     q = q_BQHC.view(count, queries, groups, -1, channels).permute(0, 2, 3, 1, 4)
     k, v = (x.transpose(1, 2)[:, :, None] for x in (k_BKGC, v_BKGC))
     with steady_batch(q.shape[:3].numel()) if q.is_cpu else nullcontext():
@@ -98,7 +98,7 @@ def attend(
 def causal(
     q_BLHC: torch.Tensor, k_BLGC: torch.Tensor, v_BLGC: torch.Tensor, rule: AttentionRule
 ) -> torch.Tensor:
-    """Causal attention of B sequences of one length; returns `[B*L, H*C]`."""
+    """Attend B sequences of one length causally; return `[B*L, H*C]`."""
     count, length, heads, channels = q_BLHC.shape
     groups = k_BLGC.shape[2]
     if rule.softcap is not None or rule.window_within(length) is not None:
@@ -124,11 +124,11 @@ def causal(
 def _by_blocks(
     q_BLHC: torch.Tensor, k_BLGC: torch.Tensor, v_BLGC: torch.Tensor, rule: AttentionRule
 ) -> torch.Tensor:
-    """Block after block of queries, each against the keys it can see and no others."""
+    """Attend block after block of queries, each against the keys that it can see."""
     length = q_BLHC.shape[1]
     positions = torch.arange(length, device=q_BLHC.device)
-    # Capped scores are no kernel's business and would all be kept for backward: it computes a
-    # block's again instead.
+    # No kernel takes capped scores, and all would be kept for backward: it computes those of a
+    # block again instead.
     again = rule.softcap is not None and length > BLOCK and torch.is_grad_enabled()
     mixed = []
     for start in range(0, length, BLOCK):
@@ -150,8 +150,9 @@ def _by_blocks(
 
 
 class _ShortAttention(torch.autograd.Function):
-    """Causal attention by batched products: for many short sequences on a CPU twice as quick as the
-    fused kernel.
+    """Causal attention by batched products.
+
+    For many short sequences on a CPU it is twice as quick as the fused kernel.
     """
 
     @staticmethod
@@ -189,8 +190,8 @@ class _ShortAttention(torch.autograd.Function):
 class PackedAttention:
     """Causal attention within packed sequences, given as runs of (count B, length L).
 
-    On a CPU a run is one call: whoever packs puts sequences of equal length side by side. On an
-    accelerator one kernel takes sequences of any lengths.
+    On a CPU a run is one call: sequences of equal length are packed side by side. On an accelerator
+    one kernel takes sequences of any lengths.
     """
 
     def __init__(
@@ -203,7 +204,7 @@ class PackedAttention:
         self._longest = max(length for _, length in runs)
         self._bounds: torch.Tensor | None = None
         self._tables: dict[int, Any] = {}
-        """By head size, and the same for all layers."""
+        """Tables by head size, the same for all layers."""
         if torch.device(device).type == "cuda":
             self._bounds = to_device(
                 np.cumsum([0, *self._lengths()]), torch.device(device), torch.int32
@@ -212,7 +213,7 @@ class PackedAttention:
     def __call__(
         self, layer: int, q_THC: torch.Tensor, k_TGC: torch.Tensor, v_TGC: torch.Tensor
     ) -> torch.Tensor:
-        """Attend, by the layer's rule."""
+        """Attend by the layer's rule."""
         rule = self._rules[layer]
         if self._bounds is not None and takes_packed(q_THC, rule):
             return self._at_once(q_THC, k_TGC, v_TGC, self._bounds, rule)
@@ -247,7 +248,7 @@ class PackedAttention:
 
 
 def takes_packed(q: torch.Tensor, rule: AttentionRule) -> bool:
-    """Whether `flash` can be used."""
+    """Return True if `flash` can be used."""
     return q.is_cuda and rule.softcap is None and q.dtype in (torch.bfloat16, torch.float16)
 
 
@@ -261,11 +262,11 @@ def flash(
     window: int | None,
     keys: tuple[torch.Tensor, int] | None = None,
 ) -> Sequence[torch.Tensor]:
-    """PyTorch's kernel for packed sequences: output, log-sum-exp, and what its own backward wants
-    besides.
+    """Attend packed sequences by PyTorch's kernel.
 
-    `keys` are their bounds and the most of a sequence, where they reach further back than queries;
-    both end together.
+    The results are the output, log-sum-exp, and the state that its own backward needs. `keys` are
+    their bounds and the most of a sequence, where keys reach further back than queries; both end
+    together.
     """
     bounds_k, longest_k = keys or (bounds, longest)
     parts: Sequence[torch.Tensor] = torch.ops.aten._flash_attention_forward(
@@ -277,7 +278,7 @@ def flash(
 
 
 def _sides(window: int | None) -> dict[str, int | None]:
-    """How far a query sees to either side, besides itself."""
+    """Return how far a query sees to either side, besides itself."""
     return {
         "window_size_left": None if window is None else window - 1,
         "window_size_right": None if window is None else 0,
@@ -292,8 +293,9 @@ def _heads(q: torch.Tensor, k: torch.Tensor) -> tuple[int, int, int, torch.dtype
 def _packed_kernels(
     heads: int, groups: int, channels: int, dtype: torch.dtype, device: torch.device, windowed: bool
 ) -> Any:
-    """Our kernels for packed sequences, if Triton is here and they give what PyTorch's own give on
-    such heads.
+    """Return our kernels for packed sequences.
+
+    None if Triton is missing, or if they differ from PyTorch's on such heads.
     """
 
     def measured() -> tuple[Any, float]:
@@ -307,16 +309,13 @@ def _packed_kernels(
 
 
 def trusted(who: str, measured: Callable[[], tuple[Any, float]], most: float) -> Any:
-    """A kernel for attention that is off by no more than that on this device, else None: the plain
-    way is always there.
+    """Return a kernel for attention, or None if its error is not below `most`.
 
-    Why it goes without is said aloud.
+    There is always the plain way; a warning says why the kernel is not used.
     """
     try:
         kernel, error = measured()
-    except (
-        torch.OutOfMemoryError
-    ):  # which says nothing about the kernel: whoever asks again may find room
+    except torch.OutOfMemoryError:  # says nothing about the kernel: there may be room the next time
         raise
     except Exception as reason:  # whatever it is, there is another way
         logger.warning("%s goes without its attention kernel, and is slower: %s", who, reason)
@@ -336,10 +335,7 @@ def _kernel_error(
     device: torch.device,
     windowed: bool,
 ) -> float:
-    """How far what the kernels give is from PyTorch's, as a share, for a few sequences.
-
-    Without autograd, whose hooks belong to whoever computes the layer around this.
-    """
+    """Return the share by which our kernels differ from PyTorch's on some sequences."""
     lengths, window, scale = [300, 1, 65, 128, 7], 50 if windowed else None, channels**-0.5
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
@@ -351,24 +347,9 @@ def _kernel_error(
         )
         bounds = to_device(np.cumsum([0, *lengths]), device, torch.int32)
         out, lse, *state = flash(q, k, v, bounds, max(lengths), scale, window)
+        tensors, longest = (d_out, q, k, v, out, lse, bounds, bounds), max(lengths)
         expected = torch.ops.aten._flash_attention_backward(
-            *(
-                d_out,
-                q,
-                k,
-                v,
-                out,
-                lse,
-                bounds,
-                bounds,
-                max(lengths),
-                max(lengths),
-                0.0,
-                True,
-                *state[:2],
-            ),
-            scale=scale,
-            **_sides(window),
+            *(*tensors, longest, longest, 0.0, True, *state[:2]), scale=scale, **_sides(window)
         )
         tables = kernels.tables(lengths, channels, device)
         mixed, sums = kernels.forward((q, k, v), tables.forward_N3, scale, window)

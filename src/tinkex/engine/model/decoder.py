@@ -1,18 +1,17 @@
-"""One decoder for the Llama line and its relatives, configured by the checkpoint's own
-`config.json`.
+"""One decoder for the Llama line and its relatives, configured by `config.json`.
 
 Choices:
 - Tokens are packed: linear layers see `[T, D]` without padding; only attention knows where
   sequences begin.
 - Attention is a callable, so that training, prefill and decoding share every other line of the
   model, and their log-probabilities agree.
-- What families differ in is data: flags of the config, a rule per layer for attention, norms that
-  are absent.
+- Families differ in data: flags of the config, a rule per layer for attention, norms that are
+  absent.
 - q, k, v are one matrix, and gate and up are another: fewer, larger products.
 - Base weights are frozen; gradients reach LoRA factors only (see `lora.py`).
 
 Axes: T packed tokens, D hidden, N outputs of a linear layer, H query heads, G key/value heads, C
-channels of a head, F mlp, V vocabulary, B sequences of equal length, L their length.
+channels of a head, V vocabulary.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class Layer:
 
     @property
     def head_norms(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The norms of queries and keys, where a family has them."""
+        """The norms of queries and keys, in families that have them."""
         return (
             None
             if self.q_norm_C is None or self.k_norm_C is None
@@ -94,7 +93,7 @@ class Decoder:
     """Of each kind of rotary embedding."""
 
     def linears(self) -> list[Linear]:
-        """Every layer that can carry LoRA factors, in a fixed order."""
+        """Return every layer that can carry LoRA factors, in a fixed order."""
         inner = [
             linear for layer in self.layers for linear in (layer.qkv, layer.o, *layer.mlp.linears())
         ]
@@ -102,25 +101,26 @@ class Decoder:
 
     @property
     def is_dense(self) -> bool:
-        """Whether every token goes through all weights: no layer has experts."""
+        """True if no layer has experts."""
         return all(isinstance(layer.mlp, Mlp) for layer in self.layers)
 
     @property
     def attention(self) -> Sequence[AttentionRule]:
-        """How each layer attends: for whoever passes an `Attend`."""
+        """The attention of each layer."""
         return self.config.attention
 
     def logits(
         self, hidden_TD: torch.Tensor, lora: Adaptation = BARE, rows_T: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """What the head makes of hidden states, within the model's bound; `rows_T` as for
-        `Adaptation.linear`.
+        """Return the logits of hidden states, within the model's bound.
+
+        `rows_T` is as for `Adaptation.linear`.
         """
         return cap_logits(lora.linear(hidden_TD, self.head, rows_T), self.config.logit_cap)
 
 
 def cap_logits(logits_TV: torch.Tensor, bound: float | None) -> torch.Tensor:
-    """Logits within a model's bound, if it has one, and then in float32 at least."""
+    """Bound logits, if the model does, and then in float32 at least."""
     return logits_TV if bound is None else soft_cap(widened(logits_TV), bound)
 
 
@@ -133,11 +133,10 @@ def hidden_states(
     *,
     sparing: bool = False,
 ) -> torch.Tensor:
-    """Run the decoder on packed tokens; returns the normalised hidden states `[T, D]` that the head
-    reads.
+    """Run the decoder on packed tokens.
 
-    If `sparing`, what is kept for backward is one state per layer, and the rest is computed again
-    there.
+    The result is the normalised hidden states `[T, D]` that the head reads. If `sparing`, only one
+    state per layer is kept for backward, which computes the rest again.
     """
     config, eps = model.config, model.config.norm_eps
     x_TD = F.embedding(tokens_T, model.embed_VD)
@@ -173,8 +172,10 @@ def _layer(
     rest_TD: torch.Tensor | None,
     normed_TD: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """The state of each token after a layer, what rounding has cut off it, and its norm, which the
-    next one reads.
+    """Run a layer.
+
+    The results are the state of each token, the part of it that rounding has cut off, and its norm,
+    which the next layer reads.
     """
     config, layer, eps = model.config, model.layers[index], model.config.norm_eps
     sizes = (config.heads, config.kv_heads, config.kv_heads)
@@ -195,7 +196,7 @@ def _layer(
 def _turns(
     model: Decoder, positions_T: torch.Tensor, dtype: torch.dtype
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Cosines and sines `[T, 1, C/2]` of each kind of rotary embedding."""
+    """Return cosines and sines `[T, 1, C/2]` of each kind of rotary embedding."""
     angles = [
         positions_T[:, None, None].to(torch.float32) * frequencies
         for frequencies in model.frequencies

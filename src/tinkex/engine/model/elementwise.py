@@ -1,8 +1,7 @@
-"""The operations between matrix products: norms, rotations, gates. Each goes over memory once,
-forward and backward.
+"""The operations between matrix products: norms, rotations, gates.
 
-On a CPU that takes a few operations in place, with gradients by hand; on an accelerator a kernel of
-`kernels.py` each.
+Each goes over memory once, forward and backward. On a CPU that takes a few operations in place,
+with gradients by hand; on an accelerator each is a kernel of `kernels/gates.py`.
 
 Axes: T packed tokens, D hidden, H query heads, G key/value heads, C channels of a head, N outputs
 of a linear layer, F mlp (N = 2 F).
@@ -31,7 +30,7 @@ def _load_kernels() -> Any:
 
 
 def kernels_for(x: torch.Tensor) -> Any:
-    """The module of kernels, if this tensor is on an accelerator that has them."""
+    """Return the module of kernels for a tensor on an accelerator that has them."""
     return _load_kernels() if x.is_cuda else None
 
 
@@ -39,7 +38,7 @@ def kernels_for(x: torch.Tensor) -> Any:
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS norm over the last axis, in the precision of its weight."""
+    """Return the RMS norm over the last axis, in the precision of its weight."""
     if not x.requires_grad:
         return _normed(x, weight, eps)
     normed: torch.Tensor = _Norm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
@@ -53,12 +52,14 @@ def add_norm(
     weight: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """The sum of a token's state and a share, what rounding cuts off it, and the norm of that sum
-    before rounding.
+    """Add a share to the states of tokens.
 
-    `rest` is what was cut off before. In half precision a state is rounded at every sum, and it is
-    what every layer reads: with the rests, sums are as good as in single precision, and half of
-    what trainer and sampler differ by goes. In single precision there are none.
+    The results are the sum, the part that rounding cuts off it, and the norm of the sum before
+    rounding. `rest` is the part that was cut off before.
+
+    In half precision a state is rounded at every sum, and every layer reads it: with the rests,
+    sums are as good as in single precision, and half of the difference between trainer and sampler
+    is gone. In single precision there are none.
     """
     if not (x.requires_grad or share.requires_grad):
         return _summed_normed(x, rest, share, weight, eps)
@@ -76,8 +77,9 @@ def cut_off(
     weight: torch.Tensor,
     eps: float,
 ) -> torch.Tensor | None:
-    """What rounding has cut off the norm that `add_norm` gave, in single precision; None where
-    nothing was.
+    """Return the part that rounding has cut off the norm of `add_norm`, in float32.
+
+    None if nothing was cut off.
     """
     if rest is None:
         return None
@@ -92,7 +94,7 @@ def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def _fits(x: torch.Tensor) -> bool:
-    """Whether the kernels take it: rows in one piece, and not too long."""
+    """Return True if the kernels take a tensor: contiguous rows, not too long."""
     return x.dim() == 2 and x.is_contiguous() and x.shape[1] <= 16384
 
 
@@ -118,7 +120,7 @@ def _summed_normed(
 def _norm_gradient(
     dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """With y = x r w and r = 1 / rms(x): dx = r (g - x r^2 mean(g x)), g = dy w."""
+    """Return dx = r (g - x r^2 mean(g x)), with y = x r w, r = 1 / rms(x), g = dy w."""
     if x.dtype != weight.dtype:
         return _norm_gradient(dy.to(weight.dtype), x.to(weight.dtype), weight, eps).to(x.dtype)
     size = x.shape[-1]
@@ -145,7 +147,7 @@ class _Norm(torch.autograd.Function):
 
 
 class _AddNorm(torch.autograd.Function):
-    """What comes back through the sum and through its norm is added up where it is computed."""
+    """The sum and its norm; their gradients are added up where they are computed."""
 
     @staticmethod
     def forward(
@@ -181,7 +183,7 @@ class _AddNorm(torch.autograd.Function):
 
 
 def rotate(x_THC: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding: channel c turns together with channel c + C/2."""
+    """Apply rotary embeddings: channel c turns together with channel c + C/2."""
     if not x_THC.requires_grad:
         return _rotated(x_THC, cos, sin)
     rotated: torch.Tensor = _Rotate.apply(x_THC, cos, sin)  # type: ignore[no-untyped-call]
@@ -197,9 +199,7 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
 
 
 class _Rotate(torch.autograd.Function):
-    """The gradient of a rotation is the rotation back: two passes over memory instead of autograd's
-    eight.
-    """
+    """A rotation; its gradient is the rotation back, in two passes over memory."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -222,8 +222,9 @@ def turned_heads(
     turn: tuple[torch.Tensor, torch.Tensor] | None,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys, values `[T, heads, C]` of their fused projection; `turn` has cosines and sines
-    `[T, 1, C/2]`.
+    """Return queries, keys, values `[T, heads, C]` of their fused projection.
+
+    `turn` has cosines and sines `[T, 1, C/2]`.
     """
     if (
         turn is not None
@@ -288,7 +289,7 @@ class _TurnedHeads(torch.autograd.Function):
 
 
 def gated(gate_up_TN: torch.Tensor, activation: str) -> torch.Tensor:
-    """activation(gate) * up, of the two halves of the fused projection."""
+    """Return activation(gate) * up, of the two halves of the fused projection."""
     if not gate_up_TN.requires_grad:
         return _gated(gate_up_TN, activation)
     out: torch.Tensor = _Gated.apply(gate_up_TN, activation)  # type: ignore[no-untyped-call]
@@ -304,9 +305,7 @@ def _gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 class _Gated(torch.autograd.Function):
-    """Keeps the fused projection alone and writes its gradient in place: no split, no
-    concatenation.
-    """
+    """A gate that keeps only the fused projection, and writes its gradient in place."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: torch.Tensor, activation: str) -> torch.Tensor:

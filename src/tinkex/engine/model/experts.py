@@ -1,9 +1,8 @@
-"""Mixtures of experts: a router sends each token to a few of many mlps, whose results are weighed
-and added.
+"""Mixtures of experts: a router sends each token to a few of many mlps.
 
 Tokens are sorted by expert, and the experts that got some run one after another: each sees its
-tokens in the order of the pass. Factors of LoRA are each expert's own; the router is frozen, yet
-gradients pass through its weights.
+tokens in the order of the pass. Their results are weighed and added. Each expert has LoRA factors
+of its own; the router is frozen, yet gradients pass through its weights.
 
 Axes: T packed tokens, D hidden, E experts, K experts of a token, S = T K pairs of token and expert.
 """
@@ -33,8 +32,8 @@ class Experts:
     """In float32 at least: a route that flips between training and sampling costs more than all
     other rounding.
 
-    For the same reason what is added to the states of a mixture is not rounded to half precision.
-    """
+    For the same reason what is added to the states of a mixture is not rounded to half
+    precision."""
     each: Sequence[Mlp]
     chosen: int
     normed: bool
@@ -42,8 +41,9 @@ class Experts:
     def __call__(
         self, x_TD: torch.Tensor, lora: Adaptation, cut_TD: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The share that is added to tokens, in float32 at least; the router also reads what
-        rounding cut off them.
+        """Return what is added to the states of tokens, in float32 at least.
+
+        The router also reads the part that rounding has cut off them.
         """
         weights_TK, experts_TK = self.route(x_TD, cut_TD)
         order_S = experts_TK.flatten().argsort(stable=True)
@@ -58,8 +58,7 @@ class Experts:
         for expert, part_TD, rows_T in parts:
             if rows_T.shape[0]:
                 outputs.append(expert(part_TD, lora, rows_T))
-        # Each pair back to its place beside its token, so that sums have one order whatever the
-        # device.
+        # each pair goes back beside its token, so that sums have one order on every device
         places_S = torch.empty_like(order_S)
         places_S[order_S] = torch.arange(order_S.shape[0], device=order_S.device)
         y_TKD = torch.cat(outputs)[places_S].view(*weights_TK.shape, -1)
@@ -68,7 +67,7 @@ class Experts:
     def route(
         self, x_TD: torch.Tensor, cut_TD: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """For each token its experts, likeliest first, and their weights."""
+        """Return the experts of each token, likeliest first, and their weights."""
         wide_TD = x_TD.to(self.router_ED.dtype)
         wide_TD = wide_TD if cut_TD is None else wide_TD + cut_TD
         multiply = F.linear if wide_TD.requires_grad else lowered
@@ -79,8 +78,9 @@ class Experts:
         return weights_TK, experts_TK
 
     def linears(self) -> Iterator[Linear]:
-        """Projections of one kind side by side, so that the factors of all experts can be read as
-        one tensor.
+        """Yield projections, those of one kind side by side.
+
+        So the factors of all experts can be read as one tensor.
         """
         for kind in zip(*(expert.linears() for expert in self.each), strict=True):
             yield from kind

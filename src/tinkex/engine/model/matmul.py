@@ -1,6 +1,6 @@
-"""Products with the weights of the base model, and the small ones that adapters add to them.
+"""Products with the weights of the base model, and small ones with adapters' factors.
 
-On a CPU the bits of a row of a float32 product must not depend on the other rows. `product_check`
+On a CPU the bits of a row of a float32 product must not depend on the other rows. `matmul_check`
 says which library keeps to that for a shape: oneDNN, which is quicker than MKL by a sixth where the
 processor is not Intel's, MKL, or C.
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from tinkex.engine.torch.lora import Linear
 
 MOST_FUSED = 128
-"""Up to this rank an accelerator adds an adapter's share with a kernel of its own."""
+"""The highest rank for which an accelerator adds an adapter's share by a kernel of its own."""
 
 
 def base_product(x_TD: torch.Tensor, linear: Linear) -> torch.Tensor:
-    """A linear layer of the base model."""
+    """Return the results of a linear layer of the base model."""
     if linear.wide and _can_widen(x_TD):
         y_TN = torch.mm(x_TD, linear.weight_ND.t(), out_dtype=torch.float32)
         return y_TN if linear.bias_N is None else y_TN.add_(linear.bias_N)
@@ -36,8 +36,9 @@ def base_product(x_TD: torch.Tensor, linear: Linear) -> torch.Tensor:
 def weighed(
     x_TD: torch.Tensor, weight_ND: torch.Tensor, bias_N: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The product with a weight of the base model. Which library makes it depends on the weight,
-    never on the rows.
+    """Multiply with a weight of the base model.
+
+    The library is chosen by the weight, never by the rows.
     """
     if not _is_checked(x_TD):
         return F.linear(x_TD, weight_ND, bias_N)
@@ -50,8 +51,9 @@ def weighed(
 
 
 def lowered(x_TD: torch.Tensor, low_RD: torch.Tensor) -> torch.Tensor:
-    """The product with a small matrix, `x @ low.t()`: with a factor of an adapter, or what chooses
-    experts.
+    """Multiply with a small matrix, `x @ low.t()`.
+
+    It is a factor of an adapter, or the router of experts.
     """
     if _is_checked(x_TD) and matmul_check.choice(low_RD, is_small=True) == "c":
         return c_matmul.multiply(x_TD, low_RD.t())
@@ -69,7 +71,7 @@ def add_small(
 
 
 def _is_checked(x: torch.Tensor) -> bool:
-    """Return whether a library is chosen for products with this."""
+    """Return True if a library is chosen for products with this."""
     return x.is_cpu and x.dtype == torch.float32
 
 
@@ -92,15 +94,15 @@ def add_product(
 def write_product(
     y_TN: torch.Tensor, low_TR: torch.Tensor, high_RN: torch.Tensor, scale: float
 ) -> None:
-    """Write the scaled product of two low-rank factors over whatever is there."""
+    """Overwrite a tensor with the scaled product of two low-rank factors."""
     torch.addmm(y_TN, low_TR, high_RN, beta=0, alpha=scale, out=y_TN)
 
 
 def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return a product in single precision, if the device can make one of half precision so."""
+    """Multiply without rounding sums to half precision, if the device can do that."""
     return torch.mm(left, right, out_dtype=torch.float32) if _can_widen(left) else left @ right
 
 
 def _can_widen(x: torch.Tensor) -> bool:
-    """Whether products of factors in half precision can be had in single precision."""
+    """Return True if factors in half precision can have a product in float32."""
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)

@@ -1,10 +1,9 @@
-"""The library that multiplies float32 matrices on a CPU: the first whose rows are steady, as a
-check finds here.
+"""The choice of the library that multiplies float32 matrices on a CPU.
 
-A row is steady if its bits are the same beside any other rows. oneDNN's and MKL's are on some
-processors and for some shapes. Elsewhere they add up in an order that depends on how many rows
-there are, and neighbours would change last bits of results. The products in C (`native/matmul.py`)
-have one order everywhere.
+It is the first library whose rows are steady, as a check on this machine finds. A row is steady if
+its bits are the same beside any other rows. oneDNN's and MKL's are on some processors and for some
+shapes. Elsewhere the order of their sums depends on the number of rows, and neighbours would change
+last bits of results. The products in C (`native/c_matmul.py`) have one order everywhere.
 
 A shape is checked before its first product, which takes milliseconds. PyTorch's number of threads
 is part of it.
@@ -31,14 +30,13 @@ if TYPE_CHECKING:
 Name: TypeAlias = Literal["onednn", "pytorch", "c"]
 
 LEAST_FOR_ONEDNN = 1 << 16
-"""Weights of fewer numbers go through PyTorch's own product (MKL's on x86), which is quicker to
-begin."""
+"""The size from which weights go through oneDNN; PyTorch's own product begins sooner."""
 
 MOST_ROWS = 516
 PARTS = ((0, 4), (8, 16), (40, 64), (100, 152), (4, 136), (96, 292))
-"""Rows that are multiplied alone and together with all others. Callers pad to multiples of four."""
+"""Rows that are multiplied alone and together with all others, in multiples of four."""
 WORK = 1 << 28
-"""Multiplications by which the rows of a check are limited …"""
+"""The most multiplications of a check, which limits its rows …"""
 LEAST_ROWS = 64
 """… but to no fewer than these."""
 
@@ -50,7 +48,7 @@ logger = logging.getLogger("tinkex.engine")
 
 
 def choice(weight_ND: torch.Tensor, *, is_small: bool = False, is_packed: bool = False) -> Name:
-    """The library for products with a matrix of this shape: `x @ weight.t()`.
+    """Return the library for products with a matrix of this shape: `x @ weight.t()`.
 
     Factors of adapters count as small. With packed weights, oneDNN begins quickly.
     """
@@ -73,11 +71,10 @@ def _choice(outputs: int, inputs: int, turned: bool, is_large: bool, threads: in
 
 
 def steady_batch(count: int) -> AbstractContextManager[None]:
-    """A block in which batched products, of so many matrices, give each the same bits as beside
-    others.
+    """Return a block in which each matrix of a batch gets the same bits in any batch.
 
     With several threads a library may split single products, if there are few of them, and then
-    adds up otherwise.
+    adds up in another order.
     """
     threads = torch.get_num_threads()
     if threads == 1 or (count > 1 and are_batches_steady(threads)):
@@ -88,7 +85,7 @@ def steady_batch(count: int) -> AbstractContextManager[None]:
 @functools.cache
 @torch.no_grad()
 def are_batches_steady(threads: int) -> bool:
-    """Return whether a matrix gets the same bits in small and large batches."""
+    """Return True if a matrix gets the same bits in small and large batches."""
     random = torch.Generator().manual_seed(0)
     for queries, keys, channels in BATCHES:
         shapes = ((queries, keys), (queries, channels), (keys, channels))
@@ -106,7 +103,7 @@ def are_batches_steady(threads: int) -> bool:
 
 
 def is_safe(outputs: int, inputs: int) -> bool:
-    """Return whether a library keeps rows steady for weights of this shape."""
+    """Return True if a library keeps rows steady for weights of this shape."""
     weight_ND = torch.empty(outputs, inputs)
     names = [choice(weight_ND), choice(weight_ND[:32], is_small=True)]
     return all(
@@ -119,14 +116,13 @@ def is_safe(outputs: int, inputs: int) -> bool:
 def _warn() -> None:
     logger.warning(
         "products of matrices depend on how many rows they have, with the libraries of this "
-        "machine: requests that run "
-        "together may change last bits of each other's results. A C compiler mends that: see "
-        "`tinkex doctor`"
+        "machine: requests that run together may change last bits of each other's results. A C "
+        "compiler mends that: see `tinkex doctor`"
     )
 
 
 def is_available(name: Name) -> bool:
-    """Return whether the library is here."""
+    """Return True if the library is installed."""
     if name == "onednn":
         return onednn() is not None
     return name == "pytorch" or c.load() is not None
@@ -134,7 +130,7 @@ def is_available(name: Name) -> bool:
 
 @torch.no_grad()
 def is_steady(name: Name, outputs: int, inputs: int, *, turned: bool = False) -> bool:
-    """Return whether a row gets the same bits in few rows and in many."""
+    """Return True if a row gets the same bits in few rows and in many."""
     random = torch.Generator().manual_seed(0)
     rows = min(MOST_ROWS, max(LEAST_ROWS, WORK // (outputs * inputs)))
     x_TD = torch.randn(rows, inputs, generator=random)
@@ -145,7 +141,7 @@ def is_steady(name: Name, outputs: int, inputs: int, *, turned: bool = False) ->
 
 
 def _ways(name: Name, weight_ND: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Tensor]]:
-    """The calls of a library by which rows are multiplied with a matrix."""
+    """Return the calls of a library by which rows are multiplied with a matrix."""
     if name == "onednn" and (operator := onednn()) is not None:
         layouts = [weight_ND, torch.ops.mkldnn._reorder_linear_weight(weight_ND.contiguous())]
         return [functools.partial(_by_onednn, operator, layout) for layout in layouts]
@@ -172,8 +168,9 @@ def _rows_agree(multiply: Callable[[torch.Tensor], torch.Tensor], x_TD: torch.Te
 
 @functools.cache
 def onednn() -> Callable[..., torch.Tensor] | None:
-    """OneDNN's product with a weight, as it lies or packed, where PyTorch has it; elsewhere than on
-    x86 not tried.
+    """Return oneDNN's product with a weight, plain or packed, if PyTorch has it.
+
+    It is used on x86 only.
     """
     if platform.machine() not in ("x86_64", "AMD64"):
         return None

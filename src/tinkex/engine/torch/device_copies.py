@@ -1,7 +1,7 @@
 """Copies between host and device for which neither waits.
 
-A plain copy waits until the device has done all that it was given before. These are put in line;
-what goes to the host is looked at when a mark says that it is there.
+A plain copy waits until the device has done all its earlier work. These are queued; a mark says
+when a copy to the host is complete.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tinkex.types.tensors import Array
 
 STAGING = 1 << 22
-"""How many numbers go to the host at a time while the device works on."""
+"""The numbers that go to the host at a time while the device works on."""
 
 
 def to_device(
@@ -29,19 +29,17 @@ def to_device(
     device: torch.device,
     dtype: torch.dtype = torch.int64,
 ) -> torch.Tensor:
-    """Numbers of the host, on the device."""
+    """Copy numbers of the host to the device."""
     return torch.as_tensor(values, dtype=dtype).to(device, non_blocking=True)
 
 
 def to_host(x: torch.Tensor) -> torch.Tensor:
-    """A copy that is complete once the device has come so far."""
+    """Return a copy that is complete once the device has come so far."""
     return x.to("cpu", non_blocking=True)
 
 
 def mark(device: torch.device) -> torch.cuda.Event | None:
-    """To wait until the device has done all it has been given so far; None where nothing is ever
-    outstanding.
-    """
+    """Return an event that follows all present work of the device; None on a CPU."""
     if device.type != "cuda":
         return None
     event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -50,10 +48,10 @@ def mark(device: torch.device) -> torch.cuda.Event | None:
 
 
 def to_host_beside(x: torch.Tensor, ready: torch.cuda.Event | None) -> torch.Tensor:
-    """A flat tensor on the host, for a thread that is not the engine's; whatever the device does
-    meanwhile goes on.
+    """Copy a flat tensor to the host, on a thread that is not the engine's.
 
-    `ready` is a mark that was made when the tensor was: it is not read before.
+    The device goes on meanwhile. `ready` is a mark that was made with the tensor, which is not read
+    before.
     """
     if ready is None:
         return x
@@ -71,7 +69,8 @@ def to_host_beside(x: torch.Tensor, ready: torch.cuda.Event | None) -> torch.Ten
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all such copies. PyTorch hands out a few of each priority in turn: of this one nobody
-    else has any.
+    """Return the stream for all such copies.
+
+    PyTorch hands out a few of each priority in turn; no other code asks for this priority.
     """
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""The engine on PyTorch: base models loaded when first used, adapters and samplers beside them."""
+"""The engine on PyTorch: base models, and adapters and samplers beside them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from tinkex.engine.api import (
     BaseModel,
     Engine,
     EngineError,
-    Listener,
+    Optimizer,
     PassDone,
-    Recalled,
+    PassJob,
     SampleDone,
+    SampleJob,
+    find,
 )
 from tinkex.engine.base_models import describe, resolve
 from tinkex.engine.losses.graph_compiler import compile_graph
@@ -28,12 +30,7 @@ from tinkex.engine.sample.jobs import Job
 from tinkex.engine.sample.sampler import Sampler
 from tinkex.engine.sample.source import Source
 from tinkex.engine.torch.lora import Layout, module_groups
-from tinkex.engine.torch.model_files import (
-    AdapterWriter,
-    load_adapter,
-    load_decoder,
-    load_factors,
-)
+from tinkex.engine.torch.model_files import AdapterWriter, load_adapter, load_decoder, load_factors
 from tinkex.engine.torch.openmp import calm_openmp, usable_cores
 from tinkex.engine.train.adapter import Adapter
 from tinkex.engine.train.objectives import find_objective
@@ -46,15 +43,13 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from tinkex.types.custom_losses import CreateCustomLossRequest
-    from tinkex.types.inputs import Datum
-    from tinkex.types.sampling import SampleRequest
-    from tinkex.types.training import LoraConfig, OptimizerConfigBase, OptimParams
+    from tinkex.types.training import LoraConfig, OptimParams
 
 STEP_TOKENS = {"cpu": 1024, "cuda": 8192}
-"""How many tokens a step of training takes: about a second's work, since sampling waits for it."""
+"""The tokens of a step of training: about a second's work, since sampling waits for it."""
 
 ROOMY = 120 << 30
-"""An accelerator with this much memory takes twice as many."""
+"""The memory from which an accelerator takes twice as many."""
 
 
 @dataclass
@@ -89,11 +84,12 @@ class _Base:
 
 
 class TorchEngine(Engine):
-    """Trains and samples LoRA adapters on base models, given by name as directories or hub ids.
+    """Trains and samples LoRA adapters on base models.
 
-    Weights are float32 on a CPU and bfloat16 on an accelerator unless `dtype` says otherwise; LoRA
-    factors and optimizer state are float32 at least. `threads` is fixed at the start: on a CPU it
-    decides the last bits of results.
+    Models are directories or hub ids by name, and are loaded when first used. Weights are float32
+    on a CPU and bfloat16 on an accelerator unless `dtype` says otherwise; LoRA factors and
+    optimizer state are float32 at least. `threads` is fixed at the start: on a CPU it decides the
+    last bits of results.
     """
 
     def __init__(
@@ -122,22 +118,18 @@ class TorchEngine(Engine):
         self._samplers: dict[str, Source] = {}
         self._frozen: dict[str, tuple[str, Layout, torch.Tensor]] = {}
         self._targets: dict[str, str] = {}
-        """In-flight targets, and the samplers whose weights they have."""
+        """The sampler whose weights each in-flight target has."""
         self._sampler = Sampler()
         if eager:
             for base in self._bases.values():
                 _ = base.model
 
     def models(self) -> Sequence[BaseModel]:
-        """The base models on offer."""
+        """Return the base models on offer."""
         return [base.about for base in self._bases.values()]
 
     def create(
-        self,
-        adapter: str,
-        base_model: str,
-        lora: LoraConfig,
-        optimizer: OptimizerConfigBase = ADAMW,
+        self, adapter: str, base_model: str, lora: LoraConfig, optimizer: Optimizer = ADAMW
     ) -> None:
         """Make a fresh adapter: A seeded, B zero, no gradient, no optimizer state."""
         if adapter in self._adapters:
@@ -149,25 +141,10 @@ class TorchEngine(Engine):
         self._adapters.pop(adapter, None)
         self._dropped += self._trainer.drop(adapter)
 
-    def pass_start(
-        self,
-        job: str,
-        adapter: str,
-        data: Sequence[Datum],
-        loss_fn: str,
-        config: Mapping[str, float | str],
-        *,
-        backward: bool = True,
-        owner: str = "",
-        recalled: Sequence[Recalled] | None = None,
-    ) -> None:
-        """Validate and admit a pass; with `backward`, the gradient of its summed loss goes to the
-        adapter's buffer.
-        """
-        objective = find_objective(loss_fn, config, self._losses, recalled)
-        self._trainer.start(
-            job, adapter, self._adapter(adapter), data, objective, backward=backward, owner=owner
-        )
+    def pass_start(self, work: PassJob) -> None:
+        """Validate and admit a pass."""
+        objective = find_objective(work.loss_fn, work.config, self._losses, work.recalled)
+        self._trainer.start(work, self._adapter(work.adapter), objective)
 
     def pass_step(self) -> Sequence[PassDone]:
         """Advance the passes by a step and return those that ended."""
@@ -175,7 +152,7 @@ class TorchEngine(Engine):
         return dropped + (self._trainer.step() if self._trainer.busy() else [])
 
     def passing(self) -> bool:
-        """Whether any pass is unfinished."""
+        """Return True if any pass is unfinished."""
         return bool(self._dropped) or self._trainer.busy()
 
     def create_loss(self, loss_id: str, request: CreateCustomLossRequest) -> None:
@@ -185,7 +162,7 @@ class TorchEngine(Engine):
         self._losses[loss_id] = compile_graph(request)
 
     def drop_losses(self, prefix: str) -> None:
-        """Forget the losses whose ids begin so."""
+        """Forget the losses whose ids begin with this."""
         for loss_id in [known for known in self._losses if known.startswith(prefix)]:
             del self._losses[loss_id]
 
@@ -205,8 +182,9 @@ class TorchEngine(Engine):
         )
 
     def load(self, adapter: str, directory: Path, *, optimizer: bool) -> None:
-        """Replace an adapter's weights (and optimizer state) by saved ones; pending gradients are
-        dropped.
+        """Replace an adapter's weights, and its optimizer state, by saved ones.
+
+        Pending gradients are dropped.
         """
         target = self._adapter(adapter)
         target.state = load_adapter(directory, target.layout, target.state, optimizer=optimizer)
@@ -220,12 +198,10 @@ class TorchEngine(Engine):
 
     def sampler_writer(self, sampler: str) -> Writer:
         """Return the writer of a snapshot's weights as PEFT files."""
-        if sampler not in self._frozen:
-            raise EngineError(f"there is no snapshot {sampler!r}")
-        return AdapterWriter.of(*self._frozen[sampler])
+        return AdapterWriter.of(*find(self._frozen, "snapshot", sampler))
 
     def load_sampler(self, sampler: str, base_model: str, directory: Path | None) -> None:
-        """Make a sampler of saved weights, or of the bare base model when there is no directory."""
+        """Make a sampler of saved weights; of the bare base model without a directory."""
         base = self._base(base_model)
         lora = BARE
         if directory is not None:
@@ -235,7 +211,7 @@ class TorchEngine(Engine):
         self._samplers[sampler] = base.source(lora)
 
     def point(self, target: str, sampler: str, version: int) -> None:
-        """Give an in-flight target a sampler's weights; its samples that run go on with them."""
+        """Give an in-flight target a sampler's weights; its running samples use them."""
         source, present = self._source(sampler), self._samplers.get(target)
         if present is not None and present.version is not None and version <= present.version:
             return
@@ -244,34 +220,21 @@ class TorchEngine(Engine):
         self._sampler.move(target, self._samplers[target])
 
     def drop_sampler(self, sampler: str) -> None:
-        """Forget a sampler; jobs that are under way hold its weights until they end."""
+        """Forget a sampler; running jobs hold its weights until they end."""
         for target in [target for target, pointed in self._targets.items() if pointed == sampler]:
             del self._targets[target], self._samplers[target]
         self._samplers.pop(sampler, None)
         self._frozen.pop(sampler, None)
 
-    def sample_start(
-        self,
-        job: str,
-        sampler: str,
-        request: SampleRequest,
-        seed: int,
-        listener: Listener | None = None,
-        owner: str = "",
-        cache: str = "",
-    ) -> None:
-        """Validate and admit a sampling job; it advances with each `sample_step`. `seed` is already
-        decided.
-        """
-        target = sampler if sampler in self._targets else None
-        self._sampler.start(
-            job, Job(self._source(sampler), request, seed, listener, target, cache), owner
-        )
+    def sample_start(self, work: SampleJob) -> None:
+        """Validate and admit a sampling job; it advances with each `sample_step`."""
+        target = work.sampler if work.sampler in self._targets else None
+        source = self._source(work.sampler)
+        job = Job(source, work.request, work.seed, work.listener, target, work.cache)
+        self._sampler.start(work.job, job, work.owner)
 
     def sample_step(self) -> Sequence[SampleDone]:
-        """Advance the jobs by one step (one token each, or one prefill) and return those that
-        ended.
-        """
+        """Advance the jobs by one step, and return those that ended."""
         return self._sampler.step()
 
     def sample_cancel(self, job: str) -> None:
@@ -279,7 +242,7 @@ class TorchEngine(Engine):
         self._sampler.cancel(job)
 
     def sampling(self) -> bool:
-        """Whether any job is unfinished."""
+        """Return True if any job is unfinished."""
         return self._sampler.busy()
 
     def _base(self, name: str) -> _Base:
@@ -290,14 +253,10 @@ class TorchEngine(Engine):
         return self._bases[name]
 
     def _source(self, sampler: str) -> Source:
-        if sampler not in self._samplers:
-            raise EngineError(f"there is no sampler {sampler!r}")
-        return self._samplers[sampler]
+        return find(self._samplers, "sampler", sampler)
 
     def _adapter(self, name: str) -> Adapter:
-        if name not in self._adapters:
-            raise EngineError(f"there is no adapter {name!r}")
-        return self._adapters[name]
+        return find(self._adapters, "adapter", name)
 
 
 def _step_tokens(device: torch.device) -> int:

@@ -1,4 +1,4 @@
-"""The PyTorch engine as a kind that can be chosen by name; torch is imported when it is used."""
+"""The PyTorch engine as a kind that is chosen by name; torch is imported when used."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def require_packages() -> None:
 
 
 def pick_device(device: str) -> str:
-    """Return the device that an option stands for: `auto` is the GPU where PyTorch can use one."""
+    """Return the device for an option: `auto` is the GPU if PyTorch can use one."""
     if device not in DEVICES:
         raise ConfigurationError(
             f"the torch engine has no device {device!r}; there are {', '.join(DEVICES)}"

@@ -1,12 +1,12 @@
-"""LoRA factors: their layout in one flat buffer, and their seeded start; `span_adapters` and
-`row_adapters` apply them.
+"""LoRA factors: their layout in one flat buffer, and their seeded start.
 
     y = x W^T + (32 / r) (x A^T) B^T        A [r, in] seeded, B [out, r] zero, W frozen; r is less
     for experts
 
-All factors of an adapter are views of one flat float32 tensor, and so are their gradients:
-optimizer steps, clipping and copies are single operations. A tensor of weights is never changed in
-place, only replaced; therefore a snapshot is a reference.
+`span_adapters` and `row_adapters` apply them. All factors of an adapter are views of one flat
+float32 tensor, and so are their gradients: optimizer steps, clipping and copies are single
+operations. A tensor of weights is never changed in place, only replaced; therefore a snapshot is a
+reference.
 
 Axes: T packed tokens, D inputs, N outputs, R rank (times the projections that share an input, for
 stacked A).
@@ -34,8 +34,14 @@ DEFAULT_SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A frozen projection, or several of one input stacked along N; `modules` are their checkpoint
-    names.
+    """A frozen projection, or several of one input stacked along N.
+
+    Attributes:
+        modules: The names of the projections in a checkpoint.
+        sharers: The number of layers that share an adapter's rank: all experts of a layer, or one.
+        wide: True if results are not rounded to half precision where the device can leave that out.
+            Logits are the largest numbers there are, and rounding one moves a probability by
+            percents; and rounded states of a mixture send tokens to other experts.
     """
 
     name: str
@@ -45,14 +51,7 @@ class Linear:
     modules: Sequence[str]
     sizes: list[int]
     sharers: int = 1
-    """How many linear layers share the rank of an adapter: the experts of a layer, else this one
-    alone."""
     wide: bool = False
-    """Whether results are not rounded to half precision where the device can leave that out.
-
-    Logits are the largest numbers there are, and to round one moves a probability by percents; and
-    what rounding does to the states of a mixture sends tokens to other experts.
-    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +64,13 @@ class Factors:
 
 
 def trained_groups(lora: LoraConfig) -> tuple[str, ...]:
-    """The groups of modules an adapter touches."""
+    """Return the groups of modules that an adapter trains."""
     flags = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
     return tuple(group for group, on in flags.items() if on)
 
 
 def module_groups(linears: Sequence[Linear]) -> dict[str, tuple[str, ...]]:
-    """Return the names of modules, without those of their layers, by the group that trains them."""
+    """Return the last names of modules, by the group that trains them."""
     groups: dict[str, dict[str, None]] = {}
     for linear in linears:
         names = [module.rpartition(".")[2] for module in linear.modules]
@@ -80,7 +79,7 @@ def module_groups(linears: Sequence[Linear]) -> dict[str, tuple[str, ...]]:
 
 
 class Layout:
-    """Where each factor of an adapter lies in its flat buffer."""
+    """The place of each factor of an adapter in its flat buffer."""
 
     def __init__(self, linears: Sequence[Linear], lora: LoraConfig) -> None:
         if not 1 <= lora.rank <= MAX_RANK:
@@ -100,16 +99,16 @@ class Layout:
         )
 
     def rank(self, linear: Linear) -> int:
-        """The rank of a linear layer's factors: experts divide the adapter's among them."""
+        """Return the rank of a linear layer's factors: experts divide the adapter's."""
         return max(1, self.lora.rank // linear.sharers)
 
     @property
     def modules(self) -> list[str]:
-        """Checkpoint names of the modules touched."""
+        """The checkpoint names of the modules that are trained."""
         return [module for linear in self.linears for module in linear.modules]
 
     def factors(self, flat: torch.Tensor) -> dict[str, Factors]:
-        """Views of a flat buffer, by the name of the linear layer."""
+        """Return views of a flat buffer, by the name of the linear layer."""
         views, start = {}, 0
 
         def take(rows: int, columns: int) -> torch.Tensor:
@@ -127,7 +126,7 @@ class Layout:
         return views
 
     def tensors(self, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """(`<module>.lora_A` or `<module>.lora_B`, view) for every factor."""
+        """Yield (`<module>.lora_A` or `<module>.lora_B`, view) for every factor."""
         views = self.factors(flat)
         for linear in self.linears:
             factors = views[linear.name]
@@ -137,10 +136,9 @@ class Layout:
                 yield f"{module}.lora_B", b
 
     def initial(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Fresh weights: A uniform in ±1/sqrt(in), as peft draws it, B zero.
+        """Return fresh weights: A uniform in ±1/sqrt(in), as peft draws it, B zero.
 
-        Each module has its own stream, so that what it starts from depends on the seed and its name
-        alone.
+        Each module has a stream of its own, which depends on the seed and its name alone.
         """
         seed = DEFAULT_SEED if self.lora.seed is None else self.lora.seed
         flat = torch.zeros(self.size, dtype=torch.float32)

@@ -1,5 +1,6 @@
-"""Files: base checkpoints in Hugging Face layout, adapters in PEFT layout, optimizer state beside
-them.
+"""Files of base checkpoints and adapters.
+
+Checkpoints have Hugging Face's layout, adapters PEFT's, with the optimizer's state beside them.
 """
 
 from __future__ import annotations
@@ -34,16 +35,19 @@ from tinkex.engine.places import Place, Writer
 from tinkex.engine.tensor_files import write_tensors
 from tinkex.engine.torch.device_copies import mark, to_host_beside
 from tinkex.engine.torch.lora import Layout, Linear
+from tinkex.engine.train.optim import State, make_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from tinkex.engine.train.optim import State
     from tinkex.types.tensors import Array
 
 
 class _Tensors:
-    """The tensors of a checkpoint, single or sharded, read one by one from memory-mapped files."""
+    """The tensors of a checkpoint, single or sharded.
+
+    They are read one by one from memory-mapped files.
+    """
 
     def __init__(self, directory: Path, stack: ExitStack) -> None:
         paths = sorted(directory.glob("model*.safetensors"))
@@ -73,10 +77,10 @@ class _Tensors:
             )
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """One tensor, which must have this shape."""
+        """Return a tensor, which must have this shape."""
         if name not in self._where:
             raise EngineError(
-                f"{self._directory} has no tensor {name}, which its config.json calls for"
+                f"{self._directory} has no tensor {name}, which its config.json needs"
             )
         self._unread.discard(name)
         tensor: torch.Tensor = self._where[name].get_tensor(name)
@@ -87,17 +91,17 @@ class _Tensors:
         return tensor
 
     def differ(self, one: str, other: str) -> bool:
-        """Whether both tensors are there, in the same shape, and are not the same."""
+        """Return True if both tensors exist, in the same shape, and are not the same."""
         if one not in self._where or other not in self._where:
             return False
         first, second = (self._where[name].get_tensor(name) for name in (one, other))
         return first.shape == second.shape and not torch.equal(first, second)
 
     def finish(self, ignored: Iterable[str]) -> None:
-        """Every tensor must have been read: one left over means another architecture."""
+        """Refuse tensors that were not read: they mean another architecture."""
         if left := self._unread - set(ignored):
             raise EngineError(
-                f"{self._directory} has {len(left)} tensors the decoder has no place for, such as "
+                f"{self._directory} has {len(left)} tensors that the decoder does not use, such as "
                 f"{min(left)}"
             )
 
@@ -117,10 +121,10 @@ def load_decoder(directory: Path, dtype: torch.dtype, device: torch.device) -> D
 
 
 class Tensors(Protocol):
-    """Where the weights of a model come from."""
+    """A source of a model's weights."""
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """One tensor, which must have this shape."""
+        """Return a tensor, which must have this shape."""
 
 
 def assemble(
@@ -154,8 +158,9 @@ class _Source:
         return self.tensors.read(name, shape).to(device=self.device, dtype=self.dtype)
 
     def norm(self, module: str, size: int) -> torch.Tensor:
-        """The weight of a norm. One that is kept less one would lose bits where 16 are all: it
-        stays in float32.
+        """Return the weight of a norm.
+
+        A weight that files hold less one would lose bits in 16 of them: it stays in float32.
         """
         if not self.config.centred_norms:
             return self.get(f"{module}.weight", size)
@@ -177,7 +182,7 @@ class _Source:
         *,
         wide: bool = False,
     ) -> Linear:
-        """Projections of one input, stacked."""
+        """Stack projections of one input."""
         modules, sizes = [prefix + module for module in outputs], list(outputs.values())
         parts = [
             self.get(f"{module}.weight", size, inputs)
@@ -213,12 +218,8 @@ class _Source:
         )
 
     def feed_forward(self, index: int, prefix: str) -> Mlp | Experts:
-        config, names, hidden, size = (
-            self.config,
-            self.config.names,
-            self.config.hidden,
-            self.config.mlp,
-        )
+        config, names = self.config, self.config.names
+        hidden, size = config.hidden, config.mlp
         if config.experts is not None and index in config.experts.layers:
             return self.experts(config.experts, prefix)
         gate_up = dict.fromkeys(names.gate_up, size)
@@ -229,7 +230,7 @@ class _Source:
         )
 
     def experts(self, about: ExpertsConfig, prefix: str) -> Experts:
-        """The experts of a layer: each a view of two tensors that hold them all."""
+        """Return the experts of a layer, each a view of two tensors that hold them all."""
         hidden, size, names = self.config.hidden, about.mlp, self.config.names
         gate_up_END = torch.empty(
             about.count, 2 * size, hidden, dtype=self.dtype, device=self.device
@@ -326,8 +327,9 @@ def _peft_config(base_model: str, layout: Layout) -> dict[str, Any]:
 
 
 def _rank_pattern(layout: Layout) -> dict[str, int]:
-    """The rank of experts, where it is not the adapter's: for peft where they are modules, and
-    where they are fused.
+    """Return the rank of experts, where it is not the adapter's.
+
+    In peft experts are modules or are fused; the patterns cover both.
     """
     ranks = {layout.rank(linear) for linear in layout.linears if linear.sharers > 1}
     patterns = {}
@@ -339,17 +341,17 @@ def _rank_pattern(layout: Layout) -> dict[str, int]:
 
 
 def load_adapter(directory: Path, layout: Layout, like: State, *, optimizer: bool) -> State:
-    """Read a saved adapter for a layout, and its optimizer state; what differs is an error."""
+    """Read a saved adapter for a layout, and its optimizer state; it has to fit."""
     weights = load_factors(directory, layout, like.weights)
     if not optimizer:
-        return type(like).fresh(weights)
+        return make_state(type(like), weights)
     prefixes = [f"{name}." for name in like.MOMENTS]
     moments, about = _read_flat(directory / OPTIMIZER, layout, like.weights, prefixes, like.KIND)
-    return type(like).saved(weights, moments, int(about["step"]))
+    return make_state(type(like), weights, moments, int(about["step"]))
 
 
 def load_factors(directory: Path, layout: Layout, like: torch.Tensor) -> torch.Tensor:
-    """Read the weights of a saved adapter for a layout; what differs is an error."""
+    """Read the weights of a saved adapter for a layout; they have to fit."""
     saved = read_lora_config(directory, layout.groups)
     for name in ("rank", "train_attn", "train_mlp", "train_unembed"):
         ours, theirs = getattr(layout.lora, name), getattr(saved, name)
@@ -368,7 +370,7 @@ def _read_flat(
     prefixes: list[str],
     optimizer: str | None = None,
 ) -> tuple[list[torch.Tensor], dict[str, str]]:
-    """Flat buffers, one per prefix, from a file that holds exactly these tensors."""
+    """Read flat buffers, one per prefix, from a file with exactly these tensors."""
     if not path.exists():
         raise EngineError(f"{path.parent} has no {path.name}")
     flats = [torch.empty(layout.size, dtype=like.dtype) for _ in prefixes]

@@ -1,10 +1,9 @@
-"""How OpenMP's threads wait, how many of them an operation gets, and how many cores there are for
-all of them.
+"""OpenMP's threads: how they wait, and how many an operation gets.
 
-On a machine with anything else to do, a thread that spins takes the core its partner needs, and
-every small operation crawls: measured on two shared cores, a decoding step of 5 ms took 100.
-Threads that sleep have to be woken, though, which takes longer than many an operation: `Threads`
-keeps small ones to the thread that starts them.
+On a machine with other work, a thread that spins takes the core that its partner needs, and every
+small operation crawls: measured on two shared cores, a decoding step of 5 ms took 100. Threads that
+sleep have to be woken, though, which takes longer than many an operation: `Threads` keeps small
+ones to the thread that starts them.
 """
 
 from __future__ import annotations
@@ -25,8 +24,9 @@ _idle = threading.Event()
 
 
 def calm_openmp() -> None:
-    """Make waiting threads sleep; call it before torch is imported if possible. A user's
-    OMP_WAIT_POLICY wins.
+    """Make waiting threads sleep; call it before torch is imported if possible.
+
+    A user's OMP_WAIT_POLICY wins.
     """
     if "OMP_WAIT_POLICY" in os.environ or not _settled.acquire(blocking=False):
         return
@@ -50,8 +50,9 @@ def _hold_team(ready: threading.Event) -> None:
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """How many cores this process gets: those it may run on, and no more than a container's share
-    of time.
+    """Return the number of cores for this process.
+
+    A container's share of time limits it.
     """
     allowed = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -60,9 +61,7 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 
 def _shares(root: Path) -> Iterator[int]:
-    """How many cores each control group that this process is in may use, where it has a limit (on
-    Linux).
-    """
+    """Yield the limit of cores of each control group of this process (on Linux)."""
     try:
         groups = [
             line.split(":", 2)[1:] for line in (root / "proc/self/cgroup").read_text().splitlines()
@@ -90,10 +89,10 @@ def _shares(root: Path) -> Iterator[int]:
 
 
 class Threads:
-    """Within the block, operations that the calling thread starts use so many threads.
+    """A block in which operations of the calling thread use so many threads.
 
-    Other threads keep the number they have, which `torch.set_num_threads` would not let them.
-    Without effect where PyTorch has no OpenMP that can be reached.
+    Other threads keep their number, unlike with `torch.set_num_threads`. It has no effect where
+    PyTorch's OpenMP cannot be reached.
     """
 
     def __init__(self, count: int) -> None:
@@ -110,14 +109,14 @@ class Threads:
 
 
 class _Runtime:
-    """The functions of OpenMP and of MKL, where there is one, that PyTorch itself uses."""
+    """The functions of OpenMP, and of MKL if present, that PyTorch itself uses."""
 
     def __init__(self, library: ctypes.PyDLL) -> None:
         self._set_mkl: Any = getattr(library, "MKL_Set_Num_Threads_Local", None)
         self._get, self._set = library.omp_get_max_threads, library.omp_set_num_threads
 
     def set(self, openmp: int, mkl: int) -> tuple[int, int]:
-        """What the calling thread uses from now on, and what it has used."""
+        """Set the threads of the calling thread; return its earlier numbers."""
         before = self._get()
         self._set(openmp)
         return before, 0 if self._set_mkl is None else self._set_mkl(mkl)

@@ -9,7 +9,7 @@ import torch
 
 from tinkex.engine.api import ADAMW, EngineError
 from tinkex.engine.torch.lora import Factors, Layout
-from tinkex.engine.train.optim import Overflow, State, check, state_type, step
+from tinkex.engine.train.optim import Overflow, check, make_state, state_type, step
 
 if TYPE_CHECKING:
     from tinkex.engine.model.decoder import Decoder
@@ -31,7 +31,7 @@ class Adapter:
         self.model = model
         self.layout = Layout(model.linears(), lora)
         dtype = torch.promote_types(model.embed_VD.dtype, torch.float32)
-        self.state: State = kind.fresh(self.layout.initial(dtype, model.embed_VD.device))
+        self.state = make_state(kind, self.layout.initial(dtype, model.embed_VD.device))
         self.grad: torch.Tensor | None = None
         self.largest: tuple[float, str] = (0.0, "")
         """The largest number in the gathered gradients, and the pass that it is from."""

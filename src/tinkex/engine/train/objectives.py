@@ -26,8 +26,7 @@ from tinkex.engine.losses.examples import (
     read_examples,
     read_targets,
 )
-from tinkex.engine.losses.graph_budget import Allowance
-from tinkex.engine.losses.graph_loss import CompiledLoss
+from tinkex.engine.losses.graph_loss import Allowance, CompiledLoss
 from tinkex.engine.losses.objective import Evaluated, Objective, Piece
 from tinkex.engine.losses.stable_reinforce import StableReinforce, read_settings
 from tinkex.engine.losses.table import (
@@ -126,7 +125,7 @@ class TableLoss(Objective):
 
 @dataclass(slots=True)
 class GraphLoss(Objective):
-    """A loss that was sent as a graph; it takes one datum at a time, with inputs of any shape.
+    """A loss that was sent as a graph; it takes one datum at a time.
 
     All data of a pass share one allowance of work and time. A datum that is computed again gives
     back its earlier share.
@@ -138,7 +137,7 @@ class GraphLoss(Objective):
     """The work and the seconds that each datum took."""
 
     def read(self, data: Sequence[Datum], room: Room) -> Examples:
-        """Check data before anything is computed; ignore inputs that the loss does not take."""
+        """Check data before anything is computed; ignore inputs without use."""
         ranks = dict(self.compiled.input_ranks)
         rank = ranks.pop("logprobs")
         tokens, targets = read_targets(data, 2, room)
@@ -161,7 +160,7 @@ class GraphLoss(Objective):
         return Examples(tokens, targets, inputs, work=self._work(shapes))
 
     def _work(self, shapes: Sequence[Mapping[str, Sequence[int]]]) -> list[int]:
-        """Estimate the work of each datum by that of the next larger one that was looked at."""
+        """Estimate the work of each datum by that of a larger one that was looked at."""
         keys = [tuple(tuple(shape) for shape in each.values()) for each in shapes]
         distinct = sorted(set(keys), key=lambda key: (sum(map(math.prod, key)), key))
         looked_at = sorted(
@@ -218,7 +217,7 @@ class GraphLoss(Objective):
     def _evaluate(
         self, index: int, leaf: torch.Tensor, inputs: Mapping[str, torch.Tensor], *, backward: bool
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor | None]:
-        """Return the loss of a datum, its metrics and its gradient, within the pass's allowance."""
+        """Return the loss, metrics and gradient of a datum, within the allowance."""
         work, seconds = self._used.pop(index, (0.0, 0.0))
         self._allowance.work += work
         self._allowance.seconds += seconds

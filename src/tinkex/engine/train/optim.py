@@ -1,5 +1,4 @@
-"""Optimizers on one flat buffer per adapter: pure functions from a state and a gradient to the next
-state.
+"""Optimizers on one flat buffer per adapter: pure functions to the next state.
 
 AdamW is torch's. Dimuon is Muon on the two matrices of each LoRA pair; `docs/guides/optimizers.md`
 says what of it is documented and what is our choice.
@@ -11,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
@@ -35,7 +34,7 @@ ROUNDS = 5
 
 @dataclass(frozen=True, slots=True)
 class AdamState:
-    """Weights with their two moments, and how many steps made them. Never changed in place."""
+    """Weights with their two moments, and the number of steps; never changed in place."""
 
     KIND: ClassVar = "adamw"
     PARAMS: ClassVar = AdamParams
@@ -46,22 +45,12 @@ class AdamState:
     exp_avg_sq: torch.Tensor
     step: int = 0
 
-    @classmethod
-    def fresh(cls, weights: torch.Tensor) -> AdamState:
-        """A state before the first step."""
-        return cls(weights, torch.zeros_like(weights), torch.zeros_like(weights))
-
-    @classmethod
-    def saved(cls, weights: torch.Tensor, moments: Sequence[torch.Tensor], step: int) -> AdamState:
-        """A state as it was saved, with the moments in the order of their names."""
-        exp_avg, exp_avg_sq = moments
-        return cls(weights, exp_avg, exp_avg_sq, step)
-
 
 @dataclass(frozen=True, slots=True)
 class DimuonState:
-    """Weights with the running average of their gradients, and how many steps made them. Never
-    changed in place.
+    """Weights with the running average of their gradients, and the number of steps.
+
+    It is never changed in place.
     """
 
     KIND: ClassVar = "dimuon"
@@ -71,19 +60,6 @@ class DimuonState:
     weights: torch.Tensor
     momentum: torch.Tensor
     step: int = 0
-
-    @classmethod
-    def fresh(cls, weights: torch.Tensor) -> DimuonState:
-        """A state before the first step."""
-        return cls(weights, torch.zeros_like(weights))
-
-    @classmethod
-    def saved(
-        cls, weights: torch.Tensor, moments: Sequence[torch.Tensor], step: int
-    ) -> DimuonState:
-        """A state as it was saved, with the moments in the order of their names."""
-        (momentum,) = moments
-        return cls(weights, momentum, step)
 
 
 class Overflow(EngineError):
@@ -100,15 +76,24 @@ class Overflow(EngineError):
 State: TypeAlias = AdamState | DimuonState
 
 
-def state_type(config: OptimizerConfigBase) -> type[AdamState] | type[DimuonState]:
-    """The states of the optimizer that a run is created with."""
+def make_state(
+    kind: type[State], weights: torch.Tensor, moments: Sequence[torch.Tensor] = (), step: int = 0
+) -> State:
+    """Return a state of these weights and moments; without moments, one before the first step."""
+    make: Callable[..., State] = kind
+    return make(weights, *(moments or [torch.zeros_like(weights) for _ in kind.MOMENTS]), step)
+
+
+def state_type(config: OptimizerConfigBase) -> type[State]:
+    """Return the kind of states of the optimizer that a run is created with."""
     check_optimizer(config)
     return DimuonState if isinstance(config, DimuonOptimizerConfig) else AdamState
 
 
-def check(params: OptimParams, kind: type[AdamState] | type[DimuonState]) -> None:
-    """Refuse the hyper-parameters of another optimizer, and those that mean nothing or would end in
-    NaN.
+def check(params: OptimParams, kind: type[State]) -> None:
+    """Refuse the hyper-parameters of another optimizer, and values that make no sense.
+
+    Values that would end in NaN are among them.
     """
     if not isinstance(params, kind.PARAMS):
         raise EngineError(
@@ -151,9 +136,10 @@ def _check_dimuon(params: DimuonParams) -> None:
 def step(
     state: State, grad: torch.Tensor, params: OptimParams, layout: Layout
 ) -> tuple[State, float]:
-    """One step of a run's optimizer, and the norm of the gradient before clipping.
+    """Make one step of a run's optimizer.
 
-    A gradient so large that the step overflows is refused, with the state as it was.
+    The result is the next state, and the norm of the gradient before clipping. A gradient so large
+    that the step overflows is refused, with the state as it was.
     """
     norm = float(torch.linalg.vector_norm(grad, dtype=torch.float64))
     if params.grad_clip_norm > 0 and norm > params.grad_clip_norm:
@@ -189,8 +175,9 @@ def adamw(state: AdamState, grad: torch.Tensor, params: AdamParams) -> AdamState
 def dimuon(
     state: DimuonState, grad: torch.Tensor, params: DimuonParams, layout: Layout
 ) -> DimuonState:
-    """Each A and each B moves by the learning rate times its orthogonalised momentum, its norm the
-    root of its rank.
+    """Move each A and each B by its orthogonalised momentum.
+
+    The norm of a move is the learning rate times the root of the rank.
     """
     momentum = state.momentum.lerp(grad, 1 - params.beta1)
     weights = state.weights.clone()
@@ -202,7 +189,7 @@ def dimuon(
 
 
 def _by_shape(layout: Layout, flat: torch.Tensor) -> Iterable[list[torch.Tensor]]:
-    """The matrices of a flat buffer, the shorter side first, in groups of one shape."""
+    """Group the matrices of a flat buffer by shape, the shorter side first."""
     groups: defaultdict[tuple[int, ...], list[torch.Tensor]] = defaultdict(list)
     for matrix in _matrices(layout, flat):
         groups[tuple(matrix.shape)].append(matrix)
@@ -215,12 +202,11 @@ def _matrices(layout: Layout, flat: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def orthogonalised(moments_BRD: torch.Tensor) -> torch.Tensor:
-    """Matrices with the singular vectors of the given ones, singular values made nearly equal, and
-    norm 1.
+    """Return matrices of norm 1 with nearly equal singular values.
 
-    Newton-Schulz: each round multiplies by a polynomial of X X^T, so that the rounds need only that
-    small square matrix. It is kept in float64, because they magnify the rounding of small singular
-    values. Zero stays zero.
+    The singular vectors are those of the given matrices. Newton-Schulz: each round multiplies by a
+    polynomial of X X^T, so that the rounds need only that small square matrix. It is kept in
+    float64, because they magnify the rounding of small singular values. Zero stays zero.
     """
     wide_BRD = moments_BRD.double()
     norms_B11 = torch.linalg.matrix_norm(wide_BRD, keepdim=True)

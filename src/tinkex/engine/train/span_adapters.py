@@ -2,8 +2,8 @@
 
 The product with the frozen weight is one for all tokens; each adapter adds its share to its own
 span of them, and its gradients go to its own buffer. Where the product of a row does not depend on
-how many rows there are (on a CPU: from twelve rows on, or for a multiple of four), nothing that an
-adapter computes depends on its neighbours, to the bit.
+the number of rows (on a CPU: from twelve rows on, or for a multiple of four), an adapter's results
+do not depend on its neighbours, to the bit.
 
 Axes: T packed tokens, D inputs, N outputs, R rank (times the projections that share an input, for
 stacked A).
@@ -39,9 +39,7 @@ ROWS = 4
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The tokens of one adapter: its factors by linear layer, and where their gradients are added,
-    if they are.
-    """
+    """The tokens of one adapter, its factors, and the buffer for their gradients."""
 
     start: int
     stop: int
@@ -51,7 +49,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one adapter adds to one linear layer."""
+    """The share of one adapter in one linear layer."""
 
     start: int
     stop: int
@@ -65,15 +63,14 @@ class SpanAdapters:
     def __init__(self, spans: Sequence[Span], device: torch.device) -> None:
         self.spans = spans
         self.anchor: torch.Tensor | None = None
-        """Empty, and requires a gradient: through it autograd records layers whose input needs
-        none."""
+        """An empty tensor by which autograd records layers whose input needs no gradient."""
         if any(span.into is not None for span in spans):
             self.anchor = torch.zeros(0, device=device, requires_grad=True)
 
     def linear(
         self, x_TD: torch.Tensor, linear: Linear, rows_T: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """A linear layer with each adapter's share added to its own tokens."""
+        """Return a linear layer's results with each adapter's share on its own tokens."""
         shares = self.shares(linear) if rows_T is None else self._shares_of(linear, rows_T)
         if self.anchor is None:
             return forward(x_TD, linear, shares)[0]
@@ -83,8 +80,9 @@ class SpanAdapters:
         return y_TN
 
     def gated(self, x_TD: torch.Tensor, linear: Linear, activation: str) -> torch.Tensor | None:
-        """A gated projection whose shares are added within its gate; None where there is no kernel
-        for that.
+        """Return a gated projection whose shares are added within its gate.
+
+        None if there is no kernel for that.
         """
         shares = self.shares(linear)
         whole = sum(share.stop - share.start for share in shares) == x_TD.shape[0]
@@ -102,7 +100,7 @@ class SpanAdapters:
         return out_TF
 
     def shares(self, linear: Linear, start: int = 0, stop: int | None = None) -> list[Share]:
-        """Who adds what to a linear layer, of these tokens, counted from the first of them."""
+        """Return the shares in a linear layer, of tokens from `start` to `stop`."""
         found = []
         for span in self.spans:
             first, last = (
@@ -134,7 +132,7 @@ class SpanAdapters:
 def forward(
     x_TD: torch.Tensor, linear: Linear, shares: Sequence[Share]
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The product with every share added, and each share's x A^T."""
+    """Return the product with every share added, and each share's x A^T."""
     lows = [lowered(x_TD[share.start : share.stop], share.factors.a_RD) for share in shares]
     onto = _go_first(shares, x_TD) and linear.bias_N is None and not linear.wide
     y_TN = (
@@ -153,11 +151,11 @@ def forward(
 
 
 def _go_first(shares: Sequence[Share], x_TD: torch.Tensor) -> bool:
-    """Whether shares are written where the product with the base weights is then added.
+    """Return True if shares are written first, and the base product is added to them.
 
-    On an accelerator they are read while it is made, which is quicker than to go over it again, and
-    the sum is rounded once. Every token has to have one. Autograd could not follow: `_MixedLinear`
-    has the gradient by hand.
+    On an accelerator the product reads them while it is made, which is quicker than to go over it
+    again, and the sum is rounded once. Every token has to have a share. Autograd could not follow:
+    `_MixedLinear` has the gradient by hand.
     """
     if not x_TD.is_cuda or torch.is_grad_enabled():
         return False
@@ -173,8 +171,9 @@ def backward(
     *,
     wants_input: bool,
 ) -> torch.Tensor | None:
-    """Add the gradients of each share's A and B to its buffer; returns the gradient of x, if that
-    is wanted.
+    """Add the gradients of each share's A and B to its buffer.
+
+    The result is the gradient of x, if it is wanted.
     """
     onto = wants_input and _go_first(shares, x_TD)
     dx_TD = None
@@ -208,8 +207,9 @@ def _each(low_TR: torch.Tensor, linear: Linear) -> Sequence[torch.Tensor]:
 
 
 class _MixedLinear(torch.autograd.Function):
-    """Forward and backward by hand: W gets no gradient, A and B add theirs to buffers, x gets one
-    if it needs it.
+    """A linear layer with its gradient by hand.
+
+    W gets none, A and B add theirs to buffers, x gets one if it needs it.
     """
 
     @staticmethod
@@ -232,8 +232,9 @@ class _MixedLinear(torch.autograd.Function):
 
 
 class _MixedGate(torch.autograd.Function):
-    """A gated projection of several adapters' tokens: what the base weights give is kept, the sum
-    is made twice.
+    """A gated projection of several adapters' tokens.
+
+    The results of the base weights are kept, and the sum is made again in backward.
     """
 
     @staticmethod

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tinkex.engine.api import EngineError, PassDone
+from tinkex.engine.api import EngineError, PassDone, PassJob
 from tinkex.engine.fair_share import Shares
 from tinkex.engine.losses.examples import Room
 from tinkex.engine.train.device_step import Launched, launch
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from tinkex.engine.losses.objective import Objective
     from tinkex.engine.train.adapter import Adapter
-    from tinkex.types.inputs import Datum
 
 logger = logging.getLogger("tinkex.engine")
 
@@ -61,23 +60,15 @@ class Trainer:
         """The shares of each owner's adapters."""
         self._unread: Launched | None = None
 
-    def start(
-        self,
-        job: str,
-        name: str,
-        adapter: Adapter,
-        data: Sequence[Datum],
-        objective: Objective,
-        *,
-        backward: bool,
-        owner: str = "",
-    ) -> None:
+    def start(self, work: PassJob, adapter: Adapter, objective: Objective) -> None:
         """Validate and admit a pass."""
         config = adapter.model.config
-        examples = objective.read(data, Room(config.vocab, config.context))
-        admitted = Pass(job, owner, name, adapter, examples, objective, backward)
+        examples = objective.read(work.data, Room(config.vocab, config.context))
+        admitted = Pass(
+            work.job, work.owner, work.adapter, adapter, examples, objective, work.backward
+        )
         admitted.begin(self.budget)
-        self._passes.setdefault(name, deque()).append(admitted)
+        self._passes.setdefault(work.adapter, deque()).append(admitted)
 
     def busy(self) -> bool:
         """Return True if any pass is unfinished."""

@@ -74,7 +74,10 @@ class Pass:
 
 
 def cut(examples: Examples, budget: int) -> Iterator[list[int]]:
-    """Yield pieces of at most `budget` tokens or one datum, shortest data first, as indices."""
+    """Yield pieces of at most `budget` tokens, or of one datum, as indices.
+
+    The shortest data come first.
+    """
     piece: list[int] = []
     total = 0
     for index in sorted(range(len(examples.tokens)), key=lambda i: examples.tokens[i].size):

@@ -6,7 +6,7 @@ import asyncio
 import functools
 from collections.abc import Callable, Sequence
 
-from tinkex.engine.api import EngineError, Recalled
+from tinkex.engine.api import EngineError, PassJob, Recalled
 from tinkex.engine.losses.table import CUSTOM, STABLE_REINFORCE
 from tinkex.server.calls import Call
 from tinkex.server.database.entities import Run
@@ -139,14 +139,16 @@ async def forward_backward(state: State, call: Call) -> Work:
         if loss_id is not None:
             require_own_loss(run, loss_id)
         live.worker.engine.pass_start(
-            job,
-            run,
-            body.data,
-            body.loss_fn,
-            config,
-            backward=not request.forward_only,
-            owner=call.owner,
-            recalled=recalled,
+            PassJob(
+                job,
+                run,
+                body.data,
+                body.loss_fn,
+                config,
+                backward=not request.forward_only,
+                owner=call.owner,
+                recalled=recalled,
+            )
         )
 
     return Pass(start, not request.forward_only, admitted)

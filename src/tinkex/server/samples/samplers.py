@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from collections.abc import Callable
 
-from tinkex.engine.api import EngineError, Listener
+from tinkex.engine.api import EngineError, Listener, SampleJob
 from tinkex.server.database.entities import Sampler
 from tinkex.server.http_errors import Refusal
 from tinkex.server.parts import Parts
@@ -122,7 +122,7 @@ class Samplers:
         sampler = source.target or source.name
         try:
             response, recordings = await worker.samples.draw(
-                job, sampler, request, seed, listener, owner, source.cache
+                SampleJob(job, sampler, request, seed, listener, owner, source.cache)
             )
         except EngineError as refused:
             error = loading.exception() if loading is not None and loading.done() else None

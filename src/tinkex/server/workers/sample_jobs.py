@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from tinkex.engine.api import DrawnToken, Engine, EngineError, Listener, Recording, SampleDone
-from tinkex.types.sampling import SampleRequest, SampleResponse
+from tinkex.engine.api import (
+    DrawnToken,
+    Engine,
+    EngineError,
+    Listener,
+    Recording,
+    SampleDone,
+    SampleJob,
+)
+from tinkex.types.sampling import SampleResponse
 
 logger = logging.getLogger("tinkex.server")
 
@@ -45,16 +53,7 @@ class SampleJobs:
 
     # ── on the event loop ─────────────────────────────────────────────────────────────────────────
 
-    def draw(
-        self,
-        job: str,
-        sampler: str,
-        request: SampleRequest,
-        seed: int,
-        listener: Listener | None = None,
-        owner: str = "",
-        cache: str = "",
-    ) -> asyncio.Future[Sampled]:
+    def draw(self, work: SampleJob) -> asyncio.Future[Sampled]:
         """Queue a sampling job.
 
         A listener is called on the event loop, for the last time before the job is done.
@@ -62,11 +61,7 @@ class SampleJobs:
         done: asyncio.Future[Sampled] = asyncio.get_running_loop().create_future()
         self.open += 1
         done.add_done_callback(self._end)
-        relay = self._relay(listener) if listener else None
-        start = functools.partial(
-            self._engine.sample_start, job, sampler, request, seed, relay, owner, cache
-        )
-        admitted = self._run(self._admit, job, start, done)
+        admitted = self._run(self._admit, work, done)
         admitted.add_done_callback(lambda future: _pass_failure(future, done))
         return done
 
@@ -85,11 +80,12 @@ class SampleJobs:
 
     # ── on the worker's thread ────────────────────────────────────────────────────────────────────
 
-    def _admit(self, job: str, start: Callable[[], object], done: asyncio.Future[Sampled]) -> None:
-        if job in self.cancelled:
+    def _admit(self, work: SampleJob, done: asyncio.Future[Sampled]) -> None:
+        if work.job in self.cancelled:
             raise EngineError(CANCELLED)
-        start()
-        self._jobs[job] = done
+        relay = None if work.listener is None else self._relay(work.listener)
+        self._engine.sample_start(replace(work, listener=relay))
+        self._jobs[work.job] = done
 
     def _relay(self, listener: Listener) -> Listener:
         def relay(drawn: Sequence[DrawnToken]) -> None:
