@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import datetime as dt
+import json
 import re
 import sqlite3
 import threading
@@ -16,6 +17,9 @@ from typing import Any
 import pytest
 
 import tinkex
+from support import Wire, pass_json, serving, step_json
+from tinkex.engine.fake import FakeEngine
+from tinkex.server.database import interface
 from tinkex.server.database.entities import AuditEntry, Run, SavedCheckpoint, Span
 from tinkex.server.database.interface import Database, DatabaseError
 from tinkex.server.database.sqlite import SqliteDatabase
@@ -152,3 +156,42 @@ def test_errors_are_of_one_kind(tmp_path: Path) -> None:
 def test_cursor_of_a_search_is_exact_to_the_microsecond(database: Database) -> None:
     (found,) = database.checkpoints.search(CheckpointSearchRequest(), "local")
     assert found[1] == dt.timedelta(seconds=1) // dt.timedelta(microseconds=1)
+
+
+class Narrow:
+    """An object with the methods of its Protocol and nothing else."""
+
+    def __init__(self, protocol: type[Any], whole: Any) -> None:
+        names = [name for name in vars(protocol) if not name.startswith("_")]
+        vars(self).update({name: getattr(whole, name) for name in names})
+
+
+class NarrowDatabase(Narrow):
+    """A database that is not of SQLite, as far as the server can see."""
+
+    def __init__(self, root: Path) -> None:
+        whole, self.root = SqliteDatabase(root), root
+        super().__init__(Database, whole)
+        tables = {name: getattr(interface, f"{name[:-1].title()}Table") for name in PLURALS}
+        for name, protocol in (tables | {"activity": interface.ActivityTable}).items():
+            setattr(self, name, Narrow(protocol, getattr(whole, name)))
+
+
+PLURALS = ("sessions", "runs", "samplers", "checkpoints", "keys")
+
+
+def test_server_needs_nothing_of_a_database_but_its_protocol(tmp_path: Path) -> None:
+    with serving(FakeEngine(), tmp_path, open_database=NarrowDatabase) as url:
+        wire = Wire(url)
+        model = wire.model()
+        wire.run("forward_backward", pass_json(model, 1))
+        wire.run("optim_step", step_json(model, 2))
+        saved = wire.run("save_weights_for_sampler", {"model_id": model, "seq_id": 3, "path": "a"})
+        lists = ("training_runs", "checkpoints", "sessions", "audit")
+        found = {name: json.dumps(wire.get(name)) for name in lists}
+        assert saved["path"] in found["checkpoints"]
+        assert model in found["training_runs"]
+        assert wire.post("sessions/search", {})["sessions"]
+        assert wire.post("checkpoints/search", {})["checkpoints"]
+    with serving(FakeEngine(), tmp_path, open_database=NarrowDatabase) as url:
+        assert Wire(url).run("optim_step", step_json(model, 4))

@@ -330,7 +330,8 @@ def methods(kind: type[Any]) -> Iterator[tuple[str, Any]]:
     told = [
         base
         for base in bases
-        if not base.__name__.startswith("_") and "_parts." not in base.__module__
+        if not base.__name__.startswith("_")
+        and not re.search(r"_parts\.|session_client$", base.__module__)
     ]
     if kind.__name__.endswith("Platform") and kind is not tinkex.TrainingPlatform:
         told.append(tinkex.TrainingPlatform)  # which they keep without deriving from it

@@ -7,7 +7,7 @@ import contextlib
 import http.client
 import json
 import logging
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
@@ -50,10 +50,14 @@ async def ask(state: State, call: Call) -> Reply:
 
 
 async def stream(state: State, call: Call) -> Response:
+    loop, step = asyncio.get_running_loop(), asyncio.Event()
+
     async def events() -> AsyncIterator[bytes]:
         for number in range(3):
             yield f"data: {number}\n\n".encode()
-            await STEP.wait()
+            await step.wait()
+
+    STEPS.append(lambda: loop.call_soon_threadsafe(step.set))
 
     return StreamingResponse(events(), media_type="text/event-stream")
 
@@ -67,7 +71,7 @@ def told(refusal: Refusal) -> Response:
     return Response(f"refused: {refusal.detail}", refusal.status)
 
 
-STEP = asyncio.Event()
+STEPS: list[Callable[[], object]] = []
 GROUP = Group(
     "/group",
     [
@@ -207,14 +211,13 @@ def test_pages_beside_the_table_are_counted_too(site: Site) -> None:
 
 
 def test_mounted_endpoint_streams_its_answer(site: Site) -> None:
-    STEP.clear()
     connection = http.client.HTTPConnection(urlsplit(site.url).netloc, timeout=20)
     with closing(connection):
         connection.request("POST", "/group/stream/a", b"", {"X-API-Key": site.keys["ada"]})
         response = connection.getresponse()
         assert response.getheader("content-type", "").startswith("text/event-stream")
         assert response.read1() == b"data: 0\n\n"  # while the handler waits
-        STEP._loop.call_soon_threadsafe(STEP.set)  # type: ignore[attr-defined]
+        STEPS.pop()()
         assert response.read() == b"data: 1\n\ndata: 2\n\n"
 
 

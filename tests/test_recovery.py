@@ -588,10 +588,11 @@ def test_a_callback_that_fails_breaks_nothing(
         heard.wait("completed", number)
     deadline = time.monotonic() + 10
     while (
-        caplog.text.count("a callback of the recovery failed") < 2 and time.monotonic() < deadline
+        caplog.text.count("a callback of the recovery policy failed") < 2
+        and time.monotonic() < deadline
     ):
         time.sleep(0.01)
-    assert caplog.text.count("a callback of the recovery failed") == 2
+    assert caplog.text.count("a callback of the recovery policy failed") == 2
 
 
 @pytest.mark.covers("1.11/1", "1.11.3/2")

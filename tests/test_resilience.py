@@ -437,7 +437,7 @@ def test_without_its_states_a_lost_run_is_lost(world: World) -> None:
                     trainer.optim_step(types.AdamParams())
 
         # the block says so again
-        with pytest.raises(RecoveryError, match="could not be taken up again"):
+        with pytest.raises(RecoveryError, match="could not be recovered"):
             go()
         deadline = time.monotonic() + 10
         while not failed and time.monotonic() < deadline:

@@ -114,8 +114,8 @@ class TinkerError(Exception):
 
         This is True for all but the caller's mistakes. The function `is_retryable` answers another
         question: whether the same request may be sent again. They differ for 409, which may pass by
-            itself but is the caller's conflict, and for 410 and failed operations, which must be
-            submitted again.
+        itself but is the caller's conflict, and for 410 and failed operations, which must be
+        submitted again.
         """
         return not self.is_user_error
 

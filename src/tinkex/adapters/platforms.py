@@ -47,9 +47,9 @@ class SessionConfig(Record, frozen=True, kw_only=True):
 class TrainingPlatform(Protocol[S]):
     """A platform that trains LoRA adapters and samples from them.
 
-    S is the type of its sessions. A loop that is written for it runs on every platform. Calls wait for their result. Losses of
-    data are summed. Gradients of passes add up until a step applies and clears them. An unknown
-    loss is a `ValueError`.
+    S is the type of its sessions. A loop that is written for it runs on every platform. Calls wait
+    for their result. Losses of data are summed. Gradients of passes add up until a step applies and
+    clears them. An unknown loss is a `ValueError`.
 
     Example:
         >>> def train(platform: TrainingPlatform, data: list[Datum]) -> float:

@@ -20,6 +20,7 @@ from tinkex.client.sampling_parts.sample_calls import SampleCalls
 from tinkex.client.sampling_parts.sample_stream_calls import SampleStreams
 from tinkex.client.sampling_parts.sampled_model import SampledModel, base_model_of
 from tinkex.client.session import Session, shadow_of
+from tinkex.client.session_client import SessionClient
 from tinkex.client.settings.config import Config
 from tinkex.errors import NotFoundError
 from tinkex.types.checkpoints import SCHEME, SamplingClientKind
@@ -37,7 +38,7 @@ from tinkex.wire import protocol
 S = TypeVar("S", bound="SamplingClient")
 
 
-@made_of(SampleCalls, SampledModel, SampleStreams)
+@made_of(SessionClient, SampleCalls, SampledModel, SampleStreams)
 class SamplingClient(SampleStreams):
     """Samples from fixed weights; later training of the same run does not change them.
 

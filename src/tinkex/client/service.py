@@ -24,6 +24,7 @@ from tinkex.client.losses import loss_graphs
 from tinkex.client.losses.loss_graphs import LossHandle, PerDatumLossFn
 from tinkex.client.service_parts.training_starts import TrainingStarts
 from tinkex.client.session import Session
+from tinkex.client.session_client import SessionClient
 from tinkex.client.settings.config import Config
 from tinkex.types.checkpoints import CONSOLE
 from tinkex.types.custom_losses import CreateCustomLossResponse
@@ -32,14 +33,13 @@ from tinkex.wire import protocol
 
 if TYPE_CHECKING:
     from tinkex.client.rest import RestClient
-    from tinkex.telemetry import Reporter
 
 Rank: TypeAlias = Literal[0, 1, 2]
 
 logger = logging.getLogger("tinkex")
 
 
-@made_of(TrainingStarts)
+@made_of(SessionClient, TrainingStarts)
 class ServiceClient(TrainingStarts):
     """Makes training and sampling clients; the first call of a program is to one.
 
@@ -111,28 +111,9 @@ class ServiceClient(TrainingStarts):
         return service
 
     @property
-    def holder(self) -> Session:
-        """The session of this client; its interface may change in any release."""
-        return self._session
-
-    @property
     def session_id(self) -> str:
         """The id of the session; empty until a call has opened it."""
         return self._session.session_id
-
-    def get_telemetry(self) -> Reporter | None:
-        """Return the reporter of this session's events, or None.
-
-        It sends them to the hosted service.
-
-        Example:
-            >>> from tinkex import telemetry
-            >>> telemetry.log(
-            ...     service.get_telemetry(), "evaluated", {"accuracy": 0.9}
-            ... )  # False: there is no reporter
-            False
-        """
-        return self._session.telemetry
 
     def create_custom_loss(
         self, fn: PerDatumLossFn, input_ranks: Mapping[str, Rank]

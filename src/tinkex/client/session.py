@@ -263,7 +263,7 @@ class Session(Submissions):
     async def renew(self, lost: str) -> None:
         """Take a new id in place of a lost one; a second call does nothing."""
         if self.is_shadow:
-            raise RuntimeError("a session that another process owns is not opened anew here")
+            raise RuntimeError("a session of another process cannot be opened again here")
         async with self._renewing:
             if self.session_id != lost:
                 return

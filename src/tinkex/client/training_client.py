@@ -12,6 +12,7 @@ from tinkex.client.class_parts import made_of
 from tinkex.client.futures.api_future import Future, unlisted
 from tinkex.client.futures.twins import deprecated
 from tinkex.client.outbox import Fetch, Outbox, Poison
+from tinkex.client.session_client import SessionClient
 from tinkex.client.training_parts.training_passes import TrainingPasses
 from tinkex.client.training_parts.training_run import TrainingRun
 from tinkex.client.training_parts.training_saves import TrainingSaves
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from tinkex.client.session import Session
 
 
-@made_of(TrainingRun, TrainingPasses, TrainingSaves)
+@made_of(SessionClient, TrainingRun, TrainingPasses, TrainingSaves)
 class TrainingClient(TrainingPasses, TrainingSaves):
     """One training run.
 

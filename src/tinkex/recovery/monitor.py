@@ -114,9 +114,7 @@ class Monitor:
         if not policy.enabled:
             raise RecoveryError("recovery is not enabled by its policy", "recovery_disabled")
         if self._executor is None:
-            raise RecoveryError(
-                "there is no executor that could take a run up again", "no_executor"
-            )
+            raise RecoveryError("recovery needs an executor, got None", "no_executor")
         facts = dict(metadata) if isinstance(metadata, Mapping) else {}
         watched = _Watched(service, self._rest_client_of(service), facts)
         with self._lock:
@@ -162,7 +160,7 @@ class Monitor:
         try:
             run = await watched.rest.get_training_run(run_id)
         except Exception as error:  # whatever it is, the next look may get through
-            logger.debug("run %s could not be looked at: %s", run_id, error)
+            logger.debug("run %s could not be polled: %s", run_id, error)
             events.emit(
                 events.RECOVERY_POLL_ERROR,
                 {},
@@ -185,7 +183,7 @@ class Monitor:
                 rest=watched.rest,
             )
         except RecoveryError as refused:  # the next look tries again
-            logger.debug("run %s was not taken up: %s", run_id, refused)
+            logger.debug("run %s was not recovered: %s", run_id, refused)
             return
         with self._lock:
             if self._runs.get(run_id) is watched:
@@ -251,7 +249,7 @@ class Executor:
             rest: Looks checkpoints up; a client of the service's by default.
 
         Raises:
-            RecoveryError: The policy is not enabled, or the run is being taken up already.
+            RecoveryError: The policy is not enabled, or the run is already being recovered.
 
         Example:
             >>> recovered = Future()
@@ -268,7 +266,7 @@ class Executor:
         facts = dict(metadata) if isinstance(metadata, Mapping) else {}
         with self._lock:
             if run_id in self._pending:
-                raise RecoveryError(f"run {run_id} is being taken up already", "already_pending")
+                raise RecoveryError(f"run {run_id} is already being recovered", "already_pending")
             self._pending.add(run_id)
         job = _Job(
             run_id,
@@ -327,7 +325,7 @@ async def told(callback: Callable[..., object] | None, *facts: Any) -> None:
     try:
         await in_own_thread(callback, *facts)
     except Exception:
-        logger.warning("a callback of the recovery failed", exc_info=True)
+        logger.warning("a callback of the recovery policy failed", exc_info=True)
 
 
 # ── checkpoints ───────────────────────────────────────────────────────────────────────────────────
@@ -373,7 +371,7 @@ async def select_checkpoint(
     path = _path_of(known)
     if path is None:
         raise RecoveryError(
-            f"run {run_id} has no checkpoint to go on from",
+            f"run {run_id} has no checkpoint to recover from",
             "missing_checkpoint",
             hint="call save_state now and then",
         )

@@ -228,7 +228,7 @@ class Recorder(Outbox):
                 entry.trains = False  # it was not executed
             self.trim()
         if entry.is_state and error is not None:
-            logger.warning("a state could not be saved to go on from: %s", error)
+            logger.warning("a state to recover from could not be saved: %s", error)
         if isinstance(error, asyncio.CancelledError):
             entry.future.cancel()
             return

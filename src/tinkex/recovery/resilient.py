@@ -87,10 +87,10 @@ def resilient(
     if isinstance(training_client, BackcompatClientFuture):
         training_client = training_client.result()
     if isinstance(training_client, ResilientTrainingClient):
-        raise ValueError("this training client is a resilient one already")
+        raise ValueError("this training client is already resilient")
     for option, value in (("every", every), ("keep", keep)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{option} must be a whole number from 1 on, got {value!r}")
+            raise ValueError(f"{option} must be a positive whole number, got {value!r}")
     chosen = (
         RecoveryPolicy(enabled=True, backoff_ms=1000)
         if policy is None
@@ -100,7 +100,7 @@ def resilient(
         raise ValueError("this policy is not enabled")
     if chosen.checkpoint_strategy != "latest" or not chosen.restore_optimizer:
         raise ValueError(
-            "only the latest state, with the optimizer's, brings the weights that would have been"
+            "only the latest state, with the optimizer's, gives the same weights as without a loss"
         )
     return ResilientTrainingClient(training_client, every, chosen, keep, name, ttl_seconds)
 
@@ -246,16 +246,14 @@ class ResilientTrainingClient(TrainingClient):
                 return
         attempts.attempt = policy.max_attempts
         attempts.tell(events.RECOVERY_EXHAUSTED, error=error)
-        self._outbox.fail(
-            f"run {old.model_id} is lost and could not be taken up again: {error}", error
-        )
+        self._outbox.fail(f"run {old.model_id} is lost and could not be recovered: {error}", error)
         await told(policy.on_failure, old.model_id, error)
 
     async def _restore(self, attempts: Attempts) -> TrainingClient:
         attempts.begin()
         path = self.checkpoint
         if path is None:
-            raise RecoveryError("no state was saved to go on from", "missing_checkpoint")
+            raise RecoveryError("no state was saved to recover from", "missing_checkpoint")
         attempts.tell(events.RECOVERY_CHECKPOINT_SELECTED, checkpoint=path)
         await reopened(self._session)
         client = await self._service.create_training_client_from_state_with_optimizer(

@@ -16,6 +16,7 @@ from tinkex.regularizers.gradients import parts
 from tinkex.regularizers.penalties import (
     FLOOR,
     Penalty,
+    Valued,
     as_tensor,
     check_choice,
     check_number,
@@ -74,9 +75,7 @@ class Entropy(Penalty):
         check_choice("reduction", self.reduction, REDUCTIONS)
         check_number("temperature", self.temperature, above=0)
 
-    def _value(
-        self, data: Sequence[Datum], logprobs: Logprobs
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
+    def _value(self, data: Sequence[Datum], logprobs: Logprobs) -> Valued:
         found = parts(logprobs)
         if not found:
             raise ValueError("there are no log-probabilities")
@@ -147,9 +146,7 @@ class KLDivergence(Penalty):
         check_choice("reduction", self.reduction, REDUCTIONS)
         check_choice("direction", self.direction, ("forward", "reverse"))
 
-    def _value(
-        self, data: Sequence[Datum], logprobs: Logprobs
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
+    def _value(self, data: Sequence[Datum], logprobs: Logprobs) -> Valued:
         ours = parts(logprobs)
         theirs = self._reference(data, logprobs)
         check_shapes(ours, theirs, "the reference's log-probabilities")
@@ -218,9 +215,7 @@ class Consistency(Penalty):
         check_choice("metric", self.metric, ("mse", "l1", "cosine", "kl"))
         check_choice("reduction", self.reduction, REDUCTIONS)
 
-    def _value(
-        self, data: Sequence[Datum], logprobs: Logprobs
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
+    def _value(self, data: Sequence[Datum], logprobs: Logprobs) -> Valued:
         ours = parts(logprobs)
         theirs = field_parts(data, self.pair_field, logprobs)
         check_shapes(ours, theirs, "the pair's log-probabilities")

@@ -26,6 +26,10 @@ FLOOR = 1e-8
 """The smallest norm that is used as a divisor."""
 
 
+Valued: TypeAlias = tuple[torch.Tensor, dict[str, Any]]
+"""The value of a regularizer, not weighted, and metrics."""
+
+
 class Penalty:
     """The base of the regularizers: a name, and options that a call may replace.
 
@@ -49,7 +53,7 @@ class Penalty:
 
     def compute(
         self, data: Sequence[Datum], logprobs: Logprobs, opts: Mapping[str, Any] | None = None
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
+    ) -> Valued:
         """Return the value, not weighted, and metrics.
 
         Raises:
@@ -72,9 +76,7 @@ class Penalty:
             )
         return replace(self, **given) if given else self  # type: ignore[type-var]
 
-    def _value(
-        self, data: Sequence[Datum], logprobs: Logprobs
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
+    def _value(self, data: Sequence[Datum], logprobs: Logprobs) -> Valued:
         raise NotImplementedError
 
 
@@ -153,13 +155,13 @@ def check_shapes(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], w
 SUM_OR_MEAN = ("sum", "mean")
 
 
+@dataclass(frozen=True)
 class _Size(Penalty):
     """A penalty on the size of a target."""
 
-    __slots__ = ()
-    target: Target
-    reduction: str
-    lambda_: float
+    target: Target = "logprobs"
+    reduction: str = "sum"
+    lambda_: float = 1.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.target, tuple):
@@ -200,13 +202,8 @@ class L1(_Size):
     """
 
     NAME = "l1_sparsity"
-    target: Target = "logprobs"
-    reduction: str = "sum"
-    lambda_: float = 1.0
 
-    def _value(
-        self, data: Sequence[Datum], logprobs: Logprobs
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
+    def _value(self, data: Sequence[Datum], logprobs: Logprobs) -> Valued:
         sizes = self._target(data, logprobs).abs()
         value = self.lambda_ * self._reduced(sizes)
         return value, {"l1_raw": float(value.detach()), "l1_mean": float(sizes.detach().mean())}
@@ -232,9 +229,6 @@ class L2(_Size):
     """
 
     NAME = "l2_weight_decay"
-    target: Target = "logprobs"
-    reduction: str = "sum"
-    lambda_: float = 1.0
     clip: float | None = None
     center: float | Literal["mean"] | None = None
 
@@ -245,9 +239,7 @@ class L2(_Size):
         if self.center is not None and self.center != "mean":
             check_number("center", self.center)
 
-    def _value(
-        self, data: Sequence[Datum], logprobs: Logprobs
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
+    def _value(self, data: Sequence[Datum], logprobs: Logprobs) -> Valued:
         target = self._target(data, logprobs)
         centred = target
         if self.center is not None:
@@ -279,9 +271,6 @@ class ElasticNet(_Size):
     """
 
     NAME = "elastic_net"
-    target: Target = "logprobs"
-    reduction: str = "sum"
-    lambda_: float = 1.0
     l1_ratio: float = 0.5
 
     def __post_init__(self) -> None:
@@ -290,9 +279,7 @@ class ElasticNet(_Size):
         if self.l1_ratio > 1:
             raise ValueError(f"l1_ratio must be at most 1, got {self.l1_ratio!r}")
 
-    def _value(
-        self, data: Sequence[Datum], logprobs: Logprobs
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
+    def _value(self, data: Sequence[Datum], logprobs: Logprobs) -> Valued:
         target = self._target(data, logprobs)
         first, second = self._reduced(target.abs()), self._reduced(target.square())
         value = self.lambda_ * (self.l1_ratio * first + (1 - self.l1_ratio) * second)
@@ -327,9 +314,7 @@ class Orthogonality(Penalty):
         check_choice("mode", self.mode, ("soft", "hard", "spectral"))
         check_choice("axis", self.axis, ("rows", "sequence", "vocabulary"))
 
-    def _value(
-        self, data: Sequence[Datum], logprobs: Logprobs
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
+    def _value(self, data: Sequence[Datum], logprobs: Logprobs) -> Valued:
         rows = self._rows(_stacked(parts(logprobs)))
         if self.normalize:
             rows = rows / torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp(min=FLOOR)
@@ -395,9 +380,7 @@ class GradientPenalty(Penalty):
         check_choice("mode", self.mode, ("output", "interpolated"))
         check_number("target_norm", self.target_norm)
 
-    def _value(
-        self, data: Sequence[Datum], logprobs: Logprobs
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
+    def _value(self, data: Sequence[Datum], logprobs: Logprobs) -> Valued:
         if self.loss_fn is None:
             raise KeyError("gradient_penalty needs the option loss_fn")
         given = parts(logprobs)

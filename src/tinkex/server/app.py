@@ -1,4 +1,4 @@
-"""The ASGI application: all groups of endpoints behind the middleware, and the server's lifespan."""
+"""The ASGI application: all endpoints behind the middleware, and the server's lifespan."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from typing import Any
 from tinkex.server.complaints import complain
 from tinkex.server.database.entities import AuditEntry, Span, UsageKind, Use
 from tinkex.server.database.interface import Database
+from tinkex.server.http_errors import Refusal
 
 HOUR = 3600
 FLUSH_SECONDS = 5.0
@@ -161,3 +162,18 @@ class Meter:
                     tidied = time.monotonic()
             except Exception as error:
                 complain("usage could not be written; it is tried again", error)
+
+
+def check_held(held: int, size: int, limit: int) -> None:
+    """Refuse a request, to be sent again later, if its owner's requests take too much memory.
+
+    A single request may take more than the limit.
+    """
+    if held > limit and held > size:
+        raise Refusal(
+            429,
+            f"{held - size} bytes of other requests arrive or have not ended, and the limit "
+            "held_bytes of this server "
+            f"is {limit}; send this one again later",
+            headers={"Retry-After": "1"},
+        )

@@ -15,12 +15,11 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from tinkex.server.access.accounts import Account
-from tinkex.server.access.authorize import authorize
-from tinkex.server.access.bodies import Unreadable, read_body
+from tinkex.server.access.bodies import read_body
 from tinkex.server.access.endpoints import Endpoint, Group
 from tinkex.server.access.ownership import check_ownership
 from tinkex.server.calls import Call
-from tinkex.server.http_errors import Refusal, refusal_of
+from tinkex.server.http_errors import refusal_of
 from tinkex.server.state import State
 from tinkex.server.tracing import Tracing
 from tinkex.types.record import to_json
@@ -34,7 +33,7 @@ class Guarded:
         self, endpoint: Endpoint, group: Group, state: State, tracing: Tracing | None
     ) -> None:
         self._endpoint, self._group, self._state = endpoint, group, state
-        self._tracing = tracing
+        self._tracing, self._owned_fields = tracing, endpoint.owned_fields
         self.method, self.path = endpoint.method, f"{group.prefix}{endpoint.path}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -57,17 +56,17 @@ class Guarded:
         endpoint, state = self._endpoint, self._state
         began, owner, request_id = time.perf_counter(), None, None
         try:
-            account = await authorize(
-                state, request, endpoint.access, takes_bearer=self._group.takes_bearer
+            account = await state.accounts.authorize(
+                request.headers, endpoint.access, takes_bearer=self._group.takes_bearer
             )
             owner = account.owner or None
             call = _call(endpoint, request, account)
             if endpoint.request is None:
                 call.http = request
             else:
-                await self._read(request, call)
+                await read_body(state, endpoint, call, request)
                 request_id = getattr(call.request, "request_id", None)
-            await check_ownership(state, endpoint, call.owner, call.path, call.request)
+            await check_ownership(state, self._owned_fields, call.owner, call.path, call.request)
             result = await endpoint.answer(state, call)
             request_id = getattr(result, "request_id", request_id)
             response = _response(result)
@@ -80,14 +79,6 @@ class Guarded:
         if told is not None:
             told |= {"status": status, "owner": owner, "request_id": request_id}
         return response
-
-    async def _read(self, request: Request, call: Call) -> None:
-        try:
-            await read_body(self._state, self._endpoint, call, request)
-        except Unreadable as error:
-            if self._endpoint.on_unreadable is not None:
-                await self._endpoint.on_unreadable(self._state, call, error)
-            raise Refusal(400, f"{self._endpoint.name}: {error}") from None
 
 
 def _call(endpoint: Endpoint, request: Request, account: Account) -> Call:

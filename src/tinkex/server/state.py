@@ -16,7 +16,6 @@ from tinkex.server.database.interface import Database
 from tinkex.server.files.checkpoint_files import Checkpoints
 from tinkex.server.files.data_dir import Lock, discard, make_directory
 from tinkex.server.files.upload_files import sweep_uploads
-from tinkex.server.http_errors import Refusal
 from tinkex.server.meter import Meter
 from tinkex.server.open_sessions import Sessions
 from tinkex.server.parts import Parts
@@ -195,13 +194,6 @@ class State:
         await asyncio.to_thread(sweep_uploads, self.upload_dir)
 
     # ── the end ───────────────────────────────────────────────────────────────────────────────────
-
-    def refuse_if_stopping(self) -> None:
-        """Send callers away when the server stops; its next life keeps what was promised."""
-        if self.promises.are_left:
-            raise Refusal(
-                503, "this server is shutting down; ask again", headers={"Retry-After": "1"}
-            )
 
     async def drain(self) -> None:
         """Take nothing more in; wait for what is under way until it is done, or time is up."""

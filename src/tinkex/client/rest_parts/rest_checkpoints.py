@@ -120,7 +120,7 @@ class RestCheckpoints(RestBase):
         parsed = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
         if parsed.checkpoint_type != "external":
             raise ValueError(
-                f"{tinker_path!r} is no export; expected tinker://<run>/external_weights/<name>"
+                f"{tinker_path!r} is not an export; expected tinker://<run>/external_weights/<name>"
             )
         path = checkpoint_parts(tinker_path)
         return self._call(protocol.GET_EXTERNAL_WEIGHTS_URLS, path=path)

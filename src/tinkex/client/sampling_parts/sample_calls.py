@@ -19,6 +19,7 @@ from tinkex.client.http.legacy_servers import Receipt, sequence_ids
 from tinkex.client.http.retry import RetryConfig, RetryHandler, persist
 from tinkex.client.http.transport import OFF_LOOP_BYTES
 from tinkex.client.session import Session
+from tinkex.client.session_client import SessionClient
 from tinkex.errors import APITimeoutError, GoneError, RateLimitError, TinkerError
 from tinkex.types.inputs import ModelInput
 from tinkex.types.sampling import SampleRequest, SampleResponse, SamplingParams
@@ -27,14 +28,14 @@ from tinkex.types.tensors import TensorData
 from tinkex.wire import protocol
 
 if TYPE_CHECKING:
-    from tinkex.telemetry import Reporter
+    pass
 
 SEQ_BLOCK = 1_000_000_000
 BACKPRESSURE = {"X-Tinker-Sampling-Backpressure": "1"}
 """Header: the sender can handle status 429."""
 
 
-class SampleCalls:
+class SampleCalls(SessionClient):
     """One sampling session, and the way from a request to its samples."""
 
     def __init__(
@@ -63,11 +64,6 @@ class SampleCalls:
         self._base_model = base_model
 
     @property
-    def holder(self) -> Session:
-        """The session of this client; its interface may change in any release."""
-        return self._session
-
-    @property
     def _sampling_session_id(self) -> str:
         """The id of the sampling session, by its name in the official client."""
         return self.sampling_session_id
@@ -76,20 +72,6 @@ class SampleCalls:
     def feature_gates(self) -> set[str]:
         """The feature gates of the configuration; they have no effect."""
         return set(self._session.config.feature_gates)
-
-    def get_telemetry(self) -> Reporter | None:
-        """Return the reporter of this session's events, or None.
-
-        It sends them to the hosted service.
-
-        Example:
-            >>> from tinkex import telemetry
-            >>> telemetry.log(
-            ...     sampler.get_telemetry(), "evaluated", {"accuracy": 0.9}
-            ... )  # False: there is no reporter
-            False
-        """
-        return self._session.telemetry
 
     @property
     def retry_handler(self) -> RetryHandler:

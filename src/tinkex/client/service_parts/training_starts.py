@@ -10,6 +10,7 @@ from tinkex.client.futures.loop_thread import runtime
 from tinkex.client.futures.training_future import BackcompatTrainingClientFuture
 from tinkex.client.futures.twins import value_twin
 from tinkex.client.session import Session
+from tinkex.client.session_client import SessionClient
 from tinkex.client.training_client import TrainingClient, info_of
 from tinkex.errors import NotFoundError, TinkerError
 from tinkex.types.checkpoints import (
@@ -29,10 +30,8 @@ from tinkex.types.training import (
 from tinkex.wire import protocol
 
 
-class TrainingStarts:
+class TrainingStarts(SessionClient):
     """New training runs, and runs of checkpoints."""
-
-    _session: Session
 
     def create_lora_training_client(
         self,

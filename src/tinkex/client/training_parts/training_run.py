@@ -10,16 +10,16 @@ from tinkex.client.futures.api_future import Future
 from tinkex.client.futures.queue_states import QueueStateLogger, QueueStateTracker
 from tinkex.client.http.legacy_servers import Receipt
 from tinkex.client.outbox import Fetch, Outbox, Turn
+from tinkex.client.session_client import SessionClient
 from tinkex.client.training_parts.call_arguments import CallOptions, check_options
 from tinkex.types.training import GetInfoResponse
 from tinkex.wire.protocol import Operation
 
 if TYPE_CHECKING:
     from tinkex.client.session import Session
-    from tinkex.telemetry import Reporter
 
 
-class TrainingRun:
+class TrainingRun(SessionClient):
     """One training run, and the way to call an operation of it."""
 
     def __init__(
@@ -41,28 +41,9 @@ class TrainingRun:
         self._asking = asyncio.Lock()
 
     @property
-    def holder(self) -> Session:
-        """The session of this client; its interface may change in any release."""
-        return self._session
-
-    @property
     def _base_model(self) -> str | None:
         """The name of the base model, if it is known."""
         return self._known_info.model_data.model_name if self._known_info is not None else None
-
-    def get_telemetry(self) -> Reporter | None:
-        """Return the reporter of this session's events, or None.
-
-        It sends them to the hosted service.
-
-        Example:
-            >>> from tinkex import telemetry
-            >>> telemetry.log(
-            ...     client.get_telemetry(), "evaluated", {"accuracy": 0.9}
-            ... )  # False: there is no reporter
-            False
-        """
-        return self._session.telemetry
 
     def on_queue_state_change(
         self, queue_state: Any, queue_state_reason: str | None = None

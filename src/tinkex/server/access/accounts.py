@@ -1,7 +1,8 @@
 """Accounts: keys, the short-lived tokens given for them, and the account each belongs to.
 
-A key is 256 random bits, so a plain SHA-256 of it is kept: it cannot be guessed, and a slow hash would slow every request down. Keys are read from the database, so that one made or revoked
-by the command line counts at once: an unknown key is always looked up, a known one is trusted for a
+A key is 256 random bits, so a plain SHA-256 of it is kept: it cannot be guessed, and a slow hash
+would slow every request down. Keys are read from the database, so that one made or revoked by the
+command line counts at once: an unknown key is always looked up, a known one is trusted for a
 second.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import functools
 import hashlib
 import hmac
 import json
@@ -16,7 +18,12 @@ import secrets
 import time
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
+from starlette.datastructures import Headers
+
+from tinkex.client.settings.config import LOOPBACK
+from tinkex.server.access.endpoints import Access
 from tinkex.server.database.entities import LOCAL_OWNER, AuditEntry, user_urn
 from tinkex.server.database.interface import Database
 from tinkex.server.files.data_dir import is_keyed, mark_keyed, signing_secret
@@ -36,6 +43,10 @@ class Account:
 
     owner: str = LOCAL_OWNER
     key_id: int = 0
+
+
+NOBODY = Account("")
+"""The account of a caller that was not asked for a key. It owns nothing."""
 
 
 def hash_of(key: str) -> bytes:
@@ -113,6 +124,31 @@ class Accounts:
             self._looked = time.monotonic()
         return self._closed
 
+    async def authorize(
+        self, headers: Headers, access: Access, *, takes_bearer: bool = False
+    ) -> Account:
+        """Return the account of a request.
+
+        Raises:
+            Refusal: 401 without a valid key; 403 from another machine, when the server is open.
+        """
+        if access is Access.PUBLIC:
+            return NOBODY
+        if await self.needs_key():
+            if access is Access.NO_KEY:
+                return Account()
+            key = headers.get("x-api-key")
+            if not key and takes_bearer:
+                key = _bearer(headers.get("authorization", ""))
+            return await self.account(key)
+        # An open server is for programs of this machine: a web page must not drive it.
+        for name in ("host", "origin"):
+            given = headers.getlist(name)
+            if len(given) > 1 or not all(map(_is_here, given)):
+                told = ", ".join(map(repr, given))
+                raise Refusal(403, f"this server is open to this machine only; {name} is {told}")
+        return Account()
+
     async def account(self, credential: str | None) -> Account:
         """Return the account of a key or token; refuse others with 401."""
         if not credential:
@@ -139,7 +175,7 @@ class Accounts:
         return found[1]
 
     async def reader(self, owner: str, token: str | None) -> str:
-        """Return the account that reads a checkpoint: of the access token, or else of the caller."""
+        """Return the account that reads a checkpoint: the token's, or else the caller's."""
         if not token or not await self.needs_key():
             return owner
         try:
@@ -214,7 +250,7 @@ class Accounts:
 
 
 def _rejected(detail: str) -> Refusal:
-    """Return the answer to an invalid token; clients then exchange their key for a new one, once."""
+    """Return the answer to an invalid token, which makes clients exchange their key once more."""
     return Refusal(401, detail, headers={"WWW-Authenticate": 'Bearer error="invalid_token"'})
 
 
@@ -228,3 +264,18 @@ def _text(data: bytes) -> str:
 
 def _bytes(text: str) -> bytes:
     return base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
+
+
+def _bearer(authorization: str) -> str | None:
+    kind, _, key = authorization.partition(" ")
+    return key.strip() if kind.lower() == "bearer" else None
+
+
+@functools.lru_cache(64)
+def _is_here(place: str) -> bool:
+    """Return whether a Host or Origin header names this machine."""
+    try:
+        parts = urlsplit(place if "//" in place else f"//{place}")
+        return "@" not in parts.netloc and parts.hostname in LOOPBACK
+    except ValueError:  # it is no address at all
+        return False

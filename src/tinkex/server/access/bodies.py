@@ -8,9 +8,9 @@ import contextlib
 from starlette.requests import Request
 
 from tinkex.server.access.endpoints import Endpoint
-from tinkex.server.access.gate import check_held
 from tinkex.server.calls import Call, digest_of
 from tinkex.server.http_errors import Refusal
+from tinkex.server.meter import check_held
 from tinkex.server.state import State
 from tinkex.wire import codec
 
@@ -41,7 +41,6 @@ async def read_body(state: State, endpoint: Endpoint, call: Call, request: Reque
 
     Raises:
         Refusal: The body is too large or too slow, or cannot be decoded.
-        Unreadable: It is not the message that it should be.
     """
     call.content_type = request.headers.get("content-type", codec.JSON)
     call.encoding = request.headers.get("content-encoding")
@@ -50,8 +49,10 @@ async def read_body(state: State, endpoint: Endpoint, call: Call, request: Reque
         call.body = await _receive(request, limit, name, state.limits.body_seconds, arriving)
     try:
         await _expand(state.expanding, endpoint, call, limit)
-    except Unreadable:
-        raise
+    except Unreadable as error:
+        if endpoint.on_unreadable is not None:
+            await endpoint.on_unreadable(state, call, error)
+        raise Refusal(400, f"{endpoint.name}: {error}") from None
     except codec.TooLarge as error:
         raise Refusal(413, f"{endpoint.name}: {error} ({name})") from None
     except ValueError as error:
@@ -124,7 +125,7 @@ async def _receive(
 
 async def _expand(expanding: asyncio.Semaphore, endpoint: Endpoint, call: Call, limit: int) -> None:
     """Decode a call's body, which stays as it was sent."""
-    size = codec.expanded_size(call.body, call.encoding)
+    size = codec.expanded_size(call.body, call.encoding) if call.encoding else len(call.body)
     bound = limit if size is None else min(size, limit)
     if bound <= OFF_LOOP_BYTES:
         _decode(endpoint, call, limit)

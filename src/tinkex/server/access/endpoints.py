@@ -48,7 +48,7 @@ class Endpoint(Owned):
     handler, which reads it from `call.http` and sets its own limits."""
     access: Access = Access.KEY
     is_bulky: bool = False
-    """Whether bodies may be as large as `body_bytes` allows, instead of 4 MiB."""
+    """True if bodies may be as large as `body_bytes` allows, instead of 4 MiB."""
 
     on_unreadable: Answer | None = None
     """Called with the state, the call and the error when the body cannot be decoded."""
@@ -64,6 +64,6 @@ class Group:
     prefix: str
     endpoints: Sequence[Endpoint]
     takes_bearer: bool = False
-    """Whether keys may also come as `Authorization: Bearer`."""
+    """True if keys may also come as `Authorization: Bearer`."""
     refused: Callable[[Refusal], Response] = refused
     """Makes the answer of an error, for clients that read another form than `{"detail": …}`."""

@@ -1,27 +1,28 @@
 """Owners of the objects that requests name.
 
-An id begins with the id of its session, and the owner of a session is on record. Each endpoint declares the fields of its requests that must name objects of the caller's account (`owned_by`).
+An id begins with the id of its session, and the owner of a session is on record. Each endpoint
+declares the fields of its requests that must name objects of the caller's account (`owned_by`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tinkex.server.http_errors import Refusal
 from tinkex.server.runs.journals import DIRECT
 from tinkex.server.state import State
-from tinkex.wire.protocol import OWNED_FIELDS, Owned
+from tinkex.wire.protocol import OWNED_FIELDS
 
 KNOWN_OWNERS = 10_000
 
 
 async def check_ownership(
-    state: State, rules: Owned, owner: str, path: Mapping[str, str], request: Any = None
+    state: State, fields: Sequence[str], owner: str, path: Mapping[str, str], request: Any
 ) -> None:
     """Answer 404, as for an object that does not exist, when a request names another owner's."""
-    for declared in rules.owned_fields:
+    for declared in fields:
         *places, field = declared.split(".")
         holder = request
         for place in places:

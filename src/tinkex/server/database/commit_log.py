@@ -1,8 +1,10 @@
 """A check of the database's write-ahead log, made before SQLite opens it.
 
-Each frame of the log has a checksum over all before it. SQLite ends the log silently at the first wrong one, because a power loss leaves the same. A small file beside the log
-therefore records how many frames were flushed: fewer valid ones than that are damage. The record
-itself is not flushed; it can only be older than the log. Changes that were not flushed, such as counters, are not in it: damage to them looks like a power loss, which may take them back.
+Each frame of the log has a checksum over all before it. SQLite ends the log silently at the first
+wrong one, because a power loss leaves the same. A small file beside the log therefore records how
+many frames were flushed: fewer valid ones than that are damage. The record itself is not flushed;
+it can only be older than the log. Changes that were not flushed, such as counters, are not in it:
+damage to them looks like a power loss, which may take them back.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ class _Log:
         self.is_valid = known and self._after((0, 0), header[:24]) == self.sums
 
     def commits(self, frames: int = 0, sums: Sums | None = None) -> Iterator[tuple[int, Sums]]:
-        """Yield the valid commits after a number of frames, with the frames up to each and their sums."""
+        """Yield the valid commits after a number of frames: the frames and sums up to each."""
         found = self.sums if sums is None else sums
         self._file.seek(HEADER.size + frames * (FRAME.size + self._page))
         while True:

@@ -1,7 +1,8 @@
 """The database of a data directory, as the rest of the server sees it.
 
 `sqlite.py` implements it. All calls may block: the event loop makes them in a thread, except for
-`SamplerTable.known`. Another database is another class with these attributes, handed to `create_app`.
+`SamplerTable.known`. Another database is another class with these attributes, handed to
+`create_app`.
 """
 
 from __future__ import annotations
@@ -243,30 +244,12 @@ class Database(Protocol):
 
     root: Path
     """The data directory."""
-
-    @property
-    def sessions(self) -> SessionTable:
-        """Sessions."""
-
-    @property
-    def runs(self) -> RunTable:
-        """Training runs."""
-
-    @property
-    def samplers(self) -> SamplerTable:
-        """Samplers."""
-
-    @property
-    def checkpoints(self) -> CheckpointTable:
-        """Checkpoints."""
-
-    @property
-    def keys(self) -> KeyTable:
-        """API keys."""
-
-    @property
-    def activity(self) -> ActivityTable:
-        """Usage, audit log and timelines."""
+    sessions: SessionTable
+    runs: RunTable
+    samplers: SamplerTable
+    checkpoints: CheckpointTable
+    keys: KeyTable
+    activity: ActivityTable
 
     def verify(self) -> None:
         """Check that everything is as it was written.

@@ -1,6 +1,7 @@
 """Digests of the database's rows, which show a flipped bit when a server starts.
 
-SQLite checks the structure of its pages, not their contents. A table has a digest of each row. Triggers of the connection keep it, so that no statement has to mention it.
+SQLite checks the structure of its pages, not their contents. A table has a digest of each row.
+Triggers of the connection keep it, so that no statement has to mention it.
 """
 
 from __future__ import annotations

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tinkex.server.database.interface import (
+    ActivityTable,
+    CheckpointTable,
+    KeyTable,
+    RunTable,
+    SamplerTable,
+    SessionTable,
+)
 from tinkex.server.database.sqlite_activity import SqliteActivity, SqliteKeys
 from tinkex.server.database.sqlite_checkpoints import SqliteCheckpoints
 from tinkex.server.database.sqlite_connection import Connection
@@ -28,12 +36,13 @@ class SqliteDatabase:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.connection = connection = Connection(root / DATABASE)
-        self.sessions = SqliteSessions(connection)
-        self.checkpoints = SqliteCheckpoints(connection, root)
-        self.runs = SqliteRuns(connection, self.checkpoints)
-        self.samplers = SqliteSamplers(connection)
-        self.keys = SqliteKeys(connection)
-        self.activity = SqliteActivity(connection)
+        checkpoints = SqliteCheckpoints(connection, root)
+        self.sessions: SessionTable = SqliteSessions(connection)
+        self.checkpoints: CheckpointTable = checkpoints
+        self.runs: RunTable = SqliteRuns(connection, checkpoints)
+        self.samplers: SamplerTable = SqliteSamplers(connection)
+        self.keys: KeyTable = SqliteKeys(connection)
+        self.activity: ActivityTable = SqliteActivity(connection)
         self.verify, self.close = connection.verify, connection.close
 
 

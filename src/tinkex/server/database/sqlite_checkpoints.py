@@ -11,10 +11,10 @@ from typing import Any
 
 from tinkex.server.database.entities import NO_PROJECT, Save, SavedCheckpoint, StoredBytes
 from tinkex.server.database.sqlite_connection import Connection, insertion
+from tinkex.server.database.sqlite_rows import record_of, row_of
 from tinkex.server.database.sqlite_sessions import metadata_conditions
 from tinkex.types.checkpoint_search import CheckpointSearchRequest
 from tinkex.types.checkpoints import KINDS
-from tinkex.types.training import LoraConfig
 
 ALIVE = "(c.expires IS NULL OR c.expires > :now)"
 OWN = f"c.tinker_path = :path AND c.owner = :owner AND {ALIVE}"
@@ -35,22 +35,8 @@ class SqliteCheckpoints:
 
     def put(self, saved: SavedCheckpoint, request_id: str | None = None) -> None:
         """Record a checkpoint, and that a request for it was met."""
-        row = {
-            "tinker_path": saved.tinker_path,
-            "model_id": saved.model_id,
-            "directory": saved.directory.relative_to(self._root).as_posix(),
-            "base_model": saved.base_model,
-            "base_digest": saved.base_digest,
-            "lora": saved.lora.model_dump_json(),
-            "optimizer": json.dumps(saved.optimizer),
-            "size_bytes": saved.size_bytes,
-            "created": saved.created,
-            "expires": saved.expires,
-            "user_metadata": json.dumps(saved.user_metadata),
-            "owner": saved.owner,
-            "public": saved.public,
-            "project_id": saved.project_id,
-        }
+        directory = saved.directory.relative_to(self._root).as_posix()
+        row = row_of(saved, directory=directory)
         met = [] if request_id is None else [(request_id, saved.tinker_path, saved.size_bytes)]
         self._connection.change(
             (insertion("checkpoints", row, replace=True), [tuple(row.values())]),
@@ -217,22 +203,7 @@ class SqliteCheckpoints:
         ]
 
     def _saved(self, row: sqlite3.Row) -> SavedCheckpoint:
-        return SavedCheckpoint(
-            tinker_path=row["tinker_path"],
-            model_id=row["model_id"],
-            directory=self._directory(row),
-            created=row["created"],
-            base_model=row["base_model"],
-            lora=LoraConfig.model_validate_json(row["lora"]),
-            optimizer=json.loads(row["optimizer"]),
-            size_bytes=row["size_bytes"],
-            expires=row["expires"],
-            user_metadata=json.loads(row["user_metadata"]),
-            owner=row["owner"],
-            public=bool(row["public"]),
-            project_id=row["project_id"],
-            base_digest=row["base_digest"],
-        )
+        return record_of(SavedCheckpoint, row, directory=self._directory(row))
 
 
 def _conditions(request: CheckpointSearchRequest, owner: str) -> list[tuple[str, list[Any]]]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 import time
 from collections.abc import Mapping
-from typing import Any
 
 from tinkex.server.database.entities import Run, RunRecord, Sampler
 from tinkex.server.database.sqlite_checkpoints import ALIVE, SqliteCheckpoints
 from tinkex.server.database.sqlite_connection import Connection, insertion
-from tinkex.types.training import LoraConfig
+from tinkex.server.database.sqlite_rows import record_of, row_of
 
 KNOWN_SAMPLERS = 10_000
 """Samplers that are remembered beside the database."""
@@ -35,26 +33,12 @@ class SqliteRuns:
 
     def add(self, run: Run) -> None:
         """Record a new training run."""
-        self._connection.insert(
-            "runs",
-            {
-                "model_id": run.model_id,
-                "session_id": run.session_id,
-                "base_model": run.base_model,
-                "base_digest": run.base_digest,
-                "lora": run.lora.model_dump_json(),
-                "optimizer": json.dumps(run.optimizer),
-                "user_metadata": json.dumps(run.user_metadata),
-                "created": time.time(),
-                "owner": run.owner,
-                "home": run.home,
-            },
-        )
+        self._connection.insert("runs", row_of(run, created=time.time()))
 
     def get(self, model_id: str) -> Run | None:
         """Return a training run of this or an earlier life of the server."""
         row = self._connection.one("SELECT * FROM runs WHERE model_id = ?", model_id)
-        return None if row is None else _run(row)
+        return None if row is None else record_of(Run, row)
 
     def touch(self, requests: Mapping[str, float]) -> None:
         """Note the times of the last requests of runs."""
@@ -97,7 +81,7 @@ class SqliteRuns:
         )
         return [
             RunRecord(
-                run=_run(row),
+                run=record_of(Run, row),
                 last_request=max(row["last_request"], row["created"]),
                 corrupted=bool(row["corrupted"]),
                 last_training=training.get(row["model_id"]),
@@ -111,20 +95,6 @@ def _visible(accessible: bool) -> str:
     return f"(r.owner = :owner OR {SHARED})" if accessible else "r.owner = :owner"
 
 
-def _run(row: sqlite3.Row) -> Run:
-    return Run(
-        model_id=row["model_id"],
-        session_id=row["session_id"],
-        base_model=row["base_model"],
-        lora=LoraConfig.model_validate_json(row["lora"]),
-        optimizer=json.loads(row["optimizer"]),
-        user_metadata=json.loads(row["user_metadata"]),
-        owner=row["owner"],
-        base_digest=row["base_digest"],
-        home=row["home"],
-    )
-
-
 class SqliteSamplers:
     """Samplers; those that were asked for stay in memory."""
 
@@ -134,12 +104,12 @@ class SqliteSamplers:
 
     def add(self, sampler: Sampler) -> None:
         """Record a sampler; the same one again changes nothing."""
-        self._connection.insert("samplers", _columns(sampler), replace=True)
+        self._connection.insert("samplers", row_of(sampler, created=time.time()), replace=True)
         self._known.pop(sampler.sampler_id, None)
 
     def add_inflight(self, sampler: Sampler, number: int) -> None:
         """Record an in-flight sampler, and the version that the request of this number made."""
-        row = _columns(sampler)
+        row = row_of(sampler, created=time.time())
         self._connection.change(
             (insertion("samplers", row, replace=True), [tuple(row.values())]),
             (
@@ -176,16 +146,7 @@ class SqliteSamplers:
                 return None
             if len(self._known) >= KNOWN_SAMPLERS:
                 self._known.clear()
-            self._known[sampler_id] = sampler = Sampler(
-                row["sampler_id"],
-                row["session_id"],
-                row["base_model"],
-                row["model_path"],
-                bool(row["is_snapshot"]),
-                row["owner"],
-                row["model_id"],
-                row["version"],
-            )
+            self._known[sampler_id] = sampler = record_of(Sampler, row)
             return sampler
 
     def join(self, sampler_id: str) -> int:
@@ -195,17 +156,3 @@ class SqliteSamplers:
             "clients + 1 RETURNING clients"
         )
         return int(self._connection.rows(sql, sampler_id)[0]["clients"])
-
-
-def _columns(sampler: Sampler) -> dict[str, Any]:
-    return {
-        "sampler_id": sampler.sampler_id,
-        "session_id": sampler.session_id,
-        "base_model": sampler.base_model,
-        "model_path": sampler.model_path,
-        "is_snapshot": sampler.is_snapshot,
-        "created": time.time(),
-        "owner": sampler.owner,
-        "model_id": sampler.model_id,
-        "version": sampler.version,
-    }

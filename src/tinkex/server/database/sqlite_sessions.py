@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from tinkex.server.database.entities import (
     SessionRecord,
 )
 from tinkex.server.database.sqlite_connection import Connection
+from tinkex.server.database.sqlite_rows import record_of
 from tinkex.types.sessions import (
     ClientFinishedSessionStatusQuery,
     SessionSearchRequest,
@@ -159,7 +159,8 @@ class SqliteSessions:
                 WHERE {" AND ".join(sql for sql, _ in conditions)}
                 ORDER BY microsecond DESC, session_id DESC LIMIT ?
             )
-            SELECT page.*, COUNT(tinker_path) AS count, SUM(size_bytes) AS size
+            SELECT page.*, COUNT(tinker_path) AS checkpoints,
+                COALESCE(SUM(size_bytes), 0) AS size_bytes
             FROM page LEFT JOIN runs USING (session_id)
             LEFT JOIN checkpoints ON checkpoints.model_id = runs.model_id
                 AND (expires IS NULL OR expires > ?)
@@ -167,22 +168,7 @@ class SqliteSessions:
         """
         values = [value for _, values in conditions for value in values]
         rows = self._connection.search(sql, [*values, request.limit + 1, time.time()])
-        return [_found(row) for row in rows]
-
-
-def _found(row: sqlite3.Row) -> FoundSession:
-    return FoundSession(
-        session_id=row["session_id"],
-        microsecond=row["microsecond"],
-        owner=row["owner"],
-        project_id=row["project_id"],
-        reason=row["reason"],
-        detail=row["detail"],
-        display_name=row["display_name"],
-        user_metadata=json.loads(row["user_metadata"]),
-        checkpoints=row["count"],
-        size_bytes=row["size"] or 0,
-    )
+        return [record_of(FoundSession, row) for row in rows]
 
 
 def _conditions(request: SessionSearchRequest, owner: str) -> list[tuple[str, list[Any]]]:

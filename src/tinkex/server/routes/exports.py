@@ -1,6 +1,9 @@
 """Export checkpoints, and serve their files and archives at signed addresses.
 
-An address is signed with a secret of the data directory and needs no key, so that any program can fetch the files, also in pieces. The signature covers the checkpoint, its time of creation, the reader, the key that asked, and the time of expiry. All of that is checked again when the address is used.
+An address is signed with a secret of the data directory and needs no key, so that any program can
+fetch the files, also in pieces. The signature covers the checkpoint, its time of creation, the
+reader, the key that asked, and the time of expiry. All of that is checked again when the address is
+used.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """Poll for results, one or many at once, and cancel samples.
 
 A poll is held until there is a result, the time of a poll is over, or the server stops. One request
-asks for one result. Another asks for all samples of a client: these are noted in a log, in the order
-in which they ended. A log begins with the first poll for it, so that clients which ask for each
-result cost nothing. Its numbers are acknowledged by the next poll; only then is a result that was
-sent along forgotten.
+asks for one result. Another asks for all samples of a client: these are noted in a log, in the
+order in which they ended. A log begins with the first poll for it, so that clients which ask for
+each result cost nothing. Its numbers are acknowledged by the next poll; only then is a result that
+was sent along forgotten.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 from starlette.responses import Response
@@ -51,24 +51,6 @@ Carried: TypeAlias = tuple[Promise, codec.Body, bool]
 """A result, its bytes, and whether they go along."""
 
 
-@contextlib.asynccontextmanager
-async def _held(state: State, seconds: float) -> AsyncIterator[None]:
-    """Hold a poll while it waits for news, for so long at most; refuse it when the server stops."""
-    try:
-        async with state.promises.holding(seconds):
-            yield
-    except TimeoutError:
-        state.refuse_if_stopping()
-        raise
-
-
-def _hand_over(promise: Promise, body: codec.Body, *, is_inline: bool) -> None:
-    """Keep the bytes of a result that was only announced; note that another one was read."""
-    promise.kept = None if is_inline else body
-    if is_inline:
-        promise.touch()  # should no other poll come, it need not be kept for long
-
-
 # ── one result ────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -80,7 +62,7 @@ async def retrieve_future(state: State, call: Call) -> Response | codec.Body:
         state, wanted.request_id, call.owner
     )
     try:
-        async with _held(state, state.limits.poll_seconds):
+        async with state.promises.holding(state.limits.poll_seconds):
             await promise.done.wait()
     except TimeoutError:
         return _json({"queue_state": "active"}, 408)
@@ -89,7 +71,7 @@ async def retrieve_future(state: State, call: Call) -> Response | codec.Body:
     body = await encoding(promise, as_protobuf=as_protobuf)
     promise.size = len(body.data)
     is_inline = not wanted.allow_metadata_only or promise.size <= state.limits.announced_bytes
-    _hand_over(promise, body, is_inline=is_inline)
+    promise.hand_over(body, is_inline=is_inline)
     if is_inline:
         return body
     return _json({"status": "complete_metadata", "response_payload_size": promise.size})
@@ -151,7 +133,7 @@ async def retrieve_futures(state: State, call: Call) -> FuturesRetrieveResponse 
     most, cursor = state.limits.poll_seconds, request.prev_cursor
     seconds = most if request.timeout is None else min(request.timeout, most)
     with contextlib.suppress(TimeoutError):
-        async with _held(state, seconds):
+        async with state.promises.holding(seconds):
             await log.wait(cursor)
     if log.is_closed:
         raise Refusal(410, f"the session of {request.target.sampling_session_id!r} has ended")
@@ -232,7 +214,7 @@ def _pack(ended: Sequence[Promise], budget: int) -> list[Carried]:
 
 
 def _completion(promise: Promise, body: codec.Body, *, is_inline: bool) -> FutureCompletion:
-    _hand_over(promise, body, is_inline=is_inline)
+    promise.hand_over(body, is_inline=is_inline)
     promise.is_sent = is_inline
     if isinstance(promise.result, RequestFailedResponse):
         return FutureFailed(request_id=promise.request_id)

@@ -6,13 +6,12 @@ from typing import Any
 
 from tinkex.server.access.bodies import Unreadable
 from tinkex.server.access.endpoints import Access, Answer, Endpoint, Group
-from tinkex.server.access.gate import check_room, fail_in_band
 from tinkex.server.access.ownership import is_own
 from tinkex.server.calls import Call
 from tinkex.server.http_errors import Refusal
 from tinkex.server.meter import AUDITED
 from tinkex.server.routes.handler_table import HANDLERS, JOURNALLED
-from tinkex.server.runs.metering import watch
+from tinkex.server.runs.metering import check_room, fail_in_band, watch
 from tinkex.server.state import State
 from tinkex.types.checkpoints import SCHEME
 from tinkex.types.training import UntypedAPIFuture

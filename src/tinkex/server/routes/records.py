@@ -63,16 +63,14 @@ async def list_training_runs(state: State, call: Call) -> TrainingRunsResponse:
     limit, offset = _number(call, "limit", PAGE), _number(call, "offset", 0)
     limit = min(limit, LARGEST_PAGE)
 
-    def look() -> tuple[list[RunRecord], int]:
-        return state.database.runs.page(
-            call.owner,
-            accessible=_is_accessible(call),
-            project_id=call.query.get("project_id"),
-            limit=limit,
-            offset=offset,
-        )
-
-    found, total = await asyncio.to_thread(look)
+    found, total = await asyncio.to_thread(
+        state.database.runs.page,
+        call.owner,
+        accessible=_is_accessible(call),
+        project_id=call.query.get("project_id"),
+        limit=limit,
+        offset=offset,
+    )
     return TrainingRunsResponse(
         training_runs=[_training_run(state, record, call.owner) for record in found],
         cursor=Cursor(offset=offset, limit=limit, total_count=total),
@@ -105,12 +103,10 @@ async def _checkpoints(state: State, call: Call, model_id: str | None) -> Checkp
     limit, offset = _number(call, "limit", CHECKPOINT_PAGE), _number(call, "offset", 0)
     limit = -1 if whole else min(limit, LARGEST_PAGE)
 
-    def look() -> tuple[list[SavedCheckpoint], int]:
-        return state.database.checkpoints.page(
-            call.owner, model_id=model_id, limit=limit, offset=offset
-        )
-
-    found, total = await asyncio.to_thread(look)
+    page = state.database.checkpoints.page
+    found, total = await asyncio.to_thread(
+        page, call.owner, model_id=model_id, limit=limit, offset=offset
+    )
     return CheckpointsListResponse(
         checkpoints=[checkpoint_record(saved) for saved in found],
         cursor=Cursor(offset=offset, limit=len(found) if whole else limit, total_count=total),
@@ -120,10 +116,9 @@ async def _checkpoints(state: State, call: Call, model_id: str | None) -> Checkp
 async def _run_of(state: State, call: Call, *, accessible: bool) -> RunRecord:
     model_id = call.path["training_run_id"]
 
-    def look() -> RunRecord | None:
-        return state.database.runs.record(model_id, call.owner, accessible=accessible)
-
-    record = await asyncio.to_thread(look)
+    record = await asyncio.to_thread(
+        state.database.runs.record, model_id, call.owner, accessible=accessible
+    )
     if record is None:
         raise Refusal(404, f"there is no training run {model_id!r}")
     return record

@@ -6,7 +6,6 @@ import asyncio
 import functools
 import secrets
 import uuid
-from collections.abc import Awaitable
 
 from tinkex.engine.api import EngineError, Listener, token_limit
 from tinkex.server.calls import Call
@@ -16,7 +15,7 @@ from tinkex.server.routes.future_calls import target_of
 from tinkex.server.routes.handler_table import handler
 from tinkex.server.routes.sample_streams import SampleStream
 from tinkex.server.runs.journals import DIRECT
-from tinkex.server.runs.metering import metered, metered_stream, watch
+from tinkex.server.runs.metering import metered, streaming, watch
 from tinkex.server.runs.promises import Promise
 from tinkex.server.samples.loaded_weights import WeightSource
 from tinkex.server.state import State
@@ -131,7 +130,7 @@ async def _take(
 
     async def draw(seed: int) -> SampleResponse:
         drawing = state.samplers.draw(promise.request_id, source, request, seed, owner=call.owner)
-        return await metered(state, call, sampler, request, drawing)
+        return await metered(state, call.owner, sampler, request, drawing)
 
     def on_taken() -> None:
         watch(state, call.op, call, promise.request_id)
@@ -151,9 +150,10 @@ async def stream_sample(state: State, call: Call) -> SampleStream:
     request = request.model_copy(update={"record_stability_info": None})  # its samples have no ids
     job = f"{sampler.sampler_id}:stream:{secrets.token_hex(8)}"
 
-    def start(listener: Listener) -> Awaitable[SampleResponse]:
+    async def start(listener: Listener) -> SampleResponse:
         drawing = state.samplers.draw(job, source, request, listener=listener, owner=call.owner)
-        return metered_stream(state, call, sampler, request, drawing)
+        with streaming(state, call.owner, sampler):
+            return await metered(state, call.owner, sampler, request, drawing)
 
     return SampleStream(
         start, lambda: source.worker.samples.cancel(job), state.limits.quiet_seconds

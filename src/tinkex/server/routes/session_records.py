@@ -186,7 +186,8 @@ async def export_session_trace(state: State, call: Call) -> SessionTraceExportRe
         url = await asyncio.to_thread(_write_trace, state, session)
     else:
         expires = int(time.time()) + LINK_SECONDS
-        signed = f"expires={expires}&key={call.key_id}&signature={_signature(state, session, expires, call.key_id)}"
+        signature = _signature(state, session, expires, call.key_id)
+        signed = f"expires={expires}&key={call.key_id}&signature={signature}"
         url = f"{call.base_url}{trace_path(quote(session))}?{signed}"
     return SessionTraceExportResponse(status="ready", url=url)
 

@@ -91,6 +91,12 @@ class Promise:
         self.read = time.monotonic()
         self.let_go()
 
+    def hand_over(self, body: codec.Body, *, is_inline: bool) -> None:
+        """Keep the bytes of a result that was only announced; note that another one was read."""
+        self.kept = None if is_inline else body
+        if is_inline:
+            self.touch()  # should no other poll come, it need not be kept for long
+
     def let_go(self) -> None:
         """Say that the result no longer waits for its reader."""
         on_read, self.on_read = self.on_read, None
@@ -222,13 +228,24 @@ class Promises:
 
     @contextlib.asynccontextmanager
     async def holding(self, seconds: float) -> AsyncIterator[None]:
-        """Hold a poll for a time, or until the server stops; then raise TimeoutError."""
-        async with asyncio.timeout(0 if self.are_left else seconds) as limit:
-            self._held.add(limit)
-            try:
-                yield
-            finally:
-                self._held.discard(limit)
+        """Hold a poll while it waits.
+
+        Raises:
+            TimeoutError: It was held for so long.
+            Refusal: The server stops; its next life keeps what was promised.
+        """
+        try:
+            async with asyncio.timeout(0 if self.are_left else seconds) as limit:
+                self._held.add(limit)
+                try:
+                    yield
+                finally:
+                    self._held.discard(limit)
+        except TimeoutError:
+            if not self.are_left:
+                raise
+            why = "this server is shutting down; ask again"
+            raise Refusal(503, why, headers={"Retry-After": "1"}) from None
 
     def leave(self) -> None:
         """Begin nothing more, and end the polls that are held."""
