@@ -17,7 +17,7 @@ from tinkex.server.access.endpoints import Group
 from tinkex.server.database.interface import Database
 from tinkex.server.database.sqlite import SqliteDatabase
 from tinkex.server.http_errors import Refusal, refused
-from tinkex.server.middleware import Guarded
+from tinkex.server.middleware import GuardedEndpoint
 from tinkex.server.routes.handler_table import collect
 from tinkex.server.routes.openai import OPENAI
 from tinkex.server.routes.operations import operation_group
@@ -94,7 +94,9 @@ def create_app(
 
     groups = (operation_group(), PAGES, OPENAI, *groups)
     guarded = [
-        Guarded(endpoint, group, state, tracing) for group in groups for endpoint in group.endpoints
+        GuardedEndpoint(endpoint, group, state, tracing)
+        for group in groups
+        for endpoint in group.endpoints
     ]
     app = Application(
         routes=[one.route() for one in guarded],
@@ -109,7 +111,7 @@ def create_app(
 class Application(Starlette):
     """Calls endpoints without variables in their path directly, which makes small calls faster."""
 
-    direct: Mapping[tuple[str, str], Guarded]
+    direct: Mapping[tuple[str, str], GuardedEndpoint]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""

@@ -26,7 +26,7 @@ from tinkex.types.record import to_json
 from tinkex.wire import codec
 
 
-class Guarded:
+class GuardedEndpoint:
     """An endpoint behind the middleware, as an ASGI application."""
 
     def __init__(
