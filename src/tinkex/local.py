@@ -193,7 +193,7 @@ class LocalBackend:
         >>> with LocalBackend(data_dir="tinkex-data") as backend:
         ...     with RestClient(base_url=backend.base_url) as rest:
         ...         rest.get_server_capabilities().result()
-        GetServerCapabilitiesResponse(supported_models=[SupportedModel(model_name='tinkex/tiny', ...)])
+        GetServerCapabilitiesResponse(supported_models=[SupportedModel(...)])
     """
 
     _numbers = itertools.count(1)

@@ -50,9 +50,9 @@ def test_short_sample_waits_for_no_crowd_of_rows(way: str, after: int, limits: A
         engine.sample_step()
     engine.sample_start(SampleJob("few", "two", few, 2, owner="b"))
     assert steps_until(engine, "few", results) <= MOST_STEPS
-    assert len(runner_of(engine)._scheduler.room._rows()) == 1
+    assert len(runner_of(engine).scheduler.room._rows()) == 1
     assert (
-        runner_of(engine)._scheduler.room.seated >= 7
+        runner_of(engine).scheduler.room.seated >= 7
     )  # what nobody else wants is still the crowd's
     steps_until(engine, "many", results)
     for result, before in zip((results["many"], results["few"]), expected, strict=True):
@@ -86,11 +86,11 @@ def test_owners_have_equal_parts_of_the_rows(way: str, limits: Any) -> None:
         engine.sample_step()
     for _ in range(2):
         engine.sample_step()
-    assert runner_of(engine)._scheduler.room._rows() == {"a": 3, "b": 3, "c": 3}
+    assert runner_of(engine).scheduler.room._rows() == {"a": 3, "b": 3, "c": 3}
     engine.sample_cancel("b2")
     for _ in range(2):
         engine.sample_step()
-    rows = runner_of(engine)._scheduler.room._rows()
+    rows = runner_of(engine).scheduler.room._rows()
     assert rows["a"] + rows["c"] == 9
     assert min(rows["a"], rows["c"]) >= 4
 

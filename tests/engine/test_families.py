@@ -382,7 +382,7 @@ def test_experts_say_which_tokens_they_got(checkpoint: Checkpoint) -> None:
     "rule", [AttentionRule(0.3), AttentionRule(0.3, 5), AttentionRule(0.3, 5, 1.5)]
 )
 def test_attention_under_a_mask_is_what_whole_sequences_get(rule: AttentionRule) -> None:
-    """Queries of two sequences at different places, against keys of which some are room to spare."""
+    """Queries of two sequences at different places; some keys are unused room."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 12, heads, 8, generator=generator) for heads in (4, 2, 2))
     whole = causal(q, k, v, rule).view(2, 12, 32)

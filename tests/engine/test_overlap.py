@@ -360,7 +360,7 @@ def test_rows_run_ahead_of_what_has_been_read(crowd: TorchEngine) -> None:
     while engine.sampling():
         ended = engine.sample_step()
         runner = runner_of(engine)
-        rows = [sample for running in runner._scheduler.running for sample in running.rows]
+        rows = [sample for running in runner.scheduler.running for sample in running.rows]
         seen.append((len(heard), sum(sample.drawn for sample in rows), len(ended)))
     assert seen == [(1, 0, 0), (1, 1, 0), (2, 1, 0), (3, 1, 0), (4, 0, 1)]
 

@@ -3,6 +3,8 @@ chunks do not block."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -279,6 +281,20 @@ def passes_of(engine: TorchEngine) -> list[int]:
     return sizes
 
 
+def test_a_sampler_that_is_dropped_frees_its_cache_at_once(limits: Any) -> None:
+    engine = limits(way="slabs")
+    alone(engine, "one", ask(tokens_of(1, 10)), 1)
+    (runner,) = engine._sampler._runners.values()
+    pool = weakref.ref(runner._pool)
+    gc.disable()
+    try:
+        del runner
+        engine._sampler = Sampler()
+        assert pool() is None
+    finally:
+        gc.enable()
+
+
 @WAYS
 def test_prefixes_are_run_once(way: str, limits: Any) -> None:
     engine = limits(way=way)
@@ -341,14 +357,14 @@ def test_rows_without_room_wait_or_are_preempted(way: str, limits: Any) -> None:
     runner = next(iter(engine._sampler._runners.values()))
     returned = []
     for name in ("_put_back", "unseat"):
-        original = getattr(runner._scheduler, name)
+        original = getattr(runner.scheduler, name)
 
         def counted(*args: Any, original: Any = original, name: str = name, **options: Any) -> None:
             if options.get("again", True):
                 returned.append(name)
             original(*args, **options)
 
-        setattr(runner._scheduler, name, counted)
+        setattr(runner.scheduler, name, counted)
     results = finish(engine)
     assert "unseat" in returned
     for index, response in enumerate(expected):

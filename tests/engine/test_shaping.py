@@ -271,8 +271,8 @@ def test_samples_that_are_put_back_go_on_alike(
             results[done.job] = done.result
         (runner,) = engine._sampler._runners.values()
         returned += bool(
-            runner._scheduler.queues
-            or any(one.tokens for run in runner._scheduler.running for one in run.waiting)
+            runner.scheduler.queues
+            or any(one.tokens for run in runner.scheduler.running for one in run.waiting)
         )
     assert returned
     for result in results.values():

@@ -77,7 +77,7 @@ class Machine:
         return sample.stop_reason is not None
 
     def step(self) -> tuple[list[str], dict[str, int], list[str]]:
-        """The jobs of the rows that ran, the tokens of prompts that did, and the jobs that ended."""
+        """The jobs whose rows ran, the tokens of prompts that ran, and the jobs that ended."""
         self.scheduler.seat()
         rows = self.scheduler.next_rows()
         for running, sample in rows:
@@ -199,7 +199,7 @@ def test_a_cancelled_job_gives_everything_back() -> None:
     assert finish(machine, 1) == []
 
 
-def test_it_needs_no_torch() -> None:
+def test_scheduler_runs_without_torch() -> None:
     program = f"""
 import sys
 sys.modules["torch"] = None

@@ -108,14 +108,6 @@ class BaseModel:
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterInfo:
-    """The shape of a saved or live adapter."""
-
-    base_model: str
-    lora: LoraConfig
-
-
-@dataclass(frozen=True, slots=True)
 class Recording:
     """The distributions that a sample was drawn from.
 

@@ -188,31 +188,18 @@ class Future(APIFuture[T], concurrent.futures.Future[T]):
         return give_up(self)
 
     def _check_thread(self) -> None:
-        self._check_process()
-        if _Plain.done(self):
-            return
-        check_own_loop(self)
-        if in_users_loop():
+        self._check_wait(blocks=True)
+        if not _Plain.done(self) and in_users_loop():
             message = "result() blocks the running event loop; await the future instead"
             warnings.warn(message, RuntimeWarning, stacklevel=users_level())
 
-    def _check_process(self) -> None:
-        """Refuse to wait in a forked child for a loop that only the parent has."""
-        # The state is read without the lock: another thread may have held that when the process was
-        # forked.
-        if (
-            self._runtime is not None
-            and self._state in ("PENDING", "RUNNING")
-            and self._runtime.is_inherited
-        ):
-            raise RuntimeError(
-                "this call was pending when the process was forked, and only the parent process "
-                "gets its result: wait "
-                "for it before the fork, or make the call again with a client made after it"
-            )
+    def _check_wait(self, *, blocks: bool) -> None:
+        # without the lock, which another thread may have held when the process was forked
+        if self._runtime is not None and self._state in ("PENDING", "RUNNING"):
+            self._runtime.check_wait(blocks=blocks)
 
     async def _wait(self) -> T:
-        self._check_process()
+        self._check_wait(blocks=False)
         loop = asyncio.get_running_loop()
         woken = loop.create_future()
         _Plain.add_done_callback(self, functools.partial(_wake, loop, inbox_of(loop), woken))
@@ -375,11 +362,7 @@ def outcome_of(future: Future[T] | AwaitableConcurrentFuture[T], timeout: float 
 
 def check_own_loop(future: Future[Any]) -> None:
     """Refuse to block the loop that brings the outcome, or a process without such a loop."""
-    future._check_process()
-    if future._runtime is not None and future._runtime.is_current and not _Plain.done(future):
-        raise RuntimeError(
-            "result() would block tinkex's own event loop for ever: await the future instead"
-        )
+    future._check_wait(blocks=True)
 
 
 def in_users_loop() -> bool:

@@ -139,10 +139,18 @@ class Runtime:
             await asyncio.wait(tasks, timeout=EXIT_SECONDS)
         self.loop.stop()
 
-    @property
-    def is_inherited(self) -> bool:
-        """Return whether the process was forked since this loop began."""
-        return os.getpid() != self._pid
+    def check_wait(self, *, blocks: bool) -> None:
+        """Refuse to wait for this loop in a forked child, or to block it on its own thread."""
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                "this call was pending when the process was forked, and only the parent process "
+                "gets its result: wait "
+                "for it before the fork, or make the call again with a client made after it"
+            )
+        if blocks and self.is_current:
+            raise RuntimeError(
+                "result() would block tinkex's own event loop for ever: await the future instead"
+            )
 
     @property
     def is_current(self) -> bool:

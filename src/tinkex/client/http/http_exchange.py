@@ -53,12 +53,16 @@ class HttpExchange:
 
     async def send(self, request: HttpRequest) -> Reply:
         """Send and read the whole answer."""
-        with _plain_errors(request.timeout):
+        try:
             # an answer that was read to its end, or failed, has returned its connection
             if request.body is None or len(request.body) < LARGE_BODY:
-                return await _reply(await self._begin(request, request.data), request.traffic)
+                return await _read(await self._begin(request, request.data), request.traffic)
             async with self._response(request) as response:
-                return await _reply(response, request.traffic)
+                return await _read(response, request.traffic)
+        except Exception as error:
+            if (plain := _plain_error(error, request.timeout)) is None:
+                raise
+            raise plain from error
 
     @contextlib.asynccontextmanager
     async def stream(self, request: HttpRequest) -> AsyncIterator[StreamReply]:
@@ -177,11 +181,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_disown_all)
 
 
-async def _reply(response: aiohttp.ClientResponse, traffic: Traffic) -> Reply:
-    return Reply(response.status, _lower(response.headers), await _read(response, traffic))
-
-
-async def _read(response: aiohttp.ClientResponse, traffic: Traffic) -> bytes:
+async def _read(response: aiohttp.ClientResponse, traffic: Traffic) -> Reply:
     """Read a whole answer; one above the size limit is an error."""
     limit = SHORT_ANSWER_BYTES if traffic in ("session", "telemetry") else ANSWER_BYTES
     pieces, size = [], 0
@@ -198,7 +198,7 @@ async def _read(response: aiohttp.ClientResponse, traffic: Traffic) -> bytes:
         response.close()  # unread bytes must not precede the next answer
         raise
     response.release()
-    return b"".join(pieces)
+    return Reply(response.status, _lower(response.headers), b"".join(pieces))
 
 
 async def _upload(
@@ -221,18 +221,28 @@ def _lower(headers: Mapping[str, str]) -> dict[str, str]:
     return {name.lower(): value for name, value in headers.items()}
 
 
-@contextlib.contextmanager
-def _plain_errors(timeout: float) -> Iterator[None]:
-    """Raise aiohttp's errors in this block as one of the two that an exchange may raise."""
+def _plain_error(error: Exception, timeout: float) -> Exception | None:
+    """Return one of the two errors that an exchange may raise; None for any other error."""
     import aiohttp
 
+    if isinstance(error, TimeoutError):
+        is_early = "connect" in str(error).lower()
+        return TimeoutError(
+            "no connection in time" if is_early else f"no answer within {timeout:g} s"
+        )
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return ConnectionError(error.os_error.strerror or str(error.os_error))
+    if isinstance(error, aiohttp.ClientError | OSError):
+        return ConnectionError(str(error) or type(error).__name__)
+    return None
+
+
+@contextlib.contextmanager
+def _plain_errors(timeout: float) -> Iterator[None]:
+    """Raise the errors of a block as an exchange may raise them."""
     try:
         yield
-    except TimeoutError as error:
-        is_early = "connect" in str(error).lower()
-        message = "no connection in time" if is_early else f"no answer within {timeout:g} s"
-        raise TimeoutError(message) from error
-    except aiohttp.ClientConnectorError as error:
-        raise ConnectionError(error.os_error.strerror or str(error.os_error)) from error
-    except (aiohttp.ClientError, OSError) as error:
-        raise ConnectionError(str(error) or type(error).__name__) from error
+    except Exception as error:
+        if (plain := _plain_error(error, timeout)) is None:
+            raise
+        raise plain from error

@@ -133,12 +133,31 @@ class Link:
         data = None if body is None else body.source
         return HttpRequest(op.method, url, merged, data, timeout, op.traffic)
 
-    async def send(self, op: Operation, request: HttpRequest) -> Reply:
+    async def send(
+        self, op: Operation, request: HttpRequest, *, replaces_key: bool = True
+    ) -> Reply:
         """Send once and return any reply; a rejected token is replaced once."""
-        reply = await self._attempt(op, request)
-        if reply.status == 401 and await self.keys.replace(op, request.headers, reply.headers):
-            reply = await self._attempt(op, request)
-        return reply
+        self._check_usable(op)
+        exchange, path, address, place = self._route(request.path)
+        self._dump(op, address, request)
+        sent = self._traced(request) if exchange is self._exchange else request
+        if path is not request.path:
+            sent = msgspec.structs.replace(sent, path=path)
+        started = time.monotonic()
+        try:
+            reply = await exchange.send(sent)
+        except TinkerError:
+            raise
+        except (TimeoutError, ConnectionError) as error:
+            raise self.errors.unanswered(op, place, address, error) from error
+        spent = time.monotonic() - started
+        if (
+            reply.status == 401
+            and replaces_key
+            and await self.keys.replace(op, request.headers, reply.headers)
+        ):
+            return await self.send(op, request, replaces_key=False)
+        return Reply(reply.status, reply.headers, reply.body, address, spent)
 
     @contextlib.asynccontextmanager
     async def stream(self, op: Operation, request: HttpRequest) -> AsyncIterator[StreamReply]:
@@ -206,20 +225,6 @@ class Link:
             request = msgspec.structs.replace(request, path=found, body=None)
             reply = await self.send(op, request)
         return reply, place
-
-    async def _attempt(self, op: Operation, request: HttpRequest) -> Reply:
-        self._check_usable(op)
-        route = self._route(request.path)
-        self._dump(op, route.address, request)
-        if route.exchange is self._exchange:
-            request = self._traced(request)
-        if route.path is not request.path:
-            request = msgspec.structs.replace(request, path=route.path)
-        started = time.monotonic()
-        with self.errors.typed(op, route.place, route.address):
-            reply = await route.exchange.send(request)
-        spent = time.monotonic() - started
-        return Reply(reply.status, reply.headers, reply.body, route.address, spent)
 
     def _route(self, url: str) -> _Route:
         """Find the exchange for a path below the base URL, or for a whole address."""
@@ -304,10 +309,10 @@ class Attempts:
     retries: int = 0
     """The number of the last attempt, from 0."""
 
-    async def reply(self) -> Reply:
+    def reply(self) -> Awaitable[Reply]:
         """Send until there is a good reply; raise the last failure."""
         self.since = time.monotonic()
-        return await persist(self._attempt, self._delay_after)
+        return persist(self._attempt, self._delay_after)
 
     def _attempt(self) -> Awaitable[Reply]:
         """Send once, through the operation's circuit breaker if there is one."""

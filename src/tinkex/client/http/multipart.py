@@ -1,11 +1,11 @@
 """Request bodies: JSON, or multipart forms with files.
 
 A file is its content, or a tuple `(file name or None, content[, content type or None[, headers]])`.
-Content is bytes, a list of bytes, a file opened in binary mode, a path, or text. Text is taken as a
-path when there is such a file, when it has a slash or a backslash, or when it starts with `.` or
-`~`; else it is the content itself. Give bytes to be sure.
+Content is bytes, a list of bytes, a file opened in binary mode, a path, or text. Text is a path if
+there is such a file, if it has a slash or a backslash, or if it starts with `.` or `~`; else it is
+the content itself. Give bytes to be sure.
 
-Whatever cannot be sent is a `ValueError` or `TypeError` that starts with "Failed to prepare
+Content that cannot be sent raises a `ValueError` or `TypeError` that starts with "Failed to prepare
 request".
 """
 
@@ -57,21 +57,22 @@ def _preparing() -> Iterator[None]:
 
 @_preparing()
 def multipart(fields: Any, files: Files | None, boundary: str | None = None) -> tuple[str, bytes]:
-    """The content type and the bytes of a form: its fields first, then its files, each in the order
-    given.
+    """Return the content type and the bytes of a form: first its fields, then its files.
 
     Args:
-        fields: A mapping or an object, transformed as a JSON body would be. What is nested gets
-            bracketed names: `a[b]` for the entries of a mapping, `a[]` once for each item of a
-            list. None is sent as empty text.
-        files: Files by name, or pairs of name and file where a name occurs more than once.
-        boundary: What separates the parts: `ValueError` if it occurs in one of them. By default 16
+        fields: A mapping or an object, transformed like a JSON body. Nested values get names with
+            brackets: `a[b]` for the entries of a mapping, `a[]` for each item of a list. None is
+            sent as empty text.
+        files: Files by name, or pairs of name and file if a name occurs more than once.
+        boundary: Separates the parts; `ValueError` if it occurs in one of them. By default 16
             random bytes in hex.
 
     Example:
         >>> content_type, body = multipart({"user": {"name": "Ada"}}, {}, boundary="B")
-        >>> content_type, body.splitlines()[:2]
-        ('multipart/form-data; boundary=B', [b'--B', b'Content-Disposition: form-data; name="user[name]"'])
+        >>> content_type
+        'multipart/form-data; boundary=B'
+        >>> body.splitlines()[:2]
+        [b'--B', b'Content-Disposition: form-data; name="user[name]"']
     """
     return _multipart(fields, files, boundary)
 
@@ -84,11 +85,10 @@ def body_for(
     *,
     drop_none: bool = False,
 ) -> tuple[str | None, bytes]:
-    """The content type to send and the body's bytes; no type where there is nothing to send.
+    """Return the content type and the bytes of a body; no type if there is nothing to send.
 
-    It is a form when there are files or the headers' content type says multipart/form-data (whose
-    boundary is then used, if it has one), else JSON. Text and bytes are sent as they are, and
-    cannot be a form.
+    The body is a form if there are files, or if the headers' content type is multipart/form-data;
+    a boundary in it is used. Else it is JSON. Text and bytes are sent as they are.
     """
     given = next(
         (value for name, value in (headers or {}).items() if name.lower() == "content-type"), None

@@ -78,22 +78,28 @@ class ReplyErrors:
         error.should_retry = reply.should_retry
         return error
 
+    def unanswered(
+        self, op: Operation, place: str, address: str, error: Exception
+    ) -> APIConnectionError:
+        """Return the error for an answer that did not come."""
+        request = self._sent(op, address)
+        if isinstance(error, TimeoutError):
+            return APITimeoutError(f"{op.title} at {place}: {error}", request=request)
+        return APIConnectionError(
+            self._keys.scrubber.text(f"{op.title}: cannot reach {place}: {error}"),
+            request=request,
+            hint="check the base URL, and that the server is running",
+        )
+
     @contextlib.contextmanager
     def typed(self, op: Operation, place: str, address: str) -> Iterator[None]:
         """Raise an exchange's errors in this block as `APIConnectionError`."""
         try:
             yield
+        except TinkerError:
+            raise
         except (TimeoutError, ConnectionError) as error:
-            if isinstance(error, TinkerError):
-                raise
-            request = self._sent(op, address)
-            if isinstance(error, TimeoutError):
-                raise APITimeoutError(f"{op.title} at {place}: {error}", request=request) from error
-            raise APIConnectionError(
-                self._keys.scrubber.text(f"{op.title}: cannot reach {place}: {error}"),
-                request=request,
-                hint="check the base URL, and that the server is running",
-            ) from error
+            raise self.unanswered(op, place, address, error) from error
 
     def without_keys(self, text: str) -> str:
         """Return a server's text without our secrets and without anything like a key."""

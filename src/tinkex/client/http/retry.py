@@ -218,7 +218,9 @@ class RetryHandler:
         finally:
             self._slots.release()
 
-    async def _persist(self, function: Callable[..., Awaitable[T]], args: Any, kwargs: Any) -> T:
+    def _persist(
+        self, function: Callable[..., Awaitable[T]], args: Any, kwargs: Any
+    ) -> Awaitable[T]:
         failures, started, begun = 0, self._clock(), 0.0
 
         def attempt() -> Awaitable[T]:
@@ -246,7 +248,7 @@ class RetryHandler:
             failures += 1
             return delay
 
-        return await persist(attempt, delay_after)
+        return persist(attempt, delay_after)
 
     def _spent(self, begun: float) -> dict[str, float]:
         return {"duration": (self._clock() - begun) * 1000}

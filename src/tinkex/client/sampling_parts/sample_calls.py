@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -277,9 +277,9 @@ class SampleCalls(SessionClient):
             self._session.pollers.add(self._poller)
         return self._poller if self._poller.is_usable else None
 
-    async def _submit(
+    def _submit(
         self, request: SampleRequest, notice: QueueNotice, headers: Mapping[str, str] | None
-    ) -> Receipt:
+    ) -> Awaitable[Receipt]:
         """Pass the gate and submit; the same request is sent again after back-pressure."""
         size = request.prompt.estimated_bytes
         patience = None if self.retry_handler.config.enable_retry_logic else 0.0
@@ -287,16 +287,16 @@ class SampleCalls(SessionClient):
 
         async def submit() -> Receipt:
             async with self._session.gate.passed(size):
-                return await self._session.submit(
-                    protocol.ASAMPLE, request, headers=sent, patience=patience, final={429}
-                )
+                try:
+                    return await self._session.submit(
+                        protocol.ASAMPLE, request, headers=sent, patience=patience, final={429}
+                    )
+                except GoneError as error:
+                    # the sampler is gone: another number does not help
+                    error.should_retry = False
+                    raise
 
-        try:
-            return await persist(submit, self._repeating(size, notice))
-        except GoneError as error:
-            # the sampler is gone: another number does not help
-            error.should_retry = False
-            raise
+        return persist(submit, self._repeating(size, notice))
 
     def _repeating(self, size: int, notice: QueueNotice) -> Callable[[object], float | None]:
         """Return a policy that repeats after back-pressure; the gate keeps the pause."""

@@ -14,9 +14,9 @@ import triton.language as tl
 
 
 @triton.jit
-def _places(HEADS: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr):
+def _places(HEADS: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr):
     """The channels of the first halves, their places in a row of heads, and which of them exist."""
-    head = tl.arange(0, PADDED)[:, None]
+    head = tl.arange(0, ROWS)[:, None]
     channel = tl.arange(0, HALF)[None, :]
     return channel, head * 2 * HALF + channel, (head < HEADS) & (channel < HALF)
 
@@ -36,53 +36,47 @@ def _sums(first, second, other_first, other_second):
 
 @triton.jit
 def _turned(
-    source,
-    target,
-    turn,
-    HEADS: tl.constexpr,
-    PADDED: tl.constexpr,
-    HALF: tl.constexpr,
-    NORM: tl.constexpr,
+    x, out, turn, HEADS: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr
 ):
-    """Norm and rotate the heads of one token, from `source` to `target`, each a row of heads.
+    """Norm and rotate the heads of one token, from `x` to `out`, each a row of heads.
 
     `turn` has the norm's weight, the cosines and sines, and the norm's epsilon.
     """
     weight, cos, sin, eps = turn
-    channel, at, inside = _places(HEADS, PADDED, HALF)
-    first, second = _pair(source, at, inside, HALF)
+    channel, at, inside = _places(HEADS, ROWS, HALF)
+    first, second = _pair(x, at, inside, HALF)
     if NORM:
         scale = tl.rsqrt(_sums(first, second, first, second) / (2 * HALF) + eps)[:, None]
         first *= scale * tl.load(weight + channel).to(tl.float32)
         second *= scale * tl.load(weight + channel + HALF).to(tl.float32)
     c = tl.load(cos + channel).to(tl.float32)
     s = tl.load(sin + channel).to(tl.float32)
-    kind = target.dtype.element_ty
-    tl.store(target + at, (first * c - second * s).to(kind), mask=inside)
-    tl.store(target + at + HALF, (second * c + first * s).to(kind), mask=inside)
+    kind = out.dtype.element_ty
+    tl.store(out + at, (first * c - second * s).to(kind), mask=inside)
+    tl.store(out + at + HALF, (second * c + first * s).to(kind), mask=inside)
 
 
 @triton.jit
 def _turned_gradient(
     grad,
-    source,
-    target,
+    x,
+    out,
     turn,
-    HEADS: tl.constexpr,
-    PADDED: tl.constexpr,
-    HALF: tl.constexpr,
     NORM: tl.constexpr,
+    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    HALF: tl.constexpr,
 ):
-    """Write the gradient by `source`: rotated back, then through the norm."""
+    """Write the gradient by `x`: rotated back, then through the norm."""
     weight, cos, sin, eps = turn
-    channel, at, inside = _places(HEADS, PADDED, HALF)
+    channel, at, inside = _places(HEADS, ROWS, HALF)
     c = tl.load(cos + channel).to(tl.float32)
     s = tl.load(sin + channel).to(tl.float32)
     dfirst, dsecond = _pair(grad, at, inside, HALF)
     back_first = dfirst * c + dsecond * s
     back_second = dsecond * c - dfirst * s
     if NORM:
-        first, second = _pair(source, at, inside, HALF)
+        first, second = _pair(x, at, inside, HALF)
         back_first *= tl.load(weight + channel).to(tl.float32)
         back_second *= tl.load(weight + channel + HALF).to(tl.float32)
         size = 2 * HALF
@@ -90,9 +84,9 @@ def _turned_gradient(
         pull = _sums(back_first, back_second, first, second) / size * scale * scale
         back_first = scale[:, None] * (back_first - first * pull[:, None])
         back_second = scale[:, None] * (back_second - second * pull[:, None])
-    kind = target.dtype.element_ty
-    tl.store(target + at, back_first.to(kind), mask=inside)
-    tl.store(target + at + HALF, back_second.to(kind), mask=inside)
+    kind = out.dtype.element_ty
+    tl.store(out + at, back_first.to(kind), mask=inside)
+    tl.store(out + at + HALF, back_second.to(kind), mask=inside)
 
 
 @triton.jit
@@ -100,26 +94,21 @@ def _heads_forward(
     qkv,
     q,
     k,
-    q_weight,
-    k_weight,
-    cos,
-    sin,
-    eps,
+    turn,
+    NORM: tl.constexpr,
     H: tl.constexpr,
     G: tl.constexpr,
-    H_PADDED: tl.constexpr,
-    G_PADDED: tl.constexpr,
+    H_ROWS: tl.constexpr,
+    G_ROWS: tl.constexpr,
     HALF: tl.constexpr,
-    NORM: tl.constexpr,
 ):
+    q_weight, k_weight, cos, sin, eps = turn
     row = tl.program_id(0).to(tl.int64)
     size = 2 * HALF
     source = qkv + row * (H + 2 * G) * size
-    turn_cos, turn_sin = cos + row * HALF, sin + row * HALF
-    queries = (q_weight, turn_cos, turn_sin, eps)
-    keys = (k_weight, turn_cos, turn_sin, eps)
-    _turned(source, q + row * H * size, queries, H, H_PADDED, HALF, NORM)
-    _turned(source + H * size, k + row * G * size, keys, G, G_PADDED, HALF, NORM)
+    c, s = cos + row * HALF, sin + row * HALF
+    _turned(source, q + row * H * size, (q_weight, c, s, eps), H, H_ROWS, HALF, NORM)
+    _turned(source + H * size, k + row * G * size, (k_weight, c, s, eps), G, G_ROWS, HALF, NORM)
 
 
 @triton.jit
@@ -129,35 +118,29 @@ def _heads_backward(
     dv,
     qkv,
     out,
-    q_weight,
-    k_weight,
-    cos,
-    sin,
-    eps,
+    turn,
     H: tl.constexpr,
     G: tl.constexpr,
-    H_PADDED: tl.constexpr,
-    G_PADDED: tl.constexpr,
+    H_ROWS: tl.constexpr,
+    G_ROWS: tl.constexpr,
     HALF: tl.constexpr,
     NORM: tl.constexpr,
 ):
+    q_weight, k_weight, cos, sin, eps = turn
     row = tl.program_id(0).to(tl.int64)
     size = 2 * HALF
     start = row * (H + 2 * G) * size
     c, s = cos + row * HALF, sin + row * HALF
-    _turned_gradient(
-        *(dq + row * H * size, qkv + start, out + start, (q_weight, c, s, eps)),
-        *(H, H_PADDED, HALF, NORM),
-    )
-    keys = start + H * size
-    _turned_gradient(
-        *(dk + row * G * size, qkv + keys, out + keys, (k_weight, c, s, eps)),
-        *(G, G_PADDED, HALF, NORM),
-    )
-    at = tl.arange(0, G_PADDED * 2 * HALF)
+    queries, keys = (q_weight, c, s, eps), (k_weight, c, s, eps)
+    dq += row * H * size
+    _turned_gradient(dq, qkv + start, out + start, queries, NORM, H, H_ROWS, HALF)
+    start += H * size
+    dk += row * G * size
+    _turned_gradient(dk, qkv + start, out + start, keys, NORM, G, G_ROWS, HALF)
+    at = tl.arange(0, G_ROWS * 2 * HALF)
     inside = at < G * size
     values = tl.load(dv + row * G * size + at, mask=inside)
-    tl.store(out + keys + G * size + at, values, mask=inside)
+    tl.store(out + start + G * size + at, values, mask=inside)
 
 
 def heads_forward(
@@ -172,9 +155,9 @@ def heads_forward(
     rows, channels = qkv_TN.shape[0], qkv_TN.shape[1] // sum(sizes)
     heads, groups, _ = sizes
     q, k = qkv_TN.new_empty(rows, heads, channels), qkv_TN.new_empty(rows, groups, channels)
-    norms = weights or (qkv_TN, qkv_TN)
+    turn = (*(weights or (qkv_TN, qkv_TN)), cos, sin, eps)
     _heads_forward[(rows,)](
-        *(qkv_TN, q, k, *norms, cos, sin, eps),
+        *(qkv_TN, q, k, turn),
         **_tiles(heads, groups, channels, weights is not None),
     )
     return q, k, qkv_TN.view(rows, -1, channels)[:, heads + groups :]
@@ -193,9 +176,9 @@ def heads_backward(
     """Return the gradient by the fused projection."""
     (rows, heads, channels), groups = dq.shape, dk.shape[1]
     out = torch.empty_like(qkv_TN)
-    norms = weights or (qkv_TN, qkv_TN)
+    turn = (*(weights or (qkv_TN, qkv_TN)), cos, sin, eps)
     _heads_backward[(rows,)](
-        *(dq.contiguous(), dk.contiguous(), dv.contiguous(), qkv_TN, out, *norms, cos, sin, eps),
+        *(dq.contiguous(), dk.contiguous(), dv.contiguous(), qkv_TN, out, turn),
         **_tiles(heads, groups, channels, weights is not None),
     )
     return out
@@ -205,8 +188,8 @@ def _tiles(heads: int, groups: int, channels: int, normed: bool) -> dict[str, ob
     return {
         "H": heads,
         "G": groups,
-        "H_PADDED": triton.next_power_of_2(heads),
-        "G_PADDED": triton.next_power_of_2(groups),
+        "H_ROWS": triton.next_power_of_2(heads),
+        "G_ROWS": triton.next_power_of_2(groups),
         "HALF": channels // 2,
         "NORM": normed,
     }

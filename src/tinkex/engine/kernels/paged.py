@@ -25,15 +25,8 @@ def _decode(
     out_ptr,
     tables_ptr,
     positions_ptr,
-    scale,
-    window,
-    softcap,
-    q_row,
-    q_head,
-    kv_block,
-    kv_position,
-    kv_head,
-    table_row,
+    rule,
+    strides,
     R: tl.constexpr,
     ROWS: tl.constexpr,
     C: tl.constexpr,
@@ -42,6 +35,8 @@ def _decode(
     CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    scale, window, softcap = rule
+    q_row, q_head, kv_block, kv_position, kv_head, table_row = strides
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     position = tl.load(positions_ptr + row)
@@ -95,21 +90,9 @@ def paged_attention(
     out_BHC = torch.empty_like(q_BHC)
     shared = heads // groups
     _decode[rows, groups](
-        q_BHC,
-        kv_2NSGC[0],
-        kv_2NSGC[1],
-        out_BHC,
-        tables_BN,
-        positions_B,
-        scale,
-        window or 0,
-        softcap or 1.0,
-        q_BHC.stride(0),
-        q_BHC.stride(1),
-        kv_2NSGC.stride(1),
-        kv_2NSGC.stride(2),
-        kv_2NSGC.stride(3),
-        tables_BN.stride(0),
+        *(q_BHC, kv_2NSGC[0], kv_2NSGC[1], out_BHC, tables_BN, positions_B),
+        (scale, window or 0, softcap or 1.0),
+        (*q_BHC.stride()[:2], *kv_2NSGC.stride()[1:4], tables_BN.stride(0)),
         R=shared,
         ROWS=max(LEAST_ROWS, triton.next_power_of_2(shared)),
         C=channels,

@@ -1,7 +1,7 @@
 """The operations between matrix products: norms, rotations, gates.
 
 Each goes over memory once, forward and backward. On a CPU that takes a few operations in place,
-with gradients by hand; on an accelerator each is a kernel of `kernels/gates.py`.
+with gradients by hand; on an accelerator each is a kernel of `kernels/fused.py`.
 
 Axes: T packed tokens, D hidden, H query heads, G key/value heads, C channels of a head, N outputs
 of a linear layer, F mlp (N = 2 F).

@@ -16,6 +16,7 @@ Axes: B rows, T tokens of a pass, D hidden, V vocabulary.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -93,8 +94,8 @@ class Runner:
         self._products = Products(model, limits.packed_bytes, native)
         self._prefill, self._decoding = self._choose_way(native)
         self._drawer = Drawer(model, native)
-        self._scheduler = Scheduler(
-            self,
+        self.scheduler = Scheduler(
+            weakref.proxy(self),  # a cycle would keep the cache until the garbage collector runs
             self._pool.blocks,
             max_rows=limits.max_rows,
             chunk=limits.prefill(model.embed_VD.device),
@@ -117,15 +118,11 @@ class Runner:
 
     def busy(self) -> bool:
         """Return whether any job is unfinished."""
-        return bool(self._scheduler.queues or self._scheduler.running or self._done)
-
-    def start(self, name: str, job: Job, owner: str) -> None:
-        """Queue a job; refuse one that would not fit even alone."""
-        self._scheduler.start(name, job, owner)
+        return bool(self.scheduler.queues or self.scheduler.running or self._done)
 
     def step(self) -> list[SampleDone]:
         """Decode a token of every row, then run a chunk of prompts."""
-        self._scheduler.seat()
+        self.scheduler.seat()
         drawn = self._decode()
         if self._decoding.ahead:
             drawn, self._unread = self._unread, drawn
@@ -137,10 +134,10 @@ class Runner:
 
     def move(self, target: str, source: Source) -> None:
         """Give the jobs of an in-flight target other weights; their cached keys and values stay."""
-        for job in [job for queue in self._scheduler.queues.values() for _, job in queue]:
+        for job in [job for queue in self.scheduler.queues.values() for _, job in queue]:
             if job.target == target:
                 job.source = source
-        for running in self._scheduler.running:
+        for running in self.scheduler.running:
             if running.job.target == target and not running.ready and running.job.is_scored:
                 running.moved = source  # one version scores the whole prompt
             elif running.job.target == target:
@@ -155,7 +152,7 @@ class Runner:
 
     def cancel(self, name: str) -> None:
         """Drop a job."""
-        self._scheduler.cancel(name)
+        self.scheduler.cancel(name)
         self._done = [done for done in self._done if done.job != name]
 
     # ── what the scheduler asks for (see `Device`) ────────────────────────────────────────────────
@@ -184,13 +181,13 @@ class Runner:
     def removed(self, running: Running) -> None:
         """Free what is kept for a job that no longer runs."""
         self._drawer.forget(running)
-        if not self._scheduler.running:  # it will not be read, and it holds jobs and their weights
+        if not self.scheduler.running:  # it will not be read, and it holds jobs and their weights
             self._unread = None
 
     def _take_out(self) -> None:
         """Finish the jobs that have ended or failed."""
-        for running in self._scheduler.ended():
-            broken = self._scheduler.finish(running)
+        for running in self.scheduler.ended():
+            broken = self.scheduler.finish(running)
             if running.error is None:
                 self._done.append(running.job.done(running.name))
             else:
@@ -202,7 +199,7 @@ class Runner:
     def _decode(self) -> Drawn | None:
         """Run a token of every row that may have another, and draw the next."""
         owners = {
-            id(sample.row): (running, sample) for running, sample in self._scheduler.next_rows()
+            id(sample.row): (running, sample) for running, sample in self.scheduler.next_rows()
         }
         if not owners:
             return None
@@ -233,31 +230,25 @@ class Runner:
         """Give samples the tokens drawn for them, and take the rows of those that have ended."""
         for running, sample in drawn.read() if drawn is not None else ():
             if sample.row is not None:
-                self._scheduler.unseat(running, sample, again=False)
+                self.scheduler.unseat(running, sample, again=False)
 
     # ── prompts ───────────────────────────────────────────────────────────────────────────────────
 
     def _run_prompts(self) -> None:
         """Run a chunk of prompts, equal weights side by side."""
-        chunk = [
-            (running, self._piece(running, count))
-            for running, count in self._scheduler.allot().items()
-        ]
-        if not chunk:
-            return
+        chunk = []
+        for running, count in self.scheduler.allot().items():
+            source, prompt, start = running.job.source, running.job.prompt, running.done
+            span = (start, start + count)
+            piece = Piece(source.lora, source.weights, prompt, running.blocks, *span)
+            chunk.append((running, piece))
         chunk.sort(key=lambda item: item[1].weights)
         try:
-            self._run_chunk(chunk)
+            if chunk:
+                self._run_chunk(chunk)
         except Exception as error:
             for running, _ in chunk:
                 running.fail(error)
-
-    def _piece(self, running: Running, count: int) -> Piece:
-        """Return the next part of a prompt."""
-        source, start = running.job.source, running.done
-        return Piece(
-            source.lora, source.weights, running.job.prompt, running.blocks, start, start + count
-        )
 
     def _run_chunk(self, chunk: Sequence[tuple[Running, Piece]]) -> None:
         hidden_TD = self._prefill.hidden([piece for _, piece in chunk])
@@ -325,7 +316,7 @@ class Sampler:
         model = job.source.model
         if id(model) not in self._runners:
             self._runners[id(model)] = Runner(model, self._limits)
-        self._runners[id(model)].start(name, job, owner)
+        self._runners[id(model)].scheduler.start(name, job, owner)
         self._names.add(name)
 
     def step(self) -> list[SampleDone]:
