@@ -14,7 +14,7 @@ import pytest
 from support import Wire, pass_json, serving, step_json, wait_until
 from tinkex.engine.fake import FakeEngine
 from tinkex.server import app as server_app
-from tinkex.server.runs import gaps
+from tinkex.server.runs import admission
 from tinkex.server.runs.lane import Lane
 from tinkex.server.server_limits import Limits
 from tinkex.server.state import State
@@ -133,7 +133,7 @@ def test_requests_behind_a_missing_number_are_limited_in_bytes(
 def test_a_run_is_unloaded_although_a_number_never_came(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gaps, "UNLOAD_GAP_SECONDS", 0.2)
+    monkeypatch.setattr(admission, "UNLOAD_GAP_SECONDS", 0.2)
     wire = serve()
     model = wire.model()
     waiting = wire.post("optim_step", step_json(model, 2))["request_id"]

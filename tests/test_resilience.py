@@ -21,6 +21,7 @@ from support import MODEL, Wire, serving
 from tinkex import Future, RecoveryError, RecoveryPolicy, ServiceClient, events, types
 from tinkex.engine.api import EngineError
 from tinkex.engine.fake import FakeEngine
+from tinkex.errors import GoneError
 from tinkex.recovery.recorder import Entry
 from tinkex.recovery.resilient import ResilientTrainingClient
 from tinkex.recovery.resilient_sampling import ResilientSamplingClient
@@ -569,3 +570,32 @@ async def test_a_journal_that_was_closed_meanwhile_does_not_end_the_writing_of_o
     other.close()
     assert not (tmp_path / "a").exists()
     assert (tmp_path / "b").read_bytes() == b"kept"
+
+
+def test_calls_before_a_failed_custom_loss_are_made_again(world: World) -> None:
+    def broken(*_: Any) -> Any:
+        raise KeyError("mine")
+
+    def weights(run: str) -> Any:
+        adapter = world.engine._adapters.get(run)
+        return None if adapter is None else adapter.weights.tolist()
+
+    with service_of(world) as service:
+        client = service.create_lora_training_client("fake", rank=4, seed=3).result()
+        with tinkex.resilient(client, every=50, policy=QUICK) as trainer:
+            loop(trainer)
+            before = weights(trainer.model_id)
+            with pytest.raises(KeyError):
+                trainer.forward_backward_custom([datum(1, 2)], broken).result(50)
+            with pytest.raises(RuntimeError, match="an earlier custom loss"):
+                trainer.optim_step(types.AdamParams()).result(50)
+            trainer._outbox._lose(trainer._outbox.life, GoneError("the run is gone"))
+            deadline = time.monotonic() + 20
+            while time.monotonic() < deadline:
+                if trainer.recoveries and weights(trainer.model_id) == before:
+                    break
+                time.sleep(0.01)
+            assert trainer.recoveries == 1
+            assert weights(trainer.model_id) == before
+            with pytest.raises(RuntimeError, match="an earlier custom loss"):
+                trainer.optim_step(types.AdamParams()).result(50)

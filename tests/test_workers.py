@@ -290,3 +290,29 @@ def test_a_request_that_comes_again_during_a_replay_is_not_taken_twice(
             assert [await task for task in asking] == results
 
     played(scenario)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_run_is_rebuilt_on_another_worker_when_its_own_has_died(tmp_path: Path) -> None:
+    engines = pair()
+
+    def die() -> None:
+        raise SystemExit
+
+    async def scenario() -> None:
+        async with life(tmp_path, engines) as server:
+            model = await server.model()
+            before = await server.run("forward_backward", pass_json(model, 1))
+            await server.run("optim_step", step_json(model, 2))
+            home = server.state.runs[model].worker
+            with pytest.raises(EngineError, match="has died"):
+                await home.run(die)
+            assert "has died" in (await server.run("optim_step", step_json(model, 3)))["error"]
+            await server.state.replay.rebuild(model)
+            assert server.state.runs[model].worker is not home
+            after = await server.run("forward_backward", pass_json(model, 4))
+            assert after["metrics"] != before["metrics"]
+            assert homes(engines)["right"] == [model]
+            assert "metrics" in await server.run("optim_step", step_json(await server.model(), 1))
+
+    played(scenario)

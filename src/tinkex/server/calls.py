@@ -15,7 +15,7 @@ from tinkex.wire import codec
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What a journal says of a call that was taken before."""
+    """The record of a call in a journal."""
 
     request_id: str | None = None
     """The id that a sample was acknowledged under."""
@@ -47,11 +47,11 @@ class Call:
     reader: str | None = None
     """The account of an access token that came along; it is kept instead of the token."""
     owner: str = LOCAL_OWNER
-    """Who asks: the account of the key."""
+    """The account of the key."""
     key_id: int = 0
     """The key on record that was used; 0 when it was the server's own, or none."""
     base_url: str | None = None
-    """Where the caller found this server; None when it is in the same process."""
+    """The address that the caller used; None when it is in the same process."""
     query: dict[str, str] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
     http: Request | None = None
@@ -59,5 +59,5 @@ class Call:
 
 
 def digest_of(path: str, body: bytes) -> bytes:
-    """What makes two requests the same request."""
+    """Return the digest of a request; equal requests have equal digests."""
     return hashlib.blake2b(body, digest_size=16, person=path.encode()[:16]).digest()

@@ -12,9 +12,7 @@ def _limit(default: Any, meaning: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the server will not exceed; `tinkex serve` has an option for each, with the help given
-    here.
-    """
+    """The limits of a server; `tinkex serve` has an option for each, with this help."""
 
     body_bytes: int = _limit(1 << 30, "Largest body of a request.")
     sequence_tokens: int = _limit(

@@ -16,10 +16,10 @@ from tinkex.server.database.interface import Database
 from tinkex.server.files.checkpoint_files import Checkpoints
 from tinkex.server.files.data_dir import Lock, discard, make_directory
 from tinkex.server.files.upload_files import sweep_uploads
-from tinkex.server.http_errors import Refusal
 from tinkex.server.meter import Meter
 from tinkex.server.open_sessions import Sessions
-from tinkex.server.routes.handler_table import HANDLERS, JOURNALLED
+from tinkex.server.parts import Parts
+from tinkex.server.routes.handler_table import HANDLERS
 from tinkex.server.runs.admission import CARRY_ON, Runs
 from tinkex.server.runs.journals import RECORDINGS, Journals
 from tinkex.server.runs.promises import Promises
@@ -39,7 +39,7 @@ from tinkex.server.workers.pool import Workers
 logger = logging.getLogger("tinkex.server")
 
 LEAVE_SECONDS = 10.0
-"""How long a server that stops may take to put its runs on disk."""
+"""The time that a server which stops may take to put its runs on disk."""
 
 
 class State:
@@ -97,61 +97,30 @@ class State:
             disk_bytes=limits.recordings_disk_bytes,
             may_delete=lambda session: not self.revivals.has_sleeping_runs(session, self.runs),
         )
-        writing = asyncio.Lock()  # one at a time is enough for a disk, and for memory
         loaded = LoadedWeights(limits.samplers)
-        nameless = NamelessSamplers(self.journals, self.sessions, loaded, writing, limits.snapshots)
-        self.snapshots = Snapshots(
+        parts = Parts(
+            self.database,
             self.journals,
             self.promises,
-            nameless,
+            self.workers,
+            self.sessions,
+            self.revivals,
+            NamelessSamplers(self.journals, self.sessions, loaded, limits.snapshots),
             self.recordings,
-            writing=writing,
-            journal_bytes=limits.journal_bytes,
+            limits,
         )
-        self.runs = Runs(
-            database=self.database,
-            journals=self.journals,
-            promises=self.promises,
-            workers=self.workers,
-            sessions=self.sessions,
-            snapshots=self.snapshots,
-            revivals=self.revivals,
-            limits=limits,
-            prepare=lambda call: JOURNALLED[call.op](self, call),
-        )
-        self.unloading = Unloading(
-            database=self.database,
-            journals=self.journals,
-            promises=self.promises,
-            runs=self.runs,
-            nameless=nameless,
-            recordings=self.recordings,
-            revivals=self.revivals,
-        )
-        self.samplers = Samplers(
-            database=self.database,
-            workers=self.workers,
-            sessions=self.sessions,
-            runs=self.runs,
-            nameless=nameless,
-            loaded=loaded,
-            recordings=self.recordings,
-            conceal=self.without_paths,
-        )
+        self.snapshots = Snapshots(parts)
+        self.runs = Runs(parts, self.snapshots, lambda call: HANDLERS[call.op](self, call))
+        self.unloading = Unloading(parts, self.runs)
+        self.samplers = Samplers(parts, self.runs, loaded, self.without_paths)
         self.sample_journal = SampleJournal(self.journals, self.promises)
         self.replay = Replay(
-            database=self.database,
-            journals=self.journals,
-            promises=self.promises,
-            workers=self.workers,
-            sessions=self.sessions,
-            checkpoints=self.checkpoints,
-            nameless=nameless,
-            snapshots=self.snapshots,
-            runs=self.runs,
-            unloading=self.unloading,
-            revivals=self.revivals,
-            sample_again=lambda call: HANDLERS[call.op](self, call),
+            parts,
+            self.checkpoints,
+            self.snapshots,
+            self.runs,
+            self.unloading,
+            lambda call: HANDLERS[call.op](self, call),
         )
         self.arriving: set[Path] = set()
         """Files of uploads that are just arriving."""
@@ -225,11 +194,6 @@ class State:
         await asyncio.to_thread(sweep_uploads, self.upload_dir)
 
     # ── the end ───────────────────────────────────────────────────────────────────────────────────
-
-    def refuse_if_dead(self) -> None:
-        """Take nothing in that cannot be carried out; asking again helps only after a restart."""
-        if self.workers.failure is not None:
-            raise Refusal(503, str(self.workers.failure), headers={"X-Should-Retry": "false"})
 
     async def drain(self) -> None:
         """Take nothing more in; wait for what is under way until it is done, or time is up."""

@@ -35,7 +35,7 @@ def check_name(name: str) -> None:
 
 
 def expiry(ttl_seconds: int | None) -> float | None:
-    """When something expires that lives so long from now on; refuses what is out of range."""
+    """Return the time at which a time to live ends; refuse one that is out of range."""
     if ttl_seconds is None:
         return None
     if not MIN_TTL <= ttl_seconds <= MAX_TTL:
@@ -56,7 +56,7 @@ class SaveSpec:
     overwrite: bool = False
     project_id: str | None = None
     request_id: str | None = None
-    """Who asks for it: carried out again after a crash, a request finds its own work done."""
+    """The id of the request: repeated after a crash, it finds its own work done."""
 
 
 class Checkpoints:

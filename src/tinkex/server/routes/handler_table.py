@@ -18,7 +18,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeAlias, TypeVar
 
 from tinkex.server import routes
-from tinkex.server.calls import Call
 from tinkex.wire.protocol import BY_NAME
 
 Handler: TypeAlias = Callable[..., Awaitable[Any]]
@@ -27,36 +26,25 @@ H = TypeVar("H", bound=Handler)
 
 HANDLERS: dict[str, Handler] = {}
 """By the name of the operation; complete once `collect` was called."""
-JOURNALLED: dict[str, Handler] = {}
-"""The operations that are journalled: what returns their work, by name."""
-
-
-def _register(table: dict[str, Handler], function: Handler) -> str:
-    name = getattr(function, "__name__", "")
-    if name not in BY_NAME:
-        raise ValueError(f"there is no operation {name!r}; add it to wire.protocol.OPERATIONS")
-    if name in table:
-        raise ValueError(f"the operation {name!r} has two handlers")
-    table[name] = function
-    return name
+JOURNALLED: set[str] = set()
+"""The operations whose handlers return work."""
 
 
 def handler(function: H) -> H:
     """Register a function as the handler of the operation that has its name."""
-    _register(HANDLERS, function)
+    name = getattr(function, "__name__", "")
+    if name not in BY_NAME:
+        raise ValueError(f"there is no operation {name!r}; add it to wire.protocol.OPERATIONS")
+    if name in HANDLERS:
+        raise ValueError(f"the operation {name!r} has two handlers")
+    HANDLERS[name] = function
     return function
 
 
 def run_operation(function: H) -> H:
     """Register what returns the work of the operation that has its name."""
-    HANDLERS[_register(JOURNALLED, function)] = _admit
-    return function
-
-
-async def _admit(state: Any, call: Call) -> Any:
-    if getattr(call.request, "model_id", None) is None:
-        return await state.runs.create(call)
-    return await state.runs.admit(call)
+    JOURNALLED.add(function.__name__)
+    return handler(function)
 
 
 def collect() -> Mapping[str, Handler]:

@@ -10,7 +10,7 @@ from tinkex.server.access.ownership import is_own
 from tinkex.server.calls import Call
 from tinkex.server.http_errors import Refusal
 from tinkex.server.meter import AUDITED
-from tinkex.server.routes.handler_table import HANDLERS
+from tinkex.server.routes.handler_table import HANDLERS, JOURNALLED
 from tinkex.server.runs.metering import check_room, fail_in_band, watch
 from tinkex.server.state import State
 from tinkex.types.checkpoints import SCHEME
@@ -45,7 +45,7 @@ def _endpoint(op: Operation) -> Endpoint:
 
 def _answer(op: Operation) -> Answer:
     """Return the handler of an operation, with what it leaves on record."""
-    handle = HANDLERS[op.name]
+    handle, is_journalled = HANDLERS[op.name], op.name in JOURNALLED
     if op.result is None and op.name not in AUDITED and op.traffic not in ("train", "sample"):
         return handle
 
@@ -53,7 +53,10 @@ def _answer(op: Operation) -> Answer:
         why = check_room(state, op, call)
         if why is not None and op.traffic == "sample":
             raise Refusal(400, why)
-        result = await (handle(state, call) if why is None else fail_in_band(state, op, call, why))
+        if why is not None:
+            result = await fail_in_band(state, op, call, why)
+        else:
+            result = await (state.runs.admit(call) if is_journalled else handle(state, call))
         if op.result is None:
             _audit(state, call, result)
         else:
@@ -79,4 +82,6 @@ async def _spend(state: State, call: Call, error: Unreadable) -> None:
     if error.numbered is not None and await is_own(
         state, call.owner, "model_id", error.numbered[0]
     ):
-        await state.runs.consume_refused(*error.numbered, error.digest, f"{call.op}: {error}")
+        run, seq_id = error.numbered
+        if state.runs.is_loaded(run):
+            await state.runs.consume_seq_id(run, seq_id, error.digest, f"{call.op}: {error}")

@@ -77,7 +77,7 @@ async def _source(state: State, owner: str, base_model: str | None, model_path: 
 
 @handler
 async def get_sampler(state: State, call: Call) -> GetSamplerResponse:
-    """What a sampler samples from."""
+    """Describe a sampler."""
     sampler = await asyncio.to_thread(state.database.samplers.get, call.path["sampler_id"])
     if sampler is None:
         raise Refusal(404, f"there is no sampler {call.path['sampler_id']!r}")
@@ -125,7 +125,7 @@ async def _take(
     """Put a sample on disk, and draw it."""
     request: SampleRequest = call.request
     if request.record_stability_info and sampler.session_id not in state.sessions:
-        # nobody could train on it
+        # it could not be trained on
         request = request.model_copy(update={"record_stability_info": None})
 
     async def draw(seed: int) -> SampleResponse:
@@ -197,7 +197,7 @@ def _check_window(state: State, sampler: Sampler, request: SampleRequest) -> Non
     if window is not None:
         try:
             size = request.prompt.length
-        except ValueError:  # of an image nobody said how many tokens it takes: the engine will say whether it sees any
+        except ValueError:  # an image of unknown length: the engine says whether it sees images
             return
         try:
             token_limit(request, size, window)

@@ -73,7 +73,7 @@ async def get_server_capabilities(state: State, call: Call) -> Capabilities:
 @handler
 async def healthz(state: State, call: Call) -> HealthResponse:
     """Report health: all is well unless the engine's thread has died."""
-    state.refuse_if_dead()
+    state.workers.refuse_if_dead()
     return HealthResponse(status="ok")
 
 

@@ -236,7 +236,7 @@ async def unload_model(state: State, call: Call) -> UntypedAPIFuture:
 
 @handler
 async def get_info(state: State, call: Call) -> GetInfoResponse:
-    """What a run trains."""
+    """Describe a run."""
     request: GetInfoRequest = call.request
     run = await asyncio.to_thread(state.database.runs.get, request.model_id)
     if run is None:

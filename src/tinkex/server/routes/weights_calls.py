@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
 
 from tinkex.engine.api import EngineError
 from tinkex.server.calls import Call, digest_of
-from tinkex.server.database.entities import Run, Sampler, Save as Saved
+from tinkex.server.database.entities import Run, Save as Saved
 from tinkex.server.files.checkpoint_files import SaveSpec, reading
 from tinkex.server.files.seals import check
 from tinkex.server.http_errors import Refusal
@@ -91,56 +89,36 @@ async def save_weights_for_sampler(state: State, call: Call) -> Save:
         write = live.worker.engine.writer(request.model_id, optimizer=False)
         return state.checkpoints.save(live.run, spec, write, answer)
 
-    def save_in_memory(live: LiveRun) -> _SavedInMemory:
+    version: int | None = None
+
+    def save_in_memory(live: LiveRun) -> SaveWeightsForSamplerResponseInternal:
+        nonlocal version
         sampler_id = _nameless_id(state, live.run, request)
         assert call.number is not None
         if request.kind == "inflight":
             version = state.samplers.targets.save(live, sampler_id, call.number)
-            return _SavedInMemory(sampler_id, version)
-        # a client that uses a number again means the new weights
-        state.samplers.nameless.drop_files(sampler_id)
-        live.worker.engine.snapshot(request.model_id, sampler_id)
-        live.unsaved_samplers[sampler_id] = call.number
-        run = live.run
-        state.database.samplers.add(
-            Sampler(
-                sampler_id,
-                run.session_id,
-                run.base_model,
-                None,
-                is_snapshot=True,
-                owner=run.owner,
-                model_id=run.model_id,
-            )
+        else:
+            state.samplers.save(live, sampler_id, call.number)
+        return SaveWeightsForSamplerResponseInternal(
+            sampling_session_id=sampler_id, type="save_weights_for_sampler"
         )
-        return _SavedInMemory(sampler_id)
 
-    def work(live: LiveRun) -> Any:
+    def work(live: LiveRun) -> SaveWeightsForSamplerResponseInternal | OffThread:
         if request.kind == "inflight":
             inflight.check(request)
         return save_files(live) if request.path is not None else save_in_memory(live)
 
-    def after(live: LiveRun, saved: Any) -> SaveWeightsForSamplerResponseInternal:
-        if not isinstance(saved, _SavedInMemory):
-            return cast(SaveWeightsForSamplerResponseInternal, saved)
-        if request.kind != "inflight":
-            state.samplers.nameless.keep(live.run.session_id, saved.sampler_id, live.worker)
-        elif saved.version is not None:
-            state.samplers.targets.publish(live, saved.sampler_id, saved.version)
-        return SaveWeightsForSamplerResponseInternal(
-            sampling_session_id=saved.sampler_id, type="save_weights_for_sampler"
-        )
+    def after(
+        live: LiveRun, saved: SaveWeightsForSamplerResponseInternal
+    ) -> SaveWeightsForSamplerResponseInternal:
+        if (sampler_id := saved.sampling_session_id) is not None:
+            if request.kind != "inflight":
+                state.samplers.nameless.keep(live.run.session_id, sampler_id, live.worker)
+            elif version is not None:
+                state.samplers.targets.publish(live, sampler_id, version)
+        return saved
 
     return Save(work, after)
-
-
-@dataclass(frozen=True, slots=True)
-class _SavedInMemory:
-    """Weights that were saved without a path."""
-
-    sampler_id: str
-    version: int | None = None
-    """The version of an in-flight target, unless a later one has replaced it."""
 
 
 def _nameless_id(state: State, run: Run, request: SaveWeightsForSamplerRequest) -> str:
@@ -243,7 +221,7 @@ async def _create_by_loading(
 
 @handler
 async def weights_info(state: State, call: Call) -> WeightsInfoResponse:
-    """What a checkpoint holds."""
+    """Describe a checkpoint."""
     request: WeightsInfoRequest = call.request
     try:
         ParsedCheckpointTinkerPath.from_tinker_path(request.tinker_path)

@@ -16,14 +16,10 @@ from typing import Any
 from tinkex.engine.api import EngineError
 from tinkex.server.calls import Call
 from tinkex.server.database.entities import LOCAL_OWNER
-from tinkex.server.database.interface import Database
 from tinkex.server.http_errors import Refusal
-from tinkex.server.open_sessions import Sessions
-from tinkex.server.runs.call_records import UNKNOWN, journal_then_begin, refused_call
-from tinkex.server.runs.gaps import Gaps
-from tinkex.server.runs.journals import Journals
-from tinkex.server.runs.promises import Promise, Promises
-from tinkex.server.runs.revivals import Revivals
+from tinkex.server.parts import Parts
+from tinkex.server.runs.call_records import GIVEN_UP, UNKNOWN, refused_call
+from tinkex.server.runs.promises import Promise
 from tinkex.server.runs.snapshot import Snapshots
 from tinkex.server.runs.work import (
     Creation,
@@ -38,15 +34,15 @@ from tinkex.server.runs.work import (
     Unload,
     Work,
 )
-from tinkex.server.server_limits import Limits
-from tinkex.server.workers.pool import Workers
 from tinkex.server.workers.worker import Postponed, Worker
 from tinkex.types.training import UntypedAPIFuture
 
 logger = logging.getLogger("tinkex.server")
 
 MOST_AHEAD = 100_000
-"""How many numbers a request may leave out: once they are given up, the run goes on behind it."""
+"""The most numbers that a request may leave out; after they are given up, the run goes on."""
+UNLOAD_GAP_SECONDS = 60.0
+"""The longest time that a missing request delays the unloading of its run."""
 CARRY_ON = "carry on from a saved state with create_training_client_from_state_with_optimizer"
 
 
@@ -54,27 +50,18 @@ class Runs(Mapping[str, LiveRun]):
     """The runs that are loaded, by id."""
 
     def __init__(
-        self,
-        *,
-        database: Database,
-        journals: Journals,
-        promises: Promises,
-        workers: Workers,
-        sessions: Sessions,
-        snapshots: Snapshots,
-        revivals: Revivals,
-        limits: Limits,
-        prepare: Callable[[Call], Awaitable[Any]],
+        self, parts: Parts, snapshots: Snapshots, prepare: Callable[[Call], Awaitable[Any]]
     ) -> None:
         """Take the parts; `prepare` says what kind of work a call asks for."""
-        self._database, self._journals, self._promises = database, journals, promises
-        self._workers, self._sessions = workers, sessions
-        self._snapshots, self._revivals = snapshots, revivals
+        self._database, self._journals = parts.database, parts.journals
+        self._promises, self._workers = parts.promises, parts.workers
+        self._sessions, self._revivals = parts.sessions, parts.revivals
+        self._snapshots = snapshots
         self._prepare = prepare
         self._live: dict[str, LiveRun] = {}
-        self.gaps = Gaps(journals, promises, limits, self._begin)
+        self.gaps = Gaps(parts, self._begin)
         self.asked: dict[str, float] = {}
-        """When something was last asked of runs, until it is on record."""
+        """The time of the last request of each run, until it is on record."""
 
     def __getitem__(self, run: str) -> LiveRun:
         return self._live[run]
@@ -94,7 +81,7 @@ class Runs(Mapping[str, LiveRun]):
             await self._revivals.revived(run)
             live = self._live.get(run)
         if live is not None:
-            self._sessions.see(live.run.session_id)
+            self._sessions.last_seen[live.run.session_id] = time.monotonic()
             self.asked[run] = time.time()
             return live
         if await asyncio.to_thread(self._database.runs.get, run) is None:
@@ -118,38 +105,28 @@ class Runs(Mapping[str, LiveRun]):
         """Return whether a run takes requests: at once, or after it is taken up again."""
         return run in self._live or self._revivals.is_asleep(run)
 
-    async def replayed(self, run: str, is_found: Callable[[], bool]) -> None:
-        """Wait until what an earlier life had of a run gives something, or all of it is done."""
-        await self._revivals.revived(run)
-        live = self._live.get(run)
-        for promise in list(live.recent.values()) if live is not None else ():
-            if is_found():
-                return
-            await promise.done.wait()
-
     # ── creating ──────────────────────────────────────────────────────────────────────────────────
 
-    async def create(self, call: Call) -> UntypedAPIFuture:
+    async def _create(self, call: Call) -> UntypedAPIFuture:
         """Make a run or a custom loss; the same request again gets the same receipt."""
         creation: Creation = await self._prepare(call)
         name, request_id = creation.name, creation.request_id
         await self._revivals.revived(name)
-        promise = self._promises.get(request_id)
-        live = self._live.get(name)
+        promise, live = self._promises.get(request_id), self._live.get(name)
         is_same = live is None or creation.fits(live.run)
         if not is_same or (promise is not None and promise.digest not in (call.digest, UNKNOWN)):
             return self._fail(request_id, creation.session_id, call, name)
         if promise is None:
             promise = self._promises.add(request_id, call.digest, creation.session_id)
-            begin = functools.partial(self._make, promise, creation)
-            journal = self._journals.of_run(name)
-            await journal_then_begin(self._promises, promise, journal, 0, call, begin)
+            added = promise
+
+            def begin() -> None:
+                self._promises.follow(added, self._made(creation))
+
+            await self._promises.take(promise, self._journals.of_run(name), 0, call, begin)
         elif promise.recorded is not None:
             await asyncio.shield(promise.recorded)
         return UntypedAPIFuture(request_id=request_id, model_id=name)
-
-    def _make(self, promise: Promise, creation: Creation) -> None:
-        self._promises.follow(promise, self._made(creation))
 
     async def _made(self, creation: Creation) -> Any:
         try:
@@ -185,8 +162,10 @@ class Runs(Mapping[str, LiveRun]):
     # ── what runs are asked for ───────────────────────────────────────────────────────────────────
 
     async def admit(self, call: Call) -> UntypedAPIFuture:
-        """Put a request into its run's lane; a repeated number gives the original receipt."""
+        """Take a request: a repeated number gives the original receipt."""
         request = call.request
+        if getattr(request, "model_id", None) is None:
+            return await self._create(call)
         await self.live(request.model_id)
         work: Work = await self._prepare(call)
         if isinstance(work, Refused):
@@ -198,11 +177,6 @@ class Runs(Mapping[str, LiveRun]):
     ) -> UntypedAPIFuture:
         """Let a refused request use its number up: later requests must not wait for it."""
         return await self._admit(refused_call(digest, why, owner), run, seq_id, Refused(why))
-
-    async def consume_refused(self, run: str, seq_id: int | None, digest: bytes, why: str) -> None:
-        """The same for a run that may not be there."""
-        if self.is_loaded(run):
-            await self.consume_seq_id(run, seq_id, digest, why)
 
     async def _admit(
         self, call: Call, run: str, seq_id: int | None, work: Work
@@ -235,9 +209,8 @@ class Runs(Mapping[str, LiveRun]):
             work.admitted(number)
         live.lane.hold(number, call.size)
         begin = functools.partial(self.offer, live, LaneItem(promise, number, work))
-        journal = self._journals.of_run(run)
         try:
-            await journal_then_begin(self._promises, promise, journal, number, call, begin)
+            await self._promises.take(promise, self._journals.of_run(run), number, call, begin)
         except Exception:
             live.lane.let_go(number)
             raise
@@ -360,3 +333,72 @@ def _fail_as_passed(live: LiveRun, promise: Promise) -> None:
     promise.fail(
         f"request number {number} of this run has passed; the next one is {live.lane.next}"
     )
+
+
+class Gaps:
+    """The clocks of missing numbers."""
+
+    def __init__(self, parts: Parts, begin: Callable[[LiveRun, LaneItem], None]) -> None:
+        self._journals, self._promises = parts.journals, parts.promises
+        self._limits, self._begin = parts.limits, begin
+
+    def check(self, live: LiveRun, number: int, call: Call) -> None:
+        """Refuse a request for now if too much waits for a missing one, which is always taken."""
+        held, limit = live.lane.held_bytes + call.size, self._limits.gap_bytes
+        if number > live.lane.next and held > limit:
+            raise Refusal(
+                429,
+                f"{live.lane.held_bytes} bytes of requests of this run wait for request number "
+                f"{live.lane.next}, which has not come; the limit gap_bytes is {limit}",
+                headers={"Retry-After": "1"},
+            )
+
+    def watch(self, live: LiveRun, missing: int | None) -> None:
+        """Start the clock of a missing number; others that arrive do not set it back."""
+        self.stop(live)
+        live.gap = missing
+        if missing is not None:
+            patience = self._limits.gap_seconds
+            if live.last is not None:
+                patience = min(patience, UNLOAD_GAP_SECONDS)
+            live.gap_timer = asyncio.get_running_loop().call_later(
+                patience, self._close, live, missing
+            )
+
+    def stop(self, live: LiveRun) -> None:
+        """Stop the clock of a run."""
+        live.gap = None
+        if live.gap_timer is not None:
+            live.gap_timer.cancel()
+            live.gap_timer = None
+
+    def _close(self, live: LiveRun, missing: int) -> None:
+        live.gap = live.gap_timer = None
+        self._promises.keep(asyncio.ensure_future(self._give_up_durably(live, missing)))
+
+    async def _give_up_durably(self, live: LiveRun, missing: int) -> None:
+        """Record that a number is given up before it is: another life must not carry it out."""
+        try:
+            await self._journals.of_run(live.run.model_id).append(missing, {"op": GIVEN_UP})
+        except OSError:
+            logger.exception(
+                "that request %d of %s was given up cannot be put on disk",
+                missing,
+                live.run.model_id,
+            )
+        self.give_up(live, missing)
+
+    def give_up(self, live: LiveRun, missing: int) -> None:
+        """Stop waiting for a number: what waited for it fails, and the run goes on."""
+        if live.lane.missing != missing:  # it came while this was put on disk
+            return
+        waiting = live.lane.give_up()
+        abandoned = [item for item in waiting if not isinstance(item.work, Unload)]
+        for item in abandoned:
+            item.promise.fail(
+                f"request number {missing} of this run never arrived, so the {len(abandoned)} "
+                "after it were not executed; the run goes on with the next request"
+            )
+        for item in waiting:
+            if isinstance(item.work, Unload):
+                self._begin(live, item)

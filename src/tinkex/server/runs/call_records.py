@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from tinkex.server.calls import Call, Recorded, digest_of
-from tinkex.server.http_errors import Refusal
-from tinkex.server.runs.journal import Entry, Journal
-from tinkex.server.runs.promises import Promise, Promises
+from tinkex.server.runs.journal import Entry
 from tinkex.wire import codec
 from tinkex.wire.protocol import BY_NAME
 
 UNKNOWN = b""
 """The digest of a request of which only its outcome is left."""
 GIVEN_UP = "given_up"
-"""What the journal says instead of an operation where a number was no longer waited for."""
+"""The operation that a journal names for a number that was given up."""
 READ = "read"
-"""What a journal of samples says where results have been read."""
+"""The operation that a journal of samples names for results that were read."""
 
 
 def refused_call(digest: bytes, why: str, owner: str) -> Call:
@@ -27,37 +23,8 @@ def refused_call(digest: bytes, why: str, owner: str) -> Call:
     return Call(None, {}, digest, op="", body=why.encode(), owner=owner)
 
 
-async def journal_then_begin(
-    promises: Promises,
-    promise: Promise,
-    journal: Journal,
-    number: int,
-    call: Call,
-    begin: Callable[[], None],
-) -> None:
-    """Put a call on disk, then begin with it: both or neither, even if its caller gives up."""
-
-    async def taking() -> None:
-        await journal.append(number, _facts_of(call, promise.request_id), call.body)
-        if call.op:  # it is on disk, and thousands may wait for their turn
-            call.body = b""
-        begin()
-
-    task = promise.recorded = asyncio.ensure_future(taking())
-    promises.keep(task)
-    try:
-        await asyncio.shield(task)
-    except OSError as error:
-        promises.take_back(promise)
-        raise Refusal(
-            503, f"the request cannot be put on disk, so it was not taken: {error}"
-        ) from None
-    except Exception:  # a fault of ours: who asks again must not wait for what is never done
-        promises.take_back(promise)
-        raise
-
-
-def _facts_of(call: Call, request_id: str) -> dict[str, Any]:
+def facts_of(call: Call, request_id: str) -> dict[str, Any]:
+    """Return what a journal says of a call besides its body."""
     facts: dict[str, Any] = {"op": call.op, "type": call.content_type, "owner": call.owner}
     if call.encoding:
         facts["encoding"] = call.encoding

@@ -49,24 +49,11 @@ def is_heavy(promise: Promise) -> bool:
     if promise.kept is not None or not codec.has_protobuf(type(result)):
         return False
     if isinstance(result, ForwardBackwardOutput):
-        tensors = (tensor for output in result.loss_fn_outputs for tensor in output.values())
-        return sum(tensor.values.size for tensor in tensors) > OFF_LOOP_VALUES
-    if (
-        not isinstance(result, SampleResponse)
-        or result.target_prompt_logprobs
-        or result.prompt_alt_tokens
-    ):
-        return True
-    tables = [
-        result.topk_prompt_logprobs_np,
-        *(sequence.topk_logprobs_np for sequence in result.sequences),
-    ]
-    values = sum(sequence.length for sequence in result.sequences)
-    values += sum(table.token_ids.size for table in tables if table is not None)
-    return (
-        values + (0 if result.prompt_logprobs_np is None else result.prompt_logprobs_np.size)
-        > OFF_LOOP_VALUES
+        return size_of(result) > 4 * OFF_LOOP_VALUES
+    is_columns = isinstance(result, SampleResponse) and not (
+        result.target_prompt_logprobs or result.prompt_alt_tokens
     )
+    return not is_columns or size_of(result) > 8 * OFF_LOOP_VALUES
 
 
 def most_of(request: SampleRequest, window: int) -> int:

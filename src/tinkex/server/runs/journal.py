@@ -121,12 +121,11 @@ class _Job:
     data: bytes
     done: asyncio.Future[None]
     last: bool = False
-    """Whether nothing more will come for this file, so that it is closed."""
+    """True if nothing more will come for this file, so that it is closed."""
 
 
 class Committer:
-    """Threads that write and flush for all logs: whoever comes while a flush is under way shares
-    the next one.
+    """Threads that write and flush for all logs; writes during a flush share the next flush.
 
     The files of a turn are flushed at the same time: the disk takes many flushes in about the time
     of one, and with a file for each of many runs, one after the other would make all of them wait
@@ -186,7 +185,7 @@ class Committer:
             failed = error if isinstance(error, OSError) else OSError(str(error))
         if any(job.last for job in jobs):  # here and not on the loop, which may have ended by then
             jobs[0].segment.close()
-        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop has ended
             jobs[0].done.get_loop().call_soon_threadsafe(_settle, jobs, failed)
 
 

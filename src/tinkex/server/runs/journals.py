@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,11 +11,11 @@ from tinkex.server.files.data_dir import discard, set_aside
 from tinkex.server.runs.journal import Committer, Journal
 
 DIRECT = "direct"
-"""What stands for a session where samples are asked for without one."""
+"""The id that stands for a session where samples are asked for without one."""
 RECORDINGS = "recordings"
 """The directory of what is recorded of samples, with one directory for each session."""
 UNPLACED = ".new-"
-"""What follows a sampler's name in that of a directory while its weights are written there."""
+"""The suffix of a sampler's directory while its weights are written there."""
 PLACES = ("runs", "samples", "snapshots", RECORDINGS)
 
 
@@ -25,6 +26,8 @@ class Journals:
         self.data_dir = data_dir
         self._committer = Committer()
         self._open: dict[Path, Journal] = {}
+        self.writing = asyncio.Lock()
+        """Held while weights are written: one at a time is enough for a disk, and for memory."""
 
     def run_directory(self, model_id: str) -> Path:
         """Return the directory of a run's journal and states."""

@@ -36,7 +36,7 @@ def check_room(state: State, op: Operation, call: Call) -> str | None:
     """
     if op.traffic not in ("train", "sample") or op.name in UNLIMITED:
         return None
-    state.refuse_if_dead()
+    state.workers.refuse_if_dead()
     if state.is_draining:
         raise Refusal(503, "this server is shutting down", headers={"Retry-After": "1"})
     limits = state.limits
@@ -145,13 +145,8 @@ class Watch:
 
     def __call__(self, promise: Promise) -> None:
         """Note how the operation ended, and call the next."""
-        try:
-            self._note(promise)
-        finally:
-            if self.before is not None:
-                self.before(promise)
-
-    def _note(self, promise: Promise) -> None:
+        if self.before is not None:
+            self.before(promise)
         meter, result = self.meter, promise.result
         meter.open[self.owner, self.operation] -= 1
         meter.expected[self.owner] -= self.bound

@@ -1,7 +1,7 @@
 """Promises: the futures a server has handed out, each by the id under which its result is fetched.
 
-They live in memory. A result may be read more than once; some time after it was read, or when
-nobody came for it, it is forgotten and its id answers "gone". Samples are noted in a log as they
+They live in memory. A result may be read more than once. Some time after it was read, or if it is
+never read, it is forgotten, and its id answers "gone". Samples are noted in a log as they
 end, for clients that poll for many.
 """
 
@@ -16,9 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from tinkex.engine.api import EngineError
+from tinkex.server.calls import Call
 from tinkex.server.complaints import FULL_DISK, complain
 from tinkex.server.files.data_dir import is_full_disk
 from tinkex.server.http_errors import Refusal
+from tinkex.server.runs.call_records import facts_of
+from tinkex.server.runs.journal import Journal
 from tinkex.server.workers.worker import Postponed
 from tinkex.types.sessions import RequestErrorCategory, RequestFailedResponse
 from tinkex.wire import codec
@@ -30,10 +33,10 @@ KEEP_READ = 600.0
 JUST_READ = 60.0
 """A result that was read so lately may not have reached its reader."""
 KEEP_READ_BYTES = 256 << 20
-"""How much of what was read, and not so lately, is kept for a reader that comes again."""
+"""The most bytes of results that are kept after they were read, except the last read ones."""
 KEEP_UNREAD = 24 * 3600.0
 KEEP_GONE = 100_000
-"""How many expired ids are told from unknown ones."""
+"""The number of expired ids that are remembered."""
 
 _scrubber = Scrubber()
 
@@ -50,14 +53,14 @@ class Promise:
     digest: bytes
     session_id: str
     target: Target | None = None
-    """Whose log its end is noted in."""
+    """The client whose log notes its end."""
     owner: str | None = None
     """The account that asked, where the name does not tell it: of samples without a session."""
     cancel: Callable[[], object] | None = None
-    """Gives the work up, where work can be given up."""
+    """Cancels the work, where that is possible."""
     on_settled: Callable[[Promise], object] | None = None
     on_read: Callable[[], object] | None = None
-    """Told once when the result is read or forgotten, if somebody counts what waits to be read."""
+    """Called once when the result is read or forgotten."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
     result: Any = None
     kept: codec.Body | None = None
@@ -67,8 +70,7 @@ class Promise:
     number: int = 0
     """Its place in the log."""
     is_sent: bool = False
-    """Whether the result went out with the log's last word on it: once acknowledged, nobody will
-    ask for it."""
+    """True if the result was sent with the log: once that is acknowledged, it can be forgotten."""
     finished: float = 0.0
     read: float = 0.0
     size: int = 0
@@ -109,8 +111,9 @@ class Promise:
 
 
 def first_cursor() -> int:
-    """Where a log that is begun now begins: above every earlier one, for none ends more samples
-    than microseconds.
+    """Return the first number of a new log, which is above those of all earlier logs.
+
+    No log ends more samples than there are microseconds.
     """
     return time.time_ns() // 1000
 
@@ -135,7 +138,7 @@ class Log:
 
     @property
     def is_untouched(self) -> bool:
-        """Whether nothing was ever noted."""
+        """Return whether nothing was ever noted."""
         return self.cursor == self._first
 
     def add(self, promise: Promise) -> None:
@@ -150,11 +153,11 @@ class Log:
         self._ended.pop(promise.number, None)
 
     def until(self, cursor: int) -> list[Promise]:
-        """What was noted up to a number."""
+        """Return the samples that were noted up to a number."""
         return [promise for number, promise in self._ended.items() if number <= cursor]
 
     def after(self, cursor: int) -> list[Promise]:
-        """What was noted after a number."""
+        """Return the samples that were noted after a number."""
         return [promise for number, promise in self._ended.items() if number > cursor]
 
     async def wait(self, cursor: int) -> None:
@@ -165,7 +168,7 @@ class Log:
             await self._news.wait()
 
     def close(self) -> None:
-        """Let go of whoever waits."""
+        """End all waiting."""
         self.is_closed = True
         self._ended.clear()
         self._news.set()
@@ -180,7 +183,7 @@ class Promises:
         conceal: Callable[[str], str] = lambda text: text,
     ) -> None:
         self._conceal = conceal
-        """Takes out of a failure's text what its reader is not to know."""
+        """Removes secrets from the text of a failure."""
         self._promises: dict[str, Promise] = {}
         self._logs: dict[Target, Log] = {}
         self._gone: dict[str, None] = {}
@@ -188,21 +191,20 @@ class Promises:
         self._clock = clock
         self._held: set[asyncio.Timeout] = set()
         self.are_left = False
-        """Whether the server stops: what is not begun is left to its next life, and nobody is held
-        any more."""
+        """True if the server stops: work that has not begun is left to its next life, and polls are not
+        held any more."""
         self.are_closed = False
-        """Whether the worker has ended: what it did not finish has not failed, for the next life
-        does it."""
+        """True if the workers have ended: unfinished work has not failed, for the next life does it."""
 
     def __len__(self) -> int:
         return len(self._promises)
 
     def get(self, request_id: str) -> Promise | None:
-        """A promise that can still be read."""
+        """Return a promise that can still be read, or None."""
         return self._promises.get(request_id)
 
     def is_gone(self, request_id: str) -> bool:
-        """Whether a promise was there and has expired."""
+        """Return whether a promise was there and has expired."""
         return request_id in self._gone
 
     def add(
@@ -246,13 +248,13 @@ class Promises:
             raise Refusal(503, why, headers={"Retry-After": "1"}) from None
 
     def leave(self) -> None:
-        """Begin nothing more, and let those go who wait."""
+        """Begin nothing more, and end the polls that are held."""
         self.are_left = True
         for limit in self._held:
             limit.reschedule(asyncio.get_running_loop().time())
 
     def is_over(self, request_id: str) -> bool:
-        """Whether nobody will ask for a result any more: it was forgotten, or read some time ago."""
+        """Return whether a result will not be asked for again: it was forgotten, or read a while ago."""
         promise = self._promises.get(request_id)
         return promise is None or bool(promise.read and self._clock() - promise.read > JUST_READ)
 
@@ -260,6 +262,35 @@ class Promises:
         """Hold on to a task until it ends."""
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def take(
+        self,
+        promise: Promise,
+        journal: Journal,
+        number: int,
+        call: Call,
+        begin: Callable[[], None],
+    ) -> None:
+        """Put a call on disk, then begin with it: both or neither, even if its caller gives up."""
+
+        async def taking() -> None:
+            await journal.append(number, facts_of(call, promise.request_id), call.body)
+            if call.op:  # it is on disk, and thousands may wait for their turn
+                call.body = b""
+            begin()
+
+        task = promise.recorded = asyncio.ensure_future(taking())
+        self.keep(task)
+        try:
+            await asyncio.shield(task)
+        except OSError as error:
+            self.take_back(promise)
+            raise Refusal(
+                503, f"the request cannot be put on disk, so it was not taken: {error}"
+            ) from None
+        except Exception:  # a fault of ours: who asks again must not wait for what is never done
+            self.take_back(promise)
+            raise
 
     def refuse_reused(
         self,
@@ -336,7 +367,7 @@ class Promises:
     # ── logs ──────────────────────────────────────────────────────────────────────────────────────
 
     def log(self, target: Target) -> Log | None:
-        """The log of a client that has polled for it."""
+        """Return the log of a client that has polled for it, or None."""
         return self._logs.get(target)
 
     def open_log(self, target: Target, session_id: str) -> None:
@@ -353,9 +384,7 @@ class Promises:
             log.add(promise)
 
     def acknowledge(self, log: Log, cursor: int) -> None:
-        """Take a client's word that it knows of everything up to a number; what it was sent can be
-        forgotten.
-        """
+        """Note that a client knows of everything up to a number; results that were sent are forgotten."""
         for promise in log.until(cursor):
             if promise.is_sent:
                 self._forget(promise)
@@ -364,9 +393,7 @@ class Promises:
                 promise.touch()
 
     def sweep_logs(self, sessions: Container[str]) -> None:
-        """Forget logs that nobody polls for, of sessions that are not open or where there never was
-        anything.
-        """
+        """Forget logs that are not polled, if they are empty or their session has ended."""
         stale = self._clock() - KEEP_READ
         for target, log in list(self._logs.items()):
             if log.polled < stale and (log.is_untouched or log.session_id not in sessions):
@@ -395,9 +422,7 @@ class Promises:
 
 
 def internal(error: Exception) -> str:
-    """What is told in band of a fault of the server: a full disk is worth knowing of, a secret is
-    not to be told.
-    """
+    """Return the text for clients after a fault of the server, without secrets."""
     if is_full_disk(error):
         return f"{FULL_DISK}; ask again when there is room"
     return f"internal error: {type(error).__name__}: {_scrubber.text(str(error))}"

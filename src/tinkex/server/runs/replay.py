@@ -20,32 +20,26 @@ from typing import Any
 
 from tinkex.engine.api import EngineError
 from tinkex.server.calls import Call
-from tinkex.server.database.interface import Database
 from tinkex.server.files.checkpoint_files import Checkpoints
 from tinkex.server.http_errors import Refusal
-from tinkex.server.open_sessions import Sessions
+from tinkex.server.parts import Parts
 from tinkex.server.runs.admission import Runs
 from tinkex.server.runs.call_records import GIVEN_UP, READ, UNKNOWN, call_of
 from tinkex.server.runs.journal import DamagedJournalError, Entry
-from tinkex.server.runs.journals import DIRECT, UNPLACED, Journals
+from tinkex.server.runs.journals import DIRECT, UNPLACED
 from tinkex.server.runs.lane import Lane
-from tinkex.server.runs.promises import Promises
-from tinkex.server.runs.revivals import Revivals
 from tinkex.server.runs.snapshot import Snapshots, thaw
 from tinkex.server.runs.unloading import Unloading
 from tinkex.server.runs.work import LaneItem, LiveRun
-from tinkex.server.samples.nameless import NamelessSamplers
-from tinkex.server.workers.pool import Workers
 from tinkex.types.sessions import RequestErrorCategory
 from tinkex.types.training import CreateModelResponse
 
 logger = logging.getLogger("tinkex.server")
 
 SCRATCH = ("checkpoints/*/*/.saving-*", "checkpoints/*/*/.deleting-*", f"snapshots/*{UNPLACED}*")
-"""What saving and deleting leaves when it is not finished, and …"""
+"""Directories of saves and deletions that were not finished."""
 ABANDONED_SECONDS = 3600.0
-"""… after how long nobody can be at it any more, another process with the same data directory
-included."""
+"""After this time no process can still be writing to one of these directories."""
 
 
 class Replay:
@@ -53,27 +47,21 @@ class Replay:
 
     def __init__(
         self,
-        *,
-        database: Database,
-        journals: Journals,
-        promises: Promises,
-        workers: Workers,
-        sessions: Sessions,
+        parts: Parts,
         checkpoints: Checkpoints,
-        nameless: NamelessSamplers,
         snapshots: Snapshots,
         runs: Runs,
         unloading: Unloading,
-        revivals: Revivals,
         sample_again: Callable[[Call], Awaitable[Any]],
     ) -> None:
         """Take the parts; `sample_again` draws a sample that was taken before."""
-        self._database, self._journals, self._promises = database, journals, promises
-        self._workers, self._sessions, self._checkpoints = workers, sessions, checkpoints
-        self._nameless, self._snapshots = nameless, snapshots
-        self._runs, self._unloading, self._revivals = runs, unloading, revivals
+        self._database, self._journals = parts.database, parts.journals
+        self._promises, self._workers = parts.promises, parts.workers
+        self._sessions, self._revivals = parts.sessions, parts.revivals
+        self._nameless, self._checkpoints = parts.nameless, checkpoints
+        self._snapshots, self._runs, self._unloading = snapshots, runs, unloading
         self._sample_again = sample_again
-        revivals.revive = self._revive
+        parts.revivals.revive = self._revive
 
     def take_up_sessions(self) -> None:
         """Count the silence of open sessions from now on, and delete the files of ended ones.
@@ -227,7 +215,7 @@ class Replay:
     # ── samples ───────────────────────────────────────────────────────────────────────────────────
 
     async def _revive_samples(self, session_id: str) -> None:
-        """Draw what was asked for again; what nobody asks for costs a little time, no more."""
+        """Draw the samples of a session again that were not read."""
         if session_id != DIRECT:
             if await asyncio.to_thread(self._database.sessions.state, session_id) != "active":
                 return

@@ -1,13 +1,14 @@
-"""What an earlier life of the server left, and what of it is being taken up again."""
+"""Runs and samples of an earlier life of the server, until they are taken up again."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from tinkex.server.runs.journals import file_name
+from tinkex.server.runs.work import LiveRun
 
 Revive: TypeAlias = Callable[[str], Coroutine[Any, Any, None]]
 
@@ -32,6 +33,17 @@ class Revivals:
                 return
             task = self.begin(name, self.revive(name))
         await asyncio.shield(task)
+
+    async def replayed(
+        self, run: str, runs: Mapping[str, LiveRun], is_found: Callable[[], bool]
+    ) -> None:
+        """Wait until what an earlier life had of a run gives something, or all of it is done."""
+        await self.revived(run)
+        live = runs.get(run)
+        for promise in list(live.recent.values()) if live is not None else ():
+            if is_found():
+                return
+            await promise.done.wait()
 
     def begin(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Take something up; what is asked for it waits until that is done."""

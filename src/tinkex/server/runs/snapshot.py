@@ -1,4 +1,4 @@
-"""Snapshots: the state of a run on disk, with the results that nobody has read.
+"""Snapshots: the state of a run on disk, with its unread results.
 
 Every so often an optimizer step, when no gradient is pending, also takes the state of its run. Its
 files are written beside what comes next. With the unread results and the nameless samplers in
@@ -23,13 +23,11 @@ from tinkex.server.complaints import complain
 from tinkex.server.database.entities import Run
 from tinkex.server.files.data_dir import is_full_disk, sync_directory
 from tinkex.server.files.seals import check, write_whole
+from tinkex.server.parts import Parts
 from tinkex.server.runs.encoded_results import encode
 from tinkex.server.runs.journal import Entry, encode as encode_entry, read_records
-from tinkex.server.runs.journals import Journals
-from tinkex.server.runs.promises import JUST_READ, Promise, Promises
+from tinkex.server.runs.promises import JUST_READ, Promise
 from tinkex.server.runs.work import LiveRun
-from tinkex.server.samples.nameless import NamelessSamplers
-from tinkex.server.samples.sampling_records import SamplingRecords
 from tinkex.server.workers.worker import Worker
 from tinkex.types.sessions import RequestFailedResponse
 from tinkex.types.training import OptimizerConfigBase
@@ -37,7 +35,7 @@ from tinkex.wire import codec
 from tinkex.wire.protocol import BY_NAME
 
 UNFINISHED = "unfinished-"
-"""What the name of a snapshot begins with while its files are written."""
+"""The first part of a snapshot's name while its files are written."""
 RESULTS = "results.log"
 STATE_OPERATIONS = 32
 """After so many operations of a run, or …"""
@@ -55,35 +53,16 @@ KINDS: dict[str, type[Any]] = {
 class Snapshots:
     """The snapshots of all runs."""
 
-    def __init__(
-        self,
-        journals: Journals,
-        promises: Promises,
-        nameless: NamelessSamplers,
-        recordings: SamplingRecords,
-        *,
-        writing: asyncio.Lock,
-        journal_bytes: int,
-    ) -> None:
-        """Take the parts.
-
-        Args:
-            journals: Know the directories of runs.
-            promises: Have the results that are kept beside a snapshot.
-            nameless: The samplers that must be on disk before a journal is dropped.
-            recordings: Are let go of when no journal needs them.
-            writing: Held while files are written.
-            journal_bytes: The most that the journal of a run may take.
-        """
-        self._journals, self._promises = journals, promises
-        self._nameless, self._recordings = nameless, recordings
-        self._writing, self._journal_bytes = writing, journal_bytes
+    def __init__(self, parts: Parts) -> None:
+        self._journals, self._promises = parts.journals, parts.promises
+        self._nameless, self._recordings = parts.nameless, parts.recordings
+        self._journal_bytes = parts.limits.journal_bytes
 
     # ── making one, on the worker ─────────────────────────────────────────────────────────────────
 
     def freeze_when_due(self, live: LiveRun, number: int) -> None:
         """Make a snapshot after an optimizer step, if it is time and none is being written."""
-        if self._is_overdue(live) and not self._writing.locked():
+        if self._is_overdue(live) and not self._journals.writing.locked():
             self._freeze(live, number)
 
     def _is_overdue(self, live: LiveRun) -> bool:
@@ -144,7 +123,7 @@ class Snapshots:
         try:
             journal.rotate()
             if writer is not None:
-                async with self._writing:
+                async with self._journals.writing:
                     began = time.monotonic()
                     try:
                         await asyncio.to_thread(_write_files, directory, number, writer)

@@ -11,43 +11,28 @@ from pathlib import Path
 from tinkex.engine.api import EngineError
 from tinkex.engine.places import Writer
 from tinkex.server.calls import Call
-from tinkex.server.database.interface import Database
 from tinkex.server.files.seals import write_whole
 from tinkex.server.http_errors import Refusal
+from tinkex.server.parts import Parts
 from tinkex.server.runs.admission import Runs
-from tinkex.server.runs.call_records import journal_then_begin
-from tinkex.server.runs.journals import Journals
-from tinkex.server.runs.promises import Promises
-from tinkex.server.runs.revivals import Revivals
 from tinkex.server.runs.work import LaneItem, LiveRun, Unload
-from tinkex.server.samples.nameless import NamelessSamplers
-from tinkex.server.samples.sampling_records import SamplingRecords
 from tinkex.server.workers.worker import OffThread
 from tinkex.types.training import UnloadModelResponse, UntypedAPIFuture
 
 logger = logging.getLogger("tinkex.server")
 
 UNLOAD = ":unload"
-"""What follows a run's id in the id of the request that unloads it."""
+"""The last part of the id of a request that unloads a run, after the run's id."""
 
 
 class Unloading:
     """Drops runs, with what they hold in memory and in their journal."""
 
-    def __init__(
-        self,
-        *,
-        database: Database,
-        journals: Journals,
-        promises: Promises,
-        runs: Runs,
-        nameless: NamelessSamplers,
-        recordings: SamplingRecords,
-        revivals: Revivals,
-    ) -> None:
-        self._database, self._journals, self._promises = database, journals, promises
-        self._runs, self._nameless, self._recordings = runs, nameless, recordings
-        self._revivals = revivals
+    def __init__(self, parts: Parts, runs: Runs) -> None:
+        self._database, self._journals = parts.database, parts.journals
+        self._promises, self._revivals = parts.promises, parts.revivals
+        self._nameless, self._recordings = parts.nameless, parts.recordings
+        self._runs = runs
 
     async def unload(self, call: Call) -> UntypedAPIFuture:
         """Drop a run after everything that was asked of it; to drop it again changes nothing."""
@@ -68,9 +53,8 @@ class Unloading:
         promise = self._promises.add(request_id, call.digest, live.run.session_id)
         live.last = self._runs.free(live)
         begin = functools.partial(self.begin, live, call, live.last)
-        journal = self._journals.of_run(run)
         try:
-            await journal_then_begin(self._promises, promise, journal, live.last, call, begin)
+            await self._promises.take(promise, self._journals.of_run(run), live.last, call, begin)
         except Refusal:
             live.last = None
             raise

@@ -33,11 +33,11 @@ class LiveRun:
     recent: dict[int, Promise] = field(default_factory=dict)
     """Promises by number, while their results may have to be kept beside the next snapshot."""
     since_snapshot: int = 0
-    """How many operations there were since the last snapshot was made."""
+    """The number of operations since the last snapshot was made."""
     snapshot_time: float = field(default_factory=time.monotonic)
-    """When that was."""
+    """The time of the last snapshot."""
     snapshot_rest: float = 0.0
-    """For how many seconds after that there is no other, since it took so long."""
+    """The seconds after it without another one, as it took so long to write."""
     new_snapshot: tuple[int, Writer | None] | None = None
     """The number of a snapshot that is not in force yet, and what has to write its files."""
     committing: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -49,9 +49,9 @@ class LiveRun:
     done: int = 0
     """The number of the operation that was carried out last."""
     is_between_steps: bool = True
-    """Whether no gradient is pending: only then does a snapshot stand for all that was done."""
+    """True if no gradient is pending: only then does a snapshot stand for all that was done."""
     is_rebuilding: bool = False
-    """Whether its journal is being read, with what comes last in it."""
+    """True while its journal is replayed: requests wait for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Save:
 
     do: Callable[[LiveRun], Any]
     after: Callable[[LiveRun, Any], Any] | None = None
-    """What is done with the result on the event loop; gives the operation's result."""
+    """Takes the result on the event loop, and returns the operation's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Refused:
 
 
 Work: TypeAlias = Pass | Step | Discard | Load | Save | Unload | Refused
-"""What a loaded run is asked for, in the order of numbers."""
+"""The work of a loaded run, which is done in the order of numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class Creation:
     request_id: str
     make: Callable[[], Awaitable[Any]]
     fits: Callable[[Run], bool] = lambda run: True
-    """Whether a run that is there is the one that is asked for."""
+    """Return whether a run that exists is the one that is asked for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,11 @@ import asyncio
 
 from tinkex.engine.api import EngineError
 from tinkex.server.database.entities import Run, Sampler
-from tinkex.server.database.interface import Database
 from tinkex.server.http_errors import Refusal
+from tinkex.server.parts import Parts
 from tinkex.server.runs.admission import Runs
 from tinkex.server.runs.work import LiveRun
 from tinkex.server.samples.loaded_weights import WeightSource
-from tinkex.server.samples.nameless import NamelessSamplers
 from tinkex.types.checkpoints import SaveWeightsForSamplerRequest
 
 
@@ -42,8 +41,9 @@ def check(request: SaveWeightsForSamplerRequest) -> None:
 class InflightTargets:
     """The in-flight targets of all runs."""
 
-    def __init__(self, database: Database, runs: Runs, nameless: NamelessSamplers) -> None:
-        self._database, self._runs, self._nameless = database, runs, nameless
+    def __init__(self, parts: Parts, runs: Runs) -> None:
+        self._database, self._nameless = parts.database, parts.nameless
+        self._revivals, self._runs = parts.revivals, runs
         self.versions: dict[str, int] = {}
         """By run, the newest version of its target."""
 
@@ -117,7 +117,7 @@ class InflightTargets:
             # else a request beside this one, or its run, was quicker
             self.versions.setdefault(run, version)
             return
-        await self._runs.replayed(run, lambda: run in self.versions)
+        await self._revivals.replayed(run, self._runs, lambda: run in self.versions)
 
     def forget_session(self, session_id: str) -> None:
         """Forget the targets of a session's runs; their weights go as nameless samplers do."""

@@ -25,30 +25,17 @@ class NamelessSamplers:
     """The nameless samplers of a server."""
 
     def __init__(
-        self,
-        journals: Journals,
-        sessions: Sessions,
-        loaded: LoadedWeights,
-        writing: asyncio.Lock,
-        most: int,
+        self, journals: Journals, sessions: Sessions, loaded: LoadedWeights, most: int
     ) -> None:
-        """Have no sampler yet.
-
-        Args:
-            journals: Knows the directories of samplers.
-            sessions: Those that are open.
-            loaded: The weights that have been loaded from files.
-            writing: Held while weights are written.
-            most: How many samplers are kept in memory.
-        """
-        self._journals, self._sessions, self._loaded = journals, sessions, loaded
-        self._writing, self._most = writing, most
+        """Have no sampler yet; keep at most so many in memory."""
+        self._journals, self._sessions = journals, sessions
+        self._loaded, self._most = loaded, most
         self.directories: dict[str, Path | None] = {}
         """By sampler, the directory of its weights once they had to make room in memory."""
         self._homes: dict[str, Worker] = {}
         """The worker that a sampler was made on."""
         self._unplaced: dict[str, Path] = {}
-        """Where the weights of samplers are being written; used on the workers only."""
+        """The directories that samplers are being written to; used on the workers only."""
 
     def in_memory(self) -> list[str]:
         """Return the samplers that are in memory, the oldest first."""
@@ -84,7 +71,7 @@ class NamelessSamplers:
         worker = self._homes.get(sampler)
         begun = await worker.run(self.begin, sampler, worker) if worker is not None else None
         if worker is not None and begun is not None:
-            async with self._writing:
+            async with self._journals.writing:
                 await asyncio.to_thread(write_whole, begun[0].write, begun[1])
             await worker.run(self.place, sampler, begun[1])
 

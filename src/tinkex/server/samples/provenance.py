@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from tinkex.engine.api import EngineError, Recalled, Recording
-from tinkex.server.samples.sampling_records import Remembered, SamplingRecords
+from tinkex.server.samples.sampling_records import Remembered, SamplingRecords, parts_of
 from tinkex.types.inputs import Datum, ProvenanceSpans, SampledProvenanceSpan
 
 
@@ -110,22 +110,10 @@ def _check_side(
 
 
 def _part(recording: Recording, which: slice) -> Recording:
-    return Recording(
-        recording.tokens[which],
-        recording.logprobs[which],
-        recording.model_logprobs[which],
-        recording.top_tokens[which],
-        recording.top_logprobs[which],
-    )
+    return Recording(*(array[which] for array in parts_of(recording)))
 
 
 def _joined(parts: Sequence[Recording]) -> Recording:
     if len(parts) == 1:
         return parts[0]
-    return Recording(
-        np.concatenate([part.tokens for part in parts]),
-        np.concatenate([part.logprobs for part in parts]),
-        np.concatenate([part.model_logprobs for part in parts]),
-        np.concatenate([part.top_tokens for part in parts]),
-        np.concatenate([part.top_logprobs for part in parts]),
-    )
+    return Recording(*map(np.concatenate, zip(*map(parts_of, parts), strict=True)))

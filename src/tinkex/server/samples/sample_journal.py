@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from tinkex.server.calls import Call
-from tinkex.server.runs.call_records import READ, journal_then_begin
+from tinkex.server.runs.call_records import READ
 from tinkex.server.runs.journals import Journals
 from tinkex.server.runs.promises import Promise, Promises
 
@@ -52,7 +52,7 @@ class SampleJournal:
 
         journal, cancel = self._journals.of_samples(promise.session_id), promise.cancel
         try:
-            await journal_then_begin(self._promises, promise, journal, call.number, call, begin)
+            await self._promises.take(promise, journal, call.number, call, begin)
         except Exception:
             # the sample was not taken, and nobody hears of its failure
             drawing.add_done_callback(lambda done: done.cancelled() or done.exception())

@@ -8,15 +8,12 @@ from collections.abc import Callable
 
 from tinkex.engine.api import EngineError, Listener, SampleJob
 from tinkex.server.database.entities import Sampler
-from tinkex.server.database.interface import Database
 from tinkex.server.http_errors import Refusal
-from tinkex.server.open_sessions import Sessions
+from tinkex.server.parts import Parts
 from tinkex.server.runs.admission import Runs
+from tinkex.server.runs.work import LiveRun
 from tinkex.server.samples.inflight import InflightTargets
 from tinkex.server.samples.loaded_weights import LoadedWeights, WeightSource
-from tinkex.server.samples.nameless import NamelessSamplers
-from tinkex.server.samples.sampling_records import SamplingRecords
-from tinkex.server.workers.pool import Workers
 from tinkex.types.sampling import SampleRequest, SampleResponse
 
 
@@ -25,29 +22,31 @@ class Samplers:
 
     def __init__(
         self,
-        *,
-        database: Database,
-        workers: Workers,
-        sessions: Sessions,
+        parts: Parts,
         runs: Runs,
-        nameless: NamelessSamplers,
         loaded: LoadedWeights,
-        recordings: SamplingRecords,
         conceal: Callable[[str], str],
     ) -> None:
         """Take the parts; `conceal` removes places of files from a text for others."""
-        self._database, self._workers, self._sessions, self._runs = (
-            database,
-            workers,
-            sessions,
-            runs,
-        )
-        self.nameless, self.loaded, self._recordings = nameless, loaded, recordings
-        self.targets = InflightTargets(database, runs, nameless)
-        self._conceal = conceal
+        self._database, self._workers = parts.database, parts.workers
+        self._sessions, self._revivals = parts.sessions, parts.revivals
+        self._runs, self._recordings, self._conceal = runs, parts.recordings, conceal
+        self.nameless, self.loaded = parts.nameless, loaded
+        self.targets = InflightTargets(parts, runs)
         self._bound: dict[str, str] = {}
         """The weights that samplers of open sessions began with: they never change to others of the
         same path."""
+
+    def save(self, live: LiveRun, sampler_id: str, seq_id: int) -> None:
+        """Freeze a run's weights as a nameless sampler; on the worker."""
+        run = live.run
+        # a client that uses a number again means the new weights
+        self.nameless.drop_files(sampler_id)
+        live.worker.engine.snapshot(run.model_id, sampler_id)
+        live.unsaved_samplers[sampler_id] = seq_id
+        self._database.samplers.add(
+            Sampler(sampler_id, run.session_id, run.base_model, None, True, run.owner, run.model_id)
+        )
 
     async def find(self, sampler: Sampler) -> WeightSource:
         """Return the present weights of a sampler; refuse one whose weights are gone."""
@@ -87,7 +86,7 @@ class Samplers:
         name, known = sampler.sampler_id, self.nameless.directories
         if name not in known and not await self.nameless.find(name) and sampler.model_id:
             # what an earlier life of the server had only in memory is made again by its run
-            await self._runs.replayed(sampler.model_id, lambda: name in known)
+            await self._revivals.replayed(sampler.model_id, self._runs, lambda: name in known)
         if name not in known:
             raise Refusal(
                 410, f"the weights of sampler {name!r} went with their session; save them again"

@@ -16,7 +16,7 @@ import time
 import zlib
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,9 @@ from tinkex.types.tensors import Array
 logger = logging.getLogger("tinkex.server")
 
 TRAINABLE_SECONDS = 86_400.0
-"""How long a recording can be trained on after it was sampled, or used."""
+"""The time for which a recording can be trained on after it was sampled or used."""
 MOST_REQUESTS = 1 << 20
-"""How many sampling requests may have recordings at a time, however small these are."""
+"""The most sampling requests that have recordings at a time, however small these are."""
 SAMPLED, USED = "sampled", "used"
 FLAG = "record_stability_info"
 
@@ -98,7 +98,7 @@ class SamplingRecords:
         """
         self._directory, self._journal, self._may_delete = directory, journal, may_delete
         self._left = {found.name: _files_size(found) for found in directory.glob("*")}
-        """Sizes of what an earlier life of the server left and nobody has asked for."""
+        """Sizes of what an earlier life of the server left, until it is asked for."""
         self._coming = 0
         """Bytes that are on their way to the disk."""
         self._memory_bytes, self._disk_bytes = memory_bytes, disk_bytes
@@ -389,19 +389,14 @@ def _same(one: Recording, other: Recording) -> bool:
     return np.array_equal(one.tokens, other.tokens) and np.array_equal(one.logprobs, other.logprobs)
 
 
-def _parts(recording: Recording) -> list[Array]:
-    return [
-        recording.tokens,
-        recording.logprobs,
-        recording.model_logprobs,
-        recording.top_tokens,
-        recording.top_logprobs,
-    ]
+def parts_of(recording: Recording) -> list[Array]:
+    """Return the arrays of a recording, in the order of its fields."""
+    return [getattr(recording, field.name) for field in fields(Recording)]
 
 
 def _pack(recordings: Sequence[Recording]) -> bytes:
     """Sample after sample, each its five arrays one after the other."""
-    return b"".join(part.tobytes() for recording in recordings for part in _parts(recording))
+    return b"".join(part.tobytes() for recording in recordings for part in parts_of(recording))
 
 
 def _unpack(kept: _Kept, body: bytes) -> Iterator[Recording]:

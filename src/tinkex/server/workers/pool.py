@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from tinkex.engine.api import BaseModel, Engine, EngineError
+from tinkex.server.http_errors import Refusal
 from tinkex.server.workers.worker import Worker
 
 SPREAD = 16
@@ -124,11 +125,10 @@ class Workers:
             worker.run(worker.engine.drop_losses, f"{session_id}:")
             worker.samples.cancel_all(f"{session_id}:")
 
-    @property
-    def failure(self) -> EngineError | None:
-        """Why nothing can be computed any more: the failure of the last worker that was left."""
-        failures = [worker.failure for worker in self]
-        return None if None in failures else failures[0]
+    def refuse_if_dead(self) -> None:
+        """Take nothing in that cannot be carried out; asking again helps only after a restart."""
+        if all(worker.failure is not None for worker in self):
+            raise Refusal(503, str(next(iter(self)).failure), headers={"X-Should-Retry": "false"})
 
     def steps(self) -> Counter[str]:
         """Return the number of steps that the engines have made, by kind."""

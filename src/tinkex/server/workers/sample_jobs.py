@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from tinkex.engine.api import (
     DrawnToken,
@@ -31,31 +31,22 @@ class Sampled(NamedTuple):
     recordings: Sequence[Recording] = ()
 
 
-class Thread(Protocol):
-    """What sampling jobs need of their worker."""
-
-    engine: Engine
-
-    def new_future(self) -> asyncio.Future[Any]:
-        """Return a future of the event loop that results go to."""
-
-    def run(self, function: Any, *args: Any) -> asyncio.Future[Any]:
-        """Queue a function for the worker's thread."""
-
-    def post(self, function: Any, *args: Any) -> None:
-        """Call a function on the event loop."""
-
-
 class SampleJobs:
     """The sampling jobs that an engine has; the worker's thread advances them."""
 
-    def __init__(self, worker: Thread) -> None:
-        self._worker, self._engine = worker, worker.engine
+    def __init__(
+        self,
+        engine: Engine,
+        run: Callable[..., asyncio.Future[None]],
+        post: Callable[..., None],
+    ) -> None:
+        """Take what the worker has: an engine, and ways to its thread and to the event loop."""
+        self._engine, self._run, self._post = engine, run, post
         self._jobs: dict[str, asyncio.Future[Sampled]] = {}
         self.cancelled: set[str] = set()
         """Jobs to drop before the next step, without waiting for what else is queued."""
         self.open = 0
-        """How many jobs have been asked for and have not ended."""
+        """The number of jobs that have been asked for and have not ended."""
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -67,10 +58,10 @@ class SampleJobs:
 
         A listener is called on the event loop, for the last time before the job is done.
         """
-        done: asyncio.Future[Sampled] = self._worker.new_future()
+        done: asyncio.Future[Sampled] = asyncio.get_running_loop().create_future()
         self.open += 1
         done.add_done_callback(self._end)
-        admitted = self._worker.run(self._admit, work, done)
+        admitted = self._run(self._admit, work, done)
         admitted.add_done_callback(lambda future: _pass_failure(future, done))
         return done
 
@@ -81,11 +72,11 @@ class SampleJobs:
         """Drop a job, started or not; it fails. One that has ended is left alone."""
         self.cancelled.add(job)
         # wakes the thread; and behind this job's admission nothing has to be remembered
-        self._worker.run(self._uncancel, job)
+        self._run(self._uncancel, job)
 
     def cancel_all(self, prefix: str) -> None:
         """Drop the jobs whose names begin so, started or not; they fail."""
-        self._worker.run(self._cancel_all, prefix)
+        self._run(self._cancel_all, prefix)
 
     # ── on the worker's thread ────────────────────────────────────────────────────────────────────
 
@@ -98,7 +89,7 @@ class SampleJobs:
 
     def _relay(self, listener: Listener) -> Listener:
         def relay(drawn: Sequence[DrawnToken]) -> None:
-            self._worker.post(listener, drawn)
+            self._post(listener, drawn)
 
         return relay
 
@@ -123,7 +114,7 @@ class SampleJobs:
         except Exception:
             logger.exception("the engine cannot drop the sample %s", job)
         finally:
-            self._worker.post(settle, future, why)
+            self._post(settle, future, why)
 
     def step(self) -> None:
         """Advance all jobs by a step."""
@@ -137,7 +128,7 @@ class SampleJobs:
             (self._jobs.pop(done.job), _outcome(done)) for done in ended if done.job in self._jobs
         ]
         if outcomes:  # together, so that a reader of several is woken once
-            self._worker.post(_settle_all, outcomes)
+            self._post(_settle_all, outcomes)
 
     def fail(self, error: Exception) -> None:
         """Drop all jobs."""

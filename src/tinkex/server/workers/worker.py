@@ -34,7 +34,7 @@ T = TypeVar("T")
 logger = logging.getLogger("tinkex.server")
 
 EXIT_SECONDS = 60.0
-"""How long the end of a program waits for the engine."""
+"""The longest time that the end of a program waits for the engine."""
 STOPPED = "the server was stopped"
 TAKING_SECONDS = 0.05
 """So long may steps wait while operations are taken in: what has come together is begun together.
@@ -80,7 +80,7 @@ class _Task:
     job: str | None = None
     """The pass that the function starts, if it starts one."""
     is_save: bool = False
-    """Whether it need not wait for others of its run that go on beside the engine."""
+    """True if it does not wait for the saves of its run before it."""
 
 
 class Worker:
@@ -99,19 +99,19 @@ class Worker:
         self._passes: dict[str, _Task] = {}
         """By job, what the engine has begun."""
         self._open: Counter[str] = Counter()
-        """How many passes each run has there, and …"""
+        """The number of passes that each run has on the engine."""
         self._saves: Counter[str] = Counter()
-        """… how many operations that go on beside it, one after the other on this thread."""
+        """The number of saves of each run that are being written, one after the other."""
         self._files = ThreadPoolExecutor(1, "tinkex-files")
         self._shares = Shares()
         self.steps: Counter[str] = Counter()
         """By kind, how many steps the engine has made."""
-        self.samples = SampleJobs(self)
+        self.samples = SampleJobs(engine, self.run, self.post)
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._ended = asyncio.Event()
         self.failure: EngineError | None = None
-        """What is told to everyone once the thread has died."""
+        """The error of all calls once the thread has died."""
 
     def start(self) -> None:
         """Begin; must be called on the event loop that results go to."""
@@ -168,18 +168,14 @@ class Worker:
         *,
         is_save: bool = False,
     ) -> asyncio.Future[Any]:
-        future = self.new_future()
+        assert self._loop is not None, "the worker has not been started"
+        future: asyncio.Future[Any] = self._loop.create_future()
         future.add_done_callback(_seen)
         self._tasks.put(_Task(function, args, future, run, job, is_save))
         # else the thread takes it, or empties the queue after it has said so
         if self.failure is not None:
             settle(future, self.failure)
         return future
-
-    def new_future(self) -> asyncio.Future[Any]:
-        """Return a future of the event loop that results go to."""
-        assert self._loop is not None, "the worker has not been started"
-        return self._loop.create_future()
 
     def drop_run(self, run: str) -> asyncio.Future[None]:
         """Drop a run's adapter; what it is at fails."""
@@ -189,7 +185,12 @@ class Worker:
     def release_run(self, run: str) -> asyncio.Future[None]:
         """Drop a run's adapter when its files are written; all else that it waits for is postponed."""
         self.run(self._postpone, run)
-        return self.run_for(run, self._drop_postponed, run)
+
+        def drop() -> None:
+            self.engine.drop(run)
+            self._pass_step()  # the engine says that its passes failed before others have their names
+
+        return self.run_for(run, drop)
 
     def _run(self) -> None:
         why = EngineError(STOPPED, "server")
@@ -197,9 +198,7 @@ class Worker:
             while self._take():
                 if not self._stopping:
                     self._advance()
-        except (
-            BaseException
-        ) as error:  # nobody else would hear of it, and everyone would wait for ever
+        except BaseException as error:  # it would go unseen, and all callers would wait for ever
             logger.critical(
                 "the engine's thread has died; the server must be restarted", exc_info=True
             )
@@ -241,11 +240,7 @@ class Worker:
         jobs = [job for job, task in self._passes.items() if task.run == run]
         del self._open[run]
         for task in [*map(self._passes.pop, jobs), *self._waiting.pop(run, ())]:
-            self._resolve(task.future, Postponed("the run is being rebuilt"))
-
-    def _drop_postponed(self, run: str) -> None:
-        self.engine.drop(run)
-        self._pass_step()  # the engine says that its passes failed before others have their names
+            self.post(settle, task.future, Postponed("the run is being rebuilt"))
 
     def _advance(self) -> None:
         """Make a step of training or of sampling, whichever has had less time."""
@@ -265,7 +260,10 @@ class Worker:
     def _release(self, run: str) -> None:
         """Begin what nothing of its run is before any more."""
         waiting = self._waiting.get(run, deque())
-        while waiting and self._may_begin(run, waiting[0]):
+        while waiting:
+            is_free = not self._open[run] and (waiting[0].is_save or not self._saves[run])
+            if waiting[0].job is None and not is_free:
+                break
             task = waiting.popleft()
             if task.job is None or self._stopping:
                 self._execute(task)
@@ -273,20 +271,15 @@ class Worker:
             try:
                 task.function()
             except Exception as error:
-                self._resolve(task.future, error)
+                self.post(settle, task.future, error)
             except BaseException as error:
-                self._resolve(task.future, _death(error))
+                self.post(settle, task.future, _death(error))
                 raise
             else:
                 self._passes[task.job] = task
                 self._open[run] += 1
         if not waiting:
             self._waiting.pop(run, None)
-
-    def _may_begin(self, run: str, task: _Task) -> bool:
-        if task.job is not None:
-            return True
-        return not self._open[run] and (task.is_save or not self._saves[run])
 
     def _pass_step(self) -> None:
         try:
@@ -305,7 +298,7 @@ class Worker:
         counter[task.run] -= 1
         if not counter[task.run]:
             del counter[task.run]
-        self._resolve(task.future, outcome)
+        self.post(settle, task.future, outcome)
         self._release(task.run)
 
     def _work_beside(self, task: _Task, beside: OffThread) -> None:
@@ -332,7 +325,7 @@ class Worker:
             *self._passes.values(),
             *(task for tasks in self._waiting.values() for task in tasks),
         ]:
-            self._resolve(task.future, why)
+            self.post(settle, task.future, why)
         self._waiting.clear()
         self._empty_queue(why)
         self.samples.fail(why)
@@ -344,35 +337,32 @@ class Worker:
                 if queued is not None and queued.function == self._come_back:
                     self._execute(queued)
                 elif queued is not None:
-                    self._resolve(queued.future, why)
+                    self.post(settle, queued.future, why)
 
     def _execute(self, task: _Task) -> None:
         if self._stopping and task.function != self._come_back:
-            self._resolve(task.future, EngineError(STOPPED, "server"))
+            self.post(settle, task.future, EngineError(STOPPED, "server"))
             return
         try:
             outcome = task.function(*task.args)
             if isinstance(outcome, OffThread):
                 self._files.submit(self._work_beside, task, outcome)
         except Exception as error:
-            self._resolve(task.future, error)
+            self.post(settle, task.future, error)
         except BaseException as error:
-            self._resolve(task.future, _death(error))
+            self.post(settle, task.future, _death(error))
             raise
         else:
             if isinstance(outcome, OffThread):
                 assert task.run is not None, "nothing would wait for it"
                 self._saves[task.run] += 1
             else:
-                self._resolve(task.future, outcome)
-
-    def _resolve(self, future: asyncio.Future[Any], outcome: Any) -> None:
-        self.post(settle, future, outcome)
+                self.post(settle, task.future, outcome)
 
     def post(self, function: Callable[..., object], *args: object) -> None:
         """Call a function on the event loop, unless that has been closed."""
         assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody is left to tell
+        with contextlib.suppress(RuntimeError):  # the loop has been closed
             self._loop.call_soon_threadsafe(function, *args)
 
 
