@@ -1,11 +1,11 @@
-"""What all examples share: settings from the environment, a little printing, and `proof`.
+"""Helpers of all examples: settings from the environment, printing, and `proof`.
 
-Without any environment the examples run against the backend inside this process
-(`base_url="local"`) and its bundled model, with no key. These variables send them elsewhere:
+Without settings the examples run on the backend inside this process (`base_url="local"`) with its
+bundled model and no key. These variables choose another server:
 
-    TINKER_BASE_URL    a server, e.g. http://127.0.0.1:8000; the hosted service if only a key is
-    given TINKER_API_KEY     its key; none is needed on this machine TINKER_BASE_MODEL  the model;
-    by default the one that the example is about, else the first that the server offers
+    TINKER_BASE_URL    a server, such as http://127.0.0.1:8000; with a key alone, the hosted service
+    TINKER_API_KEY     its key; none is needed on this machine
+    TINKER_BASE_MODEL  the model; by default the example's own, else the first that the server has
 """
 
 from __future__ import annotations

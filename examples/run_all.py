@@ -1,14 +1,14 @@
 """Run the examples one after the other, each in a process of its own.
 
-    python examples/run_all.py                     all of them, against the backend inside each
-    process python examples/run_all.py sampling_basic      only those that are named python
-    examples/run_all.py --from metrics_live --keep-going python examples/run_all.py --list
-    what there is
+    python examples/run_all.py                     all of them, each with its own backend
+    python examples/run_all.py sampling_basic      only those named
+    python examples/run_all.py --from metrics_live --keep-going
+    python examples/run_all.py --list              list them
 
-It stops at the first example that fails, with that example's status, unless told to keep going.
-Parts that were skipped are listed at the end; a skip that is not known beforehand is a failure.
-With TINKER_BASE_URL and TINKER_API_KEY the examples run against a server; without, what they save
-goes into a directory that is removed afterwards.
+It stops at the first example that fails, with that example's status, unless told to continue. It
+lists skipped parts at the end; an unexpected skip is a failure. With TINKER_BASE_URL and
+TINKER_API_KEY the examples run on a server; without, their files go into a directory that is
+removed afterwards.
 """
 
 import argparse

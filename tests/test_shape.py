@@ -13,20 +13,20 @@ sys.path.insert(0, str(ROOT))
 from tools import shape  # noqa: E402
 
 CEILINGS = {
-    "flat-modules": 12,
+    "flat-modules": 9,
     "cycles": 0,
-    "large-classes": 4,
-    "large-files": 14,
+    "large-classes": 1,
+    "large-files": 11,
     "repeated-names": 0,
-    "repeated-runs": 15,
-    "way-functions": 83,
-    "way-modules": 22,
+    "repeated-runs": 6,
+    "way-functions": 80,
+    "way-modules": 30,
     "private-uses": 0,
-    "clauses": 100,
-    "wide-code": 60,
+    "clauses": 0,
+    "wide-code": 26,
     "wide-prose": 0,
 }
-CODE = 43_848
+CODE = 44_996
 """Lines of code of the package, at 100 columns, without docstrings, comments and blank lines."""
 
 

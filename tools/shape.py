@@ -10,6 +10,7 @@ import argparse
 import ast
 import io
 import re
+import subprocess
 import sys
 import tempfile
 import threading
@@ -346,9 +347,20 @@ def repeated_runs() -> list[str]:
 def way() -> tuple[str, ...]:
     """List the functions that hand one `forward_backward` on to another module, there and back.
 
-    Client and server run in this process over the fake engine, and the call is not the first of its
-    run. Comprehensions, lambdas and `__dunder__` methods do not count.
+    It is traced in a process of its own: threads that run already would not be seen.
     """
+    command = [sys.executable, __file__, "--trace"]
+    traced = subprocess.run(command, capture_output=True, text=True, check=True)
+    return tuple(traced.stdout.split())
+
+
+def trace() -> list[str]:
+    """Trace one `forward_backward` in this process.
+
+    Client and server run over the fake engine, and the call is not the first of its run.
+    Comprehensions, lambdas and `__dunder__` methods do not count.
+    """
+    sys.path.insert(0, str(ROOT / "src"))
     from tinkex import AdamParams, Datum, LocalBackend, ModelInput, ServiceClient
     from tinkex.engine.fake import FakeEngine
 
@@ -382,7 +394,7 @@ def way() -> tuple[str, ...]:
             made = set(calls)
     finally:
         threading.setprofile(None)
-    return tuple(sorted({a for a, b in made if a.partition(":")[0] != b.partition(":")[0]}))
+    return sorted({a for a, b in made if a.partition(":")[0] != b.partition(":")[0]})
 
 
 def _step(frame: FrameType) -> str | None:
@@ -436,7 +448,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--list", choices=FIGURES, help="print what this figure counts")
+    parser.add_argument("--trace", action="store_true", help="print the way of a forward_backward")
     args = parser.parse_args()
+    if args.trace:
+        print("\n".join(trace()))
+        return
     if args.list:
         print("\n".join(FIGURES[args.list][1]()))
         return

@@ -1,13 +1,11 @@
-"""How quickly the sampler decodes, beside transformers' generate: one process, the same threads,
-the same weights.
+"""Speed of the sampler's decoding, beside transformers' generate, in one process.
 
-    PYTHONPATH=src python bench/engine/decode.py [--tokens 64] [--prompt 64] [--only ours] [--device
-    cpu]
+    PYTHONPATH=src python bench/engine/decode.py [--tokens 64] [--prompt 64] [--only ours]
 
-The model has random weights, in the shape of SmolLM2-135M (or of an 8B model with `--shape 8b`).
-Ours samples with a LoRA adapter of rank 32 and log-probabilities; generate samples without either.
-A rate is tokens over the time from the first to the last decoding step, prefill left out, best of
-the rounds.
+The model has random weights in the shape of SmolLM2-135M (or of an 8B model with `--shape 8b`).
+Ours samples with a LoRA adapter of rank 32 and log-probabilities, generate without either. A rate
+is tokens over the time from the first to the last decoding step, without prefill, the best of the
+rounds.
 """
 
 from __future__ import annotations

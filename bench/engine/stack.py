@@ -1,8 +1,8 @@
-"""The whole stack, client and server and engine, beside the engine alone: rates, and what the API
-layer adds.
+r"""Rates of the whole stack (client, server, engine), beside those of the engine alone.
 
-    PYTHONPATH=src python bench/engine/stack.py --shape 135m PYTHONPATH=src python
-    bench/engine/stack.py --shape 8b --device cuda --tokens 16384 --longest 2048 --rows 1 64 256
+    PYTHONPATH=src python bench/engine/stack.py --shape 135m
+    PYTHONPATH=src python bench/engine/stack.py --shape 8b --device cuda --tokens 16384 \
+        --longest 2048 --rows 1 64 256
 
 Everything runs in one process, on one engine, in turn. The client speaks to the embedded server
 with the bytes that would go over a socket. `--socket` puts a socket between them.

@@ -1,11 +1,10 @@
-"""How quickly the engine trains: tokens a second and peak memory, on mixed lengths, for one adapter
-and for several.
+r"""Speed of training: tokens a second and peak memory, for one adapter and for several.
 
-    PYTHONPATH=src python bench/engine/train.py --shape 135m PYTHONPATH=src python
-    bench/engine/train.py --shape 8b --device cuda --tokens 65536 --longest 2048
+    PYTHONPATH=src python bench/engine/train.py --shape 135m
+    PYTHONPATH=src python bench/engine/train.py --shape 8b --device cuda --tokens 65536 \
+        --longest 2048
 
-`--peft` runs transformers + peft beside it on the same data (padded, as it takes them), in the same
-run.
+`--peft` also runs transformers + peft on the same data (padded, as it takes them).
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ KEPT = 3
 """Checkpoints that a run keeps, besides the best one."""
 FULL = "make room where the server keeps checkpoints (`tinkex checkpoint delete`), then "
 RECOVERIES = 3
-"""How often a lost run is restored without a new checkpoint in between."""
+"""Times a lost run is restored without a new checkpoint in between."""
 NOT_KEPT = {"resume", "config", "api_key", "output_format", "output"}
 """Options that config.json leaves out."""
 

@@ -200,7 +200,7 @@ class FakeEngine(Engine):
         return ForwardBackwardOutput("ArrayRecord", outputs, {"loss:sum": total})
 
     def passing(self) -> bool:
-        """Whether any pass is unfinished."""
+        """True while a pass is unfinished."""
         return bool(self._passes or self._dropped)
 
     def create_loss(self, loss_id: str, request: CreateCustomLossRequest) -> None:

@@ -1,4 +1,4 @@
-"""What telemetry says of an exception, a duration and an event."""
+"""The facts that telemetry reports of exceptions, durations and events."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """LoRA factors: their layout in one flat buffer, and their seeded start.
 
-    y = x W^T + (32 / r) (x A^T) B^T        A [r, in] seeded, B [out, r] zero, W frozen; r is less
-    for experts
+    y = x W^T + (32 / r) (x A^T) B^T        A [r, in] seeded, B [out, r] zero, W frozen;
+                                            r is less for experts
 
 `span_adapters` and `row_adapters` apply them. All factors of an adapter are views of one flat
 float32 tensor, and so are their gradients: optimizer steps, clipping and copies are single

@@ -52,7 +52,7 @@ PLAIN = {
     # other beginnings change the base model as well
     "init_lora_weights": (True, False, "gaussian", "eva"),
 }
-"""What a setting must be, where an adapter has it."""
+"""Required values of an adapter's settings, if present."""
 READ = {
     "r",
     "lora_alpha",
@@ -182,7 +182,7 @@ def _trains(lora: LoraConfig, module: str) -> bool:
 
 
 def read_source(directory: Path) -> Source:
-    """What an adapter says of itself; refuses what could not be the same function here."""
+    """Return an adapter's settings; refuse those that change the function."""
     path = directory / CONFIG
     try:
         fields = json.loads(path.read_text())
@@ -257,16 +257,14 @@ def _last(module: str) -> str:
 
 
 class _Told:
-    """How far an import is: reading counts as much as the file has, writing as much as the
-    checkpoint will have.
-    """
+    """The progress of an import, in bytes read of the file and written of the checkpoint."""
 
     def __init__(self, progress: Progress | None) -> None:
         self._progress = progress
         self._done = self._read = self._write = 0
 
     def expect(self, *, read: int | None = None, write: int | None = None) -> None:
-        """How much there is to read, or to write, as far as is known."""
+        """Set how many bytes there are to read or write."""
         self._read, self._write = read or self._read, write or self._write
 
     def add(self, count: int) -> None:
@@ -334,9 +332,7 @@ def _read_factors(
 
 
 def _is_target(module: str, targets: list[str] | None) -> bool:
-    """Whether an adapter was made for a module, by PEFT's own rule: a whole name, or the end of
-    one.
-    """
+    """Return True if an adapter targets a module, by PEFT's rule: full name or its end."""
     return any(module == target or module.endswith(f".{target}") for target in targets or ())
 
 
