@@ -28,9 +28,10 @@ from tinkex.server.runs.promises import KEEP_READ, Log, Promises
 from tinkex.server.server_limits import Limits
 from tinkex.server.state import State
 from tinkex.server.workers.worker import Worker
+from tinkex.types.future_requests import FuturesRetrieveResponse, RequestFailedResponse
 from tinkex.types.inputs import ModelInput
-from tinkex.types.sampling import SampleRequest, SampleResponse, SamplingParams
-from tinkex.types.sessions import FuturesRetrieveResponse, RequestFailedResponse
+from tinkex.types.sampled import SampleResponse
+from tinkex.types.sampling import SampleRequest, SamplingParams
 from tinkex.wire import codec
 
 CLONE = 1_000_000_000

@@ -28,8 +28,8 @@ from tinkex.client.futures.api_future import Future, start
 from tinkex.client.http.exchange import HttpRequest, Reply, StreamReply
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.server_limits import Limits
-from tinkex.types.sampling import SampledSequence, SampleResponse
-from tinkex.types.sessions import FutureCompletion, FutureFinished, FuturesRetrieveResponse
+from tinkex.types.future_requests import FutureCompletion, FutureFinished, FuturesRetrieveResponse
+from tinkex.types.sampled import SampledSequence, SampleResponse
 from tinkex.wire import codec
 
 PROMPT = ModelInput.from_ints([1, 2, 3])

@@ -32,7 +32,7 @@ from tinkex.client.settings.credentials import (
     rejects_token,
     stored_key,
 )
-from tinkex.types.sampling import SampledSequence, SampleResponse
+from tinkex.types.sampled import SampledSequence, SampleResponse
 from tinkex.wire import codec, protocol
 
 

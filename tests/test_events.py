@@ -20,7 +20,7 @@ from support import serving, silence
 from tinkex import RecoveryPolicy, RetryConfig, ServiceClient, events, types
 from tinkex.engine.fake import FakeEngine
 from tinkex.recovery.monitor import Executor, Monitor
-from tinkex.types.sampling import SampledSequence, SampleResponse
+from tinkex.types.sampled import SampledSequence, SampleResponse
 from tinkex.wire import codec
 
 

@@ -34,7 +34,8 @@ from tinkex.server.app import create_app
 from tinkex.server.routes.openapi import describe
 from tinkex.server.server_limits import Limits
 from tinkex.server.state import State
-from tinkex.types.training import AdamParams, LoraConfig, OptimizerConfigBase, OptimParams
+from tinkex.types.optimizers import AdamParams, OptimizerConfigBase, OptimParams
+from tinkex.types.training import LoraConfig
 from tinkex.wire import codec, protobuf_schema
 from tinkex.wire.protocol import BY_NAME, OPERATIONS, PREFIX
 from tinkex.wire.redacted_http import REDACTED

@@ -19,8 +19,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from tinkex import types
-from tinkex.types.sampling import SampledSequence, SampleResponse, TopkLogprobs
-from tinkex.types.sessions import FuturesRetrieveResponse
+from tinkex.types.future_requests import FuturesRetrieveResponse
+from tinkex.types.sampled import SampledSequence, SampleResponse, TopkLogprobs
 from tinkex.types.training import (
     ForwardBackwardInput,
     ForwardBackwardOutput,

@@ -23,7 +23,7 @@ from faulty import Answer, FaultyServer, Seen, faulty_server
 from support import is_coroutine_function, wait_until
 from tinkex import ModelInput, SamplingParams, ServiceClient
 from tinkex.client.http.request_names import UNNAMED, headers_of, name_requests
-from tinkex.types.sampling import SampledSequence, SampleResponse
+from tinkex.types.sampled import SampledSequence, SampleResponse
 from tinkex.wire import codec
 from tinkex.wire.protocol import OPERATIONS, SEARCH_CHECKPOINTS
 

@@ -11,8 +11,9 @@ import pytest
 
 from tinkex.client.futures.api_future import Future
 from tinkex.client.outbox import Fetch, Outbox, Turn
+from tinkex.types.optimizers import AdamParams
 from tinkex.types.sessions import ClientConfigResponse
-from tinkex.types.training import AdamParams, OptimStepRequest
+from tinkex.types.training import OptimStepRequest
 from tinkex.wire import protocol
 
 STEP = OptimStepRequest(model_id="elsewhere", adam_params=AdamParams())

@@ -35,8 +35,8 @@ from tinkex.errors import (
     RateLimitError,
     RequestFailedError,
 )
-from tinkex.types.sampling import SampledSequence, SampleResponse
-from tinkex.types.sessions import RequestErrorCategory
+from tinkex.types.future_requests import RequestErrorCategory
+from tinkex.types.sampled import SampledSequence, SampleResponse
 from tinkex.wire import codec
 
 PROMPT = ModelInput.from_ints([1, 2, 3])

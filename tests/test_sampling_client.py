@@ -24,7 +24,7 @@ from tinkex import (
 )
 from tinkex.client.http import limits
 from tinkex.engine.fake import FakeEngine
-from tinkex.types.sampling import SampledSequence, SampleResponse
+from tinkex.types.sampled import SampledSequence, SampleResponse
 from tinkex.wire import codec
 
 PROMPT = ModelInput.from_ints([1, 2, 3])

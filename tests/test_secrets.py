@@ -49,7 +49,7 @@ from tinkex.hub.pushes import push_checkpoint_adapter
 from tinkex.recovery.monitor import Executor
 from tinkex.server.access.accounts import create_key
 from tinkex.server.database.sqlite import SqliteDatabase
-from tinkex.types.sampling import SampledSequence, SampleResponse
+from tinkex.types.sampled import SampledSequence, SampleResponse
 from tinkex.wire import codec, redaction
 
 KEY = "tml-Zq7vPlantedKeyBx93RtWm2Lk8Dd"

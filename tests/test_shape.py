@@ -16,17 +16,17 @@ CEILINGS = {
     "flat-modules": 9,
     "cycles": 0,
     "large-classes": 1,
-    "large-files": 11,
+    "large-files": 7,
     "repeated-names": 0,
     "repeated-runs": 6,
-    "way-functions": 80,
+    "way-functions": 82,
     "way-modules": 30,
     "private-uses": 0,
     "clauses": 0,
     "wide-code": 26,
     "wide-prose": 0,
 }
-CODE = 44_996
+CODE = 45_050
 """Lines of code of the package, at 100 columns, without docstrings, comments and blank lines."""
 
 

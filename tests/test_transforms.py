@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from tinkex import types
-from tinkex.types.checkpoints import SetCheckpointTtlRequest
 from tinkex.types.record import to_builtins, to_json
+from tinkex.types.saves import SetCheckpointTtlRequest
 from tinkex.wire.json_values import NOT_GIVEN, OMIT, NotGiven, Omit, coalesce, is_given, transform
 
 MARKS = pytest.mark.parametrize(("mark", "kind"), [(NOT_GIVEN, NotGiven), (OMIT, Omit)])

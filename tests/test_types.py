@@ -18,7 +18,7 @@ from hypothesis import given, settings, strategies as st
 
 import tinkex
 from tinkex import types
-from tinkex.types.inputs import token_array
+from tinkex.types.chunks import token_array
 from tinkex.types.record import Record, from_json, to_json
 from tinkex.wire import codec, protobuf_passes, protobuf_schema
 

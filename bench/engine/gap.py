@@ -20,8 +20,10 @@ from train import mixed
 from tinkex.engine.api import PassJob, SampleJob
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.types.inputs import Datum, ModelInput
-from tinkex.types.sampling import SampleRequest, SampleResponse, SamplingParams
-from tinkex.types.training import AdamParams, ForwardBackwardOutput, LoraConfig
+from tinkex.types.optimizers import AdamParams
+from tinkex.types.sampled import SampleResponse
+from tinkex.types.sampling import SampleRequest, SamplingParams
+from tinkex.types.training import ForwardBackwardOutput, LoraConfig
 
 
 def passed(engine: TorchEngine, data: list[Datum], *, backward: bool) -> ForwardBackwardOutput:

@@ -21,7 +21,8 @@ from shapes import SHAPES, random_engine
 from tinkex.engine.api import PassJob
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.types.inputs import Datum, ModelInput
-from tinkex.types.training import AdamParams, LoraConfig
+from tinkex.types.optimizers import AdamParams
+from tinkex.types.training import LoraConfig
 
 
 def mixed(tokens: int, longest: int, vocab: int, seed: int = 0) -> list[Datum]:

@@ -21,9 +21,9 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from tinkex.types.future_requests import RequestFailedResponse
 from tinkex.types.inputs import Datum, ModelInput
-from tinkex.types.sampling import SampleResponse
-from tinkex.types.sessions import RequestFailedResponse
+from tinkex.types.sampled import SampleResponse
 from tinkex.types.training import (
     ForwardBackwardInput,
     ForwardBackwardOutput,

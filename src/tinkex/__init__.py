@@ -122,6 +122,13 @@ if TYPE_CHECKING:
         ParsedCheckpointTinkerPath as ParsedCheckpointTinkerPath,
         TrainingRun as TrainingRun,
     )
+    from tinkex.types.chunks import (
+        DmelChunk as DmelChunk,
+        EncodedTextChunk as EncodedTextChunk,
+        ImageAssetPointerChunk as ImageAssetPointerChunk,
+        ImageChunk as ImageChunk,
+        ModelInputChunk as ModelInputChunk,
+    )
     from tinkex.types.custom_losses import (
         CustomLossOutput as CustomLossOutput,
         RegularizerOutput as RegularizerOutput,
@@ -129,35 +136,36 @@ if TYPE_CHECKING:
     )
     from tinkex.types.inputs import (
         Datum as Datum,
-        DmelChunk as DmelChunk,
-        EncodedTextChunk as EncodedTextChunk,
-        ImageAssetPointerChunk as ImageAssetPointerChunk,
-        ImageChunk as ImageChunk,
         ModelInput as ModelInput,
-        ModelInputChunk as ModelInputChunk,
-        PromptProvenanceSpan as PromptProvenanceSpan,
-        SampledProvenanceSpan as SampledProvenanceSpan,
+    )
+    from tinkex.types.optimizers import (
+        AdamOptimizerConfig as AdamOptimizerConfig,
+        AdamParams as AdamParams,
+        DimuonOptimizerConfig as DimuonOptimizerConfig,
+        DimuonParams as DimuonParams,
+        OptimParams as OptimParams,
+    )
+    from tinkex.types.sampled import (
+        SampledSequence as SampledSequence,
+        SampleResponse as SampleResponse,
+        StopReason as StopReason,
     )
     from tinkex.types.sampling import (
-        SampledSequence as SampledSequence,
         SampleRequest as SampleRequest,
-        SampleResponse as SampleResponse,
         SamplingParams as SamplingParams,
-        StopReason as StopReason,
+    )
+    from tinkex.types.spans import (
+        PromptProvenanceSpan as PromptProvenanceSpan,
+        SampledProvenanceSpan as SampledProvenanceSpan,
     )
     from tinkex.types.tensors import (
         TensorData as TensorData,
         TensorDtype as TensorDtype,
     )
     from tinkex.types.training import (
-        AdamOptimizerConfig as AdamOptimizerConfig,
-        AdamParams as AdamParams,
-        DimuonOptimizerConfig as DimuonOptimizerConfig,
-        DimuonParams as DimuonParams,
         ForwardBackwardOutput as ForwardBackwardOutput,
         LoraConfig as LoraConfig,
         ModelID as ModelID,
-        OptimParams as OptimParams,
         OptimStepRequest as OptimStepRequest,
         OptimStepResponse as OptimStepResponse,
     )

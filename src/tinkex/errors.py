@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
-from tinkex.types.sessions import RequestErrorCategory
+from tinkex.types.future_requests import RequestErrorCategory
 from tinkex.wire.redacted_http import (
     Request as Request,
     Response as Response,

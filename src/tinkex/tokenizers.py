@@ -25,7 +25,7 @@ from tinkex.text.kimi_model import (
     KIMI_REVISION as KIMI_REVISION,
     kimi_tokenizer as kimi_tokenizer,
 )
-from tinkex.types.sessions import RequestErrorCategory
+from tinkex.types.future_requests import RequestErrorCategory
 
 BUNDLED = {"tinkex/tiny": Path(__file__).parent / "models" / "tiny"}
 FILES = (

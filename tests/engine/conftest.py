@@ -21,7 +21,8 @@ from tinkex.engine.model import matmul_check
 from tinkex.engine.native.library import load
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.types.inputs import Datum, ModelInput
-from tinkex.types.sampling import SampleRequest, SampleResponse, SamplingParams
+from tinkex.types.sampled import SampleResponse
+from tinkex.types.sampling import SampleRequest, SamplingParams
 from tinkex.types.training import LoraConfig
 
 __all__ = ["accelerator"]  # a fixture

@@ -23,7 +23,8 @@ from tinkex.engine.places import Directory, Place
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.train.optim import AdamState
 from tinkex.types.inputs import Datum, ModelInput
-from tinkex.types.training import AdamParams, LoraConfig
+from tinkex.types.optimizers import AdamParams
+from tinkex.types.training import LoraConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -24,8 +24,9 @@ from tinkex.engine.sample.static_decoding import StaticDecoding
 from tinkex.engine.torch import device_copies
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.types.inputs import ModelInput
+from tinkex.types.optimizers import AdamParams
 from tinkex.types.sampling import SampleRequest, SamplingParams
-from tinkex.types.training import AdamParams, LoraConfig
+from tinkex.types.training import LoraConfig
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,8 +16,10 @@ from tinkex.engine.lazy import LazyEngine
 from tinkex.engine.places import Directory
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.types.inputs import Datum, ModelInput
-from tinkex.types.sampling import SampleRequest, SampleResponse, SamplingParams
-from tinkex.types.training import AdamParams, LoraConfig
+from tinkex.types.optimizers import AdamParams
+from tinkex.types.sampled import SampleResponse
+from tinkex.types.sampling import SampleRequest, SamplingParams
+from tinkex.types.training import LoraConfig
 
 if TYPE_CHECKING:
     from pathlib import Path

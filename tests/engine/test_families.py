@@ -32,7 +32,8 @@ from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.torch.model_files import load_decoder
 from tinkex.engine.train import target_logprobs
 from tinkex.types.inputs import Datum, ModelInput
-from tinkex.types.training import AdamParams, DimuonParams, LoraConfig
+from tinkex.types.optimizers import AdamParams, DimuonParams
+from tinkex.types.training import LoraConfig
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
     from engine.conftest import Checkpoint, Data, Sample
     from tinkex.engine.torch.lora import Linear
-    from tinkex.types.training import OptimizerConfigBase, OptimParams
+    from tinkex.types.optimizers import OptimizerConfigBase, OptimParams
 
 MIXTURES = [name for name, (_, fields) in COMPARED.items() if "num_experts" in fields]
 DENSE = [name for name in COMPARED if name not in MIXTURES]

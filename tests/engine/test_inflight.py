@@ -34,7 +34,7 @@ from tinkex.engine.sample.sampler import Limits, Sampler
 from tinkex.engine.sample.static_decoding import StaticDecoding
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.train.optim import make_state
-from tinkex.types.sampling import SampleResponse
+from tinkex.types.sampled import SampleResponse
 from tinkex.types.training import LoraConfig
 
 __all__ = ["directory"]  # a fixture

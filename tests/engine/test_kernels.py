@@ -18,7 +18,8 @@ from tinkex.engine.sample.sampler import Limits, Sampler
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.train.target_logprobs import Scored
 from tinkex.types.inputs import Datum, ModelInput
-from tinkex.types.sampling import SampleRequest, SampleResponse, SamplingParams
+from tinkex.types.sampled import SampleResponse
+from tinkex.types.sampling import SampleRequest, SamplingParams
 from tinkex.types.training import LoraConfig
 
 if TYPE_CHECKING:

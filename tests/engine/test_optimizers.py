@@ -17,15 +17,15 @@ from tinkex.engine.api import EngineError, run_pass
 from tinkex.engine.places import Directory
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.train.optim import AdamState, DimuonState, make_state, orthogonalised
-from tinkex.types.training import (
+from tinkex.types.optimizers import (
     AdamOptimizerConfig,
     AdamParams,
     DimuonOptimizerConfig,
     DimuonParams,
-    LoraConfig,
     OptimizerConfigBase,
     OptimParamsBase,
 )
+from tinkex.types.training import LoraConfig
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -34,8 +34,10 @@ from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.train.training_pass import Results
 from tinkex.server.workers.worker import Worker
 from tinkex.types.inputs import ModelInput
-from tinkex.types.sampling import SampleRequest, SampleResponse, SamplingParams
-from tinkex.types.training import AdamParams, ForwardBackwardOutput, LoraConfig
+from tinkex.types.optimizers import AdamParams
+from tinkex.types.sampled import SampleResponse
+from tinkex.types.sampling import SampleRequest, SamplingParams
+from tinkex.types.training import ForwardBackwardOutput, LoraConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -16,10 +16,12 @@ from tinkex.engine.sample.sampler import Limits, Sampler
 from tinkex.engine.sample.source import Source
 from tinkex.engine.sample.token_choice import choose, uniforms
 from tinkex.engine.torch.engine import TorchEngine
-from tinkex.types.inputs import Datum, EncodedTextChunk, ImageChunk, ModelInput
-from tinkex.types.sampling import EMPTY_CELL, SampleRequest, SamplingParams
+from tinkex.types.chunks import EncodedTextChunk, ImageChunk
+from tinkex.types.inputs import Datum, ModelInput
+from tinkex.types.optimizers import AdamParams
+from tinkex.types.sampled import EMPTY_CELL
+from tinkex.types.sampling import SampleRequest, SamplingParams
 from tinkex.types.tensors import TensorData
-from tinkex.types.training import AdamParams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

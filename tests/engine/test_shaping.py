@@ -20,7 +20,8 @@ from tinkex.engine.sample.sampler import Limits, Sampler
 from tinkex.engine.sample.token_choice import choose, uniforms
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.types.inputs import ModelInput
-from tinkex.types.sampling import SampledSequence, SampleRequest, SampleResponse, SamplingParams
+from tinkex.types.sampled import SampledSequence, SampleResponse
+from tinkex.types.sampling import SampleRequest, SamplingParams
 
 VOCAB = 300
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -24,7 +24,8 @@ from tinkex.engine.torch.lora import Linear
 from tinkex.engine.train import device_step, span_adapters
 from tinkex.engine.train.optim import AdamState
 from tinkex.types.inputs import Datum, ModelInput
-from tinkex.types.training import AdamParams, DimuonOptimizerConfig, DimuonParams, LoraConfig
+from tinkex.types.optimizers import AdamParams, DimuonOptimizerConfig, DimuonParams
+from tinkex.types.training import LoraConfig
 
 if TYPE_CHECKING:
     from engine.conftest import Checkpoint

@@ -20,7 +20,8 @@ from tinkex.engine.sample.sampler import Limits, Sampler
 from tinkex.engine.sample.step_scheduler import Scheduler
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.types.inputs import Datum, ModelInput
-from tinkex.types.sampling import SampleRequest, SampleResponse, SamplingParams
+from tinkex.types.sampled import SampleResponse
+from tinkex.types.sampling import SampleRequest, SamplingParams
 from tinkex.types.training import LoraConfig
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from tinkex.engine.fair_share import Shares
 from tinkex.engine.model import decoder
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.train import device_step, trainer
-from tinkex.types.training import AdamParams, ForwardBackwardOutput, LoraConfig
+from tinkex.types.optimizers import AdamParams
+from tinkex.types.training import ForwardBackwardOutput, LoraConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -26,7 +26,8 @@ from tinkex.engine.torch.lora import Layout
 from tinkex.engine.train import device_step, target_logprobs
 from tinkex.engine.train.optim import AdamState, State, make_state, step
 from tinkex.types.inputs import Datum, ModelInput
-from tinkex.types.training import AdamParams, DimuonParams, LoraConfig
+from tinkex.types.optimizers import AdamParams, DimuonParams
+from tinkex.types.training import LoraConfig
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,14 +11,8 @@ import torch
 from tinkex.engine.api import EngineError, run_pass
 from tinkex.engine.losses.table import LOSSES
 from tinkex.engine.train import device_step
-from tinkex.types.inputs import (
-    Datum,
-    DmelChunk,
-    EncodedTextChunk,
-    ImageAssetPointerChunk,
-    ImageChunk,
-    ModelInput,
-)
+from tinkex.types.chunks import DmelChunk, EncodedTextChunk, ImageAssetPointerChunk, ImageChunk
+from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.tensors import TensorData
 
 if TYPE_CHECKING:

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 from tinkex.adapters.platforms import SessionConfig
 from tinkex.types.inputs import Datum, ModelInput
-from tinkex.types.sampling import SampleResponse, SamplingParams
-from tinkex.types.training import AdamParams, ForwardBackwardOutput, OptimStepResponse
+from tinkex.types.optimizers import AdamParams
+from tinkex.types.sampled import SampleResponse
+from tinkex.types.sampling import SamplingParams
+from tinkex.types.training import ForwardBackwardOutput, OptimStepResponse
 
 if TYPE_CHECKING:
     from tinkex.client.sampling_client import SamplingClient

@@ -8,7 +8,8 @@ from typing import TypeAlias
 import numpy as np
 
 from tinkex.types.inputs import ModelInput
-from tinkex.types.sampling import SampledSequence, SampleResponse, SamplingParams, StopReason
+from tinkex.types.sampled import SampledSequence, SampleResponse, StopReason
+from tinkex.types.sampling import SamplingParams
 from tinkex.types.tensors import Array
 
 Next: TypeAlias = Callable[[int], Array]

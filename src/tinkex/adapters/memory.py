@@ -14,9 +14,11 @@ import numpy as np
 from tinkex.adapters import drawing, numpy_losses
 from tinkex.adapters.platforms import SessionConfig
 from tinkex.types.inputs import Datum, ModelInput
-from tinkex.types.sampling import SampleResponse, SamplingParams
+from tinkex.types.optimizers import AdamParams
+from tinkex.types.sampled import SampleResponse
+from tinkex.types.sampling import SamplingParams
 from tinkex.types.tensors import Array
-from tinkex.types.training import AdamParams, ForwardBackwardOutput, OptimStepResponse
+from tinkex.types.training import ForwardBackwardOutput, OptimStepResponse
 
 SPREAD = 0.5
 """The spread of the logits of an untrained model."""

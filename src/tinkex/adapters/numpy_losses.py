@@ -12,7 +12,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from tinkex.types.inputs import Datum, EncodedTextChunk
+from tinkex.types.chunks import EncodedTextChunk
+from tinkex.types.inputs import Datum
 from tinkex.types.tensors import Array, TensorData
 from tinkex.types.training import ForwardBackwardOutput
 

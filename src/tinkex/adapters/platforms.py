@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeVar, runtime_checkable
 
 from tinkex.types.inputs import Datum, ModelInput
+from tinkex.types.optimizers import AdamParams
 from tinkex.types.record import Record
-from tinkex.types.sampling import SampleResponse, SamplingParams
-from tinkex.types.training import AdamParams, ForwardBackwardOutput, LoraConfig, OptimStepResponse
+from tinkex.types.sampled import SampleResponse
+from tinkex.types.sampling import SamplingParams
+from tinkex.types.training import ForwardBackwardOutput, LoraConfig, OptimStepResponse
 
 S = TypeVar("S")
 

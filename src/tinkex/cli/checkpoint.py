@@ -46,7 +46,8 @@ from tinkex.cli.transfers import download, export, import_, push_hf
 if TYPE_CHECKING:
     from tinkex.client.futures.api_future import APIFuture
     from tinkex.client.rest import RestClient
-    from tinkex.types.checkpoints import Checkpoint, WeightsInfoResponse
+    from tinkex.types.checkpoints import Checkpoint
+    from tinkex.types.saves import WeightsInfoResponse
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -43,7 +43,7 @@ from tinkex.cli.sampling_options import shaping_of, shaping_options
 if TYPE_CHECKING:
     from tinkex.types.checkpoints import Checkpoint, TrainingRun
     from tinkex.types.inputs import ModelInput
-    from tinkex.types.sampling import SampledSequence, SampleResponse
+    from tinkex.types.sampled import SampledSequence, SampleResponse
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -15,7 +15,8 @@ from tinkex.client.training_parts.call_arguments import (
 )
 from tinkex.errors import TinkerError
 from tinkex.types.inputs import Datum
-from tinkex.types.training import AdamParams, LossFnConfig, OptimParams, UntypedAPIFuture
+from tinkex.types.optimizers import AdamParams, OptimParams
+from tinkex.types.training import LossFnConfig, UntypedAPIFuture
 from tinkex.wire import protocol
 from tinkex.wire.protocol import Operation
 

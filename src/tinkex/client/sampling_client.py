@@ -23,15 +23,16 @@ from tinkex.client.session import Session, shadow_of
 from tinkex.client.session_client import SessionClient
 from tinkex.client.settings.config import Config
 from tinkex.errors import NotFoundError
-from tinkex.types.checkpoints import SCHEME, SamplingClientKind
+from tinkex.types.checkpoints import SCHEME
 from tinkex.types.inputs import ModelInput
 from tinkex.types.record import to_json
+from tinkex.types.sampled import SampleResponse
 from tinkex.types.sampling import (
     CreateSamplingSessionRequest,
     CreateSamplingSessionResponse,
-    SampleResponse,
     SamplingParams,
 )
+from tinkex.types.saves import SamplingClientKind
 from tinkex.types.tensors import TensorData
 from tinkex.wire import protocol
 

@@ -33,8 +33,8 @@ from tinkex.client.settings.config import Config
 from tinkex.client.submissions import Submissions
 from tinkex.errors import GoneError, NotFoundError, TinkerError
 from tinkex.telemetry import Reporter
+from tinkex.types.future_requests import CancelFutureRequest
 from tinkex.types.sessions import (
-    CancelFutureRequest,
     ClientConfigRequest,
     ClientDynamicConfigResponse,
     ClientSessionFinishReasonType,

@@ -18,7 +18,7 @@ from tinkex.client.training_parts.training_run import TrainingRun
 from tinkex.client.training_parts.training_saves import TrainingSaves
 from tinkex.tokenizers import LoadFunction, get_or_load_tokenizer, tokenizer_id_of
 from tinkex.types.checkpoints import CONSOLE
-from tinkex.types.training import (
+from tinkex.types.model_requests import (
     GetInfoRequest,
     GetInfoResponse,
     UnloadModelRequest,

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, TypeVar
 from tinkex.engine.places import Writer
 from tinkex.types.custom_losses import CreateCustomLossRequest
 from tinkex.types.inputs import Datum
-from tinkex.types.sampling import SampleRequest, SampleResponse, StopReason
-from tinkex.types.tensors import Array
-from tinkex.types.training import (
+from tinkex.types.optimizers import (
     AdamOptimizerConfig,
     DimuonOptimizerConfig,
-    ForwardBackwardOutput,
-    LoraConfig,
     OptimizerConfigBase,
     OptimParams,
 )
+from tinkex.types.sampled import SampleResponse, StopReason
+from tinkex.types.sampling import SampleRequest
+from tinkex.types.tensors import Array
+from tinkex.types.training import ForwardBackwardOutput, LoraConfig
 
 if TYPE_CHECKING:
     from tinkex.text.json_tokenizer import Tokenizer

@@ -36,7 +36,8 @@ from tinkex.engine.losses.table import CUSTOM, STABLE_REINFORCE, find_loss
 from tinkex.engine.places import Place, Writer
 from tinkex.engine.registry import EngineKind
 from tinkex.errors import ConfigurationError
-from tinkex.types.sampling import (
+from tinkex.types.optimizers import AdamParams, OptimParams
+from tinkex.types.sampled import (
     EMPTY_CELL,
     SampledSequence,
     SampleResponse,
@@ -44,12 +45,7 @@ from tinkex.types.sampling import (
     TopkLogprobs,
 )
 from tinkex.types.tensors import Array, TensorData
-from tinkex.types.training import (
-    AdamParams,
-    ForwardBackwardOutput,
-    LoraConfig,
-    OptimParams,
-)
+from tinkex.types.training import ForwardBackwardOutput, LoraConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -17,9 +17,10 @@ from tinkex.finetune.plan import Plan
 from tinkex.finetune.rendering import datum, summed_loss
 from tinkex.finetune.run_folder import RunFolder
 from tinkex.text.chat_format import Rendered
-from tinkex.types.checkpoints import SaveWeightsResponse
-from tinkex.types.sessions import RequestErrorCategory
-from tinkex.types.training import AdamParams, ForwardBackwardOutput, OptimStepResponse
+from tinkex.types.future_requests import RequestErrorCategory
+from tinkex.types.optimizers import AdamParams
+from tinkex.types.saves import SaveWeightsResponse
+from tinkex.types.training import ForwardBackwardOutput, OptimStepResponse
 
 AHEAD = 1
 """Steps sent before the previous one is answered."""

@@ -17,7 +17,7 @@ from urllib.parse import quote, urlsplit
 
 from tinkex.client.settings import environment
 from tinkex.errors import APIConnectionError, APITimeoutError, TinkerError
-from tinkex.types.sessions import RequestErrorCategory
+from tinkex.types.future_requests import RequestErrorCategory
 from tinkex.wire.redacted_http import REDACTED, forms_of
 
 ENDPOINT = "https://huggingface.co"

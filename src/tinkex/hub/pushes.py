@@ -37,7 +37,8 @@ from tinkex.hub.hub_files import (
     sanitize_repo_id as sanitize_repo_id,
 )
 from tinkex.hub.repositories import CARD, Repositories, Upload
-from tinkex.types.checkpoints import ParsedCheckpointTinkerPath, WeightsInfoResponse
+from tinkex.types.checkpoints import ParsedCheckpointTinkerPath
+from tinkex.types.saves import WeightsInfoResponse
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 CONFIG, COMPLETE = "adapter_config.json", "checkpoint_complete"

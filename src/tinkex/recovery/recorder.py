@@ -29,7 +29,7 @@ from tinkex.errors import (
     TinkerError,
 )
 from tinkex.recovery.policies import RecoveryError
-from tinkex.types.checkpoints import SaveWeightsResponse
+from tinkex.types.saves import SaveWeightsResponse
 from tinkex.wire import protocol
 
 T = TypeVar("T")

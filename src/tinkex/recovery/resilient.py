@@ -37,7 +37,7 @@ from tinkex.recovery.monitor import told
 from tinkex.recovery.policies import RecoveryError, RecoveryPolicy
 from tinkex.recovery.recorder import Recorder
 from tinkex.recovery.resilient_sampling import open_resilient, reopened
-from tinkex.types.checkpoints import SamplingClientKind, SaveWeightsRequest
+from tinkex.types.saves import SamplingClientKind, SaveWeightsRequest
 from tinkex.wire import protocol
 
 logger = logging.getLogger("tinkex")

@@ -13,7 +13,8 @@ from tinkex.client.sampling_client import SamplingClient, open_sampler, open_sam
 from tinkex.client.session import Session
 from tinkex.errors import RequestFailedError
 from tinkex.recovery.recorder import LOST
-from tinkex.types.sampling import SampleRequest, SampleResponse
+from tinkex.types.sampled import SampleResponse
+from tinkex.types.sampling import SampleRequest
 
 T = TypeVar("T")
 

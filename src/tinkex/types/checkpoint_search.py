@@ -9,7 +9,7 @@ import msgspec
 
 from tinkex.types.checkpoints import Checkpoint, CheckpointType
 from tinkex.types.record import Int64, Record
-from tinkex.types.sessions import MOST_CONDITIONS, OwnerMark, OwnSearchOwner, SearchOwner
+from tinkex.types.session_search import MOST_CONDITIONS, OwnerMark, OwnSearchOwner, SearchOwner
 
 if TYPE_CHECKING:
     _Owner: TypeAlias = SearchOwner

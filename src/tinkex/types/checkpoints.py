@@ -1,27 +1,30 @@
-"""Messages of saved weights, and the grammar of `tinker://` paths."""
+"""Checkpoints and training runs, as lists show them."""
 
 from __future__ import annotations
 
 import datetime as dt
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Literal, Self, TypeAlias
 from urllib.parse import quote
 
 import msgspec
 
 from tinkex.types.forms import Stamped
-from tinkex.types.record import Int64, Record, check_depth
-from tinkex.types.training import AdamOptimizerConfig, OptimizerConfigBase
+from tinkex.types.record import Record
 
 CheckpointType: TypeAlias = Literal["training", "sampler", "external"]
 """Purpose of a checkpoint: training, sampling, or export."""
+
+
 KINDS: dict[str, CheckpointType] = {
     "weights": "training",
     "sampler_weights": "sampler",
     "external_weights": "external",
 }
-SamplingClientKind: TypeAlias = Literal["snapshot", "inflight"]
-"""Weights of a sampling client: those it began with, or the run's newest in-flight save."""
+
+
 SCHEME = "tinker://"
+
+
 CONSOLE = "https://tinker.thinkingmachines.ai"
 
 
@@ -98,305 +101,6 @@ class ParsedCheckpointTinkerPath(Record, frozen=True, kw_only=True):
     def name(self) -> str:
         """The last part of the path."""
         return self.checkpoint_id.split("/", 1)[1]
-
-
-class SaveWeightsRequest(Record, frozen=True, kw_only=True):
-    """Save weights and optimizer state, to resume from.
-
-    Example:
-        >>> SaveWeightsRequest(model_id="run-1", path="step-100", ttl_seconds=86_400).overwrite
-        False
-    """
-
-    model_id: str
-    path: str | None = None
-    seq_id: Int64 | None = None
-    ttl_seconds: Int64 | None = None
-    overwrite: bool = False
-    user_metadata: dict[str, str] | None = None
-    type: Literal["save_weights"] = "save_weights"
-
-
-class SaveWeightsResponse(Record, frozen=True, kw_only=True):
-    """Path of a saved training checkpoint.
-
-    Example:
-        >>> saved = SaveWeightsResponse(
-        ...     path="tinker://run-1/weights/step-100"
-        ... )  # save_state("step-100").result()
-        >>> saved.path
-        'tinker://run-1/weights/step-100'
-    """
-
-    path: str
-    type: Literal["save_weights"] | None = None
-
-    def get_console_url(self) -> str:
-        """The checkpoint's page in the hosted service's console.
-
-        Example:
-            >>> saved = SaveWeightsResponse(path="tinker://run-1/weights/step-100")
-            >>> saved.get_console_url().rpartition("/checkpoints/")[2]
-            'run-1/weights%2Fstep-100'
-        """
-        return console_url(self.path)
-
-
-class SaveWeightsForSamplerRequest(Record, frozen=True, kw_only=True):
-    """Save weights to sample from: under a name, or nameless straight into a sampler.
-
-    Example:
-        >>> SaveWeightsForSamplerRequest(model_id="run-1", path="final").path
-        'final'
-    """
-
-    model_id: str
-    path: str | None = None
-    sampling_session_seq_id: Int64 | None = None
-    seq_id: Int64 | None = None
-    ttl_seconds: Int64 | None = None
-    user_metadata: dict[str, str] | None = None
-    kind: SamplingClientKind = "snapshot"
-    type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
-
-
-class SaveWeightsForSamplerResponse(Record, frozen=True, kw_only=True):
-    """Path of a saved sampler checkpoint.
-
-    Like the official client, calls leave `type` None.
-
-    Example:
-        >>> saved = SaveWeightsForSamplerResponse(path="tinker://run-1/sampler_weights/final")
-        >>> saved.path  # what create_sampling_client(model_path=...) takes
-        'tinker://run-1/sampler_weights/final'
-    """
-
-    path: str
-    type: Literal["save_weights_for_sampler"] | None = None
-
-    def get_console_url(self) -> str:
-        """The checkpoint's page in the hosted service's console.
-
-        Example:
-            >>> saved = SaveWeightsForSamplerResponse(path="tinker://run-1/sampler_weights/final")
-            >>> saved.get_console_url().rpartition("/checkpoints/")[2]
-            'run-1/sampler_weights%2Ffinal'
-        """
-        return console_url(self.path)
-
-    def get_playground_url(self) -> str:
-        """Return the address of the hosted console's page where one can chat with the checkpoint.
-
-        Example:
-            >>> saved = SaveWeightsForSamplerResponse(path="tinker://run-1/sampler_weights/final")
-            >>> saved.get_playground_url().partition("?")[2]
-            'mode=checkpoint&checkpoint=tinker%3A%2F%2Frun-1%2Fsampler_weights%2Ffinal'
-        """
-        return f"{CONSOLE}/playground?mode=checkpoint&checkpoint={quote(self.path, safe='')}"
-
-
-class SaveWeightsForSamplerResponseInternal(Record, frozen=True, kw_only=True):
-    """Either a path (named) or a sampling session (nameless).
-
-    Example:
-        >>> SaveWeightsForSamplerResponseInternal(
-        ...     sampling_session_id="sampler-1"
-        ... ).sampling_session_id
-        'sampler-1'
-    """
-
-    path: str | None = None
-    sampling_session_id: str | None = None
-    type: Literal["save_weights_for_sampler"] | None = None
-
-
-class LoadWeightsRequest(Record, frozen=True, kw_only=True):
-    """Request to load a checkpoint.
-
-    Give `model_id` to load into an existing run, `session_id` and `model_seq_id` to load into a new
-    one.
-
-    Example:
-        >>> LoadWeightsRequest(
-        ...     path="tinker://run-1/weights/step-100", optimizer=True, model_id="run-2"
-        ... ).optimizer
-        True
-    """
-
-    path: str
-    optimizer: bool
-    model_id: str | None = None
-    seq_id: Int64 | None = None
-    session_id: str | None = None
-    model_seq_id: Int64 | None = None
-    base_model: str | None = None
-    user_metadata: dict[str, Any] | None = None
-    optimizer_config: OptimizerConfigBase | None = None
-    weights_access_token: str | None = None
-    type: Literal["load_weights"] = "load_weights"
-
-    def __post_init__(self) -> None:
-        check_depth(self.user_metadata, "user_metadata")
-
-
-class LoadWeightsResponse(Record, frozen=True, kw_only=True):
-    """Checkpoint that was loaded, and its run.
-
-    Example:
-        >>> LoadWeightsResponse(path="tinker://run-1/weights/step-100", model_id="run-2").model_id
-        'run-2'
-    """
-
-    path: str | None = None
-    model_id: str | None = None
-    type: Literal["load_weights"] | None = None
-
-
-class WeightsInfoRequest(Record, frozen=True, kw_only=True):
-    """Ask what a checkpoint holds.
-
-    Example:
-        >>> WeightsInfoRequest(tinker_path="tinker://run-1/weights/step-100").tinker_path
-        'tinker://run-1/weights/step-100'
-    """
-
-    tinker_path: str
-
-
-class WeightsInfoResponse(Record, frozen=True, kw_only=True):
-    """Description of a checkpoint's weights.
-
-    Example:
-        >>> info = WeightsInfoResponse(base_model="Qwen/Qwen3-8B", is_lora=True, lora_rank=32)
-        >>> info.base_model, info.lora_rank
-        ('Qwen/Qwen3-8B', 32)
-    """
-
-    base_model: str
-    is_lora: bool
-    lora_rank: int | None = None
-    train_unembed: bool | None = None
-    train_mlp: bool | None = None
-    train_attn: bool | None = None
-    optimizer_config: OptimizerConfigBase = msgspec.field(default_factory=AdamOptimizerConfig)
-
-
-class SaveWeightsExternalRequest(Record, frozen=True, kw_only=True):
-    """Save weights as files to download; readable by the recipients alone when there are any.
-
-    Example:
-        >>> SaveWeightsExternalRequest(
-        ...     model_id="run-1", path="export", ttl_seconds=3600
-        ... ).ttl_seconds
-        3600
-    """
-
-    model_id: str
-    path: str
-    seq_id: Int64 | None = None
-    ttl_seconds: Int64 | None = None
-    age_encryption_recipients: list[str] | None = None
-    type: Literal["save_weights_external"] = "save_weights_external"
-
-
-class SaveWeightsExternalResponse(Record, frozen=True, kw_only=True):
-    """Path of an exported checkpoint.
-
-    Example:
-        >>> SaveWeightsExternalResponse(path="tinker://run-1/external_weights/export").path
-        'tinker://run-1/external_weights/export'
-    """
-
-    path: str
-    type: Literal["save_weights_external"] | None = None
-
-
-class SaveWeightsExternalResponseInternal(Record, frozen=True, kw_only=True):
-    """Path and size of an exported checkpoint.
-
-    Example:
-        >>> answer = SaveWeightsExternalResponseInternal(
-        ...     path="tinker://run-1/external_weights/a", size_bytes=2048
-        ... )
-        >>> answer.size_bytes
-        2048
-    """
-
-    path: str | None = None
-    size_bytes: int | None = None
-    type: Literal["save_weights_external"] | None = None
-
-
-class ExternalWeightsUrlsResponse(Stamped, frozen=True, kw_only=True):
-    """Signed addresses of an exported checkpoint's files, good until they expire.
-
-    Example:
-        >>> files = {"adapter_model.safetensors": "https://files.example.org/1"}
-        >>> answer = ExternalWeightsUrlsResponse(urls=files, expires=dt.datetime(2026, 1, 2))
-        >>> list(answer.urls), answer.expires.isoformat()
-        (['adapter_model.safetensors'], '2026-01-02T00:00:00+00:00')
-    """
-
-    urls: dict[str, str]
-    expires: dt.datetime
-
-
-class CheckpointArchiveUrlResponse(Stamped, frozen=True, kw_only=True):
-    """The signed address of a checkpoint packed into one file, good until it expires.
-
-    Example:
-        >>> until = dt.datetime(2026, 1, 2, tzinfo=dt.UTC)
-        >>> answer = CheckpointArchiveUrlResponse(
-        ...     url="https://files.example.org/1.tar", expires=until
-        ... )
-        >>> answer.url, answer.expires.isoformat()
-        ('https://files.example.org/1.tar', '2026-01-02T00:00:00+00:00')
-    """
-
-    url: str
-    expires: dt.datetime
-
-
-class CopyWeightsRequest(Record, frozen=True, kw_only=True):
-    """Copy a checkpoint into a project.
-
-    Example:
-        >>> CopyWeightsRequest(
-        ...     source_path="tinker://run-1/weights/a", destination_project_id="p-1"
-        ... ).source_path
-        'tinker://run-1/weights/a'
-    """
-
-    session_id: str | None = None
-    model_seq_id: Int64 | None = None
-    destination_project_id: str | None = None
-    source_path: str
-    ttl_seconds: Int64 | None = None
-    weights_access_token: str | None = None
-
-
-class CopyWeightsResponse(Record, frozen=True, kw_only=True):
-    """Path of a copied checkpoint.
-
-    Example:
-        >>> CopyWeightsResponse(tinker_path="tinker://run-2/weights/step-100").tinker_path
-        'tinker://run-2/weights/step-100'
-    """
-
-    tinker_path: str
-
-
-class SetCheckpointTtlRequest(Record, frozen=True, kw_only=True):
-    """Let a checkpoint expire after so many seconds, or never.
-
-    Example:
-        >>> SetCheckpointTtlRequest(ttl_seconds=None).model_dump()  # never expires
-        {'ttl_seconds': None}
-    """
-
-    SENT_AS_NULL: ClassVar[frozenset[str]] = frozenset({"ttl_seconds"})
-
-    ttl_seconds: Int64 | None = None
 
 
 class Cursor(Record, frozen=True, kw_only=True):

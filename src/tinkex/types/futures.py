@@ -5,19 +5,15 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any, Self, TypeAlias
 
-from tinkex.types.checkpoints import (
+from tinkex.types.future_requests import RequestFailedResponse, TryAgainResponse
+from tinkex.types.model_requests import CreateModelResponse, UnloadModelResponse
+from tinkex.types.saves import (
     LoadWeightsResponse,
     SaveWeightsExternalResponse,
     SaveWeightsForSamplerResponse,
     SaveWeightsResponse,
 )
-from tinkex.types.sessions import RequestFailedResponse, TryAgainResponse
-from tinkex.types.training import (
-    CreateModelResponse,
-    ForwardBackwardOutput,
-    OptimStepResponse,
-    UnloadModelResponse,
-)
+from tinkex.types.training import ForwardBackwardOutput, OptimStepResponse
 
 FutureRetrieveResponse: TypeAlias = (
     TryAgainResponse

@@ -1,293 +1,27 @@
-"""Model inputs: chunks of tokens or media, and the data that a loss is computed on."""
+"""Inputs of a model, and the datums of a pass."""
 
 from __future__ import annotations
 
-import base64
-import binascii
 import dataclasses
 import importlib
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, Self, TypeAlias, cast
+from typing import Any, ClassVar, Self, TypeAlias, cast
 
 import numpy as np
 
-from tinkex.types.record import Fixed, Int64, Record, Wired, from_builtins, put, settle, whole
-from tinkex.types.tensors import Array, TensorData, TensorDtype, packed_list
-
-MAX_TOKEN = 2**31 - 1
-EMPTY = np.zeros(0, dtype=np.int32)
-
-
-def token_array(tokens: Any) -> Array:
-    """Tokens as a flat int32 array; floats, nesting and values outside int32 are refused."""
-    array = packed_list(tokens, "i", np.int32) if type(tokens) is list else None
-    try:
-        array = np.asarray(tokens) if array is None else array
-    except ValueError:
-        raise ValueError("tokens must be a flat list of integers") from None
-    if array.size == 0 and array.ndim <= 1:
-        return EMPTY
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ValueError(
-            f"tokens must be a flat list of integers, got shape {array.shape} of {array.dtype}"
-        )
-    if int(array.min()) < 0 or int(array.max()) > MAX_TOKEN:
-        raise ValueError("token ids must lie between 0 and 2**31 - 1")
-    return array.astype(np.int32, copy=False)
-
-
-class EncodedTextChunk(Fixed):
-    """A run of token ids. `tokens` reads as a list; `tokens_np` is the array behind it.
-
-    Example:
-        >>> chunk = EncodedTextChunk(tokens=[464, 2068, 7586])
-        >>> chunk.tokens, chunk.length
-        ([464, 2068, 7586], 3)
-    """
-
-    __slots__ = ("tokens_np",)
-    FIELDS = ("tokens",)
-    type: ClassVar[Literal["encoded_text"]] = "encoded_text"
-
-    tokens_np: Array
-
-    def __init__(self, *, tokens: Any, type: str = "encoded_text") -> None:
-        if type != "encoded_text":
-            raise ValueError(f"EncodedTextChunk.type must be 'encoded_text', got {type!r}")
-        put(self, "tokens_np", token_array(tokens))
-
-    @property
-    def tokens(self) -> list[int]:
-        """The token ids as a list."""
-        return cast("list[int]", self.tokens_np.tolist())
-
-    @property
-    def length(self) -> int:
-        """Number of tokens in the chunk."""
-        return int(self.tokens_np.size)
-
-    def to_wire(self) -> dict[str, Any]:
-        """JSON form.
-
-        Example:
-            >>> EncodedTextChunk(tokens=[464, 2068]).to_wire()
-            {'tokens': [464, 2068], 'type': 'encoded_text'}
-        """
-        return {"tokens": self.tokens, "type": self.type}
-
-    @classmethod
-    def from_wire(cls, value: Any) -> Self:
-        """Read the JSON form.
-
-        Args:
-            value: Decoded JSON.
-
-        Returns:
-            The value.
-
-        Raises:
-            ValueError: Something is missing or not of its kind.
-
-        Example:
-            >>> EncodedTextChunk.from_wire({"type": "encoded_text", "tokens": [464, 2068]}).tokens
-            [464, 2068]
-        """
-        if not isinstance(value, Mapping) or "tokens" not in value:
-            raise ValueError("a text chunk must be an object with tokens")
-        return cls(tokens=value["tokens"], type=value.get("type", "encoded_text"))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, EncodedTextChunk) and np.array_equal(
-            self.tokens_np, other.tokens_np
-        )
-
-    def __hash__(self) -> int:
-        return hash(self.tokens_np.tobytes())
-
-    def __repr__(self) -> str:
-        tokens = np.array2string(self.tokens_np, separator=", ", threshold=12)
-        return f"EncodedTextChunk(tokens={tokens})"
-
-    def __reduce__(self) -> Any:
-        return (text_chunk, (self.tokens_np,))
-
-
-def text_chunk(tokens: Array) -> EncodedTextChunk:
-    """Wrap an int32 array as a chunk without checking it.
-
-    The server checks tokens from the wire against the model.
-    """
-    chunk = EncodedTextChunk.__new__(EncodedTextChunk)
-    put(chunk, "tokens_np", tokens)
-    return chunk
-
-
-def _bytes_of(value: Any, name: str) -> bytes:
-    """Raw bytes, or bytes written as base64 text."""
-    if isinstance(value, bytes | bytearray | memoryview):
-        return bytes(value)
-    try:
-        return base64.b64decode(value, validate=True)
-    except (binascii.Error, TypeError, ValueError):
-        raise ValueError(f"{name} must be bytes or base64 text") from None
-
-
-class _Blob(Record, frozen=True, kw_only=True):
-    """A chunk that takes a number of tokens only the server knows for certain."""
-
-    def __post_init__(self) -> None:
-        for name in ("data", "dmel"):
-            if not isinstance(value := getattr(self, name, b""), bytes):
-                settle(self, name, _bytes_of(value, name))
-
-    def _dump_field(self, value: Any, mode: str, exclude_none: bool) -> Any:
-        return base64.b64encode(value).decode() if isinstance(value, bytes) else value
-
-    def to_wire(self) -> dict[str, Any]:
-        """JSON form; bytes are written in base64.
-
-        Example:
-            >>> ImageChunk(data=b"png", format="png").to_wire()
-            {'data': 'cG5n', 'format': 'png', 'type': 'image'}
-        """
-        wire = {name: getattr(self, name) for name in self.__struct_fields__}
-        return {
-            name: base64.b64encode(value).decode() if isinstance(value, bytes) else value
-            for name, value in wire.items()
-            if value is not None
-        }
-
-
-class ImageChunk(_Blob, frozen=True, kw_only=True):
-    """An encoded image.
-
-    Example:
-        >>> image = ImageChunk(
-        ...     data=b"...", format="png", expected_tokens=64
-        ... )  # data=Path("page.png").read_bytes()
-        >>> ModelInput(chunks=[image, EncodedTextChunk(tokens=[464, 2068])]).length
-        66
-    """
-
-    data: bytes
-    format: Literal["png", "jpeg"]
-    expected_tokens: Int64 | None = None
-    type: Literal["image"] = "image"
-
-    @property
-    def length(self) -> int:
-        """Number of tokens the image takes; needs `expected_tokens`."""
-        return _expected(self.expected_tokens, "ImageChunk")
-
-
-class ImageAssetPointerChunk(_Blob, frozen=True, kw_only=True):
-    """An image stored elsewhere.
-
-    Example:
-        >>> image = ImageAssetPointerChunk(
-        ...     location="s3://images/page.png", format="png", expected_tokens=64
-        ... )
-        >>> ModelInput(chunks=[image, EncodedTextChunk(tokens=[464, 2068])]).length
-        66
-    """
-
-    format: Literal["png", "jpeg"]
-    location: str
-    expected_tokens: Int64 | None = None
-    type: Literal["image_asset_pointer"] = "image_asset_pointer"
-
-    @property
-    def length(self) -> int:
-        """Number of tokens the image takes; needs `expected_tokens`."""
-        return _expected(self.expected_tokens, "ImageAssetPointerChunk")
-
-
-class DmelChunk(_Blob, frozen=True, kw_only=True):
-    """Audio as a discretised mel spectrogram in a tensor container.
-
-    Example:
-        >>> container = bytes(
-        ...     [0, 2, 50, 80]
-        ... )  # a dtype, two dimensions: 50 frames of 80 bands, then the values
-        >>> DmelChunk(dmel=container).length
-        50
-    """
-
-    dmel: bytes
-    type: Literal["dmel"] = "dmel"
-
-    @property
-    def length(self) -> int:
-        """The container's first dimension."""
-        return _container_rows(self.dmel)
-
-
-def _expected(tokens: int | None, name: str) -> int:
-    if tokens is None:
-        raise ValueError(f"{name}.length needs expected_tokens")
-    return tokens
-
-
-def _container_rows(blob: bytes) -> int:
-    """Return the first dimension of a tensor container.
-
-    The layout is: optional marker 254, dtype byte, varint rank, varint dimensions.
-    """
-    position = 1 if blob[:1] == b"\xfe" else 0
-    position += 1
-    rank, position = _varint(blob, position)
-    if rank < 1:
-        raise ValueError("the audio tensor has no dimensions")
-    return _varint(blob, position)[0]
-
-
-def _varint(blob: bytes, position: int) -> tuple[int, int]:
-    value = shift = 0
-    while position < len(blob) and shift < 64:
-        byte = blob[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, position
-        shift += 7
-    raise ValueError("the audio tensor header is truncated")
-
-
-ModelInputChunk: TypeAlias = EncodedTextChunk | ImageAssetPointerChunk | ImageChunk | DmelChunk
-"""A piece of what a model reads."""
-CHUNKS: dict[str, type[Any]] = {
-    "encoded_text": EncodedTextChunk,
-    "image": ImageChunk,
-    "image_asset_pointer": ImageAssetPointerChunk,
-    "dmel": DmelChunk,
-}
-
-
-def _chunk(value: Any) -> ModelInputChunk:
-    if isinstance(value, EncodedTextChunk | _Blob):
-        return cast("ModelInputChunk", value)
-    if not isinstance(value, Mapping):
-        raise ValueError(f"a chunk must be an object, got {type(value).__name__}")
-    named = value.get("type", "encoded_text")
-    kind = CHUNKS.get(named) if isinstance(named, str) else None
-    if kind is None:
-        raise ValueError(f"unknown chunk type {named!r}; known are {', '.join(CHUNKS)}")
-    if kind is EncodedTextChunk:
-        if "tokens" not in value:
-            raise ValueError("a text chunk needs tokens")
-        return EncodedTextChunk(tokens=value["tokens"])
-    fields = dict(value)
-    for name in ("data", "dmel"):
-        if name in fields:
-            fields[name] = _bytes_of(fields[name], name)
-    return cast("ModelInputChunk", from_builtins(kind, fields))
-
-
-def _chunk_at(index: int, value: Any) -> ModelInputChunk:
-    try:
-        return _chunk(value)
-    except ValueError as error:
-        raise ValueError(f"chunks[{index}]: {error}") from None
+from tinkex.types.chunks import (
+    EMPTY,
+    DmelChunk,
+    EncodedTextChunk,
+    ImageAssetPointerChunk,
+    ImageChunk,
+    ModelInputChunk,
+    chunk_at,
+    token_array,
+)
+from tinkex.types.record import Fixed, Wired, put
+from tinkex.types.spans import ProvenanceSpans, check_tiling, span_wire, spans
+from tinkex.types.tensors import Array, TensorData, TensorDtype
 
 
 class ModelInput(Fixed):
@@ -304,7 +38,7 @@ class ModelInput(Fixed):
     chunks: list[ModelInputChunk]
 
     def __init__(self, *, chunks: Sequence[ModelInputChunk | Mapping[str, Any]] = ()) -> None:
-        put(self, "chunks", [_chunk_at(index, chunk) for index, chunk in enumerate(chunks)])
+        put(self, "chunks", [chunk_at(index, chunk) for index, chunk in enumerate(chunks)])
 
     @classmethod
     def from_ints(cls, tokens: Sequence[int] | Array) -> Self:
@@ -536,8 +270,11 @@ def _model_input(chunks: list[ModelInputChunk]) -> ModelInput:
 
 LossFnInputs: TypeAlias = dict[str, TensorData]
 """The tensors that a loss needs, by name."""
+
+
 LossFnOutput: TypeAlias = dict[str, TensorData]
 """Outputs of a loss for one datum, by name."""
+
 
 INPUT_DTYPES: dict[str, TensorDtype] = {
     "target_tokens": "int64",
@@ -552,98 +289,6 @@ INPUT_DTYPES: dict[str, TensorDtype] = {
 
 SPARSE_INPUTS = frozenset({"target_tokens", "weights"})
 """Inputs that have one column per candidate and are mostly padding then."""
-
-
-def _check_span(span: Any) -> None:
-    name = type(span).__name__
-    for field in ("length", "offset"):
-        if whole(getattr(span, field), f"{name}.{field}") < 0:
-            raise ValueError(f"{name}.{field} must be >= 0, got {getattr(span, field)}")
-    if not isinstance(span.sequence_id, str) or not span.sequence_id:
-        raise ValueError(f"{name}.sequence_id must be a text, and not empty")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class PromptProvenanceSpan:
-    """A run of tokens that stood in the prompt of an earlier sampling request.
-
-    Attributes:
-        sequence_id: A `SampledSequence.sequence_id` of that request.
-        offset: Where the run starts in its prompt.
-        length: How many tokens it takes.
-
-    Example:
-        >>> PromptProvenanceSpan(sequence_id="seq-1", length=12)  # the whole prompt of a sample
-        PromptProvenanceSpan(sequence_id='seq-1', offset=0, length=12)
-    """
-
-    sequence_id: str
-    offset: int = 0
-    length: int
-
-    def __post_init__(self) -> None:
-        _check_span(self)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SampledProvenanceSpan:
-    """A run of tokens that an earlier sampling request drew.
-
-    Attributes:
-        sequence_id: The `SampledSequence.sequence_id` of the sample.
-        offset: Where the run starts in the sample.
-        length: How many tokens it takes.
-
-    Example:
-        >>> SampledProvenanceSpan(
-        ...     sequence_id="seq-1", offset=4, length=8
-        ... )  # what follows the first four sampled tokens
-        SampledProvenanceSpan(sequence_id='seq-1', offset=4, length=8)
-    """
-
-    sequence_id: str
-    offset: int = 0
-    length: int
-
-    def __post_init__(self) -> None:
-        _check_span(self)
-
-
-ProvenanceSpan: TypeAlias = PromptProvenanceSpan | SampledProvenanceSpan
-"""Origin of some tokens of a datum: written by hand, or sampled."""
-ProvenanceSpans: TypeAlias = list[ProvenanceSpan]
-"""Origin of all tokens of a datum, in order."""
-SPANS: dict[str, type[ProvenanceSpan]] = {
-    "prompt_tokens": PromptProvenanceSpan,
-    "sampled_tokens": SampledProvenanceSpan,
-}
-
-
-def _spans(value: Any, name: str) -> ProvenanceSpans | None:
-    """Spans as given, or read from JSON, where each is an object of one key that names its kind."""
-    if value is None:
-        return None
-    spans: ProvenanceSpans = []
-    for span in value:
-        if isinstance(span, Mapping) and len(span) == 1 and (kind := next(iter(span))) in SPANS:
-            span = SPANS[kind](**span[kind])
-        if not isinstance(span, PromptProvenanceSpan | SampledProvenanceSpan):
-            known = "PromptProvenanceSpan or SampledProvenanceSpan"
-            raise TypeError(f"{name} must hold {known}, got {type(span).__name__}")
-        spans.append(span)
-    return spans
-
-
-def _span_wire(span: ProvenanceSpan) -> dict[str, Any]:
-    kind = "prompt_tokens" if isinstance(span, PromptProvenanceSpan) else "sampled_tokens"
-    return {kind: {"sequence_id": span.sequence_id, "offset": span.offset, "length": span.length}}
-
-
-def _check_tiling(name: str, spans: Sequence[ProvenanceSpan], length: int) -> None:
-    if (covered := sum(span.length for span in spans)) != length:
-        raise ValueError(
-            f"the spans of {name} cover {covered} positions of {length}; they must cover each once"
-        )
 
 
 @dataclasses.dataclass(init=False, eq=False, repr=False, frozen=True, slots=True)
@@ -695,8 +340,8 @@ class Datum(Wired):
         }
         put(self, "model_input", model_input)
         put(self, "loss_fn_inputs", tensors)
-        put(self, "model_input_spans", _spans(model_input_spans, "model_input_spans"))
-        put(self, "loss_fn_input_spans", _spans(loss_fn_input_spans, "loss_fn_input_spans"))
+        put(self, "model_input_spans", spans(model_input_spans, "model_input_spans"))
+        put(self, "loss_fn_input_spans", spans(loss_fn_input_spans, "loss_fn_input_spans"))
         if (model_input_spans is None) != (loss_fn_input_spans is None):
             raise ValueError(
                 "provenance comes in pairs: give model_input_spans and loss_fn_input_spans, or "
@@ -730,10 +375,10 @@ class Datum(Wired):
             >>> datum.to_wire()["loss_fn_input_spans"]
             [{'sampled_tokens': {'sequence_id': 'a', 'offset': 0, 'length': 2}}]
         """
-        _check_tiling("model_input", model_input, self.model_input.length)
+        check_tiling("model_input", model_input, self.model_input.length)
         targets = self.loss_fn_inputs.get("target_tokens")
         if targets is not None and targets.shape is not None and len(targets.shape) == 1:
-            _check_tiling("loss_fn_inputs", loss_fn_inputs, targets.shape[0])
+            check_tiling("loss_fn_inputs", loss_fn_inputs, targets.shape[0])
         return type(self)(self.model_input, self.loss_fn_inputs, model_input, loss_fn_inputs)
 
     @property
@@ -759,8 +404,8 @@ class Datum(Wired):
         inputs = {name: tensor.to_wire() for name, tensor in self.loss_fn_inputs.items()}
         wire: dict[str, Any] = {"model_input": self.model_input.to_wire(), "loss_fn_inputs": inputs}
         if self.model_input_spans is not None and self.loss_fn_input_spans is not None:
-            wire["model_input_spans"] = [_span_wire(span) for span in self.model_input_spans]
-            wire["loss_fn_input_spans"] = [_span_wire(span) for span in self.loss_fn_input_spans]
+            wire["model_input_spans"] = [span_wire(span) for span in self.model_input_spans]
+            wire["loss_fn_input_spans"] = [span_wire(span) for span in self.loss_fn_input_spans]
         return wire
 
     @classmethod

@@ -12,9 +12,9 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
+from tinkex.types.future_requests import FuturesRetrieveResponse
 from tinkex.types.record import from_json, to_json
-from tinkex.types.sampling import SampleResponse
-from tinkex.types.sessions import FuturesRetrieveResponse
+from tinkex.types.sampled import SampleResponse
 from tinkex.types.training import ForwardBackwardOutput, ForwardBackwardRequest
 from tinkex.wire import protobuf_passes, protobuf_samples, protobuf_schema
 from tinkex.wire.pieces import Pieces

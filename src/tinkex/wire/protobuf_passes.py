@@ -8,19 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from tinkex.types.inputs import (
-    SPANS,
-    Datum,
+from tinkex.types.chunks import (
     DmelChunk,
     EncodedTextChunk,
     ImageAssetPointerChunk,
     ImageChunk,
-    ModelInput,
     ModelInputChunk,
-    PromptProvenanceSpan,
-    ProvenanceSpans,
     text_chunk,
 )
+from tinkex.types.inputs import Datum, ModelInput
+from tinkex.types.spans import SPANS, PromptProvenanceSpan, ProvenanceSpans
 from tinkex.types.tensors import Array, TensorData
 from tinkex.types.training import (
     ForwardBackwardInput,

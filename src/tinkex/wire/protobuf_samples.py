@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tinkex.types.sampling import (
+from tinkex.types.sampled import (
     EMPTY_CELL,
     PromptAltTokens,
     SampledSequence,

@@ -15,9 +15,42 @@ from tinkex.types.account import (
     CurrentCheckpointStorageUsageResponse,
 )
 from tinkex.types.checkpoint_search import CheckpointSearchRequest, CheckpointSearchResponse
-from tinkex.types.checkpoints import (
+from tinkex.types.checkpoints import CheckpointsListResponse, TrainingRun, TrainingRunsResponse
+from tinkex.types.custom_losses import CreateCustomLossRequest, CreateCustomLossResponse
+from tinkex.types.external_weights import (
+    ExternalWeightsUploadFinishRequest,
+    ExternalWeightsUploadFinishResponse,
+    ExternalWeightsUploadStartRequest,
+    ExternalWeightsUploadStartResponse,
+)
+from tinkex.types.future_requests import (
+    CancelFutureRequest,
+    FutureRetrieveRequest,
+    FuturesRetrieveRequest,
+    FuturesRetrieveResponse,
+    JoinSamplingSessionRequest,
+    JoinSamplingSessionResponse,
+)
+from tinkex.types.model_requests import (
+    CreateModelRequest,
+    CreateModelResponse,
+    DropGradientsRequest,
+    DropGradientsResponse,
+    GetInfoRequest,
+    GetInfoResponse,
+    UnloadModelRequest,
+    UnloadModelResponse,
+)
+from tinkex.types.sampled import SampleResponse
+from tinkex.types.sampling import (
+    CreateSamplingSessionRequest,
+    CreateSamplingSessionResponse,
+    GetSamplerResponse,
+    SampleRequest,
+    SampleStreamChunk,
+)
+from tinkex.types.saves import (
     CheckpointArchiveUrlResponse,
-    CheckpointsListResponse,
     CopyWeightsRequest,
     CopyWeightsResponse,
     ExternalWeightsUrlsResponse,
@@ -30,29 +63,12 @@ from tinkex.types.checkpoints import (
     SaveWeightsRequest,
     SaveWeightsResponse,
     SetCheckpointTtlRequest,
-    TrainingRun,
-    TrainingRunsResponse,
     WeightsInfoRequest,
     WeightsInfoResponse,
 )
-from tinkex.types.custom_losses import CreateCustomLossRequest, CreateCustomLossResponse
-from tinkex.types.external_weights import (
-    ExternalWeightsUploadFinishRequest,
-    ExternalWeightsUploadFinishResponse,
-    ExternalWeightsUploadStartRequest,
-    ExternalWeightsUploadStartResponse,
-)
-from tinkex.types.sampling import (
-    CreateSamplingSessionRequest,
-    CreateSamplingSessionResponse,
-    GetSamplerResponse,
-    SampleRequest,
-    SampleResponse,
-    SampleStreamChunk,
-)
+from tinkex.types.session_search import SessionSearchRequest, SessionSearchResponse
 from tinkex.types.sessions import (
     AssignSessionProjectRequest,
-    CancelFutureRequest,
     ClientConfigRequest,
     ClientConfigResponse,
     ClientDynamicConfigResponse,
@@ -60,37 +76,22 @@ from tinkex.types.sessions import (
     CreateSessionResponse,
     Empty,
     FinishSessionRequest,
-    FutureRetrieveRequest,
-    FuturesRetrieveRequest,
-    FuturesRetrieveResponse,
     GetServerCapabilitiesResponse,
     GetSessionResponse,
     HealthResponse,
-    JoinSamplingSessionRequest,
-    JoinSamplingSessionResponse,
     ListSessionsResponse,
     SessionHeartbeatRequest,
     SessionHeartbeatResponse,
-    SessionSearchRequest,
-    SessionSearchResponse,
     SessionTraceExportResponse,
     TelemetryResponse,
     TelemetrySendRequest,
 )
 from tinkex.types.training import (
-    CreateModelRequest,
-    CreateModelResponse,
-    DropGradientsRequest,
-    DropGradientsResponse,
     ForwardBackwardOutput,
     ForwardBackwardRequest,
     ForwardRequest,
-    GetInfoRequest,
-    GetInfoResponse,
     OptimStepRequest,
     OptimStepResponse,
-    UnloadModelRequest,
-    UnloadModelResponse,
     UntypedAPIFuture,
 )
 

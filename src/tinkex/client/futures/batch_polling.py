@@ -25,7 +25,7 @@ from tinkex.client.http.retry import persist
 from tinkex.client.http.transport import OFF_LOOP_BYTES, Transport
 from tinkex.client.settings.delays import Delays
 from tinkex.errors import GoneError, TinkerError
-from tinkex.types.sessions import (
+from tinkex.types.future_requests import (
     FuturesRetrieveRequest,
     FuturesRetrieveResponse,
     SamplingSessionFuturesTarget,

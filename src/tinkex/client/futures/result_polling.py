@@ -31,7 +31,7 @@ from tinkex.errors import (
     TinkerError,
     is_retryable,
 )
-from tinkex.types.sessions import FutureRetrieveRequest, RequestErrorCategory
+from tinkex.types.future_requests import FutureRetrieveRequest, RequestErrorCategory
 from tinkex.wire import codec
 from tinkex.wire.protocol import RETRIEVE_FUTURE, Operation
 

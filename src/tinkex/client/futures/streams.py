@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Generic, Self, TypeAlias, TypeVar
 
 from tinkex.client.futures.api_future import Future
-from tinkex.types.sampling import SampleResponse, SampleStreamChunk
+from tinkex.types.sampled import SampleResponse
+from tinkex.types.sampling import SampleStreamChunk
 
 T = TypeVar("T")
 

@@ -14,13 +14,12 @@ from tinkex.client.http.exchange import Reply
 from tinkex.client.http.retry import persist
 from tinkex.client.http.transport import Transport
 from tinkex.client.rest_parts.rest_base import RestBase
-from tinkex.types.checkpoints import (
+from tinkex.types.checkpoints import CheckpointsListResponse, ParsedCheckpointTinkerPath
+from tinkex.types.saves import (
     CheckpointArchiveUrlResponse,
-    CheckpointsListResponse,
     CopyWeightsRequest,
     CopyWeightsResponse,
     ExternalWeightsUrlsResponse,
-    ParsedCheckpointTinkerPath,
     SetCheckpointTtlRequest,
     WeightsInfoRequest,
     WeightsInfoResponse,

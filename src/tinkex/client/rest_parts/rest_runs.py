@@ -17,7 +17,8 @@ from tinkex.client.http.legacy_servers import read_receipt
 from tinkex.client.http.transport import Transport
 from tinkex.client.rest_parts.rest_base import RestBase
 from tinkex.types.checkpoints import TrainingRun, TrainingRunsResponse
-from tinkex.types.training import ModelID, UnloadModelRequest, UnloadModelResponse
+from tinkex.types.model_requests import UnloadModelRequest, UnloadModelResponse
+from tinkex.types.training import ModelID
 from tinkex.wire import codec, protocol
 
 

@@ -21,9 +21,10 @@ from tinkex.client.http.transport import OFF_LOOP_BYTES
 from tinkex.client.session import Session
 from tinkex.client.session_client import SessionClient
 from tinkex.errors import APITimeoutError, GoneError, RateLimitError, TinkerError
+from tinkex.types.future_requests import JoinSamplingSessionRequest, JoinSamplingSessionResponse
 from tinkex.types.inputs import ModelInput
-from tinkex.types.sampling import SampleRequest, SampleResponse, SamplingParams
-from tinkex.types.sessions import JoinSamplingSessionRequest, JoinSamplingSessionResponse
+from tinkex.types.sampled import SampleResponse
+from tinkex.types.sampling import SampleRequest, SamplingParams
 from tinkex.types.tensors import TensorData
 from tinkex.wire import protocol
 

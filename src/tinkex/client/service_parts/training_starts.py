@@ -13,20 +13,15 @@ from tinkex.client.session import Session
 from tinkex.client.session_client import SessionClient
 from tinkex.client.training_client import TrainingClient, info_of
 from tinkex.errors import NotFoundError, TinkerError
-from tinkex.types.checkpoints import (
+from tinkex.types.model_requests import CreateModelRequest, CreateModelResponse, UnloadModelRequest
+from tinkex.types.optimizers import AdamOptimizerConfig, OptimizerConfig
+from tinkex.types.saves import (
     LoadWeightsRequest,
     LoadWeightsResponse,
     WeightsInfoRequest,
     WeightsInfoResponse,
 )
-from tinkex.types.training import (
-    AdamOptimizerConfig,
-    CreateModelRequest,
-    CreateModelResponse,
-    LoraConfig,
-    OptimizerConfig,
-    UnloadModelRequest,
-)
+from tinkex.types.training import LoraConfig
 from tinkex.wire import protocol
 
 

@@ -10,15 +10,8 @@ import numpy as np
 
 from tinkex.client.futures.queue_states import Observer
 from tinkex.types.inputs import Datum
-from tinkex.types.training import (
-    AdamParams,
-    DimuonParams,
-    LossFnConfig,
-    LossFnType,
-    OptimParams,
-    OptimParamsBase,
-    OptimStepRequest,
-)
+from tinkex.types.optimizers import AdamParams, DimuonParams, OptimParams, OptimParamsBase
+from tinkex.types.training import LossFnConfig, LossFnType, OptimStepRequest
 
 LOSS_FNS: tuple[str, ...] = get_args(LossFnType)
 TEXTS = frozenset({"loss_id"})

@@ -28,15 +28,9 @@ from tinkex.client.training_parts.training_run import TrainingRun
 from tinkex.errors import RequestFailedError
 from tinkex.types.custom_losses import RegularizerSpec
 from tinkex.types.inputs import Datum
-from tinkex.types.training import (
-    AdamParams,
-    DropGradientsRequest,
-    DropGradientsResponse,
-    ForwardBackwardOutput,
-    LossFnConfig,
-    OptimParams,
-    OptimStepResponse,
-)
+from tinkex.types.model_requests import DropGradientsRequest, DropGradientsResponse
+from tinkex.types.optimizers import AdamParams, OptimParams
+from tinkex.types.training import ForwardBackwardOutput, LossFnConfig, OptimStepResponse
 from tinkex.wire import protocol
 from tinkex.wire.protocol import Operation
 

@@ -12,7 +12,7 @@ from tinkex.client.http.legacy_servers import Receipt
 from tinkex.client.outbox import Fetch, Outbox, Turn
 from tinkex.client.session_client import SessionClient
 from tinkex.client.training_parts.call_arguments import CallOptions, check_options
-from tinkex.types.training import GetInfoResponse
+from tinkex.types.model_requests import GetInfoResponse
 from tinkex.wire.protocol import Operation
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from tinkex.client.sampling_client import SamplingClient, checked_kind, open_sam
 from tinkex.client.training_parts.call_arguments import CallOptions
 from tinkex.client.training_parts.training_run import TrainingRun
 from tinkex.errors import APIResponseValidationError
-from tinkex.types.checkpoints import (
+from tinkex.types.saves import (
     LoadWeightsRequest,
     LoadWeightsResponse,
     SamplingClientKind,

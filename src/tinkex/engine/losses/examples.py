@@ -9,7 +9,8 @@ import numpy as np
 
 from tinkex.engine.api import EngineError
 from tinkex.engine.losses.table import CLIPS, TARGETS, Config, Loss
-from tinkex.types.inputs import Datum, EncodedTextChunk, ModelInput
+from tinkex.types.chunks import EncodedTextChunk
+from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.tensors import Array, TensorData
 
 KNOWN_INPUTS = (TARGETS, "weights", "logprobs", "advantages", "mask")

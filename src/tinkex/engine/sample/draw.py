@@ -18,7 +18,8 @@ from tinkex.engine.sample.passes import put
 from tinkex.engine.sample.recordings import Scores
 from tinkex.engine.sample.token_choice import GREEDY_BELOW, choose, uniforms
 from tinkex.engine.torch.device_copies import mark, to_host
-from tinkex.types.sampling import SampleRequest, TopkLogprobs
+from tinkex.types.sampled import TopkLogprobs
+from tinkex.types.sampling import SampleRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -19,7 +19,8 @@ from tinkex.engine.sample.logit_changes import Shape
 from tinkex.engine.sample.prompt_scores import PromptScores
 from tinkex.engine.sample.recordings import Recorder
 from tinkex.engine.sample.stop_rule import StopRule
-from tinkex.types.sampling import SampledSequence, SampleRequest, StopReason, TopkLogprobs
+from tinkex.types.sampled import SampledSequence, StopReason, TopkLogprobs
+from tinkex.types.sampling import SampleRequest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,14 +16,14 @@ import torch
 from tinkex.engine.api import EngineError
 from tinkex.engine.sample.token_choice import choose, uniforms
 from tinkex.engine.train.target_logprobs import LOGITS_BUDGET, log_softmax
-from tinkex.types.sampling import (
+from tinkex.types.sampled import (
     EMPTY_CELL,
     PromptAltTokens,
     SampledSequence,
-    SampleRequest,
     SampleResponse,
     TopkLogprobs,
 )
+from tinkex.types.sampling import SampleRequest
 from tinkex.types.tensors import Array, TensorData
 
 if TYPE_CHECKING:

@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from tinkex.types.custom_losses import CreateCustomLossRequest
-    from tinkex.types.training import LoraConfig, OptimParams
+    from tinkex.types.optimizers import OptimParams
+    from tinkex.types.training import LoraConfig
 
 STEP_TOKENS = {"cpu": 1024, "cuda": 8192}
 """The tokens of a step of training: about a second's work, since sampling waits for it."""

@@ -13,7 +13,8 @@ from tinkex.engine.train.optim import Overflow, check, make_state, state_type, s
 
 if TYPE_CHECKING:
     from tinkex.engine.model.decoder import Decoder
-    from tinkex.types.training import LoraConfig, OptimizerConfigBase, OptimParams
+    from tinkex.types.optimizers import OptimizerConfigBase, OptimParams
+    from tinkex.types.training import LoraConfig
 
 
 class Adapter:

@@ -18,7 +18,7 @@ import torch
 
 from tinkex.engine.api import EngineError, check_optimizer
 from tinkex.engine.torch.lora import Layout
-from tinkex.types.training import (
+from tinkex.types.optimizers import (
     AdamParams,
     DimuonOptimizerConfig,
     DimuonParams,

@@ -28,7 +28,7 @@ from tinkex.server.database.entities import (
     Used,
 )
 from tinkex.types.checkpoint_search import CheckpointSearchRequest
-from tinkex.types.sessions import SessionSearchRequest
+from tinkex.types.session_search import SessionSearchRequest
 
 
 class DatabaseError(Exception):

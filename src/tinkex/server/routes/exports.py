@@ -40,8 +40,8 @@ from tinkex.server.routes.records import checkpoint_path, nothing_at
 from tinkex.server.runs.work import LiveRun, Save
 from tinkex.server.state import State
 from tinkex.server.workers.worker import OffThread
-from tinkex.types.checkpoints import (
-    SCHEME,
+from tinkex.types.checkpoints import SCHEME
+from tinkex.types.saves import (
     ExternalWeightsUrlsResponse,
     SaveWeightsExternalRequest,
     SaveWeightsExternalResponseInternal,

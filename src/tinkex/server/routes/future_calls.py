@@ -26,10 +26,8 @@ from tinkex.server.runs.promises import Log, Promise, Target
 from tinkex.server.runs.unloading import UNLOAD
 from tinkex.server.state import State
 from tinkex.server.workers.sample_jobs import CANCELLED
-from tinkex.types.record import to_json
-from tinkex.types.sessions import (
+from tinkex.types.future_requests import (
     CancelFutureRequest,
-    Empty,
     FutureCompletion,
     FutureFailed,
     FutureFinished,
@@ -38,6 +36,8 @@ from tinkex.types.sessions import (
     FuturesRetrieveResponse,
     RequestFailedResponse,
 )
+from tinkex.types.record import to_json
+from tinkex.types.sessions import Empty
 from tinkex.wire import codec
 
 OVERSIZE = 8

@@ -17,11 +17,12 @@ import msgspec
 from tinkex._version import __version__
 from tinkex.server.routes import openai
 from tinkex.server.routes.uploads import PATH as UPLOAD_PATH
+from tinkex.types.chunks import DmelChunk, ImageAssetPointerChunk, ImageChunk
 from tinkex.types.forms import Variant
-from tinkex.types.inputs import DmelChunk, ImageAssetPointerChunk, ImageChunk
+from tinkex.types.future_requests import RequestFailedResponse
 from tinkex.types.record import Record
 from tinkex.types.sampling import SampleStreamChunk
-from tinkex.types.sessions import Empty, RequestFailedResponse, SupportedModel
+from tinkex.types.sessions import Empty, SupportedModel
 from tinkex.wire import codec
 from tinkex.wire.protocol import (
     ASAMPLE,

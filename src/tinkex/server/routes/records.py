@@ -36,14 +36,12 @@ from tinkex.types.checkpoints import (
     SCHEME,
     Checkpoint,
     CheckpointsListResponse,
-    CopyWeightsRequest,
-    CopyWeightsResponse,
     Cursor,
     ParsedCheckpointTinkerPath,
-    SetCheckpointTtlRequest,
     TrainingRun,
     TrainingRunsResponse,
 )
+from tinkex.types.saves import CopyWeightsRequest, CopyWeightsResponse, SetCheckpointTtlRequest
 from tinkex.types.sessions import Empty
 from tinkex.wire.protocol import PREFIX, RUN
 

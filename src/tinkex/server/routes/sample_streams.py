@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from tinkex.engine.api import DrawnToken, EngineError, Listener
 from tinkex.server.runs.promises import internal
 from tinkex.types.record import to_json
-from tinkex.types.sampling import SampleResponse
+from tinkex.types.sampled import SampleResponse
 from tinkex.wire import codec
 
 logger = logging.getLogger("tinkex.server")

@@ -19,20 +19,15 @@ from tinkex.server.runs.metering import metered, streaming, watch
 from tinkex.server.runs.promises import Promise
 from tinkex.server.samples.loaded_weights import WeightSource
 from tinkex.server.state import State
+from tinkex.types.future_requests import JoinSamplingSessionRequest, JoinSamplingSessionResponse
+from tinkex.types.sampled import SampleResponse
 from tinkex.types.sampling import (
     CreateSamplingSessionRequest,
     CreateSamplingSessionResponse,
     GetSamplerResponse,
     SampleRequest,
-    SampleResponse,
 )
-from tinkex.types.sessions import (
-    JoinSamplingSessionRequest,
-    JoinSamplingSessionResponse,
-)
-from tinkex.types.training import (
-    UntypedAPIFuture,
-)
+from tinkex.types.training import UntypedAPIFuture
 
 
 @handler

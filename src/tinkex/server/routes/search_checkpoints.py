@@ -16,7 +16,7 @@ from tinkex.types.checkpoint_search import (
     CheckpointSearchRequest,
     CheckpointSearchResponse,
 )
-from tinkex.types.sessions import UserSearchOwner
+from tinkex.types.session_search import UserSearchOwner
 
 
 @handler

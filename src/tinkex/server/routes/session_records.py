@@ -15,15 +15,11 @@ from tinkex.server.http_errors import Refusal
 from tinkex.server.routes.handler_table import handler
 from tinkex.server.routes.records import texts
 from tinkex.types.record import to_json
-from tinkex.types.sessions import (
-    AssignSessionProjectRequest,
+from tinkex.types.session_search import (
     ClientSessionFinished,
     ClientSessionFinishErrored,
     ClientSessionFinishInterrupted,
     ClientSessionFinishSuccess,
-    Empty,
-    GetSessionResponse,
-    ListSessionsResponse,
     SessionActive,
     SessionCancelled,
     SessionSearchCursor,
@@ -31,8 +27,14 @@ from tinkex.types.sessions import (
     SessionSearchResponse,
     SessionStatus,
     SessionSummary,
-    SessionTraceExportResponse,
     UserSearchOwner,
+)
+from tinkex.types.sessions import (
+    AssignSessionProjectRequest,
+    Empty,
+    GetSessionResponse,
+    ListSessionsResponse,
+    SessionTraceExportResponse,
 )
 
 if TYPE_CHECKING:

@@ -17,24 +17,22 @@ from tinkex.server.runs.work import Creation, Discard, LiveRun, Pass, Refused, S
 from tinkex.server.samples.provenance import recall
 from tinkex.server.state import State
 from tinkex.server.workers.worker import Worker
-from tinkex.types.checkpoints import (
-    LoadWeightsRequest,
-)
 from tinkex.types.custom_losses import CreateCustomLossRequest, CreateCustomLossResponse
-from tinkex.types.training import (
-    AdamParams,
+from tinkex.types.model_requests import (
     CreateModelRequest,
     CreateModelResponse,
     DropGradientsRequest,
     DropGradientsResponse,
-    ForwardBackwardRequest,
-    ForwardRequest,
     GetInfoRequest,
     GetInfoResponse,
-    LoraConfig,
     ModelData,
-    OptimizerConfigBase,
-    OptimParamsBase,
+)
+from tinkex.types.optimizers import AdamParams, OptimizerConfigBase, OptimParamsBase
+from tinkex.types.saves import LoadWeightsRequest
+from tinkex.types.training import (
+    ForwardBackwardRequest,
+    ForwardRequest,
+    LoraConfig,
     OptimStepRequest,
     OptimStepResponse,
     UntypedAPIFuture,

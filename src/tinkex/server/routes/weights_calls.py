@@ -17,10 +17,12 @@ from tinkex.server.runs.work import Creation, LiveRun, Load, Save
 from tinkex.server.samples import inflight
 from tinkex.server.state import State
 from tinkex.server.workers.worker import OffThread, Worker
-from tinkex.types.checkpoints import (
+from tinkex.types.checkpoints import ParsedCheckpointTinkerPath
+from tinkex.types.optimizers import OptimizerConfigBase
+from tinkex.types.record import to_json
+from tinkex.types.saves import (
     LoadWeightsRequest,
     LoadWeightsResponse,
-    ParsedCheckpointTinkerPath,
     SaveWeightsForSamplerRequest,
     SaveWeightsForSamplerResponseInternal,
     SaveWeightsRequest,
@@ -28,11 +30,7 @@ from tinkex.types.checkpoints import (
     WeightsInfoRequest,
     WeightsInfoResponse,
 )
-from tinkex.types.record import to_json
-from tinkex.types.training import (
-    LoraConfig,
-    OptimizerConfigBase,
-)
+from tinkex.types.training import LoraConfig
 from tinkex.wire.codec import JSON
 
 

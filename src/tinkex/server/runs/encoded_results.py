@@ -6,8 +6,9 @@ import asyncio
 import logging
 
 from tinkex.server.runs.promises import Promise
-from tinkex.types.sampling import SampleRequest, SampleResponse
-from tinkex.types.sessions import RequestErrorCategory, RequestFailedResponse
+from tinkex.types.future_requests import RequestErrorCategory, RequestFailedResponse
+from tinkex.types.sampled import SampleResponse
+from tinkex.types.sampling import SampleRequest
 from tinkex.types.training import ForwardBackwardOutput
 from tinkex.wire import codec
 

@@ -16,9 +16,10 @@ from tinkex.server.runs.call_records import UNKNOWN
 from tinkex.server.runs.encoded_results import most_of, size_of
 from tinkex.server.runs.promises import Promise
 from tinkex.server.state import State
+from tinkex.types.future_requests import RequestFailedResponse
 from tinkex.types.inputs import ModelInput
-from tinkex.types.sampling import SampleRequest, SampleResponse
-from tinkex.types.sessions import RequestFailedResponse
+from tinkex.types.sampled import SampleResponse
+from tinkex.types.sampling import SampleRequest
 from tinkex.types.training import UntypedAPIFuture
 from tinkex.wire.protocol import Operation
 

@@ -23,7 +23,7 @@ from tinkex.server.http_errors import Refusal
 from tinkex.server.runs.call_records import facts_of
 from tinkex.server.runs.journal import Journal
 from tinkex.server.workers.worker import Postponed
-from tinkex.types.sessions import RequestErrorCategory, RequestFailedResponse
+from tinkex.types.future_requests import RequestErrorCategory, RequestFailedResponse
 from tinkex.wire import codec
 from tinkex.wire.redaction import Scrubber
 

@@ -31,8 +31,8 @@ from tinkex.server.runs.lane import Lane
 from tinkex.server.runs.snapshot import Snapshots, thaw
 from tinkex.server.runs.unloading import Unloading
 from tinkex.server.runs.work import LaneItem, LiveRun
-from tinkex.types.sessions import RequestErrorCategory
-from tinkex.types.training import CreateModelResponse
+from tinkex.types.future_requests import RequestErrorCategory
+from tinkex.types.model_requests import CreateModelResponse
 
 logger = logging.getLogger("tinkex.server")
 

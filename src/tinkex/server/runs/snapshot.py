@@ -29,8 +29,8 @@ from tinkex.server.runs.journal import Entry, encode as encode_entry, read_recor
 from tinkex.server.runs.promises import JUST_READ, Promise
 from tinkex.server.runs.work import LiveRun
 from tinkex.server.workers.worker import Worker
-from tinkex.types.sessions import RequestFailedResponse
-from tinkex.types.training import OptimizerConfigBase
+from tinkex.types.future_requests import RequestFailedResponse
+from tinkex.types.optimizers import OptimizerConfigBase
 from tinkex.wire import codec
 from tinkex.wire.protocol import BY_NAME
 

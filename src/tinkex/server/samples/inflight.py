@@ -17,7 +17,7 @@ from tinkex.server.parts import Parts
 from tinkex.server.runs.admission import Runs
 from tinkex.server.runs.work import LiveRun
 from tinkex.server.samples.loaded_weights import WeightSource
-from tinkex.types.checkpoints import SaveWeightsForSamplerRequest
+from tinkex.types.saves import SaveWeightsForSamplerRequest
 
 
 def _target(run: str) -> str:

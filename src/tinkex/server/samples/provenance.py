@@ -14,7 +14,8 @@ import numpy as np
 
 from tinkex.engine.api import EngineError, Recalled, Recording
 from tinkex.server.samples.sampling_records import Remembered, SamplingRecords, parts_of
-from tinkex.types.inputs import Datum, ProvenanceSpans, SampledProvenanceSpan
+from tinkex.types.inputs import Datum
+from tinkex.types.spans import ProvenanceSpans, SampledProvenanceSpan
 
 
 async def recall(

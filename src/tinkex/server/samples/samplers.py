@@ -14,7 +14,8 @@ from tinkex.server.runs.admission import Runs
 from tinkex.server.runs.work import LiveRun
 from tinkex.server.samples.inflight import InflightTargets
 from tinkex.server.samples.loaded_weights import LoadedWeights, WeightSource
-from tinkex.types.sampling import SampleRequest, SampleResponse
+from tinkex.types.sampled import SampleResponse
+from tinkex.types.sampling import SampleRequest
 
 
 class Samplers:

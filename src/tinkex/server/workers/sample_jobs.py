@@ -17,7 +17,7 @@ from tinkex.engine.api import (
     SampleDone,
     SampleJob,
 )
-from tinkex.types.sampling import SampleResponse
+from tinkex.types.sampled import SampleResponse
 
 logger = logging.getLogger("tinkex.server")
 
