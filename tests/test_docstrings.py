@@ -324,8 +324,7 @@ def is_ours(value: Any) -> bool:
 
 
 def methods(kind: type[Any]) -> Iterator[tuple[str, Any]]:
-    """The public methods that a class has of its own, of its parts or of a private base, and that no
-    public base tells of."""
+    """Yield a class's public methods that no public base documents, its parts' included."""
     bases = [base for base in kind.__mro__[1:] if is_ours(base)]
     told = [
         base

@@ -14,7 +14,8 @@ IMPORTED = re.compile(r"from (tinkex[\w.]*) import (\w+)")
 FILE = re.compile(r"`((?:[\w.]+/)*\w+\.(?:py|c|md|svg))(?:::?\w+)?`")
 NO_MODULE = re.compile(
     r"tinkex\.(http\.request|queue|future|retry|recovery|custom_loss|regularizer)\b"  # events
-    r"|tinkex\.(toml|sqlite3|engines|dev|operation|TrainingClient\.model_id)$"  # files, groups, spans, a field
+    r"|tinkex\.(toml|sqlite3|engines|dev|operation)$"  # files, groups, spans
+    r"|tinkex\.TrainingClient\.model_id$"  # a field
 )
 NEEDS_TRITON = "tinkex.engine.kernels."
 

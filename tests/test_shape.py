@@ -15,18 +15,27 @@ from tools import shape  # noqa: E402
 CEILINGS = {
     "flat-modules": 9,
     "cycles": 0,
-    "large-classes": 1,
-    "large-files": 7,
+    "large-classes": 0,
+    "large-files": 6,
     "repeated-names": 0,
     "repeated-runs": 6,
     "way-functions": 82,
     "way-modules": 30,
     "private-uses": 0,
     "clauses": 0,
-    "wide-code": 26,
+    "wide-code": 0,
     "wide-prose": 0,
 }
-CODE = 45_050
+LARGE = {
+    "cli/checkpoint.py": "nine commands, each mostly a list of options",
+    "errors.py": "one tree of errors, most of it documentation",
+    "telemetry/reporter.py": "one public class, most of it documentation",
+    "types/record.py": "the base of all records: one mechanism",
+    "types/tensors.py": "one class",
+    "wire/protocol.py": "one table",
+}
+"""Files above 500 lines, and why each is one."""
+CODE = 45_055
 """Lines of code of the package, at 100 columns, without docstrings, comments and blank lines."""
 
 
@@ -39,6 +48,11 @@ def test_figure_stays_below_its_ceiling(name: str) -> None:
     found = shape.FIGURES[name][1]()
     listed = "\n".join(found)
     assert len(found) <= CEILINGS[name], f"{shape.FIGURES[name][0]}:\n{listed}"
+
+
+def test_large_files_have_a_reason() -> None:
+    found = {line.partition(":")[0].removeprefix("src/tinkex/") for line in shape.large_files()}
+    assert found == LARGE.keys()
 
 
 def test_code_does_not_grow() -> None:

@@ -664,7 +664,8 @@ def document(surface: Mapping[str, Any], parts: Sequence[tuple[str, Sequence[Row
         f"# tinkex beside `tinker` {surface['version']}",
         "",
         "Every public name of the official package, and whether tinkex has it with the same "
-        "signature. Written by `python tools/parity.py`, which introspects both packages; do not edit. "
+        "signature. Written by `python tools/parity.py`, which introspects both packages; do not "
+        "edit. "
         "Compared are names, the "
         "order, kind and default of parameters, return values, fields, attributes and base "
         "classes. The types of "

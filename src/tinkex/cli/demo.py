@@ -245,7 +245,7 @@ class Demo:
 
 
 def progress(console: Console, title: str, total: int) -> Display:
-    """Return a bar with the count, the time left and the newest value; narrow terminals get less."""
+    """Return a bar with the count, the time left and the newest value, as wide as fits."""
     wide, left = console.width >= NARROW, TimeRemainingColumn(elapsed_when_finished=True)
     columns = (
         TextColumn("{task.description}"),

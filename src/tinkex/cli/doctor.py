@@ -53,7 +53,8 @@ COLUMNS = (
 )
 TORCH = """
 import json, torch
-found = {"version": torch.__version__, "threads": torch.get_num_threads(), "device": "cpu", "memory": None}
+found = {"version": torch.__version__, "threads": torch.get_num_threads()}
+found |= {"device": "cpu", "memory": None}
 if torch.cuda.is_available():
     found["device"] = torch.cuda.get_device_name(0)
     found["memory"] = torch.cuda.mem_get_info(0)

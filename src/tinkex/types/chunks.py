@@ -86,7 +86,7 @@ class EncodedTextChunk(Fixed):
             The value.
 
         Raises:
-            ValueError: Something is missing or not of its kind.
+            ValueError: A field is missing or malformed.
 
         Example:
             >>> EncodedTextChunk.from_wire({"type": "encoded_text", "tokens": [464, 2068]}).tokens

@@ -239,7 +239,7 @@ class ModelInput(Fixed):
             The value.
 
         Raises:
-            ValueError: Something is missing or not of its kind.
+            ValueError: A field is missing or malformed.
 
         Example:
             >>> ModelInput.from_wire(
@@ -344,34 +344,29 @@ class Datum(Wired):
         put(self, "loss_fn_input_spans", spans(loss_fn_input_spans, "loss_fn_input_spans"))
         if (model_input_spans is None) != (loss_fn_input_spans is None):
             raise ValueError(
-                "provenance comes in pairs: give model_input_spans and loss_fn_input_spans, or "
-                "neither"
+                "provenance comes in pairs: give both model_input_spans and loss_fn_input_spans"
             )
 
     def with_provenance(
         self, model_input: ProvenanceSpans, loss_fn_inputs: ProvenanceSpans
     ) -> Self:
-        """With spans that say where its tokens came from.
+        """Return the datum with spans that say where its tokens came from.
 
         Args:
-            model_input: Runs that cover the input's tokens, in order and without gaps.
-            loss_fn_inputs: Runs that cover the target tokens in the same way.
+            model_input: Spans that cover the input's tokens, in order and without gaps.
+            loss_fn_inputs: Spans that cover the target tokens in the same way.
 
         Returns:
             The datum with its spans.
 
         Raises:
-            ValueError: The runs do not add up to the length of what they cover.
+            ValueError: The spans do not add up to the length of the tokens.
 
         Example:
-            >>> datum = Datum(
-            ...     ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3]}
-            ... )  # 1 was read, 2 and 3 drawn
-            >>> read = PromptProvenanceSpan(sequence_id="a", length=1)
-            >>> first, both = (
-            ...     SampledProvenanceSpan(sequence_id="a", length=length) for length in (1, 2)
-            ... )
-            >>> datum = datum.with_provenance([read, first], [both])
+            >>> datum = Datum(ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3]})
+            >>> read = PromptProvenanceSpan(sequence_id="a", length=1)  # 2 and 3 were sampled
+            >>> one, two = (SampledProvenanceSpan(sequence_id="a", length=n) for n in (1, 2))
+            >>> datum = datum.with_provenance([read, one], [two])
             >>> datum.to_wire()["loss_fn_input_spans"]
             [{'sampled_tokens': {'sequence_id': 'a', 'offset': 0, 'length': 2}}]
         """
@@ -419,7 +414,7 @@ class Datum(Wired):
             The value.
 
         Raises:
-            ValueError: Something is missing or not of its kind.
+            ValueError: A field is missing or malformed.
 
         Example:
             >>> wire = {

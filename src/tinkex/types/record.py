@@ -76,7 +76,17 @@ class Wired(metaclass=WiredMeta):
 
     @classmethod
     def from_wire(cls, value: Any) -> Self:
-        """Build from decoded JSON; raise ValueError naming what is wrong."""
+        """Read the JSON form.
+
+        Args:
+            value: Decoded JSON.
+
+        Returns:
+            The value.
+
+        Raises:
+            ValueError: A field is missing or malformed; the message names it.
+        """
         raise NotImplementedError
 
     def _full(self) -> dict[str, Any]:

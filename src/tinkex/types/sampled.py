@@ -190,7 +190,7 @@ class SampledSequence(Wired):
             The value.
 
         Raises:
-            ValueError: Something is missing or not of its kind.
+            ValueError: A field is missing or malformed.
 
         Example:
             >>> SampledSequence.from_wire({"tokens": [7, 2], "stop_reason": "length"}).tokens
@@ -361,7 +361,7 @@ class SampleResponse(Wired):
             The value.
 
         Raises:
-            ValueError: Something is missing or not of its kind.
+            ValueError: A field is missing or malformed.
 
         Example:
             >>> answer = SampleResponse.from_wire(

@@ -119,6 +119,10 @@ def _numbers(values: Any, dtype: TensorDtype, name: str) -> Array:
     return narrow
 
 
+def _shape_of(tensor: TensorData) -> list[int]:
+    return [tensor.values.size] if tensor.shape is None else tensor.shape
+
+
 class TensorData(Fixed):
     """A dense or CSR-sparse tensor of int64 or float32.
 
@@ -454,7 +458,7 @@ class TensorData(Fixed):
             The value.
 
         Raises:
-            ValueError: Something is missing or not of its kind.
+            ValueError: A field is missing or malformed.
 
         Example:
             >>> TensorData.from_wire({"data": [1, 2], "dtype": "int64", "shape": [2]}).tolist()
@@ -513,9 +517,9 @@ class TensorData(Fixed):
             return True
         if not isinstance(other, TensorData):
             return NotImplemented
-        if (self.dtype, self._shape(), self.is_sparse) != (
+        if (self.dtype, _shape_of(self), self.is_sparse) != (
             other.dtype,
-            other._shape(),
+            _shape_of(other),
             other.is_sparse,
         ):
             return False
@@ -528,14 +532,11 @@ class TensorData(Fixed):
             and np.array_equal(self._col, other._col)
         )
 
-    def _shape(self) -> list[int]:
-        return [self._values.size] if self.shape is None else self.shape
-
     def __hash__(self) -> int:
-        return hash((self.dtype, self.is_sparse, *self._shape()))
+        return hash((self.dtype, self.is_sparse, *_shape_of(self)))
 
     def __repr__(self) -> str:
-        shape = self._shape()
+        shape = _shape_of(self)
         preview = np.array2string(self._values[:6], separator=", ", threshold=6)
         sparse = ", sparse" if self.is_sparse else ""
         return (

@@ -198,7 +198,7 @@ class ForwardBackwardOutput(Wired):
             The value.
 
         Raises:
-            ValueError: Something is missing or not of its kind.
+            ValueError: A field is missing or malformed.
 
         Example:
             >>> outputs = [{"logprobs": {"data": [-0.5], "dtype": "float32"}}]

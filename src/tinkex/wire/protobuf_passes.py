@@ -40,7 +40,7 @@ from tinkex.wire.protobuf_tensors import (
 )
 
 MAX_DATUMS = 1 << 20
-"""Most datums of one result. One without a tensor costs its sender nothing but its reader memory."""
+"""Most datums of one result; one without tensors costs only its reader memory."""
 
 
 def encode_forward_backward(request: ForwardBackwardRequest) -> Pieces:

@@ -19,9 +19,11 @@ KEPT_CHARACTERS = 2000
 
 
 _SECRET_NAME = re.compile(
-    r"(?:.*-)?(?:api-?keys?|(?:aws)?access-?keys?(?:-?id)?|(?:private|secret|signing)-?keys?|secrets?|"
-    r"passw(?:or)?ds?|pwd|passphrase|authorization|(?:set-?)?cookies?2?|credentials?(?:-cmd)?|tokens?-secret|"
-    r"(?:access|auth|bearer|csrf|hf|id|refresh|security|session)?token|jwt|sig|signature)(?:-(?:value|hash))?"
+    r"(?:.*-)?(?:api-?keys?|(?:aws)?access-?keys?(?:-?id)?|(?:private|secret|signing)-?keys?"
+    r"|secrets?|passw(?:or)?ds?|pwd|passphrase|authorization|(?:set-?)?cookies?2?"
+    r"|credentials?(?:-cmd)?|tokens?-secret"
+    r"|(?:access|auth|bearer|csrf|hf|id|refresh|security|session)?token|jwt|sig|signature)"
+    r"(?:-(?:value|hash))?"
 )
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 

@@ -38,8 +38,10 @@ CUT = "…"
 # A name that says what follows it: in headers, queries, settings, and the printed forms of mappings
 # and of pairs. But after `get_api_key:`, which is an operation, a message follows.
 _NAMED = (
-    r"(?:(?<!\bget_)(?<!\bdelete_)api[-_]?key|access[-_]?key(?:[-_]?id)?|private[-_]?key|secret|passw(?:or)?d|passphrase|credentials?|"
-    r"(?:access|auth|bearer|csrf|hf|id|refresh|security|session)[-_]?token|\btoken|\bjwt|\bsig(?:nature)?)"
+    r"(?:(?<!\bget_)(?<!\bdelete_)api[-_]?key|access[-_]?key(?:[-_]?id)?|private[-_]?key|secret"
+    r"|passw(?:or)?d|passphrase|credentials?"
+    r"|(?:access|auth|bearer|csrf|hf|id|refresh|security|session)[-_]?token|\btoken|\bjwt"
+    r"|\bsig(?:nature)?)"
 )
 _WHOLE_LINE = r"(?:authorization|cookie)"
 _MARK = r"(?:\\*[\"']\]?\s{0,8},|\\*[\"']?\]?\s{0,8}(?:=>|=|(?P<colon>:)))\s{0,8}"

@@ -1,4 +1,4 @@
-"""Digests of the files of a checkpoint, a state or a sampler: written with them, checked on load."""
+"""Digests of saved files (checkpoints, states, samplers), which are checked on load."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ def _check_window(state: State, sampler: Sampler, request: SampleRequest) -> Non
 
 @handler
 async def join_sampling_session(state: State, call: Call) -> JoinSamplingSessionResponse:
-    """Give one more client of a sampler a number of its own, under which it numbers its requests."""
+    """Give another client of a sampler its own number, under which it counts its requests."""
     request: JoinSamplingSessionRequest = call.request
     if await asyncio.to_thread(state.database.samplers.get, request.sampling_session_id) is None:
         raise Refusal(404, f"there is no sampling session {request.sampling_session_id!r}")

@@ -1,1 +1,1 @@
-"""Training runs: order, journal, promises, and taking up what an earlier life of the server left."""
+"""Training runs: order, journal, promises, and recovery after a restart."""

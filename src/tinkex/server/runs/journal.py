@@ -64,7 +64,7 @@ class Place(NamedTuple):
 
 
 class Segment:
-    """A file of a log, made when it is first written to: by the threads that may wait for the disk."""
+    """A file of a log, created on its first write, by threads that may wait for the disk."""
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)

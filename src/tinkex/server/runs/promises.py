@@ -191,10 +191,9 @@ class Promises:
         self._clock = clock
         self._held: set[asyncio.Timeout] = set()
         self.are_left = False
-        """True if the server stops: work that has not begun is left to its next life, and polls are not
-        held any more."""
+        """True if the server stops: the next start does what has not begun, and polls end."""
         self.are_closed = False
-        """True if the workers have ended: unfinished work has not failed, for the next life does it."""
+        """True if the workers have ended; the next start does the unfinished work."""
 
     def __len__(self) -> int:
         return len(self._promises)
@@ -254,7 +253,7 @@ class Promises:
             limit.reschedule(asyncio.get_running_loop().time())
 
     def is_over(self, request_id: str) -> bool:
-        """Return whether a result will not be asked for again: it was forgotten, or read a while ago."""
+        """Return True if a result was dropped, or read a while ago."""
         promise = self._promises.get(request_id)
         return promise is None or bool(promise.read and self._clock() - promise.read > JUST_READ)
 
@@ -384,7 +383,7 @@ class Promises:
             log.add(promise)
 
     def acknowledge(self, log: Log, cursor: int) -> None:
-        """Note that a client knows of everything up to a number; results that were sent are forgotten."""
+        """Record that a client knows all results up to a number; drop those that were sent."""
         for promise in log.until(cursor):
             if promise.is_sent:
                 self._forget(promise)

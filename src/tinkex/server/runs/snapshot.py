@@ -75,7 +75,7 @@ class Snapshots:
         )
 
     def _freeze(self, live: LiveRun, number: int) -> None:
-        """Have the present state become a snapshot; its files are written beside what comes next."""
+        """Begin a snapshot of the present state; its files are written in the background."""
         writer = live.worker.engine.writer(live.run.model_id, optimizer=True)
         live.since_snapshot, live.snapshot_rest = 0, math.inf  # until it is written
         live.new_snapshot = (number, writer)
@@ -116,7 +116,7 @@ class Snapshots:
             await self._commit(live, number, writer)
 
     async def _commit(self, live: LiveRun, number: int, writer: Writer | None) -> None:
-        """Write what must outlive the journal, put the snapshot in force, drop what it stands for."""
+        """Put the snapshot in force, with all that must outlive the journal it replaces."""
         directory = self._journals.run_directory(live.run.model_id)
         written = directory / f"state-{number}.new"
         journal = self._journals.of(directory)

@@ -15,7 +15,7 @@ from tinkex.server.workers.worker import Worker
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """The weights of a sampler: the worker and its name for them, and the files to load them from."""
+    """The weights of a sampler: their worker, their name there, and the files behind them."""
 
     worker: Worker
     name: str

@@ -98,7 +98,7 @@ class NamelessSamplers:
         return writer, scratch
 
     def place(self, sampler: str, scratch: Path) -> None:
-        """Let files that were written be a sampler's, unless it has others by now. On the worker."""
+        """Give written files to a sampler, unless it has newer ones. Runs on the worker."""
         directory = self._journals.snapshot_directory(sampler)
         if self._unplaced.get(sampler) != scratch or directory.is_dir():
             shutil.rmtree(scratch, ignore_errors=True)

@@ -38,7 +38,7 @@ FLAG = "record_stability_info"
 
 @dataclass(slots=True)
 class _Kept:
-    """The recordings of one sampling request: where they lie, and how long each can be trained on."""
+    """The recordings of one sampling request: their places, and how long each is valid."""
 
     segment: Path
     offset: int

@@ -183,12 +183,13 @@ class Worker:
         return self.run(self.engine.drop, run)
 
     def release_run(self, run: str) -> asyncio.Future[None]:
-        """Drop a run's adapter when its files are written; all else that it waits for is postponed."""
+        """Drop a run's adapter once its files are written; its other work is postponed."""
         self.run(self._postpone, run)
 
         def drop() -> None:
             self.engine.drop(run)
-            self._pass_step()  # the engine says that its passes failed before others have their names
+            # the engine reports its failed passes before others take their names
+            self._pass_step()
 
         return self.run_for(run, drop)
 
