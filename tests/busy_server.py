@@ -17,7 +17,7 @@ from typing import Any
 
 from support import pass_json, sample_json, step_json
 from test_survival import Life, life
-from tinkex.server.access.accounts import create_key
+from tinkex.server.access.keys import create_key
 from tinkex.server.database.sqlite import SqliteDatabase
 from tinkex.server.files.data_dir import make_directory
 from tinkex.server.runs import snapshot

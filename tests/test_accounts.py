@@ -24,7 +24,8 @@ from support import Heard, Keyed, Wire, pass_json, sample_json, serving, step_js
 from tinkex.client.rest import RestClient
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.access import accounts
-from tinkex.server.access.accounts import Accounts, create_key, has_keys, revoke_key
+from tinkex.server.access.accounts import Accounts
+from tinkex.server.access.keys import create_key, has_keys, revoke_key
 from tinkex.server.database.sqlite import DATABASE, SqliteDatabase
 from tinkex.server.files.data_dir import KEYED_FILE, SECRET_FILE, DataDirError
 from tinkex.server.server_limits import Limits

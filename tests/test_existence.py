@@ -14,7 +14,7 @@ import pytest
 
 from support import Heard, Keyed, Wire, pass_json, sample_json, serving, step_json
 from tinkex.engine.fake import STATE, FakeEngine
-from tinkex.server.access.accounts import create_key
+from tinkex.server.access.keys import create_key
 from tinkex.server.database.sqlite import SqliteDatabase
 from tinkex.server.routes import exports
 

@@ -21,7 +21,7 @@ from support import MODEL, Heard, Keyed, Wire, assert_peft_agrees, make_data, se
 from tinkex import RestClient, types
 from tinkex.client.futures.api_future import start
 from tinkex.engine.fake import FakeEngine
-from tinkex.server.access.accounts import create_key, revoke_key
+from tinkex.server.access.keys import create_key, revoke_key
 from tinkex.server.database.sqlite import SqliteDatabase
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ import tinkex
 from support import MODEL, Keyed, serving
 from tinkex import LoraConfig, ModelInput, RestClient, SamplingParams, ServiceClient
 from tinkex.engine.torch.engine import TorchEngine
-from tinkex.server.access.accounts import create_key, revoke_key
+from tinkex.server.access.keys import create_key, revoke_key
 from tinkex.server.database.sqlite import SqliteDatabase
 from tinkex.server.files import upload_files
 from tinkex.server.files.imports import most_bytes

@@ -18,9 +18,9 @@ from starlette.responses import Response, StreamingResponse
 
 from support import Heard, Keyed, serving
 from tinkex.engine.fake import FakeEngine
-from tinkex.server.access.accounts import create_key
 from tinkex.server.access.bodies import CONTROL_BYTES
 from tinkex.server.access.endpoints import Endpoint, Group
+from tinkex.server.access.keys import create_key
 from tinkex.server.calls import Call
 from tinkex.server.database.sqlite import SqliteDatabase
 from tinkex.server.http_errors import Refusal

@@ -71,6 +71,12 @@ def test_import_brings_no_heavy_package(code: str) -> None:
     assert shown == "[]"
 
 
+def test_serve_is_described_without_a_server() -> None:
+    """Its help is shown, and put into the site, where starlette is not installed."""
+    shown = run("import tinkex.cli.serve, sys\nprint('starlette' in sys.modules)")
+    assert shown == "False"
+
+
 def test_every_public_name_is_there() -> None:
     for name in tinkex.__all__:
         assert getattr(tinkex, name) is not None

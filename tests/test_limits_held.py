@@ -8,7 +8,7 @@ from pathlib import Path
 from support import pass_json
 from test_survival import life, played, until
 from tinkex.engine.fake import FakeEngine
-from tinkex.server.access.accounts import create_key
+from tinkex.server.access.keys import create_key
 from tinkex.server.server_limits import Limits
 
 

@@ -23,7 +23,7 @@ from support import MODEL, make_data, serving
 from tinkex import types
 from tinkex.engine.api import PassJob, SampleJob
 from tinkex.engine.fake import FakeEngine
-from tinkex.server.access.accounts import create_key
+from tinkex.server.access.keys import create_key
 from tinkex.server.database.sqlite import SqliteDatabase
 from tinkex.types.sampling import SampleRequest
 

@@ -16,7 +16,7 @@ import pytest
 from support import Keyed, Wire, serving
 from tinkex.engine.api import BaseModel
 from tinkex.engine.fake import FakeEngine
-from tinkex.server.access.accounts import create_key
+from tinkex.server.access.keys import create_key
 from tinkex.server.database.sqlite import SqliteDatabase
 
 BASES = tuple(BaseModel(name, context_length=length, vocab_size=128, arch="fake")

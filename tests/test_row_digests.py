@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tinkex.server.access.accounts import create_key
+from tinkex.server.access.keys import create_key
 from tinkex.server.database.entities import Run, Sampler
 from tinkex.server.database.interface import DatabaseError
 from tinkex.server.database.migrations import MIGRATIONS

@@ -47,7 +47,7 @@ from tinkex.hub import downloads
 from tinkex.hub.hub_files import resolve_file
 from tinkex.hub.pushes import push_checkpoint_adapter
 from tinkex.recovery.monitor import Executor
-from tinkex.server.access.accounts import create_key
+from tinkex.server.access.keys import create_key
 from tinkex.server.database.sqlite import SqliteDatabase
 from tinkex.types.sampled import SampledSequence, SampleResponse
 from tinkex.wire import codec, redaction

@@ -21,7 +21,7 @@ from support import Clock, Heard, Keyed, Wire, pass_json, sample_json, serving, 
 from test_survival import life, played, until as until_so
 from tinkex.client.rest import RestClient
 from tinkex.engine.fake import FakeEngine
-from tinkex.server.access.accounts import create_key, revoke_key
+from tinkex.server.access.keys import create_key, revoke_key
 from tinkex.server.database import sqlite_connection
 from tinkex.server.database.sqlite import SqliteDatabase
 from tinkex.server.database.sqlite_sessions import SqliteSessions

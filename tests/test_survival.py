@@ -23,7 +23,7 @@ from tinkex.client.http.asgi_exchange import AsgiExchange
 from tinkex.client.http.exchange import HttpRequest
 from tinkex.engine.api import EngineError
 from tinkex.engine.fake import FakeEngine
-from tinkex.server.access.accounts import create_key
+from tinkex.server.access.keys import create_key
 from tinkex.server.app import create_app
 from tinkex.server.database import commit_log
 from tinkex.server.database.sqlite import DATABASE

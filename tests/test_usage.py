@@ -16,7 +16,7 @@ import tinkex
 from support import Keyed, Wire, pass_json, sample_json, serving, step_json
 from tinkex.client.rest import AdminClient
 from tinkex.engine.fake import FakeEngine
-from tinkex.server.access.accounts import create_key, revoke_key
+from tinkex.server.access.keys import create_key, revoke_key
 from tinkex.server.database.sqlite import SqliteDatabase
 from tinkex.server.meter import Meter
 

@@ -41,12 +41,10 @@ class Shown(griffe.Extension):  # type: ignore[misc]
             if place.is_class:
                 if fields := _fields(place):
                     place.set_member("__init__", _initializer(place, fields))
-                for private in [
-                    parameter.name
-                    for parameter in place.parameters
-                    if parameter.name.startswith("_")
-                ]:
-                    del place.members["__init__"].parameters[private]
+                if "__init__" in place.members:  # else it is inherited
+                    for parameter in list(place.parameters):
+                        if parameter.name.startswith("_"):
+                            del place.members["__init__"].parameters[parameter.name]
                 told |= {parameter.name for parameter in place.parameters}
                 told |= {
                     name

@@ -61,7 +61,7 @@ def create(name: str, owner: str, data_dir: Path | None, as_json: bool) -> Outco
 
     It is shown only once: the server keeps a hash of it.
     """
-    from tinkex.server.access.accounts import create_key
+    from tinkex.server.access.keys import create_key
 
     if not owner.strip() or not owner.isprintable():
         raise click.UsageError("--owner must be a name")
@@ -123,7 +123,7 @@ def revoke(number: int, data_dir: Path | None, as_json: bool) -> Outcome:
 
     `tinkex key list` shows the IDs. Tokens made with the key end too.
     """
-    from tinkex.server.access.accounts import revoke_key
+    from tinkex.server.access.keys import revoke_key
 
     with _database(data_dir) as database:
         if not revoke_key(database, number):

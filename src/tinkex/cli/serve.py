@@ -35,7 +35,7 @@ from tinkex.local import (
     unusable,
 )
 from tinkex.otel import is_available
-from tinkex.server.access.accounts import has_keys
+from tinkex.server.access.keys import has_keys
 from tinkex.server.database.interface import DatabaseError
 from tinkex.server.database.sqlite import SqliteDatabase, is_database
 from tinkex.server.files.data_dir import DataDirError

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from tinkex.server.access.accounts import ORGANIZATION, Account, revoke_key
+from tinkex.server.access.accounts import ORGANIZATION, Account
+from tinkex.server.access.keys import revoke_key
 from tinkex.server.calls import Call
 from tinkex.server.http_errors import Refusal
 from tinkex.server.routes.handler_table import handler
