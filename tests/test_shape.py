@@ -35,7 +35,7 @@ LARGE = {
     "wire/protocol.py": "one table",
 }
 """Files above 500 lines, and why each is one."""
-CODE = 45_055
+CODE = 45_062
 """Lines of code of the package, at 100 columns, without docstrings, comments and blank lines."""
 
 
