@@ -140,7 +140,7 @@ def test_a_run_that_was_not_made_is_at_home_nowhere(tmp_path: Path) -> None:
 
 
 async def story(server: Life, model: str, *, rebuilt: Held | None = None) -> list[Any]:
-    """What a run is asked for, one after the other without waiting; it may be rebuilt meanwhile."""
+    """Send a run its calls without waiting, rebuild it meanwhile if asked, return the results."""
     asked: list[tuple[str, dict[str, Any]]] = []
     for number in range(1, 16, 5):
         asked += [

@@ -39,7 +39,7 @@ CASES = {
     "gspo": Case("gspo", {}),
     "custom": Case("custom", {"loss_id": "surprise"}),
 }
-"""What the tests of all losses run; each has its reference below or in a test of its own."""
+"""Cases of the tests that run every loss; references are below or in a test of their own."""
 
 
 def adapter_of(engine: TorchEngine, name: str = "a") -> Adapter:
