@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import tinkex
 from tinkex._lazy import NAME, homes_of
 
+PACKAGE = Path(__file__).parents[1]
 CLIENTS = ("AdminClient", "RestClient", "SamplingClient", "ServiceClient", "TrainingClient")
 CLIENT_FUTURES = ("BackcompatSamplingClientFuture", "BackcompatTrainingClientFuture")
 LOSSES = ("LossHandle", "PerDatumLossFn")
@@ -55,7 +55,9 @@ OURS = {
     "parse_literal",
 }
 """The errors and types of tinkex that have no module of their own in `tinker`."""
-TOP_HOMES = {name: home for name, home in homes_of(tinkex.__file__).items() if name not in OURS}
+TOP_HOMES = {
+    name: home for name, home in homes_of(str(PACKAGE / "__init__.py")).items() if name not in OURS
+}
 ERRORS = tuple(
     name
     for name, home in TOP_HOMES.items()
@@ -148,7 +150,7 @@ GROUPS = {
     ),
 }
 """The modules of `tinker.types` that hold several types, or one of another name."""
-TYPES = NAME.findall(Path(tinkex.__file__).with_name("types").joinpath("__init__.py").read_text())
+TYPES = NAME.findall((PACKAGE / "types" / "__init__.py").read_text())
 """The names of `tinkex.types`, read from its source: importing it would take long."""
 ALONE = {*TYPES} - OURS - {name for names in GROUPS.values() for name in names}
 """The types that have a module of their own, with their name."""
