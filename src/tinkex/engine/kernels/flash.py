@@ -8,7 +8,8 @@ Axes: T packed tokens, H query heads, G key/value heads, C channels, N tiles.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,9 +39,6 @@ from tinkex.engine.kernels.flash_tiles import (
     tile_of,
 )
 from tinkex.engine.torch.device_copies import to_device
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 LN_2 = 0.6931471805599453
 

@@ -9,7 +9,7 @@ Axes: T packed tokens, H query heads, G key/value heads, C channels, N tiles.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,6 +17,8 @@ import triton.language as tl
 
 from tinkex.engine.kernels.flash_tiles import (
     LOG2_E,
+    Heads,
+    Tiling,
     head_of,
     last_keys,
     places_of,
@@ -27,9 +29,6 @@ from tinkex.engine.kernels.flash_tiles import (
     strides_of,
     tile_of,
 )
-
-if TYPE_CHECKING:
-    from tinkex.engine.kernels.flash_tiles import Heads, Tiling
 
 DELTA_BLOCK = 64
 

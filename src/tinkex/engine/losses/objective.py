@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+import torch
+
+from tinkex.engine.losses.examples import Examples, Room
 from tinkex.engine.torch.device_copies import to_host
-
-if TYPE_CHECKING:
-    import torch
-
-    from tinkex.engine.losses.examples import Examples, Room
-    from tinkex.types.inputs import Datum
+from tinkex.types.inputs import Datum
 
 
 @dataclass(frozen=True, slots=True)

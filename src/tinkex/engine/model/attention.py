@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,9 +24,6 @@ from torch.utils.checkpoint import checkpoint
 from tinkex.engine.families.model_config import AttentionRule
 from tinkex.engine.model.matmul_check import steady_batch
 from tinkex.engine.torch.device_copies import to_device
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 SHORT = 64
 """The longest sequences that plain products attend on a CPU; then the fused kernel is quicker."""

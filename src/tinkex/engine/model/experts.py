@@ -9,19 +9,15 @@ Axes: T packed tokens, D hidden, E experts, K experts of a token, S = T K pairs 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
 from tinkex.engine.model.matmul import lowered
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from tinkex.engine.model.mlp import Adaptation, Mlp
-    from tinkex.engine.torch.lora import Linear
+from tinkex.engine.model.mlp import Adaptation, Mlp
+from tinkex.engine.torch.lora import Linear
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,17 +9,13 @@ Axes: T tokens, D inputs, N outputs, R rank.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 
 from tinkex.engine.model import matmul_check
 from tinkex.engine.model.elementwise import kernels_for
 from tinkex.engine.native import c_matmul
-
-if TYPE_CHECKING:
-    from tinkex.engine.torch.lora import Linear
+from tinkex.engine.torch.lora import Linear
 
 MOST_FUSED = 128
 """The highest rank for which an accelerator adds an adapter's share by a kernel of its own."""

@@ -14,18 +14,15 @@ from __future__ import annotations
 import functools
 import logging
 import platform
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
 
 from tinkex.engine.native import c_matmul, library as c
 from tinkex.engine.torch.openmp import Threads
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
 
 Name: TypeAlias = Literal["onednn", "pytorch", "c"]
 

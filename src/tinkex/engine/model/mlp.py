@@ -5,17 +5,14 @@ Axes: T packed tokens, D hidden, N outputs of a linear layer, F mlp.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
+
+import torch
 
 from tinkex.engine.model.elementwise import gated
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import torch
-
-    from tinkex.engine.torch.lora import Linear
+from tinkex.engine.torch.lora import Linear
 
 
 class Adaptation(Protocol):

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 
+from tinkex.engine.families.model_config import DecoderConfig, Fields
 from tinkex.engine.families.rope import TRAINED
-
-if TYPE_CHECKING:
-    from tinkex.engine.families.model_config import DecoderConfig, Fields
 
 
 def inverse_frequencies(config: DecoderConfig) -> torch.Tensor:

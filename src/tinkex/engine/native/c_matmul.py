@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from typing import TYPE_CHECKING
 
 import torch
 
 from tinkex.engine.native import bindings as c
+from tinkex.engine.native.bindings import Library
 from tinkex.engine.native.library import load
 from tinkex.engine.native.team import Team
-
-if TYPE_CHECKING:
-    from tinkex.engine.native.bindings import Library
 
 _local = threading.local()
 

@@ -9,26 +9,21 @@ Axes: T tokens of a pass, B rows, N blocks of a row, D hidden, V vocabulary.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from tinkex.engine.model.decoder import Lora
 from tinkex.engine.model.mlp import Mlp
 from tinkex.engine.native import bindings as c
 from tinkex.engine.native.weights import Native, PackedLora, address
 from tinkex.engine.sample.blocks import BLOCK
-from tinkex.engine.sample.passes import Decoding
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tinkex.engine.model.decoder import Lora
-    from tinkex.engine.sample.kv_pool import Pool
-    from tinkex.engine.sample.passes import Piece, Row
-    from tinkex.types.tensors import Array
+from tinkex.engine.sample.kv_pool import Pool
+from tinkex.engine.sample.passes import Decoding, Piece, Row
+from tinkex.types.tensors import Array
 
 KEPT_ADAPTERS = 256 << 20
 """Packed adapters that no row has now are kept up to so many bytes, the last used ones."""

@@ -5,24 +5,19 @@ Axes: N outputs, D inputs, R rank.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from tinkex.engine.model.decoder import Decoder, Lora
 from tinkex.engine.native import bindings as c
+from tinkex.engine.native.bindings import Library
 from tinkex.engine.native.library import load
 from tinkex.engine.native.team import Team
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tinkex.engine.model.decoder import Decoder, Lora
-    from tinkex.engine.native.bindings import Library
-    from tinkex.engine.torch.lora import Factors, Linear
-    from tinkex.types.tensors import Array
-
+from tinkex.engine.torch.lora import Factors, Linear
+from tinkex.types.tensors import Array
 
 LINE = 64
 """Bytes of a cache line; numbers are read in such units."""

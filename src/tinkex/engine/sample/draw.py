@@ -7,29 +7,24 @@ Axes: B rows, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from tinkex.engine.model.decoder import Decoder
+from tinkex.engine.native.weights import Native
+from tinkex.engine.sample.jobs import Sample
 from tinkex.engine.sample.logit_changes import Shaped, Shaper
-from tinkex.engine.sample.passes import put
+from tinkex.engine.sample.passes import Row, put
 from tinkex.engine.sample.recordings import Scores
+from tinkex.engine.sample.room import Running
 from tinkex.engine.sample.token_choice import GREEDY_BELOW, choose, uniforms
 from tinkex.engine.torch.device_copies import mark, to_host
 from tinkex.types.sampled import TopkLogprobs
 from tinkex.types.sampling import SampleRequest
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from tinkex.engine.model.decoder import Decoder
-    from tinkex.engine.native.weights import Native
-    from tinkex.engine.sample.jobs import Sample
-    from tinkex.engine.sample.passes import Row
-    from tinkex.engine.sample.room import Running
-    from tinkex.types.tensors import Array
+from tinkex.types.tensors import Array
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,19 +5,15 @@ Axes: L layers, N blocks, S positions, G key/value heads, C channels of a head, 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
+from tinkex.engine.model.decoder import Decoder
 from tinkex.engine.model.elementwise import kernels_for
 from tinkex.engine.sample.blocks import BLOCK, RESERVED, Blocks
 from tinkex.engine.torch.device_copies import to_device
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tinkex.engine.model.decoder import Decoder
 
 
 class Pool:

@@ -12,6 +12,7 @@ sequence.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,14 +22,11 @@ import torch
 from tinkex.engine.api import EngineError
 from tinkex.engine.sample.token_choice import choose
 from tinkex.engine.torch.device_copies import to_device
+from tinkex.types.sampling import SamplingParams
+from tinkex.types.tensors import Array
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from tokenizers import Tokenizer
-
-    from tinkex.types.sampling import SamplingParams
-    from tinkex.types.tensors import Array
 
 ROWS_BUDGET = 1 << 24
 """Logits changed at a time."""

@@ -19,19 +19,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
+from tinkex.engine.families.model_config import AttentionRule
 from tinkex.engine.model.attention import soft_cap, widened
+from tinkex.engine.model.decoder import Lora
 from tinkex.engine.sample.blocks import BLOCK
+from tinkex.engine.sample.kv_pool import Pool
 from tinkex.engine.torch.device_copies import to_device
-
-if TYPE_CHECKING:
-    from tinkex.engine.families.model_config import AttentionRule
-    from tinkex.engine.model.decoder import Lora
-    from tinkex.engine.sample.kv_pool import Pool
-    from tinkex.types.tensors import Array
+from tinkex.types.tensors import Array
 
 
 @dataclass(eq=False, slots=True)

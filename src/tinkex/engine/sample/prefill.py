@@ -7,27 +7,22 @@ keys of a pass, H query heads, G key/value heads, C channels of a head.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from tinkex.engine.families.model_config import AttentionRule
 from tinkex.engine.model.attention import attend, flash, takes_packed, visible
-from tinkex.engine.model.decoder import hidden_states
+from tinkex.engine.model.decoder import Decoder, Lora, hidden_states
 from tinkex.engine.model.matmul_check import steady_batch
 from tinkex.engine.sample.blocks import BLOCK, NOTHING, SCRATCH
+from tinkex.engine.sample.kv_pool import Pool
 from tinkex.engine.sample.passes import Piece, put, weigh
 from tinkex.engine.sample.row_adapters import Products, RowAdapters, padded
 from tinkex.engine.torch.device_copies import to_device
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tinkex.engine.families.model_config import AttentionRule
-    from tinkex.engine.model.decoder import Decoder, Lora
-    from tinkex.engine.sample.kv_pool import Pool
-    from tinkex.types.tensors import Array
+from tinkex.types.tensors import Array
 
 CUDA_TILE = 512
 """Queries attended at once on a GPU whose kernel cannot take whole prompts. A CPU takes a block of

@@ -7,8 +7,8 @@ Axes: T positions of a prompt, V vocabulary, K likeliest tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,9 +25,6 @@ from tinkex.types.sampled import (
 )
 from tinkex.types.sampling import SampleRequest
 from tinkex.types.tensors import Array, TensorData
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ALTERNATIVES = 1 << 32
 """Alternative tokens of prompts draw from streams beyond those of any sample."""

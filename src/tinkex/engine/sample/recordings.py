@@ -9,8 +9,8 @@ Axes: B rows of a step, R recorded ones, S tokens of a sample, K likeliest token
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,9 +19,6 @@ from tinkex.engine.api import RECORDED_TOKENS, Recording
 from tinkex.engine.torch.device_copies import to_device, to_host
 from tinkex.engine.train.target_logprobs import log_softmax
 from tinkex.types.tensors import Array
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 FIRST_ROOM = 64
 """The first capacity of a recorder, in positions."""

@@ -12,27 +12,23 @@ Axes: T rows of a pass, D inputs, N outputs, R rank (times the projections that 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
 from tinkex.engine.model import matmul_check
+from tinkex.engine.model.decoder import Decoder, Lora
 from tinkex.engine.model.matmul import add_product, add_small, base_product, lowered
 from tinkex.engine.model.mlp import Adaptation
+from tinkex.engine.native.weights import Native
 from tinkex.engine.torch.device_copies import to_device
+from tinkex.engine.torch.lora import Factors, Linear
 from tinkex.engine.torch.openmp import Threads
 from tinkex.engine.train.span_adapters import ROWS
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from tinkex.engine.model.decoder import Decoder, Lora
-    from tinkex.engine.native.weights import Native
-    from tinkex.engine.torch.lora import Factors, Linear
 
 
 def padded(rows: int) -> int:

@@ -17,33 +17,29 @@ Axes: B rows, T tokens of a pass, D hidden, V vocabulary.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
 from tinkex.engine.api import EngineError, SampleDone
+from tinkex.engine.model.decoder import Decoder, Lora
 from tinkex.engine.native.c_passes import NativeDecoding, NativePrefill, NativeSteps
-from tinkex.engine.native.weights import find as find_native
+from tinkex.engine.native.weights import Native, find as find_native
 from tinkex.engine.sample.blocks import BLOCK, blocks_for
 from tinkex.engine.sample.draw import Drawer, Drawn
 from tinkex.engine.sample.jobs import NOT_FINITE, Job, Sample
 from tinkex.engine.sample.kv_pool import Pool, block_bytes
 from tinkex.engine.sample.passes import Decoding, Piece, Prompts, Row, put
 from tinkex.engine.sample.prefill import Prefill
+from tinkex.engine.sample.room import Running
 from tinkex.engine.sample.row_adapters import Products, RowAdapters, padded
 from tinkex.engine.sample.slab_decoding import SlabDecoding
 from tinkex.engine.sample.source import Source
 from tinkex.engine.sample.static_decoding import ShortPrompts, StaticDecoding
 from tinkex.engine.sample.step_scheduler import Scheduler
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tinkex.engine.model.decoder import Decoder, Lora
-    from tinkex.engine.native.weights import Native
-    from tinkex.engine.sample.room import Running
 
 FIRST_TOKENS = 64
 """Samples that draw their first token at once."""

@@ -5,26 +5,21 @@ Axes: T tokens of a pass, B rows, S positions, G key/value heads, C channels of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from tinkex.engine.families.model_config import AttentionRule
 from tinkex.engine.model.attention import visible
-from tinkex.engine.model.decoder import hidden_states
+from tinkex.engine.model.decoder import Decoder, hidden_states
 from tinkex.engine.model.matmul_check import are_batches_steady
 from tinkex.engine.sample.kv_pool import Pool, zeros
 from tinkex.engine.sample.passes import Decoding, Row, put, weigh
 from tinkex.engine.sample.row_adapters import Products, RowAdapters, padded
 from tinkex.engine.torch.openmp import Threads
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tinkex.engine.families.model_config import AttentionRule
-    from tinkex.engine.model.decoder import Decoder
 
 SMALLEST_SLAB = 128
 FIRST_SLOTS = 32

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
+from tinkex.engine.families.model_config import AttentionRule
 from tinkex.engine.model.attention import attend, trusted, visible
 from tinkex.engine.model.decoder import BARE, Decoder, Lora, hidden_states
 from tinkex.engine.model.mlp import Adaptation
@@ -20,9 +21,6 @@ from tinkex.engine.sample.kv_pool import Pool
 from tinkex.engine.sample.passes import Decoding, Piece, Prompts, Row, put
 from tinkex.engine.sample.row_adapters import Bank, widest
 from tinkex.engine.torch.device_copies import mark
-
-if TYPE_CHECKING:
-    from tinkex.engine.families.model_config import AttentionRule
 
 PROMPT_ROWS = (16, 64, 256)
 """Numbers of tokens of prompts that are run as rows; more are run in chunks."""

@@ -9,7 +9,7 @@ Axes: B rows, V vocabulary.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -17,12 +17,8 @@ import torch.nn.functional as F
 
 from tinkex.engine.torch.device_copies import to_device
 from tinkex.engine.train.target_logprobs import log_softmax
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tinkex.types.sampling import SamplingParams
-    from tinkex.types.tensors import Array
+from tinkex.types.sampling import SamplingParams
+from tinkex.types.tensors import Array
 
 GREEDY_BELOW = 1e-30
 """Temperatures below this count as 0: the quotient would overflow float32."""

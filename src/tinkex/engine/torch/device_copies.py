@@ -7,14 +7,11 @@ when a copy to the host is complete.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tinkex.types.tensors import Array
+from tinkex.types.tensors import Array
 
 STAGING = 1 << 22
 """The numbers that go to the host at a time while the device works on."""

@@ -16,18 +16,14 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from tinkex.engine.api import EngineError
 from tinkex.engine.peft_files import ALPHA, MAX_RANK
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from tinkex.types.training import LoraConfig
+from tinkex.types.training import LoraConfig
 
 DEFAULT_SEED = 0
 

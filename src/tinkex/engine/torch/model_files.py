@@ -6,10 +6,11 @@ Checkpoints have Hugging Face's layout, adapters PEFT's, with the optimizer's st
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -36,11 +37,7 @@ from tinkex.engine.tensor_files import write_tensors
 from tinkex.engine.torch.device_copies import mark, to_host_beside
 from tinkex.engine.torch.lora import Layout, Linear
 from tinkex.engine.train.optim import State, make_state
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from tinkex.types.tensors import Array
+from tinkex.types.tensors import Array
 
 
 class _Tensors:

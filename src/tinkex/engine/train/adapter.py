@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 
 from tinkex.engine.api import ADAMW, EngineError
+from tinkex.engine.model.decoder import Decoder
 from tinkex.engine.torch.lora import Factors, Layout
 from tinkex.engine.train.optim import Overflow, check, make_state, state_type, step
-
-if TYPE_CHECKING:
-    from tinkex.engine.model.decoder import Decoder
-    from tinkex.types.optimizers import OptimizerConfigBase, OptimParams
-    from tinkex.types.training import LoraConfig
+from tinkex.types.optimizers import OptimizerConfigBase, OptimParams
+from tinkex.types.training import LoraConfig
 
 
 class Adapter:

@@ -9,24 +9,20 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from tinkex.engine.api import EngineError
-from tinkex.engine.losses.objective import Piece
+from tinkex.engine.losses.objective import Evaluated, Piece
 from tinkex.engine.model.attention import PackedAttention
 from tinkex.engine.model.decoder import hidden_states
 from tinkex.engine.torch.device_copies import mark, to_device, to_host
+from tinkex.engine.torch.lora import Linear
 from tinkex.engine.train.span_adapters import ROWS, Span, SpanAdapters
 from tinkex.engine.train.target_logprobs import Wanted, chunks, target_logprobs
 from tinkex.engine.train.training_pass import Pass, check_finite
 from tinkex.types.tensors import Array
-
-if TYPE_CHECKING:
-    from tinkex.engine.losses.objective import Evaluated
-    from tinkex.engine.torch.lora import Linear
 
 
 @dataclass(frozen=True, slots=True)

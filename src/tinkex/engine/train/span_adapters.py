@@ -11,8 +11,9 @@ stacked A).
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,11 +28,7 @@ from tinkex.engine.model.matmul import (
     weighed,
     write_product,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from tinkex.engine.torch.lora import Factors, Linear
+from tinkex.engine.torch.lora import Factors, Linear
 
 ROWS = 4
 """Spans are padded to a multiple of so many tokens."""

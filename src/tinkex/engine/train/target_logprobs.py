@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from tinkex.engine.model.attention import soft_cap_slope
-from tinkex.engine.model.decoder import cap_logits
+from tinkex.engine.model.decoder import Decoder, cap_logits
 from tinkex.engine.model.elementwise import kernels_for
 from tinkex.engine.model.matmul import lowered
+from tinkex.engine.torch.lora import Linear
 from tinkex.engine.train.span_adapters import (
     ROWS,
     Span,
@@ -24,10 +25,6 @@ from tinkex.engine.train.span_adapters import (
     forward as mixed_forward,
 )
 from tinkex.types.tensors import Array
-
-if TYPE_CHECKING:
-    from tinkex.engine.model.decoder import Decoder
-    from tinkex.engine.torch.lora import Linear
 
 LOGITS_BUDGET = 1 << 24
 """The most logits that are computed at once on a CPU."""
