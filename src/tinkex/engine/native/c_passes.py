@@ -15,6 +15,7 @@ from operator import itemgetter
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tinkex.engine.model.decoder import Lora
 from tinkex.engine.model.mlp import Mlp
@@ -46,8 +47,8 @@ class NativeSteps:
         tables_BN: Array,
         adapters: Sequence[tuple[int, Lora, int]],
         *,
-        hidden_BD: torch.Tensor | None = None,
-        logits_BV: torch.Tensor | None = None,
+        hidden_BD: Tensor | None = None,
+        logits_BV: Tensor | None = None,
     ) -> None:
         """Run rows of these tokens at these positions, and fill the tensors that are given.
 
@@ -104,7 +105,7 @@ class NativePrefill:
     def __init__(self, steps: NativeSteps) -> None:
         self._steps = steps
 
-    def hidden(self, pieces: Sequence[Piece]) -> torch.Tensor:
+    def hidden(self, pieces: Sequence[Piece]) -> Tensor:
         """Return the hidden states as `Prompts` says."""
         counts = [piece.stop - piece.start for piece in pieces]
         tokens = np.concatenate(
@@ -128,7 +129,7 @@ class NativeDecoding(Decoding):
         self._steps = steps
         self._logits_BV = torch.empty(0, steps.config.vocab)
 
-    def logits(self, rows: Sequence[Row]) -> torch.Tensor:
+    def logits(self, rows: Sequence[Row]) -> Tensor:
         """Decode one token of each row. The logits are overwritten by the next call."""
         tokens = np.array([row.token for row in rows], np.int64)
         positions = np.array([row.length for row in rows], np.int64)

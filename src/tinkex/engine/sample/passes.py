@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from tinkex.engine.families.model_config import AttentionRule
 from tinkex.engine.model.attention import soft_cap, widened
@@ -62,7 +63,7 @@ class Piece:
 class Prompts(Protocol):
     """Runs pieces of prompts and leaves their keys and values in the pool."""
 
-    def hidden(self, pieces: Sequence[Piece]) -> torch.Tensor:
+    def hidden(self, pieces: Sequence[Piece]) -> Tensor:
         """Return the hidden states of all positions of the pieces, in order.
 
         Pieces with equal weights are side by side.
@@ -90,14 +91,14 @@ class Decoding:
         """Return the order in which rows are to be decoded: equal weights side by side."""
         return sorted(rows, key=lambda row: row.weights)
 
-    def logits(self, rows: Sequence[Row]) -> torch.Tensor:
+    def logits(self, rows: Sequence[Row]) -> Tensor:
         """Feed each row its token, at the next position, and return the logits `[B, V]` after it.
 
         The next call may overwrite them.
         """
         raise NotImplementedError
 
-    def keep(self, tokens_B: torch.Tensor) -> None:
+    def keep(self, tokens_B: Tensor) -> None:
         """Remember these tokens, for rows that go by their `drawn`."""
 
     def forget(self, weights: int) -> None:
@@ -105,12 +106,12 @@ class Decoding:
 
 
 def weigh(
-    q_NRC: torch.Tensor,
-    k_NSC: torch.Tensor,
-    v_NSC: torch.Tensor,
-    bias: torch.Tensor,
+    q_NRC: Tensor,
+    k_NSC: Tensor,
+    v_NSC: Tensor,
+    bias: Tensor,
     rule: AttentionRule,
-) -> torch.Tensor:
+) -> Tensor:
     """Return attention by plain products; `bias` is 0 or -inf."""
     if rule.softcap is None:
         scores = torch.baddbmm(bias, q_NRC, k_NSC.transpose(1, 2), alpha=rule.scale)
@@ -122,6 +123,6 @@ def weigh(
     return torch.bmm(scores.softmax(-1).to(v_NSC.dtype), v_NSC)
 
 
-def put(array: Array | Sequence[int] | Sequence[Sequence[int]], like: torch.Tensor) -> torch.Tensor:
+def put(array: Array | Sequence[int] | Sequence[Sequence[int]], like: Tensor) -> Tensor:
     """Return whole numbers on the device of a tensor."""
     return to_device(array, like.device)

@@ -23,6 +23,7 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from tinkex.engine.api import EngineError, SampleDone
 from tinkex.engine.model.decoder import Decoder, Lora
@@ -265,14 +266,14 @@ class Runner:
             lora_B = [running.job.source.lora for running in complete]
             self._begin(complete, self._logits(hidden_TD[put(ends, hidden_TD)], lora_B))
 
-    def _logits(self, hidden_BD: torch.Tensor, lora_B: Sequence[Lora]) -> torch.Tensor:
+    def _logits(self, hidden_BD: Tensor, lora_B: Sequence[Lora]) -> Tensor:
         rows = hidden_BD.shape[0]
         total = padded(rows)
         return self._model.logits(
             F.pad(hidden_BD, (0, 0, 0, total - rows)), RowAdapters.of(self._products, lora_B, total)
         )[:rows]
 
-    def _begin(self, runnings: Sequence[Running], logits_BV: torch.Tensor) -> None:
+    def _begin(self, runnings: Sequence[Running], logits_BV: Tensor) -> None:
         """Draw the first tokens of samples whose prompts have been run."""
         finite_B = torch.isfinite(logits_BV).all(-1).cpu().numpy()
         pairs: list[tuple[Running, Sample]] = []

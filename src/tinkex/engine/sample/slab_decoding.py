@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tinkex.engine.families.model_config import AttentionRule
 from tinkex.engine.model.attention import visible
@@ -34,7 +35,7 @@ LONG_ATTENTION = 1 << 18
 class _Slab:
     """Keys and values of rows of similar length, `[L, 2, slots, G, S, C]`; used slots are first."""
 
-    kv: torch.Tensor
+    kv: Tensor
     rows: list[Row]
 
 
@@ -80,7 +81,7 @@ class SlabDecoding(Decoding):
                 self._move(row)
         return sorted(rows, key=lambda row: (row.weights, row.place))
 
-    def logits(self, rows: Sequence[Row]) -> torch.Tensor:
+    def logits(self, rows: Sequence[Row]) -> Tensor:
         """Decode one token of each row."""
         total, embed = padded(len(rows)), self._model.embed_VD
         tokens, positions = np.zeros(total, np.int64), np.zeros(total, np.int64)
@@ -99,7 +100,7 @@ class SlabDecoding(Decoding):
                 row.length += 1
             return self._model.logits(hidden_TD, lora)[: len(rows)]
 
-    def _slot(self, row: Row, length: int) -> torch.Tensor:
+    def _slot(self, row: Row, length: int) -> Tensor:
         """Return room for a row of at least this length: `[L, 2, G, S, C]`."""
         size = _slab_size(length)
         layers, _, _, _, groups, channels = self._pool.shape
@@ -154,9 +155,7 @@ class _SlabAttention:
             len(self._parts) == 1 and isinstance(self._parts[0].rows, slice) and total == len(rows)
         )
 
-    def __call__(
-        self, layer: int, q_THC: torch.Tensor, k_TGC: torch.Tensor, v_TGC: torch.Tensor
-    ) -> torch.Tensor:
+    def __call__(self, layer: int, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor) -> Tensor:
         """Keep the keys and values, then attend, slab by slab."""
         rule = self._rules[layer]
         if self._plain:
@@ -187,16 +186,16 @@ class _SlabPart:
         heads = np.arange(len(order) * groups)
         self._places = torch.from_numpy(heads * size + positions.repeat(groups))
         self._positions_B1 = torch.from_numpy(positions)[:, None]
-        self._biases: dict[int | None, torch.Tensor] = {}
+        self._biases: dict[int | None, Tensor] = {}
 
     def attend(
         self,
         layer: int,
-        q_BHC: torch.Tensor,
-        k_BGC: torch.Tensor,
-        v_BGC: torch.Tensor,
+        q_BHC: Tensor,
+        k_BGC: Tensor,
+        v_BGC: Tensor,
         rule: AttentionRule,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Query heads of a group read its keys where they lie."""
         count, groups, channels = k_BGC.shape
         keys, values = (part.view(-1, channels) for part in self._slab.kv[layer])
@@ -210,9 +209,7 @@ class _SlabPart:
                 count, -1
             )
 
-    def _bias(
-        self, rule: AttentionRule, groups: int, queries: int, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def _bias(self, rule: AttentionRule, groups: int, queries: int, dtype: torch.dtype) -> Tensor:
         if rule.window not in self._biases:
             seen_B1S = visible(self._positions_B1, torch.arange(self._slab.kv.shape[4]), rule)
             bias = torch.zeros(seen_B1S.shape, dtype=dtype).masked_fill_(~seen_B1S, -torch.inf)

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from tinkex.engine.api import EngineError
 from tinkex.engine.peft_files import ALPHA, MAX_RANK
@@ -42,8 +43,8 @@ class Linear:
 
     name: str
     group: str
-    weight_ND: torch.Tensor
-    bias_N: torch.Tensor | None
+    weight_ND: Tensor
+    bias_N: Tensor | None
     modules: Sequence[str]
     sizes: list[int]
     sharers: int = 1
@@ -54,8 +55,8 @@ class Linear:
 class Factors:
     """The factors of one linear layer: A stacked over its modules, one B for each."""
 
-    a_RD: torch.Tensor
-    b_NR: Sequence[torch.Tensor]
+    a_RD: Tensor
+    b_NR: Sequence[Tensor]
     scale: float
 
 
@@ -103,11 +104,11 @@ class Layout:
         """The checkpoint names of the modules that are trained."""
         return [module for linear in self.linears for module in linear.modules]
 
-    def factors(self, flat: torch.Tensor) -> dict[str, Factors]:
+    def factors(self, flat: Tensor) -> dict[str, Factors]:
         """Return views of a flat buffer, by the name of the linear layer."""
         views, start = {}, 0
 
-        def take(rows: int, columns: int) -> torch.Tensor:
+        def take(rows: int, columns: int) -> Tensor:
             nonlocal start
             view = flat[start : start + rows * columns].view(rows, columns)
             start += rows * columns
@@ -121,7 +122,7 @@ class Layout:
             )
         return views
 
-    def tensors(self, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield (`<module>.lora_A` or `<module>.lora_B`, view) for every factor."""
         views = self.factors(flat)
         for linear in self.linears:
@@ -131,7 +132,7 @@ class Layout:
                 yield f"{module}.lora_A", a
                 yield f"{module}.lora_B", b
 
-    def initial(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def initial(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return fresh weights: A uniform in ±1/sqrt(in), as peft draws it, B zero.
 
         Each module has a stream of its own, which depends on the seed and its name alone.

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from tinkex.engine.api import EngineError
 from tinkex.engine.families.model_config import DecoderConfig, ExpertsConfig
@@ -73,14 +74,14 @@ class _Tensors:
                 f"{self._directory} lacks the shards of {len(lost)} tensors, such as {min(lost)}"
             )
 
-    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor, which must have this shape."""
         if name not in self._where:
             raise EngineError(
                 f"{self._directory} has no tensor {name}, which its config.json needs"
             )
         self._unread.discard(name)
-        tensor: torch.Tensor = self._where[name].get_tensor(name)
+        tensor: Tensor = self._where[name].get_tensor(name)
         if tuple(tensor.shape) != shape:
             raise EngineError(
                 f"{self._directory}: {name} has shape {list(tensor.shape)}, expected {list(shape)}"
@@ -120,7 +121,7 @@ def load_decoder(directory: Path, dtype: torch.dtype, device: torch.device) -> D
 class Tensors(Protocol):
     """A source of a model's weights."""
 
-    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor, which must have this shape."""
 
 
@@ -151,10 +152,10 @@ class _Source:
     dtype: torch.dtype
     device: torch.device
 
-    def get(self, name: str, *shape: int) -> torch.Tensor:
+    def get(self, name: str, *shape: int) -> Tensor:
         return self.tensors.read(name, shape).to(device=self.device, dtype=self.dtype)
 
-    def norm(self, module: str, size: int) -> torch.Tensor:
+    def norm(self, module: str, size: int) -> Tensor:
         """Return the weight of a norm.
 
         A weight that files hold less one would lose bits in 16 of them: it stays in float32.
@@ -164,7 +165,7 @@ class _Source:
         wide = torch.promote_types(self.dtype, torch.float32)
         return self.tensors.read(f"{module}.weight", (size,)).to(device=self.device, dtype=wide) + 1
 
-    def optional_norm(self, prefix: str, module: str | None, size: int) -> torch.Tensor | None:
+    def optional_norm(self, prefix: str, module: str | None, size: int) -> Tensor | None:
         """Return the weight of a norm that only some families name."""
         return None if module is None else self.norm(prefix + module, size)
 
@@ -269,13 +270,13 @@ class AdapterWriter(Writer):
 
     base_model: str
     layout: Layout
-    weights: torch.Tensor
+    weights: Tensor
     state: State | None
     ready: torch.cuda.Event | None
 
     @classmethod
     def of(
-        cls, base_model: str, layout: Layout, weights: torch.Tensor, state: State | None = None
+        cls, base_model: str, layout: Layout, weights: Tensor, state: State | None = None
     ) -> AdapterWriter:
         """Return a writer of weights that the device may still be computing."""
         return cls(base_model, layout, weights, state, mark(weights.device))
@@ -293,7 +294,7 @@ class AdapterWriter(Writer):
             with place.file(OPTIMIZER) as file:
                 write_tensors(file, self._named(moments), about)
 
-    def _named(self, flats: Mapping[str, torch.Tensor]) -> dict[str, Array]:
+    def _named(self, flats: Mapping[str, Tensor]) -> dict[str, Array]:
         """Return the tensors of flat buffers on the host, by name."""
         named = {
             name: view.numpy()
@@ -347,7 +348,7 @@ def load_adapter(directory: Path, layout: Layout, like: State, *, optimizer: boo
     return make_state(type(like), weights, moments, int(about["step"]))
 
 
-def load_factors(directory: Path, layout: Layout, like: torch.Tensor) -> torch.Tensor:
+def load_factors(directory: Path, layout: Layout, like: Tensor) -> Tensor:
     """Read the weights of a saved adapter for a layout; they have to fit."""
     saved = read_lora_config(directory, layout.groups)
     for name in ("rank", "train_attn", "train_mlp", "train_unembed"):
@@ -363,10 +364,10 @@ def load_factors(directory: Path, layout: Layout, like: torch.Tensor) -> torch.T
 def _read_flat(
     path: Path,
     layout: Layout,
-    like: torch.Tensor,
+    like: Tensor,
     prefixes: list[str],
     optimizer: str | None = None,
-) -> tuple[list[torch.Tensor], dict[str, str]]:
+) -> tuple[list[Tensor], dict[str, str]]:
     """Read flat buffers, one per prefix, from a file with exactly these tensors."""
     if not path.exists():
         raise EngineError(f"{path.parent} has no {path.name}")
@@ -402,5 +403,5 @@ def _read_flat(
     return [flat.to(like.device) for flat in flats], metadata
 
 
-def _views(layout: Layout, flat: torch.Tensor, prefix: str) -> Iterable[tuple[str, torch.Tensor]]:
+def _views(layout: Layout, flat: Tensor, prefix: str) -> Iterable[tuple[str, Tensor]]:
     return ((f"{prefix}{name}.weight", view) for name, view in layout.tensors(flat))
