@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ class Linear:
         wide: True if results are not rounded to half precision where the device can leave that out.
             Logits are the largest numbers there are, and rounding one moves a probability by
             percents; and rounded states of a mixture send tokens to other experts.
+        rank_patterns: Of experts: their names in peft, as `TensorNames.expert_ranks` has them.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Linear:
     sizes: list[int]
     sharers: int = 1
     wide: bool = False
+    rank_patterns: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

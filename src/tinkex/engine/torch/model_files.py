@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -234,6 +235,13 @@ class _Source:
             about.count, 2 * size, hidden, dtype=self.dtype, device=self.device
         )
         down_END = torch.empty(about.count, hidden, size, dtype=self.dtype, device=self.device)
+        linear = partial(
+            Linear,
+            group="mlp",
+            bias_N=None,
+            sharers=about.count,
+            rank_patterns=names.expert_ranks,
+        )
 
         def expert(number: int) -> Mlp:
             own = prefix + names.expert.format(number)
@@ -243,12 +251,8 @@ class _Source:
             gate_up_ND[size:] = self.tensors.read(f"{up}.weight", (size, hidden))
             down_ND[:] = self.tensors.read(f"{down}.weight", (hidden, size))
             return Mlp(
-                Linear(
-                    own + "gate_up", "mlp", gate_up_ND, None, [gate, up], [size, size], about.count
-                ),
-                Linear(
-                    own + "down", "mlp", down_ND, None, [down], [hidden], about.count, wide=True
-                ),
+                linear(own + "gate_up", weight_ND=gate_up_ND, modules=[gate, up], sizes=[size] * 2),
+                linear(own + "down", weight_ND=down_ND, modules=[down], sizes=[hidden], wide=True),
                 self.config.activation,
             )
 
@@ -314,7 +318,11 @@ def _peft_config(base_model: str, layout: Layout) -> dict[str, Any]:
         "lora_dropout": 0.0,
         "bias": "none",
         "target_modules": sorted({module.rsplit(".", 1)[-1] for module in layout.modules}),
-        "rank_pattern": _rank_pattern(layout),
+        "rank_pattern": {
+            pattern: times * layout.rank(linear)
+            for linear in layout.linears
+            for pattern, times in linear.rank_patterns.items()
+        },
         "modules_to_save": None,
         "fan_in_fan_out": False,
         "init_lora_weights": True,
@@ -322,20 +330,6 @@ def _peft_config(base_model: str, layout: Layout) -> dict[str, Any]:
         "use_rslora": False,
         "inference_mode": True,
     }
-
-
-def _rank_pattern(layout: Layout) -> dict[str, int]:
-    """Return the rank of experts, where it is not the adapter's.
-
-    In peft experts are modules or are fused; the patterns cover both.
-    """
-    ranks = {layout.rank(linear) for linear in layout.linears if linear.sharers > 1}
-    patterns = {}
-    for rank in ranks:
-        patterns[r"mlp\.experts\.\d+\.(gate|up)_proj"] = rank
-        patterns[r"mlp\.experts\.(\d+\.)?down_proj"] = rank
-        patterns[r"mlp\.experts\.gate_up_proj"] = 2 * rank
-    return patterns
 
 
 def load_adapter(directory: Path, layout: Layout, like: State, *, optimizer: bool) -> State:
