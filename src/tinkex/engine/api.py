@@ -47,6 +47,13 @@ class EngineError(Exception):
         self.category = category
 
 
+class EngineLost(EngineError):
+    """The process of an engine is gone; an operation under way may or may not have taken place."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why, "server")
+
+
 def find(table: Mapping[str, Item], kind: str, name: str) -> Item:
     """Return the thing of this kind and name, which a caller asks for."""
     if name not in table:
@@ -83,7 +90,8 @@ def token_limit(request: SampleRequest, prompt: int, context: int) -> int:
     return asked
 
 
-def _no_tokenizer() -> Tokenizer:
+def no_tokenizer() -> Tokenizer:
+    """Raise the error for a base model without a tokenizer."""
     raise EngineError("this base model has no tokenizer on the server", "server")
 
 
@@ -104,7 +112,7 @@ class BaseModel:
     directory: Path | None = None
     eos_tokens: frozenset[int] = field(default_factory=frozenset)
     digest: str = ""
-    tokenizer: Callable[[], Tokenizer] = field(default=_no_tokenizer, compare=False, repr=False)
+    tokenizer: Callable[[], Tokenizer] = field(default=no_tokenizer, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,69 @@
+"""Steps of an engine: training and sampling take turns by the time they take."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from tinkex.engine.api import Engine, PassDone, SampleDone
+from tinkex.engine.fair_share import Shares
+
+logger = logging.getLogger("tinkex.server")
+
+Kind: TypeAlias = Literal["training", "sampling"]
+TRAINING: Kind = "training"
+SAMPLING: Kind = "sampling"
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A step that failed: all work of its kind that the engine had begun is lost."""
+
+    kind: Kind
+    error: Exception
+
+
+Ended: TypeAlias = PassDone | SampleDone | Failed
+
+
+class Stepper:
+    """Advances an engine, so that neither training nor sampling stops the other."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._shares = Shares()
+        self.steps: Counter[str] = Counter()
+        """The number of steps that the engine has made, by kind."""
+
+    def has_work(self) -> bool:
+        """Return True if a step would do something."""
+        return self._engine.passing() or self._engine.sampling()
+
+    def advance(self) -> Sequence[Ended]:
+        """Make a step of training or of sampling, whichever has had less time."""
+        kinds: list[Kind] = []
+        if self._engine.passing():
+            kinds.append(TRAINING)
+        if self._engine.sampling():
+            kinds.append(SAMPLING)
+        if not kinds:
+            return ()
+        self._shares.note(kinds)
+        kind: Kind = TRAINING if self._shares.first(kinds) == TRAINING else SAMPLING
+        began = time.perf_counter()
+        ended = self.step(kind)
+        self._shares.charge(kind, time.perf_counter() - began)
+        self.steps[kind] += 1
+        return ended
+
+    def step(self, kind: Kind) -> Sequence[Ended]:
+        """Make a step of one kind."""
+        try:
+            return self._engine.pass_step() if kind == TRAINING else self._engine.sample_step()
+        except Exception as error:
+            logger.exception("a step of %s failed; the work under way is lost", kind)
+            return [Failed(kind, error)]
