@@ -16,13 +16,12 @@ from typing import TypeAlias
 
 from starlette.responses import Response
 
-from tinkex.server.access.ownership import is_own
 from tinkex.server.calls import Call
 from tinkex.server.http_errors import Refusal
+from tinkex.server.middleware import is_own
 from tinkex.server.routes.handler_table import handler
-from tinkex.server.runs.encoded_results import encode, encoding, is_heavy
 from tinkex.server.runs.journals import DIRECT
-from tinkex.server.runs.promises import Log, Promise, Target
+from tinkex.server.runs.promises import Log, Promise, encode, encoding, is_heavy
 from tinkex.server.runs.unloading import UNLOAD
 from tinkex.server.state import State
 from tinkex.server.workers.sample_jobs import CANCELLED
@@ -44,8 +43,6 @@ OVERSIZE = 8
 """A result that is alone may be so many times what a batch may hold."""
 MANY = 200
 """More results than this are encoded in a thread, however small they are."""
-CLONE = 1_000_000_000
-"""Each client of a sampling session numbers its requests in a block of its own."""
 
 Carried: TypeAlias = tuple[Promise, codec.Body, bool]
 """A result, its bytes, and whether they go along."""
@@ -118,11 +115,6 @@ async def _revive(state: State, request_id: str) -> None:
 
 
 # ── many results ──────────────────────────────────────────────────────────────────────────────────
-
-
-def target_of(sampler_id: str, seq_id: int | None) -> Target:
-    """Return the client whose log a sample is noted in."""
-    return sampler_id, (seq_id or 0) // CLONE
 
 
 @handler

@@ -11,14 +11,14 @@ import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from tinkex.engine.api import EngineError
-from tinkex.server.calls import Call
+from tinkex.server.calls import GIVEN_UP, UNKNOWN, Call, refused_call
 from tinkex.server.database.entities import LOCAL_OWNER
 from tinkex.server.http_errors import Refusal
 from tinkex.server.parts import Parts
-from tinkex.server.runs.call_records import GIVEN_UP, UNKNOWN, refused_call
 from tinkex.server.runs.promises import Promise
 from tinkex.server.runs.snapshot import Snapshots
 from tinkex.server.runs.work import (
@@ -92,6 +92,15 @@ class Runs(Mapping[str, LiveRun]):
             f"could not be taken up again after a restart); {CARRY_ON}",
         )
 
+    async def replayed(self, run: str, is_found: Callable[[], bool]) -> None:
+        """Wait until what an earlier life had of a run gives something, or all of it is done."""
+        await self._revivals.revived(run)
+        live = self._live.get(run)
+        for promise in list(live.recent.values()) if live is not None else ():
+            if is_found():
+                return
+            await promise.done.wait()
+
     async def worker_of(self, run: str) -> Worker:
         """Return the worker that a run is at home on, loaded or not."""
         if (live := self._live.get(run)) is not None:
@@ -163,25 +172,27 @@ class Runs(Mapping[str, LiveRun]):
 
     async def admit(self, call: Call) -> UntypedAPIFuture:
         """Take a request: a repeated number gives the original receipt."""
-        request = call.request
-        if getattr(request, "model_id", None) is None:
+        run = getattr(call.request, "model_id", None)
+        if run is None:
             return await self._create(call)
-        await self.live(request.model_id)
-        work: Work = await self._prepare(call)
-        if isinstance(work, Refused):
-            call = refused_call(call.digest, work.why, call.owner)
-        return await self._admit(call, request.model_id, request.seq_id, work)
+        return await self._admit(call, run, call.request.seq_id)
 
     async def consume_seq_id(
         self, run: str, seq_id: int | None, digest: bytes, why: str, owner: str = LOCAL_OWNER
     ) -> UntypedAPIFuture:
         """Let a refused request use its number up: later requests must not wait for it."""
-        return await self._admit(refused_call(digest, why, owner), run, seq_id, Refused(why))
+        return await self._admit(refused_call(digest, why, owner), run, seq_id)
 
-    async def _admit(
-        self, call: Call, run: str, seq_id: int | None, work: Work
-    ) -> UntypedAPIFuture:
-        live = await self.live(run)
+    async def _work_of(self, call: Call) -> Work:
+        """Return the kind of work that a call asks for; of a refused one the reason is left."""
+        return await self._prepare(call) if call.op else Refused(call.body.decode())
+
+    async def _admit(self, call: Call, run: str, seq_id: int | None) -> UntypedAPIFuture:
+        await self.live(run)
+        work = await self._work_of(call)
+        if isinstance(work, Refused):
+            call = refused_call(call.digest, work.why, call.owner)
+        live = await self.live(run)  # it may have ended meanwhile
         number = call.number = self.free(live) if seq_id is None else seq_id
         if number < 1:
             raise Refusal(400, f"seq_id must be at least 1, got {number}")
@@ -220,7 +231,7 @@ class Runs(Mapping[str, LiveRun]):
         """Put a request that a journal has into its run's lane."""
         run, number = live.run.model_id, call.number
         assert number is not None
-        work: Work = await self._prepare(call) if call.op else Refused(call.body.decode())
+        work = await self._work_of(call)
         request_id = f"{run}:{number}"
         promise = self._promises.get(request_id) or self._promises.add(
             request_id, call.digest, live.run.session_id
@@ -275,12 +286,11 @@ class Runs(Mapping[str, LiveRun]):
         work = item.work
         if isinstance(work, Unload):
             return work.do(live)
-        if isinstance(work, Pass) and work.adds_gradient:
-            live.is_between_steps = False
         live.done = item.seq_id
         live.since_snapshot += 1
         if isinstance(work, Pass):
-            return work.start(live, item.promise.request_id)
+            live.is_between_steps &= not work.job.backward
+            return live.worker.engine.pass_start(replace(work.job, job=item.promise.request_id))
         if isinstance(work, Refused):
             raise EngineError(work.why)
         result = work.do(live)

@@ -16,14 +16,15 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from tinkex.engine.api import EngineError
-from tinkex.server.calls import Call
+from tinkex.server.calls import Call, facts_of
 from tinkex.server.complaints import FULL_DISK, complain
 from tinkex.server.files.data_dir import is_full_disk
 from tinkex.server.http_errors import Refusal
-from tinkex.server.runs.call_records import facts_of
 from tinkex.server.runs.journal import Journal
 from tinkex.server.workers.worker import Postponed
 from tinkex.types.future_requests import RequestErrorCategory, RequestFailedResponse
+from tinkex.types.sampled import SampleResponse
+from tinkex.types.training import ForwardBackwardOutput
 from tinkex.wire import codec
 from tinkex.wire.redaction import Scrubber
 
@@ -37,6 +38,9 @@ KEEP_READ_BYTES = 256 << 20
 KEEP_UNREAD = 24 * 3600.0
 KEEP_GONE = 100_000
 """The number of expired ids that are remembered."""
+
+OFF_LOOP_VALUES = 8_000
+"""Results of more numbers than this are encoded in a thread."""
 
 _scrubber = Scrubber()
 
@@ -432,3 +436,61 @@ def _number_of(request_id: str) -> str:
     prefix, _, run = head.rpartition(":")
     makes_run = number == "0" and prefix.endswith(":train")
     return f"model_seq_id {run}" if makes_run else f"request number {number}"
+
+
+# ── results as bytes ──────────────────────────────────────────────────────────────────────────────
+
+
+def size_of(result: object) -> int:
+    """Estimate the bytes that a result takes in memory; small ones count as 0."""
+    if isinstance(result, ForwardBackwardOutput):
+        return sum(
+            tensor.values.nbytes for output in result.loss_fn_outputs for tensor in output.values()
+        )
+    if not isinstance(result, SampleResponse):
+        return 0
+    tables = [result.topk_prompt_logprobs_np, *(one.topk_logprobs_np for one in result.sequences)]
+    size = sum(
+        table.token_ids.nbytes + table.logprobs.nbytes for table in tables if table is not None
+    )
+    return (
+        size
+        + 8 * sum(one.length for one in result.sequences)
+        + getattr(result.prompt_logprobs_np, "nbytes", 0)
+    )
+
+
+async def encoding(promise: Promise, *, as_protobuf: bool) -> codec.Body:
+    """Return the bytes of a promise's result, in the form that its reader accepts."""
+    if is_heavy(promise):
+        return await asyncio.to_thread(encode, promise, as_protobuf=as_protobuf)
+    return encode(promise, as_protobuf=as_protobuf)
+
+
+def is_heavy(promise: Promise) -> bool:
+    """Estimate whether a result takes long to encode."""
+    result = promise.result
+    if promise.kept is not None:
+        return False
+    if isinstance(result, ForwardBackwardOutput):
+        return size_of(result) > 4 * OFF_LOOP_VALUES
+    return isinstance(result, SampleResponse) and (
+        bool(result.target_prompt_logprobs or result.prompt_alt_tokens)
+        or size_of(result) > 8 * OFF_LOOP_VALUES
+    )
+
+
+def encode(promise: Promise, *, as_protobuf: bool) -> codec.Body:
+    """Return the bytes of a result; one that cannot be encoded becomes a failure."""
+    wants_protobuf = as_protobuf and codec.has_protobuf(type(promise.result))
+    if promise.kept is not None and (promise.kept.content_type == codec.PROTOBUF) == wants_protobuf:
+        return promise.kept
+    try:
+        return codec.encode(promise.result, as_protobuf=as_protobuf)
+    except ValueError as error:  # in band: a client would repeat a poll that gets a 500 forever
+        logger.exception("the result of %s cannot be encoded", promise.request_id)
+        promise.result = RequestFailedResponse(
+            error=f"internal error: the result cannot be sent: {error}",
+            category=RequestErrorCategory.Server,
+        )
+        return codec.encode(promise.result, as_protobuf=False)

@@ -14,23 +14,20 @@ import logging
 import re
 import shutil
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 from tinkex.engine.api import EngineError
-from tinkex.server.calls import Call
+from tinkex.server.calls import GIVEN_UP, READ, UNKNOWN, call_of
 from tinkex.server.files.checkpoint_files import Checkpoints
 from tinkex.server.http_errors import Refusal
 from tinkex.server.parts import Parts
 from tinkex.server.runs.admission import Runs
-from tinkex.server.runs.call_records import GIVEN_UP, READ, UNKNOWN, call_of
 from tinkex.server.runs.journal import DamagedJournalError, Entry
 from tinkex.server.runs.journals import DIRECT, UNPLACED
-from tinkex.server.runs.lane import Lane
 from tinkex.server.runs.snapshot import Snapshots, thaw
 from tinkex.server.runs.unloading import Unloading
-from tinkex.server.runs.work import LaneItem, LiveRun
+from tinkex.server.runs.work import Lane, LaneItem, LiveRun
+from tinkex.server.samples.sample_admission import Samples
 from tinkex.types.future_requests import RequestErrorCategory
 from tinkex.types.model_requests import CreateModelResponse
 
@@ -52,15 +49,14 @@ class Replay:
         snapshots: Snapshots,
         runs: Runs,
         unloading: Unloading,
-        sample_again: Callable[[Call], Awaitable[Any]],
+        samples: Samples,
     ) -> None:
-        """Take the parts; `sample_again` draws a sample that was taken before."""
         self._database, self._journals = parts.database, parts.journals
         self._promises, self._workers = parts.promises, parts.workers
         self._sessions, self._revivals = parts.sessions, parts.revivals
         self._nameless, self._checkpoints = parts.nameless, checkpoints
         self._snapshots, self._runs, self._unloading = snapshots, runs, unloading
-        self._sample_again = sample_again
+        self._samples = samples
         parts.revivals.revive = self._revive
 
     def take_up_sessions(self) -> None:
@@ -230,6 +226,7 @@ class Replay:
             if request_id in over or self._promises.get(request_id) is not None:
                 continue
             try:
-                await self._sample_again(await asyncio.to_thread(call_of, entry))
+                call = await asyncio.to_thread(call_of, entry)
+                await self._samples.admit_again(call, request_id)
             except Refusal as refusal:
                 logger.warning("sample %s cannot be drawn again: %s", request_id, refusal.detail)

@@ -24,9 +24,8 @@ from tinkex.server.database.entities import Run
 from tinkex.server.files.data_dir import is_full_disk, sync_directory
 from tinkex.server.files.seals import check, write_whole
 from tinkex.server.parts import Parts
-from tinkex.server.runs.encoded_results import encode
 from tinkex.server.runs.journal import Entry, encode as encode_entry, read_records
-from tinkex.server.runs.promises import JUST_READ, Promise
+from tinkex.server.runs.promises import JUST_READ, Promise, encode
 from tinkex.server.runs.work import LiveRun
 from tinkex.server.workers.worker import Worker
 from tinkex.types.future_requests import RequestFailedResponse
