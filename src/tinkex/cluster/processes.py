@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from tinkex.cluster.link import Call, LogLine, News, OnLost, OnNews, Recipe
-from tinkex.engine.api import EngineError, EngineLost
+from tinkex.cluster.link import Call, LogLine, OnLost, OnNews, Recipe
+from tinkex.engine.api import EngineLost
 
 STOP_SECONDS = 5.0
 """The time that a process gets to end before it is killed."""
@@ -49,9 +49,7 @@ class StartProcess:
 class ProcessLink:
     """The link to a child process."""
 
-    def __init__(
-        self, recipe: Recipe, gpu: int | None, on_news: OnNews, on_lost: OnLost
-    ) -> None:
+    def __init__(self, recipe: Recipe, gpu: int | None, on_news: OnNews, on_lost: OnLost) -> None:
         """Start the child."""
         ours, theirs = socket.socketpair()
         environment = dict(os.environ)

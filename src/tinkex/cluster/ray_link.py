@@ -212,7 +212,9 @@ class StartActor:
                     ray.kill(ray.get_actor(self.name, NAMESPACE))
                 threading.Event().wait(0.2)
         else:
-            raise EngineError(f"worker {self.name!r} cannot be started: its name is taken", "server")
+            raise EngineError(
+                f"worker {self.name!r} cannot be started: its name is taken", "server"
+            )
         try:
             ray.get(actor.ping.remote(), timeout=START_SECONDS)
         except GetTimeoutError:
@@ -223,7 +225,9 @@ class StartActor:
                 "server",
             ) from None
         except RayError as error:
-            raise EngineError(f"worker {self.name!r} cannot be started: {error}", "server") from None
+            raise EngineError(
+                f"worker {self.name!r} cannot be started: {error}", "server"
+            ) from None
         return actor
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -11,6 +12,7 @@ import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,6 @@ from tinkex.engine.api import (
     Engine,
     EngineError,
     EngineLost,
-    Listener,
     Optimizer,
     PassDone,
     PassJob,
@@ -32,7 +33,7 @@ from tinkex.engine.api import (
 )
 from tinkex.engine.base_models import read_tokenizer
 from tinkex.engine.places import Directory, Place, Writer
-from tinkex.engine.stepping import SAMPLING, TRAINING, Ended, Failed
+from tinkex.engine.stepping import TRAINING, Ended, Failed, Kind
 from tinkex.types.custom_losses import CreateCustomLossRequest
 from tinkex.types.optimizers import OptimParams
 from tinkex.types.training import LoraConfig
@@ -68,8 +69,10 @@ class RemoteEngine(Engine):
         self._link: Link | None = None
         self._news: deque[News] = deque()
         self._lock = threading.Lock()
-        self._passes: dict[str, None] = {}
-        self._jobs: dict[str, Listener | None] = {}
+        self._passes: dict[str, PassJob] = {}
+        self._jobs: dict[str, SampleJob] = {}
+        """The work under way, by names that are used once: an answer to work that was given up is
+        never taken for one to work of the same name."""
         self._numbers = itertools.count(1)
         self._models: Sequence[BaseModel] = ()
         self._current = object()
@@ -165,8 +168,11 @@ class RemoteEngine(Engine):
     def _call(self, method: str, *args: Any, **named: Any) -> Any:
         return self._reach().call(Call(self.epoch, method, args, named)).result()
 
-    def _cast(self, method: str, *args: Any, **named: Any) -> None:
-        self._reach().cast(Call(self.epoch, method, args, named))
+    def _cast(self, method: str, *args: Any) -> None:
+        """Send a call whose result nobody waits for; a process that is gone needs none."""
+        if self.lost is None:
+            with contextlib.suppress(EngineLost):
+                self._reach().cast(Call(self.epoch, method, args))
 
     def _reach(self) -> Link:
         if self.lost is not None:
@@ -191,8 +197,9 @@ class RemoteEngine(Engine):
             news = self._news.popleft()
             self.steps.update(news.steps)
             for job, drawn in news.drawn:
-                if (listener := self._jobs.get(job)) is not None:
-                    listener(drawn)
+                work = self._jobs.get(job)
+                if work is not None and work.listener is not None:
+                    work.listener(drawn)
             for one in news.ended:
                 ended += self._open(one)
         if not ended and self.lost is not None:
@@ -200,16 +207,17 @@ class RemoteEngine(Engine):
         return ended
 
     def _open(self, ended: Ended) -> Sequence[Ended]:
-        """Close the work that ended; return nothing for what was cancelled meanwhile."""
+        """Close work that ended; return nothing for what was given up meanwhile."""
         if isinstance(ended, Failed):
-            table: dict[str, Any] = self._passes if ended.kind == TRAINING else self._jobs
-            table.clear()
+            (self._passes if ended.kind == TRAINING else self._jobs).clear()
             return [ended]
         table = self._passes if isinstance(ended, PassDone) else self._jobs
-        if ended.job not in table:
-            return []
-        del table[ended.job]
-        return [ended]
+        work = table.pop(ended.job, None)
+        return [] if work is None else [replace(ended, job=work.job)]
+
+    def step(self, kind: Kind) -> Sequence[Ended]:
+        """Return the work that has ended."""
+        return self.advance()
 
     # ── Engine ────────────────────────────────────────────────────────────────────────────────────
 
@@ -239,24 +247,39 @@ class RemoteEngine(Engine):
 
     def drop(self, adapter: str) -> None:
         """Forget an adapter."""
-        self._call("drop", adapter)
+        given_up = [name for name, work in self._passes.items() if work.adapter == adapter]
+        why = EngineError("the run was dropped")
+        if given_up:
+            self._take_news(self._current, News([PassDone(name, why) for name in given_up]))
+        if self.lost is None:
+            self._call("drop", adapter)
 
     def pass_start(self, work: PassJob) -> None:
         """Admit a pass; one that is not valid ends with its error."""
-        self._passes[work.job] = None
-        self._start("pass_start", PassDone, work.job, work)
+        name = self._name(work.job)
+        link = self._reach()
+        self._passes[name] = work
+        self._start(link, "pass_start", PassDone, replace(work, job=name))
+
+    def _name(self, job: str) -> str:
+        return f"{next(self._numbers)}/{job}"
 
     def _start(
-        self, method: str, done: type[PassDone | SampleDone], job: str, *args: Any
+        self,
+        link: Link,
+        method: str,
+        done: type[PassDone | SampleDone],
+        work: PassJob | SampleJob,
+        *args: Any,
     ) -> None:
         """Send work without waiting for its admission."""
-        future = self._reach().call(Call(self.epoch, method, args))
+        future = link.call(Call(self.epoch, method, (work, *args)))
         current = self._current
 
-        def admitted(future: Any) -> None:
+        def admitted(future: Future[Any]) -> None:
             error = future.exception()
-            if error is not None and not isinstance(error, EngineLost):
-                self._take_news(current, News([done(job, error)]))
+            if isinstance(error, Exception) and not isinstance(error, EngineLost):
+                self._take_news(current, News([done(work.job, error)]))
 
         future.add_done_callback(admitted)
 
@@ -333,9 +356,11 @@ class RemoteEngine(Engine):
 
     def sample_start(self, work: SampleJob) -> None:
         """Admit a sampling job; one that is not valid ends with its error."""
-        self._jobs[work.job] = work.listener
-        sent = replace(work, listener=None)
-        self._start("sample_start", SampleDone, work.job, sent, work.listener is not None)
+        name = self._name(work.job)
+        link = self._reach()
+        self._jobs[name] = work
+        sent = replace(work, job=name, listener=None)
+        self._start(link, "sample_start", SampleDone, sent, work.listener is not None)
 
     def sample_step(self) -> Sequence[SampleDone]:
         """Return the jobs that have ended."""
@@ -343,8 +368,9 @@ class RemoteEngine(Engine):
 
     def sample_cancel(self, job: str) -> None:
         """Drop a job without a result."""
-        if self._jobs.pop(job, self) is not self:
-            self._cast("sample_cancel", job)
+        for name in [name for name, work in self._jobs.items() if work.job == job]:
+            del self._jobs[name]
+            self._cast("sample_cancel", name)
 
     def sampling(self) -> bool:
         """Return True if any job is unfinished."""
@@ -378,10 +404,8 @@ class RemoteWriter(Writer):
 
 
 def _release(link: Link, epoch: int, number: int) -> None:
-    try:
+    with contextlib.suppress(EngineError):  # the process is gone, and its files with it
         link.cast(Call(epoch, "release", (number,)))
-    except EngineError:
-        pass  # the process is gone, and its files with it
 
 
 class Sent:

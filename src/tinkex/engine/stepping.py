@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from tinkex.engine.api import Engine, PassDone, SampleDone
 from tinkex.engine.fair_share import Shares
@@ -30,14 +30,30 @@ class Failed:
 Ended: TypeAlias = PassDone | SampleDone | Failed
 
 
-class Stepper:
+@runtime_checkable
+class Advancing(Protocol):
+    """Something whose work goes on by steps."""
+
+    steps: Counter[str]
+    """The number of steps so far, by kind."""
+
+    def has_work(self) -> bool:
+        """Return True if `advance` would do something now."""
+
+    def advance(self) -> Sequence[Ended]:
+        """Go on with the work, and return what has ended."""
+
+    def step(self, kind: Kind) -> Sequence[Ended]:
+        """Go on with work of one kind."""
+
+
+class Stepper(Advancing):
     """Advances an engine, so that neither training nor sampling stops the other."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._shares = Shares()
         self.steps: Counter[str] = Counter()
-        """The number of steps that the engine has made, by kind."""
 
     def has_work(self) -> bool:
         """Return True if a step would do something."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from tinkex.engine.stepping import SAMPLING, TRAINING
 from tinkex.server.state import State
-from tinkex.server.workers.worker import SAMPLING, TRAINING
 from tinkex.wire.prometheus import family, labels
 
 TOKENS = {"training": "training", "prefill": "prefill", "sample": "sampled"}

@@ -132,4 +132,4 @@ class Workers:
 
     def steps(self) -> Counter[str]:
         """Return the number of steps that the engines have made, by kind."""
-        return sum((worker.steps for worker in self), Counter())
+        return sum((worker.stepper.steps for worker in self), Counter())

@@ -20,13 +20,13 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from tinkex.engine.api import Engine, EngineError, PassDone
-from tinkex.engine.fair_share import Shares
+from tinkex.engine.api import Engine, EngineError, EngineLost, PassDone
+from tinkex.engine.stepping import SAMPLING, TRAINING, Advancing, Ended, Failed, Stepper
 from tinkex.server.workers.sample_jobs import SampleJobs, settle
 from tinkex.types.training import ForwardBackwardOutput
 
@@ -39,7 +39,6 @@ STOPPED = "the server was stopped"
 TAKING_SECONDS = 0.05
 """So long may steps wait while operations are taken in: what has come together is begun together.
 """
-TRAINING, SAMPLING = "training", "sampling"
 
 
 def _end(worker: weakref.ref[Worker], thread: threading.Thread, pid: int) -> None:
@@ -103,15 +102,16 @@ class Worker:
         self._saves: Counter[str] = Counter()
         """The number of saves of each run that are being written, one after the other."""
         self._files = ThreadPoolExecutor(1, "tinkex-files")
-        self._shares = Shares()
-        self.steps: Counter[str] = Counter()
-        """By kind, how many steps the engine has made."""
+        self.stepper: Advancing = engine if isinstance(engine, Advancing) else Stepper(engine)
+        """What advances the engine: one in another process does so by itself."""
+        self.on_lost: Callable[[EngineLost], object] = lambda error: None
+        """Called on the event loop when the engine's process is gone."""
         self.samples = SampleJobs(engine, self.run, self.post)
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._ended = asyncio.Event()
         self.failure: EngineError | None = None
-        """The error of all calls once the thread has died."""
+        """The error of all calls once the thread has died, or while the engine is lost."""
 
     def start(self) -> None:
         """Begin; must be called on the event loop that results go to."""
@@ -134,6 +134,20 @@ class Worker:
         """Ask the thread to end after what it is at."""
         self._stopping = True
         self._tasks.put(None)
+
+    def wake(self) -> None:
+        """Have the thread look for news of the engine; called on any thread."""
+        self._tasks.put(None)
+
+    def restore(self) -> None:
+        """Go on with an engine that was lost and is there again."""
+        self.failure = None
+        self.wake()
+
+    @property
+    def is_lost(self) -> bool:
+        """Return True while the engine's process is gone."""
+        return isinstance(self.failure, EngineLost)
 
     def run(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
         """Queue a function for the worker; the future is resolved on the event loop."""
@@ -173,7 +187,7 @@ class Worker:
         future.add_done_callback(_seen)
         self._tasks.put(_Task(function, args, future, run, job, is_save))
         # else the thread takes it, or empties the queue after it has said so
-        if self.failure is not None:
+        if self.failure is not None and not self.is_lost:
             settle(future, self.failure)
         return future
 
@@ -189,7 +203,7 @@ class Worker:
         def drop() -> None:
             self.engine.drop(run)
             # the engine reports its failed passes before others take their names
-            self._pass_step()
+            self._end(self.stepper.step(TRAINING))
 
         return self.run_for(run, drop)
 
@@ -220,11 +234,12 @@ class Worker:
         until = time.perf_counter() + TAKING_SECONDS
         try:
             while True:
-                is_idle = self._stopping or not (self._passes or self.engine.sampling())
+                is_idle = self._stopping or self.is_lost or not self.stepper.has_work()
                 task = self._tasks.get(block=is_idle)
                 if task is None:
-                    return False
-                if task.run is None:
+                    if self._stopping:
+                        return False
+                elif task.run is None:
                     self._execute(task)
                 else:
                     self._waiting.setdefault(task.run, deque()).append(task)
@@ -244,19 +259,41 @@ class Worker:
             self.post(settle, task.future, Postponed("the run is being rebuilt"))
 
     def _advance(self) -> None:
-        """Make a step of training or of sampling, whichever has had less time."""
-        kinds = [TRAINING] * bool(self._passes) + [SAMPLING] * self.engine.sampling()
-        if not kinds:
+        """Let the engine go on, and tell what has ended."""
+        if self.is_lost:
             return
-        self._shares.note(kinds)
-        kind = self._shares.first(kinds)
-        began = time.perf_counter()
-        if kind == TRAINING:
-            self._pass_step()
-        else:
-            self.samples.step()
-        self._shares.charge(kind, time.perf_counter() - began)
-        self.steps[kind] += 1
+        try:
+            self._end(self.stepper.advance())
+        except EngineLost as error:
+            self._lose(error)
+
+    def _end(self, ended: Sequence[Ended]) -> None:
+        """Tell how passes and samples ended."""
+        samples = []
+        for one in ended:
+            if isinstance(one, PassDone):
+                if (task := self._passes.pop(one.job, None)) is not None:
+                    self._close(self._open, task, one.result)
+            elif not isinstance(one, Failed):
+                samples.append(one)
+            elif one.kind == SAMPLING:
+                self.samples.fail(one.error)
+            else:
+                for task in [self._passes.pop(job) for job in list(self._passes)]:
+                    self._close(self._open, task, one.error)
+        if samples:
+            self.samples.end(samples)
+
+    def _lose(self, error: EngineLost) -> None:
+        """Postpone the work of all runs, and fail everything else, until `restore`."""
+        if self.is_lost:
+            return
+        self.failure = error
+        for run in {task.run for task in self._passes.values()} | self._waiting.keys():
+            if run is not None:
+                self._postpone(run)
+        self.samples.fail(error)
+        self.post(self.on_lost, error)
 
     def _release(self, run: str) -> None:
         """Begin what nothing of its run is before any more."""
@@ -270,7 +307,10 @@ class Worker:
                 self._execute(task)
                 continue
             try:
+                self._check_engine()
                 task.function()
+            except EngineLost as error:
+                self._refuse_lost(task, error)
             except Exception as error:
                 self.post(settle, task.future, error)
             except BaseException as error:
@@ -282,20 +322,11 @@ class Worker:
         if not waiting:
             self._waiting.pop(run, None)
 
-    def _pass_step(self) -> None:
-        try:
-            ended = self.engine.pass_step()
-        except Exception as error:
-            logger.exception("a step of training failed; the passes under way are lost")
-            ended = [PassDone(job, error) for job in self._passes]
-        for done in ended:
-            if (task := self._passes.pop(done.job, None)) is None:
-                continue
-            self._close(self._open, task, done.result)
-
     def _close(self, counter: Counter[str], task: _Task, outcome: Any) -> None:
         """Tell how an operation of a run ended, and let what waits for it begin."""
         assert task.run is not None
+        if isinstance(outcome, EngineLost):
+            outcome = Postponed(str(outcome))
         counter[task.run] -= 1
         if not counter[task.run]:
             del counter[task.run]
@@ -345,9 +376,13 @@ class Worker:
             self.post(settle, task.future, EngineError(STOPPED, "server"))
             return
         try:
+            if task.function != self._come_back:
+                self._check_engine()
             outcome = task.function(*task.args)
             if isinstance(outcome, OffThread):
                 self._files.submit(self._work_beside, task, outcome)
+        except EngineLost as error:
+            self._refuse_lost(task, error)
         except Exception as error:
             self.post(settle, task.future, error)
         except BaseException as error:
@@ -359,6 +394,15 @@ class Worker:
                 self._saves[task.run] += 1
             else:
                 self.post(settle, task.future, outcome)
+
+    def _check_engine(self) -> None:
+        if isinstance(self.failure, EngineLost):
+            raise self.failure
+
+    def _refuse_lost(self, task: _Task, error: EngineLost) -> None:
+        """Tell that a task was not done, or not surely; that of a run is done when it is rebuilt."""
+        self.post(settle, task.future, error if task.run is None else Postponed(str(error)))
+        self._lose(error)
 
     def post(self, function: Callable[..., object], *args: object) -> None:
         """Call a function on the event loop, unless that has been closed."""
