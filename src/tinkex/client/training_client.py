@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 from tinkex.client.class_parts import made_of
 from tinkex.client.futures.api_future import Future, unlisted
+from tinkex.client.futures.result_polling import retrieve
 from tinkex.client.futures.twins import deprecated
 from tinkex.client.outbox import Fetch, Outbox, Poison
 from tinkex.client.session_client import SessionClient
@@ -68,7 +69,7 @@ class TrainingClient(TrainingPasses, TrainingSaves):
         async def turn(outbox: Outbox, place: int) -> Fetch[UnloadModelResponse]:
             request = UnloadModelRequest(model_id=outbox.model_id)
             receipt = await self._session.submit(protocol.UNLOAD_MODEL, request)
-            return functools.partial(self._session.result, receipt)
+            return functools.partial(retrieve, self._session.transport, receipt)
 
         return self._outbox.put(protocol.UNLOAD_MODEL.name, turn, Poison.ALWAYS)
 

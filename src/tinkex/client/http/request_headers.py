@@ -51,10 +51,13 @@ def merge(
     own: dict[str, str], configured: Mapping[str, str], *more: Mapping[str, str]
 ) -> dict[str, str]:
     """Add headers to `own`; later ones win, and names are compared without regard to case."""
-    if not configured and all(OUR_NAMES.issuperset(headers) for headers in more):
+    if not configured:
         for headers in more:
+            if not OUR_NAMES.issuperset(headers):
+                break
             own.update(headers)
-        return own
+        else:
+            return own
     known = {name.lower(): name for name in own}
     for headers in (configured, *more):
         for name, value in headers.items():

@@ -38,6 +38,12 @@ class RequestKeys:
         self._credential = config.api_key
         self._token: Token | None = None
         self._known = {config.api_key} if config.api_key else set()
+        self._fixed: dict[str, str] | None = None
+        """The headers of every request without a token, unless they must be checked each time."""
+        if config.api_key is None:
+            self._fixed = None if config.credential_cmd else {}
+        elif not is_token(config.api_key) or is_embedded(config.base_url):
+            self._fixed = {KEY_HEADER: config.api_key}
 
     def use_tokens(self) -> None:
         """Send a short-lived token from now on, which the credential is exchanged for."""
@@ -50,6 +56,8 @@ class RequestKeys:
 
     async def headers(self, op: Operation) -> dict[str, str]:
         """Return a request's credential: the token where tokens are used, except to get one."""
+        if self._token is None and self._fixed is not None:
+            return self._fixed
         if self._token is not None and op not in (AUTH_TOKEN, CLIENT_CONFIG):
             key: str | None = await self._token.value()
         else:

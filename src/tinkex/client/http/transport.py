@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Container, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, TypedDict, Unpack
 
 from tinkex import events
 from tinkex.client.http.addresses import redirection, target
@@ -24,12 +24,13 @@ from tinkex.types.sessions import Empty
 from tinkex.wire import codec
 from tinkex.wire.protocol import AUTH_TOKEN, BY_NAME, PREFIX, Operation
 
-T = TypeVar("T")
-
 OFF_LOOP_BYTES = 64_000
 """Bodies above this are encoded and decoded in a thread, so that the loop stays responsive."""
 RESPONSE_BYTES = 52_428_800
 """Bytes of announced results that are fetched at once, until the server sets another limit."""
+
+UNOBSERVED: contextlib.nullcontext[dict[str, Any]] = contextlib.nullcontext({})
+"""The block around a request without listeners; nothing reads its outcome."""
 
 
 class CallOptions(TypedDict, total=False):
@@ -119,7 +120,12 @@ class Transport:
             The reply.
         """
         settings = self.config
-        limit = _first(options.get("timeout"), settings.timeout)
+        limit, patience, max_retries = (
+            options.get("timeout"),
+            options.get("patience"),
+            options.get("max_retries"),
+        )
+        limit = settings.timeout if limit is None else limit
         query = {**settings.default_query, **(options.get("query") or {})}
         url = url or target(op, options.get("path"), query)
         request = await self.link.request(op, url, body, limit, options.get("headers") or {})
@@ -127,8 +133,8 @@ class Transport:
             for name in [name for name in request.headers if name.lower() in without]:
                 del request.headers[name]
         allowed = Patience(
-            _first(options.get("patience"), settings.patience),
-            _first(options.get("max_retries"), settings.max_retries),
+            settings.patience if patience is None else patience,
+            settings.max_retries if max_retries is None else max_retries,
             options.get("final", ()),
         )
         started = time.monotonic()
@@ -153,7 +159,7 @@ class Transport:
         url: str | None = None,
     ) -> AsyncIterator[StreamReply]:
         """Give the bytes of an answer as they come; sent once, since no byte can be taken back."""
-        limit = _first(timeout, self.config.timeout)
+        limit = self.config.timeout if timeout is None else timeout
         body = None if request is None else await _encode(request, False, True)
         url = url or target(op, None, self.config.default_query)
         wants = {"Accept": codec.EVENT_STREAM}
@@ -177,7 +183,7 @@ class Transport:
         """
         encoded = request is None or isinstance(request, codec.Body)
         body: codec.Body | None = request if encoded else codec.encode(request)
-        limit = _first(timeout, self.config.timeout)
+        limit = self.config.timeout if timeout is None else timeout
         url = target(op, path, self.config.default_query)
         prepared = await self.link.request(op, url, body, limit, headers or {}, keyed=False)
         with self._observed(op, None) as outcome:
@@ -217,7 +223,7 @@ class Transport:
     ) -> AbstractContextManager[dict[str, Any]]:
         """Emit the events of a request around a block, if there are listeners."""
         if not events.is_heard():
-            return contextlib.nullcontext({})
+            return UNOBSERVED
         named = op.name in BY_NAME or not url
         facts = {
             "method": op.method,
@@ -229,10 +235,6 @@ class Transport:
             **(metadata or {}),
         }
         return announced(facts, self.keys)
-
-
-def _first(given: T | None, configured: T) -> T:
-    return configured if given is None else given
 
 
 async def _encode(request: Any, compress: bool, as_protobuf: bool) -> codec.Body:

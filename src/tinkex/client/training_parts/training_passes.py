@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeVar, Unpack
 
 from tinkex.client.futures.api_future import Future, unlisted, users_level
 from tinkex.client.futures.reductions import combine
+from tinkex.client.futures.result_polling import Receipt
 from tinkex.client.futures.twins import twin
-from tinkex.client.http.legacy_servers import Receipt
 from tinkex.client.losses import caller_losses, loss_graphs
 from tinkex.client.losses.custom_passes import CustomPass
 from tinkex.client.losses.loss_graphs import LossHandle

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinkex.client.futures.api_future import Future
 from tinkex.client.futures.queue_states import QueueStateLogger, QueueStateTracker
-from tinkex.client.http.legacy_servers import Receipt
+from tinkex.client.futures.result_polling import Receipt, retrieve
 from tinkex.client.outbox import Fetch, Outbox, Turn
 from tinkex.client.session_client import SessionClient
 from tinkex.client.training_parts.call_arguments import CallOptions, check_options
@@ -70,8 +70,11 @@ class TrainingRun(SessionClient):
         observer, listener = options.get("queue_state_observer"), self.on_queue_state_change
         tracker = QueueStateTracker([observer], facts, listener=listener)
         try:
-            return await self._session.result(
-                receipt, timeout=options.get("timeout"), notice=tracker.heard
+            return await retrieve(
+                self._session.transport,
+                receipt,
+                timeout=options.get("timeout"),
+                notice=tracker.heard,
             )
         finally:
             tracker.ended()
