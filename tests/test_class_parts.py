@@ -10,7 +10,7 @@ import pytest
 from tinkex import RestClient, SamplingClient, ServiceClient, TrainingClient
 from tinkex.client.class_parts import made_of
 from tinkex.client.futures.twins import twin
-from tinkex.client.http.request_names import headers_of
+from tinkex.client.http.request_headers import headers_of
 
 
 class Part:

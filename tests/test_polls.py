@@ -27,7 +27,7 @@ from tinkex.client.futures.await_many import await_many, await_many_async
 from tinkex.client.futures.result_polling import Receipt, retrieve
 from tinkex.client.http import limits, retry
 from tinkex.client.http.limits import ByteBudget
-from tinkex.client.http.link import CONFLICT_PATIENCE
+from tinkex.client.http.retry import CONFLICT_PATIENCE
 from tinkex.client.http.transport import Transport
 from tinkex.client.settings.config import Config
 from tinkex.client.settings.delays import LONGEST_RETRY_AFTER

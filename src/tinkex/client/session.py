@@ -26,7 +26,7 @@ from tinkex.client.futures.queue_states import QueueStateLogger, QueueStateTrack
 from tinkex.client.futures.result_polling import retrieve
 from tinkex.client.http.addresses import origin_of
 from tinkex.client.http.limits import DispatchGate, shared_gate, shared_response_budget
-from tinkex.client.http.request_names import forget_caller
+from tinkex.client.http.request_headers import forget_caller
 from tinkex.client.http.transport import Transport
 from tinkex.client.settings.config import Config
 from tinkex.client.submissions import Submissions

@@ -13,9 +13,8 @@ import msgspec
 
 from tinkex import events
 from tinkex.client.http.exchange import Reply
-from tinkex.client.http.link import DELAYS, Patience
 from tinkex.client.http.reply_errors import RejectedError
-from tinkex.client.http.retry import persist
+from tinkex.client.http.retry import DELAYS, Patience, persist
 from tinkex.client.http.transport import OFF_LOOP_BYTES, Transport
 from tinkex.client.settings.config import poll_delay
 from tinkex.client.settings.delays import LONGEST_RETRY_AFTER, Delays

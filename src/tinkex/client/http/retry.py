@@ -1,20 +1,37 @@
-"""Retries: the one loop that waits after a failure, and the retries of samples."""
+"""Retries: the one loop that waits after a failure, of requests and of samples."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Container, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeAlias, TypeVar
 
+import msgspec
+
 from tinkex import events
+from tinkex.client.http.exchange import Reply
+from tinkex.client.http.limits import BillingPause, CircuitBreaker
+from tinkex.client.http.reply_errors import RejectedError
 from tinkex.client.settings.delays import Delays
-from tinkex.errors import APIConnectionError, APIStatusError, GoneError
+from tinkex.errors import (
+    APIConnectionError,
+    APIStatusError,
+    BillingError,
+    GoneError,
+    is_retryable,
+)
 
 T = TypeVar("T")
 logger = logging.getLogger("tinkex")
+
+DELAYS = Delays()
+CONFLICT_PATIENCE = 2.0
+REJECTED_ATTEMPTS = 16
+"""Limit of retries after a 400 with an empty body."""
 
 Sleep: TypeAlias = Callable[[float], Awaitable[object]]
 """Waits for so many seconds."""
@@ -46,6 +63,92 @@ async def persist(
             if (delay := delay_after(result)) is None:
                 return result
         await (sleep or asyncio.sleep)(delay)
+
+
+class Patience(msgspec.Struct, frozen=True):
+    """The limits of a request's retries."""
+
+    seconds: float
+    """Time after which no further attempt begins; an account without credit is not counted."""
+    max_retries: int | None = None
+    final: Container[int] = ()
+    """Statuses that are raised at once."""
+
+    def of(self, status: int) -> float:
+        """Return the seconds for one kind of failure: a conflict passes soon or not at all."""
+        return min(CONFLICT_PATIENCE, self.seconds) if status == 409 else self.seconds
+
+
+@dataclass(slots=True)
+class Attempts:
+    """One request, sent until there is an answer or its patience is over."""
+
+    attempt: Callable[[int], Awaitable[Reply]]
+    """Makes one attempt; they are counted from 0."""
+    patience: Patience
+    billing: BillingPause
+    breaker: CircuitBreaker | None
+    since: float = field(default_factory=lambda: time.monotonic())
+    """The time from which the patience is counted."""
+    failures: int = 0
+    retries: int = 0
+    """The number of the last attempt."""
+
+    def send(self) -> Awaitable[Reply]:
+        """Send once, through the operation's circuit breaker if there is one."""
+        self.retries = self.failures
+        if self.breaker is None:
+            return self.attempt(self.retries)
+        return self.breaker.call(functools.partial(self.attempt, self.retries))
+
+    def delay_after(self, outcome: Reply | Exception) -> float | None:
+        """Decide on the next attempt: exponential delays, the server's Retry-After, a time limit.
+
+        A good answer with `x-should-retry: true` is the answer when the limit is reached. An
+        account without credit is waited for much longer and is no failure.
+        """
+        if isinstance(outcome, Reply):
+            asks = "x-should-retry" in outcome.headers and outcome.should_retry
+            return self._next(outcome.retry_after) if asks else None
+        status = getattr(outcome, "status", None) or 0
+        if isinstance(outcome, BillingError):
+            is_final = 402 in self.patience.final or self.patience.seconds <= 0
+            delay = None if is_final else self.billing.delay_after(outcome)
+            self.since = time.monotonic() + (delay or 0.0)
+            return delay
+        if not isinstance(outcome, APIConnectionError | APIStatusError):
+            return None
+        delay = self._next(outcome.retry_after, status)
+        outcome.attempts = self.failures
+        rejected = isinstance(outcome, RejectedError) and self.failures > REJECTED_ATTEMPTS
+        hopeless = status in self.patience.final or not is_retryable(outcome)
+        if delay is None or rejected or hopeless:
+            self._wear_out(outcome)
+            return None
+        if self.failures == 1:
+            allowed = self.patience.of(status)
+            logger.warning("%s; trying again for up to %.0f s", outcome.message, allowed)
+        else:
+            logger.debug("%s; attempt %d", outcome.message, self.failures + 1)
+        return delay
+
+    def _next(self, asked: float | None, status: int = 0) -> float | None:
+        """Count a failure; return the delay after it, or None if the patience is over."""
+        self.failures += 1
+        delay = DELAYS.after(self.failures, asked)
+        patience = self.patience
+        if patience.max_retries is not None and self.failures > patience.max_retries:
+            return None
+        return delay if self._spent() + delay <= patience.of(status) else None
+
+    def _spent(self) -> float:
+        return time.monotonic() - self.since
+
+    def _wear_out(self, error: APIConnectionError | APIStatusError) -> None:
+        """Note in the last error of a series how long the series was."""
+        if self.failures > 1:
+            error.message += f" (after {self.failures} attempts in {self._spent():.1f} s)"
+            error.args = (error.message,)
 
 
 @dataclass(frozen=True)
