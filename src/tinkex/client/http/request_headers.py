@@ -122,7 +122,7 @@ def _platform_headers() -> dict[str, str]:
     }
 
 
-# ── the credential ──────────────────────────────────────────────────────────────────────────────────
+# ── the credential ────────────────────────────────────────────────────────────────────────────────
 
 
 class RequestKeys:
@@ -219,7 +219,7 @@ class RequestKeys:
             self.scrubber = Scrubber((*secrets_of(self._config), *self._known))
 
 
-# ── the caller's name ───────────────────────────────────────────────────────────────────────────────
+# ── the caller's name ─────────────────────────────────────────────────────────────────────────────
 
 _method: contextvars.ContextVar[str | None] = contextvars.ContextVar("tinkex_method", default=None)
 
