@@ -32,7 +32,9 @@ from tinkex.server.samples.samplers import Samplers
 from tinkex.server.samples.sampling_records import SamplingRecords
 from tinkex.server.server_limits import Limits
 from tinkex.server.server_metrics import Metrics
+from tinkex.server.workers.fleet import Fleet
 from tinkex.server.workers.pool import Workers
+from tinkex.server.workers.worker import Worker
 
 logger = logging.getLogger("tinkex.server")
 
@@ -45,7 +47,7 @@ class State:
 
     def __init__(
         self,
-        engines: Engine | Mapping[str, Engine],
+        engines: Engine | Mapping[str, Engine] | Fleet,
         data_dir: Path,
         limits: Limits,
         open_database: Callable[[Path], Database],
@@ -58,7 +60,7 @@ class State:
         """Make the parts.
 
         Args:
-            engines: What computes: one engine, or several by name.
+            engines: What computes: one engine, several by name, or a fleet.
             data_dir: Where all files are.
             limits: What is not to be exceeded.
             open_database: Opens the database of a data directory.
@@ -69,15 +71,18 @@ class State:
         """
         self.data_dir = data_dir = data_dir.expanduser().resolve()
         self.limits, self.tokens, self.strict = limits, tokens, strict
-        self.workers = Workers(engines)
-        self._places = self._hidden_places()
-        """Directories that others do not learn, the innermost first."""
         make_directory(data_dir)
         self._lock = Lock(data_dir, shared=embedded)
         make_directory(data_dir / "checkpoints")
         self.upload_dir = data_dir / "uploads"
         self.database = open_database(data_dir)
         self.database.verify()
+        self.fleet = engines if isinstance(engines, Fleet) else None
+        if isinstance(engines, Fleet):
+            engines = engines.connect(self.database.activity.begin_life())
+        self.workers = Workers(engines)
+        self._places = self._hidden_places()
+        """Directories that others do not learn, the innermost first."""
         self.checkpoints = Checkpoints(self.database)
         self.accounts = Accounts(self.database, api_key, embedded=embedded)
         self.meter = Meter(self.database)
@@ -95,7 +100,7 @@ class State:
             disk_bytes=limits.recordings_disk_bytes,
             may_delete=lambda session: not self.revivals.has_sleeping_runs(session, self.runs),
         )
-        loaded = LoadedWeights(limits.samplers)
+        self.loaded = loaded = LoadedWeights(limits.samplers)
         parts = Parts(
             self.database,
             self.journals,
@@ -132,6 +137,29 @@ class State:
         self.expanding = asyncio.Semaphore(1)
         """Held while a compressed body grows large."""
         self.is_draining = False
+
+    # ── workers ───────────────────────────────────────────────────────────────────────────────────
+
+    def start_workers(self) -> None:
+        """Start the workers, and watch over those that can be lost."""
+        self.workers.start()
+        if self.fleet is not None:
+            self.fleet.start(self.workers, self._lose_weights, self._make_again)
+
+    def _lose_weights(self, worker: Worker) -> None:
+        """Forget the weights that went with the process of a worker."""
+        self.loaded.lose(worker)
+        self.samplers.targets.lose(self.samplers.nameless.lose(worker))
+
+    async def _make_again(self, run: str) -> None:
+        if run in self.runs:  # else it is being made, which is tried again by itself
+            await self.replay.rebuild(run)
+
+    async def stop_workers(self) -> None:
+        """End the workers, and the processes of their engines."""
+        await self.workers.stop()
+        if self.fleet is not None:
+            await asyncio.to_thread(self.fleet.close)
 
     # ── texts for others ──────────────────────────────────────────────────────────────────────────
 

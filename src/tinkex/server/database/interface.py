@@ -209,7 +209,10 @@ class KeyTable(Protocol):
 
 
 class ActivityTable(Protocol):
-    """Usage by the hour, the audit log, and the timelines of sessions."""
+    """Usage by the hour, the audit log, the timelines of sessions, and the server's lives."""
+
+    def begin_life(self) -> int:
+        """Count a start of the server; return its number, which is above all earlier ones."""
 
     def add(
         self, uses: Mapping[Use, float], spans: Sequence[Span], entries: Sequence[AuditEntry]

@@ -64,6 +64,11 @@ class SqliteActivity:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
+    def begin_life(self) -> int:
+        """Count a start of the server; return its number, which is above all earlier ones."""
+        sql = "INSERT INTO lives (began) VALUES (?) RETURNING life"
+        return int(self._connection.rows(sql, time.time())[0]["life"])
+
     def add(
         self, uses: Mapping[Use, float], spans: Sequence[Span], entries: Sequence[AuditEntry]
     ) -> None:

@@ -87,9 +87,7 @@ async def stream_sample(state: State, call: Call) -> SampleStream:
                 job, sampler, source, request, listener=listener, owner=call.owner
             )
 
-    return SampleStream(
-        start, lambda: source.worker.samples.cancel(job), state.limits.quiet_seconds
-    )
+    return SampleStream(start, lambda: state.samplers.cancel(job), state.limits.quiet_seconds)
 
 
 @contextlib.contextmanager

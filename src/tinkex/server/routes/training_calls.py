@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 
-from tinkex.engine.api import EngineError, PassJob, Recalled
+from tinkex.engine.api import EngineError, EngineLost, PassJob, Recalled
 from tinkex.engine.losses.table import CUSTOM, STABLE_REINFORCE
 from tinkex.server.calls import Call
 from tinkex.server.database.entities import Run
@@ -68,7 +69,7 @@ async def create_model(state: State, call: Call) -> Creation:
     def fits(known: Run) -> bool:
         return (known.base_model, known.lora) == (request.base_model, lora)
 
-    return Creation(run, request.session_id, f"{run}:0", make, fits)
+    return Creation(run, request.session_id, f"{run}:0", make, fits, request.base_model)
 
 
 async def home_of(state: State, call: Call, run: str, base_model: str) -> Worker:
@@ -204,8 +205,11 @@ async def create_custom_loss(state: State, call: Call) -> Creation:
 
     async def make() -> CreateCustomLossResponse:
         for worker in state.workers:  # the runs of a session may be anywhere
-            await worker.run(worker.engine.create_loss, loss_id, request)
+            with contextlib.suppress(EngineLost):  # a worker gets it with its new process
+                await worker.run(worker.engine.create_loss, loss_id, request)
+            state.workers.losses[loss_id] = request
             if session_id not in state.sessions:
+                state.workers.losses.pop(loss_id, None)
                 worker.run(worker.engine.drop_losses, loss_id)
                 raise EngineError("the session has ended")
         return CreateCustomLossResponse(loss_id=loss_id)

@@ -214,7 +214,7 @@ async def _create_by_loading(
         state.runs.enter(await worker.run(work, worker))
         return LoadWeightsResponse(path=request.path, model_id=run, type="load_weights")
 
-    return Creation(run, request.session_id, f"{run}:0", make)
+    return Creation(run, request.session_id, f"{run}:0", make, base_model=request.base_model)
 
 
 @handler

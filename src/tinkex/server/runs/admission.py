@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from tinkex.engine.api import EngineError
+from tinkex.engine.api import EngineError, EngineLost
 from tinkex.server.calls import GIVEN_UP, UNKNOWN, Call, refused_call
 from tinkex.server.database.entities import LOCAL_OWNER
 from tinkex.server.http_errors import Refusal
@@ -130,16 +130,24 @@ class Runs(Mapping[str, LiveRun]):
             added = promise
 
             def begin() -> None:
-                self._promises.follow(added, self._made(creation))
+                self._promises.follow(added, self._made(call, creation))
 
             await self._promises.take(promise, self._journals.of_run(name), 0, call, begin)
         elif promise.recorded is not None:
             await asyncio.shield(promise.recorded)
         return UntypedAPIFuture(request_id=request_id, model_id=name)
 
-    async def _made(self, creation: Creation) -> Any:
+    async def _made(self, call: Call, creation: Creation) -> Any:
+        """Make what is asked for; on another worker if the first one is lost meanwhile."""
         try:
-            return await creation.make()
+            while True:
+                try:
+                    return await creation.make()
+                except EngineLost:
+                    self._workers.leave(creation.name)
+                    await self._workers.available(creation.base_model)
+                    call.is_replayed = True
+                    creation = await self._prepare(call)
         finally:
             if creation.name not in self._live:
                 self._workers.leave(creation.name)
@@ -150,7 +158,7 @@ class Runs(Mapping[str, LiveRun]):
         promise = self._promises.get(creation.request_id) or self._promises.add(
             creation.request_id, call.digest, creation.session_id
         )
-        await self._promises.fulfil(promise, self._made(creation))
+        await self._promises.fulfil(promise, self._made(call, creation))
 
     def _fail(self, request_id: str, session_id: str, call: Call, run: str) -> UntypedAPIFuture:
         """Return the receipt of a failure: the number was used before, for another request."""

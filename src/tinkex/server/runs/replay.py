@@ -16,7 +16,7 @@ import shutil
 import time
 from pathlib import Path
 
-from tinkex.engine.api import EngineError
+from tinkex.engine.api import EngineError, EngineLost
 from tinkex.server.calls import GIVEN_UP, READ, UNKNOWN, call_of
 from tinkex.server.files.checkpoint_files import Checkpoints
 from tinkex.server.http_errors import Refusal
@@ -110,7 +110,7 @@ class Replay:
         directory = self._journals.run_directory(name)
         if await asyncio.to_thread(directory.is_dir):
             try:
-                await self._revive_run(name)
+                await self._revive_on_a_worker(name)
             except Exception as error:
                 logger.exception("%s could not be taken up again", name)
                 self._runs.forget(name)
@@ -131,6 +131,17 @@ class Replay:
                 )
             except Exception:
                 logger.exception("the samples of %s could not be taken up again", name)
+
+    async def _revive_on_a_worker(self, name: str) -> None:
+        """Take a run up again; once more if its worker is lost meanwhile."""
+        while True:
+            try:
+                await self._revive_run(name)
+                return
+            except EngineLost as error:
+                logger.warning("%s is taken up once more: %s", name, error)
+                self._runs.remove(name)
+                self._workers.leave(name)
 
     async def _revive_run(self, name: str) -> None:
         started = time.monotonic()
@@ -174,6 +185,7 @@ class Replay:
         if run is None:
             return None
         self._workers.check_base(run.base_model, run.base_digest, name, "server")
+        await self._workers.available(run.base_model)
         worker = self._workers.home(name, run.base_model, run.home)
         await worker.run(self._nameless.clear_unplaced, run.session_id)
         if snapshot is None:

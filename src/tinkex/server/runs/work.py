@@ -189,6 +189,8 @@ class Creation:
     make: Callable[[], Awaitable[Any]]
     fits: Callable[[Run], bool] = lambda run: True
     """Return whether a run that exists is the one that is asked for."""
+    base_model: str | None = None
+    """The base model whose workers can make it; None for any."""
 
 
 @dataclass(frozen=True, slots=True)

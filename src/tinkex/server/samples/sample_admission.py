@@ -86,13 +86,13 @@ class Samples:
         if call.number is None:
             call.number = time.time_ns()
         self.numbers.setdefault(session_id, {})[request_id] = call.number
-        target, cancel = _target_of(sampler, request), source.worker.samples.cancel
+        target = _target_of(sampler, request)
         promise = self._promises.add(
             request_id,
             call.digest,
             session_id,
             target,
-            functools.partial(cancel, request_id),
+            functools.partial(self._samplers.cancel, request_id),
             call.owner,
         )
         drawing = asyncio.ensure_future(

@@ -72,6 +72,10 @@ class LoadedWeights:
             worker.run(worker.engine.drop_sampler, oldest)
         return loading
 
+    def lose(self, worker: Worker) -> None:
+        """Forget what a worker had loaded, whose process is gone."""
+        self._loading.pop(worker, None)
+
     def disown(self, name: str) -> None:
         """Do not count weights as loaded ones any more; the engine keeps them."""
         for loading in self._loading.values():
@@ -187,6 +191,18 @@ class NamelessSamplers:
         """Delete a sampler's files, and those that are being written. On the worker."""
         self._unplaced.pop(sampler, None)
         shutil.rmtree(self._journals.snapshot_directory(sampler), ignore_errors=True)
+
+    def lose(self, worker: Worker) -> set[str]:
+        """Forget the samplers that a worker had in memory, whose process is gone; return them.
+
+        They come back from disk, or with their run.
+        """
+        lost = {name for name in self.in_memory() if self._homes.get(name) is worker}
+        for name in lost:
+            del self.directories[name]
+        for name in [name for name, home in self._homes.items() if home is worker]:
+            del self._homes[name]
+        return lost
 
     def disown(self, sampler: str) -> None:
         """Forget a sampler whose weights are gone."""

@@ -12,9 +12,16 @@ from __future__ import annotations
 import asyncio
 import secrets
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 
-from tinkex.engine.api import EngineError, Listener, SampleJob, token_limit
+from tinkex.engine.api import (
+    DrawnToken,
+    EngineError,
+    EngineLost,
+    Listener,
+    SampleJob,
+    token_limit,
+)
 from tinkex.server.database.entities import Run, Sampler
 from tinkex.server.files.checkpoint_files import Checkpoints
 from tinkex.server.http_errors import Refusal
@@ -24,9 +31,36 @@ from tinkex.server.runs.admission import Runs
 from tinkex.server.runs.journals import DIRECT
 from tinkex.server.runs.work import LiveRun
 from tinkex.server.samples.sampler_weights import LoadedWeights, WeightSource
+from tinkex.server.workers.sample_jobs import CANCELLED, Sampled
+from tinkex.server.workers.worker import Worker
 from tinkex.types.sampled import SampleResponse
 from tinkex.types.sampling import SampleRequest
 from tinkex.types.saves import SaveWeightsForSamplerRequest
+
+
+class Heard:
+    """A listener that hears each token once, also when its sample is drawn again."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._told: dict[int, int] = {}
+        """The number of tokens of each sample that the listener knows."""
+        self._drawn: dict[int, int] = {}
+
+    def begin_again(self) -> None:
+        """Expect the tokens of every sample from the first one on."""
+        self._drawn = {}
+
+    def __call__(self, drawn: Sequence[DrawnToken]) -> None:
+        """Hand on the tokens that the listener does not know."""
+        new = []
+        for token in drawn:
+            at = self._drawn[token.index] = self._drawn.get(token.index, 0) + 1
+            if at > self._told.get(token.index, 0):
+                self._told[token.index] = at
+                new.append(token)
+        if new:
+            self._listener(new)
 
 
 class Samplers:
@@ -50,6 +84,8 @@ class Samplers:
         self._bound: dict[str, str] = {}
         """The weights that samplers of open sessions began with: they never change to others of the
         same path."""
+        self._drawing: dict[str, Worker] = {}
+        """The worker that each sample is drawn on."""
 
     def save(self, live: LiveRun, sampler_id: str, seq_id: int) -> None:
         """Freeze a run's weights as a nameless sampler; on the worker."""
@@ -193,24 +229,26 @@ class Samplers:
         worker keeps that order, and a job holds its weights: they cannot be dropped before it
         has them.
         """
-        worker = source.worker
         seed = request.sampling_params.seed if seed is None else seed
-        loading = self.loaded.load(source) if source.is_loadable else None
-        # the target went with the weights when they made room
-        if source.target is not None and loading is not None:
-            worker.run(worker.engine.point, source.target, source.name, source.version)
         seed = secrets.randbits(63) if seed is None else seed
-        weights = source.target or source.name
+        heard = None if listener is None else Heard(listener)
         try:
-            response, recordings = await worker.samples.draw(
-                SampleJob(job, weights, request, seed, listener, owner, source.cache)
-            )
-        except EngineError as refused:
-            error = loading.exception() if loading is not None and loading.done() else None
-            if isinstance(error, EngineError) or error is None:
-                error = error or refused
-                raise EngineError(self._conceal(str(error)), error.category) from None
-            raise error from None
+            while True:
+                self._drawing[job] = source.worker
+                try:
+                    response, recordings = await self._draw_on(
+                        source, job, request, seed, heard, owner
+                    )
+                    break
+                except EngineLost as lost:
+                    await self._workers.available(sampler.base_model)
+                    if job not in self._drawing:
+                        raise EngineError(CANCELLED) from lost
+                    source = await self._found_again(sampler)
+                    if heard is not None:
+                        heard.begin_again()
+        finally:
+            self._drawing.pop(job, None)
         if recordings:
             session_id = job.partition(":")[0]
             await self._recordings.keep(session_id, job, request.prompt.length, recordings)
@@ -218,6 +256,47 @@ class Samplers:
         self._meter.count(*use, "prefill", request.prompt.length)
         self._meter.count(*use, "sample", sum(one.length for one in response.sequences))
         return response
+
+    def cancel(self, job: str) -> None:
+        """Drop a job, wherever it is drawn."""
+        worker = self._drawing.pop(job, None)
+        if worker is not None:
+            worker.samples.cancel(job)
+
+    async def _found_again(self, sampler: Sampler) -> WeightSource:
+        try:
+            return await self.find(sampler)
+        except Refusal as refusal:
+            raise EngineError(str(refusal.detail)) from None
+
+    async def _draw_on(
+        self,
+        source: WeightSource,
+        job: str,
+        request: SampleRequest,
+        seed: int,
+        listener: Listener | None,
+        owner: str,
+    ) -> Sampled:
+        """Draw a sample on the worker of its weights."""
+        worker = source.worker
+        loading = self.loaded.load(source) if source.is_loadable else None
+        # the target went with the weights when they made room
+        if source.target is not None and loading is not None:
+            worker.run(worker.engine.point, source.target, source.name, source.version)
+        weights = source.target or source.name
+        try:
+            return await worker.samples.draw(
+                SampleJob(job, weights, request, seed, listener, owner, source.cache)
+            )
+        except EngineLost:
+            raise
+        except EngineError as refused:
+            error = loading.exception() if loading is not None and loading.done() else None
+            if isinstance(error, EngineError) or error is None:
+                error = error or refused
+                raise EngineError(self._conceal(str(error)), error.category) from None
+            raise error from None
 
     def forget_session(self, session_id: str) -> None:
         """Let the samplers of a session go."""
@@ -324,6 +403,12 @@ class InflightTargets:
             self.versions.setdefault(run, version)
             return
         await self._runs.replayed(run, lambda: run in self.versions)
+
+    def lose(self, samplers: Container[str]) -> None:
+        """Forget the targets whose newest weights are among those that are lost."""
+        for run, version in list(self.versions.items()):
+            if _weights(run, version) in samplers:
+                del self.versions[run]
 
     def forget_session(self, session_id: str) -> None:
         """Forget the targets of a session's runs; their weights go as nameless samplers do."""
