@@ -107,7 +107,7 @@ def server_url(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     from tinkex.local import publish_tokenizers
 
     engine = TorchEngine({MODEL: model_dir})
-    publish_tokenizers(engine)
+    publish_tokenizers(engine.models())
     with serving(engine, tmp_path_factory.mktemp("server")) as url:
         yield url
 

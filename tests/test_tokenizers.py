@@ -327,10 +327,10 @@ def test_publishing_can_be_switched_off(
 
     engine = FakeEngine(base_models=[BaseModel("org/name", 64, 256, "fake", model_dir)])
     monkeypatch.setenv("TINKEX_HUB_CACHE", "0")
-    publish_tokenizers(engine)
+    publish_tokenizers(engine.models())
     assert not home.exists()
     monkeypatch.setenv("TINKEX_HUB_CACHE", "1")
-    publish_tokenizers(engine)
+    publish_tokenizers(engine.models())
     assert (home / "models--org--name").exists()
 
 

@@ -193,7 +193,7 @@ def brisk_url(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     from tinkex.server.server_limits import Limits
 
     engine = TorchEngine({MODEL: model_dir})
-    publish_tokenizers(engine)
+    publish_tokenizers(engine.models())
     limits = Limits(poll_seconds=0.05, announced_bytes=100)
     with serving(engine, tmp_path_factory.mktemp("brisk"), limits=limits) as url:
         yield url

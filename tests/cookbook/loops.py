@@ -51,7 +51,7 @@ def embedded(client: str, directory: Path) -> Iterator[str]:
     from support import serving
 
     engine = make_engine(models)
-    publish_tokenizers(engine)
+    publish_tokenizers(engine.models())
     with serving(engine, directory / "data") as url:
         yield url
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tinkex._version import __version__
 from tinkex.cluster.link import CHUNK, Call, HostInfo, Launch, Link, News
@@ -48,15 +48,25 @@ class RemoteEngine(Engine):
     called on others.
     """
 
-    def __init__(self, name: str, launch: Launch, data_dir: Path | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        launch: Launch,
+        data_dir: Path | None = None,
+        role: Literal["both", "trainer", "sampler"] = "both",
+        must_share: bool = False,
+    ) -> None:
         """Know how a process is started; `connect` starts it.
 
         Args:
             name: The name of the replica.
             launch: Starts the process.
             data_dir: The directory that a process may see too; then files need not travel.
+            role: The work that it is for.
+            must_share: True if a process that does not see the directory is an error.
         """
         self.name, self._launch, self._data_dir = name, launch, data_dir
+        self.role, self._must_share = role, must_share
         self.wake: Callable[[], object] = lambda: None
         """Called when there are news, on a thread of the link."""
         self.on_lost: Callable[[EngineLost], object] = lambda error: None
@@ -124,6 +134,12 @@ class RemoteEngine(Engine):
                 f"{__version__}; install the same version on both",
                 "server",
             )
+        if self._must_share and not info.sees:
+            raise EngineError(
+                f"worker {self.name!r} ({info.place}) does not see the data directory "
+                f"{self._data_dir}; mount it there, or use --shared auto",
+                "server",
+            )
 
     def _take_news(self, sender: object, news: News) -> None:
         if sender is not self._current:
@@ -166,7 +182,10 @@ class RemoteEngine(Engine):
             self._link.close()
 
     def _call(self, method: str, *args: Any, **named: Any) -> Any:
-        return self._reach().call(Call(self.epoch, method, args, named)).result()
+        try:
+            return self._reach().call(Call(self.epoch, method, args, named)).result()
+        except EngineLost as error:
+            raise self.lost or EngineLost(f"worker {self.name!r} is gone: {error}") from None
 
     def _cast(self, method: str, *args: Any) -> None:
         """Send a call whose result nobody waits for; a process that is gone needs none."""

@@ -151,9 +151,10 @@ class State:
         self.loaded.lose(worker)
         self.samplers.targets.lose(self.samplers.nameless.lose(worker))
 
-    async def _make_again(self, run: str) -> None:
-        if run in self.runs:  # else it is being made, which is tried again by itself
-            await self.replay.rebuild(run)
+    def _make_again(self, run: str) -> None:
+        # a run that is being made for the first time is tried again by itself
+        if run in self.runs or self.revivals.task(run) is not None:
+            self.promises.keep(self.replay.rebuild(run))
 
     async def stop_workers(self) -> None:
         """End the workers, and the processes of their engines."""

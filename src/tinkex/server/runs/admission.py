@@ -93,13 +93,22 @@ class Runs(Mapping[str, LiveRun]):
         )
 
     async def replayed(self, run: str, is_found: Callable[[], bool]) -> None:
-        """Wait until what an earlier life had of a run gives something, or all of it is done."""
-        await self._revivals.revived(run)
-        live = self._live.get(run)
-        for promise in list(live.recent.values()) if live is not None else ():
-            if is_found():
+        """Wait until a run that is made again gives something, or all of its journal is done."""
+        task: asyncio.Task[None] | None = None
+        while not is_found():
+            await self._revivals.revived(run)
+            before, task = task, self._revivals.task(run)
+            if task is before:  # else it was begun again meanwhile
                 return
-            await promise.done.wait()
+            live = self._live.get(run)
+            while live is not None and live.again and not is_found():
+                await asyncio.wait(live.again, return_when=asyncio.FIRST_COMPLETED)
+            for promise in list(live.recent.values()) if live is not None else ():
+                if is_found():
+                    return
+                if self._revivals.task(run) is not task:
+                    break
+                await promise.done.wait()
 
     async def worker_of(self, run: str) -> Worker:
         """Return the worker that a run is at home on, loaded or not."""
@@ -285,7 +294,10 @@ class Runs(Mapping[str, LiveRun]):
                 running = worker.run_save(run, carry_out)
             case _:
                 running = worker.run_for(run, carry_out)
-        self._promises.follow(item.promise, self._finish(live, item.work, running))
+        following = self._promises.follow(item.promise, self._finish(live, item.work, running))
+        if live.is_rebuilding:
+            live.again.add(following)
+            following.add_done_callback(live.again.discard)
 
     def _carry_out(self, live: LiveRun, item: LaneItem) -> Any:
         """Carry an operation out, and make a snapshot where one is due; on the worker."""

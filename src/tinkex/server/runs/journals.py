@@ -123,6 +123,10 @@ class Revivals:
             task = self.begin(name, self.revive(name))
         await asyncio.shield(task)
 
+    def task(self, name: str) -> asyncio.Task[None] | None:
+        """Return the latest task that takes something up, or took it up."""
+        return self._tasks.get(name)
+
     def begin(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Take something up; what is asked for it waits until that is done."""
         task = self._tasks[name] = asyncio.create_task(work)

@@ -225,9 +225,11 @@ class Promises:
         self._promises[request_id] = promise
         return promise
 
-    def follow(self, promise: Promise, work: Awaitable[Any]) -> None:
-        """Settle a promise with what some work gives, whenever it does."""
-        self.keep(asyncio.ensure_future(self.fulfil(promise, work)))
+    def follow(self, promise: Promise, work: Awaitable[Any]) -> asyncio.Future[None]:
+        """Settle a promise with what some work gives, whenever it does; return that."""
+        following = asyncio.ensure_future(self.fulfil(promise, work))
+        self.keep(following)
+        return following
 
     @contextlib.asynccontextmanager
     async def holding(self, seconds: float) -> AsyncIterator[None]:

@@ -80,17 +80,21 @@ class Replay:
 
     # ── runs ──────────────────────────────────────────────────────────────────────────────────────
 
-    async def rebuild(self, run: str) -> None:
-        """Make a run again from its snapshot and journal, unanswered work included.
+    def rebuild(self, run: str) -> asyncio.Task[None]:
+        """Begin to make a run again from its snapshot and journal, unanswered work included.
 
-        What its worker has of the run is dropped. Other runs go on meanwhile.
+        What its worker has of the run is dropped. Requests for the run wait, also when this is
+        called while it is being made again; other runs go on.
         """
-        live = await self._runs.live(run)
-        await self._revivals.begin(run, self._rebuild(live))
+        if (live := self._runs.get(run)) is not None:
+            live.is_rebuilding = True
+        return self._revivals.begin(run, self._rebuild(run, self._revivals.task(run)))
 
-    async def _rebuild(self, live: LiveRun) -> None:
-        run = live.run.model_id
-        if self._runs.get(run) is not live:  # it was unloaded, or its session has ended
+    async def _rebuild(self, run: str, earlier: asyncio.Task[None] | None) -> None:
+        if earlier is not None:
+            await asyncio.wait({earlier})
+        live = self._runs.get(run)
+        if live is None:  # it was unloaded, or its session has ended
             return
         live.is_rebuilding = True
         self._runs.remove(run)

@@ -66,7 +66,7 @@ class Fleet:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_stopping = False
         self._lose_weights: Callable[[Worker], object] = lambda worker: None
-        self._rebuild: Callable[[str], Any] = lambda run: None
+        self._rebuild: Callable[[str], object] = lambda run: None
 
     def connect(self, life: int) -> Mapping[str, RemoteEngine]:
         """Start all processes, beside each other; return the engines by name.
@@ -101,14 +101,14 @@ class Fleet:
         self,
         workers: Workers,
         lose_weights: Callable[[Worker], object],
-        rebuild: Callable[[str], Any],
+        rebuild: Callable[[str], object],
     ) -> None:
         """Watch over the workers; called on the event loop once they have started.
 
         Args:
             workers: The workers of the engines.
             lose_weights: Forgets the weights that a worker had in memory.
-            rebuild: Makes a run again, on a worker that is there.
+            rebuild: Begins to make a run again, on a worker that is there.
         """
         self._lose_weights, self._rebuild, self._workers = lose_weights, rebuild, workers
         for worker in workers:
@@ -146,15 +146,9 @@ class Fleet:
         logger.warning("%s; %d runs are made again", error, len(runs))
         self._lose_weights(replica.worker)
         for run in runs:
-            self._keep(self._made_again(run))
+            self._rebuild(run)
         if not replica.is_drained:
             self._keep(self._restart(replica))
-
-    async def _made_again(self, run: str) -> None:
-        try:
-            await self._rebuild(run)
-        except Exception:
-            logger.exception("%s could not be made again", run)
 
     async def _restart(self, replica: Replica) -> None:
         """Start a process again, until it is there."""

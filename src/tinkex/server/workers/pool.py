@@ -98,7 +98,7 @@ class Workers:
         A run stays on the worker that it is on, or that was recorded for it, as long as that is
         there. Otherwise the worker with the fewest runs gets it.
         """
-        offering = self.of_model(base_model)
+        offering = [one for one in self.of_model(base_model) if one.role != "sampler"]
         found = next((worker for worker in offering if run in worker.runs), None) or next(
             (worker for worker in offering if worker.name == recorded), None
         )
@@ -136,6 +136,7 @@ class Workers:
         if len(offering) == 1:
             return offering[0]
         alive = [worker for worker in offering if worker.failure is None] or offering
+        alive = [worker for worker in alive if worker.role != "trainer"] or alive
         idlest = min(alive, key=lambda worker: worker.samples.open)
         having = [worker for worker in alive if worker in loaded]
         best = min(having, key=lambda worker: worker.samples.open, default=idlest)

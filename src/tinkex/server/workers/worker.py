@@ -89,6 +89,8 @@ class Worker:
 
     def __init__(self, engine: Engine, name: str = "") -> None:
         self.engine, self.name = engine, name
+        self.role: str = getattr(engine, "role", "both")
+        """The work it is for: a sampler has no runs, a trainer samples only when it must."""
         self.runs: set[str] = set()
         """The runs that are at home here; changed on the event loop."""
         self._loop: asyncio.AbstractEventLoop | None = None
