@@ -15,7 +15,7 @@ from tinkex.client.rest_parts.rest_base import RestBase
 from tinkex.client.rest_parts.rest_experimental import warn_experimental
 from tinkex.errors import APIResponseValidationError
 from tinkex.types.sampling import GetSamplerResponse
-from tinkex.types.session_search import SessionSearchRequest, SessionSearchResponse
+from tinkex.types.search_requests import SessionSearchRequest, SessionSearchResponse
 from tinkex.types.sessions import (
     AssignSessionProjectRequest,
     ClientSessionFinishReasonType,
