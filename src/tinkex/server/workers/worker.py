@@ -291,11 +291,12 @@ class Worker:
         if self.is_lost:
             return
         self.failure = error
+        # before anything else is told: what is woken then sees that its runs are made again
+        self.post(self.on_lost, error)
         for run in {task.run for task in self._passes.values()} | self._waiting.keys():
             if run is not None:
                 self._postpone(run)
         self.samples.fail(error)
-        self.post(self.on_lost, error)
 
     def _release(self, run: str) -> None:
         """Begin what nothing of its run is before any more."""
@@ -403,8 +404,8 @@ class Worker:
 
     def _refuse_lost(self, task: _Task, error: EngineLost) -> None:
         """Tell that a task was not done, or not surely; that of a run is done when it is rebuilt."""
-        self.post(settle, task.future, error if task.run is None else Postponed(str(error)))
         self._lose(error)
+        self.post(settle, task.future, error if task.run is None else Postponed(str(error)))
 
     def post(self, function: Callable[..., object], *args: object) -> None:
         """Call a function on the event loop, unless that has been closed."""
