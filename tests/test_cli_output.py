@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn
 
 from tinkex.cli import output, progress
-from tinkex.cli.outcomes import CommandError
 from tinkex.cli.output import (
     Column,
+    CommandError,
     expiry,
     lora,
     print_fields,
@@ -28,8 +28,7 @@ from tinkex.cli.output import (
     when,
     write_file,
 )
-from tinkex.cli.progress import fetch_pages, remaining, transfer
-from tinkex.cli.terminal import plain_console
+from tinkex.cli.progress import fetch_pages, plain_console, remaining, transfer
 from tinkex.types.checkpoints import Cursor
 
 NOW = dt.datetime(2026, 3, 11, tzinfo=dt.UTC)

@@ -13,11 +13,11 @@ from typing import Any
 
 import click
 
-from tinkex.cli.options import API_KEY_HELP, BASE_URL_HELP, switch, timeout_option
-from tinkex.cli.progress import waiting
-from tinkex.cli.sampling_options import shaping_of, shaping_options
-from tinkex.cli.servers import context_of, model_of, open_service, place_of, tokenizer_of
-from tinkex.cli.terminal import plain_console
+from tinkex.cli.options import Connection, connecting, option, text_or_json
+from tinkex.cli.output import never_fail_to_write
+from tinkex.cli.progress import plain_console, waiting
+from tinkex.cli.sampling import shaping_of, shaping_options, top_p_option
+from tinkex.cli.servers import context_of, model_of, place_of, tokenizer_of
 from tinkex.client.sampling_client import SamplingClient
 from tinkex.client.service import ServiceClient
 from tinkex.errors import TinkerError
@@ -237,45 +237,22 @@ def _count(messages: list[Message]) -> str:
 
 @click.command()
 @click.argument("model_or_path", required=False)
-@click.option("--system", help="System message.")
-@click.option(
+@option("--system", "System message.")
+@option(
     "--temperature",
+    "Sampling temperature; 0 takes the likeliest token.",
     default=0.7,
-    show_default=True,
     type=click.FloatRange(0),
-    help="Sampling temperature; 0 takes the likeliest token.",
 )
-@click.option(
-    "--top-p",
-    default=1.0,
-    show_default=True,
-    type=click.FloatRange(0, 1, min_open=True),
-    help="Sample from the likeliest tokens with this total probability.",
-)
+@top_p_option
 @shaping_options
-@click.option(
-    "--max-tokens",
-    default=MAX_TOKENS,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Longest answer, in tokens.",
+@option("--max-tokens", "Longest answer, in tokens.", default=MAX_TOKENS, least=1)
+@option("--seed", "Seed of the answers.", type=int)
+@option("--raw", "Continue each message as plain text: no chat format, no history.", is_flag=True)
+@connecting
+@text_or_json(
+    "Output format when standard input is not a terminal: text, or one JSON object per line."
 )
-@click.option("--seed", type=int, help="Seed of the answers.")
-@click.option(
-    "--raw", is_flag=True, help="Continue each message as plain text: no chat format, no history."
-)
-@click.option("--base-url", metavar="URL", help=BASE_URL_HELP)
-@click.option("--api-key", metavar="KEY", help=API_KEY_HELP)
-@timeout_option
-@click.option(
-    "--format",
-    "output_format",
-    default="text",
-    show_default=True,
-    type=click.Choice(["text", "json"]),
-    help="Output format when standard input is not a terminal: text, or one JSON object per line.",
-)
-@switch("--json", help="Same as --format json.")
 def chat(
     model_or_path: str | None,
     system: str | None,
@@ -284,9 +261,7 @@ def chat(
     max_tokens: int,
     seed: int | None,
     raw: bool,
-    base_url: str | None,
-    api_key: str | None,
-    timeout: int | None,
+    connection: Connection,
     output_format: str,
     json: bool,
     **shaping: Any,
@@ -312,8 +287,8 @@ def chat(
     def tell(text: str) -> None:
         notes.print(text, style="dim" if notes.is_terminal else None, soft_wrap=True, markup=False)
 
-    _never_fail_to_write()
-    with open_service(base_url, api_key, timeout) as service:
+    never_fail_to_write()
+    with connection.service() as service:
         with waiting("starting …"):
             sampler, base_model = _open(service, model_or_path)
             talk = Chat(
@@ -342,14 +317,6 @@ def chat(
                 BrokenPipeError
             ):  # whoever read the answers has enough; nothing is left to be flushed at the end
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _never_fail_to_write() -> None:
-    """Replace characters that a terminal cannot print, and bytes that cannot be read."""
-    for stream in (sys.stdin, sys.stdout, sys.stderr):
-        reconfigure = getattr(stream, "reconfigure", None)
-        if reconfigure is not None:
-            reconfigure(errors="replace")
 
 
 def _open(service: ServiceClient, model_or_path: str | None) -> tuple[SamplingClient, str]:

@@ -24,9 +24,8 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import click
 
-from tinkex.cli.options import Connection, connecting, formatted, wait
-from tinkex.cli.outcomes import Outcome
-from tinkex.cli.output import Column, print_json, print_table, size
+from tinkex.cli.options import Connection, connecting, formatted, option, wait
+from tinkex.cli.output import Column, Outcome, print_table, size
 from tinkex.cli.progress import waiting
 
 if TYPE_CHECKING:
@@ -352,16 +351,15 @@ def _clock(reply: Reply, now: dt.datetime) -> Finding:
 
 
 @click.command()
-@click.option(
+@option(
     "--port",
-    type=click.IntRange(1, 65535),
+    "The port that `tinkex serve` would listen on.",
     default=PORT,
-    show_default=True,
-    help="The port that `tinkex serve` would listen on.",
+    type=click.IntRange(1, 65535),
 )
 @formatted
 @connecting
-def doctor(port: int, as_json: bool, connection: Connection) -> Outcome:
+def doctor(port: int, connection: Connection) -> Outcome:
     """Check this machine, the key and the server; say what to fix.
 
     Checks Python, packages, torch and its device, memory, disk, the port, the key, the server and
@@ -400,12 +398,12 @@ def doctor(port: int, as_json: bool, connection: Connection) -> Outcome:
         findings.append(trouble)
     broken = [finding for finding in findings if finding.status == "error"]
     data = {"ok": not broken, "checks": [asdict(finding) for finding in findings]}
-    if as_json:
-        print_json(data)
-    else:
-        rows = [(finding.status, finding.name, finding.detail, finding.fix) for finding in findings]
-        print_table(_summary(findings), COLUMNS, rows)
-    return Outcome(data, exit_code=1 if broken else 0)
+    rows = [(finding.status, finding.name, finding.detail, finding.fix) for finding in findings]
+    return Outcome(
+        data,
+        exit_code=1 if broken else 0,
+        show=lambda: print_table(_summary(findings), COLUMNS, rows),
+    )
 
 
 def _trouble(error: ConfigurationError) -> Finding:

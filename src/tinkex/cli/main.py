@@ -19,7 +19,7 @@ from click.shell_completion import CompletionItem
 
 from tinkex.cli.commands import COMMANDS, COMPLETION_VARIABLE, Form
 from tinkex.cli.options import CommandGroup
-from tinkex.cli.outcomes import NO_ROOM, Invocation, Outcome, Result, invocation_of, reason_of
+from tinkex.cli.output import NO_ROOM, Invocation, Outcome, Result, invocation_of, reason_of
 
 INTERRUPTED = 130
 RANGE = re.compile(r"is not a valid (integer|float) range(?=\.)")

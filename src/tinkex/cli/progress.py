@@ -13,6 +13,7 @@ import click
 from tinkex.cli.output import size
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import Progress, ProgressColumn
 
     from tinkex.types.checkpoints import Cursor
@@ -108,13 +109,21 @@ class Display:
             click.echo(message, err=True)
 
 
+def plain_console(*, stderr: bool = False) -> Console:
+    """Return a console that prints text as it is.
+
+    Rich would colour numbers, and turn `:train:` in the id of a run into a picture.
+    """
+    from rich.console import Console
+
+    return Console(stderr=stderr, highlight=False, emoji=False)
+
+
 def _on_stderr(title: str, columns: Callable[[], Sequence[ProgressColumn]]) -> Display:
     """Return a display on stderr that is erased at the end; rich is imported on a terminal only."""
     if not sys.stderr.isatty():
         return Display()
     from rich.progress import Progress
-
-    from tinkex.cli.terminal import plain_console
 
     bar = Progress(*columns(), console=plain_console(stderr=True), transient=True)
     return Display(bar, title)

@@ -21,6 +21,7 @@ from typing import Any, TypeVar, get_args
 
 import click
 
+from tinkex.cli.options import option, together
 from tinkex.client.settings.config import LOOPBACK
 from tinkex.engine.api import Engine, EngineError
 from tinkex.engine.registry import engine_names, find_engine
@@ -71,105 +72,97 @@ def _check_engine(ctx: click.Context, param: click.Parameter, value: str) -> str
     return value
 
 
-def limit_options(command: F) -> F:
-    """Add an option for each limit of the server."""
-    for limit in reversed(dataclasses.fields(Limits)):
-        whole = isinstance(limit.default, int)
-        command = click.option(
+limit_options = together(
+    *(
+        option(
             f"--{limit.name.replace('_', '-')}",
-            type=click.IntRange(1) if whole else click.FloatRange(0),
+            limit.metadata["help"],
+            type=click.IntRange(1) if isinstance(limit.default, int) else click.FloatRange(0),
             default=limit.default,
-            show_default=True,
-            help=limit.metadata["help"],
-        )(command)
-    return command
+        )
+        for limit in dataclasses.fields(Limits)
+    )
+)
+"""Adds an option for each limit of the server."""
 
 
 @click.command()
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option(
+@option("--host", "Address to listen on.", default="127.0.0.1")
+@option(
     "--port",
+    "Port to listen on; 0 picks a free one.",
     type=click.IntRange(0, 65535),
     default=8000,
-    show_default=True,
-    help="Port to listen on; 0 picks a free one.",
 )
-@click.option(
+@option(
     "--data-dir",
+    "Directory for checkpoints and state. [default: TINKEX_DATA_DIR]",
     type=click.Path(path_type=Path),
-    help="Directory for checkpoints and state. [default: TINKEX_DATA_DIR]",
 )
-@click.option(
-    "--model",
-    "models",
+@option(
+    "--model models",
+    "A model to serve: a bundled name, a hub id, or NAME=DIR. Repeatable.  [default: "
+    f"{DEFAULT_MODEL}]",
     multiple=True,
     metavar="NAME[=DIR]",
-    help="A model to serve: a bundled name, a hub id, or NAME=DIR. Repeatable.  [default: "
-    f"{DEFAULT_MODEL}]",
 )
-@click.option(
+@option(
     "--engine",
+    "The engine that trains and samples.",
     cls=EngineOption,
     callback=_check_engine,
     default=DEFAULT_ENGINE,
-    show_default=True,
-    help="The engine that trains and samples.",
 )
-@click.option(
+@option(
     "--device",
-    default="auto",
-    show_default=True,
-    help="Device of the engine: auto, cpu or cuda; auto takes a GPU if there is one. "
+    "Device of the engine: auto, cpu or cuda; auto takes a GPU if there is one. "
     "CUDA_VISIBLE_DEVICES picks among several.",
+    default="auto",
 )
-@click.option(
+@option(
     "--dtype",
-    type=click.Choice(get_args(Dtype)),
-    help="Type of the base weights.  [default: float32 on a CPU, bfloat16 on a GPU]",
+    "Type of the base weights.  [default: float32 on a CPU, bfloat16 on a GPU]",
+    choices=get_args(Dtype),
 )
-@click.option(
+@option(
     "--api-key",
-    envvar="TINKEX_SERVER_API_KEY",
-    help="Key that clients must send, besides those of `tinkex key create` (better set "
+    "Key that clients must send, besides those of `tinkex key create` (better set "
     "TINKEX_SERVER_API_KEY).",
+    envvar="TINKEX_SERVER_API_KEY",
 )
-@click.option(
+@option(
     "--tokens/--no-tokens",
+    "Have clients exchange their key for tokens that are valid for an hour.",
     default=False,
-    show_default=True,
-    help="Have clients exchange their key for tokens that are valid for an hour.",
 )
-@click.option(
+@option(
     "--strict",
+    "Load weights as a run's first operation only, as the hosted service does.",
     is_flag=True,
-    help="Load weights as a run's first operation only, as the hosted service does.",
 )
-@click.option(
+@option(
     "--hub-cache/--no-hub-cache",
+    "Put the models' tokenizers into the Hugging Face cache, for clients on this machine.",
     default=True,
-    show_default=True,
-    help="Put the models' tokenizers into the Hugging Face cache, for clients on this machine.",
 )
-@click.option(
+@option(
     "--log-level",
+    "Log level; logs go to stderr.",
     type=click.Choice(["debug", "info", "warning", "error"], case_sensitive=False),
     default="warning",
-    show_default=True,
-    help="Log level; logs go to stderr.",
 )
-@click.option(
+@option(
     "--log-format",
-    type=click.Choice(["text", "json"]),
-    default="text",
-    show_default=True,
-    help="Log format; json has a line for each request as well, of polls and heartbeats with "
+    "Log format; json has a line for each request as well, of polls and heartbeats with "
     "--log-level debug.",
+    default="text",
+    choices=["text", "json"],
 )
-@click.option(
+@option(
     "--otel/--no-otel",
+    "Make an OpenTelemetry span of each request.  [default: when an OTEL_ variable is set and it "
+    "is installed]",
     default=None,
-    help="Make an OpenTelemetry span of each request.  [default: when an OTEL_ variable is set and "
-    "it is installed]",
 )
 @limit_options
 def serve(
