@@ -268,15 +268,15 @@ class ComputedSession:
     """Tokens that end a text."""
 
 
-S = TypeVar("S", bound=ComputedSession)
+C = TypeVar("C", bound=ComputedSession)
 
 
-class ComputingPlatform(Generic[S]):
+class ComputingPlatform(Generic[C]):
     """The calls of a platform that computes in this process."""
 
     def forward_backward(
         self,
-        session: S,
+        session: C,
         data: Sequence[Datum],
         loss_fn: str,
         loss_fn_config: Mapping[str, float | str] | None = None,
@@ -292,11 +292,11 @@ class ComputingPlatform(Generic[S]):
         metrics = {"loss:sum": loss, "tokens:sum": float(tokens)}
         return ForwardBackwardOutput("ArrayRecord", records, metrics)
 
-    def _pass(self, session: S, batch: Batch) -> tuple[list[Array], list[Array]]:
+    def _pass(self, session: C, batch: Batch) -> tuple[list[Array], list[Array]]:
         """Add the gradient; return the log-probabilities and the losses of each example."""
         raise NotImplementedError
 
-    def optim_step(self, session: S, params: AdamParams) -> OptimStepResponse:
+    def optim_step(self, session: C, params: AdamParams) -> OptimStepResponse:
         """Apply the gradient with AdamW and the params of this step, and clear it."""
         params.validate()
         norm = self._step(session, params)
@@ -304,13 +304,13 @@ class ComputingPlatform(Generic[S]):
             metrics={"grad_norm:mean": norm, "learning_rate:mean": params.learning_rate}
         )
 
-    def _step(self, session: S, params: AdamParams) -> float:
+    def _step(self, session: C, params: AdamParams) -> float:
         """Apply the gradient, if there is one; return its norm."""
         raise NotImplementedError
 
     def sample(
         self,
-        session: S,
+        session: C,
         prompt: ModelInput,
         num_samples: int = 1,
         sampling_params: SamplingParams | None = None,
@@ -330,6 +330,6 @@ class ComputingPlatform(Generic[S]):
             ]
         )
 
-    def _begin(self, session: S, tokens: list[int]) -> tuple[Array, Next]:
+    def _begin(self, session: C, tokens: list[int]) -> tuple[Array, Next]:
         """Return the logits after a prompt, and a function that goes on from there."""
         raise NotImplementedError
