@@ -14,9 +14,9 @@ from typing import Any
 import click
 
 from tinkex.cli.options import Connection, connecting, option, text_or_json
-from tinkex.cli.output import CommandError, never_fail_to_write
-from tinkex.cli.progress import plain_console, waiting
-from tinkex.cli.sampling import params_of, shaping_of, shaping_options, top_p_option
+from tinkex.cli.output import CommandError, never_fail_to_write, plain_console
+from tinkex.cli.progress import waiting
+from tinkex.cli.sample_command import params_of, shaping_of, shaping_options, top_p_option
 from tinkex.cli.servers import context_of, model_of, place_of, tokenizer_of
 from tinkex.client.sampling_client import SamplingClient
 from tinkex.client.service import ServiceClient
