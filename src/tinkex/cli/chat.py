@@ -180,6 +180,13 @@ class Chat:
             return self._save(path) if name == "/save" else self._load(path)
         raise CommandError(f"there is no command {name}; /help lists them")
 
+    def obey(self, line: str) -> bool:
+        """Run a chat command and tell its text; return False to leave."""
+        told = self.command(line)
+        if told is not None:
+            self.tell(told)
+        return told is not None
+
     def _undo(self) -> str:
         if not self.messages:
             raise CommandError("there is nothing to take back")
@@ -336,10 +343,8 @@ def _converse(talk: Chat) -> None:
             continue
         try:
             if text.startswith("/"):
-                told = talk.command(text)
-                if told is None:
+                if not talk.obey(text):
                     return
-                talk.tell(told)
                 continue
             answer = talk.ask(text, _write)
             click.echo()
@@ -382,10 +387,8 @@ def _answer_lines(talk: Chat, *, as_json: bool) -> None:
         if not text.strip():
             continue
         if text.startswith("/"):
-            told = talk.command(text)
-            if told is None:
+            if not talk.obey(text):
                 return
-            talk.tell(told)
             continue
         shown = (lambda piece: None) if as_json else _pass_on
         try:
