@@ -20,6 +20,7 @@ from tinkex.cli.output import (
     CommandError,
     expiry,
     lora,
+    plain_console,
     print_fields,
     print_table,
     printable,
@@ -28,7 +29,7 @@ from tinkex.cli.output import (
     when,
     write_file,
 )
-from tinkex.cli.progress import fetch_pages, plain_console, remaining, transfer
+from tinkex.cli.progress import fetch_pages, remaining, transfer
 from tinkex.types.checkpoints import Cursor
 
 NOW = dt.datetime(2026, 3, 11, tzinfo=dt.UTC)

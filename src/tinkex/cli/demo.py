@@ -26,7 +26,8 @@ from rich.table import Table
 import tinkex
 from tinkex.cli.charts import plot
 from tinkex.cli.options import Connection, api_key_option, option, seconds_of, timeout_option
-from tinkex.cli.progress import Display, plain_console, waiting
+from tinkex.cli.output import plain_console
+from tinkex.cli.progress import Display, waiting
 from tinkex.client.settings.config import is_embedded
 from tinkex.local import default_data_dir
 from tinkex.models import addition

@@ -177,14 +177,16 @@ def refuse_before(context: click.Context) -> bool:
 # ── format ────────────────────────────────────────────────────────────────────────────────────────
 
 
+def format_option(told: str) -> Callable[[F], F]:
+    """Add --format, of tables or JSON."""
+    choice = click.Choice(["table", "json"], case_sensitive=False)
+    return option("-f --format form", told, type=choice)
+
+
 def formatted(function: F) -> F:
     """Add --format and --json, and print the outcome that the command returns."""
 
-    @option(
-        "-f --format form",
-        "How to print it.  [default: table]",
-        type=click.Choice(["table", "json"], case_sensitive=False),
-    )
+    @format_option("How to print it.  [default: table]")
     @switch("--json", help="The same as --format json.")
     @click.pass_context
     @functools.wraps(function)

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from tinkex.types.checkpoints import Checkpoint, TrainingRun
 
 UNITS = ("B", "KB", "MB", "GB", "TB")
@@ -269,6 +271,16 @@ def never_fail_to_write() -> None:
             reconfigure(errors="replace")
 
 
+def plain_console(*, stderr: bool = False) -> Console:
+    """Return a console that prints text as it is.
+
+    Rich would colour numbers, and turn `:train:` in the id of a run into a picture.
+    """
+    from rich.console import Console
+
+    return Console(stderr=stderr, highlight=False, emoji=False)
+
+
 def is_terminal() -> bool:
     """Return True if a user sees the output."""
     return sys.stdout.isatty()
@@ -310,8 +322,6 @@ def print_table(title: str, columns: Sequence[Column], rows: Iterable[Sequence[o
 def _print_on_terminal(columns: Sequence[Column], cells: Sequence[Sequence[str]]) -> None:
     from rich.table import Table
     from rich.text import Text
-
-    from tinkex.cli.progress import plain_console
 
     terminal = plain_console()
     widths = [

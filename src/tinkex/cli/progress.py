@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 import click
 
-from tinkex.cli.output import size
+from tinkex.cli.output import plain_console, size
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.progress import Progress, ProgressColumn
 
     from tinkex.types.checkpoints import Cursor
@@ -107,16 +106,6 @@ class Display:
             self._bar.stop()
         if message is not None:
             click.echo(message, err=True)
-
-
-def plain_console(*, stderr: bool = False) -> Console:
-    """Return a console that prints text as it is.
-
-    Rich would colour numbers, and turn `:train:` in the id of a run into a picture.
-    """
-    from rich.console import Console
-
-    return Console(stderr=stderr, highlight=False, emoji=False)
 
 
 def _on_stderr(title: str, columns: Callable[[], Sequence[ProgressColumn]]) -> Display:

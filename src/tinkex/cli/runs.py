@@ -41,7 +41,7 @@ from tinkex.cli.output import (
     yes_no,
 )
 from tinkex.cli.progress import fetch_pages, transfer, waiting
-from tinkex.cli.sampling import sample, sample_options
+from tinkex.cli.sample_command import sample, sample_options
 
 if TYPE_CHECKING:
     from tinkex.client.rest import RestClient

@@ -13,11 +13,11 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 import click
 
@@ -44,7 +44,6 @@ from tinkex.server.server_limits import Limits
 from tinkex.server.server_metrics import JsonFormatter, access
 from tinkex.server.tracing import Tracing, is_wanted
 
-F = TypeVar("F", bound=Callable[..., Any])
 SWITCH_SECONDS = 0.0005
 """Longest time the engine may hold the interpreter when the event loop wants it.
 
@@ -72,6 +71,7 @@ def _check_engine(ctx: click.Context, param: click.Parameter, value: str) -> str
     return value
 
 
+LIMIT_NAMES = [limit.name for limit in dataclasses.fields(Limits)]
 limit_options = together(
     *(
         option(
@@ -173,14 +173,11 @@ def serve(
     engine: str,
     device: str,
     dtype: Dtype | None,
-    api_key: str | None,
-    tokens: bool,
-    strict: bool,
     hub_cache: bool,
     log_level: str,
     log_format: str,
     otel: bool | None,
-    **limits: Any,
+    **access: Any,
 ) -> None:
     """Serve models on this machine to any Tinker client.
 
@@ -190,10 +187,9 @@ def serve(
     the tokenizer there first.
     """
     data_dir = data_dir or default_data_dir()
-    try:
-        is_open = not api_key and not _has_keys(data_dir)
-    except (OSError, DataDirError, DatabaseError) as error:
-        raise click.ClickException(str(unusable(data_dir, error))) from None
+    limits = Limits(**{name: access.pop(name) for name in LIMIT_NAMES})
+    with _using(data_dir):
+        is_open = not access["api_key"] and not _has_keys(data_dir)
     if host not in LOOPBACK and is_open:
         raise click.UsageError(
             f"listening on {host} would let anyone in: create a key with `tinkex key create`, set "
@@ -215,21 +211,20 @@ def serve(
     os.environ["TINKEX_HUB_CACHE"] = "1" if hub_cache else "0"
     # uvicorn stops cleanly, then passes the signal on
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    settings = {"limits": limits, "tracing": tracing, **access}
+    with (
+        _using(data_dir),
+        listener,
+        asyncio.Runner(loop_factory=_loop_factory()) as runner,
+    ):
+        runner.run(_serve(listener, data_dir, make, device, settings))
+
+
+@contextlib.contextmanager
+def _using(data_dir: Path) -> Iterator[None]:
+    """Report a data directory or an engine that cannot be used in one line."""
     try:
-        with listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(
-                _serve(
-                    listener,
-                    data_dir,
-                    make,
-                    device,
-                    api_key,
-                    tokens,
-                    strict,
-                    Limits(**limits),
-                    tracing,
-                )
-            )
+        yield
     except (OSError, DataDirError, DatabaseError) as error:
         raise click.ClickException(str(unusable(data_dir, error))) from None
     except EngineError as error:
@@ -296,29 +291,16 @@ async def _serve(
     data_dir: Path,
     make: Callable[[], Engine],
     device: str,
-    api_key: str | None,
-    tokens: bool,
-    strict: bool,
-    limits: Limits,
-    tracing: Tracing | None,
+    settings: Mapping[str, Any],
 ) -> None:
     engine = make()
     publish_tokenizers(engine)
     from tinkex.server.app import create_app
 
     names = ", ".join(model.name for model in engine.models())
-    app = create_app(
-        engine,
-        data_dir,
-        limits=limits,
-        api_key=api_key,
-        tokens=tokens,
-        strict=strict,
-        tracing=tracing,
-    )
-    access = (
-        "key required" if await app.state.server.accounts.needs_key() else "open, no key needed"
-    )
+    app = create_app(engine, data_dir, **settings)
+    needs_key = await app.state.server.accounts.needs_key()
+    access = "key required" if needs_key else "open, no key needed"
     ready = (
         f"tinkex serving at {_url(listener)}  models: {names}  device: {device}  data: "
         f"{data_dir}  ({access})"
@@ -356,10 +338,7 @@ async def run_app(app: Any, listener: socket.socket, on_ready: Callable[[], obje
             await app.state.server.leave()
             await super().shutdown(sockets)
             if getattr(self.lifespan, "shutdown_failed", False):
-                raise EngineError(
-                    "the server could not finish cleanly: see its log",
-                    "server",
-                )
+                raise EngineError("the server could not finish cleanly: see its log", "server")
 
     config = uvicorn.Config(
         app,

@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress as Bar, TextColumn
 
 from tinkex.cli.charts import chart, plot
-from tinkex.cli.progress import Display, plain_console
+from tinkex.cli.output import plain_console
+from tinkex.cli.progress import Display
 from tinkex.cli.train_data import counted
 from tinkex.errors import TinkerError
 from tinkex.finetune import Plan, Progress, RunFolder

@@ -20,8 +20,8 @@ import click
 
 from tinkex._version import __version__
 from tinkex.cli.options import Connection, seconds_of
-from tinkex.cli.output import never_fail_to_write
-from tinkex.cli.progress import plain_console, waiting
+from tinkex.cli.output import never_fail_to_write, plain_console
+from tinkex.cli.progress import waiting
 from tinkex.cli.servers import model_of, place_of
 from tinkex.cli.train_data import Loader, Material, counted
 from tinkex.cli.train_report import Pruning, StepDisplay, show_summary, summarize

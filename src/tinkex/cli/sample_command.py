@@ -25,6 +25,7 @@ from tinkex.cli.progress import waiting
 if TYPE_CHECKING:
     from tinkex.types.inputs import ModelInput
     from tinkex.types.sampled import SampledSequence, SampleResponse
+    from tinkex.types.sampling_params import SamplingParams
 
 WRONG = "sampling failed (please check your inputs)"
 OFF = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -102,6 +103,18 @@ sample_options = together(
 )
 
 
+PLAIN = ("max_tokens", "temperature", "top_k", "top_p", "seed")
+"""Options that are fields of SamplingParams as they are."""
+
+
+def params_of(given: Mapping[str, Any], shaping: Mapping[str, Any]) -> SamplingParams:
+    """Return the parameters that the options ask for; `shaping` comes from `shaping_of`."""
+    from tinkex.types.sampling_params import SamplingParams
+
+    plain = {name: given[name] for name in PLAIN if name in given}
+    return SamplingParams(**plain, stop=list(given.get("stop") or ()) or None, **shaping)
+
+
 def shaping_of(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of SamplingParams that were set.
 
@@ -142,21 +155,14 @@ def sample(
     model_path: str | None,
     prompt: str | None,
     prompt_file: str | None,
-    max_tokens: int | None,
-    temperature: float,
-    top_k: int,
-    top_p: float,
     num_samples: int,
-    seed: int | None,
-    stop: tuple[str, ...],
     http_pool: int | None,
     output: str | None,
     json: bool,
-    **shaping: Any,
+    **sampling: Any,
 ) -> Outcome:
     """Sample, and print or write the samples."""
     from tinkex.types.inputs import ModelInput
-    from tinkex.types.sampling import SamplingParams
 
     if base_model is None and model_path is None:
         raise CommandError(f"{WRONG}: give --base-model or --model-path")
@@ -165,7 +171,7 @@ def sample(
         checked_path(model_path)
     if output is not None:
         check_place(Path(output))
-    changes = shaping_of(shaping)
+    changes = shaping_of(sampling)
     click.echo("Starting sampling...", err=json)
     pools = None if http_pool is None else {"sample": http_pool}
     with explaining("sampling"), connection.service(pool_sizes=pools) as service:
@@ -176,15 +182,7 @@ def sample(
             tokens: ModelInput = ModelInput.from_ints(
                 tokenizer.encode(given) if isinstance(given, str) else given
             )
-            params = SamplingParams(
-                max_tokens=max_tokens,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                seed=seed,
-                stop=list(stop) or None,
-                **changes,
-            )
+            params = params_of(sampling, changes)
             response = wait(sampler.sample(tokens, num_samples, params), seconds)
     data = response_data(response)
     content = (
