@@ -17,7 +17,7 @@ import pytest
 
 from support import Wire, serving
 from tinkex.cli.diff import _read_config, _read_header
-from tinkex.cli.outcomes import CommandError
+from tinkex.cli.output import CommandError
 from tinkex.engine.api import EngineError
 from tinkex.engine.fake import FakeEngine
 from tinkex.engine.families.model_config import TensorNames
