@@ -156,7 +156,7 @@ async def story(server: Life, model: str, *, rebuilt: Held | None = None) -> lis
     ids = [await server.submit(path, body) for path, body in asked]
     if rebuilt is not None:
         await until(rebuilt.begun.is_set)
-        rebuilding = asyncio.create_task(server.state.replay.rebuild(model))
+        rebuilding = server.state.replay.rebuild(model)
         await asyncio.sleep(0)
         late = asyncio.create_task(server.submit("forward_backward", pass_json(model, 16)))
         await asyncio.sleep(0.05)
@@ -228,7 +228,7 @@ def test_runs_proceed_while_another_run_is_rebuilt(
                 await original(*given)
 
             monkeypatch.setattr(server.state.runs, "admit_again", admit_again)
-            rebuilding = asyncio.create_task(replay.rebuild(model))
+            rebuilding = replay.rebuild(model)
             waiting = asyncio.create_task(server.run("optim_step", step_json(model, 9)))
             for number in range(1, 4):
                 assert "metrics" in await server.run("forward_backward", pass_json(other, number))
@@ -251,7 +251,7 @@ def test_unrebuildable_run_fails_its_pending_calls(tmp_path: Path) -> None:
             begun = await server.submit("forward_backward", pass_json(model, 1))
             behind = await server.submit("forward_backward", pass_json(model, 2))
             await until(held.begun.is_set)
-            rebuilding = asyncio.create_task(server.state.replay.rebuild(model))
+            rebuilding = server.state.replay.rebuild(model)
             await asyncio.sleep(0.02)
             engine.base_models = ()
             held.gate.set()

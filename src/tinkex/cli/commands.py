@@ -40,6 +40,9 @@ COMMANDS = {
     "checkpoint": CommandEntry(
         "tinkex.cli.checkpoint:checkpoint", "Save, list, share, fetch and compare checkpoints."
     ),
+    "cluster": CommandEntry(
+        "tinkex.cli.cluster:cluster", "List the workers of a server, and drain them."
+    ),
     "completion": CommandEntry(
         "tinkex.cli.commands:completion",
         "Print a script that completes commands in your shell.",

@@ -16,6 +16,7 @@ from tinkex.cli.output import CommandError, Outcome, invocation_of, reason_of, w
 
 if TYPE_CHECKING:
     from tinkex.client.futures.api_future import APIFuture
+    from tinkex.client.http.http_client import HttpClient
     from tinkex.client.rest import AdminClient, RestClient
     from tinkex.client.service import ServiceClient
     from tinkex.client.session import Session
@@ -287,6 +288,14 @@ class Connection:
 
         with self.session(patience=self._rest_patience()) as session:
             yield RestClient(session)
+
+    @contextmanager
+    def http(self) -> Iterator[HttpClient]:
+        """Yield a client for any path of the server."""
+        from tinkex.client.http.http_client import HttpClient
+
+        with HttpClient(config=self.config()) as http:
+            yield http
 
     @contextmanager
     def admin(self) -> Iterator[AdminClient]:

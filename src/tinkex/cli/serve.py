@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 
@@ -32,6 +32,7 @@ from tinkex.local import (
     Dtype,
     default_data_dir,
     make_engine,
+    make_fleet,
     publish_tokenizers,
     unusable,
 )
@@ -43,6 +44,9 @@ from tinkex.server.files.data_dir import DataDirError
 from tinkex.server.server_limits import Limits
 from tinkex.server.server_metrics import JsonFormatter, access
 from tinkex.server.tracing import Tracing, is_wanted
+
+if TYPE_CHECKING:
+    from tinkex.server.workers.fleet import Fleet
 
 SWITCH_SECONDS = 0.0005
 """Longest time the engine may hold the interpreter when the event loop wants it.
@@ -125,6 +129,23 @@ limit_options = together(
     choices=get_args(Dtype),
 )
 @option(
+    "--workers",
+    "Where engines run: local (in this process), local:N (N processes), ray, or ray:HOST:PORT.",
+    default="local",
+    metavar="WHERE",
+)
+@option(
+    "--cluster",
+    "A TOML file with the trainers and samplers of each model; they run where --workers says.",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+)
+@option(
+    "--shared",
+    "Whether workers see the data directory; auto tries it. Otherwise files are sent.",
+    default="auto",
+    choices=["auto", "yes", "no"],
+)
+@option(
     "--api-key",
     "Key that clients must send, besides those of `tinkex key create` (better set "
     "TINKEX_SERVER_API_KEY).",
@@ -173,6 +194,9 @@ def serve(
     engine: str,
     device: str,
     dtype: Dtype | None,
+    workers: str,
+    cluster: Path | None,
+    shared: Literal["auto", "yes", "no"],
     hub_cache: bool,
     log_level: str,
     log_format: str,
@@ -200,7 +224,17 @@ def serve(
     tracing = _tracing(otel)
     places = dict(_parse_model(model) for model in models)
     device = find_engine(engine).pick_device(device)
-    make = partial(make_engine, places, device, dtype, engine)
+    fleet = make_fleet(
+        workers,
+        places,
+        data_dir=data_dir,
+        device=device,
+        dtype=dtype,
+        engine=engine,
+        cluster=cluster,
+        shared=shared,
+    )
+    make = partial(make_engine, places, device, dtype, engine) if fleet is None else lambda: fleet
     try:
         listener = _listen(host, port)
     except OSError as error:
@@ -289,16 +323,16 @@ def _parse_model(text: str) -> tuple[str, str]:
 async def _serve(
     listener: socket.socket,
     data_dir: Path,
-    make: Callable[[], Engine],
+    make: Callable[[], Engine | Fleet],
     device: str,
     settings: Mapping[str, Any],
 ) -> None:
-    engine = make()
-    publish_tokenizers(engine)
     from tinkex.server.app import create_app
 
-    names = ", ".join(model.name for model in engine.models())
-    app = create_app(engine, data_dir, **settings)
+    app = create_app(make(), data_dir, **settings)
+    models = app.state.server.workers.models()
+    publish_tokenizers(models.values())
+    names = ", ".join(models)
     needs_key = await app.state.server.accounts.needs_key()
     access = "key required" if needs_key else "open, no key needed"
     ready = (

@@ -187,6 +187,7 @@ class Host:
             # the server reads tokenizers itself
             [replace(model, tokenizer=no_tokenizer) for model in self._engine.models()],
             __version__,
+            platform.node(),
             f"{platform.node()}, process {os.getpid()}",
             getattr(self._engine, "repeats", True),
             sees,

@@ -91,6 +91,7 @@ class HostInfo:
     Attributes:
         models: The base models of its engine.
         version: The version of tinkex that it runs.
+        node: The machine.
         place: The machine and process, for people.
         repeats: True if the same calls give the same bits.
         sees: True if it can read the file that the server wrote as a probe.
@@ -98,6 +99,7 @@ class HostInfo:
 
     models: Sequence[BaseModel]
     version: str
+    node: str
     place: str
     repeats: bool
     sees: bool

@@ -145,7 +145,9 @@ def _check_keys(at: str, fields: Mapping[str, Any], known: set[str]) -> None:
             near = difflib.get_close_matches(key, known, 1)
             raise ConfigurationError(
                 f"{at} has an unknown key {key!r}",
-                hint=f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}",
+                hint=f"did you mean {near[0]!r}?"
+                if near
+                else f"known are {', '.join(sorted(known))}",
             )
 
 

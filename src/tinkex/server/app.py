@@ -18,6 +18,7 @@ from tinkex.server.database.interface import Database
 from tinkex.server.database.sqlite import SqliteDatabase
 from tinkex.server.http_errors import Refusal, refused
 from tinkex.server.middleware import GuardedEndpoint
+from tinkex.server.routes.cluster_pages import CLUSTER
 from tinkex.server.routes.handler_table import collect
 from tinkex.server.routes.openai import OPENAI
 from tinkex.server.routes.operations import operation_group
@@ -95,7 +96,7 @@ def create_app(
                 state.database.close()
                 state.unlock()
 
-    groups = (operation_group(), PAGES, OPENAI, *groups)
+    groups = (operation_group(), PAGES, CLUSTER, OPENAI, *groups)
     guarded = [
         GuardedEndpoint(endpoint, group, state, tracing)
         for group in groups

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from starlette.responses import Response
@@ -19,6 +19,7 @@ from starlette.responses import Response
 from tinkex.server.calls import Call
 from tinkex.server.http_errors import Refusal
 from tinkex.server.middleware import is_own
+from tinkex.server.routes.cluster_pages import waiting_reason
 from tinkex.server.routes.handler_table import handler
 from tinkex.server.runs.journals import DIRECT
 from tinkex.server.runs.promises import Log, Promise, encode, encoding, is_heavy
@@ -62,6 +63,9 @@ async def retrieve_future(state: State, call: Call) -> Response | codec.Body:
         async with state.promises.holding(state.limits.poll_seconds):
             await promise.done.wait()
     except TimeoutError:
+        if (reason := await waiting_reason(state, wanted.request_id)) is not None:
+            paused = {"queue_state": "paused_capacity", "queue_state_reason": reason}
+            return _json(paused, 408)
         return _json({"queue_state": "active"}, 408)
     as_protobuf = codec.PROTOBUF in call.headers.get("accept", "")
     promise.touch()
@@ -74,7 +78,7 @@ async def retrieve_future(state: State, call: Call) -> Response | codec.Body:
     return _json({"status": "complete_metadata", "response_payload_size": promise.size})
 
 
-def _json(fields: dict[str, object], status: int = 200) -> Response:
+def _json(fields: Mapping[str, object], status: int = 200) -> Response:
     return Response(to_json(fields), status_code=status, media_type=codec.JSON)
 
 

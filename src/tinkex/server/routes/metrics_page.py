@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from tinkex.engine.stepping import SAMPLING, TRAINING
+from tinkex.server.routes.cluster_pages import worker_metrics
 from tinkex.server.state import State
 from tinkex.wire.prometheus import family, labels
 
@@ -28,6 +29,7 @@ def _of_state(state: State) -> Iterator[str]:
     yield from family(
         "tinkex_engine_steps_total", "counter", "Steps of the engine, by kind.", steps
     )
+    yield from worker_metrics(state)
     waiting: Counter[str] = Counter()
     for (_, operation), count in meter.open.items():
         waiting[operation] += count

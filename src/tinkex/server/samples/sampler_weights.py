@@ -51,6 +51,10 @@ class LoadedWeights:
     def __len__(self) -> int:
         return sum(map(len, self._loading.values()))
 
+    def count(self, worker: Worker) -> int:
+        """Return how many weights a worker has loaded."""
+        return len(self._loading.get(worker, ()))
+
     def having(self, name: str) -> Mapping[Worker, object]:
         """Return the workers that have some weights, or are loading them."""
         return {worker: name for worker, loading in self._loading.items() if name in loading}
