@@ -183,7 +183,7 @@ def make_fleet(
         >>> make_fleet("local", data_dir=Path("tinkex-data")) is None
         True
     """
-    from tinkex.cluster.plan import WorkersOption, make_engines, plan_replicas, read_plan
+    from tinkex.cluster.layout import WorkersOption, make_engines, plan_replicas, read_plan
 
     option = WorkersOption.parse(workers)
     if not option.count and cluster is None:

@@ -24,17 +24,20 @@ from tinkex.engine.api import (
     DrawnToken,
     Engine,
     EngineError,
+    PassDone,
+    PassJob,
     SampleDone,
     SampleJob,
     no_tokenizer,
 )
 from tinkex.engine.places import Directory, Writer
-from tinkex.engine.stepping import Ended, Failed, Stepper
+from tinkex.engine.stepping import TRAINING, Ended, Failed, Stepper
 
 logger = logging.getLogger("tinkex.cluster")
 
 LOG_LINES = 1_000
 """The most lines of a log that wait for the server; older ones are dropped."""
+KINDS = ("adapter", "sampler", "pass", "job")
 TAKING_SECONDS = 0.05
 """The longest time that steps wait while calls are taken in."""
 
@@ -73,7 +76,7 @@ class Host:
         self._scratch = Path(tempfile.mkdtemp(prefix="tinkex-worker-"))
         self._numbers = iter(range(1, 1 << 62))
         self._writers: dict[int, Writer] = {}
-        self._names: dict[str, set[str]] = {kind: set() for kind in ("adapter", "sampler", "job")}
+        self._names: dict[str, set[str]] = {kind: set() for kind in KINDS}
         self._drawn: list[tuple[str, Sequence[DrawnToken]]] = []
         self._logs: list[LogLine] = []
         self._logs_lock = threading.Lock()
@@ -109,9 +112,9 @@ class Host:
         told: Counter[str] = Counter()
         while True:
             self._take()
-            ended = [_sendable(one) for one in self._stepper.advance()]
-            for one in ended:
-                self._forget(one)
+            ended = [
+                _sendable(done) for one in self._stepper.advance() for done in self._closed(one)
+            ]
             drawn, self._drawn = self._drawn, []
             with self._logs_lock:
                 logs, self._logs = self._logs, []
@@ -151,11 +154,16 @@ class Host:
             logger.exception("%s failed", call.method)
             raise HostFault(_told(error)) from None
 
-    def _forget(self, ended: Ended) -> None:
-        if isinstance(ended, SampleDone):
-            self._names["job"].discard(ended.job)
-        elif isinstance(ended, Failed) and ended.kind == "sampling":
-            self._names["job"].clear()
+    def _closed(self, ended: Ended) -> Sequence[PassDone | SampleDone]:
+        """Close what ended; after a step that failed, all work of its kind."""
+        if isinstance(ended, Failed):
+            names = self._names["pass" if ended.kind == TRAINING else "job"]
+            done = PassDone if ended.kind == TRAINING else SampleDone
+            lost = [done(name, ended.error) for name in names]
+            names.clear()
+            return lost
+        self._names["pass" if isinstance(ended, PassDone) else "job"].discard(ended.job)
+        return [ended]
 
     def _reset(self, epoch: int, probe: Path | None, token: str) -> HostInfo:
         """Belong to a newer server: whatever an older one made is dropped."""
@@ -207,13 +215,18 @@ class Host:
         self._engine.snapshot(adapter, sampler)
         self._names["sampler"].add(sampler)
 
-    def _do_load_sampler(self, sampler: str, base_model: str, directory: Path | None) -> None:
-        self._engine.load_sampler(sampler, base_model, directory)
+    def _do_load_sampler(self, sampler: str, base_model: str, directory: Path | int | None) -> None:
+        place = None if directory is None else self._place(directory)
+        self._engine.load_sampler(sampler, base_model, place)
         self._names["sampler"].add(sampler)
 
     def _do_drop_sampler(self, sampler: str) -> None:
         self._names["sampler"].discard(sampler)
         self._engine.drop_sampler(sampler)
+
+    def _do_pass_start(self, work: PassJob) -> None:
+        self._engine.pass_start(work)
+        self._names["pass"].add(work.job)
 
     def _do_sample_start(self, work: SampleJob, is_streamed: bool) -> None:
         listener = None
@@ -281,9 +294,6 @@ class Host:
     def _do_load(self, adapter: str, directory: Path | int, *, optimizer: bool) -> None:
         self._engine.load(adapter, self._place(directory), optimizer=optimizer)
 
-    def _do_load_sampler_of(self, sampler: str, base_model: str, directory: int) -> None:
-        self._do_load_sampler(sampler, base_model, self._place(directory))
-
     def _place(self, directory: Path | int) -> Path:
         if isinstance(directory, int):
             return self._scratch / f"in-{directory}"
@@ -298,12 +308,10 @@ def _told(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _sendable(ended: Ended) -> Ended:
+def _sendable(ended: PassDone | SampleDone) -> PassDone | SampleDone:
     """Replace an error whose class the server may not have."""
-    error = ended.error if isinstance(ended, Failed) else ended.result
+    error = ended.result
     if not isinstance(error, Exception) or isinstance(error, EngineError):
         return ended
     logger.error("work failed", exc_info=error)
-    if isinstance(ended, Failed):
-        return replace(ended, error=HostFault(_told(error)))
     return replace(ended, result=HostFault(_told(error)))

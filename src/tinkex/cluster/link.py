@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from tinkex.engine.api import BaseModel, DrawnToken, EngineError
-from tinkex.engine.stepping import Ended
+from tinkex.engine.api import BaseModel, DrawnToken, EngineError, PassDone, SampleDone
 
 CHUNK = 8 << 20
 """The number of bytes of a file that travel in one message."""
@@ -78,7 +77,7 @@ class News:
         logs: The lines that were logged.
     """
 
-    ended: Sequence[Ended] = ()
+    ended: Sequence[PassDone | SampleDone] = ()
     drawn: Sequence[tuple[str, Sequence[DrawnToken]]] = ()
     steps: Mapping[str, int] = field(default_factory=dict)
     logs: Sequence[LogLine] = ()

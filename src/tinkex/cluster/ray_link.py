@@ -14,18 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+
 from tinkex.cluster.host import Host, HostFault, make_engine
 from tinkex.cluster.link import Call, LogLine, News, OnLost, OnNews, Recipe
 from tinkex.engine.api import EngineError, EngineLost
 from tinkex.errors import ConfigurationError
-
-try:
-    import ray
-    from ray.exceptions import GetTimeoutError, RayError
-except ImportError as error:
-    raise ConfigurationError(
-        "Ray is not installed", hint="pip install 'tinkex[ray]', on every machine of the cluster"
-    ) from error
 
 logger = logging.getLogger("tinkex.server")
 
@@ -49,8 +44,8 @@ def join(address: str | None) -> None:
         return
     if address is not None and not address.startswith(LOOPBACK) and not has_token():
         raise ConfigurationError(
-            f"the Ray cluster at {address} is not on loopback, and no Ray token is set: whoever "
-            "reaches it can run any code",
+            f"the Ray cluster at {address} is not on loopback, and no Ray token is set: a machine "
+            "that reaches it can run any code",
             hint="set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN on every machine of the cluster",
         )
     try:

@@ -58,7 +58,8 @@ async def drain(state: State, call: Call) -> Response:
     names = [
         name
         for name, replica in state.fleet.replicas.items()
-        if node == name or (replica.engine.info is not None and node == replica.engine.info.node)
+        if node == name
+        or (replica.engine.process.info is not None and node == replica.engine.process.info.node)
     ]
     if not names:
         known = sorted({*state.fleet.replicas, *_nodes(state)})
@@ -72,7 +73,7 @@ async def drain(state: State, call: Call) -> Response:
 
 def _nodes(state: State) -> set[str]:
     assert state.fleet is not None
-    infos = (replica.engine.info for replica in state.fleet.replicas.values())
+    infos = (replica.engine.process.info for replica in state.fleet.replicas.values())
     return {info.node for info in infos if info is not None}
 
 
@@ -99,12 +100,12 @@ def _about(state: State, worker: Worker) -> Mapping[str, Any]:
     }
     replica = state.fleet.replicas.get(worker.name) if state.fleet is not None else None
     if replica is not None:
-        info = replica.engine.info
+        info = replica.engine.process.info
         about |= {
             "state": replica.state,
             "node": None if info is None else info.node,
             "place": None if info is None else info.place,
-            "epoch": replica.engine.epoch,
+            "epoch": replica.engine.process.epoch,
             "starts": replica.starts,
             "since": replica.since,
             "sees_data": None if info is None else info.sees,

@@ -115,7 +115,7 @@ class Fleet:
             engine = worker.engine
             assert isinstance(engine, RemoteEngine)
             replica = self.replicas[worker.name] = Replica(engine, worker)
-            engine.wake = worker.wake
+            engine.process.wake = worker.wake
             worker.on_lost = partial(self._lost, replica)
             self._keep(self._watch(replica))
             worker.wake()
@@ -131,10 +131,10 @@ class Fleet:
             await asyncio.sleep(PING_SECONDS)
             if replica.worker.is_lost or replica.is_drained:
                 continue
-            engine = replica.engine
-            if not await asyncio.to_thread(engine.ping, SILENT_SECONDS) and engine.lost is None:
+            process = replica.engine.process
+            if not await asyncio.to_thread(process.ping, SILENT_SECONDS) and process.lost is None:
                 await asyncio.to_thread(
-                    engine.give_up, f"it has not answered for {SILENT_SECONDS:.0f} s"
+                    process.give_up, f"it has not answered for {SILENT_SECONDS:.0f} s"
                 )
 
     def _lost(self, replica: Replica, error: EngineLost) -> None:
@@ -153,7 +153,7 @@ class Fleet:
     async def _restart(self, replica: Replica) -> None:
         """Start a process again, until it is there."""
         pause, engine = FIRST_PAUSE, replica.engine
-        await asyncio.to_thread(engine.close)
+        await asyncio.to_thread(engine.process.close)
         while not self._is_stopping and not replica.is_drained:
             try:
                 began = time.monotonic()
@@ -199,7 +199,7 @@ class Fleet:
                     )
         for replica in [self.replicas[name] for name in names]:
             replica.is_drained = True
-            await asyncio.to_thread(replica.engine.give_up, "it is drained")
+            await asyncio.to_thread(replica.engine.process.give_up, "it is drained")
 
     async def stop(self) -> None:
         """End the watch; the processes end with `close`."""
@@ -213,7 +213,7 @@ class Fleet:
     def close(self) -> None:
         """End all processes."""
         for engine in self._engines:
-            engine.close()
+            engine.process.close()
 
     def not_ready(self) -> list[str]:
         """Return why workers are not ready, those that were drained excepted."""

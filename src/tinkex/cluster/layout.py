@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from tinkex.cluster.link import Launch, Recipe
+from tinkex.cluster.process import Role, WorkerProcess
 from tinkex.cluster.remote import RemoteEngine
 from tinkex.errors import ConfigurationError
 
-Role: TypeAlias = Literal["both", "trainer", "sampler"]
 Shared: TypeAlias = Literal["auto", "yes", "no"]
 FORMS = "local, local:N, ray or ray:HOST:PORT"
 
@@ -200,8 +200,13 @@ def make_engines(
     visible = data_dir.expanduser().resolve() if shared != "no" else None
     engines = []
     if workers.kind == "ray":
-        from tinkex.cluster.ray_link import StartActor, join
-
+        try:
+            from tinkex.cluster.ray_link import StartActor, join
+        except ImportError as error:
+            raise ConfigurationError(
+                f"Ray cannot be imported: {error}",
+                hint="pip install 'tinkex[ray]', on every machine of the cluster",
+            ) from error
         join(workers.address)
     for plan in plans:
         launch: Launch
@@ -213,5 +218,6 @@ def make_engines(
 
             on_gpu = plan.gpus or plan.recipe.device == "cuda"
             launch = StartProcess(plan.recipe, next(gpus) if on_gpu else None)
-        engines.append(RemoteEngine(plan.name, launch, visible, plan.role, shared == "yes"))
+        process = WorkerProcess(plan.name, launch, visible, must_share=shared == "yes")
+        engines.append(RemoteEngine(process, plan.role))
     return engines
