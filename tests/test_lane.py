@@ -186,8 +186,8 @@ def test_work_of_a_run_waits_for_its_own_passes_only() -> None:
         await asyncio.gather(stepped, other, late, *passes)
         assert events == ["step b", "pass", "pass", "pass", "step a", "pass"]
         assert (await late).metrics["loss:sum"] > 0
-        assert not worker._waiting
-        assert not worker._open
+        assert not worker._order._waiting
+        assert not worker._order.open
 
     with_worker(engine, body)
 
@@ -270,7 +270,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr("tinkex.server.workers.worker.time", made)
+    for place in ("engine.stepping", "server.workers.worker"):
+        monkeypatch.setattr(f"tinkex.{place}.time", made)
     return made
 
 

@@ -216,7 +216,7 @@ class Host:
         self._names["sampler"].add(sampler)
 
     def _do_load_sampler(self, sampler: str, base_model: str, directory: Path | int | None) -> None:
-        place = None if directory is None else self._place(directory)
+        place = self._scratch / f"in-{directory}" if isinstance(directory, int) else directory
         self._engine.load_sampler(sampler, base_model, place)
         self._names["sampler"].add(sampler)
 
@@ -292,12 +292,8 @@ class Host:
             shutil.rmtree(self._scratch / place, ignore_errors=True)
 
     def _do_load(self, adapter: str, directory: Path | int, *, optimizer: bool) -> None:
-        self._engine.load(adapter, self._place(directory), optimizer=optimizer)
-
-    def _place(self, directory: Path | int) -> Path:
-        if isinstance(directory, int):
-            return self._scratch / f"in-{directory}"
-        return directory
+        place = self._scratch / f"in-{directory}" if isinstance(directory, int) else directory
+        self._engine.load(adapter, place, optimizer=optimizer)
 
 
 FILE_CALLS = frozenset({"write", "read", "take", "release"})

@@ -25,14 +25,60 @@ from tinkex.engine.api import (
     SampleJob,
 )
 from tinkex.engine.places import Directory, Place, Writer
-from tinkex.engine.stepping import Ended, Kind
+from tinkex.engine.stepping import Advancing, Ended, Kind
 from tinkex.types.custom_losses import CreateCustomLossRequest
 from tinkex.types.optimizers import OptimParams
 from tinkex.types.training import LoraConfig
 
 
+class RemoteSteps(Advancing):
+    """The work of an engine in another process, which goes on by itself."""
+
+    def __init__(self, process: WorkerProcess) -> None:
+        self._process = process
+        self.steps: Counter[str] = Counter()
+        self.passes: dict[str, PassJob] = {}
+        self.jobs: dict[str, SampleJob] = {}
+        """The work under way, by names that are used once: an answer to work that was given up is
+        never taken for one to work of the same name."""
+
+    def has_work(self) -> bool:
+        """Return True if `advance` has something to return."""
+        return bool(self._process.news) or self._process.lost is not None
+
+    def advance(self) -> Sequence[Ended]:
+        """Return the work that has ended, and hand on the tokens that were drawn.
+
+        Raises:
+            EngineLost: The process is gone.
+        """
+        ended: list[Ended] = []
+        while self._process.news:
+            news = self._process.news.popleft()
+            self.steps.update(news.steps)
+            for job, drawn in news.drawn:
+                work = self.jobs.get(job)
+                if work is not None and work.listener is not None:
+                    work.listener(drawn)
+            for one in news.ended:
+                ended += self._close(one)
+        if not ended and self._process.lost is not None:
+            raise self._process.lost
+        return ended
+
+    def _close(self, ended: PassDone | SampleDone) -> Sequence[Ended]:
+        """Close work that ended; return nothing for what was given up meanwhile."""
+        table = self.passes if isinstance(ended, PassDone) else self.jobs
+        work = table.pop(ended.job, None)
+        return [] if work is None else [replace(ended, job=work.job)]
+
+    def step(self, kind: Kind) -> Sequence[Ended]:
+        """Return the work that has ended."""
+        return self.advance()
+
+
 class RemoteEngine(Engine):
-    """An engine in another process, which advances by itself; `advance` returns what has ended.
+    """An engine in another process.
 
     Methods are called on one thread, as those of any engine; those of `process` on any.
     """
@@ -40,11 +86,7 @@ class RemoteEngine(Engine):
     def __init__(self, process: WorkerProcess, role: Role = "both") -> None:
         """Take a process that has not been started; `connect` starts it."""
         self.process, self.role = process, role
-        self.steps: Counter[str] = Counter()
-        self._passes: dict[str, PassJob] = {}
-        self._jobs: dict[str, SampleJob] = {}
-        """The work under way, by names that are used once: an answer to work that was given up is
-        never taken for one to work of the same name."""
+        self.stepper = RemoteSteps(process)
         self._numbers = itertools.count(1)
 
     @property
@@ -54,44 +96,9 @@ class RemoteEngine(Engine):
 
     def connect(self, epoch: int) -> None:
         """Start the process, without any adapter, and have it belong to this epoch."""
-        self._passes, self._jobs = {}, {}
+        self.stepper.passes.clear()
+        self.stepper.jobs.clear()
         self.process.connect(epoch)
-
-    # ── advancing ─────────────────────────────────────────────────────────────────────────────────
-
-    def has_work(self) -> bool:
-        """Return True if `advance` has something to return."""
-        return bool(self.process.news) or self.process.lost is not None
-
-    def advance(self) -> Sequence[Ended]:
-        """Return the work that has ended, and hand on the tokens that were drawn.
-
-        Raises:
-            EngineLost: The process is gone.
-        """
-        ended: list[Ended] = []
-        while self.process.news:
-            news = self.process.news.popleft()
-            self.steps.update(news.steps)
-            for job, drawn in news.drawn:
-                work = self._jobs.get(job)
-                if work is not None and work.listener is not None:
-                    work.listener(drawn)
-            for one in news.ended:
-                ended += self._close(one)
-        if not ended and self.process.lost is not None:
-            raise self.process.lost
-        return ended
-
-    def _close(self, ended: PassDone | SampleDone) -> Sequence[Ended]:
-        """Close work that ended; return nothing for what was given up meanwhile."""
-        table = self._passes if isinstance(ended, PassDone) else self._jobs
-        work = table.pop(ended.job, None)
-        return [] if work is None else [replace(ended, job=work.job)]
-
-    def step(self, kind: Kind) -> Sequence[Ended]:
-        """Return the work that has ended."""
-        return self.advance()
 
     # ── Engine ────────────────────────────────────────────────────────────────────────────────────
 
@@ -107,7 +114,7 @@ class RemoteEngine(Engine):
 
     def drop(self, adapter: str) -> None:
         """Forget an adapter."""
-        given_up = [name for name, work in self._passes.items() if work.adapter == adapter]
+        given_up = [name for name, work in self.stepper.passes.items() if work.adapter == adapter]
         why = EngineError("the run was dropped")
         if given_up:
             self.process.tell(News([PassDone(name, why) for name in given_up]))
@@ -117,16 +124,16 @@ class RemoteEngine(Engine):
     def pass_start(self, work: PassJob) -> None:
         """Admit a pass; one that is not valid ends with its error."""
         name = f"{next(self._numbers)}/{work.job}"
-        self._passes[name] = work
+        self.stepper.passes[name] = work
         self.process.admit("pass_start", PassDone, replace(work, job=name))
 
     def pass_step(self) -> Sequence[PassDone]:
         """Return the passes that have ended."""
-        return [one for one in self.advance() if isinstance(one, PassDone)]
+        return [one for one in self.stepper.advance() if isinstance(one, PassDone)]
 
     def passing(self) -> bool:
         """Return True if any pass is unfinished."""
-        return bool(self._passes)
+        return bool(self.stepper.passes)
 
     def create_loss(self, loss_id: str, request: CreateCustomLossRequest) -> None:
         """Take a loss that was sent as a graph."""
@@ -181,23 +188,23 @@ class RemoteEngine(Engine):
     def sample_start(self, work: SampleJob) -> None:
         """Admit a sampling job; one that is not valid ends with its error."""
         name = f"{next(self._numbers)}/{work.job}"
-        self._jobs[name] = work
+        self.stepper.jobs[name] = work
         sent = replace(work, job=name, listener=None)
         self.process.admit("sample_start", SampleDone, sent, work.listener is not None)
 
     def sample_step(self) -> Sequence[SampleDone]:
         """Return the jobs that have ended."""
-        return [one for one in self.advance() if isinstance(one, SampleDone)]
+        return [one for one in self.stepper.advance() if isinstance(one, SampleDone)]
 
     def sample_cancel(self, job: str) -> None:
         """Drop a job without a result."""
-        for name in [name for name, work in self._jobs.items() if work.job == job]:
-            del self._jobs[name]
+        for name in [name for name, work in self.stepper.jobs.items() if work.job == job]:
+            del self.stepper.jobs[name]
             self.process.cast("sample_cancel", name)
 
     def sampling(self) -> bool:
         """Return True if any job is unfinished."""
-        return bool(self._jobs)
+        return bool(self.stepper.jobs)
 
 
 class RemoteWriter(Writer):

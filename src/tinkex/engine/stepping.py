@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Literal, Protocol, TypeAlias
 
 from tinkex.engine.api import Engine, PassDone, SampleDone
 from tinkex.engine.fair_share import Shares
@@ -30,7 +30,6 @@ class Failed:
 Ended: TypeAlias = PassDone | SampleDone | Failed
 
 
-@runtime_checkable
 class Advancing(Protocol):
     """Something whose work goes on by steps."""
 

@@ -34,7 +34,8 @@ from tinkex.server.runs.work import (
     Unload,
     Work,
 )
-from tinkex.server.workers.worker import Postponed, Worker
+from tinkex.server.workers.run_order import Postponed
+from tinkex.server.workers.worker import Worker
 from tinkex.types.training import UntypedAPIFuture
 
 logger = logging.getLogger("tinkex.server")
@@ -94,19 +95,19 @@ class Runs(Mapping[str, LiveRun]):
 
     async def replayed(self, run: str, is_found: Callable[[], bool]) -> None:
         """Wait until a run that is made again gives something, or all of its journal is done."""
-        task: asyncio.Task[None] | None = None
+        waited: asyncio.Task[None] | None = None
         while not is_found():
             await self._revivals.revived(run)
-            before, task = task, self._revivals.task(run)
-            if task is before:  # else it was begun again meanwhile
+            task = self._revivals.task(run)
+            if task is None or task is waited:
                 return
-            live = self._live.get(run)
+            if not task.done():  # the run is made again once more
+                continue
+            waited, live = task, self._live.get(run)
             while live is not None and live.again and not is_found():
                 await asyncio.wait(live.again, return_when=asyncio.FIRST_COMPLETED)
             for promise in list(live.recent.values()) if live is not None else ():
-                if is_found():
-                    return
-                if self._revivals.task(run) is not task:
+                if is_found() or self._revivals.task(run) is not task:
                     break
                 await promise.done.wait()
 

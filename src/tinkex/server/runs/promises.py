@@ -21,7 +21,7 @@ from tinkex.server.complaints import FULL_DISK, complain
 from tinkex.server.files.data_dir import is_full_disk
 from tinkex.server.http_errors import Refusal
 from tinkex.server.runs.journal import Journal
-from tinkex.server.workers.worker import Postponed
+from tinkex.server.workers.run_order import Postponed
 from tinkex.types.future_requests import RequestErrorCategory, RequestFailedResponse
 from tinkex.types.sampled import SampleResponse
 from tinkex.types.training import ForwardBackwardOutput

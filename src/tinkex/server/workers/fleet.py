@@ -171,7 +171,8 @@ class Fleet:
         else:
             return
         replica.starts, replica.since = replica.starts + 1, time.time()
-        replica.worker.restore()
+        replica.worker.failure = None
+        replica.worker.wake()
         for loss_id, request in self._workers.losses.items():
             replica.worker.run(engine.create_loss, loss_id, request)
         self._workers.note_restored()

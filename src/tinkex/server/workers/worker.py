@@ -19,7 +19,6 @@ import queue
 import threading
 import time
 import weakref
-from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from typing import Any, TypeVar
 
 from tinkex.engine.api import Engine, EngineError, EngineLost, PassDone
 from tinkex.engine.stepping import SAMPLING, TRAINING, Advancing, Ended, Failed, Stepper
+from tinkex.server.workers.run_order import Postponed, RunOrder, Task
 from tinkex.server.workers.sample_jobs import SampleJobs, settle
 from tinkex.types.training import ForwardBackwardOutput
 
@@ -62,26 +62,6 @@ class OffThread:
     it begins."""
 
 
-class Postponed(EngineError):
-    """Work that is not done now; its promise stands, for it is done again from the journal."""
-
-    def __init__(self, why: str) -> None:
-        super().__init__(why, "server")
-
-
-@dataclass(slots=True)
-class _Task:
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    future: asyncio.Future[Any]
-    run: str | None = None
-    """The run whose order it keeps, if it is one's."""
-    job: str | None = None
-    """The pass that the function starts, if it starts one."""
-    is_save: bool = False
-    """True if it does not wait for the saves of its run before it."""
-
-
 class Worker:
     """The thread that owns the engine: runs operations in the order given, and advances passes and
     samples between.
@@ -94,18 +74,11 @@ class Worker:
         self.runs: set[str] = set()
         """The runs that are at home here; changed on the event loop."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        self._waiting: dict[str, deque[_Task]] = {}
-        """By run, what waits for the passes before it."""
-        self._passes: dict[str, _Task] = {}
-        """By job, what the engine has begun."""
-        self._open: Counter[str] = Counter()
-        """The number of passes that each run has on the engine."""
-        self._saves: Counter[str] = Counter()
-        """The number of saves of each run that are being written, one after the other."""
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._order = RunOrder(self._execute, self._begin_pass, self.post)
         self._files = ThreadPoolExecutor(1, "tinkex-files")
-        self.stepper: Advancing = engine if isinstance(engine, Advancing) else Stepper(engine)
-        """What advances the engine: one in another process does so by itself."""
+        self.stepper: Advancing = getattr(engine, "stepper", None) or Stepper(engine)
+        """The stepper; an engine in another process advances by itself."""
         self.on_lost: Callable[[EngineLost], object] = lambda error: None
         """Called on the event loop when the engine's process is gone."""
         self.samples = SampleJobs(engine, self.run, self.post)
@@ -140,11 +113,6 @@ class Worker:
     def wake(self) -> None:
         """Have the thread look for news of the engine; called on any thread."""
         self._tasks.put(None)
-
-    def restore(self) -> None:
-        """Go on with an engine that was lost and is there again."""
-        self.failure = None
-        self.wake()
 
     @property
     def is_lost(self) -> bool:
@@ -187,7 +155,7 @@ class Worker:
         assert self._loop is not None, "the worker has not been started"
         future: asyncio.Future[Any] = self._loop.create_future()
         future.add_done_callback(_seen)
-        self._tasks.put(_Task(function, args, future, run, job, is_save))
+        self._tasks.put(Task(function, args, future, run, job, is_save))
         # else the thread takes it, or empties the queue after it has said so
         if self.failure is not None and not self.is_lost:
             settle(future, self.failure)
@@ -200,7 +168,7 @@ class Worker:
 
     def release_run(self, run: str) -> asyncio.Future[None]:
         """Drop a run's adapter once its files are written; its other work is postponed."""
-        self.run(self._postpone, run)
+        self.run(self._order.postpone, run)
 
         def drop() -> None:
             self.engine.drop(run)
@@ -222,7 +190,9 @@ class Worker:
             why = self.failure = _death(error)
         self._stopping = True
         try:
-            self._stop_all(why)
+            self._order.fail_all(why)
+            self._empty_queue(why)
+            self.samples.fail(why)
             # what is being written is finished; what has not begun sees that it is too late
             self._files.shutdown()
             self._empty_queue(why)
@@ -244,21 +214,13 @@ class Worker:
                 elif task.run is None:
                     self._execute(task)
                 else:
-                    self._waiting.setdefault(task.run, deque()).append(task)
-                    self._release(task.run)
+                    self._order.put(task.run, task)
                 if self.samples.cancelled:
                     self.samples.drop_cancelled()
                 if time.perf_counter() > until:
                     return True
         except queue.Empty:
             return True
-
-    def _postpone(self, run: str) -> None:
-        """Forget the passes and the waiting work of a run; their promises stand."""
-        jobs = [job for job, task in self._passes.items() if task.run == run]
-        del self._open[run]
-        for task in [*map(self._passes.pop, jobs), *self._waiting.pop(run, ())]:
-            self.post(settle, task.future, Postponed("the run is being rebuilt"))
 
     def _advance(self) -> None:
         """Let the engine go on, and tell what has ended."""
@@ -274,17 +236,43 @@ class Worker:
         samples = []
         for one in ended:
             if isinstance(one, PassDone):
-                if (task := self._passes.pop(one.job, None)) is not None:
-                    self._close(self._open, task, one.result)
+                self._order.end_pass(one.job, one.result)
             elif not isinstance(one, Failed):
                 samples.append(one)
             elif one.kind == SAMPLING:
                 self.samples.fail(one.error)
             else:
-                for task in [self._passes.pop(job) for job in list(self._passes)]:
-                    self._close(self._open, task, one.error)
+                for job in list(self._order.passes):
+                    self._order.end_pass(job, one.error)
         if samples:
             self.samples.end(samples)
+
+    def _begin_pass(self, task: Task) -> bool:
+        """Start a pass on the engine; return False if it has ended at once."""
+        return self._attempt(task, task.function)
+
+    def _attempt(self, task: Task, work: Callable[[], object]) -> bool:
+        """Do a task's work; tell its failure and return False if it fails."""
+        error: BaseException
+        try:
+            if task.function != self._come_back:
+                if self._stopping:
+                    raise EngineError(STOPPED, "server")
+                if isinstance(self.failure, EngineLost):
+                    raise self.failure
+            work()
+            return True
+        except EngineLost as lost:
+            self._lose(lost)
+            # the work of a run is done when the run is made again
+            error = lost if task.run is None else Postponed(str(lost))
+        except Exception as failed:
+            error = failed
+        except BaseException as fatal:
+            self.post(settle, task.future, _death(fatal))
+            raise
+        self.post(settle, task.future, error)
+        return False
 
     def _lose(self, error: EngineLost) -> None:
         """Postpone the work of all runs, and fail everything else, until `restore`."""
@@ -293,50 +281,10 @@ class Worker:
         self.failure = error
         # before anything else is told: what is woken then sees that its runs are made again
         self.post(self.on_lost, error)
-        for run in {task.run for task in self._passes.values()} | self._waiting.keys():
-            if run is not None:
-                self._postpone(run)
+        self._order.postpone_all()
         self.samples.fail(error)
 
-    def _release(self, run: str) -> None:
-        """Begin what nothing of its run is before any more."""
-        waiting = self._waiting.get(run, deque())
-        while waiting:
-            is_free = not self._open[run] and (waiting[0].is_save or not self._saves[run])
-            if waiting[0].job is None and not is_free:
-                break
-            task = waiting.popleft()
-            if task.job is None or self._stopping:
-                self._execute(task)
-                continue
-            try:
-                self._check_engine()
-                task.function()
-            except EngineLost as error:
-                self._refuse_lost(task, error)
-            except Exception as error:
-                self.post(settle, task.future, error)
-            except BaseException as error:
-                self.post(settle, task.future, _death(error))
-                raise
-            else:
-                self._passes[task.job] = task
-                self._open[run] += 1
-        if not waiting:
-            self._waiting.pop(run, None)
-
-    def _close(self, counter: Counter[str], task: _Task, outcome: Any) -> None:
-        """Tell how an operation of a run ended, and let what waits for it begin."""
-        assert task.run is not None
-        if isinstance(outcome, EngineLost):
-            outcome = Postponed(str(outcome))
-        counter[task.run] -= 1
-        if not counter[task.run]:
-            del counter[task.run]
-        self.post(settle, task.future, outcome)
-        self._release(task.run)
-
-    def _work_beside(self, task: _Task, beside: OffThread) -> None:
+    def _work_beside(self, task: Task, beside: OffThread) -> None:
         """Go on with an operation, on the thread for that; it comes back to the engine's."""
         outcome: Any = EngineError(STOPPED, "server")
         try:
@@ -345,25 +293,15 @@ class Worker:
         except Exception as error:
             outcome = error
         finally:
-            self._tasks.put(_Task(self._come_back, (task, beside, outcome), task.future))
+            self._tasks.put(Task(self._come_back, (task, beside, outcome), task.future))
 
-    def _come_back(self, task: _Task, beside: OffThread, outcome: Any) -> None:
+    def _come_back(self, task: Task, beside: OffThread, outcome: Any) -> None:
         try:
             if not isinstance(outcome, Exception):
                 outcome = beside.then(outcome)
         except Exception as error:
             outcome = error
-        self._close(self._saves, task, outcome)
-
-    def _stop_all(self, why: EngineError) -> None:
-        for task in [
-            *self._passes.values(),
-            *(task for tasks in self._waiting.values() for task in tasks),
-        ]:
-            self.post(settle, task.future, why)
-        self._waiting.clear()
-        self._empty_queue(why)
-        self.samples.fail(why)
+        self._order.close(self._order.saves, task, outcome)
 
     def _empty_queue(self, why: EngineError) -> None:
         with contextlib.suppress(queue.Empty):
@@ -374,38 +312,19 @@ class Worker:
                 elif queued is not None:
                     self.post(settle, queued.future, why)
 
-    def _execute(self, task: _Task) -> None:
-        if self._stopping and task.function != self._come_back:
-            self.post(settle, task.future, EngineError(STOPPED, "server"))
-            return
-        try:
-            if task.function != self._come_back:
-                self._check_engine()
+    def _execute(self, task: Task) -> None:
+        """Carry a task out, and tell its end; see `OffThread`."""
+
+        def work() -> None:
             outcome = task.function(*task.args)
             if isinstance(outcome, OffThread):
-                self._files.submit(self._work_beside, task, outcome)
-        except EngineLost as error:
-            self._refuse_lost(task, error)
-        except Exception as error:
-            self.post(settle, task.future, error)
-        except BaseException as error:
-            self.post(settle, task.future, _death(error))
-            raise
-        else:
-            if isinstance(outcome, OffThread):
                 assert task.run is not None, "nothing would wait for it"
-                self._saves[task.run] += 1
+                self._files.submit(self._work_beside, task, outcome)
+                self._order.saves[task.run] += 1
             else:
                 self.post(settle, task.future, outcome)
 
-    def _check_engine(self) -> None:
-        if isinstance(self.failure, EngineLost):
-            raise self.failure
-
-    def _refuse_lost(self, task: _Task, error: EngineLost) -> None:
-        """Tell that a task was not done, or not surely; that of a run is done when it is rebuilt."""
-        self._lose(error)
-        self.post(settle, task.future, error if task.run is None else Postponed(str(error)))
+        self._attempt(task, work)
 
     def post(self, function: Callable[..., object], *args: object) -> None:
         """Call a function on the event loop, unless that has been closed."""
