@@ -7,8 +7,8 @@ import binascii
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, get_args
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from tinkex.client.futures.api_future import AwaitableConcurrentFuture, Future
 from tinkex.client.futures.queue_states import Observer
@@ -30,7 +30,6 @@ from tinkex.types.sampling import (
     CreateSamplingSessionResponse,
     SamplingParams,
 )
-from tinkex.types.saves import SamplingClientKind
 from tinkex.types.tensors import TensorData
 from tinkex.wire import protocol
 
@@ -81,17 +80,16 @@ class SamplingClient(SampleStreams):
             >>> SamplingClient.create(service.holder, base_model="tinkex/tiny").result()
             SamplingClient('...:sample:0')
         """
-
-        async def opening() -> SamplingClient:
-            return await open_sampling_client(
-                holder,
-                base_model=base_model,
-                model_path=model_path,
-                sampling_session_id=sampling_session_id,
-                retry_config=retry_config,
-                record_stability_info=record_stability_info,
-            )
-
+        opening = functools.partial(
+            open_sampler,
+            holder,
+            SamplingClient,
+            base_model=base_model,
+            model_path=model_path,
+            sampling_session_id=sampling_session_id,
+            retry_config=retry_config,
+            record_stability_info=record_stability_info,
+        )
         return AwaitableConcurrentFuture(holder.create(opening))
 
     def sample(
@@ -280,57 +278,26 @@ def _unpickled(
     return client
 
 
-def checked_kind(kind: SamplingClientKind) -> SamplingClientKind:
-    """Return the kind of a sampler; raise if there is no such kind."""
-    if kind not in get_args(SamplingClientKind):
-        raise ValueError(
-            f"kind is {kind!r}; expected one of {', '.join(get_args(SamplingClientKind))}"
-        )
-    return kind
-
-
-async def open_sampling_client(
-    session: Session,
-    *,
-    retry_config: RetryConfig | None = None,
-    record_stability_info: bool = False,
-    **source: str | None,
-) -> SamplingClient:
-    """Open a sampler of a base model, a checkpoint or an existing sampling session.
-
-    Args:
-        session: The session to sample in.
-        retry_config: How samples are retried.
-        record_stability_info: Ask the server to keep what `stable_reinforce` needs.
-        source: The weights to sample from; see `open_sampler`.
-
-    Returns:
-        The sampler.
-    """
-    make = functools.partial(
-        SamplingClient, retry_config=retry_config, record_stability_info=record_stability_info
-    )
-    return await open_sampler(session, make, **source)
-
-
 async def open_sampler(
     session: Session,
-    make: Callable[..., S],
+    kind: type[S],
     *,
     base_model: str | None = None,
     model_path: str | None = None,
     sampling_session_id: str | None = None,
     known_model: str | None = None,
+    **options: Any,
 ) -> S:
-    """Open a sampler.
+    """Open a sampler of a base model, a checkpoint or an existing sampling session.
 
     Args:
         session: The session to sample in.
-        make: Makes the client.
+        kind: The class of the client.
         base_model: The name of a base model.
         model_path: A `tinker://…/sampler_weights/…` path.
         sampling_session_id: An existing sampling session.
         known_model: The base model of the weights. It is not sent; without it the server is asked.
+        options: Further arguments of the client.
 
     Returns:
         The sampler.
@@ -357,4 +324,4 @@ async def open_sampler(
     if model is None:
         with contextlib.suppress(NotFoundError):  # older servers have no such endpoint
             model = await base_model_of(session, sampling_session_id)
-    return make(session, sampling_session_id=sampling_session_id, base_model=model)
+    return kind(session, sampling_session_id=sampling_session_id, base_model=model, **options)

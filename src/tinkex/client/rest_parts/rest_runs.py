@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from typing import get_args
+from typing import Any
 
 from tinkex.client.checkpoint_arguments import (
     AccessScope,
+    checked_choice,
     checked_id,
     checkpoint_parts,
     scope_query,
@@ -145,20 +146,16 @@ class RestRuns(RestBase):
             >>> rest.unload_model(client.model_id).result()
             UnloadModelResponse(model_id='...:train:0', ...)
         """
-        op, request = (
-            protocol.UNLOAD_MODEL,
-            UnloadModelRequest(model_id=checked_id("model_id", model_id)),
-        )
+        op = protocol.UNLOAD_MODEL
+        request = UnloadModelRequest(model_id=checked_id("model_id", model_id))
 
-        async def work(transport: Transport) -> UnloadModelResponse:
+        async def work(transport: Transport) -> Any:
             started = time.monotonic()
             reply = await transport.request(op, codec.encode(request))
             receipt = read_receipt(transport, op, reply, started)
             if receipt.request_id is None:
-                unloaded: UnloadModelResponse = receipt.result
-            else:
-                unloaded = await retrieve(transport, op, receipt.request_id, started)
-            return unloaded
+                return receipt.result
+            return await retrieve(transport, op, receipt.request_id, started)
 
         return self._start(work)
 
@@ -235,9 +232,7 @@ class RestSessions(RestBase):
             ...     client.holder.session_id, "interrupted", "the machine was needed"
             ... ).result()
         """
-        if reason not in get_args(ClientSessionFinishReasonType):
-            allowed = ", ".join(get_args(ClientSessionFinishReasonType))
-            raise ValueError(f"reason is {reason!r}; expected one of {allowed}")
+        checked_choice("reason", reason, ClientSessionFinishReasonType)
         path = {"session_id": checked_id("session_id", session_id)}
         request = FinishSessionRequest(reason=FinishReason(type=reason), detail=detail)
         return self._call(protocol.FINISH_SESSION, request, path=path)
@@ -347,9 +342,8 @@ class RestSessions(RestBase):
             >>> rest.get_sampler(sampler.sampling_session_id).result().base_model
             'tinkex/tiny'
         """
-        return self._call(
-            protocol.GET_SAMPLER, path={"sampler_id": checked_id("sampler_id", sampler_id)}
-        )
+        path = {"sampler_id": checked_id("sampler_id", sampler_id)}
+        return self._call(protocol.GET_SAMPLER, path=path)
 
     get_sampler_async = value_twin(get_sampler)
 

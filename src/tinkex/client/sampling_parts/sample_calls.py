@@ -79,10 +79,8 @@ class SampleCalls(SessionClient):
         """The runner of the samples: it limits how many run at once, and retries them."""
         if self._handler is None:
             server = self._session.client_config
-            config, limit = (
-                self._retry_config or RetryConfig(),
-                server.sample_max_concurrent_requests,
-            )
+            config = self._retry_config or RetryConfig()
+            limit = server.sample_max_concurrent_requests
             if self._retry_config is not None:
                 limit = min(limit, config.max_connections)
             if server.sample_no_retries:

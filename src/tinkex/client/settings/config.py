@@ -154,12 +154,7 @@ def poll_delay(policy: PollBackoff | None, number: int) -> float:
         return 0.0
     if callable(policy):
         seconds = policy(number)
-        usable = (
-            isinstance(seconds, int | float)
-            and not isinstance(seconds, bool)
-            and 0 <= seconds < math.inf
-        )
-        return float(seconds) if usable else 0.0
+        return float(seconds) if is_number(seconds) and 0 <= seconds < math.inf else 0.0
     first, most = (FIRST_POLL_DELAY, MOST_POLL_DELAY) if isinstance(policy, str) else policy[1:]
     return Delays(first, most, low=1.0).after(number + 1)
 

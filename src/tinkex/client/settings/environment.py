@@ -17,14 +17,8 @@ from tinkex.wire.redacted_http import REDACTED, redact_headers, redact_url
 TRUE = {"1", "true", "yes", "on"}
 FALSE = {"0", "false", "no", "off"}
 PARITY = {
-    "python": "python",
-    "Python": "python",
-    "PYTHON": "python",
-    "beam": "beam",
-    "BEAM": "beam",
-} | {
-    "elixir": "beam",
-    "ELIXIR": "beam",
+    **dict.fromkeys(("python", "Python", "PYTHON"), "python"),
+    **dict.fromkeys(("beam", "BEAM", "elixir", "ELIXIR"), "beam"),
 }
 
 LEVELS = {"debug": "debug", "info": "info", "warn": "warn", "warning": "warn", "error": "error"}
@@ -111,10 +105,8 @@ def poll_backoff(environment: Mapping[str, str] | None = None) -> str | None:
 
 def pool_sizes(environment: Mapping[str, str] | None = None) -> dict[str, int] | None:
     """Return the connections for sampling: TINKEX_POOL_SIZE times TINKEX_POOL_COUNT."""
-    size, count = (
-        positive("TINKEX_POOL_SIZE", environment),
-        positive("TINKEX_POOL_COUNT", environment),
-    )
+    size = positive("TINKEX_POOL_SIZE", environment)
+    count = positive("TINKEX_POOL_COUNT", environment)
     if size is None and count is None:
         return None
     return {"sample": (size or POOL_SIZE) * (count or POOL_COUNT)}
