@@ -38,7 +38,7 @@ from tinkex.client.service import ServiceClient
 from tinkex.client.session import Session
 from tinkex.client.training_client import TrainingClient
 from tinkex.errors import RequestFailedError, TinkerError
-from tinkex.recovery.monitor import told
+from tinkex.recovery.monitor import reopened, restore, told
 from tinkex.recovery.policies import Attempts, RecoveryError, RecoveryPolicy
 from tinkex.recovery.recorder import LOST, Recorder
 from tinkex.types.sampled import SampleResponse
@@ -261,13 +261,7 @@ class ResilientTrainingClient(TrainingClient):
         path = self.checkpoint
         if path is None:
             raise RecoveryError("no state was saved to recover from", "missing_checkpoint")
-        attempts.tell(events.RECOVERY_CHECKPOINT_SELECTED, checkpoint=path)
-        await reopened(self._session)
-        client = await self._service.create_training_client_from_state_with_optimizer(
-            path, user_metadata=self._metadata
-        )
-        attempts.tell(events.RECOVERY_CLIENT_CREATED, client=client, checkpoint=path)
-        return client
+        return await restore(attempts, self._service, path, user_metadata=self._metadata)
 
     # ── samplers ──────────────────────────────────────────────────────────────────────────────────
 
@@ -321,13 +315,6 @@ class ResilientTrainingClient(TrainingClient):
 
 
 # ── samplers that are opened again ────────────────────────────────────────────────────────────────
-
-
-async def reopened(session: Session) -> None:
-    """Open a session again if the server has lost it."""
-    known = session.session_id
-    if await session.is_lost():
-        await session.renew(known)
 
 
 class ResilientSamplingClient(SamplingClient):
