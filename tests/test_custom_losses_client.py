@@ -184,7 +184,7 @@ def test_the_backward_passes_keep_the_chunks_of_the_forward_passes(
     data = [
         datum(1, 2, 3, weights=types.TensorData.from_numpy(np.ones(3, np.int64))) for _ in range(6)
     ]
-    prepared = tinkex.client.losses.caller_losses.forward_data(data)
+    prepared = tinkex.client.losses.custom_passes.forward_data(data)
     configure(client, fwdbwd_max_chunk_bytes_count=2 * prepared[0].nbytes)
     client.forward_backward_custom(data, doubled).result(20)
     assert log.sizes == [(True, 2)] * 3 + [(False, 2)] * 3

@@ -28,16 +28,13 @@ from tinkex.types.custom_losses import (
 if TYPE_CHECKING:
     import torch
 
+    from tinkex.client.losses.custom_passes import CustomLoss
     from tinkex.types.inputs import Datum
 
 PerDatumLossFn: TypeAlias = (
     "Callable[Concatenate[torch.Tensor, ...], tuple[torch.Tensor, Mapping[str, torch.Tensor]]]"
 )
 """A loss of one datum, from its log-probabilities and inputs to the loss and its metrics."""
-
-CallerLoss: TypeAlias = (
-    "Callable[[list[Datum], list[torch.Tensor]], tuple[torch.Tensor, dict[str, float]]]"
-)
 
 MAX_INPUTS = 16
 """The most parameters of a loss, `logprobs` included."""
@@ -371,7 +368,7 @@ def check_inputs(handle: LossHandle, data: Sequence[Datum]) -> None:
                 )
 
 
-def per_datum(handle: LossHandle) -> CallerLoss:
+def per_datum(handle: LossHandle) -> CustomLoss:
     """Return a loss that the client computes, for servers that take no graphs.
 
     The losses of the data are summed. Their metrics are summed or averaged, by the ending of their

@@ -87,12 +87,8 @@ class SampleCalls(SessionClient):
                 config = replace(config, enable_retry_logic=False)
             if not server.sample_enable_stuck_detection:
                 config = replace(config, enable_stuck_detection=False)
-            facts = {
-                "session_id": self._session.session_id,
-                "sampling_session_id": self.sampling_session_id,
-            }
             name = f"sampling from {self.sampling_session_id}"
-            self._handler = RetryHandler(config, name, limit=limit, metadata=facts)
+            self._handler = RetryHandler(config, name, limit=limit, metadata=self._facts())
         return self._handler
 
     def on_queue_state_change(
@@ -199,12 +195,12 @@ class SampleCalls(SessionClient):
                 f"sampling at {self._session.transport.place}: no samples within {timeout:g} s"
             ) from None
 
-    def _tracker(self, observer: Observer | None) -> QueueStateTracker:
-        facts = {
+    def _facts(self) -> dict[str, Any]:
+        """Return the ids for events about this sampler."""
+        return {
             "session_id": self._session.session_id,
             "sampling_session_id": self.sampling_session_id,
         }
-        return QueueStateTracker([observer], facts, listener=self.on_queue_state_change)
 
     async def _attempt(
         self, request: SampleRequest, notice: QueueNotice, headers: Mapping[str, str] | None
@@ -407,7 +403,8 @@ class Notice:
     ) -> object:
         """Take note of the queue's state."""
         if self._tracker is None:
-            self._tracker = self._client._tracker(self._observer)
+            listener, facts = self._client.on_queue_state_change, self._client._facts()
+            self._tracker = QueueStateTracker([self._observer], facts, listener=listener)
         return self._tracker.heard(queue_state, queue_state_reason, request_id=request_id)
 
 

@@ -46,12 +46,17 @@ def words(name: str, environment: Mapping[str, str] | None = None) -> tuple[str,
     return parts or None
 
 
-def mapping(name: str, environment: Mapping[str, str] | None = None) -> dict[str, str] | None:
-    """Return a JSON object of text; None if it is unset or not one."""
+def _json(name: str, environment: Mapping[str, str] | None) -> Any:
+    """Return a JSON value; None if it is unset or malformed."""
     try:
-        value = json.loads(text(name, environment) or "null")
+        return json.loads(text(name, environment) or "null")
     except json.JSONDecodeError:
         return None
+
+
+def mapping(name: str, environment: Mapping[str, str] | None = None) -> dict[str, str] | None:
+    """Return a JSON object of text; None if it is unset or not one."""
+    value = _json(name, environment)
     if not isinstance(value, dict):
         return None
     return {
@@ -65,10 +70,7 @@ def pairs(
     name: str, environment: Mapping[str, str] | None = None
 ) -> tuple[tuple[str, str], ...] | None:
     """Return a JSON array of [name, value] pairs, without other items."""
-    try:
-        value = json.loads(text(name, environment) or "null")
-    except json.JSONDecodeError:
-        return None
+    value = _json(name, environment)
     if not isinstance(value, list):
         return None
     return tuple(

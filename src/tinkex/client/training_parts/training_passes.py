@@ -13,8 +13,8 @@ from tinkex.client.futures.queue_states import QueueStateLogger, QueueStateTrack
 from tinkex.client.futures.reductions import combine
 from tinkex.client.futures.twins import twin
 from tinkex.client.http.legacy_servers import Receipt
-from tinkex.client.losses import caller_losses, loss_graphs
-from tinkex.client.losses.custom_passes import CustomPass
+from tinkex.client.losses import loss_graphs
+from tinkex.client.losses.custom_passes import CustomLoss, CustomPass
 from tinkex.client.losses.loss_graphs import LossHandle
 from tinkex.client.outbox import PARTIAL, Fetch, Outbox, Turn
 from tinkex.client.receipts import Receipts
@@ -261,7 +261,7 @@ class TrainingPasses(SessionClient):
     def forward_backward_custom(
         self,
         data: Sequence[Datum],
-        loss_fn: caller_losses.CustomLoss | LossHandle,
+        loss_fn: CustomLoss | LossHandle,
         *,
         loss_type_input: Literal["logprobs"] | None = None,
         regularizers: Sequence[RegularizerSpec] = (),
