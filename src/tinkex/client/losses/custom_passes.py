@@ -12,16 +12,13 @@ Torch is imported when a custom loss is used.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import importlib.util
 import itertools
-import os
+import queue
 import sys
 import threading
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -56,98 +53,64 @@ def check_torch() -> None:
 # ── the thread ────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(eq=False, slots=True)
-class _Job:
-    work: Callable[[], Any]
-    settle: Callable[[Any, BaseException | None], None]
-
-
 class LossThread:
-    """The daemon thread that runs losses, one after the other.
+    """The daemon thread that runs the losses of a loop, one after the other.
 
     A running loss cannot be stopped. When it is given up, later losses get another thread.
     """
 
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._waiting: deque[_Job] = deque()
-        self._running: _Job | None = None
-        self._thread: threading.Thread | None = None
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._turn = asyncio.Lock()  # hands over in the order of asking
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] | None = None
 
-    def put(self, job: _Job) -> None:
-        """Queue a job."""
-        with self._changed:
-            self._waiting.append(job)
-            if self._thread is None:
-                self._begin()
-            self._changed.notify()
+    async def run(self, function: Callable[..., T], *args: Any) -> T:
+        """Run a function in the caller's context when its turn comes."""
+        context = contextvars.copy_context()
+        future: asyncio.Future[T] = self.loop.create_future()
 
-    def give_up(self, job: _Job) -> None:
-        """Drop a job; if it runs, leave it its thread and use another one."""
-        with self._changed:
-            if job is self._running:
-                self._running = self._thread = None
-                if self._waiting:
-                    self._begin()
-            else:
-                with contextlib.suppress(ValueError):
-                    self._waiting.remove(job)
-
-    def _begin(self) -> None:
-        self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while (job := self._next()) is not None:
+        def job() -> None:
             result, error = None, None
             try:
-                result = job.work()
+                result = context.run(function, *args)
             except BaseException as raised:
                 error = raised
-            job.settle(result, error)
-            del job, result, error  # nothing is kept alive while the thread waits
+            if not self.loop.is_closed():
+                self.loop.call_soon_threadsafe(_settle, future, result, error)
+            del result, error  # the error's traceback would keep them
 
-    def _next(self) -> _Job | None:
-        me = threading.current_thread()
-        with self._changed:
-            if self._thread is me:
-                self._running = None
-            while self._thread is me and not self._waiting:
-                self._changed.wait()
-            if self._thread is not me:
-                return None
-            self._running = self._waiting.popleft()
-            return self._running
+        async with self._turn:
+            jobs = self._jobs = self._jobs or self._begin()
+            jobs.put(job)
+            try:
+                return await future
+            except asyncio.CancelledError:
+                self._jobs = None
+                jobs.put(None)
+                raise
+
+    def _begin(self) -> queue.SimpleQueue[Callable[[], None] | None]:
+        jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+
+        def work() -> None:
+            while (job := jobs.get()) is not None:
+                job()
+                del job  # nothing is kept alive while the thread waits
+
+        threading.Thread(target=work, name=THREAD_NAME, daemon=True).start()
+        return jobs
 
 
-_thread = LossThread()
+_thread: LossThread | None = None
 
 
-def _forget() -> None:
+def loss_thread() -> LossThread:
+    """Return the thread for losses of the running loop; a forked process has another loop."""
     global _thread
-    _thread = LossThread()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
-
-
-async def on_loss_thread(function: Callable[..., T], *args: Any) -> T:
-    """Run a user's loss on the thread of losses, in the caller's context."""
-    loop, context = asyncio.get_running_loop(), contextvars.copy_context()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(_settle, future, result, error)
-
-    thread, job = _thread, _Job(lambda: context.run(function, *args), settle)
-    thread.put(job)
-    try:
-        return await future
-    except asyncio.CancelledError:
-        thread.give_up(job)
-        raise
+    loop = asyncio.get_running_loop()
+    if _thread is None or _thread.loop is not loop:
+        _thread = LossThread(loop)
+    return _thread
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
@@ -293,7 +256,9 @@ class CustomPass:
             spoil(error)
             raise
         try:
-            weighted, loss, metrics = await on_loss_thread(evaluate, self._loss, self._data, first)
+            weighted, loss, metrics = await loss_thread().run(
+                evaluate, self._loss, self._data, first
+            )
         except Exception as error:
             spoil(error)
             raise
