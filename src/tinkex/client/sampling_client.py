@@ -7,20 +7,29 @@ import binascii
 import contextlib
 import functools
 import json
+import logging
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from tinkex.client.futures.api_future import AwaitableConcurrentFuture, Future
 from tinkex.client.futures.queue_states import Observer
+from tinkex.client.futures.result_polling import failure_of
 from tinkex.client.futures.sample_future import SampleFuture
-from tinkex.client.futures.twins import value_twin
-from tinkex.client.http.retry import RetryConfig
-from tinkex.client.sampling_parts.sample_calls import SampleCalls, base_model_of
-from tinkex.client.sampling_parts.sample_stream_calls import SampleStreams
+from tinkex.client.futures.stream_text import StreamTexts
+from tinkex.client.futures.streams import SampleStream, chunks_of
+from tinkex.client.futures.twins import twin, value_twin
+from tinkex.client.http.retry import RetryConfig, persist
+from tinkex.client.sampling_parts.sample_calls import Notice, SampleCalls, base_model_of
 from tinkex.client.session import Session, shadow_of
 from tinkex.client.session_client import SessionClient, made_of
 from tinkex.client.settings.config import Config
-from tinkex.errors import NotFoundError
+from tinkex.errors import (
+    APIConnectionError,
+    APIResponseValidationError,
+    APIStatusError,
+    NotFoundError,
+    TinkerError,
+)
 from tinkex.types.checkpoints import SCHEME
 from tinkex.types.inputs import ModelInput
 from tinkex.types.record import to_json
@@ -28,16 +37,23 @@ from tinkex.types.sampled import SampleResponse
 from tinkex.types.sampling import (
     CreateSamplingSessionRequest,
     CreateSamplingSessionResponse,
+    SampleRequest,
+    SampleStreamChunk,
     SamplingParams,
 )
 from tinkex.types.tensors import TensorData
-from tinkex.wire import protocol
+from tinkex.wire import protocol, sse
+
+logger = logging.getLogger("tinkex")
+
+NO_STREAMS = frozenset({404, 405, 501})
+"""Status codes of servers that cannot stream."""
 
 S = TypeVar("S", bound="SamplingClient")
 
 
-@made_of(SessionClient, SampleCalls, SampleStreams)
-class SamplingClient(SampleStreams):
+@made_of(SessionClient, SampleCalls)
+class SamplingClient(SampleCalls):
     """Samples from fixed weights; later training of the same run does not change them.
 
     In the examples `sampler` is one; `help(tinkex)` shows how the others, such as `prompt`, are
@@ -147,7 +163,7 @@ class SamplingClient(SampleStreams):
             prompt,
             num_samples,
             sampling_params,
-            prompt_logprobs=include_prompt_logprobs,
+            include_prompt_logprobs,
             topk_prompt_logprobs=topk_prompt_logprobs,
             topk_sample_logprobs=topk_sample_logprobs,
             target_prompt_logprobs=target_prompt_logprobs,
@@ -188,7 +204,7 @@ class SamplingClient(SampleStreams):
             prompt,
             1,
             SamplingParams(max_tokens=1),
-            prompt_logprobs=True,
+            True,
             prompt_logprobs_last_n=prompt_logprobs_last_n,
         )
 
@@ -200,6 +216,101 @@ class SamplingClient(SampleStreams):
         return self._session.call(score, kind=SampleFuture)
 
     compute_logprobs_async = value_twin(compute_logprobs)
+
+    def sample_stream(
+        self,
+        prompt: ModelInput,
+        sampling_params: SamplingParams,
+        num_samples: int = 1,
+        *,
+        timeout: float | None = None,
+    ) -> SampleStream:
+        """Draw samples, and return each token when it is drawn.
+
+        Args:
+            prompt: The text to continue, as tokens.
+            sampling_params: Temperature, stop and the other settings.
+            num_samples: The number of samples; the `index` of a chunk tells its sample.
+            timeout: Seconds of silence after which the stream fails; the configured timeout by
+                default.
+
+        Returns:
+            A stream to iterate over with `for` or `async for`. Servers that cannot stream return
+            all tokens at the end.
+
+        Example:
+            >>> for chunk in sampler.sample_stream(
+            ...     prompt, SamplingParams(max_tokens=2, temperature=0)
+            ... ):
+            ...     print(chunk.text, end="", flush=True)
+            46
+        """
+        request = self._request(prompt, num_samples, sampling_params)
+        stream: SampleStream = SampleStream()
+        stream.begin(self._session.call(self._stream, stream, request, timeout))
+        return stream
+
+    sample_stream_async = twin(sample_stream, is_ours=True)
+
+    async def _stream(
+        self, stream: SampleStream, request: SampleRequest, timeout: float | None
+    ) -> None:
+        if self._streams:
+            size = request.prompt.estimated_bytes
+            numbered = request.model_copy(update={"seq_id": await self._number()})
+
+            async def read() -> None:
+                await self._session.gate.backoff.wait()
+                await self._read_stream(stream, numbered, timeout)
+
+            try:
+                await persist(read, self._repeating(size, Notice(self, None)))
+                return
+            except APIStatusError as error:
+                if error.status_code not in NO_STREAMS or "sampling session" in str(error.body):
+                    raise
+            self._streams = False
+            logger.info(
+                "%s does not stream: the tokens of a sample come all at once",
+                self._session.transport.place,
+            )
+        texts = self._texts()
+        for chunk in chunks_of(await self._sample(request, timeout)):
+            stream.put(texts.add(chunk))
+
+    def _texts(self) -> StreamTexts:
+        return StreamTexts(self.get_tokenizer)
+
+    async def _read_stream(
+        self, stream: SampleStream, request: SampleRequest, timeout: float | None
+    ) -> None:
+        transport, op = self._session.transport, protocol.STREAM_SAMPLE
+        open_samples, texts = request.num_samples, self._texts()
+        try:
+            async with transport.stream(op, request, timeout=timeout) as reply:
+                async for event in sse.events(reply.chunks):
+                    told = event.json()
+                    if not isinstance(told, dict):
+                        continue  # the closing event, or an unknown one
+                    if event.event == "error" or told.get("error") is not None:
+                        raise failure_of(transport, op, told, request.sampling_session_id or "")
+                    chunk = SampleStreamChunk.from_map(told)
+                    open_samples -= chunk.is_done
+                    stream.put(texts.add(chunk))
+        except APIConnectionError:
+            if open_samples > 0:
+                raise  # else only the closing event is missing
+        except (OverflowError, ValueError) as error:
+            if isinstance(error, TinkerError):
+                raise
+            raise APIResponseValidationError(
+                f"{op.title} at {transport.place}: an event is malformed: {error}"
+            ) from error
+        if open_samples > 0:
+            raise APIConnectionError(
+                f"{op.title} at {transport.place}: the stream ended before {open_samples} of its "
+                "samples did"
+            )
 
     def get_sampler_handle(self) -> str:
         """Return a text from which another process can make this client.

@@ -143,8 +143,8 @@ class TrainingStarts(SessionClient):
         return self._making(
             self._from_state,
             path=path,
-            optimizer=False,
             base_model=base_model,
+            optimizer=False,
             user_metadata=user_metadata,
             weights_access_token=weights_access_token,
             optimizer_config=optimizer,
@@ -183,8 +183,8 @@ class TrainingStarts(SessionClient):
         return self._making(
             self._from_state,
             path=path,
-            optimizer=True,
             base_model=base_model,
+            optimizer=True,
             user_metadata=user_metadata,
             weights_access_token=weights_access_token,
         )
