@@ -24,15 +24,15 @@ from tinkex.client.http.transport import Transport
 from tinkex.client.rest_parts.rest_base import RestBase
 from tinkex.errors import APIResponseValidationError, ExperimentalWarning
 from tinkex.types.checkpoints import TrainingRun, TrainingRunsResponse
-from tinkex.types.external_weights import (
+from tinkex.types.model_requests import UnloadModelRequest, UnloadModelResponse
+from tinkex.types.sampling import GetSamplerResponse
+from tinkex.types.saves import (
     ExternalWeightsUploadFinishRequest,
     ExternalWeightsUploadFinishResult,
     ExternalWeightsUploadStartRequest,
     ExternalWeightsUploadStartResult,
 )
-from tinkex.types.model_requests import UnloadModelRequest, UnloadModelResponse
-from tinkex.types.sampling import GetSamplerResponse
-from tinkex.types.session_search import SessionSearchRequest, SessionSearchResponse
+from tinkex.types.search_requests import SessionSearchRequest, SessionSearchResponse
 from tinkex.types.sessions import (
     AssignSessionProjectRequest,
     ClientSessionFinishReasonType,
@@ -47,7 +47,7 @@ from tinkex.types.training import ModelID
 from tinkex.wire import codec, protocol
 
 if TYPE_CHECKING:
-    from tinkex.types.checkpoint_search import CheckpointSearchRequest, CheckpointSearchResponse
+    from tinkex.types.search_requests import CheckpointSearchRequest, CheckpointSearchResponse
     from tinkex.types.training import LoraConfig
 
 logger = logging.getLogger("tinkex")
@@ -163,9 +163,7 @@ class RestRuns(RestBase):
             started = time.monotonic()
             reply = await transport.request(op, codec.encode(request))
             receipt = read_receipt(transport, op, reply, started)
-            if receipt.request_id is None:
-                return receipt.result
-            return await retrieve(transport, op, receipt.request_id, started)
+            return await retrieve(transport, receipt)
 
         return self._start(work)
 

@@ -8,9 +8,9 @@ from typing import Any, Unpack
 
 from tinkex.client.checkpoint_arguments import checked_choice, checked_ttl
 from tinkex.client.futures.api_future import Future, users_level
+from tinkex.client.futures.result_polling import Receipt
 from tinkex.client.futures.sampling_future import BackcompatSamplingClientFuture, open_later
 from tinkex.client.futures.twins import deprecated, twin, value_twin
-from tinkex.client.http.legacy_servers import Receipt
 from tinkex.client.http.retry import RetryConfig
 from tinkex.client.outbox import Fetch, Outbox
 from tinkex.client.sampling_client import SamplingClient, open_sampler
