@@ -376,10 +376,7 @@ class SampleCalls(SessionClient):
         self, *, backend: str | None = None, load_fun: LoadFunction | None = None
     ) -> Any:
         """Like `get_tokenizer`."""
-        tokenizer_id = get_tokenizer_id(await self._session.call(self._model))
-        return await asyncio.to_thread(
-            get_or_load_tokenizer, tokenizer_id, backend=backend, load_fun=load_fun
-        )
+        return await asyncio.to_thread(self.get_tokenizer, backend=backend, load_fun=load_fun)
 
 
 async def base_model_of(session: Session, sampling_session_id: str) -> str:

@@ -131,7 +131,7 @@ def claims(token: str) -> dict[str, Any]:
         payload = token.split(".")[1]
         decoded = json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
     except (IndexError, RecursionError, ValueError, binascii.Error):
-        raise TinkerError("the server gave a token that cannot be read") from None
+        decoded = None
     if not isinstance(decoded, dict):
         raise TinkerError("the server gave a token that cannot be read")
     return decoded

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -362,9 +363,7 @@ class TrainingPasses(SessionClient):
         ) -> Awaitable[Fetch[ForwardBackwardOutput]]:
             return self._send_pass(outbox, chunks, "cross_entropy", None, options, forward_only)
 
-        def spoil(cause: BaseException) -> None:
-            outbox.poison.spread(place, cause)
-
+        spoil = functools.partial(outbox.poison.spread, place)
         return await custom.run(outbox.chunks(custom.prepared), submit, spoil)
 
     def optim_step(
