@@ -11,7 +11,8 @@ from tinkex.client.futures.training_future import BackcompatTrainingClientFuture
 from tinkex.client.futures.twins import value_twin
 from tinkex.client.session import Session
 from tinkex.client.session_client import SessionClient
-from tinkex.client.training_client import TrainingClient, info_of
+from tinkex.client.training_client import TrainingClient
+from tinkex.client.training_parts.training_passes import info_of
 from tinkex.errors import NotFoundError, TinkerError
 from tinkex.types.model_requests import CreateModelRequest, CreateModelResponse, UnloadModelRequest
 from tinkex.types.optimizers import AdamOptimizerConfig, OptimizerConfig
