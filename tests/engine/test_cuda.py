@@ -18,8 +18,7 @@ from tinkex.engine.api import PassJob, SampleJob, run_pass
 from tinkex.engine.model.decoder import BARE
 from tinkex.engine.places import Directory
 from tinkex.engine.sample.blocks import RESERVED
-from tinkex.engine.sample.kv_pool import Pool
-from tinkex.engine.sample.passes import Row
+from tinkex.engine.sample.passes import Pool, Row
 from tinkex.engine.sample.static_decoding import StaticDecoding
 from tinkex.engine.torch import device_copies
 from tinkex.engine.torch.engine import TorchEngine

@@ -13,11 +13,9 @@ import torch
 from engine.test_custom_graphs import REF, function, graph, method
 from tinkex.engine.api import EngineError, PassDone, PassJob
 from tinkex.engine.losses import examples as loss_examples
-from tinkex.engine.losses.examples import STEP_WORK, Room
-from tinkex.engine.losses.graph_checks import GraphLimits
+from tinkex.engine.losses.examples import STEP_WORK, Piece, Room
 from tinkex.engine.losses.graph_compiler import compile_graph
-from tinkex.engine.losses.graph_loss import WITH_GRADIENT, CompiledLoss
-from tinkex.engine.losses.objective import Piece
+from tinkex.engine.losses.graph_loss import WITH_GRADIENT, CompiledLoss, GraphLimits
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.train.objectives import GraphLoss
 from tinkex.types.inputs import Datum, ModelInput

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tinkex.engine.api import EngineError
 from tinkex.engine.base_models import resolve
-from tinkex.engine.families.read_config import parse_config
+from tinkex.engine.families.family import parse_config
 from tinkex.engine.model.attention import PackedAttention
 from tinkex.engine.model.decoder import Decoder, hidden_states
 from tinkex.engine.torch.engine import TorchEngine

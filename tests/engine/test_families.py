@@ -19,10 +19,10 @@ from engine.conftest import COMPARED, VOCAB, WINDOW
 from engine.references import adapter_of, assert_near, gradients, randomise
 from tinkex.engine.api import ADAMW, DIMUON, EngineError, run_pass
 from tinkex.engine.base_models import eos_tokens
-from tinkex.engine.families import read_config as read_config_module
+from tinkex.engine.families import family as family_module
+from tinkex.engine.families.family import families, parse_config, read_config
 from tinkex.engine.families.llama import Llama
 from tinkex.engine.families.model_config import AttentionRule, DecoderConfig, TensorNames
-from tinkex.engine.families.read_config import families, parse_config, read_config
 from tinkex.engine.model import attention, matmul_check
 from tinkex.engine.model.attention import PackedAttention, attend, causal, trusted, visible
 from tinkex.engine.model.decoder import BARE, Decoder, Lora, hidden_states
@@ -483,7 +483,7 @@ def test_names_of_tensors_are_the_familys_alone(
     checkpoint: Checkpoint, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the base model, of adapters, and of their files."""
-    monkeypatch.setattr(read_config_module, "families", lambda: {"renamed": Renamed()})
+    monkeypatch.setattr(family_module, "families", lambda: {"renamed": Renamed()})
     ours, theirs = Renamed.names, TensorNames()
     pairs = [
         (theirs.embed, ours.embed),
@@ -511,7 +511,7 @@ def test_names_of_tensors_are_the_familys_alone(
     monkeypatch.undo()
     assert torch.equal(packed_logits(model), packed_logits(load(checkpoint("llama"))))
 
-    monkeypatch.setattr(read_config_module, "families", lambda: {"renamed": Renamed()})
+    monkeypatch.setattr(family_module, "families", lambda: {"renamed": Renamed()})
     engine = TorchEngine({"m": tmp_path}, threads=1)
     engine.create("a", "m", LoraConfig(rank=4))
     run_pass(engine, "a", data(9, 4), "cross_entropy", {})

@@ -13,8 +13,8 @@ from engine.references import adapter_of, gradients, randomise
 from tinkex.engine.api import run_pass
 from tinkex.engine.model.decoder import BARE
 from tinkex.engine.model.elementwise import add_norm, cut_off
-from tinkex.engine.model.experts import Experts
 from tinkex.engine.model.matmul import base_product
+from tinkex.engine.model.mlp import Experts
 from tinkex.engine.sample.row_adapters import BankShare
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.torch.lora import Factors, Linear

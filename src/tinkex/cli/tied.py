@@ -54,7 +54,7 @@ def warn_of_tied(settings: Mapping[str, Any], base_model: str) -> str | None:
 
 def is_tied(base_model: str) -> bool | None:
     """Return True if a base model ties its output layer to its embeddings, None if unknown."""
-    from tinkex.engine.families.read_config import families
+    from tinkex.engine.families.family import families
 
     found = _config(base_model)
     if found is None:

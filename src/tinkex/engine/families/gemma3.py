@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import ClassVar
 
 from tinkex.engine.api import EngineError
+from tinkex.engine.families.family import read_rope
 from tinkex.engine.families.gemma2 import NAMES, TINY_GEMMA, Gemma2
 from tinkex.engine.families.model_config import FULL, SLIDING, Fields
-from tinkex.engine.families.rope import read_rope
 
 
 class Gemma3(Gemma2):

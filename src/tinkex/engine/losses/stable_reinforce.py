@@ -25,8 +25,15 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.api import RECORDED_TOKENS, EngineError, Recalled
-from tinkex.engine.losses.examples import Examples, Others, Room, read_examples
-from tinkex.engine.losses.objective import Evaluated, Objective, Piece
+from tinkex.engine.losses.examples import (
+    Evaluated,
+    Examples,
+    Objective,
+    Others,
+    Piece,
+    Room,
+    read_examples,
+)
 from tinkex.engine.losses.table import DIVERGENCE_LIMIT, LOSSES, RATIO_CAP, STABLE_REINFORCE
 from tinkex.engine.torch.device_copies import to_device
 from tinkex.types.inputs import Datum

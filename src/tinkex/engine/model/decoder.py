@@ -16,6 +16,7 @@ channels of a head, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,11 +27,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tinkex.engine.families.model_config import AttentionRule, DecoderConfig
+from tinkex.engine.families.family import TRAINED
+from tinkex.engine.families.model_config import AttentionRule, DecoderConfig, Fields
 from tinkex.engine.model.attention import soft_cap, widened
 from tinkex.engine.model.elementwise import add_norm, cut_off, norm, turned_heads
-from tinkex.engine.model.experts import Experts
-from tinkex.engine.model.mlp import Adaptation, Mlp
+from tinkex.engine.model.mlp import Adaptation, Experts, Mlp
 from tinkex.engine.torch.lora import Factors, Linear
 from tinkex.engine.train.span_adapters import Share, forward
 
@@ -203,3 +204,29 @@ def _turns(model: Decoder, positions_T: Tensor, dtype: torch.dtype) -> list[tupl
 
 def _optional_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return x if weight is None else norm(x, weight, eps)
+
+
+def inverse_frequencies(config: DecoderConfig) -> Tensor:
+    """Return the angle per position of each pair of channels.
+
+    The shape is `[kinds of rotary embedding, C/2]`; scaling is applied.
+    """
+    return torch.stack([_frequencies(rope, config.head_dim) for rope in config.ropes])
+
+
+def _frequencies(rope: Fields, channels: int) -> Tensor:
+    exponents = torch.arange(0, channels, 2, dtype=torch.float32) / channels
+    frequencies = 1.0 / (float(rope["rope_theta"]) ** exponents)
+    if rope["rope_type"] == "linear":
+        return frequencies / float(rope["factor"])
+    return _llama3(frequencies, rope) if rope["rope_type"] == "llama3" else frequencies
+
+
+def _llama3(frequencies: Tensor, rope: Fields) -> Tensor:
+    """Divide slow rotations by `factor`, keep quick ones, and interpolate between."""
+    trained, low, high = (
+        float(rope[name]) for name in (TRAINED, "low_freq_factor", "high_freq_factor")
+    )
+    turns = trained * frequencies / (2 * math.pi)
+    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - keep) * frequencies / float(rope["factor"]) + keep * frequencies

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.native import bindings as c
-from tinkex.engine.native.bindings import Library
+from tinkex.engine.native.bindings import Library, Team
 from tinkex.engine.native.library import load
-from tinkex.engine.native.team import Team
 
 _local = threading.local()
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.model.decoder import Decoder
-from tinkex.engine.native.weights import Native
+from tinkex.engine.native.c_passes import Native
 from tinkex.engine.sample.jobs import Sample
 from tinkex.engine.sample.logit_changes import Shaped, Shaper
 from tinkex.engine.sample.passes import Row, put

@@ -16,10 +16,9 @@ from tinkex.engine.api import DrawnToken, EngineError, Listener, SampleDone, tok
 from tinkex.engine.losses.examples import read_tokens
 from tinkex.engine.sample.blocks import namespace, prompt_keys
 from tinkex.engine.sample.logit_changes import Shape
-from tinkex.engine.sample.passes import Row
+from tinkex.engine.sample.passes import Row, Source
 from tinkex.engine.sample.prompt_scores import PromptScores
 from tinkex.engine.sample.recordings import Recorder
-from tinkex.engine.sample.source import Source
 from tinkex.engine.sample.stop_rule import StopRule
 from tinkex.types.sampled import SampledSequence, StopReason, TopkLogprobs
 from tinkex.types.sampling import SampleRequest

@@ -16,7 +16,7 @@ from tinkex.engine.sample.blocks import BLOCK, Blocks
 
 if TYPE_CHECKING:
     from tinkex.engine.sample.jobs import Job, Sample
-    from tinkex.engine.sample.source import Source
+    from tinkex.engine.sample.passes import Source
 
 
 @dataclass(eq=False, slots=True)

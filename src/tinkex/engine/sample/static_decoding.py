@@ -18,8 +18,7 @@ from tinkex.engine.model.attention import attend, trusted, visible
 from tinkex.engine.model.decoder import BARE, Decoder, Lora, hidden_states
 from tinkex.engine.model.mlp import Adaptation
 from tinkex.engine.sample.blocks import BLOCK, NOTHING, RESERVED, SCRATCH
-from tinkex.engine.sample.kv_pool import Pool
-from tinkex.engine.sample.passes import Decoding, Piece, Prompts, Row, put
+from tinkex.engine.sample.passes import Decoding, Piece, Pool, Prompts, Row, put
 from tinkex.engine.sample.row_adapters import Bank, widest
 from tinkex.engine.torch.device_copies import mark
 

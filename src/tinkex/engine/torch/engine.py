@@ -23,19 +23,19 @@ from tinkex.engine.api import (
     find,
 )
 from tinkex.engine.base_models import describe, resolve
+from tinkex.engine.file_formats import read_lora_config
 from tinkex.engine.losses.graph_compiler import compile_graph
 from tinkex.engine.losses.graph_loss import CompiledLoss
 from tinkex.engine.model.decoder import BARE, Decoder, Lora
-from tinkex.engine.peft_files import read_lora_config
 from tinkex.engine.places import Writer
 from tinkex.engine.sample.jobs import Job
+from tinkex.engine.sample.passes import Source
 from tinkex.engine.sample.sampler import Sampler
-from tinkex.engine.sample.source import Source
 from tinkex.engine.torch.lora import Layout, module_groups
 from tinkex.engine.torch.model_files import AdapterWriter, load_adapter, load_decoder, load_factors
 from tinkex.engine.torch.openmp import calm_openmp, usable_cores
-from tinkex.engine.train.adapter import Adapter
 from tinkex.engine.train.objectives import find_objective
+from tinkex.engine.train.optim import Adapter
 from tinkex.engine.train.trainer import Trainer
 from tinkex.types.custom_losses import CreateCustomLossRequest
 from tinkex.types.optimizers import OptimParams

@@ -18,24 +18,22 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tinkex.engine.api import EngineError
+from tinkex.engine.families.family import read_config
 from tinkex.engine.families.model_config import DecoderConfig, ExpertsConfig
-from tinkex.engine.families.read_config import read_config
-from tinkex.engine.json_files import read_object
-from tinkex.engine.model.attention import widened
-from tinkex.engine.model.decoder import Decoder, Layer
-from tinkex.engine.model.experts import Experts
-from tinkex.engine.model.mlp import Mlp
-from tinkex.engine.model.rotary import inverse_frequencies
-from tinkex.engine.peft_files import (
+from tinkex.engine.file_formats import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     ALPHA,
     OPTIMIZER,
     PREFIX,
     read_lora_config,
+    read_object,
+    write_tensors,
 )
+from tinkex.engine.model.attention import widened
+from tinkex.engine.model.decoder import Decoder, Layer, inverse_frequencies
+from tinkex.engine.model.mlp import Experts, Mlp
 from tinkex.engine.places import Place, Writer
-from tinkex.engine.tensor_files import write_tensors
 from tinkex.engine.torch.device_copies import mark, to_host_beside
 from tinkex.engine.torch.lora import Layout, Linear
 from tinkex.engine.train.optim import State, make_state
