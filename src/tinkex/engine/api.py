@@ -9,7 +9,7 @@ fake, a cluster or another server can take the engine's place.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, TypeVar
 
@@ -130,14 +130,7 @@ class Recording:
     @property
     def nbytes(self) -> int:
         """Its size in memory."""
-        arrays = (
-            self.tokens,
-            self.logprobs,
-            self.model_logprobs,
-            self.top_tokens,
-            self.top_logprobs,
-        )
-        return sum(array.nbytes for array in arrays)
+        return sum(getattr(self, each.name).nbytes for each in fields(self))
 
 
 @dataclass(frozen=True, slots=True)

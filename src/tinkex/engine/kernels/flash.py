@@ -18,21 +18,19 @@ import triton.language as tl
 from torch import Tensor
 
 from tinkex.engine.kernels.flash_gradients import (
-    Backward,
-    keys_gradient,
-    queries_gradient,
-    row_numbers,
-)
-from tinkex.engine.kernels.flash_tiles import (
     FORWARD,
     LOG2_E,
+    Backward,
     Heads,
     Tiling,
     head_of,
+    keys_gradient,
     keys_tiling,
     last_keys,
     places_of,
+    queries_gradient,
     queries_tiling,
+    row_numbers,
     rows_of,
     run_of_keys,
     sees_keys,

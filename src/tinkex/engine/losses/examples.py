@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from tinkex.engine.api import EngineError
+from tinkex.engine.api import EngineError, Recalled
 from tinkex.engine.losses.table import CLIPS, TARGETS, Config, Loss
 from tinkex.engine.torch.device_copies import to_host
 from tinkex.types.chunks import EncodedTextChunk
@@ -29,16 +29,6 @@ STEP_WORK = 1 << 34
 
 
 @dataclass(frozen=True, slots=True)
-class Others:
-    """Tokens beside the targets that a loss reads, as many at each position."""
-
-    positions: Array
-    """Ascending."""
-    tokens: Array
-    """`[positions, tokens of each]`"""
-
-
-@dataclass(frozen=True, slots=True)
 class Examples:
     """Data that passed every check.
 
@@ -48,8 +38,8 @@ class Examples:
     tokens: list[Array]
     targets: list[Array]
     inputs: dict[str, list[Array]]
-    others: Sequence[Others] = ()
-    """The further tokens that the loss of each datum reads, if any."""
+    recalled: Sequence[Recalled] = ()
+    """The recording behind each datum, if the loss reads its tokens beside the targets."""
     work: Sequence[int] = ()
     """The work of the loss of each datum, if that is more than reading its targets."""
 
@@ -64,13 +54,13 @@ class Examples:
     def wanted(self, index: int) -> tuple[Array, Array]:
         """Return the tokens that a loss reads, and their number by position."""
         targets, size = self.targets[index], self.tokens[index].size
-        if not self.others:
+        if not self.recalled:
             return targets.reshape(-1), np.full(size, targets.size // size)
         counts, own = self._counts(index), self._own(index)
         tokens = np.empty(int(counts.sum()), targets.dtype)
         beside = np.ones(tokens.size, bool)
         beside[own] = False
-        tokens[own], tokens[beside] = targets, self.others[index].tokens.reshape(-1)
+        tokens[own], tokens[beside] = targets, self._beside(index).reshape(-1)
         return tokens, counts
 
     def starts(self) -> Array:
@@ -80,7 +70,7 @@ class Examples:
 
     def own(self, indices: Sequence[int]) -> Array | None:
         """Return the places of the targets' log-probabilities; None if all are of targets."""
-        if not self.others:
+        if not self.recalled:
             return None
         starts = np.cumsum([0, *(self._size(index) for index in indices[:-1])])
         return np.concatenate(
@@ -88,12 +78,16 @@ class Examples:
         )
 
     def _size(self, index: int) -> int:
-        return self.targets[index].size + (self.others[index].tokens.size if self.others else 0)
+        return self.targets[index].size + (self._beside(index).size if self.recalled else 0)
+
+    def _beside(self, index: int) -> Array:
+        """Return the tokens that a loss reads beside the targets of a datum."""
+        return self.recalled[index].recording.top_tokens
 
     def _counts(self, index: int) -> Array:
         """Return the number at each position: a target, and at some others."""
         counts = np.ones(self.tokens[index].size, np.int64)
-        counts[self.others[index].positions] += self.others[index].tokens.shape[1]
+        counts[self.recalled[index].positions] += self._beside(index).shape[1]
         return counts
 
     def _own(self, index: int) -> Array:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -29,7 +29,6 @@ from tinkex.engine.losses.examples import (
     Evaluated,
     Examples,
     Objective,
-    Others,
     Piece,
     Room,
     read_examples,
@@ -70,10 +69,7 @@ class StableReinforce(Objective):
             zip(self.recalled, examples.targets, strict=True)
         ):
             _check(index, recalled, targets, examples.inputs["advantages"][index], room)
-        others = [
-            Others(recalled.positions, recalled.recording.top_tokens) for recalled in self.recalled
-        ]
-        return Examples(examples.tokens, examples.targets, examples.inputs, others)
+        return replace(examples, recalled=self.recalled)
 
     def evaluate(self, piece: Piece) -> Evaluated:
         """Return the loss of a piece, and its gradient if that is needed."""

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from tinkex.engine.families.family import TRAINED
 from tinkex.engine.families.model_config import AttentionRule, DecoderConfig, Fields
 from tinkex.engine.model.attention import soft_cap, widened
-from tinkex.engine.model.elementwise import add_norm, cut_off, norm, turned_heads
+from tinkex.engine.model.elementwise import States, add_norm, cut_off, norm, turned_heads
 from tinkex.engine.model.mlp import Adaptation, Experts, Mlp
 from tinkex.engine.torch.lora import Factors, Linear
 from tinkex.engine.train.span_adapters import Share, forward
@@ -182,15 +182,14 @@ def _layer(
     q, k, v = turned_heads(lora.linear(normed_TD, layer.qkv), sizes, layer.head_norms, turn, eps)
     mixed_TD = lora.linear(attend(index, q, k, v), layer.o)
     mixed_TD = _optional_norm(mixed_TD, layer.post_attention_norm_D, eps)
-    x_TD, rest_TD, normed_TD = add_norm(x_TD, rest_TD, mixed_TD, layer.mlp_norm_D, eps)
+    states, normed_TD = add_norm(States(x_TD, rest_TD), mixed_TD, layer.mlp_norm_D, eps)
     if isinstance(layer.mlp, Mlp):
         fed_TD = layer.mlp(normed_TD, lora)
     else:
-        fed_TD = layer.mlp(
-            normed_TD, lora, cut_off(x_TD, rest_TD, normed_TD, layer.mlp_norm_D, eps)
-        )
+        fed_TD = layer.mlp(normed_TD, lora, cut_off(states, normed_TD, layer.mlp_norm_D, eps))
     fed_TD = _optional_norm(fed_TD, layer.post_mlp_norm_D, eps)
-    return add_norm(x_TD, rest_TD, fed_TD, next_norm_D, eps)
+    states, normed_TD = add_norm(states, fed_TD, next_norm_D, eps)
+    return *states, normed_TD
 
 
 def _turns(model: Decoder, positions_T: Tensor, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:

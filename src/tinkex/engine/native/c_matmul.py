@@ -85,10 +85,6 @@ def _run(
 def _team() -> Team:
     library = load()
     assert library is not None  # callers have checked
-    return _team_of(library)
-
-
-def _team_of(library: Library) -> Team:
     teams: dict[tuple[Library, int], Team] | None = getattr(_local, "teams", None)
     if teams is None:
         teams = _local.teams = {}

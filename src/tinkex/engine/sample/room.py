@@ -46,22 +46,14 @@ class Running:
         self.error = self.error or error
 
 
+@dataclass(frozen=True, slots=True)
 class Room:
     """Chooses the next owner, and the job or sample that gives way; the scheduler executes it."""
 
-    def __init__(
-        self,
-        running: Sequence[Running],
-        queues: Mapping[str, object],
-        blocks: Blocks,
-        max_rows: int,
-    ) -> None:
-        self._running, self._queues, self._blocks, self._max_rows = (
-            running,
-            queues,
-            blocks,
-            max_rows,
-        )
+    _running: Sequence[Running]
+    _queues: Mapping[str, object]
+    _blocks: Blocks
+    _max_rows: int
 
     @property
     def seated(self) -> int:

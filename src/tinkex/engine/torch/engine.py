@@ -228,8 +228,7 @@ class TorchEngine(Engine):
     def sample_start(self, work: SampleJob) -> None:
         """Validate and admit a sampling job; it advances with each `sample_step`."""
         target = work.sampler if work.sampler in self._targets else None
-        source = self._source(work.sampler)
-        job = Job(source, work.request, work.seed, work.listener, target, work.cache)
+        job = Job(self._source(work.sampler), work, target)
         self._sampler.start(work.job, job, work.owner)
 
     def sample_step(self) -> Sequence[SampleDone]:

@@ -112,7 +112,7 @@ def load_decoder(directory: Path, dtype: torch.dtype, device: torch.device) -> D
         if config.tied and tensors.differ(head, embed):
             # as transformers 5 has it: a head of its own is there to be used
             config = replace(config, tied=False)
-        decoder = assemble(config, tensors, dtype, device)
+        decoder = Parts(config, tensors, dtype, device).decoder()
         tensors.finish([head] if config.tied else [])
     return decoder
 
@@ -124,26 +124,8 @@ class Tensors(Protocol):
         """Return a tensor, which must have this shape."""
 
 
-def assemble(
-    config: DecoderConfig, tensors: Tensors, dtype: torch.dtype, device: torch.device
-) -> Decoder:
-    """Put a decoder together from its tensors."""
-    source, names = _Source(config, tensors, dtype, device), config.names
-    layers = [source.layer(index) for index in range(config.layers)]
-    embed = source.get(f"{names.embed}.weight", config.vocab, config.hidden)
-    head = embed if config.tied else source.get(f"{names.head}.weight", config.vocab, config.hidden)
-    return Decoder(
-        config=config,
-        embed_VD=embed,
-        layers=layers,
-        norm_D=source.norm(names.norm, config.hidden),
-        head=Linear(names.head, "unembed", head, None, [names.head], [config.vocab], wide=True),
-        frequencies=inverse_frequencies(config).to(device),
-    )
-
-
 @dataclass(frozen=True, slots=True)
-class _Source:
+class Parts:
     """The parts of a decoder, read from a checkpoint's tensors."""
 
     config: DecoderConfig
@@ -151,7 +133,25 @@ class _Source:
     dtype: torch.dtype
     device: torch.device
 
+    def decoder(self) -> Decoder:
+        """Put the decoder together."""
+        config, names = self.config, self.config.names
+        layers = [self.layer(index) for index in range(config.layers)]
+        embed = self.get(f"{names.embed}.weight", config.vocab, config.hidden)
+        head = (
+            embed if config.tied else self.get(f"{names.head}.weight", config.vocab, config.hidden)
+        )
+        return Decoder(
+            config=config,
+            embed_VD=embed,
+            layers=layers,
+            norm_D=self.norm(names.norm, config.hidden),
+            head=Linear(names.head, "unembed", head, None, [names.head], [config.vocab], wide=True),
+            frequencies=inverse_frequencies(config).to(self.device),
+        )
+
     def get(self, name: str, *shape: int) -> Tensor:
+        """Return a tensor on the device, in the model's precision."""
         return self.tensors.read(name, shape).to(device=self.device, dtype=self.dtype)
 
     def norm(self, module: str, size: int) -> Tensor:
@@ -194,6 +194,7 @@ class _Source:
         return Linear(prefix + name, group, torch.cat(parts), bias_N, modules, sizes, wide=wide)
 
     def layer(self, index: int) -> Layer:
+        """Return a layer."""
         config, names, channels = self.config, self.config.names, self.config.head_dim
         hidden, query, key = config.hidden, config.heads * channels, config.kv_heads * channels
         prefix = names.layer.format(index)
@@ -215,6 +216,7 @@ class _Source:
         )
 
     def feed_forward(self, index: int, prefix: str) -> Mlp | Experts:
+        """Return the mlp of a layer, or its experts."""
         config, names = self.config, self.config.names
         hidden, size = config.hidden, config.mlp
         if config.experts is not None and index in config.experts.layers:

@@ -248,7 +248,7 @@ def _put(work: Pass, piece: list[int], logprobs_M: Tensor, loss: Evaluated) -> E
         own = work.examples.own(piece)
         work.results.put(piece, logprobs_M if own is None else logprobs_M[own], loss)
         if loss.grad_M is not None:
-            starts = work.examples.starts() if work.examples.others else work.results.starts
+            starts = work.examples.starts() if work.examples.recalled else work.results.starts
             check_finite("gradient of the loss", loss.grad_M.numpy(), starts, piece)
     except EngineError as error:
         return error
@@ -264,8 +264,6 @@ class Packed:
     runs: list[tuple[int, int]]
     rows: Array
     """The token of each target, ascending."""
-    rows_M: Tensor
-    """The same on the device."""
     targets_M: Tensor
     spans: list[tuple[int, int]]
     """The tokens of each piece, padded."""
@@ -279,10 +277,9 @@ class Packed:
 
     def wanted(self, head: Linear, spans: Sequence[Span]) -> Wanted:
         """Return the targets, in chunks whose logits fit the budget."""
+        rows_M = to_device(self.rows, self.device)
         distinct = bool((np.diff(self.rows) > 0).all())
-        return Wanted(
-            self.rows_M, self.targets_M, chunks(head, self.rows, spans, self.device), distinct
-        )
+        return Wanted(rows_M, self.targets_M, chunks(head, self.rows, spans, self.device), distinct)
 
     @classmethod
     def of(cls, chosen: Sequence[tuple[Pass, list[int]]], like: Tensor) -> Packed:
@@ -299,10 +296,8 @@ class Packed:
             examples = work.examples
             sequences = [examples.tokens[index] for index in piece]
             wanted = [examples.wanted(index) for index in piece]
-            flat, per_token = (
-                [tokens for tokens, _ in wanted],
-                np.concatenate([counts for _, counts in wanted]),
-            )
+            flat = [tokens for tokens, _ in wanted]
+            per_token = np.concatenate([counts for _, counts in wanted])
             if padding := -per_token.size % ROWS:
                 sequences.append(np.zeros(padding, dtype=np.int64))
             here = [sequence.size for sequence in sequences]
@@ -315,17 +310,9 @@ class Packed:
             sizes.append(sum(t.size for t in flat))
             start += sum(here)
 
-        def put(array: Array) -> Tensor:
-            return to_device(array, like.device)
-
-        positions, flat_rows = np.concatenate([np.arange(n) for n in lengths]), np.concatenate(rows)
-        return cls(
-            put(np.concatenate(tokens)),
-            put(positions),
-            runs,
-            flat_rows,
-            put(flat_rows),
-            put(np.concatenate(targets)),
-            spans,
-            sizes,
+        positions = [np.arange(length) for length in lengths]
+        tokens_T, positions_T, targets_M = (
+            to_device(np.concatenate(arrays), like.device)
+            for arrays in (tokens, positions, targets)
         )
+        return cls(tokens_T, positions_T, runs, np.concatenate(rows), targets_M, spans, sizes)
