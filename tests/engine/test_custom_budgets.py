@@ -191,8 +191,8 @@ def test_the_time_of_all_data_counts_with_their_gradients(
     refused = outcome(engine)
     assert (
         str(refused)
-        == "datum 2: the custom loss takes too long for one pass, with its gradient; send less "
-        "data in one"
+        == "datum 2: the custom loss and its gradient take too long for one pass; send less data "
+        "in a pass"
     )
 
 

@@ -90,7 +90,7 @@ def test_rope_is_read_in_both_forms(checkpoint: Checkpoint, tmp_path: Path) -> N
     [
         (
             {"model_type": "mamba"},
-            "'mamba' is not supported; covered are gemma2, gemma3_text, llama, mistral, qwen2",
+            "'mamba' is not supported; supported are gemma2, gemma3_text, llama, mistral, qwen2",
         ),
         (
             {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}},
@@ -99,7 +99,7 @@ def test_rope_is_read_in_both_forms(checkpoint: Checkpoint, tmp_path: Path) -> N
         ({"hidden_act": "gelu"}, "'gelu'"),
         (
             {"model_type": "mistral", "sliding_window": 0},
-            "a sliding window of 0 tokens sees nothing",
+            "sliding_window is 0, and must be at least 1",
         ),
         ({"partial_rotary_factor": 0.5}, "partial rotary"),
         ({"quantization_config": {"bits": 4}}, "quantized"),

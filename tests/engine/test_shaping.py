@@ -345,7 +345,7 @@ def test_a_seed_decides(engine: TorchEngine) -> None:
         ),
         (
             {"bad_words": [[token] for token in range(VOCAB)]},
-            f"bad_words leave none of the {VOCAB} tokens",
+            f"bad_words ban all {VOCAB} tokens",
         ),
     ],
 )

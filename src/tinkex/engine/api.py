@@ -58,7 +58,7 @@ def check_optimizer(config: OptimizerConfigBase) -> None:
     """Refuse an optimizer, or a version or setting of one, that is not supported."""
     if not isinstance(config, AdamOptimizerConfig | DimuonOptimizerConfig):
         known = f"{ADAMW.to_wire()} and {DIMUON.to_wire()}"
-        raise EngineError(f"optimizer {config.to_wire()} is not supported; there are {known}")
+        raise EngineError(f"optimizer {config.to_wire()} is not supported; supported are {known}")
 
 
 def token_limit(request: SampleRequest, prompt: int, context: int) -> int:

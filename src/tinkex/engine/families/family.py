@@ -45,13 +45,13 @@ def read_rope(fields: Fields, theta: float, parameters: Fields | None) -> Fields
     scaling, given = _typed(fields.get("rope_scaling") or {}), _typed(parameters or {})
     if scaling and given and not scaling.items() <= given.items():
         raise EngineError(
-            "rope_scaling and rope_parameters say different things: keep the one that is meant"
+            "rope_scaling and rope_parameters contradict each other; remove the wrong one"
         )
     rope = {"rope_theta": fields.get("rope_theta") or theta, **scaling, **given}
     kind = rope.get("rope_type", "default")
     if kind not in ROPE_TYPES:
         raise EngineError(
-            f"rope type {kind!r} is not supported; covered are {', '.join(ROPE_TYPES)}"
+            f"rope type {kind!r} is not supported; supported are {', '.join(ROPE_TYPES)}"
         )
     if (rope.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1.0) != 1.0:
         raise EngineError("partial rotary embeddings are not supported")
@@ -234,15 +234,15 @@ class Family:
         channels = read_size({"head_dim": channels}, "head_dim")
         if channels % 2:
             raise EngineError(
-                f"heads of {channels} channels are not supported: rotary embeddings turn them in "
-                "pairs"
+                f"head_dim is {channels}, and must be even: rotary embeddings rotate pairs of "
+                "channels"
             )
         groups = fields.get("num_key_value_heads") or heads
         groups = read_size({"num_key_value_heads": groups}, "num_key_value_heads")
         if heads % groups:
             raise EngineError(
-                f"num_attention_heads is {heads}, which num_key_value_heads, {groups}, does not "
-                "divide"
+                f"num_attention_heads is {heads}, and must be a multiple of num_key_value_heads, "
+                f"which is {groups}"
             )
         return channels, groups
 
@@ -253,7 +253,7 @@ class Family:
             self._check_kinds(listed, layers)
         window = self.window(fields)
         if window is not None and int(window) < 1:
-            raise EngineError(f"a sliding window of {window} tokens sees nothing")
+            raise EngineError(f"sliding_window is {window}, and must be at least 1")
         if window is None:
             kinds = self.layer_kinds(fields, layers)
         elif listed is None or self.is_uniform:
@@ -269,7 +269,7 @@ class Family:
     def _check_kinds(self, listed: Sequence[Any], layers: int) -> None:
         if unknown := [kind for kind in listed if kind not in self.kinds]:
             raise EngineError(
-                f"layers of type {unknown[0]!r} are not supported; covered are "
+                f"layers of type {unknown[0]!r} are not supported; supported are "
                 f"{', '.join(self.kinds)}"
             )
         if len(listed) != layers:
@@ -331,7 +331,7 @@ def parse_config(fields: Fields) -> DecoderConfig:
         EngineError: The model is not supported.
     """
     arch = fields.get("model_type")
-    covered = f"covered are {', '.join(families())}"
+    covered = f"supported are {', '.join(families())}"
     family = families().get(arch) if isinstance(arch, str) else None
     if family is None:
         raise EngineError(f"model_type {arch!r} is not supported; {covered}")

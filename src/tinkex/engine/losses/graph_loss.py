@@ -205,8 +205,8 @@ class Allowance:
         self.seconds -= time.monotonic() - since
         if self.seconds < 0:
             raise EngineError(
-                "the custom loss takes too long for one pass, with its gradient; send less data in "
-                "one"
+                "the custom loss and its gradient take too long for one pass; send less data in a "
+                "pass"
             )
 
 
@@ -243,13 +243,11 @@ class Budget:
     def charge(self, work: int) -> None:
         """Charge work before it is done."""
         if work > self.work:
-            raise Refusal(
-                "the loss needs more work than is allowed for this datum, with its gradient"
-            )
+            raise Refusal("the loss and its gradient need more work than is allowed for this datum")
         if work > self.allowance.work:
             raise Refusal(
                 "the data of this pass together need more work than is allowed; send less data in "
-                "one"
+                "a pass"
             )
         self.work -= work
         self.allowance.work -= work

@@ -72,8 +72,8 @@ class _Base:
     def tokenizer(self) -> Tokenizer:
         if not (self.directory / "tokenizer.json").exists():
             raise EngineError(
-                f"stop strings need a tokenizer, and {self.name} has no tokenizer.json; stop at "
-                "token ids"
+                f"stop strings need a tokenizer, and {self.name} has no tokenizer.json; give token "
+                "ids in `stop`"
             )
         found: Tokenizer = self.about.tokenizer().backend_tokenizer
         return found

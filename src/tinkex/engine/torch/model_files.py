@@ -381,7 +381,9 @@ def _read_flat(
                     "load the weights alone, or create the run with the other optimizer"
                 )
             if differing := views.keys() ^ set(opened.keys()):
-                raise EngineError(f"{path} does not fit: {min(differing)} is on one side only")
+                raise EngineError(
+                    f"{path} does not fit: only one of file and run has tensor {min(differing)}"
+                )
             for name, view in views.items():
                 tensor = opened.get_tensor(name)
                 if tensor.shape != view.shape:

@@ -218,7 +218,9 @@ class Trainer:
         tokens = sum(work.size(piece) for work, piece in chosen)
         self.budget, self._since_halved = max(1, min(self.budget, tokens) // 2), 0
         logger.warning(
-            "memory ran out at %d tokens in a step; from now on it takes %d", tokens, self.budget
+            "memory ran out at %d tokens in a step; steps take at most %d tokens now",
+            tokens,
+            self.budget,
         )
         for work in works.values():
             work.begin(self.budget)
