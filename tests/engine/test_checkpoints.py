@@ -18,8 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load, load_file, save, save_file
 from transformers import AutoModelForCausalLM
 
-from tinkex.engine.api import EngineError, run_pass
-from tinkex.engine.places import Directory, Place
+from tinkex.engine.api import Directory, EngineError, Place, run_pass
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.train.optim import AdamState
 from tinkex.types.inputs import Datum, ModelInput

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.conftest import COMPARED, VOCAB, WINDOW
 from engine.references import adapter_of, assert_near, gradients, randomise
-from tinkex.engine.api import ADAMW, DIMUON, EngineError, run_pass
+from tinkex.engine.api import ADAMW, DIMUON, Directory, EngineError, run_pass
 from tinkex.engine.base_models import eos_tokens
 from tinkex.engine.families import family as family_module
 from tinkex.engine.families.family import families, parse_config, read_config
@@ -27,7 +27,6 @@ from tinkex.engine.model import attention, matmul_check
 from tinkex.engine.model.attention import PackedAttention, attend, causal, trusted, visible
 from tinkex.engine.model.decoder import BARE, Decoder, Lora, hidden_states
 from tinkex.engine.model.mlp import Adaptation
-from tinkex.engine.places import Directory
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.torch.model_files import load_decoder
 from tinkex.engine.train import target_logprobs

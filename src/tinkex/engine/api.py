@@ -9,11 +9,11 @@ fake, a cluster or another server can take the engine's place.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, Literal, Protocol, TypeAlias, TypeVar
 
-from tinkex.engine.places import Writer
 from tinkex.types.custom_losses import CreateCustomLossRequest
 from tinkex.types.inputs import Datum
 from tinkex.types.optimizers import (
@@ -29,6 +29,38 @@ from tinkex.types.training import ForwardBackwardOutput, LoraConfig
 
 if TYPE_CHECKING:
     from tinkex.text.json_tokenizer import Tokenizer
+
+
+class Place(Protocol):
+    """A place for the files of one object: a directory here, or storage elsewhere.
+
+    Its owner makes the files durable once they are written.
+    """
+
+    def file(self, name: str) -> AbstractContextManager[BinaryIO]:
+        """Open a new file of this name for writing."""
+
+
+class Writer(Protocol):
+    """The files of an object as it was when the writer was made."""
+
+    def write(self, place: Place) -> None:
+        """Write the files.
+
+        It may be called later and on another thread, while the engine goes on.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Directory(Place):
+    """A directory on this machine, which exists."""
+
+    path: Path
+
+    def file(self, name: str) -> AbstractContextManager[BinaryIO]:
+        """Open a new file of this name for writing."""
+        return (self.path / name).open("wb")
+
 
 Optimizer: TypeAlias = OptimizerConfigBase
 Item = TypeVar("Item")

@@ -20,6 +20,7 @@ from tinkex.engine.api import (
     PassJob,
     SampleDone,
     SampleJob,
+    Writer,
     find,
 )
 from tinkex.engine.base_models import describe, resolve
@@ -27,7 +28,6 @@ from tinkex.engine.file_formats import read_lora_config
 from tinkex.engine.losses.graph_compiler import compile_graph
 from tinkex.engine.losses.graph_loss import CompiledLoss
 from tinkex.engine.model.decoder import BARE, Decoder, Lora
-from tinkex.engine.places import Writer
 from tinkex.engine.sample.jobs import Job
 from tinkex.engine.sample.passes import Source
 from tinkex.engine.sample.sampler import Sampler

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tinkex.engine.api import EngineError
+from tinkex.engine.api import EngineError, Place, Writer
 from tinkex.engine.families.family import read_config
 from tinkex.engine.families.model_config import DecoderConfig, ExpertsConfig
 from tinkex.engine.file_formats import (
@@ -33,7 +33,6 @@ from tinkex.engine.file_formats import (
 from tinkex.engine.model.attention import widened
 from tinkex.engine.model.decoder import Decoder, Layer, inverse_frequencies
 from tinkex.engine.model.mlp import Experts, Mlp
-from tinkex.engine.places import Place, Writer
 from tinkex.engine.torch.device_copies import mark, to_host_beside
 from tinkex.engine.torch.lora import Layout, Linear
 from tinkex.engine.train.optim import State, make_state

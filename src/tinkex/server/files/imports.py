@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from tinkex.engine.api import EngineError
+from tinkex.engine.api import EngineError, Place
 from tinkex.engine.families.family import families
 from tinkex.engine.file_formats import (
     ADAPTER_CONFIG as CONFIG,
@@ -31,7 +31,6 @@ from tinkex.engine.file_formats import (
     parse_object,
     write_tensors,
 )
-from tinkex.engine.places import Place
 from tinkex.server.database.entities import LOCAL_OWNER, Run, SavedCheckpoint
 from tinkex.server.database.interface import Database
 from tinkex.server.files.checkpoint_files import Checkpoints, SaveSpec
