@@ -197,7 +197,7 @@ def test_directories_that_are_no_checkpoints(tmp_path: Path, checkpoint: Checkpo
         TorchEngine({"x": tmp_path})
     shutil.copy(checkpoint("llama") / "config.json", tmp_path)
     with pytest.raises(EngineError, match=r"no model\*\.safetensors"):
-        TorchEngine({"x": tmp_path}, eager=True)
+        TorchEngine({"x": tmp_path}).load_sampler("base", "x", None)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(EngineError, match="has no 'hidden_size'"):
         TorchEngine({"x": tmp_path})

@@ -109,14 +109,9 @@ class Decoder:
         """The attention of each layer."""
         return self.config.attention
 
-    def logits(
-        self, hidden_TD: Tensor, lora: Adaptation = BARE, rows_T: Tensor | None = None
-    ) -> Tensor:
-        """Return the logits of hidden states, within the model's bound.
-
-        `rows_T` is as for `Adaptation.linear`.
-        """
-        return cap_logits(lora.linear(hidden_TD, self.head, rows_T), self.config.logit_cap)
+    def logits(self, hidden_TD: Tensor, lora: Adaptation = BARE) -> Tensor:
+        """Return the logits of hidden states, within the model's bound."""
+        return cap_logits(lora.linear(hidden_TD, self.head), self.config.logit_cap)
 
 
 def cap_logits(logits_TV: Tensor, bound: float | None) -> Tensor:

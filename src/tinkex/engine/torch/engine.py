@@ -99,7 +99,6 @@ class TorchEngine(Engine):
         dtype: torch.dtype | None = None,
         threads: int | None = None,
         micro_batch_tokens: int | None = None,
-        eager: bool = False,
     ) -> None:
         calm_openmp()
         torch.set_num_threads(threads or min(torch.get_num_threads(), usable_cores()))
@@ -119,9 +118,6 @@ class TorchEngine(Engine):
         self._targets: dict[str, str] = {}
         """The sampler whose weights each in-flight target has."""
         self._sampler = Sampler()
-        if eager:
-            for base in self._bases.values():
-                _ = base.model
 
     def models(self) -> Sequence[BaseModel]:
         """Return the base models on offer."""
