@@ -12,8 +12,7 @@ import click
 OUTPUT_LAYERS = {"lm_head", "unembed_tokens"}
 ADVICE = (
     "merging it into the weights changes the embeddings as well, and what the model says. Use it "
-    "unmerged, or train "
-    "with --no-train-unembed."
+    "unmerged, or train with --no-train-unembed."
 )
 
 

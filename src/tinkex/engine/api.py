@@ -366,11 +366,8 @@ def run_pass(
     recalled: Sequence[Recalled] | None = None,
 ) -> ForwardBackwardOutput:
     """Run a pass to its end, on an engine without other passes."""
-    engine.pass_start(
-        PassJob(
-            "the only one", adapter, data, loss_fn, config, backward=backward, recalled=recalled
-        )
-    )
+    given = (adapter, data, loss_fn, config)
+    engine.pass_start(PassJob("the only one", *given, backward=backward, recalled=recalled))
     while engine.passing():
         for done in engine.pass_step():
             if isinstance(done.result, Exception):

@@ -191,12 +191,8 @@ class VarlenAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Return the gradients by queries, keys and values."""
         q, k, v, out, lse = ctx.saved_tensors
-        return (
-            *gradients(grads[0], (q, k, v), out, lse, ctx.tables, ctx.scale, ctx.window),
-            None,
-            None,
-            None,
-        )
+        by_qkv = gradients(grads[0], (q, k, v), out, lse, ctx.tables, ctx.scale, ctx.window)
+        return *by_qkv, None, None, None
 
 
 def gradients(

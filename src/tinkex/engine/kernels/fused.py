@@ -127,13 +127,7 @@ def norm_backward(
     out = torch.empty_like(x_TD)
     added = x_TD if dsummed_TD is None else dsummed_TD.contiguous()
     _norm_backward[(x_TD.shape[0],)](
-        added,
-        dy_TD.contiguous(),
-        x_TD,
-        weight_D,
-        out,
-        x_TD.shape[1],
-        eps,
+        *(added, dy_TD.contiguous(), x_TD, weight_D, out, x_TD.shape[1], eps),
         **_row(x_TD),
         ADD=dsummed_TD is not None,
     )

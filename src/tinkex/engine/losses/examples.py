@@ -224,11 +224,8 @@ def _check_range(arrays: Sequence[Array], key: str, vocab: int) -> None:
     for index, array in enumerate(arrays):
         bad = array[(array < 0) | (array >= vocab)]
         if bad.size:
-            hint = (
-                "; to leave a position out, give it weight 0"
-                if key == TARGETS and bad[0] < 0
-                else ""
-            )
+            is_left_out = key == TARGETS and bad[0] < 0
+            hint = "; to leave a position out, give it weight 0" if is_left_out else ""
             raise EngineError(
                 f"datum {index}: {key!r} holds token {bad[0]}, outside the vocabulary of "
                 f"{vocab}{hint}"

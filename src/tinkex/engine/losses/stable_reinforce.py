@@ -167,16 +167,14 @@ def _check(index: int, recalled: Recalled, targets: Array, advantages: Array, ro
         at = int(np.setdiff1d(np.flatnonzero(advantages), positions)[0])
         raise EngineError(
             f"datum {index}: 'advantages' is {advantages[at]:g} at position {at}, which was not "
-            "sampled; "
-            "'stable_reinforce' takes advantages on sampled targets only"
+            "sampled; 'stable_reinforce' takes advantages on sampled targets only"
         )
     wrong = np.flatnonzero(targets[positions] != recording.tokens)
     if wrong.size:
         at = int(positions[wrong[0]])
         raise EngineError(
             f"datum {index}: the target at position {at} is {targets[at]}, but its span names the "
-            "sampled token "
-            f"{recording.tokens[wrong[0]]}"
+            f"sampled token {recording.tokens[wrong[0]]}"
         )
     width = min(RECORDED_TOKENS, room.vocab)
     if recording.top_tokens.shape[1] != width or recording.top_tokens.max() >= room.vocab:

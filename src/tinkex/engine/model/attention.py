@@ -166,12 +166,8 @@ class _ShortAttention(torch.autograd.Function):
             d_scores = torch.ops.aten._softmax_backward_data(d_probs, probs, -1, probs.dtype).mul_(
                 ctx.scale
             )
-            return (
-                d_scores @ k,
-                d_scores.transpose(1, 2) @ q,
-                probs.transpose(1, 2) @ grads[0],
-                None,
-            )
+            d_k, d_v = d_scores.transpose(1, 2) @ q, probs.transpose(1, 2) @ grads[0]
+            return d_scores @ k, d_k, d_v, None
 
 
 class PackedAttention:

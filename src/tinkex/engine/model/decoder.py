@@ -73,11 +73,8 @@ class Layer:
     @property
     def head_norms(self) -> tuple[Tensor, Tensor] | None:
         """The norms of queries and keys, in families that have them."""
-        return (
-            None
-            if self.q_norm_C is None or self.k_norm_C is None
-            else (self.q_norm_C, self.k_norm_C)
-        )
+        q_norm_C, k_norm_C = self.q_norm_C, self.k_norm_C
+        return None if q_norm_C is None or k_norm_C is None else (q_norm_C, k_norm_C)
 
 
 @dataclass(frozen=True, slots=True)

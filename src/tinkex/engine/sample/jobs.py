@@ -72,11 +72,8 @@ class Recorder:
         """Take in one position of each of these samples."""
         if positions.max() >= self._drawn.shape[1]:
             self._grow()
-        (
-            self._tokens[samples, positions],
-            self._logprobs[samples, positions],
-            self._drawn[samples, positions],
-        ) = scores
+        for array, numbers in zip((self._tokens, self._logprobs, self._drawn), scores, strict=True):
+            array[samples, positions] = numbers
 
     def _grow(self) -> None:
         more = min(self._limit, 2 * self._drawn.shape[1]) - self._drawn.shape[1]

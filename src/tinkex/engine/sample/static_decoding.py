@@ -191,14 +191,8 @@ class _Shape:
         host[:, 2], host[:, 4] = SCRATCH * BLOCK, -1
         for at, row in enumerate(rows):
             place = row.blocks[row.length // BLOCK] * BLOCK + row.length % BLOCK
-            host[at, : COLUMNS + len(row.blocks)] = (
-                row.token,
-                row.length,
-                place,
-                row.weights,
-                row.drawn,
-                *row.blocks,
-            )
+            numbers = (row.token, row.length, place, row.weights, row.drawn)
+            host[at, : COLUMNS + len(row.blocks)] = (*numbers, *row.blocks)
         self._inputs.copy_(self._hosts[0].values, non_blocking=True)
         self._hosts[0].copied = mark(self._inputs.device)
 

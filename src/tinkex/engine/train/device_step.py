@@ -129,12 +129,9 @@ class Results:
         outputs: list[LossFnOutput] = []
         for index, targets in enumerate(examples.targets):
             span = slice(self.starts[index], self.starts[index + 1])
+            views = {name: column[span] for name, column in singles.items()}  # no copy per datum
             outputs.append(
-                {
-                    # a view: no copy per datum
-                    name: TensorData(column[span], "float32", targets.shape)
-                    for name, column in singles.items()
-                }
+                {name: TensorData(view, "float32", targets.shape) for name, view in views.items()}
             )
         tokens = sum(t.size for t in examples.tokens)
         metrics = {"loss:sum": float(self.losses_L.sum()), "tokens:sum": float(tokens)}

@@ -101,8 +101,7 @@ def check(params: OptimParams, kind: type[State]) -> None:
     if not isinstance(params, kind.PARAMS):
         raise EngineError(
             f"this run's optimizer is {kind.KIND}: a step takes {kind.PARAMS.__name__}, not "
-            f"{_described(params)}; "
-            "the optimizer is chosen when a run is created"
+            f"{_described(params)}; the optimizer is chosen when a run is created"
         )
     if isinstance(params, AdamParams):
         _check_adam(params)
@@ -280,8 +279,6 @@ class Adapter:
         clip = "clip the gradient (grad_clip_norm=1.0), " if math.isfinite(norm) else ""
         return (
             f"the step overflows: the gradient's norm is {norm:.3g}, and its largest number, "
-            f"{largest:.3g}, is from "
-            f"request {job}. Nothing was changed, and the next step has the same gradient: "
-            f"{clip}drop it "
-            "(drop_gradients) or load a saved state (load_state)"
+            f"{largest:.3g}, is from request {job}. Nothing was changed, and the next step has "
+            f"the same gradient: {clip}drop it (drop_gradients) or load a saved state (load_state)"
         )
