@@ -270,7 +270,7 @@ def _sides(window: int | None) -> dict[str, int | None]:
 class _Heads(NamedTuple):
     """Heads of packed sequences, for which kernels are checked."""
 
-    count: int
+    heads: int
     groups: int
     channels: int
     dtype: torch.dtype
