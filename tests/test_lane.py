@@ -409,7 +409,7 @@ def test_broken_step_loses_only_its_own_samples(caplog: pytest.LogCaptureFixture
         )
 
     with_worker(engine, body)
-    assert "sampling step failed" in caplog.text
+    assert "step of sampling failed" in caplog.text
 
 
 def test_sample_that_the_engine_cannot_drop_concerns_no_other(

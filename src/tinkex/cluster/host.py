@@ -21,6 +21,7 @@ from typing import Any
 from tinkex._version import __version__
 from tinkex.cluster.link import CHUNK, Call, HostInfo, LogLine, News, Recipe, StaleEpochError
 from tinkex.engine.api import (
+    Directory,
     DrawnToken,
     Engine,
     EngineError,
@@ -28,9 +29,9 @@ from tinkex.engine.api import (
     PassJob,
     SampleDone,
     SampleJob,
+    Writer,
     no_tokenizer,
 )
-from tinkex.engine.places import Directory, Writer
 from tinkex.engine.stepping import TRAINING, Ended, Failed, Stepper
 
 logger = logging.getLogger("tinkex.cluster")

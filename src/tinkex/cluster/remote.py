@@ -15,16 +15,18 @@ from tinkex.cluster.process import Role, WorkerProcess
 from tinkex.engine.api import (
     ADAMW,
     BaseModel,
+    Directory,
     Engine,
     EngineError,
     EngineLost,
     Optimizer,
     PassDone,
     PassJob,
+    Place,
     SampleDone,
     SampleJob,
+    Writer,
 )
-from tinkex.engine.places import Directory, Place, Writer
 from tinkex.engine.stepping import Advancing, Ended, Kind
 from tinkex.types.custom_losses import CreateCustomLossRequest
 from tinkex.types.optimizers import OptimParams
