@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tinkex.engine.api import Engine
     from tinkex.server.database.sqlite_connection import Connection
     from tinkex.server.state import State
+    from tinkex.server.workers.fleet import Fleet
 
 MODEL = "test/small"
 T = TypeVar("T")
@@ -103,7 +104,7 @@ async def hold_the_door(listener: Any) -> None:
 
 @contextmanager
 def serving(
-    engine: Engine | Mapping[str, Engine], data_dir: Path, port: int = 0, **options: Any
+    engine: Engine | Mapping[str, Engine] | Fleet, data_dir: Path, port: int = 0, **options: Any
 ) -> Iterator[str]:
     """A real server on a loopback port, a free one by default, in a thread of its own."""
     import uvicorn

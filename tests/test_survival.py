@@ -33,6 +33,7 @@ from tinkex.server.runs.journal import Committer, Journal
 from tinkex.server.runs.journals import UNPLACED
 from tinkex.server.server_limits import Limits
 from tinkex.server.state import State
+from tinkex.server.workers.fleet import Fleet
 
 POLL = Limits(poll_seconds=5)
 
@@ -85,7 +86,7 @@ class Life:
 @asynccontextmanager
 async def life(
     data_dir: Path,
-    engine: FakeEngine | Mapping[str, FakeEngine] | None = None,
+    engine: FakeEngine | Mapping[str, FakeEngine] | Fleet | None = None,
     limits: Limits = POLL,
 ) -> AsyncIterator[Life]:
     app = create_app(engine or FakeEngine(), data_dir, limits=limits)

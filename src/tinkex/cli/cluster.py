@@ -26,14 +26,14 @@ COLUMNS = (
 
 @click.group(cls=CommandGroup)
 def cluster() -> None:
-    """List the workers of a server, and drain them."""
+    """List and drain the workers of a server."""
 
 
 @cluster.command()
 @formatted
 @connecting
 def status(connection: Connection) -> Outcome:
-    """List the workers: what is at home on each, and which are not ready."""
+    """List the workers, and what is at home on each."""
     with connection.http() as http, in_one_line(ValueError):
         data: dict[str, Any] = wait(http.get("cluster"))
     rows = [
@@ -59,7 +59,7 @@ def status(connection: Connection) -> Outcome:
 @formatted
 @connecting
 def drain(node: str, connection: Connection) -> Outcome:
-    """Move the work of a worker, or of all workers of a machine, to others, and end them.
+    """Move the work of a worker or a machine to others, and end it.
 
     NODE is the name of a worker or of a machine, as `tinkex cluster status` shows them.
     """

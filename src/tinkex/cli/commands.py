@@ -41,7 +41,7 @@ COMMANDS = {
         "tinkex.cli.checkpoint:checkpoint", "Save, list, share, fetch and compare checkpoints."
     ),
     "cluster": CommandEntry(
-        "tinkex.cli.cluster:cluster", "List the workers of a server, and drain them."
+        "tinkex.cli.cluster:cluster", "List and drain the workers of a server."
     ),
     "completion": CommandEntry(
         "tinkex.cli.commands:completion",

@@ -108,6 +108,7 @@ class Host:
             why = EngineError(f"the engine cannot be made: {_told(error)}", "server")
             while True:
                 if (task := self._tasks.get()) is not None:
+                    self._tell(News(logs=self._take_logs()))
                     task[1].set_exception(why)
         self._stepper = Stepper(self._engine)
         told: Counter[str] = Counter()
@@ -117,12 +118,16 @@ class Host:
                 _sendable(done) for one in self._stepper.advance() for done in self._closed(one)
             ]
             drawn, self._drawn = self._drawn, []
-            with self._logs_lock:
-                logs, self._logs = self._logs, []
+            logs = self._take_logs()
             if ended or drawn or logs:
                 steps = self._stepper.steps - told
                 told.update(steps)
                 self._tell(News(ended, drawn, dict(steps), logs))
+
+    def _take_logs(self) -> Sequence[LogLine]:
+        with self._logs_lock:
+            logs, self._logs = self._logs, []
+        return logs
 
     def _take(self) -> None:
         """Carry out the calls that wait; wait for one if the engine has nothing to do."""

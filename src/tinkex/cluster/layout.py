@@ -41,7 +41,9 @@ class WorkersOption:
         Raises:
             ConfigurationError: It has another form.
         """
-        kind, _, rest = text.partition(":")
+        kind, colon, rest = text.partition(":")
+        if colon and not rest:
+            kind = ""
         if kind == "local" and (not rest or (rest.isdigit() and int(rest) > 0)):
             return cls("local", int(rest or 0))
         if kind == "ray" and (not rest or re.fullmatch(r"\S+:\d+", rest)):

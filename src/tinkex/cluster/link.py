@@ -22,7 +22,10 @@ class StaleEpochError(EngineError):
             f"this worker belongs to epoch {newest}; a call of epoch {epoch} changes nothing",
             "server",
         )
-        self.args = (epoch, newest)
+        self._made_of = (epoch, newest)
+
+    def __reduce__(self) -> tuple[type[StaleEpochError], tuple[int, int]]:
+        return StaleEpochError, self._made_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,9 +93,11 @@ class WorkerProcess:
         try:
             info: HostInfo = link.call(Call(epoch, "reset", (probe, token))).result()
             self._check(info)
-        except BaseException:
+        except BaseException as error:
             self._current = object()
             link.close()
+            if isinstance(error, EngineError) and not str(error).startswith("worker "):
+                raise EngineError(f"worker {self.name!r}: {error}", "server") from None
             raise
         finally:
             if probe is not None:

@@ -74,10 +74,10 @@ class ProcessLink:
         self._sending = threading.Lock()
         self._numbers = itertools.count(1)
         self._waiting: dict[int, Future[Any]] = {}
-        self._is_gone = False
         self._send(recipe)
         name = f"tinkex-link-{self._process.pid}"
-        threading.Thread(target=self._read, name=name, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, name=name, daemon=True)
+        self._reader.start()
 
     def call(self, call: Call) -> Future[Any]:
         """Send a call."""
@@ -122,8 +122,8 @@ class ProcessLink:
                         future.set_result(value)
                     else:
                         future.set_exception(value)
+        self._connection.close()
         code = self._process.wait()
-        self._is_gone = True
         why = f"its process ended with {_status(code)}"
         for number in list(self._waiting):
             if (future := self._waiting.pop(number, None)) is not None:
@@ -132,13 +132,18 @@ class ProcessLink:
 
     def close(self) -> None:
         """End the process: it leaves when its socket closes, or is killed."""
-        with contextlib.suppress(OSError):
-            socket.socket(fileno=os.dup(self._connection.fileno())).shutdown(socket.SHUT_RDWR)
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(fileno=os.dup(self._connection.fileno())) as ours,
+        ):
+            ours.shutdown(socket.SHUT_RDWR)
         try:
             self._process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        if threading.current_thread() is not self._reader:
+            self._reader.join(STOP_SECONDS)
 
     @property
     def pid(self) -> int:

@@ -38,6 +38,7 @@ from tinkex.wire.protocol import (
 
 Schema: TypeAlias = dict[str, Any]
 
+CLUSTER_PATH = f"{PREFIX}/cluster"
 PATH = "/openapi.json"
 """The path of the document, which needs no key."""
 COMPONENTS = "#/components/schemas/"
@@ -325,6 +326,8 @@ def _others() -> dict[str, Schema]:
         "/": ("front", codec.JSON, [], ()),
         PATH: ("openapi", codec.JSON, [], ()),
         "/metrics": ("metrics", "text/plain", [], (401, 403)),
+        "/readyz": ("ready", codec.JSON, [], (503,)),
+        CLUSTER_PATH: ("cluster", codec.JSON, [], (401, 403)),
         "/traces/{session_id}.json": ("trace", codec.JSON, link, (403,)),
         openai.PREFIX + openai.MODELS: (
             "openai_models",
@@ -346,8 +349,12 @@ def _others() -> dict[str, Schema]:
         "content": {"application/octet-stream": {"schema": {}}},
     }
     upload["responses"] |= _refusals((400, 408, 413, 503))
+    drain = _read(f"{CLUSTER_PATH}/drain", "drain", codec.JSON, [], (400, 401, 403, 404, 409))
+    node = _object("node", node={"type": "string"})
+    drain["requestBody"] = {"required": True, "content": {codec.JSON: {"schema": node}}}
     return {path: {"get": _read(path, *facts)} for path, facts in found.items()} | {
-        UPLOAD_PATH: {"put": upload}
+        UPLOAD_PATH: {"put": upload},
+        f"{CLUSTER_PATH}/drain": {"post": drain},
     }
 
 

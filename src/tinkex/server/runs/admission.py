@@ -78,7 +78,7 @@ class Runs(Mapping[str, LiveRun]):
     async def live(self, run: str) -> LiveRun:
         """Return a run that something is asked of; one of an earlier life is taken up again."""
         live = self._live.get(run)
-        if live is None or live.is_rebuilding:
+        if live is None or (live.is_rebuilding and not live.is_parked):
             await self._revivals.revived(run)
             live = self._live.get(run)
         if live is not None:

@@ -194,6 +194,10 @@ class Promises:
         self._tasks: set[asyncio.Future[Any]] = set()
         self._clock = clock
         self._held: set[asyncio.Timeout] = set()
+        self.compares = True
+        """True if an engine gives the same bits again, so that other ones are a fault."""
+        self.differences = 0
+        """The number of results that came out otherwise when they were made again."""
         self.are_left = False
         """True if the server stops: the next start does what has not begun, and polls end."""
         self.are_closed = False
@@ -408,10 +412,25 @@ class Promises:
         if (log := self._logs.get(promise.target)) is not None:
             log.add(promise)
 
+    def _compare(self, promise: Promise, result: Any) -> None:
+        """Report a result that was told, and came out otherwise when it was made again."""
+        if not self.compares or promise.kept is not None:
+            return
+        told = codec.encode(promise.result, as_protobuf=False)
+        if told.data != codec.encode(result, as_protobuf=False).data:
+            self.differences += 1
+            logger.error(
+                "%s has come out otherwise when it was made again; what was told stands",
+                promise.request_id,
+            )
+
     async def fulfil(self, promise: Promise, work: Awaitable[Any]) -> None:
         """Wait for some work, and settle a promise with what it gives."""
         try:
-            promise.settle(await work)
+            result = await work
+            if promise.done.is_set():
+                self._compare(promise, result)
+            promise.settle(result)
         except Postponed:
             return
         except EngineError as error:

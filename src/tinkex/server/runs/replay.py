@@ -87,7 +87,7 @@ class Replay:
         called while it is being made again; other runs go on.
         """
         if (live := self._runs.get(run)) is not None:
-            live.is_rebuilding = True
+            live.is_rebuilding = live.is_parked = True
         return self._revivals.begin(run, self._rebuild(run, self._revivals.task(run)))
 
     async def _rebuild(self, run: str, earlier: asyncio.Task[None] | None) -> None:
@@ -96,7 +96,11 @@ class Replay:
         live = self._runs.get(run)
         if live is None:  # it was unloaded, or its session has ended
             return
-        live.is_rebuilding = True
+        live.is_rebuilding = live.is_parked = True
+        await self._workers.available(live.run.base_model)
+        live.is_parked = False
+        if self._runs.get(run) is not live:
+            return
         self._runs.remove(run)
         with contextlib.suppress(EngineError):  # a worker that has died has nothing to drop
             await live.worker.release_run(run)

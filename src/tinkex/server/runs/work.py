@@ -117,6 +117,8 @@ class LiveRun:
     """True if no gradient is pending: only then does a snapshot stand for all that was done."""
     is_rebuilding: bool = False
     """True while its journal is replayed: requests wait for that."""
+    is_parked: bool = False
+    """True while it waits for a worker: its requests are taken, and carried out later."""
     again: set[asyncio.Future[None]] = field(default_factory=set)
     """The operations of its journal that are being carried out again."""
 

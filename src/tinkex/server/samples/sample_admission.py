@@ -27,6 +27,7 @@ class Samples:
 
     def __init__(self, parts: Parts, samplers: Samplers) -> None:
         self._journals, self._promises = parts.journals, parts.promises
+        self._workers = parts.workers
         self._sessions, self._samplers = parts.sessions, samplers
         self.numbers: dict[str, dict[str, int]] = {}
         """By session, the samples in its journal and their numbers there."""
@@ -51,7 +52,8 @@ class Samples:
             if known.recorded is not None:
                 await asyncio.shield(known.recorded)
         elif not self._promises.is_gone(request_id):  # a late repetition draws nothing either
-            source = await self._samplers.find(sampler)
+            is_waiting = self._workers.waiting_for(sampler.base_model) is not None
+            source = None if is_waiting else await self._samplers.find(sampler)
             # the same request may have come twice while weights were sought
             if self._promises.get(request_id) is None:
                 taken = self._begin(call, request_id, sampler, source)
@@ -69,7 +71,7 @@ class Samples:
             self._promises.follow(*self._begin(call, request_id, sampler, source))
 
     def _begin(
-        self, call: Call, request_id: str, sampler: Sampler, source: WeightSource
+        self, call: Call, request_id: str, sampler: Sampler, source: WeightSource | None
     ) -> tuple[Promise, asyncio.Future[SampleResponse]]:
         """Promise a sample, and draw it.
 

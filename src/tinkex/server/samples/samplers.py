@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import uuid
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Coroutine, Sequence
+from typing import Any
 
 from tinkex.engine.api import (
     DrawnToken,
@@ -84,8 +85,8 @@ class Samplers:
         self._bound: dict[str, str] = {}
         """The weights that samplers of open sessions began with: they never change to others of the
         same path."""
-        self._drawing: dict[str, Worker] = {}
-        """The worker that each sample is drawn on."""
+        self._drawing: dict[str, Worker | None] = {}
+        """The worker that each sample is drawn on, if there is one."""
 
     def save(self, live: LiveRun, sampler_id: str, seq_id: int) -> None:
         """Freeze a run's weights as a nameless sampler; on the worker."""
@@ -212,39 +213,55 @@ class Samplers:
             worker, name, sampler.base_model, directory, is_loadable=directory is not None
         )
 
-    async def draw(
+    def draw(
         self,
         job: str,
         sampler: Sampler,
-        source: WeightSource,
+        source: WeightSource | None,
         request: SampleRequest,
         seed: int | None = None,
         listener: Listener | None = None,
         *,
         owner: str,
-    ) -> SampleResponse:
-        """Draw a sample, and count its tokens.
+    ) -> Coroutine[Any, Any, SampleResponse]:
+        """Draw a sample, and count its tokens; it can be cancelled from now on.
 
-        The loading of weights that are not there yet is queued, and right behind it the sample. The
-        worker keeps that order, and a job holds its weights: they cannot be dropped before it
-        has them.
+        Without a source, the weights are sought when there is a worker. A sample whose worker is
+        lost is drawn again on another one.
         """
+        self._drawing[job] = None if source is None else source.worker
+        return self._draw(job, sampler, source, request, seed, listener, owner)
+
+    async def _draw(
+        self,
+        job: str,
+        sampler: Sampler,
+        source: WeightSource | None,
+        request: SampleRequest,
+        seed: int | None,
+        listener: Listener | None,
+        owner: str,
+    ) -> SampleResponse:
         seed = request.sampling_params.seed if seed is None else seed
         seed = secrets.randbits(63) if seed is None else seed
         heard = None if listener is None else Heard(listener)
         try:
             while True:
-                self._drawing[job] = source.worker
                 try:
+                    if source is None:
+                        await self._workers.available(sampler.base_model)
+                        source = await self._found_again(sampler)
+                    if job not in self._drawing:
+                        raise EngineError(CANCELLED)
+                    self._drawing[job] = source.worker
                     response, recordings = await self._draw_on(
                         source, job, request, seed, heard, owner
                     )
                     break
                 except EngineLost as lost:
-                    await self._workers.available(sampler.base_model)
                     if job not in self._drawing:
                         raise EngineError(CANCELLED) from lost
-                    source = await self._found_again(sampler)
+                    source = None
                     if heard is not None:
                         heard.begin_again()
         finally:
@@ -278,7 +295,12 @@ class Samplers:
         listener: Listener | None,
         owner: str,
     ) -> Sampled:
-        """Draw a sample on the worker of its weights."""
+        """Draw a sample on the worker of its weights.
+
+        The loading of weights that are not there yet is queued, and right behind it the sample. The
+        worker keeps that order, and a job holds its weights: they cannot be dropped before it
+        has them.
+        """
         worker = source.worker
         loading = self.loaded.load(source) if source.is_loadable else None
         # the target went with the weights when they made room
