@@ -76,6 +76,7 @@ class Contents:
 
 _REQUEST = ("method", "path", "pool_type", "base_url")
 _POLL = ("request_id", "request_type", "iteration")
+_FAILED_POLL = Contents(("elapsed_time",), (*_POLL, "status", "category", "error_type"))
 _ATTEMPT = ("run_id", "attempt", "strategy")
 _TERM = ("regularizer_name", "weight")
 
@@ -85,16 +86,10 @@ CATALOGUE: Mapping[str, Contents] = {
     HTTP_EXCEPTION: Contents(("duration",), (*_REQUEST, "kind", "reason", "stacktrace")),
     QUEUE_STATE_CHANGE: Contents((), ("request_id", "queue_state", "queue_state_reason")),
     FUTURE_TIMEOUT: Contents(("elapsed_time",), _POLL),
-    FUTURE_API_ERROR: Contents(("elapsed_time",), (*_POLL, "status", "category", "error_type")),
-    FUTURE_CONNECTION_ERROR: Contents(
-        ("elapsed_time",), (*_POLL, "status", "category", "error_type")
-    ),
-    FUTURE_REQUEST_FAILED: Contents(
-        ("elapsed_time",), (*_POLL, "status", "category", "error_type")
-    ),
-    FUTURE_VALIDATION_ERROR: Contents(
-        ("elapsed_time",), (*_POLL, "status", "category", "error_type")
-    ),
+    FUTURE_API_ERROR: _FAILED_POLL,
+    FUTURE_CONNECTION_ERROR: _FAILED_POLL,
+    FUTURE_REQUEST_FAILED: _FAILED_POLL,
+    FUTURE_VALIDATION_ERROR: _FAILED_POLL,
     RETRY_START: Contents(("system_time",), ("attempt",)),
     RETRY_STOP: Contents(("duration",), ("attempt", "result")),
     RETRY_RETRY: Contents(("duration", "delay_ms"), ("attempt", "error")),
