@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import sys
 from dataclasses import replace
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tinkex.cli.options import CommandGroup, Connection, connecting, formatted, in_one_line, wait
-from tinkex.cli.output import CommandError, Outcome, print_fields, yes_no
+from tinkex.cli.output import CommandError, Outcome, print_fields, write_file, yes_no
 
 if TYPE_CHECKING:
     from tinkex.types.account import ApiKeyResponse
@@ -53,17 +52,7 @@ def read_credentials(path: Path) -> dict[str, Any]:
 
 def write_credentials(path: Path, book: dict[str, Any]) -> None:
     """Store keys atomically, readable by their owner alone."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with os.fdopen(
-            os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8"
-        ) as file:
-            json.dump(book, file)
-        os.replace(scratch, path)
-    except OSError as error:
-        scratch.unlink(missing_ok=True)
-        raise CommandError(f"{path} cannot be written: {error.strerror or error}", error) from None
+    write_file(path, json.dumps(book), private=True)
 
 
 # ── commands ──────────────────────────────────────────────────────────────────────────────────────

@@ -415,16 +415,22 @@ def check_place(path: Path) -> None:
         raise CommandError(f"{path} cannot be written: {os.strerror(reason)}")
 
 
-def write_file(path: Path, text: str) -> None:
-    """Write a file and its directories, atomically unless it is a device or a pipe."""
+def write_file(path: Path, text: str, *, private: bool = False) -> None:
+    """Write a file and its directories, atomically unless it is a device or a pipe.
+
+    A private one, and directories that are made for it, are for their owner alone.
+    """
     path = path.expanduser()
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    flags = os.O_WRONLY | os.O_CREAT | (os.O_EXCL if private else os.O_TRUNC)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700 if private else 0o777, parents=True, exist_ok=True)
         if path.exists() and not path.is_file() and not path.is_dir():
             path.write_text(text, encoding="utf-8")
             return
-        scratch.write_text(text, encoding="utf-8")
+        opened = os.open(scratch, flags, 0o600 if private else 0o666)
+        with os.fdopen(opened, "w", encoding="utf-8") as file:
+            file.write(text)
         os.replace(scratch, path)
     except OSError as error:
         with contextlib.suppress(OSError):

@@ -261,5 +261,6 @@ async def _undisturbed(function: Callable[..., object], *args: object) -> None:
 
 
 def _make(directory: Path) -> None:
-    shutil.rmtree(directory, ignore_errors=True) if directory.name == "files" else None
+    if directory.name == "files":
+        shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 import torch
 
-from tinkex.regularizers.gradients import parts
+from tinkex.regularizers.execution import parts
 from tinkex.regularizers.specs import Logprobs
 from tinkex.types.inputs import Datum
 from tinkex.types.tensors import TensorData
