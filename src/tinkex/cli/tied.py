@@ -19,11 +19,8 @@ ADVICE = (
 
 def warn_of_files(directory: Path) -> str | None:
     """Warn as `warn_of_tied` does, if the files are an adapter's."""
-    try:
-        settings = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    if not isinstance(settings, dict):
+    settings = _object_in(directory / "adapter_config.json")
+    if settings is None:
         return None
     return warn_of_tied(settings, str(settings.get("base_model_name_or_path") or ""))
 
@@ -38,15 +35,13 @@ def warn_of_tied(settings: Mapping[str, Any], base_model: str) -> str | None:
     tied = is_tied(base_model)
     if tied is False:
         return None
+    told = "the adapter changes the output layer"
     if tied:
-        told = (
-            f"the adapter changes the output layer, which {base_model} ties to its embeddings: "
-            f"{ADVICE}"
-        )
+        told += f", which {base_model} ties to its embeddings: {ADVICE}"
     else:
-        told = (
-            "the adapter changes the output layer. If the base model ties that to its embeddings "
-            f"(tie_word_embeddings in config.json), {ADVICE}"
+        told += (
+            ". If the base model ties that to its embeddings (tie_word_embeddings in config.json), "
+            f"{ADVICE}"
         )
     click.echo(f"Warning: {told}", err=True)
     return told
@@ -81,11 +76,13 @@ def _config(base_model: str) -> dict[str, Any] | None:
         places += [Path(cached)] if isinstance(cached, str) else []
     except (ImportError, ValueError):  # a name that no repository of the hub can have
         pass
-    for place in places:
-        try:
-            found = json.loads(place.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        if isinstance(found, dict):
-            return found
-    return None
+    return next((found for place in places if (found := _object_in(place)) is not None), None)
+
+
+def _object_in(file: Path) -> dict[str, Any] | None:
+    """Return the JSON object of a file, or None."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None

@@ -27,6 +27,7 @@ from tinkex.types.training import ForwardBackwardOutput, OptimStepResponse
 Schedule: TypeAlias = Literal["constant", "linear", "cosine"]
 ORDER = 2
 """Part of the seed of an epoch's order, beside the user's seed."""
+FULL = re.compile(r"disk is full|no space left on device|disk quota exceeded", re.IGNORECASE)
 AHEAD = 1
 """Steps sent before the previous one is answered."""
 
@@ -222,11 +223,4 @@ def is_lost(error: TinkerError) -> bool:
 
 def is_full(error: TinkerError) -> bool:
     """Return True if the server has no space left to save; a retry would not help."""
-    return (
-        re.search(
-            r"disk is full|no space left on device|disk quota exceeded",
-            error.message,
-            re.IGNORECASE,
-        )
-        is not None
-    )
+    return FULL.search(error.message) is not None

@@ -47,6 +47,30 @@ WORKPLACE = "tinkex-push-"
 KEPT_SECONDS = 7 * 86400.0
 """Time for which the files of a push that broke off are kept for the next one."""
 
+CARD_BODY = """\
+# {title}
+
+A LoRA adapter trained through the Tinker API.
+
+## Use
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+base = AutoModelForCausalLM.from_pretrained("{base}")
+model = PeftModel.from_pretrained(base, "{repo}")
+```
+
+## Source
+
+```
+{path}
+```
+
+## Details
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
@@ -298,33 +322,10 @@ def model_card(repo_id: str, tinker_path: str, info: WeightsInfoResponse) -> str
         details.append(f"- Trained modules: {', '.join(trained) or 'none'}")
     front = ["---", *([f"base_model: {base}"] if base else []), "library_name: peft", "tags:"]
     front += [f"- {tag}" for tag in tags] + [f"tinker_path: {tinker_path}", "---"]
-    loading = [
-        "from peft import PeftModel",
-        "from transformers import AutoModelForCausalLM",
-        "",
-        f'base = AutoModelForCausalLM.from_pretrained("{base or "BASE_MODEL"}")',
-        f'model = PeftModel.from_pretrained(base, "{repo_id}")',
-    ]
-    body = [
-        f"# {repo_id.rpartition('/')[2]}",
-        "",
-        "A LoRA adapter trained through the Tinker API.",
-        "",
-        "## Use",
-        "",
-    ]
-    body += [
-        "```python",
-        *loading,
-        "```",
-        "",
-        "## Source",
-        "",
-        "```",
-        tinker_path,
-        "```",
-        "",
-        "## Details",
-        "",
-    ]
-    return "\n".join([*front, "", *body, *details, ""])
+    body = CARD_BODY.format(
+        title=repo_id.rpartition("/")[2],
+        base=base or "BASE_MODEL",
+        repo=repo_id,
+        path=tinker_path,
+    )
+    return "\n".join([*front, "", body, *details, ""])

@@ -184,10 +184,7 @@ class Repositories:
 
 def _names_addresses(logger: str) -> bool:
     """Return True for a logger of huggingface_hub, or of an HTTP client that it may use."""
-    return (
-        re.match(r"((httpx|httpcore|urllib3|requests)\d*|huggingface_hub)(\.|$)", logger)
-        is not None
-    )
+    return bool(re.match(r"((httpx|httpcore|urllib3|requests)\d*|huggingface_hub)(\.|$)", logger))
 
 
 def _status(error: BaseException) -> int | None:

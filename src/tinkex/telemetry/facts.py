@@ -82,16 +82,9 @@ def facts_of(error: object) -> dict[str, Any]:
     facts: dict[str, Any] = {"error_type": type_name(error), "message": message_of(error)}
     if (status := _status(error)) is not None:
         facts["status_code"] = status
-    body = next(
-        (
-            found
-            for name in ("body", "data")
-            if isinstance(found := _attribute(error, name), Mapping)
-        ),
-        None,
-    )
-    if body is not None:
-        facts["body"] = dict(body)
+    for name in ("body", "data"):
+        if isinstance(found := _attribute(error, name), Mapping):
+            facts.setdefault("body", dict(found))
     return facts
 
 

@@ -120,15 +120,19 @@ class Reporter:
             )
         self.session_id = session_id
         self.handler_id = handler_id or f"tinkex-reporter-{next(_numbers)}"
-        self._send = send
         self._names = tuple(events)
         self._scrubber = Scrubber(secrets)
         self._flush_interval = flush_interval
         self._flush_threshold = flush_threshold
         self._flush_timeout = flush_timeout
-        self._http_timeout = http_timeout
-        self._max_retries = max_retries
-        self._retry_base_delay = retry_base_delay
+        self._deliver = functools.partial(
+            deliver,
+            send,
+            self._scrubber,
+            timeout=http_timeout,
+            retries=max_retries,
+            base_delay=retry_base_delay,
+        )
         self._max_batch_size = max_batch_size
         self._pid = os.getpid()
         self._runtime = runtime()
@@ -435,14 +439,7 @@ class Reporter:
                 process_uuid=_process_uuid(os.getpid()),
             ).to_request()
             try:
-                await deliver(
-                    self._send,
-                    request,
-                    self._scrubber,
-                    timeout=self._http_timeout,
-                    retries=self._max_retries,
-                    base_delay=self._retry_base_delay,
-                )
+                await self._deliver(request)
             finally:
                 self._events.note_gone(len(batch))
 

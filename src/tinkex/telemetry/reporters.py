@@ -226,11 +226,9 @@ class capture_exceptions(contextlib.ContextDecorator):
             return
         # what is captured must get through, whatever happens here
         with contextlib.suppress(Exception):
-            reporter = (
-                self._reporter.get_telemetry()
-                if isinstance(self._reporter, Provider)
-                else self._reporter
-            )
+            reporter = self._reporter
+            if isinstance(reporter, Provider):
+                reporter = reporter.get_telemetry()
             if reporter is not None and not _was_reported(error, reporter):
                 tell = reporter.log_fatal_exception if self._fatal else reporter.log_exception
                 tell(error, self._severity)
