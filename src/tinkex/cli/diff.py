@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tinkex.cli.options import Connection, checked_path, connecting, formatted, option, switch
+from tinkex.cli.options import (
+    Connection,
+    checked_path,
+    option,
+    reporting,
+    switch,
+)
 from tinkex.cli.output import Column, CommandError, Outcome, print_fields, print_table
 from tinkex.cli.progress import waiting
 
@@ -264,8 +270,7 @@ def _largest(values: Sequence[float]) -> float:
 @option("--limit", "Number of tensors to list; 0 means all.", default=20, least=0)
 @switch("--optimizer", help="Compare the optimizer states too.")
 @switch("--exit-code", help="Exit with 1 if they differ.")
-@formatted
-@connecting
+@reporting
 def diff(
     first: str,
     second: str,

@@ -169,15 +169,16 @@ def _amount(seconds: float) -> str | None:
     if days > 30:
         return None
     if days > 7:
-        return _count(days // 7, "week")
+        return counted(days // 7, "week")
     if days >= 1:
-        return _count(days, "day")
+        return counted(days, "day")
     if seconds > 3_600:
-        return _count(int(seconds // 3_600), "hour")
-    return _count(int(seconds // 60), "minute") if seconds > 60 else ""
+        return counted(int(seconds // 3_600), "hour")
+    return counted(int(seconds // 60), "minute") if seconds > 60 else ""
 
 
-def _count(number: int, unit: str) -> str:
+def counted(number: int, unit: str) -> str:
+    """Return a number with its unit, in the plural unless it is one."""
     return f"{number} {unit}" if number == 1 else f"{number} {unit}s"
 
 
