@@ -104,17 +104,11 @@ def _read_header(file: Path) -> Iterator[tuple[str, Tensor]]:
                 continue
             if entry["dtype"] not in DTYPES:
                 raise ValueError(f"{name} has the type {entry['dtype']}, which cannot be compared")
-            if not 0 <= entry["data_offsets"][0] <= entry["data_offsets"][1] <= end:
+            first, last = entry["data_offsets"]
+            if not 0 <= first <= last <= end:
                 raise ValueError(f"{name} lies outside the file")
-            yield (
-                name,
-                Tensor(
-                    file,
-                    entry["dtype"],
-                    tuple(entry["shape"]),
-                    8 + length + entry["data_offsets"][0],
-                ),
-            )
+            shape = tuple(entry["shape"])
+            yield name, Tensor(file, entry["dtype"], shape, 8 + length + first)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CommandError(f"{file} cannot be read: {error}", error) from None
 
@@ -207,20 +201,14 @@ def _pairs(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[st
         if match is None or match["side"] != "A":
             continue
         names = (name, f"{match['module']}.lora_{match['kind']}B{match['end']}")
-        if any(
-            len(side[factor].shape) != 2
-            for side in (first, second)
-            for factor in names
-            if factor in side
-        ):
+        factors = [side.get(factor) for side in (first, second) for factor in names]
+        shapes = [factor.shape for factor in factors if factor is not None]
+        if [len(shape) for shape in shapes] != [2, 2, 2, 2]:
             continue
-        if all(factor in side for side in (first, second) for factor in names):
-            (a, b), (other_a, other_b) = (
-                [side[factor].shape for factor in names] for side in (first, second)
-            )
-            fits = a[0] == b[1] and other_a[0] == other_b[1]
-            if fits and a[0] != other_a[0] and (b[0], a[1]) == (other_b[0], other_a[1]):
-                found[match["module"]] = names
+        a, b, other_a, other_b = shapes
+        fits = a[0] == b[1] and other_a[0] == other_b[1]
+        if fits and a[0] != other_a[0] and (b[0], a[1]) == (other_b[0], other_a[1]):
+            found[match["module"]] = names
     return found
 
 

@@ -18,7 +18,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -287,8 +287,8 @@ def is_terminal() -> bool:
     return sys.stdout.isatty()
 
 
-def _is_styled() -> bool:
-    return not os.environ.get("NO_COLOR")
+def _bold(text: str) -> str:
+    return text if os.environ.get("NO_COLOR") else click.style(text, bold=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,16 +341,15 @@ def _print_on_terminal(columns: Sequence[Column], cells: Sequence[Sequence[str]]
         box=None,
         pad_edge=False,
         padding=(0, GAP, 0, 0),
-        header_style="bold" if _is_styled() else "",
+        header_style="" if os.environ.get("NO_COLOR") else "bold",
     )
     for column, width in zip(columns, least, strict=True):
-        justify: Literal["left", "right"] = "right" if column.right else "left"
         table.add_column(
             column.title,
             overflow="fold",
             no_wrap=not column.folds,
             min_width=width,
-            justify=justify,
+            justify="right" if column.right else "left",
         )
     for row in cells:
         table.add_row(*(Text(value) for value in row))
@@ -364,7 +363,7 @@ def _print_record(row: Sequence[tuple[Column, str]], width: int) -> None:
         click.echo()
         print_fields([(column.title, value) for column, value in row])
         return
-    click.echo(click.style(heading, bold=True) if _is_styled() else heading)
+    click.echo(_bold(heading))
     line = ""
     for column, value in row:
         if column.heads or column.repeats or not value:
@@ -395,10 +394,7 @@ def print_fields(fields: Mapping[str, object] | Sequence[tuple[str, object]]) ->
         lines = textwrap.wrap(value, room, break_long_words=False, break_on_hyphens=False)
         name = label.ljust(indent)
         if lines:
-            click.echo(
-                (click.style(name, bold=True) if _is_styled() else name)
-                + f"\n{' ' * indent}".join(lines)
-            )
+            click.echo(_bold(name) + f"\n{' ' * indent}".join(lines))
 
 
 def check_place(path: Path) -> None:
