@@ -96,7 +96,7 @@ def _read_header(file: Path) -> Iterator[tuple[str, Tensor]]:
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
             if length > LONGEST_HEADER:
-                raise ValueError("its header has no end")
+                raise ValueError("its header is too long")
             table: dict[str, Any] = json.loads(opened.read(length))
         end = file.stat().st_size - 8 - length
         for name, entry in table.items():

@@ -46,7 +46,7 @@ def read_credentials(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(found, dict) or not isinstance(found.setdefault("keys", {}), dict):
-            raise ValueError("it is not what a login writes")
+            raise ValueError("it is not a credentials file")
     except FileNotFoundError:
         return {"version": VERSION, "keys": {}}
     except (OSError, ValueError) as error:

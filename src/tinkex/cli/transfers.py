@@ -133,7 +133,7 @@ def export(
     output = output.expanduser().absolute()
     pack = _packer(output)
     if os.path.lexists(output) and not force:
-        raise CommandError(f"{output} is there already: --force replaces it")
+        raise CommandError(f"{output} already exists: --force replaces it")
     # Beside the output: so that the end is a rename, and an interrupted download is found again.
     scratch = output.with_name(f".{output.name}.export")
     with _scratch(scratch), connection.rest() as rest:
