@@ -82,7 +82,7 @@ def test_each_figure_finds_its_fault(tmp_path: Path, monkeypatch: pytest.MonkeyP
             "flat-modules": 1,
             "cycles": 1,
             "large-classes": 1,
-            "large-files": 2,
+            "large-files": 1,
             "repeated-names": 1,
             "repeated-runs": 1,
             "private-uses": 1,

@@ -326,7 +326,7 @@ def _placed(place: tuple[Any, ...], *named: Any) -> tuple[Any, ...]:
     if place and isinstance(place[0], str):
         place = (*named[:-1], *place)
     if len(place) > len(named):
-        raise TypeError(f"there is no place for {place[len(named)]!r}")
+        raise TypeError(f"unexpected argument {place[len(named)]!r}")
     return (*place, *named[len(place) :])
 
 

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tinkex.cli.options import CommandGroup, Connection, connecting, formatted, in_one_line, wait
+from tinkex.cli.options import (
+    CommandGroup,
+    Connection,
+    in_one_line,
+    reporting,
+    wait,
+)
 from tinkex.cli.output import CommandError, Outcome, print_fields, write_file, yes_no
 
 if TYPE_CHECKING:
@@ -40,7 +46,7 @@ def read_credentials(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(found, dict) or not isinstance(found.setdefault("keys", {}), dict):
-            raise ValueError("it is not what a login writes")
+            raise ValueError("it is not a credentials file")
     except FileNotFoundError:
         return {"version": VERSION, "keys": {}}
     except (OSError, ValueError) as error:
@@ -59,8 +65,7 @@ def write_credentials(path: Path, book: dict[str, Any]) -> None:
 
 
 @auth.command()
-@formatted
-@connecting
+@reporting
 def login(connection: Connection) -> Outcome:
     """Check a key with the server and store it.
 
@@ -141,8 +146,7 @@ def _owner(known: ApiKeyResponse) -> str | None:
 
 
 @auth.command()
-@formatted
-@connecting
+@reporting
 def logout(connection: Connection) -> Outcome:
     """Delete the stored key.
 
@@ -179,8 +183,7 @@ def logout(connection: Connection) -> Outcome:
 
 
 @auth.command()
-@formatted
-@connecting
+@reporting
 def status(connection: Connection) -> Outcome:
     """Show whether there is a key and whether the server accepts it.
 
@@ -236,8 +239,7 @@ def credential_source(connection: Connection) -> str | None:
 
 
 @auth.command()
-@formatted
-@connecting
+@reporting
 def whoami(connection: Connection) -> Outcome:
     """Show the owner of the key, if the server tells."""
     with replace(connection, is_for_accounts=True).rest() as rest, in_one_line(RuntimeError):

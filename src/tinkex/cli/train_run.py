@@ -215,7 +215,7 @@ class Command:
             if RunFolder.open(place).facts.get("sampler"):
                 raise click.ClickException(f"{place} holds a finished run: give another --output")
         again = f"tinkex train --resume {shlex.quote(str(place))}"
-        raise click.ClickException(f"{place} holds a run already: go on with it by `{again}`")
+        raise click.ClickException(f"{place} already holds a run: continue it with `{again}`")
 
     def _unwritable(self, place: Path, error: OSError) -> click.ClickException:
         return click.ClickException(f"{place} cannot be written to: {error.strerror or error}")

@@ -15,10 +15,9 @@ import click
 
 from tinkex.cli.options import (
     Connection,
-    connecting,
-    formatted,
     option,
     path_argument,
+    reporting,
     switch,
     wait,
 )
@@ -92,8 +91,7 @@ def _downloading(path: str, begin: Callable[[Transfer], Coroutine[Any, Any, T]])
     type=click.Path(file_okay=False, path_type=Path),
 )
 @switch("--force", help="Replace an existing directory once the new one is complete.")
-@formatted
-@connecting
+@reporting
 def download(path: str, output: Path | None, force: bool, connection: Connection) -> Outcome:
     """Fetch a checkpoint's files into a directory named after it.
 
@@ -124,8 +122,7 @@ def download(path: str, output: Path | None, force: bool, connection: Connection
     metavar="NAME",
 )
 @switch("--force", help="Replace an existing file or directory.")
-@formatted
-@connecting
+@reporting
 def export(
     path: str, output: Path, base_model: str | None, force: bool, connection: Connection
 ) -> Outcome:
@@ -136,7 +133,7 @@ def export(
     output = output.expanduser().absolute()
     pack = _packer(output)
     if os.path.lexists(output) and not force:
-        raise CommandError(f"{output} is there already: --force replaces it")
+        raise CommandError(f"{output} already exists: --force replaces it")
     # Beside the output: so that the end is a rename, and an interrupted download is found again.
     scratch = output.with_name(f".{output.name}.export")
     with _scratch(scratch), connection.rest() as rest:
@@ -315,8 +312,7 @@ def _replace(made: Path, output: Path) -> None:
     "Write a README.md if there is none.",
     default=True,
 )
-@formatted
-@connecting
+@reporting
 def push_hf(path: str, connection: Connection, **options: Any) -> Outcome:
     """Push a checkpoint's adapter to the Hugging Face hub.
 

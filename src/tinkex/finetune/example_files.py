@@ -134,7 +134,7 @@ def _messages(value: Any) -> tuple[Message, ...]:
 
 def _message(place: int, value: Any) -> Message:
     if not isinstance(value, dict):
-        raise ValueError(f"message {place} is no object with role and content")
+        raise ValueError(f"message {place} must be an object with role and content")
     role, content = value.get("role"), value.get("content")
     if not isinstance(role, str) or not role:
         raise ValueError(f"message {place} has no role")
@@ -193,7 +193,7 @@ def _rendered(
         )
         found = chat.conversation(messages, train_on)
     if not any(one.learned for one in found):
-        raise ValueError("no token of it is learned: it is too short")
+        raise ValueError("it is too short: no token is learned")
     return found
 
 

@@ -236,7 +236,8 @@ class _Part:
                 self.path.unlink()
                 self._note.unlink(missing_ok=True)
                 raise DownloadError(
-                    f"{self.path.name} arrived damaged: its checksum is another", "download_failed"
+                    f"{self.path.name} arrived damaged: its checksum does not match",
+                    "download_failed",
                 )
         if not ask_again:
             self._note.unlink(missing_ok=True)

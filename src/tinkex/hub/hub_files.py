@@ -110,10 +110,10 @@ def resolve_file(
 
 def _check_name(kind: str, value: Any) -> None:
     if not isinstance(value, str) or not value:
-        raise HubError(f"{kind} must be a text that is not empty, got {value!r}")
+        raise HubError(f"{kind} must be a string that is not empty, got {value!r}")
     parts = re.split(r"[/\\]", value)
     if ".." in parts or "" in parts or "\0" in value or ":" in parts[0]:
-        raise HubError(f"{kind} {value!r} leads out of its place")
+        raise HubError(f"{kind} {value!r} would leave the cache directory")
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):

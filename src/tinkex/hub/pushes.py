@@ -163,7 +163,7 @@ async def push_checkpoint_adapter_async(
     except ValueError as error:
         raise HubError(str(error)) from None
     if re.search(r"\s", tinker_path):
-        raise HubError(f"{tinker_path!r} has blanks in it: no checkpoint has")
+        raise HubError(f"{tinker_path!r} contains spaces; a checkpoint's path has none")
     if (
         isinstance(http_timeout_ms, bool)
         or not isinstance(http_timeout_ms, int)
@@ -244,7 +244,7 @@ def _workplace(cache_dir: str | os.PathLike[str] | None, what: str) -> Iterator[
 def _prepare(directory: Path, info: WeightsInfoResponse) -> dict[str, Any]:
     """Check that an adapter is whole, and have it name its base model; return its configuration."""
     if not (directory / CONFIG).is_file():
-        raise HubError(f"the checkpoint has no {CONFIG}: it is no adapter")
+        raise HubError(f"the checkpoint has no {CONFIG}: it is not an adapter")
     if not any((directory / name).is_file() for name in WEIGHTS):
         raise HubError(f"the checkpoint has neither {WEIGHTS[0]} nor {WEIGHTS[1]}")
     try:

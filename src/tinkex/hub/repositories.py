@@ -99,7 +99,7 @@ class Repositories:
         name = told.get("name") if isinstance(told, dict) else None
         name = name or ((told.get("user") or {}).get("name") if isinstance(told, dict) else None)
         if not name:
-            raise HubError("the hub does not say whose token this is")
+            raise HubError("the hub did not name the user of the token")
         return str(name)
 
     def push(self, upload: Upload) -> str:

@@ -325,7 +325,7 @@ def _settled(spec: RegularizerSpec, outcome: Outcome, began: float) -> Term:
 # ── gradients ─────────────────────────────────────────────────────────────────────────────────────
 
 UNTRACED = (
-    "the gradient of the asynchronous regularizer %r is not followed: its norm is reported as 0.0"
+    "the gradient of the asynchronous regularizer %r is not traced: its norm is reported as 0.0"
 )
 
 

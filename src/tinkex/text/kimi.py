@@ -78,7 +78,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
             continue
     ranks.pop(b"", None)
     if not ranks:
-        raise ConfigurationError(f"{path} holds no ranks: it is no tiktoken file")
+        raise ConfigurationError(f"{path} holds no ranks: it is not a tiktoken file")
     return ranks
 
 
@@ -189,7 +189,7 @@ class KimiTokenizer:
             # how tiktoken says that a byte is no token; no Exception
             if type(error).__name__ != "PanicException":
                 raise
-            raise ValueError("the text has bytes that are no tokens") from error
+            raise ValueError("the text has bytes that the tokenizer cannot encode") from error
 
     def _encode(self, text: str, allow_special_tokens: bool) -> list[int]:
         if not allow_special_tokens:
