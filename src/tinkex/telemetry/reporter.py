@@ -17,8 +17,8 @@ from typing import Any
 from tinkex import events as bus
 from tinkex.client.futures.loop_thread import runtime
 from tinkex.errors import ConfigurationError
-from tinkex.telemetry.event_queue import EventQueue
-from tinkex.telemetry.facts import (
+from tinkex.telemetry.event_queue import (
+    EventQueue,
     duration_text,
     exception_fields,
     facts_of,
