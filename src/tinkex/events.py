@@ -158,7 +158,7 @@ def attach(handler_id: str, names: Iterable[str] | None, handler: Handler) -> No
     Args:
         handler_id: A name for the handler, by which it is detached.
         names: The events to hear; None for all.
-        handler: Is called with name, measurements and metadata.
+        handler: Called with name, measurements and metadata.
 
     Raises:
         ValueError: The id is taken.
@@ -182,13 +182,13 @@ def attach(handler_id: str, names: Iterable[str] | None, handler: Handler) -> No
 
 
 def detach(handler_id: str) -> bool:
-    """Stop calling a handler; False when there is none of this id.
+    """Stop calling a handler; return False if there is none of this id.
 
     Args:
-        handler_id: What it was attached as.
+        handler_id: The id that it was attached with.
 
     Returns:
-        Whether there was one.
+        True if there was one.
 
     Example:
         >>> attach("printer", ["my.event"], print)
@@ -232,7 +232,7 @@ def is_heard(name: str | None = None) -> bool:
         name: An event.
 
     Returns:
-        Whether anybody does.
+        True if a handler listens.
 
     Example:
         >>> attach("printer", ["my.event"], print)
@@ -243,12 +243,12 @@ def is_heard(name: str | None = None) -> bool:
 
 
 def emit(name: str, measurements: Mapping[str, float], metadata: Mapping[str, Any]) -> None:
-    """Tell everybody who listens to this name; a handler that fails is detached, with a warning.
+    """Call the handlers of an event; one that fails is detached, with a warning.
 
     Args:
-        name: What happened.
+        name: The name of the event.
         measurements: Numbers that go with it.
-        metadata: What else is known.
+        metadata: Other facts.
 
     Example:
         >>> attach(

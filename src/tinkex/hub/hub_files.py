@@ -86,10 +86,10 @@ def resolve_file(
         repo_id: The repository.
         revision: A branch, a tag, or better a commit.
         filename: The path in the repository.
-        cache_dir: Where files are kept, in a folder `hf`.
+        cache_dir: The directory of the cache; files are kept in its folder `hf`.
         endpoint: The hub's address; HF_ENDPOINT by default.
         token: Sent along; by default the one that `resolve_token` finds, if any.
-        http_timeout_ms: How long the hub may be silent.
+        http_timeout_ms: The longest silence of the hub, in milliseconds.
 
     Raises:
         HubError: There is no such file, the hub refuses, or a name leads out of the cache.

@@ -92,7 +92,7 @@ def push_checkpoint_adapter(rest_client: RestClient, tinker_path: str, **options
         options: As `push_checkpoint_adapter_async` has them.
 
     Returns:
-        Where it is now.
+        The place of the adapter on the hub.
 
     Example:
         >>> push_checkpoint_adapter(rest, path, repo_id="me/adder", public=True)
@@ -128,8 +128,8 @@ async def push_checkpoint_adapter_async(
         repo_id: The repository; one named after the base model and the run by default.
         revision: The branch, made when it is not there; `main`, or the checkpoint's name in a
             repository made up here.
-        public: Whether a repository that is made can be seen by all.
-        commit_message: What to say of the upload.
+        public: Make a new repository public.
+        commit_message: The message of the upload.
         create_pr: Propose the upload instead.
         allow_patterns: Upload only files that match one of these; `*` stops at a slash, `**` does
             not.
@@ -137,15 +137,15 @@ async def push_checkpoint_adapter_async(
         hf_token: The token; see `tinkex.hub.hub_files.resolve_token`.
         add_model_card: Write a README.md where the checkpoint has none.
         endpoint: The hub's address; HF_ENDPOINT by default.
-        http_timeout_ms: How long the hub may be silent.
-        progress: Is told how far the download of the checkpoint is.
-        uploading: Is called when the checkpoint is here, and its upload begins.
+        http_timeout_ms: The longest silence of the hub, in milliseconds.
+        progress: Called with the bytes of the checkpoint so far and in all.
+        uploading: Called when the download has ended and the upload begins.
         cache_dir: Where to keep what was fetched when the push fails or is stopped: the next push
             of the checkpoint goes on from there, and one that succeeds removes it. By default
             nothing is kept.
 
     Returns:
-        Where it is now.
+        The place of the adapter on the hub.
 
     Raises:
         HubError: The path, the token or the files are not as they should be, or the repository is

@@ -166,7 +166,7 @@ def run_all(
         raise ValueError(f"max_concurrency must be at least 1, got {most!r}")
     if timeout is not None and not timeout > 0:
         raise ValueError(f"timeout must be a positive number of seconds or None, got {timeout!r}")
-    call = _Call(data, logprobs, timeout, execution.track_grad_norms)
+    call = _Call(data, logprobs, execution)
     if execution.parallel:
         return _side_by_side(specs, call, most or os.cpu_count() or 1)
     terms = []
@@ -183,18 +183,18 @@ class _Call:
 
     data: Sequence[Datum]
     logprobs: Logprobs
-    timeout: float | None
-    track: bool
+    execution: Execution
 
     def patience(self, spec: RegularizerSpec) -> float:
         """Return the seconds that a regularizer may take in a thread."""
-        if self.timeout is None:
+        timeout = self.execution.timeout
+        if timeout is None:
             return math.inf
-        return 2 * self.timeout + GRACE if spec.async_ else self.timeout
+        return 2 * timeout + GRACE if spec.async_ else timeout
 
     def outcome(self, spec: RegularizerSpec) -> Outcome:
         """Compute a regularizer; return its term or its failure."""
-        with torch.enable_grad() if self.track else contextlib.nullcontext():
+        with torch.enable_grad() if self.execution.track_grad_norms else contextlib.nullcontext():
             return self._outcome(spec)
 
     def _outcome(self, spec: RegularizerSpec) -> Outcome:
@@ -204,12 +204,12 @@ class _Call:
             return _failure("regularizer_failed", spec, error)
         if spec.async_:
             try:
-                answer = waited(answer, self.timeout)
+                answer = waited(answer, self.execution.timeout)
             except (Exception, asyncio.CancelledError) as error:
                 return _failure("regularizer_exit", spec, error)
         try:
             loss, metrics = value_of(answer, f"regularizer {spec.name!r}")
-            norm = self._norm(spec, loss) if self.track else None
+            norm = self._norm(spec, loss) if self.execution.track_grad_norms else None
             value = float(loss.detach())
             output = RegularizerOutput.from_computation(
                 spec.name, value, spec.weight, custom=metrics, grad_norm=norm

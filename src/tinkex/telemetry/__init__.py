@@ -13,7 +13,7 @@ Example:
 
 from __future__ import annotations
 
-from tinkex.telemetry.facts import (
+from tinkex.telemetry.event_queue import (
     duration_text as duration_text,
     user_error as user_error,
 )

@@ -50,8 +50,8 @@ def init(
     """A reporter, if telemetry is on; None if it is off. It posts wherever `send` does.
 
     Args:
-        session_id: Whose events are reported.
-        config: Says whether telemetry is on, and which secrets must not be sent.
+        session_id: The session of the events.
+        config: The switch of telemetry, and the secrets that must not be sent.
         send: Posts one batch; `sender(transport)` makes one.
         enabled: Decides instead of the configuration and the environment.
         name: A name for the reporter; while one of this name is alive, that one is returned.
@@ -180,9 +180,9 @@ class capture_exceptions(contextlib.ContextDecorator):
     exit are not reported.
 
     Args:
-        reporter: Where to, or what has one; nothing is reported without.
-        fatal: Whether the exception ends the program.
-        severity: How bad it is.
+        reporter: A reporter, or an object that has one; None reports nothing.
+        fatal: True if the exception ends the program.
+        severity: The severity of the event.
 
     Example:
         >>> with capture_exceptions(reporter=None):
@@ -249,12 +249,12 @@ async def async_capture(
 
     Args:
         work: The coroutine or the function.
-        reporter: Where to report to; None for nowhere.
-        fatal: Whether an exception ends the session.
-        severity: How bad it is.
+        reporter: A reporter, or an object that has one; None reports nothing.
+        fatal: True if an exception ends the session.
+        severity: The severity of the event.
 
     Returns:
-        What the work gives.
+        The result of the work.
 
     Example:
         >>> async def epoch() -> float:

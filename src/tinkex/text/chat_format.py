@@ -46,7 +46,7 @@ class ChatFormat:
     """Writes conversations for one tokenizer.
 
     Args:
-        tokenizer: What `get_tokenizer` of a client gives, or any object with `encode` and `decode`.
+        tokenizer: The tokenizer of a client, or any object with `encode` and `decode`.
 
     Example:
         >>> chat = ChatFormat(sampler.get_tokenizer())
@@ -140,7 +140,7 @@ class ChatFormat:
 
         Args:
             messages: The conversation.
-            train_on: What is learned: all answers, the last one, or every token.
+            train_on: The tokens to learn: all answers, the last one, or every token.
 
         Raises:
             ValueError: The template refuses it, or the assistant says nothing.

@@ -103,7 +103,7 @@ class KimiTokenizer:
     Args:
         ranks: The bytes of each token and its id.
         special_tokens: Tokens that are taken whole, and their ids.
-        pattern: How text is split first.
+        pattern: The pattern that splits text first.
         matching: Which special token is taken where one begins with another: tiktoken's own choice,
             or the longest.
 
