@@ -19,6 +19,7 @@ from tinkex.server.calls import GIVEN_UP, UNKNOWN, Call, refused_call
 from tinkex.server.database.entities import LOCAL_OWNER
 from tinkex.server.http_errors import Refusal
 from tinkex.server.parts import Parts
+from tinkex.server.runs.journal import Entry
 from tinkex.server.runs.promises import Promise
 from tinkex.server.runs.snapshot import Snapshots
 from tinkex.server.runs.work import (
@@ -147,9 +148,8 @@ class Runs(Mapping[str, LiveRun]):
     async def create_again(self, call: Call) -> None:
         """Make a run or a custom loss that a journal has, and wait for it."""
         creation: Creation = await self._prepare(call)
-        promise = self._promises.get(creation.request_id) or self._promises.add(
-            creation.request_id, call.digest, creation.session_id
-        )
+        journal = self._journals.of_run(creation.name)
+        promise = self._promises.repeat(creation.request_id, call, creation.session_id, journal, 0)
         await self._promises.fulfil(promise, self._made(creation))
 
     def _fail(self, request_id: str, session_id: str, call: Call, run: str) -> UntypedAPIFuture:
@@ -227,15 +227,19 @@ class Runs(Mapping[str, LiveRun]):
             raise
         return receipt
 
-    async def admit_again(self, live: LiveRun, call: Call) -> None:
-        """Put a request that a journal has into its run's lane."""
+    async def admit_again(self, live: LiveRun, call: Call, failed: Entry | None = None) -> None:
+        """Put a request that a journal has into its run's lane; one that failed fails again."""
         run, number = live.run.model_id, call.number
         assert number is not None
-        work = await self._work_of(call)
-        request_id = f"{run}:{number}"
-        promise = self._promises.get(request_id) or self._promises.add(
-            request_id, call.digest, live.run.session_id
+        journal = self._journals.of_run(run)
+        promise = self._promises.repeat(
+            f"{run}:{number}", call, live.run.session_id, journal, number
         )
+        work: Work = Refused("") if failed is not None else await self._work_of(call)
+        if failed is not None:
+            self._promises.fail_again(promise, failed)
+        elif isinstance(work, Refused):
+            promise.place = None  # the journal says why
         if isinstance(work, Pass) and work.admitted is not None:
             work.admitted(number)
         live.lane.hold(number, call.size)

@@ -11,17 +11,18 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Container
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from tinkex.engine.api import EngineError
-from tinkex.server.calls import Call, facts_of
+from tinkex.server.calls import FAILED, Call, facts_of
 from tinkex.server.complaints import FULL_DISK, complain
 from tinkex.server.files.data_dir import is_full_disk
 from tinkex.server.http_errors import Refusal
-from tinkex.server.runs.journal import Journal
-from tinkex.server.workers.worker import Postponed
+from tinkex.server.runs.journal import Entry, Journal
+from tinkex.server.runs.result_log import Log, first_cursor
+from tinkex.server.workers.worker import EngineDied, Postponed
 from tinkex.types.future_requests import RequestErrorCategory, RequestFailedResponse
 from tinkex.types.sampled import SampleResponse
 from tinkex.types.training import ForwardBackwardOutput
@@ -71,6 +72,12 @@ class Promise:
     """The encoded result, when it has been announced and not fetched yet."""
     recorded: asyncio.Future[None] | None = None
     """Done when the request is on disk: not before that is it acknowledged."""
+    place: tuple[Journal, int] | None = None
+    """The journal of its request, and the number there, if a failure would not be found in it."""
+    is_lost: bool = False
+    """True if the work was lost with its engine: it may be carried out again until that is told."""
+    telling: asyncio.Future[Any] | None = None
+    """Done when the loss is on disk: not before that is it told."""
     number: int = 0
     """Its place in the log."""
     is_sent: bool = False
@@ -89,6 +96,11 @@ class Promise:
             self.cancel = None
             if self.on_settled is not None:
                 self.on_settled(self)
+
+    def reopen(self) -> None:
+        """Take back a failure that was not told: the work is carried out again."""
+        self.done.clear()
+        self.result, self.on_settled, self.is_lost = None, None, False
 
     def touch(self) -> None:
         """Note that the result has been read."""
@@ -114,70 +126,6 @@ class Promise:
         self.settle(RequestFailedResponse(error=message, category=category))
 
 
-def first_cursor() -> int:
-    """Return the first number of a new log, which is above those of all earlier logs.
-
-    No log ends more samples than there are microseconds.
-    """
-    return time.time_ns() // 1000
-
-
-class Log:
-    """The samples of one client that have ended and that it has not acknowledged, by number.
-
-    Numbers go up from one log to the next, so that a cursor of an earlier one, closed with its
-    session or in an earlier life of the server, never hides anything.
-    """
-
-    def __init__(self, session_id: str, first: int) -> None:
-        self.session_id = session_id
-        self.cursor = self._first = first
-        self.polled = time.monotonic()
-        self.is_closed = False
-        self._ended: dict[int, Promise] = {}
-        self._news = asyncio.Event()
-
-    def __len__(self) -> int:
-        return len(self._ended)
-
-    @property
-    def is_untouched(self) -> bool:
-        """Return whether nothing was ever noted."""
-        return self.cursor == self._first
-
-    def add(self, promise: Promise) -> None:
-        """Note the end of a sample."""
-        self.cursor += 1
-        promise.number = self.cursor
-        self._ended[promise.number] = promise
-        self._news.set()
-
-    def remove(self, promise: Promise) -> None:
-        """Forget a sample whose result is forgotten."""
-        self._ended.pop(promise.number, None)
-
-    def until(self, cursor: int) -> list[Promise]:
-        """Return the samples that were noted up to a number."""
-        return [promise for number, promise in self._ended.items() if number <= cursor]
-
-    def after(self, cursor: int) -> list[Promise]:
-        """Return the samples that were noted after a number."""
-        return [promise for number, promise in self._ended.items() if number > cursor]
-
-    async def wait(self, cursor: int) -> None:
-        """Wait until something comes after a number, or the log is closed."""
-        self.polled = time.monotonic()
-        while not self.is_closed and not self.after(cursor):
-            self._news.clear()
-            await self._news.wait()
-
-    def close(self) -> None:
-        """End all waiting."""
-        self.is_closed = True
-        self._ended.clear()
-        self._news.set()
-
-
 class Promises:
     """All promises of a server."""
 
@@ -189,7 +137,7 @@ class Promises:
         self._conceal = conceal
         """Removes secrets from the text of a failure."""
         self._promises: dict[str, Promise] = {}
-        self._logs: dict[Target, Log] = {}
+        self._logs: dict[Target, Log[Promise]] = {}
         self._gone: dict[str, None] = {}
         self._tasks: set[asyncio.Future[Any]] = set()
         self._clock = clock
@@ -223,6 +171,16 @@ class Promises:
         on_settled = None if target is None else self._note
         promise = Promise(request_id, digest, session_id, target, owner, cancel, on_settled)
         self._promises[request_id] = promise
+        return promise
+
+    def repeat(
+        self, request_id: str, call: Call, session_id: str, journal: Journal, number: int
+    ) -> Promise:
+        """Return the promise of a call that is carried out again from a journal."""
+        promise = self.get(request_id) or self.add(request_id, call.digest, session_id)
+        promise.place = journal, number
+        if promise.is_lost and promise.telling is None:
+            promise.reopen()
         return promise
 
     def follow(self, promise: Promise, work: Awaitable[Any]) -> None:
@@ -280,6 +238,7 @@ class Promises:
             await journal.append(number, facts_of(call, promise.request_id), call.body)
             if call.op:  # it is on disk, and thousands may wait for their turn
                 call.body = b""
+                promise.place = journal, number
             begin()
 
         task = promise.recorded = asyncio.ensure_future(taking())
@@ -329,7 +288,7 @@ class Promises:
             if now - promise.finished > KEEP_UNREAD or (
                 promise.read and now - promise.read > KEEP_READ
             ):
-                self._forget(promise)
+                self.forget(promise)
         self._sweep_read(now)
         for request_id in list(self._gone)[:-KEEP_GONE]:
             del self._gone[request_id]
@@ -342,7 +301,7 @@ class Promises:
         for promise in sorted(read, key=lambda promise: promise.read, reverse=True):
             kept += promise.size
             if kept > KEEP_READ_BYTES:
-                self._forget(promise)
+                self.forget(promise)
                 # a run may hold on to the promise until its next state
                 promise.result = promise.kept = None
 
@@ -354,13 +313,10 @@ class Promises:
             self._logs.pop(target).close()
         for promise in [p for p in self._promises.values() if p.session_id == session_id]:
             promise.fail("the session has ended", RequestErrorCategory.User)
-            self._forget(promise)
+            self.forget(promise)
 
-    def free(self, promise: Promise) -> None:
-        """Forget a result that its reader says it has."""
-        self._forget(promise)
-
-    def _forget(self, promise: Promise) -> None:
+    def forget(self, promise: Promise) -> None:
+        """Forget a result."""
         del self._promises[promise.request_id]
         promise.let_go()
         self._gone[promise.request_id] = None
@@ -369,7 +325,7 @@ class Promises:
 
     # ── logs ──────────────────────────────────────────────────────────────────────────────────────
 
-    def log(self, target: Target) -> Log | None:
+    def log(self, target: Target) -> Log[Promise] | None:
         """Return the log of a client that has polled for it, or None."""
         return self._logs.get(target)
 
@@ -386,11 +342,11 @@ class Promises:
         for promise in sorted(ended, key=lambda promise: promise.finished):
             log.add(promise)
 
-    def acknowledge(self, log: Log, cursor: int) -> None:
+    def acknowledge(self, log: Log[Promise], cursor: int) -> None:
         """Record that a client knows all results up to a number; drop those that were sent."""
         for promise in log.until(cursor):
             if promise.is_sent:
-                self._forget(promise)
+                self.forget(promise)
             else:
                 log.remove(promise)
                 promise.touch()
@@ -407,21 +363,87 @@ class Promises:
         if (log := self._logs.get(promise.target)) is not None:
             log.add(promise)
 
+    # ── results ───────────────────────────────────────────────────────────────────────────────────
+
     async def fulfil(self, promise: Promise, work: Awaitable[Any]) -> None:
         """Wait for some work, and settle a promise with what it gives."""
         try:
-            promise.settle(await work)
+            result = await work
         except Postponed:
             return
         except EngineError as error:
             if not self.are_closed:
-                promise.fail(self._conceal(str(error)), RequestErrorCategory(error.category))
+                category = RequestErrorCategory(error.category)
+                is_sample = promise.target is not None
+                is_lost = isinstance(error, EngineDied) or (
+                    is_sample and category is RequestErrorCategory.Server
+                )
+                await self._fail(promise, self._conceal(str(error)), category, is_lost=is_lost)
         except Exception as error:
             if is_full_disk(error):
                 complain("an operation failed", error, about=promise.request_id)
             else:
                 logger.exception("%s failed", promise.request_id)
-            promise.fail(self._conceal(internal(error)), RequestErrorCategory.Server)
+            why, is_sample = self._conceal(internal(error)), promise.target is not None
+            await self._fail(promise, why, RequestErrorCategory.Server, is_lost=is_sample)
+        else:
+            if promise.place is not None and (earlier := promise.place[0].failing) is not None:
+                await asyncio.wait([earlier])  # its result depends on what failed
+            promise.settle(result)
+
+    async def _fail(
+        self, promise: Promise, why: str, category: RequestErrorCategory, *, is_lost: bool
+    ) -> None:
+        """Fail a promise, for good unless the work is lost."""
+        if promise.done.is_set():
+            return
+        if not is_lost and promise.target is None and promise.place is not None:
+            journal = promise.place[0]
+            recording = promise.recorded = journal.failing = asyncio.ensure_future(
+                _record_failure(promise, why, category)
+            )
+            try:
+                await asyncio.shield(recording)
+            except OSError as error:
+                complain("a failure could not be put on disk", error, about=promise.request_id)
+            if journal.failing is recording:
+                journal.failing = None
+        promise.is_lost = is_lost and not promise.done.is_set()
+        promise.fail(why, category)
+
+    async def keep_failures(self, promises: Iterable[Promise]) -> None:
+        """Put on disk which work was lost, before that is told: it stays undone from now on.
+
+        Raises:
+            Refusal: It cannot be put on disk, so it must not be told yet.
+        """
+        lost = [promise for promise in promises if promise.is_lost]
+        for promise in lost:
+            if promise.telling is None:
+                result = promise.result
+                promise.telling = promise.recorded = asyncio.ensure_future(
+                    _record_failure(promise, result.error, result.category)
+                )
+        told = [asyncio.shield(promise.telling) for promise in lost if promise.telling is not None]
+        failures = await asyncio.gather(*told, return_exceptions=True)
+        for promise, failure in zip(lost, failures, strict=True):
+            promise.is_lost, promise.telling = failure is not None, None
+        if any(failures):
+            why = "the result cannot be put on disk; ask again"
+            raise Refusal(503, why, headers={"Retry-After": "1"})
+
+    def fail_again(self, promise: Promise, failed: Entry) -> None:
+        """Fail a promise as its journal says that it failed."""
+        promise.place = None  # it is on disk
+        promise.fail(failed.body.decode(), RequestErrorCategory(failed.facts["category"]))
+
+
+async def _record_failure(promise: Promise, why: str, category: RequestErrorCategory) -> None:
+    assert promise.place is not None
+    journal, number = promise.place
+    if not journal.is_closed:  # else nothing is carried out again
+        facts = {"op": FAILED, "id": promise.request_id, "category": category.value}
+        await journal.append(number, facts, why.encode())
 
 
 def internal(error: Exception) -> str:

@@ -63,9 +63,9 @@ class Unloading:
 
     def begin(self, live: LiveRun, call: Call, number: int) -> None:
         """Unload a run when everything before a number is done; the request is on disk."""
-        request_id = f"{live.run.model_id}{UNLOAD}"
-        promise = self._promises.get(request_id) or self._promises.add(
-            request_id, call.digest, live.run.session_id
+        run = live.run.model_id
+        promise = self._promises.repeat(
+            f"{run}{UNLOAD}", call, live.run.session_id, self._journals.of_run(run), number
         )
         live.last = number
         self._runs.gaps.stop(live)  # it is set to a shorter time

@@ -24,6 +24,7 @@ from tinkex.server.runs.admission import Runs
 from tinkex.server.runs.journals import DIRECT
 from tinkex.server.runs.work import LiveRun
 from tinkex.server.samples.sampler_weights import LoadedWeights, WeightSource
+from tinkex.server.workers.worker import EngineDied
 from tinkex.types.sampled import SampleResponse
 from tinkex.types.sampling import SampleRequest
 from tinkex.types.saves import SaveWeightsForSamplerRequest
@@ -205,6 +206,8 @@ class Samplers:
             response, recordings = await worker.samples.draw(
                 SampleJob(job, weights, request, seed, listener, owner, source.cache)
             )
+        except EngineDied:
+            raise
         except EngineError as refused:
             error = loading.exception() if loading is not None and loading.done() else None
             if isinstance(error, EngineError) or error is None:

@@ -63,6 +63,10 @@ class OffThread:
     it begins."""
 
 
+class EngineDied(EngineError):
+    """The end of an engine's thread, with all that it had not finished."""
+
+
 class Postponed(EngineError):
     """Work that is not done now; its promise stands, for it is done again from the journal."""
 
@@ -109,7 +113,8 @@ class Worker:
         self.samples = SampleJobs(engine, self.run, self.post)
         self._thread: threading.Thread | None = None
         self._stopping = False
-        self._ended = asyncio.Event()
+        self.ended = asyncio.Event()
+        """Set when the thread has ended, and every call has its outcome."""
         self.failure: EngineError | None = None
         """The error of all calls once the thread has died."""
 
@@ -128,7 +133,7 @@ class Worker:
         if self._thread is not None:
             self._thread = None
             self.interrupt()
-            await self._ended.wait()
+            await self.ended.wait()
 
     def interrupt(self) -> None:
         """Ask the thread to end after what it is at."""
@@ -211,7 +216,7 @@ class Worker:
             self._files.shutdown()
             self._empty_queue(why)
         finally:
-            self.post(self._ended.set)
+            self.post(self.ended.set)
 
     def _take(self) -> bool:
         """Take what has been queued, and wait for something if there is nothing to do; false at the
@@ -367,9 +372,9 @@ class Worker:
             self._loop.call_soon_threadsafe(function, *args)
 
 
-def _death(error: BaseException) -> EngineError:
+def _death(error: BaseException) -> EngineDied:
     kind = type(error).__name__
-    return EngineError(
+    return EngineDied(
         f"the server's engine has died ({kind}): see the server's log, and restart it", "server"
     )
 
