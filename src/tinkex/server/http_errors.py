@@ -10,8 +10,10 @@ from starlette.responses import JSONResponse, Response
 from tinkex.engine.api import EngineError
 from tinkex.server.complaints import FULL_DISK, complain
 from tinkex.server.files.data_dir import is_full_disk
+from tinkex.wire.redaction import Scrubber
 
 logger = logging.getLogger("tinkex.server")
+_scrubber = Scrubber()
 
 DETAIL_CHARACTERS = 4_000
 """Longest text of an error."""
@@ -66,3 +68,10 @@ def shortened(detail: str) -> str:
     """Return a text without most of a long passage that it quotes."""
     half = DETAIL_CHARACTERS // 2
     return detail if len(detail) <= DETAIL_CHARACTERS else f"{detail[:half]} … {detail[-half:]}"
+
+
+def internal(error: Exception) -> str:
+    """Return the text for clients after a fault of the server, without secrets."""
+    if is_full_disk(error):
+        return f"{FULL_DISK}; ask again when there is room"
+    return f"internal error: {type(error).__name__}: {_scrubber.text(str(error))}"

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tinkex.engine.api import DrawnToken, EngineError, Listener
-from tinkex.server.runs.promises import internal
+from tinkex.server.http_errors import internal
 from tinkex.types.record import to_json
 from tinkex.types.sampled import SampleResponse
 from tinkex.wire import codec

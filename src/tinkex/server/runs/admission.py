@@ -238,8 +238,6 @@ class Runs(Mapping[str, LiveRun]):
         work: Work = Refused("") if failed is not None else await self._work_of(call)
         if failed is not None:
             self._promises.fail_again(promise, failed)
-        elif isinstance(work, Refused):
-            promise.place = None  # the journal says why
         if isinstance(work, Pass) and work.admitted is not None:
             work.admitted(number)
         live.lane.hold(number, call.size)
@@ -296,6 +294,7 @@ class Runs(Mapping[str, LiveRun]):
             live.is_between_steps &= not work.job.backward
             return live.worker.engine.pass_start(replace(work.job, job=item.promise.request_id))
         if isinstance(work, Refused):
+            item.promise.place = None  # its journal says why
             raise EngineError(work.why)
         result = work.do(live)
         if isinstance(work, Step | Discard | Load):

@@ -17,9 +17,9 @@ from typing import Any, TypeAlias
 
 from tinkex.engine.api import EngineError
 from tinkex.server.calls import FAILED, Call, facts_of
-from tinkex.server.complaints import FULL_DISK, complain
+from tinkex.server.complaints import complain
 from tinkex.server.files.data_dir import is_full_disk
-from tinkex.server.http_errors import Refusal
+from tinkex.server.http_errors import Refusal, internal
 from tinkex.server.runs.journal import Entry, Journal
 from tinkex.server.runs.result_log import Log, first_cursor
 from tinkex.server.workers.worker import EngineDied, Postponed
@@ -27,7 +27,6 @@ from tinkex.types.future_requests import RequestErrorCategory, RequestFailedResp
 from tinkex.types.sampled import SampleResponse
 from tinkex.types.training import ForwardBackwardOutput
 from tinkex.wire import codec
-from tinkex.wire.redaction import Scrubber
 
 logger = logging.getLogger("tinkex.server")
 
@@ -42,8 +41,6 @@ KEEP_GONE = 100_000
 
 OFF_LOOP_VALUES = 8_000
 """Results of more numbers than this are encoded in a thread."""
-
-_scrubber = Scrubber()
 
 
 Target: TypeAlias = tuple[str, int]
@@ -238,20 +235,19 @@ class Promises:
             await journal.append(number, facts_of(call, promise.request_id), call.body)
             if call.op:  # it is on disk, and thousands may wait for their turn
                 call.body = b""
-                promise.place = journal, number
+            promise.place = journal, number
             begin()
 
         task = promise.recorded = asyncio.ensure_future(taking())
         self.keep(task)
         try:
             await asyncio.shield(task)
-        except OSError as error:
-            self.take_back(promise)
-            raise Refusal(
-                503, f"the request cannot be put on disk, so it was not taken: {error}"
-            ) from None
-        except Exception:  # a fault of ours: who asks again must not wait for what is never done
-            self.take_back(promise)
+        except Exception as error:
+            # it was never acknowledged, and who asks again must not wait for what is never done
+            self._promises.pop(promise.request_id, None)
+            if isinstance(error, OSError):
+                why = f"the request cannot be put on disk, so it was not taken: {error}"
+                raise Refusal(503, why) from None
             raise
 
     def refuse_reused(
@@ -273,10 +269,6 @@ class Promises:
         """Wait until the requests of a session that are on their way to the disk are there."""
         coming = [p.recorded for p in self._promises.values() if p.session_id == session_id]
         await asyncio.gather(*filter(None, coming), return_exceptions=True)
-
-    def take_back(self, promise: Promise) -> None:
-        """Forget a promise that was never acknowledged."""
-        self._promises.pop(promise.request_id, None)
 
     def sweep(self) -> None:
         """Forget the results whose time is over."""
@@ -362,8 +354,6 @@ class Promises:
         if (log := self._logs.get(promise.target)) is not None:
             log.add(promise)
 
-    # ── results ───────────────────────────────────────────────────────────────────────────────────
-
     async def fulfil(self, promise: Promise, work: Awaitable[Any]) -> None:
         """Wait for some work, and settle a promise with what it gives."""
         try:
@@ -372,43 +362,41 @@ class Promises:
             return
         except EngineError as error:
             if not self.are_closed:
-                category = RequestErrorCategory(error.category)
-                is_sample = promise.target is not None
-                is_lost = isinstance(error, EngineDied) or (
-                    is_sample and category is RequestErrorCategory.Server
-                )
-                await self._fail(promise, self._conceal(str(error)), category, is_lost=is_lost)
+                await self._fail(promise, error, str(error), error.category)
         except Exception as error:
             if is_full_disk(error):
                 complain("an operation failed", error, about=promise.request_id)
             else:
                 logger.exception("%s failed", promise.request_id)
-            why, is_sample = self._conceal(internal(error)), promise.target is not None
-            await self._fail(promise, why, RequestErrorCategory.Server, is_lost=is_sample)
+            await self._fail(promise, error, internal(error), "server")
         else:
-            if promise.place is not None and (earlier := promise.place[0].failing) is not None:
+            earlier = promise.place and promise.place[0].failing
+            if earlier and not earlier.done():
                 await asyncio.wait([earlier])  # its result depends on what failed
             promise.settle(result)
 
-    async def _fail(
-        self, promise: Promise, why: str, category: RequestErrorCategory, *, is_lost: bool
-    ) -> None:
-        """Fail a promise, for good unless the work is lost."""
+    async def _fail(self, promise: Promise, error: Exception, why: str, category: str) -> None:
+        """Fail a promise: for good, unless its work was lost or is a sample, which changes nothing.
+
+        What failed for good is on disk before any result after it is known.
+        """
         if promise.done.is_set():
             return
-        if not is_lost and promise.target is None and promise.place is not None:
-            journal = promise.place[0]
-            recording = promise.recorded = journal.failing = asyncio.ensure_future(
-                _record_failure(promise, why, category)
-            )
+        failure = RequestFailedResponse(
+            error=self._conceal(why), category=RequestErrorCategory(category)
+        )
+        if promise.place is not None and (
+            isinstance(error, EngineDied) or promise.target is not None
+        ):
+            promise.is_lost = category == "server"
+        elif promise.place is not None:
+            recording = asyncio.ensure_future(_record_failure(promise, failure))
+            promise.recorded = promise.place[0].failing = recording
             try:
                 await asyncio.shield(recording)
-            except OSError as error:
-                complain("a failure could not be put on disk", error, about=promise.request_id)
-            if journal.failing is recording:
-                journal.failing = None
-        promise.is_lost = is_lost and not promise.done.is_set()
-        promise.fail(why, category)
+            except OSError as full:
+                complain("a failure could not be put on disk", full, about=promise.request_id)
+        promise.settle(failure)
 
     async def keep_failures(self, promises: Iterable[Promise]) -> None:
         """Put on disk which work was lost, before that is told: it stays undone from now on.
@@ -419,9 +407,8 @@ class Promises:
         lost = [promise for promise in promises if promise.is_lost]
         for promise in lost:
             if promise.telling is None:
-                result = promise.result
                 promise.telling = promise.recorded = asyncio.ensure_future(
-                    _record_failure(promise, result.error, result.category)
+                    _record_failure(promise, promise.result)
                 )
         told = [asyncio.shield(promise.telling) for promise in lost if promise.telling is not None]
         failures = await asyncio.gather(*told, return_exceptions=True)
@@ -437,19 +424,12 @@ class Promises:
         promise.fail(failed.body.decode(), RequestErrorCategory(failed.facts["category"]))
 
 
-async def _record_failure(promise: Promise, why: str, category: RequestErrorCategory) -> None:
+async def _record_failure(promise: Promise, failure: RequestFailedResponse) -> None:
     assert promise.place is not None
     journal, number = promise.place
     if not journal.is_closed:  # else nothing is carried out again
-        facts = {"op": FAILED, "id": promise.request_id, "category": category.value}
-        await journal.append(number, facts, why.encode())
-
-
-def internal(error: Exception) -> str:
-    """Return the text for clients after a fault of the server, without secrets."""
-    if is_full_disk(error):
-        return f"{FULL_DISK}; ask again when there is room"
-    return f"internal error: {type(error).__name__}: {_scrubber.text(str(error))}"
+        facts = {"op": FAILED, "id": promise.request_id, "category": failure.category.value}
+        await journal.append(number, facts, failure.error.encode())
 
 
 def _number_of(request_id: str) -> str:

@@ -36,6 +36,7 @@ from tinkex.wire.protocol import BY_NAME
 UNFINISHED = "unfinished-"
 """The first part of a snapshot's name while its files are written."""
 RESULTS = "results.log"
+COMPLAINT = "the state of a run could not be put on disk; its journal stays"
 STATE_OPERATIONS = 32
 """After so many operations of a run, or …"""
 STATE_SECONDS = 30.0
@@ -62,7 +63,10 @@ class Snapshots:
     def freeze_when_due(self, live: LiveRun, number: int) -> None:
         """Make a snapshot after an optimizer step, if it is time and none is being written."""
         if self._is_overdue(live) and not self._journals.writing.locked():
-            self._freeze(live, number)
+            try:
+                self._freeze(live, number)
+            except Exception as error:  # the step was made, and must not be called a failure
+                complain(COMPLAINT, error, about=live.run.model_id)
 
     def _is_overdue(self, live: LiveRun) -> bool:
         held = self._journals.of_run(live.run.model_id).held_bytes
@@ -142,11 +146,7 @@ class Snapshots:
             if live.snapshot_rest == math.inf:
                 _rest(live, 0)
             if directory.exists():  # else the run was let go meanwhile: there is nothing to keep
-                complain(
-                    "the state of a run could not be put on disk; its journal stays",
-                    error,
-                    about=live.run.model_id,
-                )
+                complain(COMPLAINT, error, about=live.run.model_id)
             return
         for key in covered.keys() - wanted.keys():
             live.recent.pop(key, None)
