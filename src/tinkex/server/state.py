@@ -11,11 +11,11 @@ from pathlib import Path
 from tinkex.engine.api import Engine, EngineError
 from tinkex.server.access.accounts import Accounts
 from tinkex.server.access.searches import Searches
-from tinkex.server.complaints import complain
 from tinkex.server.database.interface import Database
 from tinkex.server.files.checkpoint_files import Checkpoints
 from tinkex.server.files.data_dir import Lock, discard, make_directory
 from tinkex.server.files.upload_files import sweep_uploads
+from tinkex.server.http_errors import complain
 from tinkex.server.meter import Meter
 from tinkex.server.open_sessions import Sessions
 from tinkex.server.parts import Parts

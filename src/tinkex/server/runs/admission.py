@@ -159,7 +159,7 @@ class Runs(Mapping[str, LiveRun]):
 
     def enter(self, live: LiveRun) -> None:
         """Take a run in whose adapter has been made."""
-        run = live.run.model_id
+        run = live.name
         if live.run.session_id not in self._sessions:
             live.worker.drop_run(run)
             raise EngineError("the session has ended")
@@ -229,7 +229,7 @@ class Runs(Mapping[str, LiveRun]):
 
     async def admit_again(self, live: LiveRun, call: Call, failed: Entry | None = None) -> None:
         """Put a request that a journal has into its run's lane; one that failed fails again."""
-        run, number = live.run.model_id, call.number
+        run, number = live.name, call.number
         assert number is not None
         journal = self._journals.of_run(run)
         promise = self._promises.repeat(
@@ -246,13 +246,13 @@ class Runs(Mapping[str, LiveRun]):
     def free(self, live: LiveRun) -> int:
         """Return the next number for a request without one; some may be on their way to disk."""
         number = live.lane.free
-        while self._promises.get(f"{live.run.model_id}:{number}") is not None:
+        while self._promises.get(f"{live.name}:{number}") is not None:
             number += 1
         return number
 
     def offer(self, live: LiveRun, item: LaneItem) -> None:
         """Begin with an operation that is on disk when all numbers before it have come."""
-        if self._live.get(live.run.model_id) is not live:
+        if self._live.get(live.name) is not live:
             if not live.is_rebuilding:  # else it is read in the journal
                 item.promise.fail("the session has ended")
             return
@@ -270,7 +270,7 @@ class Runs(Mapping[str, LiveRun]):
             self.gaps.watch(live, missing)
 
     def _begin(self, live: LiveRun, item: LaneItem) -> None:
-        run, worker = live.run.model_id, live.worker
+        run, worker = live.name, live.worker
         carry_out = functools.partial(self._carry_out, live, item)
         match item.work:
             case Pass():
@@ -319,7 +319,7 @@ class Runs(Mapping[str, LiveRun]):
 
     def put(self, live: LiveRun) -> None:
         """Have a run that is being rebuilt."""
-        self._live[live.run.model_id] = live
+        self._live[live.name] = live
 
     def remove(self, run: str) -> None:
         """Forget a run that its worker has dropped."""
@@ -392,12 +392,12 @@ class Gaps:
     async def _give_up_durably(self, live: LiveRun, missing: int) -> None:
         """Record that a number is given up before it is: another life must not carry it out."""
         try:
-            await self._journals.of_run(live.run.model_id).append(missing, {"op": GIVEN_UP})
+            await self._journals.of_run(live.name).append(missing, {"op": GIVEN_UP})
         except OSError:
             logger.exception(
                 "that request %d of %s was given up cannot be put on disk",
                 missing,
-                live.run.model_id,
+                live.name,
             )
         self.give_up(live, missing)
 

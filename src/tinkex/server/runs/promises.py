@@ -17,9 +17,8 @@ from typing import Any, TypeAlias
 
 from tinkex.engine.api import EngineError
 from tinkex.server.calls import FAILED, Call, facts_of
-from tinkex.server.complaints import complain
 from tinkex.server.files.data_dir import is_full_disk
-from tinkex.server.http_errors import Refusal, internal
+from tinkex.server.http_errors import Refusal, complain, internal
 from tinkex.server.runs.journal import Entry, Journal
 from tinkex.server.runs.result_log import Log, first_cursor
 from tinkex.server.workers.worker import EngineDied, Postponed

@@ -90,7 +90,7 @@ class Replay:
         await self._revivals.begin(run, self._rebuild(live))
 
     async def _rebuild(self, live: LiveRun) -> None:
-        run = live.run.model_id
+        run = live.name
         if self._runs.get(run) is not live:  # it was unloaded, or its session has ended
             return
         live.is_rebuilding = True
@@ -212,7 +212,7 @@ class Replay:
             self._runs.gaps.give_up(live, entry.number)
             return
         call = await asyncio.to_thread(call_of, entry)
-        run = live.run.model_id
+        run = live.name
         if call.op == "unload_model":
             if (known := failed.get(f"{run}{UNLOAD}")) is not None:
                 self._fail_again(f"{run}{UNLOAD}", entry, known)
@@ -225,7 +225,7 @@ class Replay:
             logger.warning(
                 "request %d of %s cannot be repeated: %s",
                 entry.number,
-                live.run.model_id,
+                live.name,
                 refusal.detail,
             )
 

@@ -119,6 +119,11 @@ class LiveRun:
     is_rebuilding: bool = False
     """True while its journal is replayed: requests wait for that."""
 
+    @property
+    def name(self) -> str:
+        """The run's id."""
+        return self.run.model_id
+
 
 @dataclass(frozen=True, slots=True)
 class Pass:
