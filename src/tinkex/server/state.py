@@ -159,7 +159,9 @@ class State:
 
     def _forget_session(self, session_id: str) -> None:
         """Free what a session that has ended holds in all parts."""
-        self.runs.forget_session(session_id)
+        of_session = [run for run, live in self.runs.items() if live.run.session_id == session_id]
+        for run in of_session:
+            self.runs.forget(run)
         self.workers.forget_session(session_id)
         next(iter(self.workers)).run(self.database.runs.touch, self._take_asked())
         self.samplers.forget_session(session_id)

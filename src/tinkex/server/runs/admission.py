@@ -20,7 +20,7 @@ from tinkex.server.database.entities import LOCAL_OWNER
 from tinkex.server.http_errors import Refusal
 from tinkex.server.parts import Parts
 from tinkex.server.runs.journal import Entry
-from tinkex.server.runs.promises import Promise
+from tinkex.server.runs.promises import Promise, fail_again
 from tinkex.server.runs.snapshot import Snapshots
 from tinkex.server.runs.work import (
     Creation,
@@ -110,10 +110,6 @@ class Runs(Mapping[str, LiveRun]):
         if known is None:
             raise Refusal(404, f"there is no model {run!r}")
         return self._workers.home(run, known.base_model, known.home)
-
-    def is_loaded(self, run: str) -> bool:
-        """Return whether a run takes requests: at once, or after it is taken up again."""
-        return run in self._live or self._revivals.is_asleep(run)
 
     # ── creating ──────────────────────────────────────────────────────────────────────────────────
 
@@ -237,7 +233,7 @@ class Runs(Mapping[str, LiveRun]):
         )
         work: Work = Refused("") if failed is not None else await self._work_of(call)
         if failed is not None:
-            self._promises.fail_again(promise, failed)
+            fail_again(promise, failed)
         if isinstance(work, Pass) and work.admitted is not None:
             work.admitted(number)
         live.lane.hold(number, call.size)
@@ -334,11 +330,6 @@ class Runs(Mapping[str, LiveRun]):
         self.remove(run)
         if live is not None:
             live.worker.drop_run(run)
-
-    def forget_session(self, session_id: str) -> None:
-        """Drop the runs of a session."""
-        for run in [name for name, live in self.items() if live.run.session_id == session_id]:
-            self.forget(run)
 
 
 def _fail_as_passed(live: LiveRun, promise: Promise) -> None:

@@ -270,7 +270,7 @@ class Promises:
         await asyncio.gather(*filter(None, coming), return_exceptions=True)
 
     def sweep(self) -> None:
-        """Forget the results whose time is over."""
+        """Forget the results whose time is over, and those beyond the room for them."""
         now = self._clock()
         for promise in list(self._promises.values()):
             if not promise.done.is_set():
@@ -279,13 +279,10 @@ class Promises:
                 promise.read and now - promise.read > KEEP_READ
             ):
                 self.forget(promise)
-        self._sweep_read(now)
         for request_id in list(self._gone)[:-KEEP_GONE]:
             del self._gone[request_id]
-
-    def _sweep_read(self, now: float) -> None:
-        """Forget the results that were read longest ago, beyond so many bytes."""
-        # Those read lately may have to be sent again, or be on their way to the disk.
+        # Those read longest ago go, beyond so many bytes. Those read lately may have to be sent
+        # again, or be on their way to the disk.
         read = [p for p in self._promises.values() if p.read and now - p.read > 2 * JUST_READ]
         kept = 0
         for promise in sorted(read, key=lambda promise: promise.read, reverse=True):
@@ -417,10 +414,11 @@ class Promises:
             why = "the result cannot be put on disk; ask again"
             raise Refusal(503, why, headers={"Retry-After": "1"})
 
-    def fail_again(self, promise: Promise, failed: Entry) -> None:
-        """Fail a promise as its journal says that it failed."""
-        promise.place = None  # it is on disk
-        promise.fail(failed.body.decode(), RequestErrorCategory(failed.facts["category"]))
+
+def fail_again(promise: Promise, failed: Entry) -> None:
+    """Fail a promise as its journal says that it failed."""
+    promise.place = None  # it is on disk
+    promise.fail(failed.body.decode(), RequestErrorCategory(failed.facts["category"]))
 
 
 async def _record_failure(promise: Promise, failure: RequestFailedResponse) -> None:

@@ -25,6 +25,7 @@ from tinkex.server.parts import Parts
 from tinkex.server.runs.admission import Runs
 from tinkex.server.runs.journal import DamagedJournalError, Entry
 from tinkex.server.runs.journals import DIRECT, UNPLACED
+from tinkex.server.runs.promises import fail_again
 from tinkex.server.runs.snapshot import Snapshots, thaw
 from tinkex.server.runs.unloading import UNLOAD, Unloading
 from tinkex.server.runs.work import Lane, LaneItem, LiveRun
@@ -204,7 +205,7 @@ class Replay:
         promise = self._promises.get(request_id) or self._promises.add(
             request_id, call.digest, session_id
         )
-        self._promises.fail_again(promise, failed)
+        fail_again(promise, failed)
 
     async def _repeat(self, live: LiveRun, entry: Entry, failed: Mapping[str, Entry]) -> None:
         """Do again what one record of a journal says, as if what failed had not been asked for."""

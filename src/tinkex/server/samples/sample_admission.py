@@ -12,7 +12,7 @@ from tinkex.server.calls import READ, Call
 from tinkex.server.database.entities import Sampler
 from tinkex.server.parts import Parts
 from tinkex.server.runs.journal import Entry
-from tinkex.server.runs.promises import Promise, Target
+from tinkex.server.runs.promises import Promise, Target, fail_again
 from tinkex.server.samples.sampler_weights import WeightSource
 from tinkex.server.samples.samplers import Samplers
 from tinkex.types.sampled import SampleResponse
@@ -72,7 +72,7 @@ class Samples:
             promise = self._promises.add(
                 request_id, call.digest, sampler.session_id, target, owner=call.owner
             )
-            self._promises.fail_again(promise, failed)
+            fail_again(promise, failed)
             return
         source = await self._samplers.find(sampler)
         if self._promises.get(request_id) is None and not self._promises.is_gone(request_id):
