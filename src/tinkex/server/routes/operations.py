@@ -94,7 +94,7 @@ async def _spend(state: State, call: Call, error: Unreadable) -> None:
         state, call.owner, "model_id", error.numbered[0]
     ):
         run, seq_id = error.numbered
-        if run in state.runs or state.revivals.is_asleep(run):
+        if state.runs.is_loaded(run):
             await state.runs.consume_seq_id(run, seq_id, error.digest, f"{call.op}: {error}")
 
 

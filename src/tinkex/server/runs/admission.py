@@ -35,7 +35,7 @@ from tinkex.server.runs.work import (
     Unload,
     Work,
 )
-from tinkex.server.workers.worker import Postponed, Worker
+from tinkex.server.workers.worker import Postponed
 from tinkex.types.training import UntypedAPIFuture
 
 logger = logging.getLogger("tinkex.server")
@@ -102,14 +102,9 @@ class Runs(Mapping[str, LiveRun]):
                 return
             await promise.done.wait()
 
-    async def worker_of(self, run: str) -> Worker:
-        """Return the worker that a run is at home on, loaded or not."""
-        if (live := self._live.get(run)) is not None:
-            return live.worker
-        known = await asyncio.to_thread(self._database.runs.get, run)
-        if known is None:
-            raise Refusal(404, f"there is no model {run!r}")
-        return self._workers.home(run, known.base_model, known.home)
+    def is_loaded(self, run: str) -> bool:
+        """Return whether a run takes requests: at once, or after it is taken up again."""
+        return run in self._live or self._revivals.is_asleep(run)
 
     # ── creating ──────────────────────────────────────────────────────────────────────────────────
 
