@@ -140,6 +140,35 @@ def test_only_the_told_one_of_two_lost_calls_stays_undone(tmp_path: Path) -> Non
     played(scenario)
 
 
+def test_poll_during_a_rebuild_waits_for_its_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        engines = pair()
+        async with life(tmp_path / "a", engines) as server:
+            model = await server.model()
+            before = await trained(server, model, [1, 2])
+            ids = await lost(server, engines["left"], model, 3)
+            may_go_on, runs = asyncio.Event(), server.state.runs
+            original = runs.admit_again
+
+            async def admit_again(*given: Any) -> None:
+                await may_go_on.wait()
+                await original(*given)
+
+            monkeypatch.setattr(runs, "admit_again", admit_again)
+            rebuilding = asyncio.create_task(server.state.replay.rebuild(model))
+            await until(lambda: model in runs and runs[model].is_rebuilding)
+            polling = [asyncio.create_task(server.result(request_id)) for request_id in ids]
+            await asyncio.sleep(0.05)
+            may_go_on.set()
+            await rebuilding
+            results = [await poll for poll in polling]
+        assert before + results == await alone(tmp_path / "b", [1, 2, 3, 4])
+
+    played(scenario)
+
+
 def test_failure_of_an_engine_that_lives_stays_after_a_restart(tmp_path: Path) -> None:
     async def scenario() -> None:
         engine = Mortal()

@@ -93,10 +93,13 @@ class Promise:
             if self.on_settled is not None:
                 self.on_settled(self)
 
-    def reopen(self) -> None:
-        """Take back a failure that was not told: the work is carried out again."""
+    def take_back(self) -> bool:
+        """Take back a failure that was not told, if it is one: the work is carried out again."""
+        if not self.is_lost or self.telling is not None:
+            return False
         self.done.clear()
         self.result, self.on_settled, self.is_lost = None, None, False
+        return True
 
     def touch(self) -> None:
         """Note that the result has been read."""
@@ -175,8 +178,7 @@ class Promises:
         """Return the promise of a call that is carried out again from a journal."""
         promise = self.get(request_id) or self.add(request_id, call.digest, session_id)
         promise.place = journal, number
-        if promise.is_lost and promise.telling is None:
-            promise.reopen()
+        promise.take_back()
         return promise
 
     def follow(self, promise: Promise, work: Awaitable[Any]) -> None:

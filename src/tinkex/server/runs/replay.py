@@ -100,6 +100,8 @@ class Replay:
             await live.worker.release_run(run)
         if live.worker.failure is not None:
             await live.worker.ended.wait()  # until all that it had has failed
+        asked = [*live.recent.values(), self._promises.get(f"{run}{UNLOAD}")]
+        taken_back = [promise for promise in asked if promise is not None and promise.take_back()]
         # what was on its way to the disk is read back
         await self._promises.all_recorded(live.run.session_id)
         if live.commit is not None:
@@ -107,7 +109,7 @@ class Replay:
         self._journals.of_run(run).rotate()
         await self._revive(run)
         if run not in self._runs:
-            for promise in live.recent.values():
+            for promise in (*live.recent.values(), *taken_back):
                 promise.fail("the run could not be rebuilt", RequestErrorCategory.Server)
 
     async def _revive(self, name: str) -> None:
