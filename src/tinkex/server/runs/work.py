@@ -11,8 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from tinkex.engine.api import PassJob
-from tinkex.engine.places import Writer
+from tinkex.engine.api import PassJob, Writer
 from tinkex.server.database.entities import Run
 from tinkex.server.runs.promises import Promise
 from tinkex.server.workers.worker import Worker

@@ -15,8 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinkex.engine.api import EngineError
-from tinkex.engine.places import Writer
+from tinkex.engine.api import EngineError, Writer
 from tinkex.server.files.checkpoint_files import reading
 from tinkex.server.files.data_dir import sync_above
 from tinkex.server.files.seals import check, write_whole
