@@ -15,7 +15,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from tinkex import telemetry
@@ -28,8 +28,8 @@ from tinkex.client.http.addresses import origin_of
 from tinkex.client.http.limits import DispatchGate, shared_gate, shared_response_budget
 from tinkex.client.http.request_headers import forget_caller
 from tinkex.client.http.transport import Transport
+from tinkex.client.outbox import Submissions
 from tinkex.client.settings.config import Config
-from tinkex.client.submissions import Submissions
 from tinkex.errors import GoneError, NotFoundError, TinkerError
 from tinkex.telemetry import Reporter
 from tinkex.types.future_requests import CancelFutureRequest
@@ -74,14 +74,13 @@ class Session(Submissions):
     def __init__(
         self, config: Config, *, display_name: str | None = None, session_id: str = ""
     ) -> None:
-        self.config = config
         super().__init__(Transport(config))
+        self.config = config
         self.client_config_is_missing = False
         """True if the server is too old to give a client configuration."""
         self.dynamic_config = ClientDynamicConfigResponse()
         self.session_id = session_id
         self.is_shadow = bool(session_id)
-        self.closed = False
         self.model_seq_ids = itertools.count()
         self.sampling_session_seq_ids = itertools.count()
         self.custom_loss_seq_ids = itertools.count()
@@ -94,13 +93,11 @@ class Session(Submissions):
         self._is_open = False
         self._gate: DispatchGate | None = None
         self._cancels: asyncio.Semaphore | None = None
-        self.telemetry: Reporter | None = None
         # for the finalizer, which must not refer to the session
         self._reporters: list[Reporter] = []
         self.pollers: weakref.WeakSet[BatchPoller] = weakref.WeakSet()
         """The batched polls of this session's samplers; each is flushed before the connections are
         closed."""
-        self._pending: set[Future[Any]] = set()
         self._finishing: asyncio.Future[None] | None = None
         self._releasing: asyncio.Task[None] | None = None
         self._renewing = asyncio.Lock()
@@ -154,15 +151,6 @@ class Session(Submissions):
         with self.reporting():
             return await coroutine
         raise AssertionError("unreachable")
-
-    @contextlib.contextmanager
-    def reporting(self) -> Iterator[None]:
-        """Report the failure of the call inside to telemetry; this does not wait."""
-        try:
-            yield
-        except Exception as error:
-            telemetry.log_exception(self.telemetry, error)
-            raise
 
     async def opened(self) -> None:
         """Open the session if it is not open; after a failure the next call tries again."""
@@ -311,15 +299,10 @@ class Session(Submissions):
                     protocol.CANCEL_FUTURE, request, timeout=30, patience=CANCEL_PATIENCE
                 )
 
-    def track(self, future: Future[Any]) -> None:
-        """Remember a call until it has ended, so that closing can wait for it."""
-        self._pending.add(future)
-        future.add_done_callback(self._pending.discard)
-
     async def _settle(self, reason: ClientSessionFinishReasonType) -> None:
         """Wait for open calls, or log how many are dropped if the session ends badly."""
         # a session that is not open executes nothing
-        pending = list(self._pending) if self._is_open else []
+        pending = list(self.pending) if self._is_open else []
         if pending and reason == "success":
             logger.info("closing: waiting for %d calls under way", len(pending))
             await asyncio.gather(*pending, return_exceptions=True)
