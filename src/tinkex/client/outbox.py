@@ -228,7 +228,7 @@ def _fields(kind: type[Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(kind).parameters)
 
 
-# ── a training run's calls ──────────────────────────────────────────────────────────────────────────
+# ── a training run's calls ────────────────────────────────────────────────────────────────────────
 
 
 class Poison:

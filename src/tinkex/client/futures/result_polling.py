@@ -254,7 +254,7 @@ class _Poll:
         return await self._read(reply)
 
     async def _read(self, reply: Reply) -> Any:
-        """Read a good answer."""
+        """Read a good answer; decode a large one in a thread."""
         if codec.PROTOBUF not in reply.content_type:
             # Only the small answers are JSON when protobuf was asked for; a look at the keys is
             # cheap either way.
@@ -272,7 +272,10 @@ class _Poll:
                 envelope = _mapping(reply.body)
             if "error" in envelope or status == "failed":
                 raise failure_of(self.transport, self.op, envelope, self.request_id)
-        return await decode_result(self.transport, self.op, reply)
+        assert self.op.result is not None
+        if len(reply.body) > OFF_LOOP_BYTES:
+            return await asyncio.to_thread(self.transport.decode, self.op, self.op.result, reply)
+        return self.transport.decode(self.op, self.op.result, reply)
 
     def _heed(self, envelope: Mapping[str, Any], paused: float | None = None) -> float | None:
         """Pass the queue's state on; return the seconds that the server asks to wait."""
@@ -318,14 +321,6 @@ def read_result(transport: Transport, op: Operation, reply: Reply, request_id: s
     assert op.result is not None
     if codec.PROTOBUF not in reply.content_type and "error" in (envelope := _mapping(reply.body)):
         raise failure_of(transport, op, envelope, request_id)
-    return transport.decode(op, op.result, reply)
-
-
-async def decode_result(transport: Transport, op: Operation, reply: Reply) -> Any:
-    """Decode the result in an answer; a large one in a thread."""
-    assert op.result is not None
-    if len(reply.body) > OFF_LOOP_BYTES:
-        return await asyncio.to_thread(transport.decode, op, op.result, reply)
     return transport.decode(op, op.result, reply)
 
 

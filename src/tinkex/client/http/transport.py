@@ -178,7 +178,8 @@ class Transport:
             None if self.breakers is None else self.breakers.get(f"{op.method} {op.path}"),
         )
         started = time.monotonic()
-        with self._observed(op, options.get("metadata"), url) as outcome:
+        facts = options.get("metadata")
+        with self._observed(op, facts, url) if events.is_heard() else UNOBSERVED as outcome:
             reply = await persist(attempts.send, attempts.delay_after)
             outcome["retry_count"] = attempts.retries
         self.errors.log_deprecation(op, reply.headers)
@@ -202,7 +203,7 @@ class Transport:
         url = url or target(op, None, self.config.default_query)
         wants = {"Accept": codec.EVENT_STREAM}
         prepared = await self._request(op, url, body, timeout, wants, headers or {})
-        with self._observed(op, None, url):
+        with self._observed(op, None, url) if events.is_heard() else UNOBSERVED:
             self._check_usable(op)
             address = self._home + url
             if self.config.dump_headers:
@@ -245,6 +246,8 @@ class Transport:
         body: codec.Body | None = request if encoded else codec.encode(request)
         url = target(op, path, self.config.default_query)
         prepared = await self._request(op, url, body, timeout, headers or {}, keyed=False)
+        if not events.is_heard():
+            return await self._send(op, prepared)
         with self._observed(op, None) as outcome:
             reply = await self._send(op, prepared)
             # a server answers a long poll with 408 when there is no result yet
@@ -438,9 +441,7 @@ class Transport:
     def _observed(
         self, op: Operation, metadata: Mapping[str, Any] | None, url: str | None = None
     ) -> AbstractContextManager[dict[str, Any]]:
-        """Emit the events of a request around a block, if there are listeners."""
-        if not events.is_heard():
-            return UNOBSERVED
+        """Emit the events of a request around a block."""
         named = op.name in BY_NAME or not url
         facts = {
             "method": op.method,
