@@ -25,7 +25,7 @@ from tinkex.errors import APIResponseValidationError
 from tinkex.types.checkpoints import TrainingRun, TrainingRunsResponse
 from tinkex.types.model_requests import UnloadModelRequest, UnloadModelResponse
 from tinkex.types.sampling import GetSamplerResponse
-from tinkex.types.session_search import SessionSearchRequest, SessionSearchResponse
+from tinkex.types.search_requests import SessionSearchRequest, SessionSearchResponse
 from tinkex.types.sessions import (
     AssignSessionProjectRequest,
     ClientSessionFinishReasonType,

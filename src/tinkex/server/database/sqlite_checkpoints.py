@@ -13,8 +13,8 @@ from tinkex.server.database.entities import NO_PROJECT, Save, SavedCheckpoint, S
 from tinkex.server.database.sqlite_connection import Connection, insertion
 from tinkex.server.database.sqlite_rows import record_of, row_of
 from tinkex.server.database.sqlite_sessions import metadata_conditions
-from tinkex.types.checkpoint_search import CheckpointSearchRequest
 from tinkex.types.checkpoints import KINDS
+from tinkex.types.search_requests import CheckpointSearchRequest
 
 ALIVE = "(c.expires IS NULL OR c.expires > :now)"
 OWN = f"c.tinker_path = :path AND c.owner = :owner AND {ALIVE}"

@@ -16,7 +16,7 @@ from tinkex.server.database.entities import (
 )
 from tinkex.server.database.sqlite_connection import Connection
 from tinkex.server.database.sqlite_rows import record_of
-from tinkex.types.session_search import (
+from tinkex.types.search_requests import (
     ClientFinishedSessionStatusQuery,
     SessionSearchRequest,
     SessionStatusQuery,

@@ -11,12 +11,12 @@ from tinkex.server.routes.handler_table import handler
 from tinkex.server.routes.records import checkpoint_record
 from tinkex.server.routes.session_records import moment
 from tinkex.server.state import State
-from tinkex.types.checkpoint_search import (
+from tinkex.types.search_requests import (
     CheckpointSearchCursor,
     CheckpointSearchRequest,
     CheckpointSearchResponse,
+    UserSearchOwner,
 )
-from tinkex.types.session_search import UserSearchOwner
 
 
 @handler

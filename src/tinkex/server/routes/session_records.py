@@ -15,7 +15,7 @@ from tinkex.server.http_errors import Refusal
 from tinkex.server.routes.handler_table import handler
 from tinkex.server.routes.records import texts
 from tinkex.types.record import to_json
-from tinkex.types.session_search import (
+from tinkex.types.search_requests import (
     ClientSessionFinished,
     ClientSessionFinishErrored,
     ClientSessionFinishInterrupted,

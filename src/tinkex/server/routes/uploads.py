@@ -29,7 +29,7 @@ from tinkex.server.routes.exports import IN_PROCESS
 from tinkex.server.routes.handler_table import handler
 from tinkex.server.state import State
 from tinkex.types.checkpoints import SCHEME
-from tinkex.types.external_weights import (
+from tinkex.types.saves import (
     ExternalWeightsUploadFinishRequest,
     ExternalWeightsUploadFinishResponse,
     ExternalWeightsUploadStartRequest,
