@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -33,9 +31,8 @@ class Line:
     def track(self, future: Future[Any]) -> None:
         pass
 
-    @contextlib.contextmanager
-    def reporting(self) -> Iterator[None]:
-        yield
+    def report(self, error: Exception) -> None:
+        pass
 
     async def submit(self, op: Any, request: Any, **options: Any) -> Any:
         await self.gate.wait()

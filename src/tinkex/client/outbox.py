@@ -21,15 +21,13 @@ from collections.abc import (
     Callable,
     Container,
     Coroutine,
-    Iterator,
     Mapping,
 )
 from dataclasses import replace
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import msgspec
 
-from tinkex import telemetry
 from tinkex.client.futures.api_future import Future, start
 from tinkex.client.futures.loop_thread import runtime
 from tinkex.client.futures.result_polling import Receipt, failure_of
@@ -37,7 +35,6 @@ from tinkex.client.http.exchange import Reply
 from tinkex.client.http.limits import ByteBudget
 from tinkex.client.http.transport import Transport
 from tinkex.errors import APIConnectionError, APIStatusError, TinkerError
-from tinkex.telemetry import Reporter
 from tinkex.types.inputs import Datum
 from tinkex.types.record import to_builtins
 from tinkex.types.sessions import ClientConfigResponse
@@ -50,6 +47,9 @@ from tinkex.types.training import (
 from tinkex.wire import codec, protocol
 from tinkex.wire.protobuf_schema import NotInProtobuf
 from tinkex.wire.protocol import Operation
+
+if TYPE_CHECKING:
+    from tinkex.telemetry import Reporter
 
 T = TypeVar("T")
 logger = logging.getLogger("tinkex")
@@ -98,14 +98,10 @@ class Submissions:
         self.pending.add(future)
         future.add_done_callback(self.pending.discard)
 
-    @contextlib.contextmanager
-    def reporting(self) -> Iterator[None]:
-        """Report the failure of the call inside to telemetry; this does not wait."""
-        try:
-            yield
-        except Exception as error:
-            telemetry.log_exception(self.telemetry, error)
-            raise
+    def report(self, error: Exception) -> None:
+        """Report the failure of a call to telemetry; this does not wait."""
+        if self.telemetry is not None:
+            self.telemetry.log_exception(error)
 
     async def submit(
         self,
@@ -320,12 +316,14 @@ class Outbox:
             self.poison.spread(place, asyncio.CancelledError("the custom loss was cancelled"))
 
     async def _take_turn(self, turn: Turn[T], place: int) -> T:
-        with self.session.reporting():
+        try:
             async with self._turn:
                 self.poison.check(place)
                 fetch = await turn(self, place)
             return await fetch()
-        raise AssertionError("unreachable")
+        except Exception as error:
+            self.session.report(error)
+            raise
 
     # ── sending, by the call whose turn it is ─────────────────────────────────────────────────────
 

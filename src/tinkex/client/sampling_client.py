@@ -7,13 +7,20 @@ import binascii
 import contextlib
 import functools
 import json
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, get_args
 
 from tinkex.client.futures.api_future import AwaitableConcurrentFuture, Future
+from tinkex.client.futures.backcompat import (
+    ADVICE,
+    BackcompatClientFuture,
+    SampleFuture,
+    forwarding,
+)
 from tinkex.client.futures.queue_states import Observer
-from tinkex.client.futures.sample_future import SampleFuture
 from tinkex.client.futures.twins import value_twin
+from tinkex.client.http.request_headers import name_requests
 from tinkex.client.http.retry import RetryConfig
 from tinkex.client.sampling_parts.sample_calls import SampleCalls, base_model_of
 from tinkex.client.sampling_parts.sample_stream_calls import SampleStreams
@@ -358,3 +365,29 @@ async def open_sampler(
         with contextlib.suppress(NotFoundError):  # older servers have no such endpoint
             model = await base_model_of(session, sampling_session_id)
     return make(session, sampling_session_id=sampling_session_id, base_model=model)
+
+
+@name_requests
+@forwarding(SamplingClient)
+class BackcompatSamplingClientFuture(BackcompatClientFuture[SamplingClient], SamplingClient):
+    """The future of a SamplingClient: `await` it, or call `.result()`.
+
+    It can still be used as if it were the client, with a warning. A pickle of it is one of the
+    client.
+
+    Example:
+        >>> service.create_sampling_client(base_model="tinkex/tiny").result()
+        SamplingClient('...:sample:0')
+    """
+
+    def __reduce__(self) -> Any:
+        message = f"DEPRECATED: pickling a {type(self).__name__} will be removed: {ADVICE}"
+        warnings.warn(message, FutureWarning, stacklevel=2)
+        return self.result().__reduce__()
+
+
+def open_later(session: Session, **options: Any) -> BackcompatSamplingClientFuture:
+    """Begin to open a sampler; `options` are those of `open_sampling_client`."""
+    return BackcompatSamplingClientFuture(
+        session.create(functools.partial(open_sampling_client, session, **options))
+    )

@@ -16,22 +16,20 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from tinkex import telemetry
 from tinkex.client.futures.api_future import Future, start
 from tinkex.client.futures.batch_polling import BatchPoller
 from tinkex.client.futures.loop_thread import runtime
 from tinkex.client.futures.queue_states import QueueStateLogger, QueueStateTracker
 from tinkex.client.futures.result_polling import retrieve
-from tinkex.client.http.addresses import origin_of
+from tinkex.client.http.exchange import origin_of
 from tinkex.client.http.limits import DispatchGate, shared_gate, shared_response_budget
 from tinkex.client.http.request_headers import forget_caller
 from tinkex.client.http.transport import Transport
 from tinkex.client.outbox import Submissions
 from tinkex.client.settings.config import Config
 from tinkex.errors import GoneError, NotFoundError, TinkerError
-from tinkex.telemetry import Reporter
 from tinkex.types.future_requests import CancelFutureRequest
 from tinkex.types.sessions import (
     ClientConfigRequest,
@@ -45,6 +43,9 @@ from tinkex.types.sessions import (
 )
 from tinkex.wire import protocol
 from tinkex.wire.protocol import PROTOCOL_VERSION, Operation
+
+if TYPE_CHECKING:
+    from tinkex.telemetry import Reporter
 
 T = TypeVar("T")
 logger = logging.getLogger("tinkex")
@@ -107,20 +108,13 @@ class Session(Submissions):
             self, _close_transport, self.transport, self._reporters, self.pollers
         ).atexit = False
 
-    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine once the session is open; it fails if opening fails."""
-        if self.closed:
-            coroutine.close()
-            raise RuntimeError("ServiceClient is closed")
-        return start(self._after_open(coroutine))
-
     def call(
         self,
         function: Callable[..., Coroutine[Any, Any, T]],
         *args: Any,
         kind: type[Future[T]] | None = None,
     ) -> Future[T]:
-        """Like `start`, but make the coroutine only when it runs."""
+        """Run a function's coroutine once the session is open; it fails if opening fails."""
         if self.closed:
             raise RuntimeError("ServiceClient is closed")
         return start(self._call(function, args), kind)
@@ -139,18 +133,8 @@ class Session(Submissions):
         try:
             return await function(*args)
         except Exception as error:
-            telemetry.log_exception(self.telemetry, error)
+            self.report(error)
             raise
-
-    async def _after_open(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        try:
-            await self.opened()
-        except BaseException:
-            coroutine.close()
-            raise
-        with self.reporting():
-            return await coroutine
-        raise AssertionError("unreachable")
 
     async def opened(self) -> None:
         """Open the session if it is not open; after a failure the next call tries again."""
@@ -169,12 +153,14 @@ class Session(Submissions):
         await self._configure()
         if not self.is_shadow:
             await self._create()
-            self._report()
+            self._start_telemetry()
         runtime().task(_heartbeat(weakref.ref(self), self.session_id))
         runtime().task(_keep_informed(weakref.ref(self)))
         self._is_open = True
 
-    def _report(self) -> None:
+    def _start_telemetry(self) -> None:
+        from tinkex import telemetry  # not needed before a session is open
+
         send, wanted = telemetry.sender(self.transport), telemetry.goes_by_itself(self.config)
         self.telemetry = telemetry.init(
             self.session_id, self.config, send, enabled=wanted, owner=self

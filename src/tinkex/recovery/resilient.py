@@ -26,11 +26,11 @@ from typing import Any, Self, TypeVar
 from tinkex import events
 from tinkex.client.futures.api_future import Future, start
 from tinkex.client.futures.backcompat import BackcompatClientFuture
-from tinkex.client.futures.sampling_future import BackcompatSamplingClientFuture
 from tinkex.client.futures.streams import SampleStream
 from tinkex.client.http.retry import RetryConfig, persist
 from tinkex.client.rest import RestClient
 from tinkex.client.sampling_client import (
+    BackcompatSamplingClientFuture,
     SamplingClient,
     checked_kind,
     open_sampler,

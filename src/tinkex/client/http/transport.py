@@ -20,12 +20,20 @@ from urllib.parse import urlsplit
 import msgspec
 
 from tinkex import events
-from tinkex.client.http.addresses import MOST_REDIRECTS, REDIRECTS, origin, redirection, target
-from tinkex.client.http.exchange import Exchange, HttpRequest, Reply, StreamReply
+from tinkex.client.http.exchange import (
+    MOST_REDIRECTS,
+    REDIRECTS,
+    Exchange,
+    HttpRequest,
+    Reply,
+    StreamReply,
+    origin,
+    redirection,
+    target,
+)
 from tinkex.client.http.http_exchange import HttpExchange, open_exchange, outside_exchange
 from tinkex.client.http.limits import BillingPause, BreakerRegistry, ByteBudget
-from tinkex.client.http.reply_errors import KEPT_BYTES, ReplyErrors
-from tinkex.client.http.request_events import announced
+from tinkex.client.http.reply_errors import KEPT_BYTES, ReplyErrors, announced
 from tinkex.client.http.request_headers import (
     RequestKeys,
     client_headers,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 
 from tinkex.client.futures.result_polling import failure_of
-from tinkex.client.futures.stream_text import StreamTexts
-from tinkex.client.futures.streams import SampleStream, chunks_of
+from tinkex.client.futures.streams import SampleStream, StreamTexts, chunks_of
 from tinkex.client.futures.twins import twin
 from tinkex.client.http.retry import persist
 from tinkex.client.sampling_parts.sample_calls import Notice, SampleCalls

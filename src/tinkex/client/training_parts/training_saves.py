@@ -7,11 +7,16 @@ from typing import Any, Unpack
 
 from tinkex.client.checkpoint_arguments import checked_ttl
 from tinkex.client.futures.api_future import Future, users_level
-from tinkex.client.futures.sampling_future import BackcompatSamplingClientFuture, open_later
 from tinkex.client.futures.twins import deprecated, twin, value_twin
 from tinkex.client.http.retry import RetryConfig
 from tinkex.client.outbox import Fetch, Outbox
-from tinkex.client.sampling_client import SamplingClient, checked_kind, open_sampling_client
+from tinkex.client.sampling_client import (
+    BackcompatSamplingClientFuture,
+    SamplingClient,
+    checked_kind,
+    open_later,
+    open_sampling_client,
+)
 from tinkex.client.training_parts.call_arguments import CallOptions
 from tinkex.client.training_parts.training_passes import TrainingPasses
 from tinkex.errors import APIResponseValidationError
