@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -47,8 +46,7 @@ EARLY_DELAYS = Delays(first=0.05, most=1.0)
 """Delays after polls that the server does not hold, which must not become a hot loop."""
 
 
-@dataclass(frozen=True, slots=True)
-class Receipt:
+class Receipt(msgspec.Struct, frozen=True):
     """The answer to a submission: the name of a future or, from some servers, the result."""
 
     op: Operation
@@ -93,8 +91,7 @@ async def _given(result: Any) -> Any:
     return result
 
 
-@dataclass(slots=True)
-class _Poll:
+class _Poll(msgspec.Struct):
     """One operation's polls, until there is an outcome."""
 
     transport: Transport
@@ -301,16 +298,14 @@ _EVENTS: dict[type[TinkerError], str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Pending:
+class _Pending(msgspec.Struct, frozen=True):
     """An answer without a result."""
 
     delay: float | None
     """Seconds to wait before the next poll, if the server or the settings say so."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Announced:
+class _Announced(msgspec.Struct, frozen=True):
     """An answer that announces the size of a result, to be asked for again."""
 
     size: int

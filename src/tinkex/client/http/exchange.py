@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import quote, urldefrag, urlencode, urljoin, urlsplit
 
@@ -75,8 +74,7 @@ def bounded(seconds: float | None) -> float | None:
     return seconds if seconds is not None and 0 < seconds <= LONGEST_RETRY_AFTER else None
 
 
-@dataclass(frozen=True, slots=True)
-class StreamReply:
+class StreamReply(msgspec.Struct, frozen=True):
     """An answer that is still coming: its status and headers, and its bytes as they arrive."""
 
     status: int

@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Container, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any, NamedTuple, TypedDict, Unpack
 from urllib.parse import urlsplit
 
@@ -235,7 +234,7 @@ class Transport:
                     text = await _beginning(chunks)
                     bad = Reply(reply.status, reply.headers, text, address)
                     raise self.errors.refusal(op, bad)
-                yield replace(reply, chunks=chunks, url=address)
+                yield msgspec.structs.replace(reply, chunks=chunks, url=address)
 
     async def poll(
         self,
@@ -279,7 +278,7 @@ class Transport:
             async with route.exchange.stream(request) as reply:
                 found = redirection(address, reply.status, reply.headers)
                 if found is None or not left:
-                    yield replace(reply, url=address)
+                    yield msgspec.structs.replace(reply, url=address)
                     return
             if address.startswith("https:") and not found.startswith("https:"):
                 raise ConnectionError("an encrypted address sends on to one that is not")
