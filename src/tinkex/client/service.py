@@ -252,7 +252,7 @@ class ServiceClient(TrainingStarts):
                 another account.
 
         Returns:
-            A future of the copy's path.
+            A future of the path of the copy.
 
         Raises:
             ValueError: This client has no project.
