@@ -348,14 +348,11 @@ def shadow_of(config: Config, session_id: str) -> Session:
 def _close_transport(
     transport: Transport, reporters: list[Reporter], pollers: weakref.WeakSet[BatchPoller]
 ) -> None:
-    runtime().release(_drop(transport, reporters, pollers))
+    async def close() -> None:
+        await _flush(pollers)
+        await _let_go(transport, reporters)
 
-
-async def _drop(
-    transport: Transport, reporters: list[Reporter], pollers: weakref.WeakSet[BatchPoller]
-) -> None:
-    await _flush(pollers)
-    await _let_go(transport, reporters)
+    runtime().release(close())
 
 
 async def _flush(pollers: weakref.WeakSet[BatchPoller]) -> None:

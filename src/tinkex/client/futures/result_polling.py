@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -57,13 +57,8 @@ class Receipt(msgspec.Struct, frozen=True):
     result: Any = None
 
 
-class QueueNotice(Protocol):
-    """Receives the queue's state and its reason from every answer that names them."""
-
-    def __call__(
-        self, queue_state: str, queue_state_reason: str | None = None, /, *, request_id: str = ""
-    ) -> object:
-        """Take note."""
+QueueNotice: TypeAlias = Callable[..., object]
+"""Receives the queue's state, its reason, and `request_id`, from every answer that names them."""
 
 
 def retrieve(
@@ -72,7 +67,6 @@ def retrieve(
     *,
     timeout: float | None = None,
     notice: QueueNotice | None = None,
-    metadata_only: bool = True,
 ) -> Coroutine[Any, Any, Any]:
     """Poll until an operation has ended; return its result, or raise RequestFailedError.
 
@@ -84,7 +78,7 @@ def retrieve(
     poll = _Poll(
         transport, receipt.op, receipt.request_id, receipt.submitted, notice, time.monotonic()
     )
-    return poll.run(metadata_only) if timeout is None else poll.run_within(timeout, metadata_only)
+    return poll.run() if timeout is None else poll.run_within(timeout)
 
 
 async def _given(result: Any) -> Any:
@@ -107,27 +101,27 @@ class _Poll(msgspec.Struct):
     early: int = 0
     malformed: int = 0
     metadata_only: bool = True
+    """True until a size was announced."""
     last_failure: Exception | None = None
     asked: tuple[bool, codec.Body] | None = None
     """True if the last poll allowed an announcement, and its body: most are repeated."""
 
-    async def run_within(self, seconds: float, metadata_only: bool) -> Any:
+    async def run_within(self, seconds: float) -> Any:
         """Poll until a result or the timeout."""
         try:
             async with asyncio.timeout(seconds) as limit:
-                return await self.run(metadata_only)
+                return await self.run()
         except TimeoutError:
             if limit.expired():
                 raise self._late() from None
             raise  # of one exchange, which has its own limit
 
-    async def run(self, metadata_only: bool) -> Any:
+    async def run(self) -> Any:
         """Poll; a result whose size was announced is fetched under the budget for large results."""
-        self.metadata_only = metadata_only
         answer = await persist(self._ask, self._delay_after)
         if not isinstance(answer, _Announced):
             return answer
-        if not metadata_only:
+        if not self.metadata_only:
             raise self._told(
                 APIResponseValidationError(
                     f"{self.op.title} at {self.transport.place}: the size of the result of "
@@ -135,7 +129,8 @@ class _Poll(msgspec.Struct):
                 )
             )
         async with self.transport.response_budget.taken(answer.size):
-            return await self.run(False)
+            self.metadata_only = False
+            return await self.run()
 
     def _delay_after(self, outcome: Any) -> float | None:
         """Return the wait before the next poll; None at the end."""
