@@ -41,7 +41,7 @@ MODULES = [
     "events",
     "client.futures.api_future",
     "client.futures.await_many",
-    "client.futures.sample_future",
+    "client.futures.backcompat",
     "client.settings.delays",
     "client.http.http_client",
     "hub.pushes",

@@ -316,7 +316,7 @@ def test_requests_for_telemetry_count_like_any_other(
     session = service.holder
     before = metrics.snapshot().counters["tinkex_requests_total"]
     batch = TelemetrySendRequest(session_id="s", platform="p", sdk_version="0", events=[])
-    session.start(session.transport.call(protocol.TELEMETRY, batch)).result(20)
+    session.call(session.transport.call, protocol.TELEMETRY, batch).result(20)
     assert metrics.snapshot().counters["tinkex_requests_total"] == before + 1
 
 
