@@ -639,3 +639,34 @@ def no_process_is_left() -> Iterator[None]:
     from multiprocessing import active_children
 
     assert not active_children()
+
+
+# ── Ray ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.covers("K12")
+@pytest.mark.skipif(KIND == "local", reason="make cluster has Ray")
+def test_cluster_off_loopback_without_a_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray_link = pytest.importorskip("tinkex.cluster.ray_link")
+    monkeypatch.setattr(ray_link.ray, "is_initialized", lambda: False)
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    with pytest.raises(ConfigurationError, match=r"10\.1\.2\.3:6379 is not on loopback"):
+        ray_link.join("10.1.2.3:6379")
+
+
+@pytest.mark.covers("K11")
+@pytest.mark.skipif(KIND != "local", reason="make cluster has Ray")
+def test_ray_that_is_not_installed_is_named(tmp_path: Path) -> None:
+    plans = [ReplicaPlan("a", SLOW)]
+    with pytest.raises(ConfigurationError, match=r"(?s)Ray cannot be imported.*tinkex\[ray\]"):
+        make_engines(WorkersOption.parse("ray"), plans, tmp_path)
+
+
+@pytest.mark.covers("K11")
+@pytest.mark.skipif(KIND == "local", reason="make cluster has Ray")
+def test_worker_that_finds_no_gpu_is_named(tmp_path: Path) -> None:
+    fleet = Fleet(
+        make_engines(WorkersOption.parse(KIND), [ReplicaPlan("a", SLOW, gpus=1)], tmp_path)
+    )
+    with pytest.raises(EngineError, match="worker 'a' needs 1 GPU, and the cluster has 0"):
+        fleet.connect(1)

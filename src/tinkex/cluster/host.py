@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -79,8 +79,7 @@ class Host:
         self._writers: dict[int, Writer] = {}
         self._names: dict[str, set[str]] = {kind: set() for kind in KINDS}
         self._drawn: list[tuple[str, Sequence[DrawnToken]]] = []
-        self._logs: list[LogLine] = []
-        self._logs_lock = threading.Lock()
+        self._logs: deque[LogLine] = deque(maxlen=LOG_LINES)
         threading.Thread(target=self._run, name="tinkex-engine", daemon=True).start()
 
     def submit(self, call: Call) -> Future[Any]:
@@ -93,9 +92,7 @@ class Host:
 
     def log(self, line: LogLine) -> None:
         """Take a line of the log along with the next news."""
-        with self._logs_lock:
-            self._logs.append(line)
-            del self._logs[:-LOG_LINES]
+        self._logs.append(line)
         self._tasks.put(None)
 
     # ── the engine's thread ───────────────────────────────────────────────────────────────────────
@@ -108,7 +105,7 @@ class Host:
             why = EngineError(f"the engine cannot be made: {_told(error)}", "server")
             while True:
                 if (task := self._tasks.get()) is not None:
-                    self._tell(News(logs=self._take_logs()))
+                    self._tell(News(logs=_emptied(self._logs)))
                     task[1].set_exception(why)
         self._stepper = Stepper(self._engine)
         told: Counter[str] = Counter()
@@ -118,16 +115,11 @@ class Host:
                 _sendable(done) for one in self._stepper.advance() for done in self._closed(one)
             ]
             drawn, self._drawn = self._drawn, []
-            logs = self._take_logs()
+            logs = _emptied(self._logs)
             if ended or drawn or logs:
                 steps = self._stepper.steps - told
                 told.update(steps)
                 self._tell(News(ended, drawn, dict(steps), logs))
-
-    def _take_logs(self) -> Sequence[LogLine]:
-        with self._logs_lock:
-            logs, self._logs = self._logs, []
-        return logs
 
     def _take(self) -> None:
         """Carry out the calls that wait; wait for one if the engine has nothing to do."""
@@ -304,6 +296,10 @@ class Host:
 
 FILE_CALLS = frozenset({"write", "read", "take", "release"})
 """Calls that are carried out beside the engine."""
+
+
+def _emptied(lines: deque[LogLine]) -> Sequence[LogLine]:
+    return [lines.popleft() for _ in range(len(lines))]
 
 
 def _told(error: BaseException) -> str:

@@ -22,6 +22,8 @@ UNKNOWN = b""
 """The digest of a request of which only its outcome is left."""
 GIVEN_UP = "given_up"
 """The operation that a journal names for a number that was given up."""
+FAILED = "failed"
+"""The operation that a journal names for a request that failed for good, with the reason."""
 READ = "read"
 """The operation that a journal of samples names for results that were read."""
 

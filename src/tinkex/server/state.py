@@ -11,11 +11,11 @@ from pathlib import Path
 from tinkex.engine.api import Engine, EngineError
 from tinkex.server.access.accounts import Accounts
 from tinkex.server.access.searches import Searches
-from tinkex.server.complaints import complain
 from tinkex.server.database.interface import Database
 from tinkex.server.files.checkpoint_files import Checkpoints
 from tinkex.server.files.data_dir import Lock, discard, make_directory
 from tinkex.server.files.upload_files import sweep_uploads
+from tinkex.server.http_errors import complain
 from tinkex.server.meter import Meter
 from tinkex.server.open_sessions import Sessions
 from tinkex.server.parts import Parts
@@ -188,7 +188,9 @@ class State:
 
     def _forget_session(self, session_id: str) -> None:
         """Free what a session that has ended holds in all parts."""
-        self.runs.forget_session(session_id)
+        of_session = [run for run, live in self.runs.items() if live.run.session_id == session_id]
+        for run in of_session:
+            self.runs.forget(run)
         self.workers.forget_session(session_id)
         next(iter(self.workers)).run(self.database.runs.touch, self._take_asked())
         self.samplers.forget_session(session_id)

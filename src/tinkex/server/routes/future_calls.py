@@ -22,7 +22,8 @@ from tinkex.server.middleware import is_own
 from tinkex.server.routes.cluster_pages import waiting_reason
 from tinkex.server.routes.handler_table import handler
 from tinkex.server.runs.journals import DIRECT
-from tinkex.server.runs.promises import Log, Promise, encode, encoding, is_heavy
+from tinkex.server.runs.promises import Promise, encode, encoding, is_heavy
+from tinkex.server.runs.result_log import Log
 from tinkex.server.runs.unloading import UNLOAD
 from tinkex.server.state import State
 from tinkex.server.workers.sample_jobs import CANCELLED
@@ -61,12 +62,15 @@ async def retrieve_future(state: State, call: Call) -> Response | codec.Body:
     )
     try:
         async with state.promises.holding(state.limits.poll_seconds):
-            await promise.done.wait()
+            while not promise.done.is_set():  # a failure may have been taken back
+                await promise.done.wait()
     except TimeoutError:
         if (reason := await waiting_reason(state, wanted.request_id)) is not None:
             paused = {"queue_state": "paused_capacity", "queue_state_reason": reason}
             return _json(paused, 408)
         return _json({"queue_state": "active"}, 408)
+    if promise.is_lost:
+        await state.promises.keep_failures([promise])
     as_protobuf = codec.PROTOBUF in call.headers.get("accept", "")
     promise.touch()
     body = await encoding(promise, as_protobuf=as_protobuf)
@@ -134,12 +138,13 @@ async def retrieve_futures(state: State, call: Call) -> FuturesRetrieveResponse 
     if log.is_closed:
         raise Refusal(410, f"the session of {request.target.sampling_session_id!r} has ended")
     ended = log.after(cursor)
+    await state.promises.keep_failures(ended)
     if request.inline_bytes is None:
         return await _list(ended, cursor)
     return await _carry(ended, cursor, min(request.inline_bytes, state.limits.inline_bytes))
 
 
-async def _log(state: State, request: FuturesRetrieveRequest) -> Log:
+async def _log(state: State, request: FuturesRetrieveRequest) -> Log[Promise]:
     """Return the log that a poll is for, without what the client says it knows."""
     target = (request.target.sampling_session_id, request.target.cloned_sampler_id)
     if state.promises.log(target) is None:
@@ -162,7 +167,7 @@ async def _log(state: State, request: FuturesRetrieveRequest) -> Log:
     for request_id in request.retrieved_request_ids:
         promise = state.promises.get(request_id)
         if promise is not None and promise.target == target and promise.done.is_set():
-            state.promises.free(promise)
+            state.promises.forget(promise)
     return log
 
 

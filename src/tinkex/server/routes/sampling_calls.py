@@ -1,23 +1,34 @@
-"""Open samplers and draw samples."""
+"""Open samplers and draw samples.
+
+A stream sends samples as they are drawn: a server-sent event for each token. It is not a future:
+nothing is kept, and a client that disconnects ends its sample. Tokens are sent as numbers; the
+client's tokenizer knows how to join the pieces of a character.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import functools
+import logging
+import math
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
-from tinkex.engine.api import Listener
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tinkex.engine.api import DrawnToken, EngineError, Listener
 from tinkex.server.calls import Call
 from tinkex.server.database.entities import Sampler
-from tinkex.server.http_errors import Refusal
+from tinkex.server.http_errors import Refusal, internal
 from tinkex.server.routes.handler_table import handler
 from tinkex.server.routes.operations import watch
-from tinkex.server.routes.sample_streams import SampleStream
 from tinkex.server.state import State
 from tinkex.types.future_requests import JoinSamplingSessionRequest, JoinSamplingSessionResponse
+from tinkex.types.record import to_json
 from tinkex.types.sampled import SampleResponse
 from tinkex.types.sampling import (
     CreateSamplingSessionRequest,
@@ -26,6 +37,15 @@ from tinkex.types.sampling import (
     SampleRequest,
 )
 from tinkex.types.training import UntypedAPIFuture
+from tinkex.wire import codec
+
+logger = logging.getLogger("tinkex.server")
+
+WAITING = b": waiting\n\n"
+END = b"data: [DONE]\n\n"
+"""The end of every stream, also after a failure; a stream without it was cut short."""
+
+Draw: TypeAlias = Callable[[Listener], Awaitable[SampleResponse]]
 
 
 @handler
@@ -114,3 +134,137 @@ async def join_sampling_session(state: State, call: Call) -> JoinSamplingSession
         raise Refusal(404, f"there is no sampling session {request.sampling_session_id!r}")
     number = await asyncio.to_thread(state.database.samplers.join, request.sampling_session_id)
     return JoinSamplingSessionResponse(client_counter=number)
+
+
+# ── streams ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def event(fields: dict[str, Any], name: str = "") -> bytes:
+    """Return one server-sent event."""
+    return (f"event: {name}\n".encode() if name else b"") + b"data: " + to_json(fields) + b"\n\n"
+
+
+class SampleStream(Response):
+    """The answer to a request for a stream; `draw` starts the sample, `cancel` drops it.
+
+    Events wait here for a slow client; there are at most as many as the request asked for tokens.
+    """
+
+    def __init__(self, draw: Draw, cancel: Callable[[], object], quiet_seconds: float) -> None:
+        # A proxy must not buffer events.
+        headers = {
+            "Cache-Control": "no-cache",
+            "X-Accel-Buffering": "no",
+            "Content-Type": codec.EVENT_STREAM,
+        }
+        super().__init__(None, headers=headers)
+        del self.headers["content-length"]
+        self._draw, self._cancel, self._quiet_seconds = draw, cancel, quiet_seconds
+        self._events: list[bytes] = []
+        self._lengths: dict[int, int] = {}
+        self._ended: set[int] = set()
+        self._news = asyncio.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send events until the sample has ended or the client has disconnected."""
+        drawing = asyncio.ensure_future(self._draw(self._hear))
+        drawing.add_done_callback(lambda _: self._news.set())
+        gone, writing = (
+            asyncio.ensure_future(_disconnect(receive)),
+            asyncio.ensure_future(self._write(drawing, send)),
+        )
+        try:
+            await asyncio.wait({gone, writing}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not drawing.done():
+                self._cancel()
+                drawing.add_done_callback(_retrieve)
+            gone.cancel()
+            writing.cancel()
+        await asyncio.wait({writing})
+        if not writing.cancelled():
+            with contextlib.suppress(OSError):  # the connection is broken
+                writing.result()
+
+    def _hear(self, drawn: Sequence[DrawnToken]) -> None:
+        for token in drawn:
+            self._lengths[token.index] = self._lengths.get(token.index, 0) + 1
+            logprob = token.logprob if math.isfinite(token.logprob) else None
+            fields = {
+                "token_id": token.token,
+                "token": None,
+                "logprob": logprob,
+                "index": token.index,
+            }
+            if token.version is not None:
+                fields["weights_version"] = token.version
+            self._events.append(event(fields | {"event_type": "token"}))
+            if token.stop_reason is not None:
+                self._end(token.index, token.stop_reason, self._lengths[token.index], token.reused)
+        self._news.set()
+
+    def _end(self, index: int, reason: str, total: int, reused: int) -> None:
+        self._ended.add(index)
+        fields = {
+            "index": index,
+            "finish_reason": reason,
+            "total_tokens": total,
+            "event_type": "done",
+        }
+        if reused:
+            fields["prompt_cache_hit_tokens"] = reused
+        self._events.append(event(fields))
+
+    async def _write(self, drawing: asyncio.Future[SampleResponse], send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        while not drawing.done():
+            try:
+                async with asyncio.timeout(self._quiet_seconds):
+                    await self._news.wait()
+            except TimeoutError:
+                self._events.append(WAITING)
+            self._news.clear()
+            if not drawing.done():
+                await _send(send, self._take())
+        self._conclude(drawing)
+        await _send(send, self._take() + END, more=False)
+
+    def _take(self) -> bytes:
+        """Return the new events; tokens of several steps may go out together."""
+        events, self._events = self._events, []
+        return b"".join(events)
+
+    def _conclude(self, drawing: asyncio.Future[SampleResponse]) -> None:
+        try:
+            result = drawing.result()
+        except EngineError as error:
+            self._fail(str(error), error.category)
+        except Exception as error:
+            logger.exception("a stream of samples failed")
+            self._fail(internal(error), "server")
+        else:
+            for index, sequence in enumerate(result.sequences):
+                if index not in self._ended:  # a sample without tokens has had no event
+                    self._end(
+                        index, sequence.stop_reason, sequence.length, result.prompt_cache_hit_tokens
+                    )
+
+    def _fail(self, message: str, category: str) -> None:
+        self._events.append(
+            event({"error": message, "category": category, "event_type": "error"}, "error")
+        )
+
+
+async def _send(send: Send, data: bytes, *, more: bool = True) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _retrieve(drawing: asyncio.Future[Any]) -> None:
+    """Take the failure of a sample whose client has gone, or asyncio would log it."""
+    if not drawing.cancelled():
+        drawing.exception()

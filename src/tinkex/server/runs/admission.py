@@ -19,7 +19,8 @@ from tinkex.server.calls import GIVEN_UP, UNKNOWN, Call, refused_call
 from tinkex.server.database.entities import LOCAL_OWNER
 from tinkex.server.http_errors import Refusal
 from tinkex.server.parts import Parts
-from tinkex.server.runs.promises import Promise
+from tinkex.server.runs.journal import Entry
+from tinkex.server.runs.promises import Promise, fail_again
 from tinkex.server.runs.snapshot import Snapshots
 from tinkex.server.runs.work import (
     Creation,
@@ -35,7 +36,6 @@ from tinkex.server.runs.work import (
     Work,
 )
 from tinkex.server.workers.run_order import Postponed
-from tinkex.server.workers.worker import Worker
 from tinkex.types.training import UntypedAPIFuture
 
 logger = logging.getLogger("tinkex.server")
@@ -111,15 +111,6 @@ class Runs(Mapping[str, LiveRun]):
                     break
                 await promise.done.wait()
 
-    async def worker_of(self, run: str) -> Worker:
-        """Return the worker that a run is at home on, loaded or not."""
-        if (live := self._live.get(run)) is not None:
-            return live.worker
-        known = await asyncio.to_thread(self._database.runs.get, run)
-        if known is None:
-            raise Refusal(404, f"there is no model {run!r}")
-        return self._workers.home(run, known.base_model, known.home)
-
     def is_loaded(self, run: str) -> bool:
         """Return whether a run takes requests: at once, or after it is taken up again."""
         return run in self._live or self._revivals.is_asleep(run)
@@ -165,9 +156,8 @@ class Runs(Mapping[str, LiveRun]):
     async def create_again(self, call: Call) -> None:
         """Make a run or a custom loss that a journal has, and wait for it."""
         creation: Creation = await self._prepare(call)
-        promise = self._promises.get(creation.request_id) or self._promises.add(
-            creation.request_id, call.digest, creation.session_id
-        )
+        journal = self._journals.of_run(creation.name)
+        promise = self._promises.repeat(creation.request_id, call, creation.session_id, journal, 0)
         await self._promises.fulfil(promise, self._made(call, creation))
 
     def _fail(self, request_id: str, session_id: str, call: Call, run: str) -> UntypedAPIFuture:
@@ -177,7 +167,7 @@ class Runs(Mapping[str, LiveRun]):
 
     def enter(self, live: LiveRun) -> None:
         """Take a run in whose adapter has been made."""
-        run = live.run.model_id
+        run = live.name
         if live.run.session_id not in self._sessions:
             live.worker.drop_run(run)
             raise EngineError("the session has ended")
@@ -245,15 +235,17 @@ class Runs(Mapping[str, LiveRun]):
             raise
         return receipt
 
-    async def admit_again(self, live: LiveRun, call: Call) -> None:
-        """Put a request that a journal has into its run's lane."""
-        run, number = live.run.model_id, call.number
+    async def admit_again(self, live: LiveRun, call: Call, failed: Entry | None = None) -> None:
+        """Put a request that a journal has into its run's lane; one that failed fails again."""
+        run, number = live.name, call.number
         assert number is not None
-        work = await self._work_of(call)
-        request_id = f"{run}:{number}"
-        promise = self._promises.get(request_id) or self._promises.add(
-            request_id, call.digest, live.run.session_id
+        journal = self._journals.of_run(run)
+        promise = self._promises.repeat(
+            f"{run}:{number}", call, live.run.session_id, journal, number
         )
+        work: Work = Refused("") if failed is not None else await self._work_of(call)
+        if failed is not None:
+            fail_again(promise, failed)
         if isinstance(work, Pass) and work.admitted is not None:
             work.admitted(number)
         live.lane.hold(number, call.size)
@@ -262,13 +254,13 @@ class Runs(Mapping[str, LiveRun]):
     def free(self, live: LiveRun) -> int:
         """Return the next number for a request without one; some may be on their way to disk."""
         number = live.lane.free
-        while self._promises.get(f"{live.run.model_id}:{number}") is not None:
+        while self._promises.get(f"{live.name}:{number}") is not None:
             number += 1
         return number
 
     def offer(self, live: LiveRun, item: LaneItem) -> None:
         """Begin with an operation that is on disk when all numbers before it have come."""
-        if self._live.get(live.run.model_id) is not live:
+        if self._live.get(live.name) is not live:
             if not live.is_rebuilding:  # else it is read in the journal
                 item.promise.fail("the session has ended")
             return
@@ -286,7 +278,7 @@ class Runs(Mapping[str, LiveRun]):
             self.gaps.watch(live, missing)
 
     def _begin(self, live: LiveRun, item: LaneItem) -> None:
-        run, worker = live.run.model_id, live.worker
+        run, worker = live.name, live.worker
         carry_out = functools.partial(self._carry_out, live, item)
         match item.work:
             case Pass():
@@ -313,6 +305,7 @@ class Runs(Mapping[str, LiveRun]):
             live.is_between_steps &= not work.job.backward
             return live.worker.engine.pass_start(replace(work.job, job=item.promise.request_id))
         if isinstance(work, Refused):
+            item.promise.place = None  # its journal says why
             raise EngineError(work.why)
         result = work.do(live)
         if isinstance(work, Step | Discard | Load):
@@ -337,7 +330,7 @@ class Runs(Mapping[str, LiveRun]):
 
     def put(self, live: LiveRun) -> None:
         """Have a run that is being rebuilt."""
-        self._live[live.run.model_id] = live
+        self._live[live.name] = live
 
     def remove(self, run: str) -> None:
         """Forget a run that its worker has dropped."""
@@ -352,11 +345,6 @@ class Runs(Mapping[str, LiveRun]):
         self.remove(run)
         if live is not None:
             live.worker.drop_run(run)
-
-    def forget_session(self, session_id: str) -> None:
-        """Drop the runs of a session."""
-        for run in [name for name, live in self.items() if live.run.session_id == session_id]:
-            self.forget(run)
 
 
 def _fail_as_passed(live: LiveRun, promise: Promise) -> None:
@@ -410,12 +398,12 @@ class Gaps:
     async def _give_up_durably(self, live: LiveRun, missing: int) -> None:
         """Record that a number is given up before it is: another life must not carry it out."""
         try:
-            await self._journals.of_run(live.run.model_id).append(missing, {"op": GIVEN_UP})
+            await self._journals.of_run(live.name).append(missing, {"op": GIVEN_UP})
         except OSError:
             logger.exception(
                 "that request %d of %s was given up cannot be put on disk",
                 missing,
-                live.run.model_id,
+                live.name,
             )
         self.give_up(live, missing)
 

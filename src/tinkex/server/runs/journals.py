@@ -35,9 +35,9 @@ class Journals:
         self.writing = asyncio.Lock()
         """Held while weights are written: one at a time is enough for a disk, and for memory."""
 
-    def run_directory(self, model_id: str) -> Path:
+    def run_directory(self, run: str) -> Path:
         """Return the directory of a run's journal and states."""
-        return self.data_dir / "runs" / file_name(model_id)
+        return self.data_dir / "runs" / file_name(run)
 
     def samples_directory(self, session_id: str) -> Path:
         """Return the directory of the journal of a session's samples."""
@@ -59,9 +59,9 @@ class Journals:
             journal = self._open[directory] = Journal(directory, self._committer)
         return journal
 
-    def of_run(self, model_id: str) -> Journal:
+    def of_run(self, run: str) -> Journal:
         """Return the journal of a run."""
-        return self.of(self.run_directory(model_id))
+        return self.of(self.run_directory(run))
 
     def of_samples(self, session_id: str) -> Journal:
         """Return the journal of a session's samples."""

@@ -14,18 +14,20 @@ import logging
 import re
 import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from tinkex.engine.api import EngineError, EngineLost
-from tinkex.server.calls import GIVEN_UP, READ, UNKNOWN, call_of
+from tinkex.server.calls import FAILED, GIVEN_UP, READ, UNKNOWN, call_of
 from tinkex.server.files.checkpoint_files import Checkpoints
 from tinkex.server.http_errors import Refusal
 from tinkex.server.parts import Parts
 from tinkex.server.runs.admission import Runs
 from tinkex.server.runs.journal import DamagedJournalError, Entry
 from tinkex.server.runs.journals import DIRECT, UNPLACED
+from tinkex.server.runs.promises import fail_again
 from tinkex.server.runs.snapshot import Snapshots, thaw
-from tinkex.server.runs.unloading import Unloading
+from tinkex.server.runs.unloading import UNLOAD, Unloading
 from tinkex.server.runs.work import Lane, LaneItem, LiveRun
 from tinkex.server.samples.sample_admission import Samples
 from tinkex.types.future_requests import RequestErrorCategory
@@ -104,6 +106,10 @@ class Replay:
         self._runs.remove(run)
         with contextlib.suppress(EngineError):  # a worker that has died has nothing to drop
             await live.worker.release_run(run)
+        if live.worker.failure is not None:
+            await live.worker.ended.wait()  # until all that it had has failed
+        asked = [*live.recent.values(), self._promises.get(f"{run}{UNLOAD}")]
+        taken_back = [promise for promise in asked if promise is not None and promise.take_back()]
         # what was on its way to the disk is read back
         await self._promises.all_recorded(live.run.session_id)
         if live.commit is not None:
@@ -111,7 +117,7 @@ class Replay:
         self._journals.of_run(run).rotate()
         await self._revive(run)
         if run not in self._runs:
-            for promise in live.recent.values():
+            for promise in (*live.recent.values(), *taken_back):
                 promise.fail("the run could not be rebuilt", RequestErrorCategory.Server)
 
     async def _revive(self, name: str) -> None:
@@ -154,6 +160,12 @@ class Replay:
     async def _revive_run(self, name: str) -> None:
         started = time.monotonic()
         entries = await asyncio.to_thread(self._journals.of_run(name).read)
+        failed = {entry.facts["id"]: entry for entry in entries if entry.facts["op"] == FAILED}
+        entries = [entry for entry in entries if entry.facts["op"] != FAILED]
+        for request_id in (name, f"{name}:0"):
+            if request_id in failed:  # it was never made
+                self._fail_again(request_id, entries[0], failed[request_id])
+                return
         # a custom loss has a journal as runs have, of one request
         if entries and entries[0].facts["op"] == "create_custom_loss":
             await self._runs.create_again(call_of(entries[0]))
@@ -177,7 +189,7 @@ class Replay:
         live.is_rebuilding = True
         later = [entry for entry in entries if entry.number > number]
         for entry in later:
-            await self._repeat(live, entry)
+            await self._repeat(live, entry, failed)
         live.is_rebuilding = False
         logger.info(
             "%s is taken up again: %d requests after state %d, in %.2f s",
@@ -209,22 +221,34 @@ class Replay:
             )
         return live
 
-    async def _repeat(self, live: LiveRun, entry: Entry) -> None:
-        """Do again what one record of a journal says."""
+    def _fail_again(self, request_id: str, entry: Entry, failed: Entry) -> None:
+        """Promise a failure again that was on disk before it was told."""
+        call, session_id = call_of(entry), request_id.partition(":")[0]
+        promise = self._promises.get(request_id) or self._promises.add(
+            request_id, call.digest, session_id
+        )
+        fail_again(promise, failed)
+
+    async def _repeat(self, live: LiveRun, entry: Entry, failed: Mapping[str, Entry]) -> None:
+        """Do again what one record of a journal says, as if what failed had not been asked for."""
         if entry.facts["op"] == GIVEN_UP:
             self._runs.gaps.give_up(live, entry.number)
             return
         call = await asyncio.to_thread(call_of, entry)
+        run = live.name
         if call.op == "unload_model":
-            self._unloading.begin(live, call, entry.number)
+            if (known := failed.get(f"{run}{UNLOAD}")) is not None:
+                self._fail_again(f"{run}{UNLOAD}", entry, known)
+            else:
+                self._unloading.begin(live, call, entry.number)
             return
         try:
-            await self._runs.admit_again(live, call)
+            await self._runs.admit_again(live, call, failed.get(f"{run}:{entry.number}"))
         except Refusal as refusal:
             logger.warning(
                 "request %d of %s cannot be repeated: %s",
                 entry.number,
-                live.run.model_id,
+                live.name,
                 refusal.detail,
             )
 
@@ -239,14 +263,15 @@ class Replay:
         entries = await asyncio.to_thread(self._journals.of_samples(session_id).read)
         read = [entry.facts["ids"] for entry in entries if entry.facts["op"] == READ]
         over = {request_id for ids in read for request_id in ids}
+        failed = {entry.facts["id"]: entry for entry in entries if entry.facts["op"] == FAILED}
         for entry in entries:
-            if entry.facts["op"] == READ:
+            if entry.facts["op"] in (READ, FAILED):
                 continue
             request_id = entry.facts["id"]
             if request_id in over or self._promises.get(request_id) is not None:
                 continue
             try:
                 call = await asyncio.to_thread(call_of, entry)
-                await self._samples.admit_again(call, request_id)
+                await self._samples.admit_again(call, request_id, failed.get(request_id))
             except Refusal as refusal:
                 logger.warning("sample %s cannot be drawn again: %s", request_id, refusal.detail)

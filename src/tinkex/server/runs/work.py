@@ -122,6 +122,11 @@ class LiveRun:
     again: set[asyncio.Future[None]] = field(default_factory=set)
     """The operations of its journal that are being carried out again."""
 
+    @property
+    def name(self) -> str:
+        """The run's id."""
+        return self.run.model_id
+
 
 @dataclass(frozen=True, slots=True)
 class Pass:
@@ -133,41 +138,37 @@ class Pass:
     """Called with the pass's number before it is put on disk, on the event loop."""
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+@dataclass(frozen=True)
+class _Doing:
+    """Work that is a call on the worker."""
+
+    do: Callable[[LiveRun], Any]
+
+
+class Step(_Doing):
     """An optimizer step; no gradient is left after it."""
 
-    do: Callable[[LiveRun], Any]
 
-
-@dataclass(frozen=True, slots=True)
-class Discard:
+class Discard(_Doing):
     """The loss of the gradient that was gathered."""
 
-    do: Callable[[LiveRun], Any]
 
-
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(_Doing):
     """A change to saved weights; a snapshot is made at once, for they may be deleted afterwards."""
 
-    do: Callable[[LiveRun], Any]
 
-
-@dataclass(frozen=True, slots=True)
-class Save:
+@dataclass(frozen=True)
+class Save(_Doing):
     """A save; it waits for what its run was asked for before, other saves excepted."""
 
-    do: Callable[[LiveRun], Any]
     after: Callable[[LiveRun, Any], Any] | None = None
     """Takes the result on the event loop, and returns the operation's."""
 
 
-@dataclass(frozen=True, slots=True)
-class Unload:
+@dataclass(frozen=True)
+class Unload(_Doing):
     """The end of a run; it comes even if a number before it never does."""
 
-    do: Callable[[LiveRun], Any]
     after: Callable[[LiveRun, Any], Any]
 
 

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from tinkex.server.calls import READ, Call
 from tinkex.server.database.entities import Sampler
 from tinkex.server.parts import Parts
-from tinkex.server.runs.promises import Promise, Target
+from tinkex.server.runs.journal import Entry
+from tinkex.server.runs.promises import Promise, Target, fail_again
 from tinkex.server.samples.sampler_weights import WeightSource
 from tinkex.server.samples.samplers import Samplers
 from tinkex.types.sampled import SampleResponse
@@ -63,9 +64,18 @@ class Samples:
             sample_sequence_ids=[f"{request_id}:{index}" for index in range(request.num_samples)],
         )
 
-    async def admit_again(self, call: Call, request_id: str) -> None:
-        """Draw a sample again that a journal has."""
+    async def admit_again(self, call: Call, request_id: str, failed: Entry | None = None) -> None:
+        """Draw a sample again that a journal has; one that failed fails again."""
         sampler = await self._samplers.named(call.request, call.owner, request_id)
+        if failed is not None:
+            assert call.number is not None
+            self.numbers.setdefault(sampler.session_id, {})[request_id] = call.number
+            target = _target_of(sampler, call.request)
+            promise = self._promises.add(
+                request_id, call.digest, sampler.session_id, target, owner=call.owner
+            )
+            fail_again(promise, failed)
+            return
         source = await self._samplers.find(sampler)
         if self._promises.get(request_id) is None and not self._promises.is_gone(request_id):
             self._promises.follow(*self._begin(call, request_id, sampler, source))
@@ -97,6 +107,7 @@ class Samples:
             functools.partial(self._samplers.cancel, request_id),
             call.owner,
         )
+        promise.place = self._journals.of_samples(session_id), call.number
         drawing = asyncio.ensure_future(
             self._samplers.draw(request_id, sampler, source, request, call.seed, owner=call.owner)
         )

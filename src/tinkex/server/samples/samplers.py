@@ -32,6 +32,7 @@ from tinkex.server.runs.admission import Runs
 from tinkex.server.runs.journals import DIRECT
 from tinkex.server.runs.work import LiveRun
 from tinkex.server.samples.sampler_weights import LoadedWeights, WeightSource
+from tinkex.server.workers.run_order import EngineDied
 from tinkex.server.workers.sample_jobs import CANCELLED, Sampled
 from tinkex.server.workers.worker import Worker
 from tinkex.types.sampled import SampleResponse
@@ -311,7 +312,7 @@ class Samplers:
             return await worker.samples.draw(
                 SampleJob(job, weights, request, seed, listener, owner, source.cache)
             )
-        except EngineLost:
+        except (EngineLost, EngineDied):
             raise
         except EngineError as refused:
             error = loading.exception() if loading is not None and loading.done() else None
@@ -350,7 +351,8 @@ class InflightTargets:
     """The in-flight targets of all runs."""
 
     def __init__(self, parts: Parts, runs: Runs) -> None:
-        self._database, self._nameless, self._runs = parts.database, parts.nameless, runs
+        self._database, self._workers = parts.database, parts.workers
+        self._nameless, self._runs = parts.nameless, runs
         self.versions: dict[str, int] = {}
         """By run, the newest version of its target."""
 
@@ -406,7 +408,7 @@ class InflightTargets:
         weights = _weights(run, version)
         directory = self._nameless.directories.get(weights)
         return WeightSource(
-            await self._runs.worker_of(run),
+            await self._worker_of(run),
             weights,
             sampler.base_model,
             directory,
@@ -416,6 +418,15 @@ class InflightTargets:
             # a session that is made again under its old id has other cached prompts
             cache=f"{sampler.sampler_id}@{sampler.version}",
         )
+
+    async def _worker_of(self, run: str) -> Worker:
+        """Return the worker that a run is at home on, loaded or not."""
+        if (live := self._runs.get(run)) is not None:
+            return live.worker
+        known = await asyncio.to_thread(self._database.runs.get, run)
+        if known is None:
+            raise Refusal(404, f"there is no model {run!r}")
+        return self._workers.home(run, known.base_model, known.home)
 
     async def _restore(self, run: str) -> None:
         """Find a target of an earlier life: its weights on disk, or in what its run does again."""

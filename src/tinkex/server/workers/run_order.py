@@ -19,6 +19,10 @@ class Postponed(EngineError):
         super().__init__(why, "server")
 
 
+class EngineDied(EngineError):
+    """The end of an engine's thread, with all that it had not finished."""
+
+
 @dataclass(slots=True)
 class Task:
     """Something that a worker is asked to do."""
@@ -28,10 +32,18 @@ class Task:
     future: asyncio.Future[Any]
     run: str | None = None
     """The run whose order it keeps, if it is one's."""
-    job: str | None = None
-    """The pass that the function starts, if it starts one."""
-    is_save: bool = False
-    """True if it does not wait for the saves of its run before it."""
+
+
+@dataclass(slots=True)
+class PassTask(Task):
+    """Starts a pass; it waits for what its run was asked for before, other passes excepted."""
+
+    job: str = ""
+
+
+@dataclass(slots=True)
+class SaveTask(Task):
+    """Begins a save; it does not wait for the saves of its run before it."""
 
 
 class RunOrder:
@@ -44,19 +56,17 @@ class RunOrder:
     def __init__(
         self,
         execute: Callable[[Task], object],
-        begin_pass: Callable[[Task], bool],
         post: Callable[..., None],
     ) -> None:
         """Take what does the work.
 
         Args:
             execute: Carries a task out and tells its end.
-            begin_pass: Starts a pass, and returns True if the engine has it.
             post: Calls a function on the event loop.
         """
-        self._execute, self._begin_pass, self._post = execute, begin_pass, post
+        self._execute, self._post = execute, post
         self._waiting: dict[str, deque[Task]] = {}
-        self.passes: dict[str, Task] = {}
+        self.passes: dict[str, PassTask] = {}
         """By job, the passes that the engine has."""
         self.open: Counter[str] = Counter()
         """The number of passes that each run has on the engine."""
@@ -72,17 +82,19 @@ class RunOrder:
         """Begin the work of a run that nothing is before any more."""
         waiting = self._waiting.get(run, deque())
         while waiting:
-            is_free = not self.open[run] and (waiting[0].is_save or not self.saves[run])
-            if waiting[0].job is None and not is_free:
+            task = waiting[0]
+            is_free = not self.open[run] and (isinstance(task, SaveTask) or not self.saves[run])
+            if not isinstance(task, PassTask) and not is_free:
                 break
-            task = waiting.popleft()
-            if task.job is None:
-                self._execute(task)
-            elif self._begin_pass(task):
-                self.passes[task.job] = task
-                self.open[run] += 1
+            self._execute(waiting.popleft())
         if not waiting:
             self._waiting.pop(run, None)
+
+    def begun(self, task: PassTask) -> None:
+        """Note that the engine has a pass."""
+        assert task.run is not None
+        self.passes[task.job] = task
+        self.open[task.run] += 1
 
     def end_pass(self, job: str, outcome: Any) -> None:
         """Tell how a pass ended, if it is not forgotten."""

@@ -26,7 +26,14 @@ from typing import Any, TypeVar
 
 from tinkex.engine.api import Engine, EngineError, EngineLost, PassDone
 from tinkex.engine.stepping import SAMPLING, TRAINING, Advancing, Ended, Failed, Stepper
-from tinkex.server.workers.run_order import Postponed, RunOrder, Task
+from tinkex.server.workers.run_order import (
+    EngineDied,
+    PassTask,
+    Postponed,
+    RunOrder,
+    SaveTask,
+    Task,
+)
 from tinkex.server.workers.sample_jobs import SampleJobs, settle
 from tinkex.types.training import ForwardBackwardOutput
 
@@ -75,7 +82,7 @@ class Worker:
         """The runs that are at home here; changed on the event loop."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self._order = RunOrder(self._execute, self._begin_pass, self.post)
+        self._order = RunOrder(self._execute, self.post)
         self._files = ThreadPoolExecutor(1, "tinkex-files")
         self.stepper: Advancing = getattr(engine, "stepper", None) or Stepper(engine)
         """The stepper; an engine in another process advances by itself."""
@@ -84,7 +91,8 @@ class Worker:
         self.samples = SampleJobs(engine, self.run, self.post)
         self._thread: threading.Thread | None = None
         self._stopping = False
-        self._ended = asyncio.Event()
+        self.ended = asyncio.Event()
+        """Set when the thread has ended, and every call has its outcome."""
         self.failure: EngineError | None = None
         """The error of all calls once the thread has died, or while the engine is lost."""
 
@@ -103,7 +111,7 @@ class Worker:
         if self._thread is not None:
             self._thread = None
             self.interrupt()
-            await self._ended.wait()
+            await self.ended.wait()
 
     def interrupt(self) -> None:
         """Ask the thread to end after what it is at."""
@@ -121,19 +129,19 @@ class Worker:
 
     def run(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
         """Queue a function for the worker; the future is resolved on the event loop."""
-        return self._put(function, args)
+        return self._put(Task(function, args, self._future()))
 
     def run_for(self, run: str, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
         """Queue a function that comes after everything that was queued for the same run; see
         `OffThread` for its end.
         """
-        return self._put(function, args, run)
+        return self._put(Task(function, args, self._future(), run))
 
     def run_save(self, run: str, function: Callable[[], OffThread]) -> asyncio.Future[Any]:
         """Queue a function that comes after what its run was asked for, other saves excepted: they
         end in order.
         """
-        return self._put(function, (), run, is_save=True)
+        return self._put(SaveTask(function, (), self._future(), run))
 
     def run_pass(
         self, run: str, job: str, start: Callable[[], object]
@@ -141,25 +149,20 @@ class Worker:
         """Queue a pass, which `start` starts on the engine under this job's name; the future has
         its output.
         """
-        return self._put(start, (), run, job)
+        return self._put(PassTask(start, (), self._future(), run, job))
 
-    def _put(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        run: str | None = None,
-        job: str | None = None,
-        *,
-        is_save: bool = False,
-    ) -> asyncio.Future[Any]:
+    def _future(self) -> asyncio.Future[Any]:
         assert self._loop is not None, "the worker has not been started"
         future: asyncio.Future[Any] = self._loop.create_future()
         future.add_done_callback(_seen)
-        self._tasks.put(Task(function, args, future, run, job, is_save))
+        return future
+
+    def _put(self, task: Task) -> asyncio.Future[Any]:
+        self._tasks.put(task)
         # else the thread takes it, or empties the queue after it has said so
         if self.failure is not None and not self.is_lost:
-            settle(future, self.failure)
-        return future
+            settle(task.future, self.failure)
+        return task.future
 
     def drop_run(self, run: str) -> asyncio.Future[None]:
         """Drop a run's adapter; what it is at fails."""
@@ -197,7 +200,7 @@ class Worker:
             self._files.shutdown()
             self._empty_queue(why)
         finally:
-            self.post(self._ended.set)
+            self.post(self.ended.set)
 
     def _take(self) -> bool:
         """Take what has been queued, and wait for something if there is nothing to do; false at the
@@ -246,10 +249,6 @@ class Worker:
                     self._order.end_pass(job, one.error)
         if samples:
             self.samples.end(samples)
-
-    def _begin_pass(self, task: Task) -> bool:
-        """Start a pass on the engine; return False if it has ended at once."""
-        return self._attempt(task, task.function)
 
     def _attempt(self, task: Task, work: Callable[[], object]) -> bool:
         """Do a task's work; tell its failure and return False if it fails."""
@@ -321,6 +320,8 @@ class Worker:
                 assert task.run is not None, "nothing would wait for it"
                 self._files.submit(self._work_beside, task, outcome)
                 self._order.saves[task.run] += 1
+            elif isinstance(task, PassTask):
+                self._order.begun(task)
             else:
                 self.post(settle, task.future, outcome)
 
@@ -333,9 +334,9 @@ class Worker:
             self._loop.call_soon_threadsafe(function, *args)
 
 
-def _death(error: BaseException) -> EngineError:
+def _death(error: BaseException) -> EngineDied:
     kind = type(error).__name__
-    return EngineError(
+    return EngineDied(
         f"the server's engine has died ({kind}): see the server's log, and restart it", "server"
     )
 
