@@ -66,7 +66,7 @@ class ProcessLink:
             env=environment,
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C in a terminal is for the server, which ends its workers
+            start_new_session=True,  # Ctrl-C in a terminal reaches the server alone
         )
         theirs.close()
         self._connection = Connection(ours.detach())

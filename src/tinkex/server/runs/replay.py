@@ -106,7 +106,7 @@ class Replay:
         self._runs.remove(run)
         with contextlib.suppress(EngineError):  # a worker that has died has nothing to drop
             await live.worker.release_run(run)
-        if live.worker.failure is not None:
+        if live.worker.failure is not None and not live.worker.is_lost:
             await live.worker.ended.wait()  # until all that it had has failed
         asked = [*live.recent.values(), self._promises.get(f"{run}{UNLOAD}")]
         taken_back = [promise for promise in asked if promise is not None and promise.take_back()]
