@@ -22,7 +22,7 @@ from support import Wire, pass_json, sample_json, serving, step_json, wait_until
 from tinkex.engine.api import EngineError, SampleJob
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.app import create_app
-from tinkex.server.routes import future_calls, server_info
+from tinkex.server.routes import future_calls, server_pages
 from tinkex.server.routes.handler_table import HANDLERS
 from tinkex.server.runs.promises import KEEP_READ, Log, Promises
 from tinkex.server.server_limits import Limits
@@ -35,7 +35,7 @@ from tinkex.types.sampling import SampleRequest, SamplingParams
 from tinkex.wire import codec
 
 CLONE = 1_000_000_000
-HANDLERS_CONFIG = server_info.client_config
+HANDLERS_CONFIG = server_pages.client_config
 
 
 @pytest.fixture

@@ -159,7 +159,7 @@ def test_an_address_that_was_changed_is_refused(wire: Wire, old: str, new: str) 
 
 def test_a_signature_does_not_lead_out_of_the_checkpoint(tmp_path: Path) -> None:
     from tinkex.server.access.accounts import Accounts
-    from tinkex.server.routes.exports import TERMS, _signature
+    from tinkex.server.routes.exports import DOWNLOAD
 
     with serving(FakeEngine(), tmp_path) as url, closing(SqliteDatabase(tmp_path)) as store:
         wire = Wire(url)
@@ -167,21 +167,19 @@ def test_a_signature_does_not_lead_out_of_the_checkpoint(tmp_path: Path) -> None
         run, [known] = path.split("/")[2], urls(wire, path).values()
         # even for whoever has the secret
         for name in ("tinkex.sqlite3", "..", ".", "signing.key", "nothing"):
-            parts, terms = (
-                [run, "external_weights", "e", name],
-                [str(int(time.time()) + 60), *_terms(known)],
-            )
-            signature = _signature(Accounts(store), parts, terms)
-            query = urlencode([*zip(TERMS, terms, strict=True), ("signature", signature)])
-            heard = wire.send(f"downloads/{'/'.join(parts)}?{query}", method="GET")
+            parts = {"training_run_id": run, "kind": "external_weights", "name": "e", "file": name}
+            terms = {"expires": str(int(time.time()) + 60), **_terms(known)}
+            signature = DOWNLOAD.signature(Accounts(store), parts, terms)
+            query = urlencode(terms | {"signature": signature})
+            heard = wire.send(f"downloads/{'/'.join(parts.values())}?{query}", method="GET")
             assert heard.status == 404, name
         assert (tmp_path / "signing.key").stat().st_mode & 0o077 == 0
 
 
-def _terms(address: str) -> list[str]:
-    """The checkpoint, the reader and the key that an address was made for."""
+def _terms(address: str) -> dict[str, str]:
+    """Return the checkpoint, the reader and the key that an address was made for."""
     named = parse_qs(urlsplit(address).query)
-    return [named[term][0] for term in ("saved", "reader", "key")]
+    return {term: named[term][0] for term in ("saved", "reader", "key")}
 
 
 def test_address_ends_with_the_leave_to_read(tmp_path: Path) -> None:

@@ -348,7 +348,7 @@ def test_a_link_to_a_trace_cannot_be_made_up_or_used_later(
     assert fetch(url[:-1] + ("0" if url[-1] != "0" else "1")).status == 403
     assert fetch(url.replace("expires=", "expires=9")).status == 403
     assert fetch(url.split("?")[0]).status == 403
-    monkeypatch.setattr("tinkex.server.routes.session_records.LINK_SECONDS", -5)
+    monkeypatch.setattr("tinkex.server.routes.session_calls.LINK_SECONDS", -5)
     late = fetch(wire.get(f"sessions/{one}/trace_export")["url"])
     assert late.status == 403
     assert "expired" in late.json["detail"]

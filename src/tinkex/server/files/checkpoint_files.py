@@ -107,6 +107,16 @@ class Checkpoints:
         """Make a checkpoint, whole or not at all: write it elsewhere, flush, rename, record."""
         return self._place(run, spec, self._write(run, spec, write))
 
+    def put_once(
+        self, run: Run, spec: SaveSpec, write: Callable[[Directory], None]
+    ) -> SavedCheckpoint:
+        """Make a checkpoint and its run, or return what an equal request has made."""
+        path = f"{SCHEME}{run.model_id}/{spec.kind}/{spec.name}"
+        saved = self._database.checkpoints.get(path) or self.put(run, spec, write)
+        if self._database.runs.get(run.model_id) is None:
+            self._database.runs.add(run)
+        return saved
+
     def _free_path(self, run: Run, spec: SaveSpec) -> str:
         """Return the path of a checkpoint that may be made."""
         path = f"{SCHEME}{run.model_id}/{spec.kind}/{spec.name}"

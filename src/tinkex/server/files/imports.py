@@ -122,9 +122,7 @@ def import_adapter(
     lora, run_id = adapter.shape(), str(uuid.uuid4())
     run = Run(f"{run_id}:train:0", run_id, base_model, lora, {"type": "adamw"}, {}, owner)
     write = adapter.writer(base_model, lora)
-    saved = Checkpoints(database).put(run, SaveSpec("weights", name), write)
-    database.runs.add(run)
-    return saved
+    return Checkpoints(database).put_once(run, SaveSpec("weights", name), write)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,45 @@
-"""Exchange a key for a token, describe it, revoke it."""
+"""Exchange keys for tokens; report usage, stored checkpoints and the audit log."""
 
 from __future__ import annotations
 
 import asyncio
+import datetime as dt
+import json
+from typing import get_args
 
 from tinkex.server.access.accounts import ORGANIZATION, Account
 from tinkex.server.access.keys import revoke_key
 from tinkex.server.calls import Call
+from tinkex.server.database.entities import LOCAL_OWNER, Used, user_urn
 from tinkex.server.http_errors import Refusal
+from tinkex.server.meter import GIGABYTE, HOUR
 from tinkex.server.routes.handler_table import handler
+from tinkex.server.routes.queries import choice, moment, texts
 from tinkex.server.state import State
-from tinkex.types.account import ApiKeyResponse, AuthTokenResponse
+from tinkex.types.account import (
+    ApiKeyResponse,
+    AuditEventType,
+    AuditLogEntry,
+    AuditLogResponse,
+    AuthTokenResponse,
+    BillingEventInfo,
+    BillingUsageEvent,
+    BillingUsageResponse,
+    BillingUsageSession,
+    CheckpointBillingEvent,
+    CurrentCheckpointStorageUsageItem,
+    CurrentCheckpointStorageUsageResponse,
+    SamplingPrefillBillingEvent,
+    SamplingSampleBillingEvent,
+    StorageBillingEvent,
+    TrainingBillingEvent,
+)
 from tinkex.types.sessions import Empty
+
+LONGEST = dt.timedelta(days=14)
+
+
+# ── the key ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @handler
@@ -43,3 +71,147 @@ async def delete_api_key(state: State, call: Call) -> Empty:
         )
     await asyncio.to_thread(revoke_key, state.database, call.key_id)
     return Empty()
+
+
+# ── reports ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def _only(owner: str) -> str | None:
+    """Return the owner whose usage is shown: the operator of the server sees everyone's."""
+    return None if owner == LOCAL_OWNER else owner
+
+
+@handler
+async def get_billing_usage(state: State, call: Call) -> BillingUsageResponse:
+    """Report usage by the hour; the cost is zero."""
+    start, end = _hour(call, "starting_on"), _hour(call, "ending_before")
+    if end <= start:
+        raise Refusal(400, "ending_before must be later than starting_on")
+    if end - start > LONGEST:
+        days = (end - start).days
+        raise Refusal(
+            400, f"from starting_on to ending_before are {days} days; the most is {LONGEST.days}"
+        )
+    await state.meter.flush()
+    used, metadata = await asyncio.to_thread(
+        state.database.activity.used,
+        int(start.timestamp()),
+        int(end.timestamp()),
+        _only(call.owner),
+    )
+    return BillingUsageResponse(
+        data=[_event(one) for one in used],
+        sessions={
+            session: BillingUsageSession(user_metadata=texts(fields))
+            for session, fields in metadata.items()
+        },
+        cost_data_through=dt.datetime.now(dt.UTC),
+    )
+
+
+def _hour(call: Call, name: str) -> dt.datetime:
+    text = call.query.get(name)
+    if not text:
+        raise Refusal(400, f"{name} is missing: give a full hour such as 2026-07-13T00:00:00Z")
+    try:
+        moment = dt.datetime.fromisoformat(text)
+        moment = (
+            moment.replace(tzinfo=dt.UTC) if moment.tzinfo is None else moment.astimezone(dt.UTC)
+        )
+    except (
+        ValueError,
+        OverflowError,
+    ):  # the first hours of the year 1 may lie before it in UTC
+        raise Refusal(
+            400, f"{name} is {text!r}; expected a time such as 2026-07-13T00:00:00Z"
+        ) from None
+    if (moment.minute, moment.second, moment.microsecond) != (0, 0, 0):
+        raise Refusal(
+            400, f"{name} is {text!r}; usage is kept by the hour: give a full hour, in UTC"
+        )
+    return moment
+
+
+def _event(used: Used) -> BillingUsageEvent:
+    start = moment(used.bucket)
+    kind, amount = used.kind, used.amount
+    infos: dict[str, BillingEventInfo] = {
+        "training": TrainingBillingEvent(token_count=int(amount)),
+        "prefill": SamplingPrefillBillingEvent(cached=False, token_count=int(amount)),
+        "sample": SamplingSampleBillingEvent(token_count=int(amount)),
+        "checkpoint": CheckpointBillingEvent(count=int(amount)),
+        "storage": StorageBillingEvent(gigabyte_hours=amount),
+    }
+    is_of_tokens = kind in ("training", "prefill", "sample")
+    return BillingUsageEvent(
+        bucket_start=start,
+        bucket_end=start + dt.timedelta(hours=1),
+        base_model=used.base_model or None,
+        user_id=user_urn(used.owner),
+        user_name=used.owner,
+        session_id=used.session_id,
+        project_id=used.project_id,
+        estimated_cost_usd=0.0,
+        effective_rate_usd_per_million_tokens=0.0 if is_of_tokens else None,
+        effective_rate_usd_per_gigabyte_month=0.0 if kind == "storage" else None,
+        event_info=infos[kind],
+    )
+
+
+@handler
+async def get_current_checkpoint_storage_usage(
+    state: State, call: Call
+) -> CurrentCheckpointStorageUsageResponse:
+    """Report the room that checkpoints take now, by project and owner."""
+    project = call.query.get("project_id")
+    stored = await asyncio.to_thread(
+        state.database.checkpoints.stored_bytes, _only(call.owner), project
+    )
+    return CurrentCheckpointStorageUsageResponse(
+        effective_rate_usd_per_gigabyte_month=0.0,
+        data=[
+            CurrentCheckpointStorageUsageItem(
+                project_id=one.project,
+                org_user_urn=user_urn(one.owner),
+                user_email=one.owner if "@" in one.owner else None,
+                user_name=one.owner,
+                checkpoint_count=one.count,
+                size_bytes=one.size,
+                size_gigabytes=one.size / GIGABYTE,
+                estimated_monthly_cost_usd=0.0,
+            )
+            for one in stored
+        ],
+    )
+
+
+@handler
+async def get_audit_log(state: State, call: Call) -> AuditLogResponse:
+    """Report the audit log of a day in UTC, by default today."""
+    category = choice(call, "event_type", get_args(AuditEventType))
+    text = call.query.get("day")
+    try:
+        day = dt.date.fromisoformat(text) if text else dt.datetime.now(dt.UTC).date()
+    except ValueError:
+        raise Refusal(400, f"day is {text!r}; expected a date such as 2026-07-13") from None
+    start = dt.datetime(day.year, day.month, day.day, tzinfo=dt.UTC).timestamp()
+    await state.meter.flush()
+    entries = await asyncio.to_thread(
+        state.database.activity.audit,
+        start,
+        start + 24 * HOUR,
+        _only(call.owner),
+        None if category == "all" else category,
+    )
+    return AuditLogResponse(
+        entries=[
+            AuditLogEntry(
+                timestamp=moment(entry.at),
+                event=entry.event,
+                event_details={"owner": entry.owner, **json.loads(entry.details)},
+                model_id=entry.model_id,
+                tinker_path=entry.tinker_path,
+            )
+            for entry in entries
+        ]
+    )

@@ -16,7 +16,9 @@ import msgspec
 
 from tinkex._version import __version__
 from tinkex.server.routes import openai
-from tinkex.server.routes.uploads import PATH as UPLOAD_PATH
+from tinkex.server.routes.exports import DOWNLOAD
+from tinkex.server.routes.session_calls import TRACE
+from tinkex.server.routes.uploads import UPLOAD
 from tinkex.types.chunks import DmelChunk, ImageAssetPointerChunk, ImageChunk
 from tinkex.types.forms import Variant
 from tinkex.types.future_requests import RequestFailedResponse
@@ -320,12 +322,11 @@ def _others() -> dict[str, Schema]:
     link = [
         _parameter("query", name, {"type": "string"}, True) for name in ("expires", "signature")
     ]
-    download = f"{PREFIX}/downloads/{{training_run_id}}/{{kind}}/{{name}}/{{file}}"
     found = {
         "/": ("front", codec.JSON, [], ()),
         PATH: ("openapi", codec.JSON, [], ()),
         "/metrics": ("metrics", "text/plain", [], (401, 403)),
-        "/traces/{session_id}.json": ("trace", codec.JSON, link, (403,)),
+        TRACE.path: ("trace", codec.JSON, link, (403,)),
         openai.PREFIX + openai.MODELS: (
             "openai_models",
             codec.JSON,
@@ -338,16 +339,16 @@ def _others() -> dict[str, Schema]:
             [],
             (400, 401, 403, 404),
         ),
-        download: ("download", "application/octet-stream", link, (403, 404)),
+        DOWNLOAD.path: ("download", "application/octet-stream", link, (403, 404)),
     }
-    upload = _read(UPLOAD_PATH, "upload", codec.JSON, link, (403,))
+    upload = _read(UPLOAD.path, "upload", codec.JSON, link, (403,))
     upload["requestBody"] = {
         "required": True,
         "content": {"application/octet-stream": {"schema": {}}},
     }
     upload["responses"] |= _refusals((400, 408, 413, 503))
     return {path: {"get": _read(path, *facts)} for path, facts in found.items()} | {
-        UPLOAD_PATH: {"put": upload}
+        UPLOAD.path: {"put": upload}
     }
 
 

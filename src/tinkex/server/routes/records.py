@@ -1,4 +1,4 @@
-"""List runs and checkpoints; publish, copy and delete checkpoints, and set their time to live.
+"""List and search runs and checkpoints; change, copy and delete checkpoints.
 
 To others than its owner, an object does not exist, unless it was published. Everyone can read what
 was published; only its owner can change it.
@@ -7,30 +7,29 @@ was published; only its owner can change it.
 from __future__ import annotations
 
 import asyncio
-import datetime as dt
-import json
 import os
 import shutil
 import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from tinkex.engine.places import Directory
 from tinkex.server.calls import Call
 from tinkex.server.database.entities import Run, RunRecord, SavedCheckpoint
-from tinkex.server.files.checkpoint_files import (
-    NAME,
-    NAME_RULE,
-    SaveSpec,
-    expiry,
-)
+from tinkex.server.files.checkpoint_files import NAME, NAME_RULE, SaveSpec, expiry
 from tinkex.server.files.data_dir import discard
 from tinkex.server.files.seals import check, contents
 from tinkex.server.http_errors import Refusal
 from tinkex.server.routes.handler_table import handler
+from tinkex.server.routes.queries import SCOPES, choice, is_sought, moment, texts, whole_number
 from tinkex.server.state import State
+from tinkex.types.checkpoint_search import (
+    CheckpointSearchCursor,
+    CheckpointSearchRequest,
+    CheckpointSearchResponse,
+)
 from tinkex.types.checkpoints import (
     KINDS,
     SCHEME,
@@ -45,6 +44,8 @@ from tinkex.types.saves import CopyWeightsRequest, CopyWeightsResponse, SetCheck
 from tinkex.types.sessions import Empty
 from tinkex.wire.protocol import PREFIX, RUN
 
+T = TypeVar("T")
+
 PAGE, CHECKPOINT_PAGE, LARGEST_PAGE = 20, 100, 1000
 ID_RULE = (
     "expected training_runs/<run>/checkpoints/<kind>/<name>, where <kind> is one of "
@@ -58,9 +59,7 @@ ID_RULE = (
 @handler
 async def list_training_runs(state: State, call: Call) -> TrainingRunsResponse:
     """List a page of the caller's runs, or of all runs that the caller may see."""
-    limit, offset = _number(call, "limit", PAGE), _number(call, "offset", 0)
-    limit = min(limit, LARGEST_PAGE)
-
+    limit, offset = _page(call, PAGE)
     found, total = await asyncio.to_thread(
         state.database.runs.page,
         call.owner,
@@ -78,9 +77,8 @@ async def list_training_runs(state: State, call: Call) -> TrainingRunsResponse:
 @handler
 async def get_training_run(state: State, call: Call) -> TrainingRun:
     """Describe one run."""
-    return _training_run(
-        state, await _run_of(state, call, accessible=_is_accessible(call)), call.owner
-    )
+    record = await _run_of(state, call, accessible=_is_accessible(call))
+    return _training_run(state, record, call.owner)
 
 
 @handler
@@ -98,9 +96,8 @@ async def list_user_checkpoints(state: State, call: Call) -> CheckpointsListResp
 
 async def _checkpoints(state: State, call: Call, model_id: str | None) -> CheckpointsListResponse:
     whole = model_id is not None and "limit" not in call.query
-    limit, offset = _number(call, "limit", CHECKPOINT_PAGE), _number(call, "offset", 0)
-    limit = -1 if whole else min(limit, LARGEST_PAGE)
-
+    limit, offset = _page(call, CHECKPOINT_PAGE)
+    limit = -1 if whole else limit
     page = state.database.checkpoints.page
     found, total = await asyncio.to_thread(
         page, call.owner, model_id=model_id, limit=limit, offset=offset
@@ -113,7 +110,6 @@ async def _checkpoints(state: State, call: Call, model_id: str | None) -> Checkp
 
 async def _run_of(state: State, call: Call, *, accessible: bool) -> RunRecord:
     model_id = call.path["training_run_id"]
-
     record = await asyncio.to_thread(
         state.database.runs.record, model_id, call.owner, accessible=accessible
     )
@@ -122,24 +118,23 @@ async def _run_of(state: State, call: Call, *, accessible: bool) -> RunRecord:
     return record
 
 
-def _number(call: Call, name: str, default: int) -> int:
-    text = call.query.get(name)
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdigit()) or len(text) > 15:
-        raise Refusal(400, f"{name} must be a whole number from 0 on, got {text!r}")
-    return int(text)
+def _page(call: Call, size: int) -> tuple[int, int]:
+    """Return the limit and the offset of a list; a larger limit than is possible is lowered."""
+    limit = whole_number(call, "limit", size)
+    return min(limit, LARGEST_PAGE), whole_number(call, "offset", 0)
 
 
 def _is_accessible(call: Call) -> bool:
-    scope = call.query.get("access_scope", "owned")
-    if scope not in ("owned", "accessible"):
-        raise Refusal(400, f"access_scope must be owned or accessible, got {scope!r}")
-    return scope == "accessible"
+    return choice(call, "access_scope", SCOPES) == "accessible"
 
 
 def _training_run(state: State, record: RunRecord, reader: str) -> TrainingRun:
     run = record.run
+    asked = state.runs.asked.get(run.model_id, 0.0)
+    training, sampler = (
+        checkpoint_record(saved) if saved else None
+        for saved in (record.last_training, record.last_sampler)
+    )
     return TrainingRun(
         training_run_id=run.model_id,
         base_model=run.base_model,
@@ -147,13 +142,9 @@ def _training_run(state: State, record: RunRecord, reader: str) -> TrainingRun:
         is_lora=True,
         corrupted=record.corrupted,
         lora_rank=run.lora.rank,
-        last_request_time=_moment(
-            max(record.last_request, state.runs.asked.get(run.model_id, 0.0))
-        ),
-        last_checkpoint=checkpoint_record(record.last_training) if record.last_training else None,
-        last_sampler_checkpoint=checkpoint_record(record.last_sampler)
-        if record.last_sampler
-        else None,
+        last_request_time=moment(max(record.last_request, asked)),
+        last_checkpoint=training,
+        last_sampler_checkpoint=sampler,
         user_metadata=(texts(run.user_metadata) or None) if run.owner == reader else None,
         loaded=state.runs.is_loaded(run.model_id),
     )
@@ -161,30 +152,50 @@ def _training_run(state: State, record: RunRecord, reader: str) -> TrainingRun:
 
 def checkpoint_record(saved: SavedCheckpoint) -> Checkpoint:
     """Return a checkpoint as lists show it."""
-    parsed = ParsedCheckpointTinkerPath.from_tinker_path(saved.tinker_path)
+    parsed = parsed_path(saved.tinker_path)
     return Checkpoint(
         checkpoint_id=parsed.checkpoint_id,
         checkpoint_type=parsed.checkpoint_type,
-        time=_moment(saved.created),
+        time=moment(saved.created),
         tinker_path=saved.tinker_path,
         size_bytes=saved.size_bytes,
         public=saved.public,
         user_metadata=saved.user_metadata or None,
-        expires_at=None if saved.expires is None else _moment(saved.expires),
+        expires_at=None if saved.expires is None else moment(saved.expires),
         base_model=saved.base_model,
     )
 
 
-def _moment(seconds: float) -> dt.datetime:
-    return dt.datetime.fromtimestamp(seconds, dt.UTC)
+# ── searches ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def texts(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Return metadata as lists show it: other values than texts become JSON."""
-    return {
-        name: value if isinstance(value, str) else json.dumps(value)
-        for name, value in metadata.items()
-    }
+@handler
+async def search_checkpoints(state: State, call: Call) -> CheckpointSearchResponse:
+    """Return a page of the caller's own checkpoints; other owners' are never shown."""
+    request: CheckpointSearchRequest = call.request
+    if request.project_ids is not None:
+        await _check_projects(state, request.project_ids, call.owner)
+    if not is_sought(call.owner, request.owner):
+        return CheckpointSearchResponse(checkpoints=[])
+    found = await asyncio.to_thread(state.database.checkpoints.search, request, call.owner)
+    page, cursor = found[: request.limit], None
+    if len(found) > request.limit:
+        last, microsecond = page[-1]
+        cursor = CheckpointSearchCursor(
+            last_created_at=moment(microseconds=microsecond), last_checkpoint_uuid=last.tinker_path
+        )
+    return CheckpointSearchResponse(
+        checkpoints=[checkpoint_record(saved) for saved, _ in page], next_cursor=cursor
+    )
+
+
+async def _check_projects(state: State, projects: list[str], owner: str) -> None:
+    """Refuse projects that an owner cannot list."""
+    unknown = state.database.checkpoints.unknown_projects
+    if missing := await asyncio.to_thread(unknown, projects, owner):
+        raise Refusal(
+            404, f"there is no project {missing[0]!r} that you can list; leave project_ids out"
+        )
 
 
 # ── changes ───────────────────────────────────────────────────────────────────────────────────────
@@ -200,6 +211,14 @@ def checkpoint_path(call: Call) -> str:
     return f"{SCHEME}{run}/{kind}/{name}"
 
 
+def parsed_path(path: str) -> ParsedCheckpointTinkerPath:
+    """Return the parts of a checkpoint's path; refuse a malformed one."""
+    try:
+        return ParsedCheckpointTinkerPath.from_tinker_path(path)
+    except ValueError as error:
+        raise Refusal(400, str(error)) from None
+
+
 def nothing_at(path: str) -> Refusal:
     """Return the answer for a checkpoint that does not exist, or belongs to another."""
     return Refusal(
@@ -207,13 +226,19 @@ def nothing_at(path: str) -> Refusal:
     )
 
 
+async def _changed(call: Call, change: Callable[..., T], *values: object) -> T:
+    """Change the caller's checkpoint that a request names; refuse one that does not exist."""
+    path = checkpoint_path(call)
+    if not (found := await asyncio.to_thread(change, path, call.owner, *values)):
+        raise nothing_at(path)
+    return found
+
+
 @handler
 async def delete_checkpoint(state: State, call: Call) -> Empty:
     """Delete a checkpoint: record and files. Samplers that have it in memory keep it."""
-    path = checkpoint_path(call)
-    directory = await asyncio.to_thread(state.database.checkpoints.remove, path, call.owner)
-    if directory is None:
-        raise nothing_at(path)
+    directory = await _changed(call, state.database.checkpoints.remove)
+    assert directory is not None
     await asyncio.to_thread(discard, directory)
     return Empty()
 
@@ -221,19 +246,14 @@ async def delete_checkpoint(state: State, call: Call) -> Empty:
 @handler
 async def publish_checkpoint(state: State, call: Call) -> Empty:
     """Let everyone read a checkpoint; doing it again changes nothing."""
-    return await _publish(state, call, True)
+    await _changed(call, state.database.checkpoints.set_public, True)
+    return Empty()
 
 
 @handler
 async def unpublish_checkpoint(state: State, call: Call) -> Empty:
     """Make a checkpoint private; doing it again changes nothing."""
-    return await _publish(state, call, False)
-
-
-async def _publish(state: State, call: Call, public: bool) -> Empty:
-    path = checkpoint_path(call)
-    if not await asyncio.to_thread(state.database.checkpoints.set_public, path, call.owner, public):
-        raise nothing_at(path)
+    await _changed(call, state.database.checkpoints.set_public, False)
     return Empty()
 
 
@@ -241,11 +261,8 @@ async def _publish(state: State, call: Call, public: bool) -> Empty:
 async def set_checkpoint_ttl(state: State, call: Call) -> Empty:
     """Let a checkpoint expire after a time from now, or never."""
     request: SetCheckpointTtlRequest = call.request
-    path = checkpoint_path(call)
-    if not await asyncio.to_thread(
-        state.database.checkpoints.set_expiry, path, call.owner, expiry(request.ttl_seconds)
-    ):
-        raise nothing_at(path)
+    expires = expiry(request.ttl_seconds)
+    await _changed(call, state.database.checkpoints.set_expiry, expires)
     return Empty()
 
 
@@ -266,10 +283,7 @@ async def copy_weights(state: State, call: Call) -> CopyWeightsResponse:
             "copy_weights makes a run of its own here: session_id and model_seq_id have no place "
             "in it",
         )
-    try:
-        ParsedCheckpointTinkerPath.from_tinker_path(request.source_path)
-    except ValueError as error:
-        raise Refusal(400, str(error)) from None
+    parsed_path(request.source_path)
     key = call.headers.get("x-idempotency-key")
     copy_id = (
         uuid.uuid4()
@@ -291,9 +305,7 @@ def _copy(
     source = state.checkpoints.readable(request.source_path, reader)
     if source is None:
         return None
-    kind, name = ParsedCheckpointTinkerPath.from_tinker_path(
-        source.tinker_path
-    ).checkpoint_id.split("/")
+    kind, name = parsed_path(source.tinker_path).checkpoint_id.split("/")
     run = Run(
         f"{copy_id}:train:0",
         copy_id,
@@ -304,13 +316,8 @@ def _copy(
         owner,
         source.base_digest,
     )
-    spec = SaveSpec(
-        kind,
-        name,
-        request.ttl_seconds,
-        source.user_metadata,
-        project_id=request.destination_project_id,
-    )
+    project = request.destination_project_id
+    spec = SaveSpec(kind, name, request.ttl_seconds, source.user_metadata, project_id=project)
 
     def write(directory: Directory) -> None:
         check(source.directory)
@@ -318,14 +325,10 @@ def _copy(
             _link(file, directory.path / file.name)
 
     with _copying:
-        made = state.database.checkpoints.get(f"{SCHEME}{run.model_id}/{kind}/{name}")
         try:
-            made = made or state.checkpoints.put(run, spec, write)
+            return state.checkpoints.put_once(run, spec, write)
         except FileNotFoundError:  # the source was deleted meanwhile
             return None
-        if state.database.runs.get(run.model_id) is None:
-            state.database.runs.add(run)
-    return made
 
 
 def _link(source: Path, target: Path) -> None:

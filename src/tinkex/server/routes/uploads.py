@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import datetime as dt
 import errno
-import hmac
 import os
 import secrets
 import time
@@ -18,17 +16,18 @@ from starlette.responses import Response
 
 from tinkex.engine.api import EngineError
 from tinkex.engine.peft_files import ADAPTER_CONFIG as CONFIG, ADAPTER_WEIGHTS as WEIGHTS, MAX_RANK
+from tinkex.engine.places import Directory
 from tinkex.server.calls import Call
 from tinkex.server.database.entities import Run
 from tinkex.server.files.checkpoint_files import SaveSpec
 from tinkex.server.files.data_dir import sync_directory
-from tinkex.server.files.imports import GROUPS, most_bytes, read_adapter
+from tinkex.server.files.imports import GROUPS, Adapter, most_bytes, read_adapter
 from tinkex.server.files.upload_files import COMING, Upload, find_upload, unfinished
 from tinkex.server.http_errors import Refusal
-from tinkex.server.routes.exports import IN_PROCESS
 from tinkex.server.routes.handler_table import handler
+from tinkex.server.routes.queries import moment
+from tinkex.server.routes.signed_addresses import SignedAddress
 from tinkex.server.state import State
-from tinkex.types.checkpoints import SCHEME
 from tinkex.types.external_weights import (
     ExternalWeightsUploadFinishRequest,
     ExternalWeightsUploadFinishResponse,
@@ -37,7 +36,7 @@ from tinkex.types.external_weights import (
 )
 from tinkex.wire.protocol import PREFIX
 
-PATH = f"{PREFIX}/uploads/{{upload_id}}/{{file}}"
+UPLOAD = SignedAddress("upload", f"{PREFIX}/uploads/{{upload_id}}/{{file}}", "start another upload")
 LIFETIME = 6 * 3600
 """Seconds until an upload must be finished."""
 MOST_UNFINISHED = 8
@@ -59,15 +58,14 @@ async def external_weights_upload_start(
     """Begin an upload: give a signed address for each file."""
     request: ExternalWeightsUploadStartRequest = call.request
     upload = await asyncio.to_thread(_begin, state, request, call.owner)
-    base = f"{call.base_url or IN_PROCESS}{PREFIX}/uploads/{upload.id}"
-    expires = str(int(upload.expires))
+    expires = int(upload.expires)
     urls = {
-        name: f"{base}/{name}?expires={expires}&key={call.key_id}"
-        f"&signature={_signature(state, upload.id, name, expires, str(call.key_id))}"
+        name: UPLOAD.make(state.accounts, call, {"upload_id": upload.id, "file": name}, expires)
         for name in upload.sizes
     }
-    until = dt.datetime.fromtimestamp(int(upload.expires), dt.UTC)
-    return ExternalWeightsUploadStartResponse(upload_id=upload.id, urls=urls, expires=until)
+    return ExternalWeightsUploadStartResponse(
+        upload_id=upload.id, urls=urls, expires=moment(expires)
+    )
 
 
 def _begin(state: State, request: ExternalWeightsUploadStartRequest, owner: str) -> Upload:
@@ -106,11 +104,6 @@ def _files_of(state: State, base_model: str) -> Path:
     return directory
 
 
-def _signature(state: State, upload_id: str, file: str, expires: str, key: str) -> str:
-    own_key = 0 if key == "0" else 1  # the server's own key is part of the signatures given to it
-    return state.accounts.sign("\n".join(["upload", upload_id, file, expires, key]), own_key).hex()
-
-
 # ── files ─────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -119,15 +112,7 @@ async def upload(state: State, call: Call) -> Response:
     request = call.http
     assert request is not None
     upload_id, file = call.path["upload_id"], call.path["file"]
-    expires, key, given = (call.query.get(part, "") for part in ("expires", "key", "signature"))
-    if not hmac.compare_digest(
-        given.encode(), _signature(state, upload_id, file, expires, key).encode()
-    ):
-        raise Refusal(
-            403,
-            "this address is not signed by this server: use it unchanged, or start another upload",
-        )
-    await state.accounts.check_key(int(key))
+    await UPLOAD.check(state.accounts, call)
     found = await asyncio.to_thread(find_upload, state.upload_dir, upload_id)
     if found is None or file not in found.sizes:
         raise Refusal(403, "this address has expired: start another upload")
@@ -235,29 +220,34 @@ def _finish(state: State, upload: Upload) -> str:
         upload.owner,
         base.digest,
     )
-    path = f"{SCHEME}{run.model_id}/external_weights/{NAME}"
-    if state.database.checkpoints.get(path) is None:
-        if missing := upload.missing():
-            raise EngineError(
-                f"{', '.join(missing)} has not been uploaded: PUT it to its address first"
-            )
-        adapter = read_adapter(upload.directory, _files_of(state, request.base_model))
-        if adapter.source.rank != lora.rank:
-            raise EngineError(
-                f"{CONFIG}: r is {adapter.source.rank}, but the upload's lora_config has rank "
-                f"{lora.rank}"
-            )
-        found = adapter.shape()
-        for group in GROUPS:
-            if getattr(found, f"train_{group}") and not getattr(lora, f"train_{group}"):
-                raise EngineError(
-                    f"{WEIGHTS} changes {group} layers, but the upload's lora_config does not "
-                    "train them"
-                )
-        spec = SaveSpec("external_weights", NAME, project_id=request.destination_project_id)
-        state.checkpoints.put(run, spec, adapter.writer(base.name, lora))
-    if state.database.runs.get(run.model_id) is None:
-        state.database.runs.add(run)
+
+    def write(place: Directory) -> None:
+        _adapter(upload, _files_of(state, request.base_model)).writer(base.name, lora)(place)
+
+    spec = SaveSpec("external_weights", NAME, project_id=request.destination_project_id)
+    saved = state.checkpoints.put_once(run, spec, write)
     (upload.directory / "done").touch()
     upload.clear()
-    return path
+    return saved.tinker_path
+
+
+def _adapter(upload: Upload, base_directory: Path) -> Adapter:
+    """Read the files of an upload; refuse those that are not what was announced."""
+    if missing := upload.missing():
+        raise EngineError(
+            f"{', '.join(missing)} has not been uploaded: PUT it to its address first"
+        )
+    adapter, lora = read_adapter(upload.directory, base_directory), upload.request.lora_config
+    if adapter.source.rank != lora.rank:
+        raise EngineError(
+            f"{CONFIG}: r is {adapter.source.rank}, but the upload's lora_config has rank "
+            f"{lora.rank}"
+        )
+    found = adapter.shape()
+    for group in GROUPS:
+        if getattr(found, f"train_{group}") and not getattr(lora, f"train_{group}"):
+            raise EngineError(
+                f"{WEIGHTS} changes {group} layers, but the upload's lora_config does not "
+                "train them"
+            )
+    return adapter

@@ -1,9 +1,13 @@
-"""Save weights, load them, and describe checkpoints."""
+"""Save weights, export them, load them, and describe checkpoints."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tinkex.engine.api import EngineError
 from tinkex.server.calls import Call, digest_of
@@ -12,17 +16,19 @@ from tinkex.server.files.checkpoint_files import SaveSpec, reading
 from tinkex.server.files.seals import check
 from tinkex.server.http_errors import Refusal
 from tinkex.server.routes.handler_table import handler, run_operation
+from tinkex.server.routes.records import parsed_path
 from tinkex.server.routes.training_calls import home_of, new_run
 from tinkex.server.runs.work import Creation, LiveRun, Load, Save
 from tinkex.server.samples import inflight
 from tinkex.server.state import State
 from tinkex.server.workers.worker import OffThread, Worker
-from tinkex.types.checkpoints import ParsedCheckpointTinkerPath
 from tinkex.types.optimizers import OptimizerConfigBase
 from tinkex.types.record import to_json
 from tinkex.types.saves import (
     LoadWeightsRequest,
     LoadWeightsResponse,
+    SaveWeightsExternalRequest,
+    SaveWeightsExternalResponseInternal,
     SaveWeightsForSamplerRequest,
     SaveWeightsForSamplerResponseInternal,
     SaveWeightsRequest,
@@ -33,30 +39,58 @@ from tinkex.types.saves import (
 from tinkex.types.training import LoraConfig
 from tinkex.wire.codec import JSON
 
+MOST_RECIPIENTS = 10
 
-def _request_id(call: Call) -> str:
-    return f"{call.request.model_id}:{call.number}"
+
+def _save(
+    state: State,
+    call: Call,
+    live: LiveRun,
+    spec: SaveSpec,
+    answer: Callable[[Saved], Any],
+    *,
+    optimizer: bool = False,
+    finish: Callable[[Path], None] | None = None,
+) -> OffThread:
+    """Save the files of a run; a repeated request finds its own work done."""
+    write = live.worker.engine.writer(live.run.model_id, optimizer=optimizer)
+    spec = replace(spec, request_id=f"{live.run.model_id}:{call.number}")
+    return state.checkpoints.save(live.run, spec, write, answer, finish)
 
 
 @run_operation
 async def save_weights(state: State, call: Call) -> Save:
     """Save weights and optimizer state."""
     request: SaveWeightsRequest = call.request
+    spec = SaveSpec(
+        "weights",
+        request.path or f"step-{request.seq_id}",
+        request.ttl_seconds,
+        request.user_metadata or {},
+        request.overwrite,
+    )
 
     def answer(saved: Saved) -> SaveWeightsResponse:
         return SaveWeightsResponse(path=saved.tinker_path, type="save_weights")
 
-    def work(live: LiveRun) -> OffThread:
-        spec = SaveSpec(
-            "weights",
-            request.path or f"step-{request.seq_id}",
-            request.ttl_seconds,
-            request.user_metadata or {},
-            request.overwrite,
-            request_id=_request_id(call),
+    return Save(lambda live: _save(state, call, live, spec, answer, optimizer=True))
+
+
+@run_operation
+async def save_weights_external(state: State, call: Call) -> Save:
+    """Save weights as files to fetch, encrypted when there are recipients."""
+    request: SaveWeightsExternalRequest = call.request
+    spec = SaveSpec("external_weights", request.path, request.ttl_seconds)
+
+    def answer(saved: Saved) -> SaveWeightsExternalResponseInternal:
+        return SaveWeightsExternalResponseInternal(
+            path=saved.tinker_path, size_bytes=saved.size_bytes, type="save_weights_external"
         )
-        write = live.worker.engine.writer(request.model_id, optimizer=True)
-        return state.checkpoints.save(live.run, spec, write, answer)
+
+    def work(live: LiveRun) -> OffThread:
+        recipients = request.age_encryption_recipients
+        finish = encryption(recipients) if recipients else None
+        return _save(state, call, live, spec, answer, finish=finish)
 
     return Save(work)
 
@@ -76,17 +110,9 @@ async def save_weights_for_sampler(state: State, call: Call) -> Save:
             path=saved.tinker_path, type="save_weights_for_sampler"
         )
 
-    def save_files(live: LiveRun) -> OffThread:
-        spec = SaveSpec(
-            "sampler_weights",
-            request.path or "",
-            request.ttl_seconds,
-            request.user_metadata or {},
-            request_id=_request_id(call),
-        )
-        write = live.worker.engine.writer(request.model_id, optimizer=False)
-        return state.checkpoints.save(live.run, spec, write, answer)
-
+    spec = SaveSpec(
+        "sampler_weights", request.path or "", request.ttl_seconds, request.user_metadata or {}
+    )
     version: int | None = None
 
     def save_in_memory(live: LiveRun) -> SaveWeightsForSamplerResponseInternal:
@@ -104,7 +130,9 @@ async def save_weights_for_sampler(state: State, call: Call) -> Save:
     def work(live: LiveRun) -> SaveWeightsForSamplerResponseInternal | OffThread:
         if request.kind == "inflight":
             inflight.check(request)
-        return save_files(live) if request.path is not None else save_in_memory(live)
+        if request.path is None:
+            return save_in_memory(live)
+        return _save(state, call, live, spec, answer)
 
     def after(
         live: LiveRun, saved: SaveWeightsForSamplerResponseInternal
@@ -131,6 +159,42 @@ def _nameless_id(state: State, run: Run, request: SaveWeightsForSamplerRequest) 
             "number"
         )
     return sampler_id
+
+
+def encryption(recipients: Sequence[str]) -> Callable[[Path], None]:
+    """Return a function that encrypts every file of a directory; refuse bad recipients first."""
+    if len(recipients) > MOST_RECIPIENTS:
+        raise EngineError(
+            f"age_encryption_recipients: at most {MOST_RECIPIENTS} are possible, got "
+            f"{len(recipients)}"
+        )
+    try:
+        pyrage: Any = importlib.import_module("pyrage")
+    except ImportError:
+        raise EngineError(
+            "age_encryption_recipients: this server cannot encrypt, because pyrage is not "
+            "installed there "
+            "(pip install pyrage); nothing was exported"
+        ) from None
+    keys = [_recipient(pyrage, text) for text in recipients]
+
+    def encrypt(directory: Path) -> None:
+        for path in list(directory.iterdir()):
+            pyrage.encrypt_file(str(path), str(path.with_name(f"{path.name}.age")), keys)
+            path.unlink()
+
+    return encrypt
+
+
+def _recipient(pyrage: Any, text: str) -> Any:
+    kind = pyrage.ssh if text.startswith("ssh-") else pyrage.x25519
+    try:
+        return kind.Recipient.from_str(text)
+    except pyrage.RecipientError as error:
+        raise EngineError(
+            f"age_encryption_recipients: {text!r} is no recipient (age1… or ssh-… public keys "
+            f"are): {error}"
+        ) from None
 
 
 @run_operation
@@ -221,10 +285,7 @@ async def _create_by_loading(
 async def weights_info(state: State, call: Call) -> WeightsInfoResponse:
     """Describe a checkpoint."""
     request: WeightsInfoRequest = call.request
-    try:
-        ParsedCheckpointTinkerPath.from_tinker_path(request.tinker_path)
-    except ValueError as error:
-        raise Refusal(400, str(error)) from None
+    parsed_path(request.tinker_path)
     saved = await asyncio.to_thread(state.checkpoints.readable, request.tinker_path, call.owner)
     if saved is None:
         raise Refusal(404, f"there is no checkpoint {request.tinker_path}")
