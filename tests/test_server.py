@@ -546,7 +546,7 @@ def test_an_expired_checkpoint_is_gone_and_its_name_is_free(
     path = save(wire, model, 1, "a", ttl_seconds=3600)["path"]
     assert wire.post("weights_info", {"tinker_path": path})["lora_rank"] == 4
     later = time.time() + 3601
-    monkeypatch.setattr("tinkex.server.database.sqlite_checkpoints.time.time", lambda: later)
+    monkeypatch.setattr("tinkex.server.database.sqlite_runs.time.time", lambda: later)
     refusal(wire, 404, "weights_info", {"tinker_path": path}, "a")
     load = {"model_id": model, "seq_id": 2, "path": path, "optimizer": True}
     failure(wire.run("load_weights", load), "no checkpoint", "expired")

@@ -22,7 +22,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from tinkex.server.files.data_dir import DataDirError
+from tinkex.server.database.row_digests import damaged
 from tinkex.types.tensors import Array
 
 HEADER, FRAME = struct.Struct(">8I"), struct.Struct(">6I")
@@ -51,9 +51,8 @@ class _Log:
         magic, _, self._page, _, *_, one, two = HEADER.unpack(header)
         self._order, self._file, self.salts = ">u4" if magic & 1 else "<u4", file, header[16:24]
         self.sums: Sums = (one, two)
-        known = (
-            magic & ~1 == MAGIC and 512 <= self._page <= 65536 and not self._page & (self._page - 1)
-        )
+        is_page = 512 <= self._page <= 65536 and not self._page & (self._page - 1)
+        known = magic & ~1 == MAGIC and is_page
         self.is_valid = known and self._after((0, 0), header[:24]) == self.sums
 
     def commits(self, frames: int = 0, sums: Sums | None = None) -> Iterator[tuple[int, Sums]]:
@@ -115,22 +114,15 @@ def check(database: Path) -> None:
                 return
             found = _Log(file, header)
             flushed = _recorded(record_of(database), found.salts)
-            valid = (
-                max((frames for frames, _ in found.commits()), default=0)
-                if found.is_valid and flushed
-                else 0
-            )
+            commits = found.commits() if found.is_valid and flushed else ()
+            valid = max((frames for frames, _ in commits), default=0)
             if found.is_valid and valid >= flushed:
                 return
         if header == before:
-            what = (
-                f"{valid} of {flushed} frames are valid"
-                if found.is_valid
-                else "its header has a wrong checksum"
-            )
-            raise DataDirError(
-                f"{log.name} is damaged ({what}); restore the directory from a backup"
-            )
+            what = "its header has a wrong checksum"
+            if found.is_valid:
+                what = f"{valid} of {flushed} frames are valid"
+            raise damaged(log.name, what)
 
 
 def _recorded(path: Path, salts: bytes) -> int:
