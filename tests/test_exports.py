@@ -217,7 +217,7 @@ def test_address_leads_to_no_other_checkpoint_of_its_name(wire: Wire) -> None:
     for address in (files, whole):
         heard = fetch(address)
         assert heard.status == 404
-        assert "has been saved again since this address was made" in heard.json["detail"]
+        assert "was saved again after this address was made" in heard.json["detail"]
     fetch_ok(urls(wire, path)["fake.json"])
 
 
@@ -469,7 +469,7 @@ def test_exports_have_at_most_ten_recipients(wire: Wire) -> None:
 def test_only_recipients_can_decrypt(wire: Wire) -> None:
     pyrage = pytest.importorskip("pyrage")
     ours, theirs = pyrage.x25519.Identity.generate(), pyrage.x25519.Identity.generate()
-    assert "'bob' is no recipient" in encrypted(wire, "bob")["error"]
+    assert "'bob' is no public key" in encrypted(wire, "bob")["error"]
     path = encrypted(wire, str(ours.to_public()))["path"]
     [(name, url)] = urls(wire, path).items()
     assert name == "fake.json.age"

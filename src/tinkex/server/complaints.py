@@ -36,12 +36,7 @@ def complain(what: str, error: BaseException, *, about: str = "") -> None:
     _told[kind] = now
     text = f"{what} ({about})" if about else what
     if is_full:
-        logger.error(
-            "%s: %s (%s); this is not logged again for %d minutes",
-            text,
-            FULL_DISK,
-            error,
-            SECONDS // 60,
-        )
+        wait = f"not logged again for {SECONDS / 60:.0f} minutes"
+        logger.error("%s: %s (%s); %s", text, FULL_DISK, error, wait)
     else:
         logger.error("%s", text, exc_info=error)

@@ -85,6 +85,5 @@ class Sessions:
         seen = [(time.time() - (now - seen), session) for session, seen in self.last_seen.items()]
         silent_since = time.time() - self._seconds
         # those that an earlier life of the server left open end as well
-        await asyncio.to_thread(
-            self._table.note_heard, seen, silent_since, EXPIRED, self._silence()
-        )
+        end = (silent_since, EXPIRED, self._silence())
+        await asyncio.to_thread(self._table.note_heard, seen, *end)

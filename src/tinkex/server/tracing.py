@@ -17,11 +17,9 @@ from tinkex.wire.redaction import Scrubber
 
 def is_wanted(variables: Mapping[str, str]) -> bool:
     """Return whether the environment asks for spans, by a variable that does not disable them."""
-    named = {
-        name: value.strip().lower() for name, value in variables.items() if name.startswith("OTEL_")
-    }
+    named = {name: value.strip().lower() for name, value in variables.items()}
     return (
-        bool(named)
+        any(name.startswith("OTEL_") for name in named)
         and named.get("OTEL_SDK_DISABLED") != "true"
         and named.get("OTEL_TRACES_EXPORTER") != "none"
     )
@@ -39,9 +37,8 @@ class Tracing:
 
     def __init__(self, tracer: Any = None) -> None:
         if not otel.is_available():
-            raise ConfigurationError(
-                "OpenTelemetry is not installed", hint='pip install "tinkex[otel]"'
-            )
+            how = 'pip install "tinkex[otel]"'
+            raise ConfigurationError("OpenTelemetry is not installed", hint=how)
         from opentelemetry import context, trace
 
         self._api, self._context = trace, context

@@ -15,6 +15,7 @@ from typing import Any
 
 from tinkex.engine.api import EngineError
 from tinkex.engine.places import Directory, Writer
+from tinkex.server.complaints import FULL_DISK
 from tinkex.server.database.entities import Run, Save, SavedCheckpoint
 from tinkex.server.database.interface import Database
 from tinkex.server.files.data_dir import discard, is_full_disk, sync_above
@@ -24,6 +25,7 @@ from tinkex.types.checkpoints import KINDS, SCHEME, ParsedCheckpointTinkerPath
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 NAME_RULE = "use letters, digits, '.', '_' and '-', at most 200, and no '.' or '-' in front"
+GONE = "it was never saved, or has been deleted or expired"
 WEIGHTS = "adapter_model.safetensors"
 MIN_TTL, MAX_TTL = 3600, 10 * 366 * 24 * 3600
 
@@ -39,9 +41,7 @@ def expiry(ttl_seconds: int | None) -> float | None:
     if ttl_seconds is None:
         return None
     if not MIN_TTL <= ttl_seconds <= MAX_TTL:
-        raise EngineError(
-            f"ttl_seconds must lie between {MIN_TTL} and {MAX_TTL}, got {ttl_seconds}"
-        )
+        raise EngineError(f"ttl_seconds must be between {MIN_TTL} and {MAX_TTL}, got {ttl_seconds}")
     return time.time() + ttl_seconds
 
 
@@ -88,11 +88,7 @@ class Checkpoints:
                 finish(directory.path)
 
         def begin() -> Save | Path:
-            done = (
-                None
-                if spec.request_id is None
-                else self._database.checkpoints.save(spec.request_id)
-            )
+            done = spec.request_id and self._database.checkpoints.save(spec.request_id)
             return done or self._write(run, spec, write)
 
         def end(written: Save | Path) -> Any:
@@ -139,9 +135,7 @@ class Checkpoints:
             if not is_full_disk(error):
                 raise
             # one line of it: who saves can make room, and a traceback tells nothing more
-            raise EngineError(
-                f"{path} was not saved: the server's disk is full", "server"
-            ) from error
+            raise EngineError(f"{path} was not saved: {FULL_DISK}", "server") from error
         return scratch
 
     def _place(self, run: Run, spec: SaveSpec, scratch: Path) -> SavedCheckpoint:
@@ -216,17 +210,12 @@ class Checkpoints:
             )
         saved = self.readable(path, reader)
         if saved is None:
-            raise EngineError(
-                f"there is no checkpoint {path}; it was never saved, or has been deleted or expired"
-            )
+            raise EngineError(f"there is no checkpoint {path}: {GONE}")
         if parsed.checkpoint_type == "external" and not (saved.directory / WEIGHTS).exists():
-            raise EngineError(
-                f"{path} is encrypted for its recipients, so that this server cannot read it"
-            )
+            raise EngineError(f"{path} is encrypted: this server cannot read it")
         if base_model is not None and saved.base_model != base_model:
-            raise EngineError(
-                f"checkpoint {path} is of base model {saved.base_model!r}, this is {base_model!r}"
-            )
+            trained_on, wanted = saved.base_model, f"this needs {base_model!r}"
+            raise EngineError(f"checkpoint {path} is of base model {trained_on!r}; {wanted}")
         return saved
 
 

@@ -17,6 +17,10 @@ logger = logging.getLogger("tinkex.server")
 LOCK_FILE = "lock"
 SECRET_FILE = "signing.key"
 SECRET_BYTES = 32
+REPLACE = (
+    "restore both files from a backup, or delete signing.key: the server makes a new one, and "
+    "tokens signed with the old one end"
+)
 SECRET_DIGEST = "signing.key.sha256"
 """The file with the digest of the secret: one that is damaged would end every token without a word.
 """
@@ -27,15 +31,10 @@ SET_ASIDE = "set-aside"
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Return whether an error says that the disk is full; safetensors and SQLite have errors of
-    their own for that.
-    """
-    told = str(error)
-    return (
-        getattr(error, "errno", None) == errno.ENOSPC
-        or f"(os error {errno.ENOSPC})" in told
-        or "database or disk is full" in told
-    )
+    """Return whether an error, also of safetensors or SQLite, says that the disk is full."""
+    text = str(error)
+    has_number = getattr(error, "errno", None) == errno.ENOSPC
+    return has_number or f"(os error {errno.ENOSPC})" in text or "database or disk is full" in text
 
 
 class DataDirError(RuntimeError):
@@ -60,9 +59,9 @@ class Lock:
             self.close()
             if error.errno not in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
                 raise
-            raise DataDirError(
-                "another tinkex server uses it; connect to that server, or use another directory"
-            ) from None
+            why = "another tinkex server uses it"
+            how = "connect to that server, or use another directory"
+            raise DataDirError(f"{why}; {how}") from None
 
     def close(self) -> None:
         """Let another server use the directory."""
@@ -117,10 +116,7 @@ def signing_secret(data_dir: Path) -> bytes:
     found = path.read_bytes()
     if len(found) != SECRET_BYTES or not any(found):
         wrong = "only zeros" if found and not any(found) else f"{len(found)} bytes"
-        raise DataDirError(
-            f"{path} holds {wrong} instead of a secret of {SECRET_BYTES} bytes; put the file back "
-            "from a backup, or delete it: a new one is made, and tokens signed with the old one end"
-        )
+        raise DataDirError(f"{path} holds {wrong}, expected {SECRET_BYTES} random bytes; {REPLACE}")
     computed = hashlib.sha256(found).hexdigest().encode()
     if not digest.exists():
         write_durably(digest, computed)
@@ -129,21 +125,15 @@ def signing_secret(data_dir: Path) -> bytes:
     except FileNotFoundError:  # another process makes the secret now, and removed its digest
         is_known = True
     if not is_known:
-        raise DataDirError(
-            f"{path} does not have the digest in {digest.name}: one of them is damaged; put both "
-            "back "
-            f"from a backup, or delete {path.name}: a new one is made, and tokens signed with the "
-            "old one end"
-        )
+        raise DataDirError(f"{path} or {digest.name} is damaged: they do not match; {REPLACE}")
     return found
 
 
 def mark_keyed(data_dir: Path) -> None:
     """Note durably that keys exist, before the first one is made."""
-    if not (data_dir / KEYED_FILE).exists():
-        write_durably(
-            data_dir / KEYED_FILE, b"Delete this file to let the server open without keys.\n"
-        )
+    if not is_keyed(data_dir):
+        text = b"Delete this file to let the server open without keys.\n"
+        write_durably(data_dir / KEYED_FILE, text)
 
 
 def is_keyed(data_dir: Path) -> bool:
@@ -162,9 +152,7 @@ def set_aside(data_dir: Path, directory: Path, why: str) -> Path | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        logger.error(
-            "%s %s; it cannot be set aside and stays where it is: %s", directory, why, error
-        )
+        logger.error("%s %s; it stays there, as moving it failed: %s", directory, why, error)
         return None
     sync_directory(place)
     sync_directory(directory.parent)

@@ -35,21 +35,16 @@ def cache_root() -> Path:
     """The hub's cache directory, found as its own library finds it."""
     if path := os.environ.get("HF_HUB_CACHE"):
         return Path(path).expanduser()
-    home = (
-        os.environ.get("HF_HOME")
-        or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
-    )
+    caches = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"))
+    home = os.environ.get("HF_HOME") or caches / "huggingface"
     return Path(home).expanduser() / "hub"
 
 
 def publish_tokenizer(name: str, directory: Path) -> Path | None:
-    """Copy a model's tokenizer files into the cache under its name; None when there was nothing to
-    do.
-    """
+    """Copy a model's tokenizer into the cache under its name; None when nothing was done."""
     files = [directory / file for file in FILES if (directory / file).is_file()]
-    if not REPOSITORY.fullmatch(name) or not any(
-        file.name.startswith("tokenizer") for file in files
-    ):
+    has_tokenizer = any(file.name.startswith("tokenizer") for file in files)
+    if not has_tokenizer or not REPOSITORY.fullmatch(name):
         return None
     repository = cache_root() / ("models--" + name.replace("/", "--"))
     if repository.exists() and not (repository / MARK).exists():
@@ -68,7 +63,7 @@ def publish_tokenizer(name: str, directory: Path) -> Path | None:
         if all(line in ours for line in _lines(refs / "main")):
             _write(refs / "main", revision)
     except OSError as error:
-        logger.warning("the tokenizer of %s could not be put into the hub cache: %s", name, error)
+        logger.warning("copying the tokenizer of %s to the hub cache failed: %s", name, error)
         return None
     return snapshot
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from tinkex.engine.api import EngineError
 from tinkex.engine.families.read_config import families
-from tinkex.engine.json_files import parse_object
+from tinkex.engine.json_files import parse_object, read_object
 from tinkex.engine.peft_files import (
     ADAPTER_CONFIG as CONFIG,
     ADAPTER_WEIGHTS as WEIGHTS,
@@ -138,9 +138,8 @@ class Adapter:
     def shape(self) -> LoraConfig:
         """The least that holds it."""
         groups = {KNOWN[_last(module)] for module in self.factors}
-        return LoraConfig(
-            rank=self.source.rank, **{f"train_{group}": group in groups for group in GROUPS}
-        )
+        trained = {f"train_{group}": group in groups for group in GROUPS}
+        return LoraConfig(rank=self.source.rank, **trained)
 
     def writer(self, base_model: str, lora: LoraConfig) -> Callable[[Place], None]:
         """Write it in our form; modules of the shape that it leaves alone get fresh factors."""
@@ -167,11 +166,8 @@ def read_adapter(
 
 def most_bytes(base_directory: Path, lora: LoraConfig) -> int:
     """The most that the weights of an adapter of a shape can take as a file."""
-    sizes = [
-        sum(sizes)
-        for module, sizes in module_shapes(base_directory).items()
-        if _trains(lora, module)
-    ]
+    shapes = module_shapes(base_directory)
+    sizes = [sum(shape) for module, shape in shapes.items() if _trains(lora, module)]
     return sum(8 * lora.rank * size + 1024 for size in sizes) + (1 << 20)
 
 
@@ -183,30 +179,17 @@ def read_source(directory: Path) -> Source:
     """Return an adapter's settings; refuse those that change the function."""
     path = directory / CONFIG
     try:
-        fields = json.loads(path.read_text())
+        fields = read_object(path)
     except (FileNotFoundError, NotADirectoryError):
         raise EngineError(f"{directory} has no {CONFIG}: not a PEFT adapter") from None
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # a number of 5,000 digits is a ValueError as well
-        raise EngineError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise EngineError(f"{path} is not a PEFT configuration: expected an object")
     for name, value in fields.items():
         if name in PLAIN and value is not None and value not in PLAIN[name]:
-            raise EngineError(
-                f"{path}: {name} is {value!r}; only {PLAIN[name][0]!r} can be imported"
-            )
+            raise EngineError(f"{path}: {name} is {value!r}; it must be {PLAIN[name][0]!r}")
         if value and name not in PLAIN and name not in READ | IDLE:
-            raise EngineError(
-                f"{path}: {name} is {value!r}; adapters that have it cannot be imported"
-            )
+            raise EngineError(f"{path}: {name} is {value!r}, which cannot be imported")
     rank, alpha = fields.get("r"), fields.get("lora_alpha")
     if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= MAX_RANK:
-        raise EngineError(
-            f"{path}: r must be a whole number between 1 and {MAX_RANK}, got {rank!r}"
-        )
+        raise EngineError(f"{path}: r must be a whole number from 1 to {MAX_RANK}, got {rank!r}")
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < MOST_ALPHA:
         raise EngineError(f"{path}: lora_alpha must be a positive number, got {alpha!r}")
     scale = alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
@@ -221,12 +204,9 @@ def read_source(directory: Path) -> Source:
 
 
 def module_shapes(directory: Path) -> dict[str, tuple[int, int]]:
-    """(outputs, inputs) of the modules of a base model that adapters can be for, from the heads of
-    its files.
-    """
+    """Return the outputs and inputs of each module of a base model that adapters can change."""
     shapes: dict[str, tuple[int, int]] = {}
-    paths = sorted(directory.glob("model*.safetensors"))
-    for path in paths:
+    for path in sorted(directory.glob("model*.safetensors")):
         for name, about in _header(path).items():
             module = name.removesuffix(".weight")
             if name == "model.embed_tokens.weight":
@@ -275,58 +255,38 @@ class _Told:
 def _read_factors(
     source: Source, shapes: Mapping[str, tuple[int, int]], told: _Told
 ) -> dict[str, tuple[Array, Array]]:
-    """(A, B) by module, B scaled for us; every tensor of the file must be one of them, of the right
-    shape.
-    """
+    """Return A and B of each module, B scaled for us; refuse tensors that do not fit."""
     path = source.directory / WEIGHTS
     tensors = _read_tensors(path, told)
     sides: dict[str, dict[str, Array]] = {}
     for key, tensor in sorted(tensors.items()):
-        module, _, side = key.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
-        if _last(module) == "unembed_tokens":  # what the hosted service calls it
+        name = key.removeprefix(PREFIX).removesuffix(".weight")
+        module, _, side = name.rpartition(".")
+        if _last(module) == "unembed_tokens":  # the name in the hosted service's files
             module = "lm_head"
-        if _last(key.removesuffix(".weight").removesuffix(".base_layer")) in (
-            "embed_tokens",
-            "lm_head",
-        ):
-            raise EngineError(
-                f"{path}: {key} is the base model's own, which stays as it is here; "
-                "save the adapter with save_embedding_layers=False"
-            )
-        if (
-            not key.startswith(PREFIX)
-            or not key.endswith(".weight")
-            or side not in ("lora_A", "lora_B")
-        ):
-            raise EngineError(
-                f"{path}: {key} is not a LoRA factor; other kinds of adapters cannot be imported"
-            )
+        if _last(name.removesuffix(".base_layer")) in ("embed_tokens", "lm_head"):
+            why = f"{key} belongs to the base model, which cannot be changed here"
+            raise EngineError(f"{path}: {why}: save it with save_embedding_layers=False")
+        if key != f"{PREFIX}{name}.weight" or side not in ("lora_A", "lora_B"):
+            raise EngineError(f"{path}: {key} is not a LoRA factor, which is all that is imported")
         if module not in shapes:
-            known = ", ".join(KNOWN)
-            raise EngineError(
-                f"{path}: {key} is of a module that cannot be trained here; those that can are "
-                f"{known}"
-            )
+            why = f"{key} changes a module that cannot be trained here"
+            raise EngineError(f"{path}: {why}; those that can are {', '.join(KNOWN)}")
         outputs, inputs = shapes[module]
         expected = (source.rank, inputs) if side == "lora_A" else (outputs, source.rank)
         if tensor.shape != expected:
-            raise EngineError(
-                f"{path}: {key} has shape {list(tensor.shape)}, the base model wants "
-                f"{list(expected)}"
-            )
+            found = f"has shape {list(tensor.shape)}, the base model wants {list(expected)}"
+            raise EngineError(f"{path}: {key} {found}")
         if not np.isfinite(tensor).all():
             raise EngineError(f"{path}: {key} holds NaN or infinity")
         sides.setdefault(module, {})[side] = tensor
     lost = [module for module, pair in sides.items() if len(pair) != 2]
-    lost += [
-        module for module in shapes if module not in sides and _is_target(module, source.targets)
-    ]
+    lost += [name for name in shapes if name not in sides and _is_target(name, source.targets)]
     if lost or not sides:
         raise EngineError(f"{path} lacks factors of {min(lost, default='any module')}")
     factor = source.scale / (ALPHA / source.rank)
-    return {
-        module: (pair["lora_A"], _scaled(pair["lora_B"], factor)) for module, pair in sides.items()
-    }
+    pairs = ((module, pair["lora_A"], pair["lora_B"]) for module, pair in sides.items())
+    return {module: (a, _scaled(b, factor)) for module, a, b in pairs}
 
 
 def _is_target(module: str, targets: list[str] | None) -> bool:
@@ -337,7 +297,7 @@ def _is_target(module: str, targets: list[str] | None) -> bool:
 def _scaled(b: Array, factor: float) -> Array:
     scaled: Array = (b.astype(np.float64) * factor).astype(np.float32)
     if not np.isfinite(scaled).all():
-        raise EngineError(f"factors grow beyond what a float holds when scaled by {factor:g}")
+        raise EngineError(f"the factors scaled by {factor:g} are too large for float32")
     return scaled
 
 
@@ -347,11 +307,8 @@ def _read_tensors(path: Path, told: _Told) -> dict[str, Array]:
 
     if not path.exists():
         if pickles := sorted(file.name for file in path.parent.glob("*.bin")):
-            raise EngineError(
-                f"{path.parent} has its weights in {pickles[0]}, a pickle, which can run any code "
-                "when it is read: "
-                "save it again as safetensors where you trust it"
-            )
+            why = f"{path.parent} has its weights in {pickles[0]}, a pickle, which can run any code"
+            raise EngineError(f"{why}: save it as safetensors where you trust it")
         raise EngineError(f"{path.parent} has no {WEIGHTS}")
     told.expect(read=path.stat().st_size, write=path.stat().st_size)
     try:
@@ -361,9 +318,8 @@ def _read_tensors(path: Path, told: _Told) -> dict[str, Array]:
     tensors = {}
     for name, about in found:
         if about["dtype"] not in FLOATS:
-            raise EngineError(
-                f"{path}: {name} is {about['dtype']}; expected one of {', '.join(FLOATS)}"
-            )
+            known = ", ".join(FLOATS)
+            raise EngineError(f"{path}: {name} has type {about['dtype']}; expected one of {known}")
         raw = np.frombuffer(about["data"], FLOATS[about["dtype"]])
         if about["dtype"] == "BF16":  # the upper half of a float
             raw = (raw.astype("<u4") << 16).view("<f4")

@@ -66,10 +66,8 @@ def find_upload(root: Path, upload_id: str) -> Upload | None:
 def unfinished(root: Path, owner: str) -> int:
     """Return the number of an owner's open uploads."""
     found = [find_upload(root, path.name) for path in root.glob("*")]
-    return sum(
-        one is not None and one.owner == owner and not (one.directory / "done").exists()
-        for one in found
-    )
+    own = [one for one in found if one is not None and one.owner == owner]
+    return sum(not (one.directory / "done").exists() for one in own)
 
 
 def sweep_uploads(root: Path) -> None:

@@ -37,6 +37,7 @@ from tinkex.types.account import (
 from tinkex.types.sessions import Empty
 
 LONGEST = dt.timedelta(days=14)
+HOUR_EXAMPLE = "2026-07-13T00:00:00Z"
 
 
 # ── the key ───────────────────────────────────────────────────────────────────────────────────────
@@ -65,10 +66,8 @@ async def get_api_key(state: State, call: Call) -> ApiKeyResponse:
 async def delete_api_key(state: State, call: Call) -> Empty:
     """Revoke the caller's key."""
     if not call.key_id:
-        raise Refusal(
-            400,
-            "there is no key on record to revoke: the server was started with its key, or is open",
-        )
+        why = "the server is open, or was started with its key"
+        raise Refusal(400, f"there is no key on record to revoke: {why}")
     await asyncio.to_thread(revoke_key, state.database, call.key_id)
     return Empty()
 
@@ -89,47 +88,30 @@ async def get_billing_usage(state: State, call: Call) -> BillingUsageResponse:
         raise Refusal(400, "ending_before must be later than starting_on")
     if end - start > LONGEST:
         days = (end - start).days
-        raise Refusal(
-            400, f"from starting_on to ending_before are {days} days; the most is {LONGEST.days}"
-        )
+        raise Refusal(400, f"the usage of {days} days is too much: ask for {LONGEST.days} or fewer")
     await state.meter.flush()
-    used, metadata = await asyncio.to_thread(
-        state.database.activity.used,
-        int(start.timestamp()),
-        int(end.timestamp()),
-        _only(call.owner),
-    )
-    return BillingUsageResponse(
-        data=[_event(one) for one in used],
-        sessions={
-            session: BillingUsageSession(user_metadata=texts(fields))
-            for session, fields in metadata.items()
-        },
-        cost_data_through=dt.datetime.now(dt.UTC),
-    )
+    span, find = (int(start.timestamp()), int(end.timestamp())), state.database.activity.used
+    used, metadata = await asyncio.to_thread(find, *span, _only(call.owner))
+    sessions = {
+        session: BillingUsageSession(user_metadata=texts(fields))
+        for session, fields in metadata.items()
+    }
+    events, now = [_event(one) for one in used], dt.datetime.now(dt.UTC)
+    return BillingUsageResponse(data=events, sessions=sessions, cost_data_through=now)
 
 
 def _hour(call: Call, name: str) -> dt.datetime:
     text = call.query.get(name)
     if not text:
-        raise Refusal(400, f"{name} is missing: give a full hour such as 2026-07-13T00:00:00Z")
+        raise Refusal(400, f"{name} is missing: give a full hour such as {HOUR_EXAMPLE}")
     try:
-        moment = dt.datetime.fromisoformat(text)
-        moment = (
-            moment.replace(tzinfo=dt.UTC) if moment.tzinfo is None else moment.astimezone(dt.UTC)
-        )
-    except (
-        ValueError,
-        OverflowError,
-    ):  # the first hours of the year 1 may lie before it in UTC
-        raise Refusal(
-            400, f"{name} is {text!r}; expected a time such as 2026-07-13T00:00:00Z"
-        ) from None
-    if (moment.minute, moment.second, moment.microsecond) != (0, 0, 0):
-        raise Refusal(
-            400, f"{name} is {text!r}; usage is kept by the hour: give a full hour, in UTC"
-        )
-    return moment
+        hour = dt.datetime.fromisoformat(text)
+        hour = hour.replace(tzinfo=hour.tzinfo or dt.UTC).astimezone(dt.UTC)
+    except (ValueError, OverflowError):  # the year 1 may begin before it in UTC
+        raise Refusal(400, f"{name} must be a time such as {HOUR_EXAMPLE}, got {text!r}") from None
+    if (hour.minute, hour.second, hour.microsecond) != (0, 0, 0):
+        raise Refusal(400, f"{name} must be a full hour such as {HOUR_EXAMPLE}, got {text!r}")
+    return hour
 
 
 def _event(used: Used) -> BillingUsageEvent:
@@ -163,10 +145,8 @@ async def get_current_checkpoint_storage_usage(
     state: State, call: Call
 ) -> CurrentCheckpointStorageUsageResponse:
     """Report the room that checkpoints take now, by project and owner."""
-    project = call.query.get("project_id")
-    stored = await asyncio.to_thread(
-        state.database.checkpoints.stored_bytes, _only(call.owner), project
-    )
+    project, find = call.query.get("project_id"), state.database.checkpoints.stored_bytes
+    stored = await asyncio.to_thread(find, _only(call.owner), project)
     return CurrentCheckpointStorageUsageResponse(
         effective_rate_usd_per_gigabyte_month=0.0,
         data=[
@@ -193,16 +173,12 @@ async def get_audit_log(state: State, call: Call) -> AuditLogResponse:
     try:
         day = dt.date.fromisoformat(text) if text else dt.datetime.now(dt.UTC).date()
     except ValueError:
-        raise Refusal(400, f"day is {text!r}; expected a date such as 2026-07-13") from None
+        raise Refusal(400, f"day must be a date such as 2026-07-13, got {text!r}") from None
     start = dt.datetime(day.year, day.month, day.day, tzinfo=dt.UTC).timestamp()
     await state.meter.flush()
-    entries = await asyncio.to_thread(
-        state.database.activity.audit,
-        start,
-        start + 24 * HOUR,
-        _only(call.owner),
-        None if category == "all" else category,
-    )
+    span, kind = (start, start + 24 * HOUR), None if category == "all" else category
+    find = state.database.activity.audit
+    entries = await asyncio.to_thread(find, *span, _only(call.owner), kind)
     return AuditLogResponse(
         entries=[
             AuditLogEntry(

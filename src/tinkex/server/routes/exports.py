@@ -53,7 +53,7 @@ async def get_external_weights_urls(state: State, call: Call) -> ExternalWeights
     """Return signed addresses of the files of an export."""
     saved = await _readable(state, call)
     if call.path["kind"] != "external_weights":
-        raise Refusal(400, f"{saved.tinker_path} is no export: save_weights_external makes one")
+        raise Refusal(400, f"{saved.tinker_path} is no export: use save_weights_external")
     expires = _expiry(saved)
     try:
         files = await asyncio.to_thread(contents, saved.directory)
@@ -86,14 +86,8 @@ def _expiry(saved: SavedCheckpoint) -> int:
 
 
 def _address(state: State, call: Call, saved: SavedCheckpoint, file: str, expires: int) -> str:
-    return DOWNLOAD.make(
-        state.accounts,
-        call,
-        call.path | {"file": file},
-        expires,
-        saved=_identity(saved),
-        reader=_mark(state.accounts, call.owner),
-    )
+    terms = {"saved": _identity(saved), "reader": _mark(state.accounts, call.owner)}
+    return DOWNLOAD.make(state.accounts, call, call.path | {"file": file}, expires, **terms)
 
 
 def _identity(saved: SavedCheckpoint) -> str:
@@ -115,12 +109,11 @@ async def download(state: State, call: Call) -> Response:
     terms = await DOWNLOAD.check(state.accounts, call, "saved", "reader")
     path = checkpoint_path(call)
     saved = await asyncio.to_thread(state.database.checkpoints.get, path)
-    if saved is None or not (saved.public or _mark(state.accounts, saved.owner) == terms["reader"]):
+    owner = "" if saved is None else _mark(state.accounts, saved.owner)
+    if saved is None or not (saved.public or owner == terms["reader"]):
         raise nothing_at(path)
     if _identity(saved) != terms["saved"]:
-        raise Refusal(
-            404, f"{path} has been saved again since this address was made: ask for a new one"
-        )
+        raise Refusal(404, f"{path} was saved again after this address was made: ask for a new one")
     pieces = await asyncio.to_thread(_pieces, saved, call.path["file"])
     try:
         digest = await asyncio.to_thread(_digest, pieces)
@@ -221,9 +214,8 @@ def _respond(request: Request, pieces: tuple[Piece, ...], files: Files, digest: 
             start, stop = wanted
             if start >= stop:
                 _close(files)
-                return Response(
-                    status_code=416, headers={**headers, "Content-Range": f"bytes */{size}"}
-                )
+                headers["Content-Range"] = f"bytes */{size}"
+                return Response(status_code=416, headers=headers)
             status, headers["Content-Range"] = 206, f"bytes {start}-{stop - 1}/{size}"
     headers["Content-Length"] = str(stop - start)
     if request.method == "HEAD":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
@@ -54,30 +55,25 @@ async def resolve(state: State, name: str, owner: str) -> NamedModel:
             another kind, or its base is not the one that the checkpoint was trained on.
     """
     if len(name) > LONGEST:
-        raise _malformed(f"the name of a model has at most {LONGEST} characters, got {len(name)}")
+        raise _malformed(f"model must have at most {LONGEST} characters, got {len(name)}")
     base, separator, path = name.partition(";")
     if not separator and base.startswith(SCHEME):
         base, path = "", base
     if separator and not (base and path):
-        raise _malformed(
-            f"{name!r} is no model; expected <base model>;{SCHEME}<run>/sampler_weights/<name>"
-        )
+        form = f"<base model>;{SCHEME}<run>/sampler_weights/<name>"
+        raise _malformed(f"model must be a base model, a path or {form}, got {name!r}")
     if not path:
         return NamedModel(name, _base(state, base, name))
+    find = partial(state.checkpoints.find, path, "sampler_weights", reader=owner)
     try:
-        saved = await asyncio.to_thread(
-            state.checkpoints.find, path, "sampler_weights", reader=owner
-        )
+        saved = await asyncio.to_thread(find)
     except EngineError as error:
-        raise (_unknown if str(error).startswith("there is no") else _malformed)(
-            str(error)
-        ) from None
+        refuse = _unknown if str(error).startswith("there is no") else _malformed
+        raise refuse(str(error)) from None
     trained_on = _base(state, saved.base_model, name)
     if base and _base(state, base, name) != trained_on:
-        raise _malformed(
-            f"checkpoint {path} was trained on {trained_on.name!r}, not on {base!r}; name that, or "
-            "none"
-        )
+        why = f"checkpoint {path} was trained on {trained_on.name!r}, not on {base!r}"
+        raise _malformed(f"{why}: leave the base model out")
     return NamedModel(name, trained_on, saved)
 
 
@@ -86,10 +82,8 @@ def _base(state: State, base: str, name: str) -> BaseModel:
     models = state.workers.models()
     found = models.get(base) or models.get(base.partition(":")[0])
     if found is None:
-        raise _unknown(
-            f"there is no model {name!r}; this server has the base models "
-            f"{', '.join(sorted(models))}"
-        )
+        known = ", ".join(sorted(models))
+        raise _unknown(f"there is no model {name!r}; the base models here are {known}")
     return found
 
 
@@ -109,9 +103,8 @@ async def models(state: State, call: Call) -> Response:
     limit = whole_number(call, "limit", DEFAULT_LIMIT, least=1, most=MOST)
     bases = state.workers.models()
     found = [NamedModel(name, model) for name, model in bases.items()][:limit]
-    saved = await asyncio.to_thread(
-        state.database.checkpoints.samplers, call.owner, [*bases], limit - len(found)
-    )
+    find, most = state.database.checkpoints.samplers, limit - len(found)
+    saved = await asyncio.to_thread(find, call.owner, [*bases], most)
     found += [NamedModel(one.tinker_path, bases[one.base_model], one) for one in saved]
     return JSONResponse({"object": "list", "data": [_object(state, model) for model in found]})
 
@@ -124,16 +117,11 @@ async def model(state: State, call: Call) -> Response:
 def _refused(refusal: Refusal) -> Response:
     """Return an error in the form that OpenAI's clients read."""
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
-    kind = kinds.get(
-        refusal.status, "invalid_request_error" if refusal.status < 500 else "server_error"
-    )
+    other = "invalid_request_error" if refusal.status < 500 else "server_error"
+    kind = kinds.get(refusal.status, other)
     code = refusal.fields.get("code")
-    error = {
-        "message": refusal.detail[:DETAIL_CHARACTERS],
-        "type": kind,
-        "param": "model" if code else None,
-        "code": code,
-    }
+    param, message = "model" if code else None, refusal.detail[:DETAIL_CHARACTERS]
+    error = {"message": message, "type": kind, "param": param, "code": code}
     return JSONResponse({"error": error}, status_code=refusal.status, headers=refusal.headers)
 
 

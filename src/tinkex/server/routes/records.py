@@ -12,13 +12,14 @@ import shutil
 import threading
 import uuid
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from tinkex.engine.places import Directory
 from tinkex.server.calls import Call
 from tinkex.server.database.entities import Run, RunRecord, SavedCheckpoint
-from tinkex.server.files.checkpoint_files import NAME, NAME_RULE, SaveSpec, expiry
+from tinkex.server.files.checkpoint_files import GONE, NAME, NAME_RULE, SaveSpec, expiry
 from tinkex.server.files.data_dir import discard
 from tinkex.server.files.seals import check, contents
 from tinkex.server.http_errors import Refusal
@@ -60,13 +61,9 @@ ID_RULE = (
 async def list_training_runs(state: State, call: Call) -> TrainingRunsResponse:
     """List a page of the caller's runs, or of all runs that the caller may see."""
     limit, offset = _page(call, PAGE)
+    page = partial(state.database.runs.page, project_id=call.query.get("project_id"))
     found, total = await asyncio.to_thread(
-        state.database.runs.page,
-        call.owner,
-        accessible=_is_accessible(call),
-        project_id=call.query.get("project_id"),
-        limit=limit,
-        offset=offset,
+        page, call.owner, accessible=_is_accessible(call), limit=limit, offset=offset
     )
     return TrainingRunsResponse(
         training_runs=[_training_run(state, record, call.owner) for record in found],
@@ -98,10 +95,8 @@ async def _checkpoints(state: State, call: Call, model_id: str | None) -> Checkp
     whole = model_id is not None and "limit" not in call.query
     limit, offset = _page(call, CHECKPOINT_PAGE)
     limit = -1 if whole else limit
-    page = state.database.checkpoints.page
-    found, total = await asyncio.to_thread(
-        page, call.owner, model_id=model_id, limit=limit, offset=offset
-    )
+    page = partial(state.database.checkpoints.page, call.owner, model_id=model_id)
+    found, total = await asyncio.to_thread(page, limit=limit, offset=offset)
     return CheckpointsListResponse(
         checkpoints=[checkpoint_record(saved) for saved in found],
         cursor=Cursor(offset=offset, limit=len(found) if whole else limit, total_count=total),
@@ -110,9 +105,8 @@ async def _checkpoints(state: State, call: Call, model_id: str | None) -> Checkp
 
 async def _run_of(state: State, call: Call, *, accessible: bool) -> RunRecord:
     model_id = call.path["training_run_id"]
-    record = await asyncio.to_thread(
-        state.database.runs.record, model_id, call.owner, accessible=accessible
-    )
+    find = state.database.runs.record
+    record = await asyncio.to_thread(find, model_id, call.owner, accessible=accessible)
     if record is None:
         raise Refusal(404, f"there is no training run {model_id!r}")
     return record
@@ -184,18 +178,16 @@ async def search_checkpoints(state: State, call: Call) -> CheckpointSearchRespon
         cursor = CheckpointSearchCursor(
             last_created_at=moment(microseconds=microsecond), last_checkpoint_uuid=last.tinker_path
         )
-    return CheckpointSearchResponse(
-        checkpoints=[checkpoint_record(saved) for saved, _ in page], next_cursor=cursor
-    )
+    records = [checkpoint_record(saved) for saved, _ in page]
+    return CheckpointSearchResponse(checkpoints=records, next_cursor=cursor)
 
 
 async def _check_projects(state: State, projects: list[str], owner: str) -> None:
     """Refuse projects that an owner cannot list."""
     unknown = state.database.checkpoints.unknown_projects
     if missing := await asyncio.to_thread(unknown, projects, owner):
-        raise Refusal(
-            404, f"there is no project {missing[0]!r} that you can list; leave project_ids out"
-        )
+        why = f"there is no project {missing[0]!r} that you can list"
+        raise Refusal(404, f"{why}: leave it out of project_ids")
 
 
 # ── changes ───────────────────────────────────────────────────────────────────────────────────────
@@ -221,9 +213,7 @@ def parsed_path(path: str) -> ParsedCheckpointTinkerPath:
 
 def nothing_at(path: str) -> Refusal:
     """Return the answer for a checkpoint that does not exist, or belongs to another."""
-    return Refusal(
-        404, f"there is no checkpoint {path}; it was never saved, or has been deleted or expired"
-    )
+    return Refusal(404, f"there is no checkpoint {path}: {GONE}")
 
 
 async def _changed(call: Call, change: Callable[..., T], *values: object) -> T:
@@ -278,21 +268,15 @@ async def copy_weights(state: State, call: Call) -> CopyWeightsResponse:
     if not request.destination_project_id:
         raise Refusal(400, "copy_weights needs a destination_project_id")
     if request.session_id is not None or request.model_seq_id is not None:
-        raise Refusal(
-            400,
-            "copy_weights makes a run of its own here: session_id and model_seq_id have no place "
-            "in it",
-        )
+        why = "copy_weights makes a run of its own"
+        raise Refusal(400, f"{why}: leave session_id and model_seq_id out")
     parsed_path(request.source_path)
     key = call.headers.get("x-idempotency-key")
-    copy_id = (
-        uuid.uuid4()
-        if key is None
-        else uuid.uuid5(uuid.NAMESPACE_URL, f"{call.owner} {key} {call.digest.hex()}")
-    )
-    reader = await state.accounts.reader(
-        call.owner, call.headers.get("x-tinker-weights-access-token")
-    )
+    copy_id = uuid.uuid4()
+    if key is not None:
+        copy_id = uuid.uuid5(uuid.NAMESPACE_URL, f"{call.owner} {key} {call.digest.hex()}")
+    token = call.headers.get("x-tinker-weights-access-token")
+    reader = await state.accounts.reader(call.owner, token)
     saved = await asyncio.to_thread(_copy, state, request, call.owner, reader, str(copy_id))
     if saved is None:
         raise nothing_at(request.source_path)

@@ -139,18 +139,10 @@ def _of_state(state: State) -> Iterator[str]:
     steps = {labels(kind=kind): made[kind] for kind in (TRAINING, SAMPLING)}
     queued = {labels(operation=operation): count for operation, count in waiting.items()}
     samplers = len(state.samplers.loaded) + len(state.samplers.nameless.in_memory())
-    yield from family(
-        "tinkex_tokens_total", "counter", "Tokens, by what was done with them.", tokens
-    )
-    yield from family(
-        "tinkex_engine_steps_total", "counter", "Steps of the engine, by kind.", steps
-    )
-    yield from family(
-        "tinkex_open_operations",
-        "gauge",
-        "Operations taken and not ended, queued or at work.",
-        queued,
-    )
+    yield from family("tinkex_tokens_total", "counter", "Tokens, by their use.", tokens)
+    yield from family("tinkex_engine_steps_total", "counter", "Engine steps, by kind.", steps)
+    open_now = "Operations accepted and not ended, queued or running."
+    yield from family("tinkex_open_operations", "gauge", open_now, queued)
     for name, meaning, value in (
         ("tinkex_samples_in_flight", "Sample requests that have not ended.", waiting["asample"]),
         ("tinkex_live_runs", "Training runs whose adapters are loaded.", len(state.runs)),

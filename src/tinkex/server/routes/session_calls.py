@@ -45,13 +45,8 @@ from tinkex.types.sessions import (
 )
 from tinkex.wire.codec import JSON
 
-FINISHED = dict(
-    zip(
-        CLIENT_REASONS,
-        (ClientSessionFinishSuccess, ClientSessionFinishErrored, ClientSessionFinishInterrupted),
-        strict=True,
-    )
-)
+ENDS = (ClientSessionFinishSuccess, ClientSessionFinishErrored, ClientSessionFinishInterrupted)
+FINISHED = dict(zip(CLIENT_REASONS, ENDS, strict=True))
 MOST = 1000
 """Most sessions in one answer."""
 LINK_SECONDS = 3600
@@ -75,9 +70,8 @@ async def create_session(state: State, call: Call) -> CreateSessionResponse:
     """Open a session."""
     request: CreateSessionRequest = call.request
     session_id = str(uuid.uuid4())
-    await asyncio.to_thread(
-        state.database.sessions.add, session_id, request.model_dump(mode="json"), call.owner
-    )
+    fields, add = request.model_dump(mode="json"), state.database.sessions.add
+    await asyncio.to_thread(add, session_id, fields, call.owner)
     state.sessions.see(session_id)
     return CreateSessionResponse(session_id=session_id)
 
@@ -159,9 +153,8 @@ async def search_sessions(state: State, call: Call) -> SessionSearchResponse:
     page = [_summary(row) for row in rows[: request.limit]]
     cursor = None
     if len(rows) > request.limit:
-        cursor = SessionSearchCursor(
-            last_created_at=page[-1].created_at, last_session_id=page[-1].session_id
-        )
+        created, last = page[-1].created_at, page[-1].session_id
+        cursor = SessionSearchCursor(last_created_at=created, last_session_id=last)
     return SessionSearchResponse(sessions=page, next_cursor=cursor)
 
 
@@ -219,10 +212,8 @@ def trace_of(state: State, session: str) -> bytes:
     An operation lasts from its arrival to its result; operations of one track may overlap.
     """
     spans = state.database.activity.spans(session)
-    tracks = {
-        name: number
-        for number, name in enumerate(dict.fromkeys(_track(span.request_id) for span in spans), 1)
-    }
+    names = dict.fromkeys(_track(span.request_id) for span in spans)
+    tracks = {name: number for number, name in enumerate(names, 1)}
     events = [_metadata("process_name", 0, f"session {session}")]
     events += [_metadata("thread_name", number, name) for name, number in tracks.items()]
     for span in spans:
@@ -239,13 +230,8 @@ def _metadata(name: str, thread: int, value: str) -> dict[str, Any]:
 
 
 def _drawn(span: Span, thread: int) -> Iterable[dict[str, Any]]:
-    common = {
-        "cat": "operation",
-        "id": span.request_id,
-        "pid": 1,
-        "tid": thread,
-        "name": span.operation,
-    }
+    common = {"cat": "operation", "id": span.request_id, "pid": 1, "tid": thread}
+    common["name"] = span.operation
     told = {"request_id": span.request_id, "error": span.error}
     yield {**common, "ph": "b", "ts": span.began * 1e6, "args": told}
     yield {**common, "ph": "e", "ts": span.ended * 1e6}

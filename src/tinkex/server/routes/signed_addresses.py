@@ -54,10 +54,8 @@ class SignedAddress:
         terms = {name: call.query.get(name, "") for name in ("expires", *others, "key")}
         expected = self.signature(accounts, call.path, terms)
         if not hmac.compare_digest(call.query.get("signature", "").encode(), expected.encode()):
-            raise Refusal(
-                403,
-                f"this address is not signed by this server: use it unchanged, or {self.renewal}",
-            )
+            why = "this address is not signed by this server"
+            raise Refusal(403, f"{why}: use it unchanged, or {self.renewal}")
         if int(terms["expires"]) <= time.time():
             raise Refusal(403, f"this address has expired: {self.renewal}")
         await accounts.check_key(int(terms["key"]))
@@ -72,6 +70,5 @@ class SignedAddress:
         return accounts.sign(text, own_key).hex()
 
     def _place(self, variables: Mapping[str, str]) -> str:
-        return self.path.format_map(
-            {name: quote(value, safe=":") for name, value in variables.items()}
-        )
+        quoted = {name: quote(value, safe=":") for name, value in variables.items()}
+        return self.path.format_map(quoted)

@@ -45,7 +45,7 @@ CONFIG_BYTES = 64 << 10
 IDLE_SECONDS = 60.0
 """Seconds without data until an upload is given up."""
 PIECE = 1 << 20
-NAME = "uploaded"
+NAME, ADAMW = "uploaded", {"type": "adamw"}
 
 
 # ── beginning ─────────────────────────────────────────────────────────────────────────────────────
@@ -63,36 +63,31 @@ async def external_weights_upload_start(
         name: UPLOAD.make(state.accounts, call, {"upload_id": upload.id, "file": name}, expires)
         for name in upload.sizes
     }
-    return ExternalWeightsUploadStartResponse(
-        upload_id=upload.id, urls=urls, expires=moment(expires)
-    )
+    until = moment(expires)
+    return ExternalWeightsUploadStartResponse(upload_id=upload.id, urls=urls, expires=until)
 
 
 def _begin(state: State, request: ExternalWeightsUploadStartRequest, owner: str) -> Upload:
     lora, project = request.lora_config, request.destination_project_id
     if project is not None and not 1 <= len(project) <= 200:
-        raise Refusal(
-            400, f"destination_project_id must have 1 to 200 characters, got {len(project)}"
-        )
+        raise Refusal(400, f"destination_project_id must have 1 to 200 characters: {project!r}")
     if not 1 <= lora.rank <= MAX_RANK:
         raise Refusal(400, f"lora_config.rank must be between 1 and {MAX_RANK}, got {lora.rank}")
     if not any(getattr(lora, f"train_{group}") for group in GROUPS):
         raise Refusal(
-            400, "lora_config changes no layers: set train_attn, train_mlp or train_unembed"
+            400, "lora_config trains no layers: set train_attn, train_mlp or train_unembed"
         )
     try:
         weights = most_bytes(_files_of(state, request.base_model), lora)
     except EngineError as error:
         raise Refusal(400, str(error)) from None
     if unfinished(state.upload_dir, owner) >= MOST_UNFINISHED:
-        raise Refusal(
-            400, f"{MOST_UNFINISHED} uploads have begun, which is the limit; finish them, or wait"
-        )
+        why = f"{MOST_UNFINISHED} uploads have begun, which is the limit"
+        raise Refusal(400, f"{why}: finish one, or wait")
     name = secrets.token_hex(16)
     sizes = {CONFIG: CONFIG_BYTES, WEIGHTS: weights}
-    upload = Upload(
-        name, state.upload_dir / name, owner, float(int(time.time() + LIFETIME)), sizes, request
-    )
+    expires = float(int(time.time() + LIFETIME))
+    upload = Upload(name, state.upload_dir / name, owner, expires, sizes, request)
     upload.write()
     return upload
 
@@ -121,12 +116,10 @@ async def upload(state: State, call: Call) -> Response:
         raise Refusal(415, "files are taken as they are: leave Content-Encoding out")
     length = request.headers.get("content-length", "0")
     if not (length.isascii() and length.isdigit()) or len(length) > 18 or int(length) > most:
-        raise Refusal(
-            413, f"{file} may have at most {most} bytes for this base model and lora_config"
-        )
+        raise Refusal(413, f"{file} must have at most {most} bytes, as lora_config says")
     target = found.directory / file
     if target in state.arriving or upload_id in state.finishing:
-        raise Refusal(409, f"{file} is just coming, or the upload is being finished: wait for that")
+        raise Refusal(409, f"{file} is arriving, or the upload is being finished: wait for that")
     state.arriving.add(target)
     try:
         await _receive(request, target, most)
@@ -147,12 +140,11 @@ async def _receive(request: Request, target: Path, most: int) -> None:
                 except StopAsyncIteration:
                     break
                 except TimeoutError:
-                    raise Refusal(
-                        408, f"nothing came for {IDLE_SECONDS:g} s: send the file again"
-                    ) from None
+                    why = f"no data came for {IDLE_SECONDS:g} s: send the file again"
+                    raise Refusal(408, why) from None
                 size += len(chunk)
                 if size > most:
-                    raise Refusal(413, f"{target.name} may have at most {most} bytes; it has more")
+                    raise Refusal(413, f"{target.name} must have at most {most} bytes")
                 held += chunk
                 if len(held) >= PIECE:
                     await asyncio.to_thread(file.write, bytes(held))
@@ -185,22 +177,17 @@ async def external_weights_upload_finish(
     request: ExternalWeightsUploadFinishRequest = call.request
     upload = await asyncio.to_thread(find_upload, state.upload_dir, request.upload_id)
     if upload is None or upload.owner != call.owner:
-        raise Refusal(
-            404,
-            f"there is no upload {request.upload_id[:64]!r}; it was never begun, or has expired",
-        )
+        given = request.upload_id[:64]
+        raise Refusal(404, f"there is no upload {given!r}; it never began, or has expired")
     if upload.id in state.finishing:
-        raise Refusal(409, f"upload {upload.id} is being finished already")
+        raise Refusal(409, f"upload {upload.id} is being finished already: wait for that")
     state.finishing.add(upload.id)
     try:
         path = await asyncio.to_thread(_finish, state, upload)
     except EngineError as error:
         # The caller cannot see the server's files.
-        told = (
-            str(error)
-            .replace(f"{upload.directory}{os.sep}", "")
-            .replace(str(upload.directory), "the upload")
-        )
+        told = str(error).replace(f"{upload.directory}{os.sep}", "")
+        told = told.replace(str(upload.directory), "the upload")
         raise Refusal(400 if error.category == "user" else 500, told) from None
     finally:
         state.finishing.discard(upload.id)
@@ -210,16 +197,8 @@ async def external_weights_upload_finish(
 def _finish(state: State, upload: Upload) -> str:
     request, session = upload.request, str(uuid.UUID(upload.id))
     base, lora = state.workers.base_model(request.base_model), request.lora_config
-    run = Run(
-        f"{session}:train:0",
-        session,
-        base.name,
-        lora,
-        {"type": "adamw"},
-        {},
-        upload.owner,
-        base.digest,
-    )
+    run_id, base_model = f"{session}:train:0", base.name
+    run = Run(run_id, session, base_model, lora, ADAMW, {}, upload.owner, base.digest)
 
     def write(place: Directory) -> None:
         _adapter(upload, _files_of(state, request.base_model)).writer(base.name, lora)(place)
@@ -234,20 +213,15 @@ def _finish(state: State, upload: Upload) -> str:
 def _adapter(upload: Upload, base_directory: Path) -> Adapter:
     """Read the files of an upload; refuse those that are not what was announced."""
     if missing := upload.missing():
-        raise EngineError(
-            f"{', '.join(missing)} has not been uploaded: PUT it to its address first"
-        )
+        names = " and ".join(missing)
+        raise EngineError(f"{names} has not been uploaded: send it with PUT to its address")
     adapter, lora = read_adapter(upload.directory, base_directory), upload.request.lora_config
     if adapter.source.rank != lora.rank:
-        raise EngineError(
-            f"{CONFIG}: r is {adapter.source.rank}, but the upload's lora_config has rank "
-            f"{lora.rank}"
-        )
+        rank = f"r is {adapter.source.rank}, but lora_config has rank {lora.rank}"
+        raise EngineError(f"{CONFIG}: {rank}; start an upload with the same rank")
     found = adapter.shape()
     for group in GROUPS:
         if getattr(found, f"train_{group}") and not getattr(lora, f"train_{group}"):
-            raise EngineError(
-                f"{WEIGHTS} changes {group} layers, but the upload's lora_config does not "
-                "train them"
-            )
+            why = f"{WEIGHTS} changes {group} layers, but lora_config does not train them"
+            raise EngineError(f"{why}: start an upload with train_{group}=True")
     return adapter

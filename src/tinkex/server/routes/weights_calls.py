@@ -6,6 +6,7 @@ import asyncio
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tinkex.server.files.checkpoint_files import SaveSpec, reading
 from tinkex.server.files.seals import check
 from tinkex.server.http_errors import Refusal
 from tinkex.server.routes.handler_table import handler, run_operation
-from tinkex.server.routes.records import parsed_path
+from tinkex.server.routes.records import nothing_at, parsed_path
 from tinkex.server.routes.training_calls import home_of, new_run
 from tinkex.server.runs.work import Creation, LiveRun, Load, Save
 from tinkex.server.samples import inflight
@@ -39,7 +40,7 @@ from tinkex.types.saves import (
 from tinkex.types.training import LoraConfig
 from tinkex.wire.codec import JSON
 
-MOST_RECIPIENTS = 10
+RECIPIENTS, MOST_RECIPIENTS = "age_encryption_recipients", 10
 
 
 def _save(
@@ -101,18 +102,13 @@ async def save_weights_for_sampler(state: State, call: Call) -> Save:
     request: SaveWeightsForSamplerRequest = call.request
     # The official client counts sampling_session_seq_id up when it retries: it does not make
     # another request of it.
-    call.digest = digest_of(
-        "", to_json(request.model_copy(update={"sampling_session_seq_id": None}))
-    )
-
-    def answer(saved: Saved) -> SaveWeightsForSamplerResponseInternal:
-        return SaveWeightsForSamplerResponseInternal(
-            path=saved.tinker_path, type="save_weights_for_sampler"
-        )
-
+    same = to_json(request.model_copy(update={"sampling_session_seq_id": None}))
+    call.digest = digest_of("", same)
     spec = SaveSpec(
         "sampler_weights", request.path or "", request.ttl_seconds, request.user_metadata or {}
     )
+    answer: Callable[..., SaveWeightsForSamplerResponseInternal]
+    answer = partial(SaveWeightsForSamplerResponseInternal, type="save_weights_for_sampler")
     version: int | None = None
 
     def save_in_memory(live: LiveRun) -> SaveWeightsForSamplerResponseInternal:
@@ -123,16 +119,14 @@ async def save_weights_for_sampler(state: State, call: Call) -> Save:
             version = state.samplers.targets.save(live, sampler_id, call.number)
         else:
             state.samplers.save(live, sampler_id, call.number)
-        return SaveWeightsForSamplerResponseInternal(
-            sampling_session_id=sampler_id, type="save_weights_for_sampler"
-        )
+        return answer(sampling_session_id=sampler_id)
 
     def work(live: LiveRun) -> SaveWeightsForSamplerResponseInternal | OffThread:
         if request.kind == "inflight":
             inflight.check(request)
         if request.path is None:
             return save_in_memory(live)
-        return _save(state, call, live, spec, answer)
+        return _save(state, call, live, spec, lambda saved: answer(path=saved.tinker_path))
 
     def after(
         live: LiveRun, saved: SaveWeightsForSamplerResponseInternal
@@ -154,10 +148,8 @@ def _nameless_id(state: State, run: Run, request: SaveWeightsForSamplerRequest) 
     sampler_id = f"{run.session_id}:sample:{request.sampling_session_seq_id}"
     known = state.database.samplers.get(sampler_id)
     if known is not None and known.model_id != run.model_id:
-        raise EngineError(
-            f"sampling session {sampler_id!r} was opened before, not for this run; use another "
-            "number"
-        )
+        why = "was opened before, not for this run"
+        raise EngineError(f"sampling session {sampler_id!r} {why}: use another number")
     return sampler_id
 
 
@@ -165,17 +157,14 @@ def encryption(recipients: Sequence[str]) -> Callable[[Path], None]:
     """Return a function that encrypts every file of a directory; refuse bad recipients first."""
     if len(recipients) > MOST_RECIPIENTS:
         raise EngineError(
-            f"age_encryption_recipients: at most {MOST_RECIPIENTS} are possible, got "
-            f"{len(recipients)}"
+            f"{RECIPIENTS}: at most {MOST_RECIPIENTS} are possible, got {len(recipients)}"
         )
     try:
         pyrage: Any = importlib.import_module("pyrage")
     except ImportError:
-        raise EngineError(
-            "age_encryption_recipients: this server cannot encrypt, because pyrage is not "
-            "installed there "
-            "(pip install pyrage); nothing was exported"
-        ) from None
+        why = "this server cannot encrypt, because pyrage is not installed there"
+        how = "install it there (pip install pyrage), or leave the recipients out"
+        raise EngineError(f"{RECIPIENTS}: {why}; {how}") from None
     keys = [_recipient(pyrage, text) for text in recipients]
 
     def encrypt(directory: Path) -> None:
@@ -191,10 +180,8 @@ def _recipient(pyrage: Any, text: str) -> Any:
     try:
         return kind.Recipient.from_str(text)
     except pyrage.RecipientError as error:
-        raise EngineError(
-            f"age_encryption_recipients: {text!r} is no recipient (age1… or ssh-… public keys "
-            f"are): {error}"
-        ) from None
+        why = f"{text!r} is no public key; give one that begins with age1 or ssh-"
+        raise EngineError(f"{RECIPIENTS}: {why} ({error})") from None
 
 
 @run_operation
@@ -222,9 +209,8 @@ async def load_weights(state: State, call: Call) -> Load | Creation:
             check(loaded)
             engine.load(run, loaded, optimizer=True)
         else:
-            saved = state.checkpoints.find(
-                request.path, "weights", live.run.base_model, reader=reader
-            )
+            base_model = live.run.base_model
+            saved = state.checkpoints.find(request.path, "weights", base_model, reader=reader)
             with reading(saved.directory, request.path):
                 check(saved.directory)
                 state.workers.check_base(saved.base_model, saved.base_digest, request.path)
@@ -288,7 +274,7 @@ async def weights_info(state: State, call: Call) -> WeightsInfoResponse:
     parsed_path(request.tinker_path)
     saved = await asyncio.to_thread(state.checkpoints.readable, request.tinker_path, call.owner)
     if saved is None:
-        raise Refusal(404, f"there is no checkpoint {request.tinker_path}")
+        raise nothing_at(request.tinker_path)
     return WeightsInfoResponse(
         base_model=saved.base_model,
         is_lora=True,
