@@ -26,7 +26,7 @@ from tinkex.types.training import (
     ForwardBackwardOutput,
     ForwardBackwardRequest,
 )
-from tinkex.wire import codec, protobuf_passes, protobuf_samples, protobuf_schema, protobuf_tensors
+from tinkex.wire import codec, protobuf_passes, protobuf_samples, protobuf_schema
 
 FEW, MANY = 150, int(os.environ.get("FUZZ_EXAMPLES", "5000"))
 MEMORY = 100_000_000
@@ -318,7 +318,7 @@ def test_a_result_whose_offsets_begin_before_its_values_is_refused() -> None:
     field.data, field.offsets, field.dtype = (
         bytes(16),
         struct.pack("<2q", -8, 16),
-        protobuf_tensors.FLOAT32,
+        protobuf_passes.FLOAT32,
     )
     with pytest.raises(ValueError, match="offsets of result field 'a'"):
         codec.decode(ForwardBackwardOutput, wire.SerializeToString(), codec.PROTOBUF)

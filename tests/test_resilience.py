@@ -23,8 +23,7 @@ from tinkex.engine.api import EngineError
 from tinkex.engine.fake import FakeEngine
 from tinkex.errors import GoneError
 from tinkex.recovery.recorder import Entry
-from tinkex.recovery.resilient import ResilientTrainingClient
-from tinkex.recovery.resilient_sampling import ResilientSamplingClient
+from tinkex.recovery.resilient import ResilientSamplingClient, ResilientTrainingClient
 from tinkex.server.database.sqlite import DATABASE, SqliteDatabase
 from tinkex.server.runs.journal import Committer, Segment
 from tinkex.server.runs.promises import Promises

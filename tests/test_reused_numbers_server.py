@@ -30,7 +30,8 @@ def creation(session: str, number: int = 0, rank: int = 4, **fields: Any) -> dic
 
 def is_refused(wire: Wire, path: str, body: dict[str, Any], number: int) -> None:
     failed = wire.run(path, body)
-    assert f"number {number} was used before, for another request" in failed["error"]
+    named = "model_seq_id" if "model_seq_id" in body else "request number"
+    assert failed["error"] == f"{named} {number} was used before, for another request"
     assert failed["category"] == "user"
 
 
@@ -53,8 +54,8 @@ def test_a_run_with_the_number_of_another_is_refused(wire: Wire) -> None:
     is_refused(wire, "load_weights", load, 0)
     again = load | {"model_seq_id": 1}
     assert wire.run("load_weights", again)["model_id"].endswith(":train:1")
-    is_refused(wire, "load_weights", again | {"optimizer": True}, 0)
-    is_refused(wire, "create_model", creation(session, 1), 0)
+    is_refused(wire, "load_weights", again | {"optimizer": True}, 1)
+    is_refused(wire, "create_model", creation(session, 1), 1)
     assert "metrics" in wire.run("optim_step", step_json(first["model_id"], 2))
 
 
@@ -110,7 +111,7 @@ def test_a_creation_without_room_does_not_answer_for_another(tmp_path: Path) -> 
         wire.model(session)
         is_refused(wire, "create_model", creation(session, rank=8), 0)
         assert "adapters" in wire.run("create_model", creation(session, 1))["error"]
-        is_refused(wire, "create_model", creation(session, 1, rank=8), 0)
+        is_refused(wire, "create_model", creation(session, 1, rank=8), 1)
 
 
 def test_a_pass_with_the_number_of_another_is_refused(wire: Wire) -> None:

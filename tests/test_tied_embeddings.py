@@ -77,3 +77,21 @@ def test_the_warning_depends_on_the_base_model(
     assert warn_of_tied({"target_modules": ["q_proj"]}, str(base)) is None
     assert is_tied("tinkex/tiny") is True
     assert is_tied("no/such model") is None
+
+
+@pytest.mark.parametrize(
+    ("arch", "tied"),
+    [
+        ("smollm3", True),
+        ("gemma3_text", True),
+        ("llama", False),
+        ("qwen3", False),
+        ("gemma3", True),
+        ("unknown", None),
+    ],
+)
+def test_a_base_model_ties_as_its_family_does_by_default(
+    arch: str, tied: bool | None, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": arch}))
+    assert is_tied(str(tmp_path)) is tied

@@ -54,15 +54,17 @@ def warn_of_tied(settings: Mapping[str, Any], base_model: str) -> str | None:
 
 def is_tied(base_model: str) -> bool | None:
     """Return True if a base model ties its output layer to its embeddings, None if unknown."""
+    from tinkex.engine.families.read_config import families
+
     found = _config(base_model)
     if found is None:
         return None
-    said = found.get("tie_word_embeddings")
-    return (
-        bool(said)
-        if said is not None
-        else (True if "gemma" in str(found.get("model_type")) else None)
-    )
+    if (said := found.get("tie_word_embeddings")) is not None:
+        return bool(said)
+    arch = str(found.get("model_type"))
+    if arch in families():
+        return families()[arch].tied
+    return True if "gemma" in arch else None  # those with images, too
 
 
 def _config(base_model: str) -> dict[str, Any] | None:

@@ -10,17 +10,15 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, get_args
 
-from tinkex.client.class_parts import made_of
 from tinkex.client.futures.api_future import AwaitableConcurrentFuture, Future
 from tinkex.client.futures.queue_states import Observer
 from tinkex.client.futures.sample_future import SampleFuture
 from tinkex.client.futures.twins import value_twin
 from tinkex.client.http.retry import RetryConfig
-from tinkex.client.sampling_parts.sample_calls import SampleCalls
+from tinkex.client.sampling_parts.sample_calls import SampleCalls, base_model_of
 from tinkex.client.sampling_parts.sample_stream_calls import SampleStreams
-from tinkex.client.sampling_parts.sampled_model import SampledModel, base_model_of
 from tinkex.client.session import Session, shadow_of
-from tinkex.client.session_client import SessionClient
+from tinkex.client.session_client import SessionClient, made_of
 from tinkex.client.settings.config import Config
 from tinkex.errors import NotFoundError
 from tinkex.types.checkpoints import SCHEME
@@ -39,7 +37,7 @@ from tinkex.wire import protocol
 S = TypeVar("S", bound="SamplingClient")
 
 
-@made_of(SessionClient, SampleCalls, SampledModel, SampleStreams)
+@made_of(SessionClient, SampleCalls, SampleStreams)
 class SamplingClient(SampleStreams):
     """Samples from fixed weights; later training of the same run does not change them.
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeAlias
 
-from tinkex.client.class_parts import made_of
 from tinkex.client.futures.api_future import (
     APIFuture,
     AwaitableConcurrentFuture,
@@ -24,7 +23,7 @@ from tinkex.client.losses import loss_graphs
 from tinkex.client.losses.loss_graphs import LossHandle, PerDatumLossFn
 from tinkex.client.service_parts.training_starts import TrainingStarts
 from tinkex.client.session import Session
-from tinkex.client.session_client import SessionClient
+from tinkex.client.session_client import SessionClient, made_of
 from tinkex.client.settings.config import Config
 from tinkex.types.checkpoints import CONSOLE
 from tinkex.types.custom_losses import CreateCustomLossResponse

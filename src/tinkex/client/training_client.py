@@ -8,13 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import quote
 
-from tinkex.client.class_parts import made_of
 from tinkex.client.futures.api_future import Future, unlisted
 from tinkex.client.futures.twins import deprecated
 from tinkex.client.outbox import Fetch, Outbox, Poison
-from tinkex.client.session_client import SessionClient
+from tinkex.client.session_client import SessionClient, made_of
 from tinkex.client.training_parts.training_passes import TrainingPasses
-from tinkex.client.training_parts.training_run import TrainingRun
 from tinkex.client.training_parts.training_saves import TrainingSaves
 from tinkex.tokenizers import LoadFunction, get_or_load_tokenizer, tokenizer_id_of
 from tinkex.types.checkpoints import CONSOLE
@@ -30,8 +28,8 @@ if TYPE_CHECKING:
     from tinkex.client.session import Session
 
 
-@made_of(SessionClient, TrainingRun, TrainingPasses, TrainingSaves)
-class TrainingClient(TrainingPasses, TrainingSaves):
+@made_of(SessionClient, TrainingPasses, TrainingSaves)
+class TrainingClient(TrainingSaves):
     """One training run.
 
     Calls return at once. The server executes them in the order they were made.

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -36,6 +38,8 @@ from tinkex.engine.losses.table import CUSTOM, STABLE_REINFORCE, find_loss
 from tinkex.engine.places import Place, Writer
 from tinkex.engine.registry import EngineKind
 from tinkex.errors import ConfigurationError
+from tinkex.types.custom_losses import CreateCustomLossRequest
+from tinkex.types.inputs import Datum
 from tinkex.types.optimizers import AdamParams, OptimParams
 from tinkex.types.sampled import (
     EMPTY_CELL,
@@ -46,13 +50,6 @@ from tinkex.types.sampled import (
 )
 from tinkex.types.tensors import Array, TensorData
 from tinkex.types.training import ForwardBackwardOutput, LoraConfig
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
-
-    from tinkex.types.custom_losses import CreateCustomLossRequest
-    from tinkex.types.inputs import Datum
 
 SIZE = 8
 STATE = "fake.json"

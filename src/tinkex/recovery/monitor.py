@@ -24,9 +24,9 @@ from tinkex.client.rest import RestClient
 from tinkex.client.service import ServiceClient
 from tinkex.client.training_client import TrainingClient
 from tinkex.errors import TinkerError
-from tinkex.recovery.attempts import Attempts
 from tinkex.recovery.policies import (
     METRIC_PREFIX,
+    Attempts,
     RecoveryError,
     RecoveryPolicy,
     metrics_metadata as metrics_metadata,

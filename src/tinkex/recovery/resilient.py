@@ -20,26 +20,34 @@ import functools
 import logging
 import secrets
 import weakref
-from collections.abc import Mapping
-from typing import Any, Self
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Self, TypeVar
 
 from tinkex import events
 from tinkex.client.futures.api_future import Future, start
 from tinkex.client.futures.backcompat import BackcompatClientFuture
 from tinkex.client.futures.sampling_future import BackcompatSamplingClientFuture
+from tinkex.client.futures.streams import SampleStream
 from tinkex.client.http.retry import RetryConfig, persist
-from tinkex.client.sampling_client import SamplingClient, checked_kind
+from tinkex.client.sampling_client import (
+    SamplingClient,
+    checked_kind,
+    open_sampler,
+    open_sampling_client,
+)
 from tinkex.client.service import ServiceClient
+from tinkex.client.session import Session
 from tinkex.client.training_client import TrainingClient
-from tinkex.errors import TinkerError
-from tinkex.recovery.attempts import Attempts
+from tinkex.errors import RequestFailedError, TinkerError
 from tinkex.recovery.monitor import told
-from tinkex.recovery.policies import RecoveryError, RecoveryPolicy
-from tinkex.recovery.recorder import Recorder
-from tinkex.recovery.resilient_sampling import open_resilient, reopened
+from tinkex.recovery.policies import Attempts, RecoveryError, RecoveryPolicy
+from tinkex.recovery.recorder import LOST, Recorder
+from tinkex.types.sampled import SampleResponse
+from tinkex.types.sampling import SampleRequest
 from tinkex.types.saves import SamplingClientKind, SaveWeightsRequest
 from tinkex.wire import protocol
 
+T = TypeVar("T")
 logger = logging.getLogger("tinkex")
 
 SAMPLER_TTL = 24 * 3600
@@ -311,3 +319,70 @@ class ResilientTrainingClient(TrainingClient):
 
     def __repr__(self) -> str:
         return f"ResilientTrainingClient({self.model_id!r}, every={self._every})"
+
+
+# ── samplers that are opened again ────────────────────────────────────────────────────────────────
+
+
+async def reopened(session: Session) -> None:
+    """Open a session again if the server has lost it."""
+    known = session.session_id
+    if await session.is_lost():
+        await session.renew(known)
+
+
+class ResilientSamplingClient(SamplingClient):
+    """A sampler of saved weights that is opened again when the server has lost it."""
+
+    _model_path: str
+    _reopening: asyncio.Lock
+
+    async def _sample(self, request: SampleRequest, *options: Any) -> SampleResponse:
+        draw = super()._sample
+        return await self._again(request, lambda asked: draw(asked, *options))
+
+    async def _stream(
+        self, stream: SampleStream, request: SampleRequest, timeout: float | None
+    ) -> None:
+        read = super()._stream
+        await self._again(request, lambda asked: read(stream, asked, timeout))
+
+    async def _again(
+        self, request: SampleRequest, call: Callable[[SampleRequest], Awaitable[T]]
+    ) -> T:
+        """Make a call, and once more if it failed because the sampler is gone."""
+        known = self.sampling_session_id
+        try:
+            return await call(request.model_copy(update={"sampling_session_id": known}))
+        except (*LOST, RequestFailedError) as error:
+            async with self._reopening:
+                if self.sampling_session_id == known:
+                    if isinstance(error, RequestFailedError) and not await self._session.is_lost():
+                        raise
+                    await self._reopen()
+            return await call(
+                request.model_copy(update={"sampling_session_id": self.sampling_session_id})
+            )
+
+    async def _reopen(self) -> None:
+        await reopened(self._session)
+        fresh = await open_sampling_client(self._session, model_path=self._model_path)
+        self.sampling_session_id, self._poller = fresh.sampling_session_id, None
+
+
+async def open_resilient(
+    session: Session, model_path: str, retry_config: RetryConfig | None, record_stability_info: bool
+) -> ResilientSamplingClient:
+    """Open a sampler of saved weights, and the session if the server has lost that."""
+    make = functools.partial(
+        ResilientSamplingClient,
+        retry_config=retry_config,
+        record_stability_info=record_stability_info,
+    )
+    try:
+        client = await open_sampler(session, make, model_path=model_path)
+    except LOST:
+        await reopened(session)
+        client = await open_sampler(session, make, model_path=model_path)
+    client._model_path, client._reopening = model_path, asyncio.Lock()
+    return client

@@ -1,8 +1,11 @@
-"""RestRuns: the methods of RestClient about training runs."""
+"""RestRuns and RestSessions: the methods of RestClient about runs, sessions and the server."""
 
 from __future__ import annotations
 
+import functools
+import logging
 import time
+from typing import get_args
 
 from tinkex.client.checkpoint_arguments import (
     AccessScope,
@@ -14,12 +17,31 @@ from tinkex.client.futures.api_future import APIFuture
 from tinkex.client.futures.result_polling import retrieve
 from tinkex.client.futures.twins import value_twin
 from tinkex.client.http.legacy_servers import read_receipt
+from tinkex.client.http.retry import persist
 from tinkex.client.http.transport import Transport
 from tinkex.client.rest_parts.rest_base import RestBase
+from tinkex.client.rest_parts.rest_experimental import warn_experimental
+from tinkex.errors import APIResponseValidationError
 from tinkex.types.checkpoints import TrainingRun, TrainingRunsResponse
 from tinkex.types.model_requests import UnloadModelRequest, UnloadModelResponse
+from tinkex.types.sampling import GetSamplerResponse
+from tinkex.types.session_search import SessionSearchRequest, SessionSearchResponse
+from tinkex.types.sessions import (
+    AssignSessionProjectRequest,
+    ClientSessionFinishReasonType,
+    FinishReason,
+    FinishSessionRequest,
+    GetServerCapabilitiesResponse,
+    GetSessionResponse,
+    ListSessionsResponse,
+    SessionTraceExportResponse,
+)
 from tinkex.types.training import ModelID
 from tinkex.wire import codec, protocol
+
+logger = logging.getLogger("tinkex")
+
+TRACE_POLL_SECONDS = 5.0
 
 
 class RestRuns(RestBase):
@@ -139,3 +161,209 @@ class RestRuns(RestBase):
             return unloaded
 
         return self._start(work)
+
+
+class RestSessions(RestBase):
+    """Sessions, samplers and the server's models."""
+
+    def get_session(
+        self, session_id: str, access_scope: AccessScope | None = "owned"
+    ) -> APIFuture[GetSessionResponse]:
+        """Return the training runs and samplers of a session.
+
+        Args:
+            session_id: The session.
+            access_scope: "owned" for your own, "accessible" for all that you may see; None sends
+                no scope.
+
+        Returns:
+            A future of their ids.
+
+        Example:
+            >>> rest.get_session(client.holder.session_id).result().training_run_ids
+            ['...:train:0']
+        """
+        path = {"session_id": checked_id("session_id", session_id)}
+        return self._call(protocol.GET_SESSION, path=path, query=scope_query(access_scope))
+
+    get_session_async = value_twin(get_session)
+
+    def list_sessions(
+        self, limit: int = 20, offset: int = 0, access_scope: AccessScope | None = "owned"
+    ) -> APIFuture[ListSessionsResponse]:
+        """List the ids of sessions, a page at a time.
+
+        Args:
+            limit: The largest number of entries.
+            offset: The number of entries to skip.
+            access_scope: "owned" for your own, "accessible" for all that you may see; None sends
+                no scope.
+
+        Returns:
+            A future of a page of ids.
+
+        Example:
+            >>> client.holder.session_id in rest.list_sessions().result().sessions
+            True
+        """
+        query = {"limit": limit, "offset": offset, **scope_query(access_scope)}
+        return self._call(protocol.LIST_SESSIONS, query=query)
+
+    list_sessions_async = value_twin(list_sessions)
+
+    def finish_session(
+        self,
+        session_id: str,
+        reason: ClientSessionFinishReasonType = "success",
+        detail: str | None = None,
+    ) -> APIFuture[None]:
+        """Finish a session that a program left open.
+
+        Args:
+            session_id: The session.
+            reason: "success", "errored" or "interrupted".
+            detail: Any further text about the end.
+
+        Returns:
+            A future that is done when the server has noted it.
+
+        Raises:
+            ValueError: There is no such reason.
+
+        Example:
+            >>> rest.finish_session(
+            ...     client.holder.session_id, "interrupted", "the machine was needed"
+            ... ).result()
+        """
+        if reason not in get_args(ClientSessionFinishReasonType):
+            allowed = ", ".join(get_args(ClientSessionFinishReasonType))
+            raise ValueError(f"reason is {reason!r}; expected one of {allowed}")
+        path = {"session_id": checked_id("session_id", session_id)}
+        request = FinishSessionRequest(reason=FinishReason(type=reason), detail=detail)
+        return self._call(protocol.FINISH_SESSION, request, path=path)
+
+    finish_session_async = value_twin(finish_session)
+
+    def assign_session_project(self, session_id: str, project_id: str) -> APIFuture[None]:
+        """Move a session, with its runs and samplers, into a project.
+
+        Args:
+            session_id: The session.
+            project_id: The project.
+
+        Returns:
+            A future that is done when the session is moved.
+
+        Example:
+            >>> rest.assign_session_project(client.holder.session_id, "my-project").result()
+        """
+        path = {"session_id": checked_id("session_id", session_id)}
+        request = AssignSessionProjectRequest(project_id=project_id)
+        return self._call(protocol.ASSIGN_SESSION_PROJECT, request, path=path)
+
+    assign_session_project_async = value_twin(assign_session_project)
+
+    def export_session_trace(
+        self, session_id: str, *, poll_seconds: float = TRACE_POLL_SECONDS
+    ) -> APIFuture[str]:
+        """Have a session's timeline written as a Perfetto trace.
+
+        Args:
+            session_id: The session.
+            poll_seconds: Seconds between two questions for its progress.
+
+        Returns:
+            A future of a signed address of the trace.
+
+        Raises:
+            RuntimeError: Raised by the future when the trace could not be made.
+
+        Example:
+            >>> rest.export_session_trace(client.holder.session_id).result()
+            'file:///.../traces/....json'
+        """
+        path = {"session_id": checked_id("session_id", session_id)}
+        op = protocol.EXPORT_SESSION_TRACE
+
+        async def work(transport: Transport) -> str:
+            told = False
+
+            def delay_after(answer: SessionTraceExportResponse | Exception) -> float | None:
+                nonlocal told
+                if isinstance(answer, Exception) or answer.status in ("failed", "ready"):
+                    return None
+                if not told:
+                    logger.warning(
+                        "the trace of session %s is being made; that may take a while", session_id
+                    )
+                    told = True
+                return poll_seconds
+
+            ask = functools.partial(transport.call, op, path=path)
+            answer: SessionTraceExportResponse = await persist(ask, delay_after)
+            if answer.status == "failed":
+                raise RuntimeError(
+                    f"the trace of session {session_id} could not be made: {answer.error}"
+                )
+            if answer.url is None:
+                raise APIResponseValidationError(
+                    f"{op.name} at {transport.place}: ready, but without a url"
+                )
+            return answer.url
+
+        return self._start(work)
+
+    export_session_trace_async = value_twin(export_session_trace)
+
+    def search_sessions(self, request: SessionSearchRequest) -> APIFuture[SessionSearchResponse]:
+        """Search sessions, newest first. Experimental: it may change in any release.
+
+        A page's `next_cursor` is the next request's `cursor`; the last page has none.
+
+        Args:
+            request: The filters, and the cursor of the page.
+
+        Returns:
+            A future of a page of sessions.
+
+        Example:
+            >>> page = rest.search_sessions(SessionSearchRequest()).result()
+            >>> page.sessions[0].session_id == client.holder.session_id
+            True
+        """
+        warn_experimental("search_sessions")
+        return self._call(protocol.SEARCH_SESSIONS, request)
+
+    def get_sampler(self, sampler_id: str) -> APIFuture[GetSamplerResponse]:
+        """Return the base model and the checkpoint that a sampler samples from.
+
+        Args:
+            sampler_id: The sampling session's id.
+
+        Returns:
+            A future of its base model and, if there is one, its checkpoint.
+
+        Example:
+            >>> rest.get_sampler(sampler.sampling_session_id).result().base_model
+            'tinkex/tiny'
+        """
+        return self._call(
+            protocol.GET_SAMPLER, path={"sampler_id": checked_id("sampler_id", sampler_id)}
+        )
+
+    get_sampler_async = value_twin(get_sampler)
+
+    def get_server_capabilities(self) -> APIFuture[GetServerCapabilitiesResponse]:
+        """Return the models that the server offers.
+
+        Returns:
+            A future of the answer.
+
+        Example:
+            >>> [
+            ...     model.model_name
+            ...     for model in rest.get_server_capabilities().result().supported_models
+            ... ]
+            ['tinkex/tiny']
+        """
+        return self._call(protocol.GET_SERVER_CAPABILITIES)

@@ -1,4 +1,4 @@
-"""SampleCalls: the base of SamplingClient, which submits samples and fetches them."""
+"""SampleCalls: the base of SamplingClient, with its model and the way to its samples."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tinkex.client.futures.api_future import unlisted
 from tinkex.client.futures.batch_polling import BatchPoller
 from tinkex.client.futures.loop_thread import runtime
 from tinkex.client.futures.queue_states import Observer, QueueStateLogger, QueueStateTracker
 from tinkex.client.futures.result_polling import QueueNotice, read_result
+from tinkex.client.futures.twins import deprecated
 from tinkex.client.http.exchange import Reply
 from tinkex.client.http.legacy_servers import Receipt, sequence_ids
 from tinkex.client.http.retry import RetryConfig, RetryHandler, persist
@@ -21,15 +23,13 @@ from tinkex.client.http.transport import OFF_LOOP_BYTES
 from tinkex.client.session import Session
 from tinkex.client.session_client import SessionClient
 from tinkex.errors import APITimeoutError, GoneError, RateLimitError, TinkerError
+from tinkex.tokenizers import LoadFunction, get_or_load_tokenizer, get_tokenizer_id
 from tinkex.types.future_requests import JoinSamplingSessionRequest, JoinSamplingSessionResponse
 from tinkex.types.inputs import ModelInput
 from tinkex.types.sampled import SampleResponse
-from tinkex.types.sampling import SampleRequest, SamplingParams
+from tinkex.types.sampling import GetSamplerResponse, SampleRequest, SamplingParams
 from tinkex.types.tensors import TensorData
 from tinkex.wire import protocol
-
-if TYPE_CHECKING:
-    pass
 
 SEQ_BLOCK = 1_000_000_000
 BACKPRESSURE = {"X-Tinker-Sampling-Backpressure": "1"}
@@ -37,7 +37,7 @@ BACKPRESSURE = {"X-Tinker-Sampling-Backpressure": "1"}
 
 
 class SampleCalls(SessionClient):
-    """One sampling session, and the way from a request to its samples."""
+    """One sampling session: its model, and the way from a request to its samples."""
 
     def __init__(
         self,
@@ -317,6 +317,79 @@ class SampleCalls(SessionClient):
             return
         if not self._session.closed:
             runtime().task(self._session.cancel_future(receipt.request_id))
+
+    # ── the model ─────────────────────────────────────────────────────────────────────────────────
+
+    async def _model(self) -> str:
+        """Return the name of the base model; ask the server once if it is not known."""
+        async with self._asking:
+            if self._base_model is None:
+                self._base_model = await base_model_of(self._session, self.sampling_session_id)
+            return self._base_model
+
+    def get_base_model(self) -> str:
+        """Return the name of the base model of this sampler; this sends no request.
+
+        Example:
+            >>> sampler.get_base_model()
+            'tinkex/tiny'
+        """
+        if self._base_model is None:
+            return self._session.call(self._model).result()
+        return self._base_model
+
+    @deprecated("call SamplingClient.get_base_model(), which makes no request")
+    async def get_base_model_async(self) -> str:
+        """Deprecated: use `get_base_model`, which makes no request."""
+        if self._base_model is None:
+            return await self._session.call(self._model)
+        return self._base_model
+
+    def get_tokenizer(
+        self,
+        *,
+        backend: str | None = None,
+        sampler_fun: Callable[[Any], Any] | None = None,
+        load_fun: LoadFunction | None = None,
+    ) -> Any:
+        """Return the tokenizer of the base model.
+
+        See `tinkex.tokenizers.get_or_load_tokenizer`.
+
+        Args:
+            backend: "transformers" or "tokenizers"; the first that is installed by default.
+            sampler_fun: Returns an object with `base_model`, in place of the server.
+            load_fun: Loads the tokenizer, in place of the libraries.
+
+        Returns:
+            transformers' tokenizer where that is installed, else a `tinkex.tokenizers.Tokenizer`.
+
+        Example:
+            >>> tokenizer = sampler.get_tokenizer()
+            >>> tokenizer.decode(tokenizer.encode("12+34=", add_special_tokens=False))
+            '12+34='
+        """
+        base_model = self.get_base_model() if sampler_fun is None else sampler_fun(self).base_model
+        return get_or_load_tokenizer(
+            get_tokenizer_id(base_model), backend=backend, load_fun=load_fun
+        )
+
+    @unlisted
+    async def get_tokenizer_async(
+        self, *, backend: str | None = None, load_fun: LoadFunction | None = None
+    ) -> Any:
+        """Like `get_tokenizer`."""
+        tokenizer_id = get_tokenizer_id(await self._session.call(self._model))
+        return await asyncio.to_thread(
+            get_or_load_tokenizer, tokenizer_id, backend=backend, load_fun=load_fun
+        )
+
+
+async def base_model_of(session: Session, sampling_session_id: str) -> str:
+    """Ask the server for the base model of a sampling session."""
+    path = {"sampler_id": sampling_session_id}
+    sampler: GetSamplerResponse = await session.transport.call(protocol.GET_SAMPLER, path=path)
+    return sampler.base_model
 
 
 class Notice:

@@ -9,8 +9,7 @@ from tinkex.client.futures.stream_text import StreamTexts
 from tinkex.client.futures.streams import SampleStream, chunks_of
 from tinkex.client.futures.twins import twin
 from tinkex.client.http.retry import persist
-from tinkex.client.sampling_parts.sample_calls import Notice
-from tinkex.client.sampling_parts.sampled_model import SampledModel
+from tinkex.client.sampling_parts.sample_calls import Notice, SampleCalls
 from tinkex.errors import (
     APIConnectionError,
     APIResponseValidationError,
@@ -27,7 +26,7 @@ NO_STREAMS = frozenset({404, 405, 501})
 """Status codes of servers that cannot stream."""
 
 
-class SampleStreams(SampledModel):
+class SampleStreams(SampleCalls):
     """Streams of samples."""
 
     def sample_stream(

@@ -13,7 +13,7 @@ from tinkex.client.http.retry import RetryConfig
 from tinkex.client.outbox import Fetch, Outbox
 from tinkex.client.sampling_client import SamplingClient, checked_kind, open_sampling_client
 from tinkex.client.training_parts.call_arguments import CallOptions
-from tinkex.client.training_parts.training_run import TrainingRun
+from tinkex.client.training_parts.training_passes import TrainingPasses
 from tinkex.errors import APIResponseValidationError
 from tinkex.types.saves import (
     LoadWeightsRequest,
@@ -36,7 +36,7 @@ FROM_STATE_WITH_OPTIMIZER = (
 )
 
 
-class TrainingSaves(TrainingRun):
+class TrainingSaves(TrainingPasses):
     """Checkpoints of a run, and samplers of its weights."""
 
     def save_state(

@@ -159,7 +159,6 @@ class Family:
             activation=self.activation(fields),
             embed_scale=self.embed_scale(hidden),
             logit_cap=self.logit_cap(fields),
-            kinds=kinds,
             attention=tuple(
                 AttentionRule(scale, window if kind == SLIDING else None, cap) for kind in kinds
             ),

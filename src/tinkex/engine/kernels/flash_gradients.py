@@ -9,14 +9,17 @@ Axes: T packed tokens, H query heads, G key/value heads, C channels, N tiles.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from tinkex.engine.kernels.flash_tiles import (
     LOG2_E,
+    Heads,
+    Tiling,
     head_of,
     last_keys,
     places_of,
@@ -27,9 +30,6 @@ from tinkex.engine.kernels.flash_tiles import (
     strides_of,
     tile_of,
 )
-
-if TYPE_CHECKING:
-    from tinkex.engine.kernels.flash_tiles import Heads, Tiling
 
 DELTA_BLOCK = 64
 
@@ -195,9 +195,7 @@ def _queries_gradient(
     tl.store(dq_ptr + at, (dq * scale).to(dq_ptr.dtype.element_ty), mask=inside[:, None])
 
 
-def row_numbers(
-    dout_THC: torch.Tensor, out_THC: torch.Tensor, lse_HT: torch.Tensor
-) -> torch.Tensor:
+def row_numbers(dout_THC: Tensor, out_THC: Tensor, lse_HT: Tensor) -> Tensor:
     """Return two numbers of each query, as 64 bits: its log-sum-exp to base two, and its delta."""
     tokens, heads, channels = out_THC.shape
     numbers_HT2 = lse_HT.new_empty(heads, tokens, 2)
@@ -215,16 +213,14 @@ class Backward(NamedTuple):
     """The inputs that both gradients share."""
 
     qkv: Heads
-    dout_THC: torch.Tensor
-    numbers_HT: torch.Tensor
+    dout_THC: Tensor
+    numbers_HT: Tensor
     """As from `row_numbers`."""
     scale: float
     window: int | None
 
 
-def keys_gradient(
-    given: Backward, tiles_N3: torch.Tensor, tiling: Tiling
-) -> tuple[torch.Tensor, torch.Tensor]:
+def keys_gradient(given: Backward, tiles_N3: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor]:
     """Return the gradients of keys and values; the tiles have the size that the tiling says."""
     qkv, dout_THC, numbers_HT, scale, window = given
     (tokens, heads, channels), groups = qkv[0].shape, qkv[1].shape[1]
@@ -239,7 +235,7 @@ def keys_gradient(
     return dk_TGC, dv_TGC
 
 
-def queries_gradient(given: Backward, tiles_N3: torch.Tensor, tiling: Tiling) -> torch.Tensor:
+def queries_gradient(given: Backward, tiles_N3: Tensor, tiling: Tiling) -> Tensor:
     """Return the gradient of queries; the tiles have the size that the tiling says."""
     qkv, dout_THC, numbers_HT, scale, window = given
     (tokens, heads, channels), shared = qkv[0].shape, qkv[0].shape[1] // qkv[1].shape[1]

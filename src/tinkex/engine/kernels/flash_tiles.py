@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 LOG2_E = 1.4426950408889634
-Heads: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Heads: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """Queries, keys and values of packed sequences."""
 
 
@@ -137,6 +137,6 @@ def run_of_keys(
     return first, count
 
 
-def strides_of(*tensors: torch.Tensor) -> tuple[int, ...]:
+def strides_of(*tensors: Tensor) -> tuple[int, ...]:
     """Return the strides of tokens and of heads of tensors `[T, H, C]`."""
     return tuple(stride for tensor in tensors for stride in tensor.stride()[:2])

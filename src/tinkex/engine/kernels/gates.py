@@ -13,6 +13,7 @@ import functools
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 GATE_BLOCK = 2048
 SHARE_ROWS = 64
@@ -68,7 +69,7 @@ def _gate_backward(dy, gate_up, out, F, BLOCK: tl.constexpr, GELU: tl.constexpr)
     )
 
 
-def gate_forward(gate_up_TN: torch.Tensor, activation: str) -> torch.Tensor:
+def gate_forward(gate_up_TN: Tensor, activation: str) -> Tensor:
     """Return activation(gate) * up."""
     rows, width = gate_up_TN.shape[0], gate_up_TN.shape[1] // 2
     out = gate_up_TN.new_empty(rows, width)
@@ -77,7 +78,7 @@ def gate_forward(gate_up_TN: torch.Tensor, activation: str) -> torch.Tensor:
     return out
 
 
-def gate_backward(dy_TF: torch.Tensor, gate_up_TN: torch.Tensor, activation: str) -> torch.Tensor:
+def gate_backward(dy_TF: Tensor, gate_up_TN: Tensor, activation: str) -> Tensor:
     """Return its gradient by the fused projection."""
     rows, width = dy_TF.shape
     out = torch.empty_like(gate_up_TN)
@@ -125,9 +126,7 @@ def _add_product(
     tl.store(at, (before.to(tl.float32) + share).to(y.dtype.element_ty), mask=inside)
 
 
-def add_product(
-    y_TN: torch.Tensor, low_TR: torch.Tensor, high_RN: torch.Tensor, scale: float
-) -> None:
+def add_product(y_TN: Tensor, low_TR: Tensor, high_RN: Tensor, scale: float) -> None:
     """Add the scaled product of two low-rank factors, in one pass over y."""
     (rows, columns), rank = y_TN.shape, low_TR.shape[1]
     # measured: with these it moves 85 to 95 % of what a plain pass over y does
@@ -218,13 +217,13 @@ def _shared_gate(
 
 
 def shared_gate(
-    y_TN: torch.Tensor,
-    low_TR: torch.Tensor,
-    high_FR: tuple[torch.Tensor, torch.Tensor],
+    y_TN: Tensor,
+    low_TR: Tensor,
+    high_FR: tuple[Tensor, Tensor],
     scale: float,
     activation: str,
-    out: torch.Tensor,
-    dy_TF: torch.Tensor | None = None,
+    out: Tensor,
+    dy_TF: Tensor | None = None,
 ) -> None:
     """Write activation(gate) * up of a projection plus an adapter's share, or its gradient.
 

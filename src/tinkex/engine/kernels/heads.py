@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 
 @triton.jit
@@ -144,13 +145,13 @@ def _heads_backward(
 
 
 def heads_forward(
-    qkv_TN: torch.Tensor,
+    qkv_TN: Tensor,
     sizes: tuple[int, int, int],
-    weights: tuple[torch.Tensor, torch.Tensor] | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    weights: tuple[Tensor, Tensor] | None,
+    cos: Tensor,
+    sin: Tensor,
     eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries and keys, normed and rotated, and a view of the values."""
     rows, channels = qkv_TN.shape[0], qkv_TN.shape[1] // sum(sizes)
     heads, groups, _ = sizes
@@ -164,15 +165,15 @@ def heads_forward(
 
 
 def heads_backward(
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    qkv_TN: torch.Tensor,
-    weights: tuple[torch.Tensor, torch.Tensor] | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    qkv_TN: Tensor,
+    weights: tuple[Tensor, Tensor] | None,
+    cos: Tensor,
+    sin: Tensor,
     eps: float,
-) -> torch.Tensor:
+) -> Tensor:
     """Return the gradient by the fused projection."""
     (rows, heads, channels), groups = dq.shape, dk.shape[1]
     out = torch.empty_like(qkv_TN)
@@ -224,9 +225,7 @@ def _store(
     )
 
 
-def store(
-    kv_2NSGC: torch.Tensor, places_T: torch.Tensor, k_TGC: torch.Tensor, v_TGC: torch.Tensor
-) -> None:
+def store(kv_2NSGC: Tensor, places_T: Tensor, k_TGC: Tensor, v_TGC: Tensor) -> None:
     """Put keys and values of tokens at their places in the cache of a layer."""
     rows, groups, channels = k_TGC.shape
     if k_TGC.stride(2) != 1 or v_TGC.stride(2) != 1:

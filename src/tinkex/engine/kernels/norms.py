@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 
 @triton.jit
@@ -69,7 +70,7 @@ def _norm_backward(dsummed, dy, x, weight, out, D, eps, BLOCK: tl.constexpr, ADD
     tl.store(out + row * D + at, dx.to(out.dtype.element_ty), mask=inside)
 
 
-def norm_forward(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+def norm_forward(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Return the RMS norm."""
     out = torch.empty_like(x_TD)
     _norm_forward[(x_TD.shape[0],)](
@@ -83,12 +84,12 @@ def norm_forward(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torc
 
 
 def add_norm_forward(
-    x_TD: torch.Tensor,
-    rest_TD: torch.Tensor | None,
-    share_TD: torch.Tensor,
-    weight_D: torch.Tensor,
+    x_TD: Tensor,
+    rest_TD: Tensor | None,
+    share_TD: Tensor,
+    weight_D: Tensor,
     eps: float,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return a sum, the part that rounding cut off, if it is rounded, and the norm of both."""
     summed, out = torch.empty_like(x_TD), torch.empty_like(x_TD)
     left = None if x_TD.dtype == torch.float32 else torch.empty_like(x_TD)
@@ -104,12 +105,12 @@ def add_norm_forward(
 
 
 def norm_backward(
-    dsummed_TD: torch.Tensor | None,
-    dy_TD: torch.Tensor,
-    x_TD: torch.Tensor,
-    weight_D: torch.Tensor,
+    dsummed_TD: Tensor | None,
+    dy_TD: Tensor,
+    x_TD: Tensor,
+    weight_D: Tensor,
     eps: float,
-) -> torch.Tensor:
+) -> Tensor:
     """Return the gradient by the norm's input, plus the gradient of the sum, if there was one."""
     out = torch.empty_like(x_TD)
     added = x_TD if dsummed_TD is None else dsummed_TD.contiguous()
@@ -127,6 +128,6 @@ def norm_backward(
     return out
 
 
-def _row(x_TD: torch.Tensor) -> dict[str, object]:
+def _row(x_TD: Tensor) -> dict[str, object]:
     block = triton.next_power_of_2(x_TD.shape[1])
     return {"BLOCK": block, "num_warps": max(1, min(16, block // 512))}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 HEAD_BLOCK = 4096
 
@@ -41,7 +42,7 @@ def _softmax_gradient(logits, sums, row_grad, out, V, BLOCK: tl.constexpr):
     tl.store(out + row * V + at, grad.to(out.dtype.element_ty), mask=inside)
 
 
-def log_sums(logits_TV: torch.Tensor) -> torch.Tensor:
+def log_sums(logits_TV: Tensor) -> Tensor:
     """Return the logarithm of the sum of exponentials of each row, in one pass over it."""
     out = torch.empty(logits_TV.shape[0], 1, dtype=torch.float32, device=logits_TV.device)
     _log_sums[(logits_TV.shape[0],)](
@@ -51,8 +52,8 @@ def log_sums(logits_TV: torch.Tensor) -> torch.Tensor:
 
 
 def softmax_gradient(
-    logits_TV: torch.Tensor, sums_T1: torch.Tensor, row_grad_T1: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
+    logits_TV: Tensor, sums_T1: Tensor, row_grad_T1: Tensor, dtype: torch.dtype
+) -> Tensor:
     """Return the negative softmax times a number for each row."""
     rows, vocab = logits_TV.shape
     out = torch.empty(logits_TV.shape, dtype=dtype, device=logits_TV.device)

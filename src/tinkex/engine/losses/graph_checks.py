@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 Arguments: TypeAlias = tuple[Any, ...]
 Keywords: TypeAlias = dict[str, Any]
@@ -139,7 +140,7 @@ def check_numbers(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> Non
 
 def check_operands(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> None:
     """Refuse all but tensors and numbers."""
-    if kwargs or not all(isinstance(value, int | float | torch.Tensor) for value in args):
+    if kwargs or not all(isinstance(value, int | float | Tensor) for value in args):
         raise Refusal("takes tensors and numbers only")
 
 
@@ -180,7 +181,7 @@ def check_division(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> No
 
 
 def _is_whole(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not value.is_floating_point()
+    return isinstance(value, Tensor) and not value.is_floating_point()
 
 
 def check_quotient(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> None:
@@ -195,7 +196,7 @@ def check_product(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> int
     if (
         kwargs
         or len(args) != 2
-        or not all(isinstance(value, torch.Tensor) and value.ndim <= 2 for value in args)
+        or not all(isinstance(value, Tensor) and value.ndim <= 2 for value in args)
     ):
         raise Refusal("takes two tensors of at most two dimensions")
     columns = args[1].shape[1] if args[1].ndim == 2 else 1
@@ -215,7 +216,7 @@ def check_equation(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> in
     terms = args[0].replace(" ", "").split("->")[0].split(",")
     tensors = args[1:]
     fits = len(terms) == len(tensors) and all(
-        isinstance(tensor, torch.Tensor) and tensor.ndim == len(term) <= 2
+        isinstance(tensor, Tensor) and tensor.ndim == len(term) <= 2
         for term, tensor in zip(terms, tensors, strict=True)
     )
     if not fits:
@@ -230,14 +231,14 @@ def check_equation(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> in
 def check_named(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> None:
     """Refuse settings by place."""
     # By place, these take `inplace` or `out`; torch.fx writes what follows the tensor by name.
-    if len(args) != 1 or not isinstance(args[0], torch.Tensor):
+    if len(args) != 1 or not isinstance(args[0], Tensor):
         raise Refusal("takes a tensor, and everything else by name")
 
 
 def check_same_shapes(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> None:
     """Refuse tensors of different shapes."""
     # These broadcast inside and give a single number: a small result would hide a large allocation.
-    shapes = {value.shape for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)}
+    shapes = {value.shape for value in (*args, *kwargs.values()) if isinstance(value, Tensor)}
     if len(shapes) > 1:
         raise Refusal(
             "takes tensors of one shape, got "
@@ -251,7 +252,7 @@ def _check_pieces(tensor: Any, dim: Any, size: Any, limits: GraphLimits) -> None
     A list of sizes is short already.
     """
     dim = 0 if dim is None else dim
-    if not isinstance(tensor, torch.Tensor) or type(dim) is not int:
+    if not isinstance(tensor, Tensor) or type(dim) is not int:
         raise Refusal("takes a tensor, and a dimension that is an integer")
     if isinstance(size, int) and dim_size(tensor, dim) > limits.pieces * max(size, 1):
         raise Refusal(f"makes more than {limits.pieces} tensors")
@@ -302,7 +303,7 @@ def check_where(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> None:
 
 def check_sizes(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> None:
     """Refuse sizes that are tensors."""
-    if any(isinstance(value, torch.Tensor) for value in leaves((args, kwargs))):
+    if any(isinstance(value, Tensor) for value in leaves((args, kwargs))):
         raise Refusal("takes numbers, such as x.shape[0], not tensors")
 
 
@@ -312,14 +313,14 @@ def check_view(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> None:
         raise Refusal("takes sizes that are integers")
 
 
-def dim_size(tensor: torch.Tensor, dim: int) -> int:
+def dim_size(tensor: Tensor, dim: int) -> int:
     """Return the size of a dimension; a single number has one of size 1."""
     if not -max(tensor.ndim, 1) <= dim < max(tensor.ndim, 1):
         raise Refusal(f"there is no dimension {dim} in a tensor of shape {list(tensor.shape)}")
     return tensor.shape[dim] if tensor.ndim else 1
 
 
-def _check_range(index: torch.Tensor, low: int, high: int) -> None:
+def _check_range(index: Tensor, low: int, high: int) -> None:
     if index.is_meta or index.numel() == 0:
         return
     if index.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8):
@@ -334,11 +335,7 @@ def _check_range(index: torch.Tensor, low: int, high: int) -> None:
 def check_places(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> None:
     """Refuse an index out of range."""
     tensor, dim, index = _bind(args, kwargs, "input", "dim", "index")
-    if (
-        not isinstance(tensor, torch.Tensor)
-        or type(dim) is not int
-        or not isinstance(index, torch.Tensor)
-    ):
+    if not isinstance(tensor, Tensor) or type(dim) is not int or not isinstance(index, Tensor):
         raise Refusal("takes a tensor, a dimension and an index")
     _check_range(index, 0, dim_size(tensor, dim))
 
@@ -352,7 +349,7 @@ def check_take(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> None:
 def check_classes(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> None:
     """Refuse classes out of range, or their number left open."""
     tensor, classes = _bind(args, kwargs, "input", "num_classes")
-    if not isinstance(tensor, torch.Tensor) or type(classes) is not int or classes < 1:
+    if not isinstance(tensor, Tensor) or type(classes) is not int or classes < 1:
         raise Refusal(
             "takes a tensor and num_classes: the size of a result cannot depend on values"
         )
@@ -365,7 +362,7 @@ def check_getattr(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> Non
         raise Refusal("takes a value and the name of an attribute")
     owner, name = args
     known: Sequence[str] = ()
-    if isinstance(owner, torch.Tensor):
+    if isinstance(owner, Tensor):
         known = TENSOR_ATTRIBUTES
     elif type(owner).__module__ == "torch.return_types":
         known = RESULT_ATTRIBUTES
@@ -385,7 +382,7 @@ def check_getitem(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> Non
         if type(index) is not int and not _is_plain_slice(index):
             raise Refusal("takes an integer or a slice here")
         return
-    if not isinstance(owner, torch.Tensor):
+    if not isinstance(owner, Tensor):
         raise Refusal("indexes tensors and tuples only")
     items = index if isinstance(index, tuple) else (index,)
     for item in items:
@@ -394,7 +391,7 @@ def check_getitem(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> Non
         if not _is_mask(item):
             size = dim_size(owner, dim)
             _check_range(item, -size, size)
-        elif sum(isinstance(other, torch.Tensor | list) for other in items) > 1:
+        elif sum(isinstance(other, Tensor | list) for other in items) > 1:
             raise Refusal("takes a mask alone, not with other tensors or lists")
 
 
@@ -407,19 +404,19 @@ def _is_plain_slice(value: Any) -> bool:
 def _check_item(item: Any) -> None:
     plain = item is None or item is Ellipsis or type(item) is int or _is_plain_slice(item)
     listed = isinstance(item, list) and all(type(value) is int for value in item)
-    if not (plain or listed or isinstance(item, torch.Tensor)):
+    if not (plain or listed or isinstance(item, Tensor)):
         raise Refusal(
             f"cannot index with a {type(item).__name__}; use integers, slices of integers, and "
             "tensors"
         )
 
 
-def _placed(items: Arguments, rank: int) -> Iterator[tuple[torch.Tensor, int]]:
+def _placed(items: Arguments, rank: int) -> Iterator[tuple[Tensor, int]]:
     """Yield the tensors and lists in an index, each with the dimension that it applies to."""
     widths = [_width(item) for item in items]
     dim = 0
     for item, width in zip(items, widths, strict=True):
-        if isinstance(item, torch.Tensor):
+        if isinstance(item, Tensor):
             yield item, dim
         elif isinstance(item, list):
             yield torch.tensor(item, dtype=torch.int64), dim
@@ -434,11 +431,11 @@ def _width(item: Any) -> int:
 
 
 def _is_mask(item: Any) -> bool:
-    return isinstance(item, torch.Tensor) and item.dtype == torch.bool
+    return isinstance(item, Tensor) and item.dtype == torch.bool
 
 
-def _tensors(args: Arguments, kwargs: Keywords) -> list[torch.Tensor]:
-    return [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+def _tensors(args: Arguments, kwargs: Keywords) -> list[Tensor]:
+    return [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
 
 
 def broadcast_bound(args: Arguments, kwargs: Keywords) -> int:
@@ -464,13 +461,13 @@ def getitem_bound(args: Arguments, kwargs: Keywords) -> int | None:
     if isinstance(args[0], tuple):
         return 0
     items = args[1] if isinstance(args[1], tuple) else (args[1],)
-    repeats = any(isinstance(item, list | torch.Tensor) and not _is_mask(item) for item in items)
+    repeats = any(isinstance(item, list | Tensor) and not _is_mask(item) for item in items)
     return None if repeats else int(args[0].numel())
 
 
 def check_mask(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> None:
     """Refuse all but a tensor and a mask."""
-    if not all(isinstance(value, torch.Tensor) for value in _bind(args, kwargs, "input", "mask")):
+    if not all(isinstance(value, Tensor) for value in _bind(args, kwargs, "input", "mask")):
         raise Refusal("takes a tensor and a mask")
 
 

@@ -14,6 +14,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tinkex.engine.api import EngineError
 from tinkex.engine.losses.graph_checks import (
@@ -64,7 +65,7 @@ def at_node(loss: str, node: CustomLossNode | Step) -> str:
 
 def count_numbers(value: Any) -> int:
     """Return the number of elements of all tensors in a value."""
-    return sum(leaf.numel() for leaf in leaves(value) if isinstance(leaf, torch.Tensor))
+    return sum(leaf.numel() for leaf in leaves(value) if isinstance(leaf, Tensor))
 
 
 @dataclass(slots=True)
@@ -161,10 +162,10 @@ class CompiledLoss:
 
     def __call__(
         self,
-        logprobs: torch.Tensor,
-        inputs: Mapping[str, torch.Tensor],
+        logprobs: Tensor,
+        inputs: Mapping[str, Tensor],
         allowance: Allowance | None = None,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of a datum, differentiable by `logprobs`, and its metrics.
 
         Args:
@@ -204,11 +205,11 @@ class CompiledLoss:
             for name, node in self._output[1].items()
         }
 
-    def _single(self, value: Any, what: str) -> torch.Tensor:
-        if not isinstance(value, torch.Tensor) or value.ndim != 0:
+    def _single(self, value: Any, what: str) -> Tensor:
+        if not isinstance(value, Tensor) or value.ndim != 0:
             found = (
                 f"shape {list(value.shape)}"
-                if isinstance(value, torch.Tensor)
+                if isinstance(value, Tensor)
                 else f"a {type(value).__name__}"
             )
             raise EngineError(
@@ -305,7 +306,7 @@ class CompiledLoss:
 
 
 def _valueless(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
+    if isinstance(leaf, Tensor):
         return leaf.detach().to(META)
     return META if isinstance(leaf, torch.device) else leaf
 
@@ -315,6 +316,6 @@ def _admitted(value: Any) -> Any:
     for leaf in leaves(value):
         if isinstance(leaf, int) and not -(1 << 63) <= leaf < 1 << 63:
             raise Refusal("makes an integer that is too large")
-        if not isinstance(leaf, torch.Tensor | int | float | torch.dtype | torch.device):
+        if not isinstance(leaf, Tensor | int | float | torch.dtype | torch.device):
             raise Refusal(f"gives a {type(leaf).__name__}, which cannot be used")
     return value

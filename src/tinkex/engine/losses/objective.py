@@ -7,23 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from torch import Tensor
+
+from tinkex.engine.losses.examples import Examples, Room
 from tinkex.engine.torch.device_copies import to_host
-
-if TYPE_CHECKING:
-    import torch
-
-    from tinkex.engine.losses.examples import Examples, Room
-    from tinkex.types.inputs import Datum
+from tinkex.types.inputs import Datum
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
     """The values of a loss on a piece, their gradient, and metrics of each datum."""
 
-    losses_L: torch.Tensor
-    grad_M: torch.Tensor | None
+    losses_L: Tensor
+    grad_M: Tensor | None
     metrics: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def to_host(self) -> Evaluated:
@@ -36,7 +34,7 @@ class Evaluated:
 class Piece:
     """Some data of a pass, and the log-probabilities that their loss reads."""
 
-    logprobs_M: torch.Tensor
+    logprobs_M: Tensor
     examples: Examples
     indices: Sequence[int]
     backward: bool

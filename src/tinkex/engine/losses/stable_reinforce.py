@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tinkex.engine.api import RECORDED_TOKENS, EngineError, Recalled
 from tinkex.engine.losses.examples import Examples, Others, Room, read_examples
@@ -80,7 +81,7 @@ class StableReinforce(Objective):
             grad_M = torch.autograd.grad(losses_S.sum(), leaf_M)[0].to(logprobs_M.dtype)
         return Evaluated(losses_L, grad_M)
 
-    def _losses(self, drawn_S: torch.Tensor, top_SK: torch.Tensor, batch: _Batch) -> torch.Tensor:
+    def _losses(self, drawn_S: Tensor, top_SK: Tensor, batch: _Batch) -> Tensor:
         now_SB, then_SB = _buckets(top_SK), _buckets(batch.recorded_SK)
         distance_S = 0.5 * (now_SB.detach().exp() - then_SB.exp()).abs().sum(-1)
         moved_S = drawn_S.detach() - batch.model_S
@@ -94,7 +95,7 @@ class StableReinforce(Objective):
         return losses_S + self.settings["kl_coeff"] * divergence_S
 
 
-def _buckets(top_SK: torch.Tensor) -> torch.Tensor:
+def _buckets(top_SK: Tensor) -> Tensor:
     """Return the log-probabilities of the likeliest tokens, and of all others together."""
     rest_S1 = (1 - top_SK.exp().sum(-1, keepdim=True)).clamp(min=LEAST_SHARE).log()
     return torch.cat([top_SK, rest_S1], -1)
@@ -104,20 +105,20 @@ def _buckets(top_SK: torch.Tensor) -> torch.Tensor:
 class _Batch:
     """The sampled targets of a piece, on the device."""
 
-    drawn_S: torch.Tensor
+    drawn_S: Tensor
     """The places of their log-probabilities among those that the loss reads."""
-    top_SK: torch.Tensor
+    top_SK: Tensor
     """The places of those of the likeliest tokens."""
-    places_S: torch.Tensor
+    places_S: Tensor
     """Their places among the targets."""
     targets: int
     """The number of targets."""
-    advantages_S: torch.Tensor
-    sampler_S: torch.Tensor
+    advantages_S: Tensor
+    sampler_S: Tensor
     """Log-probabilities that they were drawn with."""
-    model_S: torch.Tensor
+    model_S: Tensor
     """Log-probabilities under the model of then, at temperature 1."""
-    recorded_SK: torch.Tensor
+    recorded_SK: Tensor
     """The same of the likeliest tokens."""
 
     @classmethod
@@ -135,7 +136,7 @@ class _Batch:
             targets += examples.targets[index].size
             wanted += examples.targets[index].size + width * known.positions.size
 
-        def put(arrays: Sequence[Array], dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        def put(arrays: Sequence[Array], dtype: torch.dtype = torch.float64) -> Tensor:
             return to_device(np.concatenate(arrays), piece.logprobs_M.device, dtype)
 
         recordings = [known.recording for known in recalled]

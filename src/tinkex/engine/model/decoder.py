@@ -23,6 +23,7 @@ from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tinkex.engine.families.model_config import AttentionRule, DecoderConfig
@@ -33,7 +34,7 @@ from tinkex.engine.model.mlp import Adaptation, Mlp
 from tinkex.engine.torch.lora import Factors, Linear
 from tinkex.engine.train.span_adapters import Share, forward
 
-Attend: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Attention of one layer: (layer, q_THC, k_TGC, v_TGC) -> [T, H*C]."""
 
 
@@ -43,9 +44,7 @@ class Lora(Adaptation):
 
     factors: Mapping[str, Factors]
 
-    def linear(
-        self, x_TD: torch.Tensor, linear: Linear, rows_T: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def linear(self, x_TD: Tensor, linear: Linear, rows_T: Tensor | None = None) -> Tensor:
         """Return a linear layer's results with this adapter's share added to all of them."""
         factors = self.factors.get(linear.name)
         shares = [] if factors is None else [Share(0, x_TD.shape[0], factors, None)]
@@ -60,18 +59,18 @@ BARE = Lora({})
 class Layer:
     """The weights of one layer; families leave some norms out."""
 
-    input_norm_D: torch.Tensor
+    input_norm_D: Tensor
     qkv: Linear
     o: Linear
-    mlp_norm_D: torch.Tensor
+    mlp_norm_D: Tensor
     mlp: Mlp | Experts
-    q_norm_C: torch.Tensor | None = None
-    k_norm_C: torch.Tensor | None = None
-    post_attention_norm_D: torch.Tensor | None = None
-    post_mlp_norm_D: torch.Tensor | None = None
+    q_norm_C: Tensor | None = None
+    k_norm_C: Tensor | None = None
+    post_attention_norm_D: Tensor | None = None
+    post_mlp_norm_D: Tensor | None = None
 
     @property
-    def head_norms(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def head_norms(self) -> tuple[Tensor, Tensor] | None:
         """The norms of queries and keys, in families that have them."""
         return (
             None
@@ -85,11 +84,11 @@ class Decoder:
     """A base model: frozen weights and the configuration that gives them meaning."""
 
     config: DecoderConfig
-    embed_VD: torch.Tensor
+    embed_VD: Tensor
     layers: Sequence[Layer]
-    norm_D: torch.Tensor
+    norm_D: Tensor
     head: Linear
-    frequencies: torch.Tensor
+    frequencies: Tensor
     """Of each kind of rotary embedding."""
 
     def linears(self) -> list[Linear]:
@@ -110,8 +109,8 @@ class Decoder:
         return self.config.attention
 
     def logits(
-        self, hidden_TD: torch.Tensor, lora: Adaptation = BARE, rows_T: torch.Tensor | None = None
-    ) -> torch.Tensor:
+        self, hidden_TD: Tensor, lora: Adaptation = BARE, rows_T: Tensor | None = None
+    ) -> Tensor:
         """Return the logits of hidden states, within the model's bound.
 
         `rows_T` is as for `Adaptation.linear`.
@@ -119,20 +118,20 @@ class Decoder:
         return cap_logits(lora.linear(hidden_TD, self.head, rows_T), self.config.logit_cap)
 
 
-def cap_logits(logits_TV: torch.Tensor, bound: float | None) -> torch.Tensor:
+def cap_logits(logits_TV: Tensor, bound: float | None) -> Tensor:
     """Bound logits, if the model does, and then in float32 at least."""
     return logits_TV if bound is None else soft_cap(widened(logits_TV), bound)
 
 
 def hidden_states(
     model: Decoder,
-    tokens_T: torch.Tensor,
-    positions_T: torch.Tensor,
+    tokens_T: Tensor,
+    positions_T: Tensor,
     attend: Attend,
     lora: Adaptation = BARE,
     *,
     sparing: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Run the decoder on packed tokens.
 
     The result is the normalised hidden states `[T, D]` that the head reads. If `sparing`, only one
@@ -146,7 +145,7 @@ def hidden_states(
     turns = _turns(model, positions_T, x_TD.dtype)
     norms_D = [*(layer.input_norm_D for layer in model.layers[1:]), model.norm_D]
     normed_TD = norm(x_TD, model.layers[0].input_norm_D, eps)
-    rest_TD: torch.Tensor | None = None
+    rest_TD: Tensor | None = None
     for index, next_norm_D in enumerate(norms_D):
         kind = config.rotary[index]
         run = partial(
@@ -164,14 +163,14 @@ def hidden_states(
 def _layer(
     model: Decoder,
     index: int,
-    next_norm_D: torch.Tensor,
+    next_norm_D: Tensor,
     attend: Attend,
     lora: Adaptation,
-    turn: tuple[torch.Tensor, torch.Tensor] | None,
-    x_TD: torch.Tensor,
-    rest_TD: torch.Tensor | None,
-    normed_TD: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    turn: tuple[Tensor, Tensor] | None,
+    x_TD: Tensor,
+    rest_TD: Tensor | None,
+    normed_TD: Tensor,
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """Run a layer.
 
     The results are the state of each token, the part of it that rounding has cut off, and its norm,
@@ -193,9 +192,7 @@ def _layer(
     return add_norm(x_TD, rest_TD, fed_TD, next_norm_D, eps)
 
 
-def _turns(
-    model: Decoder, positions_T: torch.Tensor, dtype: torch.dtype
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _turns(model: Decoder, positions_T: Tensor, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
     """Return cosines and sines `[T, 1, C/2]` of each kind of rotary embedding."""
     angles = [
         positions_T[:, None, None].to(torch.float32) * frequencies
@@ -204,5 +201,5 @@ def _turns(
     return [(torch.cos(angle).to(dtype), torch.sin(angle).to(dtype)) for angle in angles]
 
 
-def _optional_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+def _optional_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return x if weight is None else norm(x, weight, eps)

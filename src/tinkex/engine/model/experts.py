@@ -9,26 +9,23 @@ Axes: T packed tokens, D hidden, E experts, K experts of a token, S = T K pairs 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from tinkex.engine.model.matmul import lowered
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from tinkex.engine.model.mlp import Adaptation, Mlp
-    from tinkex.engine.torch.lora import Linear
+from tinkex.engine.model.mlp import Adaptation, Mlp
+from tinkex.engine.torch.lora import Linear
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
     """The sparse counterpart of an mlp."""
 
-    router_ED: torch.Tensor
+    router_ED: Tensor
     """In float32 at least: a route that flips between training and sampling costs more than all
     other rounding.
 
@@ -38,9 +35,7 @@ class Experts:
     chosen: int
     normed: bool
 
-    def __call__(
-        self, x_TD: torch.Tensor, lora: Adaptation, cut_TD: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def __call__(self, x_TD: Tensor, lora: Adaptation, cut_TD: Tensor | None = None) -> Tensor:
         """Return what is added to the states of tokens, in float32 at least.
 
         The router also reads the part that rounding has cut off them.
@@ -64,9 +59,7 @@ class Experts:
         y_TKD = torch.cat(outputs)[places_S].view(*weights_TK.shape, -1)
         return torch.einsum("tkd,tk->td", y_TKD.to(weights_TK.dtype), weights_TK)
 
-    def route(
-        self, x_TD: torch.Tensor, cut_TD: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def route(self, x_TD: Tensor, cut_TD: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the experts of each token, likeliest first, and their weights."""
         wide_TD = x_TD.to(self.router_ED.dtype)
         wide_TD = wide_TD if cut_TD is None else wide_TD + cut_TD

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from tinkex.engine.families.model_config import DecoderConfig, Fields
 from tinkex.engine.families.rope import TRAINED
 
-if TYPE_CHECKING:
-    from tinkex.engine.families.model_config import DecoderConfig, Fields
 
-
-def inverse_frequencies(config: DecoderConfig) -> torch.Tensor:
+def inverse_frequencies(config: DecoderConfig) -> Tensor:
     """Return the angle per position of each pair of channels.
 
     The shape is `[kinds of rotary embedding, C/2]`; scaling is applied.
@@ -21,7 +19,7 @@ def inverse_frequencies(config: DecoderConfig) -> torch.Tensor:
     return torch.stack([_frequencies(rope, config.head_dim) for rope in config.ropes])
 
 
-def _frequencies(rope: Fields, channels: int) -> torch.Tensor:
+def _frequencies(rope: Fields, channels: int) -> Tensor:
     exponents = torch.arange(0, channels, 2, dtype=torch.float32) / channels
     frequencies = 1.0 / (float(rope["rope_theta"]) ** exponents)
     if rope["rope_type"] == "linear":
@@ -29,7 +27,7 @@ def _frequencies(rope: Fields, channels: int) -> torch.Tensor:
     return _llama3(frequencies, rope) if rope["rope_type"] == "llama3" else frequencies
 
 
-def _llama3(frequencies: torch.Tensor, rope: Fields) -> torch.Tensor:
+def _llama3(frequencies: Tensor, rope: Fields) -> Tensor:
     """Divide slow rotations by `factor`, keep quick ones, and interpolate between."""
     trained, low, high = (
         float(rope[name]) for name in (TRAINED, "low_freq_factor", "high_freq_factor")

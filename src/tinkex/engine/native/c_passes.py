@@ -9,26 +9,22 @@ Axes: T tokens of a pass, B rows, N blocks of a row, D hidden, V vocabulary.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from tinkex.engine.model.decoder import Lora
 from tinkex.engine.model.mlp import Mlp
 from tinkex.engine.native import bindings as c
 from tinkex.engine.native.weights import Native, PackedLora, address
 from tinkex.engine.sample.blocks import BLOCK
-from tinkex.engine.sample.passes import Decoding
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tinkex.engine.model.decoder import Lora
-    from tinkex.engine.sample.kv_pool import Pool
-    from tinkex.engine.sample.passes import Piece, Row
-    from tinkex.types.tensors import Array
+from tinkex.engine.sample.kv_pool import Pool
+from tinkex.engine.sample.passes import Decoding, Piece, Row
+from tinkex.types.tensors import Array
 
 KEPT_ADAPTERS = 256 << 20
 """Packed adapters that no row has now are kept up to so many bytes, the last used ones."""
@@ -51,8 +47,8 @@ class NativeSteps:
         tables_BN: Array,
         adapters: Sequence[tuple[int, Lora, int]],
         *,
-        hidden_BD: torch.Tensor | None = None,
-        logits_BV: torch.Tensor | None = None,
+        hidden_BD: Tensor | None = None,
+        logits_BV: Tensor | None = None,
     ) -> None:
         """Run rows of these tokens at these positions, and fill the tensors that are given.
 
@@ -109,7 +105,7 @@ class NativePrefill:
     def __init__(self, steps: NativeSteps) -> None:
         self._steps = steps
 
-    def hidden(self, pieces: Sequence[Piece]) -> torch.Tensor:
+    def hidden(self, pieces: Sequence[Piece]) -> Tensor:
         """Return the hidden states as `Prompts` says."""
         counts = [piece.stop - piece.start for piece in pieces]
         tokens = np.concatenate(
@@ -133,7 +129,7 @@ class NativeDecoding(Decoding):
         self._steps = steps
         self._logits_BV = torch.empty(0, steps.config.vocab)
 
-    def logits(self, rows: Sequence[Row]) -> torch.Tensor:
+    def logits(self, rows: Sequence[Row]) -> Tensor:
         """Decode one token of each row. The logits are overwritten by the next call."""
         tokens = np.array([row.token for row in rows], np.int64)
         positions = np.array([row.length for row in rows], np.int64)

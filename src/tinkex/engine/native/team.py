@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from tinkex.engine.native.bindings import Library
+from tinkex.engine.native.bindings import Library
 
 
 class Team:

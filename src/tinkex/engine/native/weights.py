@@ -5,24 +5,20 @@ Axes: N outputs, D inputs, R rank.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from tinkex.engine.model.decoder import Decoder, Lora
 from tinkex.engine.native import bindings as c
+from tinkex.engine.native.bindings import Library
 from tinkex.engine.native.library import load
 from tinkex.engine.native.team import Team
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tinkex.engine.model.decoder import Decoder, Lora
-    from tinkex.engine.native.bindings import Library
-    from tinkex.engine.torch.lora import Factors, Linear
-    from tinkex.types.tensors import Array
-
+from tinkex.engine.torch.lora import Factors, Linear
+from tinkex.types.tensors import Array
 
 LINE = 64
 """Bytes of a cache line; numbers are read in such units."""
@@ -58,7 +54,7 @@ class Native:
             self._linears[linear.name] = known
         return known
 
-    def product(self, x_TD: torch.Tensor, linear: Linear) -> torch.Tensor:
+    def product(self, x_TD: Tensor, linear: Linear) -> Tensor:
         """Return the output of a linear layer of the base model."""
         x_TD = x_TD.contiguous()
         y_TN = x_TD.new_empty(x_TD.shape[0], linear.weight_ND.shape[0])
@@ -68,7 +64,7 @@ class Native:
         return y_TN
 
     def draw(
-        self, logits_BV: torch.Tensor, uniforms_B: Array, temperatures_B: Array
+        self, logits_BV: Tensor, uniforms_B: Array, temperatures_B: Array
     ) -> tuple[Array, Array]:
         """Return a token for each row and its log-probability; at temperature 0 the likeliest."""
         rows, vocab = logits_BV.shape
@@ -85,7 +81,7 @@ class PackedLora:
     """The factors of an adapter in the order of the model's linear layers; B includes the scale."""
 
     def __init__(self, lora: Lora, linears: Sequence[Linear]) -> None:
-        self._kept: list[torch.Tensor] = []
+        self._kept: list[Tensor] = []
         self.factors = (c.Factors * len(linears))(
             *(self._pack(lora.factors.get(x.name)) for x in linears)
         )
@@ -100,7 +96,7 @@ class PackedLora:
         return c.Factors(a.data_ptr(), addresses, factors.b_NR[0].shape[1])
 
 
-def _room(floats: int) -> torch.Tensor:
+def _room(floats: int) -> Tensor:
     """Return memory in one piece from a cache line on; it gets large pages where there are any."""
     memory = np.empty(floats + LINE // 4, np.float32)
     return torch.from_numpy(memory)[-memory.ctypes.data % LINE // 4 :][:floats]
@@ -111,14 +107,14 @@ def packed_size(linear: Linear) -> int:
     return sum(-(-size // c.PANEL) * c.PANEL for size in linear.sizes) * linear.weight_ND.shape[1]
 
 
-def packed(weight_ND: torch.Tensor) -> torch.Tensor:
+def packed(weight_ND: Tensor) -> Tensor:
     """Return `[panels, D, PANEL]`; zeros fill up the last panel."""
     outputs, inputs = weight_ND.shape
     whole = F.pad(weight_ND, (0, 0, 0, -outputs % c.PANEL)) if outputs % c.PANEL else weight_ND
     return whole.view(-1, c.PANEL, inputs).transpose(1, 2).contiguous()
 
 
-def address(tensor: torch.Tensor | None) -> int | None:
+def address(tensor: Tensor | None) -> int | None:
     """Return the address of a tensor, or None without one."""
     return None if tensor is None else tensor.data_ptr()
 

@@ -9,14 +9,11 @@ session of theirs has its own namespace, in which blocks of older weights are fo
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from tinkex.types.tensors import Array
+from tinkex.types.tensors import Array
 
 BLOCK = 64
 """Positions in a block. Lengths of keys are rounded up to it, so that the order of a row's sums

@@ -6,9 +6,9 @@ and top-p cut it (at temperature 0, of the unscaled one).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,18 +16,14 @@ from tinkex.engine.api import DrawnToken, EngineError, Listener, SampleDone, tok
 from tinkex.engine.losses.examples import read_tokens
 from tinkex.engine.sample.blocks import namespace, prompt_keys
 from tinkex.engine.sample.logit_changes import Shape
+from tinkex.engine.sample.passes import Row
 from tinkex.engine.sample.prompt_scores import PromptScores
 from tinkex.engine.sample.recordings import Recorder
+from tinkex.engine.sample.source import Source
 from tinkex.engine.sample.stop_rule import StopRule
 from tinkex.types.sampled import SampledSequence, StopReason, TopkLogprobs
 from tinkex.types.sampling import SampleRequest
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tinkex.engine.sample.passes import Row
-    from tinkex.engine.sample.source import Source
-    from tinkex.types.tensors import Array
+from tinkex.types.tensors import Array
 
 NOT_FINITE = "the model's logits are not finite: its weights are broken"
 MAX_SAMPLES = 1024

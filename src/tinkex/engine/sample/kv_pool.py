@@ -5,19 +5,16 @@ Axes: L layers, N blocks, S positions, G key/value heads, C channels of a head, 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from tinkex.engine.model.decoder import Decoder
 from tinkex.engine.model.elementwise import kernels_for
 from tinkex.engine.sample.blocks import BLOCK, RESERVED, Blocks
 from tinkex.engine.torch.device_copies import to_device
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tinkex.engine.model.decoder import Decoder
 
 
 class Pool:
@@ -29,9 +26,7 @@ class Pool:
         self.kv = zeros(self.shape, like)
         self.blocks = Blocks(count)
 
-    def write(
-        self, layer: int, places_T: torch.Tensor, k_TGC: torch.Tensor, v_TGC: torch.Tensor
-    ) -> None:
+    def write(self, layer: int, places_T: Tensor, k_TGC: Tensor, v_TGC: Tensor) -> None:
         """Put the keys and values of tokens at their places (block * BLOCK + offset)."""
         if (fused := kernels_for(k_TGC)) is not None:
             fused.store(self.kv[layer], places_T, k_TGC, v_TGC)
@@ -39,7 +34,7 @@ class Pool:
         for part, x in zip(self.kv[layer], (k_TGC, v_TGC), strict=True):
             part.view(-1, *part.shape[2:]).index_copy_(0, places_T, x)
 
-    def read(self, layer: int, tables_UN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, layer: int, tables_UN: Tensor) -> tuple[Tensor, Tensor]:
         """Return copies of the keys and values of U sequences, `[U, S, G, C]` each."""
         count = tables_UN.shape[0]
         keys, values = (
@@ -48,7 +43,7 @@ class Pool:
         )
         return keys, values
 
-    def gather(self, layer: int, places_K: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather(self, layer: int, places_K: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values at these places, `[K, G, C]` each."""
         keys, values = (part.flatten(0, 1).index_select(0, places_K) for part in self.kv[layer])
         return keys, values
@@ -69,7 +64,7 @@ def block_bytes(model: Decoder) -> int:
     return numbers * model.embed_VD.element_size()
 
 
-def zeros(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+def zeros(shape: Sequence[int], like: Tensor) -> Tensor:
     """Return zeros, which on a CPU take memory only where they are written."""
     if like.device.type == "cpu" and like.dtype in (torch.float32, torch.float64):
         return torch.from_numpy(np.zeros(shape, dtype=str(like.dtype).removeprefix("torch.")))

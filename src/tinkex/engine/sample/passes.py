@@ -19,19 +19,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
+from tinkex.engine.families.model_config import AttentionRule
 from tinkex.engine.model.attention import soft_cap, widened
+from tinkex.engine.model.decoder import Lora
 from tinkex.engine.sample.blocks import BLOCK
+from tinkex.engine.sample.kv_pool import Pool
 from tinkex.engine.torch.device_copies import to_device
-
-if TYPE_CHECKING:
-    from tinkex.engine.families.model_config import AttentionRule
-    from tinkex.engine.model.decoder import Lora
-    from tinkex.engine.sample.kv_pool import Pool
-    from tinkex.types.tensors import Array
+from tinkex.types.tensors import Array
 
 
 @dataclass(eq=False, slots=True)
@@ -64,7 +63,7 @@ class Piece:
 class Prompts(Protocol):
     """Runs pieces of prompts and leaves their keys and values in the pool."""
 
-    def hidden(self, pieces: Sequence[Piece]) -> torch.Tensor:
+    def hidden(self, pieces: Sequence[Piece]) -> Tensor:
         """Return the hidden states of all positions of the pieces, in order.
 
         Pieces with equal weights are side by side.
@@ -92,14 +91,14 @@ class Decoding:
         """Return the order in which rows are to be decoded: equal weights side by side."""
         return sorted(rows, key=lambda row: row.weights)
 
-    def logits(self, rows: Sequence[Row]) -> torch.Tensor:
+    def logits(self, rows: Sequence[Row]) -> Tensor:
         """Feed each row its token, at the next position, and return the logits `[B, V]` after it.
 
         The next call may overwrite them.
         """
         raise NotImplementedError
 
-    def keep(self, tokens_B: torch.Tensor) -> None:
+    def keep(self, tokens_B: Tensor) -> None:
         """Remember these tokens, for rows that go by their `drawn`."""
 
     def forget(self, weights: int) -> None:
@@ -107,12 +106,12 @@ class Decoding:
 
 
 def weigh(
-    q_NRC: torch.Tensor,
-    k_NSC: torch.Tensor,
-    v_NSC: torch.Tensor,
-    bias: torch.Tensor,
+    q_NRC: Tensor,
+    k_NSC: Tensor,
+    v_NSC: Tensor,
+    bias: Tensor,
     rule: AttentionRule,
-) -> torch.Tensor:
+) -> Tensor:
     """Return attention by plain products; `bias` is 0 or -inf."""
     if rule.softcap is None:
         scores = torch.baddbmm(bias, q_NRC, k_NSC.transpose(1, 2), alpha=rule.scale)
@@ -124,6 +123,6 @@ def weigh(
     return torch.bmm(scores.softmax(-1).to(v_NSC.dtype), v_NSC)
 
 
-def put(array: Array | Sequence[int] | Sequence[Sequence[int]], like: torch.Tensor) -> torch.Tensor:
+def put(array: Array | Sequence[int] | Sequence[Sequence[int]], like: Tensor) -> Tensor:
     """Return whole numbers on the device of a tensor."""
     return to_device(array, like.device)

@@ -7,11 +7,12 @@ Axes: T positions of a prompt, V vocabulary, K likeliest tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tinkex.engine.api import EngineError
 from tinkex.engine.sample.token_choice import choose, uniforms
@@ -25,9 +26,6 @@ from tinkex.types.sampled import (
 )
 from tinkex.types.sampling import SampleRequest
 from tinkex.types.tensors import Array, TensorData
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ALTERNATIVES = 1 << 32
 """Alternative tokens of prompts draw from streams beyond those of any sample."""
@@ -74,7 +72,7 @@ class PromptScores:
         for first in range(max(rows.start, start), stop, step):
             yield range(first, min(first + step, stop))
 
-    def add(self, rows: range, logits_TV: torch.Tensor) -> None:
+    def add(self, rows: range, logits_TV: Tensor) -> None:
         """Take the logits of these positions; they score the token after each."""
         logprobs_TV = log_softmax(logits_TV)
         after = slice(rows.start + 1, rows.stop + 1)
@@ -88,7 +86,7 @@ class PromptScores:
         if self._alternatives:
             self._draw(rows, logits_TV)
 
-    def _draw(self, rows: range, logits_TV: torch.Tensor) -> None:
+    def _draw(self, rows: range, logits_TV: Tensor) -> None:
         positions = np.arange(rows.start + 1, rows.stop + 1, dtype=np.uint64)
         span = slice(rows.start, rows.stop)
         for column in range(self._alternatives):
@@ -139,7 +137,7 @@ class _Targets:
         counts = np.diff(request.csr[0]) if request.csr else np.full(shape[0], shape[1])
         return cls(request, np.repeat(np.arange(shape[0]), counts), tokens)
 
-    def add(self, rows: range, logprobs_TV: torch.Tensor) -> None:
+    def add(self, rows: range, logprobs_TV: Tensor) -> None:
         here = np.flatnonzero(
             (self._rows >= rows.start) & (self._rows < rows.stop) & (self._tokens >= 0)
         )
@@ -159,7 +157,7 @@ def _empty_topk(length: int, k: int) -> TopkLogprobs:
     )
 
 
-def _put_topk(table: TopkLogprobs, where: slice, logprobs_TV: torch.Tensor, k: int) -> None:
+def _put_topk(table: TopkLogprobs, where: slice, logprobs_TV: Tensor, k: int) -> None:
     values, ids = logprobs_TV.topk(k, dim=-1)
     table.token_ids[where], table.logprobs[where] = ids.cpu().numpy(), values.cpu().numpy()
 

@@ -9,19 +9,16 @@ Axes: B rows of a step, R recorded ones, S tokens of a sample, K likeliest token
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
+from torch import Tensor
 
 from tinkex.engine.api import RECORDED_TOKENS, Recording
 from tinkex.engine.torch.device_copies import to_device, to_host
 from tinkex.engine.train.target_logprobs import log_softmax
 from tinkex.types.tensors import Array
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 FIRST_ROOM = 64
 """The first capacity of a recorder, in positions."""
@@ -31,12 +28,12 @@ FIRST_ROOM = 64
 class Scores:
     """The recording of one step: likeliest tokens of some rows, and the drawn ones."""
 
-    tokens_RK: torch.Tensor
-    logprobs_RK: torch.Tensor
-    drawn_R: torch.Tensor
+    tokens_RK: Tensor
+    logprobs_RK: Tensor
+    drawn_R: Tensor
 
     @classmethod
-    def of(cls, logits_BV: torch.Tensor, tokens_B: torch.Tensor, rows: Sequence[int]) -> Scores:
+    def of(cls, logits_BV: Tensor, tokens_B: Tensor, rows: Sequence[int]) -> Scores:
         """Score rows; the results arrive when the device has computed them."""
         rows_R = to_device(np.asarray(rows), logits_BV.device)
         logprobs_RV = log_softmax(logits_BV[rows_R])

@@ -8,15 +8,13 @@ way to another owner, so that all make progress.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tinkex.engine.sample.blocks import BLOCK
+from tinkex.engine.sample.blocks import BLOCK, Blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Mapping, Sequence
-
-    from tinkex.engine.sample.blocks import Blocks
     from tinkex.engine.sample.jobs import Job, Sample
     from tinkex.engine.sample.source import Source
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
 from typing import TYPE_CHECKING
 
+from tinkex.engine.model.decoder import Decoder, Lora
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from tokenizers import Tokenizer
-
-    from tinkex.engine.model.decoder import Decoder, Lora
 
 BARE_WEIGHTS = 0
 _NUMBERS = count(BARE_WEIGHTS + 1)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
+from tinkex.engine.families.model_config import AttentionRule
 from tinkex.engine.model.attention import attend, trusted, visible
 from tinkex.engine.model.decoder import BARE, Decoder, Lora, hidden_states
 from tinkex.engine.model.mlp import Adaptation
@@ -20,9 +22,6 @@ from tinkex.engine.sample.kv_pool import Pool
 from tinkex.engine.sample.passes import Decoding, Piece, Prompts, Row, put
 from tinkex.engine.sample.row_adapters import Bank, widest
 from tinkex.engine.torch.device_copies import mark
-
-if TYPE_CHECKING:
-    from tinkex.engine.families.model_config import AttentionRule
 
 PROMPT_ROWS = (16, 64, 256)
 """Numbers of tokens of prompts that are run as rows; more are run in chunks."""
@@ -73,7 +72,7 @@ class StaticDecoding(Decoding):
         """Return rows as they are."""
         return rows
 
-    def logits(self, rows: Sequence[Row]) -> torch.Tensor:
+    def logits(self, rows: Sequence[Row]) -> Tensor:
         """Decode one token of each row."""
         self._decoded = {row.weights: row.lora for row in rows}
         logits_BV = self._run(rows, _rounded(len(rows)))[1]
@@ -81,12 +80,12 @@ class StaticDecoding(Decoding):
             row.length += 1
         return logits_BV
 
-    def hidden(self, rows: Sequence[Row]) -> torch.Tensor:
+    def hidden(self, rows: Sequence[Row]) -> Tensor:
         """Return the head's input for positions of prompts: rows that may share blocks."""
         size = next(size for size in PROMPT_ROWS if size >= len(rows))
         return self._run(rows, size)[0]
 
-    def _run(self, rows: Sequence[Row], size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _run(self, rows: Sequence[Row], size: int) -> tuple[Tensor, Tensor]:
         adapters = self._place(rows)
         width = self._width(max(len(row.blocks) for row in rows))
         shape = self._shapes.get((size, width, adapters))
@@ -102,7 +101,7 @@ class StaticDecoding(Decoding):
         hidden_BD, logits_BV = shape.run()
         return hidden_BD[: len(rows)], logits_BV[: len(rows)]
 
-    def keep(self, tokens_B: torch.Tensor) -> None:
+    def keep(self, tokens_B: Tensor) -> None:
         """Keep the tokens on the device."""
         self._drawn[: tokens_B.shape[0]] = tokens_B
 
@@ -137,7 +136,7 @@ class StaticDecoding(Decoding):
         return 1 if len(own) == len(adapters) == 1 else 2
 
 
-Banked: TypeAlias = Callable[[torch.Tensor], Adaptation]
+Banked: TypeAlias = Callable[[Tensor], Adaptation]
 """The adaptation of rows that belong to the adapters of these numbers."""
 
 
@@ -152,7 +151,7 @@ def _banked(bank: Bank, adapters: int) -> Banked:
 class _Host:
     """Inputs of a pass, from where the device copies them."""
 
-    values: torch.Tensor
+    values: Tensor
     copied: torch.cuda.Event | None = None
     """The end of the last copy."""
 
@@ -166,7 +165,7 @@ class _Shape:
         pool: Pool,
         bank: Banked,
         kernel: Kernel | None,
-        drawn: torch.Tensor,
+        drawn: Tensor,
         rows: int,
         width: int,
     ) -> None:
@@ -185,7 +184,7 @@ class _Shape:
         ]
         self._inputs = torch.zeros(rows, 5 + width, dtype=torch.int64, device=pool.kv.device)
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._outputs: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._outputs: tuple[Tensor, Tensor] | None = None
 
     def fill(self, rows: Sequence[Row]) -> None:
         """Put tokens, positions, places, adapters and tables into the inputs of the pass."""
@@ -222,14 +221,14 @@ class _Shape:
         with torch.cuda.graph(self._graph, pool=memory, capture_error_mode="thread_local"):
             self._outputs = self._pass()
 
-    def run(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self) -> tuple[Tensor, Tensor]:
         """Return the head's input and its logits `[B, V]`; the next run may overwrite them."""
         if self._graph is None or self._outputs is None:
             return self._pass()
         self._graph.replay()
         return self._outputs
 
-    def _pass(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _pass(self) -> tuple[Tensor, Tensor]:
         tokens_B, positions_B, places_B, weights_B, drawn_B = self._inputs[:, :5].unbind(1)
         tokens_B = torch.where(drawn_B < 0, tokens_B, self._drawn[drawn_B.clamp_min(0)])
         attention = _BlockAttention(
@@ -255,7 +254,7 @@ class ShortPrompts:
     def __init__(self, prefill: Prompts, decoding: StaticDecoding) -> None:
         self._prefill, self._decoding = prefill, decoding
 
-    def hidden(self, pieces: Sequence[Piece]) -> torch.Tensor:
+    def hidden(self, pieces: Sequence[Piece]) -> Tensor:
         """Return the hidden states as `Prompts` says."""
         if sum(piece.stop - piece.start for piece in pieces) > PROMPT_ROWS[-1]:
             return self._prefill.hidden(pieces)
@@ -277,18 +276,16 @@ class _BlockAttention:
         rules: Sequence[AttentionRule],
         pool: Pool,
         kernel: Kernel | None,
-        tables_BN: torch.Tensor,
-        positions_B: torch.Tensor,
-        places_B: torch.Tensor,
+        tables_BN: Tensor,
+        positions_B: Tensor,
+        places_B: Tensor,
     ) -> None:
         self._rules, self._pool, self._kernel = rules, pool, kernel
         self._tables_BN, self._places_B = tables_BN.contiguous(), places_B.contiguous()
         self._positions_B = positions_B.contiguous()
-        self._masks: dict[int | None, torch.Tensor] = {}
+        self._masks: dict[int | None, Tensor] = {}
 
-    def __call__(
-        self, layer: int, q_BHC: torch.Tensor, k_BGC: torch.Tensor, v_BGC: torch.Tensor
-    ) -> torch.Tensor:
+    def __call__(self, layer: int, q_BHC: Tensor, k_BGC: Tensor, v_BGC: Tensor) -> Tensor:
         """Keep the keys and values, then attend."""
         self._pool.write(layer, self._places_B, k_BGC, v_BGC)
         rule = self._rules[layer]
@@ -299,7 +296,7 @@ class _BlockAttention:
             q_BHC, kv_2NSGC, self._tables_BN, self._positions_B, rule.scale, rule.window, softcap
         )
 
-    def _gathered(self, layer: int, q_BHC: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
+    def _gathered(self, layer: int, q_BHC: Tensor, rule: AttentionRule) -> Tensor:
         """Attend to a copy of the blocks: the heads of a group are queries of one sequence."""
         k_BSGC, v_BSGC = self._pool.read(layer, self._tables_BN)
         count, _, groups, channels = k_BSGC.shape
@@ -308,7 +305,7 @@ class _BlockAttention:
         mixed = attend(q_BRGC, k_BSGC, v_BSGC, seen, rule)
         return mixed.view(count, -1, groups, channels).transpose(1, 2).reshape(count, -1)
 
-    def _seen(self, rule: AttentionRule) -> torch.Tensor:
+    def _seen(self, rule: AttentionRule) -> Tensor:
         if rule.window not in self._masks:
             keys_S = torch.arange(self._tables_BN.shape[1] * BLOCK, device=self._tables_BN.device)
             self._masks[rule.window] = visible(self._positions_B[:, None], keys_S, rule)
@@ -316,8 +313,8 @@ class _BlockAttention:
 
 
 Kernel: TypeAlias = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float, int | None, float | None],
-    torch.Tensor,
+    [Tensor, Tensor, Tensor, Tensor, float, int | None, float | None],
+    Tensor,
 ]
 """Attention from blocks, as `paged.paged_attention` does it."""
 

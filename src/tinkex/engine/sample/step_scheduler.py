@@ -10,17 +10,15 @@ tokens, and is fed them again later. Jobs of one owner are admitted in the order
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from tinkex.engine.api import EngineError
 from tinkex.engine.fair_share import Shares
-from tinkex.engine.sample.blocks import BLOCK, blocks_for
+from tinkex.engine.sample.blocks import BLOCK, Blocks, blocks_for
 from tinkex.engine.sample.room import Room, Running
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Sequence
-
-    from tinkex.engine.sample.blocks import Blocks
     from tinkex.engine.sample.jobs import Job, Sample
     from tinkex.engine.sample.passes import Row
 

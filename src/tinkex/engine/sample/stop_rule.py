@@ -6,20 +6,18 @@ Text is decoded only where a request has stop strings.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tinkex.engine.api import EngineError
+from tinkex.engine.sample.source import Source
+from tinkex.types.tensors import Array
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from tokenizers import Tokenizer
-
-    from tinkex.engine.sample.source import Source
-    from tinkex.types.tensors import Array
 
 MARGIN = 8
 BROKEN = "\N{REPLACEMENT CHARACTER}"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,16 +37,12 @@ from tinkex.engine.torch.openmp import calm_openmp, usable_cores
 from tinkex.engine.train.adapter import Adapter
 from tinkex.engine.train.objectives import find_objective
 from tinkex.engine.train.trainer import Trainer
+from tinkex.types.custom_losses import CreateCustomLossRequest
+from tinkex.types.optimizers import OptimParams
+from tinkex.types.training import LoraConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
     from tokenizers import Tokenizer
-
-    from tinkex.types.custom_losses import CreateCustomLossRequest
-    from tinkex.types.optimizers import OptimParams
-    from tinkex.types.training import LoraConfig
 
 STEP_TOKENS = {"cpu": 1024, "cuda": 8192}
 """The tokens of a step of training: about a second's work, since sampling waits for it."""

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from tinkex.engine.api import ADAMW, EngineError
+from tinkex.engine.model.decoder import Decoder
 from tinkex.engine.torch.lora import Factors, Layout
 from tinkex.engine.train.optim import Overflow, check, make_state, state_type, step
-
-if TYPE_CHECKING:
-    from tinkex.engine.model.decoder import Decoder
-    from tinkex.types.optimizers import OptimizerConfigBase, OptimParams
-    from tinkex.types.training import LoraConfig
+from tinkex.types.optimizers import OptimizerConfigBase, OptimParams
+from tinkex.types.training import LoraConfig
 
 
 class Adapter:
@@ -33,10 +31,10 @@ class Adapter:
         self.layout = Layout(model.linears(), lora)
         dtype = torch.promote_types(model.embed_VD.dtype, torch.float32)
         self.state = make_state(kind, self.layout.initial(dtype, model.embed_VD.device))
-        self.grad: torch.Tensor | None = None
+        self.grad: Tensor | None = None
         self.largest: tuple[float, str] = (0.0, "")
         """The largest number in the gathered gradients, and the pass that it is from."""
-        self._cast: tuple[torch.Tensor, dict[str, Factors]] | None = None
+        self._cast: tuple[Tensor, dict[str, Factors]] | None = None
 
     def factors(self) -> dict[str, Factors]:
         """Return the present weights, as the linear layers take them."""
@@ -57,7 +55,7 @@ class Adapter:
             self.drop_gradients()
         return {"grad_norm:mean": norm, "learning_rate:mean": float(params.learning_rate)}
 
-    def gather(self, gradient: torch.Tensor, largest: float, job: str) -> None:
+    def gather(self, gradient: Tensor, largest: float, job: str) -> None:
         """Add the gradient of a pass."""
         self.grad = gradient if self.grad is None else self.grad + gradient
         self.largest = max(self.largest, (largest, job))

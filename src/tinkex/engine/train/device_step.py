@@ -9,24 +9,21 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tinkex.engine.api import EngineError
-from tinkex.engine.losses.objective import Piece
+from tinkex.engine.losses.objective import Evaluated, Piece
 from tinkex.engine.model.attention import PackedAttention
 from tinkex.engine.model.decoder import hidden_states
 from tinkex.engine.torch.device_copies import mark, to_device, to_host
+from tinkex.engine.torch.lora import Linear
 from tinkex.engine.train.span_adapters import ROWS, Span, SpanAdapters
 from tinkex.engine.train.target_logprobs import Wanted, chunks, target_logprobs
 from tinkex.engine.train.training_pass import Pass, check_finite
 from tinkex.types.tensors import Array
-
-if TYPE_CHECKING:
-    from tinkex.engine.losses.objective import Evaluated
-    from tinkex.engine.torch.lora import Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +32,8 @@ class Launched:
 
     chosen: Sequence[tuple[Pass, list[int]]]
     losses: Sequence[Evaluated | EngineError]
-    logprobs: Sequence[torch.Tensor]
-    largest: Mapping[str, torch.Tensor]
+    logprobs: Sequence[Tensor]
+    largest: Mapping[str, Tensor]
     """The largest number in the gradient, by job, of each pass whose last step this was."""
     done: torch.cuda.Event | None
 
@@ -102,7 +99,7 @@ def _span(work: Pass, rows: tuple[int, int]) -> Span:
     return Span(*rows, work.adapter.factors(), work.adapter.layout.factors(work.scratch))
 
 
-def _evaluate(work: Pass, piece: list[int], logprobs_M: torch.Tensor) -> Evaluated | EngineError:
+def _evaluate(work: Pass, piece: list[int], logprobs_M: Tensor) -> Evaluated | EngineError:
     """Return the loss of a piece and its gradient by the log-probabilities, or its error."""
     try:
         return work.objective.evaluate(Piece(logprobs_M, work.examples, piece, work.backward))
@@ -110,15 +107,13 @@ def _evaluate(work: Pass, piece: list[int], logprobs_M: torch.Tensor) -> Evaluat
         return error
 
 
-def _gradient(loss: Evaluated | EngineError, logprobs_M: torch.Tensor) -> torch.Tensor:
+def _gradient(loss: Evaluated | EngineError, logprobs_M: Tensor) -> Tensor:
     if isinstance(loss, EngineError) or loss.grad_M is None:
         return torch.zeros_like(logprobs_M)
     return loss.grad_M
 
 
-def _put(
-    work: Pass, piece: list[int], logprobs_M: torch.Tensor, loss: Evaluated
-) -> EngineError | None:
+def _put(work: Pass, piece: list[int], logprobs_M: Tensor, loss: Evaluated) -> EngineError | None:
     """Store the results of a piece, or return the error if they are not finite."""
     try:
         own = work.examples.own(piece)
@@ -135,14 +130,14 @@ def _put(
 class Packed:
     """The pieces of a step on the device."""
 
-    tokens_T: torch.Tensor
-    positions_T: torch.Tensor
+    tokens_T: Tensor
+    positions_T: Tensor
     runs: list[tuple[int, int]]
     rows: Array
     """The token of each target, ascending."""
-    rows_M: torch.Tensor
+    rows_M: Tensor
     """The same on the device."""
-    targets_M: torch.Tensor
+    targets_M: Tensor
     spans: list[tuple[int, int]]
     """The tokens of each piece, padded."""
     sizes: list[int]
@@ -161,7 +156,7 @@ class Packed:
         )
 
     @classmethod
-    def of(cls, chosen: Sequence[tuple[Pass, list[int]]], like: torch.Tensor) -> Packed:
+    def of(cls, chosen: Sequence[tuple[Pass, list[int]]], like: Tensor) -> Packed:
         """Concatenate pieces; each is padded with a sequence of its own that nothing reads."""
         tokens: list[Array] = []
         rows: list[Array] = []
@@ -191,7 +186,7 @@ class Packed:
             sizes.append(sum(t.size for t in flat))
             start += sum(here)
 
-        def put(array: Array) -> torch.Tensor:
+        def put(array: Array) -> Tensor:
             return to_device(array, like.device)
 
         positions, flat_rows = np.concatenate([np.arange(n) for n in lengths]), np.concatenate(rows)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tinkex.engine.api import EngineError, Recalled
 from tinkex.engine.losses.examples import (
@@ -104,7 +105,7 @@ class TableLoss(Objective):
         """Return the loss of a piece, and its gradient if that is needed."""
         logprobs_M, examples, indices = piece.logprobs_M, piece.examples, piece.indices
 
-        def put(arrays: Sequence[Array], dtype: torch.dtype) -> torch.Tensor:
+        def put(arrays: Sequence[Array], dtype: torch.dtype) -> Tensor:
             flat = np.concatenate([array.reshape(-1) for array in arrays])
             return to_device(flat, logprobs_M.device, dtype)
 
@@ -215,8 +216,8 @@ class GraphLoss(Objective):
         return Evaluated(losses_L, torch.cat(grads) if piece.backward else None, metrics)
 
     def _evaluate(
-        self, index: int, leaf: torch.Tensor, inputs: Mapping[str, torch.Tensor], *, backward: bool
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor | None]:
+        self, index: int, leaf: Tensor, inputs: Mapping[str, Tensor], *, backward: bool
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
         """Return the loss, metrics and gradient of a datum, within the allowance."""
         work, seconds = self._used.pop(index, (0.0, 0.0))
         self._allowance.work += work
@@ -232,7 +233,7 @@ class GraphLoss(Objective):
         self._used[index] = (before.work - used.work, before.seconds - used.seconds)
         return loss.detach(), told, grad
 
-    def _gradient(self, loss: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+    def _gradient(self, loss: Tensor, leaf: Tensor) -> Tensor:
         try:
             (grad,) = torch.autograd.grad(loss, leaf)
         except RuntimeError as error:  # an operation without a derivative

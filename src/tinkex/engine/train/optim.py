@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
 import torch
+from torch import Tensor
 
 from tinkex.engine.api import EngineError, check_optimizer
 from tinkex.engine.torch.lora import Layout
@@ -40,9 +41,9 @@ class AdamState:
     PARAMS: ClassVar = AdamParams
     MOMENTS: ClassVar = ("exp_avg", "exp_avg_sq")
 
-    weights: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
+    weights: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
     step: int = 0
 
 
@@ -57,8 +58,8 @@ class DimuonState:
     PARAMS: ClassVar = DimuonParams
     MOMENTS: ClassVar = ("momentum",)
 
-    weights: torch.Tensor
-    momentum: torch.Tensor
+    weights: Tensor
+    momentum: Tensor
     step: int = 0
 
 
@@ -77,7 +78,7 @@ State: TypeAlias = AdamState | DimuonState
 
 
 def make_state(
-    kind: type[State], weights: torch.Tensor, moments: Sequence[torch.Tensor] = (), step: int = 0
+    kind: type[State], weights: Tensor, moments: Sequence[Tensor] = (), step: int = 0
 ) -> State:
     """Return a state of these weights and moments; without moments, one before the first step."""
     make: Callable[..., State] = kind
@@ -133,9 +134,7 @@ def _check_dimuon(params: DimuonParams) -> None:
         raise EngineError(f"beta1 must be in [0, 1), got {params.beta1}")
 
 
-def step(
-    state: State, grad: torch.Tensor, params: OptimParams, layout: Layout
-) -> tuple[State, float]:
+def step(state: State, grad: Tensor, params: OptimParams, layout: Layout) -> tuple[State, float]:
     """Make one step of a run's optimizer.
 
     The result is the next state, and the norm of the gradient before clipping. A gradient so large
@@ -160,7 +159,7 @@ def step(
     return after, norm
 
 
-def adamw(state: AdamState, grad: torch.Tensor, params: AdamParams) -> AdamState:
+def adamw(state: AdamState, grad: Tensor, params: AdamParams) -> AdamState:
     """AdamW with bias correction by the adapter's own steps; decay is decoupled."""
     number = state.step + 1
     exp_avg = state.exp_avg.lerp(grad, 1 - params.beta1)
@@ -172,9 +171,7 @@ def adamw(state: AdamState, grad: torch.Tensor, params: AdamParams) -> AdamState
     return AdamState(weights, exp_avg, exp_avg_sq, number)
 
 
-def dimuon(
-    state: DimuonState, grad: torch.Tensor, params: DimuonParams, layout: Layout
-) -> DimuonState:
+def dimuon(state: DimuonState, grad: Tensor, params: DimuonParams, layout: Layout) -> DimuonState:
     """Move each A and each B by its orthogonalised momentum.
 
     The norm of a move is the learning rate times the root of the rank.
@@ -188,20 +185,20 @@ def dimuon(
     return DimuonState(weights, momentum, state.step + 1)
 
 
-def _by_shape(layout: Layout, flat: torch.Tensor) -> Iterable[list[torch.Tensor]]:
+def _by_shape(layout: Layout, flat: Tensor) -> Iterable[list[Tensor]]:
     """Group the matrices of a flat buffer by shape, the shorter side first."""
-    groups: defaultdict[tuple[int, ...], list[torch.Tensor]] = defaultdict(list)
+    groups: defaultdict[tuple[int, ...], list[Tensor]] = defaultdict(list)
     for matrix in _matrices(layout, flat):
         groups[tuple(matrix.shape)].append(matrix)
     return groups.values()
 
 
-def _matrices(layout: Layout, flat: torch.Tensor) -> Iterator[torch.Tensor]:
+def _matrices(layout: Layout, flat: Tensor) -> Iterator[Tensor]:
     for _, view in layout.tensors(flat):
         yield view if view.shape[0] <= view.shape[1] else view.t()
 
 
-def orthogonalised(moments_BRD: torch.Tensor) -> torch.Tensor:
+def orthogonalised(moments_BRD: Tensor) -> Tensor:
     """Return matrices of norm 1 with nearly equal singular values.
 
     The singular vectors are those of the given matrices. Newton-Schulz: each round multiplies by a
@@ -222,5 +219,5 @@ def orthogonalised(moments_BRD: torch.Tensor) -> torch.Tensor:
         gram_BRR = round_BRR @ gram_BRR @ round_BRR
     out_BRD = factor_BRR @ wide_BRD
     norms_B11 = torch.linalg.matrix_norm(out_BRD, keepdim=True)
-    directions_BRD: torch.Tensor = out_BRD / norms_B11.where(norms_B11 > 0, 1.0)
+    directions_BRD: Tensor = out_BRD / norms_B11.where(norms_B11 > 0, 1.0)
     return directions_BRD.to(moments_BRD.dtype)

@@ -14,22 +14,18 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from tinkex.engine.api import EngineError, PassDone, PassJob
 from tinkex.engine.fair_share import Shares
 from tinkex.engine.losses.examples import Room
+from tinkex.engine.losses.objective import Objective
+from tinkex.engine.train.adapter import Adapter
 from tinkex.engine.train.device_step import Launched, launch
 from tinkex.engine.train.training_pass import Pass
 from tinkex.types.training import ForwardBackwardOutput
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from tinkex.engine.losses.objective import Objective
-    from tinkex.engine.train.adapter import Adapter
 
 logger = logging.getLogger("tinkex.engine")
 

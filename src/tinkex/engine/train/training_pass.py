@@ -9,21 +9,17 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from tinkex.engine.api import EngineError
+from tinkex.engine.losses.examples import Examples
+from tinkex.engine.losses.objective import Evaluated, Objective
+from tinkex.engine.train.adapter import Adapter
+from tinkex.types.inputs import LossFnOutput
 from tinkex.types.tensors import Array, TensorData
 from tinkex.types.training import ForwardBackwardOutput
-
-if TYPE_CHECKING:
-    import torch
-
-    from tinkex.engine.losses.examples import Examples
-    from tinkex.engine.losses.objective import Evaluated, Objective
-    from tinkex.engine.train.adapter import Adapter
-    from tinkex.types.inputs import LossFnOutput
 
 
 @dataclass(eq=False)

@@ -302,9 +302,8 @@ class Promises:
         """Return the id of a failure for a request whose number belongs to another request."""
         failed_id = f"{request_id}:{digest.hex()[:12]}"
         if failed_id not in self._promises:
-            number = request_id.rpartition(":")[2]
             promise = self.add(failed_id, digest, session_id, target, owner=owner)
-            promise.fail(f"request number {number} was used before, for another request")
+            promise.fail(f"{_number_of(request_id)} was used before, for another request")
         return failed_id
 
     async def all_recorded(self, session_id: str) -> None:
@@ -425,3 +424,11 @@ def internal(error: Exception) -> str:
     if is_full_disk(error):
         return f"{FULL_DISK}; ask again when there is room"
     return f"internal error: {type(error).__name__}: {_scrubber.text(str(error))}"
+
+
+def _number_of(request_id: str) -> str:
+    """Return the number of a request with its name; a request that makes a run has the run's."""
+    head, _, number = request_id.rpartition(":")
+    prefix, _, run = head.rpartition(":")
+    makes_run = number == "0" and prefix.endswith(":train")
+    return f"model_seq_id {run}" if makes_run else f"request number {number}"
