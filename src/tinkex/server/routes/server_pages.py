@@ -37,7 +37,7 @@ from tinkex.wire.protocol import BY_HANDLER, OPEN, PREFIX
 TOKENS = {"training": "training", "prefill": "prefill", "sample": "sampled"}
 
 
-# ── operations ──────────────────────────────────────────────────────────────────────────────────────
+# ── operations ────────────────────────────────────────────────────────────────────────────────────
 
 
 @handler
@@ -106,7 +106,7 @@ async def telemetry(state: State, call: Call) -> TelemetryResponse:
     return TelemetryResponse(status="accepted")
 
 
-# ── pages ───────────────────────────────────────────────────────────────────────────────────────────
+# ── pages ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def front(state: State, call: Call) -> Response:

@@ -1,8 +1,8 @@
 """Signed addresses, which need no key, so that any program can use them.
 
 An address is signed with a secret of the data directory. The signature covers its path, its time of
-expiry, the key that asked for it, and the other terms of its kind. All of that is checked again when
-the address is used.
+expiry, the key that asked for it, and the other terms of its kind. All of that is checked when the
+address is used.
 """
 
 from __future__ import annotations
