@@ -10,7 +10,7 @@ from typing import Any
 from tinkex.server.database.entities import AuditEntry, Key, Span, Use, Used
 from tinkex.server.database.sqlite_connection import Table
 
-AUDIT = ", ".join(AuditEntry._fields)
+AUDIT = "at, owner, category, event, model_id, tinker_path, details"
 ADD_USE = """
     INSERT INTO usage VALUES (?, ?, ?, ?, ?, ?)
     ON CONFLICT (bucket, owner, session_id, base_model, kind)
