@@ -99,7 +99,7 @@ def write_durably(path: Path, data: bytes, *, mode: int = 0o600) -> None:
             os.link(scratch, path)
     finally:
         scratch.unlink()
-    sync_directory(path.parent)
+    sync_path(path.parent)
 
 
 def signing_secret(data_dir: Path) -> bytes:
@@ -147,15 +147,15 @@ def set_aside(data_dir: Path, directory: Path, why: str) -> Path | None:
     target = place / f"{directory.name}-{time.time_ns()}"
     try:
         place.mkdir(exist_ok=True)
-        sync_directory(data_dir)
+        sync_path(data_dir)
         directory.rename(target)
     except FileNotFoundError:
         return None
     except OSError as error:
         logger.error("%s %s; it stays there, as moving it failed: %s", directory, why, error)
         return None
-    sync_directory(place)
-    sync_directory(directory.parent)
+    sync_path(place)
+    sync_path(directory.parent)
     logger.error("%s %s; it was set aside as %s", directory, why, target)
     return target
 
@@ -175,17 +175,17 @@ def make_directory(path: Path) -> None:
     missing = [place for place in (path, *path.parents) if not place.is_dir()]
     path.mkdir(parents=True, exist_ok=True)
     for place in missing:
-        sync_directory(place.parent)
+        sync_path(place.parent)
 
 
 def sync_above(path: Path, levels: int) -> None:
     """Make the name of a file durable, and those of the directories above it, so many in all."""
     for directory in path.parents[:levels]:
-        sync_directory(directory)
+        sync_path(directory)
 
 
-def sync_directory(path: Path) -> None:
-    """Make renames and new names in a directory durable."""
+def sync_path(path: Path) -> None:
+    """Flush a file, or the names in a directory, to the disk."""
     if os.name == "posix":
         handle = os.open(path, os.O_RDONLY)
         try:

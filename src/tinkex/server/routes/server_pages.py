@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
@@ -37,6 +38,17 @@ from tinkex.wire.protocol import BY_HANDLER, OPEN, PREFIX
 TOKENS = {"training": "training", "prefill": "prefill", "sample": "sampled"}
 
 
+FEATURES = (
+    "create_model_via_load_weights",
+    "sample_join_sampling_session",
+    "custom_loss_server_side",
+    "batched_results",
+    "proto_write_fwdbwd",
+    "fwd_via_fwdbwd",
+)
+"""Optional parts of the protocol that this server has."""
+
+
 # ── operations ────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -44,18 +56,14 @@ TOKENS = {"training": "training", "prefill": "prefill", "sample": "sampled"}
 async def client_config(state: State, call: Call) -> ClientConfigResponse:
     """Configure clients. A call is one request, so that bad data leaves no half of its gradient."""
     assert isinstance(call.request, ClientConfigRequest)
+    features: dict[str, Any] = dict.fromkeys(FEATURES, True)
     return ClientConfigResponse(
         pjwt_auth_enabled=state.tokens,
         fwdbwd_max_chunk_len=1_000_000,
         fwdbwd_max_chunk_bytes_count=256_000_000,
-        create_model_via_load_weights=True,
-        sample_join_sampling_session=True,
         # without the results, a batched poll costs one more round trip
         sample_use_retrieve_futures=False,
-        custom_loss_server_side=True,
-        batched_results=True,
-        proto_write_fwdbwd=True,
-        fwd_via_fwdbwd=True,
+        **features,
     )
 
 

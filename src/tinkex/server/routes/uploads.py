@@ -20,7 +20,7 @@ from tinkex.engine.places import Directory
 from tinkex.server.calls import Call
 from tinkex.server.database.entities import Run
 from tinkex.server.files.checkpoint_files import SaveSpec
-from tinkex.server.files.data_dir import sync_directory
+from tinkex.server.files.data_dir import sync_path
 from tinkex.server.files.imports import GROUPS, Adapter, most_bytes, read_adapter
 from tinkex.server.files.upload_files import COMING, Upload, find_upload, unfinished
 from tinkex.server.http_errors import Refusal
@@ -152,7 +152,7 @@ async def _receive(request: Request, target: Path, most: int) -> None:
             await asyncio.to_thread(file.write, bytes(held))
             await asyncio.to_thread(_flush, file)
         await asyncio.to_thread(os.replace, scratch, target)
-        await asyncio.to_thread(sync_directory, target.parent)
+        await asyncio.to_thread(sync_path, target.parent)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise

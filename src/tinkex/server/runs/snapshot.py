@@ -21,7 +21,7 @@ from tinkex.engine.api import EngineError
 from tinkex.engine.places import Writer
 from tinkex.server.complaints import complain
 from tinkex.server.database.entities import Run
-from tinkex.server.files.data_dir import is_full_disk, sync_directory
+from tinkex.server.files.data_dir import is_full_disk, sync_path
 from tinkex.server.files.seals import check, write_whole
 from tinkex.server.parts import Parts
 from tinkex.server.runs.encoded_results import encode
@@ -225,7 +225,7 @@ def _write_files(directory: Path, number: int, writer: Writer) -> None:
 
 def _put_in_force(written: Path, final: Path) -> None:
     written.rename(final)
-    sync_directory(final.parent)
+    sync_path(final.parent)
 
 
 def _drop_before(directory: Path, number: int) -> None:
@@ -256,4 +256,4 @@ def write_results(path: Path, promises: Sequence[Promise]) -> None:
             file.write(encode_entry(Entry(number, facts, body.data)))
         file.flush()
         os.fsync(file.fileno())
-    sync_directory(path.parent)
+    sync_path(path.parent)
