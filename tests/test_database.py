@@ -23,8 +23,7 @@ from tinkex.server.database import interface
 from tinkex.server.database.entities import AuditEntry, Run, SavedCheckpoint, Span
 from tinkex.server.database.interface import Database, DatabaseError
 from tinkex.server.database.sqlite import SqliteDatabase
-from tinkex.types.checkpoint_search import CheckpointSearchRequest
-from tinkex.types.session_search import SessionSearchRequest
+from tinkex.types.search_requests import CheckpointSearchRequest, SessionSearchRequest
 from tinkex.types.training import LoraConfig
 
 SOURCE = Path(tinkex.__file__).parent

@@ -72,7 +72,7 @@ MODULES = [
     "types.account",
     "types.checkpoints",
     "types.custom_losses",
-    "types.futures",
+    "types.future_requests",
     "types.inputs",
     "types.record",
     "types.sampling",

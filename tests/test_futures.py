@@ -26,7 +26,7 @@ from tinkex.client.futures import result_polling
 from tinkex.client.futures.api_future import Future, start
 from tinkex.client.futures.loop_thread import Inbox
 from tinkex.client.futures.reductions import combine
-from tinkex.client.futures.result_polling import retrieve
+from tinkex.client.futures.result_polling import Receipt, retrieve
 from tinkex.client.http.transport import Transport
 from tinkex.client.settings.config import Config
 from tinkex.client.settings.delays import Delays
@@ -475,7 +475,7 @@ def poll(
     async def run() -> Any:
         carrier = Transport(Config(base_url=faulty.base_url, patience=patience))
         try:
-            return await retrieve(carrier, op, "r1", time.monotonic() - 0.5)
+            return await retrieve(carrier, Receipt(op, time.monotonic() - 0.5, "r1"))
         finally:
             await carrier.close()
 

@@ -22,7 +22,7 @@ import tinkex
 from faulty import Answer, FaultyServer, Seen, faulty_server
 from support import is_coroutine_function, wait_until
 from tinkex import ModelInput, SamplingParams, ServiceClient
-from tinkex.client.http.request_names import UNNAMED, headers_of, name_requests
+from tinkex.client.http.request_headers import UNNAMED, headers_of, name_requests
 from tinkex.types.sampled import SampledSequence, SampleResponse
 from tinkex.wire import codec
 from tinkex.wire.protocol import OPERATIONS, SEARCH_CHECKPOINTS

@@ -24,10 +24,10 @@ from tinkex import ServiceClient, events, types
 from tinkex.client.futures import queue_states, result_polling
 from tinkex.client.futures.api_future import Future, start
 from tinkex.client.futures.await_many import await_many, await_many_async
-from tinkex.client.futures.result_polling import retrieve
+from tinkex.client.futures.result_polling import Receipt, retrieve
 from tinkex.client.http import limits, retry
 from tinkex.client.http.limits import ByteBudget
-from tinkex.client.http.link import CONFLICT_PATIENCE
+from tinkex.client.http.retry import CONFLICT_PATIENCE
 from tinkex.client.http.transport import Transport
 from tinkex.client.settings.config import Config
 from tinkex.client.settings.delays import LONGEST_RETRY_AFTER
@@ -100,7 +100,7 @@ def poll(
         prepare(carrier)
         try:
             return await retrieve(
-                carrier, op, "r1", time.monotonic(), timeout=timeout, notice=notice
+                carrier, Receipt(op, time.monotonic(), "r1"), timeout=timeout, notice=notice
             )
         finally:
             await carrier.close()

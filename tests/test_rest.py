@@ -29,7 +29,7 @@ from faulty import Answer, FaultyServer, Seen, faulty_server
 from support import serving
 from tinkex import AdminClient, RestClient, types
 from tinkex.client.futures.api_future import AwaitableConcurrentFuture
-from tinkex.client.http import addresses, link
+from tinkex.client.http import addresses, retry
 from tinkex.engine.fake import FakeEngine
 from tinkex.wire.protocol import OPERATIONS
 
@@ -655,7 +655,7 @@ def test_refusals_are_typed(
     status: int,
     kind: type[tinkex.APIStatusError],
 ) -> None:
-    monkeypatch.setattr(link, "CONFLICT_PATIENCE", 0.1)
+    monkeypatch.setattr(retry, "CONFLICT_PATIENCE", 0.1)
     faulty.script(ADDRESS, Answer(status, {"detail": "no, because"}))
     with pytest.raises(kind, match="no, because") as caught:
         client.delete_checkpoint_from_tinker_path(PATH).result(10)
@@ -1086,7 +1086,7 @@ def test_dropped_client_finishes_its_calls(faulty: FaultyServer) -> None:
     assert future.result(10).entries
     for _ in range(100):
         gc.collect()
-        if gone() is None and carrier.link._closed:
+        if gone() is None and carrier._closed:
             return
         threading.Event().wait(0.02)
     pytest.fail("the client is still there, or its connections are")

@@ -28,7 +28,7 @@ from faulty import Answer, FaultyServer, faulty_server
 from support import wait_until
 from test_otel import StandIn
 from tinkex import events, types
-from tinkex.client.http import limits, link, retry, transport
+from tinkex.client.http import limits, retry, transport
 from tinkex.client.http.exchange import HttpRequest, Reply, StreamReply
 from tinkex.client.http.transport import Transport
 from tinkex.client.settings.config import Config, configure
@@ -220,7 +220,7 @@ def kept_waits(monkeypatch: pytest.MonkeyPatch, waits: list[float]) -> list[floa
         def monotonic() -> float:
             return sum(waits)
 
-    monkeypatch.setattr(link, "time", Clock)
+    monkeypatch.setattr(retry, "time", Clock)
     return waits
 
 
@@ -397,7 +397,7 @@ def test_endless_rejections_are_a_clear_error(faulty: FaultyServer, waits: list[
     ) as caught:
         call(faulty.base_url)
     error = caught.value
-    assert error.attempts == len(faulty.requests("create_session")) == link.REJECTED_ATTEMPTS + 1
+    assert error.attempts == len(faulty.requests("create_session")) == retry.REJECTED_ATTEMPTS + 1
     assert f"after {error.attempts} attempts" in error.message
     assert (error.request.method, error.request.url) == (
         "POST",
@@ -1365,7 +1365,7 @@ def test_a_dropped_client_lets_its_connections_go(faulty: FaultyServer) -> None:
     faulty.script("get_server_capabilities", Answer(body={"supported_models": []}))
     service = tinkex.ServiceClient(base_url=faulty.base_url)
     service.get_server_capabilities()
-    exchange: Any = service._session.transport.link._exchange
+    exchange: Any = service._session.transport._exchange
     del service
     wait_until(lambda: gc.collect() >= 0 and all(pool.closed for pool in exchange._pools.values()))
     assert exchange._pools

@@ -23,11 +23,6 @@ from tinkex.types.account import (
     TrainingBillingEvent as TrainingBillingEvent,
     WhoamiResponse as WhoamiResponse,
 )
-from tinkex.types.checkpoint_search import (
-    CheckpointSearchCursor as CheckpointSearchCursor,
-    CheckpointSearchRequest as CheckpointSearchRequest,
-    CheckpointSearchResponse as CheckpointSearchResponse,
-)
 from tinkex.types.checkpoints import (
     Checkpoint as Checkpoint,
     CheckpointsListResponse as CheckpointsListResponse,
@@ -57,32 +52,22 @@ from tinkex.types.custom_losses import (
     RegularizerOutput as RegularizerOutput,
     RegularizerSpec as RegularizerSpec,
 )
-from tinkex.types.external_weights import (
-    ExternalWeightsUploadFinishRequest as ExternalWeightsUploadFinishRequest,
-    ExternalWeightsUploadFinishResponse as ExternalWeightsUploadFinishResponse,
-    ExternalWeightsUploadFinishResult as ExternalWeightsUploadFinishResult,
-    ExternalWeightsUploadStartRequest as ExternalWeightsUploadStartRequest,
-    ExternalWeightsUploadStartResponse as ExternalWeightsUploadStartResponse,
-    ExternalWeightsUploadStartResult as ExternalWeightsUploadStartResult,
-)
 from tinkex.types.future_requests import (
     CancelFutureRequest as CancelFutureRequest,
     FutureCompletion as FutureCompletion,
     FutureFailed as FutureFailed,
     FutureFinished as FutureFinished,
     FutureRetrieveRequest as FutureRetrieveRequest,
+    FutureRetrieveResponse as FutureRetrieveResponse,
     FuturesRetrieveRequest as FuturesRetrieveRequest,
     FuturesRetrieveResponse as FuturesRetrieveResponse,
     JoinSamplingSessionRequest as JoinSamplingSessionRequest,
     JoinSamplingSessionResponse as JoinSamplingSessionResponse,
+    QueueState as QueueState,
     RequestErrorCategory as RequestErrorCategory,
     RequestFailedResponse as RequestFailedResponse,
     SamplingSessionFuturesTarget as SamplingSessionFuturesTarget,
     TryAgainResponse as TryAgainResponse,
-)
-from tinkex.types.futures import (
-    FutureRetrieveResponse as FutureRetrieveResponse,
-    QueueState as QueueState,
 )
 from tinkex.types.inputs import (
     Datum as Datum,
@@ -134,6 +119,12 @@ from tinkex.types.saves import (
     CheckpointArchiveUrlResponse as CheckpointArchiveUrlResponse,
     CopyWeightsRequest as CopyWeightsRequest,
     CopyWeightsResponse as CopyWeightsResponse,
+    ExternalWeightsUploadFinishRequest as ExternalWeightsUploadFinishRequest,
+    ExternalWeightsUploadFinishResponse as ExternalWeightsUploadFinishResponse,
+    ExternalWeightsUploadFinishResult as ExternalWeightsUploadFinishResult,
+    ExternalWeightsUploadStartRequest as ExternalWeightsUploadStartRequest,
+    ExternalWeightsUploadStartResponse as ExternalWeightsUploadStartResponse,
+    ExternalWeightsUploadStartResult as ExternalWeightsUploadStartResult,
     ExternalWeightsUrlsResponse as ExternalWeightsUrlsResponse,
     LoadWeightsRequest as LoadWeightsRequest,
     LoadWeightsResponse as LoadWeightsResponse,
@@ -150,10 +141,13 @@ from tinkex.types.saves import (
     WeightsInfoRequest as WeightsInfoRequest,
     WeightsInfoResponse as WeightsInfoResponse,
 )
-from tinkex.types.session_search import (
+from tinkex.types.search_requests import (
     AccessibleSearchOwner as AccessibleSearchOwner,
     ActiveSessionStatusQuery as ActiveSessionStatusQuery,
     CancelledSessionStatusQuery as CancelledSessionStatusQuery,
+    CheckpointSearchCursor as CheckpointSearchCursor,
+    CheckpointSearchRequest as CheckpointSearchRequest,
+    CheckpointSearchResponse as CheckpointSearchResponse,
     ClientFinishedSessionStatusQuery as ClientFinishedSessionStatusQuery,
     ClientSessionFinished as ClientSessionFinished,
     ClientSessionFinishErrored as ClientSessionFinishErrored,

@@ -47,6 +47,7 @@ class EncodedTextChunk(Fixed):
 
     __slots__ = ("tokens_np",)
     FIELDS = ("tokens",)
+    FORM = ("tokens", object, "a text chunk must be an object with tokens")
     type: ClassVar[Literal["encoded_text"]] = "encoded_text"
 
     tokens_np: Array
@@ -76,30 +77,11 @@ class EncodedTextChunk(Fixed):
         return {"tokens": self.tokens, "type": self.type}
 
     @classmethod
-    def from_wire(cls, value: Any) -> Self:
-        """Read the JSON form.
-
-        Args:
-            value: Decoded JSON.
-
-        Returns:
-            The value.
-
-        Raises:
-            ValueError: A field is missing or malformed.
-
-        Example:
-            >>> EncodedTextChunk.from_wire({"type": "encoded_text", "tokens": [464, 2068]}).tokens
-            [464, 2068]
-        """
-        if not isinstance(value, Mapping) or "tokens" not in value:
-            raise ValueError("a text chunk must be an object with tokens")
+    def _read(cls, value: Any) -> Self:
         return cls(tokens=value["tokens"], type=value.get("type", "encoded_text"))
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, EncodedTextChunk) and np.array_equal(
-            self.tokens_np, other.tokens_np
-        )
+    def _state(self) -> tuple[Any, ...]:
+        return (self.tokens_np,)
 
     def __hash__(self) -> int:
         return hash(self.tokens_np.tobytes())

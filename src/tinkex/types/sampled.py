@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, Self, TypeAlias
 import numpy as np
 
 from tinkex.types.chunks import token_array
-from tinkex.types.record import Wired, number, parse_literal, whole
+from tinkex.types.record import Wired, is_same, number, parse_literal, whole
 from tinkex.types.tensors import Array, TensorData
 
 StopReason: TypeAlias = Literal["length", "stop"]
@@ -56,19 +56,10 @@ class TopkLogprobs:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TopkLogprobs):
             return NotImplemented
-        return _same(self.token_ids, other.token_ids) and _same(self.logprobs, other.logprobs)
+        return is_same(self.token_ids, other.token_ids) and is_same(self.logprobs, other.logprobs)
 
     def __hash__(self) -> int:
         return hash(self.token_ids.shape)
-
-
-def _same(first: Any, second: Any) -> bool:
-    """Equality of two fields, arrays by content; missing values are equal to missing values."""
-    if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
-        return np.array_equal(
-            first, second, equal_nan=first.dtype.kind == "f" and second.dtype.kind == "f"
-        )
-    return type(first) is type(second) and bool(first == second)
 
 
 @dataclasses.dataclass(eq=False, repr=False, frozen=True, slots=True)
@@ -95,6 +86,7 @@ class SampledSequence(Wired):
         "_topk_logprobs_list",
         "weights_versions_np",
     )
+    FORM: ClassVar = ("tokens", list, "a sampled sequence must be an object with tokens")
 
     stop_reason: StopReason
     sequence_id: str = ""
@@ -180,24 +172,7 @@ class SampledSequence(Wired):
         return wire
 
     @classmethod
-    def from_wire(cls, value: Any) -> Self:
-        """Read the JSON form; a reason to stop that is not known here is None.
-
-        Args:
-            value: Decoded JSON.
-
-        Returns:
-            The value.
-
-        Raises:
-            ValueError: A field is missing or malformed.
-
-        Example:
-            >>> SampledSequence.from_wire({"tokens": [7, 2], "stop_reason": "length"}).tokens
-            [7, 2]
-        """
-        if not isinstance(value, Mapping) or not isinstance(value.get("tokens"), list):
-            raise ValueError("a sampled sequence must be an object with tokens")
+    def _read(cls, value: Any) -> Self:
         return cls(
             stop_reason=parse_literal(StopReason, value.get("stop_reason")),
             sequence_id=value.get("sequence_id") or "",
@@ -221,20 +196,8 @@ class SampledSequence(Wired):
             self.weights_versions_np,
         )
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, SampledSequence):
-            return NotImplemented
-        return all(
-            _same(mine, theirs) for mine, theirs in zip(self._state(), other._state(), strict=True)
-        )
-
-    __hash__ = None  # type: ignore[assignment]  # arrays have none
-
     def __repr__(self) -> str:
         return f"SampledSequence({self.length} tokens, stop_reason={self.stop_reason!r})"
-
-    def __reduce__(self) -> Any:
-        return (type(self), self._state())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -275,6 +238,7 @@ class SampleResponse(Wired):
         "_prompt_logprobs_list",
         "_topk_prompt_logprobs_list",
     )
+    FORM: ClassVar = ("sequences", list, "a sample result must be an object with sequences")
 
     sequences: list[SampledSequence]
     prompt_logprobs_np: Array | None = None
@@ -351,27 +315,7 @@ class SampleResponse(Wired):
         return wire
 
     @classmethod
-    def from_wire(cls, value: Any) -> Self:
-        """Read the JSON form.
-
-        Args:
-            value: Decoded JSON.
-
-        Returns:
-            The value.
-
-        Raises:
-            ValueError: A field is missing or malformed.
-
-        Example:
-            >>> answer = SampleResponse.from_wire(
-            ...     {"sequences": [], "prompt_logprobs": [None, -0.5]}
-            ... )
-            >>> answer.prompt_logprobs
-            [None, -0.5]
-        """
-        if not isinstance(value, Mapping) or not isinstance(value.get("sequences"), list):
-            raise ValueError("a sample result must be an object with sequences")
+    def _read(cls, value: Any) -> Self:
         return cls(
             [SampledSequence.from_wire(item) for item in value["sequences"]],
             prompt_logprobs_np=_floats(value.get("prompt_logprobs")),
@@ -394,20 +338,8 @@ class SampleResponse(Wired):
             self._topk_prompt_logprobs_list if self.topk_prompt_logprobs_np is None else None,
         )
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, SampleResponse):
-            return NotImplemented
-        return all(
-            _same(mine, theirs) for mine, theirs in zip(self._state(), other._state(), strict=True)
-        )
-
-    __hash__ = None  # type: ignore[assignment]  # arrays have none
-
     def __repr__(self) -> str:
         return f"SampleResponse({self.sequences!r})"
-
-    def __reduce__(self) -> Any:
-        return (type(self), self._state())
 
 
 def _floats(values: list[float | None] | None) -> Array | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import msgspec
 
@@ -31,7 +31,13 @@ def as_severity(value: object) -> Severity:
     return found
 
 
-class SessionStartEvent(Record, frozen=True, kw_only=True):
+class _Event(Record, frozen=True, kw_only=True):
+    event_id: str
+    event_session_index: int
+    timestamp: dt.datetime
+
+
+class SessionStartEvent(_Event, frozen=True, kw_only=True):
     """A session began.
 
     Example:
@@ -40,14 +46,11 @@ class SessionStartEvent(Record, frozen=True, kw_only=True):
         'SESSION_START'
     """
 
-    event_id: str
-    event_session_index: int
-    timestamp: dt.datetime
     severity: Severity = "INFO"
     event: EventType = "SESSION_START"
 
 
-class SessionEndEvent(Record, frozen=True, kw_only=True):
+class SessionEndEvent(_Event, frozen=True, kw_only=True):
     """A session ended; its duration is a text like `0:00:03.220668`.
 
     Example:
@@ -58,15 +61,12 @@ class SessionEndEvent(Record, frozen=True, kw_only=True):
         '0:01:30'
     """
 
-    event_id: str
-    event_session_index: int
-    timestamp: dt.datetime
     duration: str | None = None
     severity: Severity = "INFO"
     event: EventType = "SESSION_END"
 
 
-class UnhandledExceptionEvent(Record, frozen=True, kw_only=True):
+class UnhandledExceptionEvent(_Event, frozen=True, kw_only=True):
     """An exception that nobody caught.
 
     Example:
@@ -81,9 +81,6 @@ class UnhandledExceptionEvent(Record, frozen=True, kw_only=True):
         'ERROR'
     """
 
-    event_id: str
-    event_session_index: int
-    timestamp: dt.datetime
     error_type: str
     error_message: str
     traceback: str | None = None
@@ -91,7 +88,7 @@ class UnhandledExceptionEvent(Record, frozen=True, kw_only=True):
     event: EventType = "UNHANDLED_EXCEPTION"
 
 
-class GenericEvent(Record, frozen=True, kw_only=True):
+class GenericEvent(_Event, frozen=True, kw_only=True):
     """Anything else, under a name of its own.
 
     Example:
@@ -104,9 +101,6 @@ class GenericEvent(Record, frozen=True, kw_only=True):
         {'loss': 0.31}
     """
 
-    event_id: str
-    event_session_index: int
-    timestamp: dt.datetime
     event_name: str
     event_data: dict[str, Any] = msgspec.field(default_factory=dict)
     severity: Severity = "INFO"
@@ -147,10 +141,8 @@ def parse_event(value: Any) -> TelemetryEvent | None:
         ... )
         ('SessionStartEvent', None)
     """
-    if isinstance(
-        value, SessionStartEvent | SessionEndEvent | UnhandledExceptionEvent | GenericEvent
-    ):
-        return value
+    if isinstance(value, _Event):
+        return cast("TelemetryEvent", value)
     kind = EVENTS.get(str(value.get("event"))) if isinstance(value, dict) else None
     return None if kind is None else from_builtins(kind, value)
 
@@ -181,11 +173,8 @@ class TelemetryBatch(Record, frozen=True, kw_only=True):
     process_uuid: str
 
     def __post_init__(self) -> None:
-        settle(
-            self,
-            "events",
-            [event for item in self.events if (event := parse_event(item)) is not None],
-        )
+        known = [event for item in self.events if (event := parse_event(item)) is not None]
+        settle(self, "events", known)
 
     @classmethod
     def from_list(cls, events: Iterable[Any], **metadata: str) -> TelemetryBatch:

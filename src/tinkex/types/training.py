@@ -134,7 +134,7 @@ class ForwardRequest(Record, frozen=True):
     seq_id: Int64 | None = None
 
 
-@dataclasses.dataclass(init=False, repr=False, frozen=True, slots=True)
+@dataclasses.dataclass(init=False, eq=False, repr=False, frozen=True, slots=True)
 class ForwardBackwardOutput(Wired):
     """Tensors per datum, in the order of the data, and metrics named `name:reduction`.
 
@@ -151,6 +151,11 @@ class ForwardBackwardOutput(Wired):
     """
 
     FIELDS: ClassVar[tuple[str, ...]] = ("loss_fn_output_type", "loss_fn_outputs", "metrics")
+    FORM: ClassVar = (
+        "loss_fn_outputs",
+        list,
+        "a forward_backward result must be an object with loss_fn_outputs",
+    )
 
     loss_fn_output_type: str
     loss_fn_outputs: list[LossFnOutput]
@@ -188,27 +193,7 @@ class ForwardBackwardOutput(Wired):
         }
 
     @classmethod
-    def from_wire(cls, value: Any) -> Self:
-        """Read the JSON form.
-
-        Args:
-            value: Decoded JSON.
-
-        Returns:
-            The value.
-
-        Raises:
-            ValueError: A field is missing or malformed.
-
-        Example:
-            >>> outputs = [{"logprobs": {"data": [-0.5], "dtype": "float32"}}]
-            >>> ForwardBackwardOutput.from_wire(
-            ...     {"loss_fn_outputs": outputs, "metrics": {"loss:sum": 0.5}}
-            ... ).loss
-            0.5
-        """
-        if not isinstance(value, Mapping) or not isinstance(value.get("loss_fn_outputs"), list):
-            raise ValueError("a forward_backward result must be an object with loss_fn_outputs")
+    def _read(cls, value: Any) -> Self:
         outputs = [
             {name: _read_tensor(tensor) for name, tensor in output.items()}
             for output in value["loss_fn_outputs"]
@@ -224,9 +209,6 @@ class ForwardBackwardOutput(Wired):
         return (
             f"ForwardBackwardOutput({len(self.loss_fn_outputs)} outputs, metrics={self.metrics!r})"
         )
-
-    def __reduce__(self) -> Any:
-        return (type(self), (self.loss_fn_output_type, self.loss_fn_outputs, self.metrics))
 
 
 FIRST_METRICS = ("loss:sum", "tokens:sum")

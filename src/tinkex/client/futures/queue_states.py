@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, Protocol, TypeAlias
 
 from tinkex import events
-from tinkex.types.futures import QueueState
+from tinkex.types.future_requests import QueueState
 
 logger = logging.getLogger("tinkex")
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tinkex.client.futures.api_future import APIFuture, users_level
 from tinkex.client.rest_parts.rest_base import RestBase
 from tinkex.errors import ExperimentalWarning
-from tinkex.types.external_weights import (
+from tinkex.types.saves import (
     ExternalWeightsUploadFinishRequest,
     ExternalWeightsUploadFinishResult,
     ExternalWeightsUploadStartRequest,
@@ -17,7 +17,7 @@ from tinkex.types.external_weights import (
 from tinkex.wire import protocol
 
 if TYPE_CHECKING:
-    from tinkex.types.checkpoint_search import CheckpointSearchRequest, CheckpointSearchResponse
+    from tinkex.types.search_requests import CheckpointSearchRequest, CheckpointSearchResponse
     from tinkex.types.training import LoraConfig
 
 

@@ -25,7 +25,7 @@ from tinkex.errors import APIResponseValidationError
 from tinkex.types.checkpoints import TrainingRun, TrainingRunsResponse
 from tinkex.types.model_requests import UnloadModelRequest, UnloadModelResponse
 from tinkex.types.sampling import GetSamplerResponse
-from tinkex.types.session_search import SessionSearchRequest, SessionSearchResponse
+from tinkex.types.search_requests import SessionSearchRequest, SessionSearchResponse
 from tinkex.types.sessions import (
     AssignSessionProjectRequest,
     ClientSessionFinishReasonType,
@@ -154,10 +154,7 @@ class RestRuns(RestBase):
             started = time.monotonic()
             reply = await transport.request(op, codec.encode(request))
             receipt = read_receipt(transport, op, reply, started)
-            if receipt.request_id is None:
-                unloaded: UnloadModelResponse = receipt.result
-            else:
-                unloaded = await retrieve(transport, op, receipt.request_id, started)
+            unloaded: UnloadModelResponse = await retrieve(transport, receipt)
             return unloaded
 
         return self._start(work)

@@ -27,8 +27,7 @@ from tinkex.server.database.entities import (
     Use,
     Used,
 )
-from tinkex.types.checkpoint_search import CheckpointSearchRequest
-from tinkex.types.session_search import SessionSearchRequest
+from tinkex.types.search_requests import CheckpointSearchRequest, SessionSearchRequest
 
 
 class DatabaseError(Exception):

@@ -28,8 +28,8 @@ from tinkex.server.database.sqlite_connection import (
     row_of,
 )
 from tinkex.server.database.sqlite_sessions import metadata_conditions
-from tinkex.types.checkpoint_search import CheckpointSearchRequest
 from tinkex.types.checkpoints import KINDS
+from tinkex.types.search_requests import CheckpointSearchRequest
 
 JOIN = """
     INSERT INTO joins VALUES (?, 1)

@@ -15,7 +15,7 @@ from tinkex.server.database.entities import (
     SessionRecord,
 )
 from tinkex.server.database.sqlite_connection import Condition, Table, joined, record_of
-from tinkex.types.session_search import (
+from tinkex.types.search_requests import (
     ClientFinishedSessionStatusQuery,
     SessionSearchRequest,
     SessionStatusQuery,

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tinkex.server.files.data_dir import make_directory, write_durably
-from tinkex.types.external_weights import ExternalWeightsUploadStartRequest
 from tinkex.types.record import from_json, to_json
+from tinkex.types.saves import ExternalWeightsUploadStartRequest
 
 ID = re.compile("[0-9a-f]{32}")
 ABOUT = "upload.json"

@@ -10,7 +10,7 @@ from typing import Any
 from tinkex.server.calls import Call
 from tinkex.server.database.entities import user_urn
 from tinkex.server.http_errors import Refusal
-from tinkex.types.session_search import UserSearchOwner
+from tinkex.types.search_requests import UserSearchOwner
 
 SCOPES = ("owned", "accessible")
 MOST_DIGITS = 15

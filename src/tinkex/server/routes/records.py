@@ -26,11 +26,6 @@ from tinkex.server.http_errors import Refusal
 from tinkex.server.routes.handler_table import handler
 from tinkex.server.routes.queries import SCOPES, choice, is_sought, moment, texts, whole_number
 from tinkex.server.state import State
-from tinkex.types.checkpoint_search import (
-    CheckpointSearchCursor,
-    CheckpointSearchRequest,
-    CheckpointSearchResponse,
-)
 from tinkex.types.checkpoints import (
     KINDS,
     SCHEME,
@@ -42,6 +37,11 @@ from tinkex.types.checkpoints import (
     TrainingRunsResponse,
 )
 from tinkex.types.saves import CopyWeightsRequest, CopyWeightsResponse, SetCheckpointTtlRequest
+from tinkex.types.search_requests import (
+    CheckpointSearchCursor,
+    CheckpointSearchRequest,
+    CheckpointSearchResponse,
+)
 from tinkex.types.sessions import Empty
 from tinkex.wire.protocol import PREFIX, RUN
 

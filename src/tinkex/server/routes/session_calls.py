@@ -18,7 +18,7 @@ from tinkex.server.routes.queries import SCOPES, choice, is_sought, moment, text
 from tinkex.server.routes.signed_addresses import SignedAddress
 from tinkex.server.state import State
 from tinkex.types.record import to_json
-from tinkex.types.session_search import (
+from tinkex.types.search_requests import (
     ClientSessionFinished,
     ClientSessionFinishErrored,
     ClientSessionFinishInterrupted,

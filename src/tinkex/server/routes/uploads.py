@@ -28,7 +28,7 @@ from tinkex.server.routes.handler_table import handler
 from tinkex.server.routes.queries import moment
 from tinkex.server.routes.signed_addresses import SignedAddress
 from tinkex.server.state import State
-from tinkex.types.external_weights import (
+from tinkex.types.saves import (
     ExternalWeightsUploadFinishRequest,
     ExternalWeightsUploadFinishResponse,
     ExternalWeightsUploadStartRequest,

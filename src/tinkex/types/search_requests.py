@@ -1,4 +1,4 @@
-"""Searching sessions: conditions, states and results."""
+"""Searches for sessions and checkpoints: conditions, states and results."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
 
+from tinkex.types.checkpoints import Checkpoint, CheckpointType
 from tinkex.types.forms import Stamped, Variant
 from tinkex.types.record import Int64, Record
 from tinkex.types.sessions import ClientSessionFinishReasonType
@@ -292,7 +293,15 @@ SessionStatusQuery: TypeAlias = (
 """Status of the sessions to search."""
 
 
-class SessionSearchCursor(Record, frozen=True, kw_only=True):
+class _Cursor(Record, frozen=True, kw_only=True):
+    last_created_at: dt.datetime
+
+    def __post_init__(self) -> None:
+        if self.last_created_at.tzinfo is None:
+            raise ValueError("last_created_at must have a time zone")
+
+
+class SessionSearchCursor(_Cursor, frozen=True, kw_only=True):
     """Start of the next page of a search.
 
     Example:
@@ -304,15 +313,19 @@ class SessionSearchCursor(Record, frozen=True, kw_only=True):
         'session-9'
     """
 
-    last_created_at: dt.datetime
     last_session_id: str
-
-    def __post_init__(self) -> None:
-        if self.last_created_at.tzinfo is None:
-            raise ValueError("last_created_at must have a time zone")
 
 
 MOST_CONDITIONS = 200
+
+
+def _check_page(search: SessionSearchRequest | CheckpointSearchRequest, last: str) -> None:
+    """Check the length of a page, and the fields whose items are conditions of a query."""
+    if not 1 <= search.limit <= 200:
+        raise ValueError(f"limit must be 1 to 200, got {search.limit}")
+    for name in ("project_ids", "user_metadata", last):
+        if (count := len(getattr(search, name) or ())) > MOST_CONDITIONS:
+            raise ValueError(f"{name} must have at most {MOST_CONDITIONS} items, got {count}")
 
 
 class SessionSearchRequest(Record, frozen=True, kw_only=True):
@@ -335,17 +348,9 @@ class SessionSearchRequest(Record, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.display_name == "":
             raise ValueError("display_name must have at least one character")
-        if not 1 <= self.limit <= 200:
-            raise ValueError(f"limit must be 1 to 200, got {self.limit}")
         if self.statuses is not None and not self.statuses:
             raise ValueError("statuses must not be empty; leave it out to match every status")
-        # each of them is a condition of a query
-        for name in ("project_ids", "user_metadata", "statuses"):
-            if len(getattr(self, name) or ()) > MOST_CONDITIONS:
-                raise ValueError(
-                    f"{name} must have at most {MOST_CONDITIONS} items, got "
-                    f"{len(getattr(self, name))}"
-                )
+        _check_page(self, "statuses")
 
 
 class SessionSummary(Stamped, frozen=True, kw_only=True):
@@ -388,6 +393,63 @@ class SessionSearchResponse(Record, frozen=True, kw_only=True):
 
     sessions: list[SessionSummary]
     next_cursor: SessionSearchCursor | None = None
+
+
+class CheckpointSearchCursor(_Cursor, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The end of a page, from which the next one goes on. It is passed back unchanged.
+
+    Example:
+        >>> created = dt.datetime(2026, 1, 2, tzinfo=dt.UTC)
+        >>> cursor = CheckpointSearchCursor(last_created_at=created, last_checkpoint_uuid="c-9")
+        >>> CheckpointSearchRequest(cursor=cursor).cursor.last_checkpoint_uuid
+        'c-9'
+    """
+
+    last_checkpoint_uuid: str
+
+
+class CheckpointSearchRequest(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The checkpoints to look for, newest first. What is left out matches everything.
+
+    Example:
+        >>> CheckpointSearchRequest(checkpoint_type="sampler", user_metadata={"task": "add"}).limit
+        50
+    """
+
+    project_ids: list[str] | None = None
+    user_metadata: dict[str, str] = msgspec.field(default_factory=dict)
+    checkpoint_type: CheckpointType | None = None
+    owner: _Owner = msgspec.field(default_factory=OwnSearchOwner)
+    base_models: list[str] | None = None
+    """None matches every base model, an empty list matches none."""
+    limit: Int64 = 50
+    cursor: CheckpointSearchCursor | None = None
+
+    def __post_init__(self) -> None:
+        _check_page(self, "base_models")
+
+
+class CheckpointSearchResponse(Record, frozen=True, kw_only=True):
+    """A page of checkpoints.
+
+    Example:
+        >>> fields = {
+        ...     "checkpoint_id": "weights/a",
+        ...     "checkpoint_type": "training",
+        ...     "time": "2026-01-02T00:00:00Z",
+        ... }
+        >>> found = {
+        ...     **fields,
+        ...     "tinker_path": "tinker://run-1/weights/a",
+        ...     "base_model": "tinkex/tiny",
+        ... }
+        >>> page = CheckpointSearchResponse.model_validate({"checkpoints": [found]})
+        >>> page.checkpoints[0].base_model, page.next_cursor is None
+        ('tinkex/tiny', True)
+    """
+
+    checkpoints: list[Checkpoint]
+    next_cursor: CheckpointSearchCursor | None = None
 
 
 # A field's annotation is a union for readers and type checkers, and the group's mark for msgspec,
