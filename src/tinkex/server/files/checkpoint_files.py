@@ -25,7 +25,6 @@ from tinkex.types.checkpoints import KINDS, SCHEME, ParsedCheckpointTinkerPath
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 NAME_RULE = "use letters, digits, '.', '_' and '-', at most 200, and no '.' or '-' in front"
-GONE = "it was never saved, or has been deleted or expired"
 WEIGHTS = "adapter_model.safetensors"
 MIN_TTL, MAX_TTL = 3600, 10 * 366 * 24 * 3600
 
@@ -34,6 +33,11 @@ def check_name(name: str) -> None:
     """Refuse a name that a checkpoint cannot have."""
     if not NAME.fullmatch(name):
         raise EngineError(f"checkpoint name {name!r} is not allowed: {NAME_RULE}")
+
+
+def no_checkpoint(path: str) -> str:
+    """Return the message for a checkpoint that does not exist, or belongs to another account."""
+    return f"there is no checkpoint {path}; it was never saved, or has been deleted or expired"
 
 
 def expiry(ttl_seconds: int | None) -> float | None:
@@ -210,12 +214,13 @@ class Checkpoints:
             )
         saved = self.readable(path, reader)
         if saved is None:
-            raise EngineError(f"there is no checkpoint {path}: {GONE}")
+            raise EngineError(no_checkpoint(path))
         if parsed.checkpoint_type == "external" and not (saved.directory / WEIGHTS).exists():
             raise EngineError(f"{path} is encrypted: this server cannot read it")
         if base_model is not None and saved.base_model != base_model:
-            trained_on, wanted = saved.base_model, f"this needs {base_model!r}"
-            raise EngineError(f"checkpoint {path} is of base model {trained_on!r}; {wanted}")
+            raise EngineError(
+                f"checkpoint {path} is of base model {saved.base_model!r}, this is {base_model!r}"
+            )
         return saved
 
 

@@ -19,7 +19,13 @@ from typing import TypeVar
 from tinkex.engine.places import Directory
 from tinkex.server.calls import Call
 from tinkex.server.database.entities import Run, RunRecord, SavedCheckpoint
-from tinkex.server.files.checkpoint_files import GONE, NAME, NAME_RULE, SaveSpec, expiry
+from tinkex.server.files.checkpoint_files import (
+    NAME,
+    NAME_RULE,
+    SaveSpec,
+    expiry,
+    no_checkpoint,
+)
 from tinkex.server.files.data_dir import discard
 from tinkex.server.files.seals import check, contents
 from tinkex.server.http_errors import Refusal
@@ -213,7 +219,7 @@ def parsed_path(path: str) -> ParsedCheckpointTinkerPath:
 
 def nothing_at(path: str) -> Refusal:
     """Return the answer for a checkpoint that does not exist, or belongs to another."""
-    return Refusal(404, f"there is no checkpoint {path}: {GONE}")
+    return Refusal(404, no_checkpoint(path))
 
 
 async def _changed(call: Call, change: Callable[..., T], *values: object) -> T:
