@@ -87,9 +87,8 @@ class State:
         self.promises = Promises(conceal=self.without_paths)
         self.journals = Journals(data_dir)
         self.revivals = Revivals(data_dir)
-        self.sessions = Sessions(
-            self.database.sessions, limits.session_seconds, self._forget_session
-        )
+        open_for = limits.session_seconds
+        self.sessions = Sessions(self.database.sessions, open_for, self._forget_session)
         self.recordings = SamplingRecords(
             data_dir / RECORDINGS,
             self.journals.of,
@@ -179,7 +178,7 @@ class State:
             try:
                 await self.sweep()
             except Exception as error:
-                complain("tidying up failed; it is tried again", error)
+                complain("a cleanup failed; it is tried again", error)
 
     async def sweep(self) -> None:
         """Let go of everything whose time is over."""
@@ -229,11 +228,9 @@ class State:
                     if live.commit is not None:
                         await live.commit
         except (TimeoutError, EngineError) as error:
-            logger.warning(
-                "not every run could be put on disk (%s); the next start takes them up from their "
-                "journals",
-                str(error) or "it took too long",
-            )
+            why = str(error) or "it took too long"
+            next_start = "the next start rebuilds them from their journals"
+            logger.warning("some runs were not written to disk (%s); %s", why, next_start)
 
     def unlock(self) -> None:
         """Let another server use the data directory."""

@@ -97,11 +97,8 @@ def verify(db: sqlite3.Connection, name: str) -> None:
         for table in _tables(db):
             own = f"d.of_table = '{table.name}'"
             same = f"{own} AND d.of_row = {table.key('t')} AND d.digest = {table.digest('t')}"
-            places = (
-                f"{table.name} t JOIN {TABLE} d ON {same}",
-                table.name,
-                f"{TABLE} d WHERE {own}",
-            )
+            sound, known = f"{table.name} t JOIN {TABLE} d ON {same}", f"{TABLE} d WHERE {own}"
+            places = (sound, table.name, known)
             counts = [db.execute(f"SELECT count(*) FROM {of}").fetchone()[0] for of in places]
             if len(set(counts)) > 1:
                 raise damaged(name, f"rows of {table.name} do not have their digests")

@@ -84,9 +84,7 @@ class SqliteActivity(Table):
             {"start": start, "end": end, "owner": owner},
         )
         texts = {row["session_id"]: row["user_metadata"] for row in rows}
-        metadata = {
-            session: json.loads(text) for session, text in texts.items() if text is not None
-        }
+        metadata = {session: json.loads(text) for session, text in texts.items() if text}
         return [Used(*tuple(row)[:-1]) for row in rows], metadata
 
     def audit(

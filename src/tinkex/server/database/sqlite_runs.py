@@ -77,9 +77,8 @@ class SqliteCheckpoints:
 
     def get(self, tinker_path: str) -> SavedCheckpoint | None:
         """Return a checkpoint by its path, unless it has expired."""
-        found = self._list(
-            f"SELECT * FROM checkpoints c WHERE tinker_path = :path AND {ALIVE}", path=tinker_path
-        )
+        sql = f"SELECT * FROM checkpoints c WHERE tinker_path = :path AND {ALIVE}"
+        found = self._list(sql, path=tinker_path)
         return found[0] if found else None
 
     # ── lists ─────────────────────────────────────────────────────────────────────────────────────
@@ -96,9 +95,8 @@ class SqliteCheckpoints:
             visible = "c.model_id = :id AND (c.owner = :owner OR c.public)"
         values = {"owner": owner, "id": model_id, "now": time.time()}
         values |= {"limit": limit, "offset": offset}
-        rows, total = self._connection.page(
-            "checkpoints c", f"{visible} AND {ALIVE}", "tinker_path", values
-        )
+        where = f"{visible} AND {ALIVE}"
+        rows, total = self._connection.page("checkpoints c", where, "tinker_path", values)
         return [self._saved(row) for row in rows], total
 
     def last(self, model_ids: Sequence[str], owner: str, kind: str) -> dict[str, SavedCheckpoint]:

@@ -296,16 +296,8 @@ def _copy(
     if source is None:
         return None
     kind, name = parsed_path(source.tinker_path).checkpoint_id.split("/")
-    run = Run(
-        f"{copy_id}:train:0",
-        copy_id,
-        source.base_model,
-        source.lora,
-        source.optimizer,
-        source.user_metadata,
-        owner,
-        source.base_digest,
-    )
+    trained = (source.base_model, source.lora, source.optimizer, source.user_metadata)
+    run = Run(f"{copy_id}:train:0", copy_id, *trained, owner, source.base_digest)
     project = request.destination_project_id
     spec = SaveSpec(kind, name, request.ttl_seconds, source.user_metadata, project_id=project)
 

@@ -18,6 +18,7 @@ from tinkex.engine.api import EngineError
 from tinkex.engine.peft_files import ADAPTER_CONFIG as CONFIG, ADAPTER_WEIGHTS as WEIGHTS, MAX_RANK
 from tinkex.engine.places import Directory
 from tinkex.server.calls import Call
+from tinkex.server.complaints import FULL_DISK
 from tinkex.server.database.entities import Run
 from tinkex.server.files.checkpoint_files import SaveSpec
 from tinkex.server.files.data_dir import sync_path
@@ -74,9 +75,7 @@ def _begin(state: State, request: ExternalWeightsUploadStartRequest, owner: str)
     if not 1 <= lora.rank <= MAX_RANK:
         raise Refusal(400, f"lora_config.rank must be between 1 and {MAX_RANK}, got {lora.rank}")
     if not any(getattr(lora, f"train_{group}") for group in GROUPS):
-        raise Refusal(
-            400, "lora_config trains no layers: set train_attn, train_mlp or train_unembed"
-        )
+        raise Refusal(400, "lora_config trains nothing: set train_attn, train_mlp or train_unembed")
     try:
         weights = most_bytes(_files_of(state, request.base_model), lora)
     except EngineError as error:
@@ -113,7 +112,7 @@ async def upload(state: State, call: Call) -> Response:
         raise Refusal(403, "this address has expired: start another upload")
     most = found.sizes[file]
     if request.headers.get("content-encoding", "identity") != "identity":
-        raise Refusal(415, "files are taken as they are: leave Content-Encoding out")
+        raise Refusal(415, "compressed files are not supported: leave Content-Encoding out")
     length = request.headers.get("content-length", "0")
     if not (length.isascii() and length.isdigit()) or len(length) > 18 or int(length) > most:
         raise Refusal(413, f"{file} must have at most {most} bytes, as lora_config says")
@@ -156,7 +155,7 @@ async def _receive(request: Request, target: Path, most: int) -> None:
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        raise Refusal(503, f"{target.name} was not taken: the server's disk is full") from None
+        raise Refusal(503, f"{target.name} was not stored: {FULL_DISK}") from None
     finally:
         await asyncio.to_thread(scratch.unlink, missing_ok=True)
 

@@ -104,9 +104,8 @@ async def save_weights_for_sampler(state: State, call: Call) -> Save:
     # another request of it.
     same = to_json(request.model_copy(update={"sampling_session_seq_id": None}))
     call.digest = digest_of("", same)
-    spec = SaveSpec(
-        "sampler_weights", request.path or "", request.ttl_seconds, request.user_metadata or {}
-    )
+    metadata = request.user_metadata or {}
+    spec = SaveSpec("sampler_weights", request.path or "", request.ttl_seconds, metadata)
     answer: Callable[..., SaveWeightsForSamplerResponseInternal]
     answer = partial(SaveWeightsForSamplerResponseInternal, type="save_weights_for_sampler")
     version: int | None = None
