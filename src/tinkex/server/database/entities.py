@@ -85,6 +85,13 @@ class Sampler:
     """The version that an in-flight sampler was made with, the oldest it may have."""
 
 
+class Save(NamedTuple):
+    """The answer to a request for saving; its checkpoint may be replaced or deleted by now."""
+
+    tinker_path: str
+    size_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
     """A checkpoint on disk."""
@@ -110,14 +117,6 @@ class SavedCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
-    """The answer to a request for saving; its checkpoint may be replaced or deleted by now."""
-
-    tinker_path: str
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class RunRecord:
     """A run with its last request and checkpoints; for strangers only the published ones."""
 
@@ -138,8 +137,7 @@ class StoredBytes:
     size: int
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
+class Key(NamedTuple):
     """A key on record; the key itself is not."""
 
     id: int
@@ -150,8 +148,7 @@ class Key:
     revoked: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class Used:
+class Used(NamedTuple):
     """An amount that was used in an hour."""
 
     bucket: int
