@@ -75,7 +75,7 @@ def _begin(state: State, request: ExternalWeightsUploadStartRequest, owner: str)
     if not 1 <= lora.rank <= MAX_RANK:
         raise Refusal(400, f"lora_config.rank must be between 1 and {MAX_RANK}, got {lora.rank}")
     if not any(getattr(lora, f"train_{group}") for group in GROUPS):
-        raise Refusal(400, "lora_config trains nothing: set train_attn, train_mlp or train_unembed")
+        raise Refusal(400, "lora_config has no layers: set train_attn, train_mlp or train_unembed")
     try:
         weights = most_bytes(_files_of(state, request.base_model), lora)
     except EngineError as error:
