@@ -148,7 +148,7 @@ QUERIES: dict[str, dict[str, tuple[Schema, bool]]] = {
 
 REASONS = {
     400: "The request is not valid; `detail` names the field.",
-    401: "The key is missing or not known here, or the token is not valid, as WWW-Authenticate says.",
+    401: "The key is missing or not known, or the token is not valid, as WWW-Authenticate says.",
     403: "The server is open to its own machine only, or an access token is not known here.",
     404: "The object does not exist, or belongs to another account.",
     408: "There is no result yet: poll again.",
