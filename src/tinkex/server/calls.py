@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from tinkex.server.database.entities import LOCAL_OWNER
+from tinkex.server.database.interface import LOCAL_OWNER
 from tinkex.wire import codec
 
 

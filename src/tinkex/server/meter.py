@@ -14,8 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tinkex.server.complaints import complain
-from tinkex.server.database.entities import AuditEntry, Span, UsageKind, Use
-from tinkex.server.database.interface import Database
+from tinkex.server.database.interface import AuditEntry, Database, Span, UsageKind, Use
 from tinkex.server.http_errors import Refusal
 
 HOUR = 3600

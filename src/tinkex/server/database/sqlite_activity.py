@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tinkex.server.database.entities import AuditEntry, Key, Span, Use, Used
+from tinkex.server.database.interface import AuditEntry, Key, Span, Use, Used
 from tinkex.server.database.sqlite_connection import Table
 
 AUDIT = "at, owner, category, event, model_id, tinker_path, details"

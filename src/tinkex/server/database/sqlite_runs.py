@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tinkex.server.database.entities import (
+from tinkex.server.database.interface import (
     NO_PROJECT,
     Run,
     RunRecord,

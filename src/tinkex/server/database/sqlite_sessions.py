@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tinkex.server.database.entities import (
+from tinkex.server.database.interface import (
     CLIENT_REASONS,
     LOCAL_OWNER,
     NO_PROJECT,

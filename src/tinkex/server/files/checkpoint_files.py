@@ -16,8 +16,7 @@ from typing import Any
 from tinkex.engine.api import EngineError
 from tinkex.engine.places import Directory, Writer
 from tinkex.server.complaints import FULL_DISK
-from tinkex.server.database.entities import Run, Save, SavedCheckpoint
-from tinkex.server.database.interface import Database
+from tinkex.server.database.interface import Database, Run, Save, SavedCheckpoint
 from tinkex.server.files.data_dir import discard, is_full_disk, sync_above
 from tinkex.server.files.seals import contents, write_whole
 from tinkex.server.workers.worker import OffThread

@@ -31,8 +31,7 @@ from tinkex.engine.peft_files import (
 )
 from tinkex.engine.places import Place
 from tinkex.engine.tensor_files import PIECE, write_tensors
-from tinkex.server.database.entities import LOCAL_OWNER, Run, SavedCheckpoint
-from tinkex.server.database.interface import Database
+from tinkex.server.database.interface import LOCAL_OWNER, Database, Run, SavedCheckpoint
 from tinkex.server.files.checkpoint_files import Checkpoints, SaveSpec
 from tinkex.types.tensors import Array
 from tinkex.types.training import LoraConfig

@@ -10,7 +10,7 @@ from typing import get_args
 from tinkex.server.access.accounts import ORGANIZATION, Account
 from tinkex.server.access.keys import revoke_key
 from tinkex.server.calls import Call
-from tinkex.server.database.entities import LOCAL_OWNER, Used, user_urn
+from tinkex.server.database.interface import LOCAL_OWNER, Used, user_urn
 from tinkex.server.http_errors import Refusal
 from tinkex.server.meter import GIGABYTE, HOUR
 from tinkex.server.routes.handler_table import handler

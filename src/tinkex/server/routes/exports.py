@@ -24,7 +24,7 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 from tinkex.engine.api import EngineError
 from tinkex.server.access.accounts import Accounts
 from tinkex.server.calls import Call
-from tinkex.server.database.entities import SavedCheckpoint
+from tinkex.server.database.interface import SavedCheckpoint
 from tinkex.server.files.seals import check, contents
 from tinkex.server.http_errors import Refusal
 from tinkex.server.routes.handler_table import handler

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from tinkex.engine.api import BaseModel, EngineError
 from tinkex.server.access.endpoints import Endpoint, Group
 from tinkex.server.calls import Call
-from tinkex.server.database.entities import SavedCheckpoint
+from tinkex.server.database.interface import SavedCheckpoint
 from tinkex.server.http_errors import DETAIL_CHARACTERS, Refusal
 from tinkex.server.routes.queries import whole_number
 from tinkex.server.state import State

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tinkex.server.calls import Call
-from tinkex.server.database.entities import user_urn
+from tinkex.server.database.interface import user_urn
 from tinkex.server.http_errors import Refusal
 from tinkex.types.search_requests import UserSearchOwner
 

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from tinkex.engine.places import Directory
 from tinkex.server.calls import Call
-from tinkex.server.database.entities import Run, RunRecord, SavedCheckpoint
+from tinkex.server.database.interface import Run, RunRecord, SavedCheckpoint
 from tinkex.server.files.checkpoint_files import (
     NAME,
     NAME_RULE,

@@ -9,7 +9,7 @@ import uuid
 
 from tinkex.engine.api import EngineError, Listener, token_limit
 from tinkex.server.calls import Call
-from tinkex.server.database.entities import Sampler
+from tinkex.server.database.interface import Sampler
 from tinkex.server.http_errors import Refusal
 from tinkex.server.routes.future_calls import target_of
 from tinkex.server.routes.handler_table import handler

@@ -11,7 +11,13 @@ from typing import Any
 from starlette.responses import Response
 
 from tinkex.server.calls import Call
-from tinkex.server.database.entities import CLIENT_REASONS, NO_PROJECT, FoundSession, Span, user_urn
+from tinkex.server.database.interface import (
+    CLIENT_REASONS,
+    NO_PROJECT,
+    FoundSession,
+    Span,
+    user_urn,
+)
 from tinkex.server.http_errors import Refusal
 from tinkex.server.routes.handler_table import handler
 from tinkex.server.routes.queries import SCOPES, choice, is_sought, moment, texts, whole_number

@@ -19,7 +19,7 @@ from tinkex.engine.peft_files import ADAPTER_CONFIG as CONFIG, ADAPTER_WEIGHTS a
 from tinkex.engine.places import Directory
 from tinkex.server.calls import Call
 from tinkex.server.complaints import FULL_DISK
-from tinkex.server.database.entities import Run
+from tinkex.server.database.interface import Run
 from tinkex.server.files.checkpoint_files import SaveSpec
 from tinkex.server.files.data_dir import sync_path
 from tinkex.server.files.imports import GROUPS, Adapter, most_bytes, read_adapter

@@ -12,7 +12,7 @@ from typing import Any
 
 from tinkex.engine.api import EngineError
 from tinkex.server.calls import Call, digest_of
-from tinkex.server.database.entities import Run, Save as Saved
+from tinkex.server.database.interface import Run, Save as Saved
 from tinkex.server.files.checkpoint_files import SaveSpec, reading
 from tinkex.server.files.seals import check
 from tinkex.server.http_errors import Refusal

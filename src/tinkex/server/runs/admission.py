@@ -15,7 +15,7 @@ from typing import Any
 
 from tinkex.engine.api import EngineError
 from tinkex.server.calls import Call
-from tinkex.server.database.entities import LOCAL_OWNER
+from tinkex.server.database.interface import LOCAL_OWNER
 from tinkex.server.http_errors import Refusal
 from tinkex.server.parts import Parts
 from tinkex.server.runs.call_records import GIVEN_UP, UNKNOWN, refused_call

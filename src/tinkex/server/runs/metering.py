@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Iterator
 from typing import Any
 
 from tinkex.server.calls import Call
-from tinkex.server.database.entities import Sampler
+from tinkex.server.database.interface import Sampler
 from tinkex.server.http_errors import Refusal
 from tinkex.server.meter import check_held
 from tinkex.server.runs.call_records import UNKNOWN

@@ -20,7 +20,7 @@ from typing import Any
 from tinkex.engine.api import EngineError
 from tinkex.engine.places import Writer
 from tinkex.server.complaints import complain
-from tinkex.server.database.entities import Run
+from tinkex.server.database.interface import Run
 from tinkex.server.files.data_dir import is_full_disk, sync_path
 from tinkex.server.files.seals import check, write_whole
 from tinkex.server.parts import Parts

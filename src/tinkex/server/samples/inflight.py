@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 
 from tinkex.engine.api import EngineError
-from tinkex.server.database.entities import Run, Sampler
+from tinkex.server.database.interface import Run, Sampler
 from tinkex.server.http_errors import Refusal
 from tinkex.server.parts import Parts
 from tinkex.server.runs.admission import Runs

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable
 
 from tinkex.engine.api import EngineError, Listener, SampleJob
-from tinkex.server.database.entities import Sampler
+from tinkex.server.database.interface import Sampler
 from tinkex.server.http_errors import Refusal
 from tinkex.server.parts import Parts
 from tinkex.server.runs.admission import Runs
