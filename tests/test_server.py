@@ -633,9 +633,8 @@ def test_sample_that_cannot_be_put_on_disk_was_not_taken(
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "append", refuse)
         patch.setattr(engine, "sample_step", list)  # what was begun does not end by itself
-        refusal(
-            wire, 503, "asample", sample_json(sampler, 0), "cannot be put on disk", "no space left"
-        )
+        words = ("cannot be written to disk", "no space left")
+        refusal(wire, 503, "asample", sample_json(sampler, 0), *words)
         wait_until(lambda: not engine.sampling())
     assert len(wire.run("asample", sample_json(sampler, 0))["sequences"]) == 1
 

@@ -414,7 +414,7 @@ def test_search_is_bounded_and_blocks_no_request(
             monkeypatch.setattr(sqlite_connection, "SEARCH_INSTRUCTIONS", 1)
             status, answer = await server.send("sessions/search", {}, keys["ada"])
             assert status == 400
-            assert "the search was given up" in answer["detail"]
+            assert "the search was stopped" in answer["detail"]
             monkeypatch.undo()
             assert (await server.send("sessions/search", {}, keys["ada"]))[0] == 200
 

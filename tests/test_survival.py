@@ -1034,7 +1034,7 @@ def test_state_that_cannot_be_written_fails_no_step(
             model = await first.model()
             told = [await first.run("forward_backward", pass_json(model, 1))]
             told.append(await first.run("optim_step", step_json(model, 2)))
-            await until(lambda: "could not be put on disk; its journal stays" in caplog.text)
+            await until(lambda: "could not be written; its journal stays" in caplog.text)
             assert not list(first.state.journals.run_directory(model).glob("*-2*"))
             image = killed(tmp_path / "a")
         async with life(image) as second:
@@ -1067,7 +1067,7 @@ def test_run_unloaded_during_its_write_leaves_nothing(
             assert list((tmp_path / "a" / "runs").iterdir()) == []
 
     played(scenario)
-    assert "could not be put on disk" not in caplog.text
+    assert "could not be written" not in caplog.text
 
 
 def test_unrestorable_run_is_marked_corrupted(
@@ -1096,13 +1096,13 @@ def test_unrestorable_run_is_marked_corrupted(
             assert run["corrupted"] is False
             status, answer = await server.send("forward_backward", pass_json(model, 3))
             assert status == 410
-            assert "could not be taken up again" in answer["detail"]
+            assert "could not be restored" in answer["detail"]
             _, run = await server.send(f"training_runs/{model}", None, method="GET")
             assert run["corrupted"] is True
             assert model not in server.state.runs
 
     played(scenario)
-    assert "could not be taken up again" in caplog.text
+    assert "could not be restored" in caplog.text
 
 
 def test_run_with_a_damaged_journal_is_marked_and_its_files_are_kept(

@@ -110,7 +110,7 @@ async def _receive(
                 chunk = await anext(stream, None)
         except TimeoutError:
             why = (
-                f"the body did not arrive in time: {size} bytes have come (the limit "
+                f"the body did not arrive in time: {size} bytes have arrived (the limit "
                 f"body_seconds is {seconds:g})"
             )
             raise Refusal(408, why, headers={"Connection": "close"}) from None

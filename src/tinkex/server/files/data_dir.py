@@ -27,7 +27,7 @@ SECRET_DIGEST = "signing.key.sha256"
 KEYED_FILE = "keyed"
 """Exists once a key has been made: from then on the server never opens without one."""
 SET_ASIDE = "set-aside"
-"""The folder for files that the server can neither use nor delete in good conscience."""
+"""The folder for files that the server cannot use and should not delete."""
 
 
 def is_full_disk(error: BaseException) -> bool:

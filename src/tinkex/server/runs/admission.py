@@ -89,7 +89,7 @@ class Runs(Mapping[str, LiveRun]):
         raise Refusal(
             410,
             f"model {run!r} is no longer loaded (it was unloaded, its session has ended, or it "
-            f"could not be taken up again after a restart); {CARRY_ON}",
+            f"could not be restored after a restart); {CARRY_ON}",
         )
 
     async def worker_of(self, run: str) -> Worker:
@@ -349,7 +349,7 @@ class Gaps:
             raise Refusal(
                 429,
                 f"{live.lane.held_bytes} bytes of requests of this run wait for request number "
-                f"{live.lane.next}, which has not come; the limit gap_bytes is {limit}",
+                f"{live.lane.next}, which has not arrived; the limit gap_bytes is {limit}",
                 headers={"Retry-After": "1"},
             )
 
@@ -382,7 +382,7 @@ class Gaps:
             await self._journals.of_run(live.run.model_id).append(missing, {"op": GIVEN_UP})
         except OSError:
             logger.exception(
-                "that request %d of %s was given up cannot be put on disk",
+                "request %d of %s was given up, but writing that to disk failed",
                 missing,
                 live.run.model_id,
             )

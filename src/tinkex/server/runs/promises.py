@@ -285,7 +285,7 @@ class Promises:
         except OSError as error:
             self.take_back(promise)
             raise Refusal(
-                503, f"the request cannot be put on disk, so it was not taken: {error}"
+                503, f"the request was not accepted, as it cannot be written to disk: {error}"
             ) from None
         except Exception:  # a fault of ours: who asks again must not wait for what is never done
             self.take_back(promise)

@@ -144,7 +144,7 @@ class Snapshots:
                 _rest(live, 0)
             if directory.exists():  # else the run was let go meanwhile: there is nothing to keep
                 complain(
-                    "the state of a run could not be put on disk; its journal stays",
+                    "the state of a run could not be written; its journal stays",
                     error,
                     about=live.run.model_id,
                 )

@@ -93,7 +93,7 @@ class InflightTargets:
         if not version or sampler.version is None or version < sampler.version:
             raise Refusal(
                 410,
-                f"the weights of in-flight sampler {sampler.sampler_id!r} went with their session; "
+                f"the weights of in-flight sampler {sampler.sampler_id!r} ended with their session; "
                 "save them again",
             )
         weights = _weights(run, version)

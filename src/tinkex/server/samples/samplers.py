@@ -90,7 +90,7 @@ class Samplers:
             await self._revivals.replayed(sampler.model_id, self._runs, lambda: name in known)
         if name not in known:
             raise Refusal(
-                410, f"the weights of sampler {name!r} went with their session; save them again"
+                410, f"the weights of sampler {name!r} ended with their session; save them again"
             )
         directory, home = known[name], self.nameless.home(name)
         worker = home or self._source(name, sampler.base_model).worker
