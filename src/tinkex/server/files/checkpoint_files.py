@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole or not there, and each mistake in naming one gets its own message."""
+"""Checkpoints on disk: each is complete, or does not exist."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def expiry(ttl_seconds: int | None) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class SaveSpec:
-    """A checkpoint that is to be made."""
+    """A checkpoint to make."""
 
     kind: str
     name: str
@@ -137,7 +137,7 @@ class Checkpoints:
         except Exception as error:
             if not is_full_disk(error):
                 raise
-            # one line of it: who saves can make room, and a traceback tells nothing more
+            # without a traceback: the user can make room
             raise EngineError(f"{path} was not saved: {FULL_DISK}", "server") from error
         return scratch
 
@@ -200,7 +200,7 @@ class Checkpoints:
     ) -> SavedCheckpoint:
         """Return a checkpoint of the kind (and the base model) that an operation needs.
 
-        Each mistake has its own message. A checkpoint that its reader may not see is not there.
+        Each mistake has its own message. A checkpoint that the reader may not see does not exist.
         """
         try:
             parsed = ParsedCheckpointTinkerPath.from_tinker_path(path)
@@ -225,7 +225,7 @@ class Checkpoints:
 
 @contextlib.contextmanager
 def reading(directory: Path, name: str) -> Iterator[None]:
-    """Say so when files were deleted while they were read."""
+    """Report that files were deleted while they were read."""
     try:
         yield
     except (FileNotFoundError, EngineError):

@@ -1,8 +1,8 @@
-"""Puts the tokenizers of local models where `AutoTokenizer.from_pretrained(name)` looks without a
-network.
+"""Copy the tokenizers of local models into the Hugging Face cache.
 
-The Hugging Face cache keeps a repository as `models--ORG--NAME/{refs/main, snapshots/REVISION/…}`.
-What is already cached under a name is left alone, unless an earlier run of ours put it there.
+`AutoTokenizer.from_pretrained(name)` then finds them without a network. The cache keeps a
+repository as `models--ORG--NAME/{refs/main, snapshots/REVISION/…}`. A repository that was
+downloaded is left alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def cache_root() -> Path:
-    """The hub's cache directory, found as its own library finds it."""
+    """Return the hub's cache directory, by the rules of its library."""
     if path := os.environ.get("HF_HUB_CACHE"):
         return Path(path).expanduser()
     caches = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"))
@@ -69,7 +69,7 @@ def publish_tokenizer(name: str, directory: Path) -> Path | None:
 
 
 def _fill(snapshot: Path, files: list[Path]) -> None:
-    """Make the snapshot directory at once, so that no reader sees half of it."""
+    """Create the snapshot directory at once, so that it is never seen half filled."""
     snapshot.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=snapshot.parent) as scratch:
         staged = Path(scratch) / "files"
@@ -79,7 +79,7 @@ def _fill(snapshot: Path, files: list[Path]) -> None:
         try:
             staged.rename(snapshot)
         except OSError:
-            if not snapshot.exists():  # someone else was quicker: fine
+            if not snapshot.exists():  # another process may have created it
                 raise
 
 

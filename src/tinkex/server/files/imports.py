@@ -1,8 +1,8 @@
-"""Adapters from elsewhere: PEFT files become a training checkpoint that computes the same function.
+"""Import PEFT adapters: they become training checkpoints that compute the same function.
 
-Our factors are scaled by 32 / rank; another scale goes into B. A module that the adapter leaves
-alone, but whose group we train as a whole, gets a fresh pair: B is zero, so that it adds nothing,
-and A is not, so that it can learn.
+Factors here are scaled by 32 / rank; another scale is multiplied into B. If an adapter leaves out a
+module of a group that is trained as a whole, the module gets a new pair: B is zero, so that it adds
+nothing, and A is random, so that it can learn.
 """
 
 from __future__ import annotations
@@ -73,20 +73,20 @@ IDLE = {
     "revision",
     "task_type",
 }
-"""Settings that change nothing in what is computed; any that is neither this nor read may."""
+"""Settings that do not change the result. Any other that is not read here may change it."""
 Progress: TypeAlias = Callable[[int, int], object]
 FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """An adapter that is to be imported."""
+    """An adapter to import."""
 
     directory: Path
     rank: int
     scale: float
     targets: list[str] | None
-    """Names (or ends of names) of the modules it was made for; None when its files alone tell."""
+    """Names of its modules, or the ends of names; None if only its tensors name them."""
     base_model: str | None
 
 
@@ -103,20 +103,20 @@ def import_adapter(
     """Make a training checkpoint of a PEFT adapter, under a run of its own.
 
     Args:
-        database: The data directory's, whether or not a server runs on it.
-        directory: Where `adapter_config.json` and `adapter_model.safetensors` are.
-        base_model: The name that the server has for the base model; the adapter's own by default.
-        base_directory: The base model's files, whose shapes the adapter must fit.
-        name: The checkpoint's name.
-        owner: Whose it will be.
-        progress: Is told how many bytes have been read and written, and how many there are to be.
+        database: The database of the data directory; a server may be running on it.
+        directory: The directory of `adapter_config.json` and `adapter_model.safetensors`.
+        base_model: The server's name of the base model; by default the name in the adapter.
+        base_directory: The files of the base model, whose shapes the adapter must fit.
+        name: The name of the checkpoint.
+        owner: The owner of the checkpoint.
+        progress: Called with the bytes that are done, and the bytes of the whole import.
 
     Raises:
-        EngineError: It is not an adapter that can be trained on here; nothing has changed.
+        EngineError: The adapter cannot be imported; nothing has changed.
     """
     base_model = base_model or read_source(directory).base_model
     if base_model is None:
-        raise EngineError(f"{directory / CONFIG} names no base model: say which one it is for")
+        raise EngineError(f"{directory / CONFIG} names no base model: give its name")
     adapter = read_adapter(directory, base_directory, progress)
     lora, run_id = adapter.shape(), str(uuid.uuid4())
     run = Run(f"{run_id}:train:0", run_id, base_model, lora, {"type": "adamw"}, {}, owner)
@@ -126,22 +126,22 @@ def import_adapter(
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter that was read: it fits its base model, and holds numbers only."""
+    """An adapter that fits its base model, and has no NaN or infinity."""
 
     source: Source
     factors: Mapping[str, tuple[Array, Array]]
-    """A and B by module, B scaled for us."""
+    """A and B of each module, B with the scale of this server."""
     shapes: Mapping[str, tuple[int, int]]
     told: _Told
 
     def shape(self) -> LoraConfig:
-        """The least that holds it."""
+        """Return the smallest configuration that includes all its modules."""
         groups = {KNOWN[_last(module)] for module in self.factors}
         trained = {f"train_{group}": group in groups for group in GROUPS}
         return LoraConfig(rank=self.source.rank, **trained)
 
     def writer(self, base_model: str, lora: LoraConfig) -> Callable[[Place], None]:
-        """Write it in our form; modules of the shape that it leaves alone get fresh factors."""
+        """Return a function that writes it; modules that it leaves out get new factors."""
         trained = [module for module in self.shapes if _trains(lora, module)]
 
         def write(target: Place) -> None:
@@ -157,14 +157,14 @@ def read_adapter(
     """Read PEFT files.
 
     Raises:
-        EngineError: They are no adapter that can be trained on here.
+        EngineError: They cannot be trained here.
     """
     source, shapes, told = read_source(directory), module_shapes(base_directory), _Told(progress)
     return Adapter(source, _read_factors(source, shapes, told), shapes, told)
 
 
 def most_bytes(base_directory: Path, lora: LoraConfig) -> int:
-    """The most that the weights of an adapter of a shape can take as a file."""
+    """Return the largest size of the weights file of an adapter with this configuration."""
     shapes = module_shapes(base_directory)
     sizes = [sum(shape) for module, shape in shapes.items() if _trains(lora, module)]
     return sum(8 * lora.rank * size + 1024 for size in sizes) + (1 << 20)
@@ -175,7 +175,7 @@ def _trains(lora: LoraConfig, module: str) -> bool:
 
 
 def read_source(directory: Path) -> Source:
-    """Return an adapter's settings; refuse those that change the function."""
+    """Return an adapter's settings; refuse those that change the result."""
     path = directory / CONFIG
     try:
         fields = read_object(path)
@@ -234,7 +234,7 @@ def _last(module: str) -> str:
 
 
 class _Told:
-    """The progress of an import, in bytes read of the file and written of the checkpoint."""
+    """The progress of an import, in bytes read and written."""
 
     def __init__(self, progress: Progress | None) -> None:
         self._progress = progress
@@ -245,7 +245,7 @@ class _Told:
         self._read, self._write = read or self._read, write or self._write
 
     def add(self, count: int) -> None:
-        """So many bytes more."""
+        """Add bytes that were read or written."""
         self._done += count
         if self._progress is not None:
             self._progress(self._done, self._read + self._write)
@@ -301,7 +301,7 @@ def _scaled(b: Array, factor: float) -> Array:
 
 
 def _read_tensors(path: Path, told: _Told) -> dict[str, Array]:
-    """All tensors of a file as float32."""
+    """Return all tensors of a file as float32."""
     from safetensors import SafetensorError, deserialize
 
     if not path.exists():
@@ -327,7 +327,7 @@ def _read_tensors(path: Path, told: _Told) -> dict[str, Array]:
 
 
 def _read(path: Path, told: _Told) -> bytes:
-    """A whole file, of which there is one copy in memory, for as long as the caller wants it."""
+    """Return the contents of a file; only one copy is in memory."""
     whole = io.BytesIO()
     with path.open("rb") as file:
         while piece := file.read(PIECE):
@@ -368,8 +368,9 @@ def _write(
 
 
 def _fresh(module: str, rank: int, outputs: int, inputs: int) -> tuple[Array, Array]:
-    """Factors that add nothing yet: A uniform in ±1/sqrt(in), the same for a name each time, and B
-    zero.
+    """Return factors that add nothing: A is uniform in ±1/sqrt(inputs), B is zero.
+
+    A module of the same name always gets the same factors.
     """
     seed = int.from_bytes(hashlib.sha256(module.encode()).digest()[:8], "little")
     bound = 1 / math.sqrt(inputs)
