@@ -1,1 +1,4 @@
-"""The server: an ASGI application over an Engine. It needs neither torch nor a network."""
+"""The server: an ASGI application over an Engine.
+
+It needs neither torch nor a network.
+"""

@@ -1,4 +1,4 @@
-"""Usage: tokens and storage by the hour, an audit log, and a timeline for each session.
+"""Usage by the hour, an audit log, and a timeline for each session.
 
 Everything is noted in memory, once per operation and never per token, and written to the database
 every few seconds in one transaction. Amounts are counted; all prices are zero.
@@ -164,7 +164,7 @@ def _subtract(counter: Counter[str], owner: str, size: int) -> None:
 
 
 def check_held(held: int, size: int, limit: int) -> None:
-    """Refuse a request, to be sent again later, if its owner's requests take too much memory.
+    """Refuse a request while its owner's requests take too much memory.
 
     A single request may take more than the limit.
     """

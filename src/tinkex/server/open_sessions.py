@@ -75,7 +75,7 @@ class Sessions:
         self.end(session_id)
 
     async def sweep(self) -> None:
-        """End the sessions that have been silent for too long, and record when others were seen."""
+        """End sessions that were silent too long; record the others' last requests."""
         now = time.monotonic()
         for session_id in [s for s, seen in self.last_seen.items() if seen < now - self._seconds]:
             # first, so that no reader of the record finds anything of it alive

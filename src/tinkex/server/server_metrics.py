@@ -71,7 +71,10 @@ class Metrics:
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats log records as lines of JSON, without secrets; access records keep their fields."""
+    """A formatter of log records as lines of JSON, without secrets.
+
+    Access records keep their fields.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         """Return one line."""

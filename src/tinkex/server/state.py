@@ -43,7 +43,10 @@ LEAVE_SECONDS = 10.0
 
 
 class State:
-    """The parts of a running server, made by `create_app`; its lifespan starts and stops them."""
+    """The parts of a running server.
+
+    `create_app` makes them, and its lifespan starts and stops them.
+    """
 
     def __init__(
         self,

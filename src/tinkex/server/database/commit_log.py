@@ -56,7 +56,7 @@ class _Log:
         self.is_valid = known and self._after((0, 0), header[:24]) == self.sums
 
     def commits(self, frames: int = 0, sums: Sums | None = None) -> Iterator[tuple[int, Sums]]:
-        """Yield the valid commits after a number of frames: the frames and sums up to each."""
+        """Yield the frames and sums up to each valid commit after a number of frames."""
         found = self.sums if sums is None else sums
         self._file.seek(HEADER.size + frames * (FRAME.size + self._page))
         while True:
@@ -82,7 +82,7 @@ class _Log:
 
 @functools.lru_cache(maxsize=8)
 def _weights(words: int) -> tuple[Array, Array, tuple[Sums, Sums]]:
-    """Return what each word, and each sum before them, adds to the two sums after them.
+    """Return the share of each word and earlier sum in the next two sums.
 
     A pair (x, y) makes of the sums (s, t): s + t + x, and t + y + that.
     """
@@ -126,7 +126,7 @@ def check(database: Path) -> None:
 
 
 def _recorded(path: Path, salts: bytes) -> int:
-    """Return how many frames were flushed of the log with these salts, as far as that is known."""
+    """Return the known number of flushed frames of the log with these salts."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -153,7 +153,7 @@ class RecordingLock:
         self._db, self._noted = db, db.total_changes
 
     def skip(self) -> None:
-        """Leave the changes so far to the next record, as they were not flushed. Under the lock."""
+        """Leave unflushed changes to the next record. Call it under the lock."""
         if self._db is not None:
             self._noted = self._db.total_changes
 

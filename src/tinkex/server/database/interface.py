@@ -1,4 +1,4 @@
-"""The database of a data directory, as the rest of the server sees it, and what is on record.
+"""The database of a data directory as the server sees it, and its records.
 
 `sqlite.py` implements it. All calls may block: the event loop makes them in a thread, except for
 `SamplerTable.known`. Another database is another class with these attributes, handed to
@@ -93,7 +93,7 @@ class Sampler:
 
 
 class Save(NamedTuple):
-    """The answer to a request for saving; its checkpoint may be replaced or deleted by now."""
+    """The answer to a save; its checkpoint may have been replaced or deleted."""
 
     tinker_path: str
     size_bytes: int
@@ -125,7 +125,7 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """A run with its last request and checkpoints; for strangers only the published ones."""
+    """A run, its last request, and its last checkpoints that the reader may see."""
 
     run: Run
     last_request: float
@@ -215,7 +215,7 @@ class SessionTable(Protocol):
     def note_heard(
         self, heard: Sequence[tuple[float, str]], silent_since: float, reason: str, detail: str
     ) -> None:
-        """Record when sessions were last heard, and end those that are silent since a time.
+        """Record the last requests of sessions, and end those silent since a time.
 
         A power loss may take this back.
         """
@@ -224,7 +224,7 @@ class SessionTable(Protocol):
         """Move a session and its checkpoints into a project; return whether it exists."""
 
     def owner_of(self, session_id: str, model_id: str) -> tuple[str, str] | None:
-        """Return the id and the owner of the session or else the run; None if there is neither."""
+        """Return the id and owner of the session, or else of the run, or None."""
 
     def ids(self, owner: str, limit: int, offset: int) -> list[str]:
         """Return a page of an owner's sessions, newest first."""
@@ -255,7 +255,7 @@ class RunTable(Protocol):
     def page(
         self, owner: str, *, accessible: bool, project_id: str | None, limit: int, offset: int
     ) -> tuple[list[RunRecord], int]:
-        """Return a page of the runs that an owner has, or may see, newest first; and the count."""
+        """Return a page of an owner's or the visible runs, newest first, and the count."""
 
     def record(self, model_id: str, owner: str, *, accessible: bool) -> RunRecord | None:
         """Return a run that an owner has, or may see."""
@@ -268,10 +268,10 @@ class SamplerTable(Protocol):
         """Record a sampler; the same one again changes nothing."""
 
     def add_inflight(self, sampler: Sampler, number: int) -> None:
-        """Record an in-flight sampler, and the version that the request of this number made."""
+        """Record an in-flight sampler, and the version made by a numbered request."""
 
     def inflight_versions(self, model_id: str, number: int) -> tuple[int, int]:
-        """Return the version that belongs to a request, and the newest of its run; 0 if none."""
+        """Return the version of a request, and the newest of its run; 0 if none."""
 
     def newest_version(self, model_id: str) -> int:
         """Return the newest version of a run's in-flight target; 0 if it has none."""
@@ -283,7 +283,7 @@ class SamplerTable(Protocol):
         """Return a sampler of this or an earlier life of the server."""
 
     def join(self, sampler_id: str) -> int:
-        """Return the number of one more client of a sampler: 1, 2, …; no number occurs twice."""
+        """Return the number of a new client of a sampler: 1, 2, …, each only once."""
 
 
 class CheckpointTable(Protocol):
@@ -293,7 +293,7 @@ class CheckpointTable(Protocol):
         """Record a checkpoint, and that a request for it was met."""
 
     def save(self, request_id: str) -> Save | None:
-        """Return the answer to a request for saving, if it was met in any life of the server."""
+        """Return the answer to a save that was done before, also before a restart."""
 
     def get(self, tinker_path: str) -> SavedCheckpoint | None:
         """Return a checkpoint by its path, unless it has expired."""
@@ -307,7 +307,7 @@ class CheckpointTable(Protocol):
         """
 
     def samplers(self, owner: str, base_models: Sequence[str], limit: int) -> list[SavedCheckpoint]:
-        """Return an owner's checkpoints to sample from, on these base models; newest first."""
+        """Return an owner's sampler checkpoints of these base models, newest first."""
 
     def search(
         self, request: CheckpointSearchRequest, owner: str
@@ -327,7 +327,7 @@ class CheckpointTable(Protocol):
         """Let an owner's checkpoint expire at a time, or never; return whether it exists."""
 
     def remove(self, path: str, owner: str) -> Path | None:
-        """Remove an owner's checkpoint; return the directory, whose files can be deleted now."""
+        """Remove an owner's checkpoint; return its directory, which can be deleted."""
 
     def remove_expired(self) -> list[Path]:
         """Remove the expired checkpoints; return their directories."""
@@ -389,7 +389,7 @@ class ActivityTable(Protocol):
     def audit(
         self, start: float, end: float, owner: str | None, category: str | None
     ) -> list[AuditEntry]:
-        """Return the audit log between two times, of an owner or of all, of a category or all."""
+        """Return the audit log between two times; None means all owners or categories."""
 
     def spans(self, session_id: str) -> list[Span]:
         """Return the timeline of a session."""

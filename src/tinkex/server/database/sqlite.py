@@ -1,4 +1,7 @@
-"""The database in SQLite: one file of the data directory. Tensors are files beside it."""
+"""The database in SQLite: one file of the data directory.
+
+Tensors are files beside it.
+"""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class SqliteActivity(Table):
     def audit(
         self, start: float, end: float, owner: str | None, category: str | None
     ) -> list[AuditEntry]:
-        """Return the audit log between two times, of an owner or of all, of a category or all."""
+        """Return the audit log between two times; None means all owners or categories."""
         rows = self._connection.read(
             f"""
             SELECT {AUDIT} FROM audit

@@ -1,4 +1,4 @@
-"""Connections to the database: one that writes, behind a lock, and some that only read."""
+"""Connections to the database: one writes, behind a lock, the others read."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ class Connection:
     def page(
         self, table: str, where: str, name: str, values: Mapping[str, Any]
     ) -> tuple[list[sqlite3.Row], int]:
-        """Return a page of the rows of a table, newest first and then by name, and their count."""
+        """Return a page of a table, newest first and then by name, and the count."""
         order = f"ORDER BY created DESC, {name} LIMIT :limit OFFSET :offset"
         rows = self.read(f"SELECT * FROM {table} WHERE {where} {order}", values)
         return rows, self.read(f"SELECT count(*) FROM {table} WHERE {where}", values)[0][0]

@@ -70,7 +70,7 @@ class SqliteCheckpoints:
         self._connection.change(made, ("INSERT INTO saves VALUES (?, ?, ?)", met))
 
     def save(self, request_id: str) -> Save | None:
-        """Return the answer to a request for saving, if it was met in any life of the server."""
+        """Return the answer to a save that was done before, also before a restart."""
         sql = "SELECT tinker_path, size_bytes FROM saves WHERE request_id = ?"
         row = self._connection.one(sql, request_id)
         return None if row is None else Save(*row)
@@ -111,7 +111,7 @@ class SqliteCheckpoints:
         return {saved.model_id: saved for saved in found}
 
     def samplers(self, owner: str, base_models: Sequence[str], limit: int) -> list[SavedCheckpoint]:
-        """Return an owner's checkpoints to sample from, on these base models; newest first."""
+        """Return an owner's sampler checkpoints of these base models, newest first."""
         query = f"""
             SELECT c.* FROM checkpoints c
             WHERE c.owner = :owner AND instr(c.tinker_path, '/sampler_weights/') AND {ALIVE}
@@ -183,7 +183,7 @@ class SqliteCheckpoints:
         return bool(self._own(query, path, owner, value=value))
 
     def remove(self, path: str, owner: str) -> Path | None:
-        """Remove an owner's checkpoint; return the directory, whose files can be deleted now."""
+        """Remove an owner's checkpoint; return its directory, which can be deleted."""
         query = f"DELETE FROM checkpoints AS c WHERE {OWN} RETURNING directory"
         rows = self._own(query, path, owner)
         return self._directory(rows[0]) if rows else None
@@ -267,7 +267,7 @@ class SqliteRuns:
     def page(
         self, owner: str, *, accessible: bool, project_id: str | None, limit: int, offset: int
     ) -> tuple[list[RunRecord], int]:
-        """Return a page of the runs that an owner has, or may see, newest first; and the count."""
+        """Return a page of an owner's or the visible runs, newest first, and the count."""
         where = _visible(accessible)
         if project_id is not None:
             where += f" AND {PROJECT_OF_RUN} = :project"
@@ -317,14 +317,14 @@ class SqliteSamplers(Table):
         self._known.pop(sampler.sampler_id, None)
 
     def add_inflight(self, sampler: Sampler, number: int) -> None:
-        """Record an in-flight sampler, and the version that the request of this number made."""
+        """Record an in-flight sampler, and the version made by a numbered request."""
         made = addition("samplers", row_of(sampler, created=time.time()), replace=True)
         version = [(sampler.model_id, number, sampler.version)]
         self._connection.change(made, ("INSERT OR IGNORE INTO inflight VALUES (?, ?, ?)", version))
         self._known.pop(sampler.sampler_id, None)
 
     def inflight_versions(self, model_id: str, number: int) -> tuple[int, int]:
-        """Return the version that belongs to a request, and the newest of its run; 0 if none."""
+        """Return the version of a request, and the newest of its run; 0 if none."""
         newest = self.newest_version(model_id)
         sql = "SELECT version FROM inflight WHERE model_id = ? AND number = ?"
         row = self._connection.one(sql, model_id, number)
@@ -352,5 +352,5 @@ class SqliteSamplers(Table):
             return sampler
 
     def join(self, sampler_id: str) -> int:
-        """Return the number of one more client of a sampler: 1, 2, …; no number occurs twice."""
+        """Return the number of a new client of a sampler: 1, 2, …, each only once."""
         return int(self._connection.rows(JOIN, sampler_id)[0]["clients"])

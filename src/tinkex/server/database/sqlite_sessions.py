@@ -93,7 +93,7 @@ class SqliteSessions(Table):
     def note_heard(
         self, heard: Sequence[tuple[float, str]], silent_since: float, reason: str, detail: str
     ) -> None:
-        """Record when sessions were last heard, and end those that are silent since a time."""
+        """Record the last requests of sessions, and end those silent since a time."""
         self._connection.change(
             ("UPDATE sessions SET heard = MAX(heard, ?) WHERE session_id = ?", heard),
             (f"{FINISH} AND heard < ?", [(time.time(), reason, detail, silent_since)]),
@@ -111,7 +111,7 @@ class SqliteSessions(Table):
         return True
 
     def owner_of(self, session_id: str, model_id: str) -> tuple[str, str] | None:
-        """Return the id and the owner of the session or else the run; None if there is neither."""
+        """Return the id and owner of the session, or else of the run, or None."""
         row = self._connection.one(OWNER, session_id, model_id)
         return None if row is None else (row["id"], row["owner"])
 

@@ -35,7 +35,7 @@ def check_name(name: str) -> None:
 
 
 def no_checkpoint(path: str) -> str:
-    """Return the message for a checkpoint that does not exist, or belongs to another account."""
+    """Return the message for a checkpoint that the caller cannot find."""
     return f"there is no checkpoint {path}; it was never saved, or has been deleted or expired"
 
 
@@ -79,7 +79,7 @@ class Checkpoints:
         answer: Callable[[Save], Any],
         finish: Callable[[Path], None] | None = None,
     ) -> OffThread:
-        """Save a run; `finish` may change the files before they are in place. On the worker.
+        """Save a run, on the worker; `finish` may change the files first.
 
         A request that was met in an earlier life is not met again: what it saved may have been
         replaced or deleted since.
@@ -103,7 +103,7 @@ class Checkpoints:
         return OffThread(begin, end)
 
     def put(self, run: Run, spec: SaveSpec, write: Callable[[Directory], None]) -> SavedCheckpoint:
-        """Make a checkpoint, whole or not at all: write it elsewhere, flush, rename, record."""
+        """Make a checkpoint: write it elsewhere, flush, rename and record it."""
         return self._place(run, spec, self._write(run, spec, write))
 
     def put_once(
@@ -182,7 +182,10 @@ class Checkpoints:
         return self._root / run.replace(":", "_")
 
     def clear_leftovers(self, run: str) -> None:
-        """Delete what a killed server left of a run's checkpoints: files that are not on record."""
+        """Delete the files of a run's checkpoints that are not on record.
+
+        A killed server leaves such files.
+        """
         kept = self._database.checkpoints.directories(run)
         for directory in self._directory(run).glob("*/*"):
             if directory not in kept:

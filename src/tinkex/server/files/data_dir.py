@@ -1,4 +1,4 @@
-"""The data directory as a whole: its lock, its signing key, and files that are set aside."""
+"""The data directory: its lock, its signing key, and files set aside."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SET_ASIDE = "set-aside"
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Return whether an error, also of safetensors or SQLite, says that the disk is full."""
+    """Return whether an error, of any library, says that the disk is full."""
     text = str(error)
     has_number = getattr(error, "errno", None) == errno.ENOSPC
     return has_number or f"(os error {errno.ENOSPC})" in text or "database or disk is full" in text
@@ -87,7 +87,7 @@ else:
 
 
 def write_durably(path: Path, data: bytes, *, mode: int = 0o600) -> None:
-    """Create a file with its contents on disk; keep the file that another process made first."""
+    """Create a file durably; keep a file that another process made first."""
     scratch = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     handle = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
@@ -142,7 +142,7 @@ def is_keyed(data_dir: Path) -> bool:
 
 
 def set_aside(data_dir: Path, directory: Path, why: str) -> Path | None:
-    """Move a directory where nothing deletes it, and log the reason; return its new place."""
+    """Move a directory out of use, and log the reason; return its new path."""
     place = data_dir / SET_ASIDE
     target = place / f"{directory.name}-{time.time_ns()}"
     try:
@@ -179,7 +179,7 @@ def make_directory(path: Path) -> None:
 
 
 def sync_above(path: Path, levels: int) -> None:
-    """Make the name of a file durable, and those of the directories above it, so many in all."""
+    """Flush the names of a file and of directories above it, so many in all."""
     for directory in path.parents[:levels]:
         sync_path(directory)
 

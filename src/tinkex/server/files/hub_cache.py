@@ -41,7 +41,7 @@ def cache_root() -> Path:
 
 
 def publish_tokenizer(name: str, directory: Path) -> Path | None:
-    """Copy a model's tokenizer into the cache under its name; None when nothing was done."""
+    """Copy a model's tokenizer into the cache; return None if nothing was done."""
     files = [directory / file for file in FILES if (directory / file).is_file()]
     has_tokenizer = any(file.name.startswith("tokenizer") for file in files)
     if not has_tokenizer or not REPOSITORY.fullmatch(name):

@@ -1,4 +1,4 @@
-"""Import PEFT adapters: they become training checkpoints that compute the same function.
+"""Import PEFT adapters as training checkpoints with the same result.
 
 Factors here are scaled by 32 / rank; another scale is multiplied into B. If an adapter leaves out a
 module of a group that is trained as a whole, the module gets a new pair: B is zero, so that it adds
@@ -164,7 +164,7 @@ def read_adapter(
 
 
 def most_bytes(base_directory: Path, lora: LoraConfig) -> int:
-    """Return the largest size of the weights file of an adapter with this configuration."""
+    """Return the largest size of an adapter's weights file."""
     shapes = module_shapes(base_directory)
     sizes = [sum(shape) for module, shape in shapes.items() if _trains(lora, module)]
     return sum(8 * lora.rank * size + 1024 for size in sizes) + (1 << 20)
@@ -203,7 +203,7 @@ def read_source(directory: Path) -> Source:
 
 
 def module_shapes(directory: Path) -> dict[str, tuple[int, int]]:
-    """Return the outputs and inputs of each module of a base model that adapters can change."""
+    """Return the outputs and inputs of each module that adapters can change."""
     shapes: dict[str, tuple[int, int]] = {}
     for path in sorted(directory.glob("model*.safetensors")):
         for name, about in _header(path).items():
@@ -289,7 +289,7 @@ def _read_factors(
 
 
 def _is_target(module: str, targets: list[str] | None) -> bool:
-    """Return True if an adapter targets a module, by PEFT's rule: full name or its end."""
+    """Return whether a module is a target, by full name or its end, as in PEFT."""
     return any(module == target or module.endswith(f".{target}") for target in targets or ())
 
 

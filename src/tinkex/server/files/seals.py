@@ -1,4 +1,4 @@
-"""Digests of saved files (checkpoints, states, samplers), which are checked on load."""
+"""Digests of checkpoints, states and samplers, checked on load."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _damaged(directory: Path, name: str, why: str) -> EngineError:
 
 @lru_cache(maxsize=4096)
 def _known_digest(path: Path, changed: int, inode: int) -> str:
-    """Return a file's digest; its time of change and inode tell whether it is the same file."""
+    """Return a file's digest, cached while its change time and inode stay."""
     return _digest_of(path)
 
 

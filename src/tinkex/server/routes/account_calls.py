@@ -76,7 +76,7 @@ async def delete_api_key(state: State, call: Call) -> Empty:
 
 
 def _only(owner: str) -> str | None:
-    """Return the owner whose usage is shown: the operator of the server sees everyone's."""
+    """Return the owner whose usage is shown, or None for all to the operator."""
     return None if owner == LOCAL_OWNER else owner
 
 

@@ -65,7 +65,7 @@ async def get_external_weights_urls(state: State, call: Call) -> ExternalWeights
 
 @handler
 async def get_checkpoint_archive(state: State, call: Call) -> Response:
-    """Redirect to the signed address of a checkpoint's archive; older clients ask for it."""
+    """Redirect to the signed address of an archive, for older clients."""
     saved = await _readable(state, call)
     expires = _expiry(saved)
     until = format_datetime(moment(expires), usegmt=True)
@@ -96,7 +96,7 @@ def _identity(saved: SavedCheckpoint) -> str:
 
 
 def _mark(accounts: Accounts, reader: str) -> str:
-    """Return an id of a reader that does not name them, as addresses are shown to others."""
+    """Return an id of a reader that does not reveal the name."""
     return accounts.sign(f"reader {reader}", 1).hex()[:32]
 
 
@@ -189,7 +189,7 @@ Files: TypeAlias = Mapping[Path, BinaryIO]
 
 
 def _opened(pieces: tuple[Piece, ...]) -> Files:
-    """Open the files to be sent, so that they can be sent even if they are deleted meanwhile."""
+    """Open the files of pieces; they can be sent even if they are deleted."""
     return {piece.path: piece.path.open("rb") for piece in pieces if piece.path is not None}
 
 
@@ -225,7 +225,7 @@ def _respond(request: Request, pieces: tuple[Piece, ...], files: Files, digest: 
 
 
 def _range(header: str, size: int) -> tuple[int, int] | None:
-    """Return the span of a Range header, empty if there is no such span; None for everything."""
+    """Return the span of a Range header, perhaps empty; None for everything."""
     match = re.fullmatch(r"\s*bytes\s*=\s*(\d{0,18})-(\d{0,18})\s*", header)
     # a server may answer several ranges with everything
     if match is None or not any(match.groups()):

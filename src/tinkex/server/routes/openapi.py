@@ -1,4 +1,4 @@
-"""Describe the server as an OpenAPI 3.1 document, made of the operations and the messages.
+"""Describe the server as an OpenAPI 3.1 document.
 
 Paths, bodies and answers follow from `tinkex.wire.protocol`, schemas from the types. Written by
 hand are only the types that read their own JSON, and the parameters of queries.

@@ -1,4 +1,4 @@
-"""Read the parameters of queries, and write values as the lists of the API show them."""
+"""Read parameters of queries, and convert values for lists."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ async def _run_of(state: State, call: Call, *, accessible: bool) -> RunRecord:
 
 
 def _page(call: Call, size: int) -> tuple[int, int]:
-    """Return the limit and the offset of a list; a larger limit than is possible is lowered."""
+    """Return the limit, at most LARGEST_PAGE, and the offset of a list."""
     limit = whole_number(call, "limit", size)
     return min(limit, LARGEST_PAGE), whole_number(call, "offset", 0)
 
@@ -200,7 +200,7 @@ async def _check_projects(state: State, projects: list[str], owner: str) -> None
 
 
 def checkpoint_path(call: Call) -> str:
-    """Return the path of the checkpoint in a request's address; refuse a malformed one."""
+    """Return the path of the checkpoint in an address; refuse a malformed one."""
     run, kind, name = (call.path[part] for part in ("training_run_id", "kind", "name"))
     if kind not in KINDS:
         raise Refusal(400, f"{kind!r} is not a kind of checkpoint: {ID_RULE}")
@@ -223,7 +223,7 @@ def nothing_at(path: str) -> Refusal:
 
 
 async def _changed(call: Call, change: Callable[..., T], *values: object) -> T:
-    """Change the caller's checkpoint that a request names; refuse one that does not exist."""
+    """Change a checkpoint of the caller; refuse one that does not exist."""
     path = checkpoint_path(call)
     if not (found := await asyncio.to_thread(change, path, call.owner, *values)):
         raise nothing_at(path)
@@ -269,7 +269,7 @@ _copying = threading.Lock()
 
 @handler
 async def copy_weights(state: State, call: Call) -> CopyWeightsResponse:
-    """Copy a checkpoint into a project, as a new run; a repeated request gives the same copy."""
+    """Copy a checkpoint into a project, as a new run; a repeat gives the same."""
     request: CopyWeightsRequest = call.request
     if not request.destination_project_id:
         raise Refusal(400, "copy_weights needs a destination_project_id")
@@ -314,7 +314,7 @@ def _copy(
 
 
 def _link(source: Path, target: Path) -> None:
-    """Link a file: files of checkpoints never change. Copy it where links are not possible."""
+    """Link a file of a checkpoint, as it never changes; else copy it."""
     try:
         os.link(source, target)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Report what the server is and how it is; list all endpoints beside the Tinker API."""
+"""Describe the server and its health; list the endpoints of other pages."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ FEATURES = (
 
 @handler
 async def client_config(state: State, call: Call) -> ClientConfigResponse:
-    """Configure clients. A call is one request, so that bad data leaves no half of its gradient."""
+    """Configure clients.
+
+    A call is one request, so that bad data leaves no half of its gradient.
+    """
     assert isinstance(call.request, ClientConfigRequest)
     features: dict[str, Any] = dict.fromkeys(FEATURES, True)
     return ClientConfigResponse(

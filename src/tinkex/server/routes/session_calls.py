@@ -183,7 +183,7 @@ def _summary(found: FoundSession) -> SessionSummary:
 
 @handler
 async def export_session_trace(state: State, call: Call) -> SessionTraceExportResponse:
-    """Return a link to a session's timeline, valid for an hour; a file, for embedded programs."""
+    """Return a link to a session's timeline; a file, for embedded programs."""
     session = call.path["session_id"]
     await state.meter.flush()
     if await asyncio.to_thread(state.database.sessions.state, session) is None:
@@ -213,7 +213,7 @@ async def trace(state: State, call: Call) -> Response:
 
 
 def trace_of(state: State, session: str) -> bytes:
-    """Return a timeline in Chrome's trace format, for Perfetto, with a track per run or sampler.
+    """Return a timeline in Chrome's trace format, with a track per run or sampler.
 
     An operation lasts from its arrival to its result; operations of one track may overlap.
     """

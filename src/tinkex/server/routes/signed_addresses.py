@@ -39,7 +39,7 @@ class SignedAddress:
         expires: int,
         **others: str,
     ) -> str:
-        """Return an address for the key of a call; `others` are the further terms of its kind."""
+        """Return an address for a caller's key; `others` are more terms of its kind."""
         terms = {"expires": str(expires), **others, "key": str(call.key_id)}
         signed = terms | {"signature": self.signature(accounts, variables, terms)}
         query = "&".join(f"{name}={quote(value, safe='')}" for name, value in signed.items())

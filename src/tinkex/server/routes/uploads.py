@@ -1,4 +1,4 @@
-"""Take uploads of external weights at signed addresses, and make checkpoints of them."""
+"""Receive external weights at signed addresses; make checkpoints of them."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ async def save_weights_external(state: State, call: Call) -> Save:
 
 @run_operation
 async def save_weights_for_sampler(state: State, call: Call) -> Save:
-    """Save weights to sample from: under a name, or as a nameless sampler of the session."""
+    """Save weights to sample from, under a name or as a nameless sampler."""
     request: SaveWeightsForSamplerRequest = call.request
     # The official client counts sampling_session_seq_id up when it retries: it does not make
     # another request of it.
@@ -153,7 +153,7 @@ def _nameless_id(state: State, run: Run, request: SaveWeightsForSamplerRequest) 
 
 
 def encryption(recipients: Sequence[str]) -> Callable[[Path], None]:
-    """Return a function that encrypts every file of a directory; refuse bad recipients first."""
+    """Return a function that encrypts a directory; refuse bad recipients."""
     if len(recipients) > MOST_RECIPIENTS:
         raise EngineError(
             f"{RECIPIENTS}: at most {MOST_RECIPIENTS} are possible, got {len(recipients)}"
@@ -220,7 +220,7 @@ async def load_weights(state: State, call: Call) -> Load | Creation:
 
 
 def _loaded_before(state: State, call: Call, run: str, number: int) -> Path | None:
-    """Return what a load gave in an earlier life: the checkpoint may be another by now, or gone."""
+    """Return the files of a load before a restart; its checkpoint may be gone."""
     return None if call.recorded is None else state.snapshots.loaded_before(run, number)
 
 
