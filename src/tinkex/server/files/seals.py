@@ -9,8 +9,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
-from tinkex.engine.api import EngineError
-from tinkex.engine.places import Directory
+from tinkex.engine.api import Directory, EngineError
 from tinkex.server.files.data_dir import sync_path
 
 SEAL = ".digests.json"

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from tinkex.engine.places import Directory
+from tinkex.engine.api import Directory
 from tinkex.server.calls import Call
 from tinkex.server.database.interface import Run, RunRecord, SavedCheckpoint
 from tinkex.server.files.checkpoint_files import (

@@ -14,9 +14,12 @@ from typing import BinaryIO
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinkex.engine.api import EngineError
-from tinkex.engine.peft_files import ADAPTER_CONFIG as CONFIG, ADAPTER_WEIGHTS as WEIGHTS, MAX_RANK
-from tinkex.engine.places import Directory
+from tinkex.engine.api import Directory, EngineError
+from tinkex.engine.file_formats import (
+    ADAPTER_CONFIG as CONFIG,
+    ADAPTER_WEIGHTS as WEIGHTS,
+    MAX_RANK,
+)
 from tinkex.server.calls import Call
 from tinkex.server.complaints import FULL_DISK
 from tinkex.server.database.interface import Run
