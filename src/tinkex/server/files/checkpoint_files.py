@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from tinkex.engine.api import Directory, EngineError, Writer
-from tinkex.server.complaints import FULL_DISK
 from tinkex.server.database.interface import Database, Run, Save, SavedCheckpoint
 from tinkex.server.files.data_dir import discard, is_full_disk, sync_above
 from tinkex.server.files.seals import contents, write_whole
+from tinkex.server.http_errors import FULL_DISK
 from tinkex.server.workers.worker import OffThread
 from tinkex.types.checkpoints import KINDS, SCHEME, ParsedCheckpointTinkerPath
 

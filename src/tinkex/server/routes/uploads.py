@@ -21,13 +21,12 @@ from tinkex.engine.file_formats import (
     MAX_RANK,
 )
 from tinkex.server.calls import Call
-from tinkex.server.complaints import FULL_DISK
 from tinkex.server.database.interface import Run
 from tinkex.server.files.checkpoint_files import SaveSpec
 from tinkex.server.files.data_dir import sync_path
 from tinkex.server.files.imports import GROUPS, Adapter, most_bytes, read_adapter
 from tinkex.server.files.upload_files import COMING, Upload, find_upload, unfinished
-from tinkex.server.http_errors import Refusal
+from tinkex.server.http_errors import FULL_DISK, Refusal
 from tinkex.server.routes.handler_table import handler
 from tinkex.server.routes.queries import moment
 from tinkex.server.routes.signed_addresses import SignedAddress

@@ -20,7 +20,7 @@ from tinkex.server.routes.handler_table import handler, run_operation
 from tinkex.server.routes.records import nothing_at, parsed_path
 from tinkex.server.routes.training_calls import home_of, new_run
 from tinkex.server.runs.work import Creation, LiveRun, Load, Save
-from tinkex.server.samples import inflight
+from tinkex.server.samples.samplers import check_inflight
 from tinkex.server.state import State
 from tinkex.server.workers.worker import OffThread, Worker
 from tinkex.types.optimizers import OptimizerConfigBase
@@ -122,7 +122,7 @@ async def save_weights_for_sampler(state: State, call: Call) -> Save:
 
     def work(live: LiveRun) -> SaveWeightsForSamplerResponseInternal | OffThread:
         if request.kind == "inflight":
-            inflight.check(request)
+            check_inflight(request)
         if request.path is None:
             return save_in_memory(live)
         return _save(state, call, live, spec, lambda saved: answer(path=saved.tinker_path))
@@ -221,7 +221,7 @@ async def load_weights(state: State, call: Call) -> Load | Creation:
 
 def _loaded_before(state: State, call: Call, run: str, number: int) -> Path | None:
     """Return the files of a load before a restart; its checkpoint may be gone."""
-    return None if call.recorded is None else state.snapshots.loaded_before(run, number)
+    return state.snapshots.loaded_before(run, number) if call.is_replayed else None
 
 
 async def _create_by_loading(
