@@ -301,11 +301,10 @@ class InflightTargets:
             await self._restore(run)
         version = self.versions.get(run, 0)
         if not version or sampler.version is None or version < sampler.version:
-            raise Refusal(
-                410,
-                f"the weights of in-flight sampler {sampler.sampler_id!r} ended with their session; "
-                "save them again",
+            why = (
+                f"the weights of in-flight sampler {sampler.sampler_id!r} ended with their session"
             )
+            raise Refusal(410, f"{why}; save them again")
         weights = _weights(run, version)
         directory = self._nameless.directories.get(weights)
         return WeightSource(
