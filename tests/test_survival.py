@@ -98,13 +98,18 @@ async def life(
 
 
 def killed(data_dir: Path) -> Path:
-    """What is on disk at this moment, for another life to begin with."""
+    """Return a copy of the files on disk as they are now, to start another server from."""
     target = data_dir.with_name(f"{data_dir.name}-killed")
     record = commit_log.record_of(data_dir / DATABASE)
-    recorded = record.read_bytes()  # first: it must not be newer than the log
-    shutil.copytree(data_dir, target, ignore=shutil.ignore_patterns("*-shm"))
-    (target / record.name).write_bytes(recorded)
-    return target
+    while True:
+        recorded = record.read_bytes()  # first: it must not be newer than the log
+        try:
+            shutil.copytree(data_dir, target, ignore=shutil.ignore_patterns("*-shm"))
+        except shutil.Error:  # the server has deleted a file meanwhile: copy again
+            shutil.rmtree(target)
+            continue
+        (target / record.name).write_bytes(recorded)
+        return target
 
 
 def played(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
