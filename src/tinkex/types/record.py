@@ -12,7 +12,7 @@ import base64
 import copy
 import datetime as dt
 import math
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Self, TypeAlias, TypeVar, get_args, get_origin
 
 import msgspec
@@ -481,6 +481,20 @@ def _defaults(kind: type[Record]) -> dict[str, Any]:
 def settle(record: Record, name: str, value: Any) -> None:
     """Replace a field while a record is being made; afterwards it never changes."""
     msgspec.structs.force_setattr(record, name, value)
+
+
+def settle_each(
+    record: Record,
+    read: Callable[[Any, str], Any],
+    names: Iterable[str],
+    optional: Iterable[str] = (),
+) -> None:
+    """Replace fields by what `read` makes of them; optional ones may be None."""
+    for name in names:
+        settle(record, name, read(getattr(record, name), name))
+    for name in optional:
+        if (value := getattr(record, name)) is not None:
+            settle(record, name, read(value, name))
 
 
 def number(value: Any, name: str) -> float:
