@@ -118,7 +118,10 @@ class Message:
 
 
 class Wired(Message, metaclass=WiredMeta):
-    """A type with its own JSON form; its constructor takes the names in `FIELDS` as keywords."""
+    """A type with its own JSON form; its constructor takes the names in `FIELDS` as keywords.
+
+    The names of a dataclass are those of its fields.
+    """
 
     __slots__ = ()
     FIELDS: ClassVar[tuple[str, ...]] = ()
@@ -161,9 +164,13 @@ class Wired(Message, metaclass=WiredMeta):
         """Build from the JSON form, which has the type that `FORM` asks for."""
         raise NotImplementedError
 
+    @classmethod
+    def _names(cls) -> tuple[str, ...]:
+        return cls.FIELDS or cls.__match_args__  # type: ignore[attr-defined]
+
     def _state(self) -> tuple[Any, ...]:
-        """The values of `FIELDS`, from which the constructor makes an equal value."""
-        return tuple(getattr(self, name) for name in self.FIELDS)
+        """The values of the fields, from which the constructor makes an equal value."""
+        return tuple(getattr(self, name) for name in self._names())
 
     def _full(self) -> dict[str, Any]:
         """The fields for a dump: those that are absent too, where that is customary."""
@@ -196,7 +203,7 @@ class Wired(Message, metaclass=WiredMeta):
             [3]
         """
         source = copy.deepcopy(self) if deep else self
-        fields = dict(zip(self.FIELDS, source._state(), strict=True))
+        fields = dict(zip(self._names(), source._state(), strict=True))
         return type(self)(**fields | dict(update or {}))
 
     def __eq__(self, other: object) -> bool:  # and no hash: arrays have none

@@ -148,7 +148,6 @@ class ForwardBackwardOutput(Wired):
         (0.375, [-0.5, -0.25])
     """
 
-    FIELDS: ClassVar[tuple[str, ...]] = ("loss_fn_output_type", "loss_fn_outputs", "metrics")
     FORM: ClassVar = (
         "loss_fn_outputs",
         list,
