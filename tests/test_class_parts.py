@@ -9,7 +9,7 @@ import pytest
 
 from tinkex import RestClient, SamplingClient, ServiceClient, TrainingClient
 from tinkex.client.futures.twins import twin
-from tinkex.client.http.request_names import headers_of
+from tinkex.client.http.request_headers import headers_of
 from tinkex.client.session_client import made_of
 
 

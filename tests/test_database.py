@@ -141,7 +141,7 @@ def test_usage_comes_with_its_sessions(database: Database) -> None:
     assert database.activity.used(0, 7200, "bob") == ([], {})
 
 
-def test_errors_are_of_one_kind(tmp_path: Path) -> None:
+def test_errors_have_one_type(tmp_path: Path) -> None:
     with closing(SqliteDatabase(tmp_path)) as database:
         database.sessions.add("s", {})
         with pytest.raises(DatabaseError, match="UNIQUE"):

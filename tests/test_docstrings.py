@@ -280,7 +280,7 @@ def test_public_callables_document_arguments_returns_and_raises(label: str) -> N
     assert not [fault for name, function in callables(label) for fault in faults(name, function)]
 
 
-def test_a_twin_names_one_that_is_there() -> None:
+def test_twin_names_an_existing_method() -> None:
     for name in MODULES:
         for label, value in own(name):
             twin = re.match(r"Like `(\w+)`", value.__doc__ or "")
@@ -570,7 +570,7 @@ def failures(home: Any, out: Callable[[str], object]) -> int:
     return runner.summarize(verbose=False).failed
 
 
-def test_an_example_that_gives_something_else_is_found() -> None:
+def test_example_that_gives_something_else_is_found() -> None:
     home = ModuleType("home")
     home.__doc__ = "Example:\n    >>> 1 + 1, os.getpid()\n    (2, ...)\n    >>> 1 + 1\n    3\n"
     vars(home)["os"] = os

@@ -73,7 +73,7 @@ def archive(wire: Wire, path: str) -> Heard:
 # ── signed addresses ──────────────────────────────────────────────────────────────────────────────
 
 
-def test_an_export_is_fetched_without_a_key(tmp_path: Path) -> None:
+def test_export_is_fetched_without_a_key(tmp_path: Path) -> None:
     with serving(FakeEngine(), tmp_path, api_key="tml-secret") as url:
 
         class Keyed(Wire):
@@ -117,7 +117,7 @@ def test_signed_address_expires_after_fifteen_minutes(
     assert fetch(urls(wire, path)["fake.json"]).status == 200
 
 
-def test_no_address_outlives_its_checkpoint(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_addresses_end_with_their_checkpoint(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     path = export(wire, ttl_seconds=3600)
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() + 3500)
@@ -144,7 +144,7 @@ def test_no_address_outlives_its_checkpoint(wire: Wire, monkeypatch: pytest.Monk
         (r"/fake\.json", "/..%2F..%2Ftinkex.sqlite3"),
     ],
 )
-def test_an_address_that_was_changed_is_refused(wire: Wire, old: str, new: str) -> None:
+def test_address_that_was_changed_is_refused(wire: Wire, old: str, new: str) -> None:
     [address] = urls(wire, export(wire)).values()
     changed = re.sub(old, new, address)
     assert changed != address
@@ -157,7 +157,7 @@ def test_an_address_that_was_changed_is_refused(wire: Wire, old: str, new: str) 
     )
 
 
-def test_a_signature_does_not_lead_out_of_the_checkpoint(tmp_path: Path) -> None:
+def test_signature_does_not_lead_out_of_the_checkpoint(tmp_path: Path) -> None:
     from tinkex.server.access.accounts import Accounts
     from tinkex.server.routes.exports import TERMS, _signature
 
@@ -256,7 +256,7 @@ def test_addresses_begin_where_the_caller_found_the_server(wire: Wire) -> None:
     assert fetch(heard.json["urls"]["fake.json"]).status == 200
 
 
-def test_a_deleted_export_is_gone_for_those_who_have_its_address_too(wire: Wire) -> None:
+def test_address_of_deleted_export_stops_working(wire: Wire) -> None:
     path = export(wire)
     [address] = urls(wire, path).values()
     run = path.split("/")[2]
@@ -290,7 +290,7 @@ def test_only_exports_have_addresses(wire: Wire) -> None:
         ("bytes=2-99999", 2, None),
     ],
 )
-def test_a_part_of_a_file_can_be_fetched(
+def test_part_of_a_file_can_be_fetched(
     wire: Wire, asked: str, first: int, last: int | None
 ) -> None:
     [address] = urls(wire, export(wire)).values()
@@ -306,7 +306,7 @@ def test_a_part_of_a_file_can_be_fetched(
     assert part.headers["etag"] == whole.headers["etag"]
 
 
-def test_ranges_that_are_none_and_those_of_another_version(wire: Wire) -> None:
+def test_invalid_ranges_and_ranges_of_another_version(wire: Wire) -> None:
     [address] = urls(wire, export(wire)).values()
     whole = fetch(address)
     size = len(whole.body)
@@ -335,7 +335,7 @@ def test_head_tells_all_but_the_bytes(wire: Wire) -> None:
 
 
 @pytest.mark.covers("S40")
-def test_an_archive_is_a_redirect_to_a_tar_that_needs_no_key(wire: Wire) -> None:
+def test_archive_is_a_redirect_to_a_tar_that_needs_no_key(wire: Wire) -> None:
     model = wire.model()
     for number, operation in enumerate(
         ("save_weights", "save_weights_for_sampler", "save_weights_external"), 1
@@ -452,7 +452,7 @@ def encrypted(wire: Wire, *recipients: str) -> Any:
     return wire.run("save_weights_external", {"model_id": wire.model(), **fields})
 
 
-def test_without_the_means_to_encrypt_nothing_is_exported(
+def test_export_without_encryption_support_fails(
     wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import sys

@@ -53,7 +53,7 @@ def is_waiting(wire: Wire, request_id: str) -> bool:
 
 
 @pytest.mark.covers("U46")
-def test_a_number_that_comes_late_is_waited_for_and_blocks_no_other_run(serve: Serve) -> None:
+def test_number_that_comes_late_is_waited_for_and_blocks_no_other_run(serve: Serve) -> None:
     """A client that sends its step ahead while it computes a custom loss."""
     assert Limits().gap_seconds >= 3600
     wire = serve()
@@ -130,7 +130,7 @@ def test_requests_behind_a_missing_number_are_limited_in_bytes(
     assert states[0].runs[model].lane.held_bytes == 0
 
 
-def test_a_run_is_unloaded_although_a_number_never_came(
+def test_run_is_unloaded_although_a_number_never_came(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(admission, "UNLOAD_GAP_SECONDS", 0.2)
@@ -141,7 +141,7 @@ def test_a_run_is_unloaded_although_a_number_never_came(
     assert "never arrived" in wire.result(waiting)["error"]
 
 
-def test_a_lane_counts_the_bytes_that_it_holds() -> None:
+def test_lane_counts_the_bytes_that_it_holds() -> None:
     lane: Lane[str] = Lane()
     lane.hold(2, 10)
     lane.offer(2, "b")

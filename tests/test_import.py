@@ -78,7 +78,7 @@ ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_an_import_says_how_far_it_is(
+def test_import_reports_progress(
     make: Make,
     store: SqliteDatabase,
     model_dir: Path,
@@ -182,7 +182,7 @@ def test_modules_that_the_adapter_left_alone_learn_too(
         assert not torch.equal(before[key], after[key]), key
 
 
-def test_an_adapter_of_the_hosted_service_finds_its_unembedding(
+def test_adapter_of_the_hosted_service_finds_its_unembedding(
     make: Make, store: SqliteDatabase, model_dir: Path
 ) -> None:
     adapter = make(target_modules=["lm_head", "q_proj"])
@@ -202,7 +202,7 @@ def test_an_adapter_of_the_hosted_service_finds_its_unembedding(
     )
 
 
-def test_the_name_of_the_base_model_is_the_adapters_own_by_default(
+def test_name_of_the_base_model_is_the_adapters_own_by_default(
     make: Make, store: SqliteDatabase, model_dir: Path
 ) -> None:
     saved = import_adapter(store, make(), None, model_dir)
@@ -330,21 +330,17 @@ def test_incompatible_adapter_is_refused_without_a_trace(
     assert store.connection.rows("SELECT count(*) FROM runs")[0][0] == 0
 
 
-def test_a_base_model_that_is_none_is_refused(
-    make: Make, store: SqliteDatabase, tmp_path: Path
-) -> None:
+def test_invalid_base_model_is_refused(make: Make, store: SqliteDatabase, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="is not a base model"):
         import_adapter(store, make(), MODEL, tmp_path)
 
 
-def test_a_name_that_cannot_be_one_is_refused(
-    make: Make, store: SqliteDatabase, model_dir: Path
-) -> None:
+def test_invalid_name_is_refused(make: Make, store: SqliteDatabase, model_dir: Path) -> None:
     with pytest.raises(EngineError, match="is not allowed"):
         import_adapter(store, make(), MODEL, model_dir, "../escape")
 
 
-def test_the_conventions_are_the_engines() -> None:
+def test_conventions_are_the_engines() -> None:
     """Also for a family of its own names: adapters for its modules can be imported."""
     for family in families().values():
         for group, modules in family.names.groups.items():
@@ -357,7 +353,7 @@ def test_the_conventions_are_the_engines() -> None:
 # ── the command ───────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_command_imports_beside_a_running_server(
+def test_command_imports_beside_a_running_server(
     make: Make, model_dir: Path, data_dir: Path
 ) -> None:
     adapter = make()
@@ -383,7 +379,7 @@ def test_the_command_imports_beside_a_running_server(
         assert [checkpoint.tinker_path for checkpoint in listed] == [path]
 
 
-def test_command_errors_are_one_line(make: Make, model_dir: Path, data_dir: Path) -> None:
+def test_command_errors_have_one_line(make: Make, model_dir: Path, data_dir: Path) -> None:
     adapter = make()
     _edit(adapter, use_dora=True)
     arguments = [
@@ -409,7 +405,7 @@ def test_command_errors_are_one_line(make: Make, model_dir: Path, data_dir: Path
     assert done.stderr.count("\n") == 1
 
 
-def test_the_command_asks_for_the_base_models_name_when_the_adapter_has_a_directory(
+def test_command_asks_for_the_base_models_name_when_the_adapter_has_a_directory(
     make: Make, model_dir: Path, data_dir: Path
 ) -> None:
     adapter = make()
@@ -421,7 +417,7 @@ def test_the_command_asks_for_the_base_models_name_when_the_adapter_has_a_direct
     assert "give --base-model NAME[=DIR]" in result.output
 
 
-def test_scaling_is_exact_where_floats_allow_it(
+def test_scaling_is_exact_within_float_precision(
     make: Make, store: SqliteDatabase, model_dir: Path
 ) -> None:
     adapter = make(lora_alpha=16)

@@ -170,9 +170,7 @@ def test_load_loses_and_repeats_nothing_in_bounded_memory(
     assert after - between < GROWTH_MB
 
 
-def test_an_owner_of_many_runs_does_not_starve_one_who_has_a_single_run(
-    tmp_path: Path, model_dir: Path
-) -> None:
+def test_owner_of_many_runs_does_not_starve_owner_of_one(tmp_path: Path, model_dir: Path) -> None:
     from tinkex.engine.torch.engine import TorchEngine
 
     with closing(SqliteDatabase(tmp_path)) as store:

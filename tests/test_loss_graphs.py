@@ -349,7 +349,7 @@ def scalar(value: float) -> TensorData:
     return TensorData([value], "float32", [])
 
 
-def test_a_loss_computed_by_the_caller_sums_losses_and_combines_metrics_by_name() -> None:
+def test_loss_computed_by_the_caller_sums_losses_and_combines_metrics_by_name() -> None:
     handle = trace(scaled_sum, RANKS, "s")
     data = [datum(weights=[1.0, 2.0], scale=scalar(3.0)), datum(weights=[1.0], scale=scalar(5.0))]
     logprobs = [

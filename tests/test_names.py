@@ -73,7 +73,7 @@ def test_files_in_prose_exist() -> None:
     assert sorted(lost) == []
 
 
-def test_a_wrong_name_is_found() -> None:
+def test_wrong_name_is_found() -> None:
     assert not leads_somewhere("tinkex.engine.product_check")
     assert not leads_somewhere("tinkex.client.service.ServiceClients")
     assert leads_somewhere("tinkex.client.service.ServiceClient")

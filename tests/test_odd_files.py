@@ -90,7 +90,7 @@ def test_deeply_nested_header_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "command", [["key", "list"], ["key", "create", "x"], ["serve", "--port", "0"]]
 )
-def test_newer_data_directory_is_one_line(tmp_path: Path, command: list[str]) -> None:
+def test_newer_data_directory_gives_one_error_line(tmp_path: Path, command: list[str]) -> None:
     SqliteDatabase(tmp_path).close()
     with closing(sqlite3.connect(tmp_path / DATABASE)) as database:
         database.execute("PRAGMA user_version=999")

@@ -67,7 +67,7 @@ def test_numbers_follow_the_order_of_calls(line: Line) -> None:
     assert line.sent == [("run", 4), ("run", 5), ("run", 6)]
 
 
-def test_a_call_cancelled_while_it_waits_leaves_no_gap(line: Line) -> None:
+def test_call_cancelled_while_it_waits_leaves_no_gap(line: Line) -> None:
     outbox = Outbox(line, "run")  # type: ignore[arg-type]
     first, second, third = step(outbox), step(outbox), step(outbox)
     second.cancel()
@@ -88,7 +88,7 @@ def test_calls_behind_a_cancelled_custom_loss_are_refused(line: Line) -> None:
     assert step(outbox, before).result(10) == 3
 
 
-def test_an_outbox_shares_the_poison_of_the_run_before(line: Line) -> None:
+def test_outbox_shares_the_poison_of_the_run_before(line: Line) -> None:
     line.gate.set()
     outbox = Outbox(line, "run")  # type: ignore[arg-type]
     outbox.poison.spread(outbox.poison.place(), KeyError("mine"))

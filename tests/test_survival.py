@@ -150,7 +150,7 @@ def save_json(model: str, number: int | None, name: str, **fields: Any) -> dict[
 
 
 @pytest.mark.covers("S44")
-def test_a_save_that_was_replaced_or_deleted_since_is_not_done_again(tmp_path: Path) -> None:
+def test_save_that_was_replaced_or_deleted_since_is_not_done_again(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with life(tmp_path / "a") as first:
             model = await first.model()
@@ -181,7 +181,7 @@ def test_a_save_that_was_replaced_or_deleted_since_is_not_done_again(tmp_path: P
 
 
 @pytest.mark.covers("S44")
-def test_a_server_that_stops_finishes_the_save_that_it_is_at(tmp_path: Path) -> None:
+def test_server_that_stops_finishes_the_save_that_it_is_at(tmp_path: Path) -> None:
     held = Held("save")
 
     async def scenario() -> None:
@@ -381,7 +381,7 @@ def test_replayed_load_survives_a_deleted_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("S44")
-def test_an_unload_is_not_lost(tmp_path: Path) -> None:
+def test_unload_is_not_lost(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with life(tmp_path / "a", FakeEngine(delay=0.2)) as first:
             model = await first.model()
@@ -518,7 +518,7 @@ def test_sample_without_a_session_stays_its_owners_after_a_restart(tmp_path: Pat
 
 
 @pytest.mark.covers("S44")
-def test_a_record_that_is_being_written_is_not_taken_for_a_torn_one(tmp_path: Path) -> None:
+def test_unfinished_record_is_not_taken_for_a_torn_record(tmp_path: Path) -> None:
     async def scenario() -> None:
         committer = Committer()
         earlier, journal = Journal(tmp_path, committer), Journal(tmp_path, committer)
@@ -542,7 +542,7 @@ def test_a_record_that_is_being_written_is_not_taken_for_a_torn_one(tmp_path: Pa
 
 
 @pytest.mark.covers("S44")
-def test_a_nameless_sampler_is_written_once_and_only_for_a_state(
+def test_nameless_sampler_is_written_once_and_only_for_a_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshot, "STATE_OPERATIONS", 4)
@@ -596,7 +596,7 @@ def test_a_nameless_sampler_is_written_once_and_only_for_a_state(
 
 
 @pytest.mark.covers("S44")
-def test_nameless_sampler_recreated_during_its_write_is_the_new_one(
+def test_nameless_sampler_recreated_during_its_write_wins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And whoever trains and samples meanwhile does not wait."""
@@ -692,7 +692,7 @@ def test_directories_of_acknowledged_files_are_flushed(
 
 
 @pytest.mark.covers("S44")
-def test_a_nameless_sampler_whose_number_is_used_again_after_a_crash_is_the_new_one(
+def test_nameless_sampler_with_reused_number_after_a_crash_wins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first was put on disk, the second was taken and not made; it must not be mistaken for
@@ -764,7 +764,7 @@ def test_leftovers_of_a_nameless_sampler_are_removed(tmp_path: Path) -> None:
     played(scenario)
 
 
-def test_a_result_that_made_room_while_a_state_was_written_is_not_kept_with_it(
+def test_result_that_made_room_while_a_state_was_written_is_not_kept_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For there is nothing left of it, and a run must not break of that."""
@@ -864,7 +864,7 @@ def test_no_key_and_no_access_token_is_put_on_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("S44")
-def test_a_server_that_stops_fails_nothing_and_leaves_a_state_behind(tmp_path: Path) -> None:
+def test_stopping_server_fails_no_work_and_saves_its_state(tmp_path: Path) -> None:
     async def scenario() -> None:
         engine = FakeEngine(step_delay=0.02)
         async with life(tmp_path / "a", engine) as first:
@@ -1024,7 +1024,7 @@ def test_load_is_answered_after_its_state_is_written(tmp_path: Path) -> None:
     played(scenario)
 
 
-def test_a_state_that_cannot_be_written_fails_no_step(
+def test_state_that_cannot_be_written_fails_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(snapshot, "STATE_OPERATIONS", 2)
@@ -1176,7 +1176,7 @@ def test_programs_with_an_embedded_server_share_a_data_directory(tmp_path: Path)
         each.unlock()
 
 
-def test_a_server_that_has_no_memory_for_a_run_does_not_call_it_corrupted(tmp_path: Path) -> None:
+def test_server_that_has_no_memory_for_a_run_does_not_call_it_corrupted(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with life(tmp_path / "a") as server:
             model = await server.model()

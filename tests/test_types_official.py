@@ -764,7 +764,7 @@ def test_literals_are_the_same(official: dict[str, Any], name: str) -> None:
     assert [value for value in get_args(getattr(types, name)) if value not in own] == known
 
 
-def test_aliases_are_there(official: dict[str, Any]) -> None:
+def test_aliases_exist(official: dict[str, Any]) -> None:
     assert official["aliases"] == ALIASES
     assert not [name for name in ALIASES if name not in types.__all__]
 
@@ -1021,12 +1021,12 @@ def test_official_values_round_trip_at_length(
 
 @settings(QUICK)
 @given(recipe=recipes())
-def test_the_same_pass_is_the_same_bytes(ask: Ask, recipe: Any) -> None:
+def test_same_pass_is_the_same_bytes(ask: Ask, recipe: Any) -> None:
     check_protobuf(ask, recipe)
 
 
 @pytest.mark.slow
 @settings(max_examples=1500, deadline=None, suppress_health_check=SHARED)
 @given(recipe=recipes())
-def test_the_same_pass_is_the_same_bytes_at_length(ask: Ask, recipe: Any) -> None:
+def test_same_pass_is_the_same_bytes_at_length(ask: Ask, recipe: Any) -> None:
     check_protobuf(ask, recipe)

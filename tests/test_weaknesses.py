@@ -611,7 +611,7 @@ def test_w13_metrics_reducer_accepts_mixed_metrics(
     ],
     ids=["silent", "trickling"],
 )
-def test_w14_configured_timeouts_are_the_real_ones(
+def test_w14_configured_timeouts_are_used(
     faulty: FaultyServer, configured: Callable[..., None], late: Answer
 ) -> None:
     configured(timeout=1.0, max_retries=0)

@@ -44,7 +44,7 @@ def train(engine: TorchEngine, name: str, data: Data, seeds: range) -> list[Any]
 
 
 @pytest.mark.covers("S24")
-def test_a_resumed_run_continues_bit_equal(
+def test_resumed_run_continues_bit_equal(
     engine: TorchEngine, checkpoint: Checkpoint, data: Data, tmp_path: Path
 ) -> None:
     train(engine, "a", data, range(3))
@@ -120,7 +120,7 @@ def test_writers_take_any_place_and_equal_safetensors(
     assert list(header.items()) == [item for item in expected.items() if item[0] in header]
 
 
-def test_a_snapshot_costs_the_adapters_bytes_and_no_optimizers(
+def test_snapshot_costs_the_adapters_bytes_and_no_optimizers(
     engine: TorchEngine, data: Data, tmp_path: Path
 ) -> None:
     train(engine, "a", data, range(1))
@@ -188,7 +188,7 @@ def test_peft_reads_the_files(
 
 
 @pytest.mark.covers("S41")
-def test_the_files(engine: TorchEngine, tmp_path: Path) -> None:
+def test_files(engine: TorchEngine, tmp_path: Path) -> None:
     engine.writer("a", optimizer=True).write(Directory(tmp_path))
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     expected = {

@@ -120,7 +120,7 @@ def test_uncovered_checkpoints_are_refused(
         load(directory)
 
 
-def test_a_window_that_is_switched_off_is_no_window() -> None:
+def test_disabled_window_is_no_window() -> None:
     fields = {
         "model_type": "qwen2",
         "sliding_window": 16,

@@ -116,7 +116,7 @@ def test_crowd_that_fills_the_cache_makes_room(way: str, limits: Any) -> None:
 
 
 @WAYS
-def test_short_prompt_waits_for_no_crowd_of_long_ones(way: str, limits: Any) -> None:
+def test_short_prompt_does_not_wait_for_many_long_prompts(way: str, limits: Any) -> None:
     engine = limits(way=way, prefill_tokens=128)
     for index in range(40):
         engine.sample_start(
@@ -130,7 +130,7 @@ def test_short_prompt_waits_for_no_crowd_of_long_ones(way: str, limits: Any) -> 
     assert steps_until(engine, "middle") <= 256 / 64 + MOST_STEPS  # half of a chunk each
 
 
-def test_prompt_that_has_begun_gets_its_part_beside_those_who_had_less(limits: Any) -> None:
+def test_started_prompt_shares_with_prompts_that_had_less(limits: Any) -> None:
     engine = limits(prefill_tokens=128)
     heard: list[Any] = []
     engine.sample_start(

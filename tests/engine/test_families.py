@@ -362,7 +362,7 @@ class Beside(Adaptation):
         )
 
 
-def test_experts_say_which_tokens_they_got(checkpoint: Checkpoint) -> None:
+def test_experts_report_their_tokens(checkpoint: Checkpoint) -> None:
     """So that adapters beside each other in a pass each change their own tokens."""
     engine = TorchEngine({"m": checkpoint("qwen3-moe")}, threads=1)
     loras = []
@@ -426,13 +426,13 @@ def test_kernel_is_trusted_if_it_equals_the_plain_way(
 @pytest.mark.parametrize(
     ("window", "length", "left"), [(None, 9, None), (8, 9, 8), (8, 8, None), (2**31, 9, None)]
 )
-def test_a_window_that_hides_nothing_is_none(
+def test_window_larger_than_the_sequence_is_none(
     window: int | None, length: int, left: int | None
 ) -> None:
     assert AttentionRule(scale=1.0, window=window).window_within(length) == left
 
 
-def test_memory_that_runs_out_says_nothing_about_a_kernel() -> None:
+def test_out_of_memory_error_does_not_blame_a_kernel() -> None:
     def measured() -> Any:
         raise torch.OutOfMemoryError
 
@@ -631,9 +631,7 @@ def test_configs_that_would_be_got_wrong_are_refused(
         parse_config({**fields, **changes})
 
 
-def test_a_config_of_another_kind_of_thing_is_refused(
-    checkpoint: Checkpoint, tmp_path: Path
-) -> None:
+def test_config_of_another_kind_of_thing_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
     fields = json.loads((checkpoint("llama2") / "config.json").read_text())
     wrong: dict[str, Any] = {
         "rope_parameters": [1],
@@ -656,7 +654,7 @@ def test_windows_of_families_that_have_no_switch_for_them(checkpoint: Checkpoint
         assert parse_config({**fields, "use_sliding_window": False}) == plain
 
 
-def test_the_length_that_rotations_were_trained_for_may_be_the_models_own(
+def test_length_that_rotations_were_trained_for_may_be_the_models_own(
     checkpoint: Checkpoint,
 ) -> None:
     fields = json.loads((checkpoint("llama3") / "config.json").read_text())
@@ -672,9 +670,7 @@ def test_the_length_that_rotations_were_trained_for_may_be_the_models_own(
     assert rope["original_max_position_embeddings"] == 20
 
 
-def test_a_head_that_is_not_the_embedding_is_used_whatever_the_config_says(
-    checkpoint: Checkpoint, tmp_path: Path
-) -> None:
+def test_separate_output_head_overrides_tied_config(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """As transformers does."""
     shutil.copytree(checkpoint("llama"), tmp_path, dirs_exist_ok=True)
     fields = json.loads((tmp_path / "config.json").read_text())

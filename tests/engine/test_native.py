@@ -83,7 +83,7 @@ def test_library_is_compiled_once_and_cached(
     assert not stat.S_IMODE(cache.stat().st_mode) & 0o077
 
 
-def test_another_compiler_or_machine_makes_another(
+def test_cached_library_depends_on_compiler_and_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = library.compiled(compiler_of(tmp_path / "one", 'exec REAL "$@"'), tmp_path)
@@ -110,7 +110,7 @@ def test_library_on_arm_fits_any_processor(
 @pytest.mark.parametrize(
     ("status", "expected"), [(0, ["/usr/bin/cc", "/opt/bin/clang"]), (2, ["/opt/bin/clang"])]
 )
-def test_a_mac_is_not_asked_to_install_a_compiler(
+def test_mac_is_not_asked_to_install_a_compiler(
     monkeypatch: pytest.MonkeyPatch, status: int, expected: list[str]
 ) -> None:
     places = {"cc": "/usr/bin/cc", "clang": "/opt/bin/clang"}
@@ -138,7 +138,7 @@ def test_a_mac_is_not_asked_to_install_a_compiler(
         ("exit 0", ""),  # it says it went well, and has made nothing
     ],
 )
-def test_without_a_compiler_that_works_pytorch_does_it(
+def test_pytorch_is_used_without_a_working_compiler(
     cache: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -177,13 +177,13 @@ def test_library_can_be_switched_off(cache: Path, monkeypatch: pytest.MonkeyPatc
     assert not cache.exists()
 
 
-def test_ones_own_compiler_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configured_compiler_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "mine --quick")
     assert next(iter(library.compilers())) == ["mine", "--quick"]
 
 
 @pytest.mark.parametrize("nonsense", ["'", "no-such-compiler-\udcff", "''", "false --quick"])
-def test_a_compiler_that_makes_no_sense_is_passed_over(
+def test_compiler_that_makes_no_sense_is_passed_over(
     cache: Path, monkeypatch: pytest.MonkeyPatch, nonsense: str
 ) -> None:
     monkeypatch.setenv("CC", nonsense)
@@ -231,7 +231,7 @@ def test_unwritable_cache_falls_back_to_pytorch(
     assert "sampling on the CPU uses PyTorch alone and is slower: " in caplog.text
 
 
-def test_without_a_home_nothing_is_left_where_the_program_runs(
+def test_missing_home_leaves_no_files_in_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # as it says then
@@ -243,7 +243,7 @@ def test_without_a_home_nothing_is_left_where_the_program_runs(
 
 
 @pytest.mark.parametrize("what", ["others may write", "it is a file"])
-def test_a_cache_that_is_not_ones_own_is_not_used(cache: Path, what: str) -> None:
+def test_cache_of_another_user_is_not_used(cache: Path, what: str) -> None:
     if what == "others may write":
         cache.mkdir(parents=True)
         cache.chmod(0o777)
@@ -263,7 +263,7 @@ def test_damaged_library_is_compiled_again(cache: Path) -> None:
     assert len(made.read_bytes()) == len(whole)  # on a Mac the name it was made under is in it
 
 
-def test_a_library_that_computes_nonsense_is_not_used(
+def test_library_that_computes_nonsense_is_not_used(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken = tmp_path / "step.c"
@@ -277,7 +277,7 @@ def test_a_library_that_computes_nonsense_is_not_used(
 
 
 @pytest.mark.covers("S36")
-def test_a_library_whose_rows_differ_is_not_used(
+def test_library_with_differing_rows_is_not_used(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken, right = tmp_path / "step.c", "multiply_add(value, w[v], kept[row][v])"
@@ -297,7 +297,7 @@ def test_a_library_whose_rows_differ_is_not_used(
     assert library.load() is None
 
 
-def test_a_library_is_checked_once_for_each_processor(
+def test_library_is_checked_once_for_each_processor(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked: list[bindings.Library] = []
@@ -331,7 +331,7 @@ def native_of(engine: TorchEngine, threads: int, linear: Linear | None = None) -
 
 @pytest.mark.parametrize("sizes", [[1], [16], [100], [40, 16, 3], [33, 33]])
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-def test_products_are_right_and_their_rows_depend_on_nothing_else(
+def test_products_are_right_and_rows_are_independent(
     engine: TorchEngine, sizes: list[int], bias: bool
 ) -> None:
     inputs = 77
@@ -433,9 +433,7 @@ def runner_of(engine: TorchEngine) -> Runner:
     return runner
 
 
-def test_dense_models_in_float32_go_this_way_and_others_do_not(
-    checkpoint: Checkpoint, sample: Sample
-) -> None:
+def test_only_dense_float32_models_use_the_c_step(checkpoint: Checkpoint, sample: Sample) -> None:
     ways = {}
     for family, dtype in (
         ("llama", torch.float32),
@@ -490,9 +488,7 @@ def test_drawn_and_read_positions_weigh_equally(checkpoint: Checkpoint, family: 
     np.testing.assert_allclose(plain, whole, atol=2e-5)
 
 
-def test_rows_see_their_own_sequence_in_whatever_order_they_come(
-    engine: TorchEngine, sample: Sample
-) -> None:
+def test_rows_see_their_own_sequence_in_any_order(engine: TorchEngine, sample: Sample) -> None:
     engine.load_sampler("bare", "small", None)
     sample(engine, [5, 6, 7], sampler="bare", max_tokens=2, stop=[])
     way = runner_of(engine)._decoding
@@ -635,7 +631,7 @@ def test_threads_that_were_called_to_other_cores_may_run_anywhere_afterwards() -
     assert placed == {len(everywhere)}
 
 
-def test_threads_race_for_nothing(tmp_path: Path) -> None:
+def test_threads_do_not_race(tmp_path: Path) -> None:
     """A compiler sees what has no order; results show it once in a long while, under load or on
     ARM."""
     program = tmp_path / "racing"
@@ -665,7 +661,7 @@ def test_threads_race_for_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.slow  # a fork of a process with threads is never quite safe
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
-def test_a_forked_child_has_threads_of_its_own(engine: TorchEngine) -> None:
+def test_forked_child_has_its_own_threads(engine: TorchEngine) -> None:
     linear = Linear("x", "mlp", random(40, 20), None, ["m"], [40])
     native, x = native_of(engine, 3, linear), random(5, 20)
     expected = native.product(x, linear).numpy().tobytes()
@@ -685,7 +681,7 @@ def test_a_forked_child_has_threads_of_its_own(engine: TorchEngine) -> None:
 
 
 @pytest.mark.slow
-def test_a_program_ends_while_a_thread_computes() -> None:
+def test_program_ends_while_a_thread_computes() -> None:
     program = """
 import threading, time, torch, types
 from tinkex.engine.torch.lora import Linear
@@ -737,7 +733,7 @@ time.sleep(0.3)
         "its containers",
     ],
 )
-def test_a_containers_share_of_the_cores_is_respected(
+def test_containers_share_of_the_cores_is_respected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str, limits: dict[str, str]
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
@@ -763,7 +759,7 @@ def test_a_containers_share_of_the_cores_is_respected(
         assert usable_cores(tmp_path) == expected
 
 
-def test_without_control_groups_all_cores_count(
+def test_all_cores_count_without_control_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 4, 5}, raising=False)

@@ -108,7 +108,7 @@ def test_dimuon_equals_its_float64_reference(muon: TorchEngine, data: Data) -> N
     assert adapter.state.step == len(STEPS)
 
 
-def test_a_direction_has_nearly_equal_singular_values_and_norm_one() -> None:
+def test_direction_has_nearly_equal_singular_values_and_norm_one() -> None:
     made = torch.randn(3, 8, 40, generator=torch.Generator().manual_seed(0))
     directions = orthogonalised(made)
     for before, after in zip(made, directions, strict=True):
@@ -123,7 +123,7 @@ def test_a_direction_has_nearly_equal_singular_values_and_norm_one() -> None:
         )
 
 
-def test_a_matrix_without_a_gradient_stays(checkpoint: Checkpoint, data: Data) -> None:
+def test_matrix_without_a_gradient_stays(checkpoint: Checkpoint, data: Data) -> None:
     engine = TorchEngine({"small": checkpoint("llama")}, threads=1)
     engine.create("a", "small", LoraConfig(rank=4), DIMUON)
     adapter = adapter_of(engine)
@@ -170,7 +170,7 @@ def test_steps_without_a_gradient_change_nothing(muon: TorchEngine) -> None:
         ),
     ],
 )
-def test_a_step_takes_the_parameters_of_the_run_s_optimizer(
+def test_step_takes_the_parameters_of_the_run_s_optimizer(
     muon: TorchEngine, data: Data, params: Any, message: str
 ) -> None:
     run_pass(muon, "a", data(5), "cross_entropy", {})
@@ -189,7 +189,7 @@ def test_a_step_takes_the_parameters_of_the_run_s_optimizer(
         OptimizerConfigBase(type="adamw", amsgrad=True),
     ],
 )
-def test_unknown_optimizers_are_refused_with_those_there_are(
+def test_unknown_optimizers_are_refused_with_the_known_optimizers(
     muon: TorchEngine, config: OptimizerConfigBase
 ) -> None:
     message = (
@@ -209,7 +209,7 @@ def train(engine: TorchEngine, name: str, data: Data, seeds: range) -> list[Any]
     return results
 
 
-def test_a_resumed_dimuon_run_continues_bit_equal(
+def test_resumed_dimuon_run_continues_bit_equal(
     muon: TorchEngine, data: Data, tmp_path: Path
 ) -> None:
     train(muon, "a", data, range(3))
@@ -229,7 +229,7 @@ def test_a_resumed_dimuon_run_continues_bit_equal(
 
 
 @pytest.mark.parametrize("saved", ["adamw", "dimuon"])
-def test_the_state_of_another_optimizer_is_refused_and_its_weights_are_not(
+def test_state_of_another_optimizer_is_refused_and_its_weights_are_not(
     muon: TorchEngine, data: Data, saved: str, tmp_path: Path
 ) -> None:
     kinds: dict[str, OptimizerConfigBase] = {"adamw": AdamOptimizerConfig(), "dimuon": DIMUON}
@@ -253,7 +253,7 @@ def test_the_state_of_another_optimizer_is_refused_and_its_weights_are_not(
 
 
 @pytest.mark.covers("S22")
-def test_a_clip_is_over_one_adapter_and_shows_in_its_step(engine: TorchEngine, data: Data) -> None:
+def test_clip_is_over_one_adapter_and_shows_in_its_step(engine: TorchEngine, data: Data) -> None:
     engine.create("b", "small", LoraConfig(rank=4, seed=3))
     for name, times in (("a", 1), ("b", 40)):
         for _ in range(times):

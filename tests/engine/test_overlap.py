@@ -368,7 +368,7 @@ def test_rows_run_ahead_of_reading(crowd: TorchEngine) -> None:
 
 
 @pytest.mark.parametrize("steps", range(1, 7))
-def test_a_job_that_is_cancelled_hears_nothing_more(
+def test_cancelled_job_gets_no_further_tokens(
     crowd: TorchEngine, expected: list[SampleResponse], steps: int
 ) -> None:
     """At any time, also when its next token has been drawn and not been read; its neighbour feels
@@ -670,9 +670,7 @@ def test_overlapped_passes_are_equal_in_many_cases(
     try_passes(checkpoint, data, passes_alone(data), 60)
 
 
-def test_results_are_read_a_step_later_while_there_is_more_to_run(
-    checkpoint: Checkpoint, data: Data
-) -> None:
+def test_results_are_read_one_step_later_under_load(checkpoint: Checkpoint, data: Data) -> None:
     engine = trainer_of(checkpoint)
     for job, name in enumerate("ab"):
         engine.pass_start(PassJob(str(job), name, data(24), "cross_entropy", {}))
@@ -704,7 +702,7 @@ def test_unread_results_do_not_hold_a_dropped_adapter(checkpoint: Checkpoint, da
     assert [done.job for done in engine.pass_step()] == ["1"]
 
 
-def test_an_adapter_of_the_same_name_gets_nothing_of_a_dropped_one(
+def test_adapter_does_not_inherit_from_dropped_adapter_of_same_name(
     checkpoint: Checkpoint, data: Data
 ) -> None:
     engine = trainer_of(checkpoint)
@@ -739,7 +737,7 @@ def step_on(engine: TorchEngine, most: int = 60) -> dict[str, ForwardBackwardOut
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("length", [1, 4, 5])
-def test_a_short_datum_that_memory_has_no_room_for_fails_in_the_end(
+def test_short_datum_that_memory_has_no_room_for_fails_in_the_end(
     checkpoint: Checkpoint, data: Data, monkeypatch: pytest.MonkeyPatch, length: int, ahead: bool
 ) -> None:
     """Halving goes on to one token, and then it is over."""
@@ -779,7 +777,7 @@ def test_out_of_memory_counts_unread_tokens_once(
     torch.testing.assert_close(grad, alone, rtol=1e-4, atol=1e-5)
 
 
-def test_a_gradient_that_is_not_finite_is_refused_also_when_read_later(
+def test_gradient_that_is_not_finite_is_refused_also_when_read_later(
     checkpoint: Checkpoint, data: Data
 ) -> None:
     engine = trainer_of(checkpoint)
@@ -793,7 +791,7 @@ def test_a_gradient_that_is_not_finite_is_refused_also_when_read_later(
     assert adapter_of(engine, "b").grad is not None
 
 
-def test_a_gradient_that_cannot_be_added_fails_its_pass_alone(
+def test_gradient_that_cannot_be_added_fails_its_pass_alone(
     checkpoint: Checkpoint, data: Data
 ) -> None:
     """As when there is no memory for the sum; who asks learns of it, and the next one finds nothing
@@ -807,7 +805,7 @@ def test_a_gradient_that_cannot_be_added_fails_its_pass_alone(
     assert isinstance(results["2"], ForwardBackwardOutput)
 
 
-def test_a_result_that_cannot_be_made_leaves_no_gradient(
+def test_result_that_cannot_be_made_leaves_no_gradient(
     checkpoint: Checkpoint, data: Data, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any) -> Any:
@@ -820,7 +818,7 @@ def test_a_result_that_cannot_be_made_leaves_no_gradient(
     assert adapter_of(engine, "a").grad is None
 
 
-def test_the_server_applies_a_gradient_only_when_all_passes_before_have_been_read(
+def test_server_applies_a_gradient_only_when_all_passes_before_have_been_read(
     checkpoint: Checkpoint, data: Data
 ) -> None:
     """Passes and steps of three runs at once, as a server queues them: the weights are those of one

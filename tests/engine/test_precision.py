@@ -40,7 +40,7 @@ def halves(*size: int, seed: int, device: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_state_is_summed_up_without_loss(device: str) -> None:
+def test_state_is_summed_up_without_loss(device: str) -> None:
     x, weight = halves(7, 96, seed=0, device=device), 1 + halves(96, seed=1, device=device)
     exact, rounded, rest = x.double(), x, None
     for layer in range(LAYERS):
@@ -158,9 +158,7 @@ def test_router_gets_the_unrounded_states(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_mixtures_add_up_in_single_precision_and_learn_as_they_do_there(
-    device: str, checkpoint: Checkpoint, data: Data
-) -> None:
+def test_mixtures_sum_in_single_precision(device: str, checkpoint: Checkpoint, data: Data) -> None:
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         engine = TorchEngine({"m": checkpoint("qwen3-moe")}, device=device, dtype=dtype)

@@ -80,7 +80,9 @@ def test_logprobs_equal_the_trainers(trained: TorchEngine, sample: Sample) -> No
 
 @pytest.mark.covers("S36")
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.7, "top_k": 20}, {"top_p": 0.8}])
-def test_a_seed_decides(params: dict[str, Any], trained: TorchEngine, sample: Sample) -> None:
+def test_seed_determines_the_samples(
+    params: dict[str, Any], trained: TorchEngine, sample: Sample
+) -> None:
     def tokens(seed: int, count: int) -> list[list[int]]:
         result = sample(
             trained, PROMPT, seed=seed, num_samples=count, max_tokens=20, **FOREVER, **params
@@ -151,7 +153,7 @@ def test_uniforms() -> None:
         ({"temperature": 0.0}, [0, 1, 0, 0]),
     ],
 )
-def test_the_distribution(params: dict[str, Any], expected: list[float]) -> None:
+def test_distribution(params: dict[str, Any], expected: list[float]) -> None:
     count = 20000
     probabilities = torch.tensor([0.1, 0.4, 0.2, 0.3])
     logits = (probabilities.log() + 3.0).expand(count, -1)
@@ -218,7 +220,7 @@ def test_stop_strings_across_token_borders(
 
 
 @pytest.mark.covers("S34")
-def test_a_stop_string_of_several_bytes(tokenizer: Tokenizer) -> None:
+def test_stop_string_of_several_bytes(tokenizer: Tokenizer) -> None:
     source = Source(None, None, frozenset(), lambda: tokenizer)  # type: ignore[arg-type]
     rule = stop_rule.StopRule(source, ["é"], rows=2)
     first, second = (tokenizer.token_to_id(piece) for piece in ("Ã", "©"))
@@ -247,7 +249,7 @@ def test_stop_strings_are_found_in_a_window(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.covers("S34")
-def test_stop_strings_are_found_where_bytes_are_decoded_together() -> None:
+def test_stop_strings_are_found_across_jointly_decoded_bytes() -> None:
     """As Llama 2, Mistral and Gemma have it: bytes side by side that are no text are none of them
     text."""
     pieces = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -592,7 +594,7 @@ def test_cancelling_and_failing(trained: TorchEngine) -> None:
     trained.drop_sampler("unknown")
 
 
-def test_a_job_that_has_begun_to_decode_can_be_cancelled(trained: TorchEngine) -> None:
+def test_job_that_has_begun_to_decode_can_be_cancelled(trained: TorchEngine) -> None:
     """As it happens when whoever reads a stream hangs up: the row leaves, the others and the engine
     go on."""
     request = SampleRequest(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from tinkex.client.futures.api_future import Future, start
 from tinkex.client.futures.loop_thread import runtime
-from tinkex.client.http.legacy_servers import Receipt
+from tinkex.client.futures.result_polling import Receipt
 from tinkex.client.http.limits import ByteBudget
 from tinkex.errors import APIConnectionError, TinkerError
 from tinkex.types.inputs import Datum

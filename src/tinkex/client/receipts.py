@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from tinkex.client.futures.api_future import Future
-from tinkex.client.http.legacy_servers import Receipt
+from tinkex.client.futures.result_polling import Receipt
 from tinkex.client.outbox import Fetch, Outbox
 from tinkex.client.training_parts.call_arguments import (
     checked_config,

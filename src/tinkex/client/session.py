@@ -23,11 +23,10 @@ from tinkex.client.futures.api_future import Future, start
 from tinkex.client.futures.batch_polling import BatchPoller
 from tinkex.client.futures.loop_thread import runtime
 from tinkex.client.futures.queue_states import QueueStateLogger, QueueStateTracker
-from tinkex.client.futures.result_polling import QueueNotice, retrieve
+from tinkex.client.futures.result_polling import retrieve
 from tinkex.client.http.addresses import origin_of
-from tinkex.client.http.legacy_servers import Receipt
 from tinkex.client.http.limits import DispatchGate, shared_gate, shared_response_budget
-from tinkex.client.http.request_names import forget_caller
+from tinkex.client.http.request_headers import forget_caller
 from tinkex.client.http.transport import Transport
 from tinkex.client.settings.config import Config
 from tinkex.client.submissions import Submissions
@@ -294,24 +293,10 @@ class Session(Submissions):
             metadata={"session_id": self.session_id, "model_id": name}, listener=listener
         )
         try:
-            return await self.result(await self.submit(op, request), notice=tracker.heard)
+            receipt = await self.submit(op, request)
+            return await retrieve(self.transport, receipt, notice=tracker.heard)
         finally:
             tracker.ended()
-
-    async def result(
-        self, receipt: Receipt, *, timeout: float | None = None, notice: QueueNotice | None = None
-    ) -> Any:
-        """Wait for the result of a receipt."""
-        if receipt.request_id is None:
-            return receipt.result
-        return await retrieve(
-            self.transport,
-            receipt.op,
-            receipt.request_id,
-            receipt.submitted,
-            timeout=timeout,
-            notice=notice,
-        )
 
     async def cancel_future(self, request_id: str) -> None:
         """Tell the server that a result is no longer needed; failures are ignored."""

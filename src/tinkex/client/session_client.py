@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tinkex.client.http.request_names import name_requests
+from tinkex.client.http.request_headers import name_requests
 
 if TYPE_CHECKING:
     from tinkex.client.session import Session

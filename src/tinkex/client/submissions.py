@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Container, Coroutine, Mapping
 from typing import Any
 
+from tinkex.client.futures.result_polling import Receipt
 from tinkex.client.http import legacy_servers
 from tinkex.client.http.exchange import Reply
-from tinkex.client.http.legacy_servers import Receipt
 from tinkex.client.http.transport import Transport
 from tinkex.errors import APIStatusError, TinkerError
 from tinkex.types.sessions import ClientConfigResponse

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import quote
 
 from tinkex.client.futures.api_future import Future, unlisted
+from tinkex.client.futures.result_polling import retrieve
 from tinkex.client.futures.twins import deprecated
 from tinkex.client.outbox import Fetch, Outbox, Poison
 from tinkex.client.session_client import SessionClient, made_of
@@ -66,7 +67,7 @@ class TrainingClient(TrainingSaves):
         async def turn(outbox: Outbox, place: int) -> Fetch[UnloadModelResponse]:
             request = UnloadModelRequest(model_id=outbox.model_id)
             receipt = await self._session.submit(protocol.UNLOAD_MODEL, request)
-            return functools.partial(self._session.result, receipt)
+            return functools.partial(retrieve, self._session.transport, receipt)
 
         return self._outbox.put(protocol.UNLOAD_MODEL.name, turn, Poison.ALWAYS)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,9 +13,8 @@ import msgspec
 
 from tinkex import events
 from tinkex.client.http.exchange import Reply
-from tinkex.client.http.link import DELAYS, Patience
 from tinkex.client.http.reply_errors import RejectedError
-from tinkex.client.http.retry import persist
+from tinkex.client.http.retry import DELAYS, Patience, persist
 from tinkex.client.http.transport import OFF_LOOP_BYTES, Transport
 from tinkex.client.settings.config import poll_delay
 from tinkex.client.settings.delays import LONGEST_RETRY_AFTER, Delays
@@ -48,6 +47,18 @@ EARLY_DELAYS = Delays(first=0.05, most=1.0)
 """Delays after polls that the server does not hold, which must not become a hot loop."""
 
 
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """The answer to a submission: the name of a future or, from some servers, the result."""
+
+    op: Operation
+    submitted: float
+    """The start of the submission, on the monotonic clock."""
+    request_id: str | None = None
+    sample_sequence_ids: list[str] | None = None
+    result: Any = None
+
+
 class QueueNotice(Protocol):
     """Receives the queue's state and its reason from every answer that names them."""
 
@@ -57,31 +68,29 @@ class QueueNotice(Protocol):
         """Take note."""
 
 
-async def retrieve(
+def retrieve(
     transport: Transport,
-    op: Operation,
-    request_id: str,
-    submitted: float,
+    receipt: Receipt,
     *,
     timeout: float | None = None,
     notice: QueueNotice | None = None,
     metadata_only: bool = True,
-) -> Any:
+) -> Coroutine[Any, Any, Any]:
     """Poll until an operation has ended; return its result, or raise RequestFailedError.
 
     A poll that runs out is repeated without limit, or for `timeout` seconds. Faults are repeated
     within the transport's patience. At the timeout the last fault is raised, else APITimeoutError.
     """
-    poll = _Poll(transport, op, request_id, submitted, notice, time.monotonic())
-    if timeout is None:
-        return await poll.run(metadata_only)
-    try:
-        async with asyncio.timeout(timeout) as limit:
-            return await poll.run(metadata_only)
-    except TimeoutError:
-        if limit.expired():
-            raise poll.late() from None
-        raise  # of one exchange, which has its own limit
+    if receipt.request_id is None:
+        return _given(receipt.result)
+    poll = _Poll(
+        transport, receipt.op, receipt.request_id, receipt.submitted, notice, time.monotonic()
+    )
+    return poll.run(metadata_only) if timeout is None else poll.run_within(timeout, metadata_only)
+
+
+async def _given(result: Any) -> Any:
+    return result
 
 
 @dataclass(slots=True)
@@ -104,6 +113,16 @@ class _Poll:
     last_failure: Exception | None = None
     asked: tuple[bool, codec.Body] | None = None
     """True if the last poll allowed an announcement, and its body: most are repeated."""
+
+    async def run_within(self, seconds: float, metadata_only: bool) -> Any:
+        """Poll until a result or the timeout."""
+        try:
+            async with asyncio.timeout(seconds) as limit:
+                return await self.run(metadata_only)
+        except TimeoutError:
+            if limit.expired():
+                raise self._late() from None
+            raise  # of one exchange, which has its own limit
 
     async def run(self, metadata_only: bool) -> Any:
         """Poll; a result whose size was announced is fetched under the budget for large results."""
@@ -172,7 +191,7 @@ class _Poll:
         self.early += 1
         return EARLY_DELAYS.after(self.early)
 
-    def late(self) -> Exception:
+    def _late(self) -> Exception:
         """Return the error for a timeout: the last failure, if there was one."""
         waited = time.monotonic() - self.started
         error = self.last_failure or APITimeoutError(

@@ -7,7 +7,7 @@ import warnings
 from typing import Any
 
 from tinkex.client.futures.backcompat import ADVICE, BackcompatClientFuture, forwarding
-from tinkex.client.http.request_names import name_requests
+from tinkex.client.http.request_headers import name_requests
 from tinkex.client.sampling_client import SamplingClient, open_sampling_client
 from tinkex.client.session import Session
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tinkex.client.futures.backcompat import BackcompatClientFuture, forwarding
-from tinkex.client.http.request_names import name_requests
+from tinkex.client.http.request_headers import name_requests
 from tinkex.client.training_client import TrainingClient
 
 

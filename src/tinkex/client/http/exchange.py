@@ -19,7 +19,7 @@ from tinkex.wire.protocol import Traffic
 from tinkex.wire.redacted_http import wait_asked
 
 
-class HttpRequest(msgspec.Struct, frozen=True):
+class HttpRequest(msgspec.Struct, frozen=True, gc=False):
     """One request: what is sent, and over which connections."""
 
     method: str
@@ -37,7 +37,7 @@ class HttpRequest(msgspec.Struct, frozen=True):
         return None if self.body is None else bytes(self.body)
 
 
-class Reply(msgspec.Struct, frozen=True):
+class Reply(msgspec.Struct, frozen=True, gc=False):
     """An answer; the names of its headers are lower-case."""
 
     status: int

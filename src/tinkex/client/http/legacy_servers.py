@@ -8,12 +8,12 @@ may answer with the result at once.
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
-from tinkex.client.futures.result_polling import failure_of
+from tinkex.client.futures.result_polling import Receipt, failure_of
 from tinkex.client.http.exchange import Reply
 from tinkex.client.http.transport import Transport
 from tinkex.types.record import to_builtins
@@ -39,18 +39,6 @@ NEWER_FIELDS: dict[Operation, dict[str, Any]] = {
 """Fields that older servers may refuse, with their default values, which are not sent."""
 UNREADABLE = frozenset({400, 415, 422, 501})
 """Statuses with which a server refuses a body in an unknown form."""
-
-
-@dataclass(frozen=True, slots=True)
-class Receipt:
-    """The answer to a submission: the name of a future or, from some servers, the result."""
-
-    op: Operation
-    submitted: float
-    """The start of the submission, on the monotonic clock."""
-    request_id: str | None = None
-    sample_sequence_ids: list[str] | None = None
-    result: Any = None
 
 
 def is_pass(op: Operation) -> bool:

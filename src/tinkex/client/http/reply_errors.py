@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tinkex.client.http.exchange import Reply, bounded
-from tinkex.client.http.request_keys import RequestKeys
+from tinkex.client.http.request_headers import RequestKeys
 from tinkex.errors import (
     APIConnectionError,
     APIError,

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tinkex import events
-from tinkex.client.http.request_keys import RequestKeys
+from tinkex.client.http.request_headers import RequestKeys
 from tinkex.errors import APIError
 from tinkex.wire.redaction import MOST_TRACEBACK
 

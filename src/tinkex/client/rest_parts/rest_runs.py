@@ -154,10 +154,7 @@ class RestRuns(RestBase):
             started = time.monotonic()
             reply = await transport.request(op, codec.encode(request))
             receipt = read_receipt(transport, op, reply, started)
-            if receipt.request_id is None:
-                unloaded: UnloadModelResponse = receipt.result
-            else:
-                unloaded = await retrieve(transport, op, receipt.request_id, started)
+            unloaded: UnloadModelResponse = await retrieve(transport, receipt)
             return unloaded
 
         return self._start(work)

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +14,10 @@ from tinkex.client.futures.api_future import unlisted
 from tinkex.client.futures.batch_polling import BatchPoller
 from tinkex.client.futures.loop_thread import runtime
 from tinkex.client.futures.queue_states import Observer, QueueStateLogger, QueueStateTracker
-from tinkex.client.futures.result_polling import QueueNotice, read_result
+from tinkex.client.futures.result_polling import QueueNotice, Receipt, read_result, retrieve
 from tinkex.client.futures.twins import deprecated
 from tinkex.client.http.exchange import Reply
-from tinkex.client.http.legacy_servers import Receipt, sequence_ids
+from tinkex.client.http.legacy_servers import sequence_ids
 from tinkex.client.http.retry import RetryConfig, RetryHandler, persist
 from tinkex.client.http.transport import OFF_LOOP_BYTES
 from tinkex.client.session import Session
@@ -179,18 +179,19 @@ class SampleCalls(SessionClient):
             return joined.client_counter
         return uuid.uuid4().int % SEQ_BLOCK + 1
 
-    async def _sample(
+    def _sample(
         self,
         request: SampleRequest,
         timeout: float | None = None,
         observer: Observer | None = None,
         headers: Mapping[str, str] | None = None,
-    ) -> SampleResponse:
+    ) -> Coroutine[Any, Any, SampleResponse]:
         """Submit and fetch with retries; each attempt has its own number."""
         notice = Notice(self, observer)
         attempts = self.retry_handler.execute(self._attempt, request, notice, headers)
-        if timeout is None:
-            return await attempts
+        return attempts if timeout is None else self._within(timeout, attempts)
+
+    async def _within(self, timeout: float, attempts: Awaitable[SampleResponse]) -> SampleResponse:
         try:
             async with asyncio.timeout(timeout):
                 return await attempts
@@ -225,7 +226,9 @@ class SampleCalls(SessionClient):
                 poller.end(submission)
         try:
             if poller is None or outcome is None or receipt.request_id is None:
-                response: SampleResponse = await self._session.result(receipt, notice=notice)
+                response: SampleResponse = await retrieve(
+                    self._session.transport, receipt, notice=notice
+                )
             else:
                 response = await self._collect(poller, outcome, receipt, receipt.request_id, notice)
         except asyncio.CancelledError:
@@ -249,7 +252,7 @@ class SampleCalls(SessionClient):
             if reply is None:
                 asked = time.monotonic()
                 try:
-                    response = await self._session.result(receipt, notice=notice)
+                    response = await retrieve(transport, receipt, notice=notice)
                 except TinkerError:
                     poller.fetched(request_id, time.monotonic() - asked)
                     raise

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack
 from tinkex.client.futures.api_future import Future, unlisted, users_level
 from tinkex.client.futures.queue_states import QueueStateLogger, QueueStateTracker
 from tinkex.client.futures.reductions import combine
+from tinkex.client.futures.result_polling import Receipt, retrieve
 from tinkex.client.futures.twins import twin
-from tinkex.client.http.legacy_servers import Receipt
 from tinkex.client.losses import caller_losses, loss_graphs
 from tinkex.client.losses.custom_passes import CustomPass
 from tinkex.client.losses.loss_graphs import LossHandle
@@ -99,8 +99,11 @@ class TrainingPasses(SessionClient):
         observer, listener = options.get("queue_state_observer"), self.on_queue_state_change
         tracker = QueueStateTracker([observer], facts, listener=listener)
         try:
-            return await self._session.result(
-                receipt, timeout=options.get("timeout"), notice=tracker.heard
+            return await retrieve(
+                self._session.transport,
+                receipt,
+                timeout=options.get("timeout"),
+                notice=tracker.heard,
             )
         finally:
             tracker.ended()
