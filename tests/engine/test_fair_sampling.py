@@ -99,7 +99,7 @@ def test_owners_have_equal_parts_of_the_rows(way: str, limits: Any) -> None:
 def test_crowd_that_fills_the_cache_makes_room(way: str, limits: Any) -> None:
     roomy = limits(way=way)
     size = block_bytes(roomy._bases["m"].model)
-    many, few = ask(tokens_of(1, 100), 30, 200), ask(tokens_of(2, 70), 1, 40)
+    many, few = ask(tokens_of(1, 100), 30, 140), ask(tokens_of(2, 70), 1, 40)
     expected = alone(roomy, "one", many, 1), alone(roomy, "two", few, 2)
     engine = limits(way=way, cache_bytes=24 * size)
     results: dict[str, Any] = {}
