@@ -19,8 +19,9 @@ import tinkex
 from support import MODEL
 from tinkex import LocalBackend, ServiceClient, types
 from tinkex.cli import chat as command
-from tinkex.cli.chat import Chat, CommandError
+from tinkex.cli.chat import Chat
 from tinkex.cli.main import cli
+from tinkex.cli.output import CommandError
 from tinkex.client.futures.streams import SampleStream
 from tinkex.engine.api import BaseModel
 from tinkex.engine.fake import FakeEngine
@@ -80,7 +81,8 @@ def told() -> list[str]:
 def talk(service: ServiceClient, told: list[str]) -> Chat:
     """A conversation with made-up answers of twelve tokens, which never end by themselves."""
     sampler = service.create_sampling_client(base_model=TINY).result()
-    return Chat(sampler, ChatFormat(Words()), max_tokens=12, context=512, seed=1, tell=told.append)
+    params = types.SamplingParams(max_tokens=12, temperature=0.7, seed=1)
+    return Chat(sampler, ChatFormat(Words()), params=params, context=512, tell=told.append)
 
 
 @pytest.fixture
@@ -232,7 +234,8 @@ def test_interrupt_ends_the_answer_and_keeps_the_conversation(
             if steps == 5:
                 os.kill(os.getpid(), signal.SIGINT)
 
-    talk.max_tokens, engine.fail = 400, interrupt
+    talk.params = talk.params.model_copy(update={"max_tokens": 400})
+    engine.fail = interrupt
     engine.step_delay = 0.02
     try:
         answer = talk.ask("Hello", lambda piece: None)
@@ -241,7 +244,8 @@ def test_interrupt_ends_the_answer_and_keeps_the_conversation(
     assert answer.reason == "interrupted"
     assert 3 <= answer.tokens < 20
     assert talk.messages[-1] == {"role": "assistant", "content": answer.text}
-    talk.max_tokens, engine.fail = 12, lambda method, subject: None
+    talk.params = talk.params.model_copy(update={"max_tokens": 12})
+    engine.fail = lambda method, subject: None
     assert talk.ask("Again", lambda piece: None).tokens == 12
 
 
@@ -346,7 +350,7 @@ def test_changes_of_logits_reach_the_server(talk: Chat, monkeypatch: pytest.Monk
         return stream(prompt, params)
 
     monkeypatch.setattr(talk.sampler, "sample_stream", spy)
-    talk.shaping = {"min_p": 0.1, "bad_words": ["no"]}
+    talk.params = talk.params.model_copy(update={"min_p": 0.1, "bad_words": ["no"]})
     talk.ask("hello", lambda piece: None)
     assert (seen[0].min_p, seen[0].bad_words) == (0.1, ["no"])
 

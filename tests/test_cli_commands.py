@@ -24,8 +24,7 @@ from tinkex.cli import run
 from tinkex.cli.commands import COMMANDS
 from tinkex.cli.main import cli, main
 from tinkex.cli.options import Connection
-from tinkex.cli.outcomes import Result
-from tinkex.cli.output import size
+from tinkex.cli.output import Result, size
 from tinkex.client.settings.config import HOSTED_URL
 from tinkex.engine.api import BaseModel
 from tinkex.engine.fake import FakeEngine

@@ -25,7 +25,7 @@ from hub import TOKEN, Hub, hub_server
 from support import assert_peft_agrees
 from tinkex.cli import run
 from tinkex.cli.diff import compare, read_tensors
-from tinkex.cli.outcomes import CommandError, Result
+from tinkex.cli.output import CommandError, Result
 
 PATH, OTHER = "tinker://r/weights/one", "tinker://r/weights/two"
 CONFIG = {"r": 4, "peft_type": "LORA", "base_model_name_or_path": None}

@@ -15,11 +15,12 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn
 
 from tinkex.cli import output, progress
-from tinkex.cli.outcomes import CommandError
 from tinkex.cli.output import (
     Column,
+    CommandError,
     expiry,
     lora,
+    plain_console,
     print_fields,
     print_table,
     printable,
@@ -29,7 +30,6 @@ from tinkex.cli.output import (
     write_file,
 )
 from tinkex.cli.progress import fetch_pages, remaining, transfer
-from tinkex.cli.terminal import plain_console
 from tinkex.types.checkpoints import Cursor
 
 NOW = dt.datetime(2026, 3, 11, tzinfo=dt.UTC)

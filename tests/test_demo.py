@@ -10,9 +10,9 @@ import pytest
 from click.testing import CliRunner
 
 from support import serving
+from tinkex.cli.charts import plot
 from tinkex.cli.demo import Demo
 from tinkex.cli.main import cli
-from tinkex.cli.plot import plot
 from tinkex.models.addition import MAX_ANSWER_TOKENS
 
 

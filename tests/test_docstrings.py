@@ -29,7 +29,6 @@ import tinkex
 from tinkex import Datum, ModelInput, events, metrics
 
 MODULES = [
-    "adapters.clients",
     "adapters.memory",
     "adapters.peft",
     "adapters.platforms",

@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM
 from support import MODEL, assert_peft_agrees, make_data, serving, train
 from tinkex import LocalBackend, RestClient, ServiceClient, types
 from tinkex.cli.main import cli
-from tinkex.engine import tensor_files
+from tinkex.engine import file_formats
 from tinkex.engine.api import EngineError
-from tinkex.engine.families.read_config import families
+from tinkex.engine.families.family import families
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.server.database.sqlite import SqliteDatabase
 from tinkex.server.files import imports
@@ -86,7 +86,7 @@ def test_import_reports_progress(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     adapter, told = make(dtype), list[tuple[int, int]]()
-    for module in (imports, tensor_files):
+    for module in (imports, file_formats):
         monkeypatch.setattr(module, "PIECE", 100)
     saved = import_adapter(
         store, adapter, MODEL, model_dir, progress=lambda done, total: told.append((done, total))

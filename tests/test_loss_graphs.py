@@ -20,7 +20,7 @@ import torch
 
 import tinkex
 import traced_losses
-from tinkex.client.losses import caller_losses
+from tinkex.client.losses import custom_passes
 from tinkex.client.losses.loss_graphs import (
     LossHandle,
     check_inputs,
@@ -368,12 +368,12 @@ def test_loss_computed_by_the_caller_sums_losses_and_combines_metrics_by_name() 
 
 
 def test_graph_serves_as_a_custom_loss() -> None:
-    loss_fn: caller_losses.CustomLoss = per_datum(trace(scaled_sum, RANKS, "s"))
+    loss_fn: custom_passes.CustomLoss = per_datum(trace(scaled_sum, RANKS, "s"))
     data = [datum(weights=[1.0, 2.0], scale=scalar(3.0))]
     output = ForwardBackwardOutput(
         "ArrayRecord", [{"logprobs": TensorData([-1.0, -2.0], "float32", [2])}], {}
     )
-    second, loss, metrics = caller_losses.evaluate(loss_fn, data, output)
+    second, loss, metrics = custom_passes.evaluate(loss_fn, data, output)
     assert second[0].loss_fn_inputs["weights"].tolist() == [-3.0, -6.0]
     assert (loss, metrics["custom/scale:mean"]) == (-15.0, 3.0)
 

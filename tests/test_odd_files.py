@@ -17,12 +17,12 @@ import pytest
 
 from support import Wire, serving
 from tinkex.cli.diff import _read_config, _read_header
-from tinkex.cli.outcomes import CommandError
+from tinkex.cli.output import CommandError
 from tinkex.engine.api import EngineError
 from tinkex.engine.fake import FakeEngine
+from tinkex.engine.families.family import read_config
 from tinkex.engine.families.model_config import TensorNames
-from tinkex.engine.families.read_config import read_config
-from tinkex.engine.peft_files import read_lora_config
+from tinkex.engine.file_formats import read_lora_config
 from tinkex.server.database.sqlite import DATABASE, SqliteDatabase
 from tinkex.server.files.imports import _header, read_source
 

@@ -18,9 +18,8 @@ import pytest
 import tinkex
 from support import Clock, Wire, pass_json, sample_json, serving, step_json, wait_until
 from tinkex import ServiceClient, types
-from tinkex.engine.api import EngineError
+from tinkex.engine.api import EngineError, Place, Writer
 from tinkex.engine.fake import FakeEngine
-from tinkex.engine.places import Place, Writer
 from tinkex.server.app import create_app
 from tinkex.server.runs.journal import Journal
 from tinkex.server.runs.promises import JUST_READ, KEEP_READ, KEEP_UNREAD, Promises

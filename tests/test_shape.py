@@ -16,9 +16,9 @@ CEILINGS = {
     "flat-modules": 9,
     "cycles": 0,
     "large-classes": 0,
-    "large-files": 6,
+    "large-files": 5,
     "repeated-names": 0,
-    "repeated-runs": 6,
+    "repeated-runs": 5,
     "way-functions": 82,
     "way-modules": 30,
     "private-uses": 0,
@@ -27,7 +27,6 @@ CEILINGS = {
     "wide-prose": 0,
 }
 LARGE = {
-    "cli/checkpoint.py": "nine commands, each mostly a list of options",
     "errors.py": "one tree of errors, most of it documentation",
     "telemetry/reporter.py": "one public class, most of it documentation",
     "types/record.py": "the base of all records: one mechanism",

@@ -228,7 +228,7 @@ def test_losses_that_the_engine_has_are_in_the_guide() -> None:
 
 
 def test_families_that_the_engine_has_are_in_the_page_on_models() -> None:
-    from tinkex.engine.families.read_config import families
+    from tinkex.engine.families.family import families
 
     page = (DOCS / "models.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^\|[^|]*\| `(\w+)` \|", page, re.MULTILINE)) - {"model_type"} == set(

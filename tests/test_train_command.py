@@ -27,10 +27,9 @@ from safetensors.numpy import load_file
 
 from support import MODEL, serving
 from tinkex import LocalBackend, RestClient, ServiceClient, configure
+from tinkex.cli.charts import chart, plot
 from tinkex.cli.main import cli
 from tinkex.cli.options import server_url
-from tinkex.cli.plot import plot
-from tinkex.cli.svg import chart
 from tinkex.cli.train_report import Pruning
 from tinkex.client.futures.api_future import Future
 from tinkex.engine.api import BaseModel, EngineError

@@ -31,9 +31,6 @@ if TYPE_CHECKING:
         regularizers as regularizers,
         types as types,
     )
-    from tinkex.adapters.clients import (
-        TinkexPlatform as TinkexPlatform,
-    )
     from tinkex.adapters.memory import (
         MemoryPlatform as MemoryPlatform,
     )
@@ -42,6 +39,7 @@ if TYPE_CHECKING:
     )
     from tinkex.adapters.platforms import (
         SessionConfig as SessionConfig,
+        TinkexPlatform as TinkexPlatform,
         TrainingPlatform as TrainingPlatform,
     )
     from tinkex.client.futures.api_future import (

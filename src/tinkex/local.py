@@ -173,7 +173,7 @@ def unusable(data_dir: Path, error: Exception) -> ConfigurationError:
         The error, to be raised.
     """
     reason = getattr(error, "strerror", None) or str(error)
-    remedy = "make room or give leave to write there, or " if isinstance(error, OSError) else ""
+    remedy = "free some space or allow writing there, or " if isinstance(error, OSError) else ""
     return ConfigurationError(
         f"the data directory {data_dir} cannot be used: {reason}",
         hint=f"{remedy}set TINKEX_DATA_DIR to another directory",

@@ -13,11 +13,9 @@ import torch
 from engine.test_custom_graphs import REF, function, graph, method
 from tinkex.engine.api import EngineError, PassDone, PassJob
 from tinkex.engine.losses import examples as loss_examples
-from tinkex.engine.losses.examples import STEP_WORK, Room
-from tinkex.engine.losses.graph_checks import GraphLimits
+from tinkex.engine.losses.examples import STEP_WORK, Piece, Room
 from tinkex.engine.losses.graph_compiler import compile_graph
-from tinkex.engine.losses.graph_loss import WITH_GRADIENT, CompiledLoss
-from tinkex.engine.losses.objective import Piece
+from tinkex.engine.losses.graph_loss import WITH_GRADIENT, CompiledLoss, GraphLimits
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.train.objectives import GraphLoss
 from tinkex.types.inputs import Datum, ModelInput
@@ -193,8 +191,8 @@ def test_time_of_all_data_counts_with_their_gradients(
     refused = outcome(engine)
     assert (
         str(refused)
-        == "datum 2: the custom loss takes too long for one pass, with its gradient; send less "
-        "data in one"
+        == "datum 2: the custom loss and its gradient take too long for one pass; send less data "
+        "in a pass"
     )
 
 

@@ -19,9 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tinkex.client.losses.loss_graphs import create_request, trace
 from tinkex.engine.api import EngineError
-from tinkex.engine.losses.graph_checks import GraphLimits, Operation, leaves
 from tinkex.engine.losses.graph_compiler import compile_graph
-from tinkex.engine.losses.graph_loss import CompiledLoss
+from tinkex.engine.losses.graph_loss import CompiledLoss, GraphLimits, Operation, leaves
 from tinkex.engine.losses.graph_operations import DTYPES, FUNCTIONS, METHODS
 from tinkex.types.custom_losses import CreateCustomLossRequest
 from tinkex.types.record import from_json, to_json

@@ -12,7 +12,7 @@ from tokenizers.models import BPE
 
 from engine.test_sampling_batches import WAYS, alone, ask, crowd, directory, limits, same, tokens_of
 from tinkex.engine.api import SampleDone, SampleJob
-from tinkex.engine.sample.kv_pool import block_bytes
+from tinkex.engine.sample.passes import block_bytes
 from tinkex.engine.sample.sampler import Runner
 from tinkex.engine.torch.engine import TorchEngine
 

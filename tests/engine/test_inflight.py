@@ -26,10 +26,9 @@ from engine.test_sampling_batches import (
     same,
     tokens_of,
 )
-from tinkex.engine.api import DrawnToken, EngineError, SampleJob
-from tinkex.engine.places import Directory
+from tinkex.engine.api import Directory, DrawnToken, EngineError, SampleJob
 from tinkex.engine.sample.blocks import BLOCK
-from tinkex.engine.sample.kv_pool import block_bytes
+from tinkex.engine.sample.passes import block_bytes
 from tinkex.engine.sample.sampler import Limits, Sampler
 from tinkex.engine.sample.static_decoding import StaticDecoding
 from tinkex.engine.torch.engine import TorchEngine

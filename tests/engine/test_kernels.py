@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from engine.references import adapter_of, randomise
 from tinkex.engine.api import PassJob, SampleJob, run_pass
-from tinkex.engine.model.elementwise import add_norm, gated, norm, turned_heads
+from tinkex.engine.model.elementwise import States, add_norm, gated, norm, turned_heads
 from tinkex.engine.sample import static_decoding
 from tinkex.engine.sample.blocks import BLOCK
 from tinkex.engine.sample.sampler import Limits, Sampler
@@ -72,8 +72,8 @@ def test_norms(accelerator: str, rows: int, width: int, dtype: torch.dtype, near
     )
 
     def ours(x: torch.Tensor, share: torch.Tensor) -> list[torch.Tensor]:
-        summed, _, normed = add_norm(x, None, share, weight, 0.1)
-        return [summed, normed]
+        states, normed = add_norm(States(x), share, weight, 0.1)
+        return [states.rounded, normed]
 
     def formula(x: torch.Tensor, share: torch.Tensor) -> list[torch.Tensor]:
         return [x + share, F.rms_norm(x + share, (width,), weight.double(), 0.1)]

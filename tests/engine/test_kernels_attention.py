@@ -153,5 +153,5 @@ def test_heads_may_lie_within_one_projection(accelerator: str, window: int | Non
 
 @pytest.mark.parametrize("channels", [8, 96, 256])
 def test_heads_of_other_sizes_are_left_to_pytorch(accelerator: str, channels: int) -> None:
-    heads = (4, 2, channels, torch.bfloat16, torch.device(accelerator), False)
-    assert attention._packed_kernels(*heads) is None
+    heads = attention._Heads(4, 2, channels, torch.bfloat16, torch.device(accelerator), False)
+    assert attention._packed_kernels(heads) is None

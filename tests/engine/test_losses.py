@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from engine.references import adapter_of, assert_near, gradients, randomise, reference_run
-from tinkex.engine.api import EngineError, run_pass
+from tinkex.engine.api import Directory, EngineError, run_pass
 from tinkex.engine.losses.table import LOSSES, SEQUENCE
-from tinkex.engine.places import Directory
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.training import LossFnType
 

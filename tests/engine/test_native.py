@@ -30,8 +30,7 @@ from tinkex.engine.api import SampleJob
 from tinkex.engine.model import matmul_check
 from tinkex.engine.model.decoder import Lora
 from tinkex.engine.native import bindings, c_passes, library, self_check
-from tinkex.engine.native.c_passes import NativeDecoding, NativeSteps
-from tinkex.engine.native.weights import Native, PackedLora, packed
+from tinkex.engine.native.c_passes import Native, NativeDecoding, NativeSteps, PackedLora, packed
 from tinkex.engine.sample.sampler import Limits, Runner, Sampler
 from tinkex.engine.sample.token_choice import choose
 from tinkex.engine.torch.engine import TorchEngine
@@ -708,7 +707,7 @@ def test_program_ends_while_a_thread_computes() -> None:
 import threading, time, torch, types
 from tinkex.engine.torch.lora import Linear
 from tinkex.engine.native import library
-from tinkex.engine.native.weights import Native
+from tinkex.engine.native.c_passes import Native
 
 linear = Linear("x", "mlp", torch.ones(64, 64), None, ["m"], [64])
 native = Native(library.load(), types.SimpleNamespace(linears=lambda: [linear]), 4)

@@ -13,8 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from engine.references import adapter_of, assert_near, randomise
-from tinkex.engine.api import EngineError, run_pass
-from tinkex.engine.places import Directory
+from tinkex.engine.api import Directory, EngineError, run_pass
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.train.optim import AdamState, DimuonState, make_state, orthogonalised
 from tinkex.types.optimizers import (

@@ -28,10 +28,10 @@ from engine.test_steps import Memory
 from tinkex.engine.api import EngineError, PassJob, SampleJob, run_pass
 from tinkex.engine.sample import passes, slab_decoding
 from tinkex.engine.sample.blocks import BLOCK
-from tinkex.engine.sample.kv_pool import block_bytes
+from tinkex.engine.sample.passes import block_bytes
 from tinkex.engine.sample.sampler import Limits, Runner, Sampler
 from tinkex.engine.torch.engine import TorchEngine
-from tinkex.engine.train.training_pass import Results
+from tinkex.engine.train.device_step import Results
 from tinkex.server.workers.worker import Worker
 from tinkex.types.inputs import ModelInput
 from tinkex.types.optimizers import AdamParams

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from tinkex.engine.api import DrawnToken, EngineError, SampleJob, run_pass
 from tinkex.engine.sample import prompt_scores, stop_rule
+from tinkex.engine.sample.passes import Source
 from tinkex.engine.sample.sampler import Limits, Sampler
-from tinkex.engine.sample.source import Source
 from tinkex.engine.sample.token_choice import choose, uniforms
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.types.chunks import EncodedTextChunk, ImageChunk

@@ -20,7 +20,7 @@ from tinkex.engine.api import EngineError, SampleJob, run_pass
 from tinkex.engine.model.decoder import BARE, Lora
 from tinkex.engine.sample import prefill, slab_decoding, token_choice
 from tinkex.engine.sample.blocks import BLOCK, Blocks, namespace, prompt_keys
-from tinkex.engine.sample.kv_pool import block_bytes
+from tinkex.engine.sample.passes import block_bytes
 from tinkex.engine.sample.row_adapters import Bank
 from tinkex.engine.sample.sampler import Limits, Sampler
 from tinkex.engine.sample.static_decoding import StaticDecoding

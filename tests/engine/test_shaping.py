@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from engine.conftest import SMALL, Checkpoint, Sample
 from tinkex.engine.api import EngineError, SampleJob
 from tinkex.engine.sample.blocks import BLOCK
-from tinkex.engine.sample.kv_pool import block_bytes
 from tinkex.engine.sample.logit_changes import Shape, Shaped, Shaper
+from tinkex.engine.sample.passes import block_bytes
 from tinkex.engine.sample.sampler import Limits, Sampler
 from tinkex.engine.sample.token_choice import choose, uniforms
 from tinkex.engine.torch.engine import TorchEngine
@@ -345,7 +345,7 @@ def test_seed_determines_the_samples(engine: TorchEngine) -> None:
         ),
         (
             {"bad_words": [[token] for token in range(VOCAB)]},
-            f"bad_words leave none of the {VOCAB} tokens",
+            f"bad_words ban all {VOCAB} tokens",
         ),
     ],
 )

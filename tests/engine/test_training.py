@@ -17,10 +17,9 @@ from engine.references import (
     randomise,
     reference_run,
 )
-from tinkex.engine.api import EngineError, run_pass
+from tinkex.engine.api import Directory, EngineError, run_pass
 from tinkex.engine.losses.table import CUSTOM
 from tinkex.engine.model import attention, decoder
-from tinkex.engine.places import Directory
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.torch.lora import Layout
 from tinkex.engine.train import device_step, target_logprobs

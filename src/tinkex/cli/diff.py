@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tinkex.cli.options import Connection, checked_path, connecting, formatted, switch
-from tinkex.cli.outcomes import CommandError, Outcome
-from tinkex.cli.output import Column, print_fields, print_json, print_table
+from tinkex.cli.options import Connection, checked_path, connecting, formatted, option, switch
+from tinkex.cli.output import Column, CommandError, Outcome, print_fields, print_table
 from tinkex.cli.progress import waiting
 
 if TYPE_CHECKING:
@@ -262,13 +261,7 @@ def _largest(values: Sequence[float]) -> float:
 @click.command(short_help="Compare two checkpoints.")
 @click.argument("first", metavar="FIRST")
 @click.argument("second", metavar="SECOND")
-@click.option(
-    "--limit",
-    type=click.IntRange(0),
-    default=20,
-    show_default=True,
-    help="Number of tensors to list; 0 means all.",
-)
+@option("--limit", "Number of tensors to list; 0 means all.", default=20, least=0)
 @switch("--optimizer", help="Compare the optimizer states too.")
 @switch("--exit-code", help="Exit with 1 if they differ.")
 @formatted
@@ -279,7 +272,6 @@ def diff(
     limit: int,
     optimizer: bool,
     exit_code: bool,
-    as_json: bool,
     connection: Connection,
 ) -> Outcome:
     """Compare two checkpoints: settings, tensors that only one has, and relative differences.
@@ -297,11 +289,11 @@ def diff(
         places = [fetched.get(place) or _local(place) for place in (first, second)]
         with waiting("comparing"):
             data = {"first": first, "second": second, **compare(*places, optimizer=optimizer)}
-    if as_json:
-        print_json(data)
-    else:
-        _print(data, limit)
-    return Outcome(data, exit_code=1 if exit_code and not data["same"] else 0)
+    return Outcome(
+        data,
+        exit_code=1 if exit_code and not data["same"] else 0,
+        show=lambda: _print(data, limit),
+    )
 
 
 def _fetch(connection: Connection, paths: Mapping[str, None], scratch: Path) -> dict[str, Path]:

@@ -1,4 +1,6 @@
-"""The output of commands: tables for people, tab-separated lines for pipes, JSON for programs.
+"""The results of commands, and their output.
+
+Output is tables for people, tab-separated lines for pipes, and JSON for programs.
 
 Sizes and times are rounded for people. JSON has them whole: bytes, and ISO 8601 times.
 """
@@ -13,22 +15,108 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from tinkex.cli.outcomes import CommandError
-
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from tinkex.types.checkpoints import Checkpoint, TrainingRun
 
 UNITS = ("B", "KB", "MB", "GB", "TB")
 NARROWEST_FOLD = 24
 """Smallest width of a folded column; with less room, rows become records."""
 GAP = 2
+
+
+# ── results ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The result of a command."""
+
+    exit_code: int
+    """0: done; 1: an error; 130: interrupted."""
+    command: str
+    """The command's full name, such as `checkpoint list`; empty if none was found."""
+    data: Any = None
+    """The data that `--json` prints, or None."""
+    response: Any = None
+    """The client's own response behind the data, such as a `SampleResponse`."""
+    error: BaseException | None = None
+    """The exception that was raised."""
+
+    @property
+    def ok(self) -> bool:
+        """True if the command succeeded."""
+        return self.exit_code == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The value of a command that returns more than its data."""
+
+    data: Any
+    response: Any = None
+    exit_code: int = 0
+    show: str | Callable[[], object] = ""
+    """The result for people: the text, or the function that prints it."""
+    note: str = ""
+    """A line for stderr, printed after the result in either format."""
+
+    def print(self, *, as_json: bool) -> None:
+        """Print the result, as JSON or for people."""
+        if as_json:
+            print_json(self.data)
+        elif callable(self.show):
+            self.show()
+        elif self.show:
+            click.echo(self.show)
+        if self.note:
+            click.echo(self.note, err=True)
+
+
+@dataclass(slots=True)
+class Invocation:
+    """The state of one run of the command line, kept in the context."""
+
+    command: str = ""
+    format: str | None = None
+    """The format that was given: `table`, `json` or none."""
+
+
+def invocation_of(context: click.Context) -> Invocation:
+    """Return the run of a context."""
+    return context.find_root().ensure_object(Invocation)
+
+
+def wants_json() -> bool:
+    """Return True if the present command prints JSON."""
+    return invocation_of(click.get_current_context()).format == "json"
+
+
+class CommandError(click.ClickException):
+    """A failure that is printed as one line; `cause` is the exception behind it."""
+
+    def __init__(self, message: str, cause: BaseException | None = None) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+"""Errors of writing that do not name the file."""
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the reason of an error; for one of the system, the file and the reason."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
 
 
 # ── values ────────────────────────────────────────────────────────────────────────────────────────
@@ -175,6 +263,24 @@ def print_json(data: Any, *, indent: int | None = 2) -> None:
     click.echo(json.dumps(data, indent=indent, ensure_ascii=False, default=str))
 
 
+def never_fail_to_write() -> None:
+    """Replace characters that a terminal cannot print, and bytes that cannot be read."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="replace")
+
+
+def plain_console(*, stderr: bool = False) -> Console:
+    """Return a console that prints text as it is.
+
+    Rich would colour numbers, and turn `:train:` in the id of a run into a picture.
+    """
+    from rich.console import Console
+
+    return Console(stderr=stderr, highlight=False, emoji=False)
+
+
 def is_terminal() -> bool:
     """Return True if a user sees the output."""
     return sys.stdout.isatty()
@@ -216,8 +322,6 @@ def print_table(title: str, columns: Sequence[Column], rows: Iterable[Sequence[o
 def _print_on_terminal(columns: Sequence[Column], cells: Sequence[Sequence[str]]) -> None:
     from rich.table import Table
     from rich.text import Text
-
-    from tinkex.cli.terminal import plain_console
 
     terminal = plain_console()
     widths = [

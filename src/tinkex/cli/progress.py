@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 import click
 
-from tinkex.cli.output import size
+from tinkex.cli.output import plain_console, size
 
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
@@ -113,8 +113,6 @@ def _on_stderr(title: str, columns: Callable[[], Sequence[ProgressColumn]]) -> D
     if not sys.stderr.isatty():
         return Display()
     from rich.progress import Progress
-
-    from tinkex.cli.terminal import plain_console
 
     bar = Progress(*columns(), console=plain_console(stderr=True), transient=True)
     return Display(bar, title)

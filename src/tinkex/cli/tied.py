@@ -12,8 +12,7 @@ import click
 OUTPUT_LAYERS = {"lm_head", "unembed_tokens"}
 ADVICE = (
     "merging it into the weights changes the embeddings as well, and what the model says. Use it "
-    "unmerged, or train "
-    "with --no-train-unembed."
+    "unmerged, or train with --no-train-unembed."
 )
 
 
@@ -54,7 +53,7 @@ def warn_of_tied(settings: Mapping[str, Any], base_model: str) -> str | None:
 
 def is_tied(base_model: str) -> bool | None:
     """Return True if a base model ties its output layer to its embeddings, None if unknown."""
-    from tinkex.engine.families.read_config import families
+    from tinkex.engine.families.family import families
 
     found = _config(base_model)
     if found is None:

@@ -19,9 +19,10 @@ from typing import Any
 import click
 
 from tinkex._version import __version__
+from tinkex.cli.options import Connection, seconds_of
+from tinkex.cli.output import never_fail_to_write, plain_console
 from tinkex.cli.progress import waiting
-from tinkex.cli.servers import model_of, open_service, place_of
-from tinkex.cli.terminal import plain_console
+from tinkex.cli.servers import model_of, place_of
 from tinkex.cli.train_data import Loader, Material, counted
 from tinkex.cli.train_report import Pruning, StepDisplay, show_summary, summarize
 from tinkex.client.rest import RestClient
@@ -47,7 +48,7 @@ class Command:
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.options = options
         self.json = options["output_format"] == "json"
-        _never_fail_to_write()
+        never_fail_to_write()
         self.notes = plain_console(stderr=True)
         given = re.sub(r"[^A-Za-z0-9._-]+", "-", options["name"] or options["data"].stem)
         self.name = given.lstrip(".-").rstrip("-")[:100] or "run"
@@ -119,11 +120,11 @@ class Command:
         """Return a new client of the server; the one before it is closed."""
         with contextlib.suppress(TinkerError):
             self._services.close()
-        service = open_service(
-            self.options["base_url"], self.options["api_key"], self.options["timeout"], self.name
+        connection = Connection(
+            self.options["api_key"], self.options["base_url"], seconds_of(self.options["timeout"])
         )
-        self._service = self._services.enter_context(service)
-        return service
+        self._service = self._services.enter_context(connection.service(self.name))
+        return self._service
 
     def _client(self, service: ServiceClient) -> TrainingClient:
         """Return a new run, or one restored from the last checkpoint."""
@@ -361,14 +362,6 @@ def _remove_empty(directories: Sequence[Path]) -> None:
     with contextlib.suppress(OSError):
         for directory in directories:
             directory.rmdir()
-
-
-def _never_fail_to_write() -> None:
-    """Print a question mark for characters that the terminal lacks."""
-    for stream in (sys.stdout, sys.stderr):
-        reconfigure = getattr(stream, "reconfigure", None)
-        if reconfigure is not None:
-            reconfigure(errors="replace")
 
 
 @contextlib.contextmanager

@@ -180,10 +180,7 @@ class TrainingClient(TrainingSaves):
         self, *, backend: str | None = None, load_fun: LoadFunction | None = None
     ) -> Any:
         """Like `get_tokenizer`."""
-        info = await self._session.call(self._info)
-        return await asyncio.to_thread(
-            get_or_load_tokenizer, tokenizer_id_of(info), backend=backend, load_fun=load_fun
-        )
+        return await asyncio.to_thread(self.get_tokenizer, backend=backend, load_fun=load_fun)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

@@ -27,15 +27,16 @@ from tinkex.engine.api import (
     Optimizer,
     PassDone,
     PassJob,
+    Place,
     Recording,
     SampleDone,
     SampleJob,
+    Writer,
     check_optimizer,
     find,
 )
 from tinkex.engine.base_models import describe, locate_models
 from tinkex.engine.losses.table import CUSTOM, STABLE_REINFORCE, find_loss
-from tinkex.engine.places import Place, Writer
 from tinkex.engine.registry import EngineKind
 from tinkex.errors import ConfigurationError
 from tinkex.types.custom_losses import CreateCustomLossRequest

@@ -8,7 +8,7 @@ from typing import Any
 
 from tinkex.client.futures.backcompat import ADVICE, BackcompatClientFuture, forwarding
 from tinkex.client.http.request_headers import name_requests
-from tinkex.client.sampling_client import SamplingClient, open_sampling_client
+from tinkex.client.sampling_client import SamplingClient, open_sampler
 from tinkex.client.session import Session
 
 
@@ -32,7 +32,7 @@ class BackcompatSamplingClientFuture(BackcompatClientFuture[SamplingClient], Sam
 
 
 def open_later(session: Session, **options: Any) -> BackcompatSamplingClientFuture:
-    """Begin to open a sampler; `options` are those of `open_sampling_client`."""
+    """Begin to open a sampler; `options` are those of `open_sampler`."""
     return BackcompatSamplingClientFuture(
-        session.create(functools.partial(open_sampling_client, session, **options))
+        session.create(functools.partial(open_sampler, session, SamplingClient, **options))
     )

@@ -73,34 +73,28 @@ class TrainingStarts(SessionClient):
                 train_attn=train_attn,
             )
         )
-        number = next(self._session.model_seq_ids)
-        return self._making(self._create_model, number, base_model, lora, user_metadata, optimizer)
+        return self._making(
+            self._create_model,
+            base_model=base_model,
+            lora_config=lora,
+            user_metadata=user_metadata,
+            optimizer_config=optimizer or AdamOptimizerConfig(),
+        )
 
     create_lora_training_client_async = value_twin(create_lora_training_client)
 
     def _making(
-        self, make: Callable[..., Coroutine[Any, Any, TrainingClient]], *args: Any
+        self, make: Callable[..., Coroutine[Any, Any, TrainingClient]], **fields: Any
     ) -> BackcompatTrainingClientFuture:
-        return BackcompatTrainingClientFuture(self._session.create(make, *args))
+        """Begin to make a run under the next number; `fields` are those of the request."""
+        number = next(self._session.model_seq_ids)
+        return BackcompatTrainingClientFuture(self._session.create(make, number, fields))
 
     async def _create_model(
-        self,
-        number: int,
-        base_model: str,
-        lora: LoraConfig,
-        user_metadata: dict[str, str] | None,
-        optimizer: OptimizerConfig | None,
-        first_seq_id: int = 1,
+        self, number: int, fields: dict[str, Any], first_seq_id: int = 1
     ) -> TrainingClient:
         session = self._session
-        request = CreateModelRequest(
-            session_id=session.session_id,
-            model_seq_id=number,
-            base_model=base_model,
-            lora_config=lora,
-            optimizer_config=optimizer or AdamOptimizerConfig(),
-            user_metadata=user_metadata,
-        )
+        request = CreateModelRequest(session_id=session.session_id, model_seq_id=number, **fields)
         created: CreateModelResponse = await session.run(protocol.CREATE_MODEL, request)
         return await self._client_of(number, created.model_id, first_seq_id)
 
@@ -146,10 +140,11 @@ class TrainingStarts(SessionClient):
             >>> service.create_training_client_from_state(path).result()
             TrainingClient('...:train:1')
         """
-        return self._loading(
+        return self._making(
+            self._from_state,
             path=path,
-            optimizer=False,
             base_model=base_model,
+            optimizer=False,
             user_metadata=user_metadata,
             weights_access_token=weights_access_token,
             optimizer_config=optimizer,
@@ -185,10 +180,11 @@ class TrainingStarts(SessionClient):
             >>> service.create_training_client_from_state_with_optimizer(path).result()
             TrainingClient('...:train:1')
         """
-        return self._loading(
+        return self._making(
+            self._from_state,
             path=path,
-            optimizer=True,
             base_model=base_model,
+            optimizer=True,
             user_metadata=user_metadata,
             weights_access_token=weights_access_token,
         )
@@ -196,9 +192,6 @@ class TrainingStarts(SessionClient):
     create_training_client_from_state_with_optimizer_async = value_twin(
         create_training_client_from_state_with_optimizer
     )
-
-    def _loading(self, **fields: Any) -> BackcompatTrainingClientFuture:
-        return self._making(self._from_state, next(self._session.model_seq_ids), fields)
 
     async def _from_state(self, number: int, fields: dict[str, Any]) -> TrainingClient:
         """Make a run of a checkpoint in one request, which the oldest servers do not know."""
@@ -230,8 +223,13 @@ class TrainingStarts(SessionClient):
             )
         )
         chosen = request.optimizer_config or info.optimizer_config
-        base_model, metadata = request.base_model or info.base_model, request.user_metadata
-        client = await self._create_model(number, base_model, lora, metadata, chosen, 2)
+        fields = {
+            "base_model": request.base_model or info.base_model,
+            "lora_config": lora,
+            "user_metadata": request.user_metadata,
+            "optimizer_config": chosen or AdamOptimizerConfig(),
+        }
+        client = await self._create_model(number, fields, first_seq_id=2)
         load = LoadWeightsRequest(
             model_id=client.model_id,
             seq_id=1,

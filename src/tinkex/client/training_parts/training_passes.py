@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -13,8 +14,8 @@ from tinkex.client.futures.queue_states import QueueStateLogger, QueueStateTrack
 from tinkex.client.futures.reductions import combine
 from tinkex.client.futures.result_polling import Receipt, retrieve
 from tinkex.client.futures.twins import twin
-from tinkex.client.losses import caller_losses, loss_graphs
-from tinkex.client.losses.custom_passes import CustomPass
+from tinkex.client.losses import loss_graphs
+from tinkex.client.losses.custom_passes import CustomLoss, CustomPass
 from tinkex.client.losses.loss_graphs import LossHandle
 from tinkex.client.outbox import PARTIAL, Fetch, Outbox, Turn
 from tinkex.client.receipts import Receipts
@@ -264,7 +265,7 @@ class TrainingPasses(SessionClient):
     def forward_backward_custom(
         self,
         data: Sequence[Datum],
-        loss_fn: caller_losses.CustomLoss | LossHandle,
+        loss_fn: CustomLoss | LossHandle,
         *,
         loss_type_input: Literal["logprobs"] | None = None,
         regularizers: Sequence[RegularizerSpec] = (),
@@ -362,9 +363,7 @@ class TrainingPasses(SessionClient):
         ) -> Awaitable[Fetch[ForwardBackwardOutput]]:
             return self._send_pass(outbox, chunks, "cross_entropy", None, options, forward_only)
 
-        def spoil(cause: BaseException) -> None:
-            outbox.poison.spread(place, cause)
-
+        spoil = functools.partial(outbox.poison.spread, place)
         return await custom.run(outbox.chunks(custom.prepared), submit, spoil)
 
     def optim_step(

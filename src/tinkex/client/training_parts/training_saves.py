@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any, Unpack
 
-from tinkex.client.checkpoint_arguments import checked_ttl
+from tinkex.client.checkpoint_arguments import checked_choice, checked_ttl
 from tinkex.client.futures.api_future import Future, users_level
+from tinkex.client.futures.result_polling import Receipt
 from tinkex.client.futures.sampling_future import BackcompatSamplingClientFuture, open_later
 from tinkex.client.futures.twins import deprecated, twin, value_twin
 from tinkex.client.http.retry import RetryConfig
 from tinkex.client.outbox import Fetch, Outbox
-from tinkex.client.sampling_client import SamplingClient, checked_kind, open_sampling_client
+from tinkex.client.sampling_client import SamplingClient, open_sampler
 from tinkex.client.training_parts.call_arguments import CallOptions
 from tinkex.client.training_parts.training_passes import TrainingPasses
 from tinkex.errors import APIResponseValidationError
@@ -171,43 +173,6 @@ class TrainingSaves(TrainingPasses):
             )
         return str(saved.path)
 
-    def _sampler_of_now(
-        self,
-        retry_config: RetryConfig | None,
-        record_stability_info: bool,
-        kind: SamplingClientKind,
-    ) -> Future[SamplingClient]:
-        # The number is taken once: a request that is sent again must be the same request.
-        request = SaveWeightsForSamplerRequest(
-            model_id=self.model_id,
-            sampling_session_seq_id=next(self._session.sampling_session_seq_ids),
-            kind=kind,
-        )
-
-        async def turn(outbox: Outbox, place: int) -> Fetch[SamplingClient]:
-            checked_kind(kind)
-            receipt = await outbox.send(protocol.SAVE_WEIGHTS_FOR_SAMPLER, request)
-
-            async def fetch() -> SamplingClient:
-                saved: SaveWeightsForSamplerResponseInternal = await self._result(receipt, {})
-                if saved.sampling_session_id is None and saved.path is None:
-                    raise APIResponseValidationError(
-                        f"save_weights_for_sampler at {self._session.transport.place}: "
-                        "the answer names neither a sampling session nor a path"
-                    )
-                return await open_sampling_client(
-                    self._session,
-                    model_path=saved.path,
-                    sampling_session_id=saved.sampling_session_id,
-                    retry_config=retry_config,
-                    record_stability_info=record_stability_info,
-                    known_model=self._base_model,
-                )
-
-            return fetch
-
-        return self._outbox.put(protocol.SAVE_WEIGHTS_FOR_SAMPLER.name, turn)
-
     def save_weights_and_get_sampling_client(
         self,
         name: str | None = None,
@@ -241,8 +206,37 @@ class TrainingSaves(TrainingPasses):
                 DeprecationWarning,
                 stacklevel=users_level(),
             )
+        # The number is taken once: a request that is sent again must be the same request.
+        request = SaveWeightsForSamplerRequest(
+            model_id=self.model_id,
+            sampling_session_seq_id=next(self._session.sampling_session_seq_ids),
+            kind=kind,
+        )
+
+        async def turn(outbox: Outbox, place: int) -> Fetch[SamplingClient]:
+            checked_choice("kind", kind, SamplingClientKind)
+            receipt = await outbox.send(protocol.SAVE_WEIGHTS_FOR_SAMPLER, request)
+            return functools.partial(fetch, receipt)
+
+        async def fetch(receipt: Receipt) -> SamplingClient:
+            saved: SaveWeightsForSamplerResponseInternal = await self._result(receipt, {})
+            if saved.sampling_session_id is None and saved.path is None:
+                raise APIResponseValidationError(
+                    f"save_weights_for_sampler at {self._session.transport.place}: "
+                    "the answer names neither a sampling session nor a path"
+                )
+            return await open_sampler(
+                self._session,
+                SamplingClient,
+                model_path=saved.path,
+                sampling_session_id=saved.sampling_session_id,
+                known_model=self._base_model,
+                retry_config=retry_config,
+                record_stability_info=record_stability_info,
+            )
+
         return BackcompatSamplingClientFuture(
-            self._sampler_of_now(retry_config, record_stability_info, kind)
+            self._outbox.put(protocol.SAVE_WEIGHTS_FOR_SAMPLER.name, turn)
         )
 
     save_weights_and_get_sampling_client_async = value_twin(save_weights_and_get_sampling_client)
@@ -329,20 +323,8 @@ class TrainingSaves(TrainingPasses):
         """
         return self._load(path, True, weights_access_token, options)
 
-    # Coroutine functions, as in the official client; the other twins only pass for such.
-    @deprecated(FROM_STATE)
-    async def load_state_async(
-        self, path: str, weights_access_token: str | None = None, **options: Unpack[CallOptions]
-    ) -> Future[LoadWeightsResponse]:
-        """Like `load_state`; awaiting it gives the future."""
-        return self._load(path, False, weights_access_token, options)
-
-    @deprecated(FROM_STATE_WITH_OPTIMIZER)
-    async def load_state_with_optimizer_async(
-        self, path: str, weights_access_token: str | None = None, **options: Unpack[CallOptions]
-    ) -> Future[LoadWeightsResponse]:
-        """Like `load_state_with_optimizer`; awaiting it gives the future."""
-        return self._load(path, True, weights_access_token, options)
+    load_state_async = twin(load_state, FROM_STATE)
+    load_state_with_optimizer_async = twin(load_state_with_optimizer, FROM_STATE_WITH_OPTIMIZER)
 
     def _load(
         self, path: str, optimizer: bool, token: str | None, options: CallOptions

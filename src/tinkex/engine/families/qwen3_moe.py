@@ -55,7 +55,9 @@ class Qwen3Moe(Qwen3):
             return None
         chosen = int(fields.get("num_experts_per_tok", 8))
         if not 1 <= chosen <= count:
-            raise EngineError(f"num_experts_per_tok is {chosen}, of {count} experts")
+            raise EngineError(
+                f"num_experts_per_tok is {chosen}, and must be between 1 and the {count} experts"
+            )
         return ExpertsConfig(
             layers=sparse,
             count=count,

@@ -18,21 +18,19 @@ import triton.language as tl
 from torch import Tensor
 
 from tinkex.engine.kernels.flash_gradients import (
-    Backward,
-    keys_gradient,
-    queries_gradient,
-    row_numbers,
-)
-from tinkex.engine.kernels.flash_tiles import (
     FORWARD,
     LOG2_E,
+    Backward,
     Heads,
     Tiling,
     head_of,
+    keys_gradient,
     keys_tiling,
     last_keys,
     places_of,
+    queries_gradient,
     queries_tiling,
+    row_numbers,
     rows_of,
     run_of_keys,
     sees_keys,
@@ -193,12 +191,8 @@ class VarlenAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Return the gradients by queries, keys and values."""
         q, k, v, out, lse = ctx.saved_tensors
-        return (
-            *gradients(grads[0], (q, k, v), out, lse, ctx.tables, ctx.scale, ctx.window),
-            None,
-            None,
-            None,
-        )
+        by_qkv = gradients(grads[0], (q, k, v), out, lse, ctx.tables, ctx.scale, ctx.window)
+        return *by_qkv, None, None, None
 
 
 def gradients(

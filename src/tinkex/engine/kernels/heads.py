@@ -59,16 +59,19 @@ def _turned(
 
 @triton.jit
 def _turned_gradient(
-    grad,
-    x,
+    grads,
     out,
     turn,
-    NORM: tl.constexpr,
     HEADS: tl.constexpr,
     ROWS: tl.constexpr,
     HALF: tl.constexpr,
+    NORM: tl.constexpr,
 ):
-    """Write the gradient by `x`: rotated back, then through the norm."""
+    """Write the gradient by heads: rotated back, then through the norm.
+
+    `grads` has the gradient by their rotated norm, and the heads themselves.
+    """
+    grad, x = grads
     weight, cos, sin, eps = turn
     channel, at, inside = _places(HEADS, ROWS, HALF)
     c = tl.load(cos + channel).to(tl.float32)
@@ -96,12 +99,12 @@ def _heads_forward(
     q,
     k,
     turn,
-    NORM: tl.constexpr,
     H: tl.constexpr,
     G: tl.constexpr,
     H_ROWS: tl.constexpr,
     G_ROWS: tl.constexpr,
     HALF: tl.constexpr,
+    NORM: tl.constexpr,
 ):
     q_weight, k_weight, cos, sin, eps = turn
     row = tl.program_id(0).to(tl.int64)
@@ -134,10 +137,10 @@ def _heads_backward(
     c, s = cos + row * HALF, sin + row * HALF
     queries, keys = (q_weight, c, s, eps), (k_weight, c, s, eps)
     dq += row * H * size
-    _turned_gradient(dq, qkv + start, out + start, queries, NORM, H, H_ROWS, HALF)
+    _turned_gradient((dq, qkv + start), out + start, queries, H, H_ROWS, HALF, NORM)
     start += H * size
     dk += row * G * size
-    _turned_gradient(dk, qkv + start, out + start, keys, NORM, G, G_ROWS, HALF)
+    _turned_gradient((dk, qkv + start), out + start, keys, G, G_ROWS, HALF, NORM)
     at = tl.arange(0, G_ROWS * 2 * HALF)
     inside = at < G * size
     values = tl.load(dv + row * G * size + at, mask=inside)
@@ -203,15 +206,13 @@ def _store(
     keys,
     values,
     places,
-    k_row,
-    k_head,
-    v_row,
-    v_head,
+    strides,
     G: tl.constexpr,
     G_PADDED: tl.constexpr,
     C: tl.constexpr,
     C_PADDED: tl.constexpr,
 ):
+    k_row, k_head, v_row, v_head = strides
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, G_PADDED)[:, None]
     channel = tl.arange(0, C_PADDED)[None, :]
@@ -232,7 +233,7 @@ def store(kv_2NSGC: Tensor, places_T: Tensor, k_TGC: Tensor, v_TGC: Tensor) -> N
         k_TGC, v_TGC = k_TGC.contiguous(), v_TGC.contiguous()
     _store[(rows,)](
         *(k_TGC, v_TGC, kv_2NSGC[0], kv_2NSGC[1], places_T.contiguous()),
-        *(k_TGC.stride(0), k_TGC.stride(1), v_TGC.stride(0), v_TGC.stride(1)),
+        (*k_TGC.stride()[:2], *v_TGC.stride()[:2]),
         G=groups,
         G_PADDED=triton.next_power_of_2(groups),
         C=channels,

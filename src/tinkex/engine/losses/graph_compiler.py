@@ -15,15 +15,19 @@ from typing import Any
 import torch
 
 from tinkex.engine.api import EngineError
-from tinkex.engine.losses.graph_checks import (
+from tinkex.engine.losses.graph_loss import (
+    HERE,
     Arguments,
+    CompiledLoss,
     GraphLimits,
     Keywords,
     Operation,
+    Ref,
     Refusal,
+    Step,
+    at_node,
     leaves,
 )
-from tinkex.engine.losses.graph_loss import HERE, CompiledLoss, Ref, Step, at_node
 from tinkex.engine.losses.graph_operations import (
     DTYPES,
     FLOATS,

@@ -18,15 +18,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tinkex.engine.api import RECORDED_TOKENS, EngineError, Recalled
-from tinkex.engine.losses.examples import Examples, Others, Room, read_examples
-from tinkex.engine.losses.objective import Evaluated, Objective, Piece
+from tinkex.engine.losses.examples import (
+    Evaluated,
+    Examples,
+    Objective,
+    Piece,
+    Room,
+    read_examples,
+)
 from tinkex.engine.losses.table import DIVERGENCE_LIMIT, LOSSES, RATIO_CAP, STABLE_REINFORCE
 from tinkex.engine.torch.device_copies import to_device
 from tinkex.types.inputs import Datum
@@ -63,10 +69,7 @@ class StableReinforce(Objective):
             zip(self.recalled, examples.targets, strict=True)
         ):
             _check(index, recalled, targets, examples.inputs["advantages"][index], room)
-        others = [
-            Others(recalled.positions, recalled.recording.top_tokens) for recalled in self.recalled
-        ]
-        return Examples(examples.tokens, examples.targets, examples.inputs, others)
+        return replace(examples, recalled=self.recalled)
 
     def evaluate(self, piece: Piece) -> Evaluated:
         """Return the loss of a piece, and its gradient if that is needed."""
@@ -164,16 +167,14 @@ def _check(index: int, recalled: Recalled, targets: Array, advantages: Array, ro
         at = int(np.setdiff1d(np.flatnonzero(advantages), positions)[0])
         raise EngineError(
             f"datum {index}: 'advantages' is {advantages[at]:g} at position {at}, which was not "
-            "sampled; "
-            "'stable_reinforce' takes advantages on sampled targets only"
+            "sampled; 'stable_reinforce' takes advantages on sampled targets only"
         )
     wrong = np.flatnonzero(targets[positions] != recording.tokens)
     if wrong.size:
         at = int(positions[wrong[0]])
         raise EngineError(
             f"datum {index}: the target at position {at} is {targets[at]}, but its span names the "
-            "sampled token "
-            f"{recording.tokens[wrong[0]]}"
+            f"sampled token {recording.tokens[wrong[0]]}"
         )
     width = min(RECORDED_TOKENS, room.vocab)
     if recording.top_tokens.shape[1] != width or recording.top_tokens.max() >= room.vocab:

@@ -14,7 +14,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -129,18 +129,12 @@ def _by_blocks(q_BLHC: Tensor, k_BLGC: Tensor, v_BLGC: Tensor, rule: AttentionRu
     for start in range(0, length, BLOCK):
         rows = slice(start, min(start + BLOCK, length))
         keys = slice(0 if rule.window is None else max(0, start - rule.window + 1), rows.stop)
-        parts = (
-            q_BLHC[:, rows],
-            k_BLGC[:, keys],
-            v_BLGC[:, keys],
-            visible(positions[rows], positions[keys], rule),
-        )
+        seen = visible(positions[rows], positions[keys], rule)
+        parts = (q_BLHC[:, rows], k_BLGC[:, keys], v_BLGC[:, keys], seen, rule)
         if again:
-            mixed.append(
-                checkpoint(attend, *parts, rule, use_reentrant=False, preserve_rng_state=False)
-            )
+            mixed.append(checkpoint(attend, *parts, use_reentrant=False, preserve_rng_state=False))
         else:
-            mixed.append(attend(*parts, rule))
+            mixed.append(attend(*parts))
     return mixed[0] if len(mixed) == 1 else torch.cat(mixed, dim=1)
 
 
@@ -172,12 +166,8 @@ class _ShortAttention(torch.autograd.Function):
             d_scores = torch.ops.aten._softmax_backward_data(d_probs, probs, -1, probs.dtype).mul_(
                 ctx.scale
             )
-            return (
-                d_scores @ k,
-                d_scores.transpose(1, 2) @ q,
-                probs.transpose(1, 2) @ grads[0],
-                None,
-            )
+            d_k, d_v = d_scores.transpose(1, 2) @ q, probs.transpose(1, 2) @ grads[0]
+            return d_scores @ k, d_k, d_v, None
 
 
 class PackedAttention:
@@ -222,11 +212,12 @@ class PackedAttention:
         bounds: Tensor,
         rule: AttentionRule,
     ) -> Tensor:
-        window = rule.window_within(self._longest)
-        kernels = _packed_kernels(*_heads(q, k), window is not None)
+        window, channels = rule.window_within(self._longest), q.shape[2]
+        kernels = _packed_kernels(
+            _Heads(q.shape[1], k.shape[1], channels, q.dtype, q.device, window is not None)
+        )
         if kernels is None:
             return flash(q, k, v, bounds, self._longest, rule.scale, window)[0].flatten(1)
-        channels = q.shape[2]
         if channels not in self._tables:
             self._tables[channels] = kernels.tables(self._lengths(), channels, q.device)
         mixed: Tensor = kernels.VarlenAttention.apply(
@@ -276,14 +267,19 @@ def _sides(window: int | None) -> dict[str, int | None]:
     }
 
 
-def _heads(q: Tensor, k: Tensor) -> tuple[int, int, int, torch.dtype, torch.device]:
-    return q.shape[1], k.shape[1], q.shape[2], q.dtype, q.device
+class _Heads(NamedTuple):
+    """Heads of packed sequences, for which kernels are checked."""
+
+    heads: int
+    groups: int
+    channels: int
+    dtype: torch.dtype
+    device: torch.device
+    windowed: bool
 
 
 @functools.cache
-def _packed_kernels(
-    heads: int, groups: int, channels: int, dtype: torch.dtype, device: torch.device, windowed: bool
-) -> Any:
+def _packed_kernels(heads: _Heads) -> Any:
     """Return our kernels for packed sequences.
 
     None if Triton is missing, or if they differ from PyTorch's on such heads.
@@ -292,9 +288,9 @@ def _packed_kernels(
     def measured() -> tuple[Any, float]:
         from tinkex.engine.kernels import flash
 
-        if not flash.fits(channels):
+        if not flash.fits(heads.channels):
             return None, 0.0
-        return flash, _kernel_error(flash, heads, groups, channels, dtype, device, windowed)
+        return flash, _kernel_error(flash, heads)
 
     return trusted("training", measured, KERNEL_ERROR)
 
@@ -309,32 +305,25 @@ def trusted(who: str, measured: Callable[[], tuple[Any, float]], most: float) ->
     except torch.OutOfMemoryError:  # says nothing about the kernel: there may be room the next time
         raise
     except Exception as reason:  # whatever it is, there is another way
-        logger.warning("%s goes without its attention kernel, and is slower: %s", who, reason)
+        logger.warning("%s runs without its attention kernel and is slower: %s", who, reason)
         return None
     if not error < most:
-        logger.warning("%s goes without its attention kernel, which is off by %s here", who, error)
+        logger.warning("%s runs without its attention kernel, whose error here is %s", who, error)
         return None
     return kernel
 
 
-def _kernel_error(
-    kernels: Any,
-    heads: int,
-    groups: int,
-    channels: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    windowed: bool,
-) -> float:
+def _kernel_error(kernels: Any, heads: _Heads) -> float:
     """Return the share by which our kernels differ from PyTorch's on some sequences."""
+    count, groups, channels, dtype, device, windowed = heads
     lengths, window, scale = [300, 1, 65, 128, 7], 50 if windowed else None, channels**-0.5
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         q, k, v, d_out = (
-            torch.empty(sum(lengths), count, channels, dtype=dtype, device=device).normal_(
+            torch.empty(sum(lengths), number, channels, dtype=dtype, device=device).normal_(
                 generator=generator
             )
-            for count in (heads, groups, groups, heads)
+            for number in (count, groups, groups, count)
         )
         bounds = to_device(np.cumsum([0, *lengths]), device, torch.int32)
         out, lse, *state = flash(q, k, v, bounds, max(lengths), scale, window)

@@ -16,6 +16,7 @@ channels of a head, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,11 +27,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tinkex.engine.families.model_config import AttentionRule, DecoderConfig
+from tinkex.engine.families.family import TRAINED
+from tinkex.engine.families.model_config import AttentionRule, DecoderConfig, Fields
 from tinkex.engine.model.attention import soft_cap, widened
-from tinkex.engine.model.elementwise import add_norm, cut_off, norm, turned_heads
-from tinkex.engine.model.experts import Experts
-from tinkex.engine.model.mlp import Adaptation, Mlp
+from tinkex.engine.model.elementwise import States, add_norm, cut_off, norm, turned_heads
+from tinkex.engine.model.mlp import Adaptation, Experts, Mlp
 from tinkex.engine.torch.lora import Factors, Linear
 from tinkex.engine.train.span_adapters import Share, forward
 
@@ -72,11 +73,8 @@ class Layer:
     @property
     def head_norms(self) -> tuple[Tensor, Tensor] | None:
         """The norms of queries and keys, in families that have them."""
-        return (
-            None
-            if self.q_norm_C is None or self.k_norm_C is None
-            else (self.q_norm_C, self.k_norm_C)
-        )
+        q_norm_C, k_norm_C = self.q_norm_C, self.k_norm_C
+        return None if q_norm_C is None or k_norm_C is None else (q_norm_C, k_norm_C)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +106,9 @@ class Decoder:
         """The attention of each layer."""
         return self.config.attention
 
-    def logits(
-        self, hidden_TD: Tensor, lora: Adaptation = BARE, rows_T: Tensor | None = None
-    ) -> Tensor:
-        """Return the logits of hidden states, within the model's bound.
-
-        `rows_T` is as for `Adaptation.linear`.
-        """
-        return cap_logits(lora.linear(hidden_TD, self.head, rows_T), self.config.logit_cap)
+    def logits(self, hidden_TD: Tensor, lora: Adaptation = BARE) -> Tensor:
+        """Return the logits of hidden states, within the model's bound."""
+        return cap_logits(lora.linear(hidden_TD, self.head), self.config.logit_cap)
 
 
 def cap_logits(logits_TV: Tensor, bound: float | None) -> Tensor:
@@ -181,15 +174,14 @@ def _layer(
     q, k, v = turned_heads(lora.linear(normed_TD, layer.qkv), sizes, layer.head_norms, turn, eps)
     mixed_TD = lora.linear(attend(index, q, k, v), layer.o)
     mixed_TD = _optional_norm(mixed_TD, layer.post_attention_norm_D, eps)
-    x_TD, rest_TD, normed_TD = add_norm(x_TD, rest_TD, mixed_TD, layer.mlp_norm_D, eps)
+    states, normed_TD = add_norm(States(x_TD, rest_TD), mixed_TD, layer.mlp_norm_D, eps)
     if isinstance(layer.mlp, Mlp):
         fed_TD = layer.mlp(normed_TD, lora)
     else:
-        fed_TD = layer.mlp(
-            normed_TD, lora, cut_off(x_TD, rest_TD, normed_TD, layer.mlp_norm_D, eps)
-        )
+        fed_TD = layer.mlp(normed_TD, lora, cut_off(states, normed_TD, layer.mlp_norm_D, eps))
     fed_TD = _optional_norm(fed_TD, layer.post_mlp_norm_D, eps)
-    return add_norm(x_TD, rest_TD, fed_TD, next_norm_D, eps)
+    states, normed_TD = add_norm(states, fed_TD, next_norm_D, eps)
+    return *states, normed_TD
 
 
 def _turns(model: Decoder, positions_T: Tensor, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
@@ -203,3 +195,29 @@ def _turns(model: Decoder, positions_T: Tensor, dtype: torch.dtype) -> list[tupl
 
 def _optional_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return x if weight is None else norm(x, weight, eps)
+
+
+def inverse_frequencies(config: DecoderConfig) -> Tensor:
+    """Return the angle per position of each pair of channels.
+
+    The shape is `[kinds of rotary embedding, C/2]`; scaling is applied.
+    """
+    return torch.stack([_frequencies(rope, config.head_dim) for rope in config.ropes])
+
+
+def _frequencies(rope: Fields, channels: int) -> Tensor:
+    exponents = torch.arange(0, channels, 2, dtype=torch.float32) / channels
+    frequencies = 1.0 / (float(rope["rope_theta"]) ** exponents)
+    if rope["rope_type"] == "linear":
+        return frequencies / float(rope["factor"])
+    return _llama3(frequencies, rope) if rope["rope_type"] == "llama3" else frequencies
+
+
+def _llama3(frequencies: Tensor, rope: Fields) -> Tensor:
+    """Divide slow rotations by `factor`, keep quick ones, and interpolate between."""
+    trained, low, high = (
+        float(rope[name]) for name in (TRAINED, "low_freq_factor", "high_freq_factor")
+    )
+    turns = trained * frequencies / (2 * math.pi)
+    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - keep) * frequencies / float(rope["factor"]) + keep * frequencies

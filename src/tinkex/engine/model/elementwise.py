@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -46,45 +46,38 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return normed
 
 
-def add_norm(
-    x: Tensor,
-    rest: Tensor | None,
-    share: Tensor,
-    weight: Tensor,
-    eps: float,
-) -> tuple[Tensor, Tensor | None, Tensor]:
+class States(NamedTuple):
+    """The states of tokens, and the part that rounding has cut off them, if any."""
+
+    rounded: Tensor
+    rest: Tensor | None = None
+
+
+def add_norm(states: States, share: Tensor, weight: Tensor, eps: float) -> tuple[States, Tensor]:
     """Add a share to the states of tokens.
 
-    The results are the sum, the part that rounding cuts off it, and the norm of the sum before
-    rounding. `rest` is the part that was cut off before.
+    The results are the sum, and the norm of the sum before rounding.
 
     In half precision a state is rounded at every sum, and every layer reads it: with the rests,
     sums are as good as in single precision, and half of the difference between trainer and sampler
     is gone. In single precision there are none.
     """
-    if not (x.requires_grad or share.requires_grad):
-        return _summed_normed(x, rest, share, weight, eps)
-    summed, left, normed = _AddNorm.apply(  # type: ignore[no-untyped-call]
-        x, rest, share, weight, eps
-    )
-    return summed, left, normed
+    if not (states.rounded.requires_grad or share.requires_grad):
+        return _summed_normed(states, share, weight, eps)
+    *summed, normed = _AddNorm.apply(*states, share, weight, eps)  # type: ignore[no-untyped-call]
+    return States(*summed), normed
 
 
 @torch.no_grad()
-def cut_off(
-    summed: Tensor,
-    rest: Tensor | None,
-    normed: Tensor,
-    weight: Tensor,
-    eps: float,
-) -> Tensor | None:
+def cut_off(states: States, normed: Tensor, weight: Tensor, eps: float) -> Tensor | None:
     """Return the part that rounding has cut off the norm of `add_norm`, in float32.
 
     None if nothing was cut off.
     """
-    if rest is None:
+    if states.rest is None:
         return None
-    return F.rms_norm(summed.float() + rest, weight.shape, weight.float(), eps) - normed
+    wide = states.rounded.float() + states.rest
+    return F.rms_norm(wide, weight.shape, weight.float(), eps) - normed
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -100,22 +93,20 @@ def _fits(x: Tensor) -> bool:
 
 
 def _summed_normed(
-    x: Tensor,
-    rest: Tensor | None,
-    share: Tensor,
-    weight: Tensor,
-    eps: float,
-) -> tuple[Tensor, Tensor | None, Tensor]:
+    states: States, share: Tensor, weight: Tensor, eps: float
+) -> tuple[States, Tensor]:
+    x, rest = states
     if (fused := kernels_for(x)) is not None and _fits(x):
-        summed, left, normed = fused.add_norm_forward(x, rest, share, weight, eps)
-        return summed, left, normed
+        *added, normed = fused.add_norm_forward(x, rest, share, weight, eps)
+        return States(*added), normed
     if torch.finfo(x.dtype).bits >= 32:
         summed = x + share
-        return summed, None, _normed(summed, weight, eps)
+        return States(summed), _normed(summed, weight, eps)
     wide = x.float() + share if rest is None else x.float() + rest + share
     summed = wide.to(x.dtype)
     left = (wide - summed).to(x.dtype)
-    return summed, left, F.rms_norm(wide, weight.shape, weight.float(), eps).to(x.dtype)
+    normed = F.rms_norm(wide, weight.shape, weight.float(), eps).to(x.dtype)
+    return States(summed, left), normed
 
 
 def _norm_gradient(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -157,7 +148,7 @@ class _AddNorm(torch.autograd.Function):
         weight: Tensor,
         eps: float,
     ) -> Any:
-        summed, left, normed = _summed_normed(x, rest, share, weight, eps)
+        (summed, left), normed = _summed_normed(States(x, rest), share, weight, eps)
         ctx.save_for_backward(summed, weight)
         ctx.set_materialize_grads(False)
         if left is not None:
@@ -266,22 +257,13 @@ class _TurnedHeads(torch.autograd.Function):
     ) -> Any:
         ctx.save_for_backward(qkv, *turn)
         ctx.norms, ctx.eps = norms, eps
-        fused = kernels_for(qkv)
-        assert fused is not None
-        return fused.heads_forward(qkv, sizes, norms, *turn, eps)
+        return kernels_for(qkv).heads_forward(qkv, sizes, norms, *turn, eps)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        qkv, cos, sin = ctx.saved_tensors
-        fused = kernels_for(qkv)
-        assert fused is not None
-        return (
-            fused.heads_backward(*grads, qkv, ctx.norms, cos, sin, ctx.eps),
-            None,
-            None,
-            None,
-            None,
-        )
+        qkv, *turn = ctx.saved_tensors
+        dqkv = kernels_for(qkv).heads_backward(*grads, qkv, ctx.norms, *turn, ctx.eps)
+        return dqkv, None, None, None, None
 
 
 # ── gates ─────────────────────────────────────────────────────────────────────────────────────────

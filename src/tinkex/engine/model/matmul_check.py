@@ -113,9 +113,9 @@ def is_safe(outputs: int, inputs: int) -> bool:
 @functools.cache
 def _warn() -> None:
     logger.warning(
-        "products of matrices depend on how many rows they have, with the libraries of this "
-        "machine: requests that run together may change last bits of each other's results. A C "
-        "compiler mends that: see `tinkex doctor`"
+        "the libraries of this machine compute a row of a product differently beside other rows: "
+        "requests that run together may change the last bits of each other's results. Install a C "
+        "compiler to avoid that; see `tinkex doctor`"
     )
 
 

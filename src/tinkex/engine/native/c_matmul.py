@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.native import bindings as c
-from tinkex.engine.native.bindings import Library
+from tinkex.engine.native.bindings import Library, Team
 from tinkex.engine.native.library import load
-from tinkex.engine.native.team import Team
 
 _local = threading.local()
 
@@ -86,10 +85,6 @@ def _run(
 def _team() -> Team:
     library = load()
     assert library is not None  # callers have checked
-    return _team_of(library)
-
-
-def _team_of(library: Library) -> Team:
     teams: dict[tuple[Library, int], Team] | None = getattr(_local, "teams", None)
     if teams is None:
         teams = _local.teams = {}

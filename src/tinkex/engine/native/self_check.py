@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from tinkex.engine.native import bindings as c
-from tinkex.engine.native.bindings import PANEL, PARTS, Factors, Int, Library, Linear, Model
-from tinkex.engine.native.team import Team
+from tinkex.engine.native.bindings import PANEL, PARTS, Factors, Int, Library, Linear, Model, Team
 from tinkex.types.tensors import Array
 
 AGREE, DIFFER = "rows agree", "rows differ"

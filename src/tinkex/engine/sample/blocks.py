@@ -1,9 +1,9 @@
 """The holders of blocks of the cache, and the keys by which blocks of prompts are found again.
 
 A block has room for the keys and values of `BLOCK` positions of one sequence, in every layer (see
-`kv_pool`). The contents of a position depend on its tokens and weights alone, to the bit: a block
-that is found by its key is as good as one computed again. In-flight samplers are the exception: a
-session of theirs has its own namespace, in which blocks of older weights are found.
+`passes.Pool`). The contents of a position depend on its tokens and weights alone, to the bit: a
+block that is found by its key is as good as one computed again. In-flight samplers are the
+exception: a session of theirs has its own namespace, in which blocks of older weights are found.
 """
 
 from __future__ import annotations

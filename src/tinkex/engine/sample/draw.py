@@ -2,7 +2,11 @@
 
 Random numbers are counted (see `token_choice`): the token of a row depends on that row alone.
 
-Axes: B rows, V vocabulary.
+Recorded jobs get the likeliest tokens at each position, and their log-probabilities under the model
+as it is: at temperature 1, before top-k and top-p. They are gathered for all recorded rows of a
+step at once, on the device, and cost samples without a recording nothing.
+
+Axes: B rows, V vocabulary, R recorded rows, K likeliest tokens.
 """
 
 from __future__ import annotations
@@ -14,18 +18,46 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tinkex.engine.api import RECORDED_TOKENS
 from tinkex.engine.model.decoder import Decoder
-from tinkex.engine.native.weights import Native
+from tinkex.engine.native.c_passes import Native
 from tinkex.engine.sample.jobs import Sample
 from tinkex.engine.sample.logit_changes import Shaped, Shaper
 from tinkex.engine.sample.passes import Row, put
-from tinkex.engine.sample.recordings import Scores
 from tinkex.engine.sample.room import Running
 from tinkex.engine.sample.token_choice import GREEDY_BELOW, choose, uniforms
-from tinkex.engine.torch.device_copies import mark, to_host
+from tinkex.engine.torch.device_copies import mark, to_device, to_host
+from tinkex.engine.train.target_logprobs import log_softmax
 from tinkex.types.sampled import TopkLogprobs
 from tinkex.types.sampling import SampleRequest
 from tinkex.types.tensors import Array
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The recording of one step: likeliest tokens of some rows, and the drawn ones."""
+
+    tokens_RK: Tensor
+    logprobs_RK: Tensor
+    drawn_R: Tensor
+
+    @classmethod
+    def of(cls, logits_BV: Tensor, tokens_B: Tensor, rows: Sequence[int]) -> Scores:
+        """Score rows; the results arrive when the device has computed them."""
+        rows_R = to_device(np.asarray(rows), logits_BV.device)
+        logprobs_RV = log_softmax(logits_BV[rows_R])
+        logprobs_RK, tokens_RK = logprobs_RV.topk(
+            min(RECORDED_TOKENS, logprobs_RV.shape[1]), dim=-1
+        )
+        drawn_R = logprobs_RV.gather(1, tokens_B.to(logits_BV.device)[rows_R][:, None])[:, 0]
+        return cls(to_host(tokens_RK), to_host(logprobs_RK), to_host(drawn_R))
+
+    def rows(self, rows: slice, kept: Array) -> tuple[Array, Array, Array]:
+        """Return the scores of some rows that are kept."""
+        tokens, logprobs, drawn = (
+            x.numpy()[rows][kept] for x in (self.tokens_RK, self.logprobs_RK, self.drawn_R)
+        )
+        return tokens, logprobs, drawn
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,14 +12,20 @@ from functools import cached_property
 
 import numpy as np
 
-from tinkex.engine.api import DrawnToken, EngineError, Listener, SampleDone, token_limit
+from tinkex.engine.api import (
+    RECORDED_TOKENS,
+    DrawnToken,
+    EngineError,
+    Recording,
+    SampleDone,
+    SampleJob,
+    token_limit,
+)
 from tinkex.engine.losses.examples import read_tokens
 from tinkex.engine.sample.blocks import namespace, prompt_keys
 from tinkex.engine.sample.logit_changes import Shape
-from tinkex.engine.sample.passes import Row
+from tinkex.engine.sample.passes import Row, Source
 from tinkex.engine.sample.prompt_scores import PromptScores
-from tinkex.engine.sample.recordings import Recorder
-from tinkex.engine.sample.source import Source
 from tinkex.engine.sample.stop_rule import StopRule
 from tinkex.types.sampled import SampledSequence, StopReason, TopkLogprobs
 from tinkex.types.sampling import SampleRequest
@@ -28,6 +34,8 @@ from tinkex.types.tensors import Array
 NOT_FINITE = "the model's logits are not finite: its weights are broken"
 MAX_SAMPLES = 1024
 MAX_TOPK = 1024
+FIRST_ROOM = 64
+"""The first capacity of a recorder, in positions."""
 
 
 @dataclass(eq=False, slots=True)
@@ -50,31 +58,59 @@ class Sample:
     """Versions of in-flight weights, each with the number of tokens drawn before it."""
 
 
+class Recorder:
+    """The recordings of a running job, in arrays that grow with the longest sample."""
+
+    def __init__(self, samples: int, limit: int, vocab: int) -> None:
+        room, width = min(limit, FIRST_ROOM), min(RECORDED_TOKENS, vocab)
+        self._limit = limit
+        self._tokens: Array = np.zeros((samples, room, width), np.int32)
+        self._logprobs: Array = np.zeros((samples, room, width), np.float32)
+        self._drawn: Array = np.zeros((samples, room), np.float32)
+
+    def add(self, samples: Array, positions: Array, scores: tuple[Array, Array, Array]) -> None:
+        """Take in one position of each of these samples."""
+        if positions.max() >= self._drawn.shape[1]:
+            self._grow()
+        for array, numbers in zip((self._tokens, self._logprobs, self._drawn), scores, strict=True):
+            array[samples, positions] = numbers
+
+    def _grow(self) -> None:
+        more = min(self._limit, 2 * self._drawn.shape[1]) - self._drawn.shape[1]
+        self._tokens, self._logprobs, self._drawn = (
+            np.pad(array, [(0, 0), (0, more), *[(0, 0)] * (array.ndim - 2)])
+            for array in (self._tokens, self._logprobs, self._drawn)
+        )
+
+    def recording(self, sample: int, tokens: Sequence[int], logprobs: Sequence[float]) -> Recording:
+        """Return the recording of a sample that has ended, with its reported tokens."""
+        count = len(tokens)
+        return Recording(
+            np.array(tokens, np.int32),
+            np.array(logprobs, np.float32),
+            self._drawn[sample, :count].copy(),
+            self._tokens[sample, :count].copy(),
+            self._logprobs[sample, :count].copy(),
+        )
+
+
 class Job:
     """One request: its prompt, its samples, and when they end.
 
     Thousands may wait. So samples and tables are made only when the job runs.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        request: SampleRequest,
-        seed: int,
-        listener: Listener | None = None,
-        target: str | None = None,
-        cache: str = "",
-    ) -> None:
-        config = source.model.config
-        self._listener = listener
-        self.source, self.request, self.seed = source, request, seed
+    def __init__(self, source: Source, work: SampleJob, target: str | None = None) -> None:
+        config, request = source.model.config, work.request
+        self._listener = work.listener
+        self.source, self.request, self.seed = source, request, work.seed
         self.prompt = read_tokens(request.prompt, "prompt", config.context)
         _check(request, self.prompt, config.vocab)
         self.limit = token_limit(request, self.prompt.size, config.context)
         self.shape = Shape.of(request.sampling_params, self.prompt, config.vocab, source.tokenizer)
         self._stop = StopRule(source, request.sampling_params.stop, request.num_samples)
-        self.scores = PromptScores(self.prompt, request, seed, config.vocab)
-        self.keys = prompt_keys(namespace(source.weights, cache), self.prompt)
+        self.scores = PromptScores(self.prompt, request, work.seed, config.vocab)
+        self.keys = prompt_keys(namespace(source.weights, work.cache), self.prompt)
         self.target = target
         """The in-flight target whose weights it follows."""
         self.reused: int | None = None

@@ -80,7 +80,7 @@ class Shape:
                         f"{name} holds token {token}, outside the vocabulary of {vocab}"
                     )
         if len({word[-1] for word in words}) >= vocab:
-            raise EngineError(f"bad_words leave none of the {vocab} tokens to be drawn; name fewer")
+            raise EngineError(f"bad_words ban all {vocab} tokens; give fewer")
         banned = {word[0] for word in words if len(word) == 1}
         longer = [word for word in words if len(word) > 1]
         befores_WL = np.full(

@@ -19,8 +19,7 @@ from tinkex.engine.model.attention import attend, flash, takes_packed, visible
 from tinkex.engine.model.decoder import Decoder, Lora, hidden_states
 from tinkex.engine.model.matmul_check import steady_batch
 from tinkex.engine.sample.blocks import BLOCK, NOTHING, SCRATCH
-from tinkex.engine.sample.kv_pool import Pool
-from tinkex.engine.sample.passes import Piece, put, weigh
+from tinkex.engine.sample.passes import Piece, Pool, put, weigh
 from tinkex.engine.sample.row_adapters import Products, RowAdapters, padded
 from tinkex.engine.torch.device_copies import to_device
 from tinkex.types.tensors import Array

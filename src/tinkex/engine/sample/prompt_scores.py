@@ -48,7 +48,8 @@ class PromptScores:
 
     @cached_property
     def _topk(self) -> TopkLogprobs:
-        return _empty_topk(self._prompt.size, self._k)
+        shape = (self._prompt.size, self._k)
+        return TopkLogprobs(np.zeros(shape, np.int32), np.full(shape, EMPTY_CELL, np.float32))
 
     @cached_property
     def _alt(self) -> list[Array]:
@@ -80,7 +81,8 @@ class PromptScores:
             targets = torch.from_numpy(self._prompt[after].astype(np.int64)).to(logits_TV.device)
             self.logprobs_P[after] = logprobs_TV.gather(1, targets[:, None])[:, 0].cpu().numpy()
         if self._k:
-            _put_topk(self._topk, after, logprobs_TV, self._k)
+            values, ids = (x.cpu().numpy() for x in logprobs_TV.topk(self._k, dim=-1))
+            self._topk.token_ids[after], self._topk.logprobs[after] = ids, values
         if self._targets is not None:
             self._targets.add(rows, logprobs_TV)
         if self._alternatives:
@@ -101,7 +103,8 @@ class PromptScores:
         """Return the result; so many tokens of the prompt were found in the cache."""
         if self._wanted:
             self.logprobs_P[: self._first] = np.nan
-            _clear(self._topk, self._first)
+            self._topk.token_ids[: self._first] = 0
+            self._topk.logprobs[: self._first] = EMPTY_CELL
         return SampleResponse(
             sequences,
             prompt_logprobs_np=self.logprobs_P if self._wanted else None,
@@ -149,18 +152,3 @@ class _Targets:
     def tensor(self) -> TensorData:
         crow, col = self._request.csr or (None, None)
         return TensorData(self._logprobs, "float32", self._request.shape, crow, col)
-
-
-def _empty_topk(length: int, k: int) -> TopkLogprobs:
-    return TopkLogprobs(
-        np.zeros((length, k), np.int32), np.full((length, k), EMPTY_CELL, np.float32)
-    )
-
-
-def _put_topk(table: TopkLogprobs, where: slice, logprobs_TV: Tensor, k: int) -> None:
-    values, ids = logprobs_TV.topk(k, dim=-1)
-    table.token_ids[where], table.logprobs[where] = ids.cpu().numpy(), values.cpu().numpy()
-
-
-def _clear(table: TopkLogprobs, length: int) -> None:
-    table.token_ids[:length], table.logprobs[:length] = 0, EMPTY_CELL

@@ -16,7 +16,7 @@ from tinkex.engine.sample.blocks import BLOCK, Blocks
 
 if TYPE_CHECKING:
     from tinkex.engine.sample.jobs import Job, Sample
-    from tinkex.engine.sample.source import Source
+    from tinkex.engine.sample.passes import Source
 
 
 @dataclass(eq=False, slots=True)
@@ -46,22 +46,14 @@ class Running:
         self.error = self.error or error
 
 
+@dataclass(frozen=True, slots=True)
 class Room:
     """Chooses the next owner, and the job or sample that gives way; the scheduler executes it."""
 
-    def __init__(
-        self,
-        running: Sequence[Running],
-        queues: Mapping[str, object],
-        blocks: Blocks,
-        max_rows: int,
-    ) -> None:
-        self._running, self._queues, self._blocks, self._max_rows = (
-            running,
-            queues,
-            blocks,
-            max_rows,
-        )
+    _running: Sequence[Running]
+    _queues: Mapping[str, object]
+    _blocks: Blocks
+    _max_rows: int
 
     @property
     def seated(self) -> int:

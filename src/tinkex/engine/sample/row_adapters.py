@@ -25,7 +25,7 @@ from tinkex.engine.model import matmul_check
 from tinkex.engine.model.decoder import Decoder, Lora
 from tinkex.engine.model.matmul import add_product, add_small, base_product, lowered
 from tinkex.engine.model.mlp import Adaptation
-from tinkex.engine.native.weights import Native
+from tinkex.engine.native.c_passes import Native
 from tinkex.engine.torch.device_copies import to_device
 from tinkex.engine.torch.lora import Factors, Linear
 from tinkex.engine.torch.openmp import Threads

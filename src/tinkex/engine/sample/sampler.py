@@ -27,18 +27,30 @@ from torch import Tensor
 
 from tinkex.engine.api import EngineError, SampleDone
 from tinkex.engine.model.decoder import Decoder, Lora
-from tinkex.engine.native.c_passes import NativeDecoding, NativePrefill, NativeSteps
-from tinkex.engine.native.weights import Native, find as find_native
+from tinkex.engine.native.c_passes import (
+    Native,
+    NativeDecoding,
+    NativePrefill,
+    NativeSteps,
+    find as find_native,
+)
 from tinkex.engine.sample.blocks import BLOCK, blocks_for
 from tinkex.engine.sample.draw import Drawer, Drawn
 from tinkex.engine.sample.jobs import NOT_FINITE, Job, Sample
-from tinkex.engine.sample.kv_pool import Pool, block_bytes
-from tinkex.engine.sample.passes import Decoding, Piece, Prompts, Row, put
+from tinkex.engine.sample.passes import (
+    Decoding,
+    Piece,
+    Pool,
+    Prompts,
+    Row,
+    Source,
+    block_bytes,
+    put,
+)
 from tinkex.engine.sample.prefill import Prefill
 from tinkex.engine.sample.room import Running
 from tinkex.engine.sample.row_adapters import Products, RowAdapters, padded
 from tinkex.engine.sample.slab_decoding import SlabDecoding
-from tinkex.engine.sample.source import Source
 from tinkex.engine.sample.static_decoding import ShortPrompts, StaticDecoding
 from tinkex.engine.sample.step_scheduler import Scheduler
 

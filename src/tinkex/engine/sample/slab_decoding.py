@@ -17,8 +17,7 @@ from tinkex.engine.families.model_config import AttentionRule
 from tinkex.engine.model.attention import visible
 from tinkex.engine.model.decoder import Decoder, hidden_states
 from tinkex.engine.model.matmul_check import are_batches_steady
-from tinkex.engine.sample.kv_pool import Pool, zeros
-from tinkex.engine.sample.passes import Decoding, Row, put, weigh
+from tinkex.engine.sample.passes import Decoding, Pool, Row, put, weigh, zeros
 from tinkex.engine.sample.row_adapters import Products, RowAdapters, padded
 from tinkex.engine.torch.openmp import Threads
 

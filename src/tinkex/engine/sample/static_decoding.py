@@ -7,7 +7,8 @@ row, H query heads, G key/value heads, C channels of a head, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -18,14 +19,15 @@ from tinkex.engine.model.attention import attend, trusted, visible
 from tinkex.engine.model.decoder import BARE, Decoder, Lora, hidden_states
 from tinkex.engine.model.mlp import Adaptation
 from tinkex.engine.sample.blocks import BLOCK, NOTHING, RESERVED, SCRATCH
-from tinkex.engine.sample.kv_pool import Pool
-from tinkex.engine.sample.passes import Decoding, Piece, Prompts, Row, put
+from tinkex.engine.sample.passes import Decoding, Piece, Pool, Prompts, Row, put
 from tinkex.engine.sample.row_adapters import Bank, widest
 from tinkex.engine.torch.device_copies import mark
 
 PROMPT_ROWS = (16, 64, 256)
 """Numbers of tokens of prompts that are run as rows; more are run in chunks."""
 LEAST_RANKS = 32
+COLUMNS = 5
+"""The numbers of a row before its blocks."""
 KERNEL_WIDTH = 16
 KERNEL_ERROR = 0.03
 """The largest distance of results for standard normal keys and values, in bfloat16."""
@@ -91,7 +93,8 @@ class StaticDecoding(Decoding):
         shape = self._shapes.get((size, width, adapters))
         if shape is None:
             bank = _banked(self._bank, adapters)
-            shape = _Shape(self._model, self._pool, bank, self._kernel, self._drawn, size, width)
+            numbers = (size, COLUMNS + width)
+            shape = _Shape(self._model, self._pool, bank, self._kernel, self._drawn, numbers)
             self._shapes[size, width, adapters] = shape
             shape.fill(rows)
             if self._memory is not None:
@@ -156,35 +159,26 @@ class _Host:
     """The end of the last copy."""
 
 
+@dataclass(eq=False)
 class _Shape:
     """A pass over fixed numbers of rows and blocks: its inputs and its graph."""
 
-    def __init__(
-        self,
-        model: Decoder,
-        pool: Pool,
-        bank: Banked,
-        kernel: Kernel | None,
-        drawn: Tensor,
-        rows: int,
-        width: int,
-    ) -> None:
-        self._model, self._pool, self._bank, self._kernel, self._drawn = (
-            model,
-            pool,
-            bank,
-            kernel,
-            drawn,
-        )
-        pinned = pool.kv.device.type == "cuda"
+    _model: Decoder
+    _pool: Pool
+    _bank: Banked
+    _kernel: Kernel | None
+    _drawn: Tensor
+    _size: tuple[int, int]
+    """Rows and numbers of a row."""
+    _graph: torch.cuda.CUDAGraph | None = None
+    _outputs: tuple[Tensor, Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        device = self._pool.kv.device
+        made = partial(torch.zeros, *self._size, dtype=torch.int64)
         # two, in turn: the device may still have to copy the other
-        self._hosts = [
-            _Host(torch.zeros(rows, 5 + width, dtype=torch.int64, pin_memory=pinned))
-            for _ in range(2)
-        ]
-        self._inputs = torch.zeros(rows, 5 + width, dtype=torch.int64, device=pool.kv.device)
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._outputs: tuple[Tensor, Tensor] | None = None
+        self._hosts = [_Host(made(pin_memory=device.type == "cuda")) for _ in range(2)]
+        self._inputs = made(device=device)
 
     def fill(self, rows: Sequence[Row]) -> None:
         """Put tokens, positions, places, adapters and tables into the inputs of the pass."""
@@ -197,14 +191,8 @@ class _Shape:
         host[:, 2], host[:, 4] = SCRATCH * BLOCK, -1
         for at, row in enumerate(rows):
             place = row.blocks[row.length // BLOCK] * BLOCK + row.length % BLOCK
-            host[at, : 5 + len(row.blocks)] = (
-                row.token,
-                row.length,
-                place,
-                row.weights,
-                row.drawn,
-                *row.blocks,
-            )
+            numbers = (row.token, row.length, place, row.weights, row.drawn)
+            host[at, : COLUMNS + len(row.blocks)] = (*numbers, *row.blocks)
         self._inputs.copy_(self._hosts[0].values, non_blocking=True)
         self._hosts[0].copied = mark(self._inputs.device)
 
@@ -229,16 +217,11 @@ class _Shape:
         return self._outputs
 
     def _pass(self) -> tuple[Tensor, Tensor]:
-        tokens_B, positions_B, places_B, weights_B, drawn_B = self._inputs[:, :5].unbind(1)
+        tokens_B, positions_B, places_B, weights_B, drawn_B = self._inputs[:, :COLUMNS].unbind(1)
         tokens_B = torch.where(drawn_B < 0, tokens_B, self._drawn[drawn_B.clamp_min(0)])
-        attention = _BlockAttention(
-            self._model.attention,
-            self._pool,
-            self._kernel,
-            self._inputs[:, 5:],
-            positions_B,
-            places_B,
-        )
+        tables_BN = self._inputs[:, COLUMNS:].contiguous()
+        rows = (tables_BN, positions_B.contiguous(), places_B.contiguous())
+        attention = _BlockAttention(self._model.attention, self._pool, self._kernel, *rows)
         lora = self._bank(weights_B)
         hidden_BD = hidden_states(self._model, tokens_B, positions_B, attention, lora)
         return hidden_BD, self._model.logits(hidden_BD, lora)
@@ -268,22 +251,17 @@ class ShortPrompts:
         return self._decoding.hidden(rows)
 
 
+@dataclass(frozen=True, slots=True)
 class _BlockAttention:
     """Attention of one new position of each row to the blocks of its table."""
 
-    def __init__(
-        self,
-        rules: Sequence[AttentionRule],
-        pool: Pool,
-        kernel: Kernel | None,
-        tables_BN: Tensor,
-        positions_B: Tensor,
-        places_B: Tensor,
-    ) -> None:
-        self._rules, self._pool, self._kernel = rules, pool, kernel
-        self._tables_BN, self._places_B = tables_BN.contiguous(), places_B.contiguous()
-        self._positions_B = positions_B.contiguous()
-        self._masks: dict[int | None, Tensor] = {}
+    _rules: Sequence[AttentionRule]
+    _pool: Pool
+    _kernel: Kernel | None
+    _tables_BN: Tensor
+    _positions_B: Tensor
+    _places_B: Tensor
+    _masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def __call__(self, layer: int, q_BHC: Tensor, k_BGC: Tensor, v_BGC: Tensor) -> Tensor:
         """Keep the keys and values, then attend."""

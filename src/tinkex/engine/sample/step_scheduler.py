@@ -65,8 +65,7 @@ class Scheduler:
         if needed > self._blocks.count:
             raise EngineError(
                 f"a prompt of {job.prompt.size} tokens and {job.limit} more need {needed} blocks "
-                f"of {BLOCK} positions; "
-                f"the cache of this server has {self._blocks.count}"
+                f"of {BLOCK} positions; the cache of this server has {self._blocks.count}"
             )
         self.queues.setdefault(owner, deque()).append((name, job))
 

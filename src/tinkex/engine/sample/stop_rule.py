@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tinkex.engine.api import EngineError
-from tinkex.engine.sample.source import Source
+from tinkex.engine.sample.passes import Source
 from tinkex.types.tensors import Array
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.api import EngineError
-from tinkex.engine.peft_files import ALPHA, MAX_RANK
+from tinkex.engine.file_formats import ALPHA, MAX_RANK
 from tinkex.types.training import LoraConfig
 
 DEFAULT_SEED = 0

@@ -17,25 +17,22 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tinkex.engine.api import EngineError
+from tinkex.engine.api import EngineError, Place, Writer
+from tinkex.engine.families.family import read_config
 from tinkex.engine.families.model_config import DecoderConfig, ExpertsConfig
-from tinkex.engine.families.read_config import read_config
-from tinkex.engine.json_files import read_object
-from tinkex.engine.model.attention import widened
-from tinkex.engine.model.decoder import Decoder, Layer
-from tinkex.engine.model.experts import Experts
-from tinkex.engine.model.mlp import Mlp
-from tinkex.engine.model.rotary import inverse_frequencies
-from tinkex.engine.peft_files import (
+from tinkex.engine.file_formats import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     ALPHA,
     OPTIMIZER,
     PREFIX,
     read_lora_config,
+    read_object,
+    write_tensors,
 )
-from tinkex.engine.places import Place, Writer
-from tinkex.engine.tensor_files import write_tensors
+from tinkex.engine.model.attention import widened
+from tinkex.engine.model.decoder import Decoder, Layer, inverse_frequencies
+from tinkex.engine.model.mlp import Experts, Mlp
 from tinkex.engine.torch.device_copies import mark, to_host_beside
 from tinkex.engine.torch.lora import Layout, Linear
 from tinkex.engine.train.optim import State, make_state
@@ -114,7 +111,7 @@ def load_decoder(directory: Path, dtype: torch.dtype, device: torch.device) -> D
         if config.tied and tensors.differ(head, embed):
             # as transformers 5 has it: a head of its own is there to be used
             config = replace(config, tied=False)
-        decoder = assemble(config, tensors, dtype, device)
+        decoder = Parts(config, tensors, dtype, device).decoder()
         tensors.finish([head] if config.tied else [])
     return decoder
 
@@ -126,26 +123,8 @@ class Tensors(Protocol):
         """Return a tensor, which must have this shape."""
 
 
-def assemble(
-    config: DecoderConfig, tensors: Tensors, dtype: torch.dtype, device: torch.device
-) -> Decoder:
-    """Put a decoder together from its tensors."""
-    source, names = _Source(config, tensors, dtype, device), config.names
-    layers = [source.layer(index) for index in range(config.layers)]
-    embed = source.get(f"{names.embed}.weight", config.vocab, config.hidden)
-    head = embed if config.tied else source.get(f"{names.head}.weight", config.vocab, config.hidden)
-    return Decoder(
-        config=config,
-        embed_VD=embed,
-        layers=layers,
-        norm_D=source.norm(names.norm, config.hidden),
-        head=Linear(names.head, "unembed", head, None, [names.head], [config.vocab], wide=True),
-        frequencies=inverse_frequencies(config).to(device),
-    )
-
-
 @dataclass(frozen=True, slots=True)
-class _Source:
+class Parts:
     """The parts of a decoder, read from a checkpoint's tensors."""
 
     config: DecoderConfig
@@ -153,7 +132,25 @@ class _Source:
     dtype: torch.dtype
     device: torch.device
 
+    def decoder(self) -> Decoder:
+        """Put the decoder together."""
+        config, names = self.config, self.config.names
+        layers = [self.layer(index) for index in range(config.layers)]
+        embed = self.get(f"{names.embed}.weight", config.vocab, config.hidden)
+        head = (
+            embed if config.tied else self.get(f"{names.head}.weight", config.vocab, config.hidden)
+        )
+        return Decoder(
+            config=config,
+            embed_VD=embed,
+            layers=layers,
+            norm_D=self.norm(names.norm, config.hidden),
+            head=Linear(names.head, "unembed", head, None, [names.head], [config.vocab], wide=True),
+            frequencies=inverse_frequencies(config).to(self.device),
+        )
+
     def get(self, name: str, *shape: int) -> Tensor:
+        """Return a tensor on the device, in the model's precision."""
         return self.tensors.read(name, shape).to(device=self.device, dtype=self.dtype)
 
     def norm(self, module: str, size: int) -> Tensor:
@@ -196,6 +193,7 @@ class _Source:
         return Linear(prefix + name, group, torch.cat(parts), bias_N, modules, sizes, wide=wide)
 
     def layer(self, index: int) -> Layer:
+        """Return a layer."""
         config, names, channels = self.config, self.config.names, self.config.head_dim
         hidden, query, key = config.hidden, config.heads * channels, config.kv_heads * channels
         prefix = names.layer.format(index)
@@ -217,6 +215,7 @@ class _Source:
         )
 
     def feed_forward(self, index: int, prefix: str) -> Mlp | Experts:
+        """Return the mlp of a layer, or its experts."""
         config, names = self.config, self.config.names
         hidden, size = config.hidden, config.mlp
         if config.experts is not None and index in config.experts.layers:
@@ -381,7 +380,9 @@ def _read_flat(
                     "load the weights alone, or create the run with the other optimizer"
                 )
             if differing := views.keys() ^ set(opened.keys()):
-                raise EngineError(f"{path} does not fit: {min(differing)} is on one side only")
+                raise EngineError(
+                    f"{path} does not fit: only one of file and run has tensor {min(differing)}"
+                )
             for name, view in views.items():
                 tensor = opened.get_tensor(name)
                 if tensor.shape != view.shape:

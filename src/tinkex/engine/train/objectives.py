@@ -20,7 +20,10 @@ from torch import Tensor
 from tinkex.engine.api import EngineError, Recalled
 from tinkex.engine.losses.examples import (
     STEP_WORK,
+    Evaluated,
     Examples,
+    Objective,
+    Piece,
     Room,
     check_shape,
     present,
@@ -28,7 +31,6 @@ from tinkex.engine.losses.examples import (
     read_targets,
 )
 from tinkex.engine.losses.graph_loss import Allowance, CompiledLoss
-from tinkex.engine.losses.objective import Evaluated, Objective, Piece
 from tinkex.engine.losses.stable_reinforce import StableReinforce, read_settings
 from tinkex.engine.losses.table import (
     CUSTOM,

@@ -97,31 +97,25 @@ class SpanAdapters:
 
     def shares(self, linear: Linear, start: int = 0, stop: int | None = None) -> list[Share]:
         """Return the shares in a linear layer, of tokens from `start` to `stop`."""
-        found = []
-        for span in self.spans:
-            first, last = (
-                max(span.start, start),
-                span.stop if stop is None else min(span.stop, stop),
-            )
-            if first < last and linear.name in span.factors:
-                into = None if span.into is None else span.into[linear.name]
-                found.append(Share(first - start, last - start, span.factors[linear.name], into))
-        return found
+        bounds = [
+            (max(span.start, start) - start, min(span.stop, stop or span.stop) - start)
+            for span in self.spans
+        ]
+        return self._shares_within(linear, bounds)
 
     def _shares_of(self, linear: Linear, rows_T: Tensor) -> list[Share]:
         bounds = torch.tensor(
             [(span.start, span.stop) for span in self.spans], device=rows_T.device
         )
-        places = torch.searchsorted(rows_T, bounds).tolist()
+        return self._shares_within(linear, torch.searchsorted(rows_T, bounds).tolist())
+
+    def _shares_within(self, linear: Linear, bounds: Sequence[Sequence[int]]) -> list[Share]:
+        """Return the shares of spans that have these bounds among the tokens."""
+        name = linear.name
         return [
-            Share(
-                start,
-                stop,
-                span.factors[linear.name],
-                None if span.into is None else span.into[linear.name],
-            )
-            for span, (start, stop) in zip(self.spans, places, strict=True)
-            if start < stop and linear.name in span.factors
+            Share(start, stop, span.factors[name], None if span.into is None else span.into[name])
+            for span, (start, stop) in zip(self.spans, bounds, strict=True)
+            if start < stop and name in span.factors
         ]
 
 

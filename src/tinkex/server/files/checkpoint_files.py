@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tinkex.engine.api import EngineError
-from tinkex.engine.places import Directory, Writer
+from tinkex.engine.api import Directory, EngineError, Writer
 from tinkex.server.database.entities import Run, Save, SavedCheckpoint
 from tinkex.server.database.interface import Database
 from tinkex.server.files.data_dir import discard, is_full_disk, sync_above

@@ -19,18 +19,18 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from tinkex.engine.api import EngineError
-from tinkex.engine.families.read_config import families
-from tinkex.engine.json_files import parse_object
-from tinkex.engine.peft_files import (
+from tinkex.engine.api import EngineError, Place
+from tinkex.engine.families.family import families
+from tinkex.engine.file_formats import (
     ADAPTER_CONFIG as CONFIG,
     ADAPTER_WEIGHTS as WEIGHTS,
     ALPHA,
     MAX_RANK,
+    PIECE,
     PREFIX,
+    parse_object,
+    write_tensors,
 )
-from tinkex.engine.places import Place
-from tinkex.engine.tensor_files import PIECE, write_tensors
 from tinkex.server.database.entities import LOCAL_OWNER, Run, SavedCheckpoint
 from tinkex.server.database.interface import Database
 from tinkex.server.files.checkpoint_files import Checkpoints, SaveSpec

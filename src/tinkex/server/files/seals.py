@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache
 from pathlib import Path
 
-from tinkex.engine.api import EngineError
-from tinkex.engine.places import Directory
+from tinkex.engine.api import Directory, EngineError
 
 SEAL = ".digests.json"
 """The file of a directory that holds the digests of the others."""

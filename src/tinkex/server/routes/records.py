@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tinkex.engine.places import Directory
+from tinkex.engine.api import Directory
 from tinkex.server.calls import Call
 from tinkex.server.database.entities import Run, RunRecord, SavedCheckpoint
 from tinkex.server.files.checkpoint_files import (

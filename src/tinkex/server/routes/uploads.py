@@ -17,7 +17,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinkex.engine.api import EngineError
-from tinkex.engine.peft_files import ADAPTER_CONFIG as CONFIG, ADAPTER_WEIGHTS as WEIGHTS, MAX_RANK
+from tinkex.engine.file_formats import (
+    ADAPTER_CONFIG as CONFIG,
+    ADAPTER_WEIGHTS as WEIGHTS,
+    MAX_RANK,
+)
 from tinkex.server.calls import Call
 from tinkex.server.database.entities import Run
 from tinkex.server.files.checkpoint_files import SaveSpec

@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tinkex.engine.api import EngineError
-from tinkex.engine.places import Writer
+from tinkex.engine.api import EngineError, Writer
 from tinkex.server.complaints import complain
 from tinkex.server.database.entities import Run
 from tinkex.server.files.data_dir import is_full_disk, sync_directory

@@ -8,8 +8,7 @@ import functools
 import logging
 from pathlib import Path
 
-from tinkex.engine.api import EngineError
-from tinkex.engine.places import Writer
+from tinkex.engine.api import EngineError, Writer
 from tinkex.server.calls import Call
 from tinkex.server.files.seals import write_whole
 from tinkex.server.http_errors import Refusal

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from tinkex.engine.places import Writer
+from tinkex.engine.api import Writer
 from tinkex.server.database.entities import Run
 from tinkex.server.runs.lane import Lane
 from tinkex.server.runs.promises import Promise

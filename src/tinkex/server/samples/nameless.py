@@ -11,8 +11,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from tinkex.engine.api import EngineError
-from tinkex.engine.places import Writer
+from tinkex.engine.api import EngineError, Writer
 from tinkex.server.files.data_dir import sync_above
 from tinkex.server.files.seals import write_whole
 from tinkex.server.open_sessions import Sessions
