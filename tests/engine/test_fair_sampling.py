@@ -147,7 +147,7 @@ def test_started_prompt_shares_with_prompts_that_had_less(limits: Any) -> None:
 def test_job_that_needs_most_of_the_cache_is_done_among_a_stream_of_short_ones(
     way: str, limits: Any
 ) -> None:
-    """Nobody's only job is moved for others, and one that found no room for long comes first."""
+    """An owner's only job is never moved for others, and a job that waited long comes first."""
     engine = limits(way=way, cache_bytes=11 * block_bytes(limits()._bases["m"].model))
     big = ask(tokens_of(1, 500), 1, 60)
     expected = alone(engine, "one", big, 1)
