@@ -38,7 +38,7 @@ PARAMS = SamplingParams(max_tokens=3, seed=1)
 
 @pytest.fixture
 def paths() -> Iterator[Counter[str]]:
-    """How often each endpoint was asked."""
+    """Count the requests for each endpoint."""
     count: Counter[str] = Counter()
 
     def note(name: str, measurements: Any, metadata: Mapping[str, Any]) -> None:
@@ -78,7 +78,7 @@ def values(futures: list[Future[SampleResponse]]) -> list[Any]:
 
 
 def left_behind(sampler: SamplingClient) -> dict[str, int]:
-    """What a client's poller still holds."""
+    """Return the objects that a client's poller still holds."""
     poller = sampler._poller
     assert poller is not None
     held = {

@@ -38,6 +38,8 @@ logger = logging.getLogger("tinkex.server")
 
 LEAVE_SECONDS = 10.0
 """The longest time that a stopping server takes to write its runs to disk."""
+SWEEP_SECONDS = 15.0
+"""The time between two cleanups."""
 
 
 class State:
@@ -179,7 +181,7 @@ class State:
     async def tend(self) -> None:
         """Forget expired results and silent sessions, until cancelled."""
         while True:
-            await asyncio.sleep(15)
+            await asyncio.sleep(SWEEP_SECONDS)
             try:
                 await self.sweep()
             except Exception as error:
