@@ -98,11 +98,8 @@ def resilient(
     for option, value in (("every", every), ("keep", keep)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{option} must be a positive whole number, got {value!r}")
-    chosen = (
-        RecoveryPolicy(enabled=True, backoff_ms=1000)
-        if policy is None
-        else RecoveryPolicy.of(policy)
-    )
+    given = {"enabled": True, "backoff_ms": 1000} if policy is None else policy
+    chosen = RecoveryPolicy.of(given)
     if not chosen.enabled:
         raise ValueError("this policy is not enabled")
     if chosen.checkpoint_strategy != "latest" or not chosen.restore_optimizer:

@@ -103,9 +103,8 @@ class SampleCalls(SessionClient):
         Example:
             >>> sampler.on_queue_state_change("paused_rate_limit", "too many samples at once")
         """
-        self._queue_states.on_queue_state_change(
-            queue_state, queue_state_reason, name=self.sampling_session_id
-        )
+        name = self.sampling_session_id
+        self._queue_states.on_queue_state_change(queue_state, queue_state_reason, name=name)
 
     def _request(
         self,

@@ -11,7 +11,8 @@ from tinkex.client.futures.training_future import BackcompatTrainingClientFuture
 from tinkex.client.futures.twins import value_twin
 from tinkex.client.session import Session
 from tinkex.client.session_client import SessionClient
-from tinkex.client.training_client import TrainingClient, info_of
+from tinkex.client.training_client import TrainingClient
+from tinkex.client.training_parts.training_passes import info_of
 from tinkex.errors import NotFoundError, TinkerError
 from tinkex.types.model_requests import CreateModelRequest, CreateModelResponse, UnloadModelRequest
 from tinkex.types.optimizers import AdamOptimizerConfig, OptimizerConfig
@@ -84,11 +85,11 @@ class TrainingStarts(SessionClient):
     create_lora_training_client_async = value_twin(create_lora_training_client)
 
     def _making(
-        self, make: Callable[..., Coroutine[Any, Any, TrainingClient]], **fields: Any
+        self, make: Callable[..., Coroutine[Any, Any, TrainingClient]], *args: Any, **fields: Any
     ) -> BackcompatTrainingClientFuture:
         """Begin to make a run under the next number; `fields` are those of the request."""
         number = next(self._session.model_seq_ids)
-        return BackcompatTrainingClientFuture(self._session.create(make, number, fields))
+        return BackcompatTrainingClientFuture(self._session.create(make, number, *args, fields))
 
     async def _create_model(
         self, number: int, fields: dict[str, Any], first_seq_id: int = 1
@@ -142,7 +143,7 @@ class TrainingStarts(SessionClient):
         """
         return self._making(
             self._from_state,
-            path=path,
+            path,
             base_model=base_model,
             optimizer=False,
             user_metadata=user_metadata,
@@ -182,7 +183,7 @@ class TrainingStarts(SessionClient):
         """
         return self._making(
             self._from_state,
-            path=path,
+            path,
             base_model=base_model,
             optimizer=True,
             user_metadata=user_metadata,
@@ -193,10 +194,12 @@ class TrainingStarts(SessionClient):
         create_training_client_from_state_with_optimizer
     )
 
-    async def _from_state(self, number: int, fields: dict[str, Any]) -> TrainingClient:
+    async def _from_state(self, number: int, path: str, fields: dict[str, Any]) -> TrainingClient:
         """Make a run of a checkpoint in one request, which the oldest servers do not know."""
         session = self._session
-        request = LoadWeightsRequest(session_id=session.session_id, model_seq_id=number, **fields)
+        request = LoadWeightsRequest(
+            session_id=session.session_id, model_seq_id=number, path=path, **fields
+        )
         if session.client_config_is_missing:
             return await self._as_described(number, request)
         loaded: LoadWeightsResponse = await session.run(protocol.LOAD_WEIGHTS, request)

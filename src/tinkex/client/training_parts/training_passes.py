@@ -17,7 +17,7 @@ from tinkex.client.futures.twins import twin
 from tinkex.client.losses import loss_graphs
 from tinkex.client.losses.custom_passes import CustomLoss, CustomPass
 from tinkex.client.losses.loss_graphs import LossHandle
-from tinkex.client.outbox import PARTIAL, Fetch, Outbox, Turn
+from tinkex.client.outbox import PARTIAL, Fetch, Outbox, Poison, Turn
 from tinkex.client.receipts import Receipts
 from tinkex.client.session_client import SessionClient
 from tinkex.client.training_parts.call_arguments import (
@@ -33,7 +33,10 @@ from tinkex.types.inputs import Datum
 from tinkex.types.model_requests import (
     DropGradientsRequest,
     DropGradientsResponse,
+    GetInfoRequest,
     GetInfoResponse,
+    UnloadModelRequest,
+    UnloadModelResponse,
 )
 from tinkex.types.optimizers import AdamParams, OptimParams
 from tinkex.types.training import ForwardBackwardOutput, LossFnConfig, OptimStepResponse
@@ -420,6 +423,38 @@ class TrainingPasses(SessionClient):
 
     def _dropping(self) -> Future[DropGradientsResponse]:
         return self._put(protocol.DROP_GRADIENTS, DropGradientsRequest(model_id=self.model_id), {})
+
+    def unload_model(self) -> UnloadModelResponse:
+        """Let the server forget the live state of this run, on servers that offer it.
+
+        The run's checkpoints stay.
+
+        Example:
+            >>> client.unload_model()
+            UnloadModelResponse(model_id='...:train:0', ...)
+        """
+        return self._unloading().result()
+
+    @unlisted
+    async def unload_model_async(self) -> UnloadModelResponse:
+        """Like `unload_model`."""
+        return await self._unloading()
+
+    def _unloading(self) -> Future[UnloadModelResponse]:
+        async def turn(outbox: Outbox, place: int) -> Fetch[UnloadModelResponse]:
+            request = UnloadModelRequest(model_id=outbox.model_id)
+            receipt = await self._session.submit(protocol.UNLOAD_MODEL, request)
+            return functools.partial(retrieve, self._session.transport, receipt)
+
+        return self._outbox.put(protocol.UNLOAD_MODEL.name, turn, Poison.ALWAYS)
+
+
+async def info_of(session: Session, model_id: str) -> GetInfoResponse:
+    """Ask the server for the description of a run."""
+    info: GetInfoResponse = await session.transport.call(
+        protocol.GET_INFO, GetInfoRequest(model_id=model_id)
+    )
+    return info
 
 
 async def _in_order(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
