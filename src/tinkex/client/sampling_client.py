@@ -8,16 +8,22 @@ import contextlib
 import functools
 import json
 import logging
+import warnings
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from tinkex.client.futures.api_future import AwaitableConcurrentFuture, Future
+from tinkex.client.futures.backcompat import (
+    ADVICE,
+    BackcompatClientFuture,
+    SampleFuture,
+    forwarding,
+)
 from tinkex.client.futures.queue_states import Observer
 from tinkex.client.futures.result_polling import failure_of
-from tinkex.client.futures.sample_future import SampleFuture
-from tinkex.client.futures.stream_text import StreamTexts
-from tinkex.client.futures.streams import SampleStream, chunks_of
+from tinkex.client.futures.streams import SampleStream, StreamTexts, chunks_of
 from tinkex.client.futures.twins import twin, value_twin
+from tinkex.client.http.request_headers import name_requests
 from tinkex.client.http.retry import RetryConfig, persist
 from tinkex.client.sampling_parts.sample_calls import Notice, SampleCalls, base_model_of
 from tinkex.client.session import Session, shadow_of
@@ -436,3 +442,29 @@ async def open_sampler(
         with contextlib.suppress(NotFoundError):  # older servers have no such endpoint
             model = await base_model_of(session, sampling_session_id)
     return kind(session, sampling_session_id=sampling_session_id, base_model=model, **options)
+
+
+@name_requests
+@forwarding(SamplingClient)
+class BackcompatSamplingClientFuture(BackcompatClientFuture[SamplingClient], SamplingClient):
+    """The future of a SamplingClient: `await` it, or call `.result()`.
+
+    It can still be used as if it were the client, with a warning. A pickle of it is one of the
+    client.
+
+    Example:
+        >>> service.create_sampling_client(base_model="tinkex/tiny").result()
+        SamplingClient('...:sample:0')
+    """
+
+    def __reduce__(self) -> Any:
+        message = f"DEPRECATED: pickling a {type(self).__name__} will be removed: {ADVICE}"
+        warnings.warn(message, FutureWarning, stacklevel=2)
+        return self.result().__reduce__()
+
+
+def open_later(session: Session, **options: Any) -> BackcompatSamplingClientFuture:
+    """Begin to open a sampler; `options` are those of `open_sampler`."""
+    return BackcompatSamplingClientFuture(
+        session.create(functools.partial(open_sampler, session, SamplingClient, **options))
+    )

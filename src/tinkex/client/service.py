@@ -15,12 +15,12 @@ from tinkex.client.futures.api_future import (
     outcome_of,
     start,
 )
-from tinkex.client.futures.sampling_future import BackcompatSamplingClientFuture, open_later
 from tinkex.client.futures.twins import deprecated, value_twin
 from tinkex.client.http.limits import BreakerState
 from tinkex.client.http.retry import RetryConfig
 from tinkex.client.losses import loss_graphs
 from tinkex.client.losses.loss_graphs import LossHandle, PerDatumLossFn
+from tinkex.client.sampling_client import BackcompatSamplingClientFuture, open_later
 from tinkex.client.service_parts.training_starts import TrainingStarts
 from tinkex.client.session import Session
 from tinkex.client.session_client import SessionClient, made_of
@@ -165,7 +165,7 @@ class ServiceClient(TrainingStarts):
                 raise
             return replace(named, loss_id=created.loss_id)
 
-        return self._session.start(creating())
+        return self._session.call(creating)
 
     def create_sampling_client(
         self,
@@ -221,7 +221,7 @@ class ServiceClient(TrainingStarts):
         return RestClient(self._session)
 
     def _capabilities(self) -> Future[GetServerCapabilitiesResponse]:
-        return self._session.start(self._session.transport.call(protocol.GET_SERVER_CAPABILITIES))
+        return self._session.call(self._session.transport.call, protocol.GET_SERVER_CAPABILITIES)
 
     @deprecated("call RestClient().get_server_capabilities()")
     def get_server_capabilities(self) -> GetServerCapabilitiesResponse:

@@ -12,11 +12,15 @@ from urllib.parse import quote
 from tinkex.client.checkpoint_arguments import checked_choice, checked_ttl
 from tinkex.client.futures.api_future import Future, unlisted, users_level
 from tinkex.client.futures.result_polling import Receipt
-from tinkex.client.futures.sampling_future import BackcompatSamplingClientFuture, open_later
 from tinkex.client.futures.twins import deprecated, twin, value_twin
 from tinkex.client.http.retry import RetryConfig
 from tinkex.client.outbox import Fetch, Outbox
-from tinkex.client.sampling_client import SamplingClient, open_sampler
+from tinkex.client.sampling_client import (
+    BackcompatSamplingClientFuture,
+    SamplingClient,
+    open_later,
+    open_sampler,
+)
 from tinkex.client.session_client import SessionClient, made_of
 from tinkex.client.training_parts.call_arguments import CallOptions
 from tinkex.client.training_parts.training_passes import TrainingPasses, info_of

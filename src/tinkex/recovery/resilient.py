@@ -27,10 +27,11 @@ from tinkex import events
 from tinkex.client.checkpoint_arguments import checked_choice
 from tinkex.client.futures.api_future import Future, start
 from tinkex.client.futures.backcompat import BackcompatClientFuture
-from tinkex.client.futures.sampling_future import BackcompatSamplingClientFuture
 from tinkex.client.futures.streams import SampleStream
 from tinkex.client.http.retry import RetryConfig, persist
+from tinkex.client.rest import RestClient
 from tinkex.client.sampling_client import (
+    BackcompatSamplingClientFuture,
     SamplingClient,
     open_sampler,
 )
@@ -140,6 +141,7 @@ class ResilientTrainingClient(TrainingClient):
         self._metadata: dict[str, str] | None = None
         self._outbox: Recorder = Recorder(
             client._outbox,
+            RestClient(client.holder),
             keep,
             weakref.WeakMethod(self._after_step),
             weakref.WeakMethod(self._recover),

@@ -18,9 +18,9 @@ from tinkex.client.checkpoint_arguments import (
 from tinkex.client.futures.api_future import APIFuture, users_level
 from tinkex.client.futures.result_polling import retrieve
 from tinkex.client.futures.twins import value_twin
-from tinkex.client.http.legacy_servers import read_receipt
 from tinkex.client.http.retry import persist
 from tinkex.client.http.transport import Transport
+from tinkex.client.outbox import read_receipt
 from tinkex.client.rest_parts.rest_base import RestBase
 from tinkex.errors import APIResponseValidationError, ExperimentalWarning
 from tinkex.types.checkpoints import TrainingRun, TrainingRunsResponse

@@ -17,7 +17,6 @@ from tinkex.client.futures.queue_states import Observer, QueueStateLogger, Queue
 from tinkex.client.futures.result_polling import QueueNotice, Receipt, read_result, retrieve
 from tinkex.client.futures.twins import deprecated
 from tinkex.client.http.exchange import Reply
-from tinkex.client.http.legacy_servers import sequence_ids
 from tinkex.client.http.retry import RetryConfig, RetryHandler, persist
 from tinkex.client.http.transport import OFF_LOOP_BYTES
 from tinkex.client.session import Session
@@ -383,6 +382,14 @@ async def base_model_of(session: Session, sampling_session_id: str) -> str:
     path = {"sampler_id": sampling_session_id}
     sampler: GetSamplerResponse = await session.transport.call(protocol.GET_SAMPLER, path=path)
     return sampler.base_model
+
+
+def sequence_ids(receipt: Receipt, request: SampleRequest) -> list[str]:
+    """Return the ids of samples; made from the request's if the server sends none."""
+    name = receipt.request_id or f"{request.sampling_session_id}:{request.seq_id}"
+    return receipt.sample_sequence_ids or [
+        f"{name}:{index}" for index in range(request.num_samples)
+    ]
 
 
 class Notice:

@@ -6,9 +6,10 @@ import contextlib
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from tinkex.client.futures.backcompat import BackcompatClientFuture, forwarding
 from tinkex.client.futures.loop_thread import runtime
-from tinkex.client.futures.training_future import BackcompatTrainingClientFuture
 from tinkex.client.futures.twins import value_twin
+from tinkex.client.http.request_headers import name_requests
 from tinkex.client.session import Session
 from tinkex.client.session_client import SessionClient
 from tinkex.client.training_client import TrainingClient
@@ -24,6 +25,22 @@ from tinkex.types.saves import (
 )
 from tinkex.types.training import LoraConfig
 from tinkex.wire import protocol
+
+
+@name_requests
+@forwarding(TrainingClient)
+class BackcompatTrainingClientFuture(BackcompatClientFuture[TrainingClient], TrainingClient):
+    """The future of a TrainingClient: `await` it, or call `.result()`.
+
+    It can still be used as if it were the client, with a warning.
+
+    Example:
+        >>> service.create_lora_training_client("tinkex/tiny").result()
+        TrainingClient('...:train:0')
+    """
+
+    def __copy__(self) -> BackcompatTrainingClientFuture:
+        return type(self)(self._future)
 
 
 class TrainingStarts(SessionClient):

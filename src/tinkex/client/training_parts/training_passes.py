@@ -215,8 +215,8 @@ class TrainingPasses(SessionClient):
 
     def _retrieve(self, op: Operation, request_id: str, options: CallOptions) -> Future[Any]:
         check_options(options)
-        future: Future[Any] = self._session.start(
-            self._result(Receipt(op, time.monotonic(), request_id), options)
+        future: Future[Any] = self._session.call(
+            self._result, Receipt(op, time.monotonic(), request_id), options
         )
         self._session.track(future)
         return future
