@@ -636,8 +636,9 @@ class Memory:
             return self.json({"request_id": f"q{self.submitted - 1}"})
         if name == "retrieve_futures":
             await self.goes.wait()
-            cursor = json.loads(request.data or b"")["prev_cursor"]
-            while cursor >= self.submitted:  # noqa: ASYNC110
+            asked = json.loads(request.data or b"")
+            cursor, is_last = asked["prev_cursor"], asked.get("timeout") == 0
+            while cursor >= self.submitted and not is_last:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
             self.polls += 1
             upto = min(cursor + self.per_poll, self.submitted)

@@ -498,10 +498,13 @@ def settle_each(
 ) -> None:
     """Replace fields by what `read` makes of them; optional ones may be None."""
     for name in names:
-        settle(record, name, read(getattr(record, name), name))
+        value = getattr(record, name)
+        if (found := read(value, name)) is not value:
+            settle(record, name, found)
     for name in optional:
-        if (value := getattr(record, name)) is not None:
-            settle(record, name, read(value, name))
+        value = getattr(record, name)
+        if value is not None and (found := read(value, name)) is not value:
+            settle(record, name, found)
 
 
 def number(value: Any, name: str) -> float:

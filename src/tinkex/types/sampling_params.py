@@ -11,6 +11,7 @@ from tinkex.types.record import Int64, Record, number, settle, settle_each, whol
 REPETITION = (0.01, 100.0)
 """The least and the largest repetition penalty."""
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+REALS = ("temperature", "top_p", "min_p", *PENALTIES)
 PENALTY = 2.0
 """The largest presence and frequency penalty, of either sign."""
 BIAS = 100.0
@@ -64,7 +65,7 @@ class SamplingParams(Record, frozen=True, kw_only=True):
     """Texts and sequences of tokens that are not drawn."""
 
     def __post_init__(self) -> None:
-        settle_each(self, number, ("temperature", "top_p", "min_p", *PENALTIES))
+        settle_each(self, number, REALS)
         settle_each(self, whole, ("top_k",), optional=("max_tokens", "seed"))
         if self.stop is not None and not isinstance(self.stop, str):
             if len({isinstance(item, str) for item in self.stop}) > 1:
