@@ -30,8 +30,7 @@ from tinkex import (
     types,
 )
 from tinkex.client.futures.api_future import AwaitableConcurrentFuture, Future, start
-from tinkex.client.futures.backcompat import BackcompatClientFuture
-from tinkex.client.futures.sample_future import SampleFuture
+from tinkex.client.futures.backcompat import BackcompatClientFuture, SampleFuture
 
 DATA = [types.Datum(types.ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3]})]
 PROMPT = types.ModelInput.from_ints([1, 2, 3])

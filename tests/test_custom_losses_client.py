@@ -87,13 +87,13 @@ class Log:
 def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     made, original = Log(), Runs._admit
 
-    async def admit(runs: Runs, call: Any, run: str, seq_id: int, work: Any) -> Any:
+    async def admit(runs: Runs, call: Any, run: str, seq_id: int) -> Any:
         made.numbers.append(seq_id)
         if call.op in ("forward_backward", "forward"):
             made.sizes.append(
                 (call.request.forward_only, len(call.request.forward_backward_input.data))
             )
-        return await original(runs, call, run, seq_id, work)
+        return await original(runs, call, run, seq_id)
 
     monkeypatch.setattr(Runs, "_admit", admit)
     return made
@@ -184,7 +184,7 @@ def test_backward_passes_keep_the_chunks_of_the_forward_passes(
     data = [
         datum(1, 2, 3, weights=types.TensorData.from_numpy(np.ones(3, np.int64))) for _ in range(6)
     ]
-    prepared = tinkex.client.losses.caller_losses.forward_data(data)
+    prepared = tinkex.client.losses.custom_passes.forward_data(data)
     configure(client, fwdbwd_max_chunk_bytes_count=2 * prepared[0].nbytes)
     client.forward_backward_custom(data, doubled).result(20)
     assert log.sizes == [(True, 2)] * 3 + [(False, 2)] * 3
@@ -396,10 +396,10 @@ def test_rejected_chunk_does_not_delay_others(
     configure(client, fwdbwd_max_chunk_len=1)
     original = Runs._admit  # which may be the one that keeps the log
 
-    async def admit(runs: Runs, call: Any, run: str, seq_id: int, work: Any) -> Any:
+    async def admit(runs: Runs, call: Any, run: str, seq_id: int) -> Any:
         if seq_id == refused and call.request.forward_backward_input.data:
             raise Refusal(400, "not this chunk")
-        return await original(runs, call, run, seq_id, work)
+        return await original(runs, call, run, seq_id)
 
     monkeypatch.setattr(Runs, "_admit", admit)
     bad, stepped = client.forward_backward_custom(TWO, doubled), client.optim_step(STEP)
@@ -543,8 +543,22 @@ def test_resilient_client_stays_poisoned_after_recovery(url: str) -> None:
             refuse(trainer.optim_step(STEP), KeyError)
 
 
-def test_forked_child_has_its_own_thread_for_losses() -> None:
-    before = custom_passes._thread
-    custom_passes._forget()
-    assert custom_passes._thread is not before
-    assert custom_passes._thread._thread is None
+def test_forked_child_has_its_own_thread_for_losses(client: TrainingClient) -> None:
+    client.forward_backward_custom(DATA, doubled).result(20)
+
+    async def run() -> int:
+        return await custom_passes.loss_thread().run(lambda: 7)
+
+    if (child := os.fork()) == 0:
+        os._exit(asyncio.run(run()))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_each_loop_has_its_own_thread_for_losses() -> None:
+    async def run() -> list[int]:
+        thread = custom_passes.loss_thread()
+        return [await thread.run(threading.get_native_id) for _ in range(2)]
+
+    first, second = asyncio.run(run()), asyncio.run(run())
+    assert len({*first}) == len({*second}) == 1
+    assert first != second

@@ -48,7 +48,7 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[FakeE
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
-    """Whether something becomes true within a few seconds."""
+    """Return True if something becomes true within a few seconds."""
     deadline = time.monotonic() + 20
     while not condition() and time.monotonic() < deadline:
         gc.collect()
@@ -78,7 +78,7 @@ def test_clients_share_one_backend_and_the_last_closes_it(made: list[FakeEngine]
         ServiceClient(base_url="local") as third,
         pytest.raises(tinkex.GoneError, match="create_training_client_from_state"),
     ):
-        third._session.start(_step(third, client.model_id)).result(10)
+        third._session.call(_step, third, client.model_id).result(10)
     assert len(made) == 2
 
 

@@ -20,7 +20,7 @@ import torch
 
 import tinkex
 import traced_losses
-from tinkex.client.losses import caller_losses
+from tinkex.client.losses import custom_passes
 from tinkex.client.losses.loss_graphs import (
     LossHandle,
     check_inputs,
@@ -53,7 +53,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def official() -> dict[str, list[str]]:
-    """What the official package makes of every example: its request, its key and how it prints."""
+    """Return the official package's request, key and text for every example."""
     paths = [str(Path(traced_losses.__file__).parent), str(Path(tinkex.__file__).parents[1])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
@@ -368,12 +368,12 @@ def test_loss_computed_by_the_caller_sums_losses_and_combines_metrics_by_name() 
 
 
 def test_graph_serves_as_a_custom_loss() -> None:
-    loss_fn: caller_losses.CustomLoss = per_datum(trace(scaled_sum, RANKS, "s"))
+    loss_fn: custom_passes.CustomLoss = per_datum(trace(scaled_sum, RANKS, "s"))
     data = [datum(weights=[1.0, 2.0], scale=scalar(3.0))]
     output = ForwardBackwardOutput(
         "ArrayRecord", [{"logprobs": TensorData([-1.0, -2.0], "float32", [2])}], {}
     )
-    second, loss, metrics = caller_losses.evaluate(loss_fn, data, output)
+    second, loss, metrics = custom_passes.evaluate(loss_fn, data, output)
     assert second[0].loss_fn_inputs["weights"].tolist() == [-3.0, -6.0]
     assert (loss, metrics["custom/scale:mean"]) == (-15.0, 3.0)
 

@@ -1,4 +1,4 @@
-"""What clients do, in numbers: counters, gauges, histograms, and the text that Prometheus reads."""
+"""Metrics of clients: counters, gauges, histograms, and the text that Prometheus reads."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_counter_or_gauge_that_is_no_number_is_refused(kept: Metrics, value: Any
 @pytest.mark.covers("1.10/1", "1.10/2")
 def test_name_stands_for_one_kind_of_number(kept: Metrics) -> None:
     kept.increment("a")
-    with pytest.raises(ValueError, match="'a' exists already and is of another kind"):
+    with pytest.raises(ValueError, match="'a' already exists and is of another kind"):
         kept.set_gauge("a", 1)
     with pytest.raises(ValueError, match="another kind"):
         kept.record_histogram("a", 1)
@@ -316,7 +316,7 @@ def test_requests_for_telemetry_count_like_any_other(
     session = service.holder
     before = metrics.snapshot().counters["tinkex_requests_total"]
     batch = TelemetrySendRequest(session_id="s", platform="p", sdk_version="0", events=[])
-    session.start(session.transport.call(protocol.TELEMETRY, batch)).result(20)
+    session.call(session.transport.call, protocol.TELEMETRY, batch).result(20)
     assert metrics.snapshot().counters["tinkex_requests_total"] == before + 1
 
 

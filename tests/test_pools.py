@@ -14,8 +14,7 @@ import pytest
 import tinkex
 from faulty import Answer, FaultyServer, Seen, faulty_server
 from tinkex import types
-from tinkex.client.http.addresses import origin_of
-from tinkex.client.http.exchange import HttpRequest, Reply
+from tinkex.client.http.exchange import HttpRequest, Reply, origin_of
 from tinkex.client.http.http_exchange import HttpExchange
 from tinkex.client.http.transport import Transport
 from tinkex.client.settings.config import Config

@@ -13,7 +13,7 @@ import torch
 
 from support import MODEL, make_data
 from tinkex import ServiceClient, TrainingClient, types
-from tinkex.client.losses import caller_losses
+from tinkex.client.losses import custom_passes
 from tinkex.engine.api import PassJob
 from tinkex.engine.fake import FakeEngine
 from tinkex.regularizers import (
@@ -114,7 +114,7 @@ def test_custom_loss_is_a_forward_pass_and_one_with_minus_its_gradient_as_weight
 def test_log_probabilities_are_read_as_tensors_and_as_bare_lists(written: Any) -> None:
     answer = {"loss_fn_output_type": "x", "loss_fn_outputs": [{"logprobs": written}], "metrics": {}}
     output = types.ForwardBackwardOutput.from_wire(answer)
-    weighted, loss, _ = caller_losses.evaluate(squares, [datum(1, 2)], output)
+    weighted, loss, _ = custom_passes.evaluate(squares, [datum(1, 2)], output)
     assert loss == 5
     assert weighted[0].loss_fn_inputs["weights"].tolist() == [2.0, 4.0]
 

@@ -29,7 +29,7 @@ from faulty import Answer, FaultyServer, Seen, faulty_server
 from support import serving
 from tinkex import AdminClient, RestClient, types
 from tinkex.client.futures.api_future import AwaitableConcurrentFuture
-from tinkex.client.http import addresses, retry
+from tinkex.client.http import exchange, retry
 from tinkex.engine.fake import FakeEngine
 from tinkex.wire.protocol import OPERATIONS
 
@@ -921,7 +921,7 @@ def test_redirects_end(faulty: FaultyServer, admin: AdminClient) -> None:
     with pytest.raises(tinkex.APIStatusError) as caught:
         admin.get_audit_log().result(10)
     assert caught.value.status_code == 302
-    assert len(faulty.seen) == 1 + addresses.MOST_REDIRECTS
+    assert len(faulty.seen) == 1 + exchange.MOST_REDIRECTS
 
 
 @pytest.mark.covers("24.code.4")
@@ -1129,7 +1129,7 @@ print(json.dumps({"clients": clients, "models": models}))
 
 @pytest.fixture(scope="module")
 def official() -> Any:
-    """What the official package offers, from a process of its own."""
+    """Return the names of the official package, from its own process."""
     done = subprocess.run(
         [sys.executable, "-c", INTROSPECT], capture_output=True, text=True, timeout=100
     )

@@ -461,7 +461,7 @@ def test_session_is_found_again_by_its_copies_and_kept_alive_by_them(
     wait_until(lambda: len(beats(faulty)) >= before + 2)
     assert {beat.json["session_id"] for beat in beats(faulty)} == {"s"}
     assert len(faulty.requests("create_session")) == 1
-    first.holder.start(first.holder.finish("success", None)).result(5)
+    first.holder.call(first.holder.finish, "success", None).result(5)
     assert faulty.requests("sessions/s/finish") == []
     assert pickle.loads(pickled).holder is not first.holder  # what is closed is not found again
     del first, second

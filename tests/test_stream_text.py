@@ -9,7 +9,7 @@ import pytest
 
 from support import MODEL
 from tinkex import ModelInput, SamplingParams, ServiceClient
-from tinkex.client.futures.stream_text import StreamTexts
+from tinkex.client.futures.streams import StreamTexts
 from tinkex.types.sampling import SampleStreamChunk
 
 

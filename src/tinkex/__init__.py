@@ -51,12 +51,6 @@ if TYPE_CHECKING:
         await_many as await_many,
         await_many_async as await_many_async,
     )
-    from tinkex.client.futures.sampling_future import (
-        BackcompatSamplingClientFuture as BackcompatSamplingClientFuture,
-    )
-    from tinkex.client.futures.training_future import (
-        BackcompatTrainingClientFuture as BackcompatTrainingClientFuture,
-    )
     from tinkex.client.http.http_client import (
         HttpClient as HttpClient,
         RequestOptions as RequestOptions,
@@ -69,8 +63,14 @@ if TYPE_CHECKING:
         PerDatumLossFn as PerDatumLossFn,
     )
     from tinkex.client.rest import AdminClient as AdminClient, RestClient as RestClient
-    from tinkex.client.sampling_client import SamplingClient as SamplingClient
+    from tinkex.client.sampling_client import (
+        BackcompatSamplingClientFuture as BackcompatSamplingClientFuture,
+        SamplingClient as SamplingClient,
+    )
     from tinkex.client.service import ServiceClient as ServiceClient
+    from tinkex.client.service_parts.training_starts import (
+        BackcompatTrainingClientFuture as BackcompatTrainingClientFuture,
+    )
     from tinkex.client.settings.config import Config as Config, configure as configure
     from tinkex.client.training_client import TrainingClient as TrainingClient
     from tinkex.errors import (

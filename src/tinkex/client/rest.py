@@ -9,8 +9,7 @@ from __future__ import annotations
 from tinkex.client.rest_parts.rest_accounts import RestAccounts, RestUsage
 from tinkex.client.rest_parts.rest_base import RestBase
 from tinkex.client.rest_parts.rest_checkpoints import RestCheckpoints
-from tinkex.client.rest_parts.rest_experimental import RestExperimental
-from tinkex.client.rest_parts.rest_runs import RestRuns, RestSessions
+from tinkex.client.rest_parts.rest_runs import RestExperimental, RestRuns, RestSessions
 from tinkex.client.session_client import made_of
 
 

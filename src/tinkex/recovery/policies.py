@@ -114,11 +114,8 @@ class RecoveryPolicy:
     @property
     def strategy_name(self) -> str:
         """The name of the strategy."""
-        return (
-            self.checkpoint_strategy
-            if isinstance(self.checkpoint_strategy, str)
-            else self.checkpoint_strategy[0]
-        )
+        strategy = self.checkpoint_strategy
+        return strategy if isinstance(strategy, str) else strategy[0]
 
     def backoff(self, attempt: int) -> float:
         """Return the seconds to wait after an attempt.

@@ -24,22 +24,22 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Self, TypeVar
 
 from tinkex import events
+from tinkex.client.checkpoint_arguments import checked_choice
 from tinkex.client.futures.api_future import Future, start
 from tinkex.client.futures.backcompat import BackcompatClientFuture
-from tinkex.client.futures.sampling_future import BackcompatSamplingClientFuture
 from tinkex.client.futures.streams import SampleStream
 from tinkex.client.http.retry import RetryConfig, persist
+from tinkex.client.rest import RestClient
 from tinkex.client.sampling_client import (
+    BackcompatSamplingClientFuture,
     SamplingClient,
-    checked_kind,
     open_sampler,
-    open_sampling_client,
 )
 from tinkex.client.service import ServiceClient
 from tinkex.client.session import Session
 from tinkex.client.training_client import TrainingClient
 from tinkex.errors import RequestFailedError, TinkerError
-from tinkex.recovery.monitor import told
+from tinkex.recovery.monitor import reopened, restore, told
 from tinkex.recovery.policies import Attempts, RecoveryError, RecoveryPolicy
 from tinkex.recovery.recorder import LOST, Recorder
 from tinkex.types.sampled import SampleResponse
@@ -99,11 +99,8 @@ def resilient(
     for option, value in (("every", every), ("keep", keep)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{option} must be a positive whole number, got {value!r}")
-    chosen = (
-        RecoveryPolicy(enabled=True, backoff_ms=1000)
-        if policy is None
-        else RecoveryPolicy.of(policy)
-    )
+    given = {"enabled": True, "backoff_ms": 1000} if policy is None else policy
+    chosen = RecoveryPolicy.of(given)
     if not chosen.enabled:
         raise ValueError("this policy is not enabled")
     if chosen.checkpoint_strategy != "latest" or not chosen.restore_optimizer:
@@ -144,6 +141,7 @@ class ResilientTrainingClient(TrainingClient):
         self._metadata: dict[str, str] | None = None
         self._outbox: Recorder = Recorder(
             client._outbox,
+            RestClient(client.holder),
             keep,
             weakref.WeakMethod(self._after_step),
             weakref.WeakMethod(self._recover),
@@ -262,13 +260,7 @@ class ResilientTrainingClient(TrainingClient):
         path = self.checkpoint
         if path is None:
             raise RecoveryError("no state was saved to recover from", "missing_checkpoint")
-        attempts.tell(events.RECOVERY_CHECKPOINT_SELECTED, checkpoint=path)
-        await reopened(self._session)
-        client = await self._service.create_training_client_from_state_with_optimizer(
-            path, user_metadata=self._metadata
-        )
-        attempts.tell(events.RECOVERY_CLIENT_CREATED, client=client, checkpoint=path)
-        return client
+        return await restore(attempts, self._service, path, user_metadata=self._metadata)
 
     # ── samplers ──────────────────────────────────────────────────────────────────────────────────
 
@@ -289,7 +281,7 @@ class ResilientTrainingClient(TrainingClient):
             record_stability_info: Ask the server to keep what `stable_reinforce` needs.
             kind: Only "snapshot": a sampler that follows the weights could not be opened again.
         """
-        if checked_kind(kind) != "snapshot":
+        if checked_choice("kind", kind, SamplingClientKind) != "snapshot":
             raise ValueError(
                 f"a resilient training client makes samplers of kind 'snapshot' only, not {kind!r}"
             )
@@ -322,13 +314,6 @@ class ResilientTrainingClient(TrainingClient):
 
 
 # ── samplers that are opened again ────────────────────────────────────────────────────────────────
-
-
-async def reopened(session: Session) -> None:
-    """Open a session again if the server has lost it."""
-    known = session.session_id
-    if await session.is_lost():
-        await session.renew(known)
 
 
 class ResilientSamplingClient(SamplingClient):
@@ -366,7 +351,7 @@ class ResilientSamplingClient(SamplingClient):
 
     async def _reopen(self) -> None:
         await reopened(self._session)
-        fresh = await open_sampling_client(self._session, model_path=self._model_path)
+        fresh = await open_sampler(self._session, SamplingClient, model_path=self._model_path)
         self.sampling_session_id, self._poller = fresh.sampling_session_id, None
 
 
@@ -374,15 +359,18 @@ async def open_resilient(
     session: Session, model_path: str, retry_config: RetryConfig | None, record_stability_info: bool
 ) -> ResilientSamplingClient:
     """Open a sampler of saved weights, and the session if the server has lost that."""
-    make = functools.partial(
+    opening = functools.partial(
+        open_sampler,
+        session,
         ResilientSamplingClient,
+        model_path=model_path,
         retry_config=retry_config,
         record_stability_info=record_stability_info,
     )
     try:
-        client = await open_sampler(session, make, model_path=model_path)
+        client = await opening()
     except LOST:
         await reopened(session)
-        client = await open_sampler(session, make, model_path=model_path)
+        client = await opening()
     client._model_path, client._reopening = model_path, asyncio.Lock()
     return client

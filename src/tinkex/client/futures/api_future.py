@@ -6,7 +6,9 @@ import asyncio
 import concurrent.futures
 import functools
 import logging
+import os
 import sys
+import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Generator
@@ -194,9 +196,20 @@ class Future(APIFuture[T], concurrent.futures.Future[T]):
             warnings.warn(message, RuntimeWarning, stacklevel=users_level())
 
     def _check_wait(self, *, blocks: bool) -> None:
+        """Refuse to wait for a loop in a forked child, or to block it on its own thread."""
         # without the lock, which another thread may have held when the process was forked
-        if self._runtime is not None and self._state in ("PENDING", "RUNNING"):
-            self._runtime.check_wait(blocks=blocks)
+        if self._runtime is None or self._state not in ("PENDING", "RUNNING"):
+            return
+        if os.getpid() != self._runtime.pid:
+            raise RuntimeError(
+                "this call was pending when the process was forked, and only the parent process "
+                "gets its result: wait for it before the fork, or make the call again with a "
+                "client made after it"
+            )
+        if blocks and threading.current_thread() is self._runtime.thread:
+            raise RuntimeError(
+                "result() would block tinkex's own event loop for ever: await the future instead"
+            )
 
     async def _wait(self) -> T:
         self._check_wait(blocks=False)
@@ -334,15 +347,12 @@ _Plain = concurrent.futures.Future
 
 
 def _missing(future: APIFuture[Any], name: str) -> AttributeError:
-    """The error for a name that a future does not have."""
+    """Return the error for a name that a future does not have."""
     message = f"{type(future).__name__!r} object has no attribute {name!r}"
-    if not name.startswith("_"):
-        there = hasattr(_Plain, name)
-        message += (
-            ": `.future()` has it"
-            if there
-            else ": `.result()`, or `await`, gives the outcome of the call"
-        )
+    if hasattr(_Plain, name) and not name.startswith("_"):
+        message += ": `.future()` has it"
+    elif not name.startswith("_"):
+        message += ": `.result()`, or `await`, gives the outcome of the call"
     return AttributeError(message, name=name, obj=future)
 
 

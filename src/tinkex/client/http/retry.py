@@ -7,7 +7,7 @@ import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Container, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
@@ -79,8 +79,7 @@ class Patience(msgspec.Struct, frozen=True):
         return min(CONFLICT_PATIENCE, self.seconds) if status == 409 else self.seconds
 
 
-@dataclass(slots=True)
-class Attempts:
+class Attempts(msgspec.Struct):
     """One request, sent until there is an answer or its patience is over."""
 
     attempt: Callable[[int], Awaitable[Reply]]
@@ -88,7 +87,7 @@ class Attempts:
     patience: Patience
     billing: BillingPause
     breaker: CircuitBreaker | None
-    since: float = field(default_factory=lambda: time.monotonic())
+    since: float = msgspec.field(default_factory=lambda: time.monotonic())
     """The time from which the patience is counted."""
     failures: int = 0
     retries: int = 0
@@ -364,8 +363,7 @@ class RetryHandler:
                 task.cancel()
 
 
-@dataclass(slots=True)
-class _Call(Generic[T]):
+class _Call(msgspec.Struct, Generic[T]):
     """One call of a handler; a class, since closures of every sample in flight cost more."""
 
     handler: RetryHandler

@@ -13,19 +13,26 @@ import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Container, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any, NamedTuple, TypedDict, Unpack
 from urllib.parse import urlsplit
 
 import msgspec
 
 from tinkex import events
-from tinkex.client.http.addresses import MOST_REDIRECTS, REDIRECTS, origin, redirection, target
-from tinkex.client.http.exchange import Exchange, HttpRequest, Reply, StreamReply
+from tinkex.client.http.exchange import (
+    MOST_REDIRECTS,
+    REDIRECTS,
+    Exchange,
+    HttpRequest,
+    Reply,
+    StreamReply,
+    origin,
+    redirection,
+    target,
+)
 from tinkex.client.http.http_exchange import HttpExchange, open_exchange, outside_exchange
 from tinkex.client.http.limits import BillingPause, BreakerRegistry, ByteBudget
-from tinkex.client.http.reply_errors import KEPT_BYTES, ReplyErrors
-from tinkex.client.http.request_events import announced
+from tinkex.client.http.reply_errors import KEPT_BYTES, ReplyErrors, announced
 from tinkex.client.http.request_headers import (
     RequestKeys,
     client_headers,
@@ -178,7 +185,8 @@ class Transport:
             None if self.breakers is None else self.breakers.get(f"{op.method} {op.path}"),
         )
         started = time.monotonic()
-        with self._observed(op, options.get("metadata"), url) as outcome:
+        facts = options.get("metadata")
+        with self._observed(op, facts, url) if events.is_heard() else UNOBSERVED as outcome:
             reply = await persist(attempts.send, attempts.delay_after)
             outcome["retry_count"] = attempts.retries
         self.errors.log_deprecation(op, reply.headers)
@@ -202,7 +210,7 @@ class Transport:
         url = url or target(op, None, self.config.default_query)
         wants = {"Accept": codec.EVENT_STREAM}
         prepared = await self._request(op, url, body, timeout, wants, headers or {})
-        with self._observed(op, None, url):
+        with self._observed(op, None, url) if events.is_heard() else UNOBSERVED:
             self._check_usable(op)
             address = self._home + url
             if self.config.dump_headers:
@@ -226,7 +234,7 @@ class Transport:
                     text = await _beginning(chunks)
                     bad = Reply(reply.status, reply.headers, text, address)
                     raise self.errors.refusal(op, bad)
-                yield replace(reply, chunks=chunks, url=address)
+                yield msgspec.structs.replace(reply, chunks=chunks, url=address)
 
     async def poll(
         self,
@@ -245,6 +253,8 @@ class Transport:
         body: codec.Body | None = request if encoded else codec.encode(request)
         url = target(op, path, self.config.default_query)
         prepared = await self._request(op, url, body, timeout, headers or {}, keyed=False)
+        if not events.is_heard():
+            return await self._send(op, prepared)
         with self._observed(op, None) as outcome:
             reply = await self._send(op, prepared)
             # a server answers a long poll with 408 when there is no result yet
@@ -268,7 +278,7 @@ class Transport:
             async with route.exchange.stream(request) as reply:
                 found = redirection(address, reply.status, reply.headers)
                 if found is None or not left:
-                    yield replace(reply, url=address)
+                    yield msgspec.structs.replace(reply, url=address)
                     return
             if address.startswith("https:") and not found.startswith("https:"):
                 raise ConnectionError("an encrypted address sends on to one that is not")
@@ -438,9 +448,7 @@ class Transport:
     def _observed(
         self, op: Operation, metadata: Mapping[str, Any] | None, url: str | None = None
     ) -> AbstractContextManager[dict[str, Any]]:
-        """Emit the events of a request around a block, if there are listeners."""
-        if not events.is_heard():
-            return UNOBSERVED
+        """Emit the events of a request around a block."""
         named = op.name in BY_NAME or not url
         facts = {
             "method": op.method,

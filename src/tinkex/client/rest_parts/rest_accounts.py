@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import datetime as dt
-from typing import Any, get_args
+from typing import Any
 
+from tinkex.client.checkpoint_arguments import checked_choice
 from tinkex.client.futures.api_future import APIFuture
 from tinkex.client.futures.twins import moved, value_twin
 from tinkex.client.http.transport import Transport
@@ -49,11 +50,7 @@ class RestUsage(RestBase):
             >>> admin.get_audit_log("checkpoints").result().entries[-1].event
             'checkpoint_saved'
         """
-        if event_type not in get_args(AuditEventType):
-            raise ValueError(
-                f"event_type is {event_type!r}; expected one of "
-                f"{', '.join(get_args(AuditEventType))}"
-            )
+        checked_choice("event_type", event_type, AuditEventType)
         if day is not None and not isinstance(day, dt.date):
             raise ValueError(f"day must be a date, got {day!r}")
         date = day.date() if isinstance(day, dt.datetime) else day

@@ -357,10 +357,8 @@ class RestCheckpoints(RestBase):
             >>> rest.list_checkpoints(client.model_id).result().checkpoints[0].expires_at
             datetime.datetime(...)
         """
-        path, request = (
-            checkpoint_parts(tinker_path),
-            SetCheckpointTtlRequest(ttl_seconds=checked_ttl(ttl_seconds)),
-        )
+        path = checkpoint_parts(tinker_path)
+        request = SetCheckpointTtlRequest(ttl_seconds=checked_ttl(ttl_seconds))
         return self._call(protocol.SET_CHECKPOINT_TTL, request, path=path)
 
     set_checkpoint_ttl_from_tinker_path_async = value_twin(set_checkpoint_ttl_from_tinker_path)

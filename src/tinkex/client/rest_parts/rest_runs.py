@@ -1,30 +1,37 @@
-"""RestRuns and RestSessions: the methods of RestClient about runs, sessions and the server."""
+"""RestRuns, RestSessions and RestExperimental: methods of RestClient, by subject."""
 
 from __future__ import annotations
 
 import functools
 import logging
 import time
-from typing import get_args
+import warnings
+from typing import TYPE_CHECKING, Any
 
 from tinkex.client.checkpoint_arguments import (
     AccessScope,
+    checked_choice,
     checked_id,
     checkpoint_parts,
     scope_query,
 )
-from tinkex.client.futures.api_future import APIFuture
+from tinkex.client.futures.api_future import APIFuture, users_level
 from tinkex.client.futures.result_polling import retrieve
 from tinkex.client.futures.twins import value_twin
-from tinkex.client.http.legacy_servers import read_receipt
 from tinkex.client.http.retry import persist
 from tinkex.client.http.transport import Transport
+from tinkex.client.outbox import read_receipt
 from tinkex.client.rest_parts.rest_base import RestBase
-from tinkex.client.rest_parts.rest_experimental import warn_experimental
-from tinkex.errors import APIResponseValidationError
+from tinkex.errors import APIResponseValidationError, ExperimentalWarning
 from tinkex.types.checkpoints import TrainingRun, TrainingRunsResponse
 from tinkex.types.model_requests import UnloadModelRequest, UnloadModelResponse
 from tinkex.types.sampling import GetSamplerResponse
+from tinkex.types.saves import (
+    ExternalWeightsUploadFinishRequest,
+    ExternalWeightsUploadFinishResult,
+    ExternalWeightsUploadStartRequest,
+    ExternalWeightsUploadStartResult,
+)
 from tinkex.types.search_requests import SessionSearchRequest, SessionSearchResponse
 from tinkex.types.sessions import (
     AssignSessionProjectRequest,
@@ -38,6 +45,10 @@ from tinkex.types.sessions import (
 )
 from tinkex.types.training import ModelID
 from tinkex.wire import codec, protocol
+
+if TYPE_CHECKING:
+    from tinkex.types.search_requests import CheckpointSearchRequest, CheckpointSearchResponse
+    from tinkex.types.training import LoraConfig
 
 logger = logging.getLogger("tinkex")
 
@@ -145,17 +156,14 @@ class RestRuns(RestBase):
             >>> rest.unload_model(client.model_id).result()
             UnloadModelResponse(model_id='...:train:0', ...)
         """
-        op, request = (
-            protocol.UNLOAD_MODEL,
-            UnloadModelRequest(model_id=checked_id("model_id", model_id)),
-        )
+        op = protocol.UNLOAD_MODEL
+        request = UnloadModelRequest(model_id=checked_id("model_id", model_id))
 
-        async def work(transport: Transport) -> UnloadModelResponse:
+        async def work(transport: Transport) -> Any:
             started = time.monotonic()
             reply = await transport.request(op, codec.encode(request))
             receipt = read_receipt(transport, op, reply, started)
-            unloaded: UnloadModelResponse = await retrieve(transport, receipt)
-            return unloaded
+            return await retrieve(transport, receipt)
 
         return self._start(work)
 
@@ -232,9 +240,7 @@ class RestSessions(RestBase):
             ...     client.holder.session_id, "interrupted", "the machine was needed"
             ... ).result()
         """
-        if reason not in get_args(ClientSessionFinishReasonType):
-            allowed = ", ".join(get_args(ClientSessionFinishReasonType))
-            raise ValueError(f"reason is {reason!r}; expected one of {allowed}")
+        checked_choice("reason", reason, ClientSessionFinishReasonType)
         path = {"session_id": checked_id("session_id", session_id)}
         request = FinishSessionRequest(reason=FinishReason(type=reason), detail=detail)
         return self._call(protocol.FINISH_SESSION, request, path=path)
@@ -344,9 +350,8 @@ class RestSessions(RestBase):
             >>> rest.get_sampler(sampler.sampling_session_id).result().base_model
             'tinkex/tiny'
         """
-        return self._call(
-            protocol.GET_SAMPLER, path={"sampler_id": checked_id("sampler_id", sampler_id)}
-        )
+        path = {"sampler_id": checked_id("sampler_id", sampler_id)}
+        return self._call(protocol.GET_SAMPLER, path=path)
 
     get_sampler_async = value_twin(get_sampler)
 
@@ -364,3 +369,112 @@ class RestSessions(RestBase):
             ['tinkex/tiny']
         """
         return self._call(protocol.GET_SERVER_CAPABILITIES)
+
+
+class RestExperimental(RestBase):
+    """Methods that may change in any release."""
+
+    def search_checkpoints(
+        self, request: CheckpointSearchRequest
+    ) -> APIFuture[CheckpointSearchResponse]:
+        """Search your checkpoints, newest first.
+
+        Experimental: it may change in any release.
+
+        A page's `next_cursor` is the next request's `cursor`; the last page has none.
+
+        Args:
+            request: The checkpoints to look for, and the place to go on from.
+
+        Returns:
+            A future of a page of checkpoints.
+
+        Example:
+            >>> saved = client.save_state("step-100").result()
+            >>> request = types.CheckpointSearchRequest(checkpoint_type="training", limit=1)
+            >>> page = rest.search_checkpoints(request).result()
+            >>> [checkpoint.base_model for checkpoint in page.checkpoints]
+            ['tinkex/tiny']
+        """
+        warn_experimental("search_checkpoints")
+        return self._call(protocol.SEARCH_CHECKPOINTS, request)
+
+    def external_weights_upload_start(
+        self,
+        *,
+        base_model: str,
+        lora_config: LoraConfig,
+        destination_project_id: str | None = None,
+    ) -> APIFuture[ExternalWeightsUploadStartResult]:
+        """Begin an upload of weights. Experimental.
+
+        PUT each file to its address, then finish the upload.
+
+        The files are those that `save_weights_external` exports: `adapter_config.json` and
+        `adapter_model.safetensors`.
+
+        Args:
+            base_model: The base model of the weights.
+            lora_config: Their rank, and the layers that they change.
+            destination_project_id: The project of the checkpoint.
+
+        Returns:
+            A future of the upload's id and the addresses of its files.
+
+        Example:
+            >>> shape = LoraConfig(rank=8, train_unembed=False)
+            >>> begun = rest.external_weights_upload_start(
+            ...     base_model="tinkex/tiny", lora_config=shape
+            ... ).result()
+            >>> sorted(begun.urls)
+            ['adapter_config.json', 'adapter_model.safetensors']
+        """
+        warn_experimental("external_weights_upload_start")
+        request = ExternalWeightsUploadStartRequest(
+            base_model=base_model,
+            lora_config=lora_config,
+            destination_project_id=destination_project_id,
+        )
+
+        return self._call(
+            protocol.EXTERNAL_WEIGHTS_UPLOAD_START,
+            request,
+            lambda answer: ExternalWeightsUploadStartResult(
+                answer.upload_id, answer.urls, answer.expires
+            ),
+        )
+
+    def external_weights_upload_finish(
+        self, upload_id: str
+    ) -> APIFuture[ExternalWeightsUploadFinishResult]:
+        """End an upload: its files become a checkpoint of external weights. Experimental.
+
+        Args:
+            upload_id: The id that `external_weights_upload_start` gave.
+
+        Returns:
+            A future of the path of the checkpoint, to sample from or to begin a run with.
+
+        Example:
+            >>> rest.external_weights_upload_finish("0" * 32).result()  # or begun.upload_id
+            Traceback (most recent call last):
+            ...
+            tinkex.errors.NotFoundError: ...
+        """
+        warn_experimental("external_weights_upload_finish")
+        request = ExternalWeightsUploadFinishRequest(upload_id=upload_id)
+
+        return self._call(
+            protocol.EXTERNAL_WEIGHTS_UPLOAD_FINISH,
+            request,
+            lambda answer: ExternalWeightsUploadFinishResult(answer.tinker_path),
+        )
+
+
+def warn_experimental(method: str) -> None:
+    """Tell a method's caller that it may change."""
+    warnings.warn(
+        f"RestClient.{method} is experimental: it may change or go in any release without notice",
+        ExperimentalWarning,
+        stacklevel=users_level(),
+    )

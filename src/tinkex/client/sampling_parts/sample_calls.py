@@ -17,7 +17,6 @@ from tinkex.client.futures.queue_states import Observer, QueueStateLogger, Queue
 from tinkex.client.futures.result_polling import QueueNotice, Receipt, read_result, retrieve
 from tinkex.client.futures.twins import deprecated
 from tinkex.client.http.exchange import Reply
-from tinkex.client.http.legacy_servers import sequence_ids
 from tinkex.client.http.retry import RetryConfig, RetryHandler, persist
 from tinkex.client.http.transport import OFF_LOOP_BYTES
 from tinkex.client.session import Session
@@ -79,22 +78,16 @@ class SampleCalls(SessionClient):
         """The runner of the samples: it limits how many run at once, and retries them."""
         if self._handler is None:
             server = self._session.client_config
-            config, limit = (
-                self._retry_config or RetryConfig(),
-                server.sample_max_concurrent_requests,
-            )
+            config = self._retry_config or RetryConfig()
+            limit = server.sample_max_concurrent_requests
             if self._retry_config is not None:
                 limit = min(limit, config.max_connections)
             if server.sample_no_retries:
                 config = replace(config, enable_retry_logic=False)
             if not server.sample_enable_stuck_detection:
                 config = replace(config, enable_stuck_detection=False)
-            facts = {
-                "session_id": self._session.session_id,
-                "sampling_session_id": self.sampling_session_id,
-            }
             name = f"sampling from {self.sampling_session_id}"
-            self._handler = RetryHandler(config, name, limit=limit, metadata=facts)
+            self._handler = RetryHandler(config, name, limit=limit, metadata=self._facts())
         return self._handler
 
     def on_queue_state_change(
@@ -109,17 +102,16 @@ class SampleCalls(SessionClient):
         Example:
             >>> sampler.on_queue_state_change("paused_rate_limit", "too many samples at once")
         """
-        self._queue_states.on_queue_state_change(
-            queue_state, queue_state_reason, name=self.sampling_session_id
-        )
+        name = self.sampling_session_id
+        self._queue_states.on_queue_state_change(queue_state, queue_state_reason, name=name)
 
     def _request(
         self,
         prompt: ModelInput,
         num_samples: int,
         params: SamplingParams,
-        *,
         prompt_logprobs: bool = False,
+        *,
         target_prompt_logprobs: TensorData | None = None,
         prompt_alt_tokens_k: int = 0,
         prompt_logprobs_last_n: int | None = None,
@@ -202,12 +194,12 @@ class SampleCalls(SessionClient):
                 f"sampling at {self._session.transport.place}: no samples within {timeout:g} s"
             ) from None
 
-    def _tracker(self, observer: Observer | None) -> QueueStateTracker:
-        facts = {
+    def _facts(self) -> dict[str, Any]:
+        """Return the ids for events about this sampler."""
+        return {
             "session_id": self._session.session_id,
             "sampling_session_id": self.sampling_session_id,
         }
-        return QueueStateTracker([observer], facts, listener=self.on_queue_state_change)
 
     async def _attempt(
         self, request: SampleRequest, notice: QueueNotice, headers: Mapping[str, str] | None
@@ -382,10 +374,7 @@ class SampleCalls(SessionClient):
         self, *, backend: str | None = None, load_fun: LoadFunction | None = None
     ) -> Any:
         """Like `get_tokenizer`."""
-        tokenizer_id = get_tokenizer_id(await self._session.call(self._model))
-        return await asyncio.to_thread(
-            get_or_load_tokenizer, tokenizer_id, backend=backend, load_fun=load_fun
-        )
+        return await asyncio.to_thread(self.get_tokenizer, backend=backend, load_fun=load_fun)
 
 
 async def base_model_of(session: Session, sampling_session_id: str) -> str:
@@ -393,6 +382,14 @@ async def base_model_of(session: Session, sampling_session_id: str) -> str:
     path = {"sampler_id": sampling_session_id}
     sampler: GetSamplerResponse = await session.transport.call(protocol.GET_SAMPLER, path=path)
     return sampler.base_model
+
+
+def sequence_ids(receipt: Receipt, request: SampleRequest) -> list[str]:
+    """Return the ids of samples; made from the request's if the server sends none."""
+    name = receipt.request_id or f"{request.sampling_session_id}:{request.seq_id}"
+    return receipt.sample_sequence_ids or [
+        f"{name}:{index}" for index in range(request.num_samples)
+    ]
 
 
 class Notice:
@@ -412,7 +409,8 @@ class Notice:
     ) -> object:
         """Take note of the queue's state."""
         if self._tracker is None:
-            self._tracker = self._client._tracker(self._observer)
+            listener, facts = self._client.on_queue_state_change, self._client._facts()
+            self._tracker = QueueStateTracker([self._observer], facts, listener=listener)
         return self._tracker.heard(queue_state, queue_state_reason, request_id=request_id)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -13,10 +14,10 @@ from tinkex.client.futures.queue_states import QueueStateLogger, QueueStateTrack
 from tinkex.client.futures.reductions import combine
 from tinkex.client.futures.result_polling import Receipt, retrieve
 from tinkex.client.futures.twins import twin
-from tinkex.client.losses import caller_losses, loss_graphs
-from tinkex.client.losses.custom_passes import CustomPass
+from tinkex.client.losses import loss_graphs
+from tinkex.client.losses.custom_passes import CustomLoss, CustomPass
 from tinkex.client.losses.loss_graphs import LossHandle
-from tinkex.client.outbox import PARTIAL, Fetch, Outbox, Turn
+from tinkex.client.outbox import PARTIAL, Fetch, Outbox, Poison, Turn
 from tinkex.client.receipts import Receipts
 from tinkex.client.session_client import SessionClient
 from tinkex.client.training_parts.call_arguments import (
@@ -32,7 +33,10 @@ from tinkex.types.inputs import Datum
 from tinkex.types.model_requests import (
     DropGradientsRequest,
     DropGradientsResponse,
+    GetInfoRequest,
     GetInfoResponse,
+    UnloadModelRequest,
+    UnloadModelResponse,
 )
 from tinkex.types.optimizers import AdamParams, OptimParams
 from tinkex.types.training import ForwardBackwardOutput, LossFnConfig, OptimStepResponse
@@ -211,8 +215,8 @@ class TrainingPasses(SessionClient):
 
     def _retrieve(self, op: Operation, request_id: str, options: CallOptions) -> Future[Any]:
         check_options(options)
-        future: Future[Any] = self._session.start(
-            self._result(Receipt(op, time.monotonic(), request_id), options)
+        future: Future[Any] = self._session.call(
+            self._result, Receipt(op, time.monotonic(), request_id), options
         )
         self._session.track(future)
         return future
@@ -264,7 +268,7 @@ class TrainingPasses(SessionClient):
     def forward_backward_custom(
         self,
         data: Sequence[Datum],
-        loss_fn: caller_losses.CustomLoss | LossHandle,
+        loss_fn: CustomLoss | LossHandle,
         *,
         loss_type_input: Literal["logprobs"] | None = None,
         regularizers: Sequence[RegularizerSpec] = (),
@@ -362,9 +366,7 @@ class TrainingPasses(SessionClient):
         ) -> Awaitable[Fetch[ForwardBackwardOutput]]:
             return self._send_pass(outbox, chunks, "cross_entropy", None, options, forward_only)
 
-        def spoil(cause: BaseException) -> None:
-            outbox.poison.spread(place, cause)
-
+        spoil = functools.partial(outbox.poison.spread, place)
         return await custom.run(outbox.chunks(custom.prepared), submit, spoil)
 
     def optim_step(
@@ -421,6 +423,38 @@ class TrainingPasses(SessionClient):
 
     def _dropping(self) -> Future[DropGradientsResponse]:
         return self._put(protocol.DROP_GRADIENTS, DropGradientsRequest(model_id=self.model_id), {})
+
+    def unload_model(self) -> UnloadModelResponse:
+        """Let the server forget the live state of this run, on servers that offer it.
+
+        The run's checkpoints stay.
+
+        Example:
+            >>> client.unload_model()
+            UnloadModelResponse(model_id='...:train:0', ...)
+        """
+        return self._unloading().result()
+
+    @unlisted
+    async def unload_model_async(self) -> UnloadModelResponse:
+        """Like `unload_model`."""
+        return await self._unloading()
+
+    def _unloading(self) -> Future[UnloadModelResponse]:
+        async def turn(outbox: Outbox, place: int) -> Fetch[UnloadModelResponse]:
+            request = UnloadModelRequest(model_id=outbox.model_id)
+            receipt = await self._session.submit(protocol.UNLOAD_MODEL, request)
+            return functools.partial(retrieve, self._session.transport, receipt)
+
+        return self._outbox.put(protocol.UNLOAD_MODEL.name, turn, Poison.ALWAYS)
+
+
+async def info_of(session: Session, model_id: str) -> GetInfoResponse:
+    """Ask the server for the description of a run."""
+    info: GetInfoResponse = await session.transport.call(
+        protocol.GET_INFO, GetInfoRequest(model_id=model_id)
+    )
+    return info
 
 
 async def _in_order(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
