@@ -466,7 +466,7 @@ def sizes(state: Any, engine: FakeEngine) -> dict[str, int]:
     }
 
 
-def test_two_thousand_samples_leave_nothing_behind(
+def test_two_thousand_samples_leave_no_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = FakeEngine()
@@ -707,7 +707,7 @@ def test_queued_sample_can_be_cancelled_and_never_starts(serve: Callable[..., Wi
     assert [subject for method, subject in gate.calls if method == "sample_start"] == [second]
 
 
-def test_cancelling_ended_or_unknown_futures_does_nothing(wire: Wire) -> None:
+def test_cancelling_ended_or_unknown_futures_has_no_effect(wire: Wire) -> None:
     sampler = sampler_of(wire)
     request_id = wire.post("asample", sample_json(sampler, 0))["request_id"]
     result = wire.result(request_id)

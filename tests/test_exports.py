@@ -242,7 +242,7 @@ def _moved(address: str, url: str) -> str:
     return f"{url}{parts.path}?{parts.query}"
 
 
-def test_addresses_begin_where_the_caller_found_the_server(wire: Wire) -> None:
+def test_addresses_use_the_host_of_the_request(wire: Wire) -> None:
     path = export(wire)
     run = path.split("/")[2]
     place = f"training_runs/{run}/checkpoints/external_weights/e"

@@ -158,7 +158,7 @@ def test_imported_adapter_equals_peft_and_trains_on(
         assert losses == sorted(losses, reverse=True)
 
 
-def test_modules_that_the_adapter_left_alone_learn_too(
+def test_modules_without_an_adapter_learn(
     make: Make, store: SqliteDatabase, data_dir: Path, model_dir: Path
 ) -> None:
     saved = import_adapter(store, make(), MODEL, model_dir)

@@ -336,7 +336,7 @@ def test_unavailable_optimizer_is_refused(wire: Wire) -> None:
 
 
 @pytest.mark.covers("S14")
-def test_bad_request_changes_nothing(wire: Wire) -> None:
+def test_bad_request_has_no_effect(wire: Wire) -> None:
     """Two runs get the same good calls, one also gets bad ones. They must stay equal."""
     session = wire.session()
     clean, tried = wire.model(session, 0), wire.model(session, 1)
@@ -390,7 +390,7 @@ def save(
     return wire.run(kind, {"model_id": model, "seq_id": number, "path": name, **fields})
 
 
-def test_saving_a_run_stops_nothing_else(serve: Callable[..., Wire]) -> None:
+def test_saving_a_run_does_not_stop_other_work(serve: Callable[..., Wire]) -> None:
     """… other runs, samples and its own passes; the rest of the run waits, and a load finds what
     was saved."""
     writing, gate, recorder = threading.Event(), threading.Event(), Recorder()

@@ -1048,7 +1048,7 @@ def test_state_that_cannot_be_written_fails_no_step(
     played(scenario)
 
 
-def test_run_unloaded_during_its_write_leaves_nothing(
+def test_run_unloaded_during_its_write_leaves_no_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(snapshot, "STATE_OPERATIONS", 2)
