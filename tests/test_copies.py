@@ -29,7 +29,7 @@ def url(tmp_path: Path) -> Iterator[str]:
 
 
 def draw(client: tinkex.SamplingClient) -> list[list[int]]:
-    """What a worker process does."""
+    """Run the work of a worker process."""
     futures = [client.sample(PROMPT, 1, PARAMS) for _ in range(3)]
     return [future.result(20).sequences[0].tokens for future in futures]
 
@@ -128,7 +128,7 @@ def test_copies_request_their_number_if_the_server_counts(joining: FaultyServer)
     assert sorted(number % 1_000_000_000 for number in numbers(joining)) == sorted([0, 1, 2] * 5)
 
 
-def test_copy_that_could_not_ask_asks_again(joining: FaultyServer) -> None:
+def test_copy_requests_its_number_again_after_a_failure(joining: FaultyServer) -> None:
     with ServiceClient(base_url=joining.base_url) as service:
         copy = pickle.loads(pickle.dumps(service.create_sampling_client(base_model="m").result()))
         joining.script(

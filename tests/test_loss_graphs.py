@@ -53,7 +53,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def official() -> dict[str, list[str]]:
-    """What the official package makes of every example: its request, its key and how it prints."""
+    """Return the official package's request, key and text for every example."""
     paths = [str(Path(traced_losses.__file__).parent), str(Path(tinkex.__file__).parents[1])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
@@ -413,7 +413,7 @@ def test_data_without_an_input_or_with_another_rank_are_refused(
         per_datum(handle)([good, bad], [torch.zeros(2), torch.zeros(2)])
 
 
-def test_targets_are_needed_because_log_probabilities_are_theirs() -> None:
+def test_targets_are_required_for_log_probabilities() -> None:
     lacking = Datum(ModelInput.from_ints([1]), {"weights": [1.0], "scale": scalar(1.0)})
     with pytest.raises(ValueError, match="datum 0 has no 'target_tokens'"):
         check_inputs(trace(scaled_sum, RANKS, "s"), [lacking])

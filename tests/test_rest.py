@@ -805,7 +805,7 @@ def test_trace_is_waited_for(
 
 
 @pytest.mark.covers("1.14.1/1", "1.14.1/2", "C81", "24.rest.2", "24.rest.3")
-def test_archive_being_packed_is_asked_for_again(faulty: FaultyServer, client: RestClient) -> None:
+def test_archive_being_packed_is_requested_again(faulty: FaultyServer, client: RestClient) -> None:
     packed = Answer(
         302,
         headers={"Location": "https://store/a?sig=%2F", "Expires": "Thu, 01 Jan 2026 00:00:00 GMT"},
@@ -1129,7 +1129,7 @@ print(json.dumps({"clients": clients, "models": models}))
 
 @pytest.fixture(scope="module")
 def official() -> Any:
-    """What the official package offers, from a process of its own."""
+    """Return the names of the official package, from its own process."""
     done = subprocess.run(
         [sys.executable, "-c", INTROSPECT], capture_output=True, text=True, timeout=100
     )

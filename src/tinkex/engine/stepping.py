@@ -80,5 +80,5 @@ class Stepper(Advancing):
         try:
             return self._engine.pass_step() if kind == TRAINING else self._engine.sample_step()
         except Exception as error:
-            logger.exception("a step of %s failed; the work under way is lost", kind)
+            logger.exception("a step of %s failed; the running work is lost", kind)
             return [Failed(kind, error)]

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from tinkex.engine.api import EngineError
 from tinkex.server.access.endpoints import Access, Endpoint, Group
 from tinkex.server.calls import Call
-from tinkex.server.database.entities import LOCAL_OWNER
+from tinkex.server.database.interface import LOCAL_OWNER
 from tinkex.server.http_errors import Refusal
 from tinkex.server.state import State
 from tinkex.server.workers.worker import Worker
