@@ -24,7 +24,8 @@ from tinkex.engine.fake import FakeEngine
 from tinkex.server.app import create_app
 from tinkex.server.routes import future_calls, server_info
 from tinkex.server.routes.handler_table import HANDLERS
-from tinkex.server.runs.promises import KEEP_READ, Log, Promises
+from tinkex.server.runs.promises import KEEP_READ, Promises
+from tinkex.server.runs.result_log import Log
 from tinkex.server.server_limits import Limits
 from tinkex.server.state import State
 from tinkex.server.workers.worker import Worker

@@ -18,7 +18,7 @@ import pytest
 
 from support import Wire, pass_json, serving, step_json
 from tinkex.engine.fake import FakeEngine
-from tinkex.server.access import bodies
+from tinkex.server import middleware
 from tinkex.server.calls import Call
 from tinkex.server.runs import journal
 from tinkex.server.server_limits import Limits
@@ -78,7 +78,7 @@ def test_small_body_that_opens_to_a_gigabyte_is_refused_off_the_loop(
         assert time.monotonic() - began < 5
         assert heard.status == 413
         assert f"of {operation}" in heard.json["detail"]
-        assert [limit for _, limit in where] == [bodies.CONTROL_BYTES]
+        assert [limit for _, limit in where] == [middleware.CONTROL_BYTES]
         assert all(thread != "loop" for thread, _ in where)
 
 
@@ -226,9 +226,9 @@ def test_large_body_is_made_a_record_off_the_loop(
     def encode(entry: journal.Entry) -> bytes:
         with contextlib.suppress(RuntimeError):
             asyncio.get_running_loop()
-            on_loop.append((len(entry.body) > bodies.OFF_LOOP_BYTES, True))
+            on_loop.append((len(entry.body) > middleware.OFF_LOOP_BYTES, True))
             return original(entry)
-        on_loop.append((len(entry.body) > bodies.OFF_LOOP_BYTES, False))
+        on_loop.append((len(entry.body) > middleware.OFF_LOOP_BYTES, False))
         return original(entry)
 
     monkeypatch.setattr(journal, "encode", encode)

@@ -87,13 +87,13 @@ class Log:
 def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     made, original = Log(), Runs._admit
 
-    async def admit(runs: Runs, call: Any, run: str, seq_id: int, work: Any) -> Any:
+    async def admit(runs: Runs, call: Any, run: str, seq_id: int) -> Any:
         made.numbers.append(seq_id)
         if call.op in ("forward_backward", "forward"):
             made.sizes.append(
                 (call.request.forward_only, len(call.request.forward_backward_input.data))
             )
-        return await original(runs, call, run, seq_id, work)
+        return await original(runs, call, run, seq_id)
 
     monkeypatch.setattr(Runs, "_admit", admit)
     return made
@@ -396,10 +396,10 @@ def test_rejected_chunk_does_not_delay_others(
     configure(client, fwdbwd_max_chunk_len=1)
     original = Runs._admit  # which may be the one that keeps the log
 
-    async def admit(runs: Runs, call: Any, run: str, seq_id: int, work: Any) -> Any:
+    async def admit(runs: Runs, call: Any, run: str, seq_id: int) -> Any:
         if seq_id == refused and call.request.forward_backward_input.data:
             raise Refusal(400, "not this chunk")
-        return await original(runs, call, run, seq_id, work)
+        return await original(runs, call, run, seq_id)
 
     monkeypatch.setattr(Runs, "_admit", admit)
     bad, stepped = client.forward_backward_custom(TWO, doubled), client.optim_step(STEP)

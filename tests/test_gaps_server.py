@@ -15,7 +15,7 @@ from support import Wire, pass_json, serving, step_json, wait_until
 from tinkex.engine.fake import FakeEngine
 from tinkex.server import app as server_app
 from tinkex.server.runs import admission
-from tinkex.server.runs.lane import Lane
+from tinkex.server.runs.work import Lane
 from tinkex.server.server_limits import Limits
 from tinkex.server.state import State
 

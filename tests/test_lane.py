@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from tinkex.engine.api import EngineError, PassJob, SampleJob
 from tinkex.engine.fake import FakeEngine
-from tinkex.server.runs.lane import Lane
+from tinkex.server.runs.work import Lane
 from tinkex.server.workers.worker import Worker
 from tinkex.types import Datum, LoraConfig, ModelInput, SampleRequest, SamplingParams
 

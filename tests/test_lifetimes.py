@@ -338,12 +338,12 @@ def test_journal_of_session_ended_during_cleanup_stays_deleted(
             sampler.sample(PROMPT, 1, SamplingParams(max_tokens=2)).result(20)
         assert backend._exchange is not None
         state = backend._exchange._app.state.server
-        first, second = state.sample_journal.numbers
+        first, second = state.samples.numbers
 
         async def tidy() -> bool:
             for session_id in (first, second):
                 state.promises.forget_session(session_id)  # as if they had been read long ago
-            noting = asyncio.create_task(state.sample_journal.note_read())
+            noting = asyncio.create_task(state.samples.note_read())
             await asyncio.sleep(0)  # until it waits for the disk
             state.sessions.end(second)
             await noting

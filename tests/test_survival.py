@@ -460,7 +460,7 @@ def test_samples_that_were_not_read_outlive_any_number_of_restarts(
             image = killed(tmp_path / "a")
         async with life(image) as second:
             assert await second.result(ids[0]) == expected[0]
-            await second.state.sample_journal.note_read()
+            await second.state.samples.note_read()
             image = killed(image)
         async with life(image) as third:
             assert [await third.result(request_id) for request_id in ids[1:]] == expected[1:]

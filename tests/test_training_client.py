@@ -65,9 +65,9 @@ def numbers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     arrived: list[int] = []
     original = Runs._admit
 
-    async def admit(runs: Runs, call: Any, run: str, seq_id: int, work: Any) -> Any:
+    async def admit(runs: Runs, call: Any, run: str, seq_id: int) -> Any:
         arrived.append(seq_id)
-        return await original(runs, call, run, seq_id, work)
+        return await original(runs, call, run, seq_id)
 
     monkeypatch.setattr(Runs, "_admit", admit)
     return arrived

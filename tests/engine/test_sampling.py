@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM
 
 from tinkex.engine.api import DrawnToken, EngineError, SampleJob, run_pass
-from tinkex.engine.sample import prompt_scores, stop_rule
+from tinkex.engine.sample import jobs, prompt_scores
 from tinkex.engine.sample.passes import Source
 from tinkex.engine.sample.sampler import Limits, Sampler
 from tinkex.engine.sample.token_choice import choose, uniforms
@@ -222,7 +222,7 @@ def test_stop_strings_across_token_borders(
 @pytest.mark.covers("S34")
 def test_stop_string_of_several_bytes(tokenizer: Tokenizer) -> None:
     source = Source(None, None, frozenset(), lambda: tokenizer)  # type: ignore[arg-type]
-    rule = stop_rule.StopRule(source, ["é"], rows=2)
+    rule = jobs.StopRule(source, ["é"], rows=2)
     first, second = (tokenizer.token_to_id(piece) for piece in ("Ã", "©"))
     assert rule(np.array([0, 1]), np.array([first, second])).tolist() == [False, False]
     assert rule(np.array([0, 1]), np.array([second, first])).tolist() == [True, False]
@@ -236,14 +236,14 @@ def test_stop_strings_are_found_in_a_window(tokenizer: Tokenizer) -> None:
         tokens = random.integers(3, 94, 60).tolist()
         start = int(random.integers(0, 50))
         stop = tokenizer.decode(tokens)[start : start + int(random.integers(1, 6))]
-        row, ended = stop_rule._Text(tokenizer), None
+        row, ended = jobs._Text(tokenizer), None
         for length, token in enumerate(tokens, 1):
             if stop in row.add(token, len(stop)):
                 ended = length
                 break
         whole = next(n for n in range(1, 61) if stop in tokenizer.decode(tokens[:n]))
         assert ended == whole
-        assert len(row._tokens) <= 3 * (len(stop) + stop_rule.MARGIN)
+        assert len(row._tokens) <= 3 * (len(stop) + jobs.MARGIN)
         found += whole > 20
     assert found > 10
 
@@ -282,13 +282,13 @@ def test_stop_strings_are_found_across_jointly_decoded_bytes() -> None:
             for part in [*parts, *stop.replace(" the", "|the").split("|"), "x"]
             for token in tokens(part)
         ]
-        rule = stop_rule.StopRule(source, [stop], rows=1)
+        rule = jobs.StopRule(source, [stop], rows=1)
         ended = next(
             (at for at, token in enumerate(row) if rule(np.array([0]), np.array([token]))[0]), None
         )
         assert ended == len(row) - 2, (parts, stop)
-        late += len(row) > 3 * (len(stop) + stop_rule.MARGIN)
-        assert len(rule._texts[0]._tokens) <= 2 * stop_rule.BYTES * (len(stop) + stop_rule.MARGIN)
+        late += len(row) > 3 * (len(stop) + jobs.MARGIN)
+        assert len(rule._texts[0]._tokens) <= 2 * jobs.BYTES * (len(stop) + jobs.MARGIN)
     assert late > 20
 
 
@@ -304,7 +304,7 @@ def test_stop_strings_are_found_after_text_that_is_broken(count: int) -> None:
     source = Source(None, None, frozenset(), lambda: tokenizer)  # type: ignore[arg-type]
     spelled = [1 + byte for byte in ("😎" * count).encode()]
     for before in range(1, 250, 3):
-        rule = stop_rule.StopRule(source, ["😎" * count], rows=1)
+        rule = jobs.StopRule(source, ["😎" * count], rows=1)
         row = [*([1 + 0xC3, vocab["x"]] * before)[:before], vocab["x"], *spelled]
         ended = next(
             (at for at, token in enumerate(row) if rule(np.array([0]), np.array([token]))[0]), None
@@ -313,11 +313,11 @@ def test_stop_strings_are_found_after_text_that_is_broken(count: int) -> None:
 
 
 def test_undecodable_bytes_are_dropped(tokenizer: Tokenizer) -> None:
-    row, half = stop_rule._Text(tokenizer), tokenizer.token_to_id("Ã")
+    row, half = jobs._Text(tokenizer), tokenizer.token_to_id("Ã")
     assert half is not None
     for _ in range(600):
         row.add(half, 3)
-        assert len(row._tokens) <= 2 * stop_rule.BYTES * (3 + stop_rule.MARGIN)
+        assert len(row._tokens) <= 2 * jobs.BYTES * (3 + jobs.MARGIN)
 
 
 def test_stop_strings_need_a_tokenizer(

@@ -13,10 +13,9 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from tinkex.server.complaints import complain
 from tinkex.server.database.entities import AuditEntry, Span, UsageKind, Use
 from tinkex.server.database.interface import Database
-from tinkex.server.http_errors import Refusal
+from tinkex.server.http_errors import Refusal, complain
 
 HOUR = 3600
 FLUSH_SECONDS = 5.0

@@ -11,25 +11,23 @@ from pathlib import Path
 from tinkex.engine.api import Engine, EngineError
 from tinkex.server.access.accounts import Accounts
 from tinkex.server.access.searches import Searches
-from tinkex.server.complaints import complain
 from tinkex.server.database.interface import Database
 from tinkex.server.files.checkpoint_files import Checkpoints
 from tinkex.server.files.data_dir import Lock, discard, make_directory
 from tinkex.server.files.upload_files import sweep_uploads
+from tinkex.server.http_errors import complain
 from tinkex.server.meter import Meter
 from tinkex.server.open_sessions import Sessions
 from tinkex.server.parts import Parts
 from tinkex.server.routes.handler_table import HANDLERS
 from tinkex.server.runs.admission import CARRY_ON, Runs
-from tinkex.server.runs.journals import RECORDINGS, Journals
+from tinkex.server.runs.journals import RECORDINGS, Journals, Revivals
 from tinkex.server.runs.promises import Promises
 from tinkex.server.runs.replay import Replay
-from tinkex.server.runs.revivals import Revivals
 from tinkex.server.runs.snapshot import Snapshots
 from tinkex.server.runs.unloading import Unloading
-from tinkex.server.samples.loaded_weights import LoadedWeights
-from tinkex.server.samples.nameless import NamelessSamplers
-from tinkex.server.samples.sample_journal import SampleJournal
+from tinkex.server.samples.sample_admission import Samples
+from tinkex.server.samples.sampler_weights import LoadedWeights, NamelessSamplers
 from tinkex.server.samples.samplers import Samplers
 from tinkex.server.samples.sampling_records import SamplingRecords
 from tinkex.server.server_limits import Limits
@@ -112,15 +110,17 @@ class State:
         self.snapshots = Snapshots(parts)
         self.runs = Runs(parts, self.snapshots, lambda call: HANDLERS[call.op](self, call))
         self.unloading = Unloading(parts, self.runs)
-        self.samplers = Samplers(parts, self.runs, loaded, self.without_paths)
-        self.sample_journal = SampleJournal(self.journals, self.promises)
+        self.samplers = Samplers(
+            parts, self.runs, loaded, self.checkpoints, self.meter, self.without_paths
+        )
+        self.samples = Samples(parts, self.samplers)
         self.replay = Replay(
             parts,
             self.checkpoints,
             self.snapshots,
             self.runs,
             self.unloading,
-            lambda call: HANDLERS[call.op](self, call),
+            self.samples,
         )
         self.arriving: set[Path] = set()
         """Files of uploads that are just arriving."""
@@ -159,12 +159,14 @@ class State:
 
     def _forget_session(self, session_id: str) -> None:
         """Free what a session that has ended holds in all parts."""
-        self.runs.forget_session(session_id)
+        of_session = [run for run, live in self.runs.items() if live.run.session_id == session_id]
+        for run in of_session:
+            self.runs.forget(run)
         self.workers.forget_session(session_id)
         next(iter(self.workers)).run(self.database.runs.touch, self._take_asked())
         self.samplers.forget_session(session_id)
         self.promises.forget_session(session_id)
-        self.sample_journal.forget_session(session_id)
+        self.samples.forget_session(session_id)
         self.recordings.forget(session_id)
         self.journals.forget_session(session_id)
 
@@ -186,7 +188,7 @@ class State:
         self.promises.sweep()
         self.recordings.sweep()
         self.promises.sweep_logs(self.sessions)
-        await self.sample_journal.note_read()
+        await self.samples.note_read()
         await self.sessions.sweep()
         await asyncio.to_thread(self.database.runs.touch, self._take_asked())
         for directory in await asyncio.to_thread(self.database.checkpoints.remove_expired):

@@ -24,7 +24,7 @@ from tinkex.engine.native.c_passes import Native
 from tinkex.engine.sample.jobs import Sample
 from tinkex.engine.sample.logit_changes import Shaped, Shaper
 from tinkex.engine.sample.passes import Row, put
-from tinkex.engine.sample.room import Running
+from tinkex.engine.sample.step_scheduler import Running
 from tinkex.engine.sample.token_choice import GREEDY_BELOW, choose, uniforms
 from tinkex.engine.torch.device_copies import mark, to_device, to_host
 from tinkex.engine.train.target_logprobs import log_softmax

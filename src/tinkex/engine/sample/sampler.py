@@ -48,11 +48,10 @@ from tinkex.engine.sample.passes import (
     put,
 )
 from tinkex.engine.sample.prefill import Prefill
-from tinkex.engine.sample.room import Running
 from tinkex.engine.sample.row_adapters import Products, RowAdapters, padded
 from tinkex.engine.sample.slab_decoding import SlabDecoding
 from tinkex.engine.sample.static_decoding import ShortPrompts, StaticDecoding
-from tinkex.engine.sample.step_scheduler import Scheduler
+from tinkex.engine.sample.step_scheduler import Running, Scheduler
 
 FIRST_TOKENS = 64
 """Samples that draw their first token at once."""

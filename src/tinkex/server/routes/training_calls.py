@@ -52,7 +52,7 @@ async def create_model(state: State, call: Call) -> Creation:
     await state.sessions.require(request.session_id)
     run = f"{request.session_id}:train:{request.model_seq_id}"
     lora = request.lora_config or LoraConfig(rank=DEFAULT_RANK)
-    if call.recorded is None:
+    if not call.is_replayed:
         # a name that is not there is refused at once, as for samplers
         state.workers.base_model(request.base_model)
 
@@ -73,7 +73,7 @@ async def create_model(state: State, call: Call) -> Creation:
 
 async def home_of(state: State, call: Call, run: str, base_model: str) -> Worker:
     """Return the worker for a run that is made: that of its record, if it was made before."""
-    known = None if call.recorded is None else await asyncio.to_thread(state.database.runs.get, run)
+    known = await asyncio.to_thread(state.database.runs.get, run) if call.is_replayed else None
     return state.workers.home(run, base_model, None if known is None else known.home)
 
 
@@ -91,7 +91,7 @@ def new_run(
     assert request.session_id is not None
     base = state.workers.base_model(base_model)
     known = state.database.runs.get(name)
-    if known is not None and call.recorded is None:  # it was unloaded
+    if known is not None and not call.is_replayed:  # it was unloaded
         raise EngineError(f"model {name!r} is no longer loaded; {CARRY_ON}")
     worker.engine.create(name, base_model, lora, optimizer)
     run = Run(
@@ -120,36 +120,35 @@ async def forward_backward(state: State, call: Call) -> Work:
     admitted: Callable[[int], object] | None = None
     loss_id = config.get("loss_id") if body.loss_fn == CUSTOM else None
     if isinstance(loss_id, str):
+        if LOSS in loss_id and not loss_id.startswith(f"{_session_of(run)}{LOSS}"):
+            return Refused(
+                f"the custom loss {loss_id!r} belongs to another session; create it in this one"
+            )
         await state.revivals.revived(loss_id)
     if body.loss_fn == STABLE_REINFORCE:
         session_id, records = _session_of(run), state.recordings
-        is_replayed = call.recorded is not None
         try:
-            recalled, names = await recall(records, session_id, body.data, is_replayed=is_replayed)
+            recalled, names = await recall(
+                records, session_id, body.data, is_replayed=call.is_replayed
+            )
         except EngineError as error:
-            if is_replayed or error.category != "user":
+            if call.is_replayed or error.category != "user":
                 raise
             return Refused(str(error))
         admitted = functools.partial(records.hold, session_id, run, names=names)
         state.promises.keep(asyncio.ensure_future(records.note_use(session_id, names)))
 
-    def start(live: LiveRun, job: str) -> None:
-        if loss_id is not None:
-            require_own_loss(run, loss_id)
-        live.worker.engine.pass_start(
-            PassJob(
-                job,
-                run,
-                body.data,
-                body.loss_fn,
-                config,
-                backward=not request.forward_only,
-                owner=call.owner,
-                recalled=recalled,
-            )
-        )
-
-    return Pass(start, not request.forward_only, admitted)
+    job = PassJob(
+        "",
+        run,
+        body.data,
+        body.loss_fn,
+        config,
+        backward=not request.forward_only,
+        owner=call.owner,
+        recalled=recalled,
+    )
+    return Pass(job, admitted)
 
 
 def _session_of(run: str) -> str:
@@ -212,18 +211,6 @@ async def create_custom_loss(state: State, call: Call) -> Creation:
         return CreateCustomLossResponse(loss_id=loss_id)
 
     return Creation(loss_id, session_id, loss_id, make)
-
-
-def require_own_loss(run: str, loss_id: float | str) -> None:
-    """Refuse a custom loss of another session."""
-    if (
-        isinstance(loss_id, str)
-        and LOSS in loss_id
-        and not loss_id.startswith(f"{_session_of(run)}{LOSS}")
-    ):
-        raise EngineError(
-            f"the custom loss {loss_id!r} belongs to another session; create it in this one"
-        )
 
 
 @handler

@@ -14,7 +14,7 @@ from tinkex.server.http_errors import Refusal
 from tinkex.server.routes.handler_table import handler, run_operation
 from tinkex.server.routes.training_calls import home_of, new_run
 from tinkex.server.runs.work import Creation, LiveRun, Load, Save
-from tinkex.server.samples import inflight
+from tinkex.server.samples.samplers import check_inflight
 from tinkex.server.state import State
 from tinkex.server.workers.worker import OffThread, Worker
 from tinkex.types.checkpoints import ParsedCheckpointTinkerPath
@@ -103,7 +103,7 @@ async def save_weights_for_sampler(state: State, call: Call) -> Save:
 
     def work(live: LiveRun) -> SaveWeightsForSamplerResponseInternal | OffThread:
         if request.kind == "inflight":
-            inflight.check(request)
+            check_inflight(request)
         return save_files(live) if request.path is not None else save_in_memory(live)
 
     def after(
@@ -172,7 +172,7 @@ async def load_weights(state: State, call: Call) -> Load | Creation:
 
 def _loaded_before(state: State, call: Call, run: str, number: int) -> Path | None:
     """Return what a load gave in an earlier life: the checkpoint may be another by now, or gone."""
-    return None if call.recorded is None else state.snapshots.loaded_before(run, number)
+    return state.snapshots.loaded_before(run, number) if call.is_replayed else None
 
 
 async def _create_by_loading(

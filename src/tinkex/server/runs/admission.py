@@ -11,15 +11,16 @@ import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from tinkex.engine.api import EngineError
-from tinkex.server.calls import Call
+from tinkex.server.calls import GIVEN_UP, UNKNOWN, Call, refused_call
 from tinkex.server.database.entities import LOCAL_OWNER
 from tinkex.server.http_errors import Refusal
 from tinkex.server.parts import Parts
-from tinkex.server.runs.call_records import GIVEN_UP, UNKNOWN, refused_call
-from tinkex.server.runs.promises import Promise
+from tinkex.server.runs.journal import Entry
+from tinkex.server.runs.promises import Promise, fail_again
 from tinkex.server.runs.snapshot import Snapshots
 from tinkex.server.runs.work import (
     Creation,
@@ -34,7 +35,7 @@ from tinkex.server.runs.work import (
     Unload,
     Work,
 )
-from tinkex.server.workers.worker import Postponed, Worker
+from tinkex.server.workers.worker import Postponed
 from tinkex.types.training import UntypedAPIFuture
 
 logger = logging.getLogger("tinkex.server")
@@ -92,14 +93,14 @@ class Runs(Mapping[str, LiveRun]):
             f"could not be taken up again after a restart); {CARRY_ON}",
         )
 
-    async def worker_of(self, run: str) -> Worker:
-        """Return the worker that a run is at home on, loaded or not."""
-        if (live := self._live.get(run)) is not None:
-            return live.worker
-        known = await asyncio.to_thread(self._database.runs.get, run)
-        if known is None:
-            raise Refusal(404, f"there is no model {run!r}")
-        return self._workers.home(run, known.base_model, known.home)
+    async def replayed(self, run: str, is_found: Callable[[], bool]) -> None:
+        """Wait until what an earlier life had of a run gives something, or all of it is done."""
+        await self._revivals.revived(run)
+        live = self._live.get(run)
+        for promise in list(live.recent.values()) if live is not None else ():
+            if is_found():
+                return
+            await promise.done.wait()
 
     def is_loaded(self, run: str) -> bool:
         """Return whether a run takes requests: at once, or after it is taken up again."""
@@ -138,9 +139,8 @@ class Runs(Mapping[str, LiveRun]):
     async def create_again(self, call: Call) -> None:
         """Make a run or a custom loss that a journal has, and wait for it."""
         creation: Creation = await self._prepare(call)
-        promise = self._promises.get(creation.request_id) or self._promises.add(
-            creation.request_id, call.digest, creation.session_id
-        )
+        journal = self._journals.of_run(creation.name)
+        promise = self._promises.repeat(creation.request_id, call, creation.session_id, journal, 0)
         await self._promises.fulfil(promise, self._made(creation))
 
     def _fail(self, request_id: str, session_id: str, call: Call, run: str) -> UntypedAPIFuture:
@@ -150,7 +150,7 @@ class Runs(Mapping[str, LiveRun]):
 
     def enter(self, live: LiveRun) -> None:
         """Take a run in whose adapter has been made."""
-        run = live.run.model_id
+        run = live.name
         if live.run.session_id not in self._sessions:
             live.worker.drop_run(run)
             raise EngineError("the session has ended")
@@ -163,25 +163,27 @@ class Runs(Mapping[str, LiveRun]):
 
     async def admit(self, call: Call) -> UntypedAPIFuture:
         """Take a request: a repeated number gives the original receipt."""
-        request = call.request
-        if getattr(request, "model_id", None) is None:
+        run = getattr(call.request, "model_id", None)
+        if run is None:
             return await self._create(call)
-        await self.live(request.model_id)
-        work: Work = await self._prepare(call)
-        if isinstance(work, Refused):
-            call = refused_call(call.digest, work.why, call.owner)
-        return await self._admit(call, request.model_id, request.seq_id, work)
+        return await self._admit(call, run, call.request.seq_id)
 
     async def consume_seq_id(
         self, run: str, seq_id: int | None, digest: bytes, why: str, owner: str = LOCAL_OWNER
     ) -> UntypedAPIFuture:
         """Let a refused request use its number up: later requests must not wait for it."""
-        return await self._admit(refused_call(digest, why, owner), run, seq_id, Refused(why))
+        return await self._admit(refused_call(digest, why, owner), run, seq_id)
 
-    async def _admit(
-        self, call: Call, run: str, seq_id: int | None, work: Work
-    ) -> UntypedAPIFuture:
-        live = await self.live(run)
+    async def _work_of(self, call: Call) -> Work:
+        """Return the kind of work that a call asks for; of a refused one the reason is left."""
+        return await self._prepare(call) if call.op else Refused(call.body.decode())
+
+    async def _admit(self, call: Call, run: str, seq_id: int | None) -> UntypedAPIFuture:
+        await self.live(run)
+        work = await self._work_of(call)
+        if isinstance(work, Refused):
+            call = refused_call(call.digest, work.why, call.owner)
+        live = await self.live(run)  # it may have ended meanwhile
         number = call.number = self.free(live) if seq_id is None else seq_id
         if number < 1:
             raise Refusal(400, f"seq_id must be at least 1, got {number}")
@@ -216,15 +218,17 @@ class Runs(Mapping[str, LiveRun]):
             raise
         return receipt
 
-    async def admit_again(self, live: LiveRun, call: Call) -> None:
-        """Put a request that a journal has into its run's lane."""
-        run, number = live.run.model_id, call.number
+    async def admit_again(self, live: LiveRun, call: Call, failed: Entry | None = None) -> None:
+        """Put a request that a journal has into its run's lane; one that failed fails again."""
+        run, number = live.name, call.number
         assert number is not None
-        work: Work = await self._prepare(call) if call.op else Refused(call.body.decode())
-        request_id = f"{run}:{number}"
-        promise = self._promises.get(request_id) or self._promises.add(
-            request_id, call.digest, live.run.session_id
+        journal = self._journals.of_run(run)
+        promise = self._promises.repeat(
+            f"{run}:{number}", call, live.run.session_id, journal, number
         )
+        work: Work = Refused("") if failed is not None else await self._work_of(call)
+        if failed is not None:
+            fail_again(promise, failed)
         if isinstance(work, Pass) and work.admitted is not None:
             work.admitted(number)
         live.lane.hold(number, call.size)
@@ -233,13 +237,13 @@ class Runs(Mapping[str, LiveRun]):
     def free(self, live: LiveRun) -> int:
         """Return the next number for a request without one; some may be on their way to disk."""
         number = live.lane.free
-        while self._promises.get(f"{live.run.model_id}:{number}") is not None:
+        while self._promises.get(f"{live.name}:{number}") is not None:
             number += 1
         return number
 
     def offer(self, live: LiveRun, item: LaneItem) -> None:
         """Begin with an operation that is on disk when all numbers before it have come."""
-        if self._live.get(live.run.model_id) is not live:
+        if self._live.get(live.name) is not live:
             if not live.is_rebuilding:  # else it is read in the journal
                 item.promise.fail("the session has ended")
             return
@@ -257,7 +261,7 @@ class Runs(Mapping[str, LiveRun]):
             self.gaps.watch(live, missing)
 
     def _begin(self, live: LiveRun, item: LaneItem) -> None:
-        run, worker = live.run.model_id, live.worker
+        run, worker = live.name, live.worker
         carry_out = functools.partial(self._carry_out, live, item)
         match item.work:
             case Pass():
@@ -275,13 +279,13 @@ class Runs(Mapping[str, LiveRun]):
         work = item.work
         if isinstance(work, Unload):
             return work.do(live)
-        if isinstance(work, Pass) and work.adds_gradient:
-            live.is_between_steps = False
         live.done = item.seq_id
         live.since_snapshot += 1
         if isinstance(work, Pass):
-            return work.start(live, item.promise.request_id)
+            live.is_between_steps &= not work.job.backward
+            return live.worker.engine.pass_start(replace(work.job, job=item.promise.request_id))
         if isinstance(work, Refused):
+            item.promise.place = None  # its journal says why
             raise EngineError(work.why)
         result = work.do(live)
         if isinstance(work, Step | Discard | Load):
@@ -306,7 +310,7 @@ class Runs(Mapping[str, LiveRun]):
 
     def put(self, live: LiveRun) -> None:
         """Have a run that is being rebuilt."""
-        self._live[live.run.model_id] = live
+        self._live[live.name] = live
 
     def remove(self, run: str) -> None:
         """Forget a run that its worker has dropped."""
@@ -321,11 +325,6 @@ class Runs(Mapping[str, LiveRun]):
         self.remove(run)
         if live is not None:
             live.worker.drop_run(run)
-
-    def forget_session(self, session_id: str) -> None:
-        """Drop the runs of a session."""
-        for run in [name for name, live in self.items() if live.run.session_id == session_id]:
-            self.forget(run)
 
 
 def _fail_as_passed(live: LiveRun, promise: Promise) -> None:
@@ -379,12 +378,12 @@ class Gaps:
     async def _give_up_durably(self, live: LiveRun, missing: int) -> None:
         """Record that a number is given up before it is: another life must not carry it out."""
         try:
-            await self._journals.of_run(live.run.model_id).append(missing, {"op": GIVEN_UP})
+            await self._journals.of_run(live.name).append(missing, {"op": GIVEN_UP})
         except OSError:
             logger.exception(
                 "that request %d of %s was given up cannot be put on disk",
                 missing,
-                live.run.model_id,
+                live.name,
             )
         self.give_up(live, missing)
 

@@ -62,16 +62,16 @@ class Unloading:
 
     def begin(self, live: LiveRun, call: Call, number: int) -> None:
         """Unload a run when everything before a number is done; the request is on disk."""
-        request_id = f"{live.run.model_id}{UNLOAD}"
-        promise = self._promises.get(request_id) or self._promises.add(
-            request_id, call.digest, live.run.session_id
+        run = live.name
+        promise = self._promises.repeat(
+            f"{run}{UNLOAD}", call, live.run.session_id, self._journals.of_run(run), number
         )
         live.last = number
         self._runs.gaps.stop(live)  # it is set to a shorter time
         self._runs.offer(live, LaneItem(promise, number, Unload(self._drop, self._forget_unloaded)))
 
     def _forget_unloaded(self, live: LiveRun, _: None) -> UnloadModelResponse:
-        run = live.run.model_id
+        run = live.name
         self._runs.remove(run)
         self._recordings.release(run, live.last or 0)
         self._journals.forget(self._journals.run_directory(run))
@@ -98,7 +98,7 @@ class Unloading:
             for sampler, (_write, scratch) in begun.items():
                 if scratch.is_dir():
                     self._nameless.place(sampler, scratch)
-            live.worker.engine.drop(live.run.model_id)
+            live.worker.engine.drop(live.name)
 
         return OffThread(write, drop)
 

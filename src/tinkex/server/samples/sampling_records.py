@@ -221,14 +221,14 @@ class SamplingRecords:
             found[name] = Remembered(kept.prompt, kept.lengths[index], recording)
         return found
 
-    def hold(self, session_id: str, model_id: str, number: int, names: Collection[str]) -> None:
+    def hold(self, session_id: str, run: str, number: int, names: Collection[str]) -> None:
         """Keep what a pass of a run needs until the run's state on disk covers it, and restart the
         day of each.
         """
         session, now = self._sessions.get(session_id), time.time()
         if session is None:  # it has ended
             return
-        pinned = session.pins.setdefault((model_id, number), set())
+        pinned = session.pins.setdefault((run, number), set())
         for name in names:
             request_id, _, index = name.rpartition(":")
             kept = session.kept.get(request_id)
@@ -247,12 +247,13 @@ class SamplingRecords:
             except EngineError as error:
                 logger.warning("the use of %d samples is not on record: %s", len(names), error)
 
-    def release(self, model_id: str, number: int) -> None:
+    def release(self, run: str, number: int) -> None:
         """Let go of what the passes of a run up to a number needed."""
-        session = self._sessions.get(model_id.rpartition(":train:")[0])
-        for run, used in list(session.pins) if session is not None else ():
-            if session is not None and run == model_id and used <= number:
-                del session.pins[run, used]
+        session = self._sessions.get(run.rpartition(":train:")[0])
+        pins = session.pins if session is not None else {}
+        for pinned, used in list(pins):
+            if pinned == run and used <= number:
+                del pins[pinned, used]
 
     # ── what goes ─────────────────────────────────────────────────────────────────────────────────
 

@@ -63,6 +63,10 @@ class OffThread:
     it begins."""
 
 
+class EngineDied(EngineError):
+    """The end of an engine's thread, with all that it had not finished."""
+
+
 class Postponed(EngineError):
     """Work that is not done now; its promise stands, for it is done again from the journal."""
 
@@ -77,10 +81,18 @@ class _Task:
     future: asyncio.Future[Any]
     run: str | None = None
     """The run whose order it keeps, if it is one's."""
-    job: str | None = None
-    """The pass that the function starts, if it starts one."""
-    is_save: bool = False
-    """True if it does not wait for the saves of its run before it."""
+
+
+@dataclass(slots=True)
+class _Pass(_Task):
+    """Starts a pass; it waits for what its run was asked for before, other passes excepted."""
+
+    job: str = ""
+
+
+@dataclass(slots=True)
+class _Save(_Task):
+    """Begins a save; it does not wait for the saves of its run before it."""
 
 
 class Worker:
@@ -96,7 +108,7 @@ class Worker:
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._waiting: dict[str, deque[_Task]] = {}
         """By run, what waits for the passes before it."""
-        self._passes: dict[str, _Task] = {}
+        self._passes: dict[str, _Pass] = {}
         """By job, what the engine has begun."""
         self._open: Counter[str] = Counter()
         """The number of passes that each run has on the engine."""
@@ -109,7 +121,8 @@ class Worker:
         self.samples = SampleJobs(engine, self.run, self.post)
         self._thread: threading.Thread | None = None
         self._stopping = False
-        self._ended = asyncio.Event()
+        self.ended = asyncio.Event()
+        """Set when the thread has ended, and every call has its outcome."""
         self.failure: EngineError | None = None
         """The error of all calls once the thread has died."""
 
@@ -128,7 +141,7 @@ class Worker:
         if self._thread is not None:
             self._thread = None
             self.interrupt()
-            await self._ended.wait()
+            await self.ended.wait()
 
     def interrupt(self) -> None:
         """Ask the thread to end after what it is at."""
@@ -137,19 +150,19 @@ class Worker:
 
     def run(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
         """Queue a function for the worker; the future is resolved on the event loop."""
-        return self._put(function, args)
+        return self._put(_Task(function, args, self._future()))
 
     def run_for(self, run: str, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
         """Queue a function that comes after everything that was queued for the same run; see
         `OffThread` for its end.
         """
-        return self._put(function, args, run)
+        return self._put(_Task(function, args, self._future(), run))
 
     def run_save(self, run: str, function: Callable[[], OffThread]) -> asyncio.Future[Any]:
         """Queue a function that comes after what its run was asked for, other saves excepted: they
         end in order.
         """
-        return self._put(function, (), run, is_save=True)
+        return self._put(_Save(function, (), self._future(), run))
 
     def run_pass(
         self, run: str, job: str, start: Callable[[], object]
@@ -157,25 +170,20 @@ class Worker:
         """Queue a pass, which `start` starts on the engine under this job's name; the future has
         its output.
         """
-        return self._put(start, (), run, job)
+        return self._put(_Pass(start, (), self._future(), run, job))
 
-    def _put(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        run: str | None = None,
-        job: str | None = None,
-        *,
-        is_save: bool = False,
-    ) -> asyncio.Future[Any]:
+    def _future(self) -> asyncio.Future[Any]:
         assert self._loop is not None, "the worker has not been started"
         future: asyncio.Future[Any] = self._loop.create_future()
         future.add_done_callback(_seen)
-        self._tasks.put(_Task(function, args, future, run, job, is_save))
+        return future
+
+    def _put(self, task: _Task) -> asyncio.Future[Any]:
+        self._tasks.put(task)
         # else the thread takes it, or empties the queue after it has said so
         if self.failure is not None:
-            settle(future, self.failure)
-        return future
+            settle(task.future, self.failure)
+        return task.future
 
     def drop_run(self, run: str) -> asyncio.Future[None]:
         """Drop a run's adapter; what it is at fails."""
@@ -211,7 +219,7 @@ class Worker:
             self._files.shutdown()
             self._empty_queue(why)
         finally:
-            self.post(self._ended.set)
+            self.post(self.ended.set)
 
     def _take(self) -> bool:
         """Take what has been queued, and wait for something if there is nothing to do; false at the
@@ -262,23 +270,11 @@ class Worker:
         """Begin what nothing of its run is before any more."""
         waiting = self._waiting.get(run, deque())
         while waiting:
-            is_free = not self._open[run] and (waiting[0].is_save or not self._saves[run])
-            if waiting[0].job is None and not is_free:
+            task = waiting[0]
+            is_free = not self._open[run] and (isinstance(task, _Save) or not self._saves[run])
+            if not isinstance(task, _Pass) and not is_free:
                 break
-            task = waiting.popleft()
-            if task.job is None or self._stopping:
-                self._execute(task)
-                continue
-            try:
-                task.function()
-            except Exception as error:
-                self.post(settle, task.future, error)
-            except BaseException as error:
-                self.post(settle, task.future, _death(error))
-                raise
-            else:
-                self._passes[task.job] = task
-                self._open[run] += 1
+            self._execute(waiting.popleft())
         if not waiting:
             self._waiting.pop(run, None)
 
@@ -354,11 +350,13 @@ class Worker:
             self.post(settle, task.future, _death(error))
             raise
         else:
-            if isinstance(outcome, OffThread):
-                assert task.run is not None, "nothing would wait for it"
-                self._saves[task.run] += 1
-            else:
+            if isinstance(task, _Pass):
+                self._passes[task.job] = task
+            elif not isinstance(outcome, OffThread):
                 self.post(settle, task.future, outcome)
+                return
+            assert task.run is not None, "nothing would wait for it"
+            (self._open if isinstance(task, _Pass) else self._saves)[task.run] += 1
 
     def post(self, function: Callable[..., object], *args: object) -> None:
         """Call a function on the event loop, unless that has been closed."""
@@ -367,9 +365,9 @@ class Worker:
             self._loop.call_soon_threadsafe(function, *args)
 
 
-def _death(error: BaseException) -> EngineError:
+def _death(error: BaseException) -> EngineDied:
     kind = type(error).__name__
-    return EngineError(
+    return EngineDied(
         f"the server's engine has died ({kind}): see the server's log, and restart it", "server"
     )
 
