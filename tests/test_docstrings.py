@@ -52,7 +52,6 @@ MODULES = [
     "recovery.policies",
     "regularizers.divergences",
     "regularizers.execution",
-    "regularizers.gradients",
     "regularizers.logs",
     "regularizers.penalties",
     "regularizers.pipeline",

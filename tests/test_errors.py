@@ -224,7 +224,7 @@ def test_forms_of_the_official_package_work() -> None:
         "r",
         RequestErrorCategory.Server,
     )
-    with pytest.raises(TypeError, match="no place for 3"):
+    with pytest.raises(TypeError, match="unexpected argument 3"):
         tinkex.APIConnectionError(request, "m", 3)
 
 

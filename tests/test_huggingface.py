@@ -143,7 +143,7 @@ def test_half_a_file_is_no_file(server: FaultyServer, tmp_path: Path) -> None:
     ],
 )
 def test_no_name_leads_out_of_the_cache(tmp_path: Path, revision: str, filename: str) -> None:
-    with pytest.raises(HubError, match=r"leads out|not empty"):
+    with pytest.raises(HubError, match=r"would leave|not empty"):
         resolve_file("m", revision, filename, cache_dir=tmp_path, endpoint="http://127.0.0.1:1")
 
 
@@ -398,7 +398,7 @@ def test_refusal_of_the_hub_is_reported(
         source.push(repo_id="a")
     assert caught.value.status == 400
     hub.refuse, hub.user = {}, {"type": "user", "name": ""}
-    with pytest.raises(HubError, match="whose token"):
+    with pytest.raises(HubError, match="user of the token"):
         source.push(repo_id="a")
     with pytest.raises(HubError, match="not a checkpoint path"):
         push_checkpoint_adapter(source.rest, "run/weights/x", repo_id="a")

@@ -103,7 +103,7 @@ def test_counter_or_gauge_that_is_no_number_is_refused(kept: Metrics, value: Any
 @pytest.mark.covers("1.10/1", "1.10/2")
 def test_name_stands_for_one_kind_of_number(kept: Metrics) -> None:
     kept.increment("a")
-    with pytest.raises(ValueError, match="'a' exists already and is of another kind"):
+    with pytest.raises(ValueError, match="'a' already exists and is of another kind"):
         kept.set_gauge("a", 1)
     with pytest.raises(ValueError, match="another kind"):
         kept.record_histogram("a", 1)

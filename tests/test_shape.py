@@ -16,7 +16,7 @@ CEILINGS = {
     "flat-modules": 9,
     "cycles": 0,
     "large-classes": 0,
-    "large-files": 5,
+    "large-files": 2,
     "repeated-names": 0,
     "repeated-runs": 5,
     "way-functions": 82,
@@ -28,7 +28,6 @@ CEILINGS = {
 }
 LARGE = {
     "errors.py": "one tree of errors, most of it documentation",
-    "telemetry/reporter.py": "one public class, most of it documentation",
     "types/record.py": "the base of all records: one mechanism",
 }
 """Files above 500 lines, and why each is one."""

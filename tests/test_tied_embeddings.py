@@ -11,7 +11,7 @@ import pytest
 from support import MODEL
 from tinkex import LocalBackend, RestClient
 from tinkex.cli import run
-from tinkex.cli.tied import is_tied, warn_of_tied
+from tinkex.cli.transfers import is_tied, warn_of_tied
 
 
 @pytest.fixture

@@ -863,7 +863,7 @@ def test_resume_needs_the_same_options_and_examples(
     _at_step(engine, 2, _interrupt)
     assert train(data, *OPTIONS, "--output", "run").exit_code == 130
     assert (
-        "holds a run already: go on with it by `tinkex"
+        "already holds a run: continue it with `tinkex"
         in train(data, *OPTIONS, "--output", "run").stderr
     )
     other = train("--resume", "run", "--steps", 3)

@@ -179,7 +179,7 @@ def _targets(model: Any, shape: LoraConfig) -> list[str]:
     present = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
     wanted = [name for flag, names in MODULES.items() if getattr(shape, flag) for name in names]
     if not (found := [name for name in wanted if name in present]):
-        raise ValueError("the adapter would touch no module of this model")
+        raise ValueError("the adapter's shape selects no module of this model")
     return found
 
 

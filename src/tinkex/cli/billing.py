@@ -14,15 +14,15 @@ import click
 from tinkex.cli.options import (
     CommandGroup,
     Connection,
-    connecting,
-    formatted,
     in_one_line,
     option,
+    reporting,
     wait,
 )
 from tinkex.cli.output import (
     Column,
     Outcome,
+    counted,
     print_table,
     size,
     write_file,
@@ -68,8 +68,7 @@ def billing() -> None:
     "Write the sessions to this file as CSV; - is standard output.",
     metavar="PATH",
 )
-@formatted
-@connecting
+@reporting
 def usage(
     starting_on: str,
     ending_before: str,
@@ -102,7 +101,7 @@ def usage(
 
     def show() -> None:
         if "-" not in (csv_path, sessions_csv):
-            _print_rows(f"Usage ({_count(rows)})", rows, USAGE)
+            _print_rows(f"Usage ({counted(len(rows), 'row')})", rows, USAGE)
             if data.get("cost_data_through"):
                 click.echo(f"Costs are complete until {data['cost_data_through']}", err=True)
 
@@ -112,8 +111,7 @@ def usage(
 @billing.command("checkpoint-storage")
 @option("--project-id", "Only this project.", metavar="ID")
 @csv_option
-@formatted
-@connecting
+@reporting
 def checkpoint_storage(
     project_id: str | None, csv_path: str | None, connection: Connection
 ) -> Outcome:
@@ -127,13 +125,9 @@ def checkpoint_storage(
     def show() -> None:
         if csv_path != "-":
             rows = [{**item, "size_bytes": size(item["size_bytes"])} for item in data["data"]]
-            _print_rows(f"Checkpoint storage ({_count(rows)})", rows, STORAGE)
+            _print_rows(f"Checkpoint storage ({counted(len(rows), 'row')})", rows, STORAGE)
 
     return Outcome(data, answer, show=show)
-
-
-def _count(rows: Sequence[object]) -> str:
-    return f"{len(rows)} row{'' if len(rows) == 1 else 's'}"
 
 
 def _plain(answer: Any) -> dict[str, Any]:

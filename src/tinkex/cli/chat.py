@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from tinkex.cli.options import Connection, connecting, option, text_or_json
-from tinkex.cli.output import CommandError, never_fail_to_write, plain_console
+from tinkex.cli.output import CommandError, counted, never_fail_to_write, plain_console
 from tinkex.cli.progress import waiting
 from tinkex.cli.sample_command import params_of, shaping_of, shaping_options, top_p_option
 from tinkex.cli.servers import context_of, model_of, place_of, tokenizer_of
@@ -192,7 +192,7 @@ class Chat:
             raise CommandError("there is nothing to take back")
         while self.messages and self.messages.pop()["role"] != "user":
             pass
-        return f"taken back; {_count(self.messages)} left"
+        return f"taken back; {counted(len(self.messages), 'message')} left"
 
     def _save(self, path: Path) -> str:
         if not self.messages:
@@ -202,7 +202,7 @@ class Chat:
             path.write_text(json.dumps({"messages": messages}, ensure_ascii=False) + "\n", "utf-8")
         except OSError as error:
             raise CommandError(f"{path} cannot be written: {error.strerror or error}") from None
-        return f"saved {_count(self.messages)} to {path}"
+        return f"saved {counted(len(self.messages), 'message')} to {path}"
 
     def _load(self, path: Path) -> str:
         from tinkex.finetune import Example
@@ -220,11 +220,7 @@ class Chat:
             raise CommandError(f"{path} holds no conversation")
         self.system = loaded.pop(0)["content"] if loaded[0]["role"] == "system" else None
         self.messages = list(loaded)
-        return f"loaded {_count(self.messages)} from {path}"
-
-
-def _count(messages: list[Message]) -> str:
-    return f"{len(messages)} message{'' if len(messages) == 1 else 's'}"
+        return f"loaded {counted(len(self.messages), 'message')} from {path}"
 
 
 @click.command()

@@ -18,12 +18,12 @@ from tinkex.cli.options import (
     Connection,
     connecting,
     explaining,
-    formatted,
     in_one_line,
     option,
     paged,
     path_argument,
     refuse_before,
+    reporting,
     switch,
     together,
     wait,
@@ -34,6 +34,7 @@ from tinkex.cli.output import (
     Outcome,
     check_place,
     checkpoint_data,
+    counted,
     expiry,
     iso,
     lora,
@@ -176,8 +177,7 @@ def _slug(model: str) -> str:
 @checkpoint.command("list")
 @option("--run-id", "List all checkpoints of this run only.", metavar="RUN")
 @paged
-@formatted
-@connecting
+@reporting
 @click.pass_context
 def list_command(
     context: click.Context,
@@ -236,8 +236,7 @@ def _row(item: Checkpoint) -> tuple[object, ...]:
 
 @checkpoint.command()
 @path_argument()
-@formatted
-@connecting
+@reporting
 def info(path: str, connection: Connection) -> Outcome:
     """Show the facts of a checkpoint."""
     from tinkex.types.checkpoints import ParsedCheckpointTinkerPath
@@ -277,34 +276,28 @@ def info(path: str, connection: Connection) -> Outcome:
 # ── changing ──────────────────────────────────────────────────────────────────────────────────────
 
 
-@checkpoint.command()
-@path_argument()
-@formatted
-@connecting
-def publish(path: str, connection: Connection) -> Outcome:
-    """Let everyone use a checkpoint."""
-    with connection.rest() as rest:
-        wait(rest.publish_checkpoint_from_tinker_path(path))
-    return Outcome({"action": "publish", "path": path}, show=f"Published {path}")
+def _sharing(action: str, told: str) -> click.Command:
+    @click.command(action, help=told)
+    @path_argument()
+    @reporting
+    def change(path: str, connection: Connection) -> Outcome:
+        with connection.rest() as rest:
+            wait(getattr(rest, f"{action}_checkpoint_from_tinker_path")(path))
+        data = {"action": action, "path": path}
+        return Outcome(data, show=f"{action.capitalize()}ed {path}")
+
+    return change
 
 
-@checkpoint.command()
-@path_argument()
-@formatted
-@connecting
-def unpublish(path: str, connection: Connection) -> Outcome:
-    """Make a published checkpoint private again."""
-    with connection.rest() as rest:
-        wait(rest.unpublish_checkpoint_from_tinker_path(path))
-    return Outcome({"action": "unpublish", "path": path}, show=f"Unpublished {path}")
+checkpoint.add_command(_sharing("publish", "Let everyone use a checkpoint."))
+checkpoint.add_command(_sharing("unpublish", "Make a published checkpoint private again."))
 
 
 @checkpoint.command("set-ttl")
 @path_argument()
 @option("--ttl", "Expire in this many seconds.", metavar="SECONDS", least=1)
 @switch("--remove", help="Keep it forever.")
-@formatted
-@connecting
+@reporting
 def set_ttl(path: str, ttl: int | None, remove: bool, connection: Connection) -> Outcome:
     """Set when a checkpoint expires.
 
@@ -344,8 +337,7 @@ def set_ttl(path: str, ttl: int | None, remove: bool, connection: Connection) ->
 )
 @option("--after", "With --run-id: only those saved after.", metavar="DATE", type=click.DateTime())
 @switch("--yes", "-y", help="Do not ask.")
-@formatted
-@connecting
+@reporting
 def delete(
     paths: tuple[str, ...],
     run_id: str | None,
@@ -404,10 +396,7 @@ def _fits(
 
 def _confirmed(paths: Sequence[str]) -> bool:
     """Ask on stderr, so that stdout holds only the result; no answer means no."""
-    click.echo(
-        f"{len(paths)} checkpoint{'' if len(paths) == 1 else 's'} will be deleted for good:",
-        err=True,
-    )
+    click.echo(f"{counted(len(paths), 'checkpoint')} will be deleted for good:", err=True)
     for path in paths:
         click.echo(f"  {path}", err=True)
     click.echo("Delete? [y/N] ", nl=False, err=True)

@@ -28,6 +28,7 @@ from tinkex.cli.charts import plot
 from tinkex.cli.options import Connection, api_key_option, option, seconds_of, timeout_option
 from tinkex.cli.output import plain_console
 from tinkex.cli.progress import Display, waiting
+from tinkex.cli.servers import place_of
 from tinkex.client.settings.config import is_embedded
 from tinkex.local import default_data_dir
 from tinkex.models import addition
@@ -292,11 +293,8 @@ def demo(
             run = Demo(
                 service, base_model, QUICK if quick else Recipe(), console, random.Random(seed)
             )
-        place = "inside this process" if is_embedded(url) else f"at {url}"
-        title = (
-            f"[bold]tinkex {tinkex.__version__}[/]: {escape(f'{base_model} {place}')}, ready "
-            f"in {_since(began)}\n"
-        )
+        told = escape(f"{base_model} {place_of(service)}")
+        title = f"[bold]tinkex {tinkex.__version__}[/]: {told}, ready in {_since(began)}\n"
         console.print(title, soft_wrap=True)
         passed = _show(run, service, url, console)
         console.print(f"finished in {_since(began)}")
@@ -360,14 +358,11 @@ def _mark(text: str, a: int, b: int) -> str:
 def _summary(run: Demo, before: float, middle: float, after: float) -> Table:
     table = Table(title="summary", title_justify="left", show_header=False)
     table.add_row("accuracy: base model", f"{before:.1%}")
-    table.add_row(
-        "accuracy: after examples (supervised)",
-        f"{middle:.1%}  ({100 * (middle - before):+.1f} points)",
-    )
-    table.add_row(
-        "accuracy: after rewards (reinforcement)",
-        f"{after:.1%}  ({100 * (after - middle):+.1f} points)",
-    )
+    for title, last, now in (
+        ("accuracy: after examples (supervised)", before, middle),
+        ("accuracy: after rewards (reinforcement)", middle, after),
+    ):
+        table.add_row(title, f"{now:.1%}  ({100 * (now - last):+.1f} points)")
     table.add_row("training", f"{run.trained.tokens:,} tokens, {run.trained.rate:,.0f} tokens/s")
     table.add_row("sampling", f"{run.sampled.tokens:,} tokens, {run.sampled.rate:,.0f} tokens/s")
     return table

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from email.utils import parsedate_to_datetime
@@ -24,8 +25,8 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import click
 
-from tinkex.cli.options import Connection, connecting, formatted, option, wait
-from tinkex.cli.output import Column, Outcome, print_table, size
+from tinkex.cli.options import Connection, option, reporting, wait
+from tinkex.cli.output import Column, Outcome, counted, print_table, size
 from tinkex.cli.progress import waiting
 
 if TYPE_CHECKING:
@@ -329,8 +330,7 @@ def _clock(reply: Reply, now: dt.datetime) -> Finding:
     default=PORT,
     type=click.IntRange(1, 65535),
 )
-@formatted
-@connecting
+@reporting
 def doctor(port: int, connection: Connection) -> Outcome:
     """Check this machine, the key and the server; say what to fix.
 
@@ -376,10 +376,6 @@ def doctor(port: int, connection: Connection) -> Outcome:
 
 
 def _summary(findings: list[Finding]) -> str:
-    counts = {
-        kind: sum(finding.status == kind for finding in findings) for kind in ("error", "warning")
-    }
-    told = [
-        f"{number} {kind}{'' if number == 1 else 's'}" for kind, number in counts.items() if number
-    ]
+    counts = Counter(finding.status for finding in findings)
+    told = [counted(counts[kind], kind) for kind in ("error", "warning") if counts[kind]]
     return f"{len(findings)} checks: {', '.join(told) or 'all is well'}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import sys
 from dataclasses import replace
@@ -12,8 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tinkex.cli.options import CommandGroup, Connection, connecting, formatted, in_one_line, wait
-from tinkex.cli.output import CommandError, Outcome, print_fields, yes_no
+from tinkex.cli.options import (
+    CommandGroup,
+    Connection,
+    in_one_line,
+    reporting,
+    wait,
+)
+from tinkex.cli.output import CommandError, Outcome, print_fields, write_file, yes_no
 
 if TYPE_CHECKING:
     from tinkex.types.account import ApiKeyResponse
@@ -41,7 +46,7 @@ def read_credentials(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(found, dict) or not isinstance(found.setdefault("keys", {}), dict):
-            raise ValueError("it is not what a login writes")
+            raise ValueError("it is not a credentials file")
     except FileNotFoundError:
         return {"version": VERSION, "keys": {}}
     except (OSError, ValueError) as error:
@@ -53,25 +58,14 @@ def read_credentials(path: Path) -> dict[str, Any]:
 
 def write_credentials(path: Path, book: dict[str, Any]) -> None:
     """Store keys atomically, readable by their owner alone."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with os.fdopen(
-            os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8"
-        ) as file:
-            json.dump(book, file)
-        os.replace(scratch, path)
-    except OSError as error:
-        scratch.unlink(missing_ok=True)
-        raise CommandError(f"{path} cannot be written: {error.strerror or error}", error) from None
+    write_file(path, json.dumps(book), private=True)
 
 
 # ── commands ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @auth.command()
-@formatted
-@connecting
+@reporting
 def login(connection: Connection) -> Outcome:
     """Check a key with the server and store it.
 
@@ -152,8 +146,7 @@ def _owner(known: ApiKeyResponse) -> str | None:
 
 
 @auth.command()
-@formatted
-@connecting
+@reporting
 def logout(connection: Connection) -> Outcome:
     """Delete the stored key.
 
@@ -190,8 +183,7 @@ def logout(connection: Connection) -> Outcome:
 
 
 @auth.command()
-@formatted
-@connecting
+@reporting
 def status(connection: Connection) -> Outcome:
     """Show whether there is a key and whether the server accepts it.
 
@@ -247,8 +239,7 @@ def credential_source(connection: Connection) -> str | None:
 
 
 @auth.command()
-@formatted
-@connecting
+@reporting
 def whoami(connection: Connection) -> Outcome:
     """Show the owner of the key, if the server tells."""
     with replace(connection, is_for_accounts=True).rest() as rest, in_one_line(RuntimeError):

@@ -285,7 +285,8 @@ class Connection:
         """Yield a client for stored things; it waits seconds, not minutes, for a server."""
         from tinkex.client.rest import RestClient
 
-        with self.session(patience=self._rest_patience()) as session:
+        patience = REST_PATIENCE if self.timeout is None else min(REST_PATIENCE, self.timeout)
+        with self.session(patience=patience) as session:
             yield RestClient(session)
 
     @contextmanager
@@ -293,17 +294,14 @@ class Connection:
         """Yield a client for administrators."""
         from tinkex.client.rest import AdminClient
 
-        with self.session(patience=self._rest_patience()) as session:
-            yield AdminClient(session)
+        with self.rest() as rest:
+            yield AdminClient(rest.holder)
 
     def service(self, display_name: str | None = None, **settings: Any) -> ServiceClient:
         """Return a client to train and sample with, which is closed by leaving its block."""
         from tinkex.client.service import ServiceClient
 
         return ServiceClient(config=self.config(**settings), display_name=display_name)
-
-    def _rest_patience(self) -> float:
-        return REST_PATIENCE if self.timeout is None else min(REST_PATIENCE, self.timeout)
 
 
 timeout_option = option(
@@ -344,6 +342,10 @@ def connecting(function: F) -> F:
         )
 
     return call  # type: ignore[return-value]
+
+
+reporting = together(formatted, connecting)
+"""Makes a command that reports on things of a server."""
 
 
 def wait(call: APIFuture[T], seconds: float | None = None) -> T:

@@ -18,7 +18,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -169,15 +169,16 @@ def _amount(seconds: float) -> str | None:
     if days > 30:
         return None
     if days > 7:
-        return _count(days // 7, "week")
+        return counted(days // 7, "week")
     if days >= 1:
-        return _count(days, "day")
+        return counted(days, "day")
     if seconds > 3_600:
-        return _count(int(seconds // 3_600), "hour")
-    return _count(int(seconds // 60), "minute") if seconds > 60 else ""
+        return counted(int(seconds // 3_600), "hour")
+    return counted(int(seconds // 60), "minute") if seconds > 60 else ""
 
 
-def _count(number: int, unit: str) -> str:
+def counted(number: int, unit: str) -> str:
+    """Return a number with its unit, in the plural unless it is one."""
     return f"{number} {unit}" if number == 1 else f"{number} {unit}s"
 
 
@@ -286,8 +287,8 @@ def is_terminal() -> bool:
     return sys.stdout.isatty()
 
 
-def _is_styled() -> bool:
-    return not os.environ.get("NO_COLOR")
+def _bold(text: str) -> str:
+    return text if os.environ.get("NO_COLOR") else click.style(text, bold=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,16 +341,15 @@ def _print_on_terminal(columns: Sequence[Column], cells: Sequence[Sequence[str]]
         box=None,
         pad_edge=False,
         padding=(0, GAP, 0, 0),
-        header_style="bold" if _is_styled() else "",
+        header_style="" if os.environ.get("NO_COLOR") else "bold",
     )
     for column, width in zip(columns, least, strict=True):
-        justify: Literal["left", "right"] = "right" if column.right else "left"
         table.add_column(
             column.title,
             overflow="fold",
             no_wrap=not column.folds,
             min_width=width,
-            justify=justify,
+            justify="right" if column.right else "left",
         )
     for row in cells:
         table.add_row(*(Text(value) for value in row))
@@ -363,7 +363,7 @@ def _print_record(row: Sequence[tuple[Column, str]], width: int) -> None:
         click.echo()
         print_fields([(column.title, value) for column, value in row])
         return
-    click.echo(click.style(heading, bold=True) if _is_styled() else heading)
+    click.echo(_bold(heading))
     line = ""
     for column, value in row:
         if column.heads or column.repeats or not value:
@@ -394,10 +394,7 @@ def print_fields(fields: Mapping[str, object] | Sequence[tuple[str, object]]) ->
         lines = textwrap.wrap(value, room, break_long_words=False, break_on_hyphens=False)
         name = label.ljust(indent)
         if lines:
-            click.echo(
-                (click.style(name, bold=True) if _is_styled() else name)
-                + f"\n{' ' * indent}".join(lines)
-            )
+            click.echo(_bold(name) + f"\n{' ' * indent}".join(lines))
 
 
 def check_place(path: Path) -> None:
@@ -415,16 +412,22 @@ def check_place(path: Path) -> None:
         raise CommandError(f"{path} cannot be written: {os.strerror(reason)}")
 
 
-def write_file(path: Path, text: str) -> None:
-    """Write a file and its directories, atomically unless it is a device or a pipe."""
+def write_file(path: Path, text: str, *, private: bool = False) -> None:
+    """Write a file and its directories, atomically unless it is a device or a pipe.
+
+    A private one, and directories that are made for it, are for their owner alone.
+    """
     path = path.expanduser()
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    flags = os.O_WRONLY | os.O_CREAT | (os.O_EXCL if private else os.O_TRUNC)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700 if private else 0o777, parents=True, exist_ok=True)
         if path.exists() and not path.is_file() and not path.is_dir():
             path.write_text(text, encoding="utf-8")
             return
-        scratch.write_text(text, encoding="utf-8")
+        opened = os.open(scratch, flags, 0o600 if private else 0o666)
+        with os.fdopen(opened, "w", encoding="utf-8") as file:
+            file.write(text)
         os.replace(scratch, path)
     except OSError as error:
         with contextlib.suppress(OSError):

@@ -16,11 +16,11 @@ from tinkex.cli.options import (
     CommandGroup,
     Connection,
     connecting,
-    formatted,
     in_one_line,
     option,
     paged,
     refuse_before,
+    reporting,
     switch,
     wait,
 )
@@ -104,8 +104,7 @@ def run(context: click.Context, /, **given: Any) -> Any:
 @paged
 @scope_option
 @option("-c --columns", f"Columns to show: {', '.join(COLUMNS)}.", default=DEFAULT_COLUMNS)
-@formatted
-@connecting
+@reporting
 def list_runs(
     limit: int, offset: int, access_scope: Any, columns: str, connection: Connection
 ) -> Outcome:
@@ -133,8 +132,7 @@ def list_runs(
 @run.command("info")
 @click.argument("run_id")
 @scope_option
-@formatted
-@connecting
+@reporting
 def show_run(run_id: str, access_scope: Any, connection: Connection) -> Outcome:
     """Show a training run."""
     with connection.rest() as rest, in_one_line(ValueError):
@@ -188,8 +186,7 @@ def session() -> None:
 @session.command("list")
 @paged
 @scope_option
-@formatted
-@connecting
+@reporting
 def list_sessions(limit: int, offset: int, access_scope: Any, connection: Connection) -> Outcome:
     """List the ids of sessions, the newest first."""
     with connection.rest() as rest:
@@ -210,8 +207,7 @@ def list_sessions(limit: int, offset: int, access_scope: Any, connection: Connec
 @session.command("info")
 @click.argument("session_id")
 @scope_option
-@formatted
-@connecting
+@reporting
 def show_session(session_id: str, access_scope: Any, connection: Connection) -> Outcome:
     """Show the training runs and samplers of a session."""
     with connection.rest() as rest, in_one_line(ValueError):
@@ -242,8 +238,7 @@ def show_session(session_id: str, access_scope: Any, connection: Connection) -> 
     choices=["success", "errored", "interrupted"],
 )
 @option("--detail", "A note about its end.", metavar="TEXT")
-@formatted
-@connecting
+@reporting
 def finish(session_id: str, reason: Any, detail: str | None, connection: Connection) -> Outcome:
     """Finish a session that a program left open.
 
@@ -269,8 +264,7 @@ def finish(session_id: str, reason: Any, detail: str | None, connection: Connect
     type=click.Path(dir_okay=False, path_type=Path),
 )
 @switch("--url-only", help="Print the address of the trace, and do not fetch it.")
-@formatted
-@connecting
+@reporting
 def export_trace(
     session_id: str, output: Path | None, url_only: bool, connection: Connection
 ) -> Outcome:
@@ -326,8 +320,7 @@ def model() -> None:
 
 @model.command("list")
 @click.argument("substring", required=False)
-@formatted
-@connecting
+@reporting
 def list_models(substring: str | None, connection: Connection) -> Outcome:
     """List the models, their context lengths and uses.
 

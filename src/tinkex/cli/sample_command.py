@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Mapping, Sequence
+from json import dumps, loads
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -185,24 +185,19 @@ def sample(
             params = params_of(sampling, changes)
             response = wait(sampler.sample(tokens, num_samples, params), seconds)
     data = response_data(response)
-    content = (
-        _line(data)
-        if json
-        else "\n\n".join(
-            describe(number, sequence, tokenizer)
-            for number, sequence in enumerate(response.sequences, 1)
+    if json:
+        content = dumps(data, ensure_ascii=False)
+    else:
+        described = (
+            describe(number, one, tokenizer) for number, one in enumerate(response.sequences, 1)
         )
-    )
+        content = "\n\n".join(described)
     if output is None:
         print_text(content)
     else:
         write_file(Path(output), content + "\n")
     click.echo(f"Sampling complete ({len(response.sequences)} sequences)", err=json)
     return Outcome(data, response)
-
-
-def _line(data: Any) -> str:
-    return json.dumps(data, ensure_ascii=False)
 
 
 class _Tokenizer:
@@ -250,7 +245,7 @@ def read_prompt(prompt: str | None, file: str | None) -> str | list[int]:
             f"{WRONG}: {file} cannot be read: {getattr(error, 'strerror', None) or error}", error
         ) from None
     try:
-        found = json.loads(text)
+        found = loads(text)
     except ValueError:
         return text
     tokens = found.get("tokens") if isinstance(found, dict) else found

@@ -193,8 +193,7 @@ def serve(
     if host not in LOOPBACK and is_open:
         raise click.UsageError(
             f"listening on {host} would let anyone in: create a key with `tinkex key create`, set "
-            "TINKEX_SERVER_API_KEY, "
-            "or listen on 127.0.0.1"
+            "TINKEX_SERVER_API_KEY, or listen on 127.0.0.1"
         )
     _log(log_level, log_format)
     tracing = _tracing(otel)

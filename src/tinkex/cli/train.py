@@ -53,16 +53,13 @@ def _read_config(
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise click.BadParameter(f"{path}: {reason}", context, parameter) from None
-    known = {
-        one.name: one for one in context.command.params if one.name not in ("config", "resume")
-    }
+    known = {one.name for one in context.command.params} - {"config", "resume"}
     if not isinstance(options, dict):
         raise click.BadParameter(f"{path} holds no table of options", context, parameter)
     given = {name.replace("-", "_"): value for name, value in options.items()}
-    given = {
-        ("output_format" if name == "format" else name): value for name, value in given.items()
-    }
-    if unknown := sorted(given.keys() - known.keys()):
+    if "format" in given:
+        given["output_format"] = given.pop("format")
+    if unknown := sorted(given.keys() - known):
         raise click.BadParameter(f"{path}: there is no option {unknown[0]!r}", context, parameter)
     if wrong := [name for name, value in given.items() if not isinstance(value, str | int | float)]:
         raise click.BadParameter(f"{path}: {wrong[0]} must be one value", context, parameter)
@@ -191,11 +188,8 @@ def train(context: click.Context, /, **options: Any) -> None:
     _choose_one(context, options)
     if options["resume"] is not None:
         _take_up(context, options)
-    if (
-        options["eval_every"] is not None
-        and options["eval_split"] is None
-        and options["eval_file"] is None
-    ):
+    is_evaluated = options["eval_split"] is not None or options["eval_file"] is not None
+    if options["eval_every"] is not None and not is_evaluated:
         raise click.UsageError(
             "--eval-every has no effect without --eval-split or --eval-file", context
         )

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
@@ -15,16 +15,14 @@ import click
 
 from tinkex.cli.options import (
     Connection,
-    connecting,
-    formatted,
     option,
     path_argument,
+    reporting,
     switch,
     wait,
 )
 from tinkex.cli.output import CommandError, Outcome, reason_of, size, yes_no
 from tinkex.cli.progress import Meter, Transfer, transfer
-from tinkex.cli.tied import warn_of_files, warn_of_tied
 
 if TYPE_CHECKING:
     from tinkex.client.rest import RestClient
@@ -35,6 +33,11 @@ T = TypeVar("T")
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 NOT_PEFT = {"optimizer.safetensors", "optimizer.pt", "checkpoint_complete"}
+OUTPUT_LAYERS = {"lm_head", "unembed_tokens"}
+ADVICE = (
+    "merging it into the weights changes the embeddings as well, and what the model says. Use it "
+    "unmerged, or train with --no-train-unembed."
+)
 TARS = {".tar": "w", ".tar.gz": "w:gz", ".tgz": "w:gz"}
 
 
@@ -92,8 +95,7 @@ def _downloading(path: str, begin: Callable[[Transfer], Coroutine[Any, Any, T]])
     type=click.Path(file_okay=False, path_type=Path),
 )
 @switch("--force", help="Replace an existing directory once the new one is complete.")
-@formatted
-@connecting
+@reporting
 def download(path: str, output: Path | None, force: bool, connection: Connection) -> Outcome:
     """Fetch a checkpoint's files into a directory named after it.
 
@@ -124,8 +126,7 @@ def download(path: str, output: Path | None, force: bool, connection: Connection
     metavar="NAME",
 )
 @switch("--force", help="Replace an existing file or directory.")
-@formatted
-@connecting
+@reporting
 def export(
     path: str, output: Path, base_model: str | None, force: bool, connection: Connection
 ) -> Outcome:
@@ -136,7 +137,7 @@ def export(
     output = output.expanduser().absolute()
     pack = _packer(output)
     if os.path.lexists(output) and not force:
-        raise CommandError(f"{output} is there already: --force replaces it")
+        raise CommandError(f"{output} already exists: --force replaces it")
     # Beside the output: so that the end is a rename, and an interrupted download is found again.
     scratch = output.with_name(f".{output.name}.export")
     with _scratch(scratch), connection.rest() as rest:
@@ -146,11 +147,8 @@ def export(
         warning = warn_of_files(fetched)
         with transfer(f"Writing {output.name}") as meter:
             _replace(pack(fetched, files, scratch / "made", meter), output)
-    written = (
-        sum((output / file).stat().st_size for file in files)
-        if output.is_dir()
-        else output.stat().st_size
-    )
+    places = [output / file for file in files] if output.is_dir() else [output]
+    written = sum(place.stat().st_size for place in places)
     data = {
         "path": path,
         "destination": str(output),
@@ -315,8 +313,7 @@ def _replace(made: Path, output: Path) -> None:
     "Write a README.md if there is none.",
     default=True,
 )
-@formatted
-@connecting
+@reporting
 def push_hf(path: str, connection: Connection, **options: Any) -> Outcome:
     """Push a checkpoint's adapter to the Hugging Face hub.
 
@@ -421,3 +418,77 @@ def import_(directory: Path, base_model: str | None, name: str, data_dir: Path |
         raise CommandError(reason_of(error), error) from None
     click.echo(saved.tinker_path)
     return Outcome({"tinker_path": saved.tinker_path})
+
+
+# ── adapters of tied output layers ────────────────────────────────────────────────────────────────
+
+
+def warn_of_files(directory: Path) -> str | None:
+    """Warn as `warn_of_tied` does, if the files are an adapter's."""
+    settings = _object_in(directory / CONFIG)
+    if settings is None:
+        return None
+    return warn_of_tied(settings, str(settings.get("base_model_name_or_path") or ""))
+
+
+def warn_of_tied(settings: Mapping[str, Any], base_model: str) -> str | None:
+    """Warn if an adapter changes an output layer that is, or may be, tied; return the warning."""
+    targets = settings.get("target_modules")
+    if not isinstance(targets, list) or not OUTPUT_LAYERS & {
+        str(target).rpartition(".")[2] for target in targets
+    }:
+        return None
+    tied = is_tied(base_model)
+    if tied is False:
+        return None
+    told = "the adapter changes the output layer"
+    if tied:
+        told += f", which {base_model} ties to its embeddings: {ADVICE}"
+    else:
+        told += (
+            ". If the base model ties that to its embeddings (tie_word_embeddings in config.json), "
+            f"{ADVICE}"
+        )
+    click.echo(f"Warning: {told}", err=True)
+    return told
+
+
+def is_tied(base_model: str) -> bool | None:
+    """Return True if a base model ties its output layer to its embeddings, None if unknown."""
+    from tinkex.engine.families.family import families
+
+    found = _config(base_model)
+    if found is None:
+        return None
+    if (said := found.get("tie_word_embeddings")) is not None:
+        return bool(said)
+    arch = str(found.get("model_type"))
+    if arch in families():
+        return families()[arch].tied
+    return True if "gemma" in arch else None  # those with images, too
+
+
+def _config(base_model: str) -> dict[str, Any] | None:
+    """Return the configuration of a base model on this machine."""
+    if not base_model:
+        return None
+    from tinkex.tokenizers import BUNDLED
+
+    places = [BUNDLED.get(base_model, Path(base_model)) / "config.json"]
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(base_model, "config.json")
+        places += [Path(cached)] if isinstance(cached, str) else []
+    except (ImportError, ValueError):  # a name that no repository of the hub can have
+        pass
+    return next((found for place in places if (found := _object_in(place)) is not None), None)
+
+
+def _object_in(file: Path) -> dict[str, Any] | None:
+    """Return the JSON object of a file, or None."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 import torch
 
-from tinkex.regularizers.gradients import parts
+from tinkex.regularizers.execution import parts
 from tinkex.regularizers.specs import Logprobs
 from tinkex.types.inputs import Datum
 from tinkex.types.tensors import TensorData
@@ -409,7 +409,7 @@ class GradientPenalty(Penalty):
 def _length(loss: torch.Tensor, points: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the norm of a gradient, differentiable."""
     if not isinstance(loss, torch.Tensor):
-        raise ValueError(f"loss_fn must give a tensor, it gave a {type(loss).__name__}")
+        raise ValueError(f"loss_fn must return a tensor, got a {type(loss).__name__}")
     grads: Sequence[torch.Tensor | None] = [None] * len(points)
     if loss.requires_grad:
         grads = torch.autograd.grad(loss.sum(), points, create_graph=True, allow_unused=True)

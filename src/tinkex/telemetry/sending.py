@@ -141,8 +141,8 @@ def retry_delay(attempt: int, base: float = 1.0) -> float:
 
 async def deliver(
     send: Send,
-    request: TelemetrySendRequest,
     scrubber: Scrubber,
+    request: TelemetrySendRequest,
     *,
     timeout: float,
     retries: int,
