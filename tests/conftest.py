@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def _own_places() -> None:
-    """Nothing is written outside the tests' own directories, nothing is fetched, no settings leak
+    """Isolate tests: writes stay in their own directories, nothing is fetched, no settings leak
     in.
 
     Done on import, before any test module: some of these are read once, when a library is first

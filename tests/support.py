@@ -1,4 +1,4 @@
-"""What several tests need: a server on a socket, and the whole training loop written once for any
+"""Helpers of several tests: a server on a socket, and the whole training loop, once for any
 client."""
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def let_pass(seconds: float) -> None:
 
 
 def settled(value: Callable[[], T], looks: int = 25) -> T:
-    """What a value comes to rest at; a failure when it goes on changing.
+    """Return the value once it stops changing; fail if it never does.
 
     Many looks, a hundredth of a second apart: what is already under way when it is stopped may
     still arrive, and a machine that stands still for a moment makes one look late, not all of them.
@@ -240,7 +240,7 @@ def custom_loss(client: Any, types: Any, data: list[Any]) -> None:
 
 
 def logprobs_by_peft(model_dir: Path, adapter: Path, data: list[Any]) -> list[Any]:
-    """What transformers and peft make of an adapter's files, unchanged."""
+    """Load an adapter's unchanged files with transformers and peft."""
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -268,7 +268,7 @@ def assert_peft_agrees(client: Any, types: Any, model_dir: Path, adapter: Path) 
 
 @dataclass(frozen=True)
 class Heard:
-    """What a server answered."""
+    """Answer of a server."""
 
     status: int
     headers: dict[str, str]

@@ -404,7 +404,7 @@ def test_peft_takes_plain_names_only(theirs: PeftPlatform, name: str) -> None:
 
 
 def _directory(data_dir: Path, path: str) -> Path:
-    """Where our server keeps a checkpoint."""
+    """Return the directory of a checkpoint on our server."""
     _, _, run, kind, name = path.split("/")
     return data_dir / "checkpoints" / run.replace(":", "_") / kind / name
 

@@ -452,7 +452,7 @@ def inside(
 
 
 def sizes(state: Any, engine: FakeEngine) -> dict[str, int]:
-    """How many things the parts of a server hold."""
+    """Return the number of objects in each part of a server."""
     (worker,), promises = state.workers, state.promises
     return {
         "promises": len(promises),

@@ -38,7 +38,7 @@ PARAMS = SamplingParams(max_tokens=3, seed=1)
 
 @pytest.fixture
 def paths() -> Iterator[Counter[str]]:
-    """How often each endpoint was asked."""
+    """Count the requests for each endpoint."""
     count: Counter[str] = Counter()
 
     def note(name: str, measurements: Any, metadata: Mapping[str, Any]) -> None:
@@ -78,7 +78,7 @@ def values(futures: list[Future[SampleResponse]]) -> list[Any]:
 
 
 def left_behind(sampler: SamplingClient) -> dict[str, int]:
-    """What a client's poller still holds."""
+    """Return the objects that a client's poller still holds."""
     poller = sampler._poller
     assert poller is not None
     held = {
@@ -636,8 +636,9 @@ class Memory:
             return self.json({"request_id": f"q{self.submitted - 1}"})
         if name == "retrieve_futures":
             await self.goes.wait()
-            cursor = json.loads(request.data or b"")["prev_cursor"]
-            while cursor >= self.submitted:  # noqa: ASYNC110
+            asked = json.loads(request.data or b"")
+            cursor, is_last = asked["prev_cursor"], asked.get("timeout") == 0
+            while cursor >= self.submitted and not is_last:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
             self.polls += 1
             upto = min(cursor + self.per_poll, self.submitted)

@@ -197,7 +197,7 @@ def test_commands_and_options_are_completed() -> None:
 
 
 def shell(name: str, script: str, *arguments: str) -> str:
-    """What a shell prints that has our command first on its path."""
+    """Return the output of a shell with our command first on its path."""
     found = shutil.which(name)
     if found is None:
         pytest.skip(f"{name} is not installed")

@@ -34,7 +34,7 @@ MODEL = "tinkex/tiny"  # its tokenizer is bundled, so that text can be sampled w
 
 @dataclass
 class Shown:
-    """What a command printed, and how it ended."""
+    """Output and exit status of a command."""
 
     result: Result
     out: str
@@ -78,7 +78,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def here(url: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """That server, in the environment."""
+    """Put that server into the environment."""
     monkeypatch.setenv("TINKER_BASE_URL", url)
     return url
 

@@ -1,4 +1,4 @@
-"""What the doctor finds, and what it says of it."""
+"""Findings of the doctor, and their messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the command line prints: sizes, times, tables of any width, lists page by page."""
+"""Output of the command line: sizes, times, tables of any width, lists page by page."""
 
 from __future__ import annotations
 

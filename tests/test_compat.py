@@ -68,7 +68,7 @@ def official_tree(*parts: str) -> ast.Module:
 
 
 def imported_names(tree: ast.Module) -> dict[str, set[str]]:
-    """What a module takes from modules beside it."""
+    """Return the names that a module imports from its siblings."""
     found: dict[str, set[str]] = {}
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
@@ -79,7 +79,7 @@ def imported_names(tree: ast.Module) -> dict[str, set[str]]:
 
 
 def listed_names(tree: ast.Module) -> set[str]:
-    """What a module's `__all__` has."""
+    """Return the names in a module's `__all__`."""
     nodes = (
         node
         for node in tree.body

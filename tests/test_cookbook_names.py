@@ -37,7 +37,7 @@ def sections() -> dict[str, dict[str, str]]:
 
 
 def known_names() -> dict[str, Any]:
-    """What the expressions below may use; `tinker` is whichever package answers to the name."""
+    """Names for the expressions below; `tinker` is the package that has the name."""
     import asyncio
     import concurrent.futures
     import importlib
@@ -190,7 +190,7 @@ def known_names() -> dict[str, Any]:
 
 
 def evaluate(expressions: list[str]) -> list[str]:
-    """What each expression gives, or the kind of error that it raises."""
+    """Return the value of each expression, or the type of its error."""
     names = known_names()
     answers = []
     for expression in expressions:
@@ -823,7 +823,7 @@ def server(place: Path) -> Iterator[str]:
 
 
 def asked(url: str) -> set[str]:
-    """Which operations a server has been asked for."""
+    """Return the operations that were requested from a server."""
     with urllib.request.urlopen(f"{url}/metrics") as answer:
         return (
             set(re.findall(r'tinkex_requests_total\{operation="(\w+)"', answer.read().decode()))

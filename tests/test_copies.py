@@ -29,7 +29,7 @@ def url(tmp_path: Path) -> Iterator[str]:
 
 
 def draw(client: tinkex.SamplingClient) -> list[list[int]]:
-    """What a worker process does."""
+    """Run the work of a worker process."""
     futures = [client.sample(PROMPT, 1, PARAMS) for _ in range(3)]
     return [future.result(20).sequences[0].tokens for future in futures]
 

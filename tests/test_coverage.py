@@ -26,7 +26,7 @@ def coverage() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def found(coverage: ModuleType) -> dict[str, list[str]]:
-    """Which tests show what."""
+    """Return the requirements of each test."""
     shown: dict[str, list[str]] = coverage.collect(ROOT / "tests")
     return shown
 

@@ -1,4 +1,4 @@
-"""What a datum is made of is checked when it is made, not when it is sent."""
+"""Arguments of a datum are checked at construction, not when it is sent."""
 
 from __future__ import annotations
 

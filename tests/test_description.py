@@ -127,7 +127,7 @@ def test_description_marks_protobuf_bodies(document: dict[str, Any]) -> None:
 
 
 def fits(value: Any, schema: Any, document: dict[str, Any]) -> bool:
-    """Whether a value is of a schema; as much of JSON Schema as the document uses."""
+    """Return True if a value fits a schema; as much of JSON Schema as the document uses."""
     if "$ref" in schema:
         return fits(
             value, document["components"]["schemas"][schema["$ref"].rpartition("/")[2]], document

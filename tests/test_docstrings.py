@@ -217,14 +217,14 @@ def raised(function: Any) -> set[str]:
 
 
 def is_twin(text: str) -> bool:
-    """Whether a docstring says of what it is that it is like another that is there."""
+    """Return True if a docstring refers to an existing twin."""
     return (
         re.match(r"(Like|Deprecated: use) `[\w.]+`|`[\w.]+`; ", inspect.cleandoc(text)) is not None
     )
 
 
 def faults(label: str, function: Any) -> Iterator[str]:
-    """What is missing in a callable's docstring."""
+    """List the faults of a callable's docstring."""
     text = inspect.cleandoc(function.__doc__ or "")
     if is_twin(text):
         return  # it takes what the other takes, which is looked at by itself
@@ -547,7 +547,7 @@ def needed(lines: list[str]) -> set[str]:
 
 
 def failures(home: Any, out: Callable[[str], object]) -> int:
-    """How many lines of a module's examples do not give what they show."""
+    """Count the lines of a module's examples with another output than they show."""
     names = {
         **vars(tinkex.types),
         **{key: getattr(tinkex, key) for key in tinkex.__all__},

@@ -548,7 +548,7 @@ def test_resumable_download_that_has_not_begun_leaves_no_file(
 
 
 def fetched_of(directory: Path) -> int:
-    """How much of an archive has come."""
+    """Return the bytes of an archive that have arrived."""
     return sum(file.stat().st_size for file in directory.rglob("archive"))
 
 

@@ -1,4 +1,4 @@
-"""What the environment says: read with care, from any mapping, and shown without secrets."""
+"""Settings of the environment: read with care, from any mapping, and shown without secrets."""
 
 from __future__ import annotations
 

@@ -312,7 +312,7 @@ TINY = {"supported_models": [{"model_name": "tinkex/tiny"}]}
 
 @dataclass(frozen=True)
 class Played:
-    """How an example ended that was run in this process."""
+    """Outcome of an example that was run in this process."""
 
     status: int
     shown: str

@@ -1,4 +1,4 @@
-"""What others may learn: not whether a thing is there, and not where files lie."""
+"""Secrecy: others learn neither which objects exist nor the paths of files."""
 
 from __future__ import annotations
 

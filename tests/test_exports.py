@@ -38,7 +38,7 @@ def wire(tmp_path: Path) -> Iterator[Wire]:
 
 
 def fetch(url: str, method: str = "GET", **headers: str) -> Heard:
-    """What an address gives to a program that has no key."""
+    """Return the answer of an address to a program without a key."""
     parts = urlsplit(url)
     with closing(http.client.HTTPConnection(parts.netloc, timeout=20)) as connection:
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -388,7 +388,7 @@ def test_our_client_gets_the_archives_address(
 
 
 def fetch_anywhere(service: ServiceClient, url: str) -> bytes:
-    """What an address gives, on a socket or in the process."""
+    """Return the answer of an address, on a socket or in the process."""
     transport = service.holder.transport
 
     async def fetch() -> bytes:

@@ -219,7 +219,7 @@ class Subject:
         return heard.json
 
     def result(self, request_id: str) -> Any:
-        """What has come of an operation; it must end."""
+        """Return the result of an operation; it must end."""
         until = time.monotonic() + SECONDS
         while time.monotonic() < until:
             heard = self.send(
@@ -492,7 +492,7 @@ WHOLE_BODY = ("malformed", "body", "content encoding", "protobuf", "expected `ob
 
 
 def said(message: str, names: Sequence[str]) -> bool:
-    """Whether a message names one of these fields."""
+    """Return True if a message names one of these fields."""
     plain = message.replace("_", " ").lower()
     words = [
         word for name in names for word in (name, name.removesuffix("_id"), *SAME_AS.get(name, ()))
@@ -528,7 +528,7 @@ def fields(name: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be sent, with marks where the server's own names belong."""
+    """Request to send, with marks for the server's own names."""
 
     name: str
     path: dict[str, str] = dataclasses.field(default_factory=dict)

@@ -71,8 +71,9 @@ def test_number_that_comes_late_is_waited_for_and_blocks_no_other_run(serve: Ser
 @pytest.mark.covers("U46")
 @pytest.mark.parametrize("ending", ["finish", "silence"])
 def test_session_end_frees_work_behind_a_gap(
-    serve: Serve, states: list[State], ending: str
+    serve: Serve, states: list[State], ending: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("tinkex.server.state.SWEEP_SECONDS", 0.5)
     wire = serve(session_seconds=60)
     session, other = wire.session(), wire.session()
     model, neighbour = wire.model(session), wire.model(other)
@@ -89,7 +90,7 @@ def test_session_end_frees_work_behind_a_gap(
     began = time.monotonic()
     if ending == "finish":
         wire.post(f"sessions/{session}/finish", {"reason": {"type": "success"}})
-    else:  # as if nothing had been heard for an hour; the server looks every 15 seconds
+    else:  # as if nothing had been heard for an hour
         state.sessions.last_seen[session] -= 3600
         wait_until(lambda: session not in state.sessions, 40)
     poll.join(20)

@@ -1,4 +1,4 @@
-"""What importing costs and what it brings along; each measurement in a process of its own."""
+"""Cost and side effects of imports; each measurement in its own process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HEAVY = [
 
 
 def run(code: str, **environment: str) -> str:
-    """What a fresh interpreter prints."""
+    """Return the output of a fresh interpreter."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
         env={**os.environ, **environment},

@@ -1,4 +1,4 @@
-"""What outlives what: calls and closing, sessions and their work, programs and their ends, names
+"""Lifetimes: calls and closing, sessions and their work, programs and their ends, names
 and checkpoints."""
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def open_operations(url: str) -> int:
 
 
 def expected_losses(seed: int, steps: int) -> list[float]:
-    """What a run's passes give when each is carried out once and in order."""
+    """Return the results of a run's passes, each carried out once and in order."""
     engine = FakeEngine()
     engine.create("a", "fake", types.LoraConfig(rank=4))
     losses = []

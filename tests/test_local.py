@@ -48,7 +48,7 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[FakeE
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
-    """Whether something becomes true within a few seconds."""
+    """Return True if something becomes true within a few seconds."""
     deadline = time.monotonic() + 20
     while not condition() and time.monotonic() < deadline:
         gc.collect()

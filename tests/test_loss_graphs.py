@@ -53,7 +53,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def official() -> dict[str, list[str]]:
-    """What the official package makes of every example: its request, its key and how it prints."""
+    """Return the official package's request, key and text for every example."""
     paths = [str(Path(traced_losses.__file__).parent), str(Path(tinkex.__file__).parents[1])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(

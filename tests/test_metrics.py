@@ -1,4 +1,4 @@
-"""What clients do, in numbers: counters, gauges, histograms, and the text that Prometheus reads."""
+"""Metrics of clients: counters, gauges, histograms, and the text that Prometheus reads."""
 
 from __future__ import annotations
 

@@ -260,7 +260,7 @@ def test_trace_is_read_from_headers_and_left_again(stand_in: StandIn) -> None:
 async def request(
     path: str = "/api/v1/asample", end: Callable[[], Any] | None = None
 ) -> dict[str, str]:
-    """What a transport does: say that it begins, add headers, wait, say how it ended."""
+    """Act as a transport: report the start, add headers, wait, report the end."""
     metadata = {**CALL, "path": path, "session_id": "s", "team": "x-api-key: tml-secret"}
     events.emit(events.HTTP_START, {"system_time": 1.0}, metadata)
     headers = otel.inject({})

@@ -75,7 +75,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 @pytest.fixture
 def heard() -> Iterator[list[tuple[str, Mapping[str, float], Mapping[str, Any]]]]:
-    """What the bus says of polls and queues while a test runs."""
+    """Record the events of polls and queues while a test runs."""
     found: list[tuple[str, Mapping[str, float], Mapping[str, Any]]] = []
     names = [*events.FUTURE_EVENTS, events.QUEUE_STATE_CHANGE]
     events.attach("polls", names, lambda *event: found.append(event))
@@ -288,7 +288,7 @@ HELD = 0.15
 
 
 def held_fetches(faulty: FaultyServer, *keys: str | None, together: int = 1) -> list[float]:
-    """When the results of one pass for each of these keys were asked for.
+    """Return the times of the polls for one pass with each of these keys.
 
     Each takes its time to come, and comes when so many were asked for.
     """

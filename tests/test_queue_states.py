@@ -31,7 +31,7 @@ class Clock:
 
 @pytest.fixture
 def heard() -> Iterator[list[tuple[str, Mapping[str, float], Mapping[str, Any]]]]:
-    """What the bus says while a test runs."""
+    """Record the events of the bus while a test runs."""
     found: list[tuple[str, Mapping[str, float], Mapping[str, Any]]] = []
     events.attach("test", None, lambda *event: found.append(event))
     yield found

@@ -1,4 +1,4 @@
-"""What the README says is so."""
+"""Claims of the README are true."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def spec(
 
 @pytest.fixture
 def heard() -> Iterator[list[tuple[str, dict[str, Any], dict[str, Any]]]]:
-    """What is said on the bus about losses and regularizers."""
+    """Record the events of losses and regularizers."""
     said: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
     names = regularizers.events()
     bus.attach(

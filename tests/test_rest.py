@@ -1129,7 +1129,7 @@ print(json.dumps({"clients": clients, "models": models}))
 
 @pytest.fixture(scope="module")
 def official() -> Any:
-    """What the official package offers, from a process of its own."""
+    """Return the names of the official package, from its own process."""
     done = subprocess.run(
         [sys.executable, "-c", INTROSPECT], capture_output=True, text=True, timeout=100
     )

@@ -70,7 +70,7 @@ def sampled(name: str, offset: int, length: int) -> dict[str, Any]:
 
 
 def datum(sample: dict[str, Any], advantage: float = 1.0, **changes: Any) -> dict[str, Any]:
-    """What a sample is trained on with, targets of the prompt being 0."""
+    """Return the datum for training on a sample; targets of the prompt are 0."""
     tokens, name = sample["tokens"], sample["id"]
     before, count = len(PROMPT) - 1, len(tokens)
     inputs = {

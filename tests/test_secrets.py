@@ -92,7 +92,7 @@ NEEDLES = {secret: forms(secret) for secret in SECRETS}
 
 
 def leaks(text: str) -> list[str]:
-    """Where a text gives a secret away."""
+    """Return the places where a text reveals a secret."""
     lower, found = text.lower(), []
     for secret, needles in NEEDLES.items():
         for needle in needles:
@@ -141,7 +141,7 @@ class Everything(logging.Handler):
             one = one.__cause__ or one.__context__
 
     def show(self, *things: object) -> None:
-        """What a program prints of a thing."""
+        """Return the ways in which a program prints an object."""
         for thing in things:
             self.note(f"a {type(thing).__name__}", str(thing), repr(thing), f"{thing}")
 
@@ -312,7 +312,7 @@ def until(condition: Callable[[], object]) -> None:
 
 @contextlib.contextmanager
 def failing(everything: Everything, *kinds: type[BaseException]) -> Iterator[None]:
-    """What is done inside must fail; the error is heard."""
+    """Expect a failure inside, and record the error."""
     with pytest.raises(kinds or (tinkex.TinkerError,)) as caught:
         yield
     everything.confess(caught.value)

@@ -1,4 +1,4 @@
-"""What the server promises, spoken to without a client: order, idempotency, checkpoints, sessions,
+"""Promises of the server, tested without a client: order, idempotency, checkpoints, sessions,
 limits, dialects."""
 
 from __future__ import annotations
@@ -1340,7 +1340,7 @@ def test_operations_answer_to_their_own_method_alone(wire: Wire) -> None:
 
 
 def test_server_below_a_path_prefix_answers(tmp_path: Path) -> None:
-    """Where a proxy says which part of the path is its own."""
+    """Behind a proxy that names its part of the path."""
     app = create_app(FakeEngine(), tmp_path)
     sent: list[dict[str, Any]] = []
 

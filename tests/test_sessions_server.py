@@ -49,7 +49,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is done every few seconds is done every few hundredths."""
+    """Run periodic work every few hundredths of a second."""
     real = asyncio.sleep
     monkeypatch.setattr(
         "tinkex.server.state.asyncio.sleep", lambda seconds: real(min(seconds, 0.03))

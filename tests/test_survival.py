@@ -98,7 +98,7 @@ async def life(
 
 
 def killed(data_dir: Path) -> Path:
-    """What is on disk at this moment, for another life to begin with."""
+    """Copy the data directory of this moment, for another life to begin with."""
     target = data_dir.with_name(f"{data_dir.name}-killed")
     record = commit_log.record_of(data_dir / DATABASE)
     recorded = record.read_bytes()  # first: it must not be newer than the log
@@ -202,7 +202,7 @@ def test_server_that_stops_finishes_the_save_that_it_is_at(tmp_path: Path) -> No
 
 @pytest.mark.covers("S44")
 def test_stopping_server_begins_no_save(tmp_path: Path) -> None:
-    """What was promised is saved by the next life, as it was when it was asked for."""
+    """The next life saves what was promised, as of the time of the request."""
     held = Held("save")
 
     async def scenario() -> None:

@@ -40,7 +40,7 @@ def hosted(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """What is done inside must not take longer."""
+    """Fail if the work inside takes longer."""
     began = time.monotonic()
     yield
     assert time.monotonic() - began < seconds

@@ -37,7 +37,7 @@ DATA = [datum(1, 2, 3)]
 
 
 class Log:
-    """What reached the engine, in order; fails or waits where it is told to."""
+    """Calls that reached the engine, in order; fails or waits on request."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

@@ -174,7 +174,7 @@ class Plain(msgspec.Struct):
 
 
 class Model:
-    """What a pydantic model looks like from outside."""
+    """Stand-in for a pydantic model."""
 
     def model_dump(self) -> dict[str, Any]:
         return {"when": MOMENT, "nothing": None}

@@ -565,7 +565,7 @@ def test_path_in_the_base_url_stays(faulty: FaultyServer) -> None:
 
 
 def headers_of(faulty: FaultyServer, **settings: Any) -> dict[str, str]:
-    """What a request is sent with, under these settings."""
+    """Return the headers of a request under these settings."""
     given = settings.pop("headers", None)
 
     async def run() -> None:

@@ -410,7 +410,7 @@ def passes(types: Any, np: Any, torch: Any) -> dict[str, Any]:
 
 
 def readings(types: Any, np: Any, torch: Any) -> dict[str, Any]:
-    """What the types say about themselves, as plain values."""
+    """Return descriptions of the types, as plain values."""
     Topk = types.SampledSequence.__dataclass_fields__["topk_logprobs_np"] and types.TopkLogprobs
     dense = torch.tensor([[3, 3, 3, 3, 1], [3, 3, 3, 3, 3], [3, 5, 3, 3, 3]])
     sparse = types.TensorData.from_torch_sparse(dense, pad_value=3)
@@ -680,7 +680,7 @@ def worker() -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture(scope="module")
 def official(worker: subprocess.Popen[str]) -> dict[str, Any]:
-    """What the official package makes of it all."""
+    """Return the official package's results for all cases."""
     assert worker.stdout is not None
     report: dict[str, Any] = json.loads(worker.stdout.readline())
     return report

@@ -89,7 +89,7 @@ def run_loop(place: Path, url: str, module: str = "tinker") -> dict[str, Any]:
 
 
 def check(found: dict[str, Any]) -> None:
-    """What must be so with any client, whatever the numbers are."""
+    """Check the rules that hold for any client, with any numbers."""
     losses = found["losses"]
     assert losses[-1] < 0.8 * losses[0]
     assert losses == sorted(losses, reverse=True)

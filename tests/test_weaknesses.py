@@ -146,7 +146,7 @@ def cut_into_ones(faulty: FaultyServer) -> None:
 
 
 class Counted:
-    """What reached a server of ours: every request, and which are still being answered."""
+    """Requests that reached our server, and those that are still being answered."""
 
     def __init__(self) -> None:
         self.paths: list[str] = []
@@ -192,7 +192,7 @@ def within(seconds: float) -> Iterator[None]:
 
 
 def run_program(code: str, *arguments: str, seconds: float = 60) -> str:
-    """What a program of its own prints."""
+    """Return the output of a separate program."""
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments],
         env=os.environ,

@@ -56,7 +56,7 @@ def environment(home: Path) -> dict[str, str]:
 
 
 def outcomes(client: str, home: Path) -> dict[str, str]:
-    """What became of each of the cookbook's unit tests."""
+    """Outcome of each of the cookbook's unit tests."""
     report = home / f"{client}.xml"
     compat = ["-m", "tinkex.compat"] if client == "tinkex" else []
     pytest_ = [

@@ -636,7 +636,7 @@ class RealResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[RealResults]:
-    """Nothing reaches the system, and what is computed is noted."""
+    """Keep calls away from the system, and record the operations."""
 
     def reached(*args: Any) -> None:
         raise AssertionError("a graph reached the system")
@@ -968,7 +968,7 @@ def attempts() -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
 def test_every_operation_works_stays_within_its_bound_and_changes_nothing(
     table: dict[str, Operation],
 ) -> None:
-    """What a step gives is new or a view."""
+    """The result of a step is new or a view."""
     unused = []
     for name, operation in table.items():
         worked = 0

@@ -44,7 +44,7 @@ def plain(lengths: Sequence[int], rule: AttentionRule, *qkv: torch.Tensor) -> to
 def attended(
     lengths: Sequence[int], rule: AttentionRule, qkv: Sequence[torch.Tensor], grad: torch.Tensor
 ) -> list[torch.Tensor]:
-    """What queries see, and the gradients."""
+    """Visible keys of the queries, and the gradients."""
     packed = PackedAttention([(1, length) for length in lengths], [rule], grad.device)
     out = packed(0, *qkv)
     assert "VarlenAttention" in type(out.grad_fn.next_functions[0][0]).__name__  # type: ignore[union-attr]

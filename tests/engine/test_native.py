@@ -7,6 +7,7 @@ import ctypes
 import gc
 import logging
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -55,6 +56,20 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     matmul_check._choice.cache_clear()
 
 
+@pytest.fixture(scope="module")
+def copier(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A command that copies the library of the real compiler, which takes seconds to build it."""
+    directory = tmp_path_factory.mktemp("built")
+    with library._cache() as kept:
+        built = shutil.copy(library.compiled(next(iter(library.compilers())), kept), directory)
+    return compiler_of(directory / "cc", copying(built))
+
+
+def copying(built: Path | str) -> str:
+    """The script of a compiler that gives a library built before."""
+    return f'while [ "$1" != -o ]; do shift; done; cp "{built}" "$2"'
+
+
 def compiler_of(path: Path, script: str) -> list[str]:
     """A command that stands in for a compiler, and leaves a line in `calls` each time."""
     real = " ".join(next(iter(library.compilers())))
@@ -85,8 +100,8 @@ def test_library_is_compiled_once_and_cached(
 def test_cached_library_depends_on_compiler_and_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = library.compiled(compiler_of(tmp_path / "one", 'exec REAL "$@"'), tmp_path)
-    two = library.compiled(compiler_of(tmp_path / "two", 'exec REAL "$@"'), tmp_path)
+    one = library.compiled(compiler_of(tmp_path / "one", copying(library.SOURCE)), tmp_path)
+    two = library.compiled(compiler_of(tmp_path / "two", copying(library.SOURCE)), tmp_path)
     monkeypatch.setattr(library, "_machine", lambda: b"another")
     three = library.compiled([str(tmp_path / "two")], tmp_path)
     assert len({one, two, three}) == 3
@@ -242,7 +257,10 @@ def test_missing_home_leaves_no_files_in_the_working_directory(
 
 
 @pytest.mark.parametrize("what", ["others may write", "it is a file"])
-def test_cache_of_another_user_is_not_used(cache: Path, what: str) -> None:
+def test_cache_of_another_user_is_not_used(
+    cache: Path, copier: list[str], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr(library, "compilers", lambda: iter([copier]))
     if what == "others may write":
         cache.mkdir(parents=True)
         cache.chmod(0o777)
@@ -252,9 +270,12 @@ def test_cache_of_another_user_is_not_used(cache: Path, what: str) -> None:
     assert not cache.exists() or not list(cache.iterdir())
 
 
-def test_damaged_library_is_compiled_again(cache: Path) -> None:
+def test_damaged_library_is_compiled_again(
+    cache: Path, copier: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "compilers", lambda: iter([copier]))
     cache.mkdir(parents=True, mode=0o700)
-    kept = library.compiled(next(iter(library.compilers())), cache)
+    kept = library.compiled(copier, cache)
     whole = kept.read_bytes()
     kept.write_bytes(whole[: len(whole) // 2])  # to load this would end the process
     assert library.load() is not None
@@ -297,8 +318,9 @@ def test_library_with_differing_rows_is_not_used(
 
 
 def test_library_is_checked_once_for_each_processor(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
+    cache: Path, copier: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(library, "compilers", lambda: iter([copier]))
     checked: list[bindings.Library] = []
     monkeypatch.setattr(self_check, "rows_agree", lambda loaded: not checked.append(loaded))  # type: ignore[func-returns-value]
     for machine, expected in ((b"one", 1), (b"one", 1), (b"two", 2)):

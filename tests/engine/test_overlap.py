@@ -165,7 +165,7 @@ def each_alone(crowd: TorchEngine) -> list[SampleResponse]:
 
 @dataclass
 class Ran:
-    """What became of jobs that ran together."""
+    """Results of jobs that ran together."""
 
     results: dict[int, SampleResponse | Exception] = field(default_factory=dict)
     heard: dict[int, list[DrawnToken]] = field(default_factory=dict)
@@ -176,7 +176,7 @@ class Ran:
 
 @dataclass(frozen=True)
 class Plan:
-    """When a job starts, and what happens to it."""
+    """Start of a job, and its later events."""
 
     job: int
     start: int = 0
@@ -450,7 +450,7 @@ class Ear:
 
 @pytest.mark.parametrize("cancelled", [False, True])
 def test_idle_sampler_holds_no_blocks(crowd: TorchEngine, cancelled: bool) -> None:
-    """What is unread names jobs, and those have weights."""
+    """Unread results name jobs, and those have weights."""
     engine, ear = limited(crowd), Ear()
     gone = weakref.ref(ear)
     engine.sample_start(
@@ -568,7 +568,7 @@ def trainer_of(checkpoint: Checkpoint, *, ahead: bool = True) -> TorchEngine:
 
 @dataclass(frozen=True)
 class Alone:
-    """What a pass gives when nothing is beside it."""
+    """Return the result of a pass that runs alone."""
 
     result: ForwardBackwardOutput | Exception
     grad: torch.Tensor | None

@@ -269,7 +269,7 @@ def test_families_decode_equally_in_every_form(family: str, checkpoint: Checkpoi
 
 
 def passes_of(engine: TorchEngine) -> list[int]:
-    """How many tokens each step of prefill ran, from now on."""
+    """Record the number of tokens of each prefill step from now on."""
     runner = next(iter(engine._sampler._runners.values()))
     sizes: list[int] = []
     original = runner._prefill.hidden

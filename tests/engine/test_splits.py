@@ -129,7 +129,7 @@ def gradient(engine: TorchEngine, name: str = "a") -> torch.Tensor:
 
 
 def meddle(engine: TorchEngine, turn: int) -> None:
-    """What other tenants do: passes of other losses, steps of other optimizers, failures."""
+    """Work of other tenants: passes of other losses, steps of other optimizers, failures."""
     if "b" not in engine._adapters:
         engine.create("b", "m", LoraConfig(rank=8, seed=5, train_unembed=False))
         engine.create("c", "m", LoraConfig(rank=2, seed=6), DimuonOptimizerConfig())

@@ -336,7 +336,7 @@ def test_datum_that_memory_has_no_room_for_is_named(
 
 
 def turns(shares: Shares, waiting: list[str], count: int, costs: dict[str, int]) -> str:
-    """Who gets a turn, one after another."""
+    """Return the order of turns."""
     taken = ""
     for _ in range(count):
         shares.note(waiting)

@@ -38,6 +38,8 @@ logger = logging.getLogger("tinkex.server")
 
 LEAVE_SECONDS = 10.0
 """The time that a server which stops may take to put its runs on disk."""
+SWEEP_SECONDS = 15.0
+"""The time between two rounds of tidying up."""
 
 
 class State:
@@ -177,7 +179,7 @@ class State:
     async def tend(self) -> None:
         """Until cancelled: forget results whose time is over, and sessions that fell silent."""
         while True:
-            await asyncio.sleep(15)
+            await asyncio.sleep(SWEEP_SECONDS)
             try:
                 await self.sweep()
             except Exception as error:

@@ -286,12 +286,6 @@ class Datum(Wired):
         'int64'
     """
 
-    FIELDS: ClassVar[tuple[str, ...]] = (
-        "model_input",
-        "loss_fn_inputs",
-        "model_input_spans",
-        "loss_fn_input_spans",
-    )
     FORM: ClassVar = (
         "model_input",
         object,

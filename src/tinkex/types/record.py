@@ -12,7 +12,7 @@ import base64
 import copy
 import datetime as dt
 import math
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Self, TypeAlias, TypeVar, get_args, get_origin
 
 import msgspec
@@ -118,7 +118,10 @@ class Message:
 
 
 class Wired(Message, metaclass=WiredMeta):
-    """A type with its own JSON form; its constructor takes the names in `FIELDS` as keywords."""
+    """A type with its own JSON form; its constructor takes the names in `FIELDS` as keywords.
+
+    The names of a dataclass are those of its fields.
+    """
 
     __slots__ = ()
     FIELDS: ClassVar[tuple[str, ...]] = ()
@@ -161,9 +164,13 @@ class Wired(Message, metaclass=WiredMeta):
         """Build from the JSON form, which has the type that `FORM` asks for."""
         raise NotImplementedError
 
+    @classmethod
+    def _names(cls) -> tuple[str, ...]:
+        return cls.FIELDS or cls.__match_args__  # type: ignore[attr-defined]
+
     def _state(self) -> tuple[Any, ...]:
-        """The values of `FIELDS`, from which the constructor makes an equal value."""
-        return tuple(getattr(self, name) for name in self.FIELDS)
+        """The values of the fields, from which the constructor makes an equal value."""
+        return tuple(getattr(self, name) for name in self._names())
 
     def _full(self) -> dict[str, Any]:
         """The fields for a dump: those that are absent too, where that is customary."""
@@ -196,7 +203,7 @@ class Wired(Message, metaclass=WiredMeta):
             [3]
         """
         source = copy.deepcopy(self) if deep else self
-        fields = dict(zip(self.FIELDS, source._state(), strict=True))
+        fields = dict(zip(self._names(), source._state(), strict=True))
         return type(self)(**fields | dict(update or {}))
 
     def __eq__(self, other: object) -> bool:  # and no hash: arrays have none
@@ -481,6 +488,23 @@ def _defaults(kind: type[Record]) -> dict[str, Any]:
 def settle(record: Record, name: str, value: Any) -> None:
     """Replace a field while a record is being made; afterwards it never changes."""
     msgspec.structs.force_setattr(record, name, value)
+
+
+def settle_each(
+    record: Record,
+    read: Callable[[Any, str], Any],
+    names: Iterable[str],
+    optional: Iterable[str] = (),
+) -> None:
+    """Replace fields by what `read` makes of them; optional ones may be None."""
+    for name in names:
+        value = getattr(record, name)
+        if (found := read(value, name)) is not value:
+            settle(record, name, found)
+    for name in optional:
+        value = getattr(record, name)
+        if value is not None and (found := read(value, name)) is not value:
+            settle(record, name, found)
 
 
 def number(value: Any, name: str) -> float:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, Self, TypeAlias
 import numpy as np
 
 from tinkex.types.chunks import token_array
-from tinkex.types.record import Wired, is_same, number, parse_literal, whole
+from tinkex.types.record import Wired, is_same, number, parse_literal, put, whole
 from tinkex.types.tensors import Array, TensorData
 
 StopReason: TypeAlias = Literal["length", "stop"]
@@ -62,8 +62,31 @@ class TopkLogprobs:
         return hash(self.token_ids.shape)
 
 
+class _Sampled(Wired):
+    """A result with arrays, and with lists that were given instead or made of them when read."""
+
+    __slots__ = ()
+
+    def _listed(self, name: str) -> Any:
+        """Return a field as a list; one that is made of an array is kept."""
+        listed = getattr(self, f"_{name}_list")
+        if listed is None and (array := getattr(self, f"{name}_np")) is not None:
+            listed = array.tolist()
+            put(self, f"_{name}_list", listed)
+        return listed
+
+    def _state(self) -> tuple[Any, ...]:
+        """The fields, without lists that can be made again."""
+        return tuple(
+            None
+            if name.endswith("_list") and getattr(self, f"{name[1:-5]}_np") is not None
+            else getattr(self, name)
+            for name in self._names()
+        )
+
+
 @dataclasses.dataclass(eq=False, repr=False, frozen=True, slots=True)
-class SampledSequence(Wired):
+class SampledSequence(_Sampled):
     """One sample.
 
     `tokens` and `logprobs` read as lists; `tokens_np` and `logprobs_np` are the arrays behind them.
@@ -75,17 +98,6 @@ class SampledSequence(Wired):
         ([7, 2], [-0.5, -0.25], 'stop')
     """
 
-    FIELDS: ClassVar[tuple[str, ...]] = (
-        "stop_reason",
-        "sequence_id",
-        "tokens_np",
-        "logprobs_np",
-        "topk_logprobs_np",
-        "_tokens_list",
-        "_logprobs_list",
-        "_topk_logprobs_list",
-        "weights_versions_np",
-    )
     FORM: ClassVar = ("tokens", list, "a sampled sequence must be an object with tokens")
 
     stop_reason: StopReason
@@ -115,25 +127,20 @@ class SampledSequence(Wired):
     @property
     def tokens(self) -> list[int]:
         """The sampled token ids, the stopping token included."""
-        if self._tokens_list is not None:
-            return self._tokens_list
-        tokens: list[int] = [] if self.tokens_np is None else self.tokens_np.tolist()
-        object.__setattr__(self, "_tokens_list", tokens)
-        return tokens
+        tokens: list[int] | None = self._listed("tokens")
+        return tokens or []
 
     @property
     def logprobs(self) -> list[float] | None:
         """The log-probability of each sampled token, temperature applied."""
-        if self._logprobs_list is None and self.logprobs_np is not None:
-            object.__setattr__(self, "_logprobs_list", self.logprobs_np.tolist())
-        return self._logprobs_list
+        listed: list[float] | None = self._listed("logprobs")
+        return listed
 
     @property
     def topk_logprobs(self) -> TopkList | None:
         """The likeliest tokens at each position, when asked for."""
-        if self._topk_logprobs_list is None and self.topk_logprobs_np is not None:
-            object.__setattr__(self, "_topk_logprobs_list", self.topk_logprobs_np.tolist())
-        return self._topk_logprobs_list
+        listed: TopkList | None = self._listed("topk_logprobs")
+        return listed
 
     @property
     def length(self) -> int:
@@ -182,20 +189,6 @@ class SampledSequence(Wired):
             weights_versions_np=_versions(value.get("weights_versions"), len(value["tokens"])),
         )
 
-    def _state(self) -> tuple[Any, ...]:
-        """The fields, without lists that can be made again."""
-        return (
-            self.stop_reason,
-            self.sequence_id,
-            self.tokens_np,
-            self.logprobs_np,
-            self.topk_logprobs_np,
-            self._tokens_list if self.tokens_np is None and self._tokens_list else None,
-            self._logprobs_list if self.logprobs_np is None else None,
-            self._topk_logprobs_list if self.topk_logprobs_np is None else None,
-            self.weights_versions_np,
-        )
-
     def __repr__(self) -> str:
         return f"SampledSequence({self.length} tokens, stop_reason={self.stop_reason!r})"
 
@@ -218,7 +211,7 @@ class PromptAltTokens:
 
 
 @dataclasses.dataclass(eq=False, repr=False, frozen=True, slots=True)
-class SampleResponse(Wired):
+class SampleResponse(_Sampled):
     """The samples of one request and whatever was asked about its prompt.
 
     Example:
@@ -228,16 +221,6 @@ class SampleResponse(Wired):
         ([[7, 2]], True)
     """
 
-    FIELDS: ClassVar[tuple[str, ...]] = (
-        "sequences",
-        "prompt_logprobs_np",
-        "topk_prompt_logprobs_np",
-        "target_prompt_logprobs",
-        "prompt_cache_hit_tokens",
-        "prompt_alt_tokens",
-        "_prompt_logprobs_list",
-        "_topk_prompt_logprobs_list",
-    )
     FORM: ClassVar = ("sequences", list, "a sample result must be an object with sequences")
 
     sequences: list[SampledSequence]
@@ -251,27 +234,21 @@ class SampleResponse(Wired):
     _topk_prompt_logprobs_list: TopkList | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "sequences", list(self.sequences))
+        put(self, "sequences", list(self.sequences))
 
     @property
     def prompt_logprobs(self) -> list[float | None] | None:
         """One value per prompt token; None where there is none, as for the first."""
         if self._prompt_logprobs_list is None and self.prompt_logprobs_np is not None:
-            object.__setattr__(
-                self,
-                "_prompt_logprobs_list",
-                [None if p != p else p for p in self.prompt_logprobs_np.tolist()],
-            )
+            listed = [None if p != p else p for p in self.prompt_logprobs_np.tolist()]
+            put(self, "_prompt_logprobs_list", listed)
         return self._prompt_logprobs_list
 
     @property
     def topk_prompt_logprobs(self) -> TopkList | None:
         """The likeliest tokens at each prompt position, when asked for."""
-        if self._topk_prompt_logprobs_list is None and self.topk_prompt_logprobs_np is not None:
-            object.__setattr__(
-                self, "_topk_prompt_logprobs_list", self.topk_prompt_logprobs_np.tolist()
-            )
-        return self._topk_prompt_logprobs_list
+        listed: TopkList | None = self._listed("topk_prompt_logprobs")
+        return listed
 
     def named(self, sequence_ids: Sequence[str]) -> SampleResponse:
         """The same answer with these ids for its first so many samples.
@@ -323,19 +300,6 @@ class SampleResponse(Wired):
                 value.get("prompt_cache_hit_tokens") or 0, "prompt_cache_hit_tokens"
             ),
             _topk_prompt_logprobs_list=_topk(value.get("topk_prompt_logprobs")),
-        )
-
-    def _state(self) -> tuple[Any, ...]:
-        """The fields, without lists that can be made again."""
-        return (
-            self.sequences,
-            self.prompt_logprobs_np,
-            self.topk_prompt_logprobs_np,
-            self.target_prompt_logprobs,
-            self.prompt_cache_hit_tokens,
-            self.prompt_alt_tokens,
-            self._prompt_logprobs_list if self.prompt_logprobs_np is None else None,
-            self._topk_prompt_logprobs_list if self.topk_prompt_logprobs_np is None else None,
         )
 
     def __repr__(self) -> str:

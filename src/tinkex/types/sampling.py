@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from tinkex.types.inputs import ModelInput, read_input
-from tinkex.types.record import Int64, Record, from_builtins, settle, whole
+from tinkex.types.record import Int64, Record, from_builtins, settle, settle_each, whole
 from tinkex.types.sampling_params import SamplingParams as SamplingParams
 from tinkex.types.tensors import TensorData
+
+COUNTS = ("num_samples", "topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k")
 
 
 class SampleRequest(Record, frozen=True, kw_only=True):
@@ -43,19 +45,7 @@ class SampleRequest(Record, frozen=True, kw_only=True):
             settle(self, "prompt", read_input(self.prompt, "prompt"))
         if not isinstance(self.sampling_params, SamplingParams):
             settle(self, "sampling_params", from_builtins(SamplingParams, self.sampling_params))
-        for name in (
-            "num_samples",
-            "topk_prompt_logprobs",
-            "topk_sample_logprobs",
-            "prompt_alt_tokens_k",
-        ):
-            settle(self, name, whole(getattr(self, name), name))
-        if self.prompt_logprobs_last_n is not None:
-            settle(
-                self,
-                "prompt_logprobs_last_n",
-                whole(self.prompt_logprobs_last_n, "prompt_logprobs_last_n"),
-            )
+        settle_each(self, whole, COUNTS, optional=("prompt_logprobs_last_n",))
 
 
 class SampleStreamChunk(Record, frozen=True, kw_only=True, dict=True):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
 from tinkex.types.inputs import Datum, LossFnOutput
 from tinkex.types.optimizers import AdamParams, OptimParams, OptimParamsBase, optim_params
-from tinkex.types.record import Int64, Record, Wired, put, settle, whole
+from tinkex.types.record import Int64, Record, Wired, put, settle, settle_each, whole
 from tinkex.types.tensors import TensorData
 
 ModelID: TypeAlias = str
@@ -51,9 +51,7 @@ class LoraConfig(Record, frozen=True, kw_only=True):
     train_attn: bool = True
 
     def __post_init__(self) -> None:
-        settle(self, "rank", whole(self.rank, "rank"))
-        if self.seed is not None:
-            settle(self, "seed", whole(self.seed, "seed"))
+        settle_each(self, whole, ("rank",), optional=("seed",))
 
 
 class UntypedAPIFuture(Record, frozen=True, kw_only=True):
@@ -150,7 +148,6 @@ class ForwardBackwardOutput(Wired):
         (0.375, [-0.5, -0.25])
     """
 
-    FIELDS: ClassVar[tuple[str, ...]] = ("loss_fn_output_type", "loss_fn_outputs", "metrics")
     FORM: ClassVar = (
         "loss_fn_outputs",
         list,
