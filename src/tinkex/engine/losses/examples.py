@@ -254,7 +254,7 @@ class Evaluated:
     metrics: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def to_host(self) -> Evaluated:
-        """Return a copy that is complete once the device has come so far."""
+        """Return a copy that is complete once the device has reached it."""
         grad_M = None if self.grad_M is None else to_host(self.grad_M)
         return Evaluated(to_host(self.losses_L.detach()), grad_M, self.metrics)
 

@@ -194,7 +194,7 @@ class Allowance:
 
     @classmethod
     def of(cls, limits: GraphLimits, given: int) -> Allowance:
-        """Return the allowance for data whose inputs hold so many numbers."""
+        """Return the allowance for data whose inputs hold `given` numbers."""
         return cls(
             work=max(limits.pass_work, limits.pass_growth * given),
             seconds=max(limits.seconds, limits.seconds_growth * given),
@@ -222,7 +222,7 @@ class Budget:
 
     @classmethod
     def of(cls, limits: GraphLimits, given: int, allowance: Allowance) -> Budget:
-        """Return the budget for inputs that hold so many numbers."""
+        """Return the budget for inputs that hold `given` numbers."""
         return cls(
             node=max(limits.elements, limits.growth * given),
             total=max(limits.total_elements, limits.total_growth * given),
@@ -232,7 +232,7 @@ class Budget:
         )
 
     def check(self, bound: int) -> None:
-        """Refuse a result that may hold so many numbers, before it is computed."""
+        """Refuse a result that may hold `bound` numbers, before it is computed."""
         if bound > self.node:
             raise Refusal(f"makes {bound} numbers; at most {self.node} are allowed for this datum")
         if bound > self.total:
@@ -334,7 +334,7 @@ class CompiledLoss:
         return value
 
     def allowance(self, given: int) -> Allowance:
-        """Return the budget of a pass over inputs of so many numbers."""
+        """Return the budget of a pass over inputs of `given` numbers."""
         return Allowance.of(self._limits, given)
 
     def work(self, shapes: Mapping[str, Sequence[int]]) -> int | None:

@@ -140,7 +140,7 @@ def find(model: Decoder, most_bytes: int) -> Native | None:
 
 
 KEPT_ADAPTERS = 256 << 20
-"""Packed adapters that no row has now are kept up to so many bytes, the last used ones."""
+"""The most bytes of packed adapters that are kept while no row has them, last used first."""
 
 
 class NativeSteps:

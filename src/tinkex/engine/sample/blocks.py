@@ -48,7 +48,7 @@ class Blocks:
         return len(self._unused) + len(self._idle)
 
     def take(self, number: int) -> list[int]:
-        """Hold so many blocks; the caller has checked that there are enough."""
+        """Hold this number of free blocks; the caller has checked that there are enough."""
         taken = []
         for _ in range(number):
             if not self._unused:

@@ -99,7 +99,7 @@ class _Text:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
         self._patient = 0
-        """Up to so many tokens, none are forgotten."""
+        """The number of tokens up to which none are forgotten."""
 
     def add(self, token: int, keep: int) -> str:
         """Return the text of one more token and at least `keep` characters before it."""

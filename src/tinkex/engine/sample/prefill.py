@@ -100,7 +100,7 @@ class _Whole:
 
     @classmethod
     def of(cls, pieces: Sequence[Piece], total: int, device: torch.device) -> _Whole:
-        """Make it for a pass of so many tokens."""
+        """Make it for a pass of `total` tokens."""
         queries = [piece.stop - piece.start for piece in pieces]
         places = [_places(piece.blocks, np.arange(piece.stop)) for piece in pieces]
         if rest := total - sum(queries):

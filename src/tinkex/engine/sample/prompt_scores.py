@@ -100,7 +100,7 @@ class PromptScores:
             self._alt[1][span, column] = logprobs.gather(1, tokens[:, None])[:, 0].cpu().numpy()
 
     def response(self, sequences: list[SampledSequence], reused: int) -> SampleResponse:
-        """Return the result; so many tokens of the prompt were found in the cache."""
+        """Return the result; `reused` tokens of the prompt were found in the cache."""
         if self._wanted:
             self.logprobs_P[: self._first] = np.nan
             self._topk.token_ids[: self._first] = 0

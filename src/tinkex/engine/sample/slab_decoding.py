@@ -25,9 +25,9 @@ SMALLEST_SLAB = 128
 FIRST_SLOTS = 32
 """Slots of a new slab. Only used ones take memory, and adding more means a copy."""
 KEPT_SLAB = 512 << 20
-"""An empty slab of up to so many bytes is kept: the first use of memory is slow."""
+"""The largest empty slab that is kept, in bytes: the first use of memory is slow."""
 LONG_ATTENTION = 1 << 18
-"""From so many numbers in a layer's keys on, a CPU attends with all threads."""
+"""The least numbers in a layer's keys for which a CPU attends with all threads."""
 
 
 @dataclass(eq=False, slots=True)

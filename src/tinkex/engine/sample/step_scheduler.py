@@ -309,8 +309,9 @@ class Scheduler:
         return True
 
     def _clear(self, owner: str, needed: int, keep: Container[Running] = ()) -> bool:
-        """Free so many blocks, besides one for each row to grow, from owners with more than their
-        part.
+        """Free blocks of owners with more than their part; return False if too few can be freed.
+
+        One block for each row to grow is kept besides those that are needed.
         """
         while self._blocks.free < needed + self.room.seated:
             given = self.room.blocks_for(owner, needed, keep)

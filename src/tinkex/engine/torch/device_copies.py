@@ -32,7 +32,7 @@ def to_device(
 
 
 def to_host(x: Tensor) -> Tensor:
-    """Return a copy that is complete once the device has come so far."""
+    """Return a copy that is complete once the device has reached it."""
     return x.to("cpu", non_blocking=True)
 
 

@@ -32,7 +32,7 @@ from tinkex.engine.model.matmul import (
 from tinkex.engine.torch.lora import Factors, Linear
 
 ROWS = 4
-"""Spans are padded to a multiple of so many tokens."""
+"""The tokens of a span are padded to a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True)
