@@ -110,7 +110,7 @@ def test_revoked_key_is_refused_and_revoking_the_last_keeps_the_server_closed(
     assert has_keys(store)
 
 
-def test_key_of_the_environment_stands_beside_those_on_record(
+def test_key_of_the_environment_is_accepted_with_keys_on_record(
     serve: Serve, store: SqliteDatabase
 ) -> None:
     _, key = create_key(store, "other", "ada")

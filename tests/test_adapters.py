@@ -130,7 +130,7 @@ def test_gradients_of_passes_add_up_until_a_step(platform: TrainingPlatform[Any]
     assert loss_of(platform, whole) == pytest.approx(loss_of(platform, parts), rel=1e-4)
 
 
-def test_step_without_a_gradient_changes_nothing(platform: TrainingPlatform[Any]) -> None:
+def test_step_without_a_gradient_has_no_effect(platform: TrainingPlatform[Any]) -> None:
     session, other = (platform.create_session(FRESH) for _ in range(2))
     for each in (session, other):
         train(platform, each, 2)
@@ -174,7 +174,7 @@ def test_policies_follow_their_advantages(
     assert change * advantage > 0.01
 
 
-def test_ratio_beyond_its_bound_pulls_no_more(platform: TrainingPlatform[Any]) -> None:
+def test_ratio_beyond_its_bound_has_no_gradient(platform: TrainingPlatform[Any]) -> None:
     session = platform.create_session(FRESH)
     found = logprobs_of(platform, session)
     data = [policy(datum, logprobs - 0.5, 1.0) for datum, logprobs in zip(DATA, found, strict=True)]

@@ -151,7 +151,7 @@ PASSES: dict[str, tuple[Callable[[], list[types.Datum]], str, dict[str, Any], li
 
 
 @pytest.mark.parametrize("name", PASSES)
-def test_bad_pass_is_explained_and_changes_nothing(
+def test_bad_pass_is_explained_and_has_no_effect(
     pair: tuple[TrainingClient, TrainingClient], name: str
 ) -> None:
     clean, tried = pair
@@ -192,7 +192,7 @@ def test_bad_step_is_explained_and_keeps_the_gradient(
     assert one_step(tried) == one_step(clean)
 
 
-def test_bad_checkpoints_change_nothing(
+def test_bad_checkpoints_have_no_effect(
     pair: tuple[TrainingClient, TrainingClient], service: ServiceClient
 ) -> None:
     clean, tried = pair

@@ -22,7 +22,7 @@ from support import Wire, pass_json, sample_json, serving, step_json, wait_until
 from tinkex.engine.api import EngineError, SampleJob
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.app import create_app
-from tinkex.server.routes import future_calls, server_info
+from tinkex.server.routes import future_calls, server_pages
 from tinkex.server.routes.handler_table import HANDLERS
 from tinkex.server.runs.promises import KEEP_READ, Promises
 from tinkex.server.runs.result_log import Log
@@ -36,7 +36,7 @@ from tinkex.types.sampling import SampleRequest, SamplingParams
 from tinkex.wire import codec
 
 CLONE = 1_000_000_000
-HANDLERS_CONFIG = server_info.client_config
+HANDLERS_CONFIG = server_pages.client_config
 
 
 @pytest.fixture
@@ -466,7 +466,7 @@ def sizes(state: Any, engine: FakeEngine) -> dict[str, int]:
     }
 
 
-def test_two_thousand_samples_leave_nothing_behind(
+def test_two_thousand_samples_leave_no_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = FakeEngine()
@@ -707,7 +707,7 @@ def test_queued_sample_can_be_cancelled_and_never_starts(serve: Callable[..., Wi
     assert [subject for method, subject in gate.calls if method == "sample_start"] == [second]
 
 
-def test_cancelling_ended_or_unknown_futures_does_nothing(wire: Wire) -> None:
+def test_cancelling_ended_or_unknown_futures_has_no_effect(wire: Wire) -> None:
     sampler = sampler_of(wire)
     request_id = wire.post("asample", sample_json(sampler, 0))["request_id"]
     result = wire.result(request_id)

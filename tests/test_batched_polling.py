@@ -147,7 +147,7 @@ def test_results_too_large_to_come_along_are_fetched_by_themselves(
         assert len(set(map(str, values(futures)))) == 5
 
 
-def test_failures_come_along_too(fake_url: Callable[..., str], paths: Counter[str]) -> None:
+def test_failures_are_part_of_the_batch(fake_url: Callable[..., str], paths: Counter[str]) -> None:
     with ServiceClient(base_url=fake_url(FakeEngine())) as service:
         sampler = service.create_sampling_client(base_model="fake").result()
         with pytest.raises(tinkex.RequestFailedError, match=r"65 tokens do not fit") as caught:
@@ -305,7 +305,7 @@ def test_failed_batch_poll_falls_back_to_single_polls(faulty: FaultyServer, faul
 @pytest.mark.parametrize(
     ("status", "again"), [(404, False), (405, False), (501, False), (500, True), (410, True)]
 )
-def test_server_without_the_endpoint_is_never_asked_again(
+def test_server_without_the_endpoint_gets_no_second_request(
     faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch, status: int, again: bool
 ) -> None:
     monkeypatch.setattr(batch_polling, "REST_SECONDS", 0.0)
@@ -457,7 +457,7 @@ def test_poll_that_never_speaks_of_a_sample_does_not_lose_it(
         assert left_behind(sampler) == {}
 
 
-def test_few_are_asked_for_by_themselves_while_the_poll_is_right(
+def test_few_samples_are_fetched_singly_while_the_poll_agrees(
     faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Samples that take long cost a few requests more, not two each."""
@@ -717,7 +717,7 @@ async def _set(event: asyncio.Event) -> None:
 
 
 @pytest.mark.parametrize("count", [2000, pytest.param(5000, marks=pytest.mark.slow)])
-def test_thousands_of_samples_leave_nothing_behind(
+def test_thousands_of_samples_leave_no_state(
     memory: Callable[[int], tuple[Memory, SamplingClient]], count: int
 ) -> None:
     exchange, sampler = memory(500)

@@ -26,7 +26,7 @@ import tinkex
 from support import MODEL, Keyed, Wire, listening, sample_json, wait_until
 from tinkex.cli import run
 from tinkex.cli.main import cli, main
-from tinkex.server.database.entities import LOCAL_OWNER
+from tinkex.server.database.interface import LOCAL_OWNER
 from tinkex.server.server_limits import Limits
 
 

@@ -655,7 +655,9 @@ def test_training_checkpoint_can_be_the_beginning(
 
 
 @pytest.mark.covers("1.16.3")
-def test_failed_save_writes_nothing(command: Command, faulty: FaultyServer, tmp_path: Path) -> None:
+def test_failed_save_writes_no_files(
+    command: Command, faulty: FaultyServer, tmp_path: Path
+) -> None:
     assert "give --output" in command("checkpoint", "--base-model", "x").err
     place = tmp_path / "saved.json"
     assert "--base-model or --model-path" in command("checkpoint", "--output", str(place)).err
@@ -876,7 +878,7 @@ def test_trace_of_a_backend_inside_this_process_is_copied(command: Command, tmp_
     "words",
     [("run", "--base-model", "x", "--prompt", "y"), ("checkpoint", "save", "--base-model", "x")],
 )
-def test_place_that_cannot_be_written_is_refused_before_anything_is_asked(
+def test_unwritable_place_is_refused_before_any_request(
     command: Command, faulty: FaultyServer, tmp_path: Path, words: tuple[str, ...]
 ) -> None:
     (tmp_path / "file").touch()
@@ -1024,7 +1026,7 @@ def test_question_comes_first(
 
 
 @pytest.mark.covers("1.16.6")
-def test_wrong_path_deletes_nothing(command: Command, here: str, doomed: list[str]) -> None:
+def test_wrong_path_deletes_no_file(command: Command, here: str, doomed: list[str]) -> None:
     assert command("checkpoint", "delete", *doomed, "tinker://wrong", "--yes").code == 1
     assert all(command("checkpoint", "info", path).code == 0 for path in doomed)
     assert command("checkpoint", "delete", "--yes").code == 1

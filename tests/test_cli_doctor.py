@@ -258,7 +258,7 @@ def test_cpu_without_the_c_step_is_reported(
 
 
 @pytest.mark.slow
-def test_torch_itself_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_facts_come_from_a_subprocess(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     shown = subprocess.run(
         [sys.executable, "-c", doctor.TORCH], capture_output=True, text=True, check=True

@@ -535,7 +535,7 @@ def test_refused_push_keeps_its_download(
 
 
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
-def test_checkpoint_that_was_replaced_meanwhile_is_fetched_whole(
+def test_checkpoint_replaced_during_download_is_fetched_whole(
     server: FaultyServer, pushing: Hub, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pushing.refuse = {"/commit/": 500}

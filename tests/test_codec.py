@@ -823,7 +823,7 @@ def test_bomb_is_refused_by_its_declared_size() -> None:
     assert len(codec.decompress(bomb, "zstd", 10_000_000)) == 10_000_000
 
 
-def test_bomb_that_hides_its_size_is_refused_too() -> None:
+def test_bomb_with_a_hidden_size_is_refused() -> None:
     compressor = zstd.ZstdCompressor(options={zstd.CompressionParameter.content_size_flag: 0})
     bomb = compressor.compress(b"\0" * 10_000_000) + compressor.flush()
     assert zstd.get_frame_info(bomb).decompressed_size is None

@@ -128,7 +128,7 @@ def test_copies_request_their_number_if_the_server_counts(joining: FaultyServer)
     assert sorted(number % 1_000_000_000 for number in numbers(joining)) == sorted([0, 1, 2] * 5)
 
 
-def test_copy_that_could_not_ask_asks_again(joining: FaultyServer) -> None:
+def test_copy_requests_its_number_again_after_a_failure(joining: FaultyServer) -> None:
     with ServiceClient(base_url=joining.base_url) as service:
         copy = pickle.loads(pickle.dumps(service.create_sampling_client(base_model="m").result()))
         joining.script(

@@ -20,8 +20,14 @@ import tinkex
 from support import Wire, pass_json, serving, step_json
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.database import interface
-from tinkex.server.database.entities import AuditEntry, Run, SavedCheckpoint, Span
-from tinkex.server.database.interface import Database, DatabaseError
+from tinkex.server.database.interface import (
+    AuditEntry,
+    Database,
+    DatabaseError,
+    Run,
+    SavedCheckpoint,
+    Span,
+)
 from tinkex.server.database.sqlite import SqliteDatabase
 from tinkex.types.search_requests import CheckpointSearchRequest, SessionSearchRequest
 from tinkex.types.training import LoraConfig

@@ -391,7 +391,7 @@ def test_server_that_reads_no_protobuf_is_found_out_by_its_first_pass(
     ]
 
 
-def test_first_pass_without_gradient_shows_it_too(unknown: FaultyServer) -> None:
+def test_first_forward_pass_reveals_an_older_server(unknown: FaultyServer) -> None:
     unknown.script("forward_backward", json_alone(415))
     with ServiceClient(base_url=unknown.base_url) as service:
         client = service.create_lora_training_client("m").result()

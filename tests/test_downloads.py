@@ -213,9 +213,7 @@ def test_server_error_about_a_checkpoint_passes_through(
 
 
 @pytest.mark.covers("1.14.1/2", "4.1/7")
-def test_archive_that_is_being_packed_is_asked_for_again(
-    server: FaultyServer, tmp_path: Path
-) -> None:
+def test_unfinished_archive_is_requested_again(server: FaultyServer, tmp_path: Path) -> None:
     offer(server, tar_of({"a": b"1"}))
     server.script(ARCHIVE, Answer(503), Answer(503), Answer(302, b"", {"Location": "/files/a.tar"}))
     tinkex.download(rest_of(server), PATH, tmp_path, retry_delay=0.01)
@@ -603,7 +601,7 @@ async def test_cancelled_replacement_leaves_old_or_new_download(
     assert left_in(target) in (["new"], ["old"])
 
 
-def test_kept_archive_does_not_stand_in_the_way_of_the_downloads_after_it(tmp_path: Path) -> None:
+def test_kept_archive_does_not_block_later_downloads(tmp_path: Path) -> None:
     with serving(FakeEngine(), tmp_path / "data") as url, ServiceClient(base_url=url) as service:
         path = (
             service.create_lora_training_client("fake", rank=4)

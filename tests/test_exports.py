@@ -159,7 +159,7 @@ def test_address_that_was_changed_is_refused(wire: Wire, old: str, new: str) -> 
 
 def test_signature_does_not_lead_out_of_the_checkpoint(tmp_path: Path) -> None:
     from tinkex.server.access.accounts import Accounts
-    from tinkex.server.routes.exports import TERMS, _signature
+    from tinkex.server.routes.exports import DOWNLOAD
 
     with serving(FakeEngine(), tmp_path) as url, closing(SqliteDatabase(tmp_path)) as store:
         wire = Wire(url)
@@ -167,21 +167,19 @@ def test_signature_does_not_lead_out_of_the_checkpoint(tmp_path: Path) -> None:
         run, [known] = path.split("/")[2], urls(wire, path).values()
         # even for whoever has the secret
         for name in ("tinkex.sqlite3", "..", ".", "signing.key", "nothing"):
-            parts, terms = (
-                [run, "external_weights", "e", name],
-                [str(int(time.time()) + 60), *_terms(known)],
-            )
-            signature = _signature(Accounts(store), parts, terms)
-            query = urlencode([*zip(TERMS, terms, strict=True), ("signature", signature)])
-            heard = wire.send(f"downloads/{'/'.join(parts)}?{query}", method="GET")
+            parts = {"training_run_id": run, "kind": "external_weights", "name": "e", "file": name}
+            terms = {"expires": str(int(time.time()) + 60), **_terms(known)}
+            signature = DOWNLOAD.signature(Accounts(store), parts, terms)
+            query = urlencode(terms | {"signature": signature})
+            heard = wire.send(f"downloads/{'/'.join(parts.values())}?{query}", method="GET")
             assert heard.status == 404, name
         assert (tmp_path / "signing.key").stat().st_mode & 0o077 == 0
 
 
-def _terms(address: str) -> list[str]:
-    """The checkpoint, the reader and the key that an address was made for."""
+def _terms(address: str) -> dict[str, str]:
+    """Return the checkpoint, the reader and the key that an address was made for."""
     named = parse_qs(urlsplit(address).query)
-    return [named[term][0] for term in ("saved", "reader", "key")]
+    return {term: named[term][0] for term in ("saved", "reader", "key")}
 
 
 def test_address_ends_with_the_leave_to_read(tmp_path: Path) -> None:
@@ -219,7 +217,7 @@ def test_address_leads_to_no_other_checkpoint_of_its_name(wire: Wire) -> None:
     for address in (files, whole):
         heard = fetch(address)
         assert heard.status == 404
-        assert "has been saved again since this address was made" in heard.json["detail"]
+        assert "was saved again after this address was made" in heard.json["detail"]
     fetch_ok(urls(wire, path)["fake.json"])
 
 
@@ -244,7 +242,7 @@ def _moved(address: str, url: str) -> str:
     return f"{url}{parts.path}?{parts.query}"
 
 
-def test_addresses_begin_where_the_caller_found_the_server(wire: Wire) -> None:
+def test_addresses_use_the_host_of_the_request(wire: Wire) -> None:
     path = export(wire)
     run = path.split("/")[2]
     place = f"training_runs/{run}/checkpoints/external_weights/e"
@@ -471,7 +469,7 @@ def test_exports_have_at_most_ten_recipients(wire: Wire) -> None:
 def test_only_recipients_can_decrypt(wire: Wire) -> None:
     pyrage = pytest.importorskip("pyrage")
     ours, theirs = pyrage.x25519.Identity.generate(), pyrage.x25519.Identity.generate()
-    assert "'bob' is no recipient" in encrypted(wire, "bob")["error"]
+    assert "'bob' is no public key" in encrypted(wire, "bob")["error"]
     path = encrypted(wire, str(ours.to_public()))["path"]
     [(name, url)] = urls(wire, path).items()
     assert name == "fake.json.age"

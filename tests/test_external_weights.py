@@ -168,7 +168,7 @@ def test_files_that_are_no_such_weights_are_refused(
 
     cases: list[tuple[dict[str, bytes], str]] = [
         ({CONFIG: good[CONFIG]}, f"{WEIGHTS} has not been uploaded"),
-        ({}, f"{CONFIG}, {WEIGHTS} has not been uploaded"),
+        ({}, f"{CONFIG} and {WEIGHTS} has not been uploaded"),
         (changed(good, r=8), "has shape"),
         (changed(good, r=0), "r must be a whole number"),
         (changed(good, use_dora=True), "use_dora"),

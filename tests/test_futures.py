@@ -520,7 +520,7 @@ PENDING = [
 @pytest.mark.parametrize(
     "pending", PENDING, ids=lambda answer: f"{answer.status}-{len(answer.data)}"
 )
-def test_early_no_is_not_asked_again_at_once(
+def test_early_empty_poll_is_not_repeated_at_once(
     faulty: FaultyServer, waits: list[float], pending: Answer
 ) -> None:
     assert poll(faulty, *[pending] * 5, RESULT).metrics == {"loss:sum": 1.0}
@@ -534,7 +534,7 @@ def test_early_no_is_not_asked_again_at_once(
 
 @pytest.mark.covers("24.futures.3")
 @pytest.mark.parametrize("pending", [PENDING[0], PENDING[3]], ids=["408", "try_again"])
-def test_held_no_is_asked_again_at_once(
+def test_held_empty_poll_is_repeated_at_once(
     faulty: FaultyServer, waits: list[float], monkeypatch: pytest.MonkeyPatch, pending: Answer
 ) -> None:
     monkeypatch.setattr(result_polling, "HELD", 0.05)

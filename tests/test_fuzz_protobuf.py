@@ -289,7 +289,7 @@ def tensor_in_request(**fields: Any) -> bytes:
     return bytes(wire.SerializeToString())
 
 
-def test_few_bytes_do_not_stand_for_a_million_of_cells_each() -> None:
+def test_few_bytes_cannot_declare_millions_of_cells() -> None:
     rows = 100
     csr = protobuf_schema.message("SparseCsr")(crow_indices=bytes(8 * (rows + 1)))
     assert (
@@ -306,7 +306,7 @@ def test_few_bytes_do_not_stand_for_a_million_of_cells_each() -> None:
     )
 
 
-def test_few_bytes_do_not_stand_for_millions_of_datums() -> None:
+def test_few_bytes_cannot_declare_millions_of_datums() -> None:
     wire = protobuf_schema.message("ForwardBackwardOutput")()
     wire.loss_fn_outputs.add(num_datums=2**24)
     assert read(ForwardBackwardOutput, wire.SerializeToString()) is None

@@ -214,7 +214,7 @@ def test_mounted_endpoint_is_counted_logged_and_traced(
     ]
 
 
-def test_pages_beside_the_table_are_counted_too(site: Site) -> None:
+def test_pages_outside_the_table_are_counted(site: Site) -> None:
     assert site.send("/", key=None).status == 200
     assert site.send("/metrics", key=None).status == 401
     counted = site.counted()

@@ -173,7 +173,7 @@ def test_not_given_omit_and_none_are_distinct(faulty: FaultyServer, http: HttpCl
 
 
 @pytest.mark.covers("C15")
-def test_caller_may_choose_the_idempotency_key_or_send_none(
+def test_caller_may_choose_or_omit_the_idempotency_key(
     faulty: FaultyServer, http: HttpClient
 ) -> None:
     faulty.script("things", Answer(body={}))

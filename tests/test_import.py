@@ -158,7 +158,7 @@ def test_imported_adapter_equals_peft_and_trains_on(
         assert losses == sorted(losses, reverse=True)
 
 
-def test_modules_that_the_adapter_left_alone_learn_too(
+def test_modules_without_an_adapter_learn(
     make: Make, store: SqliteDatabase, data_dir: Path, model_dir: Path
 ) -> None:
     saved = import_adapter(store, make(), MODEL, model_dir)
@@ -254,7 +254,7 @@ KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         ),
         (
             lambda directory: (directory / "adapter_config.json").write_text("[]"),
-            "expected an object",
+            "is not a JSON object",
         ),
         (
             lambda directory: (directory / "adapter_model.safetensors").unlink(),
@@ -265,16 +265,16 @@ KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
             "cannot be read",
         ),
         (_pickle, r"adapter_model\.bin, a pickle, which can run any code"),
-        (_config(peft_type="IA3"), "peft_type is 'IA3'; only 'LORA'"),
-        (_config(use_dora=True), "use_dora is True; adapters that have it"),
-        (_config(init_lora_weights="pissa"), "init_lora_weights is 'pissa'; only True"),
+        (_config(peft_type="IA3"), "peft_type is 'IA3'; it must be 'LORA'"),
+        (_config(use_dora=True), "use_dora is True, which cannot be imported"),
+        (_config(init_lora_weights="pissa"), "init_lora_weights is 'pissa'; it must be True"),
         (_config(something_new={"x": 1}), "something_new"),
-        (_config(bias="all"), "bias is 'all'; only 'none'"),
+        (_config(bias="all"), "bias is 'all'; it must be 'none'"),
         (_config(rank_pattern={"q_proj": 8}), "rank_pattern"),
         (_config(alpha_pattern={"q_proj": 8}), "alpha_pattern"),
         (_config(modules_to_save=["lm_head"]), "modules_to_save"),
         (_config(layers_to_transform=[1]), "layers_to_transform"),
-        (_config(r=0), "r must be a whole number between 1 and 1024, got 0"),
+        (_config(r=0), "r must be a whole number from 1 to 1024, got 0"),
         (_config(r="4"), "r must be a whole number"),
         (_config(lora_alpha=None), "lora_alpha must be a positive number, got None"),
         (_config(r=8), r"has shape \[4, 64\], the base model wants \[8, 64\]"),
@@ -294,7 +294,7 @@ KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         ),
         (
             _tensors(lambda t: t.update({KEY: torch.zeros(4, 64, dtype=torch.int8)})),
-            "is I8; expected one of",
+            "has type I8; expected one of",
         ),
         (
             _tensors(lambda t: t.update({"base_model.model.x.lora_A.weight": torch.zeros(1)})),

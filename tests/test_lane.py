@@ -71,7 +71,7 @@ def test_numbers_are_released_once_in_every_case(
     assert out == sorted(set(out))
 
 
-def test_refused_number_changes_nothing() -> None:
+def test_refused_number_has_no_effect() -> None:
     lane: Lane[str] = Lane()
     lane.offer(1, "a")
     lane.offer(3, "c")
@@ -235,7 +235,7 @@ def test_pass_that_is_refused_or_fails_lets_its_run_go_on() -> None:
     with_worker(engine, body)
 
 
-def test_step_of_training_that_breaks_loses_its_passes_and_no_more(
+def test_broken_training_step_loses_only_its_own_passes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine = training_engine("a")

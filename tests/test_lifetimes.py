@@ -400,7 +400,7 @@ def test_run_unloaded_during_its_write_is_no_error(
     client.unload_model()
     gone.set()
     service.close().result(10)
-    assert "could not be put on disk" not in caplog.text
+    assert "could not be written" not in caplog.text
 
 
 def test_nameless_samplers_beyond_the_limit_go_to_disk_and_come_back(

@@ -130,7 +130,7 @@ async def test_pause_is_waited_for_even_when_prolonged(monkeypatch: pytest.Monke
     ("size", "retry_after", "seconds"),
     [(10, None, 1), (131_072, None, 1), (131_073, None, 5), (10, 7.0, 7), (200_000, 2.0, 5)],
 )
-def test_back_pressure_pauses_by_size_or_as_the_server_asks(
+def test_back_pressure_pauses_by_size_or_retry_delay(
     size: int, retry_after: float | None, seconds: float
 ) -> None:
     clock = Clock()

@@ -90,7 +90,7 @@ async def _step(service: ServiceClient, model_id: str) -> Any:
     return await service._session.transport.call(protocol.OPTIM_STEP, request)
 
 
-def test_client_that_is_dropped_lets_go_too(made: list[FakeEngine]) -> None:
+def test_dropped_client_releases_its_engine(made: list[FakeEngine]) -> None:
     before = engine_threads()
     service = ServiceClient(base_url="local")
     client = service.create_lora_training_client("fake", rank=4).result()
@@ -103,7 +103,7 @@ def test_client_that_is_dropped_lets_go_too(made: list[FakeEngine]) -> None:
     assert eventually(lambda: engine_threads() == before)
 
 
-def test_client_that_never_called_lets_go_too(made: list[FakeEngine]) -> None:
+def test_unused_client_releases_its_engine(made: list[FakeEngine]) -> None:
     service = ServiceClient(base_url="local")
     assert len(local._shared) == 1
     del service
@@ -127,7 +127,7 @@ def test_checkpoints_outlive_a_backend(made: list[FakeEngine]) -> None:
         assert service.create_training_client_from_state(path).result().get_info().lora_rank == 4
 
 
-def test_environment_can_ask_for_it(
+def test_environment_can_select_the_local_engine(
     made: list[FakeEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TINKER_BASE_URL", "local")
@@ -157,7 +157,7 @@ def test_engine_is_created_on_first_work(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert thread == "tinkex-engine"  # the loop goes on while torch is imported
 
 
-def test_method_that_was_asked_for_early_is_the_engines_when_it_is_called() -> None:
+def test_early_bound_method_of_a_lazy_engine_reaches_the_engine() -> None:
     engine = FakeEngine()
     late = LazyEngine({}, lambda: engine)
     drop, create = late.drop, late.create
@@ -405,7 +405,7 @@ def test_timeout_is_reported_to_both_sides() -> None:
     assert application.events == ["POST /x 4", "left", "shutdown"]
 
 
-def test_timeout_leaves_nothing_behind(caplog: pytest.LogCaptureFixture) -> None:
+def test_timeout_leaves_no_task(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(3):
         with pytest.raises(TimeoutError):
             exchange(Application("hang"), timeout=0.02)

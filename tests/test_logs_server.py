@@ -81,7 +81,7 @@ def test_log_line_names_operation_owner_time_and_future(
     assert "tml-hidden" not in json.dumps(lines)
 
 
-def test_polls_are_heard_of_at_the_level_info_only_when_they_fail(
+def test_polls_are_logged_at_info_only_if_they_fail(
     serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
     wire = serve()

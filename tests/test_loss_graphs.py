@@ -413,7 +413,7 @@ def test_data_without_an_input_or_with_another_rank_are_refused(
         per_datum(handle)([good, bad], [torch.zeros(2), torch.zeros(2)])
 
 
-def test_targets_are_needed_because_log_probabilities_are_theirs() -> None:
+def test_targets_are_required_for_log_probabilities() -> None:
     lacking = Datum(ModelInput.from_ints([1]), {"weights": [1.0], "scale": scalar(1.0)})
     with pytest.raises(ValueError, match="datum 0 has no 'target_tokens'"):
         check_inputs(trace(scaled_sum, RANKS, "s"), [lacking])

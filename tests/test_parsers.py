@@ -71,7 +71,7 @@ def test_run_ids_may_contain_colons() -> None:
         "".join
     )
 )
-def test_path_is_taken_apart_or_refused_and_never_leads_elsewhere(path: str) -> None:
+def test_path_is_parsed_or_refused_and_never_escapes(path: str) -> None:
     try:
         parsed = parse(path)
     except ValueError:

@@ -156,7 +156,7 @@ def test_pass_in_an_envelope_is_read_like_any_other(faulty: FaultyServer) -> Non
     ],
     ids=str,
 )
-def test_answer_without_a_result_is_asked_again_after_a_wait(
+def test_answer_without_a_result_is_polled_again_after_a_wait(
     faulty: FaultyServer, waits: list[float], body: Any
 ) -> None:
     assert poll(faulty, Answer(body=body), Answer(body=body), STEPPED).metrics == METRICS
@@ -270,9 +270,7 @@ def test_announced_result_is_fetched_through_faults(
     assert asked == [True, False, False, False]
 
 
-def test_budget_is_given_back_however_a_fetch_ends(
-    faulty: FaultyServer, waits: list[float]
-) -> None:
+def test_budget_is_released_after_every_fetch(faulty: FaultyServer, waits: list[float]) -> None:
     budget = ByteBudget(10)
 
     def prepare(carrier: Transport) -> None:
@@ -703,7 +701,7 @@ def service(faulty: FaultyServer) -> Iterator[ServiceClient]:
 
 
 @pytest.mark.covers("24.futures.8", "C84", "C85", "C63")
-def test_observer_an_event_and_the_log_hear_the_queues_reason(
+def test_observer_event_and_log_receive_the_queue_reason(
     faulty: FaultyServer, service: ServiceClient, heard: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     client = service.create_lora_training_client("m").result()

@@ -17,7 +17,7 @@ from tinkex import RestClient, types
 from tinkex.engine.api import EngineError
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.database.sqlite import SqliteDatabase
-from tinkex.server.database.sqlite_checkpoints import SqliteCheckpoints
+from tinkex.server.database.sqlite_runs import SqliteCheckpoints
 from tinkex.server.files.seals import SEAL
 from tinkex.server.server_limits import Limits
 from tinkex.server.state import State

@@ -100,7 +100,7 @@ def test_strategies_are_read_in_any_letter_case(given: Any, expected: Any) -> No
 
 
 @pytest.mark.covers("1.11.1/10")
-def test_policy_is_made_of_a_policy_a_mapping_pairs_or_nothing() -> None:
+def test_policy_is_made_of_a_policy_a_mapping_pairs_or_none() -> None:
     policy = RecoveryPolicy(enabled=True)
     assert RecoveryPolicy.of(policy) is policy
     assert RecoveryPolicy.of(None) == DEFAULTS
@@ -571,7 +571,7 @@ def test_waiting_run_does_not_block_others(place: Place, heard: Heard) -> None:
 
 
 @pytest.mark.covers("1.11.3/7")
-def test_callback_that_fails_breaks_nothing(
+def test_failing_callback_has_no_effect(
     place: Place, heard: Heard, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*facts: Any) -> None:
@@ -592,7 +592,7 @@ def test_callback_that_fails_breaks_nothing(
 
 
 @pytest.mark.covers("1.11/1", "1.11.3/2")
-def test_disabled_policy_recovers_nothing(place: Place) -> None:
+def test_disabled_policy_does_not_recover(place: Place) -> None:
     with pytest.raises(RecoveryError) as caught:
         Executor().recover("run", place.service, RecoveryPolicy())
     assert caught.value.reason == "recovery_disabled"

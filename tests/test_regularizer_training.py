@@ -230,7 +230,7 @@ def test_observed_loss_reports_all_terms_and_trains_alike(
 
 
 @pytest.mark.covers("1.13/7")
-def test_regularizer_that_fails_trains_nothing(client: TrainingClient, engine: Recording) -> None:
+def test_failing_regularizer_does_not_train(client: TrainingClient, engine: Recording) -> None:
     def broken(data: Any, logprobs: Any) -> Any:
         raise KeyError("mine")
 

@@ -805,7 +805,7 @@ def test_trace_is_waited_for(
 
 
 @pytest.mark.covers("1.14.1/1", "1.14.1/2", "C81", "24.rest.2", "24.rest.3")
-def test_archive_being_packed_is_asked_for_again(faulty: FaultyServer, client: RestClient) -> None:
+def test_archive_being_packed_is_requested_again(faulty: FaultyServer, client: RestClient) -> None:
     packed = Answer(
         302,
         headers={"Location": "https://store/a?sig=%2F", "Expires": "Thu, 01 Jan 2026 00:00:00 GMT"},

@@ -351,7 +351,7 @@ async def test_stuck_detection_can_be_turned_off() -> None:
     assert await handler.execute(pause, 0.15, "late") == "late"
 
 
-async def test_caller_that_gives_up_at_the_same_moment_is_heard() -> None:
+async def test_cancellation_at_the_same_moment_is_respected() -> None:
     handler = RetryHandler(RetryConfig(progress_timeout=10))
     call = asyncio.ensure_future(handler.execute(pause, 10))
     await asyncio.sleep(0.01)
@@ -463,7 +463,7 @@ def test_result_that_is_gone_makes_a_sample_be_submitted_again_under_a_new_numbe
 
 
 @pytest.mark.covers("C72")
-def test_poll_that_is_lost_for_too_long_makes_a_sample_be_submitted_again(
+def test_sample_is_resubmitted_if_its_poll_is_lost_too_long(
     faulty: FaultyServer, make: Callable[..., SamplingClient]
 ) -> None:
     sampler = make(QUICK)
@@ -517,7 +517,7 @@ def test_back_pressure_without_retries_surfaces_once_and_pauses_others(
     assert sampler._session.gate.backoff.recently
 
 
-def test_sampler_that_is_gone_is_not_asked_again(
+def test_removed_sampler_is_not_polled_again(
     faulty: FaultyServer, make: Callable[..., SamplingClient]
 ) -> None:
     sampler = make(QUICK)

@@ -208,7 +208,7 @@ def test_answer_that_cannot_be_read_is_final(faulty: FaultyServer, sampler: Samp
         (LARGE, "7", 7.0),
     ],
 )
-def test_429_pauses_by_size_or_as_the_server_asks_and_the_same_request_is_sent_again(
+def test_429_pauses_and_the_same_request_is_sent_again(
     faulty: FaultyServer,
     sampler: SamplingClient,
     small_pause: list[float],

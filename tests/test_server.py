@@ -336,7 +336,7 @@ def test_unavailable_optimizer_is_refused(wire: Wire) -> None:
 
 
 @pytest.mark.covers("S14")
-def test_bad_request_changes_nothing(wire: Wire) -> None:
+def test_bad_request_has_no_effect(wire: Wire) -> None:
     """Two runs get the same good calls, one also gets bad ones. They must stay equal."""
     session = wire.session()
     clean, tried = wire.model(session, 0), wire.model(session, 1)
@@ -390,7 +390,7 @@ def save(
     return wire.run(kind, {"model_id": model, "seq_id": number, "path": name, **fields})
 
 
-def test_saving_a_run_stops_nothing_else(serve: Callable[..., Wire]) -> None:
+def test_saving_a_run_does_not_stop_other_work(serve: Callable[..., Wire]) -> None:
     """… other runs, samples and its own passes; the rest of the run waits, and a load finds what
     was saved."""
     writing, gate, recorder = threading.Event(), threading.Event(), Recorder()
@@ -545,7 +545,7 @@ def test_expired_checkpoint_is_gone_and_its_name_is_free(
     path = save(wire, model, 1, "a", ttl_seconds=3600)["path"]
     assert wire.post("weights_info", {"tinker_path": path})["lora_rank"] == 4
     later = time.time() + 3601
-    monkeypatch.setattr("tinkex.server.database.sqlite_checkpoints.time.time", lambda: later)
+    monkeypatch.setattr("tinkex.server.database.sqlite_runs.time.time", lambda: later)
     refusal(wire, 404, "weights_info", {"tinker_path": path}, "a")
     load = {"model_id": model, "seq_id": 2, "path": path, "optimizer": True}
     failure(wire.run("load_weights", load), "no checkpoint", "expired")
@@ -632,9 +632,8 @@ def test_sample_that_cannot_be_put_on_disk_was_not_taken(
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "append", refuse)
         patch.setattr(engine, "sample_step", list)  # what was begun does not end by itself
-        refusal(
-            wire, 503, "asample", sample_json(sampler, 0), "cannot be put on disk", "no space left"
-        )
+        words = ("cannot be written to disk", "no space left")
+        refusal(wire, 503, "asample", sample_json(sampler, 0), *words)
         wait_until(lambda: not engine.sampling())
     assert len(wire.run("asample", sample_json(sampler, 0))["sequences"]) == 1
 

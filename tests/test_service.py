@@ -191,7 +191,7 @@ def test_sampler_without_a_model_is_refused_before_sending(
 
 
 @pytest.mark.covers("24.service.7")
-def test_two_services_share_nothing_of_each_other(faulty: FaultyServer) -> None:
+def test_two_services_share_no_state(faulty: FaultyServer) -> None:
     opened = iter(["a", "b"])
     faulty.script("create_session", lambda _: Answer(body={"session_id": next(opened)}))
     for name in "ab":
@@ -596,7 +596,7 @@ def test_custom_loss_of_another_session_is_refused(
     assert faulty.requests("forward_backward") == []
 
 
-def test_custom_loss_is_computed_by_client_if_server_takes_none(
+def test_custom_loss_is_computed_by_the_client_without_server_support(
     faulty: FaultyServer, service: ServiceClient
 ) -> None:
     client = service.create_lora_training_client("m").result()

@@ -346,7 +346,7 @@ def test_link_to_a_trace_cannot_be_made_up_or_used_later(
     assert fetch(url[:-1] + ("0" if url[-1] != "0" else "1")).status == 403
     assert fetch(url.replace("expires=", "expires=9")).status == 403
     assert fetch(url.split("?")[0]).status == 403
-    monkeypatch.setattr("tinkex.server.routes.session_records.LINK_SECONDS", -5)
+    monkeypatch.setattr("tinkex.server.routes.session_calls.LINK_SECONDS", -5)
     late = fetch(wire.get(f"sessions/{one}/trace_export")["url"])
     assert late.status == 403
     assert "expired" in late.json["detail"]
@@ -414,7 +414,7 @@ def test_search_is_bounded_and_blocks_no_request(
             monkeypatch.setattr(sqlite_connection, "SEARCH_INSTRUCTIONS", 1)
             status, answer = await server.send("sessions/search", {}, keys["ada"])
             assert status == 400
-            assert "the search was given up" in answer["detail"]
+            assert "the search was stopped" in answer["detail"]
             monkeypatch.undo()
             assert (await server.send("sessions/search", {}, keys["ada"]))[0] == 200
 

@@ -88,7 +88,7 @@ def test_events_are_those_of_a_plain_reader(stream: bytes) -> None:
 
 @pytest.mark.covers("C24", "Q-25", "4.1/2")
 @given(streams, st.data())
-def test_cuts_change_nothing(stream: bytes, data: st.DataObject) -> None:
+def test_any_split_of_the_stream_gives_the_same_events(stream: bytes, data: st.DataObject) -> None:
     places = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
     chunks = [stream[a:b] for a, b in zip([0, *places], [*places, len(stream)], strict=True)]
     assert decoded(*chunks) == decoded(stream)

@@ -101,10 +101,15 @@ def killed(data_dir: Path) -> Path:
     """Copy the data directory of this moment, for another life to begin with."""
     target = data_dir.with_name(f"{data_dir.name}-killed")
     record = commit_log.record_of(data_dir / DATABASE)
-    recorded = record.read_bytes()  # first: it must not be newer than the log
-    shutil.copytree(data_dir, target, ignore=shutil.ignore_patterns("*-shm"))
-    (target / record.name).write_bytes(recorded)
-    return target
+    while True:
+        recorded = record.read_bytes()  # first: it must not be newer than the log
+        try:
+            shutil.copytree(data_dir, target, ignore=shutil.ignore_patterns("*-shm"))
+        except shutil.Error:  # the server has deleted a file meanwhile: copy again
+            shutil.rmtree(target)
+            continue
+        (target / record.name).write_bytes(recorded)
+        return target
 
 
 def played(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -1034,7 +1039,7 @@ def test_state_that_cannot_be_written_fails_no_step(
             model = await first.model()
             told = [await first.run("forward_backward", pass_json(model, 1))]
             told.append(await first.run("optim_step", step_json(model, 2)))
-            await until(lambda: "could not be put on disk; its journal stays" in caplog.text)
+            await until(lambda: "could not be written; its journal stays" in caplog.text)
             assert not list(first.state.journals.run_directory(model).glob("*-2*"))
             image = killed(tmp_path / "a")
         async with life(image) as second:
@@ -1043,7 +1048,7 @@ def test_state_that_cannot_be_written_fails_no_step(
     played(scenario)
 
 
-def test_run_unloaded_during_its_write_leaves_nothing(
+def test_run_unloaded_during_its_write_leaves_no_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(snapshot, "STATE_OPERATIONS", 2)
@@ -1067,7 +1072,7 @@ def test_run_unloaded_during_its_write_leaves_nothing(
             assert list((tmp_path / "a" / "runs").iterdir()) == []
 
     played(scenario)
-    assert "could not be put on disk" not in caplog.text
+    assert "could not be written" not in caplog.text
 
 
 def test_unrestorable_run_is_marked_corrupted(
@@ -1096,13 +1101,13 @@ def test_unrestorable_run_is_marked_corrupted(
             assert run["corrupted"] is False
             status, answer = await server.send("forward_backward", pass_json(model, 3))
             assert status == 410
-            assert "could not be taken up again" in answer["detail"]
+            assert "could not be restored" in answer["detail"]
             _, run = await server.send(f"training_runs/{model}", None, method="GET")
             assert run["corrupted"] is True
             assert model not in server.state.runs
 
     played(scenario)
-    assert "could not be taken up again" in caplog.text
+    assert "could not be restored" in caplog.text
 
 
 def test_run_with_a_damaged_journal_is_marked_and_its_files_are_kept(

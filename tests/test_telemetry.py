@@ -505,7 +505,7 @@ def test_full_queue_drops_events_with_a_warning_and_numbers_go_on(
 
 
 @pytest.mark.covers("1.5.1/6", "1.5.3/3")
-def test_enough_events_are_sent_without_being_asked_for(make: Make) -> None:
+def test_full_batch_of_events_is_sent_without_a_flush(make: Make) -> None:
     post = Post()
     reporter = make(post, flush_threshold=5)
     for number in range(3):
@@ -1364,7 +1364,7 @@ def test_dropped_reporter_leaves_no_thread() -> None:
     wait_until(lambda: not events.is_heard())
 
 
-def test_ending_has_a_limit_and_can_be_asked_for_often(make: Make) -> None:
+def test_closing_has_a_limit_and_can_be_repeated(make: Make) -> None:
     reporter = make(Post(delay=60))
 
     async def close() -> None:

@@ -201,7 +201,7 @@ def test_numbers_of_a_whole_run(
 
 
 @pytest.mark.covers("C43", "C64", "24.training.1", "1.19/7")
-def test_1025_examples_are_two_requests_whose_results_are_joined(
+def test_1025_examples_are_sent_in_two_requests_and_results_joined(
     faulty: FaultyServer, client: TrainingClient
 ) -> None:
     joined = client.forward_backward(examples(1025), "cross_entropy").result(10)

@@ -58,7 +58,7 @@ def test_nested_values_keep_their_shape() -> None:
         assert tensor.tolist() == [[1.0, 2.0], [3.0, 4.0]]
 
 
-def test_wrapping_a_fitting_array_copies_nothing() -> None:
+def test_wrapping_a_fitting_array_makes_no_copy() -> None:
     array = np.array([1.0, 2.0], dtype=np.float32)
     assert np.shares_memory(types.TensorData.from_numpy(array).to_numpy(), array)
 
@@ -136,7 +136,7 @@ def test_malformed_sparse_tensors_are_refused(changes: dict[str, Any]) -> None:
         sparse(**changes)
 
 
-def test_sparse_tensor_cannot_ask_for_more_memory_than_it_is_worth() -> None:
+def test_sparse_tensor_cannot_demand_excessive_memory() -> None:
     with pytest.raises(ValueError, match="sparse"):
         sparse(shape=[3, 2**50])
 
@@ -742,7 +742,7 @@ def test_sparse_torch_inputs_are_named() -> None:
     whole=st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
-def test_sparse_tensors_stand_for_the_dense_ones(
+def test_sparse_tensors_equal_their_dense_form(
     rows: int, cols: int, pad: int, seed: int, whole: bool
 ) -> None:
     generator = np.random.default_rng(seed)
@@ -1232,7 +1232,7 @@ PART = st.text(
     run=PART, kind=st.sampled_from(["weights", "sampler_weights", "external_weights"]), name=PART
 )
 @settings(max_examples=40, deadline=None)
-def test_paths_are_taken_apart(run: str, kind: str, name: str) -> None:
+def test_paths_are_parsed(run: str, kind: str, name: str) -> None:
     path = f"tinker://{run}/{kind}/{name}"
     parsed = types.ParsedCheckpointTinkerPath.from_tinker_path(path)
     assert parsed.tinker_path == path

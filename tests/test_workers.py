@@ -99,7 +99,7 @@ def test_custom_loss_exists_on_every_worker(tmp_path: Path) -> None:
         wait_until(lambda: not any(engine._losses for engine in engines.values()))
 
 
-def test_busy_sampler_goes_to_another_worker_too() -> None:
+def test_busy_sampler_moves_to_another_worker() -> None:
     workers = Workers(pair())
     left, right = workers
     loaded = {left: None}

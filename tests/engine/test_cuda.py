@@ -80,7 +80,7 @@ def test_gradients_are_those_of_the_cpu(checkpoint: Checkpoint, data: Data, fami
     assert float((near[1] - exact[1]).norm() / exact[1].norm()) < 0.1
 
 
-def test_adapters_beside_each_other_are_as_alone(checkpoint: Checkpoint, data: Data) -> None:
+def test_adapters_in_one_batch_equal_separate_runs(checkpoint: Checkpoint, data: Data) -> None:
     engine = engine_of(checkpoint, "qwen3", "cuda", torch.bfloat16)
     engine.create("b", "m", LoraConfig(rank=8, seed=5))
     randomise(adapter_of(engine, "b"))

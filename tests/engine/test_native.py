@@ -124,7 +124,7 @@ def test_library_on_arm_fits_any_processor(
 @pytest.mark.parametrize(
     ("status", "expected"), [(0, ["/usr/bin/cc", "/opt/bin/clang"]), (2, ["/opt/bin/clang"])]
 )
-def test_mac_is_not_asked_to_install_a_compiler(
+def test_stub_compiler_of_a_mac_is_ignored(
     monkeypatch: pytest.MonkeyPatch, status: int, expected: list[str]
 ) -> None:
     places = {"cc": "/usr/bin/cc", "clang": "/opt/bin/clang"}
@@ -436,7 +436,7 @@ def test_draws_follow_the_probabilities(engine: TorchEngine) -> None:
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_not_finite_are_not_taken_for_something(
+def test_logits_that_are_not_finite_give_no_finite_log_probability(
     engine: TorchEngine, value: float, temperature: float
 ) -> None:
     logits = random(2, 97)

@@ -120,7 +120,7 @@ def test_room_of_rows_that_have_ended_is_kept_and_empty(
     assert again.sequences[0].logprobs == first.sequences[0].logprobs
 
 
-def test_large_room_is_given_back(
+def test_large_slabs_are_released(
     engine: TorchEngine, sample: Sample, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slab_decoding, "KEPT_SLAB", 0)

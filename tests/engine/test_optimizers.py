@@ -145,7 +145,7 @@ def test_dimuon_learns(muon: TorchEngine, data: Data) -> None:
     assert losses[-1] < 0.2 * losses[0]
 
 
-def test_steps_without_a_gradient_change_nothing(muon: TorchEngine) -> None:
+def test_steps_without_a_gradient_have_no_effect(muon: TorchEngine) -> None:
     state = adapter_of(muon).state
     assert muon.optim_step("a", STEP) == {"grad_norm:mean": 0.0, "learning_rate:mean": 0.01}
     assert adapter_of(muon).state is state

@@ -308,7 +308,7 @@ EVENTFUL[4], EVENTFUL[13], EVENTFUL[12] = (
 
 @pytest.mark.covers("S36")
 @pytest.mark.parametrize("blocks", [12, None])
-def test_job_beside_others_equals_the_job_alone(
+def test_job_in_a_batch_equals_the_job_alone(
     crowd: TorchEngine, expected: list[SampleResponse], blocks: int | None
 ) -> None:
     """With room for a fourth of them, and for all."""

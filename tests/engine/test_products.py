@@ -148,7 +148,7 @@ def test_shape_is_checked_once_for_each_number_of_threads(
     assert checked == [("pytorch", 48, 40)] * 4  # as it lies and turned, by one thread and by two
 
 
-def test_batch_whose_matrices_are_split_goes_by_one_thread(
+def test_batch_with_split_matrices_uses_one_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch.set_num_threads(3)

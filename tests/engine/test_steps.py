@@ -62,7 +62,7 @@ def assert_same(ours: ForwardBackwardOutput, theirs: ForwardBackwardOutput) -> N
 
 @pytest.mark.covers("S14", "S15")
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_passes_beside_each_other_give_the_bits_that_each_gives_alone(
+def test_passes_in_one_batch_give_the_same_bits_as_alone(
     checkpoint: Checkpoint, data: Data, family: str
 ) -> None:
     passes = {

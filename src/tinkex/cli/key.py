@@ -25,8 +25,7 @@ from tinkex.cli.output import (
 )
 
 if TYPE_CHECKING:
-    from tinkex.server.database.entities import Key
-    from tinkex.server.database.interface import Database
+    from tinkex.server.database.interface import Database, Key
 
 COLUMNS = (
     Column("ID", right=True),

@@ -13,7 +13,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from tinkex.server.database.entities import LOCAL_OWNER
+from tinkex.server.database.interface import LOCAL_OWNER
 from tinkex.server.runs.journal import Entry
 from tinkex.wire import codec
 from tinkex.wire.protocol import BY_NAME

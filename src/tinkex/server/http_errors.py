@@ -27,7 +27,7 @@ DETAIL_CHARACTERS = 4_000
 
 
 class Refusal(Exception):
-    """A request that is answered with an HTTP error; `fields` join `detail` in its body."""
+    """An HTTP error as an answer; `fields` join `detail` in its body."""
 
     def __init__(
         self,

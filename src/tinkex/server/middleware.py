@@ -251,7 +251,7 @@ async def _receive(state: State, owner: str, request: Request, limit: int, name:
             chunks.append(chunk)
     except TimeoutError:
         why = (
-            f"the body did not arrive in time: {size} bytes have come (the limit "
+            f"the body did not arrive in time: {size} bytes have arrived (the limit "
             f"body_seconds is {seconds:g})"
         )
         raise Refusal(408, why, headers={"Connection": "close"}) from None

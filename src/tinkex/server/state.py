@@ -37,13 +37,16 @@ from tinkex.server.workers.pool import Workers
 logger = logging.getLogger("tinkex.server")
 
 LEAVE_SECONDS = 10.0
-"""The time that a server which stops may take to put its runs on disk."""
+"""The longest time that a stopping server takes to write its runs to disk."""
 SWEEP_SECONDS = 15.0
-"""The time between two rounds of tidying up."""
+"""The time between two cleanups."""
 
 
 class State:
-    """The parts of a running server, made by `create_app`; its lifespan starts and stops them."""
+    """The parts of a running server.
+
+    `create_app` makes them, and its lifespan starts and stops them.
+    """
 
     def __init__(
         self,
@@ -60,12 +63,12 @@ class State:
         """Make the parts.
 
         Args:
-            engines: What computes: one engine, or several by name.
-            data_dir: Where all files are.
-            limits: What is not to be exceeded.
+            engines: One engine, or several by name.
+            data_dir: The directory of all files.
+            limits: The limits of the server.
             open_database: Opens the database of a data directory.
-            api_key: A key besides those on record.
-            tokens: Whether clients are to exchange their keys for tokens.
+            api_key: A key in addition to those on record.
+            tokens: Whether clients must exchange their keys for tokens.
             strict: Whether weights are loaded as a run's first operation only.
             embedded: Whether the only caller is this program.
         """
@@ -73,7 +76,7 @@ class State:
         self.limits, self.tokens, self.strict = limits, tokens, strict
         self.workers = Workers(engines)
         self._places = self._hidden_places()
-        """Directories that others do not learn, the innermost first."""
+        """Directories that clients must not learn, the innermost first."""
         make_directory(data_dir)
         self._lock = Lock(data_dir, shared=embedded)
         make_directory(data_dir / "checkpoints")
@@ -87,9 +90,8 @@ class State:
         self.promises = Promises(conceal=self.without_paths)
         self.journals = Journals(data_dir)
         self.revivals = Revivals(data_dir)
-        self.sessions = Sessions(
-            self.database.sessions, limits.session_seconds, self._forget_session
-        )
+        open_for = limits.session_seconds
+        self.sessions = Sessions(self.database.sessions, open_for, self._forget_session)
         self.recordings = SamplingRecords(
             data_dir / RECORDINGS,
             self.journals.of,
@@ -125,14 +127,14 @@ class State:
             self.samples,
         )
         self.arriving: set[Path] = set()
-        """Files of uploads that are just arriving."""
+        """Files of uploads that are arriving."""
         self.finishing: set[str] = set()
-        """Uploads that are just being made checkpoints of."""
+        """Uploads that are becoming checkpoints."""
         self.owners: dict[str, str] = {}
-        """Owners of sessions, as far as they have been asked for."""
+        """Owners of sessions that have been looked up."""
         self.searches = Searches()
         self.expanding = asyncio.Semaphore(1)
-        """Held while a compressed body grows large."""
+        """Held while a large compressed body is expanded."""
         self.is_draining = False
 
     # ── texts for others ──────────────────────────────────────────────────────────────────────────
@@ -143,7 +145,7 @@ class State:
         return sorted({str(place) for place in (self.data_dir, *places)}, key=len, reverse=True)
 
     def without_paths(self, text: str) -> str:
-        """Return a text for others, without the places of this server's files."""
+        """Return a text without the paths of this server's files, for clients."""
         for place in self._places:
             text = text.replace(f"{place}/", "").replace(place, "the data directory")
         return text
@@ -177,16 +179,16 @@ class State:
         return asked
 
     async def tend(self) -> None:
-        """Until cancelled: forget results whose time is over, and sessions that fell silent."""
+        """Forget expired results and silent sessions, until cancelled."""
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
             try:
                 await self.sweep()
             except Exception as error:
-                complain("tidying up failed; it is tried again", error)
+                complain("a cleanup failed; it is tried again", error)
 
     async def sweep(self) -> None:
-        """Let go of everything whose time is over."""
+        """Delete everything that has expired."""
         self.promises.sweep()
         self.recordings.sweep()
         self.promises.sweep_logs(self.sessions)
@@ -200,14 +202,14 @@ class State:
     # ── the end ───────────────────────────────────────────────────────────────────────────────────
 
     async def drain(self) -> None:
-        """Take nothing more in; wait for what is under way until it is done, or time is up."""
+        """Refuse new requests; wait until the open ones end, or the time is up."""
         self.is_draining = True
         deadline = time.monotonic() + self.limits.drain_seconds
         while sum(self.meter.open.values()) > self._held_up() and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
     def _held_up(self) -> int:
-        """Return how many operations wait for one that has not come, and is not let in any more."""
+        """Return the number of operations that wait for a request that is refused now."""
         return sum(
             not promise.done.is_set()
             for live in self.runs.values()
@@ -217,9 +219,9 @@ class State:
         )
 
     async def leave(self) -> None:
-        """Begin nothing more, and put the runs on disk as they stand: the next life starts sooner.
+        """Start nothing new, and write the runs to disk, so that the next start is faster.
 
-        What does not get done within a time is left to the journals, like all that was promised.
+        The journals keep the runs that are not written in time.
         """
         if self.promises.are_left:
             return
@@ -233,11 +235,9 @@ class State:
                     if live.commit is not None:
                         await live.commit
         except (TimeoutError, EngineError) as error:
-            logger.warning(
-                "not every run could be put on disk (%s); the next start takes them up from their "
-                "journals",
-                str(error) or "it took too long",
-            )
+            why = str(error) or "it took too long"
+            next_start = "the next start rebuilds them from their journals"
+            logger.warning("some runs were not written to disk (%s); %s", why, next_start)
 
     def unlock(self) -> None:
         """Let another server use the data directory."""

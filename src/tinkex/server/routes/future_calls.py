@@ -155,7 +155,7 @@ async def _log(state: State, request: FuturesRetrieveRequest) -> Log[Promise]:
     if request.prev_cursor > log.cursor:
         raise Refusal(
             410,
-            f"cursor {request.prev_cursor} is of an earlier life of this server; ask for each "
+            f"cursor {request.prev_cursor} is from before a restart of this server; poll for each "
             "request by its id",
         )
     state.sessions.note(log.session_id)

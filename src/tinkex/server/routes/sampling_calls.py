@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from tinkex.engine.api import DrawnToken, EngineError, Listener
 from tinkex.server.calls import Call
-from tinkex.server.database.entities import Sampler
+from tinkex.server.database.interface import Sampler
 from tinkex.server.http_errors import Refusal, internal
 from tinkex.server.routes.handler_table import handler
 from tinkex.server.routes.operations import watch

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from tinkex.engine.api import EngineError, PassJob, Recalled
 from tinkex.engine.losses.table import CUSTOM, STABLE_REINFORCE
 from tinkex.server.calls import Call
-from tinkex.server.database.entities import Run
+from tinkex.server.database.interface import Run
 from tinkex.server.http_errors import Refusal
 from tinkex.server.routes.handler_table import handler, run_operation
 from tinkex.server.runs.admission import CARRY_ON

@@ -16,7 +16,7 @@ from typing import Any
 
 from tinkex.engine.api import EngineError
 from tinkex.server.calls import GIVEN_UP, UNKNOWN, Call, refused_call
-from tinkex.server.database.entities import LOCAL_OWNER
+from tinkex.server.database.interface import LOCAL_OWNER
 from tinkex.server.http_errors import Refusal
 from tinkex.server.parts import Parts
 from tinkex.server.runs.journal import Entry
@@ -90,7 +90,7 @@ class Runs(Mapping[str, LiveRun]):
         raise Refusal(
             410,
             f"model {run!r} is no longer loaded (it was unloaded, its session has ended, or it "
-            f"could not be taken up again after a restart); {CARRY_ON}",
+            f"could not be restored after a restart); {CARRY_ON}",
         )
 
     async def replayed(self, run: str, is_found: Callable[[], bool]) -> None:
@@ -348,7 +348,7 @@ class Gaps:
             raise Refusal(
                 429,
                 f"{live.lane.held_bytes} bytes of requests of this run wait for request number "
-                f"{live.lane.next}, which has not come; the limit gap_bytes is {limit}",
+                f"{live.lane.next}, which has not arrived; the limit gap_bytes is {limit}",
                 headers={"Retry-After": "1"},
             )
 
@@ -381,7 +381,7 @@ class Gaps:
             await self._journals.of_run(live.name).append(missing, {"op": GIVEN_UP})
         except OSError:
             logger.exception(
-                "that request %d of %s was given up cannot be put on disk",
+                "request %d of %s was given up, but writing that to disk failed",
                 missing,
                 live.name,
             )

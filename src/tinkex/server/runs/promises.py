@@ -247,7 +247,7 @@ class Promises:
             # it was never acknowledged, and who asks again must not wait for what is never done
             self._promises.pop(promise.request_id, None)
             if isinstance(error, OSError):
-                why = f"the request cannot be put on disk, so it was not taken: {error}"
+                why = f"the request was not accepted, as it cannot be written to disk: {error}"
                 raise Refusal(503, why) from None
             raise
 

@@ -118,13 +118,13 @@ class Replay:
             try:
                 await self._revive_run(name)
             except Exception as error:
-                logger.exception("%s could not be taken up again", name)
+                logger.exception("%s could not be restored", name)
                 self._runs.forget(name)
                 # A server that stops, or has no memory left, says nothing about the run: the next
                 # life tries again.
                 if not (isinstance(error, EngineError) and error.category == "server"):
                     await asyncio.to_thread(self._database.runs.mark_corrupted, name)
-                    self._journals.set_aside(directory, "cannot be taken up again")
+                    self._journals.set_aside(directory, "cannot be restored")
             return
         directory = self._journals.samples_directory(name)
         if await asyncio.to_thread(directory.is_dir):
@@ -136,7 +136,7 @@ class Replay:
                     directory, "is damaged: samples that nobody had read are lost"
                 )
             except Exception:
-                logger.exception("the samples of %s could not be taken up again", name)
+                logger.exception("the samples of %s could not be restored", name)
 
     async def _revive_run(self, name: str) -> None:
         started = time.monotonic()
@@ -173,7 +173,7 @@ class Replay:
             await self._repeat(live, entry, failed)
         live.is_rebuilding = False
         logger.info(
-            "%s is taken up again: %d requests after state %d, in %.2f s",
+            "%s is restored: %d requests after state %d, in %.2f s",
             name,
             len(later),
             number,

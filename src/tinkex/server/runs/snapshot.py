@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from tinkex.engine.api import EngineError, Writer
-from tinkex.server.database.entities import Run
-from tinkex.server.files.data_dir import is_full_disk, sync_directory
+from tinkex.server.database.interface import Run
+from tinkex.server.files.data_dir import is_full_disk, sync_path
 from tinkex.server.files.seals import check, write_whole
 from tinkex.server.http_errors import complain
 from tinkex.server.parts import Parts
@@ -35,7 +35,7 @@ from tinkex.wire.protocol import BY_NAME
 UNFINISHED = "unfinished-"
 """The first part of a snapshot's name while its files are written."""
 RESULTS = "results.log"
-COMPLAINT = "the state of a run could not be put on disk; its journal stays"
+COMPLAINT = "the state of a run could not be written; its journal stays"
 STATE_OPERATIONS = 32
 """After so many operations of a run, or …"""
 STATE_SECONDS = 30.0
@@ -223,7 +223,7 @@ def _write_files(directory: Path, number: int, writer: Writer) -> None:
 
 def _put_in_force(written: Path, final: Path) -> None:
     written.rename(final)
-    sync_directory(final.parent)
+    sync_path(final.parent)
 
 
 def _drop_before(directory: Path, number: int) -> None:
@@ -254,4 +254,4 @@ def write_results(path: Path, promises: Sequence[Promise]) -> None:
             file.write(encode_entry(Entry(number, facts, body.data)))
         file.flush()
         os.fsync(file.fileno())
-    sync_directory(path.parent)
+    sync_path(path.parent)

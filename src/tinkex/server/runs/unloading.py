@@ -91,7 +91,7 @@ class Unloading:
                     write_whole(writer.write, scratch)
                 except Exception:
                     logger.exception(
-                        "the sampler %s could not be put on disk; a restart will lose it", sampler
+                        "the sampler %s could not be written; a restart will lose it", sampler
                     )
 
         def drop(_: None) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from tinkex.engine.api import PassJob, Writer
-from tinkex.server.database.entities import Run
+from tinkex.server.database.interface import Run
 from tinkex.server.runs.promises import Promise
 from tinkex.server.workers.worker import Worker
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from tinkex.server.calls import READ, Call
-from tinkex.server.database.entities import Sampler
+from tinkex.server.database.interface import Sampler
 from tinkex.server.parts import Parts
 from tinkex.server.runs.journal import Entry
 from tinkex.server.runs.promises import Promise, Target, fail_again

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable
 
 from tinkex.engine.api import EngineError, Listener, SampleJob, token_limit
-from tinkex.server.database.entities import Run, Sampler
+from tinkex.server.database.interface import Run, Sampler
 from tinkex.server.files.checkpoint_files import Checkpoints
 from tinkex.server.http_errors import Refusal
 from tinkex.server.meter import Meter
@@ -169,7 +169,7 @@ class Samplers:
             await self._runs.replayed(sampler.model_id, lambda: name in known)
         if name not in known:
             raise Refusal(
-                410, f"the weights of sampler {name!r} went with their session; save them again"
+                410, f"the weights of sampler {name!r} ended with their session; save them again"
             )
         directory, home = known[name], self.nameless.home(name)
         worker = home or self._source(name, sampler.base_model).worker
@@ -301,11 +301,10 @@ class InflightTargets:
             await self._restore(run)
         version = self.versions.get(run, 0)
         if not version or sampler.version is None or version < sampler.version:
-            raise Refusal(
-                410,
-                f"the weights of in-flight sampler {sampler.sampler_id!r} went with their session; "
-                "save them again",
+            why = (
+                f"the weights of in-flight sampler {sampler.sampler_id!r} ended with their session"
             )
+            raise Refusal(410, f"{why}; save them again")
         weights = _weights(run, version)
         directory = self._nameless.directories.get(weights)
         return WeightSource(

@@ -133,7 +133,7 @@ class SamplingRecords:
             known = await self._load(session, request_id)
             if not all(map(_same, known, recordings)):
                 raise EngineError(
-                    "the sample was drawn before, and came out otherwise now; ask for it again",
+                    "the sample was drawn before, and is different now; ask for it again",
                     "server",
                 )
             return
@@ -168,7 +168,7 @@ class SamplingRecords:
             place = await self._journal(session.directory).append(int(now * 1e9), facts, body)
         except OSError as error:
             raise EngineError(
-                f"the recording of a sample cannot be put on disk: {error}", "server"
+                f"the recording of a sample cannot be written: {error}", "server"
             ) from None
         session.sizes[place.segment] = max(session.sizes[place.segment], place.offset + place.size)
         session.until[place.segment] = max(session.until[place.segment], now + TRAINABLE_SECONDS)
@@ -245,7 +245,7 @@ class SamplingRecords:
             try:
                 await self._append(session, now, {"op": USED, "ids": sorted(names), "at": now})
             except EngineError as error:
-                logger.warning("the use of %d samples is not on record: %s", len(names), error)
+                logger.warning("the use of %d samples could not be written: %s", len(names), error)
 
     def release(self, run: str, number: int) -> None:
         """Let go of what the passes of a run up to a number needed."""
@@ -302,7 +302,7 @@ class SamplingRecords:
                 raise EngineError(
                     f"there is no room for a recording of {size} bytes: the limit "
                     "recordings_disk_bytes is "
-                    f"{self._disk_bytes}, and passes that are under way need what is there",
+                    f"{self._disk_bytes}, and running passes need the others",
                     "server",
                 )
 

@@ -121,7 +121,7 @@ class SampleJobs:
         try:
             ended = self._engine.sample_step()
         except Exception as error:
-            logger.exception("a sampling step failed; the samples under way are lost")
+            logger.exception("a sampling step failed; the running samples are lost")
             self.fail(error)
             return
         outcomes = [

@@ -282,7 +282,7 @@ class Worker:
         try:
             ended = self.engine.pass_step()
         except Exception as error:
-            logger.exception("a step of training failed; the passes under way are lost")
+            logger.exception("a step of training failed; the running passes are lost")
             ended = [PassDone(job, error) for job in self._passes]
         for done in ended:
             if (task := self._passes.pop(done.job, None)) is None:
