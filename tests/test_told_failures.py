@@ -189,6 +189,30 @@ def test_failure_of_an_engine_that_lives_stays_after_a_restart(tmp_path: Path) -
     played(scenario)
 
 
+@pytest.mark.parametrize("fails", [True, False])
+def test_save_that_is_repeated_after_a_restart_keeps_its_receipt(
+    tmp_path: Path, fails: bool
+) -> None:
+    def saving(model: str, sampler: int) -> dict[str, Any]:
+        return {"model_id": model, "seq_id": 1, "sampling_session_seq_id": sampler}
+
+    async def scenario() -> None:
+        engine = Mortal()
+        async with life(tmp_path / "a", engine) as first:
+            model = await first.model()
+            if fails:
+                engine.fatal, engine.at = MemoryError("no room"), "snapshot"
+                engine.gate.set()
+            saved = await first.run("save_weights_for_sampler", saving(model, 0))
+            assert ("error" in saved) is fails
+            image = killed(tmp_path / "a")
+        async with life(image) as second:
+            # the official client counts up when it asks again
+            assert await second.run("save_weights_for_sampler", saving(model, 1)) == saved
+
+    played(scenario)
+
+
 def test_run_whose_creation_failed_is_not_made_after_a_restart(tmp_path: Path) -> None:
     async def scenario() -> None:
         engine = Mortal()

@@ -122,12 +122,11 @@ class Submissions:
         is_pass = op is protocol.FORWARD_BACKWARD
         if is_pass and request.forward_only:
             op = FORWARD_ONLY
-        post = functools.partial(self._post, op, request, options)
         # the answer to a pass shows the server's dialect, but an empty pass is always refused
         if self.transport.is_older is None and is_pass and request.forward_backward_input.data:
-            reply = await self._try_both(post)
+            reply = await self._try_both(functools.partial(self._post, op, request, options))
         else:
-            reply = await post(self.transport.is_older or False)
+            reply = await self._post(op, request, options, self.transport.is_older or False)
         return read_receipt(self.transport, op, reply, started)
 
     async def _post(

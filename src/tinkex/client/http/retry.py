@@ -65,7 +65,7 @@ async def persist(
         await (sleep or asyncio.sleep)(delay)
 
 
-class Patience(msgspec.Struct, frozen=True):
+class Patience(msgspec.Struct, frozen=True, gc=False):
     """The limits of a request's retries."""
 
     seconds: float

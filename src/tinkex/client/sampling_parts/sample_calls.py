@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import time
 import uuid
@@ -33,6 +34,8 @@ from tinkex.wire import protocol
 SEQ_BLOCK = 1_000_000_000
 BACKPRESSURE = {"X-Tinker-Sampling-Backpressure": "1"}
 """Header: the sender can handle status 429."""
+BACK_PRESSURE_STATUS = frozenset({429})
+"""The status of back-pressure, which the gate deals with."""
 
 
 class SampleCalls(SessionClient):
@@ -278,33 +281,40 @@ class SampleCalls(SessionClient):
     ) -> Awaitable[Receipt]:
         """Pass the gate and submit; the same request is sent again after back-pressure."""
         size = request.prompt.estimated_bytes
+        return persist(
+            functools.partial(self._submit_once, request, headers, size),
+            self._repeating(size, notice),
+        )
+
+    async def _submit_once(
+        self, request: SampleRequest, headers: Mapping[str, str] | None, size: int
+    ) -> Receipt:
         patience = None if self.retry_handler.config.enable_retry_logic else 0.0
         sent = BACKPRESSURE if headers is None else {**BACKPRESSURE, **headers}
-
-        async def submit() -> Receipt:
-            async with self._session.gate.passed(size):
-                try:
-                    return await self._session.submit(
-                        protocol.ASAMPLE, request, headers=sent, patience=patience, final={429}
-                    )
-                except GoneError as error:
-                    # the sampler is gone: another number does not help
-                    error.should_retry = False
-                    raise
-
-        return persist(submit, self._repeating(size, notice))
+        async with self._session.gate.passed(size):
+            try:
+                return await self._session.submit(
+                    protocol.ASAMPLE,
+                    request,
+                    headers=sent,
+                    patience=patience,
+                    final=BACK_PRESSURE_STATUS,
+                )
+            except GoneError as error:
+                # the sampler is gone: another number does not help
+                error.should_retry = False
+                raise
 
     def _repeating(self, size: int, notice: QueueNotice) -> Callable[[object], float | None]:
         """Return a policy that repeats after back-pressure; the gate keeps the pause."""
+        return functools.partial(self._delay_after, size, notice)
 
-        def delay_after(outcome: object) -> float | None:
-            if not isinstance(outcome, RateLimitError):
-                return None
-            tell_state(outcome.body, notice)
-            self._session.gate.refused(size, outcome.retry_after)
-            return 0.0 if self.retry_handler.config.enable_retry_logic else None
-
-        return delay_after
+    def _delay_after(self, size: int, notice: QueueNotice, outcome: object) -> float | None:
+        if not isinstance(outcome, RateLimitError):
+            return None
+        tell_state(outcome.body, notice)
+        self._session.gate.refused(size, outcome.retry_after)
+        return 0.0 if self.retry_handler.config.enable_retry_logic else None
 
     def _cancel(self, receipt: Receipt) -> None:
         """Tell the server that a sample is no longer needed, if it wants to know."""

@@ -239,11 +239,12 @@ class Runs(Mapping[str, LiveRun]):
         """Put a request that a journal has into its run's lane; one that failed fails again."""
         run, number = live.name, call.number
         assert number is not None
+        # first, for it may change the digest
+        work: Work = Refused("") if failed is not None else await self._work_of(call)
         journal = self._journals.of_run(run)
         promise = self._promises.repeat(
             f"{run}:{number}", call, live.run.session_id, journal, number
         )
-        work: Work = Refused("") if failed is not None else await self._work_of(call)
         if failed is not None:
             fail_again(promise, failed)
         if isinstance(work, Pass) and work.admitted is not None:

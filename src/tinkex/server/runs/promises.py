@@ -442,6 +442,7 @@ def came_out_otherwise(promise: Promise, result: Any) -> bool:
 def fail_again(promise: Promise, failed: Entry) -> None:
     """Fail a promise as its journal says that it failed."""
     promise.place = None  # it is on disk
+    promise.digest = bytes.fromhex(failed.facts["digest"])
     promise.fail(failed.body.decode(), RequestErrorCategory(failed.facts["category"]))
 
 
@@ -450,6 +451,7 @@ async def _record_failure(promise: Promise, failure: RequestFailedResponse) -> N
     journal, number = promise.place
     if not journal.is_closed:  # else nothing is carried out again
         facts = {"op": FAILED, "id": promise.request_id, "category": failure.category.value}
+        facts["digest"] = promise.digest.hex()
         await journal.append(number, facts, failure.error.encode())
 
 
