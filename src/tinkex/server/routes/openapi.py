@@ -154,6 +154,7 @@ REASONS = {
     403: "The server is open to its own machine only, or an access token is not known here.",
     404: "The object does not exist, or belongs to another account.",
     408: "There is no result yet: poll again.",
+    409: "The state of the server does not allow it; `detail` says what to do first.",
     410: "The object has ended or expired.",
     413: "The body is larger than this server allows.",
     429: "Too many requests are open: wait as long as Retry-After says.",

@@ -20,7 +20,7 @@ from tinkex.server.calls import FAILED, Call, facts_of
 from tinkex.server.files.data_dir import is_full_disk
 from tinkex.server.http_errors import Refusal, complain, internal
 from tinkex.server.runs.journal import Entry, Journal
-from tinkex.server.runs.result_log import Log, first_cursor
+from tinkex.server.runs.result_log import Log, came_out_otherwise, first_cursor
 from tinkex.server.workers.run_order import EngineDied, Postponed
 from tinkex.types.future_requests import RequestErrorCategory, RequestFailedResponse
 from tinkex.types.sampled import SampleResponse
@@ -378,7 +378,7 @@ class Promises:
             if earlier and not earlier.done():
                 await asyncio.wait([earlier])  # its result depends on what failed
             if promise.done.is_set() and self.compares:
-                self.differences += came_out_otherwise(promise, result)
+                self.differences += came_out_otherwise(promise.request_id, promise.result, result)
             promise.settle(result)
 
     async def _fail(self, promise: Promise, error: Exception, why: str, category: str) -> None:
@@ -423,20 +423,6 @@ class Promises:
         if any(failures):
             why = "the result cannot be put on disk; ask again"
             raise Refusal(503, why, headers={"Retry-After": "1"})
-
-
-def came_out_otherwise(promise: Promise, result: Any) -> bool:
-    """Report a result that was told, and is another one now that it was made again."""
-    if promise.kept is not None:
-        return False
-    told = codec.encode(promise.result, as_protobuf=False).data
-    if told == codec.encode(result, as_protobuf=False).data:
-        return False
-    logger.error(
-        "%s has come out otherwise when it was made again; what was told stands",
-        promise.request_id,
-    )
-    return True
 
 
 def fail_again(promise: Promise, failed: Entry) -> None:

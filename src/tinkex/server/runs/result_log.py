@@ -1,10 +1,15 @@
-"""Logs of the samples that have ended, for clients that poll for many."""
+"""Logs of the samples that have ended, for clients that poll for many; results compared."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
+
+from tinkex.wire import codec
+
+logger = logging.getLogger("tinkex.server")
 
 
 class Numbered(Protocol):
@@ -78,3 +83,12 @@ class Log(Generic[T]):
         self.is_closed = True
         self._ended.clear()
         self._news.set()
+
+
+def came_out_otherwise(request_id: str, told: Any, again: Any) -> bool:
+    """Report a result that was told, and is another one now that it was made again."""
+    first, second = (codec.encode(result, as_protobuf=False).data for result in (told, again))
+    if first == second:
+        return False
+    logger.error("%s has come out otherwise when it was made again; the first stands", request_id)
+    return True
