@@ -113,3 +113,11 @@ def call_of(entry: Entry) -> Call:
         reader=facts.get("reader"),
         owner=facts.get("owner", "local"),
     )
+
+
+def number_named(request_id: str) -> str:
+    """Return the number of a request with its name; a request that makes a run has the run's."""
+    head, _, number = request_id.rpartition(":")
+    prefix, _, run = head.rpartition(":")
+    makes_run = number == "0" and prefix.endswith(":train")
+    return f"model_seq_id {run}" if makes_run else f"request number {number}"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from tinkex.engine.api import EngineError
-from tinkex.server.calls import FAILED, Call, facts_of
+from tinkex.server.calls import FAILED, Call, facts_of, number_named
 from tinkex.server.files.data_dir import is_full_disk
 from tinkex.server.http_errors import Refusal, complain, internal
 from tinkex.server.runs.journal import Entry, Journal
@@ -269,7 +269,7 @@ class Promises:
         failed_id = f"{request_id}:{digest.hex()[:12]}"
         if failed_id not in self._promises:
             promise = self.add(failed_id, digest, session_id, target, owner=owner)
-            promise.fail(f"{_number_of(request_id)} was used before, for another request")
+            promise.fail(f"{number_named(request_id)} was used before, for another request")
         return failed_id
 
     async def all_recorded(self, session_id: str) -> None:
@@ -439,14 +439,6 @@ async def _record_failure(promise: Promise, failure: RequestFailedResponse) -> N
         facts = {"op": FAILED, "id": promise.request_id, "category": failure.category.value}
         facts["digest"] = promise.digest.hex()
         await journal.append(number, facts, failure.error.encode())
-
-
-def _number_of(request_id: str) -> str:
-    """Return the number of a request with its name; a request that makes a run has the run's."""
-    head, _, number = request_id.rpartition(":")
-    prefix, _, run = head.rpartition(":")
-    makes_run = number == "0" and prefix.endswith(":train")
-    return f"model_seq_id {run}" if makes_run else f"request number {number}"
 
 
 # ── results as bytes ──────────────────────────────────────────────────────────────────────────────
