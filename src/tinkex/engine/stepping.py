@@ -56,16 +56,11 @@ class Stepper(Advancing):
 
     def has_work(self) -> bool:
         """Return True if a step would do something."""
-        return self._engine.passing() or self._engine.sampling()
+        return bool(self._kinds())
 
     def advance(self) -> Sequence[Ended]:
         """Make a step of training or of sampling, whichever has had less time."""
-        kinds: list[Kind] = []
-        if self._engine.passing():
-            kinds.append(TRAINING)
-        if self._engine.sampling():
-            kinds.append(SAMPLING)
-        if not kinds:
+        if not (kinds := self._kinds()):
             return ()
         self._shares.note(kinds)
         kind: Kind = TRAINING if self._shares.first(kinds) == TRAINING else SAMPLING
@@ -74,6 +69,14 @@ class Stepper(Advancing):
         self._shares.charge(kind, time.perf_counter() - began)
         self.steps[kind] += 1
         return ended
+
+    def _kinds(self) -> list[Kind]:
+        kinds: list[Kind] = []
+        if self._engine.passing():
+            kinds.append(TRAINING)
+        if self._engine.sampling():
+            kinds.append(SAMPLING)
+        return kinds
 
     def step(self, kind: Kind) -> Sequence[Ended]:
         """Make a step of one kind."""
