@@ -439,19 +439,10 @@ class TrainingClient(TrainingPasses):
     def load_state_with_optimizer(
         self, path: str, weights_access_token: str | None = None, **options: Unpack[CallOptions]
     ) -> Future[LoadWeightsResponse]:
-        """Replace weights and optimizer state of this run by those of a checkpoint.
+        """Like `load_state`, with the optimizer state of the checkpoint as well.
 
         Deprecated: `ServiceClient.create_training_client_from_state_with_optimizer` makes a new run
         of a checkpoint, which works on every server.
-
-        Args:
-            path: A `tinker://…/weights/…` path.
-            weights_access_token: The key of the account that may read the checkpoint, if it is
-                another account.
-            options: How to wait for the result; see `CallOptions`.
-
-        Returns:
-            A future of the answer; its `path` is the checkpoint's.
 
         Example:
             >>> path = client.save_state("step-100").result().path
