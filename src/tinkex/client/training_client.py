@@ -27,7 +27,6 @@ from tinkex.client.training_parts.training_passes import TrainingPasses, info_of
 from tinkex.errors import APIResponseValidationError
 from tinkex.tokenizers import LoadFunction, get_or_load_tokenizer, tokenizer_id_of
 from tinkex.types.checkpoints import CONSOLE
-from tinkex.types.model_requests import GetInfoResponse
 from tinkex.types.saves import (
     LoadWeightsRequest,
     LoadWeightsResponse,
@@ -40,6 +39,7 @@ from tinkex.types.saves import (
     SaveWeightsRequest,
     SaveWeightsResponse,
 )
+from tinkex.types.sessions import GetInfoResponse
 from tinkex.wire import protocol
 
 FROM_STATE = "ServiceClient.create_training_client_from_state() makes a new run of a checkpoint"

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 import msgspec
 
 from tinkex.types.record import Record, from_builtins, literal_values, settle, to_builtins
-from tinkex.types.sessions import TelemetrySendRequest
 
 EventType: TypeAlias = Literal[
     "SESSION_START", "SESSION_END", "UNHANDLED_EXCEPTION", "GENERIC_EVENT"
@@ -141,6 +140,36 @@ def parse_event(value: Any) -> TelemetryEvent | None:
         return cast("TelemetryEvent", value)
     kind = EVENTS.get(str(value.get("event"))) if isinstance(value, dict) else None
     return None if kind is None else from_builtins(kind, value)
+
+
+class TelemetrySendRequest(Record, frozen=True, kw_only=True):
+    """A batch of client events.
+
+    Example:
+        >>> len(
+        ...     TelemetrySendRequest(
+        ...         events=[{"event": "SESSION_START"}], session_id="session-1"
+        ...     ).events
+        ... )
+        1
+    """
+
+    events: list[dict[str, Any]]
+    platform: str = ""
+    sdk_version: str = ""
+    session_id: str = ""
+    process_uuid: str = ""
+
+
+class TelemetryResponse(Record, frozen=True, kw_only=True):
+    """Events were taken.
+
+    Example:
+        >>> TelemetryResponse(status="accepted").status
+        'accepted'
+    """
+
+    status: Literal["accepted"]
 
 
 class TelemetryBatch(Record, frozen=True, kw_only=True):

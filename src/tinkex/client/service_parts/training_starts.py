@@ -15,7 +15,6 @@ from tinkex.client.session_client import SessionClient
 from tinkex.client.training_client import TrainingClient
 from tinkex.client.training_parts.training_passes import info_of
 from tinkex.errors import NotFoundError, TinkerError
-from tinkex.types.model_requests import CreateModelRequest, CreateModelResponse, UnloadModelRequest
 from tinkex.types.optimizers import AdamOptimizerConfig, OptimizerConfig
 from tinkex.types.saves import (
     LoadWeightsRequest,
@@ -23,6 +22,7 @@ from tinkex.types.saves import (
     WeightsInfoRequest,
     WeightsInfoResponse,
 )
+from tinkex.types.sessions import CreateModelRequest, CreateModelResponse, UnloadModelRequest
 from tinkex.types.training import LoraConfig
 from tinkex.wire import protocol
 
