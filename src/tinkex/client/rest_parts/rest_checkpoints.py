@@ -280,8 +280,8 @@ class RestCheckpoints(RestBase):
         """Like `publish_checkpoint`, in reverse: make a published checkpoint private again.
 
         Example:
-            >>> rest.publish_checkpoint(client.model_id, "weights/step-100").result()
-            >>> rest.unpublish_checkpoint(client.model_id, "weights/step-100").result()
+            >>> rest.publish_checkpoint(path).result()
+            >>> rest.unpublish_checkpoint(path).result()
         """
         path = checkpoint_parts(training_run_id, checkpoint_id)
         return self._call(protocol.UNPUBLISH_CHECKPOINT, path=path)
