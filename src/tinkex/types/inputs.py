@@ -175,7 +175,7 @@ class ModelInput(Fixed):
         for chunk in self.chunks:
             match chunk:
                 case EncodedTextChunk():
-                    size += per_token * chunk.length
+                    size += per_token * int(chunk.tokens_np.size)
                 case ImageChunk():
                     size += len(chunk.data)
                 case DmelChunk():
@@ -314,7 +314,8 @@ class Datum(Wired):
             if not isinstance(name, str):
                 raise TypeError(f"loss_fn_inputs must map names to tensors, got the name {name!r}")
         tensors = {
-            name: _input_tensor(name, value) for name, value in (loss_fn_inputs or {}).items()
+            name: value if isinstance(value, TensorData) else _input_tensor(name, value)
+            for name, value in (loss_fn_inputs or {}).items()
         }
         put(self, "model_input", model_input)
         put(self, "loss_fn_inputs", tensors)

@@ -168,9 +168,6 @@ class TensorData(Fixed):
             rows, columns = (sparse_crow_indices, sparse_col_indices)
             csr = (np.asarray(rows, dtype=np.int64), np.asarray(columns, dtype=np.int64))
         put(self, "_csr", csr)
-        self._check()
-
-    def _check(self) -> None:
         if self.shape is not None and len(self.shape) > MAX_DIMENSIONS:
             raise ValueError(
                 f"tensor shape has {len(self.shape)} dimensions; at most {MAX_DIMENSIONS} are "
@@ -178,20 +175,22 @@ class TensorData(Fixed):
             )
         if self.shape is not None and any(n < 0 for n in self.shape):
             raise ValueError(f"tensor shape {self.shape} has a negative dimension")
-        if self._csr is None:
+        if csr is not None:
+            self._check_sparse(*csr)
+        else:
             # beside a dimension of 0
             if self.shape is not None and any(n > MAX_LENGTH for n in self.shape):
                 raise ValueError(f"tensor shape {self.shape} has a dimension that is too large")
-            if self.shape is not None and math.prod(self.shape) != self._values.size:
-                raise ValueError(f"tensor has {self._values.size} values but shape {self.shape}")
-            return
+            if self.shape is not None and math.prod(self.shape) != values.size:
+                raise ValueError(f"tensor has {values.size} values but shape {self.shape}")
+
+    def _check_sparse(self, crow: Array, col: Array) -> None:
         if self.shape is None or len(self.shape) != 2:
             raise ValueError("a sparse tensor needs a two-dimensional shape")
         rows, cols = self.shape
         if rows * cols > MAX_CELLS or cols > MAX_COLUMNS:
             most = f"at most {MAX_CELLS} cells and {MAX_COLUMNS} columns"
             raise ValueError(f"a sparse tensor of shape {self.shape} is too large: {most}")
-        crow, col = self._csr
         well_formed = (
             crow.ndim == col.ndim == 1
             and crow.size == rows + 1

@@ -232,12 +232,12 @@ class TrainingPasses(SessionClient):
     ) -> Future[ForwardBackwardOutput]:
         items, settings = checked_data(data), checked_config(loss_fn, config)
         check_options(options)
-
-        def turn(outbox: Outbox, place: int) -> Awaitable[Fetch[ForwardBackwardOutput]]:
-            chunks = outbox.chunks(items)
-            return self._send_pass(outbox, chunks, loss_fn, settings, options, forward_only)
-
-        return self._outbox.put("forward" if forward_only else "forward_backward", turn)
+        return self._outbox.put(
+            "forward" if forward_only else "forward_backward",
+            lambda outbox, _: self._send_pass(
+                outbox, outbox.chunks(items), loss_fn, settings, options, forward_only
+            ),
+        )
 
     async def _send_pass(
         self,
