@@ -39,7 +39,6 @@ from tinkex.engine.base_models import describe, locate_models
 from tinkex.engine.losses.table import CUSTOM, STABLE_REINFORCE, find_loss
 from tinkex.engine.registry import EngineKind
 from tinkex.errors import ConfigurationError
-from tinkex.types.custom_losses import CreateCustomLossRequest
 from tinkex.types.inputs import Datum
 from tinkex.types.optimizers import AdamParams, OptimParams
 from tinkex.types.sampled import (
@@ -49,6 +48,7 @@ from tinkex.types.sampled import (
     StopReason,
     TopkLogprobs,
 )
+from tinkex.types.sessions import CreateCustomLossRequest
 from tinkex.types.tensors import Array, TensorData
 from tinkex.types.training import ForwardBackwardOutput, LoraConfig
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias, cast
 
 import numpy as np
 
@@ -140,7 +140,19 @@ class _Blob(Record, frozen=True, kw_only=True):
         }
 
 
-class ImageChunk(_Blob, frozen=True, kw_only=True):
+class _Image(_Blob, frozen=True, kw_only=True):
+    if TYPE_CHECKING:  # each kind of image has the field at its own place on the wire
+        expected_tokens: Int64 | None
+
+    @property
+    def length(self) -> int:
+        """Number of tokens the image takes; needs `expected_tokens`."""
+        if self.expected_tokens is None:
+            raise ValueError(f"{type(self).__name__}.length needs expected_tokens")
+        return self.expected_tokens
+
+
+class ImageChunk(_Image, frozen=True, kw_only=True):
     """An encoded image.
 
     Example:
@@ -156,13 +168,8 @@ class ImageChunk(_Blob, frozen=True, kw_only=True):
     expected_tokens: Int64 | None = None
     type: Literal["image"] = "image"
 
-    @property
-    def length(self) -> int:
-        """Number of tokens the image takes; needs `expected_tokens`."""
-        return _expected(self.expected_tokens, "ImageChunk")
 
-
-class ImageAssetPointerChunk(_Blob, frozen=True, kw_only=True):
+class ImageAssetPointerChunk(_Image, frozen=True, kw_only=True):
     """An image stored elsewhere.
 
     Example:
@@ -177,11 +184,6 @@ class ImageAssetPointerChunk(_Blob, frozen=True, kw_only=True):
     location: str
     expected_tokens: Int64 | None = None
     type: Literal["image_asset_pointer"] = "image_asset_pointer"
-
-    @property
-    def length(self) -> int:
-        """Number of tokens the image takes; needs `expected_tokens`."""
-        return _expected(self.expected_tokens, "ImageAssetPointerChunk")
 
 
 class DmelChunk(_Blob, frozen=True, kw_only=True):
@@ -202,12 +204,6 @@ class DmelChunk(_Blob, frozen=True, kw_only=True):
     def length(self) -> int:
         """The container's first dimension."""
         return _container_rows(self.dmel)
-
-
-def _expected(tokens: int | None, name: str) -> int:
-    if tokens is None:
-        raise ValueError(f"{name}.length needs expected_tokens")
-    return tokens
 
 
 def _container_rows(blob: bytes) -> int:

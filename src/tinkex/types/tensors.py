@@ -399,13 +399,7 @@ class TensorData(Fixed):
         return torch.from_numpy(np.array(self.to_numpy(pad_value)))
 
     def tolist(self, pad_value: float = 0) -> list[Any]:
-        """The dense tensor as nested lists.
-
-        Args:
-            pad_value: What stands in cells that a sparse tensor does not list.
-
-        Returns:
-            The lists.
+        """Like `to_torch`, as nested lists.
 
         Example:
             >>> TensorData([1, 2, 3, 4], "int64", [2, 2]).tolist()

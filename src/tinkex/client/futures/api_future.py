@@ -57,16 +57,7 @@ class APIFuture(ABC, Generic[T]):
 
     @abstractmethod
     async def result_async(self, timeout: float | None = None) -> T:
-        """Await the outcome.
-
-        Args:
-            timeout: Seconds to wait at most; for ever by default.
-
-        Returns:
-            What the call gives.
-
-        Raises:
-            TimeoutError: There is no outcome yet.
+        """Like `result`, to be awaited.
 
         Example:
             >>> import asyncio
@@ -219,16 +210,7 @@ class Future(APIFuture[T], RuntimeFuture[T]):
         return _Plain.result(self, 0)
 
     async def result_async(self, timeout: float | None = None) -> T:
-        """Await the outcome; `TimeoutError` after `timeout` seconds leaves the work running.
-
-        Args:
-            timeout: Seconds to wait at most; for ever by default.
-
-        Returns:
-            What the call gives.
-
-        Raises:
-            TimeoutError: There is no outcome yet; the work goes on.
+        """Like `result`, to be awaited.
 
         Example:
             >>> import asyncio
@@ -285,17 +267,7 @@ class AwaitableConcurrentFuture(APIFuture[T]):
         self._own: Future[T] = future if isinstance(future, Future) else Future(future)
 
     def result(self, timeout: float | None = None) -> T:
-        """Block until the outcome is there; `TimeoutError` after `timeout` seconds leaves the work
-        running.
-
-        Args:
-            timeout: Seconds to wait at most; for ever by default.
-
-        Returns:
-            What the call gives.
-
-        Raises:
-            TimeoutError: There is no outcome yet; the work goes on.
+        """Like `APIFuture.result`.
 
         Example:
             >>> rest.get_training_run(client.model_id).result(timeout=60).base_model
@@ -304,16 +276,7 @@ class AwaitableConcurrentFuture(APIFuture[T]):
         return self._own.result(timeout)
 
     async def result_async(self, timeout: float | None = None) -> T:
-        """Await the outcome; `TimeoutError` after `timeout` seconds leaves the work running.
-
-        Args:
-            timeout: Seconds to wait at most; for ever by default.
-
-        Returns:
-            What the call gives.
-
-        Raises:
-            TimeoutError: There is no outcome yet; the work goes on.
+        """Like `APIFuture.result_async`.
 
         Example:
             >>> import asyncio

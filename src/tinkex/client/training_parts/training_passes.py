@@ -30,7 +30,8 @@ from tinkex.client.training_parts.call_arguments import (
 from tinkex.errors import RequestFailedError
 from tinkex.types.custom_losses import RegularizerSpec
 from tinkex.types.inputs import Datum
-from tinkex.types.model_requests import (
+from tinkex.types.optimizers import AdamParams, OptimParams
+from tinkex.types.sessions import (
     DropGradientsRequest,
     DropGradientsResponse,
     GetInfoRequest,
@@ -38,7 +39,6 @@ from tinkex.types.model_requests import (
     UnloadModelRequest,
     UnloadModelResponse,
 )
-from tinkex.types.optimizers import AdamParams, OptimParams
 from tinkex.types.training import ForwardBackwardOutput, LossFnConfig, OptimStepResponse
 from tinkex.wire import protocol
 from tinkex.wire.protocol import Operation
