@@ -79,6 +79,8 @@ class HostActor:
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
+        if recipe.threads is not None:  # else Ray's choice: one for each processor it counts
+            os.environ["OMP_NUM_THREADS"] = str(recipe.threads)
         self._loop = asyncio.get_event_loop()
         self._news: list[News] = []
         self._came = asyncio.Event()
