@@ -272,8 +272,19 @@ class RayLink:
 
     def ping(self) -> Future[Any]:
         """Ask for a sign of life."""
-        future: Future[Any] = self._actor.ping.remote().future()
-        return future
+        answer: Future[Any] = Future()
+
+        def answered(done: Future[Any]) -> None:
+            error = done.exception()
+            if error is None:
+                answer.set_result(None)
+            else:
+                answer.set_exception(
+                    EngineLost(_reason(error)) if isinstance(error, RayError) else error
+                )
+
+        self._actor.ping.remote().future().add_done_callback(answered)
+        return answer
 
     def _listen(self) -> None:
         self._has_begun.wait()
