@@ -9,6 +9,8 @@ from typing import Any
 from tinkex.cli import serve as command
 from tinkex.cluster.layout import ReplicaPlan, WorkersOption, make_engines
 from tinkex.cluster.link import Recipe
+from tinkex.engine.fake import FakeEngine
+from tinkex.server.runs import promises, snapshot
 from tinkex.server.workers.fleet import Fleet
 
 
@@ -30,13 +32,20 @@ def main() -> None:
     parser.add_argument("--workers", default="local:2")
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--delay", type=float, default=0.0)
+    parser.add_argument("--keep-read", type=float, help="seconds that read results are kept")
     args, rest = parser.parse_known_args()
+    if args.keep_read is not None:
+        promises.KEEP_READ = promises.JUST_READ = snapshot.JUST_READ = args.keep_read
 
-    def make_fleet(*_: object, data_dir: Path, **options: object) -> Fleet:
-        delays = {"delay": args.delay, "step_delay": args.delay}
+    delays = {"delay": args.delay, "step_delay": args.delay}
+
+    def make_fleet(*_: object, data_dir: Path, **options: object) -> Fleet | None:
+        if args.workers == "local":
+            return None
         return fake_fleet(args.workers, args.replicas, data_dir, **delays)
 
-    command.make_fleet = make_fleet  # type: ignore[assignment]
+    command.make_fleet = make_fleet
+    command.make_engine = lambda *_: FakeEngine(**delays)  # type: ignore[assignment]
     command.serve(rest)
 
 
