@@ -190,6 +190,29 @@ def test_every_variable_is_in_the_guide_to_the_environment() -> None:
         assert f"`{name}`" in text, name
 
 
+def test_cluster_file_of_the_guide_is_the_example_and_is_understood() -> None:
+    from tinkex.cluster.layout import read_plan
+
+    example = ROOT / "examples" / "cluster.toml"
+    shown = [block for block in blocks(DOCS / "guides" / "fleet.md") if block.language == "toml"]
+    assert [block.text for block in shown] == [example.read_text(encoding="utf-8")]
+    gpus = [
+        group.replicas * group.gpus
+        for model in read_plan(example)
+        for group in (model.trainers, model.samplers)
+    ]
+    assert sum(gpus) == 8
+
+
+def test_every_key_of_a_cluster_file_is_in_its_guide() -> None:
+    from tinkex.cluster.layout import Group, ModelPlan
+
+    text = (DOCS / "guides" / "fleet.md").read_text(encoding="utf-8")
+    fields = {*ModelPlan.__dataclass_fields__, *Group.__dataclass_fields__, "kind"} - {"name"}
+    for name in fields:
+        assert f"| `{name}` |" in text, name
+
+
 def test_every_event_is_in_the_guide_to_telemetry() -> None:
     text = (DOCS / "guides" / "telemetry.md").read_text(encoding="utf-8")
     for name in events.CATALOGUE:

@@ -79,6 +79,8 @@ class HostActor:
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
+        if recipe.threads is not None:  # else Ray's choice: one for each processor it counts
+            os.environ["OMP_NUM_THREADS"] = str(recipe.threads)
         self._loop = asyncio.get_event_loop()
         self._news: list[News] = []
         self._came = asyncio.Event()
@@ -270,8 +272,19 @@ class RayLink:
 
     def ping(self) -> Future[Any]:
         """Ask for a sign of life."""
-        future: Future[Any] = self._actor.ping.remote().future()
-        return future
+        answer: Future[Any] = Future()
+
+        def answered(done: Future[Any]) -> None:
+            error = done.exception()
+            if error is None:
+                answer.set_result(None)
+            else:
+                answer.set_exception(
+                    EngineLost(_reason(error)) if isinstance(error, RayError) else error
+                )
+
+        self._actor.ping.remote().future().add_done_callback(answered)
+        return answer
 
     def _listen(self) -> None:
         self._has_begun.wait()
