@@ -624,6 +624,27 @@ def test_samplers_have_no_runs_and_trainers_sample_when_they_must(tmp_path: Path
         assert [about[name]["weights"] for name in "ab"] == [0, 1]
 
 
+def test_nameless_sampler_of_a_trainer_is_drawn_by_a_sampler(tmp_path: Path) -> None:
+    fleet = make_fleet(tmp_path, SLOW, SLOW, roles=("trainer", "sampler"))
+    with serving(fleet, tmp_path) as url:
+        wire = Wire(url)
+        model = wire.model()
+        session, drawn = model.partition(":")[0], []
+        for number in range(2):  # saved twice under one id: the second time with other weights
+            wire.run("forward_backward", pass_json(model, 3 * number + 1))
+            wire.run("optim_step", step_json(model, 3 * number + 2))
+            saved = {"model_id": model, "seq_id": 3 * number + 3, "sampling_session_seq_id": 0}
+            sampler = wire.run("save_weights_for_sampler", saved)["sampling_session_id"]
+            drawn.append(wire.run("asample", sample_json(sampler, number))["sequences"])
+            about = {one["name"]: one for one in wire.get("cluster")["workers"]}
+            assert [about[name]["weights"] for name in "ab"] == [0, 1]
+        assert drawn[0] != drawn[1]
+        engine = engines_of(fleet)["b"]
+        wire.post(f"sessions/{session}/finish", {"reason": {"type": "success"}})
+        wait_until(lambda: wire.get("cluster")["workers"][1]["weights"] == 0)
+        assert engine.process.lost is None
+
+
 def test_call_after_a_death_names_the_worker(tmp_path: Path) -> None:
     [engine] = make_fleet(tmp_path, SLOW)._engines
     engine.connect(1)

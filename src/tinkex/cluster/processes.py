@@ -24,6 +24,8 @@ from typing import Any
 from tinkex.cluster.link import Call, LogLine, OnLost, OnNews, Recipe
 from tinkex.engine.api import EngineLost
 
+logger = logging.getLogger("tinkex.server")
+
 STOP_SECONDS = 5.0
 """The time that a process gets to end before it is killed."""
 NEWS, PING = 0, "ping"
@@ -112,23 +114,32 @@ class ProcessLink:
 
     def _read(self) -> None:
         """Hand on what the child says, until it is gone."""
-        with contextlib.suppress(OSError, EOFError):
+        why = ""
+        try:
             while True:
-                number, is_good, value = pickle.loads(self._connection.recv_bytes())
-                if number == NEWS:
-                    self._on_news(value)
-                elif (future := self._waiting.pop(number, None)) is not None:
-                    if is_good:
-                        future.set_result(value)
-                    else:
-                        future.set_exception(value)
+                self._take(*pickle.loads(self._connection.recv_bytes()))
+        except (OSError, EOFError):
+            pass  # the child is gone
+        except Exception as error:
+            logger.exception("the link to a worker has failed")
+            why = f"its link has failed: {type(error).__name__}: {error}"
+            self._process.kill()
         self._connection.close()
         code = self._process.wait()
-        why = f"its process ended with {_status(code)}"
+        why = why or f"its process ended with {_status(code)}"
         for number in list(self._waiting):
             if (future := self._waiting.pop(number, None)) is not None:
                 future.set_exception(EngineLost(why))
         self._on_lost(why)
+
+    def _take(self, number: int, is_good: bool, value: Any) -> None:
+        if number == NEWS:
+            self._on_news(value)
+        elif (future := self._waiting.pop(number, None)) is not None:
+            if is_good:
+                future.set_result(value)
+            else:
+                future.set_exception(value)
 
     def close(self) -> None:
         """End the process: it leaves when its socket closes, or is killed."""

@@ -312,11 +312,6 @@ class RayLink:
         with contextlib.suppress(Exception):
             ray.kill(self._actor)
 
-    def leave(self) -> None:
-        """Leave the actor to the next server."""
-        self._is_closed = True
-        self._has_begun.set()
-
 
 def _reason(error: RayError) -> str:
     return f"Ray says: {str(error).splitlines()[0] if str(error) else type(error).__name__}"

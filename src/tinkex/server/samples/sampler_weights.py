@@ -79,6 +79,13 @@ class LoadedWeights:
         """Forget what a worker had loaded, whose process is gone."""
         self._loading.pop(worker, None)
 
+    def drop_copies(self, sampler: str) -> None:
+        """Drop the copies of a nameless sampler on workers that are not its home."""
+        for worker, loading in self._loading.items():
+            for name in [name for name in loading if name.startswith(f"{sampler}@")]:
+                del loading[name]
+                worker.run(worker.engine.drop_sampler, name)
+
     def disown(self, name: str) -> None:
         """Do not count weights as loaded ones any more; the engine keeps them."""
         for loading in self._loading.values():
@@ -109,6 +116,8 @@ class NamelessSamplers:
         """By sampler, the directory of its weights once they had to make room in memory."""
         self._homes: dict[str, Worker] = {}
         """The worker that a sampler was made on."""
+        self._writing: dict[str, asyncio.Future[None]] = {}
+        """The samplers that are being written for other workers."""
         self._unplaced: dict[str, Path] = {}
         """The directories that samplers are being written to; used on the workers only."""
 
@@ -136,10 +145,22 @@ class NamelessSamplers:
         self.directories[sampler], self._homes[sampler] = None, worker
         # what was loaded in the meantime must not be dropped as such
         self._loaded.disown(sampler)
+        self._loaded.drop_copies(sampler)  # they are of earlier weights
         for name in self.in_memory()[: -self._most]:
             # who asks from now on is queued behind the saving
             self.directories[name] = self._journals.snapshot_directory(name)
             self._homes[name].run(self._spill, name, self._homes[name])
+
+    async def on_disk(self, sampler: str) -> Path:
+        """Write the weights of a sampler for other workers, once; return their directory."""
+        directory = self._journals.snapshot_directory(sampler)
+        if not directory.is_dir():
+            writing = self._writing.get(sampler)
+            if writing is None:
+                writing = self._writing[sampler] = asyncio.ensure_future(self.put(sampler))
+                writing.add_done_callback(lambda _: self._writing.pop(sampler, None))
+            await asyncio.shield(writing)
+        return directory
 
     async def put(self, sampler: str) -> None:
         """Write a sampler's weights to disk, whole or not at all, unless they are there."""
@@ -219,6 +240,7 @@ class NamelessSamplers:
         for worker in {*self._loaded.having(sampler), *([home] if home is not None else [])}:
             worker.run(worker.engine.drop_sampler, sampler)
         self._loaded.disown(sampler)
+        self._loaded.drop_copies(sampler)
         if home is not None:
             home.run(self.drop_files, sampler)
         else:

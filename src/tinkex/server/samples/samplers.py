@@ -25,6 +25,7 @@ from tinkex.engine.api import (
 )
 from tinkex.server.database.interface import Run, Sampler
 from tinkex.server.files.checkpoint_files import Checkpoints
+from tinkex.server.files.seals import digest_of_seal
 from tinkex.server.http_errors import Refusal
 from tinkex.server.meter import Meter
 from tinkex.server.parts import Parts
@@ -208,6 +209,15 @@ class Samplers:
                 410, f"the weights of sampler {name!r} ended with their session; save them again"
             )
         directory, home = known[name], self.nameless.home(name)
+        if home is not None:
+            better = self._workers.for_sample(sampler.base_model, {home: None})
+            if better is not home:  # others need the files, which are written once
+                files = await self.nameless.on_disk(name)
+                # a sampler that is saved again under its id has other weights
+                copy = f"{name}@{digest_of_seal(files)}"
+                better = self._source(copy, sampler.base_model).worker
+                if better is not home:
+                    return WeightSource(better, copy, sampler.base_model, files)
         worker = home or self._source(name, sampler.base_model).worker
         return WeightSource(
             worker, name, sampler.base_model, directory, is_loadable=directory is not None
