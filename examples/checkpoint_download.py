@@ -100,7 +100,7 @@ def main() -> None:
             if error.reason != "exists":
                 raise
             print(
-                "it is there already; FORCE=true would replace it. Fetching it beside that one "
+                "it already exists; FORCE=true would replace it. Fetching it beside that one "
                 "instead"
             )
             beside = Path(tempfile.mkdtemp(prefix="again-", dir=OUTPUT))

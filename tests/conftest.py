@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def _own_places() -> None:
-    """Nothing is written outside the tests' own directories, nothing is fetched, no settings leak
+    """Isolate tests: writes stay in their own directories, nothing is fetched, no settings leak
     in.
 
     Done on import, before any test module: some of these are read once, when a library is first
@@ -107,7 +107,7 @@ def server_url(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     from tinkex.local import publish_tokenizers
 
     engine = TorchEngine({MODEL: model_dir})
-    publish_tokenizers(engine)
+    publish_tokenizers(engine.models())
     with serving(engine, tmp_path_factory.mktemp("server")) as url:
         yield url
 

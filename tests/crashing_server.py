@@ -63,13 +63,13 @@ class Cuts:
         self._left, self._rng, self._lock = number, rng, threading.Lock()
 
     def is_next(self) -> bool:
-        """Whether this write is the one."""
+        """Return True if this write is the one."""
         with self._lock:
             self._left -= 1
             return self._left == 0
 
     def within(self, size: int) -> int:
-        """How many bytes of a write are still done; seldom none, never all."""
+        """Return the bytes of a write that are still done; seldom none, never all."""
         return self._rng.randrange(size) if size else 0
 
 

@@ -93,7 +93,7 @@ class FaultyServer:
             self._scripts[path] = deque(answers)
 
     def requests(self, path: str) -> list[Seen]:
-        """What arrived for a path so far."""
+        """Return the requests that have arrived for a path so far."""
         with self._lock:
             return [seen for seen in self.seen if seen.path == path]
 

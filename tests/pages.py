@@ -51,7 +51,7 @@ class Block:
 
     @property
     def is_run(self) -> bool:
-        """Whether this is a part of the page's program."""
+        """True if this is a part of the page's program."""
         return self.info == "python"
 
     @property
@@ -62,7 +62,7 @@ class Block:
 
     @property
     def is_output(self) -> bool:
-        """Whether this is what the block before it prints."""
+        """True if this is the output of the block before it."""
         return self.info == 'text title="Output"'
 
 
@@ -107,7 +107,7 @@ def program(page: Path) -> str:
 
 @dataclass
 class Run:
-    """What a page printed, statement by statement."""
+    """Output of a page, statement by statement."""
 
     printed: list[tuple[int, str]] = field(default_factory=list)
     """The last line of each statement, and its output."""
@@ -118,7 +118,7 @@ class Run:
         return "".join(text for _, text in self.printed)
 
     def between(self, first: int, last: int) -> str:
-        """What the statements printed that end on these lines."""
+        """Return the output of the statements that end on these lines."""
         return "".join(text for line, text in self.printed if first <= line <= last)
 
 
@@ -179,7 +179,7 @@ def _compare_outputs(page: Path, done: Run) -> None:
 
 
 def matches(expected: str, text: str) -> bool:
-    """Whether a text is what was expected, with `…` for anything.
+    """Return True if a text is the expected one, with `…` for anything.
 
     Example:
         >>> matches("loss …", "loss 1.5"), matches("a\\n…\\nb", "a\\n1\\n2\\nb"), matches("a", "ab")
@@ -226,7 +226,7 @@ def quoted_messages(page: Path) -> list[str]:
 
 
 def is_written(message: str) -> bool:
-    """Whether the sources have this message; `…` stands for anything."""
+    """Return True if the sources have this message; `…` stands for anything."""
     pattern = re.compile(
         ".*".join(re.escape(part.strip()) for part in message.split(ANYTHING)), re.DOTALL
     )

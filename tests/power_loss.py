@@ -43,7 +43,7 @@ def records(log: Path) -> Iterator[Record]:
 
 @dataclass(eq=False)
 class File:
-    """What is safe of a file, and the writes (an offset and bytes) and cuts (an offset and None)
+    """The safe part of a file, and the writes (an offset and bytes) and cuts (an offset and None)
     that are not."""
 
     safe: bytearray = field(default_factory=bytearray)

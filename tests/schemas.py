@@ -216,7 +216,7 @@ def places(body: Json, here: Place = ()) -> Iterator[Place]:
 
 
 def at(body: Json, place: Place) -> Json:
-    """What is at a place."""
+    """Return the value at a place."""
     for step in place:
         body = body[step]
     return body

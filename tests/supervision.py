@@ -46,7 +46,7 @@ class Death:
 
 @dataclass
 class Toll:
-    """What was counted over the lives of a server, or of several."""
+    """Counts over the lives of a server, or of several."""
 
     runs: int = 0
     lives: int = 0
@@ -132,7 +132,7 @@ class Supervised:
                 self._look()
 
     def _look(self) -> None:
-        """What the dead left half done, before the next life mends it."""
+        """Return the unfinished files of a dead server, before the next life mends them."""
         new = half_done(self._data_dir) - self._seen
         self._seen |= new
         self.toll.kills += 1
@@ -165,7 +165,7 @@ def supervised(
 
 
 def half_done(data_dir: Path) -> set[tuple[str, str]]:
-    """What a death left in the middle, as (kind, name): torn records, unfinished directories, a
+    """Return the unfinished files after a death, as (kind, name): torn records, directories, a
     torn database log."""
     found: set[tuple[str, str]] = set()
     for path in [*data_dir.glob("*/*/segment-*.log"), *data_dir.glob("runs/*/state-*/results.log")]:
@@ -224,7 +224,7 @@ def files_of(data_dir: Path) -> dict[str, str]:
 def run_loop(
     base_url: str, client: str, model: str, steps: int, seconds: float = 400
 ) -> dict[str, Any]:
-    """What the loop was given, with `client` (the name of a package) against a server."""
+    """Return the results of the loop, with `client` (the name of a package) against a server."""
     done = subprocess.run(
         [sys.executable, str(LOOP), base_url, client, model, str(steps)],
         env=os.environ,

@@ -1,4 +1,4 @@
-"""What several tests need: a server on a socket, and the whole training loop written once for any
+"""Helpers of several tests: a server on a socket, and the whole training loop, once for any
 client."""
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tinkex.engine.api import Engine
     from tinkex.server.database.sqlite_connection import Connection
     from tinkex.server.state import State
+    from tinkex.server.workers.fleet import Fleet
 
 MODEL = "test/small"
 T = TypeVar("T")
@@ -66,7 +67,7 @@ def let_pass(seconds: float) -> None:
 
 
 def settled(value: Callable[[], T], looks: int = 25) -> T:
-    """What a value comes to rest at; a failure when it goes on changing.
+    """Return the value once it stops changing; fail if it never does.
 
     Many looks, a hundredth of a second apart: what is already under way when it is stopped may
     still arrive, and a machine that stands still for a moment makes one look late, not all of them.
@@ -103,7 +104,7 @@ async def hold_the_door(listener: Any) -> None:
 
 @contextmanager
 def serving(
-    engine: Engine | Mapping[str, Engine], data_dir: Path, port: int = 0, **options: Any
+    engine: Engine | Mapping[str, Engine] | Fleet, data_dir: Path, port: int = 0, **options: Any
 ) -> Iterator[str]:
     """A real server on a loopback port, a free one by default, in a thread of its own."""
     import uvicorn
@@ -240,7 +241,7 @@ def custom_loss(client: Any, types: Any, data: list[Any]) -> None:
 
 
 def logprobs_by_peft(model_dir: Path, adapter: Path, data: list[Any]) -> list[Any]:
-    """What transformers and peft make of an adapter's files, unchanged."""
+    """Load an adapter's unchanged files with transformers and peft."""
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -268,7 +269,7 @@ def assert_peft_agrees(client: Any, types: Any, model_dir: Path, adapter: Path) 
 
 @dataclass(frozen=True)
 class Heard:
-    """What a server answered."""
+    """Answer of a server."""
 
     status: int
     headers: dict[str, str]

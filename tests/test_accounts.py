@@ -59,7 +59,7 @@ def ask(url: str, key: str | None) -> Heard:
 # ── keys ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_key_is_kept_as_a_hash_only(store: SqliteDatabase, tmp_path: Path) -> None:
+def test_key_is_kept_as_a_hash_only(store: SqliteDatabase, tmp_path: Path) -> None:
     number, key = create_key(store, "laptop", "ada")
     assert re.fullmatch(r"tml-[A-Za-z0-9_-]{43}", key)
     assert create_key(store, "laptop", "ada")[1] != key
@@ -76,7 +76,7 @@ def test_a_key_is_kept_as_a_hash_only(store: SqliteDatabase, tmp_path: Path) -> 
 
 
 @pytest.mark.covers("U45")
-def test_the_first_key_closes_a_running_server(serve: Serve, store: SqliteDatabase) -> None:
+def test_first_key_closes_a_running_server(serve: Serve, store: SqliteDatabase) -> None:
     url = serve()
     assert ask(url, None).status == 200
     _, key = create_key(store, "first")
@@ -93,7 +93,7 @@ def test_the_first_key_closes_a_running_server(serve: Serve, store: SqliteDataba
     assert ask(url, second).status == 200  # at once
 
 
-def test_a_revoked_key_no_longer_opens_anything_and_the_last_one_does_not_open_the_server(
+def test_revoked_key_is_refused_and_revoking_the_last_keeps_the_server_closed(
     serve: Serve, store: SqliteDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(accounts, "TRUSTED_SECONDS", 0.0)
@@ -110,7 +110,7 @@ def test_a_revoked_key_no_longer_opens_anything_and_the_last_one_does_not_open_t
     assert has_keys(store)
 
 
-def test_the_key_of_the_environment_stands_beside_those_on_record(
+def test_key_of_the_environment_is_accepted_with_keys_on_record(
     serve: Serve, store: SqliteDatabase
 ) -> None:
     _, key = create_key(store, "other", "ada")
@@ -126,14 +126,14 @@ def test_the_key_of_the_environment_stands_beside_those_on_record(
     assert store.keys.all()[0].revoked is not None
 
 
-def test_an_open_server_names_no_key(serve: Serve) -> None:
+def test_open_server_names_no_key(serve: Serve) -> None:
     wire = Wire(serve())
     me = wire.get("auth/apikey/me")
     assert (me["key_id"], me["name"]) == (0, "open")
     assert wire.send("auth/apikey/me", method="DELETE").status == 400
 
 
-def test_a_program_with_its_own_backend_needs_no_key(tmp_path: Path, store: SqliteDatabase) -> None:
+def test_program_with_its_own_backend_needs_no_key(tmp_path: Path, store: SqliteDatabase) -> None:
     create_key(store, "for others")
     backend = tinkex.LocalBackend(engine=FakeEngine(), data_dir=tmp_path)
     with backend, tinkex.ServiceClient(base_url=backend.base_url) as service:
@@ -163,7 +163,7 @@ MARK = 'Bearer error="invalid_token"'
 
 
 @pytest.mark.covers("U45")
-def test_a_token_stands_for_its_key(
+def test_token_stands_for_its_key(
     serve: Serve, store: SqliteDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(accounts, "TRUSTED_SECONDS", 0.0)
@@ -274,7 +274,7 @@ def test_official_client_survives_key_rotation(
         assert client.communicate("\n", timeout=60)[0] == "refused\n"
 
 
-def test_the_secret_is_the_owners_alone_and_stays(tmp_path: Path, store: SqliteDatabase) -> None:
+def test_secret_is_the_owners_alone_and_stays(tmp_path: Path, store: SqliteDatabase) -> None:
     first, again = Accounts(store, "tml-x"), Accounts(store, "tml-x")
     assert first.sign("a") == again.sign("a")
     # a new key ends the tokens of the old one
@@ -434,7 +434,7 @@ NAMING = [op for op in OPERATIONS if op.owned_by is not protocol.OPEN]
 """Operations that name an object with an owner; what lists show is tested below."""
 
 
-def test_owners_cannot_touch_each_others_objects(two: tuple[Keyed, Keyed]) -> None:
+def test_owners_cannot_touch_objects_of_other_owners(two: tuple[Keyed, Keyed]) -> None:
     ada, bob = two
     own, its = things(bob), things(ada)
     seen = 0
@@ -472,7 +472,7 @@ def _path(op: Operation, its: dict[str, str]) -> str:
     return op.path.format(**parts, kind="weights", name="a")
 
 
-def test_the_checkpoints_of_another_are_not_there(two: tuple[Keyed, Keyed]) -> None:
+def test_checkpoints_of_another_owner_are_not_found(two: tuple[Keyed, Keyed]) -> None:
     ada, bob = two
     own, its = things(bob), things(ada)
     # the two cannot be told apart
@@ -516,7 +516,7 @@ def test_published_checkpoints_can_be_used_by_others(
     assert bob.send("asample", sample_json(sampler, 1)).status == 410
 
 
-def test_a_sample_without_a_session_has_an_owner_too(two: tuple[Keyed, Keyed]) -> None:
+def test_sample_without_a_session_has_an_owner_too(two: tuple[Keyed, Keyed]) -> None:
     ada, bob = two
     request = ada.post("asample", sample_json("", sampling_session_id=None, base_model="fake"))[
         "request_id"
@@ -526,7 +526,7 @@ def test_a_sample_without_a_session_has_an_owner_too(two: tuple[Keyed, Keyed]) -
     assert "error" not in ada.result(request)
 
 
-def test_the_numbers_of_anothers_run_cannot_be_spent(two: tuple[Keyed, Keyed]) -> None:
+def test_numbers_of_anothers_run_cannot_be_spent(two: tuple[Keyed, Keyed]) -> None:
     ada, bob = two
     model = ada.model()
     broken = {"model_id": model, "seq_id": 1, "adam_params": "nonsense"}
@@ -534,7 +534,7 @@ def test_the_numbers_of_anothers_run_cannot_be_spent(two: tuple[Keyed, Keyed]) -
     assert "metrics" in ada.run("optim_step", step_json(model, 1))
 
 
-def test_lists_hold_ones_own_things_only(two: tuple[Keyed, Keyed]) -> None:
+def test_lists_hold_only_own_objects(two: tuple[Keyed, Keyed]) -> None:
     ada, bob = two
     its = things(ada)
     assert bob.get("sessions")["sessions"] == []
@@ -559,7 +559,7 @@ def test_created_objects_carry_their_owner(two: tuple[Keyed, Keyed], store: Sqli
         }, table
 
 
-def test_an_open_server_listens_to_this_machine_only(serve: Serve) -> None:
+def test_open_server_listens_to_this_machine_only(serve: Serve) -> None:
     url = serve()
     for header in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}):
         connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=10)
@@ -568,7 +568,7 @@ def test_an_open_server_listens_to_this_machine_only(serve: Serve) -> None:
             assert connection.getresponse().status == 403
 
 
-def test_an_access_token_of_the_owner_opens_a_checkpoint_to_others(
+def test_access_token_of_the_owner_opens_a_checkpoint_to_others(
     two: tuple[Keyed, Keyed],
 ) -> None:
     ada, bob = two

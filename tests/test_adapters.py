@@ -99,7 +99,7 @@ def policy(datum: Datum, logprobs: Any, advantage: float, loss: str = "advantage
 
 
 @pytest.mark.covers("4.1/5")
-def test_a_loop_trains(platform: TrainingPlatform[Any]) -> None:
+def test_loop_trains(platform: TrainingPlatform[Any]) -> None:
     assert isinstance(platform, TrainingPlatform)
     session = platform.create_session(FRESH)
     output = platform.forward_backward(session, DATA, "cross_entropy")
@@ -115,7 +115,7 @@ def test_a_loop_trains(platform: TrainingPlatform[Any]) -> None:
     assert [total, *losses] == sorted([total, *losses], reverse=True)
 
 
-def test_the_same_calls_give_the_same_losses(platform: TrainingPlatform[Any]) -> None:
+def test_same_calls_give_the_same_losses(platform: TrainingPlatform[Any]) -> None:
     first, second = (train(platform, platform.create_session(FRESH), 3) for _ in range(2))
     assert first == second
 
@@ -130,7 +130,7 @@ def test_gradients_of_passes_add_up_until_a_step(platform: TrainingPlatform[Any]
     assert loss_of(platform, whole) == pytest.approx(loss_of(platform, parts), rel=1e-4)
 
 
-def test_a_step_without_a_gradient_changes_nothing(platform: TrainingPlatform[Any]) -> None:
+def test_step_without_a_gradient_has_no_effect(platform: TrainingPlatform[Any]) -> None:
     session, other = (platform.create_session(FRESH) for _ in range(2))
     for each in (session, other):
         train(platform, each, 2)
@@ -174,7 +174,7 @@ def test_policies_follow_their_advantages(
     assert change * advantage > 0.01
 
 
-def test_a_ratio_beyond_its_bound_pulls_no_more(platform: TrainingPlatform[Any]) -> None:
+def test_ratio_beyond_its_bound_has_no_gradient(platform: TrainingPlatform[Any]) -> None:
     session = platform.create_session(FRESH)
     found = logprobs_of(platform, session)
     data = [policy(datum, logprobs - 0.5, 1.0) for datum, logprobs in zip(DATA, found, strict=True)]
@@ -202,7 +202,7 @@ def test_a_ratio_beyond_its_bound_pulls_no_more(platform: TrainingPlatform[Any])
 
 
 @pytest.mark.covers("4.1/5")
-def test_a_checkpoint_is_where_another_session_starts(platform: TrainingPlatform[Any]) -> None:
+def test_session_can_start_from_checkpoint_of_another(platform: TrainingPlatform[Any]) -> None:
     session = platform.create_session(FRESH)
     fresh = train(platform, session, 3)[0]
     path = platform.save_checkpoint(session, "kept")
@@ -265,7 +265,7 @@ def test_samples_of_a_seed_are_always_the_same(platform: TrainingPlatform[Any]) 
 
 
 @pytest.mark.parametrize("loss_fn", ["surprise", ""])
-def test_a_loss_that_there_is_not_is_refused(platform: TrainingPlatform[Any], loss_fn: str) -> None:
+def test_unknown_loss_is_refused(platform: TrainingPlatform[Any], loss_fn: str) -> None:
     session = platform.create_session(FRESH)
     with pytest.raises(ValueError, match="there is no loss"):
         platform.forward_backward(session, DATA, loss_fn)
@@ -308,7 +308,7 @@ def test_data_at_fault_are_refused_and_leave_no_gradient(
     assert stepped.metrics["grad_norm:mean"] == 0
 
 
-def test_a_setting_that_a_loss_has_not_is_refused(platform: TrainingPlatform[Any]) -> None:
+def test_setting_that_a_loss_has_not_is_refused(platform: TrainingPlatform[Any]) -> None:
     session = platform.create_session(FRESH)
     with pytest.raises((ValueError, TinkerError), match="surprise"):
         platform.forward_backward(session, DATA, "cross_entropy", {"surprise": 1.0})
@@ -317,7 +317,7 @@ def test_a_setting_that_a_loss_has_not_is_refused(platform: TrainingPlatform[Any
 # ── what a session is made of ─────────────────────────────────────────────────────────────────────
 
 
-def test_a_session_has_a_shape_or_a_checkpoint() -> None:
+def test_session_has_a_shape_or_a_checkpoint() -> None:
     with pytest.raises(ValueError, match="not both"):
         SessionConfig(base_model=MODEL, lora=LORA, checkpoint="x")
     assert SessionConfig(base_model=MODEL).shape == LoraConfig(rank=32)
@@ -325,7 +325,7 @@ def test_a_session_has_a_shape_or_a_checkpoint() -> None:
 
 
 @pytest.mark.covers("4.1/5")
-def test_the_types_of_all_platforms_fit_the_protocol(
+def test_types_of_all_platforms_fit_the_protocol(
     ours: TinkexPlatform, theirs: PeftPlatform
 ) -> None:
     kept: list[TrainingPlatform[Any]] = [ours, theirs, MemoryPlatform()]
@@ -404,7 +404,7 @@ def test_peft_takes_plain_names_only(theirs: PeftPlatform, name: str) -> None:
 
 
 def _directory(data_dir: Path, path: str) -> Path:
-    """Where our server keeps a checkpoint."""
+    """Return the directory of a checkpoint on our server."""
     _, _, run, kind, name = path.split("/")
     return data_dir / "checkpoints" / run.replace(":", "_") / kind / name
 

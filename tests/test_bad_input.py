@@ -151,7 +151,7 @@ PASSES: dict[str, tuple[Callable[[], list[types.Datum]], str, dict[str, Any], li
 
 
 @pytest.mark.parametrize("name", PASSES)
-def test_a_bad_pass_is_explained_and_changes_nothing(
+def test_bad_pass_is_explained_and_has_no_effect(
     pair: tuple[TrainingClient, TrainingClient], name: str
 ) -> None:
     clean, tried = pair
@@ -179,7 +179,7 @@ def test_a_bad_pass_is_explained_and_changes_nothing(
     ],
     ids=lambda value: repr(value)[:60],
 )
-def test_a_bad_step_is_explained_and_keeps_the_gradient(
+def test_bad_step_is_explained_and_keeps_the_gradient(
     pair: tuple[TrainingClient, TrainingClient], params: Any, words: str
 ) -> None:
     clean, tried = pair
@@ -192,7 +192,7 @@ def test_a_bad_step_is_explained_and_keeps_the_gradient(
     assert one_step(tried) == one_step(clean)
 
 
-def test_bad_checkpoints_change_nothing(
+def test_bad_checkpoints_have_no_effect(
     pair: tuple[TrainingClient, TrainingClient], service: ServiceClient
 ) -> None:
     clean, tried = pair
@@ -214,7 +214,7 @@ def test_bad_checkpoints_change_nothing(
     assert one_step(tried) == one_step(clean)
 
 
-def test_a_wrong_model_name_lists_the_ones_there_are(service: ServiceClient) -> None:
+def test_wrong_model_name_lists_the_known_models(service: ServiceClient) -> None:
     with pytest.raises(tinkex.BadRequestError, match=f"'test/smal'.*{MODEL}"):
         service.create_lora_training_client("test/smal").result()
     with pytest.raises(tinkex.BadRequestError, match=f"'test/smal'.*{MODEL}"):
@@ -222,7 +222,7 @@ def test_a_wrong_model_name_lists_the_ones_there_are(service: ServiceClient) -> 
 
 
 @pytest.mark.parametrize("rank", [0, -1])
-def test_a_rank_must_be_positive(service: ServiceClient, rank: int) -> None:
+def test_rank_must_be_positive(service: ServiceClient, rank: int) -> None:
     with pytest.raises(tinkex.RequestFailedError, match="rank"):
         service.create_lora_training_client(MODEL, rank=rank).result()
 
@@ -261,7 +261,7 @@ SAMPLES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_a_bad_sample_is_explained(service: ServiceClient, name: str) -> None:
+def test_bad_sample_is_explained(service: ServiceClient, name: str) -> None:
     changes, words = SAMPLES[name]
     sampler = service.create_sampling_client(base_model=MODEL).result()
     good: dict[str, Any] = {
@@ -281,7 +281,7 @@ def test_a_bad_sample_is_explained(service: ServiceClient, name: str) -> None:
     assert [s.logprobs for s in after.sequences] == [s.logprobs for s in before.sequences]
 
 
-def test_malformed_messages_and_unknown_requests_change_nothing(
+def test_malformed_messages_and_unknown_requests_have_no_effect(
     pair: tuple[TrainingClient, TrainingClient], server_url: str
 ) -> None:
     clean, tried = pair

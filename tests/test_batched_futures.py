@@ -22,9 +22,10 @@ from support import Wire, pass_json, sample_json, serving, step_json, wait_until
 from tinkex.engine.api import EngineError, SampleJob
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.app import create_app
-from tinkex.server.routes import future_calls, server_info
+from tinkex.server.routes import future_calls, server_pages
 from tinkex.server.routes.handler_table import HANDLERS
-from tinkex.server.runs.promises import KEEP_READ, Log, Promises
+from tinkex.server.runs.promises import KEEP_READ, Promises
+from tinkex.server.runs.result_log import Log
 from tinkex.server.server_limits import Limits
 from tinkex.server.state import State
 from tinkex.server.workers.worker import Worker
@@ -35,7 +36,7 @@ from tinkex.types.sampling import SampleRequest, SamplingParams
 from tinkex.wire import codec
 
 CLONE = 1_000_000_000
-HANDLERS_CONFIG = server_info.client_config
+HANDLERS_CONFIG = server_pages.client_config
 
 
 @pytest.fixture
@@ -151,7 +152,7 @@ def test_poll_lists_finished_samples_in_order_once(wire: Wire) -> None:
     assert drain(wire, sampler, 1, 5) == ([late], 6)
 
 
-def test_the_first_number_is_one_and_an_answer_is_repeated_until_it_is_acknowledged(
+def test_numbering_starts_at_one_and_answers_repeat_until_acknowledged(
     wire: Wire,
 ) -> None:
     sampler = sampler_of(wire)
@@ -167,7 +168,7 @@ def test_the_first_number_is_one_and_an_answer_is_repeated_until_it_is_acknowled
     )
 
 
-def test_a_poll_is_held_until_something_ends(serve: Callable[..., Wire]) -> None:
+def test_poll_is_held_until_something_ends(serve: Callable[..., Wire]) -> None:
     gate = Gate("sample_start")
     # longer than a request may take here
     wire = serve(FakeEngine(fail=gate), Limits(poll_seconds=60))
@@ -177,7 +178,7 @@ def test_a_poll_is_held_until_something_ends(serve: Callable[..., Wire]) -> None
     assert ids_of(wire.post("retrieve_futures", asked(sampler))) == [request_id]
 
 
-def test_a_poll_with_nothing_to_say_ends_in_time_with_the_same_cursor(
+def test_poll_without_results_ends_in_time_with_the_same_cursor(
     serve: Callable[..., Wire],
 ) -> None:
     wire = serve(limits=Limits(poll_seconds=0.3))
@@ -235,7 +236,7 @@ def test_unknown_samplers_and_unknown_cursors_are_refused(wire: Wire) -> None:
     assert wire.send("retrieve_futures", {"target": {"type": "other"}}).status == 400
 
 
-def test_a_cursor_of_an_earlier_life_hides_nothing(
+def test_cursor_of_an_earlier_process_hides_no_result(
     serve: Callable[..., Wire], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a restart as many samples may have ended again as the client had acknowledged: they are
@@ -262,7 +263,7 @@ def test_new_log_leaves_out_results_already_read(wire: Wire) -> None:
     assert drain(wire, sampler, 1)[0] == [unread]
 
 
-def test_the_end_of_a_session_ends_its_polls(serve: Callable[..., Wire]) -> None:
+def test_end_of_a_session_ends_its_polls(serve: Callable[..., Wire]) -> None:
     wire = serve(limits=Limits(poll_seconds=60))  # longer than a request may take here
     session = wire.session()
     sampler = sampler_of(wire, session)
@@ -317,7 +318,7 @@ def test_results_that_came_along_are_kept_until_they_are_acknowledged(wire: Wire
     )
 
 
-def test_batch_takes_what_fits_and_leaves_the_rest(wire: Wire) -> None:
+def test_batch_takes_the_events_that_fit(wire: Wire) -> None:
     sampler = sampler_of(wire)
     sent = [wire.post("asample", sample_json(sampler, number))["request_id"] for number in range(5)]
     wire.result(wire.post("asample", sample_json(sampler, 99))["request_id"])
@@ -336,7 +337,7 @@ def test_batch_takes_what_fits_and_leaves_the_rest(wire: Wire) -> None:
     assert rounds == 3
 
 
-def test_a_result_that_is_too_large_comes_alone_or_is_only_named(wire: Wire) -> None:
+def test_result_that_is_too_large_comes_alone_or_is_only_named(wire: Wire) -> None:
     sampler = sampler_of(wire)
     for number in range(2):
         wire.post("asample", sample_json(sampler, number))
@@ -451,7 +452,7 @@ def inside(
 
 
 def sizes(state: Any, engine: FakeEngine) -> dict[str, int]:
-    """How many things the parts of a server hold."""
+    """Return the number of objects in each part of a server."""
     (worker,), promises = state.workers, state.promises
     return {
         "promises": len(promises),
@@ -465,7 +466,7 @@ def sizes(state: Any, engine: FakeEngine) -> dict[str, int]:
     }
 
 
-def test_two_thousand_samples_leave_nothing_behind(
+def test_two_thousand_samples_leave_no_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = FakeEngine()
@@ -570,7 +571,7 @@ def test_logs_end_with_their_sessions_and_results_with_their_time(
     asyncio.run(run())
 
 
-def test_a_result_that_expires_leaves_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_result_that_expires_leaves_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         clock = Clock()
         monkeypatch.setattr("tinkex.server.runs.promises.time.monotonic", lambda: clock.now)
@@ -613,7 +614,7 @@ def test_results_that_a_client_reports_as_fetched_are_freed(
 
 
 @pytest.mark.covers("U44")
-def test_a_poll_with_timeout_0_is_answered_at_once(wire: Wire) -> None:
+def test_poll_with_timeout_0_is_answered_at_once(wire: Wire) -> None:
     sampler = sampler_of(wire)
     began = time.monotonic()
     assert wire.post("retrieve_futures", asked(sampler, timeout=0.0)) == {
@@ -668,7 +669,7 @@ def test_results_that_are_never_reported_are_freed_in_the_end(
 # ── cancelling ────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_running_sample_can_be_cancelled(serve: Callable[..., Wire]) -> None:
+def test_running_sample_can_be_cancelled(serve: Callable[..., Wire]) -> None:
     engine = FakeEngine(step_delay=0.01)
     wire = serve(engine)
     sampler = sampler_of(wire)
@@ -686,7 +687,7 @@ def test_a_running_sample_can_be_cancelled(serve: Callable[..., Wire]) -> None:
     assert not engine.sampling()
 
 
-def test_a_queued_sample_can_be_cancelled_and_never_starts(serve: Callable[..., Wire]) -> None:
+def test_queued_sample_can_be_cancelled_and_never_starts(serve: Callable[..., Wire]) -> None:
     gate = Gate("optim_step")
     wire = serve(FakeEngine(fail=gate))
     session = wire.session()
@@ -706,7 +707,7 @@ def test_a_queued_sample_can_be_cancelled_and_never_starts(serve: Callable[..., 
     assert [subject for method, subject in gate.calls if method == "sample_start"] == [second]
 
 
-def test_cancelling_ended_or_unknown_futures_does_nothing(wire: Wire) -> None:
+def test_cancelling_ended_or_unknown_futures_has_no_effect(wire: Wire) -> None:
     sampler = sampler_of(wire)
     request_id = wire.post("asample", sample_json(sampler, 0))["request_id"]
     result = wire.result(request_id)
@@ -715,7 +716,7 @@ def test_cancelling_ended_or_unknown_futures_does_nothing(wire: Wire) -> None:
     assert wire.post("cancel_future", {"request_id": "nobody:sample:0:1"}) == {}
 
 
-def test_a_place_in_the_order_of_a_run_cannot_be_cancelled(wire: Wire) -> None:
+def test_place_in_the_order_of_a_run_cannot_be_cancelled(wire: Wire) -> None:
     model = wire.model()
     second = wire.post("optim_step", step_json(model, 2))["request_id"]
     assert wire.post("cancel_future", {"request_id": second}) == {}
@@ -820,7 +821,7 @@ def test_unload_runs_after_earlier_calls(serve: Callable[..., Wire]) -> None:
     assert wire.post("get_info", {"model_id": model})["lora_rank"] == 4
 
 
-def test_a_chunk_that_comes_late_is_carried_out_before_the_run_is_unloaded(wire: Wire) -> None:
+def test_chunk_that_comes_late_is_carried_out_before_the_run_is_unloaded(wire: Wire) -> None:
     model = wire.model()
     second = wire.post("optim_step", step_json(model, 2))["request_id"]
     unload = wire.post("unload_model", {"model_id": model})["request_id"]
@@ -830,7 +831,7 @@ def test_a_chunk_that_comes_late_is_carried_out_before_the_run_is_unloaded(wire:
     assert wire.result(unload)["model_id"] == model
 
 
-def test_a_number_that_never_comes_does_not_keep_a_run_loaded(serve: Callable[..., Wire]) -> None:
+def test_number_that_never_comes_does_not_keep_a_run_loaded(serve: Callable[..., Wire]) -> None:
     engine = FakeEngine()
     wire = serve(engine, Limits(gap_seconds=0.3))
     model = wire.model()
@@ -842,7 +843,7 @@ def test_a_number_that_never_comes_does_not_keep_a_run_loaded(serve: Callable[..
     assert wire.send("optim_step", step_json(model, 4)).status == 410
 
 
-def test_a_run_of_an_earlier_life_counts_as_unloaded(tmp_path: Path) -> None:
+def test_run_of_an_earlier_life_counts_as_unloaded(tmp_path: Path) -> None:
     with serving(FakeEngine(), tmp_path) as url:
         model = Wire(url).model()
     with serving(FakeEngine(), tmp_path) as url:
@@ -856,7 +857,7 @@ def test_a_run_of_an_earlier_life_counts_as_unloaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("accept", [codec.PROTOBUF, codec.JSON])
-def test_a_large_result_is_announced_to_who_can_be_told(
+def test_large_result_is_announced_to_clients_that_support_it(
     serve: Callable[..., Wire], accept: str
 ) -> None:
     wire = serve(limits=Limits(announced_bytes=400))
@@ -889,7 +890,7 @@ def test_a_large_result_is_announced_to_who_can_be_told(
     )
 
 
-def test_an_announced_result_is_encoded_once(
+def test_announced_result_is_encoded_once(
     serve: Callable[..., Wire], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times = list[float]()
@@ -961,7 +962,7 @@ print("done with", tinker.__version__)
 
 @pytest.mark.slow  # it does so only when a server asks it to, and ours does not
 @pytest.mark.covers("U44")
-def test_the_official_client_can_poll_in_batches_and_join_and_cancel(
+def test_official_client_can_poll_in_batches_and_join_and_cancel(
     serve: Callable[..., Wire], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def client_config(state: Any, call: Any) -> Any:

@@ -38,7 +38,7 @@ PARAMS = SamplingParams(max_tokens=3, seed=1)
 
 @pytest.fixture
 def paths() -> Iterator[Counter[str]]:
-    """How often each endpoint was asked."""
+    """Count the requests for each endpoint."""
     count: Counter[str] = Counter()
 
     def note(name: str, measurements: Any, metadata: Mapping[str, Any]) -> None:
@@ -78,7 +78,7 @@ def values(futures: list[Future[SampleResponse]]) -> list[Any]:
 
 
 def left_behind(sampler: SamplingClient) -> dict[str, int]:
-    """What a client's poller still holds."""
+    """Return the objects that a client's poller still holds."""
     poller = sampler._poller
     assert poller is not None
     held = {
@@ -147,7 +147,7 @@ def test_results_too_large_to_come_along_are_fetched_by_themselves(
         assert len(set(map(str, values(futures)))) == 5
 
 
-def test_failures_come_along_too(fake_url: Callable[..., str], paths: Counter[str]) -> None:
+def test_failures_are_part_of_the_batch(fake_url: Callable[..., str], paths: Counter[str]) -> None:
     with ServiceClient(base_url=fake_url(FakeEngine())) as service:
         sampler = service.create_sampling_client(base_model="fake").result()
         with pytest.raises(tinkex.RequestFailedError, match=r"65 tokens do not fit") as caught:
@@ -180,7 +180,7 @@ def test_polling_stops_with_the_last_waiter(
         wait_until(lambda: left_behind(sampler) == {})
 
 
-def test_cancelled_samples_leave_nothing_behind_while_others_go_on(
+def test_cancelled_samples_are_cleaned_up_while_others_run(
     fake_url: Callable[..., str],
 ) -> None:
     """Those that were cancelled end on the server as well, and are told of, with nobody to take
@@ -305,7 +305,7 @@ def test_failed_batch_poll_falls_back_to_single_polls(faulty: FaultyServer, faul
 @pytest.mark.parametrize(
     ("status", "again"), [(404, False), (405, False), (501, False), (500, True), (410, True)]
 )
-def test_a_server_without_the_endpoint_is_never_asked_again(
+def test_server_without_the_endpoint_gets_no_second_request(
     faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch, status: int, again: bool
 ) -> None:
     monkeypatch.setattr(batch_polling, "REST_SECONDS", 0.0)
@@ -403,7 +403,7 @@ def test_abandoned_results_are_dropped_during_submissions(
 
 
 @pytest.mark.parametrize("silent", ["restarted", "repeating"])
-def test_a_server_that_does_not_hold_its_polls_is_not_asked_in_a_hot_loop(
+def test_server_that_does_not_hold_its_polls_is_not_asked_in_a_hot_loop(
     faulty: FaultyServer, silent: str
 ) -> None:
     samples = Samples(faulty)
@@ -422,7 +422,7 @@ def test_a_server_that_does_not_hold_its_polls_is_not_asked_in_a_hot_loop(
 
 
 @pytest.mark.covers("W21")
-def test_the_last_one_to_give_up_hangs_up(faulty: FaultyServer) -> None:
+def test_last_cancelled_sample_ends_the_poll(faulty: FaultyServer) -> None:
     Samples(faulty)
     faulty.script("retrieve_futures", Answer(body={"completions": [], "cursor": 0}, delay=60))
     with ServiceClient(base_url=faulty.base_url, api_key="tml-x") as service:
@@ -437,7 +437,7 @@ def test_the_last_one_to_give_up_hangs_up(faulty: FaultyServer) -> None:
 
 
 @pytest.mark.parametrize("answer", ["the result", "gone"])
-def test_a_poll_that_never_speaks_of_a_sample_does_not_lose_it(
+def test_poll_that_never_speaks_of_a_sample_does_not_lose_it(
     faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch, answer: str
 ) -> None:
     """A server that was restarted before the first cursor cannot be told from one that has nothing
@@ -457,7 +457,7 @@ def test_a_poll_that_never_speaks_of_a_sample_does_not_lose_it(
         assert left_behind(sampler) == {}
 
 
-def test_few_are_asked_for_by_themselves_while_the_poll_is_right(
+def test_few_samples_are_fetched_singly_while_the_poll_agrees(
     faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Samples that take long cost a few requests more, not two each."""
@@ -535,7 +535,7 @@ def acks(samples: Samples) -> list[tuple[int, list[str]]]:
 @pytest.mark.parametrize(
     ("form", "reported"), [(official, ["q0"]), (Samples, [])], ids=["official", "inline"]
 )
-def test_results_are_acknowledged_once_when_nothing_is_waited_for(
+def test_results_are_acknowledged_once_without_a_waiter(
     faulty: FaultyServer, form: Callable[[FaultyServer], Samples], reported: list[str]
 ) -> None:
     samples = form(faulty)
@@ -636,8 +636,9 @@ class Memory:
             return self.json({"request_id": f"q{self.submitted - 1}"})
         if name == "retrieve_futures":
             await self.goes.wait()
-            cursor = json.loads(request.data or b"")["prev_cursor"]
-            while cursor >= self.submitted:  # noqa: ASYNC110
+            asked = json.loads(request.data or b"")
+            cursor, is_last = asked["prev_cursor"], asked.get("timeout") == 0
+            while cursor >= self.submitted and not is_last:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
             self.polls += 1
             upto = min(cursor + self.per_poll, self.submitted)
@@ -716,7 +717,7 @@ async def _set(event: asyncio.Event) -> None:
 
 
 @pytest.mark.parametrize("count", [2000, pytest.param(5000, marks=pytest.mark.slow)])
-def test_thousands_of_samples_leave_nothing_behind(
+def test_thousands_of_samples_leave_no_state(
     memory: Callable[[int], tuple[Memory, SamplingClient]], count: int
 ) -> None:
     exchange, sampler = memory(500)

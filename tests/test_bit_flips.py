@@ -97,7 +97,7 @@ class Questions:
                 self.answers[f"{owner.name}: {path}"] = found
 
     async def _story(self, owner: Owner, session: str) -> None:
-        """What was acknowledged, the same again, and what goes on from there."""
+        """Repeat the acknowledged requests, then continue from there."""
         steps = story(owner.name)
         for number, request_id in owner.taken.items():
             # a sample that was read is not kept for ever

@@ -18,7 +18,7 @@ import pytest
 
 from support import Wire, pass_json, serving, step_json
 from tinkex.engine.fake import FakeEngine
-from tinkex.server.access import bodies
+from tinkex.server import middleware
 from tinkex.server.calls import Call
 from tinkex.server.runs import journal
 from tinkex.server.server_limits import Limits
@@ -64,7 +64,7 @@ def where(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 @pytest.mark.parametrize(
     "operation", ["optim_step", "session_heartbeat", "create_session", "retrieve_future"]
 )
-def test_a_small_body_that_opens_to_a_gigabyte_is_refused_off_the_loop(
+def test_small_body_that_opens_to_a_gigabyte_is_refused_off_the_loop(
     tmp_path: Path, where: list[tuple[str, int]], operation: str
 ) -> None:
     with serving(FakeEngine(), tmp_path) as url:
@@ -78,11 +78,11 @@ def test_a_small_body_that_opens_to_a_gigabyte_is_refused_off_the_loop(
         assert time.monotonic() - began < 5
         assert heard.status == 413
         assert f"of {operation}" in heard.json["detail"]
-        assert [limit for _, limit in where] == [bodies.CONTROL_BYTES]
+        assert [limit for _, limit in where] == [middleware.CONTROL_BYTES]
         assert all(thread != "loop" for thread, _ in where)
 
 
-def test_a_body_in_json_is_limited_even_where_data_come(
+def test_json_body_is_limited_on_routes_with_data(
     tmp_path: Path, where: list[tuple[str, int]]
 ) -> None:
     with serving(FakeEngine(), tmp_path) as url:
@@ -94,7 +94,7 @@ def test_a_body_in_json_is_limited_even_where_data_come(
         assert all(thread != "loop" for thread, _ in where)
 
 
-def test_others_are_answered_while_a_body_is_expanded(
+def test_requests_are_answered_while_a_body_is_expanded(
     tmp_path: Path, where: list[tuple[str, int]]
 ) -> None:
     """The same pass with 100 MiB of spaces, several times; each of the others' requests is answered
@@ -132,7 +132,7 @@ def test_small_bodies_are_decoded_at_once(where: list[tuple[str, int]], tmp_path
         assert [thread for thread, _ in where] == ["loop"]
 
 
-def test_a_body_is_journalled_as_it_was_sent_and_carried_out_again(tmp_path: Path) -> None:
+def test_body_is_journalled_as_it_was_sent_and_carried_out_again(tmp_path: Path) -> None:
     def passed(model: str) -> bytes:
         return padded(pass_json(model, 1), 32 << 20)
 
@@ -155,7 +155,7 @@ def test_a_body_is_journalled_as_it_was_sent_and_carried_out_again(tmp_path: Pat
 
 
 @pytest.mark.parametrize("declared", [True, False])
-def test_a_frame_is_limited_whether_or_not_it_says_its_size(declared: bool) -> None:
+def test_frame_is_limited_whether_or_not_it_says_its_size(declared: bool) -> None:
     plain = b" " * (1 << 20)
     if declared:
         body = zstd.compress(plain)
@@ -168,7 +168,7 @@ def test_a_frame_is_limited_whether_or_not_it_says_its_size(declared: bool) -> N
         codec.decompress(body, "zstd", len(plain) - 1)
 
 
-def test_an_unreadable_body_is_looked_at_off_the_loop(
+def test_unreadable_body_is_looked_at_off_the_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also for the number that it uses up."""
@@ -197,7 +197,7 @@ def _is_loop() -> bool:
     return True
 
 
-def test_a_body_that_is_on_disk_is_not_kept_while_its_operation_waits(tmp_path: Path) -> None:
+def test_body_that_is_on_disk_is_not_kept_while_its_operation_waits(tmp_path: Path) -> None:
     engine, opened = FakeEngine(), threading.Event()
     with serving(engine, tmp_path) as url:
         wire = Wire(url)
@@ -217,7 +217,7 @@ def assert_opened(event: threading.Event) -> None:
     assert event.wait(20)
 
 
-def test_a_large_body_is_made_a_record_off_the_loop(
+def test_large_body_is_made_a_record_off_the_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_loop: list[tuple[bool, bool]] = []
@@ -226,9 +226,9 @@ def test_a_large_body_is_made_a_record_off_the_loop(
     def encode(entry: journal.Entry) -> bytes:
         with contextlib.suppress(RuntimeError):
             asyncio.get_running_loop()
-            on_loop.append((len(entry.body) > bodies.OFF_LOOP_BYTES, True))
+            on_loop.append((len(entry.body) > middleware.OFF_LOOP_BYTES, True))
             return original(entry)
-        on_loop.append((len(entry.body) > bodies.OFF_LOOP_BYTES, False))
+        on_loop.append((len(entry.body) > middleware.OFF_LOOP_BYTES, False))
         return original(entry)
 
     monkeypatch.setattr(journal, "encode", encode)

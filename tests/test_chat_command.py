@@ -19,8 +19,9 @@ import tinkex
 from support import MODEL
 from tinkex import LocalBackend, ServiceClient, types
 from tinkex.cli import chat as command
-from tinkex.cli.chat import Chat, CommandError
+from tinkex.cli.chat import Chat
 from tinkex.cli.main import cli
+from tinkex.cli.output import CommandError
 from tinkex.client.futures.streams import SampleStream
 from tinkex.engine.api import BaseModel
 from tinkex.engine.fake import FakeEngine
@@ -80,7 +81,8 @@ def told() -> list[str]:
 def talk(service: ServiceClient, told: list[str]) -> Chat:
     """A conversation with made-up answers of twelve tokens, which never end by themselves."""
     sampler = service.create_sampling_client(base_model=TINY).result()
-    return Chat(sampler, ChatFormat(Words()), max_tokens=12, context=512, seed=1, tell=told.append)
+    params = types.SamplingParams(max_tokens=12, temperature=0.7, seed=1)
+    return Chat(sampler, ChatFormat(Words()), params=params, context=512, tell=told.append)
 
 
 @pytest.fixture
@@ -131,7 +133,7 @@ def test_bytes_that_never_become_a_character_are_shown_in_the_end() -> None:
     assert set(shown.end()) == {"\ufffd"}
 
 
-def test_an_answer_ends_at_the_end_of_its_turn() -> None:
+def test_answer_ends_at_the_end_of_its_turn() -> None:
     chat = ChatFormat(load_tokenizer(TINY, backend="tokenizers"))
     assert chat.stop == [1, 6]
     shown = AnswerText(chat)
@@ -141,7 +143,7 @@ def test_an_answer_ends_at_the_end_of_its_turn() -> None:
 
 
 @pytest.mark.parametrize("following", ["User: And you?", "System: no"])
-def test_without_a_template_an_answer_ends_where_someone_else_speaks(following: str) -> None:
+def test_answer_without_a_template_ends_at_the_next_speaker(following: str) -> None:
     chat = plain_format()
     shown = AnswerText(chat)
     pieces = [shown.add(token) for token in chat.encode(f" Yes,\nUse it.\n\n{following}")]
@@ -161,7 +163,7 @@ def test_partial_stop_text_is_shown() -> None:
 # ── a conversation ────────────────────────────────────────────────────────────────────────────────
 
 
-def test_an_answer_is_shown_piece_by_piece_and_remembered(talk: Chat) -> None:
+def test_answer_is_shown_piece_by_piece_and_remembered(talk: Chat) -> None:
     pieces: list[str] = []
     answer = talk.ask("Hello", pieces.append)
     assert len(pieces) > 3
@@ -206,7 +208,7 @@ def test_commands_change_the_conversation(talk: Chat) -> None:
         ("/load pair", "holds no conversation"),
     ],
 )
-def test_a_command_that_cannot_be_carried_out_says_why(talk: Chat, line: str, words: str) -> None:
+def test_failed_command_reports_the_reason(talk: Chat, line: str, words: str) -> None:
     Path("empty").write_text("")
     Path("pair").write_text('{"prompt": "a", "completion": "b"}')
     with pytest.raises(CommandError, match=words):
@@ -220,7 +222,7 @@ def test_unwritable_conversation_is_reported(talk: Chat) -> None:
     assert talk.command("/save here") == "saved 1 message to here"
 
 
-def test_an_interrupt_ends_the_answer_and_keeps_the_conversation(
+def test_interrupt_ends_the_answer_and_keeps_the_conversation(
     talk: Chat, engine: FakeEngine
 ) -> None:
     steps = 0
@@ -232,7 +234,8 @@ def test_an_interrupt_ends_the_answer_and_keeps_the_conversation(
             if steps == 5:
                 os.kill(os.getpid(), signal.SIGINT)
 
-    talk.max_tokens, engine.fail = 400, interrupt
+    talk.params = talk.params.model_copy(update={"max_tokens": 400})
+    engine.fail = interrupt
     engine.step_delay = 0.02
     try:
         answer = talk.ask("Hello", lambda piece: None)
@@ -241,11 +244,12 @@ def test_an_interrupt_ends_the_answer_and_keeps_the_conversation(
     assert answer.reason == "interrupted"
     assert 3 <= answer.tokens < 20
     assert talk.messages[-1] == {"role": "assistant", "content": answer.text}
-    talk.max_tokens, engine.fail = 12, lambda method, subject: None
+    talk.params = talk.params.model_copy(update={"max_tokens": 12})
+    engine.fail = lambda method, subject: None
     assert talk.ask("Again", lambda piece: None).tokens == 12
 
 
-def test_a_failure_leaves_the_conversation_as_it_was(talk: Chat, engine: FakeEngine) -> None:
+def test_failure_leaves_the_conversation_as_it_was(talk: Chat, engine: FakeEngine) -> None:
     def fail(method: str, subject: str) -> None:
         if method == "sample_step":
             raise ValueError("broken")
@@ -256,7 +260,7 @@ def test_a_failure_leaves_the_conversation_as_it_was(talk: Chat, engine: FakeEng
     assert talk.messages == []
 
 
-def test_the_oldest_messages_make_room(talk: Chat, told: list[str]) -> None:
+def test_oldest_messages_make_room(talk: Chat, told: list[str]) -> None:
     talk.context = 300
     for number in range(6):
         assert talk.ask(f"message {number} " + "word " * 8, lambda piece: None).text
@@ -267,7 +271,7 @@ def test_the_oldest_messages_make_room(talk: Chat, told: list[str]) -> None:
 
 
 @pytest.mark.parametrize("raw", [False, True])
-def test_a_message_that_fits_in_no_case_is_refused_with_its_length(
+def test_message_that_fits_in_no_case_is_refused_with_its_length(
     talk: Chat, told: list[str], raw: bool
 ) -> None:
     talk.context, talk.raw = 40, raw
@@ -287,7 +291,7 @@ def converse(talk: Chat, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     command._converse(talk)
 
 
-def test_a_backslash_continues_a_message_and_the_end_of_input_leaves(
+def test_backslash_continues_a_message_and_the_end_of_input_leaves(
     talk: Chat, told: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     converse(talk, "one\\\ntwo\n\n/frob\n/undo\nthree\n", monkeypatch)
@@ -300,7 +304,7 @@ def test_a_backslash_continues_a_message_and_the_end_of_input_leaves(
     assert talk.messages[-1]["content"] in capsys.readouterr().out
 
 
-def test_an_error_in_an_answer_does_not_end_the_conversation(
+def test_error_in_an_answer_does_not_end_the_conversation(
     talk: Chat, told: list[str], engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failures = iter([True])
@@ -346,7 +350,7 @@ def test_changes_of_logits_reach_the_server(talk: Chat, monkeypatch: pytest.Monk
         return stream(prompt, params)
 
     monkeypatch.setattr(talk.sampler, "sample_stream", spy)
-    talk.shaping = {"min_p": 0.1, "bad_words": ["no"]}
+    talk.params = talk.params.model_copy(update={"min_p": 0.1, "bad_words": ["no"]})
     talk.ask("hello", lambda piece: None)
     assert (seen[0].min_p, seen[0].bad_words) == (0.1, ["no"])
 
@@ -380,7 +384,7 @@ def test_chat_with_a_missing_checkpoint_fails(
     assert words in str(result.exception)
 
 
-def test_a_checkpoint_of_either_kind_can_be_talked_to(
+def test_checkpoint_of_either_kind_can_be_talked_to(
     piped: Callable[..., Result], service: ServiceClient
 ) -> None:
     client = service.create_lora_training_client(TINY, rank=4).result()
@@ -393,7 +397,7 @@ def test_a_checkpoint_of_either_kind_can_be_talked_to(
         assert result.stdout.strip()
 
 
-def test_a_stream_that_is_left_does_not_disturb_later_samples(embedded_url: str) -> None:
+def test_stream_that_is_left_does_not_disturb_later_samples(embedded_url: str) -> None:
     prompt = types.ModelInput.from_ints([5, 6, 7])
     with ServiceClient(base_url=embedded_url) as client:
         sampler = client.create_sampling_client(base_model=MODEL).result()
@@ -407,7 +411,7 @@ def test_a_stream_that_is_left_does_not_disturb_later_samples(embedded_url: str)
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_the_bundled_model_answers_and_stops(tmp_path: Path) -> None:
+def test_bundled_model_answers_and_stops(tmp_path: Path) -> None:
     shown = subprocess.run(
         [
             str(Path(sys.executable).with_name("tinkex")),

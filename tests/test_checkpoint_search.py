@@ -54,7 +54,7 @@ def search(wire: Wire, **fields: Any) -> list[str]:
 
 
 @pytest.mark.covers("U39")
-def test_a_search_matches_everything_that_is_asked(wire: Wire) -> None:
+def test_search_matches_everything_that_is_asked(wire: Wire) -> None:
     one = save(wire, "one", user_metadata={"task": "add", "size": "small"})
     two = save(wire, "two", "save_weights_for_sampler", base="other", user_metadata={"task": "add"})
     three = save(wire, "three", "save_weights_external", session={"project_id": "p-1"})
@@ -100,7 +100,7 @@ def test_a_search_matches_everything_that_is_asked(wire: Wire) -> None:
     ],
     ids=str,
 )
-def test_a_search_that_makes_no_sense_is_refused(
+def test_search_that_makes_no_sense_is_refused(
     wire: Wire, fields: dict[str, Any], status: int, words: str
 ) -> None:
     heard = wire.send("checkpoints/search", fields)
@@ -112,7 +112,7 @@ def test_a_search_that_makes_no_sense_is_refused(
 
 
 @pytest.mark.covers("U39")
-def test_pages_of_checkpoints_leave_nothing_out_and_repeat_nothing(
+def test_pages_of_checkpoints_neither_omit_nor_repeat_checkpoints(
     wire: Wire, tmp_path: Path
 ) -> None:
     made = [save(wire, f"c{number}") for number in range(7)]
@@ -136,7 +136,7 @@ def test_pages_of_checkpoints_leave_nothing_out_and_repeat_nothing(
 
 
 @pytest.mark.covers("U39")
-def test_lists_say_the_base_model_and_older_servers_may_not(wire: Wire) -> None:
+def test_lists_have_the_base_model_except_on_older_servers(wire: Wire) -> None:
     path = save(wire, "one", base="other")
     run = path.removeprefix("tinker://").split("/")[0]
     (listed,) = wire.get(f"training_runs/{run}/checkpoints")["checkpoints"]

@@ -8,9 +8,9 @@ import warnings
 import pytest
 
 from tinkex import RestClient, SamplingClient, ServiceClient, TrainingClient
-from tinkex.client.class_parts import made_of
 from tinkex.client.futures.twins import twin
-from tinkex.client.http.request_names import headers_of
+from tinkex.client.http.request_headers import headers_of
+from tinkex.client.session_client import made_of
 
 
 class Part:

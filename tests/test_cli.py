@@ -26,7 +26,7 @@ import tinkex
 from support import MODEL, Keyed, Wire, listening, sample_json, wait_until
 from tinkex.cli import run
 from tinkex.cli.main import cli, main
-from tinkex.server.database.entities import LOCAL_OWNER
+from tinkex.server.database.interface import LOCAL_OWNER
 from tinkex.server.server_limits import Limits
 
 
@@ -98,13 +98,13 @@ def test_help_is_quick_and_lists_the_commands() -> None:
         assert word in shown.stdout
 
 
-def test_the_version() -> None:
+def test_version() -> None:
     shown = tool("--version")
     assert shown.returncode == 0
     assert re.fullmatch(rf"tinkex {re.escape(tinkex.__version__)}( \([0-9a-f]+\))?\n", shown.stdout)
 
 
-def test_the_package_can_be_run_as_a_module() -> None:
+def test_package_can_be_run_as_a_module() -> None:
     shown = subprocess.run(
         [sys.executable, "-m", "tinkex", "version", "--json"],
         capture_output=True,
@@ -164,7 +164,7 @@ def loaded(*words: str, **environment: str) -> set[str]:
         ),
     ],
 )
-def test_help_and_completion_import_nothing_heavy(
+def test_help_and_completion_import_no_heavy_module(
     words: tuple[str, ...], environment: dict[str, str]
 ) -> None:
     modules = loaded(*words, **environment)
@@ -197,7 +197,7 @@ def test_commands_and_options_are_completed() -> None:
 
 
 def shell(name: str, script: str, *arguments: str) -> str:
-    """What a shell prints that has our command first on its path."""
+    """Return the output of a shell with our command first on its path."""
     found = shutil.which(name)
     if found is None:
         pytest.skip(f"{name} is not installed")
@@ -310,7 +310,7 @@ def test_train_and_chat_honour_their_timeout(
     assert isinstance(result.error, tinkex.APIConnectionError)
 
 
-def test_the_help_of_serve() -> None:
+def test_help_of_serve() -> None:
     shown = tool("serve", "--help")
     assert shown.returncode == 0
     for word in (
@@ -334,7 +334,7 @@ def test_the_help_of_serve() -> None:
 @pytest.mark.parametrize(
     "arguments", [("nothing",), ("serve", "--nothing"), ("serve", "--port", "many")]
 )
-def test_wrong_usage_is_one_error(
+def test_wrong_usage_gives_one_error_line(
     arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(arguments).exit_code == 1
@@ -352,7 +352,7 @@ def stopped(process: subprocess.Popen[str], number: signal.Signals) -> None:
     assert "Traceback" not in errors
 
 
-def test_a_server_says_it_is_ready_serves_and_stops(serve: Serve, tmp_path: Path) -> None:
+def test_server_announces_readiness_serves_and_stops(serve: Serve, tmp_path: Path) -> None:
     process = serve("--device", "cpu")
     line, url = ready(process)
     assert MODEL in line
@@ -373,7 +373,7 @@ def test_a_server_says_it_is_ready_serves_and_stops(serve: Serve, tmp_path: Path
 
 
 @pytest.mark.slow  # as with a key on record, which is tried always
-def test_a_key_closes_the_server_and_a_signal_ends_it(serve: Serve) -> None:
+def test_key_closes_the_server_and_a_signal_ends_it(serve: Serve) -> None:
     process = serve("--host", "0.0.0.0", TINKEX_SERVER_API_KEY="tml-secret")
     line, url = ready(process)
     assert "secret" not in line
@@ -464,7 +464,7 @@ def test_keys_are_made_listed_and_revoked(
     assert json.loads(key("create", "x", "--json")[1])["owner"] == LOCAL_OWNER
 
 
-def test_a_key_on_record_closes_the_server_and_lets_it_listen_anywhere(
+def test_key_on_record_closes_the_server_and_lets_it_listen_anywhere(
     serve: Serve, tmp_path: Path
 ) -> None:
     key = tool("key", "create", "k", "--data-dir", str(tmp_path / "data")).stdout.strip()
@@ -487,7 +487,7 @@ def test_a_key_on_record_closes_the_server_and_lets_it_listen_anywhere(
     assert key not in errors
 
 
-def test_a_busy_port_is_one_line(serve: Serve) -> None:
+def test_busy_port_gives_one_error_line(serve: Serve) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         process = serve("--port", str(port))
@@ -540,7 +540,7 @@ def inside(
         ("some/unknown-model", "some/unknown-model"),
     ],
 )
-def test_a_wrong_model_is_one_error(
+def test_wrong_model_gives_one_error_line(
     inside: Callable[..., str], tmp_path: Path, model: str, words: str
 ) -> None:
     assert words in inside(
@@ -548,7 +548,7 @@ def test_a_wrong_model_is_one_error(
     )
 
 
-def test_a_directory_without_a_model_is_one_error(
+def test_directory_without_a_model_gives_one_error_line(
     inside: Callable[..., str], tmp_path: Path
 ) -> None:
     error = inside(
@@ -557,7 +557,7 @@ def test_a_directory_without_a_model_is_one_error(
     assert str(tmp_path) in error
 
 
-def test_a_data_directory_that_cannot_be_used_is_one_error(
+def test_unusable_data_directory_gives_one_error_line(
     inside: Callable[..., str], tmp_path: Path, model_dir: Path
 ) -> None:
     (tmp_path / "file").touch()
@@ -565,7 +565,7 @@ def test_a_data_directory_that_cannot_be_used_is_one_error(
     assert str(tmp_path / "file") in inside("serve", "--port", "0", *given)
 
 
-def test_a_gpu_that_is_not_there_is_one_error(
+def test_missing_gpu_gives_one_error_line(
     inside: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -584,7 +584,7 @@ def test_a_gpu_that_is_not_there_is_one_error(
         (False, ("--device", "cpu", "--dtype", "bfloat16"), ("cpu", torch.bfloat16)),
     ],
 )
-def test_the_engine_computes_where_the_options_say(
+def test_engine_uses_the_device_of_the_options(
     inside: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,
     has_gpu: bool,

@@ -24,8 +24,7 @@ from tinkex.cli import run
 from tinkex.cli.commands import COMMANDS
 from tinkex.cli.main import cli, main
 from tinkex.cli.options import Connection
-from tinkex.cli.outcomes import Result
-from tinkex.cli.output import size
+from tinkex.cli.output import Result, size
 from tinkex.client.settings.config import HOSTED_URL
 from tinkex.engine.api import BaseModel
 from tinkex.engine.fake import FakeEngine
@@ -35,7 +34,7 @@ MODEL = "tinkex/tiny"  # its tokenizer is bundled, so that text can be sampled w
 
 @dataclass
 class Shown:
-    """What a command printed, and how it ended."""
+    """Output and exit status of a command."""
 
     result: Result
     out: str
@@ -79,7 +78,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def here(url: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """That server, in the environment."""
+    """Put that server into the environment."""
     monkeypatch.setenv("TINKER_BASE_URL", url)
     return url
 
@@ -205,9 +204,7 @@ def test_usage_error_points_to_the_help(
 
 
 @pytest.mark.covers("1.16.1", "1.16.5")
-def test_the_format_may_stand_anywhere_in_any_case(
-    command: Command, here: str, run_id: str
-) -> None:
+def test_format_may_stand_anywhere_in_any_case(command: Command, here: str, run_id: str) -> None:
     expected = command("run", "list", "--json").json
     for words in (
         ["-f", "json", "run", "list"],
@@ -227,7 +224,7 @@ def test_switches_have_a_no_form(command: Command, here: str, run_id: str) -> No
 
 
 @pytest.mark.covers("Q-17")
-def test_the_last_of_an_option_given_twice_wins(command: Command, here: str, run_id: str) -> None:
+def test_later_value_of_a_repeated_option_wins(command: Command, here: str, run_id: str) -> None:
     shown = command("checkpoint", "list", "--limit", "1", "--limit=2", "--json", "--json")
     assert shown.json["shown"] == 2
 
@@ -247,7 +244,7 @@ def test_the_last_of_an_option_given_twice_wins(command: Command, here: str, run
         (("billing", "checkpoint-storage"), "storage"),
     ],
 )
-def test_every_command_computes_here_when_nothing_is_set(
+def test_commands_without_settings_compute_in_process(
     command: Command, words: tuple[str, ...], said: str
 ) -> None:
     shown = command(*words)
@@ -284,7 +281,7 @@ def test_commands_share_one_rule_for_the_server(
 
 
 @pytest.mark.covers("1.16.1")
-def test_the_options_win_over_the_environment(
+def test_options_win_over_the_environment(
     command: Command, faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address = faulty.base_url
@@ -297,7 +294,7 @@ def test_the_options_win_over_the_environment(
 
 
 @pytest.mark.covers("1.16.1")
-def test_a_server_that_does_not_answer_in_time_is_an_error(
+def test_server_that_does_not_answer_in_time_is_an_error(
     command: Command, faulty: FaultyServer
 ) -> None:
     faulty.script("sessions", Answer(body={"sessions": []}, delay=5))
@@ -315,7 +312,7 @@ def test_unexpected_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
         run(["version"])
 
 
-def test_a_reader_that_has_had_enough_is_no_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reader_that_stops_early_causes_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as pipe:
@@ -324,7 +321,7 @@ def test_a_reader_that_has_had_enough_is_no_error_of_ours(monkeypatch: pytest.Mo
         assert (result.exit_code, type(result.error)) == (1, BrokenPipeError)
 
 
-def test_a_program_without_streams_does_its_work_in_silence(
+def test_program_without_streams_does_its_work_in_silence(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["key", "create", "ada", "--data-dir", str(tmp_path)]).exit_code == 0
@@ -340,7 +337,7 @@ def test_a_program_without_streams_does_its_work_in_silence(
     assert (ended.value.code, *capfd.readouterr()) == (0, "", "")
 
 
-def test_a_full_disk_behind_standard_output_is_one_error(
+def test_full_disk_behind_standard_output_gives_one_error_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Full(io.StringIO):
@@ -353,7 +350,7 @@ def test_a_full_disk_behind_standard_output_is_one_error(
 
 
 @pytest.mark.covers("1.16.1")
-def test_an_interrupted_command_ends_with_130(command: Command, faulty: FaultyServer) -> None:
+def test_interrupted_command_ends_with_130(command: Command, faulty: FaultyServer) -> None:
     def interrupt(_: Seen) -> Answer:
         os.kill(os.getpid(), signal.SIGINT)
         return Answer(body={"sessions": []}, delay=5)
@@ -368,7 +365,7 @@ def test_an_interrupted_command_ends_with_130(command: Command, faulty: FaultySe
 
 
 @pytest.mark.covers("1.16.2", "1.16.5")
-def test_the_version_and_its_commit(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_version_and_its_commit(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tinkex.cli.versions.commit", lambda: "abc1234")
     assert (
         command("version").out
@@ -382,7 +379,7 @@ def test_the_version_and_its_commit(command: Command, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.covers("1.16.2")
-def test_the_packages_it_works_with_are_listed(command: Command) -> None:
+def test_packages_it_works_with_are_listed(command: Command) -> None:
     found = command("version", "--deps", "--json").json["dependencies"]
     assert found["click"]
     assert "ruff" not in found
@@ -463,7 +460,7 @@ def test_json_has_stdout_for_itself(command: Command, here: str) -> None:
 
 @pytest.mark.covers("1.16.4")
 @pytest.mark.parametrize("text", ["[5, 6, 7]", '{"tokens": [5, 6, 7]}'])
-def test_a_prompt_file_may_hold_token_ids(
+def test_prompt_file_may_hold_token_ids(
     command: Command, faulty: FaultyServer, tmp_path: Path, text: str
 ) -> None:
     (tmp_path / "prompt").write_text(text)
@@ -598,7 +595,7 @@ def test_undecodable_tokens_are_noted_in_brackets(
     assert "\n[could not be decoded: " in shown.out
 
 
-def test_the_pool_of_sampling_has_the_size_that_was_asked_for(
+def test_pool_of_sampling_has_the_size_that_was_asked_for(
     command: Command, here: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
@@ -618,7 +615,7 @@ def test_the_pool_of_sampling_has_the_size_that_was_asked_for(
 
 @pytest.mark.covers("1.16.2", "1.16.3")
 @pytest.mark.parametrize("words", [("checkpoint",), ("checkpoint", "save")])
-def test_a_checkpoint_is_saved_and_written_down(
+def test_checkpoint_is_saved_and_written_down(
     command: Command, here: str, tmp_path: Path, words: tuple[str, ...]
 ) -> None:
     place = tmp_path / "deep" / "saved.json"
@@ -641,7 +638,7 @@ def test_a_checkpoint_is_saved_and_written_down(
 
 
 @pytest.mark.covers("1.16.3")
-def test_a_training_checkpoint_can_be_the_beginning(
+def test_training_checkpoint_can_be_the_beginning(
     command: Command, here: str, run_id: str, tmp_path: Path
 ) -> None:
     words = (
@@ -658,7 +655,9 @@ def test_a_training_checkpoint_can_be_the_beginning(
 
 
 @pytest.mark.covers("1.16.3")
-def test_failed_save_writes_nothing(command: Command, faulty: FaultyServer, tmp_path: Path) -> None:
+def test_failed_save_writes_no_files(
+    command: Command, faulty: FaultyServer, tmp_path: Path
+) -> None:
     assert "give --output" in command("checkpoint", "--base-model", "x").err
     place = tmp_path / "saved.json"
     assert "--base-model or --model-path" in command("checkpoint", "--output", str(place)).err
@@ -724,7 +723,7 @@ def test_lists_ask_for_the_pages_that_the_protocol_has(
 
 
 @pytest.mark.covers("1.16.2", "1.16.5")
-def test_a_checkpoint_is_looked_up(command: Command, here: str, run_id: str) -> None:
+def test_checkpoint_is_looked_up(command: Command, here: str, run_id: str) -> None:
     path = f"tinker://{run_id}/weights/one"
     lines = dict(
         line.split(": ", 1) for line in command("checkpoint", "info", path).out.splitlines()
@@ -848,7 +847,7 @@ def test_sessions_are_listed_looked_up_and_finished(command: Command, here: str)
     assert "session_id must be an id" in command("session", "finish", "..").err
 
 
-def test_a_trace_is_fetched_or_its_address_shown(
+def test_trace_is_fetched_or_its_address_shown(
     command: Command, faulty: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -862,9 +861,7 @@ def test_a_trace_is_fetched_or_its_address_shown(
     assert command("session", "export-trace", "s", "--url-only", "-o", "x").code == 1
 
 
-def test_the_trace_of_a_backend_inside_this_process_is_copied(
-    command: Command, tmp_path: Path
-) -> None:
+def test_trace_of_a_backend_inside_this_process_is_copied(command: Command, tmp_path: Path) -> None:
     target = tmp_path / "made" / "it.json"
     with tinkex.LocalBackend(engine=FakeEngine(), data_dir=tmp_path / "data") as backend:
         with tinkex.ServiceClient(base_url=backend.base_url) as service:
@@ -881,7 +878,7 @@ def test_the_trace_of_a_backend_inside_this_process_is_copied(
     "words",
     [("run", "--base-model", "x", "--prompt", "y"), ("checkpoint", "save", "--base-model", "x")],
 )
-def test_a_place_that_cannot_be_written_is_refused_before_anything_is_asked(
+def test_unwritable_place_is_refused_before_any_request(
     command: Command, faulty: FaultyServer, tmp_path: Path, words: tuple[str, ...]
 ) -> None:
     (tmp_path / "file").touch()
@@ -917,7 +914,7 @@ def test_checkpoints_are_published_and_kept_back(command: Command, here: str, ru
 
 
 @pytest.mark.covers("1.16.2", "1.16.5")
-def test_a_lifetime_is_set_and_removed(command: Command, here: str, run_id: str) -> None:
+def test_lifetime_is_set_and_removed(command: Command, here: str, run_id: str) -> None:
     path = f"tinker://{run_id}/weights/two"
     shown = command("checkpoint", "set-ttl", path, "--ttl", "7200", "--json")
     assert shown.json == {
@@ -992,7 +989,7 @@ def test_checkpoints_are_deleted_one_after_the_other(
 
 
 @pytest.mark.covers("1.16.6", "Q-18")
-def test_a_failure_does_not_stop_the_rest(command: Command, here: str, doomed: list[str]) -> None:
+def test_failure_does_not_stop_the_rest(command: Command, here: str, doomed: list[str]) -> None:
     missing = doomed[0].replace("/d0", "/none")
     shown = command("checkpoint", "delete", doomed[0], missing, doomed[1], "-y", "--json")
     assert shown.code == 1
@@ -1009,7 +1006,7 @@ def test_a_failure_does_not_stop_the_rest(command: Command, here: str, doomed: l
     ("answer", "deleted"),
     [("y\n", True), ("YES\n", True), ("n\n", False), ("\n", False), ("", False), ("yep\n", False)],
 )
-def test_a_question_comes_first(
+def test_question_comes_first(
     command: Command,
     here: str,
     doomed: list[str],
@@ -1029,13 +1026,13 @@ def test_a_question_comes_first(
 
 
 @pytest.mark.covers("1.16.6")
-def test_wrong_path_deletes_nothing(command: Command, here: str, doomed: list[str]) -> None:
+def test_wrong_path_deletes_no_file(command: Command, here: str, doomed: list[str]) -> None:
     assert command("checkpoint", "delete", *doomed, "tinker://wrong", "--yes").code == 1
     assert all(command("checkpoint", "info", path).code == 0 for path in doomed)
     assert command("checkpoint", "delete", "--yes").code == 1
 
 
-def test_the_checkpoints_of_a_run_are_chosen_by_type_and_time(
+def test_checkpoints_of_a_run_are_chosen_by_type_and_time(
     command: Command, here: str, doomed: list[str]
 ) -> None:
     chosen = doomed[0].split("/")[2]
@@ -1052,7 +1049,7 @@ def test_the_checkpoints_of_a_run_are_chosen_by_type_and_time(
 # ── accounts ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_login_is_kept_for_its_owner_alone_and_forgotten(
+def test_login_is_kept_for_its_owner_alone_and_forgotten(
     command: Command, faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     known = {"key_id": 5, "name": "k", "note": "", "details": {"user_details": {"email": "a@b.c"}}}
@@ -1083,7 +1080,7 @@ def test_a_login_is_kept_for_its_owner_alone_and_forgotten(
     assert command("auth", "logout").result.data["removed"] is False
 
 
-def test_a_key_that_is_refused_is_not_kept(
+def test_key_that_is_refused_is_not_kept(
     command: Command, faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     faulty.script("auth/apikey/me", Answer(401, {"detail": "who are you"}))
@@ -1186,7 +1183,7 @@ def test_usage_is_shown_flat_and_as_csv(
 
 
 @pytest.mark.covers("1.16.1")
-def test_a_backend_of_this_process_is_a_server_like_any_other(
+def test_backend_of_this_process_is_a_server_like_any_other(
     command: Command, tmp_path: Path
 ) -> None:
     engine = FakeEngine((BaseModel(MODEL, 64, 1024, "fake"),))
@@ -1200,7 +1197,7 @@ def test_a_backend_of_this_process_is_a_server_like_any_other(
 
 @pytest.mark.slow
 @pytest.mark.covers("1.16.1", "1.16.4")
-def test_the_bundled_model_is_sampled_inside_this_process(
+def test_bundled_model_is_sampled_inside_this_process(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TINKEX_DATA_DIR", str(tmp_path / "data"))

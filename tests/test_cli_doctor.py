@@ -1,4 +1,4 @@
-"""What the doctor finds, and what it says of it."""
+"""Findings of the doctor, and their messages."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_healthy_machine_passes(
     assert len(lines) == 13
 
 
-def test_a_dead_server_is_an_error_within_seconds(
+def test_dead_server_is_an_error_within_seconds(
     monkeypatch: pytest.MonkeyPatch, port: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     began = time.monotonic()
@@ -112,7 +112,7 @@ def test_mute_server_times_out(faulty: FaultyServer, capsys: pytest.CaptureFixtu
     assert (code, found["server"]["status"]) == (1, "error")
 
 
-def test_an_answer_that_makes_no_sense_is_an_error(
+def test_answer_that_makes_no_sense_is_an_error(
     faulty: FaultyServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for body in (b"<html>", b"[]"):
@@ -133,7 +133,9 @@ def test_refused_key_differs_from_a_dead_server(
     assert "secret-of" not in str(found)
 
 
-def test_without_key_and_address_commands_compute_here(capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_without_key_and_address_compute_in_process(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     ended, found = examine(capsys)
     assert (ended, found["key"]["status"]) == (0, "ok")
     assert found["server"]["detail"] == "inside this process"
@@ -152,14 +154,14 @@ def test_clock_skew_is_reported(
     assert (ended, found["clock"]["status"]) == (code, status)
 
 
-def test_a_busy_port_is_a_warning(faulty: FaultyServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_busy_port_is_a_warning(faulty: FaultyServer, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         code, found = examine(capsys, "--port", str(taken.getsockname()[1]))
     assert (code, found["port"]["status"]) == (0, "warning")
     assert "--port 0" in found["port"]["fix"]
 
 
-def test_torch_matters_only_where_models_run_here(
+def test_torch_is_needed_only_for_local_models(
     monkeypatch: pytest.MonkeyPatch, faulty: FaultyServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(doctor, "TORCH", "raise ImportError('libsomething.so is missing')")
@@ -229,7 +231,7 @@ def test_data_directory_is_tried_without_a_trace(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_old_python_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_python_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "OLDEST_PYTHON", (99, 0))
     [found] = doctor.check_python()
     assert isinstance(found, Finding)
@@ -256,7 +258,7 @@ def test_cpu_without_the_c_step_is_reported(
 
 
 @pytest.mark.slow
-def test_torch_itself_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_facts_come_from_a_subprocess(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     shown = subprocess.run(
         [sys.executable, "-c", doctor.TORCH], capture_output=True, text=True, check=True

@@ -25,7 +25,7 @@ from hub import TOKEN, Hub, hub_server
 from support import assert_peft_agrees
 from tinkex.cli import run
 from tinkex.cli.diff import compare, read_tensors
-from tinkex.cli.outcomes import CommandError, Result
+from tinkex.cli.output import CommandError, Result
 
 PATH, OTHER = "tinker://r/weights/one", "tinker://r/weights/two"
 CONFIG = {"r": 4, "peft_type": "LORA", "base_model_name_or_path": None}
@@ -141,7 +141,7 @@ def interrupted(place: Path, *words: str) -> Result:
 
 
 @pytest.mark.covers("1.16.2", "1.16.5", "Q-15")
-def test_a_checkpoint_is_downloaded_here_or_elsewhere(
+def test_checkpoint_is_downloaded_here_or_elsewhere(
     server: FaultyServer,
     tmp_path: Path,
     place: Path,
@@ -171,7 +171,7 @@ def test_existing_file_is_replaced_only_by_force(
 
 
 @pytest.mark.parametrize("command", ["download", "export"])
-def test_an_interrupted_download_is_continued(
+def test_interrupted_download_is_continued(
     server: FaultyServer, place: Path, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = packed({**FIRST, "more": os.urandom(8_000_000)})
@@ -187,7 +187,7 @@ def test_an_interrupted_download_is_continued(
     assert left_in(place) == ["it"]
 
 
-def test_a_download_to_where_nothing_can_be_written_is_one_error(
+def test_download_to_unwritable_place_gives_one_error_line(
     server: FaultyServer, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place.mkdir(exist_ok=True)
@@ -220,7 +220,7 @@ def test_export_leaves_out_training_state(
 
 
 @pytest.mark.parametrize("name", ["a.tar", "a.tar.gz", "a.TGZ", "a.zip"])
-def test_an_export_may_be_an_archive(server: FaultyServer, place: Path, name: str) -> None:
+def test_export_may_be_an_archive(server: FaultyServer, place: Path, name: str) -> None:
     words = ["checkpoint", "export", PATH, "-o", str(place / name), "--base-model", "here/it"]
     assert run(words).exit_code == 0
     assert left_in(place) == [name]
@@ -240,7 +240,7 @@ def test_an_export_may_be_an_archive(server: FaultyServer, place: Path, name: st
     assert run([*words, "--force"]).exit_code == 0
 
 
-def test_an_export_that_is_interrupted_while_it_packs_does_not_fetch_again(
+def test_export_that_is_interrupted_while_it_packs_does_not_fetch_again(
     server: FaultyServer, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*arguments: Any) -> None:
@@ -353,7 +353,7 @@ def test_two_checkpoints_are_compared(
     assert run(["checkpoint", "diff", PATH, str(local), "--exit-code"]).exit_code == 1
 
 
-def test_the_same_checkpoint_has_no_difference(
+def test_same_checkpoint_has_no_difference(
     server: FaultyServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     local = str(on_disk(tmp_path / "first", FIRST))
@@ -403,7 +403,7 @@ def test_any_kind_of_number_can_be_compared(tmp_path: Path) -> None:
         (4).to_bytes(8, "little") + b"nope",
     ],
 )
-def test_a_broken_file_is_one_error(tmp_path: Path, data: bytes) -> None:
+def test_broken_file_gives_one_error_line(tmp_path: Path, data: bytes) -> None:
     directory = on_disk(tmp_path / "a", {"m.safetensors": data})
     with pytest.raises(CommandError, match=r"m\.safetensors cannot be read"):
         read_tensors(directory)
@@ -422,7 +422,7 @@ def test_invalid_checkpoint_is_reported(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.covers("1.16.2", "1.16.5")
 # of httpx, about how huggingface_hub calls it
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
-def test_an_adapter_is_pushed(
+def test_adapter_is_pushed(
     server: FaultyServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from huggingface_hub import constants
@@ -535,7 +535,7 @@ def test_refused_push_keeps_its_download(
 
 
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
-def test_a_checkpoint_that_was_replaced_meanwhile_is_fetched_whole(
+def test_checkpoint_replaced_during_download_is_fetched_whole(
     server: FaultyServer, pushing: Hub, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pushing.refuse = {"/commit/": 500}
@@ -583,7 +583,7 @@ def test_ctrl_c_stops_an_upload_and_keeps_the_download(
     assert [file.name for file in (tmp_path / "cache").rglob("archive")] == ["archive"]
 
 
-def test_without_a_token_nothing_is_fetched(
+def test_push_without_a_token_sends_no_request(
     server: FaultyServer,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,

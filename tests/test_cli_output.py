@@ -1,4 +1,4 @@
-"""What the command line prints: sizes, times, tables of any width, lists page by page."""
+"""Output of the command line: sizes, times, tables of any width, lists page by page."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn
 
 from tinkex.cli import output, progress
-from tinkex.cli.outcomes import CommandError
 from tinkex.cli.output import (
     Column,
+    CommandError,
     expiry,
     lora,
+    plain_console,
     print_fields,
     print_table,
     printable,
@@ -29,7 +30,6 @@ from tinkex.cli.output import (
     write_file,
 )
 from tinkex.cli.progress import fetch_pages, remaining, transfer
-from tinkex.cli.terminal import plain_console
 from tinkex.types.checkpoints import Cursor
 
 NOW = dt.datetime(2026, 3, 11, tzinfo=dt.UTC)
@@ -122,12 +122,12 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 @pytest.mark.covers("1.16.5")
-def test_a_pipe_gets_tab_separated_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_pipe_gets_tab_separated_lines(capsys: pytest.CaptureFixture[str]) -> None:
     print_table("Things (2/3)", COLUMNS, [(LONG, "1 B", "a\tb"), ("x", "2 B", "")])
     assert capsys.readouterr().out == f"Things (2/3)\nID\tSize\tNote\n{LONG}\t1 B\ta b\nx\t2 B\t\n"
 
 
-def test_a_wide_terminal_gets_a_table(
+def test_wide_terminal_gets_a_table(
     terminal: Callable[[int], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     terminal(100)
@@ -138,7 +138,7 @@ def test_a_wide_terminal_gets_a_table(
     assert row.split() == [LONG, "1", "B", "fine"]
 
 
-def test_a_narrower_terminal_folds_ids_and_cuts_nothing(
+def test_narrow_terminal_folds_ids_without_cutting(
     terminal: Callable[[int], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     terminal(50)
@@ -160,7 +160,7 @@ def test_narrow_terminal_shows_records_with_whole_ids(
     )
 
 
-def test_a_row_with_a_heading_takes_few_lines_and_its_heading_is_never_folded(
+def test_row_with_a_heading_takes_few_lines_and_its_heading_is_never_folded(
     terminal: Callable[[int], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     columns = (
@@ -179,12 +179,12 @@ def test_a_row_with_a_heading_takes_few_lines_and_its_heading_is_never_folded(
     assert capsys.readouterr().out == f"Things (1/1)\n{LONG}/two\n  Size 2 B\n  Made 2 hours ago\n"
 
 
-def test_a_console_shows_the_id_of_a_run_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_console_shows_the_id_of_a_run_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     plain_console().print("0a1b:train:0 and :smile:", markup=False)
     assert capsys.readouterr().out == "0a1b:train:0 and :smile:\n"
 
 
-def test_colour_is_left_out_where_it_is_not_wanted(
+def test_colour_is_omitted_if_not_wanted(
     terminal: Callable[[int], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     terminal(80)
@@ -262,7 +262,7 @@ def test_lists_are_fetched_page_by_page(
 @pytest.mark.parametrize(
     ("count", "asked"), [(3, [(2, 0), (2, 2)]), (4, [(2, 0), (2, 2), (2, 4)]), (0, [(2, 0)])]
 )
-def test_without_a_total_an_empty_or_short_page_is_the_last(
+def test_short_or_empty_page_without_a_total_is_the_last(
     count: int, asked: list[tuple[int, int]]
 ) -> None:
     pages = Pages(count, tells=False)
@@ -271,7 +271,7 @@ def test_without_a_total_an_empty_or_short_page_is_the_last(
 
 
 @pytest.mark.covers("Q-19")
-def test_a_total_that_is_too_large_does_not_make_it_loop() -> None:
+def test_total_that_is_too_large_does_not_make_it_loop() -> None:
     pages = Pages(3)
 
     def liar(limit: int, offset: int) -> tuple[list[int], Cursor | None]:
@@ -296,14 +296,14 @@ def test_progress_goes_to_stderr_only(capsys: pytest.CaptureFixture[str]) -> Non
     assert lines[1].startswith("Fetching training runs: 4/5")
 
 
-def test_the_time_left_is_estimated() -> None:
+def test_time_left_is_estimated() -> None:
     assert remaining(1, 4, 60.0) == "about 3 min left"
     assert remaining(3, 4, 6.0) == "about 2 s left"
     assert remaining(1, 100, 600.0) == "about 16.5 h left"
     assert remaining(0, 4, 1.0) == remaining(4, 4, 1.0) == ""
 
 
-def test_a_transfer_without_a_terminal_says_now_and_then_how_far_it_is(
+def test_transfer_without_a_terminal_prints_progress_at_intervals(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = [0.0]

@@ -1,4 +1,4 @@
-"""What is asked of the server when clients are made, and what they know from then on."""
+"""Requests of the creation of clients, and the knowledge that clients keep from them."""
 
 from __future__ import annotations
 

@@ -30,8 +30,7 @@ from tinkex import (
     types,
 )
 from tinkex.client.futures.api_future import AwaitableConcurrentFuture, Future, start
-from tinkex.client.futures.backcompat import BackcompatClientFuture
-from tinkex.client.futures.sample_future import SampleFuture
+from tinkex.client.futures.backcompat import BackcompatClientFuture, SampleFuture
 
 DATA = [types.Datum(types.ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3]})]
 PROMPT = types.ModelInput.from_ints([1, 2, 3])
@@ -108,7 +107,7 @@ def test_client_future_is_returned_before_the_client_is_made(held: Held) -> None
 
 
 @pytest.mark.covers("U2", "U3")
-def test_every_way_to_the_client_gives_the_same_object(service: ServiceClient) -> None:
+def test_all_paths_to_a_client_class_give_the_same_object(service: ServiceClient) -> None:
     for future in (
         service.create_lora_training_client("fake", rank=4),
         service.create_sampling_client(base_model="fake"),
@@ -310,7 +309,7 @@ def test_methods_of_a_client_that_was_not_made_raise_its_error(service: ServiceC
 
 
 @pytest.mark.covers("U8")
-def test_pickle_of_a_sampling_client_future_is_one_of_the_client(
+def test_pickled_sampling_client_future_is_the_client(
     sampler: SamplingClient, client: TrainingClient
 ) -> None:
     future = client.save_weights_and_get_sampling_client()
@@ -475,7 +474,7 @@ def test_callbacks_of_a_sample_fire_without_a_waiter(sampler: SamplingClient) ->
 
 
 @pytest.mark.covers("U13")
-def test_a_future_without_its_concurrent_one_cannot_be_made() -> None:
+def test_future_needs_its_concurrent_future() -> None:
     class Without(APIFuture[int]):
         def result(self, timeout: float | None = None) -> int:
             return 1
@@ -497,7 +496,7 @@ def test_a_future_without_its_concurrent_one_cannot_be_made() -> None:
 
 
 @pytest.mark.covers("U14")
-def test_future_of_a_rest_call_has_the_concurrent_one_beside_it(service: ServiceClient) -> None:
+def test_future_of_a_rest_call_has_a_concurrent_future(service: ServiceClient) -> None:
     with RestClient(service.holder) as rest:
         call = rest.list_sessions()
         assert isinstance(call, AwaitableConcurrentFuture)
@@ -519,7 +518,7 @@ def test_future_of_a_rest_call_has_the_concurrent_one_beside_it(service: Service
 
 
 @pytest.mark.covers("U14")
-def test_methods_of_rest_clients_all_say_that_they_give_futures() -> None:
+def test_rest_client_methods_are_annotated_with_futures() -> None:
     for kind in (RestClient, AdminClient):
         for name in public_methods(kind):
             told = str(inspect.get_annotations(getattr(kind, name)).get("return"))
@@ -613,7 +612,7 @@ TRACED = {
 
 @pytest.mark.covers("U35")
 @pytest.mark.parametrize("kind", TRACED)
-def test_methods_that_give_futures_are_the_known_ones(kind: type[Any]) -> None:
+def test_methods_that_return_futures_are_the_known_methods(kind: type[Any]) -> None:
     found = {
         name
         for name, member in vars(kind).items()

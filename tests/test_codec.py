@@ -50,7 +50,7 @@ def request(**changes: Any) -> types.ForwardBackwardRequest:
     return types.ForwardBackwardRequest(**fields | changes)
 
 
-def test_the_sample_of_a_request_is_matched_to_the_byte() -> None:
+def test_sample_of_a_request_is_matched_to_the_byte() -> None:
     assert codec.encode(request()).data.hex() == REQUEST_HEX
     decoded = protobuf_passes.decode_forward_backward(bytes.fromhex(REQUEST_HEX))
     assert (decoded.model_id, decoded.seq_id, decoded.forward_only) == ("s:train:0", 1, False)
@@ -62,7 +62,7 @@ def test_the_sample_of_a_request_is_matched_to_the_byte() -> None:
     assert decoded.forward_backward_input.loss_fn_config is None
 
 
-def test_the_sample_of_a_pass_result_is_matched_to_the_byte() -> None:
+def test_sample_of_a_pass_result_is_matched_to_the_byte() -> None:
     logprobs = types.TensorData.from_any([-0.5, -0.5])
     output = types.ForwardBackwardOutput("ArrayRecord", [{"logprobs": logprobs}], {"loss:sum": 1.0})
     assert codec.encode(output).data.hex() == OUTPUT_HEX
@@ -73,7 +73,7 @@ def test_the_sample_of_a_pass_result_is_matched_to_the_byte() -> None:
     assert record["logprobs"].tolist() == [-0.5, -0.5]
 
 
-def test_the_sample_of_a_sample_is_matched_to_the_byte() -> None:
+def test_sample_of_a_sample_is_matched_to_the_byte() -> None:
     sequence = types.SampledSequence(
         "length", tokens_np=np.array([7, 8], np.int32), logprobs_np=np.array([-1, -1], np.float32)
     )
@@ -299,7 +299,7 @@ def test_numbers_in_a_loss_configuration_travel_twice_and_text_once() -> None:
     assert wire.loss_fn_config_v2["mode"].text == "x"
 
 
-def test_the_newer_loss_configuration_wins() -> None:
+def test_newer_loss_configuration_wins() -> None:
     wire = protobuf_schema.message("ForwardBackwardRequest")(model_id="m", loss_fn="ppo")
     wire.loss_fn_config["clip"] = 0.1
     wire.loss_fn_config["old"] = 0.3
@@ -422,7 +422,7 @@ def test_enumerations_have_the_official_values(official: Any, name: str) -> None
 
 @given(requests)
 @few
-def test_the_official_messages_read_our_requests(
+def test_official_messages_read_our_requests(
     official: Any, original: types.ForwardBackwardRequest
 ) -> None:
     body = codec.encode(original).data
@@ -434,7 +434,7 @@ def test_the_official_messages_read_our_requests(
 
 @given(outputs(), samples())
 @few
-def test_the_official_messages_read_our_results(
+def test_official_messages_read_our_results(
     official: Any, output: types.ForwardBackwardOutput, sample: types.SampleResponse
 ) -> None:
     for kind, value in (
@@ -557,7 +557,7 @@ def test_pass_results_that_do_not_add_up_are_refused(change: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("count", [2**62, -1])
-def test_a_count_without_fields_must_make_sense(count: int) -> None:
+def test_count_without_fields_must_make_sense(count: int) -> None:
     wire = protobuf_schema.message("ForwardBackwardOutput")()
     wire.loss_fn_outputs.add(num_datums=count)
     with pytest.raises(ValueError, match="malformed"):
@@ -808,7 +808,7 @@ def test_requests_are_written_as_the_official_client_writes_them(
 # ── compression ───────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_body_without_encoding_is_left_alone() -> None:
+def test_body_without_encoding_is_left_alone() -> None:
     assert codec.decompress(b"abc", None) == b"abc"
     assert codec.decompress(b"abc", "identity") == b"abc"
     with pytest.raises(ValueError, match=r"gzip.*not supported"):
@@ -823,7 +823,7 @@ def test_bomb_is_refused_by_its_declared_size() -> None:
     assert len(codec.decompress(bomb, "zstd", 10_000_000)) == 10_000_000
 
 
-def test_a_bomb_that_hides_its_size_is_refused_too() -> None:
+def test_bomb_with_a_hidden_size_is_refused() -> None:
     compressor = zstd.ZstdCompressor(options={zstd.CompressionParameter.content_size_flag: 0})
     bomb = compressor.compress(b"\0" * 10_000_000) + compressor.flush()
     assert zstd.get_frame_info(bomb).decompressed_size is None
@@ -864,7 +864,7 @@ def test_dimuon_parameters_have_the_wire_form() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 64])
-def test_a_body_in_pieces_is_the_same_bytes_however_it_is_cut(size: int) -> None:
+def test_body_in_pieces_is_the_same_bytes_however_it_is_cut(size: int) -> None:
     buffers = [b"ab", np.arange(50, dtype=np.uint8), b"", b"c" * 20, np.arange(3, dtype=np.uint8)]
     pieces = Pieces(buffers)
     cut = list(pieces.cut(size))
@@ -874,7 +874,7 @@ def test_a_body_in_pieces_is_the_same_bytes_however_it_is_cut(size: int) -> None
 
 
 @pytest.mark.parametrize("as_protobuf", [True, False])
-def test_metrics_come_in_the_same_order_whatever_the_dialect(as_protobuf: bool) -> None:
+def test_metrics_have_the_same_order_in_every_dialect(as_protobuf: bool) -> None:
     """The maps of protobuf have an order of their own, another one in every process: here are
     enough to show it."""
     others = [f"loss_{letter}:mean" for letter in "qwertyuiopasdfghjkl"]
@@ -886,7 +886,7 @@ def test_metrics_come_in_the_same_order_whatever_the_dialect(as_protobuf: bool) 
     assert list(read.metrics) == ["loss:sum", "tokens:sum", *sorted(others)]
 
 
-def test_a_sample_made_of_lists_is_sent_like_one_made_of_arrays() -> None:
+def test_sample_made_of_lists_is_sent_like_one_made_of_arrays() -> None:
     rows: list[list[tuple[int, float]] | None] = [None, [(3, -0.5), (4, -1.5)], [(5, -0.25)]]
     sequence = types.SampledSequence(
         "length",
@@ -905,7 +905,7 @@ def test_a_sample_made_of_lists_is_sent_like_one_made_of_arrays() -> None:
     assert read.prompt_logprobs == [None, -0.5]
 
 
-def test_a_bomb_that_hides_its_size_takes_no_memory_to_refuse() -> None:
+def test_bomb_that_hides_its_size_takes_no_memory_to_refuse() -> None:
     """Joining a large result would hold up all other threads."""
     compressor = zstd.ZstdCompressor(1)
     bomb = b"".join(
@@ -921,7 +921,7 @@ def test_a_bomb_that_hides_its_size_takes_no_memory_to_refuse() -> None:
     assert peak < 1 << 20
 
 
-def test_a_body_that_hides_its_size_and_is_cut_short_is_refused() -> None:
+def test_body_that_hides_its_size_and_is_cut_short_is_refused() -> None:
     compressor = zstd.ZstdCompressor(1)
     body = compressor.compress(b"x" * 100_000) + compressor.flush()
     with pytest.raises(ValueError, match="truncated"):

@@ -91,7 +91,7 @@ def test_restarted_commit_log_is_checked_to_its_end(store: SqliteDatabase) -> No
         SqliteDatabase(log.parent)
 
 
-def test_record_of_another_log_or_a_damaged_one_says_nothing(store: SqliteDatabase) -> None:
+def test_record_of_another_log_and_damaged_record_are_ignored(store: SqliteDatabase) -> None:
     store.connection.rows("PRAGMA wal_checkpoint(RESTART)")
     old = commit_log.record_of(store.root / DATABASE).read_bytes()
     store.sessions.add("s5", {})

@@ -68,7 +68,7 @@ def official_tree(*parts: str) -> ast.Module:
 
 
 def imported_names(tree: ast.Module) -> dict[str, set[str]]:
-    """What a module takes from modules beside it."""
+    """Return the names that a module imports from its siblings."""
     found: dict[str, set[str]] = {}
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
@@ -79,7 +79,7 @@ def imported_names(tree: ast.Module) -> dict[str, set[str]]:
 
 
 def listed_names(tree: ast.Module) -> set[str]:
-    """What a module's `__all__` has."""
+    """Return the names in a module's `__all__`."""
     nodes = (
         node
         for node in tree.body
@@ -135,7 +135,7 @@ exec("from tinker import *", everything)
     assert known["tinker"].__version__ == "0.38.0"
 
 
-def test_the_table_is_that_of_the_official_package() -> None:
+def test_table_is_that_of_the_official_package() -> None:
     from tinkex.compat.names import APART, MODULES, TOP
 
     assert listed_names(official_tree("__init__.py")) == {
@@ -186,7 +186,7 @@ class _Absent:
         return None
 
 
-def test_the_official_package_need_not_be_installed() -> None:
+def test_official_package_need_not_be_installed() -> None:
     sys.meta_path.insert(0, _Absent())
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("tinker")
@@ -226,7 +226,7 @@ def test_compat_after_tinker_is_refused() -> None:
     assert sys.modules["tinker"] is there
 
 
-def test_a_version_of_tinker_is_installed(compat: ModuleType, tmp_path: Path) -> None:
+def test_version_of_tinker_is_installed(compat: ModuleType, tmp_path: Path) -> None:
     from tinkex.wire.protocol import PROTOCOL_VERSION
 
     assert importlib.metadata.version("tinker") == PROTOCOL_VERSION
@@ -276,7 +276,7 @@ def test_program_and_its_children_run_on_tinkex(tmp_path: Path) -> None:
     assert done.returncode == 5
 
 
-def test_code_runs_and_nothing_is_imported_that_is_not_used() -> None:
+def test_code_runs_without_unused_imports() -> None:
     code = (
         "import tinker, sys; print(sys.argv, sorted({'numpy', 'msgspec', 'aiohttp'} & "
         "sys.modules.keys()))"
@@ -305,7 +305,7 @@ def test_modules_run_and_help_is_given(
 # ── the hook ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_hook_is_put_in_place_and_taken_away(
+def test_hook_is_put_in_place_and_taken_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from tinkex.compat import __main__, hook
@@ -328,7 +328,7 @@ def test_the_hook_is_put_in_place_and_taken_away(
 @pytest.mark.parametrize(
     ("value", "works"), [("1", True), ("0", False), ("", False), (None, False)]
 )
-def test_the_hook_heeds_the_variable(
+def test_hook_heeds_the_variable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str | None, works: bool
 ) -> None:
     (tmp_path / "tinkex-compat.pth").write_text(_line())
@@ -352,7 +352,7 @@ def _line() -> str:
     return line
 
 
-def test_the_hook_does_not_break_a_python_without_tinkex() -> None:
+def test_hook_does_not_break_a_python_without_tinkex() -> None:
     code = f"exec({_line()!r}); print('started')"
     env = {**os.environ, "TINKEX_COMPAT": "1"}
     done = subprocess.run(
@@ -370,7 +370,7 @@ def test_the_hook_does_not_break_a_python_without_tinkex() -> None:
 
 
 @pytest.mark.parametrize("name", ["TrainingClient", "SamplingClient"])
-def test_a_client_has_no_coroutine_functions_but_the_official_ones(name: str) -> None:
+def test_client_has_only_the_official_coroutine_functions(name: str) -> None:
     module = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
     tree = official_tree("lib", "public_interfaces", f"{module}.py")
     theirs = next(
@@ -420,7 +420,7 @@ def test_output_can_be_captured(
     assert done == [future]
 
 
-def test_values_made_under_one_name_are_those_of_the_other(compat: ModuleType) -> None:
+def test_values_of_both_names_are_equal(compat: ModuleType) -> None:
     tinker: Any = importlib.import_module("tinker")
     datum = tinker.Datum(
         tinker.ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3], "weights": [0.5, 1.0]}

@@ -37,7 +37,7 @@ def _bare(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.covers("C02")
-def test_with_nothing_set_the_error_names_both_ways_out() -> None:
+def test_missing_settings_error_names_both_solutions() -> None:
     with pytest.raises(ConfigurationError) as caught:
         ServiceClient()
     text = str(caught.value)
@@ -47,7 +47,7 @@ def test_with_nothing_set_the_error_names_both_ways_out() -> None:
 
 
 @pytest.mark.covers("C01")
-def test_a_key_alone_means_the_hosted_service(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_alone_means_the_hosted_service(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Config.resolve(api_key="tml-x").base_url == HOSTED_URL
     monkeypatch.setenv("TINKER_API_KEY", "tml-env")
     config = Config.resolve()
@@ -68,7 +68,7 @@ def test_no_key_is_needed_on_this_machine(url: str) -> None:
 @pytest.mark.parametrize(
     "url", ["https://example.com", "http://10.0.0.1:8000", "http://localhost.example.com"]
 )
-def test_a_key_is_needed_elsewhere(url: str) -> None:
+def test_key_is_needed_elsewhere(url: str) -> None:
     with pytest.raises(
         ConfigurationError, match=r"api_key is required: .* needs an API key"
     ) as caught:
@@ -78,7 +78,7 @@ def test_a_key_is_needed_elsewhere(url: str) -> None:
 
 
 @pytest.mark.covers("C01")
-def test_the_argument_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_argument_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKER_BASE_URL", "local")
     monkeypatch.setenv("TINKER_PROJECT_ID", "from-env")
     monkeypatch.setenv("TINKER_TAGS", "a, b,,")
@@ -127,7 +127,7 @@ def test_invalid_address_is_refused(url: str) -> None:
 
 
 @pytest.mark.covers("C05")
-def test_the_key_is_not_shown() -> None:
+def test_key_is_not_shown() -> None:
     config = Config.resolve(
         base_url="https://example.com", api_key="tml-secret", default_headers={"X-Gate": "hush"}
     )
@@ -372,7 +372,7 @@ def test_keys_are_of_known_kinds_except_on_this_machine() -> None:
 
 
 @pytest.mark.covers("C03", "24.config.8")
-def test_a_parity_mode_chooses_the_defaults_of_an_older_sdk(
+def test_parity_mode_chooses_the_defaults_of_an_older_sdk(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def chosen(**given: Any) -> tuple[float, int | None]:
@@ -423,7 +423,7 @@ def test_proxies_have_several_forms(proxy: Any, url: str) -> None:
 
 
 @pytest.mark.covers("C04", "24.config.4")
-def test_the_account_of_a_proxy_is_a_header_unless_headers_are_given() -> None:
+def test_account_of_a_proxy_is_a_header_unless_headers_are_given() -> None:
     config = Config.resolve(**HERE, proxy="http://user:pass@host")
     assert config.proxy_url == "http://host:80"
     assert config.proxy_authorization == {"Proxy-Authorization": "Basic dXNlcjpwYXNz"}
@@ -542,9 +542,7 @@ print(logging.getLevelName(logger.level))
         ("info", "Config.resolve(base_url='local'); logger.setLevel('CRITICAL')", "CRITICAL", ""),
     ],
 )
-def test_the_level_of_logging_is_set_once(
-    variable: str, before: str, level: str, written: str
-) -> None:
+def test_level_of_logging_is_set_once(variable: str, before: str, level: str, written: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", LOGGING, before],
         env=os.environ | {"TINKER_LOG": variable},

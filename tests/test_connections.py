@@ -88,7 +88,7 @@ def test_half_a_header_after_a_whole_request_is_closed(serve: Serve) -> None:
     assert 0.4 < seconds < 8
 
 
-def test_a_dripping_header_is_no_excuse(serve: Serve) -> None:
+def test_dripping_header_is_no_excuse(serve: Serve) -> None:
     place = serve(header_seconds=0.5)
     with closing(socket.create_connection(place, timeout=5)) as sock:
         for byte in HEALTH[:-2]:
@@ -124,7 +124,7 @@ def test_body_that_drips_is_refused(serve: Serve) -> None:
     assert b"408 " in answer.partition(b"\r\n")[0]
 
 
-def test_a_slow_answer_is_waited_for(serve: Serve) -> None:
+def test_slow_answer_is_waited_for(serve: Serve) -> None:
     """A poll is held longer than a header may take."""
     place = serve(header_seconds=0.2, poll_seconds=1.0)
     wire = Wire(f"http://{place[0]}:{place[1]}")

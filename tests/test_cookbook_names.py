@@ -37,7 +37,7 @@ def sections() -> dict[str, dict[str, str]]:
 
 
 def known_names() -> dict[str, Any]:
-    """What the expressions below may use; `tinker` is whichever package answers to the name."""
+    """Names for the expressions below; `tinker` is the package that has the name."""
     import asyncio
     import concurrent.futures
     import importlib
@@ -190,7 +190,7 @@ def known_names() -> dict[str, Any]:
 
 
 def evaluate(expressions: list[str]) -> list[str]:
-    """What each expression gives, or the kind of error that it raises."""
+    """Return the value of each expression, or the type of its error."""
     names = known_names()
     answers = []
     for expression in expressions:
@@ -823,7 +823,7 @@ def server(place: Path) -> Iterator[str]:
 
 
 def asked(url: str) -> set[str]:
-    """Which operations a server has been asked for."""
+    """Return the operations that were requested from a server."""
     with urllib.request.urlopen(f"{url}/metrics") as answer:
         return (
             set(re.findall(r'tinkex_requests_total\{operation="(\w+)"', answer.read().decode()))
@@ -860,13 +860,13 @@ def official(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.covers("U1", "U13", "U16", "U35", "U36")
 @pytest.mark.parametrize("section", sections())
-def test_every_row_is_so_here(renamed: None, section: str) -> None:
+def test_every_row_holds_for_tinkex(renamed: None, section: str) -> None:
     rows = sections()[section]
     assert dict(zip(rows, evaluate(list(rows)), strict=True)) == rows
 
 
 @pytest.mark.slow
-def test_every_row_is_so_in_the_official_package(official: dict[str, Any]) -> None:
+def test_every_row_holds_for_the_official_package(official: dict[str, Any]) -> None:
     rows = {
         expression: answer for part in sections().values() for expression, answer in part.items()
     }
@@ -881,6 +881,6 @@ def test_program_meets_its_documented_result(renamed: None, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_program_finds_the_same_with_the_official_package(official: dict[str, Any]) -> None:
+def test_program_finds_the_same_with_the_official_package(official: dict[str, Any]) -> None:
     assert official["seen"] == SEEN
     assert official["asked"] == ASKED

@@ -29,7 +29,7 @@ def url(tmp_path: Path) -> Iterator[str]:
 
 
 def draw(client: tinkex.SamplingClient) -> list[list[int]]:
-    """What a worker process does."""
+    """Run the work of a worker process."""
     futures = [client.sample(PROMPT, 1, PARAMS) for _ in range(3)]
     return [future.result(20).sequences[0].tokens for future in futures]
 
@@ -38,7 +38,7 @@ def draw_by_handle(handle: str) -> list[list[int]]:
     return draw(tinkex.SamplingClient.from_sampler_handle(handle))
 
 
-def test_a_pickled_client_samples_in_another_process(url: str) -> None:
+def test_pickled_client_samples_in_another_process(url: str) -> None:
     with ServiceClient(base_url=url, api_key="tml-x") as service:
         sampler = service.create_sampling_client(base_model="fake").result()
         expected = draw(sampler)
@@ -48,7 +48,7 @@ def test_a_pickled_client_samples_in_another_process(url: str) -> None:
         assert draw(sampler) == expected  # the copies have not ended the session they came from
 
 
-def test_a_copy_neither_ends_the_session_nor_repeats_numbers(url: str) -> None:
+def test_copy_neither_ends_the_session_nor_repeats_numbers(url: str) -> None:
     with ServiceClient(base_url=url) as service:
         sampler = service.create_sampling_client(base_model="fake").result()
         copy = pickle.loads(pickle.dumps(sampler))
@@ -64,7 +64,7 @@ def test_a_copy_neither_ends_the_session_nor_repeats_numbers(url: str) -> None:
         assert Wire(url).send("session_heartbeat", {"session_id": session}).status == 200
 
 
-def test_a_handle_carries_no_credential() -> None:
+def test_handle_carries_no_credential() -> None:
     service = ServiceClient(base_url="https://example.invalid", api_key="tml-very-secret")
     client = tinkex.SamplingClient(service._session, sampling_session_id="s:sample:0")
     text = base64.urlsafe_b64decode(client.get_sampler_handle()).decode()
@@ -108,7 +108,7 @@ def numbers(server: FaultyServer) -> list[int]:
     return [seen.json["seq_id"] for seen in server.requests("asample")]
 
 
-def test_copies_ask_which_they_are_where_the_server_counts(joining: FaultyServer) -> None:
+def test_copies_request_their_number_if_the_server_counts(joining: FaultyServer) -> None:
     with ServiceClient(base_url=joining.base_url, api_key="tml-x") as service:
         sampler = service.create_sampling_client(base_model="m").result()
         draw(sampler)
@@ -128,7 +128,7 @@ def test_copies_ask_which_they_are_where_the_server_counts(joining: FaultyServer
     assert sorted(number % 1_000_000_000 for number in numbers(joining)) == sorted([0, 1, 2] * 5)
 
 
-def test_a_copy_that_could_not_ask_asks_again(joining: FaultyServer) -> None:
+def test_copy_requests_its_number_again_after_a_failure(joining: FaultyServer) -> None:
     with ServiceClient(base_url=joining.base_url) as service:
         copy = pickle.loads(pickle.dumps(service.create_sampling_client(base_model="m").result()))
         joining.script(
@@ -143,7 +143,7 @@ def test_a_copy_that_could_not_ask_asks_again(joining: FaultyServer) -> None:
         assert numbers(joining) == [9_000_000_000]
 
 
-def test_copies_draw_lots_where_the_server_does_not_count(joining: FaultyServer) -> None:
+def test_copies_draw_random_numbers_if_the_server_does_not_count(joining: FaultyServer) -> None:
     joining.script("client/config", Answer(body={}))
     with ServiceClient(base_url=joining.base_url) as service:
         sampler = service.create_sampling_client(base_model="m").result()
@@ -155,7 +155,7 @@ def test_copies_draw_lots_where_the_server_does_not_count(joining: FaultyServer)
     assert joining.requests("join_sampling_session") == []
 
 
-def test_a_pickle_keeps_how_samples_are_tried_again_and_a_handle_does_not(
+def test_pickle_keeps_the_retry_policy_and_a_handle_does_not(
     joining: FaultyServer,
 ) -> None:
     """A pickle is the client for the user's own workers; a handle says where the sampler is, and no
@@ -183,7 +183,7 @@ def test_a_pickle_keeps_how_samples_are_tried_again_and_a_handle_does_not(
     ] * 2
 
 
-def test_the_key_of_a_handle_is_that_of_the_process(
+def test_key_of_a_handle_is_that_of_the_process(
     joining: FaultyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ServiceClient(base_url=joining.base_url, api_key="tml-mine") as service:

@@ -26,7 +26,7 @@ def coverage() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def found(coverage: ModuleType) -> dict[str, list[str]]:
-    """Which tests show what."""
+    """Return the requirements of each test."""
     shown: dict[str, list[str]] = coverage.collect(ROOT / "tests")
     return shown
 
@@ -36,7 +36,7 @@ def test_every_marker_in_the_tests_names_a_requirement(found: dict[str, list[str
     assert all(tests for tests in found.values())
 
 
-def test_the_numbers_are_complete(coverage: ModuleType) -> None:
+def test_numbers_are_complete(coverage: ModuleType) -> None:
     numbers = list(coverage.REQUIREMENTS)
     for prefix, last, width in (
         ("C", 90, 2),
@@ -103,7 +103,7 @@ def test_every_section_of_the_extras_lists_its_rows(coverage: ModuleType) -> Non
     assert commands == [f"1.16.{index}" for index in range(1, 8)]
 
 
-def test_inapplicable_requirements_say_why(coverage: ModuleType) -> None:
+def test_inapplicable_requirements_give_a_reason(coverage: ModuleType) -> None:
     assert coverage.NOT_APPLICABLE.keys() <= coverage.REQUIREMENTS.keys()
     assert all(len(reason) > 20 for reason in coverage.NOT_APPLICABLE.values())
 
@@ -139,7 +139,7 @@ def test_bare() -> None: ...
 """
 
 
-def test_markers_are_read_wherever_they_may_stand(coverage: ModuleType) -> None:
+def test_markers_are_read_in_every_place(coverage: ModuleType) -> None:
     pairs = set(coverage.read_markers(SOURCE, "t.py"))
     assert {test for number, test in pairs if number == "C01"} == {
         "t.py::test_one",
@@ -158,7 +158,7 @@ def test_markers_are_read_wherever_they_may_stand(coverage: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("mark", ["skip", 'skip(reason="x")', "xfail", "xfail(strict=True)"])
-def test_a_test_that_cannot_fail_shows_nothing(coverage: ModuleType, mark: str) -> None:
+def test_test_that_cannot_fail_proves_nothing(coverage: ModuleType, mark: str) -> None:
     source = f'@pytest.mark.covers("C01")\n@pytest.mark.{mark}\ndef test_one(): ...'
     assert coverage.read_markers(source, "t.py") == []
     assert coverage.read_markers(source.replace(mark, "slow"), "t.py") == [
@@ -180,9 +180,7 @@ def test_a_test_that_cannot_fail_shows_nothing(coverage: ModuleType, mark: str) 
         ('pytestmark = pytest.mark.covers("C00")\ndef test_a(): ...', "no requirement 'C00'"),
     ],
 )
-def test_a_marker_that_says_nothing_is_an_error(
-    coverage: ModuleType, source: str, words: str
-) -> None:
+def test_empty_marker_is_an_error(coverage: ModuleType, source: str, words: str) -> None:
     with pytest.raises(coverage.MarkerError, match=words):
         coverage.read_markers(source, "t.py")
 
@@ -215,7 +213,7 @@ def test_full_coverage_succeeds(coverage: ModuleType, tmp_path: Path) -> None:
     assert coverage.main(["--missing", "W", "--tests", str(tests)]) == 0
 
 
-def test_the_table_names_the_tests(
+def test_table_names_the_tests(
     coverage: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert coverage.main(["D", "--tests", str(write(tmp_path, "D01"))]) == 0

@@ -125,7 +125,7 @@ def summary(tolls: dict[Scene, Toll], seconds: float, seed: int) -> str:
 @pytest.mark.slow
 @pytest.mark.covers("S44")
 @pytest.mark.timeout(1800)
-def test_no_death_of_the_server_shows(
+def test_server_restarts_are_invisible_to_clients(
     model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seed = int(os.environ.get("CRASH_SEED") or random.SystemRandom().randrange(1_000_000))

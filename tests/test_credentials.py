@@ -121,7 +121,7 @@ def test_secrets_are_not_in_the_repr() -> None:
 # ── credentials ───────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_stored_key_is_the_last_resort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_key_is_the_last_resort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert stored_key() is None
     folder = tmp_path / ".tinker"
     folder.mkdir()
@@ -145,7 +145,7 @@ def test_the_stored_key_is_the_last_resort(tmp_path: Path, monkeypatch: pytest.M
     assert stored_key() is None
 
 
-def test_a_command_gives_the_credential(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_gives_the_credential(monkeypatch: pytest.MonkeyPatch) -> None:
     with faulty_server() as server:
         monkeypatch.setenv("TINKER_CREDENTIAL_CMD", "printf 'tml-from-command\\n'")
         with ServiceClient(base_url=server.base_url) as service:
@@ -192,7 +192,7 @@ def test_credential_command_without_output_is_an_error(
         service.get_server_capabilities()
 
 
-def test_a_server_that_wants_tokens_gets_them() -> None:
+def test_server_that_wants_tokens_gets_them() -> None:
     given = token(4e9)
     with faulty_server() as server:
         server.script("client/config", Answer(body={"pjwt_auth_enabled": True}))
@@ -361,7 +361,7 @@ def test_unusable_tokens_given_as_key_raise_without_a_request(
         assert server.seen == []
 
 
-def test_a_token_given_as_key_is_sent_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_given_as_key_is_sent_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     with faulty_server() as server:
         with ServiceClient(base_url=server.base_url, api_key=token(4e9)) as service:
             service.get_server_capabilities()
@@ -427,7 +427,7 @@ PATH = "tinker://run/weights/x"
 
 
 @pytest.mark.covers("U25")
-def test_one_renewed_token_serves_all_rejected_requests(gate: Gate, guarded: ServiceClient) -> None:
+def test_all_rejected_requests_share_one_renewed_token(gate: Gate, guarded: ServiceClient) -> None:
     gate.rejects = replace(MARKED, until=lambda: len(gate.server.requests("copy_weights")) >= 6)
     futures = [guarded.copy_weights(PATH) for _ in range(6)]
     assert [future.result(10) for future in futures] == ["tinker://new/weights/x"] * 6
@@ -452,7 +452,7 @@ def test_one_renewed_token_serves_all_rejected_requests(gate: Gate, guarded: Ser
 
 
 @pytest.mark.covers("U25")
-def test_a_second_rejection_raises(gate: Gate, guarded: ServiceClient) -> None:
+def test_second_rejection_raises(gate: Gate, guarded: ServiceClient) -> None:
     gate.is_shut = True
     with pytest.raises(tinkex.AuthenticationError):
         guarded.copy_weights(PATH).result(10)
@@ -461,7 +461,7 @@ def test_a_second_rejection_raises(gate: Gate, guarded: ServiceClient) -> None:
 
 
 @pytest.mark.covers("U25")
-def test_a_rejection_that_does_not_name_the_token_is_not_replayed(
+def test_rejection_that_does_not_name_the_token_is_not_replayed(
     gate: Gate, guarded: ServiceClient
 ) -> None:
     gate.rejects = UNMARKED
@@ -483,7 +483,7 @@ def test_rejected_keys_are_not_replayed() -> None:
 
 
 @pytest.mark.covers("U25")
-def test_an_exchange_that_fails_gives_its_own_error(gate: Gate, guarded: ServiceClient) -> None:
+def test_exchange_that_fails_gives_its_own_error(gate: Gate, guarded: ServiceClient) -> None:
     gate.server.script("auth/token", Answer(403, {"detail": "this key may do nothing"}))
     with pytest.raises(tinkex.PermissionDeniedError, match="may do nothing"):
         guarded.copy_weights(PATH).result(10)
@@ -572,7 +572,7 @@ def test_malformed_token_is_a_clear_error(text: str) -> None:
 
 
 @pytest.mark.covers("C04", "D14", "24.code.21")
-def test_a_proxy_is_really_used() -> None:
+def test_proxy_is_really_used() -> None:
     with faulty_server() as proxy:
         configure(proxy=proxy.base_url.replace("http://", "http://me:pass@"))
         service = ServiceClient(base_url="http://tinker.invalid:81", api_key="tml-x")
@@ -606,7 +606,7 @@ def test_streams_and_redirects_go_through_the_proxy_too() -> None:
 
 
 @pytest.mark.covers("C04", "24.code.21")
-def test_a_tunnel_is_asked_for_without_the_key() -> None:
+def test_tunnel_is_asked_for_without_the_key() -> None:
     with faulty_server() as proxy:
         proxy.script("tinker.invalid:443", Answer(407, b"who are you?", content_type="text/plain"))
         address = proxy.base_url.replace("http://", "http://me:pass@")
@@ -663,7 +663,7 @@ def test_retries_can_be_counted() -> None:
 
 
 @pytest.mark.covers("4.1/4")
-def test_a_breaker_opens_for_its_endpoint_alone() -> None:
+def test_breaker_opens_for_its_endpoint_alone() -> None:
     configure(circuit_breaker=True, max_retries=0)
     with faulty_server() as server:
         server.script("get_server_capabilities", *[Answer(503) for _ in range(9)])

@@ -87,13 +87,13 @@ class Log:
 def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     made, original = Log(), Runs._admit
 
-    async def admit(runs: Runs, call: Any, run: str, seq_id: int, work: Any) -> Any:
+    async def admit(runs: Runs, call: Any, run: str, seq_id: int) -> Any:
         made.numbers.append(seq_id)
         if call.op in ("forward_backward", "forward"):
             made.sizes.append(
                 (call.request.forward_only, len(call.request.forward_backward_input.data))
             )
-        return await original(runs, call, run, seq_id, work)
+        return await original(runs, call, run, seq_id)
 
     monkeypatch.setattr(Runs, "_admit", admit)
     return made
@@ -138,7 +138,7 @@ def test_two_chunks_use_four_numbers_and_the_step_submitted_ahead_comes_after_th
 
 
 @pytest.mark.covers("U29")
-def test_a_custom_pass_returns_at_once(client: TrainingClient, log: Log) -> None:
+def test_custom_pass_returns_at_once(client: TrainingClient, log: Log) -> None:
     log.gate.clear()
     began = time.monotonic()
     futures = [client.forward_backward_custom(DATA, doubled) for _ in range(20)]
@@ -149,7 +149,7 @@ def test_a_custom_pass_returns_at_once(client: TrainingClient, log: Log) -> None
 
 
 @pytest.mark.covers("U29")
-def test_a_step_submitted_ahead_applies_the_gradient_of_the_loss(service: ServiceClient) -> None:
+def test_step_submitted_ahead_applies_the_gradient_of_the_loss(service: ServiceClient) -> None:
     custom, plain = (service.create_lora_training_client("fake", rank=4).result() for _ in range(2))
     passed, stepped = custom.forward_backward_custom(TWO, doubled), custom.optim_step(STEP)
     weighted = [datum(*one.model_input.to_ints(), weights=[2.0] * 3) for one in TWO]
@@ -177,14 +177,14 @@ def test_several_custom_passes_and_steps_are_in_flight_at_once(
 
 
 @pytest.mark.covers("U29")
-def test_the_backward_passes_keep_the_chunks_of_the_forward_passes(
+def test_backward_passes_keep_the_chunks_of_the_forward_passes(
     client: TrainingClient, log: Log
 ) -> None:
     """Integer weights of eight bytes are sent forward, those of a gradient have four."""
     data = [
         datum(1, 2, 3, weights=types.TensorData.from_numpy(np.ones(3, np.int64))) for _ in range(6)
     ]
-    prepared = tinkex.client.losses.caller_losses.forward_data(data)
+    prepared = tinkex.client.losses.custom_passes.forward_data(data)
     configure(client, fwdbwd_max_chunk_bytes_count=2 * prepared[0].nbytes)
     client.forward_backward_custom(data, doubled).result(20)
     assert log.sizes == [(True, 2)] * 3 + [(False, 2)] * 3
@@ -222,7 +222,7 @@ def test_losses_run_on_one_daemon_thread_for_all_clients(
 
 
 @pytest.mark.covers("U30")
-def test_a_loss_sees_the_context_of_its_call(client: TrainingClient) -> None:
+def test_loss_sees_the_context_of_its_call(client: TrainingClient) -> None:
     name: contextvars.ContextVar[str] = contextvars.ContextVar("name", default="nothing")
     seen: list[str] = []
 
@@ -238,7 +238,7 @@ def test_a_loss_sees_the_context_of_its_call(client: TrainingClient) -> None:
     assert seen == ["mine", "nothing"]
 
 
-def test_a_loss_that_turns_gradients_off_does_so_for_itself_only(client: TrainingClient) -> None:
+def test_loss_that_turns_gradients_off_does_so_for_itself_only(client: TrainingClient) -> None:
     def careless(data: list[types.Datum], logprobs: list[torch.Tensor]) -> Any:
         answer = doubled(data, logprobs)
         torch.set_grad_enabled(False)
@@ -287,7 +287,7 @@ def refuse(future: Any, cause: type[BaseException]) -> None:
 
 
 @pytest.mark.covers("U31")
-def test_a_failed_loss_refuses_queued_and_later_calls_of_its_client_only(
+def test_failed_loss_refuses_queued_and_later_calls_of_its_client_only(
     service: ServiceClient, client: TrainingClient, log: Log
 ) -> None:
     def broken(*_: Any) -> Any:
@@ -313,7 +313,7 @@ def test_a_failed_loss_refuses_queued_and_later_calls_of_its_client_only(
 @pytest.mark.parametrize(
     "raised", [SystemExit, KeyboardInterrupt, StopIteration, asyncio.CancelledError]
 )
-def test_a_loss_may_raise_anything(client: TrainingClient, raised: type[BaseException]) -> None:
+def test_loss_may_raise_anything(client: TrainingClient, raised: type[BaseException]) -> None:
     def broken(*_: Any) -> Any:
         raise raised("mine")
 
@@ -376,7 +376,7 @@ def test_timed_out_custom_pass_refuses_later_calls(client: TrainingClient, log: 
 
 @pytest.mark.covers("U32")
 @pytest.mark.parametrize("number", [1, 2, 3, 4])
-def test_a_chunk_that_fails_on_the_server_holds_nothing_up(
+def test_chunk_that_fails_on_the_server_does_not_delay_others(
     client: TrainingClient, log: Log, number: int
 ) -> None:
     configure(client, fwdbwd_max_chunk_len=1)
@@ -390,16 +390,16 @@ def test_a_chunk_that_fails_on_the_server_holds_nothing_up(
 
 @pytest.mark.covers("U32")
 @pytest.mark.parametrize("refused", [1, 2, 3, 4])
-def test_a_chunk_that_is_rejected_holds_nothing_up(
+def test_rejected_chunk_does_not_delay_others(
     client: TrainingClient, log: Log, refused: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     configure(client, fwdbwd_max_chunk_len=1)
     original = Runs._admit  # which may be the one that keeps the log
 
-    async def admit(runs: Runs, call: Any, run: str, seq_id: int, work: Any) -> Any:
+    async def admit(runs: Runs, call: Any, run: str, seq_id: int) -> Any:
         if seq_id == refused and call.request.forward_backward_input.data:
             raise Refusal(400, "not this chunk")
-        return await original(runs, call, run, seq_id, work)
+        return await original(runs, call, run, seq_id)
 
     monkeypatch.setattr(Runs, "_admit", admit)
     bad, stepped = client.forward_backward_custom(TWO, doubled), client.optim_step(STEP)
@@ -412,7 +412,7 @@ def test_a_chunk_that_is_rejected_holds_nothing_up(
 
 
 @pytest.mark.covers("U32")
-def test_a_cancelled_step_behind_a_custom_loss_leaves_no_gap(
+def test_cancelled_step_behind_a_custom_loss_leaves_no_gap(
     client: TrainingClient, log: Log
 ) -> None:
     loss = Held()
@@ -430,7 +430,7 @@ def test_a_cancelled_step_behind_a_custom_loss_leaves_no_gap(
 
 
 @pytest.mark.covers("U29")
-def test_a_custom_loss_without_torch_is_refused_in_the_call(
+def test_custom_loss_without_torch_is_refused_in_the_call(
     client: TrainingClient, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
@@ -508,7 +508,7 @@ with tinkex.ServiceClient(base_url=sys.argv[1]) as service:
 """
 
 
-def test_an_interrupt_ends_a_program_whose_loss_runs(url: str) -> None:
+def test_interrupt_ends_a_program_during_its_loss(url: str) -> None:
     program = subprocess.Popen(
         [sys.executable, "-c", INTERRUPTED, url],
         stdout=subprocess.PIPE,
@@ -543,8 +543,22 @@ def test_resilient_client_stays_poisoned_after_recovery(url: str) -> None:
             refuse(trainer.optim_step(STEP), KeyError)
 
 
-def test_a_forked_child_has_a_thread_for_losses_of_its_own() -> None:
-    before = custom_passes._thread
-    custom_passes._forget()
-    assert custom_passes._thread is not before
-    assert custom_passes._thread._thread is None
+def test_forked_child_has_its_own_thread_for_losses(client: TrainingClient) -> None:
+    client.forward_backward_custom(DATA, doubled).result(20)
+
+    async def run() -> int:
+        return await custom_passes.loss_thread().run(lambda: 7)
+
+    if (child := os.fork()) == 0:
+        os._exit(asyncio.run(run()))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_each_loop_has_its_own_thread_for_losses() -> None:
+    async def run() -> list[int]:
+        thread = custom_passes.loss_thread()
+        return [await thread.run(threading.get_native_id) for _ in range(2)]
+
+    first, second = asyncio.run(run()), asyncio.run(run())
+    assert len({*first}) == len({*second}) == 1
+    assert first != second

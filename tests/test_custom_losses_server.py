@@ -171,7 +171,7 @@ with tinker.ServiceClient() as service:
 
 
 @pytest.mark.covers("S18")
-def test_the_official_client_gets_the_same_gradient_both_ways(url: str, engine: Recording) -> None:
+def test_official_client_gets_the_same_gradient_both_ways(url: str, engine: Recording) -> None:
     environment = {
         **os.environ,
         "TINKER_BASE_URL": url,
@@ -207,7 +207,7 @@ def custom_json(model: str, seq_id: int, loss_id: Any, **inputs: Any) -> dict[st
     return body
 
 
-def test_a_loss_is_made_once_by_its_number(url: str, engine: Recording) -> None:
+def test_loss_is_made_once_by_its_number(url: str, engine: Recording) -> None:
     wire = Wire(url)
     session = wire.session()
     first, again = (wire.post("create_custom_loss", loss_json(session)) for _ in range(2))
@@ -238,7 +238,7 @@ def test_losses_go_with_their_session(url: str, engine: Recording) -> None:
     assert wire.send("create_custom_loss", loss_json("nobody", 0)).status == 404
 
 
-def test_another_session_s_loss_is_refused_and_so_is_one_that_is_not_there(url: str) -> None:
+def test_loss_of_another_session_and_missing_loss_are_refused(url: str) -> None:
     wire = Wire(url)
     session, other = wire.session(), wire.session()
     loss_id = wire.run("create_custom_loss", loss_json(session))["loss_id"]
@@ -261,7 +261,7 @@ def test_another_session_s_loss_is_refused_and_so_is_one_that_is_not_there(url: 
     assert "takes one setting, 'loss_id'" in wire.run("forward_backward", bare)["error"]
 
 
-def test_a_graph_that_cannot_be_rebuilt_fails_in_band(url: str) -> None:
+def test_graph_that_cannot_be_rebuilt_fails_in_band(url: str) -> None:
     wire = Wire(url)
     body = loss_json(wire.session())
     body["graph"]["nodes"][2] |= {"op": "call_function", "target": "os.system"}
@@ -293,7 +293,7 @@ def unstable(logprobs: Any, weights: Any) -> Any:
         ),
     ],
 )
-def test_a_failure_names_its_datum_and_leaves_no_gradient(
+def test_failure_names_its_datum_and_leaves_no_gradient(
     inputs: dict[str, Any], words: str, url: str, engine: Recording
 ) -> None:
     with ServiceClient(base_url=url) as service:
@@ -309,7 +309,7 @@ def test_a_failure_names_its_datum_and_leaves_no_gradient(
         assert engine.grads[client.model_id] is not None
 
 
-def test_a_step_of_the_graph_that_fails_names_datum_and_node(
+def test_step_of_the_graph_that_fails_names_datum_and_node(
     service: ServiceClient, engine: Recording
 ) -> None:
     example = EXAMPLES["dpo_pairs"]
@@ -323,7 +323,7 @@ def test_a_step_of_the_graph_that_fails_names_datum_and_node(
     assert engine.grads[client.model_id] is None
 
 
-def test_the_rank_of_an_input_is_checked_by_the_server_too(url: str) -> None:
+def test_rank_of_an_input_is_checked_by_the_server_too(url: str) -> None:
     wire = Wire(url)
     session = wire.session()
     loss_id = wire.run("create_custom_loss", loss_json(session))["loss_id"]
@@ -347,7 +347,7 @@ def test_the_rank_of_an_input_is_checked_by_the_server_too(url: str) -> None:
         assert outcome["error"].startswith("datum 0: ")
 
 
-def test_a_forward_pass_computes_the_loss_and_no_gradient(url: str, engine: Recording) -> None:
+def test_forward_pass_computes_the_loss_and_no_gradient(url: str, engine: Recording) -> None:
     wire = Wire(url)
     session = wire.session()
     loss_id = wire.run("create_custom_loss", loss_json(session))["loss_id"]
@@ -379,7 +379,7 @@ def test_metrics_are_summed_or_averaged_over_the_data(service: ServiceClient) ->
 # ── the choice of an optimizer ────────────────────────────────────────────────────────────────────
 
 
-def test_a_run_keeps_the_optimizer_it_was_created_with(
+def test_run_keeps_the_optimizer_it_was_created_with(
     service: ServiceClient, engine: Recording
 ) -> None:
     client = service.create_lora_training_client(
@@ -406,7 +406,7 @@ def test_a_run_keeps_the_optimizer_it_was_created_with(
     assert resumed.forward(data, "cross_entropy").result(60).metrics["loss:sum"] == expected
 
 
-def test_a_run_made_of_a_checkpoint_has_its_optimizer_unless_another_is_named(
+def test_run_made_of_a_checkpoint_has_its_optimizer_unless_another_is_named(
     tmp_path: Path,
 ) -> None:
     with serving(FakeEngine(), tmp_path) as url:
@@ -434,7 +434,7 @@ def test_a_run_made_of_a_checkpoint_has_its_optimizer_unless_another_is_named(
         )
 
 
-def test_an_unknown_optimizer_is_refused_in_band(url: str) -> None:
+def test_unknown_optimizer_is_refused_in_band(url: str) -> None:
     wire = Wire(url)
     fields = {
         "session_id": wire.session(),
@@ -447,7 +447,7 @@ def test_an_unknown_optimizer_is_refused_in_band(url: str) -> None:
     assert "'dimuon', 'version': 1" in outcome["error"]
 
 
-def test_the_fake_engine_stands_in_for_custom_losses(tmp_path: Path) -> None:
+def test_fake_engine_stands_in_for_custom_losses(tmp_path: Path) -> None:
     with serving(FakeEngine(), tmp_path) as url:
         wire = Wire(url)
         session = wire.session()

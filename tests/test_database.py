@@ -20,11 +20,16 @@ import tinkex
 from support import Wire, pass_json, serving, step_json
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.database import interface
-from tinkex.server.database.entities import AuditEntry, Run, SavedCheckpoint, Span
-from tinkex.server.database.interface import Database, DatabaseError
+from tinkex.server.database.interface import (
+    AuditEntry,
+    Database,
+    DatabaseError,
+    Run,
+    SavedCheckpoint,
+    Span,
+)
 from tinkex.server.database.sqlite import SqliteDatabase
-from tinkex.types.checkpoint_search import CheckpointSearchRequest
-from tinkex.types.session_search import SessionSearchRequest
+from tinkex.types.search_requests import CheckpointSearchRequest, SessionSearchRequest
 from tinkex.types.training import LoraConfig
 
 SOURCE = Path(tinkex.__file__).parent
@@ -142,7 +147,7 @@ def test_usage_comes_with_its_sessions(database: Database) -> None:
     assert database.activity.used(0, 7200, "bob") == ([], {})
 
 
-def test_errors_are_of_one_kind(tmp_path: Path) -> None:
+def test_errors_have_one_type(tmp_path: Path) -> None:
     with closing(SqliteDatabase(tmp_path)) as database:
         database.sessions.add("s", {})
         with pytest.raises(DatabaseError, match="UNIQUE"):

@@ -1,4 +1,4 @@
-"""What a datum is made of is checked when it is made, not when it is sent."""
+"""Arguments of a datum are checked at construction, not when it is sent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INPUT = ModelInput.from_ints([1, 2])
     ],
     ids=["list", "text", "none", "array"],
 )
-def test_a_datum_takes_a_model_input(given: Any, advice: str) -> None:
+def test_datum_takes_a_model_input(given: Any, advice: str) -> None:
     with pytest.raises(TypeError, match=advice):
         Datum(given, {"target_tokens": [1, 2]})
 
@@ -30,16 +30,16 @@ def test_a_datum_takes_a_model_input(given: Any, advice: str) -> None:
 @pytest.mark.parametrize(
     "given", [[1, 2], "hello", {1: [1, 2]}], ids=["list", "text", "number-as-name"]
 )
-def test_a_datum_takes_a_mapping_of_names(given: Any) -> None:
+def test_datum_takes_a_mapping_of_names(given: Any) -> None:
     with pytest.raises(TypeError, match="loss_fn_inputs must map names to tensors"):
         Datum(INPUT, given)
 
 
-def test_a_datum_takes_its_input_in_json_form() -> None:
+def test_datum_takes_its_input_in_json_form() -> None:
     given: Any = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
     assert Datum(given, {"target_tokens": [1, 2]}) == Datum(INPUT, {"target_tokens": [1, 2]})
 
 
-def test_a_number_that_no_tensor_holds_is_a_value_error() -> None:
+def test_number_that_no_tensor_holds_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="numbers that int64 can hold"):
         TensorData([2**70], "int64")

@@ -10,9 +10,9 @@ import pytest
 from click.testing import CliRunner
 
 from support import serving
+from tinkex.cli.charts import plot
 from tinkex.cli.demo import Demo
 from tinkex.cli.main import cli
-from tinkex.cli.plot import plot
 from tinkex.models.addition import MAX_ANSWER_TOKENS
 
 
@@ -51,7 +51,7 @@ def test_quick_demo_runs_against_a_server(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_whole_demo_teaches(seed: int) -> None:
+def test_whole_demo_teaches(seed: int) -> None:
     result = CliRunner().invoke(cli, ["demo", "--seed", str(seed)], env={"COLUMNS": "200"})
     base, examples, rewards = (
         float(x) for x in re.findall(r"accuracy: .*?│ +([\d.]+)%", result.output)
@@ -73,7 +73,7 @@ def test_plot_shows_the_range_and_the_shape() -> None:
     assert rising[1][3] != chr(0x2800)
 
 
-def test_every_prompt_of_the_demo_has_a_seed_of_its_own() -> None:
+def test_every_demo_prompt_has_its_own_seed() -> None:
     demo = Demo.__new__(Demo)  # the run that a whole one begins with has nothing to do with it
     demo.random, demo.stop = random.Random(0), [1]
     draws = demo.draws(16, 1.0)

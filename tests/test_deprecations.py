@@ -40,7 +40,7 @@ def twins(kind: type[Any]) -> list[str]:
 
 
 def called(call: Callable[[], Any]) -> tuple[Any, str]:
-    """What a call gives and the text of its one warning, which names the caller's file."""
+    """Return a call's result and the text of its one warning, which names the caller's file."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         given = call()

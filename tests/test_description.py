@@ -46,9 +46,7 @@ def parts(value: Any, here: str = "#") -> Iterator[tuple[str, Any]]:
         yield from parts(item, f"{here}/{key}")
 
 
-def test_every_route_is_described_and_nothing_else_is(
-    tmp_path: Path, document: dict[str, Any]
-) -> None:
+def test_exactly_the_served_routes_are_described(tmp_path: Path, document: dict[str, Any]) -> None:
     app = create_app(FakeEngine(), tmp_path)
     routed = {
         (route.path.replace("{model:path}", "{model}"), method.lower())
@@ -66,7 +64,7 @@ def test_every_route_is_described_and_nothing_else_is(
     assert described == routed
 
 
-def test_a_server_that_lacks_an_operation_does_not_describe_it() -> None:
+def test_server_that_lacks_an_operation_does_not_describe_it() -> None:
     assert f"{PREFIX}/telemetry" not in describe(SERVED - {"telemetry"})["paths"]
 
 
@@ -79,7 +77,7 @@ def test_description_needs_no_key(tmp_path: Path, document: dict[str, Any]) -> N
         assert json.load(answer) == document
 
 
-def test_references_lead_somewhere_and_nothing_is_described_in_vain(
+def test_references_resolve_and_every_schema_is_used(
     document: dict[str, Any],
 ) -> None:
     found = {
@@ -129,7 +127,7 @@ def test_description_marks_protobuf_bodies(document: dict[str, Any]) -> None:
 
 
 def fits(value: Any, schema: Any, document: dict[str, Any]) -> bool:
-    """Whether a value is of a schema; as much of JSON Schema as the document uses."""
+    """Return True if a value fits a schema; as much of JSON Schema as the document uses."""
     if "$ref" in schema:
         return fits(
             value, document["components"]["schemas"][schema["$ref"].rpartition("/")[2]], document

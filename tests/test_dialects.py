@@ -225,7 +225,7 @@ def numbers(faulty: FaultyServer, model_id: str) -> list[int]:
 
 @pytest.mark.covers("D18")
 @pytest.mark.parametrize("at_once", [frozenset(), EVERYTHING], ids=["futures", "at-once"])
-def test_an_older_server_can_be_trained_on(faulty: FaultyServer, at_once: frozenset[str]) -> None:
+def test_older_server_can_be_trained_on(faulty: FaultyServer, at_once: frozenset[str]) -> None:
     OlderServer(faulty, at_once)
     with ServiceClient(base_url=faulty.base_url) as service:
         everything(service)
@@ -238,7 +238,7 @@ def test_an_older_server_can_be_trained_on(faulty: FaultyServer, at_once: frozen
 
 
 @pytest.mark.parametrize("operation", sorted(EVERYTHING))
-def test_any_one_result_may_come_at_once(faulty: FaultyServer, operation: str) -> None:
+def test_single_result_may_be_ready_at_once(faulty: FaultyServer, operation: str) -> None:
     OlderServer(faulty, frozenset({operation}))
     with ServiceClient(base_url=faulty.base_url) as service:
         everything(service)
@@ -260,7 +260,7 @@ def test_requested_newer_fields_are_sent_to_old_servers(faulty: FaultyServer) ->
             ).result()
 
 
-def test_a_failure_on_an_older_server_is_the_calls_own(faulty: FaultyServer) -> None:
+def test_failure_on_an_older_server_is_the_calls_own(faulty: FaultyServer) -> None:
     server = OlderServer(faulty)
     server.failing = {"optim_step"}
     with ServiceClient(base_url=faulty.base_url) as service:
@@ -271,7 +271,7 @@ def test_a_failure_on_an_older_server_is_the_calls_own(faulty: FaultyServer) -> 
         assert client.forward(DATA, "cross_entropy").result(10).metrics == {"loss:sum": 3.0}
 
 
-def test_a_number_that_was_refused_is_spent_in_the_older_form(faulty: FaultyServer) -> None:
+def test_number_that_was_refused_is_spent_in_the_older_form(faulty: FaultyServer) -> None:
     """The server would wait for it otherwise, and reads nothing but JSON."""
     server = OlderServer(faulty)
 
@@ -291,7 +291,7 @@ def test_a_number_that_was_refused_is_spent_in_the_older_form(faulty: FaultyServ
     assert faulty.requests("optim_step")[0].json["seq_id"] == 2
 
 
-def test_a_failure_may_come_at_once(faulty: FaultyServer) -> None:
+def test_failure_may_come_at_once(faulty: FaultyServer) -> None:
     OlderServer(faulty)
     with ServiceClient(base_url=faulty.base_url) as service:
         client = service.create_lora_training_client("m").result()
@@ -368,7 +368,7 @@ def json_alone(status: int) -> Callable[[Seen], Answer]:
 
 
 @pytest.mark.parametrize("refusal", [400, 415, 422, 501])
-def test_a_server_that_reads_no_protobuf_is_found_out_by_its_first_pass(
+def test_server_that_reads_no_protobuf_is_found_out_by_its_first_pass(
     unknown: FaultyServer, refusal: int
 ) -> None:
     unknown.script("forward_backward", json_alone(refusal))
@@ -391,7 +391,7 @@ def test_a_server_that_reads_no_protobuf_is_found_out_by_its_first_pass(
     ]
 
 
-def test_a_first_pass_without_gradient_shows_it_too(unknown: FaultyServer) -> None:
+def test_first_forward_pass_reveals_an_older_server(unknown: FaultyServer) -> None:
     unknown.script("forward_backward", json_alone(415))
     with ServiceClient(base_url=unknown.base_url) as service:
         client = service.create_lora_training_client("m").result()
@@ -427,7 +427,7 @@ def test_all_chunks_of_a_first_call_reach_a_server_that_reads_no_protobuf(
     assert sorted(taken) == [1, 2, 3]
 
 
-def test_a_pass_that_is_refused_while_another_finds_out_is_sent_again(
+def test_pass_that_is_refused_while_another_finds_out_is_sent_again(
     unknown: FaultyServer,
 ) -> None:
     """The second run's pass goes out before the first run's has shown how, and is refused after it
@@ -453,7 +453,7 @@ def test_a_pass_that_is_refused_while_another_finds_out_is_sent_again(
     assert forms(unknown) == ["protobuf", "json", "protobuf", "json"]
 
 
-def test_a_refused_first_pass_has_the_error_of_the_newer_form(unknown: FaultyServer) -> None:
+def test_refused_first_pass_has_the_error_of_the_newer_form(unknown: FaultyServer) -> None:
     """It was no matter of form: both are refused, and nothing has been learned about the server."""
     unknown.script(
         "forward_backward",
@@ -473,7 +473,7 @@ def test_a_refused_first_pass_has_the_error_of_the_newer_form(unknown: FaultySer
         assert forms(unknown)[2:] == ["protobuf"]
 
 
-def test_after_one_pass_was_read_none_is_tried_in_the_older_form(unknown: FaultyServer) -> None:
+def test_accepted_protobuf_pass_ends_the_fallback_to_json(unknown: FaultyServer) -> None:
     with ServiceClient(base_url=unknown.base_url) as service:
         client = service.create_lora_training_client("m").result()
         client.forward_backward(DATA, "cross_entropy").result(10)
@@ -485,7 +485,7 @@ def test_after_one_pass_was_read_none_is_tried_in_the_older_form(unknown: Faulty
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 413])
-def test_a_refusal_for_another_reason_is_no_matter_of_form(
+def test_refusal_for_another_reason_is_no_matter_of_form(
     unknown: FaultyServer, status: int
 ) -> None:
     unknown.script("forward_backward", Answer(status, {"detail": "no"}))

@@ -29,7 +29,6 @@ import tinkex
 from tinkex import Datum, ModelInput, events, metrics
 
 MODULES = [
-    "adapters.clients",
     "adapters.memory",
     "adapters.peft",
     "adapters.platforms",
@@ -42,7 +41,7 @@ MODULES = [
     "events",
     "client.futures.api_future",
     "client.futures.await_many",
-    "client.futures.sample_future",
+    "client.futures.backcompat",
     "client.settings.delays",
     "client.http.http_client",
     "hub.pushes",
@@ -53,7 +52,6 @@ MODULES = [
     "recovery.policies",
     "regularizers.divergences",
     "regularizers.execution",
-    "regularizers.gradients",
     "regularizers.logs",
     "regularizers.penalties",
     "regularizers.pipeline",
@@ -72,10 +70,11 @@ MODULES = [
     "types.account",
     "types.checkpoints",
     "types.custom_losses",
-    "types.futures",
+    "types.future_requests",
     "types.inputs",
     "types.record",
     "types.sampling",
+    "types.server_facts",
     "types.sessions",
     "types.telemetry",
     "types.tensors",
@@ -219,14 +218,14 @@ def raised(function: Any) -> set[str]:
 
 
 def is_twin(text: str) -> bool:
-    """Whether a docstring says of what it is that it is like another that is there."""
+    """Return True if a docstring refers to an existing twin."""
     return (
         re.match(r"(Like|Deprecated: use) `[\w.]+`|`[\w.]+`; ", inspect.cleandoc(text)) is not None
     )
 
 
 def faults(label: str, function: Any) -> Iterator[str]:
-    """What is missing in a callable's docstring."""
+    """List the faults of a callable's docstring."""
     text = inspect.cleandoc(function.__doc__ or "")
     if is_twin(text):
         return  # it takes what the other takes, which is looked at by itself
@@ -280,7 +279,7 @@ def test_public_callables_document_arguments_returns_and_raises(label: str) -> N
     assert not [fault for name, function in callables(label) for fault in faults(name, function)]
 
 
-def test_a_twin_names_one_that_is_there() -> None:
+def test_twin_names_an_existing_method() -> None:
     for name in MODULES:
         for label, value in own(name):
             twin = re.match(r"Like `(\w+)`", value.__doc__ or "")
@@ -549,7 +548,7 @@ def needed(lines: list[str]) -> set[str]:
 
 
 def failures(home: Any, out: Callable[[str], object]) -> int:
-    """How many lines of a module's examples do not give what they show."""
+    """Count the lines of a module's examples with another output than they show."""
     names = {
         **vars(tinkex.types),
         **{key: getattr(tinkex, key) for key in tinkex.__all__},
@@ -570,7 +569,7 @@ def failures(home: Any, out: Callable[[str], object]) -> int:
     return runner.summarize(verbose=False).failed
 
 
-def test_an_example_that_gives_something_else_is_found() -> None:
+def test_example_that_gives_something_else_is_found() -> None:
     home = ModuleType("home")
     home.__doc__ = "Example:\n    >>> 1 + 1, os.getpid()\n    (2, ...)\n    >>> 1 + 1\n    3\n"
     vars(home)["os"] = os

@@ -106,9 +106,7 @@ def left_in(directory: Path) -> list[str]:
 
 @pytest.mark.covers("1.14.2/2", "1.14.2/5", "1.14.2/6", "1.14.2/7", "1.14.3/2")
 @pytest.mark.parametrize("mode", ["w", "w:gz", "w:bz2", "w:xz"])
-def test_an_archive_is_fetched_and_unpacked(
-    server: FaultyServer, tmp_path: Path, mode: str
-) -> None:
+def test_archive_is_fetched_and_unpacked(server: FaultyServer, tmp_path: Path, mode: str) -> None:
     offer(server, tar_of({"adapter_config.json": b"{}", "deep/er/x.bin": b"abc"}, mode))
     told: list[tuple[int, int]] = []
     done = tinkex.download(
@@ -125,7 +123,7 @@ def test_an_archive_is_fetched_and_unpacked(
 
 
 @pytest.mark.covers("1.14.2/2", "Q-15")
-def test_without_an_output_directory_the_current_one_is_it(
+def test_output_directory_defaults_to_the_current_directory(
     server: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -155,7 +153,7 @@ def test_without_an_output_directory_the_current_one_is_it(
         None,
     ],
 )
-def test_invalid_path_removes_and_asks_nothing(
+def test_invalid_path_removes_nothing_and_sends_no_request(
     server: FaultyServer, tmp_path: Path, path: Any
 ) -> None:
     output = tmp_path / "out"
@@ -181,7 +179,7 @@ def test_existing_download_stays_without_a_request(server: FaultyServer, tmp_pat
 
 
 @pytest.mark.covers("1.14.2/3", "1.14.2/5", "1.14.2/6", "1.14.2/7", "Q-14")
-def test_a_forced_download_replaces_at_the_end_and_leaves_nothing_behind(
+def test_forced_download_replaces_at_the_end_and_cleans_up(
     server: FaultyServer, tmp_path: Path
 ) -> None:
     old = tmp_path / "run-123_weights_0001"
@@ -215,9 +213,7 @@ def test_server_error_about_a_checkpoint_passes_through(
 
 
 @pytest.mark.covers("1.14.1/2", "4.1/7")
-def test_an_archive_that_is_being_packed_is_asked_for_again(
-    server: FaultyServer, tmp_path: Path
-) -> None:
+def test_unfinished_archive_is_requested_again(server: FaultyServer, tmp_path: Path) -> None:
     offer(server, tar_of({"a": b"1"}))
     server.script(ARCHIVE, Answer(503), Answer(503), Answer(302, b"", {"Location": "/files/a.tar"}))
     tinkex.download(rest_of(server), PATH, tmp_path, retry_delay=0.01)
@@ -257,7 +253,7 @@ def test_changed_archive_is_fetched_again_from_the_start(
 
 
 @pytest.mark.parametrize("tag", ['W/"v1"', ""], ids=["weak", "none"])
-def test_without_a_strong_tag_nothing_is_continued(
+def test_download_without_a_strong_tag_restarts(
     server: FaultyServer, tmp_path: Path, tag: str
 ) -> None:
     offer(server, tar_of({"big": CONTENT}), cut(1_000_000), ETag=tag)
@@ -265,7 +261,7 @@ def test_without_a_strong_tag_nothing_is_continued(
     assert [seen.headers.get("range") for seen in fetches(server)] == [None, None]
 
 
-def test_a_server_that_answers_another_span_is_not_believed(
+def test_server_that_answers_another_span_is_not_believed(
     server: FaultyServer, tmp_path: Path
 ) -> None:
     data = tar_of({"big": CONTENT})
@@ -350,7 +346,7 @@ def test_redirects_are_followed_a_few_steps(server: FaultyServer, tmp_path: Path
 
 
 @pytest.mark.covers("Q-4")
-def test_an_archive_is_never_whole_in_memory(tmp_path: Path) -> None:
+def test_archive_is_never_whole_in_memory(tmp_path: Path) -> None:
     size = 40 << 20
     with serving(FakeEngine(), tmp_path / "data") as url, ServiceClient(base_url=url) as service:
         client = service.create_lora_training_client("fake", rank=4).result()
@@ -369,7 +365,7 @@ def test_an_archive_is_never_whole_in_memory(tmp_path: Path) -> None:
     assert peak < size / 3
 
 
-def test_a_progress_callback_that_fails_ends_the_download_without_a_trace(
+def test_progress_callback_that_fails_ends_the_download_without_a_trace(
     server: FaultyServer, tmp_path: Path
 ) -> None:
     def fail(have: int, total: int) -> None:
@@ -385,7 +381,7 @@ def test_a_progress_callback_that_fails_ends_the_download_without_a_trace(
 
 
 @pytest.mark.covers("1.14.2/7")
-def test_a_checkpoint_of_our_server_comes_as_an_archive_and_an_export_as_files(
+def test_checkpoint_of_our_server_comes_as_an_archive_and_an_export_as_files(
     tmp_path: Path,
 ) -> None:
     with serving(FakeEngine(), tmp_path / "data") as url, ServiceClient(base_url=url) as service:
@@ -410,7 +406,7 @@ def test_a_checkpoint_of_our_server_comes_as_an_archive_and_an_export_as_files(
         )
 
 
-async def test_the_same_of_an_embedded_server_in_an_event_loop(tmp_path: Path) -> None:
+async def test_same_of_an_embedded_server_in_an_event_loop(tmp_path: Path) -> None:
     from tinkex import LocalBackend
 
     backend = LocalBackend(data_dir=tmp_path / "data", engine=FakeEngine())
@@ -425,7 +421,7 @@ async def test_the_same_of_an_embedded_server_in_an_event_loop(tmp_path: Path) -
     await asyncio.to_thread(backend.close)
 
 
-def test_an_export_with_an_unsafe_name_is_refused(server: FaultyServer, tmp_path: Path) -> None:
+def test_export_with_an_unsafe_name_is_refused(server: FaultyServer, tmp_path: Path) -> None:
     path = "tinker://run/external_weights/e"
     place = "training_runs/run/checkpoints/external_weights/e/external_weights_urls"
     answer = {"urls": {"../evil": f"{server.base_url}/files/x"}, "expires": "2100-01-01T00:00:00Z"}
@@ -506,7 +502,7 @@ def test_archives_that_would_never_end_are_refused_before_they_are_unpacked(tmp_
 
 
 @pytest.mark.covers("1.14.3/2")
-def test_a_header_as_large_as_an_archive_is_not_read(tmp_path: Path) -> None:
+def test_header_as_large_as_an_archive_is_not_read(tmp_path: Path) -> None:
     archive = tmp_path / "a.tgz"
     with gzip.open(archive, "wb") as file:
         header = tarfile.TarInfo("././@LongLink")
@@ -519,7 +515,7 @@ def test_a_header_as_large_as_an_archive_is_not_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("1.14.2/6", "1.14.3/1")
-def test_a_broken_archive_leaves_nothing(server: FaultyServer, tmp_path: Path) -> None:
+def test_broken_archive_leaves_no_files(server: FaultyServer, tmp_path: Path) -> None:
     offer(server, tar_of({"a": bytes(5000)})[:3000])
     with pytest.raises(DownloadError) as caught:
         tinkex.download(rest_of(server), PATH, tmp_path)
@@ -531,7 +527,7 @@ def test_a_broken_archive_leaves_nothing(server: FaultyServer, tmp_path: Path) -
     assert left_in(tmp_path) == []
 
 
-def test_files_are_plain_ones_whatever_the_archive_says(tmp_path: Path) -> None:
+def test_extracted_files_are_plain_files(tmp_path: Path) -> None:
     wild = tarfile.TarInfo("wild")
     wild.mode, wild.uid, wild.size = 0o6777, 0, 2
     archive = tmp_path / "a.tar"
@@ -540,7 +536,7 @@ def test_files_are_plain_ones_whatever_the_archive_says(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o7111 == 0
 
 
-def test_with_resume_nothing_stays_of_a_download_that_has_not_begun(
+def test_resumable_download_that_has_not_begun_leaves_no_file(
     server: FaultyServer, tmp_path: Path
 ) -> None:
     server.script(ARCHIVE, Answer(404, {"detail": "gone"}))
@@ -550,11 +546,11 @@ def test_with_resume_nothing_stays_of_a_download_that_has_not_begun(
 
 
 def fetched_of(directory: Path) -> int:
-    """How much of an archive has come."""
+    """Return the bytes of an archive that have arrived."""
     return sum(file.stat().st_size for file in directory.rglob("archive"))
 
 
-async def test_a_cancelled_download_writes_no_more(server: FaultyServer, tmp_path: Path) -> None:
+async def test_cancelled_download_writes_no_more(server: FaultyServer, tmp_path: Path) -> None:
     data = tar_of({"big": CONTENT})
     server.script(ARCHIVE, Answer(302, b"", {"Location": "/files/a.tar"}))
     server.script("/files/a.tar", Answer(200, data, {"ETag": '"a"'}, pieces=8, pause=0.3))
@@ -576,7 +572,7 @@ async def test_a_cancelled_download_writes_no_more(server: FaultyServer, tmp_pat
     assert 0 < fetched_of(tmp_path) == size < len(data)
 
 
-async def test_a_download_that_is_cancelled_while_it_replaces_leaves_one_or_the_other(
+async def test_cancelled_replacement_leaves_old_or_new_download(
     server: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offer(server, tar_of({"new": b"x"}))
@@ -605,7 +601,7 @@ async def test_a_download_that_is_cancelled_while_it_replaces_leaves_one_or_the_
     assert left_in(target) in (["new"], ["old"])
 
 
-def test_a_kept_archive_does_not_stand_in_the_way_of_the_downloads_after_it(tmp_path: Path) -> None:
+def test_kept_archive_does_not_block_later_downloads(tmp_path: Path) -> None:
     with serving(FakeEngine(), tmp_path / "data") as url, ServiceClient(base_url=url) as service:
         path = (
             service.create_lora_training_client("fake", rank=4)

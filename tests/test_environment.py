@@ -1,4 +1,4 @@
-"""What the environment says: read with care, from any mapping, and shown without secrets."""
+"""Settings of the environment: read with care, from any mapping, and shown without secrets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tinkex.wire import protocol
 
 
 @pytest.mark.covers("C06")
-def test_the_environment_is_read_with_care() -> None:
+def test_environment_is_read_with_care() -> None:
     values = {
         "B": "maybe",
         "C": "a, ,b",
@@ -92,7 +92,7 @@ def test_pools_are_sized() -> None:
 
 
 @pytest.mark.covers("C06")
-def test_a_client_is_named_when_its_module_is_there() -> None:
+def test_client_is_listed_if_its_module_is_installed() -> None:
     texts = (
         "json:loads",
         "json.decoder:JSONDecoder",
@@ -108,7 +108,7 @@ def test_a_client_is_named_when_its_module_is_there() -> None:
 
 
 @pytest.mark.covers("1.9/5", "C06")
-def test_the_places_of_hugging_face(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_places_of_hugging_face(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment.hf_token({"HF_TOKEN": "a", "HUGGING_FACE_HUB_TOKEN": "b"}) == "a"
     assert environment.hf_token({"HF_TOKEN": " ", "HUGGING_FACE_HUB_TOKEN": "b"}) == "b"
     assert environment.hf_token({}) is None
@@ -125,7 +125,7 @@ def test_the_places_of_hugging_face(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.covers("C06")
-def test_an_empty_environment_says_nothing() -> None:
+def test_empty_environment_sets_nothing() -> None:
     told = environment.snapshot({})
     assert set(told.values()) == {None}
     assert len(told) >= 20
@@ -211,7 +211,7 @@ def test_settings_are_shown_without_secrets() -> None:
 
 
 @pytest.mark.covers("C08")
-def test_the_package_and_the_protocol_have_versions_of_their_own() -> None:
+def test_package_and_the_protocol_have_versions_of_their_own() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+\S*", tinkex.__version__)
     settings = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
     assert (

@@ -50,7 +50,7 @@ class Heard:
 
 
 @pytest.mark.covers("1.4.1/1", "1.4.1/3")
-def test_a_handler_hears_exactly_the_names_it_asked_for() -> None:
+def test_handler_hears_exactly_the_names_it_asked_for() -> None:
     some, everything = Heard(), Heard()
     events.attach("some", [events.HTTP_STOP, "mine"], some)
     events.attach("all", None, everything)
@@ -64,7 +64,7 @@ def test_a_handler_hears_exactly_the_names_it_asked_for() -> None:
 
 
 @pytest.mark.covers("1.4.1/2")
-def test_ids_are_unique_and_unknown_ones_are_reported() -> None:
+def test_ids_are_unique_and_unknown_ids_are_reported() -> None:
     events.attach("one", None, Heard())
     with pytest.raises(ValueError, match="'one' is attached already"):
         events.attach("one", None, Heard())
@@ -112,7 +112,7 @@ def test_only_the_handler_that_failed_is_detached_when_its_id_was_taken_meanwhil
 
 
 @pytest.mark.covers("1.4.1/1")
-def test_a_handler_may_attach_detach_and_emit() -> None:
+def test_handler_may_attach_detach_and_emit() -> None:
     late = Heard()
 
     def once(name: str, *_: object) -> None:
@@ -127,7 +127,7 @@ def test_a_handler_may_attach_detach_and_emit() -> None:
 
 
 @pytest.mark.covers("1.4.1/1")
-def test_attaching_and_emitting_from_many_threads_loses_nothing() -> None:
+def test_attaching_and_emitting_from_many_threads_loses_no_event() -> None:
     steady = Heard()
     events.attach("steady", ["tick"], steady)
     failures: list[BaseException] = []
@@ -151,7 +151,7 @@ def test_attaching_and_emitting_from_many_threads_loses_nothing() -> None:
     assert [known.handler_id for known in events.handlers("tick")] == ["steady"]
 
 
-def test_a_finalizer_may_detach_while_its_thread_holds_the_lock() -> None:
+def test_finalizer_may_detach_while_its_thread_holds_the_lock() -> None:
     class Leaving:
         def __del__(self) -> None:
             events.detach("leaving")
@@ -175,7 +175,7 @@ def test_event_without_listeners_is_cheap() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_child_forked_while_the_bus_was_locked_can_use_it() -> None:
+def test_child_forked_while_the_bus_was_locked_can_use_it() -> None:
     held, free = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -206,7 +206,7 @@ def test_a_child_forked_while_the_bus_was_locked_can_use_it() -> None:
 
 
 @pytest.mark.covers("C26", "C63")
-def test_the_catalogue_names_every_event_with_its_contents() -> None:
+def test_catalogue_names_every_event_with_its_contents() -> None:
     groups = {
         "http.request": "start stop exception",
         "queue": "state_change",
@@ -380,7 +380,7 @@ def break_down() -> None:
     "1.4.2/1", "1.4.2/2", "1.4.2/3", "1.4.2/4", "1.4.2/5", "1.4.2/6", "1.4.2/7", "1.4.2/8",
     "1.4.2/9", "C26", "C63"
 )  # fmt: skip
-def test_clients_at_work_say_everything_that_the_catalogue_lists(
+def test_working_clients_emit_every_event_of_the_catalogue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard = Heard()

@@ -162,7 +162,7 @@ def test_examples_exist_explain_and_use_public_names(name: str) -> None:
             assert own or node.attr.endswith("__"), f"{node.attr} is private"
 
 
-def test_no_example_is_forgotten() -> None:
+def test_all_examples_are_listed() -> None:
     found = {file.stem for file in EXAMPLES.glob("*.py")}
     assert found == {*ROWS, "common", "run_all"}
     order = module("run_all").ORDER
@@ -185,7 +185,7 @@ def test_files_of_the_examples_exist() -> None:
 @pytest.mark.parametrize(
     ("said", "expected"), [("7", 7), (" 7 ", 7), ("many", 5), ("", 5), ("-1", 5), ("1.5", 5)]
 )
-def test_a_bad_whole_number_falls_back_to_the_default(
+def test_bad_whole_number_falls_back_to_the_default(
     said: str, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TINKER_MAX_TOKENS", said)
@@ -195,7 +195,7 @@ def test_a_bad_whole_number_falls_back_to_the_default(
 @pytest.mark.parametrize(
     ("said", "expected"), [("0", 0), ("0.3", 0.3), ("hot", 0.7), ("nan", 0.7), ("-1", 0.7)]
 )
-def test_a_bad_number_falls_back_to_the_default(
+def test_bad_number_falls_back_to_the_default(
     said: str, expected: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TINKER_TEMPERATURE", said)
@@ -211,7 +211,7 @@ def test_a_bad_number_falls_back_to_the_default(
         ({"TINKER_BASE_URL": " ", "TINKER_API_KEY": ""}, "local"),
     ],
 )
-def test_without_an_environment_they_stay_on_this_machine(
+def test_examples_without_an_environment_stay_local(
     settings: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("TINKER_BASE_URL", "TINKER_API_KEY"):
@@ -249,7 +249,7 @@ def ended(runner: ModuleType, monkeypatch: pytest.MonkeyPatch, *words: str) -> i
     return status
 
 
-def test_the_runner_stops_at_the_first_failure_with_its_status(
+def test_runner_stops_at_the_first_failure_with_its_status(
     runner: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert ended(runner, monkeypatch) == 3
@@ -271,7 +271,7 @@ def test_runner_continues_on_request(
     assert "skipped in multimodal_resume_and_cleanup: no eyes" in shown
 
 
-def test_a_known_skip_is_listed_and_an_unknown_one_is_a_failure(
+def test_known_skip_is_listed_and_unknown_skip_fails(
     runner: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert ended(runner, monkeypatch, "good", "examples/multimodal_resume_and_cleanup.py") == 0
@@ -312,7 +312,7 @@ TINY = {"supported_models": [{"model_name": "tinkex/tiny"}]}
 
 @dataclass(frozen=True)
 class Played:
-    """How an example ended that was run in this process."""
+    """Outcome of an example that was run in this process."""
 
     status: int
     shown: str
@@ -383,16 +383,14 @@ def test_metrics_fail_when_a_request_did(faulty: FaultyServer, play: Play) -> No
     assert play("metrics_live", TINKER_BASE_URL=faulty.base_url).status == 0
 
 
-def test_an_error_of_the_server_is_one_line_and_status_1(faulty: FaultyServer, play: Play) -> None:
+def test_server_error_gives_one_line_and_status_1(faulty: FaultyServer, play: Play) -> None:
     faulty.script("get_server_capabilities", Answer(401, {"detail": "who are you"}))
     ended = play("sampling_basic", TINKER_BASE_URL=faulty.base_url)
     assert ended.status == 1
     assert ended.said.startswith("[failed] [api_status (401)]")
 
 
-def test_the_heartbeat_probe_fails_where_the_old_route_answers(
-    faulty: FaultyServer, play: Play
-) -> None:
+def test_heartbeat_probe_fails_if_the_old_route_answers(faulty: FaultyServer, play: Play) -> None:
     assert play("heartbeat_probe", TINKER_BASE_URL=faulty.base_url).status == 0
     assert len(faulty.requests("heartbeat")) == 1  # a refusal is not tried again
     faulty.script("heartbeat", Answer(body={}))
@@ -401,14 +399,14 @@ def test_the_heartbeat_probe_fails_where_the_old_route_answers(
     assert "POST /api/v1/heartbeat         -> 200" in ended.shown
 
 
-def test_an_unhealthy_server_is_no_proof(faulty: FaultyServer, play: Play) -> None:
+def test_unhealthy_server_is_no_proof(faulty: FaultyServer, play: Play) -> None:
     faulty.script("healthz", Answer(body={"status": "on fire"}))
     ended = play("live_capabilities_and_logprobs", TINKER_BASE_URL=faulty.base_url)
     assert ended.status == 1
     assert ended.said == "[failed] this does not hold: the server is healthy"
 
 
-def test_a_server_that_cannot_unload_is_no_failure(faulty: FaultyServer, play: Play) -> None:
+def test_server_that_cannot_unload_is_no_failure(faulty: FaultyServer, play: Play) -> None:
     faulty.script("retrieve_future", Answer(body={"model_id": "m"}))
     info = {"model_id": "m", "model_data": {"model_name": "tinkex/tiny", "arch": "small"}}
     faulty.script("get_info", Answer(body=info))
@@ -419,7 +417,7 @@ def test_a_server_that_cannot_unload_is_no_failure(faulty: FaultyServer, play: P
     assert play("model_info_and_unload", TINKER_BASE_URL=faulty.base_url).status == 1
 
 
-def test_a_form_is_sent_where_an_endpoint_is_named(faulty: FaultyServer, play: Play) -> None:
+def test_form_is_sent_to_a_named_endpoint(faulty: FaultyServer, play: Play) -> None:
     where = {"TINKER_BASE_URL": faulty.base_url, "TINKER_UPLOAD_ENDPOINT": "/upload"}
     assert play("file_upload_multipart", **where).status == 1
     faulty.script("/upload", Answer(body={"took": "it"}))
@@ -427,7 +425,7 @@ def test_a_form_is_sent_where_an_endpoint_is_named(faulty: FaultyServer, play: P
     assert b'filename="sample_upload.bin"' in faulty.requests("/upload")[-1].body
 
 
-def test_a_path_that_is_none_is_refused_in_words(faulty: FaultyServer, play: Play) -> None:
+def test_invalid_path_is_refused_with_an_explanation(faulty: FaultyServer, play: Play) -> None:
     ended = play(
         "checkpoint_download", TINKER_BASE_URL=faulty.base_url, TINKER_CHECKPOINT_PATH="models/mine"
     )
@@ -450,7 +448,7 @@ def test_samplers_of_checkpoints_must_all_come_about(faulty: FaultyServer, play:
 
 
 @pytest.mark.covers("Q-28")
-def test_an_example_that_has_nothing_to_show_really_stops(faulty: FaultyServer, play: Play) -> None:
+def test_example_without_its_model_is_skipped(faulty: FaultyServer, play: Play) -> None:
     ended = play("kimi_k2_sampling_live", TINKER_BASE_URL=faulty.base_url)
     assert ended.status == 0
     assert (
@@ -461,7 +459,7 @@ def test_an_example_that_has_nothing_to_show_really_stops(faulty: FaultyServer, 
 
 
 @pytest.mark.covers("Q-28")
-def test_an_example_whose_tokenizer_cannot_be_had_stops_as_well(
+def test_example_without_its_tokenizer_stops(
     faulty: FaultyServer, play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # so it is given a try
@@ -476,7 +474,7 @@ def test_an_example_whose_tokenizer_cannot_be_had_stops_as_well(
 
 
 @pytest.mark.covers("Q-23")
-def test_the_key_is_passed_on_and_not_printed(faulty: FaultyServer, play: Play) -> None:
+def test_key_is_passed_on_and_not_printed(faulty: FaultyServer, play: Play) -> None:
     faulty.script("create_sampling_session", Answer(400, {"detail": "no"}))
     ended = play("cli_run_text", TINKER_BASE_URL=faulty.base_url, TINKER_API_KEY=KEY)
     assert (ended.status, ended.said) == (1, "[failed] this does not hold: the command succeeded")
@@ -485,7 +483,7 @@ def test_the_key_is_passed_on_and_not_printed(faulty: FaultyServer, play: Play) 
     assert faulty.requests("create_sampling_session")[-1].headers["x-api-key"] == KEY
 
 
-def test_the_command_line_takes_token_ids_from_a_file(faulty: FaultyServer, play: Play) -> None:
+def test_command_line_takes_token_ids_from_a_file(faulty: FaultyServer, play: Play) -> None:
     ended = play("cli_run_prompt_file", TINKER_BASE_URL=faulty.base_url, TINKER_PROMPT_TOKENS="5,6")
     assert ended.status == 0, ended
     assert '"tokens": [5]' in ended.shown
@@ -493,7 +491,7 @@ def test_the_command_line_takes_token_ids_from_a_file(faulty: FaultyServer, play
 
 
 @pytest.mark.covers("Q-29")
-def test_a_checkpoint_that_was_deleted_since_is_looked_for_in_the_list(
+def test_checkpoint_that_was_deleted_since_is_looked_for_in_the_list(
     tmp_path: Path, play: Play
 ) -> None:
     remembered = tmp_path / "tinkex_checkpoints" / "default.path"

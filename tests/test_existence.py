@@ -1,4 +1,4 @@
-"""What others may learn: not whether a thing is there, and not where files lie."""
+"""Secrecy: others learn neither which objects exist nor the paths of files."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def alike(heard: Heard, ids: Ids) -> tuple[int, str]:
     return heard.status, text
 
 
-def test_anothers_thing_is_answered_like_one_that_is_not_there(wires: tuple[Wire, Wire]) -> None:
+def test_object_of_another_owner_is_answered_as_missing(wires: tuple[Wire, Wire]) -> None:
     mine, other = wires
     session = mine.session()
     model = mine.model(session)
@@ -113,7 +113,7 @@ def test_anothers_thing_is_answered_like_one_that_is_not_there(wires: tuple[Wire
     )
 
 
-def test_cancelling_anothers_sample_does_nothing(tmp_path: Path) -> None:
+def test_cancelling_sample_of_another_owner_has_no_effect(tmp_path: Path) -> None:
     with (
         serving(FakeEngine(step_delay=0.01), tmp_path) as url,
         closing(SqliteDatabase(tmp_path)) as store,
@@ -145,9 +145,7 @@ def files_of(tmp_path: Path, path: str) -> Path:
 
 
 @pytest.mark.parametrize("operation", ["save_weights", "save_weights_for_sampler"])
-def test_failed_load_does_not_tell_where_files_lie(
-    wire: Wire, tmp_path: Path, operation: str
-) -> None:
+def test_failed_load_does_not_reveal_file_paths(wire: Wire, tmp_path: Path, operation: str) -> None:
     model, path = saved(wire, operation)
     directory = files_of(tmp_path, path)
     (directory / ".digests.json").write_text(json.dumps({"other": "x"}))

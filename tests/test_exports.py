@@ -38,7 +38,7 @@ def wire(tmp_path: Path) -> Iterator[Wire]:
 
 
 def fetch(url: str, method: str = "GET", **headers: str) -> Heard:
-    """What an address gives to a program that has no key."""
+    """Return the answer of an address to a program without a key."""
     parts = urlsplit(url)
     with closing(http.client.HTTPConnection(parts.netloc, timeout=20)) as connection:
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -73,7 +73,7 @@ def archive(wire: Wire, path: str) -> Heard:
 # ── signed addresses ──────────────────────────────────────────────────────────────────────────────
 
 
-def test_an_export_is_fetched_without_a_key(tmp_path: Path) -> None:
+def test_export_is_fetched_without_a_key(tmp_path: Path) -> None:
     with serving(FakeEngine(), tmp_path, api_key="tml-secret") as url:
 
         class Keyed(Wire):
@@ -117,7 +117,7 @@ def test_signed_address_expires_after_fifteen_minutes(
     assert fetch(urls(wire, path)["fake.json"]).status == 200
 
 
-def test_no_address_outlives_its_checkpoint(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_addresses_end_with_their_checkpoint(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     path = export(wire, ttl_seconds=3600)
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() + 3500)
@@ -144,7 +144,7 @@ def test_no_address_outlives_its_checkpoint(wire: Wire, monkeypatch: pytest.Monk
         (r"/fake\.json", "/..%2F..%2Ftinkex.sqlite3"),
     ],
 )
-def test_an_address_that_was_changed_is_refused(wire: Wire, old: str, new: str) -> None:
+def test_address_that_was_changed_is_refused(wire: Wire, old: str, new: str) -> None:
     [address] = urls(wire, export(wire)).values()
     changed = re.sub(old, new, address)
     assert changed != address
@@ -157,9 +157,9 @@ def test_an_address_that_was_changed_is_refused(wire: Wire, old: str, new: str) 
     )
 
 
-def test_a_signature_does_not_lead_out_of_the_checkpoint(tmp_path: Path) -> None:
+def test_signature_does_not_lead_out_of_the_checkpoint(tmp_path: Path) -> None:
     from tinkex.server.access.accounts import Accounts
-    from tinkex.server.routes.exports import TERMS, _signature
+    from tinkex.server.routes.exports import DOWNLOAD
 
     with serving(FakeEngine(), tmp_path) as url, closing(SqliteDatabase(tmp_path)) as store:
         wire = Wire(url)
@@ -167,21 +167,19 @@ def test_a_signature_does_not_lead_out_of_the_checkpoint(tmp_path: Path) -> None
         run, [known] = path.split("/")[2], urls(wire, path).values()
         # even for whoever has the secret
         for name in ("tinkex.sqlite3", "..", ".", "signing.key", "nothing"):
-            parts, terms = (
-                [run, "external_weights", "e", name],
-                [str(int(time.time()) + 60), *_terms(known)],
-            )
-            signature = _signature(Accounts(store), parts, terms)
-            query = urlencode([*zip(TERMS, terms, strict=True), ("signature", signature)])
-            heard = wire.send(f"downloads/{'/'.join(parts)}?{query}", method="GET")
+            parts = {"training_run_id": run, "kind": "external_weights", "name": "e", "file": name}
+            terms = {"expires": str(int(time.time()) + 60), **_terms(known)}
+            signature = DOWNLOAD.signature(Accounts(store), parts, terms)
+            query = urlencode(terms | {"signature": signature})
+            heard = wire.send(f"downloads/{'/'.join(parts.values())}?{query}", method="GET")
             assert heard.status == 404, name
         assert (tmp_path / "signing.key").stat().st_mode & 0o077 == 0
 
 
-def _terms(address: str) -> list[str]:
-    """The checkpoint, the reader and the key that an address was made for."""
+def _terms(address: str) -> dict[str, str]:
+    """Return the checkpoint, the reader and the key that an address was made for."""
     named = parse_qs(urlsplit(address).query)
-    return [named[term][0] for term in ("saved", "reader", "key")]
+    return {term: named[term][0] for term in ("saved", "reader", "key")}
 
 
 def test_address_ends_with_the_leave_to_read(tmp_path: Path) -> None:
@@ -219,7 +217,7 @@ def test_address_leads_to_no_other_checkpoint_of_its_name(wire: Wire) -> None:
     for address in (files, whole):
         heard = fetch(address)
         assert heard.status == 404
-        assert "has been saved again since this address was made" in heard.json["detail"]
+        assert "was saved again after this address was made" in heard.json["detail"]
     fetch_ok(urls(wire, path)["fake.json"])
 
 
@@ -244,7 +242,7 @@ def _moved(address: str, url: str) -> str:
     return f"{url}{parts.path}?{parts.query}"
 
 
-def test_addresses_begin_where_the_caller_found_the_server(wire: Wire) -> None:
+def test_addresses_use_the_host_of_the_request(wire: Wire) -> None:
     path = export(wire)
     run = path.split("/")[2]
     place = f"training_runs/{run}/checkpoints/external_weights/e"
@@ -256,7 +254,7 @@ def test_addresses_begin_where_the_caller_found_the_server(wire: Wire) -> None:
     assert fetch(heard.json["urls"]["fake.json"]).status == 200
 
 
-def test_a_deleted_export_is_gone_for_those_who_have_its_address_too(wire: Wire) -> None:
+def test_address_of_deleted_export_stops_working(wire: Wire) -> None:
     path = export(wire)
     [address] = urls(wire, path).values()
     run = path.split("/")[2]
@@ -290,7 +288,7 @@ def test_only_exports_have_addresses(wire: Wire) -> None:
         ("bytes=2-99999", 2, None),
     ],
 )
-def test_a_part_of_a_file_can_be_fetched(
+def test_part_of_a_file_can_be_fetched(
     wire: Wire, asked: str, first: int, last: int | None
 ) -> None:
     [address] = urls(wire, export(wire)).values()
@@ -306,7 +304,7 @@ def test_a_part_of_a_file_can_be_fetched(
     assert part.headers["etag"] == whole.headers["etag"]
 
 
-def test_ranges_that_are_none_and_those_of_another_version(wire: Wire) -> None:
+def test_invalid_ranges_and_ranges_of_another_version(wire: Wire) -> None:
     [address] = urls(wire, export(wire)).values()
     whole = fetch(address)
     size = len(whole.body)
@@ -335,7 +333,7 @@ def test_head_tells_all_but_the_bytes(wire: Wire) -> None:
 
 
 @pytest.mark.covers("S40")
-def test_an_archive_is_a_redirect_to_a_tar_that_needs_no_key(wire: Wire) -> None:
+def test_archive_is_a_redirect_to_a_tar_that_needs_no_key(wire: Wire) -> None:
     model = wire.model()
     for number, operation in enumerate(
         ("save_weights", "save_weights_for_sampler", "save_weights_external"), 1
@@ -388,7 +386,7 @@ def test_our_client_gets_the_archives_address(
 
 
 def fetch_anywhere(service: ServiceClient, url: str) -> bytes:
-    """What an address gives, on a socket or in the process."""
+    """Return the answer of an address, on a socket or in the process."""
     transport = service.holder.transport
 
     async def fetch() -> bytes:
@@ -452,7 +450,7 @@ def encrypted(wire: Wire, *recipients: str) -> Any:
     return wire.run("save_weights_external", {"model_id": wire.model(), **fields})
 
 
-def test_without_the_means_to_encrypt_nothing_is_exported(
+def test_export_without_encryption_support_fails(
     wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import sys
@@ -471,7 +469,7 @@ def test_exports_have_at_most_ten_recipients(wire: Wire) -> None:
 def test_only_recipients_can_decrypt(wire: Wire) -> None:
     pyrage = pytest.importorskip("pyrage")
     ours, theirs = pyrage.x25519.Identity.generate(), pyrage.x25519.Identity.generate()
-    assert "'bob' is no recipient" in encrypted(wire, "bob")["error"]
+    assert "'bob' is no public key" in encrypted(wire, "bob")["error"]
     path = encrypted(wire, str(ours.to_public()))["path"]
     [(name, url)] = urls(wire, path).items()
     assert name == "fake.json.age"

@@ -102,7 +102,7 @@ def files_of(place: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.covers("U39")
-def test_an_upload_becomes_a_checkpoint_that_samples_and_trains(
+def test_upload_becomes_a_checkpoint_that_samples_and_trains(
     url: str, exported: Path, tmp_path: Path
 ) -> None:
     with RestClient(base_url=url) as rest, ServiceClient(base_url=url) as service:
@@ -168,7 +168,7 @@ def test_files_that_are_no_such_weights_are_refused(
 
     cases: list[tuple[dict[str, bytes], str]] = [
         ({CONFIG: good[CONFIG]}, f"{WEIGHTS} has not been uploaded"),
-        ({}, f"{CONFIG}, {WEIGHTS} has not been uploaded"),
+        ({}, f"{CONFIG} and {WEIGHTS} has not been uploaded"),
         (changed(good, r=8), "has shape"),
         (changed(good, r=0), "r must be a whole number"),
         (changed(good, use_dora=True), "use_dora"),
@@ -205,7 +205,7 @@ def test_files_that_are_no_such_weights_are_refused(
 
 
 @pytest.mark.covers("U39")
-def test_a_file_may_not_be_larger_than_its_shape_allows(
+def test_file_may_not_be_larger_than_its_shape_allows(
     url: str, exported: Path, tmp_path: Path, model_dir: Path
 ) -> None:
     with RestClient(base_url=url) as rest:
@@ -266,7 +266,7 @@ def test_addresses_are_for_one_file_of_one_upload(url: str) -> None:
     ],
     ids=str,
 )
-def test_an_upload_that_makes_no_sense_does_not_begin(
+def test_upload_that_makes_no_sense_does_not_begin(
     url: str, fields: dict[str, Any], words: str
 ) -> None:
     from support import Wire
@@ -306,7 +306,7 @@ def test_unfinished_uploads_are_few_and_expire(
 
 
 @pytest.mark.covers("U39")
-def test_an_upload_of_another_is_not_there(model_dir: Path, tmp_path: Path) -> None:
+def test_upload_of_another_owner_is_not_found(model_dir: Path, tmp_path: Path) -> None:
     with ExitStack() as stack:
         store = stack.enter_context(closing(SqliteDatabase(tmp_path)))
         ada, bob = (create_key(store, owner, owner)[1] for owner in ("ada", "bob"))

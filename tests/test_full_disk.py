@@ -16,11 +16,11 @@ import pytest
 
 from support import Clock, Wire, serving
 from tinkex.engine.fake import FakeEngine
-from tinkex.server import complaints
-from tinkex.server.complaints import complain
+from tinkex.server import http_errors
 from tinkex.server.database.interface import DatabaseError
 from tinkex.server.database.sqlite import SqliteDatabase
 from tinkex.server.database.sqlite_sessions import SqliteSessions
+from tinkex.server.http_errors import complain
 
 
 @contextmanager
@@ -69,8 +69,8 @@ def test_automatic_rollback_keeps_the_cause(tmp_path: Path, flush: bool) -> None
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(complaints, "time", clock)
-    monkeypatch.setattr(complaints, "_told", {})
+    monkeypatch.setattr(http_errors, "time", clock)
+    monkeypatch.setattr(http_errors, "_told", {})
     return clock
 
 

@@ -26,7 +26,7 @@ from tinkex.client.futures import result_polling
 from tinkex.client.futures.api_future import Future, start
 from tinkex.client.futures.loop_thread import Inbox
 from tinkex.client.futures.reductions import combine
-from tinkex.client.futures.result_polling import retrieve
+from tinkex.client.futures.result_polling import Receipt, retrieve
 from tinkex.client.http.transport import Transport
 from tinkex.client.settings.config import Config
 from tinkex.client.settings.delays import Delays
@@ -69,7 +69,7 @@ async def soon(value: Any = "done", delay: float = 0.01) -> Any:
     return value
 
 
-def test_a_thread_can_wait() -> None:
+def test_thread_can_wait() -> None:
     assert start(soon()).result(5) == "done"
     with pytest.raises(ZeroDivisionError, match="oops"):
         start(soon(ZeroDivisionError("oops"))).result(5)
@@ -108,7 +108,7 @@ def test_several_loops_and_threads_can_wait_for_one_future(gate: Gate) -> None:
 
 
 @pytest.mark.covers("24.futures.10", "W26")
-def test_a_timeout_leaves_the_work_running(gate: Gate) -> None:
+def test_timeout_leaves_the_work_running(gate: Gate) -> None:
     future = start(gate.work())
     with pytest.raises(TimeoutError):
         future.result(0.02)
@@ -121,7 +121,7 @@ def test_a_timeout_leaves_the_work_running(gate: Gate) -> None:
 
 
 @pytest.mark.covers("24.futures.10", "W26")
-def test_an_async_timeout_leaves_the_work_running(gate: Gate) -> None:
+def test_async_timeout_leaves_the_work_running(gate: Gate) -> None:
     async def run() -> None:
         future = start(gate.work())
         with pytest.raises(TimeoutError):
@@ -140,7 +140,7 @@ def test_an_async_timeout_leaves_the_work_running(gate: Gate) -> None:
 
 
 @pytest.mark.covers("W26")
-def test_a_cancelled_waiter_leaves_the_work_running(gate: Gate) -> None:
+def test_cancelled_waiter_leaves_the_work_running(gate: Gate) -> None:
     async def run() -> None:
         future = start(gate.work())
 
@@ -215,7 +215,7 @@ def test_cancelling_before_the_start_is_quiet() -> None:
 
 
 @pytest.mark.covers("W25")
-def test_the_standard_tools_take_them() -> None:
+def test_standard_tools_take_them() -> None:
     several = [start(soon(number, delay=0.01 * (3 - number))) for number in range(3)]
     done, pending = concurrent.futures.wait(several, timeout=5)
     assert (len(done), len(pending)) == (3, 0)
@@ -243,7 +243,7 @@ def test_the_standard_tools_take_them() -> None:
     assert future.future() is future
 
 
-def test_a_cancelled_future_does_not_hold_up_wait(gate: Gate) -> None:
+def test_cancelled_future_does_not_hold_up_wait(gate: Gate) -> None:
     future = start(gate.work())
     threading.Timer(0.02, future.cancel).start()
     done, _ = concurrent.futures.wait([future], timeout=5)
@@ -278,7 +278,7 @@ def test_waiting_on_a_running_loop_warns_and_works() -> None:
 
 
 @pytest.mark.covers("W15")
-def test_a_forked_child_gets_a_loop_of_its_own() -> None:
+def test_forked_child_gets_its_own_loop() -> None:
     import os
 
     assert start(soon()).result(5) == "done"
@@ -348,7 +348,7 @@ def test_every_reduction() -> None:
     }
 
 
-def test_metrics_without_a_known_reduction_are_averaged_and_none_is_lost() -> None:
+def test_metrics_without_a_known_reduction_are_averaged() -> None:
     joined = combine(
         [output(1, a__last=1.0, plain=2.0, b__sum=1.0), output(3, a__last=3.0, plain=6.0)]
     )
@@ -356,26 +356,26 @@ def test_metrics_without_a_known_reduction_are_averaged_and_none_is_lost() -> No
 
 
 @pytest.mark.covers("D25", "W13")
-def test_means_over_nothing_are_not_an_error() -> None:
+def test_means_over_empty_data_are_no_error() -> None:
     assert combine([output(0, a__mean=1.0), output(0, a__mean=2.0)]).metrics == {"a:mean": 0.0}
 
 
 @pytest.mark.covers("C65", "D25")
-def test_slack_over_nothing_is_zero() -> None:
+def test_slack_over_no_tokens_is_zero() -> None:
     assert combine([output(0, a__slack=3.0), output(0, a__slack=1.0)]).metrics == {"a:slack": 0.0}
     assert combine([output(1, a__slack=3.0), output(0, a__slack=1.0)]).metrics == {"a:slack": 0.0}
     assert combine([output(1, a__slack=3.0), output(1, a__slack=1.0)]).metrics == {"a:slack": 1.0}
 
 
 @pytest.mark.covers("C65")
-def test_the_anchors_of_the_weighted_mean() -> None:
+def test_anchors_of_the_weighted_mean() -> None:
     three = [output(1, a__mean=1.0), output(3, a__mean=3.0), output(2, a__mean=5.0)]
     assert combine(three).metrics["a:mean"] == pytest.approx(20 / 6)
     assert combine([output(1, loss=1.0), output(3, loss=3.0)]).metrics == {"loss": 2.5}
 
 
 @pytest.mark.covers("C65")
-def test_an_unordered_hash_is_the_same_in_any_order_and_differs_between_sets() -> None:
+def test_unordered_hash_is_the_same_in_any_order_and_differs_between_sets() -> None:
     def hashed(*values: float) -> float:
         return combine([output(1, h__hash_unordered=value) for value in values]).metrics[
             "h:hash_unordered"
@@ -408,7 +408,7 @@ def test_mixed_kinds_of_outputs_are_warned_about(caplog: pytest.LogCaptureFixtur
         combine([])
 
 
-def test_a_single_chunk_is_passed_on() -> None:
+def test_single_chunk_is_passed_on() -> None:
     only = output(2, a__last=1.0)
     assert combine([only]) is only
 
@@ -475,7 +475,7 @@ def poll(
     async def run() -> Any:
         carrier = Transport(Config(base_url=faulty.base_url, patience=patience))
         try:
-            return await retrieve(carrier, op, "r1", time.monotonic() - 0.5)
+            return await retrieve(carrier, Receipt(op, time.monotonic() - 0.5, "r1"))
         finally:
             await carrier.close()
 
@@ -483,7 +483,7 @@ def poll(
 
 
 @pytest.mark.covers("C57", "W20")
-def test_a_result_that_is_there_takes_one_request(faulty: FaultyServer, waits: list[float]) -> None:
+def test_ready_result_takes_one_request(faulty: FaultyServer, waits: list[float]) -> None:
     result = poll(faulty, RESULT)
     assert result.metrics == {"loss:sum": 1.0}
     [seen] = faulty.requests("retrieve_future")
@@ -503,7 +503,7 @@ def test_small_results_are_json(faulty: FaultyServer) -> None:
     assert seen.headers["x-tinker-request-type"] == "OptimStep"
 
 
-def test_json_is_taken_where_protobuf_was_asked_for(faulty: FaultyServer) -> None:
+def test_json_answer_is_accepted_instead_of_protobuf(faulty: FaultyServer) -> None:
     body = codec.encode(LOGPROBS, as_protobuf=False).data
     assert poll(faulty, Answer(body=body)).metrics == {"loss:sum": 1.0}
 
@@ -520,7 +520,7 @@ PENDING = [
 @pytest.mark.parametrize(
     "pending", PENDING, ids=lambda answer: f"{answer.status}-{len(answer.data)}"
 )
-def test_an_early_no_is_not_asked_again_at_once(
+def test_early_empty_poll_is_not_repeated_at_once(
     faulty: FaultyServer, waits: list[float], pending: Answer
 ) -> None:
     assert poll(faulty, *[pending] * 5, RESULT).metrics == {"loss:sum": 1.0}
@@ -534,7 +534,7 @@ def test_an_early_no_is_not_asked_again_at_once(
 
 @pytest.mark.covers("24.futures.3")
 @pytest.mark.parametrize("pending", [PENDING[0], PENDING[3]], ids=["408", "try_again"])
-def test_a_held_no_is_asked_again_at_once(
+def test_held_empty_poll_is_repeated_at_once(
     faulty: FaultyServer, waits: list[float], monkeypatch: pytest.MonkeyPatch, pending: Answer
 ) -> None:
     monkeypatch.setattr(result_polling, "HELD", 0.05)
@@ -569,14 +569,14 @@ def test_passing_faults_back_off(faulty: FaultyServer, waits: list[float], fault
     assert 1.5 <= waits[2] <= 2.0
 
 
-def test_a_result_cut_short_is_fetched_again(faulty: FaultyServer, waits: list[float]) -> None:
+def test_result_cut_short_is_fetched_again(faulty: FaultyServer, waits: list[float]) -> None:
     cut = Answer(body=RESULT.body, content_type=codec.PROTOBUF, cut=10)
     assert poll(faulty, cut, RESULT).metrics == {"loss:sum": 1.0}
     assert len(waits) == 1
 
 
 @pytest.mark.parametrize("status", [429, 503])
-def test_the_server_may_ask_for_time(faulty: FaultyServer, waits: list[float], status: int) -> None:
+def test_server_may_ask_for_time(faulty: FaultyServer, waits: list[float], status: int) -> None:
     poll(faulty, Answer(status, headers={"Retry-After": "7"}), RESULT)
     assert waits == [7.0]
 
@@ -648,7 +648,7 @@ def test_waiting_for_a_slow_result_has_no_end(
 @pytest.mark.parametrize(
     "op", [protocol.FORWARD_BACKWARD, protocol.OPTIM_STEP], ids=lambda op: str(op.name)
 )
-def test_a_failed_operation_is_final(
+def test_failed_operation_is_final(
     faulty: FaultyServer, op: protocol.Operation, given: str | None, category: str
 ) -> None:
     body = {"error": "datum 3 is bad"} | ({} if given is None else {"category": given})
@@ -680,7 +680,7 @@ def test_results_out_of_form_name_the_operation(faulty: FaultyServer, answer: An
 
 
 @pytest.mark.covers("W06")
-def test_a_large_result_is_decoded_off_the_loop(
+def test_large_result_is_decoded_off_the_loop(
     faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[int] = []
@@ -763,7 +763,7 @@ def test_future_used_as_its_result_is_a_clear_error() -> None:
         "tinkex.RestClient().list_sessions().result()",
     ],
 )
-def test_a_client_that_is_dropped_as_the_program_ends_leaves_no_noise(
+def test_client_that_is_dropped_as_the_program_ends_leaves_no_noise(
     faulty: FaultyServer, line: str
 ) -> None:
     faulty.script("create_sampling_session", Answer(body={"sampling_session_id": "s:sample:0"}))

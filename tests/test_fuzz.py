@@ -219,7 +219,7 @@ class Subject:
         return heard.json
 
     def result(self, request_id: str) -> Any:
-        """What has come of an operation; it must end."""
+        """Return the result of an operation; it must end."""
         until = time.monotonic() + SECONDS
         while time.monotonic() < until:
             heard = self.send(
@@ -492,7 +492,7 @@ WHOLE_BODY = ("malformed", "body", "content encoding", "protobuf", "expected `ob
 
 
 def said(message: str, names: Sequence[str]) -> bool:
-    """Whether a message names one of these fields."""
+    """Return True if a message names one of these fields."""
     plain = message.replace("_", " ").lower()
     words = [
         word for name in names for word in (name, name.removesuffix("_id"), *SAME_AS.get(name, ()))
@@ -528,7 +528,7 @@ def fields(name: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be sent, with marks where the server's own names belong."""
+    """Request to send, with marks for the server's own names."""
 
     name: str
     path: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -615,7 +615,7 @@ BREAKABLE = [name for name in BODIED if GOOD[name] and name not in NO_UPLOADS]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_requests_that_are_going_to_be_broken_are_good(subject: Subject, name: str) -> None:
+def test_unbroken_requests_are_accepted(subject: Subject, name: str) -> None:
     query = {"starting_on": "2026-07-13T00:00:00Z", "ending_before": "2026-07-14T00:00:00Z"}
     path = (
         {"kind": "sampler_weights", "name": "s"}
@@ -636,7 +636,7 @@ def test_the_requests_that_are_going_to_be_broken_are_good(subject: Subject, nam
         assert "error" not in subject.result(heard.json["request_id"])
 
 
-def test_every_operation_with_a_body_has_a_good_one() -> None:
+def test_every_operation_with_a_body_has_a_valid_body() -> None:
     assert set(GOOD) == set(BODIED)
 
 
@@ -653,7 +653,7 @@ def check_broken(subject: Subject, name: str, how: tuple[Place, Json]) -> None:
 @pytest.mark.parametrize("name", BREAKABLE)
 @examples(FEW)
 @given(data=st.data())
-def test_a_body_that_is_broken_in_one_place_is_refused_by_the_name_of_it(
+def test_error_names_the_broken_field_of_a_body(
     subject: Subject, name: str, data: st.DataObject
 ) -> None:
     check_broken(subject, name, data.draw(breaks(GOOD[name])))
@@ -664,7 +664,7 @@ def test_a_body_that_is_broken_in_one_place_is_refused_by_the_name_of_it(
 @pytest.mark.parametrize("name", BREAKABLE)
 @examples(MANY)
 @given(data=st.data())
-def test_many_bodies_that_are_broken_in_one_place(
+def test_error_names_the_broken_field_of_many_bodies(
     subject: Subject, name: str, data: st.DataObject
 ) -> None:
     check_broken(subject, name, data.draw(breaks(GOOD[name])))
@@ -779,9 +779,7 @@ def malformed(draw: st.DrawFn, name: str) -> Request:
 @pytest.mark.parametrize("name", BODIED)
 @examples(FEW)
 @given(data=st.data())
-def test_bytes_that_are_no_message_are_refused(
-    subject: Subject, name: str, data: st.DataObject
-) -> None:
+def test_malformed_bytes_are_refused(subject: Subject, name: str, data: st.DataObject) -> None:
     ask(subject, data.draw(malformed(name)))
 
 
@@ -790,7 +788,7 @@ def test_bytes_that_are_no_message_are_refused(
 @pytest.mark.parametrize("name", BODIED)
 @examples(MANY)
 @given(data=st.data())
-def test_many_bytes_that_are_no_message(subject: Subject, name: str, data: st.DataObject) -> None:
+def test_many_malformed_bytes_are_refused(subject: Subject, name: str, data: st.DataObject) -> None:
     ask(subject, data.draw(malformed(name)))
 
 
@@ -834,7 +832,7 @@ def check_damaged(subject: Subject, made: Callable[[str], bytes]) -> None:
 
 @examples(6 * FEW)
 @given(made=damaged())
-def test_a_damaged_pass_in_protobuf_is_refused_or_fails_by_name(
+def test_damaged_pass_in_protobuf_is_refused_or_fails_by_name(
     subject: Subject, made: Callable[[str], bytes]
 ) -> None:
     check_damaged(subject, made)
@@ -974,7 +972,7 @@ def test_known_attacks_are_refused_by_name(subject: Subject, name: str) -> None:
 
 
 @pytest.mark.parametrize("length", ["9" * 18, LONG])
-def test_a_length_beyond_all_limits_is_refused_before_the_body_is_read(
+def test_length_beyond_all_limits_is_refused_before_the_body_is_read(
     subject: Subject, length: str
 ) -> None:
     heard = ask(subject, Request("telemetry", body=b"{}", headers={"content-length": length}))
@@ -982,7 +980,7 @@ def test_a_length_beyond_all_limits_is_refused_before_the_body_is_read(
     assert "body_bytes" in heard.json["detail"]
 
 
-def test_a_frame_that_says_it_is_too_large_is_refused_as_such(subject: Subject) -> None:
+def test_frame_that_declares_too_large_a_size_is_refused(subject: Subject) -> None:
     heard = ask(
         subject, Request("telemetry", body=lying_frame(2**62), headers={"content-encoding": "zstd"})
     )
@@ -990,7 +988,7 @@ def test_a_frame_that_says_it_is_too_large_is_refused_as_such(subject: Subject) 
     assert "body_bytes" in heard.json["detail"]
 
 
-def test_a_long_name_is_not_said_back_in_full(subject: Subject) -> None:
+def test_long_name_is_shortened_in_errors(subject: Subject) -> None:
     heard = ask(subject, Request("get_info", body={"model_id": "x" * 100_000}))
     assert heard.status == 404
     assert len(heard.body) < 5000
@@ -998,9 +996,7 @@ def test_a_long_name_is_not_said_back_in_full(subject: Subject) -> None:
 
 @pytest.mark.parametrize("header", ["host", "origin"])
 @pytest.mark.parametrize("place", ["[", "[::1", "http://[", "example.com", "//"])
-def test_an_address_that_is_none_is_not_of_this_machine(
-    subject: Subject, header: str, place: str
-) -> None:
+def test_invalid_address_is_not_local(subject: Subject, header: str, place: str) -> None:
     for path in (f"{PREFIX}/healthz", "/metrics"):
         heard = subject.send("GET", path, b"", **{header: place})
         assert heard.status == 403
@@ -1009,7 +1005,7 @@ def test_an_address_that_is_none_is_not_of_this_machine(
 
 @pytest.mark.parametrize("path", ["/traces/x.json", f"{PREFIX}/downloads/a/weights/b/c"])
 @pytest.mark.parametrize("expires", ["", LONG, "²", "-1", "1e9"])
-def test_a_link_with_an_odd_time_is_not_signed(subject: Subject, path: str, expires: str) -> None:
+def test_link_with_an_odd_time_is_not_signed(subject: Subject, path: str, expires: str) -> None:
     heard = subject.send("GET", f"{path}?{urlencode({'expires': expires, 'signature': 'é'})}")
     assert heard.status == 403
     assert "signed" in heard.json["detail"]
@@ -1156,7 +1152,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> None:
     assert "_break" in caplog.text
 
 
-def test_a_fault_of_an_engine_is_a_500_and_logged(
+def test_fault_of_an_engine_is_a_500_and_logged(
     faulty: Subject, caplog: pytest.LogCaptureFixture
 ) -> None:
     faulty.engine.broken = True  # type: ignore[attr-defined]
@@ -1165,7 +1161,7 @@ def test_a_fault_of_an_engine_is_a_500_and_logged(
     logged(caplog)
 
 
-def test_a_fault_of_a_store_is_a_500_and_logged(
+def test_fault_of_a_store_is_a_500_and_logged(
     faulty: Subject, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def _break(*_: object) -> list[str]:
@@ -1178,7 +1174,7 @@ def test_a_fault_of_a_store_is_a_500_and_logged(
     logged(caplog)
 
 
-def test_a_fault_in_band_is_of_the_server_and_logged(
+def test_fault_in_band_is_of_the_server_and_logged(
     faulty: Subject, caplog: pytest.LogCaptureFixture
 ) -> None:
     faulty.engine.broken = True  # type: ignore[attr-defined]
@@ -1187,7 +1183,7 @@ def test_a_fault_in_band_is_of_the_server_and_logged(
     logged(caplog)
 
 
-def test_a_fault_in_a_stream_is_of_the_server_and_logged(
+def test_fault_in_a_stream_is_of_the_server_and_logged(
     faulty: Subject, caplog: pytest.LogCaptureFixture
 ) -> None:
     body = written(faulty.filled({**GOOD["stream_sample"]}))

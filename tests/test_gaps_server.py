@@ -15,7 +15,7 @@ from support import Wire, pass_json, serving, step_json, wait_until
 from tinkex.engine.fake import FakeEngine
 from tinkex.server import app as server_app
 from tinkex.server.runs import admission
-from tinkex.server.runs.lane import Lane
+from tinkex.server.runs.work import Lane
 from tinkex.server.server_limits import Limits
 from tinkex.server.state import State
 
@@ -53,7 +53,7 @@ def is_waiting(wire: Wire, request_id: str) -> bool:
 
 
 @pytest.mark.covers("U46")
-def test_a_number_that_comes_late_is_waited_for_and_blocks_no_other_run(serve: Serve) -> None:
+def test_number_that_comes_late_is_waited_for_and_blocks_no_other_run(serve: Serve) -> None:
     """A client that sends its step ahead while it computes a custom loss."""
     assert Limits().gap_seconds >= 3600
     wire = serve()
@@ -71,8 +71,9 @@ def test_a_number_that_comes_late_is_waited_for_and_blocks_no_other_run(serve: S
 @pytest.mark.covers("U46")
 @pytest.mark.parametrize("ending", ["finish", "silence"])
 def test_session_end_frees_work_behind_a_gap(
-    serve: Serve, states: list[State], ending: str
+    serve: Serve, states: list[State], ending: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("tinkex.server.state.SWEEP_SECONDS", 0.5)
     wire = serve(session_seconds=60)
     session, other = wire.session(), wire.session()
     model, neighbour = wire.model(session), wire.model(other)
@@ -89,7 +90,7 @@ def test_session_end_frees_work_behind_a_gap(
     began = time.monotonic()
     if ending == "finish":
         wire.post(f"sessions/{session}/finish", {"reason": {"type": "success"}})
-    else:  # as if nothing had been heard for an hour; the server looks every 15 seconds
+    else:  # as if nothing had been heard for an hour
         state.sessions.last_seen[session] -= 3600
         wait_until(lambda: session not in state.sessions, 40)
     poll.join(20)
@@ -130,7 +131,7 @@ def test_requests_behind_a_missing_number_are_limited_in_bytes(
     assert states[0].runs[model].lane.held_bytes == 0
 
 
-def test_a_run_is_unloaded_although_a_number_never_came(
+def test_run_is_unloaded_although_a_number_never_came(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(admission, "UNLOAD_GAP_SECONDS", 0.2)
@@ -141,7 +142,7 @@ def test_a_run_is_unloaded_although_a_number_never_came(
     assert "never arrived" in wire.result(waiting)["error"]
 
 
-def test_a_lane_counts_the_bytes_that_it_holds() -> None:
+def test_lane_counts_the_bytes_that_it_holds() -> None:
     lane: Lane[str] = Lane()
     lane.hold(2, 10)
     lane.offer(2, "b")

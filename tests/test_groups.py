@@ -18,12 +18,12 @@ from starlette.responses import Response, StreamingResponse
 
 from support import Heard, Keyed, serving
 from tinkex.engine.fake import FakeEngine
-from tinkex.server.access.bodies import CONTROL_BYTES
 from tinkex.server.access.endpoints import Endpoint, Group
 from tinkex.server.access.keys import create_key
 from tinkex.server.calls import Call
 from tinkex.server.database.sqlite import SqliteDatabase
 from tinkex.server.http_errors import Refusal
+from tinkex.server.middleware import CONTROL_BYTES
 from tinkex.server.state import State
 from tinkex.server.tracing import Tracing
 from tinkex.types.record import Record
@@ -62,6 +62,14 @@ async def stream(state: State, call: Call) -> Response:
     return StreamingResponse(events(), media_type="text/event-stream")
 
 
+async def broken(state: State, call: Call) -> Response:
+    async def events() -> AsyncIterator[str]:
+        yield "data: 0\n\n"
+        raise RuntimeError("a secret")
+
+    return StreamingResponse(events(), headers={"Content-Type": "text/event-stream"})
+
+
 async def echo(state: State, call: Call) -> Response:
     assert call.http is None
     return Response(call.request, media_type=call.content_type)
@@ -77,11 +85,15 @@ GROUP = Group(
     [
         Endpoint("ask", "POST", "/ask", ask, Question, owned_by="session_id"),
         Endpoint("stream", "POST", "/stream/{name}", stream, owned_by=OPEN),
+        Endpoint("broken", "POST", "/broken", broken, owned_by=OPEN),
     ],
 )
 OTHER = Group(
     "/other",
-    [Endpoint("echo", "POST", "/echo", echo, bytes, owned_by=OPEN)],
+    [
+        Endpoint("echo", "POST", "/echo", echo, bytes, owned_by=OPEN),
+        Endpoint("broken", "POST", "/broken", broken, owned_by=OPEN),
+    ],
     takes_bearer=True,
     refused=told,
 )
@@ -202,7 +214,7 @@ def test_mounted_endpoint_is_counted_logged_and_traced(
     ]
 
 
-def test_pages_beside_the_table_are_counted_too(site: Site) -> None:
+def test_pages_outside_the_table_are_counted(site: Site) -> None:
     assert site.send("/", key=None).status == 200
     assert site.send("/metrics", key=None).status == 401
     counted = site.counted()
@@ -219,6 +231,20 @@ def test_mounted_endpoint_streams_its_answer(site: Site) -> None:
         assert response.read1() == b"data: 0\n\n"  # while the handler waits
         STEPS.pop()()
         assert response.read() == b"data: 1\n\ndata: 2\n\n"
+
+
+def test_stream_that_fails_ends_with_an_error_event(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard = site.send("/group/broken", b"")
+    assert heard.body == (
+        b'data: 0\n\n\n\nevent: error\ndata: {"detail":"internal error: RuntimeError"}\n\n'
+    )
+    assert "a secret" in caplog.text
+    heard = site.send("/other/broken", b"")
+    assert heard.body == (
+        b"data: 0\n\n\n\nevent: error\ndata: refused: internal error: RuntimeError\n\n"
+    )
 
 
 def test_endpoint_without_ownership_does_not_import() -> None:

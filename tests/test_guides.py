@@ -109,7 +109,7 @@ def test_few_blocks_are_not_run() -> None:
 
 
 @pytest.mark.parametrize("page", ALL, ids=name_of)
-def test_the_command_lines_of_a_page_are_understood(page: Path) -> None:
+def test_command_lines_of_a_page_are_understood(page: Path) -> None:
     from tinkex.cli.main import cli
 
     for line, words in commands(page):
@@ -134,7 +134,7 @@ def _parse(command: click.Command, words: list[str], parent: click.Context | Non
 
 
 @pytest.mark.parametrize("page", pages(), ids=name_of)
-def test_the_messages_of_errors_in_a_page_are_those_of_the_sources(page: Path) -> None:
+def test_messages_of_errors_in_a_page_are_those_of_the_sources(page: Path) -> None:
     assert [message for message in quoted_messages(page) if not is_written(message)] == []
 
 
@@ -190,6 +190,29 @@ def test_every_variable_is_in_the_guide_to_the_environment() -> None:
         assert f"`{name}`" in text, name
 
 
+def test_cluster_file_of_the_guide_is_the_example_and_is_understood() -> None:
+    from tinkex.cluster.layout import read_plan
+
+    example = ROOT / "examples" / "cluster.toml"
+    shown = [block for block in blocks(DOCS / "guides" / "fleet.md") if block.language == "toml"]
+    assert [block.text for block in shown] == [example.read_text(encoding="utf-8")]
+    gpus = [
+        group.replicas * group.gpus
+        for model in read_plan(example)
+        for group in (model.trainers, model.samplers)
+    ]
+    assert sum(gpus) == 8
+
+
+def test_every_key_of_a_cluster_file_is_in_its_guide() -> None:
+    from tinkex.cluster.layout import Group, ModelPlan
+
+    text = (DOCS / "guides" / "fleet.md").read_text(encoding="utf-8")
+    fields = {*ModelPlan.__dataclass_fields__, *Group.__dataclass_fields__, "kind"} - {"name"}
+    for name in fields:
+        assert f"| `{name}` |" in text, name
+
+
 def test_every_event_is_in_the_guide_to_telemetry() -> None:
     text = (DOCS / "guides" / "telemetry.md").read_text(encoding="utf-8")
     for name in events.CATALOGUE:
@@ -237,7 +260,7 @@ def test_wrong_page_is_found(
         run(page)
 
 
-def test_a_page_is_one_program_with_the_lines_of_the_page(
+def test_page_is_one_program_with_the_lines_of_the_page(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("pages.ROOT", tmp_path)
@@ -264,7 +287,7 @@ def test_commands_are_found_in_shell_blocks(
     assert commands(page) == [(3, ["serve", "--port", "1"]), (5, ["run", "a b"]), (5, ["x"])]
 
 
-def test_an_ellipsis_stands_for_anything() -> None:
+def test_ellipsis_stands_for_anything() -> None:
     assert matches("a … c", "a b c")
     assert matches("…\nb", "1\n2\nb")
     assert not matches("a\nb", "a\nb\nc")

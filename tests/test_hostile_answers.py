@@ -60,7 +60,7 @@ def result_with(tokens: str) -> Answer:
 @pytest.mark.parametrize(
     "token", [str(2**70), "1" + "0" * 5000, '"x"', "1.5"], ids=["2**70", "5000", "text", "float"]
 )
-def test_tokens_that_are_none_are_an_error_of_the_answer(
+def test_invalid_tokens_are_an_error_of_the_answer(
     faulty: FaultyServer, service: ServiceClient, token: str
 ) -> None:
     faulty.script("retrieve_future", result_with(token))
@@ -79,7 +79,7 @@ def test_deep_json_is_an_error_of_the_answer(
         sample(service)
 
 
-def test_deep_json_is_a_value_error_wherever_it_is_read() -> None:
+def test_deep_json_is_a_value_error_for_every_reader() -> None:
     with pytest.raises(ValueError, match="nested too deeply"):
         codec.loads(LIST)
     with pytest.raises(ValueError, match="nested too deeply"):
@@ -90,7 +90,7 @@ def test_deep_json_is_a_value_error_wherever_it_is_read() -> None:
     assert wait_asked({}, {"retry_after_ms": 10**400}) is None
 
 
-def test_a_compressed_answer_is_read_up_to_a_limit(
+def test_compressed_answer_is_read_up_to_a_limit(
     faulty: FaultyServer, service: ServiceClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_exchange, "ANSWER_BYTES", 1 << 20)
@@ -114,7 +114,7 @@ def test_short_answers_have_a_lower_limit(faulty: FaultyServer) -> None:
         sample(service)
 
 
-def test_an_endless_answer_ends_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_answer_ends_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that never stops talking."""
     monkeypatch.setattr(http_exchange, "ANSWER_BYTES", 1 << 20)
     monkeypatch.setattr(http_exchange, "SHORT_ANSWER_BYTES", 1 << 20)

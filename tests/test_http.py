@@ -79,7 +79,7 @@ def test_each_method(
 
 
 @pytest.mark.covers("C13")
-def test_a_leading_slash_means_from_the_base_url_on(faulty: FaultyServer) -> None:
+def test_leading_slash_means_from_the_base_url_on(faulty: FaultyServer) -> None:
     with HttpClient(base_url=f"{faulty.base_url}/services/x") as http:
         faulty.script("/services/x/status", Answer(body=1))
         faulty.script("/services/x/api/v1/things", Answer(body=2))
@@ -148,9 +148,7 @@ def test_extra_fields_are_added_to_the_body(faulty: FaultyServer, http: HttpClie
 
 
 @pytest.mark.covers("C18", "D21")
-def test_not_given_left_out_and_none_are_three_things(
-    faulty: FaultyServer, http: HttpClient
-) -> None:
+def test_not_given_omit_and_none_are_distinct(faulty: FaultyServer, http: HttpClient) -> None:
     faulty.script("things", Answer(body={}))
     body = {
         "absent": NOT_GIVEN,
@@ -175,7 +173,7 @@ def test_not_given_left_out_and_none_are_three_things(
 
 
 @pytest.mark.covers("C15")
-def test_a_caller_may_choose_the_idempotency_key_or_send_none(
+def test_caller_may_choose_or_omit_the_idempotency_key(
     faulty: FaultyServer, http: HttpClient
 ) -> None:
     faulty.script("things", Answer(body={}))
@@ -201,7 +199,7 @@ def test_retries_of_one_call_can_be_counted(
     assert len(faulty.seen) == caught.value.attempts == retries + 1
 
 
-def test_a_timeout_of_one_call(faulty: FaultyServer, http: HttpClient) -> None:
+def test_timeout_can_be_set_for_one_call(faulty: FaultyServer, http: HttpClient) -> None:
     faulty.script("things", Answer(body={}, delay=60))
     for timeout in (0.2, Timeout(0.2), Timeout(5, read=0.2)):
         with pytest.raises(tinkex.APITimeoutError, match=r"GET things at .* within 0\.2 s"):
@@ -209,7 +207,7 @@ def test_a_timeout_of_one_call(faulty: FaultyServer, http: HttpClient) -> None:
         assert last(faulty).headers["x-stainless-read-timeout"] == "0.2"
 
 
-def test_a_timeout_in_the_official_words() -> None:
+def test_timeout_in_the_official_words() -> None:
     assert Timeout(30.0) == Timeout(30.0, 30.0, 30.0, 30.0, 30.0)
     assert Timeout(30.0, read=5.0).read == 5.0
     assert Timeout().read is None
@@ -287,7 +285,7 @@ def test_files_make_the_body_a_form(faulty: FaultyServer, http: HttpClient, tmp_
 
 
 @pytest.mark.covers("C17")
-def test_the_content_type_may_ask_for_a_form(faulty: FaultyServer, http: HttpClient) -> None:
+def test_content_type_may_ask_for_a_form(faulty: FaultyServer, http: HttpClient) -> None:
     faulty.script("things", Answer(body={}))
     http.put(
         "things", {"a": 1}, headers={"content-TYPE": "multipart/form-data; boundary=mine"}
@@ -333,7 +331,7 @@ async def test_files_are_read_off_the_loop(faulty: FaultyServer, http: HttpClien
 
 @pytest.mark.covers("C20")
 @pytest.mark.parametrize("status", [200, 201, 204])
-def test_an_empty_answer_is_an_empty_mapping(
+def test_empty_answer_is_an_empty_mapping(
     faulty: FaultyServer, http: HttpClient, status: int
 ) -> None:
     faulty.script("things", Answer(status))
@@ -341,7 +339,7 @@ def test_an_empty_answer_is_an_empty_mapping(
 
 
 @pytest.mark.covers("C20")
-def test_a_good_answer_that_is_not_json_is_an_error(faulty: FaultyServer, http: HttpClient) -> None:
+def test_good_answer_that_is_not_json_is_an_error(faulty: FaultyServer, http: HttpClient) -> None:
     page = f"<html>hello {KEY}</html>".encode()
     faulty.script("things", Answer(body=page, content_type="text/html"))
     with pytest.raises(
@@ -391,7 +389,7 @@ def test_bad_status_is_a_typed_error_with_the_servers_text(
 @pytest.mark.covers("C20", "D19")
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 @pytest.mark.parametrize("method", ["get", "post"])
-def test_a_redirect_may_be_the_answer(
+def test_redirect_may_be_the_answer(
     faulty: FaultyServer, http: HttpClient, status: int, method: str
 ) -> None:
     headers = {
@@ -412,7 +410,7 @@ def test_a_redirect_may_be_the_answer(
 
 @pytest.mark.covers("C20", "24.code.4")
 @pytest.mark.parametrize("follow", [True, False])
-def test_a_redirect_without_an_address_is_an_error(
+def test_redirect_without_an_address_is_an_error(
     faulty: FaultyServer, http: HttpClient, follow: bool
 ) -> None:
     faulty.script("archive", Answer(302))
@@ -422,7 +420,7 @@ def test_a_redirect_without_an_address_is_an_error(
 
 
 @pytest.mark.covers("W04")
-def test_a_redirect_is_followed_without_the_key(faulty: FaultyServer, http: HttpClient) -> None:
+def test_redirect_is_followed_without_the_key(faulty: FaultyServer, http: HttpClient) -> None:
     with faulty_server() as elsewhere:
         elsewhere.script("/there", Answer(body={"found": True}))
         faulty.script("archive", Answer(302, headers={"Location": f"{elsewhere.base_url}/there"}))
@@ -441,7 +439,7 @@ def test_a_redirect_is_followed_without_the_key(faulty: FaultyServer, http: Http
 
 @pytest.mark.covers("C23", "24.http.12")
 @pytest.mark.parametrize("how", ["option", "property"])
-def test_a_wrapped_answer(
+def test_wrapped_answer(
     faulty: FaultyServer, http: HttpClient, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tinkex.client.settings.delays.Delays.after", lambda *_, **__: 0.05)
@@ -462,7 +460,7 @@ def test_a_wrapped_answer(
 
 
 @pytest.mark.covers("C23")
-def test_a_wrapped_answer_is_parsed(faulty: FaultyServer, http: HttpClient) -> None:
+def test_wrapped_answer_is_parsed(faulty: FaultyServer, http: HttpClient) -> None:
     faulty.script("healthz", Answer(body={"status": "ok"}))
     answer = http.get("healthz", response="wrapped").result(10)
     assert answer.parse() == {"status": "ok"}
@@ -486,7 +484,7 @@ def test_failures_are_not_wrapped(faulty: FaultyServer, http: HttpClient) -> Non
 
 
 @pytest.mark.covers("C23")
-def test_a_rest_client_gives_wrapped_answers_too(faulty: FaultyServer) -> None:
+def test_rest_client_gives_wrapped_answers_too(faulty: FaultyServer) -> None:
     run = {"training_run_id": "r", "base_model": "b", "model_owner": "o", "is_lora": True}
     run |= {"last_request_time": "2026-01-01T00:00:00Z"}
     faulty.script("training_runs/r:1", Answer(body=run, headers={"X-Request-ID": "7"}))
@@ -516,7 +514,7 @@ def none_is_open(faulty: FaultyServer, before: int = 0) -> bool:
     return False
 
 
-def test_a_dropped_client_lets_its_connections_go() -> None:
+def test_dropped_client_lets_its_connections_go() -> None:
     with faulty_server() as faulty:
         faulty.script("things", Answer(body=1))
         raw = HttpClient(base_url=faulty.base_url).with_raw_response
@@ -534,13 +532,13 @@ def test_closed_client_is_a_clear_error(faulty: FaultyServer) -> None:
         client.get("things").result(5)
 
 
-async def test_a_client_in_an_event_loop(faulty: FaultyServer) -> None:
+async def test_client_in_an_event_loop(faulty: FaultyServer) -> None:
     faulty.script("things", Answer(body=1))
     async with HttpClient(base_url=faulty.base_url) as client:
         assert await client.get("things") == 1
 
 
-def test_the_embedded_server_is_asked_the_same_way(tmp_path: Path) -> None:
+def test_embedded_server_is_asked_the_same_way(tmp_path: Path) -> None:
     with (
         LocalBackend(data_dir=tmp_path, engine=FakeEngine()) as backend,
         HttpClient(base_url=backend.base_url) as http,
@@ -588,7 +586,7 @@ def test_events_are_decoded(
     assert list(http.stream_get("events", event_parser=parser)) == found
 
 
-def test_a_parser_is_one_of_three_things(faulty: FaultyServer, http: HttpClient) -> None:
+def test_unknown_parser_is_refused(faulty: FaultyServer, http: HttpClient) -> None:
     bad: Any = "xml"
     with pytest.raises(ValueError, match="event_parser must be"):
         http.stream_get("events", event_parser=bad)
@@ -605,7 +603,7 @@ def test_parser_errors_pass_through(faulty: FaultyServer, http: HttpClient) -> N
     assert not isinstance(caught.value, tinkex.TinkerError)
 
 
-def test_a_stream_has_a_head_and_takes_options(faulty: FaultyServer, http: HttpClient) -> None:
+def test_stream_has_a_head_and_takes_options(faulty: FaultyServer, http: HttpClient) -> None:
     faulty.script("events?a=1", Answer(body=EVENTS, content_type=SSE, headers={"X-One": "1"}))
     stream = http.stream_get("events", params={"a": 1}, headers={"X-Own": "2"}, timeout=Timeout(7))
     head = stream.head.result(5)
@@ -627,7 +625,7 @@ def test_events_that_are_packed_are_unpacked(faulty: FaultyServer, http: HttpCli
 
 @pytest.mark.covers("D08")
 @pytest.mark.parametrize("status", [302, 400, 401, 404, 429, 500, 503])
-def test_a_stream_with_a_bad_status_is_an_error(
+def test_stream_with_a_bad_status_is_an_error(
     faulty: FaultyServer, http: HttpClient, status: int
 ) -> None:
     faulty.script("events", Answer(status, {"detail": f"no stream for {KEY}"}))
@@ -645,7 +643,7 @@ def test_a_stream_with_a_bad_status_is_an_error(
     assert len(faulty.seen) == 1  # asked for once
 
 
-def test_an_error_that_never_ends_is_not_read_to_its_end(
+def test_error_that_never_ends_is_not_read_to_its_end(
     http: HttpClient, faulty: FaultyServer
 ) -> None:
     faulty.script(
@@ -666,7 +664,7 @@ def test_an_error_that_never_ends_is_not_read_to_its_end(
     ],
     ids=["dropped", "cut", "silent"],
 )
-def test_a_stream_that_breaks_is_an_error(
+def test_stream_that_breaks_is_an_error(
     faulty: FaultyServer, http: HttpClient, fault: Answer, kind: type[Exception]
 ) -> None:
     faulty.script("events", fault)
@@ -708,9 +706,7 @@ def test_leaving_a_stream_hangs_up(leave: Callable[[EventStream], None]) -> None
         assert heard == [(events.HTTP_START, None), (events.HTTP_STOP, "cancelled")]
 
 
-def test_a_stream_that_is_left_before_its_head_has_none(
-    faulty: FaultyServer, http: HttpClient
-) -> None:
+def test_stream_closed_before_its_head_has_no_head(faulty: FaultyServer, http: HttpClient) -> None:
     faulty.script("events", Answer(body=EVENTS, content_type=SSE, delay=60))
     stream = http.stream_get("events")
     wait_until(lambda: faulty.seen)
@@ -719,7 +715,7 @@ def test_a_stream_that_is_left_before_its_head_has_none(
     wait_until(stream.head.cancelled)
 
 
-async def test_a_stream_in_an_event_loop(faulty: FaultyServer, http: HttpClient) -> None:
+async def test_stream_in_an_event_loop(faulty: FaultyServer, http: HttpClient) -> None:
     faulty.script("events", Answer(body=EVENTS, content_type=SSE, pieces=5, pause=0.01))
     async with http.stream_get("events") as stream:
         assert [event async for event in stream] == [{"a": 1}, "plain", "two\nlines"]

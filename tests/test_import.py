@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM
 from support import MODEL, assert_peft_agrees, make_data, serving, train
 from tinkex import LocalBackend, RestClient, ServiceClient, types
 from tinkex.cli.main import cli
-from tinkex.engine import tensor_files
+from tinkex.engine import file_formats
 from tinkex.engine.api import EngineError
-from tinkex.engine.families.read_config import families
+from tinkex.engine.families.family import families
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.server.database.sqlite import SqliteDatabase
 from tinkex.server.files import imports
@@ -78,7 +78,7 @@ ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_an_import_says_how_far_it_is(
+def test_import_reports_progress(
     make: Make,
     store: SqliteDatabase,
     model_dir: Path,
@@ -86,7 +86,7 @@ def test_an_import_says_how_far_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     adapter, told = make(dtype), list[tuple[int, int]]()
-    for module in (imports, tensor_files):
+    for module in (imports, file_formats):
         monkeypatch.setattr(module, "PIECE", 100)
     saved = import_adapter(
         store, adapter, MODEL, model_dir, progress=lambda done, total: told.append((done, total))
@@ -158,7 +158,7 @@ def test_imported_adapter_equals_peft_and_trains_on(
         assert losses == sorted(losses, reverse=True)
 
 
-def test_modules_that_the_adapter_left_alone_learn_too(
+def test_modules_without_an_adapter_learn(
     make: Make, store: SqliteDatabase, data_dir: Path, model_dir: Path
 ) -> None:
     saved = import_adapter(store, make(), MODEL, model_dir)
@@ -182,7 +182,7 @@ def test_modules_that_the_adapter_left_alone_learn_too(
         assert not torch.equal(before[key], after[key]), key
 
 
-def test_an_adapter_of_the_hosted_service_finds_its_unembedding(
+def test_adapter_of_the_hosted_service_finds_its_unembedding(
     make: Make, store: SqliteDatabase, model_dir: Path
 ) -> None:
     adapter = make(target_modules=["lm_head", "q_proj"])
@@ -202,7 +202,7 @@ def test_an_adapter_of_the_hosted_service_finds_its_unembedding(
     )
 
 
-def test_the_name_of_the_base_model_is_the_adapters_own_by_default(
+def test_name_of_the_base_model_is_the_adapters_own_by_default(
     make: Make, store: SqliteDatabase, model_dir: Path
 ) -> None:
     saved = import_adapter(store, make(), None, model_dir)
@@ -254,7 +254,7 @@ KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         ),
         (
             lambda directory: (directory / "adapter_config.json").write_text("[]"),
-            "expected an object",
+            "is not a JSON object",
         ),
         (
             lambda directory: (directory / "adapter_model.safetensors").unlink(),
@@ -265,16 +265,16 @@ KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
             "cannot be read",
         ),
         (_pickle, r"adapter_model\.bin, a pickle, which can run any code"),
-        (_config(peft_type="IA3"), "peft_type is 'IA3'; only 'LORA'"),
-        (_config(use_dora=True), "use_dora is True; adapters that have it"),
-        (_config(init_lora_weights="pissa"), "init_lora_weights is 'pissa'; only True"),
+        (_config(peft_type="IA3"), "peft_type is 'IA3'; it must be 'LORA'"),
+        (_config(use_dora=True), "use_dora is True, which cannot be imported"),
+        (_config(init_lora_weights="pissa"), "init_lora_weights is 'pissa'; it must be True"),
         (_config(something_new={"x": 1}), "something_new"),
-        (_config(bias="all"), "bias is 'all'; only 'none'"),
+        (_config(bias="all"), "bias is 'all'; it must be 'none'"),
         (_config(rank_pattern={"q_proj": 8}), "rank_pattern"),
         (_config(alpha_pattern={"q_proj": 8}), "alpha_pattern"),
         (_config(modules_to_save=["lm_head"]), "modules_to_save"),
         (_config(layers_to_transform=[1]), "layers_to_transform"),
-        (_config(r=0), "r must be a whole number between 1 and 1024, got 0"),
+        (_config(r=0), "r must be a whole number from 1 to 1024, got 0"),
         (_config(r="4"), "r must be a whole number"),
         (_config(lora_alpha=None), "lora_alpha must be a positive number, got None"),
         (_config(r=8), r"has shape \[4, 64\], the base model wants \[8, 64\]"),
@@ -294,7 +294,7 @@ KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         ),
         (
             _tensors(lambda t: t.update({KEY: torch.zeros(4, 64, dtype=torch.int8)})),
-            "is I8; expected one of",
+            "has type I8; expected one of",
         ),
         (
             _tensors(lambda t: t.update({"base_model.model.x.lora_A.weight": torch.zeros(1)})),
@@ -330,21 +330,17 @@ def test_incompatible_adapter_is_refused_without_a_trace(
     assert store.connection.rows("SELECT count(*) FROM runs")[0][0] == 0
 
 
-def test_a_base_model_that_is_none_is_refused(
-    make: Make, store: SqliteDatabase, tmp_path: Path
-) -> None:
+def test_invalid_base_model_is_refused(make: Make, store: SqliteDatabase, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="is not a base model"):
         import_adapter(store, make(), MODEL, tmp_path)
 
 
-def test_a_name_that_cannot_be_one_is_refused(
-    make: Make, store: SqliteDatabase, model_dir: Path
-) -> None:
+def test_invalid_name_is_refused(make: Make, store: SqliteDatabase, model_dir: Path) -> None:
     with pytest.raises(EngineError, match="is not allowed"):
         import_adapter(store, make(), MODEL, model_dir, "../escape")
 
 
-def test_the_conventions_are_the_engines() -> None:
+def test_conventions_are_the_engines() -> None:
     """Also for a family of its own names: adapters for its modules can be imported."""
     for family in families().values():
         for group, modules in family.names.groups.items():
@@ -357,7 +353,7 @@ def test_the_conventions_are_the_engines() -> None:
 # ── the command ───────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_command_imports_beside_a_running_server(
+def test_command_imports_beside_a_running_server(
     make: Make, model_dir: Path, data_dir: Path
 ) -> None:
     adapter = make()
@@ -383,7 +379,7 @@ def test_the_command_imports_beside_a_running_server(
         assert [checkpoint.tinker_path for checkpoint in listed] == [path]
 
 
-def test_command_errors_are_one_line(make: Make, model_dir: Path, data_dir: Path) -> None:
+def test_command_errors_have_one_line(make: Make, model_dir: Path, data_dir: Path) -> None:
     adapter = make()
     _edit(adapter, use_dora=True)
     arguments = [
@@ -409,7 +405,7 @@ def test_command_errors_are_one_line(make: Make, model_dir: Path, data_dir: Path
     assert done.stderr.count("\n") == 1
 
 
-def test_the_command_asks_for_the_base_models_name_when_the_adapter_has_a_directory(
+def test_command_asks_for_the_base_models_name_when_the_adapter_has_a_directory(
     make: Make, model_dir: Path, data_dir: Path
 ) -> None:
     adapter = make()
@@ -421,7 +417,7 @@ def test_the_command_asks_for_the_base_models_name_when_the_adapter_has_a_direct
     assert "give --base-model NAME[=DIR]" in result.output
 
 
-def test_scaling_is_exact_where_floats_allow_it(
+def test_scaling_is_exact_within_float_precision(
     make: Make, store: SqliteDatabase, model_dir: Path
 ) -> None:
     adapter = make(lora_alpha=16)

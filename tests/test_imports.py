@@ -1,4 +1,4 @@
-"""What importing costs and what it brings along; each measurement in a process of its own."""
+"""Cost and side effects of imports; each measurement in its own process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HEAVY = [
 
 
 def run(code: str, **environment: str) -> str:
-    """What a fresh interpreter prints."""
+    """Return the output of a fresh interpreter."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
         env={**os.environ, **environment},
@@ -50,7 +50,7 @@ def test_importing_is_quick() -> None:
 
 
 @pytest.mark.covers("W11")
-def test_a_service_client_is_ready_soon() -> None:
+def test_service_client_is_ready_soon() -> None:
     made = 'from tinkex import ServiceClient\nclient = ServiceClient(base_url="http://127.0.0.1:1")'
     assert best_cpu_seconds("", made) < 0.4
 
@@ -77,7 +77,7 @@ def test_serve_is_described_without_a_server() -> None:
     assert shown == "False"
 
 
-def test_every_public_name_is_there() -> None:
+def test_every_public_name_exists() -> None:
     for name in tinkex.__all__:
         assert getattr(tinkex, name) is not None
     assert len(set(tinkex.__all__)) == len(tinkex.__all__)
@@ -122,7 +122,7 @@ def test_types_is_a_module() -> None:
     assert run("from tinkex import types\nprint(types.__name__)") == "tinkex.types"
 
 
-def test_a_program_ends_although_a_client_was_left_open() -> None:
+def test_program_ends_although_a_client_was_left_open() -> None:
     code = """
 import tinkex
 from tinkex.engine.fake import FakeEngine

@@ -48,7 +48,7 @@ def committing(work: Callable[[Open], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(go(), 20))
 
 
-def test_the_files_of_many_runs_are_flushed_at_the_same_time(
+def test_files_of_many_runs_are_flushed_at_the_same_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened, together = threading.Event(), threading.Barrier(3)
@@ -122,7 +122,7 @@ def test_empty_segment_is_reused(tmp_path: Path) -> None:
     ]
 
 
-def test_a_segment_that_is_closed_while_its_first_write_fails_leaves_no_file_open(
+def test_segment_that_is_closed_while_its_first_write_fails_leaves_no_file_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     segment = journal.Segment(tmp_path / "run" / "segment-00000001.log")
@@ -169,7 +169,7 @@ def journal_of(directory: Path, data: bytes) -> tuple[Journal, Path]:
     return Journal(directory, Committer()), path
 
 
-def test_any_flipped_bit_in_a_journal_is_found_and_nothing_is_changed(tmp_path: Path) -> None:
+def test_flipped_bit_in_a_journal_is_found_and_files_stay_unchanged(tmp_path: Path) -> None:
     data = b"".join(RECORDS)
     found, path = journal_of(tmp_path / "run", data)
     for bit in range(8 * len(data)):

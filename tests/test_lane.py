@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from tinkex.engine.api import EngineError, PassJob, SampleJob
 from tinkex.engine.fake import FakeEngine
-from tinkex.server.runs.lane import Lane
+from tinkex.server.runs.work import Lane
 from tinkex.server.workers.worker import Worker
 from tinkex.types import Datum, LoraConfig, ModelInput, SampleRequest, SamplingParams
 
@@ -41,7 +41,7 @@ def test_any_order_of_arrival_gives_the_order_of_numbers(order: list[int]) -> No
 @pytest.mark.covers("S11", "S12")
 @given(st.lists(st.integers(1, 9), max_size=25), st.lists(st.integers(0, 24), max_size=3))
 @few
-def test_numbers_are_released_once_whatever_comes(
+def test_numbers_are_released_once_in_every_case(
     arrivals: list[int], surrenders: list[int]
 ) -> None:
     """Compare with the plainest model: a set of numbers, and a floor below which all passed."""
@@ -71,7 +71,7 @@ def test_numbers_are_released_once_whatever_comes(
     assert out == sorted(set(out))
 
 
-def test_a_refused_number_changes_nothing() -> None:
+def test_refused_number_has_no_effect() -> None:
     lane: Lane[str] = Lane()
     lane.offer(1, "a")
     lane.offer(3, "c")
@@ -122,7 +122,7 @@ def sampling_engine(**options: Any) -> FakeEngine:
     return engine
 
 
-def test_work_is_done_in_the_order_given_on_one_thread() -> None:
+def test_work_runs_in_order_on_one_thread() -> None:
     async def body(worker: Worker) -> None:
         done: list[int] = []
         threads: set[int] = set()
@@ -186,8 +186,8 @@ def test_work_of_a_run_waits_for_its_own_passes_only() -> None:
         await asyncio.gather(stepped, other, late, *passes)
         assert events == ["step b", "pass", "pass", "pass", "step a", "pass"]
         assert (await late).metrics["loss:sum"] > 0
-        assert not worker._waiting
-        assert not worker._open
+        assert not worker._order._waiting
+        assert not worker._order.open
 
     with_worker(engine, body)
 
@@ -210,7 +210,7 @@ def test_passes_of_several_runs_are_with_the_engine_at_the_same_time() -> None:
     assert most[0] > 1
 
 
-def test_a_pass_that_is_refused_or_fails_lets_its_run_go_on() -> None:
+def test_pass_that_is_refused_or_fails_lets_its_run_go_on() -> None:
     engine = training_engine("a")
     failing = [True]
 
@@ -235,7 +235,7 @@ def test_a_pass_that_is_refused_or_fails_lets_its_run_go_on() -> None:
     with_worker(engine, body)
 
 
-def test_a_step_of_training_that_breaks_loses_its_passes_and_no_more(
+def test_broken_training_step_loses_only_its_own_passes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine = training_engine("a")
@@ -270,7 +270,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr("tinkex.server.workers.worker.time", made)
+    for place in ("engine.stepping", "server.workers.worker"):
+        monkeypatch.setattr(f"tinkex.{place}.time", made)
     return made
 
 
@@ -354,7 +355,7 @@ def test_samples_advance_together() -> None:
     with_worker(sampling_engine(delay=0.002), body)
 
 
-def test_a_sample_that_is_refused_fails_alone() -> None:
+def test_sample_that_is_refused_fails_alone() -> None:
     async def body(worker: Worker) -> None:
         good, bad = (
             worker.samples.draw(SampleJob("a", "s", request(), 0)),
@@ -367,7 +368,7 @@ def test_a_sample_that_is_refused_fails_alone() -> None:
     with_worker(sampling_engine(), body)
 
 
-def test_a_sample_that_fails_on_its_way_fails_alone() -> None:
+def test_sample_that_fails_on_its_way_fails_alone() -> None:
     def fail(method: str, subject: str) -> None:
         if (method, subject) == ("sample_step", "b"):
             raise EngineError("ran out")
@@ -386,7 +387,7 @@ def test_a_sample_that_fails_on_its_way_fails_alone() -> None:
     with_worker(engine, body)
 
 
-def test_a_step_that_breaks_loses_its_samples_and_no_more(caplog: pytest.LogCaptureFixture) -> None:
+def test_broken_step_loses_only_its_own_samples(caplog: pytest.LogCaptureFixture) -> None:
     engine = sampling_engine()
     inner, broken = engine.sample_step, [True]
 
@@ -408,10 +409,10 @@ def test_a_step_that_breaks_loses_its_samples_and_no_more(caplog: pytest.LogCapt
         )
 
     with_worker(engine, body)
-    assert "sampling step failed" in caplog.text
+    assert "step of sampling failed" in caplog.text
 
 
-def test_a_sample_that_the_engine_cannot_drop_concerns_no_other(
+def test_sample_that_the_engine_cannot_drop_concerns_no_other(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine = sampling_engine(delay=0.002)

@@ -1,4 +1,4 @@
-"""What outlives what: calls and closing, sessions and their work, programs and their ends, names
+"""Lifetimes: calls and closing, sessions and their work, programs and their ends, names
 and checkpoints."""
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def test_error_in_the_block_reaches_the_caller(
     [(None, "success"), (KeyError("mine"), "errored"), (KeyboardInterrupt(), "interrupted")],
     ids=["success", "errored", "interrupted"],
 )
-def test_the_first_reason_for_the_end_stays(
+def test_first_reason_for_the_end_stays(
     error: BaseException | None, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with faulty_server() as server:
@@ -126,7 +126,7 @@ async def _closed(service: ServiceClient) -> None:
 
 
 @pytest.mark.covers("C33")
-def test_a_client_that_was_never_used_has_nothing_to_end() -> None:
+def test_unused_client_closes_without_request() -> None:
     with faulty_server() as server:
         with ServiceClient(base_url=server.base_url):
             pass
@@ -137,7 +137,7 @@ def test_a_client_that_was_never_used_has_nothing_to_end() -> None:
 @pytest.mark.parametrize(
     ("answer", "word"), [(Answer(404), ""), (Answer(403, {"detail": "no"}), "403: no")]
 )
-def test_a_server_that_cannot_end_a_session_is_no_error(
+def test_server_that_cannot_end_a_session_is_no_error(
     answer: Answer, word: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with faulty_server() as server:
@@ -207,7 +207,7 @@ service.create_sampling_client(base_model="fake").result()
     assert done.stderr == ""
 
 
-def test_a_program_that_forgets_to_close_ends_quietly_and_its_session_is_finished(
+def test_program_that_forgets_to_close_ends_quietly_and_its_session_is_finished(
     tmp_path: Path,
 ) -> None:
     with serving(FakeEngine(), tmp_path) as url:
@@ -225,7 +225,7 @@ def test_a_program_that_forgets_to_close_ends_quietly_and_its_session_is_finishe
 
 @pytest.mark.covers("W15")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_child_can_make_clients_of_its_own() -> None:
+def test_forked_child_can_make_its_own_clients() -> None:
     done = run_program(
         """
 import os, sys, tempfile, warnings
@@ -288,7 +288,7 @@ service.close("errored", "by the parent").result(5)
 @pytest.mark.covers("W15")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("way", ["drops", "closes", "ends"])
-def test_a_forked_child_does_nothing_to_the_connections_of_its_parent(way: str) -> None:
+def test_forked_child_leaves_connections_of_its_parent_alone(way: str) -> None:
     """Whatever it does to the client that it inherited, the parent's goes on, over the connections
     it had.
 
@@ -312,7 +312,7 @@ def test_a_forked_child_does_nothing_to_the_connections_of_its_parent(way: str) 
 # ── sessions and their work ───────────────────────────────────────────────────────────────────────
 
 
-def test_a_session_that_ends_takes_its_samples_with_it(tmp_path: Path) -> None:
+def test_session_that_ends_takes_its_samples_with_it(tmp_path: Path) -> None:
     engine = FakeEngine(delay=0.01)
     with serving(engine, tmp_path) as url:
         with ServiceClient(base_url=url) as service:
@@ -325,7 +325,7 @@ def test_a_session_that_ends_takes_its_samples_with_it(tmp_path: Path) -> None:
         assert not engine.sampling()
 
 
-def test_the_journal_of_a_session_that_ends_while_others_are_tidied_does_not_come_back(
+def test_journal_of_session_ended_during_cleanup_stays_deleted(
     tmp_path: Path,
 ) -> None:
     with (
@@ -338,12 +338,12 @@ def test_the_journal_of_a_session_that_ends_while_others_are_tidied_does_not_com
             sampler.sample(PROMPT, 1, SamplingParams(max_tokens=2)).result(20)
         assert backend._exchange is not None
         state = backend._exchange._app.state.server
-        first, second = state.sample_journal.numbers
+        first, second = state.samples.numbers
 
         async def tidy() -> bool:
             for session_id in (first, second):
                 state.promises.forget_session(session_id)  # as if they had been read long ago
-            noting = asyncio.create_task(state.sample_journal.note_read())
+            noting = asyncio.create_task(state.samples.note_read())
             await asyncio.sleep(0)  # until it waits for the disk
             state.sessions.end(second)
             await noting
@@ -352,7 +352,7 @@ def test_the_journal_of_a_session_that_ends_while_others_are_tidied_does_not_com
         assert not start(tidy()).result(20)
 
 
-def test_a_model_whose_session_ends_while_it_is_made_is_dropped(tmp_path: Path) -> None:
+def test_model_is_dropped_if_its_session_ends_during_creation(tmp_path: Path) -> None:
     gate = threading.Event()
 
     def hold(method: str, subject: str) -> None:
@@ -400,7 +400,7 @@ def test_run_unloaded_during_its_write_is_no_error(
     client.unload_model()
     gone.set()
     service.close().result(10)
-    assert "could not be put on disk" not in caplog.text
+    assert "could not be written" not in caplog.text
 
 
 def test_nameless_samplers_beyond_the_limit_go_to_disk_and_come_back(
@@ -427,7 +427,7 @@ def test_nameless_samplers_beyond_the_limit_go_to_disk_and_come_back(
     assert not list((tmp_path / "snapshots").iterdir())
 
 
-def test_many_checkpoints_sampled_at_once_share_the_room_there_is(fake_service: Make) -> None:
+def test_many_checkpoints_sampled_at_once_share_sampler_slots(fake_service: Make) -> None:
     service = fake_service(FakeEngine(), limits=Limits(samplers=2))
     client = service.create_lora_training_client("fake", rank=4).result()
     paths = [client.save_weights_for_sampler(f"c{n}").result().path for n in range(6)]
@@ -443,7 +443,7 @@ def test_many_checkpoints_sampled_at_once_share_the_room_there_is(fake_service: 
 # ── checkpoints and their names ───────────────────────────────────────────────────────────────────
 
 
-def test_a_name_saved_again_after_it_expired_gives_the_new_weights(
+def test_name_saved_again_after_it_expired_gives_the_new_weights(
     fake_service: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = fake_service()
@@ -470,7 +470,7 @@ def test_a_name_saved_again_after_it_expired_gives_the_new_weights(
     assert after != before
 
 
-def test_a_data_directory_can_be_relative_and_can_be_moved(
+def test_data_directory_can_be_relative_and_can_be_moved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -493,7 +493,7 @@ def test_a_data_directory_can_be_relative_and_can_be_moved(
         )
 
 
-def test_a_checkpoint_of_another_base_model_is_refused(tmp_path: Path, model_dir: Path) -> None:
+def test_checkpoint_of_another_base_model_is_refused(tmp_path: Path, model_dir: Path) -> None:
     backend = LocalBackend({MODEL: model_dir, "other": model_dir}, data_dir=tmp_path)
     with backend, ServiceClient(base_url=backend.base_url) as service:
         path = (
@@ -513,7 +513,7 @@ def test_a_checkpoint_of_another_base_model_is_refused(tmp_path: Path, model_dir
 
 
 @pytest.mark.covers("W05")
-def test_a_nameless_save_sent_again_with_another_number_is_the_same_request(tmp_path: Path) -> None:
+def test_nameless_save_sent_again_with_another_number_is_the_same_request(tmp_path: Path) -> None:
     """As the official client sends it: the sampler's number counts up when a reply was lost."""
     with serving(FakeEngine(), tmp_path) as url:
         wire = Wire(url)
@@ -527,7 +527,7 @@ def test_a_nameless_save_sent_again_with_another_number_is_the_same_request(tmp_
 # ── numbers that are too large, places that are not here ──────────────────────────────────────────
 
 
-def test_a_step_that_overflows_is_refused_and_can_be_clipped(service: ServiceClient) -> None:
+def test_step_that_overflows_is_refused_and_can_be_clipped(service: ServiceClient) -> None:
     client = service.create_lora_training_client(MODEL, rank=2).result()
     data = make_data(tinkex.types)
     plain = client.forward(data, "cross_entropy").result().metrics["loss:sum"]
@@ -546,7 +546,7 @@ def test_a_step_that_overflows_is_refused_and_can_be_clipped(service: ServiceCli
     assert 1e20 < metrics["grad_norm:mean"] < float("inf")
 
 
-def test_a_result_that_cannot_be_sent_fails_in_band(
+def test_result_that_cannot_be_sent_fails_in_band(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FakeEngine, "optim_step", lambda *_: {"grad_norm:mean": float("inf")})
@@ -580,7 +580,7 @@ def test_tiny_temperatures_are_greedy(service: ServiceClient, temperature: float
         ({"Host": "[::1]:80"}, 200),
     ],
 )
-def test_an_open_server_is_not_driven_by_web_pages(
+def test_open_server_is_not_driven_by_web_pages(
     tmp_path: Path, headers: dict[str, str], status: int
 ) -> None:
     with serving(FakeEngine(), tmp_path) as url:
@@ -615,7 +615,7 @@ def _sampler(wire: Wire) -> str:
     return str(wire.post("create_sampling_session", body)["sampling_session_id"])
 
 
-def test_a_sparse_tensor_is_checked_before_it_is_spread_out() -> None:
+def test_sparse_tensor_is_checked_before_it_is_spread_out() -> None:
     from tinkex.engine.losses.examples import Room, read_examples
     from tinkex.engine.losses.table import LOSSES
 

@@ -48,7 +48,7 @@ async def holder(budget: ByteBudget, size: int, release: asyncio.Event, log: lis
 
 
 @pytest.mark.covers("C71")
-async def test_a_budget_may_be_overdrawn_once_and_then_blocks_in_order() -> None:
+async def test_budget_may_be_overdrawn_once_and_then_blocks_in_order() -> None:
     budget, log = ByteBudget(1000), list[int]()
     releases = [asyncio.Event() for _ in range(5)]
     sizes = [500, 600, 100, 7000, 1]
@@ -71,7 +71,7 @@ async def test_a_budget_may_be_overdrawn_once_and_then_blocks_in_order() -> None
     assert budget.left == 1000
 
 
-async def test_a_cancelled_waiter_takes_nothing_with_it() -> None:
+async def test_cancelled_waiter_does_not_cancel_the_operation() -> None:
     budget, log, release = ByteBudget(10), list[int](), asyncio.Event()
     first = asyncio.create_task(holder(budget, 20, release, log))
     await settled()
@@ -86,7 +86,7 @@ async def test_a_cancelled_waiter_takes_nothing_with_it() -> None:
 
 
 @pytest.mark.covers("C71")
-async def test_a_failing_holder_gives_back() -> None:
+async def test_failing_holder_gives_back() -> None:
     budget = ByteBudget(10)
     with pytest.raises(RuntimeError):
         async with budget.taken(7):
@@ -95,7 +95,7 @@ async def test_a_failing_holder_gives_back() -> None:
 
 
 @pytest.mark.covers("D26")
-def test_a_longer_pause_is_not_shortened() -> None:
+def test_longer_pause_is_not_shortened() -> None:
     clock = Clock()
     backoff = Backoff(clock)
     assert not backoff.recently
@@ -109,7 +109,7 @@ def test_a_longer_pause_is_not_shortened() -> None:
 
 
 @pytest.mark.covers("D29")
-async def test_a_pause_is_waited_for_even_when_prolonged(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pause_is_waited_for_even_when_prolonged(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, slept = Clock(), list[float]()
     backoff = Backoff(clock)
     backoff.pause(2)
@@ -130,7 +130,7 @@ async def test_a_pause_is_waited_for_even_when_prolonged(monkeypatch: pytest.Mon
     ("size", "retry_after", "seconds"),
     [(10, None, 1), (131_072, None, 1), (131_073, None, 5), (10, 7.0, 7), (200_000, 2.0, 5)],
 )
-def test_back_pressure_pauses_by_size_or_as_the_server_asks(
+def test_back_pressure_pauses_by_size_or_retry_delay(
     size: int, retry_after: float | None, seconds: float
 ) -> None:
     clock = Clock()
@@ -190,7 +190,7 @@ async def fine() -> str:
 
 
 @pytest.mark.covers("C88", "4.1/4")
-async def test_a_breaker_opens_probes_and_closes() -> None:
+async def test_breaker_opens_probes_and_closes() -> None:
     clock = Clock()
     breaker = CircuitBreaker("r", failure_threshold=3, reset_seconds=30, clock=clock)
     states = list[str]()
@@ -253,7 +253,7 @@ async def test_probes_are_limited() -> None:
 
 
 @pytest.mark.covers("4.1/4")
-async def test_a_registry_shares_breakers_by_name() -> None:
+async def test_registry_shares_breakers_by_name() -> None:
     registry = BreakerRegistry(failure_threshold=20)
     await asyncio.gather(
         *(registry.get("POST asample").call(failing(OSError("x"))) for _ in range(20)),
@@ -286,7 +286,7 @@ def test_no_failure_is_lost_between_threads() -> None:
 
 
 @pytest.mark.covers("C89")
-def test_settings_count_for_breakers_that_are_not_there_yet() -> None:
+def test_settings_apply_to_future_breakers() -> None:
     registry = BreakerRegistry(failure_threshold=2)
     breaker = registry.get("a")
     assert registry.get("a") is breaker

@@ -35,7 +35,7 @@ def test_owner_beyond_the_byte_limit_must_retry_later(tmp_path: Path) -> None:
                     break
                 asked.append(answer["request_id"])
             assert status == 429
-            assert "the limit held_bytes of this server is 1000" in str(answer)
+            assert "the limit held_bytes is 1000" in str(answer)
             assert 1 <= len(asked) < 20
             assert (await server.send("forward_backward", pass_json(ben, 1), keys["ben"]))[0] == 200
             opened.set()
@@ -69,7 +69,7 @@ def test_bodies_count_while_they_arrive(tmp_path: Path) -> None:
             body = pass_json(model, 1) | {"padding": "x" * 200_000}
             status, answer = await server.send("forward_backward", body)
             assert status == 429
-            assert "900 bytes of other requests" in str(answer)
+            assert "900 bytes of your other requests" in str(answer)
             assert server.state.meter.held["local"] == 900
 
     played(scenario)

@@ -72,7 +72,7 @@ def test_passes_count_as_unread_and_are_refused_in_band(tmp_path: Path) -> None:
     played(scenario)
 
 
-def test_results_of_open_samples_count_before_they_are_there(tmp_path: Path) -> None:
+def test_results_of_open_samples_count_before_they_finish(tmp_path: Path) -> None:
     """Else thousands that were taken in good time would fill the memory later."""
     engine, opened = FakeEngine(), threading.Event()
 

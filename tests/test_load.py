@@ -71,7 +71,7 @@ def open_operations(url: str) -> int:
 
 
 def expected_losses(seed: int, steps: int) -> list[float]:
-    """What a run's passes give when each is carried out once and in order."""
+    """Return the results of a run's passes, each carried out once and in order."""
     engine = FakeEngine()
     engine.create("a", "fake", types.LoraConfig(rank=4))
     losses = []
@@ -170,9 +170,7 @@ def test_load_loses_and_repeats_nothing_in_bounded_memory(
     assert after - between < GROWTH_MB
 
 
-def test_an_owner_of_many_runs_does_not_starve_one_who_has_a_single_run(
-    tmp_path: Path, model_dir: Path
-) -> None:
+def test_owner_of_many_runs_does_not_starve_owner_of_one(tmp_path: Path, model_dir: Path) -> None:
     from tinkex.engine.torch.engine import TorchEngine
 
     with closing(SqliteDatabase(tmp_path)) as store:

@@ -48,7 +48,7 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[FakeE
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
-    """Whether something becomes true within a few seconds."""
+    """Return True if something becomes true within a few seconds."""
     deadline = time.monotonic() + 20
     while not condition() and time.monotonic() < deadline:
         gc.collect()
@@ -60,7 +60,7 @@ def engine_threads() -> int:
     return sum(thread.name == "tinkex-engine" for thread in threading.enumerate())
 
 
-def test_clients_share_one_backend_and_the_last_lets_it_go(made: list[FakeEngine]) -> None:
+def test_clients_share_one_backend_and_the_last_closes_it(made: list[FakeEngine]) -> None:
     before = engine_threads()
     first, second = ServiceClient(base_url="local"), ServiceClient(base_url="local")
     assert made == []  # nothing before the first call
@@ -78,7 +78,7 @@ def test_clients_share_one_backend_and_the_last_lets_it_go(made: list[FakeEngine
         ServiceClient(base_url="local") as third,
         pytest.raises(tinkex.GoneError, match="create_training_client_from_state"),
     ):
-        third._session.start(_step(third, client.model_id)).result(10)
+        third._session.call(_step, third, client.model_id).result(10)
     assert len(made) == 2
 
 
@@ -90,7 +90,7 @@ async def _step(service: ServiceClient, model_id: str) -> Any:
     return await service._session.transport.call(protocol.OPTIM_STEP, request)
 
 
-def test_a_client_that_is_dropped_lets_go_too(made: list[FakeEngine]) -> None:
+def test_dropped_client_releases_its_engine(made: list[FakeEngine]) -> None:
     before = engine_threads()
     service = ServiceClient(base_url="local")
     client = service.create_lora_training_client("fake", rank=4).result()
@@ -103,7 +103,7 @@ def test_a_client_that_is_dropped_lets_go_too(made: list[FakeEngine]) -> None:
     assert eventually(lambda: engine_threads() == before)
 
 
-def test_a_client_that_never_called_lets_go_too(made: list[FakeEngine]) -> None:
+def test_unused_client_releases_its_engine(made: list[FakeEngine]) -> None:
     service = ServiceClient(base_url="local")
     assert len(local._shared) == 1
     del service
@@ -127,7 +127,7 @@ def test_checkpoints_outlive_a_backend(made: list[FakeEngine]) -> None:
         assert service.create_training_client_from_state(path).result().get_info().lora_rank == 4
 
 
-def test_the_environment_can_ask_for_it(
+def test_environment_can_select_the_local_engine(
     made: list[FakeEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TINKER_BASE_URL", "local")
@@ -135,9 +135,7 @@ def test_the_environment_can_ask_for_it(
         assert service.get_server_capabilities().supported_models[0].model_name == "fake"
 
 
-def test_an_engine_is_made_when_there_is_something_to_compute(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_engine_is_created_on_first_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     made: list[tuple[FakeEngine, str]] = []
 
     def make(models: Any) -> FakeEngine:
@@ -159,7 +157,7 @@ def test_an_engine_is_made_when_there_is_something_to_compute(
     assert thread == "tinkex-engine"  # the loop goes on while torch is imported
 
 
-def test_a_method_that_was_asked_for_early_is_the_engines_when_it_is_called() -> None:
+def test_early_bound_method_of_a_lazy_engine_reaches_the_engine() -> None:
     engine = FakeEngine()
     late = LazyEngine({}, lambda: engine)
     drop, create = late.drop, late.create
@@ -184,7 +182,7 @@ with (
 """
 
 
-def test_models_of_ones_own_are_listed_without_torch_too(tmp_path: Path) -> None:
+def test_own_models_are_listed_without_torch(tmp_path: Path) -> None:
     shown = subprocess.run(
         [sys.executable, "-c", LISTING, str(tmp_path)],
         env={**os.environ, "TINKEX_HUB_CACHE": "0"},
@@ -270,7 +268,7 @@ def test_closed_backend_fails_pending_calls(tmp_path: Path) -> None:
     service.close().result(10)
 
 
-def test_a_backend_is_closed_from_any_event_loop(tmp_path: Path) -> None:
+def test_backend_is_closed_from_any_event_loop(tmp_path: Path) -> None:
     backend = LocalBackend(engine=FakeEngine(), data_dir=tmp_path)
 
     async def use() -> None:
@@ -284,7 +282,7 @@ def test_a_backend_is_closed_from_any_event_loop(tmp_path: Path) -> None:
         ServiceClient(base_url=backend.base_url)
 
 
-def test_a_backend_that_cannot_start_says_why(tmp_path: Path) -> None:
+def test_backend_that_cannot_start_reports_the_reason(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with LocalBackend(engine=FakeEngine(), data_dir=tmp_path / "file") as backend:
         service = ServiceClient(base_url=backend.base_url)
@@ -296,7 +294,7 @@ def test_a_backend_that_cannot_start_says_why(tmp_path: Path) -> None:
         service.close().result(10)
 
 
-def test_full_disk_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_full_disk_gives_one_error_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def fail(method: str, subject: str) -> None:
         if method == "save":
             raise full.pop()
@@ -322,7 +320,7 @@ def test_full_disk_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert not list(tmp_path.rglob(".saving-*"))
 
 
-def test_a_key_works_in_process_too(tmp_path: Path) -> None:
+def test_key_works_in_process_too(tmp_path: Path) -> None:
     with LocalBackend(engine=FakeEngine(), data_dir=tmp_path, api_key="tml-x") as backend:
         with (
             ServiceClient(base_url=backend.base_url) as service,
@@ -393,21 +391,21 @@ def exchange(application: Application, timeout: float = 5, between: Any = None) 
     return start(run()).result(10)
 
 
-def test_an_answer_comes_back_whole() -> None:
+def test_answer_comes_back_whole() -> None:
     application = Application()
     reply = exchange(application)
     assert (reply.status, reply.headers, reply.body) == (201, {"x-made": "yes"}, b"one two")
     assert application.events == ["POST /x 4", "shutdown"]
 
 
-def test_a_timeout_is_reported_to_both_sides() -> None:
+def test_timeout_is_reported_to_both_sides() -> None:
     application = Application("hang")
     with pytest.raises(TimeoutError, match=r"0.05 s"):
         exchange(application, timeout=0.05)
     assert application.events == ["POST /x 4", "left", "shutdown"]
 
 
-def test_timeout_leaves_nothing_behind(caplog: pytest.LogCaptureFixture) -> None:
+def test_timeout_leaves_no_task(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(3):
         with pytest.raises(TimeoutError):
             exchange(Application("hang"), timeout=0.02)
@@ -444,7 +442,7 @@ def test_failed_start_is_reported() -> None:
         exchange(Application("no start"))
 
 
-def test_after_the_end_nothing_is_sent() -> None:
+def test_closed_reporter_sends_nothing() -> None:
     async def run() -> None:
         bridge = AsgiExchange(Application())
         await bridge.open()

@@ -81,7 +81,7 @@ def test_log_line_names_operation_owner_time_and_future(
     assert "tml-hidden" not in json.dumps(lines)
 
 
-def test_polls_are_heard_of_at_the_level_info_only_when_they_fail(
+def test_polls_are_logged_at_info_only_if_they_fail(
     serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
     wire = serve()
@@ -157,7 +157,7 @@ class Recording(Tracer):
         raise NotImplementedError
 
 
-def test_a_request_has_a_span_in_the_trace_that_it_came_with(serve: Serve) -> None:
+def test_request_has_a_span_in_the_trace_that_it_came_with(serve: Serve) -> None:
     recording = Recording()
     wire = serve(tracing=Tracing(recording), api_key="tml-hidden")
     headers = {
@@ -191,7 +191,7 @@ def test_request_without_a_trace_begins_its_own(serve: Serve) -> None:
     assert [each.ended for each in recording.spans] == [1] * len(recording.spans)
 
 
-def test_the_span_is_current_while_the_request_is_answered(
+def test_span_is_current_while_the_request_is_answered(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recording, seen = Recording(), []
@@ -209,7 +209,7 @@ def test_the_span_is_current_while_the_request_is_answered(
     assert not trace.get_current_span().get_span_context().is_valid
 
 
-def test_a_refusal_is_no_error_of_the_server_and_a_failure_of_its_own_is(
+def test_refusal_is_a_user_error_and_failure_a_server_error(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recording = Recording()
@@ -238,13 +238,11 @@ def test_a_refusal_is_no_error_of_the_server_and_a_failure_of_its_own_is(
         ({"OTEL_SERVICE_NAME": "tinkex", "OTEL_SDK_DISABLED": "TRUE"}, False),
     ],
 )
-def test_the_environment_says_whether_spans_are_wanted(
-    variables: dict[str, str], wanted: bool
-) -> None:
+def test_environment_enables_spans(variables: dict[str, str], wanted: bool) -> None:
     assert is_wanted(variables) is wanted
 
 
-def test_to_ask_for_spans_without_the_package_is_an_error_of_one_line(
+def test_spans_without_the_package_give_one_error_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "opentelemetry"]:

@@ -20,7 +20,7 @@ import torch
 
 import tinkex
 import traced_losses
-from tinkex.client.losses import caller_losses
+from tinkex.client.losses import custom_passes
 from tinkex.client.losses.loss_graphs import (
     LossHandle,
     check_inputs,
@@ -53,7 +53,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def official() -> dict[str, list[str]]:
-    """What the official package makes of every example: its request, its key and how it prints."""
+    """Return the official package's request, key and text for every example."""
     paths = [str(Path(traced_losses.__file__).parent), str(Path(tinkex.__file__).parents[1])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
@@ -349,7 +349,7 @@ def scalar(value: float) -> TensorData:
     return TensorData([value], "float32", [])
 
 
-def test_a_loss_computed_by_the_caller_sums_losses_and_combines_metrics_by_name() -> None:
+def test_loss_computed_by_the_caller_sums_losses_and_combines_metrics_by_name() -> None:
     handle = trace(scaled_sum, RANKS, "s")
     data = [datum(weights=[1.0, 2.0], scale=scalar(3.0)), datum(weights=[1.0], scale=scalar(5.0))]
     logprobs = [
@@ -368,12 +368,12 @@ def test_a_loss_computed_by_the_caller_sums_losses_and_combines_metrics_by_name(
 
 
 def test_graph_serves_as_a_custom_loss() -> None:
-    loss_fn: caller_losses.CustomLoss = per_datum(trace(scaled_sum, RANKS, "s"))
+    loss_fn: custom_passes.CustomLoss = per_datum(trace(scaled_sum, RANKS, "s"))
     data = [datum(weights=[1.0, 2.0], scale=scalar(3.0))]
     output = ForwardBackwardOutput(
         "ArrayRecord", [{"logprobs": TensorData([-1.0, -2.0], "float32", [2])}], {}
     )
-    second, loss, metrics = caller_losses.evaluate(loss_fn, data, output)
+    second, loss, metrics = custom_passes.evaluate(loss_fn, data, output)
     assert second[0].loss_fn_inputs["weights"].tolist() == [-3.0, -6.0]
     assert (loss, metrics["custom/scale:mean"]) == (-15.0, 3.0)
 
@@ -413,7 +413,7 @@ def test_data_without_an_input_or_with_another_rank_are_refused(
         per_datum(handle)([good, bad], [torch.zeros(2), torch.zeros(2)])
 
 
-def test_targets_are_needed_because_log_probabilities_are_theirs() -> None:
+def test_targets_are_required_for_log_probabilities() -> None:
     lacking = Datum(ModelInput.from_ints([1]), {"weights": [1.0], "scale": scalar(1.0)})
     with pytest.raises(ValueError, match="datum 0 has no 'target_tokens'"):
         check_inputs(trace(scaled_sum, RANKS, "s"), [lacking])

@@ -1,4 +1,4 @@
-"""What clients do, in numbers: counters, gauges, histograms, and the text that Prometheus reads."""
+"""Metrics of clients: counters, gauges, histograms, and the text that Prometheus reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from tinkex import NotFoundError, RestClient, ServiceClient, events, metrics
 from tinkex.metrics import Histogram, HistogramSummary, Metrics, Snapshot
-from tinkex.types.sessions import TelemetrySendRequest
+from tinkex.types.telemetry import TelemetrySendRequest
 from tinkex.wire import protocol
 
 
@@ -76,7 +76,7 @@ def test_reset_forgets_everything(fresh: None) -> None:
 
 
 @pytest.mark.covers("1.10/4")
-def test_a_snapshot_is_of_its_moment(kept: Metrics) -> None:
+def test_snapshot_is_of_its_moment(kept: Metrics) -> None:
     kept.increment("a")
     before = kept.snapshot()
     kept.increment("a")
@@ -85,7 +85,7 @@ def test_a_snapshot_is_of_its_moment(kept: Metrics) -> None:
 
 @pytest.mark.covers("1.10/3")
 @pytest.mark.parametrize("value", ["5", None, True, float("nan"), float("inf"), [1]])
-def test_a_sample_that_is_no_number_is_ignored(kept: Metrics, value: Any) -> None:
+def test_sample_that_is_no_number_is_ignored(kept: Metrics, value: Any) -> None:
     kept.record_histogram("took", 2)
     kept.record_histogram("took", value)
     assert kept.snapshot().histograms["took"].count == 1
@@ -93,7 +93,7 @@ def test_a_sample_that_is_no_number_is_ignored(kept: Metrics, value: Any) -> Non
 
 @pytest.mark.covers("1.10/1", "1.10/2")
 @pytest.mark.parametrize("value", ["5", None, True])
-def test_a_counter_or_gauge_that_is_no_number_is_refused(kept: Metrics, value: Any) -> None:
+def test_counter_or_gauge_that_is_no_number_is_refused(kept: Metrics, value: Any) -> None:
     with pytest.raises(TypeError, match="takes a number"):
         kept.increment("a", value)
     with pytest.raises(TypeError, match="takes a number"):
@@ -101,9 +101,9 @@ def test_a_counter_or_gauge_that_is_no_number_is_refused(kept: Metrics, value: A
 
 
 @pytest.mark.covers("1.10/1", "1.10/2")
-def test_a_name_stands_for_one_kind_of_number(kept: Metrics) -> None:
+def test_name_stands_for_one_kind_of_number(kept: Metrics) -> None:
     kept.increment("a")
-    with pytest.raises(ValueError, match="'a' exists already and is of another kind"):
+    with pytest.raises(ValueError, match="'a' already exists and is of another kind"):
         kept.set_gauge("a", 1)
     with pytest.raises(ValueError, match="another kind"):
         kept.record_histogram("a", 1)
@@ -127,7 +127,7 @@ def test_updates_of_many_threads_are_all_counted(kept: Metrics) -> None:
 
 
 @pytest.mark.covers("1.10/6")
-def test_a_flush_waits_for_an_update_that_has_begun(kept: Metrics) -> None:
+def test_flush_waits_for_an_update_that_has_begun(kept: Metrics) -> None:
     inside, go, flushed = threading.Event(), threading.Event(), threading.Event()
 
     def update() -> None:
@@ -170,7 +170,7 @@ def test_settings_that_make_no_sense_are_refused(options: dict[str, Any], words:
 
 
 @pytest.mark.covers("1.10/9")
-def test_a_sample_on_a_bound_belongs_to_its_bucket_and_the_largest_overflow() -> None:
+def test_sample_on_a_bound_belongs_to_its_bucket_and_the_largest_overflow() -> None:
     histogram = Histogram([1, 2, 5])
     for sample in (0, 1, 1.5, 2, 2.001, 5, 6, 1e9):
         histogram.add(sample)
@@ -200,7 +200,7 @@ def test_high_percentiles_are_nearest_ranks(count: int, p95: int, p99: int) -> N
 
 
 @pytest.mark.covers("1.10/9")
-def test_an_empty_histogram_has_no_numbers() -> None:
+def test_empty_histogram_has_no_numbers() -> None:
     empty = Histogram().summary()
     assert empty == HistogramSummary(count=0)
     assert [getattr(empty, name) for name in ("mean", "min", "max", "p50", "p95", "p99")] == [
@@ -244,7 +244,7 @@ def test_durations_are_kept_to_the_microsecond(kept: Metrics) -> None:
 
 
 @pytest.mark.covers("1.10/8")
-def test_a_request_without_a_duration_and_other_events_do_not_count(kept: Metrics) -> None:
+def test_request_without_a_duration_and_other_events_do_not_count(kept: Metrics) -> None:
     stop("ok")
     events.emit(events.HTTP_START, {"system_time": 1.0}, {})
     events.emit(events.HTTP_EXCEPTION, {"duration": 1.0}, {})
@@ -270,7 +270,7 @@ def test_closed_metrics_listen_no_longer() -> None:
 
 
 @pytest.mark.covers("1.10/7", "4.1/10")
-def test_the_process_has_one_set_of_numbers_and_configuring_starts_it_afresh(fresh: None) -> None:
+def test_process_has_one_set_of_numbers_and_configuring_starts_it_afresh(fresh: None) -> None:
     assert metrics.shared() is metrics.shared()
     stop("ok", duration=1)
     assert metrics.snapshot().counters["tinkex_requests_total"] == 1
@@ -285,7 +285,7 @@ def test_the_process_has_one_set_of_numbers_and_configuring_starts_it_afresh(fre
 
 
 @pytest.mark.covers("1.10/8")
-def test_a_clients_requests_are_counted(
+def test_clients_requests_are_counted(
     fresh: None, fake_service: Callable[..., ServiceClient]
 ) -> None:
     metrics.reset()
@@ -316,13 +316,13 @@ def test_requests_for_telemetry_count_like_any_other(
     session = service.holder
     before = metrics.snapshot().counters["tinkex_requests_total"]
     batch = TelemetrySendRequest(session_id="s", platform="p", sdk_version="0", events=[])
-    session.start(session.transport.call(protocol.TELEMETRY, batch)).result(20)
+    session.call(session.transport.call, protocol.TELEMETRY, batch).result(20)
     assert metrics.snapshot().counters["tinkex_requests_total"] == before + 1
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_child_process_can_count_although_a_thread_was_counting_when_it_forked(
+def test_child_process_can_count_although_a_thread_was_counting_when_it_forked(
     fresh: None,
 ) -> None:
     shared = metrics.shared()
@@ -349,7 +349,7 @@ def test_a_child_process_can_count_although_a_thread_was_counting_when_it_forked
 # ── Prometheus ────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_text_for_prometheus_has_every_number(kept: Metrics) -> None:
+def test_text_for_prometheus_has_every_number(kept: Metrics) -> None:
     kept.increment("tinkex_requests_total", 2)
     kept.set_gauge("1st.loss", 0.5)
     for sample in (0.5, 3, 9000):

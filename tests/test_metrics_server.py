@@ -141,7 +141,7 @@ def test_metrics_need_the_key_but_the_front_page_does_not(serve: Serve) -> None:
     }
 
 
-def test_the_access_log_has_a_line_for_each_request_and_no_secrets(
+def test_access_log_has_a_line_for_each_request_and_no_secrets(
     serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
     wire = Keyed(serve(api_key="tml-hidden").url, "tml-hidden")
@@ -177,7 +177,7 @@ def test_the_access_log_has_a_line_for_each_request_and_no_secrets(
 # ── limits ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_limit_must_make_sense() -> None:
+def test_limit_must_make_sense() -> None:
     for name in [field.name for field in dataclasses.fields(Limits)]:
         with pytest.raises(ValueError, match=name):
             Limits(**{name: -1})
@@ -262,7 +262,7 @@ def test_too_many_open_requests_hold_samples_up_and_fail_training_in_band(serve:
 
 
 @pytest.mark.covers("S30")
-def test_a_client_waits_until_there_is_room_for_its_samples(serve: Serve) -> None:
+def test_client_waits_for_free_sampling_slots(serve: Serve) -> None:
     wire = serve(limits=Limits(open_requests=3))
     with tinkex.ServiceClient(base_url=wire.url) as service:
         sampler = service.create_sampling_client(base_model="fake").result()
@@ -272,7 +272,7 @@ def test_a_client_waits_until_there_is_room_for_its_samples(serve: Serve) -> Non
 
 
 @pytest.mark.covers("S27")
-def test_a_result_can_be_read_again_and_an_unknown_one_is_not_found(serve: Serve) -> None:
+def test_result_can_be_read_again_and_unknown_result_is_not_found(serve: Serve) -> None:
     wire = serve()
     model = wire.model()
     wire.run("optim_step", step_json(model, 1))
@@ -317,7 +317,7 @@ def test_stopping_server_finishes_work_and_refuses_new(
     asyncio.run(scenario())
 
 
-def test_a_server_does_not_wait_for_ever_to_stop(tmp_path: Path) -> None:
+def test_server_does_not_wait_for_ever_to_stop(tmp_path: Path) -> None:
     async def scenario() -> None:
         app = create_app(FakeEngine(), tmp_path, limits=Limits(drain_seconds=0.1))
         state: State = app.state.server

@@ -48,7 +48,7 @@ def saved(
 
 
 @pytest.mark.covers("U57")
-def test_a_model_may_be_a_base_a_path_or_both(url: str) -> None:
+def test_model_may_be_a_base_a_path_or_both(url: str) -> None:
     path = saved(Wire(url), "org/other")
     base = {"object": "model", "owned_by": "tinkex", "parent": None}
     for name in ("org/other", "org/other:peft:32768"):
@@ -74,9 +74,9 @@ def test_a_model_may_be_a_base_a_path_or_both(url: str) -> None:
         ("fake;{path}", 400, "was trained on 'org/other', not on 'fake'"),
         ("fake:peft:512;{path}", 400, "was trained on 'org/other', not on 'fake:peft:512'"),
         ("nobody;{path}", 404, "there is no model"),
-        ("nobody", 404, "this server has the base models fake, org/other"),
-        ("fake;", 400, "expected <base model>;tinker://"),
-        (";{path}", 400, "expected <base model>;tinker://"),
+        ("nobody", 404, "the base models here are fake, org/other"),
+        ("fake;", 400, "or <base model>;tinker://"),
+        (";{path}", 400, "or <base model>;tinker://"),
         ("fake;final", 400, "is not a checkpoint path"),
         ("fake;{path};{path}", 400, "is not a checkpoint path"),
         ("tinker://nobody:train:0/sampler_weights/final", 404, "there is no checkpoint"),
@@ -84,9 +84,7 @@ def test_a_model_may_be_a_base_a_path_or_both(url: str) -> None:
         ("x" * 1001, 400, "at most 1000 characters"),
     ],
 )
-def test_a_name_that_stands_for_nothing_is_the_callers_error(
-    url: str, name: str, status: int, words: str
-) -> None:
+def test_unknown_name_is_a_user_error(url: str, name: str, status: int, words: str) -> None:
     wire = Wire(url)
     path = saved(wire, "org/other")
     name = name.format(
@@ -114,7 +112,7 @@ def test_models_are_listed_with_checkpoints_newest_first(url: str) -> None:
 
 
 @pytest.mark.covers("U57")
-def test_models_of_others_are_not_there_unless_they_are_published(tmp_path: Path) -> None:
+def test_models_of_others_are_found_only_if_published(tmp_path: Path) -> None:
     with ExitStack() as stack:
         store = stack.enter_context(closing(SqliteDatabase(tmp_path)))
         ada, bob = (create_key(store, owner, owner)[1] for owner in ("ada", "bob"))
@@ -137,7 +135,7 @@ def test_models_of_others_are_not_there_unless_they_are_published(tmp_path: Path
         assert path in [one["id"] for one in ask(url, "", as_owner(ada))[1]["data"]]
 
 
-def test_an_open_server_lists_models_to_this_machine_only(url: str) -> None:
+def test_open_server_lists_models_to_this_machine_only(url: str) -> None:
     status, error = ask(url, "", {"Host": "evil.example"})
     assert (status, error["type"]) == (403, "permission_error")
     status, error = ask(url, "/fake", {"Origin": "http://evil.example"})

@@ -22,7 +22,7 @@ import tinkex
 from faulty import Answer, FaultyServer, Seen, faulty_server
 from support import is_coroutine_function, wait_until
 from tinkex import ModelInput, SamplingParams, ServiceClient
-from tinkex.client.http.request_names import UNNAMED, headers_of, name_requests
+from tinkex.client.http.request_headers import UNNAMED, headers_of, name_requests
 from tinkex.types.sampled import SampledSequence, SampleResponse
 from tinkex.wire import codec
 from tinkex.wire.protocol import OPERATIONS, SEARCH_CHECKPOINTS
@@ -164,7 +164,7 @@ def test_futures_of_clients_name_their_own_methods(faulty: FaultyServer) -> None
 
 
 @pytest.mark.covers("U23")
-def test_the_outermost_call_names_all_requests(faulty: FaultyServer) -> None:
+def test_outermost_call_names_all_requests(faulty: FaultyServer) -> None:
     faulty.script("copy_weights", Answer(body={"tinker_path": "tinker://new/weights/x"}))
     faulty.script("organizations/audit_log", Answer(body={"events": []}))
     with ServiceClient(base_url=faulty.base_url, api_key="tml-x", project_id="p") as service:
@@ -367,7 +367,7 @@ os._exit(0)  # its threads sometimes bring an orderly end down
 
 
 @pytest.mark.covers("U23")
-def test_the_official_client_names_the_same_requests(faulty: FaultyServer) -> None:
+def test_official_client_names_the_same_requests(faulty: FaultyServer) -> None:
     body = codec.encode(
         SampleResponse([SampledSequence("length", tokens_np=np.array([7], np.int32))])
     )

@@ -17,12 +17,12 @@ import pytest
 
 from support import Wire, serving
 from tinkex.cli.diff import _read_config, _read_header
-from tinkex.cli.outcomes import CommandError
+from tinkex.cli.output import CommandError
 from tinkex.engine.api import EngineError
 from tinkex.engine.fake import FakeEngine
+from tinkex.engine.families.family import read_config
 from tinkex.engine.families.model_config import TensorNames
-from tinkex.engine.families.read_config import read_config
-from tinkex.engine.peft_files import read_lora_config
+from tinkex.engine.file_formats import read_lora_config
 from tinkex.server.database.sqlite import DATABASE, SqliteDatabase
 from tinkex.server.files.imports import _header, read_source
 
@@ -90,7 +90,7 @@ def test_deeply_nested_header_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "command", [["key", "list"], ["key", "create", "x"], ["serve", "--port", "0"]]
 )
-def test_newer_data_directory_is_one_line(tmp_path: Path, command: list[str]) -> None:
+def test_newer_data_directory_gives_one_error_line(tmp_path: Path, command: list[str]) -> None:
     SqliteDatabase(tmp_path).close()
     with closing(sqlite3.connect(tmp_path / DATABASE)) as database:
         database.execute("PRAGMA user_version=999")

@@ -193,7 +193,7 @@ def test_tracing_is_off_by_default(
 
 
 @pytest.mark.covers("1.8/2", "1.8/4", "C16")
-def test_the_current_trace_is_added_and_nothing_else(stand_in: StandIn) -> None:
+def test_only_the_current_trace_is_added(stand_in: StandIn) -> None:
     headers = {"Accept": "*/*"}
     assert otel.inject(headers) == headers  # no span is active
     stand_in.attach({"traceparent": PARENT})
@@ -207,14 +207,14 @@ def test_the_current_trace_is_added_and_nothing_else(stand_in: StandIn) -> None:
 
 
 @pytest.mark.covers("1.8/2", "C16")
-def test_headers_that_are_there_stay(stand_in: StandIn) -> None:
+def test_existing_headers_are_kept(stand_in: StandIn) -> None:
     stand_in.attach({"traceparent": PARENT})
     assert otel.inject({"TraceParent": "mine"}) == {"TraceParent": "mine"}
     assert otel.inject({"Tracestate": "mine"}) == {"Tracestate": "mine", "traceparent": PARENT}
 
 
 @pytest.mark.covers("1.8/2", "C16")
-def test_a_failure_leaves_the_headers_unchanged(
+def test_failure_leaves_the_headers_unchanged(
     stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -242,7 +242,7 @@ def test_missing_opentelemetry_keeps_headers() -> None:
 
 
 @pytest.mark.covers("1.8/3", "1.8/4", "Q-10", "4.1/3")
-def test_a_trace_is_read_from_headers_and_left_again(stand_in: StandIn) -> None:
+def test_trace_is_read_from_headers_and_left_again(stand_in: StandIn) -> None:
     assert otel.is_available()
     assert otel.extract({}) is None
     assert otel.extract({"traceparent": "rubbish"}) is None
@@ -260,7 +260,7 @@ def test_a_trace_is_read_from_headers_and_left_again(stand_in: StandIn) -> None:
 async def request(
     path: str = "/api/v1/asample", end: Callable[[], Any] | None = None
 ) -> dict[str, str]:
-    """What a transport does: say that it begins, add headers, wait, say how it ended."""
+    """Act as a transport: report the start, add headers, wait, report the end."""
     metadata = {**CALL, "path": path, "session_id": "s", "team": "x-api-key: tml-secret"}
     events.emit(events.HTTP_START, {"system_time": 1.0}, metadata)
     headers = otel.inject({})
@@ -278,7 +278,7 @@ async def request(
 
 
 @pytest.mark.covers("1.8/6")
-def test_a_request_is_a_span_that_its_headers_name(stand_in: StandIn) -> None:
+def test_request_is_a_span_that_its_headers_name(stand_in: StandIn) -> None:
     handler = otel.trace(handler_id="spans")
     assert handler == "spans"
 
@@ -347,7 +347,7 @@ def test_requests_at_the_same_time_do_not_mix(stand_in: StandIn) -> None:
 
 
 @pytest.mark.covers("1.8/6")
-def test_a_span_is_the_child_of_the_one_where_the_call_was_made(stand_in: StandIn) -> None:
+def test_span_is_a_child_of_the_callers_span(stand_in: StandIn) -> None:
     otel.trace()
     outer = stand_in.start_span("mine", "internal", {})
     token = stand_in.attach({"span": outer})
@@ -358,7 +358,7 @@ def test_a_span_is_the_child_of_the_one_where_the_call_was_made(stand_in: StandI
 
 
 @pytest.mark.covers("1.8/6")
-def test_a_request_within_a_request_is_its_child(stand_in: StandIn) -> None:
+def test_request_within_a_request_is_its_child(stand_in: StandIn) -> None:
     otel.trace()
     for path in ("/outer", "/inner"):  # a token is fetched for a request, say
         events.emit(events.HTTP_START, {}, {**CALL, "path": path})
@@ -372,7 +372,7 @@ def test_a_request_within_a_request_is_its_child(stand_in: StandIn) -> None:
     assert stand_in.get_current() == {}
 
 
-def test_an_end_without_a_beginning_is_passed_over(stand_in: StandIn) -> None:
+def test_end_without_a_beginning_is_passed_over(stand_in: StandIn) -> None:
     otel.trace()
     events.emit(events.HTTP_STOP, {}, {**CALL, "result": "ok"})
     assert stand_in.spans == []
@@ -380,7 +380,7 @@ def test_an_end_without_a_beginning_is_passed_over(stand_in: StandIn) -> None:
 
 
 @pytest.mark.covers("1.8/2", "1.8/6", "4.1/3")
-def test_the_requests_of_a_client_are_spans_of_where_they_were_made(stand_in: StandIn) -> None:
+def test_request_spans_are_children_of_the_callers_span(stand_in: StandIn) -> None:
     otel.trace()
     configure(otel_propagate=True)
     try:

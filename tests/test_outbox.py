@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tinkex.client.futures.api_future import Future
+from tinkex.client.futures.loop_thread import runtime
 from tinkex.client.outbox import Fetch, Outbox, Turn
 from tinkex.types.optimizers import AdamParams
-from tinkex.types.sessions import ClientConfigResponse
+from tinkex.types.server_facts import ClientConfigResponse
 from tinkex.types.training import OptimStepRequest
 from tinkex.wire import protocol
 
@@ -32,9 +31,8 @@ class Line:
     def track(self, future: Future[Any]) -> None:
         pass
 
-    @contextlib.contextmanager
-    def reporting(self) -> Iterator[None]:
-        yield
+    def report(self, error: Exception) -> None:
+        pass
 
     async def submit(self, op: Any, request: Any, **options: Any) -> Any:
         await self.gate.wait()
@@ -62,22 +60,22 @@ def step(outbox: Outbox, place: int | None = None, **options: Any) -> Future[Any
 
 def test_numbers_follow_the_order_of_calls(line: Line) -> None:
     outbox = Outbox(line, "run", first_seq_id=4)  # type: ignore[arg-type]
-    line.gate.set()
+    runtime().call(line.gate.set)
     assert [step(outbox).result(10) for _ in range(3)] == [4, 5, 6]
     assert line.sent == [("run", 4), ("run", 5), ("run", 6)]
 
 
-def test_a_call_cancelled_while_it_waits_leaves_no_gap(line: Line) -> None:
+def test_call_cancelled_while_it_waits_leaves_no_gap(line: Line) -> None:
     outbox = Outbox(line, "run")  # type: ignore[arg-type]
     first, second, third = step(outbox), step(outbox), step(outbox)
     second.cancel()
-    line.gate.set()
+    runtime().call(line.gate.set)
     assert (first.result(10), third.result(10)) == (1, 2)
 
 
 def test_calls_behind_a_cancelled_custom_loss_are_refused(line: Line) -> None:
     outbox = Outbox(line, "run")  # type: ignore[arg-type]
-    line.gate.set()
+    runtime().call(line.gate.set)
     before = outbox.poison.place()
     spoiled, behind = step(outbox, spoils=True), outbox.poison.place()
     spoiled.result(10)
@@ -88,8 +86,8 @@ def test_calls_behind_a_cancelled_custom_loss_are_refused(line: Line) -> None:
     assert step(outbox, before).result(10) == 3
 
 
-def test_an_outbox_shares_the_poison_of_the_run_before(line: Line) -> None:
-    line.gate.set()
+def test_outbox_shares_the_poison_of_the_run_before(line: Line) -> None:
+    runtime().call(line.gate.set)
     outbox = Outbox(line, "run")  # type: ignore[arg-type]
     outbox.poison.spread(outbox.poison.place(), KeyError("mine"))
     with pytest.raises(RuntimeError, match="an earlier custom loss"):
@@ -101,6 +99,6 @@ def test_cancelling_a_call_that_spoils_refuses_the_calls_behind(line: Line) -> N
     step(outbox)
     step(outbox, spoils=True).cancel()
     behind = step(outbox)
-    line.gate.set()
+    runtime().call(line.gate.set)
     with pytest.raises(RuntimeError, match="an earlier custom loss"):
         behind.result(10)

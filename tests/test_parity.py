@@ -63,7 +63,7 @@ class Whole:
     def dots(self) -> None: ...
 
 
-def test_the_table_is_current(
+def test_table_is_current(
     parity: ModuleType,
     compared: tuple[Any, Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -74,7 +74,7 @@ def test_the_table_is_current(
     assert "current" in capsys.readouterr().out
 
 
-def test_a_stale_table_is_noticed(
+def test_stale_table_is_noticed(
     parity: ModuleType, compared: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(parity, "ask_official", lambda: compared[0])
@@ -92,7 +92,7 @@ def test_missing_names_are_listed(parity: ModuleType, compared: tuple[Any, Any])
     assert MISSING - missing == set(), "these are there now: take them out of the list"
 
 
-def test_the_official_surface_is_read_whole(compared: tuple[Any, Any]) -> None:
+def test_official_surface_is_read_whole(compared: tuple[Any, Any]) -> None:
     surface, parts = compared
     rows = [row for _, rows in parts for row in rows]
     assert surface["version"] == "0.38.0"
@@ -104,7 +104,7 @@ def test_the_official_surface_is_read_whole(compared: tuple[Any, Any]) -> None:
     assert {row.verdict for row in rows} <= {"same", "extra keywords", "differs", "MISSING"}
 
 
-def test_a_stub_is_absent(parity: ModuleType) -> None:
+def test_stub_is_absent(parity: ModuleType) -> None:
     stubs = [
         name
         for name in ("done", "half", "stub", "empty", "dots")
@@ -113,7 +113,7 @@ def test_a_stub_is_absent(parity: ModuleType) -> None:
     assert stubs == ["stub", "empty", "dots"]
 
 
-def test_a_parameter_that_is_never_read_is_absent(parity: ModuleType) -> None:
+def test_parameter_that_is_never_read_is_absent(parity: ModuleType) -> None:
     half, done = (parity.describe_member(Whole, name) for name in ("half", "done"))
     assert [one["read"] for one in half["parameters"]] == [True, False]
     wanted = {**half, "parameters": [{**one, "read": True} for one in half["parameters"]]}

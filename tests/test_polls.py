@@ -24,10 +24,10 @@ from tinkex import ServiceClient, events, types
 from tinkex.client.futures import queue_states, result_polling
 from tinkex.client.futures.api_future import Future, start
 from tinkex.client.futures.await_many import await_many, await_many_async
-from tinkex.client.futures.result_polling import retrieve
+from tinkex.client.futures.result_polling import Receipt, retrieve
 from tinkex.client.http import limits, retry
 from tinkex.client.http.limits import ByteBudget
-from tinkex.client.http.link import CONFLICT_PATIENCE
+from tinkex.client.http.retry import CONFLICT_PATIENCE
 from tinkex.client.http.transport import Transport
 from tinkex.client.settings.config import Config
 from tinkex.client.settings.delays import LONGEST_RETRY_AFTER
@@ -75,7 +75,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 @pytest.fixture
 def heard() -> Iterator[list[tuple[str, Mapping[str, float], Mapping[str, Any]]]]:
-    """What the bus says of polls and queues while a test runs."""
+    """Record the events of polls and queues while a test runs."""
     found: list[tuple[str, Mapping[str, float], Mapping[str, Any]]] = []
     names = [*events.FUTURE_EVENTS, events.QUEUE_STATE_CHANGE]
     events.attach("polls", names, lambda *event: found.append(event))
@@ -100,7 +100,7 @@ def poll(
         prepare(carrier)
         try:
             return await retrieve(
-                carrier, op, "r1", time.monotonic(), timeout=timeout, notice=notice
+                carrier, Receipt(op, time.monotonic(), "r1"), timeout=timeout, notice=notice
             )
         finally:
             await carrier.close()
@@ -128,7 +128,7 @@ def count(faulty: FaultyServer) -> int:
     ],
     ids=str,
 )
-def test_a_result_is_taken_plain_or_in_an_envelope(
+def test_result_is_taken_plain_or_in_an_envelope(
     faulty: FaultyServer, waits: list[float], body: Any
 ) -> None:
     assert poll(faulty, Answer(body=body)) == types.OptimStepResponse(metrics=METRICS)
@@ -137,7 +137,7 @@ def test_a_result_is_taken_plain_or_in_an_envelope(
 
 
 @pytest.mark.covers("C58")
-def test_a_pass_in_an_envelope_is_read_like_any_other(faulty: FaultyServer) -> None:
+def test_pass_in_an_envelope_is_read_like_any_other(faulty: FaultyServer) -> None:
     body = {"status": "Completed", "result": LOGPROBS.to_wire()}
     assert poll(faulty, Answer(body=body), op=protocol.FORWARD_BACKWARD) == LOGPROBS
 
@@ -156,7 +156,7 @@ def test_a_pass_in_an_envelope_is_read_like_any_other(faulty: FaultyServer) -> N
     ],
     ids=str,
 )
-def test_an_answer_without_a_result_is_asked_again_after_a_wait(
+def test_answer_without_a_result_is_polled_again_after_a_wait(
     faulty: FaultyServer, waits: list[float], body: Any
 ) -> None:
     assert poll(faulty, Answer(body=body), Answer(body=body), STEPPED).metrics == METRICS
@@ -192,7 +192,7 @@ def test_an_answer_without_a_result_is_asked_again_after_a_wait(
     ],
     ids=str,
 )
-def test_a_failure_in_any_form_is_final_and_typed(
+def test_failure_in_any_form_is_final_and_typed(
     faulty: FaultyServer, waits: list[float], body: Any, category: str, words: str
 ) -> None:
     with pytest.raises(tinkex.RequestFailedError, match=f"optim_step failed.*{words}") as caught:
@@ -215,21 +215,21 @@ def test_a_failure_in_any_form_is_final_and_typed(
     [{"type": "try_again", "queue_state": "paused_capacity"}, {"status": "pending"}],
     ids=["again", "pending"],
 )
-def test_the_server_says_when_to_ask_again(
+def test_server_states_the_retry_delay(
     faulty: FaultyServer, waits: list[float], said: dict[str, Any], asked: int, seconds: float
 ) -> None:
     poll(faulty, Answer(body={**said, "retry_after_ms": asked}), STEPPED)
     assert waits == [seconds]
 
 
-def test_a_408_may_say_when_to_ask_again(faulty: FaultyServer, waits: list[float]) -> None:
+def test_408_may_state_the_retry_delay(faulty: FaultyServer, waits: list[float]) -> None:
     poll(faulty, Answer(408, {"queue_state": "active", "retry_after_ms": 1500}), STEPPED)
     assert waits == [1.5]
 
 
 @pytest.mark.covers("24.futures.1")
 @pytest.mark.parametrize("state", ["paused_rate_limit", "paused_capacity", " Paused_Capacity "])
-def test_a_paused_queue_is_asked_once_a_second(
+def test_paused_queue_is_asked_once_a_second(
     faulty: FaultyServer, waits: list[float], state: str
 ) -> None:
     again = Answer(body={"type": "try_again", "queue_state": state})
@@ -246,7 +246,7 @@ def announced(size: Any = 1000) -> Answer:
 
 
 @pytest.mark.covers("24.code.8")
-def test_a_result_announced_a_second_time_is_an_error(
+def test_result_announced_a_second_time_is_an_error(
     faulty: FaultyServer, waits: list[float]
 ) -> None:
     with pytest.raises(
@@ -261,7 +261,7 @@ def test_a_result_announced_a_second_time_is_an_error(
 
 @pytest.mark.covers("24.futures.6")
 @pytest.mark.parametrize("size", [0, 5, None, "many", -3], ids=str)
-def test_an_announced_result_is_fetched_through_faults(
+def test_announced_result_is_fetched_through_faults(
     faulty: FaultyServer, waits: list[float], size: Any
 ) -> None:
     body = {"status": "Complete_Metadata", "response_payload_size": size}
@@ -270,9 +270,7 @@ def test_an_announced_result_is_fetched_through_faults(
     assert asked == [True, False, False, False]
 
 
-def test_the_budget_is_given_back_however_a_fetch_ends(
-    faulty: FaultyServer, waits: list[float]
-) -> None:
+def test_budget_is_released_after_every_fetch(faulty: FaultyServer, waits: list[float]) -> None:
     budget = ByteBudget(10)
 
     def prepare(carrier: Transport) -> None:
@@ -288,7 +286,7 @@ HELD = 0.15
 
 
 def held_fetches(faulty: FaultyServer, *keys: str | None, together: int = 1) -> list[float]:
-    """When the results of one pass for each of these keys were asked for.
+    """Return the times of the polls for one pass with each of these keys.
 
     Each takes its time to come, and comes when so many were asked for.
     """
@@ -330,7 +328,7 @@ def test_large_results_of_one_account_are_fetched_one_after_the_other(faulty: Fa
 
 
 @pytest.mark.covers("C59")
-def test_accounts_do_not_hold_each_others_results_up(faulty: FaultyServer) -> None:
+def test_accounts_do_not_delay_results_of_other_accounts(faulty: FaultyServer) -> None:
     assert len(held_fetches(faulty, "tml-one", "tml-other", together=2)) == 2
 
 
@@ -373,7 +371,7 @@ def test_only_refusals_in_a_row_count(faulty: FaultyServer, waits: list[float]) 
 @pytest.mark.parametrize(
     "body", [{"detail": "so"}, {"message": "so"}, {"error": "so"}, b"so"], ids=repr
 )
-def test_a_refusal_with_a_reason_is_final(
+def test_refusal_with_a_reason_is_final(
     faulty: FaultyServer, waits: list[float], body: Any
 ) -> None:
     with pytest.raises(tinkex.BadRequestError, match="so"):
@@ -384,7 +382,7 @@ def test_a_refusal_with_a_reason_is_final(
 # ── an account that must be topped up ─────────────────────────────────────────────────────────────
 
 
-def test_a_402_pauses_the_poll_and_uses_up_no_patience(
+def test_402_pauses_the_poll_and_uses_up_no_patience(
     faulty: FaultyServer,
     waits: list[float],
     monkeypatch: pytest.MonkeyPatch,
@@ -399,7 +397,7 @@ def test_a_402_pauses_the_poll_and_uses_up_no_patience(
     assert len([record for record in caplog.records if "top up" in record.message]) == 1
 
 
-def test_a_402_is_an_error_after_so_long(
+def test_402_becomes_an_error_after_a_time_limit(
     faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "BILLING_SECONDS", 0.02)
@@ -434,7 +432,7 @@ def test_a_402_is_an_error_after_so_long(
     ],
     ids=["exponential", "yes", "tuple", "function", "nonsense"],
 )
-def test_the_caller_chooses_the_waits(
+def test_caller_chooses_the_waits(
     faulty: FaultyServer, waits: list[float], answer: Answer, policy: Any, seconds: list[float]
 ) -> None:
     poll(faulty, *[answer] * 7, STEPPED, poll_backoff=policy)
@@ -468,7 +466,7 @@ def test_chosen_waits_are_for_failing_servers_alone(
     ],
     ids=["header", "body", "408"],
 )
-def test_a_longer_wait_that_the_server_asks_for_wins(
+def test_longer_wait_that_the_server_asks_for_wins(
     faulty: FaultyServer, waits: list[float], answer: Answer
 ) -> None:
     poll(faulty, answer, STEPPED, poll_backoff=("exponential", 1, 1))
@@ -495,7 +493,7 @@ def test_no_policy_leaves_the_usual_waits(faulty: FaultyServer, waits: list[floa
     ],
     ids=["408", "pending", "held", "asked-to-wait", "unpaid"],
 )
-def test_a_time_limit_ends_every_kind_of_wait(
+def test_time_limit_ends_every_kind_of_wait(
     faulty: FaultyServer, heard: list[Any], answer: Answer
 ) -> None:
     began = time.monotonic()
@@ -519,7 +517,7 @@ def test_a_time_limit_ends_every_kind_of_wait(
     ],
     ids=["500", "429", "drop"],
 )
-def test_a_time_limit_gives_the_last_failure(
+def test_time_limit_gives_the_last_failure(
     faulty: FaultyServer, failure: Answer, kind: type[tinkex.APIError]
 ) -> None:
     began = time.monotonic()
@@ -529,7 +527,7 @@ def test_a_time_limit_gives_the_last_failure(
     assert 1.0 <= time.monotonic() - began < 20
 
 
-def test_a_time_limit_covers_the_wait_for_the_budget(faulty: FaultyServer) -> None:
+def test_time_limit_covers_the_wait_for_the_budget(faulty: FaultyServer) -> None:
     def prepare(carrier: Transport) -> None:
         carrier.response_budget = ByteBudget(-1)
 
@@ -538,7 +536,7 @@ def test_a_time_limit_covers_the_wait_for_the_budget(faulty: FaultyServer) -> No
     assert count(faulty) == 1
 
 
-def test_a_silent_exchange_is_not_taken_for_the_time_limit(
+def test_silent_exchange_is_not_taken_for_the_time_limit(
     faulty: FaultyServer, waits: list[float], heard: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(result_polling, "POLL_TIMEOUT", 0.05)
@@ -703,7 +701,7 @@ def service(faulty: FaultyServer) -> Iterator[ServiceClient]:
 
 
 @pytest.mark.covers("24.futures.8", "C84", "C85", "C63")
-def test_an_observer_an_event_and_the_log_hear_the_queues_reason(
+def test_observer_event_and_log_receive_the_queue_reason(
     faulty: FaultyServer, service: ServiceClient, heard: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     client = service.create_lora_training_client("m").result()
@@ -786,7 +784,7 @@ def test_every_kind_of_call_takes_an_observer_of_any_form(
 
 
 @pytest.mark.covers("C84", "C85")
-def test_the_clients_own_observer_can_be_replaced(
+def test_clients_own_observer_can_be_replaced(
     faulty: FaultyServer,
     service: ServiceClient,
     caplog: pytest.LogCaptureFixture,
@@ -838,7 +836,7 @@ def test_long_pauses_of_training_are_logged(
 
 
 @pytest.mark.covers("U28")
-def test_the_end_of_a_request_ends_its_pause(
+def test_end_of_a_request_ends_its_pause(
     faulty: FaultyServer,
     service: ServiceClient,
     caplog: pytest.LogCaptureFixture,
@@ -856,7 +854,7 @@ def test_the_end_of_a_request_ends_its_pause(
 
 
 @pytest.mark.covers("U28")
-def test_the_queue_of_a_sampler_is_observed_as_well(
+def test_queue_of_a_sampler_is_observed_as_well(
     faulty: FaultyServer, service: ServiceClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     faulty.script("create_sampling_session", Answer(body={"sampling_session_id": "ss"}))
@@ -950,7 +948,7 @@ def test_each_of_many_has_the_whole_time() -> None:
 
 
 @pytest.mark.covers("24.training.4", "C56")
-def test_a_crash_while_polling_is_an_error_of_its_call_and_the_client_lives(
+def test_crash_while_polling_is_an_error_of_its_call_and_the_client_lives(
     faulty: FaultyServer, service: ServiceClient
 ) -> None:
     def crash(number: int) -> float:
@@ -979,7 +977,7 @@ def test_cancelled_poll_ends(faulty: FaultyServer, service: ServiceClient) -> No
     settled(lambda: count(faulty))
 
 
-def test_a_lasting_fault_is_logged_once(
+def test_lasting_fault_is_logged_once(
     faulty: FaultyServer, waits: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "tinkex")

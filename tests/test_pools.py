@@ -14,8 +14,7 @@ import pytest
 import tinkex
 from faulty import Answer, FaultyServer, Seen, faulty_server
 from tinkex import types
-from tinkex.client.http.addresses import origin_of
-from tinkex.client.http.exchange import HttpRequest, Reply
+from tinkex.client.http.exchange import HttpRequest, Reply, origin_of
 from tinkex.client.http.http_exchange import HttpExchange
 from tinkex.client.http.transport import Transport
 from tinkex.client.settings.config import Config
@@ -66,7 +65,7 @@ async def test_connections_per_class_are_limited(
 
 
 @pytest.mark.covers("C11")
-async def test_a_flood_of_held_polls_delays_no_heartbeat(faulty: FaultyServer) -> None:
+async def test_flood_of_held_polls_delays_no_heartbeat(faulty: FaultyServer) -> None:
     faulty.script("retrieve_future", Answer(408, delay=60))
     faulty.script("forward_backward", Answer(body={"request_id": "r"}, delay=60))
     transport = Transport(Config(base_url=faulty.base_url))
@@ -115,7 +114,7 @@ async def test_connections_are_reused_and_closed(faulty: FaultyServer) -> None:
 
 
 @pytest.mark.covers("C11")
-def test_addresses_are_the_same_whatever_their_spelling() -> None:
+def test_addresses_of_different_spelling_are_equal() -> None:
     assert origin_of("https://EXAMPLE.com:443/some/path") == origin_of("https://example.com")
     assert origin_of("http://example.com:80") == origin_of("http://Example.com/x")
     assert (
@@ -166,7 +165,7 @@ async def test_large_answers_over_slow_lines_arrive(faulty: FaultyServer, traffi
         assert time.monotonic() - began > 1.1
 
 
-async def test_an_ordinary_request_has_so_much_time_in_all(faulty: FaultyServer) -> None:
+async def test_ordinary_request_has_so_much_time_in_all(faulty: FaultyServer) -> None:
     faulty.script("x", Answer(body=b"x" * 1000, pieces=10, pause=0.1))
     async with exchange(faulty.base_url) as opened:
         with pytest.raises(TimeoutError, match=r"no answer within 0\.6 s"):
@@ -183,7 +182,7 @@ async def test_silence_ends_any_request(faulty: FaultyServer, traffic: Traffic) 
             await send(opened, "x", traffic, 0.2)
 
 
-async def test_a_wait_for_a_connection_does_not_count_for_passes(faulty: FaultyServer) -> None:
+async def test_wait_for_a_connection_does_not_count_for_passes(faulty: FaultyServer) -> None:
     faulty.script("x", Answer(body={}, delay=0.25))
     opened = HttpExchange(faulty.base_url, pool_sizes={"train": 1})
     replies = await asyncio.gather(*(send(opened, "x", "train", 1.0) for _ in range(5)))
@@ -218,7 +217,7 @@ async def taking(pause: float, stop_after: int) -> AsyncIterator[str]:
         server.close()
 
 
-async def test_a_large_body_over_a_slow_line_is_not_cut() -> None:
+async def test_large_body_over_a_slow_line_is_not_cut() -> None:
     body = b"x" * (24 << 20)
     async with taking(0.0045, len(body)) as url, exchange(url) as opened:
         began = time.monotonic()
@@ -226,7 +225,7 @@ async def test_a_large_body_over_a_slow_line_is_not_cut() -> None:
         assert time.monotonic() - began > 1.6
 
 
-async def test_a_slow_answer_to_a_large_body_is_not_cut(faulty: FaultyServer) -> None:
+async def test_slow_answer_to_a_large_body_is_not_cut(faulty: FaultyServer) -> None:
     faulty.script("x", Answer(body=b"x" * 1000, pieces=13, pause=0.1))
     async with exchange(faulty.base_url) as opened:
         assert len((await send(opened, "x", "train", 1.0, b"x" * 200_000)).body) == 1000
@@ -241,7 +240,7 @@ async def test_server_that_stops_reading_a_body_times_out() -> None:
         assert time.monotonic() - began < 20
 
 
-async def test_a_stream_lasts_as_long_as_something_comes(faulty: FaultyServer) -> None:
+async def test_stream_lasts_as_long_as_something_comes(faulty: FaultyServer) -> None:
     faulty.script(
         "x",
         Answer(body=b"x" * 1000, pieces=13, pause=0.1),

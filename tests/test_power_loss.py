@@ -144,7 +144,7 @@ async def tell_again(server: Life, owner: Owner, results: dict[int, Any]) -> Non
 @pytest.mark.slow
 @pytest.mark.covers("S44")
 @pytest.mark.timeout(1800)
-def test_power_loss_takes_nothing_that_was_acknowledged(
+def test_power_loss_keeps_everything_acknowledged(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

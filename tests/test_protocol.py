@@ -65,7 +65,7 @@ def test_operation_declares_every_owned_field_of_its_body() -> None:
     assert protocol.RETRIEVE_FUTURES.owned_fields == ("target.sampling_session_id",)
 
 
-def test_the_server_has_these_routes_and_no_others(tmp_path: Path) -> None:
+def test_server_has_exactly_the_known_routes(tmp_path: Path) -> None:
     app = create_app(FakeEngine(), tmp_path)
     # where signed addresses lead, and where misnamed checkpoints end up
     apart = {"download", "misnamed", "upload"}
@@ -274,7 +274,7 @@ NEEDING_A_KEY = {"delete_api_key"}
 """An open server has no key to revoke; see test_accounts.py."""
 
 
-def test_the_server_answers_every_operation_in_its_form(wire: Wire) -> None:
+def test_server_answers_every_operation_in_its_form(wire: Wire) -> None:
     bodies = requests(wire)
     session = bodies["session_heartbeat"]["session_id"]
     assert bodies.keys() == {op.name for op in SERVED} - NEEDING_A_KEY - NEEDING_FILES
@@ -333,7 +333,7 @@ def test_fields_of_the_wrong_type_are_named(wire: Wire, op: Operation) -> None:
     ("method", "path"),
     [("POST", "nothing"), ("GET", "create_session"), ("DELETE", "healthz"), ("GET", "")],
 )
-def test_other_routes_are_not_there(wire: Wire, method: str, path: str) -> None:
+def test_unknown_routes_are_not_found(wire: Wire, method: str, path: str) -> None:
     heard = wire.send(path, method=method)
     assert heard.status == 404
     assert path in heard.json["detail"]

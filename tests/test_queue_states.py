@@ -31,7 +31,7 @@ class Clock:
 
 @pytest.fixture
 def heard() -> Iterator[list[tuple[str, Mapping[str, float], Mapping[str, Any]]]]:
-    """What the bus says while a test runs."""
+    """Record the events of the bus while a test runs."""
     found: list[tuple[str, Mapping[str, float], Mapping[str, Any]]] = []
     events.attach("test", None, lambda *event: found.append(event))
     yield found
@@ -82,7 +82,7 @@ def test_running_work_is_never_logged_as_stuck(
 
 
 @pytest.mark.covers("1.19/2", "C85")
-def test_the_log_speaks_once_a_minute_of_each_client(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_speaks_once_a_minute_of_each_client(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     log = QueueStateLogger("Sampling", clock)
     log.on_queue_state_change(CAPACITY, "first", name="a")
@@ -138,7 +138,7 @@ def test_sampling_pauses_are_logged_at_once(caplog: pytest.LogCaptureFixture) ->
 
 
 @pytest.mark.covers("C85")
-def test_a_client_that_is_forgotten_is_spoken_of_at_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_client_that_is_forgotten_is_spoken_of_at_once(caplog: pytest.LogCaptureFixture) -> None:
     log = QueueStateLogger("Sampling", Clock())
     for name in ("a", "b"):
         log.on_queue_state_change(CAPACITY, name=name)
@@ -169,7 +169,7 @@ def test_metadata_holds_the_id_and_the_reason(
     assert caplog.messages == [f"{kind} is paused for {name}. Reason: why"]
 
 
-def test_the_log_remembers_no_more_than_it_needs(
+def test_log_remembers_no_more_than_it_needs(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(queue_states, "REMEMBERED", 100)
@@ -268,7 +268,7 @@ def test_observers_get_their_accepted_arguments(kind: type[Any], second: list[An
     assert type(watcher.calls[0][0]) is QueueState
 
 
-def test_a_function_that_does_not_tell_its_parameters_gets_both() -> None:
+def test_function_that_does_not_tell_its_parameters_gets_both() -> None:
     class Opaque:
         __signature__ = 3  # as unreadable as that of some built-in functions
 
@@ -354,7 +354,7 @@ def test_stream_reports_every_token_and_the_end() -> None:
 
 
 @pytest.mark.covers("C84")
-def test_a_first_unknown_state_is_a_change_and_the_initial_one_is_not() -> None:
+def test_first_unknown_state_counts_as_change_unless_initial() -> None:
     watcher = OfReasons()
     QueueStateTracker([watcher]).heard("resting")
     QueueStateTracker([watcher], initial="Active").heard("active")
@@ -363,7 +363,7 @@ def test_a_first_unknown_state_is_a_change_and_the_initial_one_is_not() -> None:
 
 
 @pytest.mark.covers("1.4.2/4", "C84")
-def test_a_change_is_an_event_with_all_that_is_known(heard: list[Any]) -> None:
+def test_change_is_an_event_with_all_that_is_known(heard: list[Any]) -> None:
     watcher = OfMetadata()
     tracker = QueueStateTracker([watcher], {"model_id": "m", "session_id": "s"})
     tracker.heard("paused_rate_limit", "why", request_id="r1")

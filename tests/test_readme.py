@@ -1,4 +1,4 @@
-"""What the README says is so."""
+"""Claims of the README are true."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PAGE = ROOT / "README.md"
 README = PAGE.read_text(encoding="utf-8")
 
 
-def test_the_training_loop_runs_and_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_loop_runs_and_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert "sample_stream" in program(PAGE)
     output = run(PAGE).output
@@ -23,12 +23,12 @@ def test_the_training_loop_runs_and_learns(tmp_path: Path, monkeypatch: pytest.M
     assert "tinker://" in output
 
 
-def test_the_make_targets_it_names_exist() -> None:
+def test_make_targets_it_names_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"`?make ([a-z-]+)", README):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
-def test_the_links_lead_somewhere() -> None:
+def test_links_lead_somewhere() -> None:
     for link in re.findall(r"\]\(([^)]+)\)", README):
         assert link.startswith("https://") or (ROOT / link).exists(), link

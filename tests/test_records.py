@@ -17,7 +17,7 @@ from tinkex import RestClient, types
 from tinkex.engine.api import EngineError
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.database.sqlite import SqliteDatabase
-from tinkex.server.database.sqlite_checkpoints import SqliteCheckpoints
+from tinkex.server.database.sqlite_runs import SqliteCheckpoints
 from tinkex.server.files.seals import SEAL
 from tinkex.server.server_limits import Limits
 from tinkex.server.state import State
@@ -103,7 +103,7 @@ def test_runs_are_listed_newest_first_a_page_at_a_time(records: Records) -> None
 @pytest.mark.parametrize(
     "query", ["limit=x", "limit=-1", "offset=1.5", "limit=", "access_scope=all"]
 )
-def test_a_page_that_is_none_is_refused_by_name(records: Records, query: str) -> None:
+def test_invalid_page_is_refused_by_name(records: Records, query: str) -> None:
     detail = records.call("GET", f"training_runs?{query}", status=400)["detail"]
     assert detail.startswith(query.split("=")[0])
 
@@ -239,7 +239,7 @@ def test_checkpoints_are_listed_by_run_and_by_user(records: Records) -> None:
 
 
 @pytest.mark.covers("S25")
-def test_a_name_is_taken_once_by_run_and_kind(records: Records) -> None:
+def test_name_is_taken_once_by_run_and_kind(records: Records) -> None:
     model = records.wire.model()
     records.save(model, 1, "a")
     outcome = records.save(model, 2, "a")
@@ -307,14 +307,14 @@ def test_malformed_path_names_the_grammar(records: Records, path: str) -> None:
         assert "expected" in records.call("POST", operation, body, status=400)["detail"]
 
 
-def test_other_methods_on_a_checkpoint_are_not_there(records: Records) -> None:
+def test_unknown_methods_on_a_checkpoint_are_not_found(records: Records) -> None:
     assert (
         "there is no PUT"
         in records.call("PUT", "training_runs/r/checkpoints/weights/a", {}, status=404)["detail"]
     )
 
 
-def test_a_deleted_checkpoint_is_gone_with_its_files(records: Records) -> None:
+def test_deleted_checkpoint_is_gone_with_its_files(records: Records) -> None:
     model = records.wire.model()
     for number, name in enumerate("ab", 1):
         records.save(model, number, name)
@@ -385,7 +385,7 @@ def test_publishing_twice_is_not_a_conflict(records: Records) -> None:
 
 
 @pytest.mark.covers("S42")
-def test_a_time_to_live_is_set_moved_and_removed(records: Records) -> None:
+def test_time_to_live_is_set_moved_and_removed(records: Records) -> None:
     model = records.wire.model()
     records.save(model, 1, "a", ttl_seconds=3600)
     place = f"training_runs/{model}/checkpoints/weights/a/ttl"
@@ -411,7 +411,7 @@ def test_a_time_to_live_is_set_moved_and_removed(records: Records) -> None:
 
 
 @pytest.mark.covers("S42")
-def test_expired_checkpoints_are_not_there(records: Records) -> None:
+def test_expired_checkpoints_are_not_found(records: Records) -> None:
     model = records.wire.model()
     saved = records.save(model, 1, "a", ttl_seconds=3600)["path"]
     records.change("checkpoints", "expires = ?", time.time() - 1)
@@ -452,7 +452,7 @@ def test_sweep_deletes_expired_checkpoints_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("S43")
-def test_a_checkpoint_that_could_not_be_written_leaves_nothing(records: Records) -> None:
+def test_unwritable_checkpoint_leaves_no_files(records: Records) -> None:
     model = records.wire.model()
 
     def fail(method: str, subject: str) -> None:
@@ -500,7 +500,7 @@ def test_files_are_flushed_and_in_place_before_they_are_on_record(
 # ── copies ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_copy_is_a_run_of_its_own_that_outlives_its_source(records: Records) -> None:
+def test_copied_run_outlives_its_source(records: Records) -> None:
     wire, model = records.wire, records.wire.model()
     wire.run("forward_backward", pass_json(model, 1))
     wire.run("optim_step", step_json(model, 2))
@@ -525,7 +525,7 @@ def test_a_copy_is_a_run_of_its_own_that_outlives_its_source(records: Records) -
     assert ours == theirs
 
 
-def test_the_same_copy_asked_for_again_is_made_once(records: Records) -> None:
+def test_same_copy_asked_for_again_is_made_once(records: Records) -> None:
     source = records.save(records.wire.model(), 1, "a")["path"]
     body = {"source_path": source, "destination_project_id": "p"}
 
@@ -546,9 +546,7 @@ def test_the_same_copy_asked_for_again_is_made_once(records: Records) -> None:
         ({"session_id": "s", "model_seq_id": 0}, "a run of its own"),
     ],
 )
-def test_a_copy_that_cannot_be_made_leaves_nothing(
-    records: Records, fields: dict[str, Any], words: str
-) -> None:
+def test_failed_copy_leaves_no_files(records: Records, fields: dict[str, Any], words: str) -> None:
     source = records.save(records.wire.model(), 1, "a")["path"]
     body = {"source_path": source, "destination_project_id": "p", **fields}
     assert words in records.call("POST", "copy_weights", body, status=400)["detail"]

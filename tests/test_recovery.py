@@ -47,7 +47,7 @@ DEFAULTS = RecoveryPolicy()
     "1.11.1/8",
     "1.11.1/9",
 )
-def test_the_defaults_are_the_documented_ones() -> None:
+def test_defaults_are_the_documented_ones() -> None:
     assert (DEFAULTS.enabled, DEFAULTS.max_attempts, DEFAULTS.backoff_ms) == (False, 3, 5_000)
     assert (DEFAULTS.max_backoff_ms, DEFAULTS.poll_interval_ms) == (60_000, 30_000)
     assert (DEFAULTS.checkpoint_strategy, DEFAULTS.restore_optimizer) == ("latest", True)
@@ -72,7 +72,7 @@ def test_the_defaults_are_the_documented_ones() -> None:
         ("metric_mode", "max", ["most", None]),
     ],
 )
-def test_a_value_of_the_wrong_kind_counts_as_its_default(
+def test_value_of_the_wrong_kind_counts_as_its_default(
     name: str, good: Any, bad: list[Any]
 ) -> None:
     assert getattr(RecoveryPolicy.of({name: good}), name) == good
@@ -100,7 +100,7 @@ def test_strategies_are_read_in_any_letter_case(given: Any, expected: Any) -> No
 
 
 @pytest.mark.covers("1.11.1/10")
-def test_a_policy_is_made_of_a_policy_a_mapping_pairs_or_nothing() -> None:
+def test_policy_is_made_of_a_policy_a_mapping_pairs_or_none() -> None:
     policy = RecoveryPolicy(enabled=True)
     assert RecoveryPolicy.of(policy) is policy
     assert RecoveryPolicy.of(None) == DEFAULTS
@@ -111,7 +111,7 @@ def test_a_policy_is_made_of_a_policy_a_mapping_pairs_or_nothing() -> None:
 
 
 @pytest.mark.covers("1.11.1/11")
-def test_a_config_takes_the_same() -> None:
+def test_config_takes_a_recovery_policy_or_a_mapping() -> None:
     config = Config(base_url="local", recovery={"enabled": True, "max_attempts": 9})
     assert config.recovery == RecoveryPolicy(enabled=True, max_attempts=9)
     with pytest.raises(tinkex.ConfigurationError, match="recovery"):
@@ -289,7 +289,7 @@ def test_corrupted_run_is_recovered_from_its_checkpoint(place: Place, heard: Hea
 
 
 @pytest.mark.covers("1.11/1", "1.11.2/1", "1.11.2/2")
-def test_a_monitor_says_why_it_does_not_watch(place: Place) -> None:
+def test_monitor_reports_why_it_does_not_watch(place: Place) -> None:
     for monitor, reason in (
         (Monitor(Executor()), "recovery_disabled"),
         (Monitor(Executor(), RecoveryPolicy()), "recovery_disabled"),
@@ -307,7 +307,7 @@ def test_a_monitor_says_why_it_does_not_watch(place: Place) -> None:
 
 
 @pytest.mark.covers("1.11.1/11", "1.11.2/1", "1.11.2/4", "1.11.2/9")
-def test_without_a_policy_of_its_own_a_monitor_goes_by_the_config(place: Place) -> None:
+def test_monitor_without_its_own_policy_uses_the_config(place: Place) -> None:
     clock = Clock()
     tinkex.configure(recovery={"enabled": True, "poll_interval_ms": 7_000})
     try:
@@ -387,7 +387,7 @@ def test_runs_are_looked_at_one_after_another(place: Place, heard: Heard) -> Non
 
 
 @pytest.mark.covers("1.11.2/7")
-def test_a_run_that_the_executor_refuses_is_offered_again(place: Place, heard: Heard) -> None:
+def test_run_that_the_executor_refuses_is_offered_again(place: Place, heard: Heard) -> None:
     client, clock, busy = place.run(0.5), Clock(), Clock()
     executor = Executor(sleep=busy.sleep)
     executor.recover(
@@ -451,7 +451,7 @@ def recovered(
         ({"checkpoint_strategy": "best"}, (float("nan"), 4.0, float("nan")), "s1"),
     ],
 )
-def test_the_checkpoint_is_chosen_by_the_strategy(
+def test_checkpoint_is_chosen_by_the_strategy(
     place: Place, heard: Heard, strategy: dict[str, Any], losses: tuple[float, ...], expected: str
 ) -> None:
     policy = RecoveryPolicy.of({"enabled": True, **strategy})
@@ -485,7 +485,7 @@ def test_known_run_info_spares_a_request(place: Place, heard: Heard) -> None:
 
 
 @pytest.mark.covers("1.11.3/6")
-def test_without_a_checkpoint_there_is_nothing_to_go_on_from(place: Place, heard: Heard) -> None:
+def test_recovery_without_a_checkpoint_fails(place: Place, heard: Heard) -> None:
     client = place.run()
     run = rest_client_of(place.service).get_training_run(client.model_id).result(20)
     once = replace(QUICK, max_attempts=1)
@@ -502,7 +502,7 @@ def test_without_a_checkpoint_there_is_nothing_to_go_on_from(place: Place, heard
 
 @pytest.mark.covers("1.11.3/5")
 @pytest.mark.parametrize(("restore", "step"), [(True, 2), (False, 1)])
-def test_the_optimizers_state_comes_along_unless_it_is_not_wanted(
+def test_optimizers_state_comes_along_unless_it_is_not_wanted(
     place: Place, heard: Heard, restore: bool, step: int
 ) -> None:
     client = place.run(1.0)
@@ -571,7 +571,7 @@ def test_waiting_run_does_not_block_others(place: Place, heard: Heard) -> None:
 
 
 @pytest.mark.covers("1.11.3/7")
-def test_a_callback_that_fails_breaks_nothing(
+def test_failing_callback_has_no_effect(
     place: Place, heard: Heard, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*facts: Any) -> None:
@@ -592,7 +592,7 @@ def test_a_callback_that_fails_breaks_nothing(
 
 
 @pytest.mark.covers("1.11/1", "1.11.3/2")
-def test_a_policy_that_is_off_recovers_nothing(place: Place) -> None:
+def test_disabled_policy_does_not_recover(place: Place) -> None:
     with pytest.raises(RecoveryError) as caught:
         Executor().recover("run", place.service, RecoveryPolicy())
     assert caught.value.reason == "recovery_disabled"

@@ -87,7 +87,7 @@ def spec(
 
 @pytest.fixture
 def heard() -> Iterator[list[tuple[str, dict[str, Any], dict[str, Any]]]]:
-    """What is said on the bus about losses and regularizers."""
+    """Record the events of losses and regularizers."""
     said: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
     names = regularizers.events()
     bus.attach(
@@ -176,7 +176,7 @@ def test_specs_need_a_function_and_a_weight(missing: str) -> None:
 
 @pytest.mark.covers("Q-27")
 @pytest.mark.parametrize("parallel", [True, False])
-def test_a_value_that_is_no_single_number_is_summed_for_the_value_and_the_gradient(
+def test_value_that_is_no_single_number_is_summed_for_the_value_and_the_gradient(
     parallel: bool,
 ) -> None:
     each = spec(lambda data, logprobs: (logprobs * 2, {}))
@@ -202,7 +202,7 @@ def test_plain_numbers_and_tensors_among_metrics_are_taken() -> None:
 
 @pytest.mark.covers("1.12.3/1", "1.12.3/6")
 @pytest.mark.parametrize("track", [True, False])
-def test_side_by_side_and_one_by_one_give_the_same_in_the_order_of_the_specs(track: bool) -> None:
+def test_parallel_and_sequential_regularizers_give_the_same_order(track: bool) -> None:
     def slow(data: Any, logprobs: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
         time.sleep(0.05)
         return logprobs.sum(), {}
@@ -311,7 +311,7 @@ def test_slow_regularizer_times_out_alone() -> None:
     assert execute_one(spec(), [], X, timeout=None).value == 6
 
 
-def test_a_thread_that_exits_is_not_waited_for() -> None:
+def test_thread_that_exits_is_not_waited_for() -> None:
     def leaving(data: Any, logprobs: Any) -> Any:
         raise SystemExit(3)
 
@@ -320,7 +320,7 @@ def test_a_thread_that_exits_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("answer", [None, 3, (1, 2), ("a", {}), (True, {})])
-def test_an_answer_that_is_none_is_a_failure(answer: Any) -> None:
+def test_malformed_answer_is_a_failure(answer: Any) -> None:
     with pytest.raises(RegularizerError) as caught:
         execute_one(spec(lambda data, logprobs: answer), [], X)
     assert caught.value.kind == "regularizer_failed"
@@ -395,7 +395,7 @@ def test_waiting_that_ends_badly_is_an_exit(
 
 
 @pytest.mark.covers("Q-12")
-def test_the_norm_of_an_asynchronous_one_is_reported_as_zero_with_a_warning(
+def test_norm_of_an_asynchronous_regularizer_is_zero_with_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     one = spec(later, async_=True, name="remote")
@@ -490,7 +490,7 @@ def underivable(_: Any, logprobs: torch.Tensor) -> tuple[torch.Tensor, dict[str,
 
 
 @pytest.mark.covers("1.12.4/4")
-def test_a_base_loss_without_a_gradient_has_no_norm(caplog: pytest.LogCaptureFixture) -> None:
+def test_base_loss_without_a_gradient_has_no_norm(caplog: pytest.LogCaptureFixture) -> None:
     output = compute([], X, underivable, [spec(squares)], track_grad_norms=True)
     assert output.base_loss == BaseLoss(value=6.0, grad_norm=None)
     assert output.total_grad_norm == 0.0
@@ -548,7 +548,7 @@ def test_every_function_is_called_once_also_when_norms_are_tracked(parallel: boo
 
 @pytest.mark.covers("1.12.1/1", "1.12.5/3")
 @pytest.mark.parametrize("parallel", [True, False])
-def test_a_loss_is_its_base_and_the_weighted_terms(parallel: bool) -> None:
+def test_loss_is_its_base_and_the_weighted_terms(parallel: bool) -> None:
     specs = [spec(squares, 0.5, "a"), spec(total, 0.1, "b"), spec(total, 0, "c")]
     output = compute([], X, total, specs, parallel=parallel)
     assert output.loss_total == pytest.approx(6 + 7 + 0.6)
@@ -562,7 +562,7 @@ def test_a_loss_is_its_base_and_the_weighted_terms(parallel: bool) -> None:
 
 
 @pytest.mark.covers("1.12.5/4")
-def test_without_regularizers_the_norm_of_the_whole_is_the_bases() -> None:
+def test_total_norm_without_regularizers_is_the_base_norm() -> None:
     output = compute([], X, squares, track_grad_norms=True)
     assert output.base_loss is not None
     assert output.total_grad_norm == output.base_loss.grad_norm == pytest.approx(math.sqrt(56))
@@ -591,7 +591,7 @@ def test_uncomposable_loss_is_reported(base: Any, specs: Any, words: str, heard:
 
 @pytest.mark.covers("1.12.5/5", "1.12.7/6")
 @pytest.mark.parametrize("parallel", [True, False])
-def test_a_regularizers_failure_is_passed_on_as_it_is(parallel: bool, heard: list[Any]) -> None:
+def test_regularizers_failure_is_passed_on_as_it_is(parallel: bool, heard: list[Any]) -> None:
     with pytest.raises(RegularizerError) as caught:
         compute([], X, total, [spec(broken, 0.5, "bad")], parallel=parallel)
     assert (caught.value.kind, caught.value.name) == ("regularizer_failed", "bad")
@@ -609,7 +609,7 @@ def test_a_regularizers_failure_is_passed_on_as_it_is(parallel: bool, heard: lis
 
 
 @pytest.mark.covers("1.12.6/1")
-def test_a_regularizers_json_has_norms_only_when_there_are_some() -> None:
+def test_regularizers_json_has_norms_only_if_computed() -> None:
     bare = RegularizerOutput.from_computation("a", 2.0, 0.5, custom={"x": 1})
     assert bare.to_json() == {
         "name": "a",
@@ -651,7 +651,7 @@ def test_loss_json_keeps_inner_nulls() -> None:
     assert "base_loss" not in CustomLossOutput(loss_total=1.0).to_json()
 
 
-def test_the_numbers_of_a_loss_as_flat_metrics() -> None:
+def test_numbers_of_a_loss_as_flat_metrics() -> None:
     output = compute([], X, total, [spec(Entropy(), 0.5, "h")], track_grad_norms=True)
     found = output.metrics()
     assert found["count"] == 3.0
@@ -695,7 +695,7 @@ def test_events_match_the_catalogue(track: bool, heard: list[Any]) -> None:
 
 
 @pytest.mark.covers("1.12.3/7")
-def test_starts_come_first_side_by_side_and_in_turn_one_by_one(heard: list[Any]) -> None:
+def test_parallel_starts_come_first_and_sequential_starts_in_turn(heard: list[Any]) -> None:
     specs = [spec(name=name) for name in "ab"]
     start, stop = bus.REGULARIZER_START, bus.REGULARIZER_STOP
     execute_all(specs, [], X, parallel=True)
@@ -711,7 +711,7 @@ def test_starts_come_first_side_by_side_and_in_turn_one_by_one(heard: list[Any])
 
 
 @pytest.mark.covers("1.12.7/7")
-def test_the_logger_writes_a_line_for_each_event(caplog: pytest.LogCaptureFixture) -> None:
+def test_logger_writes_a_line_for_each_event(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "tinkex")
     handler = regularizers.attach_logger()
     try:
@@ -740,7 +740,7 @@ def test_the_logger_writes_a_line_for_each_event(caplog: pytest.LogCaptureFixtur
 
 
 @pytest.mark.covers("1.12.7/7")
-def test_a_loggers_level_and_id_are_the_callers(caplog: pytest.LogCaptureFixture) -> None:
+def test_loggers_level_and_id_are_the_callers(caplog: pytest.LogCaptureFixture) -> None:
     assert regularizers.attach_logger("mine", level="error") == "mine"
     with pytest.raises(ValueError, match="attached already"):
         regularizers.attach_logger("mine")
@@ -759,7 +759,7 @@ def test_pipeline_has_six_events() -> None:
     assert len(regularizers.events()) == 6
 
 
-def test_the_packages_names_are_there_and_nothing_else() -> None:
+def test_package_has_exactly_the_listed_names() -> None:
     for name in regularizers.__all__:
         assert getattr(regularizers, name) is not None
     assert set(dir(regularizers)) == set(regularizers.__all__)

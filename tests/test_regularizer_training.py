@@ -13,7 +13,7 @@ import torch
 
 from support import MODEL, make_data
 from tinkex import ServiceClient, TrainingClient, types
-from tinkex.client.losses import caller_losses
+from tinkex.client.losses import custom_passes
 from tinkex.engine.api import PassJob
 from tinkex.engine.fake import FakeEngine
 from tinkex.regularizers import (
@@ -73,7 +73,7 @@ def squares(_: Any, logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[An
 
 
 @pytest.mark.covers("1.13/2", "1.13/3", "1.13/5", "1.13/6")
-def test_a_custom_loss_is_a_forward_pass_and_one_with_minus_its_gradient_as_weights(
+def test_custom_loss_is_a_forward_pass_and_one_with_minus_its_gradient_as_weights(
     client: TrainingClient, engine: Recording
 ) -> None:
     seen: list[Any] = []
@@ -114,20 +114,20 @@ def test_a_custom_loss_is_a_forward_pass_and_one_with_minus_its_gradient_as_weig
 def test_log_probabilities_are_read_as_tensors_and_as_bare_lists(written: Any) -> None:
     answer = {"loss_fn_output_type": "x", "loss_fn_outputs": [{"logprobs": written}], "metrics": {}}
     output = types.ForwardBackwardOutput.from_wire(answer)
-    weighted, loss, _ = caller_losses.evaluate(squares, [datum(1, 2)], output)
+    weighted, loss, _ = custom_passes.evaluate(squares, [datum(1, 2)], output)
     assert loss == 5
     assert weighted[0].loss_fn_inputs["weights"].tolist() == [2.0, 4.0]
 
 
 @pytest.mark.covers("1.13/3")
 @pytest.mark.parametrize("written", ["abc", 3, None, [["a"]], [[1.0], [1.0, 2.0]]])
-def test_log_probabilities_that_are_none_are_refused(written: Any) -> None:
+def test_invalid_log_probabilities_are_refused(written: Any) -> None:
     with pytest.raises(ValueError, match="tensor"):
         types.ForwardBackwardOutput.from_wire({"loss_fn_outputs": [{"logprobs": written}]})
 
 
 @pytest.mark.covers("1.13/1")
-def test_a_datum_without_targets_is_refused_before_anything_is_sent(
+def test_datum_without_targets_is_refused_before_anything_is_sent(
     client: TrainingClient, engine: Recording
 ) -> None:
     bare = types.Datum(types.ModelInput.from_ints([1, 2]), {"weights": [1.0, 1.0]})
@@ -230,7 +230,7 @@ def test_observed_loss_reports_all_terms_and_trains_alike(
 
 
 @pytest.mark.covers("1.13/7")
-def test_a_regularizer_that_fails_trains_nothing(client: TrainingClient, engine: Recording) -> None:
+def test_failing_regularizer_does_not_train(client: TrainingClient, engine: Recording) -> None:
     def broken(data: Any, logprobs: Any) -> Any:
         raise KeyError("mine")
 
@@ -255,7 +255,7 @@ def test_specs_at_fault_are_refused_at_once(client: TrainingClient, engine: Reco
     assert engine.passes == []
 
 
-async def test_the_asynchronous_call_takes_regularizers_and_their_code_runs_elsewhere(
+async def test_asynchronous_call_takes_regularizers_and_their_code_runs_elsewhere(
     client: TrainingClient,
 ) -> None:
     threads: list[str] = []
@@ -286,7 +286,7 @@ def test_regularizers_of_a_loss_that_the_server_could_run(service: ServiceClient
     assert output.metrics["loss:sum"] == pytest.approx(1.5 * plain, rel=1e-5)  # |x| = -x
 
 
-def test_a_regularizer_trains(service: ServiceClient) -> None:
+def test_regularizer_trains(service: ServiceClient) -> None:
     """Cross-entropy made of a base loss without effect and an L1 norm takes cross-entropy's own
     steps."""
     data = make_data(types)

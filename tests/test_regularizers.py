@@ -121,7 +121,7 @@ def base_loss(_: Any, logprobs: torch.Tensor) -> tuple[torch.Tensor, dict[str, A
 )
 @pytest.mark.parametrize("parallel", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_the_numbers_are_those_of_the_reference_with_true_gradients(
+def test_numbers_are_those_of_the_reference_with_true_gradients(
     parallel: bool, dtype: torch.dtype
 ) -> None:
     specs = [RegularizerSpec(fn, weight, name) for fn, weight, name, *_ in TRUTH]
@@ -206,7 +206,7 @@ def test_every_gradient_is_that_of_the_value(regularizer: Any, x: torch.Tensor) 
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
 
 
-def test_the_gradients_that_are_checked_are_not_all_zero() -> None:
+def test_gradients_that_are_checked_are_not_all_zero() -> None:
     moving = {
         type(one) for one in EVERY if gradient(one, X2, data(other=OTHER[2])).abs().max() > 1e-3
     }
@@ -251,7 +251,7 @@ def test_gradients_have_their_closed_forms(regularizer: Any, expected: torch.Ten
 
 
 @pytest.mark.covers("1.12.8/12")
-def test_the_gradient_of_an_l1_norm_at_zero_is_zero() -> None:
+def test_gradient_of_an_l1_norm_at_zero_is_zero() -> None:
     assert gradient(L1(), doubles(0.0, 2.0, -3.0)).tolist() == [0.0, 1.0, -1.0]
 
 
@@ -371,7 +371,7 @@ def test_divergence_is_clipped_and_skips_unlikely_tokens() -> None:
 
 
 @pytest.mark.covers("1.12.8/5", "1.12.8/11")
-def test_a_reference_comes_from_the_first_source_that_is_given() -> None:
+def test_reference_comes_from_the_first_source_that_is_given() -> None:
     given, zeros = data(ref=HALF), torch.zeros(2, 2)
     field: dict[str, Any] = {"reference_field": "ref"}
     assert value(KLDivergence(**field), HALF, given) == pytest.approx(0)
@@ -449,7 +449,7 @@ def test_orthogonality() -> None:
         ("vocabulary", (2, 2, 2, 2), lambda x: x.reshape(8, 2)),
     ],
 )
-def test_the_rows_of_orthogonality(axis: str, shape: tuple[int, ...], rows: Any) -> None:
+def test_rows_of_orthogonality(axis: str, shape: tuple[int, ...], rows: Any) -> None:
     x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     matrix = rows(x)
     gram = matrix @ matrix.T
@@ -477,7 +477,7 @@ def test_gradient_penalties(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.covers("1.12.8/8")
-def test_the_point_between_is_random() -> None:
+def test_point_between_is_random() -> None:
     between, given = GradientPenalty(cube, "interpolated"), data(reference_logprobs=torch.zeros(3))
     assert len({value(between, T, given) for _ in range(5)}) == 5
 
@@ -519,7 +519,7 @@ def test_unknown_option_is_refused(make: Any, words: str) -> None:
 
 
 @pytest.mark.covers("1.12.8/11")
-def test_a_gradient_penalty_needs_its_function() -> None:
+def test_gradient_penalty_needs_its_function() -> None:
     with pytest.raises(KeyError, match="loss_fn"):
         GradientPenalty().compute([], T)
 
@@ -542,7 +542,7 @@ def test_fields_of_a_single_tensor_are_the_first_datums_as_tensors_or_tensor_dat
     assert value(Consistency(), x, data(original_logprobs=torch.tensor([-1.0, -2.0]))) == 2
 
 
-def test_a_list_has_a_tensor_for_each_datum_and_reads_each_ones_fields() -> None:
+def test_list_has_one_tensor_per_datum() -> None:
     lists: Given = [doubles(-1.0, -2.0), doubles(-3.0)]
     pairs = [*data(original_logprobs=doubles(-1.0, -1.0)), *data(original_logprobs=doubles(-1.0))]
     assert value(L1(), lists) == 6

@@ -23,8 +23,7 @@ from tinkex.engine.api import EngineError
 from tinkex.engine.fake import FakeEngine
 from tinkex.errors import GoneError
 from tinkex.recovery.recorder import Entry
-from tinkex.recovery.resilient import ResilientTrainingClient
-from tinkex.recovery.resilient_sampling import ResilientSamplingClient
+from tinkex.recovery.resilient import ResilientSamplingClient, ResilientTrainingClient
 from tinkex.server.database.sqlite import DATABASE, SqliteDatabase
 from tinkex.server.runs.journal import Committer, Segment
 from tinkex.server.runs.promises import Promises
@@ -172,7 +171,7 @@ LOSSES = ["unload", "finish_session", "forget_everything", "corrupt"]
     ],
 )
 @pytest.mark.parametrize("how", LOSSES)
-def test_a_loop_that_loses_its_run_ends_with_the_weights_of_one_that_does_not(
+def test_recovered_loop_ends_with_the_weights_of_an_uninterrupted_loop(
     world: World, how: str, wait: bool
 ) -> None:
     losses, weights = undisturbed(world)
@@ -212,7 +211,7 @@ def test_several_losses_one_after_the_other(world: World) -> None:
         assert trainer.recoveries == 4
 
 
-def test_a_loss_after_the_last_call_is_mended_when_the_block_is_left(world: World) -> None:
+def test_loss_after_the_last_call_is_mended_when_the_block_is_left(world: World) -> None:
     _, weights = undisturbed(world)
     with service_of(world) as service:
         client = service.create_lora_training_client("fake", rank=4, seed=3).result()
@@ -290,7 +289,7 @@ def test_users_service_survives_a_lost_session(world: World) -> None:
             assert trainer.holder.session_id != lost
 
 
-async def test_the_same_in_an_event_loop(world: World) -> None:
+async def test_same_in_an_event_loop(world: World) -> None:
     _, weights = await asyncio.to_thread(undisturbed, world)
     service = ServiceClient(base_url=world.url)
     client = await service.create_lora_training_client("fake", rank=4, seed=3)
@@ -390,7 +389,7 @@ def test_recovery_reports_on_the_bus_and_to_the_callback(world: World) -> None:
 # ── failures that are no loss, and losses without an end ──────────────────────────────────────────
 
 
-def test_a_mistake_is_the_callers_and_loses_nothing(world: World) -> None:
+def test_mistake_is_a_user_error_and_loses_no_state(world: World) -> None:
     with service_of(world) as service:
         client = service.create_lora_training_client("fake", rank=4).result()
         with tinkex.resilient(client, every=2, policy=QUICK) as trainer:
@@ -405,7 +404,7 @@ def test_a_mistake_is_the_callers_and_loses_nothing(world: World) -> None:
         assert trainer.recoveries == 0
 
 
-def test_a_call_that_failed_is_not_made_again(world: World) -> None:
+def test_call_that_failed_is_not_made_again(world: World) -> None:
     wrong = types.Datum(types.ModelInput.from_ints([1, 2]), {"target_tokens": [1, 2, 3]})
     _, weights = undisturbed(world)
     with service_of(world) as service:
@@ -417,7 +416,7 @@ def test_a_call_that_failed_is_not_made_again(world: World) -> None:
             assert weights_of(world, trainer.save_state("end").result(50).path) == weights
 
 
-def test_without_its_states_a_lost_run_is_lost(world: World) -> None:
+def test_lost_run_without_saved_states_stays_lost(world: World) -> None:
     failed: list[Any] = []
     policy = RecoveryPolicy(
         enabled=True, max_attempts=2, backoff_ms=1, on_failure=lambda *facts: failed.append(facts)
@@ -503,7 +502,7 @@ def test_options_that_cannot_work_are_refused(
             tinkex.resilient(client).optim_step(types.AdamParams())
 
 
-def test_with_a_real_model_the_weights_are_the_same_bits(tmp_path: Path, model_dir: Path) -> None:
+def test_real_model_weights_are_the_same_bits(tmp_path: Path, model_dir: Path) -> None:
     from tinkex.engine.torch.engine import TorchEngine
 
     world = World(tmp_path, lambda: TorchEngine({MODEL: model_dir}), MODEL)
@@ -524,7 +523,7 @@ def test_with_a_real_model_the_weights_are_the_same_bits(tmp_path: Path, model_d
         world.end()
 
 
-def test_a_state_counts_only_once_everything_before_it_has_its_result(world: World) -> None:
+def test_state_counts_only_once_everything_before_it_has_its_result(world: World) -> None:
     with service_of(world) as service:
         client = service.create_lora_training_client("fake", rank=4).result()
         with tinkex.resilient(client, every=50, policy=QUICK) as trainer:
@@ -557,7 +556,7 @@ async def test_new_completion_log_serves_old_cursors() -> None:
         promises.forget_session("session")
 
 
-async def test_a_journal_that_was_closed_meanwhile_does_not_end_the_writing_of_others(
+async def test_closed_journal_does_not_stop_other_journals(
     tmp_path: Path,
 ) -> None:
     committer = Committer(flush=False)

@@ -29,7 +29,7 @@ from faulty import Answer, FaultyServer, Seen, faulty_server
 from support import serving
 from tinkex import AdminClient, RestClient, types
 from tinkex.client.futures.api_future import AwaitableConcurrentFuture
-from tinkex.client.http import addresses, link
+from tinkex.client.http import exchange, retry
 from tinkex.engine.fake import FakeEngine
 from tinkex.wire.protocol import OPERATIONS
 
@@ -471,7 +471,7 @@ def test_every_rest_operation_has_a_case() -> None:
 
 
 @pytest.mark.covers("C15")
-def test_a_foreign_token_travels_as_a_header(faulty: FaultyServer, client: RestClient) -> None:
+def test_foreign_token_travels_as_a_header(faulty: FaultyServer, client: RestClient) -> None:
     faulty.script("copy_weights", Answer(503), Answer(body={"tinker_path": "t"}))
     client.copy_weights("a", "p", weights_access_token="tml-other").result(10)
     first, second = faulty.requests("copy_weights")
@@ -484,7 +484,7 @@ def test_a_foreign_token_travels_as_a_header(faulty: FaultyServer, client: RestC
     assert "x-tinker-weights-access-token" not in faulty.requests("copy_weights")[-1].headers
 
 
-def test_the_project_comes_from_the_environment(
+def test_project_comes_from_the_environment(
     faulty: FaultyServer, client: RestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faulty.script("copy_weights", Answer(body={"tinker_path": "t"}))
@@ -655,7 +655,7 @@ def test_refusals_are_typed(
     status: int,
     kind: type[tinkex.APIStatusError],
 ) -> None:
-    monkeypatch.setattr(link, "CONFLICT_PATIENCE", 0.1)
+    monkeypatch.setattr(retry, "CONFLICT_PATIENCE", 0.1)
     faulty.script(ADDRESS, Answer(status, {"detail": "no, because"}))
     with pytest.raises(kind, match="no, because") as caught:
         client.delete_checkpoint_from_tinker_path(PATH).result(10)
@@ -664,7 +664,7 @@ def test_refusals_are_typed(
         asyncio.run(client.delete_checkpoint_from_tinker_path(PATH).coroutine())
 
 
-def test_a_passing_fault_is_tried_again(faulty: FaultyServer, client: RestClient) -> None:
+def test_passing_fault_is_tried_again(faulty: FaultyServer, client: RestClient) -> None:
     faulty.script(
         "sessions/s?access_scope=owned",
         Answer(503),
@@ -673,9 +673,7 @@ def test_a_passing_fault_is_tried_again(faulty: FaultyServer, client: RestClient
     assert client.get_session("s").result(10).training_run_ids == ["r"]
 
 
-def test_an_answer_that_is_something_else_is_named(
-    faulty: FaultyServer, client: RestClient
-) -> None:
+def test_answer_that_is_something_else_is_named(faulty: FaultyServer, client: RestClient) -> None:
     faulty.script("sessions/s?access_scope=owned", Answer(body={"training_run_ids": 5}))
     with pytest.raises(tinkex.APIResponseValidationError, match="GetSessionResponse"):
         client.get_session("s").result(10)
@@ -683,7 +681,7 @@ def test_an_answer_that_is_something_else_is_named(
 
 @pytest.mark.covers("24.types.6")
 @pytest.mark.parametrize("time", ["soon", "Fri, 02 Jan 2026 00:00:00 GMT", 5, None], ids=repr)
-def test_a_time_that_is_none_is_refused_in_words(
+def test_invalid_time_is_refused_with_an_explanation(
     faulty: FaultyServer, client: RestClient, time: Any
 ) -> None:
     faulty.script(
@@ -780,7 +778,7 @@ def test_warnings_point_at_the_caller(client: RestClient, faulty: FaultyServer) 
     assert "AdminClient.get_audit_log()" in str(caught[0].message)
 
 
-def test_a_trace_is_waited_for(
+def test_trace_is_waited_for(
     faulty: FaultyServer, client: RestClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     pending, ready = (
@@ -807,9 +805,7 @@ def test_a_trace_is_waited_for(
 
 
 @pytest.mark.covers("1.14.1/1", "1.14.1/2", "C81", "24.rest.2", "24.rest.3")
-def test_an_archive_being_packed_is_asked_for_again(
-    faulty: FaultyServer, client: RestClient
-) -> None:
+def test_archive_being_packed_is_requested_again(faulty: FaultyServer, client: RestClient) -> None:
     packed = Answer(
         302,
         headers={"Location": "https://store/a?sig=%2F", "Expires": "Thu, 01 Jan 2026 00:00:00 GMT"},
@@ -828,9 +824,7 @@ def test_an_archive_being_packed_is_asked_for_again(
 
 
 @pytest.mark.covers("C81")
-def test_an_archive_that_is_never_packed_is_an_error(
-    faulty: FaultyServer, client: RestClient
-) -> None:
+def test_archive_that_is_never_packed_is_an_error(faulty: FaultyServer, client: RestClient) -> None:
     faulty.script(f"{ADDRESS}/archive", Answer(503, {"detail": "packing"}))
     with pytest.raises(tinkex.InternalServerError, match="packing") as caught:
         client.get_checkpoint_archive_url(PATH, max_retries=2, retry_delay=0.01).result(10)
@@ -852,7 +846,7 @@ def test_other_archive_errors_are_not_retried(
 
 @pytest.mark.covers("24.types.6")
 @pytest.mark.parametrize("headers", [{}, {"Expires": "0"}, {"Expires": "soon"}], ids=repr)
-def test_an_archive_address_without_an_expiry_is_good_for_a_while(
+def test_archive_address_without_an_expiry_is_good_for_a_while(
     faulty: FaultyServer, client: RestClient, headers: dict[str, str]
 ) -> None:
     faulty.script(
@@ -871,7 +865,7 @@ LOG = {"entries": [{"timestamp": "2026-01-01T00:00:00Z", "event": "e"}]}
 
 @pytest.mark.covers("W04")
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
-def test_another_origin_never_sees_the_key(
+def test_key_is_never_sent_to_another_origin(
     faulty: FaultyServer, elsewhere: FaultyServer, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
     target = "/bucket/log%2F1.json?X-Sig=a%2Bb%3D&x=y"
@@ -900,7 +894,7 @@ def test_another_origin_never_sees_the_key(
     assert KEY not in repr(there)
 
 
-def test_the_same_origin_keeps_the_key(faulty: FaultyServer, admin: AdminClient) -> None:
+def test_same_origin_keeps_the_key(faulty: FaultyServer, admin: AdminClient) -> None:
     faulty.script("audit?event_type=all", Answer(302, headers={"Location": "/api/v1/stored?x=1"}))
     faulty.script("stored?x=1", Answer(body=LOG))
     assert admin.get_audit_log().result(10).entries[0].timestamp == NEW_YEAR
@@ -908,7 +902,7 @@ def test_the_same_origin_keeps_the_key(faulty: FaultyServer, admin: AdminClient)
 
 
 @pytest.mark.covers("W04")
-def test_the_key_does_not_come_back_by_a_detour(
+def test_key_does_not_come_back_by_a_detour(
     faulty: FaultyServer, elsewhere: FaultyServer, admin: AdminClient
 ) -> None:
     faulty.script(
@@ -927,7 +921,7 @@ def test_redirects_end(faulty: FaultyServer, admin: AdminClient) -> None:
     with pytest.raises(tinkex.APIStatusError) as caught:
         admin.get_audit_log().result(10)
     assert caught.value.status_code == 302
-    assert len(faulty.seen) == 1 + addresses.MOST_REDIRECTS
+    assert len(faulty.seen) == 1 + exchange.MOST_REDIRECTS
 
 
 @pytest.mark.covers("24.code.4")
@@ -987,7 +981,7 @@ def token(**claims: Any) -> str:
 CLAIMS = {"sub": "tml:user:1", "org_id": "o1", "exp": 4e9}
 
 
-def test_the_servers_token_says_who_one_is(faulty: FaultyServer, client: RestClient) -> None:
+def test_server_token_identifies_its_user(faulty: FaultyServer, client: RestClient) -> None:
     faulty.script("client/config", Answer(body={"pjwt_auth_enabled": True}))
     faulty.script("auth/token", Answer(body={"jwt": token(**CLAIMS, email="")}))
     expected = types.WhoamiResponse(user_urn="tml:user:1", org_urn="tml:organization:o1")
@@ -996,7 +990,7 @@ def test_the_servers_token_says_who_one_is(faulty: FaultyServer, client: RestCli
     assert faulty.seen[1].json == {}
 
 
-def test_ones_own_token_says_who_one_is(faulty: FaultyServer) -> None:
+def test_own_token_identifies_its_user(faulty: FaultyServer) -> None:
     with RestClient(
         base_url=faulty.base_url, api_key=token(**CLAIMS, email="a@b.c", iss="passport-x")
     ) as client:
@@ -1005,7 +999,7 @@ def test_ones_own_token_says_who_one_is(faulty: FaultyServer) -> None:
 
 
 @pytest.mark.parametrize("key", [KEY, token(**CLAIMS, iss="someone")])
-def test_a_plain_key_says_nothing(faulty: FaultyServer, key: str) -> None:
+def test_plain_key_identifies_no_user(faulty: FaultyServer, key: str) -> None:
     faulty.script("client/config", Answer(body={}))
     with (
         RestClient(base_url=faulty.base_url, api_key=key) as client,
@@ -1031,7 +1025,7 @@ def test_no_session_is_opened(faulty: FaultyServer, client: RestClient) -> None:
 
 
 @pytest.mark.covers("C39")
-def test_a_service_client_makes_one(faulty: FaultyServer) -> None:
+def test_service_client_makes_a_rest_client(faulty: FaultyServer) -> None:
     faulty.script("sessions?limit=20&offset=0&access_scope=owned", Answer(body={"sessions": ["x"]}))
     with tinkex.ServiceClient(base_url=faulty.base_url, api_key=KEY) as service:
         with pytest.warns(FutureWarning, match="RestClient"):
@@ -1045,7 +1039,7 @@ def test_a_service_client_makes_one(faulty: FaultyServer) -> None:
     assert {seen.path.split("?")[0] for seen in faulty.seen} == {"sessions"}
 
 
-def test_a_session_excludes_an_address(faulty: FaultyServer) -> None:
+def test_session_excludes_an_address(faulty: FaultyServer) -> None:
     with tinkex.ServiceClient(base_url=faulty.base_url) as service:
         for kind in (RestClient, AdminClient):
             with pytest.raises(ValueError, match="not both"):
@@ -1086,7 +1080,7 @@ def test_dropped_client_finishes_its_calls(faulty: FaultyServer) -> None:
     assert future.result(10).entries
     for _ in range(100):
         gc.collect()
-        if gone() is None and carrier.link._closed:
+        if gone() is None and carrier._closed:
             return
         threading.Event().wait(0.02)
     pytest.fail("the client is still there, or its connections are")
@@ -1135,7 +1129,7 @@ print(json.dumps({"clients": clients, "models": models}))
 
 @pytest.fixture(scope="module")
 def official() -> Any:
-    """What the official package offers, from a process of its own."""
+    """Return the names of the official package, from its own process."""
     done = subprocess.run(
         [sys.executable, "-c", INTROSPECT], capture_output=True, text=True, timeout=100
     )
@@ -1149,7 +1143,7 @@ NOT_OURS = {"get_telemetry"}
 
 
 @pytest.mark.parametrize("kind", [RestClient, AdminClient])
-def test_the_official_methods_are_ours_too(official: Any, kind: type[Any]) -> None:
+def test_official_methods_are_ours_too(official: Any, kind: type[Any]) -> None:
     theirs = official["clients"][kind.__name__]
     assert len(theirs) > 5
     for name, parameters in theirs.items():
@@ -1192,7 +1186,7 @@ def is_official(case: Case, surface: Any) -> bool:
     return all(arg is None or isinstance(arg, str | int) for arg in case.args)
 
 
-def test_the_official_clients_send_the_same(official: Any, faulty: FaultyServer) -> None:
+def test_official_clients_send_the_same(official: Any, faulty: FaultyServer) -> None:
     cases = [case for case in CASES if is_official(case, official["clients"])]
     assert len({case.name for case in cases}) > 18
     faulty.script("telemetry", Answer(body={"status": "accepted"}))
@@ -1259,7 +1253,7 @@ def test_the_official_clients_send_the_same(official: Any, faulty: FaultyServer)
         "WhoamiResponse",
     ],
 )
-def test_the_official_names_are_ours_too(name: str) -> None:
+def test_official_names_are_ours_too(name: str) -> None:
     assert getattr(types, name) is not None
     assert name in types.__all__
 
@@ -1278,7 +1272,7 @@ def test_checkpoints_have_a_page() -> None:
         types.SaveWeightsResponse(path="elsewhere").get_console_url()
 
 
-def test_a_run_is_unloaded_by_its_id(tmp_path: Path) -> None:
+def test_run_is_unloaded_by_its_id(tmp_path: Path) -> None:
     with serving(FakeEngine(), tmp_path) as url, tinkex.ServiceClient(base_url=url) as service:
         first, second = (service.create_lora_training_client("fake").result() for _ in range(2))
         saved = first.save_state("kept").result(10).path

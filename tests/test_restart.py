@@ -24,7 +24,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any
 
 @pytest.mark.covers("S44")
 @pytest.mark.timeout(120)
-def test_a_killed_server_loses_nothing_and_does_nothing_twice(
+def test_killed_server_loses_and_repeats_no_operation(
     undisturbed: tuple[dict[str, Any], dict[str, str]], tmp_path: Path
 ) -> None:
     deaths = [Death("flush", 12), Death("write", 14), Death("flush", 45), Death("write", 26)]

@@ -47,7 +47,7 @@ QUICK = RetryConfig(retry_delay_base=0.001, retry_delay_max=0.002)
 
 
 @pytest.mark.covers("1.19/1", "C72", "C87")
-def test_the_numbers_of_the_policy_can_be_read() -> None:
+def test_numbers_of_the_policy_can_be_read() -> None:
     config = RetryConfig()
     assert (config.max_retries, config.retry_delay_base, config.retry_delay_max) == (
         None,
@@ -139,7 +139,7 @@ def test_only_passing_failures_are_tried_again(error: Exception, again: bool) ->
     assert RetryConfig().is_retryable(error) is again
 
 
-def test_the_server_may_overrule_and_so_may_the_user() -> None:
+def test_server_may_overrule_and_so_may_the_user() -> None:
     error = InternalServerError("no", status_code=500)
     error.should_retry = False
     assert not RetryConfig().is_retryable(error)
@@ -212,7 +212,7 @@ async def test_any_function_can_be_tried_again(
 
 
 @pytest.mark.covers("1.19/1", "C86")
-async def test_the_last_failure_is_raised_as_it_was(heard: list[Any]) -> None:
+async def test_last_failure_is_raised_as_it_was(heard: list[Any]) -> None:
     failures = [APIConnectionError(str(number)) for number in range(5)]
     flaky = Flaky(*failures)
     with pytest.raises(APIConnectionError) as caught:
@@ -225,7 +225,7 @@ async def test_the_last_failure_is_raised_as_it_was(heard: list[Any]) -> None:
 @pytest.mark.parametrize(
     "config", [RetryConfig(enable_retry_logic=False), RetryConfig(max_retries=0)]
 )
-async def test_without_retries_a_function_is_called_once(config: RetryConfig) -> None:
+async def test_function_without_retries_is_called_once(config: RetryConfig) -> None:
     flaky = Flaky(APIConnectionError("cut off"))
     with pytest.raises(APIConnectionError):
         await RetryHandler(config).execute(flaky)
@@ -240,7 +240,7 @@ async def test_mistakes_are_not_repeated() -> None:
     assert flaky.calls == 1
 
 
-async def test_a_server_that_asks_for_more_time_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_server_that_asks_for_more_time_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     slept = list[float]()
 
     async def sleep(seconds: float) -> None:
@@ -351,7 +351,7 @@ async def test_stuck_detection_can_be_turned_off() -> None:
     assert await handler.execute(pause, 0.15, "late") == "late"
 
 
-async def test_a_caller_that_gives_up_at_the_same_moment_is_heard() -> None:
+async def test_cancellation_at_the_same_moment_is_respected() -> None:
     handler = RetryHandler(RetryConfig(progress_timeout=10))
     call = asyncio.ensure_future(handler.execute(pause, 10))
     await asyncio.sleep(0.01)
@@ -451,7 +451,7 @@ def drawn(sampler: SamplingClient) -> list[int]:
 
 
 @pytest.mark.covers("24.code.14", "C72", "24.sampling.1", "C67")
-def test_a_result_that_is_gone_makes_a_sample_be_submitted_again_under_a_new_number(
+def test_result_that_is_gone_makes_a_sample_be_submitted_again_under_a_new_number(
     faulty: FaultyServer, make: Callable[..., SamplingClient], heard: list[Any]
 ) -> None:
     sampler = make(QUICK)
@@ -463,7 +463,7 @@ def test_a_result_that_is_gone_makes_a_sample_be_submitted_again_under_a_new_num
 
 
 @pytest.mark.covers("C72")
-def test_a_poll_that_is_lost_for_too_long_makes_a_sample_be_submitted_again(
+def test_sample_is_resubmitted_if_its_poll_is_lost_too_long(
     faulty: FaultyServer, make: Callable[..., SamplingClient]
 ) -> None:
     sampler = make(QUICK)
@@ -506,7 +506,7 @@ def test_failure_without_retries_surfaces_once(
     assert not gate.backoff.recently
 
 
-def test_without_retries_back_pressure_surfaces_once_and_pauses_the_others(
+def test_back_pressure_without_retries_surfaces_once_and_pauses_others(
     faulty: FaultyServer, make: Callable[..., SamplingClient]
 ) -> None:
     sampler = make(RetryConfig(enable_retry_logic=False))
@@ -517,7 +517,7 @@ def test_without_retries_back_pressure_surfaces_once_and_pauses_the_others(
     assert sampler._session.gate.backoff.recently
 
 
-def test_a_sampler_that_is_gone_is_not_asked_again(
+def test_removed_sampler_is_not_polled_again(
     faulty: FaultyServer, make: Callable[..., SamplingClient]
 ) -> None:
     sampler = make(QUICK)
@@ -549,7 +549,7 @@ def test_samples_in_flight_respect_both_limits(
         future.result(10)
 
 
-def test_samples_that_are_stuck_say_so(
+def test_stuck_samples_are_reported(
     faulty: FaultyServer, make: Callable[..., SamplingClient]
 ) -> None:
     sampler = make(RetryConfig(progress_timeout=0.2))
@@ -560,7 +560,7 @@ def test_samples_that_are_stuck_say_so(
         drawn(sampler)
 
 
-def test_the_server_may_turn_stuck_detection_off(
+def test_server_may_turn_stuck_detection_off(
     faulty: FaultyServer, make: Callable[..., SamplingClient]
 ) -> None:
     sampler = make(RetryConfig(progress_timeout=0.05), sample_enable_stuck_detection=False)

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from tinkex.server.access.keys import create_key
-from tinkex.server.database.entities import Run, Sampler
-from tinkex.server.database.interface import DatabaseError
+from tinkex.server.database.interface import DatabaseError, Run, Sampler
 from tinkex.server.database.migrations import MIGRATIONS
 from tinkex.server.database.row_digests import VOLATILE
 from tinkex.server.database.sqlite import DATABASE, SqliteDatabase

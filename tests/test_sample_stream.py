@@ -70,7 +70,7 @@ def test_stream_equals_sample(service: ServiceClient, count: int) -> None:
     assert gathered(chunks) == same
 
 
-def test_a_token_that_ends_a_sample_is_in_its_stream(service: ServiceClient) -> None:
+def test_token_that_ends_a_sample_is_in_its_stream(service: ServiceClient) -> None:
     sampler = service.create_sampling_client(base_model=MODEL).result()
     free = (
         sampler.sample(PROMPT, 1, SamplingParams(max_tokens=8, seed=4))
@@ -131,7 +131,7 @@ def test_each_token_comes_before_the_next_is_drawn(start: Callable[..., Sampling
     assert list(chunks) == []
 
 
-def test_a_stream_longer_than_the_timeout_is_no_silence(
+def test_stream_longer_than_the_timeout_is_no_silence(
     start: Callable[..., SamplingClient],
 ) -> None:
     """The limit is on silence, not on the whole."""
@@ -212,7 +212,7 @@ def test_stream_allows_one_reader_at_a_time(start: Callable[..., SamplingClient]
     assert len(found) == 2
 
 
-def test_a_reader_that_gives_up_makes_room_for_the_next(
+def test_reader_that_gives_up_makes_room_for_the_next(
     start: Callable[..., SamplingClient],
 ) -> None:
     gate = Gate()
@@ -296,9 +296,7 @@ def read(sampler: SamplingClient, count: int = 1, **options: Any) -> list[Sample
 
 
 @pytest.mark.covers("C76")
-def test_a_stream_is_asked_for_in_one_request(
-    faulty: FaultyServer, sampler: SamplingClient
-) -> None:
+def test_stream_is_asked_for_in_one_request(faulty: FaultyServer, sampler: SamplingClient) -> None:
     faulty.script("stream_sample", streamed(token(1), token(2), done(2), END))
     assert [chunk.token_id for chunk in read(sampler)] == [1, 2, None]
     (seen,) = faulty.requests("stream_sample")
@@ -310,7 +308,7 @@ def test_a_stream_is_asked_for_in_one_request(
 
 
 @pytest.mark.covers("D07", "C76")
-def test_a_compressed_stream_is_read(faulty: FaultyServer, sampler: SamplingClient) -> None:
+def test_compressed_stream_is_read(faulty: FaultyServer, sampler: SamplingClient) -> None:
     body = gzip.compress(token(1) + token(2) + done(2) + END)
     faulty.script(
         "stream_sample",
@@ -330,7 +328,7 @@ def test_foreign_events_are_skipped(faulty: FaultyServer, sampler: SamplingClien
 @pytest.mark.parametrize(
     ("status", "kind"), [(500, InternalServerError), (400, tinkex.BadRequestError)]
 )
-def test_a_bad_status_is_an_error(
+def test_bad_status_is_an_error(
     faulty: FaultyServer, sampler: SamplingClient, status: int, kind: type[Exception]
 ) -> None:
     faulty.script("stream_sample", Answer(status, {"detail": "no luck"}))
@@ -347,7 +345,7 @@ def test_a_bad_status_is_an_error(
         b'data: {"error": "out of memory"}\n\n',
     ],
 )
-def test_an_error_event_raises(faulty: FaultyServer, sampler: SamplingClient, event: bytes) -> None:
+def test_error_event_raises(faulty: FaultyServer, sampler: SamplingClient, event: bytes) -> None:
     faulty.script("stream_sample", streamed(token(1), event, END))
     stream = sampler.sample_stream(PROMPT, SamplingParams(max_tokens=3))
     chunks = iter(stream)
@@ -357,7 +355,7 @@ def test_an_error_event_raises(faulty: FaultyServer, sampler: SamplingClient, ev
 
 
 @pytest.mark.parametrize("cut", ["a clean end", "within an event", "one of two"])
-def test_a_stream_cut_short_is_an_error(
+def test_stream_cut_short_is_an_error(
     faulty: FaultyServer, sampler: SamplingClient, cut: str
 ) -> None:
     whole = token(1) + token(2) + done(2) + token(3, 1)
@@ -371,7 +369,7 @@ def test_a_stream_cut_short_is_an_error(
         read(sampler, 2 if cut == "one of two" else 1)
 
 
-def test_a_farewell_that_is_missing_is_no_error(
+def test_farewell_that_is_missing_is_no_error(
     faulty: FaultyServer, sampler: SamplingClient
 ) -> None:
     whole = token(1) + done(1)
@@ -380,7 +378,7 @@ def test_a_farewell_that_is_missing_is_no_error(
     assert len(read(sampler)) == 2
 
 
-def test_an_event_that_makes_no_sense_is_an_error(
+def test_event_that_makes_no_sense_is_an_error(
     faulty: FaultyServer, sampler: SamplingClient
 ) -> None:
     faulty.script("stream_sample", streamed(b'data: {"token_id": "seven"}\n\n', done(1)))
@@ -413,7 +411,7 @@ def test_back_pressure_before_a_stream_is_waited_out(
     assert "Sampling is paused for x" in caplog.text
 
 
-def test_without_retries_back_pressure_is_an_error(faulty: FaultyServer) -> None:
+def test_back_pressure_without_retries_is_an_error(faulty: FaultyServer) -> None:
     faulty.script("stream_sample", Answer(429, {"detail": "busy"}))
     with ServiceClient(base_url=faulty.base_url, api_key="tml-x") as service:
         config = RetryConfig(enable_retry_logic=False)
@@ -423,7 +421,7 @@ def test_without_retries_back_pressure_is_an_error(faulty: FaultyServer) -> None
 
 
 @pytest.mark.parametrize("status", [404, 405, 501])
-def test_a_server_that_knows_no_streams_gives_all_tokens_at_the_end(
+def test_server_that_knows_no_streams_gives_all_tokens_at_the_end(
     faulty: FaultyServer, sampler: SamplingClient, caplog: pytest.LogCaptureFixture, status: int
 ) -> None:
     faulty.script("stream_sample", Answer(status, {"detail": "Not Found"}))
@@ -442,7 +440,7 @@ def test_a_server_that_knows_no_streams_gives_all_tokens_at_the_end(
     assert len(faulty.requests("stream_sample")) == 1
 
 
-def test_a_sampler_that_is_not_there_is_not_taken_for_a_missing_endpoint(
+def test_missing_sampler_is_not_taken_for_a_missing_endpoint(
     faulty: FaultyServer, sampler: SamplingClient
 ) -> None:
     faulty.script("stream_sample", Answer(404, {"detail": "there is no sampling session 'x'"}))

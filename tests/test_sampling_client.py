@@ -91,7 +91,7 @@ def numbers(faulty: FaultyServer) -> list[int]:
 
 
 @pytest.mark.covers("C66")
-def test_a_client_is_given_a_sampling_session_of_its_own(
+def test_client_gets_its_own_sampling_session(
     faulty: FaultyServer, open_service: Callable[..., ServiceClient]
 ) -> None:
     service = open_service()
@@ -107,7 +107,7 @@ def test_a_client_is_given_a_sampling_session_of_its_own(
 
 
 @pytest.mark.covers("D02", "C66")
-def test_a_sampling_session_that_is_there_needs_no_model(
+def test_existing_sampling_session_needs_no_model(
     faulty: FaultyServer, open_service: Callable[..., ServiceClient]
 ) -> None:
     holder = open_service()._session
@@ -118,7 +118,7 @@ def test_a_sampling_session_that_is_there_needs_no_model(
 
 
 @pytest.mark.covers("C67", "24.sampling.1", "C68")
-def test_a_sample_on_the_wire(faulty: FaultyServer, sampler: SamplingClient) -> None:
+def test_sample_on_the_wire(faulty: FaultyServer, sampler: SamplingClient) -> None:
     for _ in range(2):
         sampler.sample(PROMPT, 2, PARAMS, headers={"X-Mine": "yes"}).result(10)
     first, second = faulty.requests("asample")
@@ -187,9 +187,7 @@ def test_ids_are_the_servers_or_made_up_of_the_request(
 
 
 @pytest.mark.covers("D12")
-def test_an_answer_that_cannot_be_read_is_final(
-    faulty: FaultyServer, sampler: SamplingClient
-) -> None:
+def test_answer_that_cannot_be_read_is_final(faulty: FaultyServer, sampler: SamplingClient) -> None:
     faulty.script("retrieve_future", Answer(body=b"\xff\xff", content_type=codec.PROTOBUF))
     with pytest.raises(APIResponseValidationError):
         sampler.sample(PROMPT, 1, PARAMS).result(10)
@@ -210,7 +208,7 @@ def test_an_answer_that_cannot_be_read_is_final(
         (LARGE, "7", 7.0),
     ],
 )
-def test_a_429_pauses_by_size_or_as_the_server_asks_and_the_same_request_is_sent_again(
+def test_429_pauses_and_the_same_request_is_sent_again(
     faulty: FaultyServer,
     sampler: SamplingClient,
     small_pause: list[float],
@@ -265,7 +263,7 @@ def test_clients_of_an_account_share_a_pause_and_others_do_not(
 
 
 @pytest.mark.covers("C74", "24.sampling.9")
-def test_the_reason_in_a_429_reaches_the_log_and_the_observer(
+def test_reason_in_a_429_reaches_the_log_and_the_observer(
     faulty: FaultyServer,
     sampler: SamplingClient,
     small_pause: list[float],
@@ -303,7 +301,7 @@ def test_permits_are_held_while_submitting_and_not_while_waiting(
 
 
 @pytest.mark.covers("D31")
-def test_the_limit_of_the_result_and_that_of_the_exchange_are_two(
+def test_limit_of_the_result_and_that_of_the_exchange_are_two(
     faulty: FaultyServer, sampler: SamplingClient
 ) -> None:
     transport = sampler._session.transport

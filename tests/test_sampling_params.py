@@ -19,7 +19,7 @@ def greedy(**settings: Any) -> SamplingParams:
     return SamplingParams(max_tokens=8, temperature=0, stop=[], **settings)
 
 
-def test_a_client_s_settings_reach_the_engine(service: ServiceClient) -> None:
+def test_client_s_settings_reach_the_engine(service: ServiceClient) -> None:
     sampler = service.create_sampling_client(base_model=MODEL).result()
     plain = sampler.sample(PROMPT, 1, greedy()).result(20).sequences[0]
     first, second = plain.tokens[:2]
@@ -53,7 +53,7 @@ def test_arguments_in_the_wrong_order_are_a_clear_error(service: ServiceClient) 
 
 
 @pytest.mark.parametrize("changes", [{"logit_bias": {10**6: 1.0}}, {"bad_words": [[10**6]]}])
-def test_a_token_outside_the_vocabulary_is_the_callers_fault(
+def test_token_outside_the_vocabulary_is_the_callers_fault(
     service: ServiceClient, changes: dict[str, Any]
 ) -> None:
     sampler = service.create_sampling_client(base_model=MODEL).result()

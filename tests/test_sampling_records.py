@@ -70,7 +70,7 @@ def sampled(name: str, offset: int, length: int) -> dict[str, Any]:
 
 
 def datum(sample: dict[str, Any], advantage: float = 1.0, **changes: Any) -> dict[str, Any]:
-    """What a sample is trained on with, targets of the prompt being 0."""
+    """Return the datum for training on a sample; targets of the prompt are 0."""
     tokens, name = sample["tokens"], sample["id"]
     before, count = len(PROMPT) - 1, len(tokens)
     inputs = {
@@ -483,7 +483,7 @@ def test_sample_that_is_drawn_again_differently_fails(tmp_path: Path) -> None:
 
     async def again(records: SamplingRecords) -> None:
         await records.keep("s", "s:sample:0:0", 3, [recording(0)])
-        with pytest.raises(EngineError, match="came out otherwise now") as caught:
+        with pytest.raises(EngineError, match="is different now") as caught:
             await records.keep("s", "s:sample:0:0", 3, [recording(1)])
         assert caught.value.category == "server"
         assert_same(await found(records, "s:sample:0:0:0"), recording(0))

@@ -32,7 +32,7 @@ def flip(path: Path, bit: int) -> None:
     path.write_bytes(data)
 
 
-def test_seal_accepts_the_files_it_was_made_of_and_later_ones(directory: Path) -> None:
+def test_seal_accepts_its_own_files_and_later_files(directory: Path) -> None:
     check(directory)
     (directory / "results.log").write_bytes(b"later")
     check(directory)
@@ -58,7 +58,7 @@ def test_directory_without_a_seal_is_refused(directory: Path) -> None:
         check(directory)
 
 
-def test_any_flipped_bit_of_a_seal_is_refused_or_harmless(directory: Path) -> None:
+def test_flipped_bit_of_a_seal_is_refused_or_harmless(directory: Path) -> None:
     whole = (directory / SEAL).read_bytes()
     told = json.loads(whole)
     for bit in range(8 * len(whole)):

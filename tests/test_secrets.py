@@ -92,7 +92,7 @@ NEEDLES = {secret: forms(secret) for secret in SECRETS}
 
 
 def leaks(text: str) -> list[str]:
-    """Where a text gives a secret away."""
+    """Return the places where a text reveals a secret."""
     lower, found = text.lower(), []
     for secret, needles in NEEDLES.items():
         for needle in needles:
@@ -141,7 +141,7 @@ class Everything(logging.Handler):
             one = one.__cause__ or one.__context__
 
     def show(self, *things: object) -> None:
-        """What a program prints of a thing."""
+        """Return the ways in which a program prints an object."""
         for thing in things:
             self.note(f"a {type(thing).__name__}", str(thing), repr(thing), f"{thing}")
 
@@ -312,7 +312,7 @@ def until(condition: Callable[[], object]) -> None:
 
 @contextlib.contextmanager
 def failing(everything: Everything, *kinds: type[BaseException]) -> Iterator[None]:
-    """What is done inside must fail; the error is heard."""
+    """Expect a failure inside, and record the error."""
     with pytest.raises(kinds or (tinkex.TinkerError,)) as caught:
         yield
     everything.confess(caught.value)
@@ -442,7 +442,7 @@ def from_file(server: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> ServiceC
 @pytest.mark.parametrize(
     "source", [from_argument, from_environment, from_program, from_command, from_file]
 )
-def test_a_key_is_seen_by_its_own_server_only_wherever_it_comes_from(
+def test_key_is_sent_only_to_its_own_server(
     source: Callable[..., ServiceClient],
     own: FaultyServer,
     foreign: FaultyServer,
@@ -533,7 +533,7 @@ def test_gates_headers_and_queries_are_seen_by_their_own_server_only(
     [echo_of(KEY, PASSWORD, GATE)(407), Answer(drop=True), None],
     ids=["refuses", "drops", "is-not-there"],
 )
-def test_a_proxys_password_is_seen_by_the_proxy_only(
+def test_proxys_password_is_seen_by_the_proxy_only(
     own: FaultyServer, everything: Everything, answer: Answer | None
 ) -> None:
     address = own.base_url if answer is not None else "http://127.0.0.1:1"
@@ -676,7 +676,7 @@ def test_signed_address_is_secret_and_needs_no_key(
 
 @pytest.mark.covers("W03")
 @pytest.mark.parametrize("tokens", [False, True])
-def test_a_server_keeps_and_tells_no_key(
+def test_server_keeps_and_tells_no_key(
     everything: Everything, tmp_path: Path, tokens: bool
 ) -> None:
     data = tmp_path / "data"

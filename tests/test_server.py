@@ -1,4 +1,4 @@
-"""What the server promises, spoken to without a client: order, idempotency, checkpoints, sessions,
+"""Promises of the server, tested without a client: order, idempotency, checkpoints, sessions,
 limits, dialects."""
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import pytest
 import tinkex
 from support import Clock, Wire, pass_json, sample_json, serving, step_json, wait_until
 from tinkex import ServiceClient, types
-from tinkex.engine.api import EngineError
+from tinkex.engine.api import EngineError, Place, Writer
 from tinkex.engine.fake import FakeEngine
-from tinkex.engine.places import Place, Writer
 from tinkex.server.app import create_app
 from tinkex.server.runs.journal import Journal
 from tinkex.server.runs.promises import JUST_READ, KEEP_READ, KEEP_UNREAD, Promises
@@ -116,7 +115,7 @@ def refusal(wire: Wire, status: int, path: str, body: Any, *words: str) -> None:
 
 
 @pytest.mark.covers("S5", "S12")
-def test_the_same_request_again_gets_the_same_receipt_and_runs_once(
+def test_same_request_again_gets_the_same_receipt_and_runs_once(
     wire: Wire, recorder: Recorder
 ) -> None:
     model = wire.model()
@@ -132,7 +131,7 @@ def test_the_same_request_again_gets_the_same_receipt_and_runs_once(
 
 
 @pytest.mark.covers("S12")
-def test_a_request_sent_twice_at_once_runs_once(wire: Wire, recorder: Recorder) -> None:
+def test_request_sent_twice_at_once_runs_once(wire: Wire, recorder: Recorder) -> None:
     model = wire.model()
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         receipts = list(pool.map(lambda _: wire.post("optim_step", step_json(model, 1)), range(16)))
@@ -142,7 +141,7 @@ def test_a_request_sent_twice_at_once_runs_once(wire: Wire, recorder: Recorder) 
 
 
 @pytest.mark.covers("S12")
-def test_another_request_under_a_used_number_fails_in_band(wire: Wire, recorder: Recorder) -> None:
+def test_reused_number_with_another_request_fails_in_band(wire: Wire, recorder: Recorder) -> None:
     model = wire.model()
     good = wire.post("optim_step", step_json(model, 1))["request_id"]
     other = wire.post("optim_step", step_json(model, 1, learning_rate=0.5))["request_id"]
@@ -155,7 +154,7 @@ def test_another_request_under_a_used_number_fails_in_band(wire: Wire, recorder:
 
 
 @pytest.mark.covers("S12")
-def test_the_same_body_for_another_operation_is_another_request(wire: Wire) -> None:
+def test_same_body_for_another_operation_is_another_request(wire: Wire) -> None:
     model = wire.model()
     body = {"model_id": model, "seq_id": 1, "path": "a"}
     assert "path" in wire.run("save_weights", body)
@@ -191,7 +190,7 @@ def test_run_continues_after_a_gap_times_out(serve: Callable[..., Wire]) -> None
 
 
 @pytest.mark.covers("S11")
-def test_a_number_that_arrives_in_time_stops_the_clock(serve: Callable[..., Wire]) -> None:
+def test_number_that_arrives_in_time_stops_the_clock(serve: Callable[..., Wire]) -> None:
     wire = serve(FakeEngine(), limits=Limits(gap_seconds=0.5))
 
     def filled(model: str, missing: int) -> tuple[str, bool]:
@@ -214,7 +213,7 @@ def test_a_number_that_arrives_in_time_stops_the_clock(serve: Callable[..., Wire
 
 
 @pytest.mark.covers("S13", "S28")
-def test_a_failed_operation_uses_its_number_up(wire: Wire, recorder: Recorder) -> None:
+def test_failed_operation_uses_its_number_up(wire: Wire, recorder: Recorder) -> None:
     model = wire.model()
     recorder.errors["forward_backward"] = EngineError("not like this")
     failure(wire.run("forward_backward", pass_json(model, 1)), "not like this")
@@ -239,7 +238,7 @@ def test_numbers_start_at_one(wire: Wire, number: int) -> None:
 
 
 @pytest.mark.covers("S13")
-def test_a_request_that_was_refused_does_not_hold_up_the_next(wire: Wire) -> None:
+def test_request_that_was_refused_does_not_hold_up_the_next(wire: Wire) -> None:
     """The client's counter has moved on, whatever the server thought of the request."""
     model = wire.model()
     bad = step_json(model, 1)
@@ -251,7 +250,7 @@ def test_a_request_that_was_refused_does_not_hold_up_the_next(wire: Wire) -> Non
 
 
 @pytest.mark.covers("S13")
-def test_a_refused_protobuf_request_does_not_hold_up_the_next(wire: Wire) -> None:
+def test_refused_protobuf_request_does_not_hold_up_the_next(wire: Wire) -> None:
     """Its tensors are damaged, but whose it is and which number it has can be read."""
     model = wire.model()
     damaged = protobuf_schema.parse("ForwardBackwardRequest", protobuf_pass(model, 1))
@@ -308,7 +307,7 @@ def test_unknown_things_are_not_found(wire: Wire) -> None:
 
 
 @pytest.mark.covers("S8")
-def test_a_wrong_model_name_lists_the_ones_there_are(wire: Wire) -> None:
+def test_wrong_model_name_lists_the_known_models(wire: Wire) -> None:
     session = wire.session()
     body = {"session_id": session, "model_seq_id": 0, "base_model": "flake"}
     refusal(wire, 400, "create_model", body, "'flake'", "fake")
@@ -319,7 +318,7 @@ def test_a_wrong_model_name_lists_the_ones_there_are(wire: Wire) -> None:
     assert wire.post("get_info", {"model_id": good})["model_data"]["model_name"] == "fake"
 
 
-def test_an_optimizer_that_is_not_here_is_refused(wire: Wire) -> None:
+def test_unavailable_optimizer_is_refused(wire: Wire) -> None:
     body = {"session_id": wire.session(), "model_seq_id": 0, "base_model": "fake"}
     failure(
         wire.run("create_model", body | {"optimizer_config": {"type": "lion"}}),
@@ -337,7 +336,7 @@ def test_an_optimizer_that_is_not_here_is_refused(wire: Wire) -> None:
 
 
 @pytest.mark.covers("S14")
-def test_bad_request_changes_nothing(wire: Wire) -> None:
+def test_bad_request_has_no_effect(wire: Wire) -> None:
     """Two runs get the same good calls, one also gets bad ones. They must stay equal."""
     session = wire.session()
     clean, tried = wire.model(session, 0), wire.model(session, 1)
@@ -391,7 +390,7 @@ def save(
     return wire.run(kind, {"model_id": model, "seq_id": number, "path": name, **fields})
 
 
-def test_saving_a_run_stops_nothing_else(serve: Callable[..., Wire]) -> None:
+def test_saving_a_run_does_not_stop_other_work(serve: Callable[..., Wire]) -> None:
     """… other runs, samples and its own passes; the rest of the run waits, and a load finds what
     was saved."""
     writing, gate, recorder = threading.Event(), threading.Event(), Recorder()
@@ -443,7 +442,7 @@ def test_saving_a_run_stops_nothing_else(serve: Callable[..., Wire]) -> None:
     )
 
 
-def test_a_save_that_fails_for_whatever_reason_holds_nothing_up(serve: Callable[..., Wire]) -> None:
+def test_failed_save_does_not_delay_others(serve: Callable[..., Wire]) -> None:
     errors = iter([EngineError("not now"), RuntimeError("the device is on fire"), SystemExit()])
 
     def fail(method: str, subject: str) -> None:
@@ -464,7 +463,7 @@ def loss(wire: Wire, model: str, number: int) -> float:
 
 
 @pytest.mark.covers("S25")
-def test_a_name_is_used_once_unless_told_otherwise(
+def test_name_is_used_once_unless_overwrite_is_set(
     wire: Wire, files: Callable[[str], list[Path]]
 ) -> None:
     model = wire.model()
@@ -493,7 +492,7 @@ def test_training_and_sampler_checkpoints_do_not_collide(wire: Wire) -> None:
     failure(save(wire, model, 3, "a", "save_weights_for_sampler", ttl_seconds=3600), "exists")
 
 
-def test_a_nameless_checkpoint_is_named_after_its_number(wire: Wire) -> None:
+def test_nameless_checkpoint_is_named_after_its_number(wire: Wire) -> None:
     model = wire.model()
     assert save(wire, model, 1, None)["path"] == f"tinker://{model}/weights/step-1"
 
@@ -539,14 +538,14 @@ def test_times_to_live_out_of_bounds_are_refused(wire: Wire, ttl: int) -> None:
     assert "path" in save(wire, model, 2, "a", ttl_seconds=3600)
 
 
-def test_an_expired_checkpoint_is_gone_and_its_name_is_free(
+def test_expired_checkpoint_is_gone_and_its_name_is_free(
     wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = wire.model()
     path = save(wire, model, 1, "a", ttl_seconds=3600)["path"]
     assert wire.post("weights_info", {"tinker_path": path})["lora_rank"] == 4
     later = time.time() + 3601
-    monkeypatch.setattr("tinkex.server.database.sqlite_checkpoints.time.time", lambda: later)
+    monkeypatch.setattr("tinkex.server.database.sqlite_runs.time.time", lambda: later)
     refusal(wire, 404, "weights_info", {"tinker_path": path}, "a")
     load = {"model_id": model, "seq_id": 2, "path": path, "optimizer": True}
     failure(wire.run("load_weights", load), "no checkpoint", "expired")
@@ -566,7 +565,7 @@ class Stopping(Writer):
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_an_interrupted_save_leaves_nothing(
+def test_interrupted_save_leaves_no_files(
     wire: Wire,
     engine: FakeEngine,
     files: Callable[[str], list[Path]],
@@ -594,7 +593,7 @@ def test_an_interrupted_save_leaves_nothing(
     assert "path" in save(wire, model, 3 if overwrite else 2, "a", overwrite=overwrite)
 
 
-def test_a_sample_is_drawn_while_its_request_goes_to_disk_and_acknowledged_when_it_is_there(
+def test_sample_is_drawn_during_the_write_and_acknowledged_after_it(
     wire: Wire, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampler, begun, gate = sampler_of(wire), threading.Event(), threading.Event()
@@ -622,7 +621,7 @@ def test_a_sample_is_drawn_while_its_request_goes_to_disk_and_acknowledged_when_
         assert len(wire.result(receipt.result(30)["request_id"])["sequences"]) == 1
 
 
-def test_a_sample_that_cannot_be_put_on_disk_was_not_taken(
+def test_sample_that_cannot_be_put_on_disk_was_not_taken(
     wire: Wire, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampler = sampler_of(wire)
@@ -633,9 +632,8 @@ def test_a_sample_that_cannot_be_put_on_disk_was_not_taken(
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "append", refuse)
         patch.setattr(engine, "sample_step", list)  # what was begun does not end by itself
-        refusal(
-            wire, 503, "asample", sample_json(sampler, 0), "cannot be put on disk", "no space left"
-        )
+        words = ("cannot be written to disk", "no space left")
+        refusal(wire, 503, "asample", sample_json(sampler, 0), *words)
         wait_until(lambda: not engine.sampling())
     assert len(wire.run("asample", sample_json(sampler, 0))["sequences"]) == 1
 
@@ -654,7 +652,7 @@ def test_wrong_kind_of_path_is_recognized(wire: Wire) -> None:
         refusal(wire, 400, "weights_info", {"tinker_path": bad}, bad)
 
 
-def test_a_checkpoint_of_another_shape_is_refused(wire: Wire) -> None:
+def test_checkpoint_of_another_shape_is_refused(wire: Wire) -> None:
     session = wire.session()
     path = save(wire, wire.model(session, 0, rank=4), 1, "a")["path"]
     other = wire.model(session, 1, rank=8)
@@ -665,7 +663,7 @@ def test_a_checkpoint_of_another_shape_is_refused(wire: Wire) -> None:
 
 
 @pytest.mark.covers("S24")
-def test_a_run_can_be_made_by_loading(wire: Wire) -> None:
+def test_run_can_be_made_by_loading(wire: Wire) -> None:
     session = wire.session()
     model = wire.model(session, 0)
     wire.run("forward_backward", pass_json(model, 1))
@@ -678,7 +676,7 @@ def test_a_run_can_be_made_by_loading(wire: Wire) -> None:
     refusal(wire, 400, "load_weights", {"path": path, "optimizer": True}, "model_id")
 
 
-def test_a_run_that_could_not_be_loaded_is_not_there(wire: Wire, recorder: Recorder) -> None:
+def test_unloadable_run_is_not_found(wire: Wire, recorder: Recorder) -> None:
     session = wire.session()
     path = save(wire, wire.model(session, 0), 1, "a")["path"]
     recorder.errors["load"] = EngineError("the file is damaged")
@@ -701,7 +699,7 @@ def sampler_of(wire: Wire, session: str | None = None, **source: Any) -> str:
 
 
 @pytest.mark.covers("S33")
-def test_a_sample_sent_again_is_not_drawn_again(wire: Wire, recorder: Recorder) -> None:
+def test_sample_sent_again_is_not_drawn_again(wire: Wire, recorder: Recorder) -> None:
     sampler = sampler_of(wire)
     body = sample_json(sampler, 7, num_samples=3)
     del body["sampling_params"]["seed"]
@@ -716,7 +714,7 @@ def test_a_sample_sent_again_is_not_drawn_again(wire: Wire, recorder: Recorder) 
 
 
 @pytest.mark.covers("S33")
-def test_another_sample_under_a_used_number_fails_in_band(wire: Wire) -> None:
+def test_reused_number_with_another_sample_fails_in_band(wire: Wire) -> None:
     sampler = sampler_of(wire)
     drawn = wire.run("asample", sample_json(sampler, 0))
     failure(wire.run("asample", sample_json(sampler, 0, num_samples=2)), "number 0", "used before")
@@ -733,7 +731,7 @@ def test_results_of_a_finished_session_are_gone(wire: Wire) -> None:
 
 
 @pytest.mark.parametrize("count", [0, -1, 1025])
-def test_the_number_of_samples_is_bounded(wire: Wire, count: int) -> None:
+def test_number_of_samples_is_bounded(wire: Wire, count: int) -> None:
     refusal(
         wire,
         400,
@@ -754,7 +752,7 @@ def test_sampling_without_a_session_names_its_source(wire: Wire) -> None:
 
 
 @pytest.mark.covers("S38")
-def test_a_prompt_beyond_the_window_fails_in_band(wire: Wire) -> None:
+def test_prompt_beyond_the_window_fails_in_band(wire: Wire) -> None:
     prompt = {"chunks": [{"tokens": [1] * 65, "type": "encoded_text"}]}
     failure(wire.run("asample", sample_json(sampler_of(wire), prompt=prompt)), "65", "64")
 
@@ -780,7 +778,7 @@ def test_sampler_keeps_its_weights_during_training(wire: Wire) -> None:
 
 
 @pytest.mark.covers("S32")
-def test_a_nameless_save_needs_a_number(wire: Wire) -> None:
+def test_nameless_save_needs_a_number(wire: Wire) -> None:
     model = wire.model()
     failure(
         wire.run("save_weights_for_sampler", {"model_id": model, "seq_id": 1}),
@@ -788,7 +786,7 @@ def test_a_nameless_save_needs_a_number(wire: Wire) -> None:
     )
 
 
-def test_a_sampler_that_cannot_be_loaded_says_why(wire: Wire, recorder: Recorder) -> None:
+def test_unloadable_sampler_reports_the_reason(wire: Wire, recorder: Recorder) -> None:
     session = wire.session()
     path = save(wire, wire.model(session), 1, "a", "save_weights_for_sampler")["path"]
     sampler = sampler_of(wire, session, base_model=None, model_path=path)
@@ -822,7 +820,7 @@ def test_samplers_that_were_not_used_for_long_make_room(serve: Callable[..., Wir
 
 
 @pytest.mark.covers("S26")
-def test_a_poll_is_held_and_then_says_not_yet(
+def test_poll_is_held_and_then_answers_try_again(
     wire: Wire, recorder: Recorder, serve: Callable[..., Wire]
 ) -> None:
     model = wire.model()
@@ -844,7 +842,7 @@ def test_a_poll_is_held_and_then_says_not_yet(
 
 
 @pytest.mark.covers("S27")
-def test_a_result_can_be_read_twice(wire: Wire) -> None:
+def test_result_can_be_read_twice(wire: Wire) -> None:
     model = wire.model()
     request_id = wire.post("forward_backward", pass_json(model, 1))["request_id"]
     assert wire.result(request_id) == wire.result(request_id)
@@ -913,7 +911,7 @@ def test_read_results_are_kept_within_a_byte_limit(monkeypatch: pytest.MonkeyPat
     asyncio.run(run())
 
 
-def test_a_result_that_is_read_has_its_size_noted(tmp_path: Path) -> None:
+def test_result_that_is_read_has_its_size_noted(tmp_path: Path) -> None:
     from tinkex import LocalBackend
 
     with (
@@ -964,7 +962,7 @@ def test_results_come_in_the_form_that_is_asked_for(
 
 
 @pytest.mark.covers("S2", "S26")
-def test_a_pending_poll_stays_json_under_protobuf(wire: Wire, recorder: Recorder) -> None:
+def test_pending_poll_stays_json_under_protobuf(wire: Wire, recorder: Recorder) -> None:
     model = wire.model()
     gate = recorder.gates["forward_backward"] = threading.Event()
     request_id = wire.post("forward_backward", pass_json(model, 1))["request_id"]
@@ -1056,7 +1054,7 @@ def test_bodies_over_the_limit_are_refused(serve: Callable[..., Wire]) -> None:
     assert "2000" in heard.json["detail"]
 
 
-def test_a_body_of_unknown_length_is_counted(serve: Callable[..., Wire]) -> None:
+def test_body_of_unknown_length_is_counted(serve: Callable[..., Wire]) -> None:
     import http.client
 
     wire = serve(FakeEngine(), limits=Limits(body_bytes=2000))
@@ -1073,7 +1071,7 @@ def test_a_body_of_unknown_length_is_counted(serve: Callable[..., Wire]) -> None
 # ── keys ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_key_is_asked_for_and_checked(serve: Callable[..., Wire]) -> None:
+def test_key_is_asked_for_and_checked(serve: Callable[..., Wire]) -> None:
     wire = serve(FakeEngine(), api_key="tml-right")
     body = {"sdk_version": "x"}
     missing = wire.send("client/config", body)
@@ -1142,7 +1140,7 @@ def test_waiter_fails_when_its_session_ends(serve: Callable[..., Wire]) -> None:
 
 
 @pytest.mark.covers("S6")
-def test_a_silent_session_is_ended(
+def test_silent_session_is_ended(
     serve: Callable[..., Wire], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, clock = asyncio.sleep, Clock()
@@ -1207,7 +1205,7 @@ def test_requests_of_an_earlier_life_are_answered(
     refusal(second, 404, "retrieve_future", {"request_id": "nobody:1"}, "nobody:1")
 
 
-def test_a_model_of_an_earlier_life_is_not_made_again(
+def test_model_of_an_earlier_life_is_not_made_again(
     serve: Callable[..., Wire], tmp_path: Path
 ) -> None:
     with serving(FakeEngine(), tmp_path) as url:
@@ -1242,7 +1240,7 @@ def test_data_of_a_newer_version_is_left_alone(tmp_path: Path) -> None:
         SqliteDatabase(tmp_path)
 
 
-def test_the_rest(wire: Wire) -> None:
+def test_rest(wire: Wire) -> None:
     assert wire.get("healthz") == {"status": "ok"}
     [model] = wire.get("get_server_capabilities")["supported_models"]
     assert model == {
@@ -1263,7 +1261,7 @@ def test_the_rest(wire: Wire) -> None:
     )
 
 
-def test_an_internal_fault_says_little(
+def test_internal_fault_reveals_no_details(
     wire: Wire, monkeypatch: pytest.MonkeyPatch, engine: FakeEngine
 ) -> None:
     def broken() -> Any:
@@ -1286,7 +1284,7 @@ def test_far_ahead_number_is_refused_alone(wire: Wire) -> None:
 
 @pytest.mark.covers("S24")
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_strict_server_loads_weights_as_the_first_operation_only(
+def test_strict_server_loads_weights_as_the_first_operation_only(
     tmp_path: Path, strict: bool
 ) -> None:
     with serving(FakeEngine(), tmp_path, strict=strict) as url:
@@ -1340,8 +1338,8 @@ def test_operations_answer_to_their_own_method_alone(wire: Wire) -> None:
     }
 
 
-def test_a_server_below_another_path_answers_there(tmp_path: Path) -> None:
-    """Where a proxy says which part of the path is its own."""
+def test_server_below_a_path_prefix_answers(tmp_path: Path) -> None:
+    """Behind a proxy that names its part of the path."""
     app = create_app(FakeEngine(), tmp_path)
     sent: list[dict[str, Any]] = []
 

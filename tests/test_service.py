@@ -167,7 +167,7 @@ def test_run_options_are_folded_into_one_lora_config(
 
 @both
 @pytest.mark.covers("C35", "24.service.3")
-def test_a_run_that_trains_nothing_is_refused_before_anything_is_sent(
+def test_run_without_trainable_parts_is_refused_before_sending(
     faulty: FaultyServer, service: ServiceClient, twin: str
 ) -> None:
     nothing = {"train_mlp": False, "train_attn": False, "train_unembed": False}
@@ -179,7 +179,7 @@ def test_a_run_that_trains_nothing_is_refused_before_anything_is_sent(
 
 @both
 @pytest.mark.covers("C37", "24.service.4")
-def test_a_sampler_of_nothing_is_refused_before_anything_is_sent(
+def test_sampler_without_a_model_is_refused_before_sending(
     faulty: FaultyServer, service: ServiceClient, twin: str
 ) -> None:
     with pytest.raises(ValueError, match="model_path or base_model"):
@@ -191,7 +191,7 @@ def test_a_sampler_of_nothing_is_refused_before_anything_is_sent(
 
 
 @pytest.mark.covers("24.service.7")
-def test_two_services_share_nothing_of_each_other(faulty: FaultyServer) -> None:
+def test_two_services_share_no_state(faulty: FaultyServer) -> None:
     opened = iter(["a", "b"])
     faulty.script("create_session", lambda _: Answer(body={"session_id": next(opened)}))
     for name in "ab":
@@ -219,7 +219,7 @@ def test_two_services_share_nothing_of_each_other(faulty: FaultyServer) -> None:
 
 
 @pytest.mark.covers("C39", "D10")
-def test_a_rest_client_of_a_service_ends_nothing_when_it_is_closed(
+def test_closing_a_services_rest_client_keeps_the_service(
     faulty: FaultyServer, service: ServiceClient
 ) -> None:
     faulty.script(
@@ -244,7 +244,7 @@ LOADING = pytest.mark.parametrize("method", ["", "_with_optimizer"], ids=["weigh
 @both
 @LOADING
 @pytest.mark.covers("C36", "24.service.5", "24.service.6")
-def test_a_run_of_a_state_has_the_shape_that_its_checkpoint_says(
+def test_resumed_run_has_the_shape_of_its_checkpoint(
     faulty: FaultyServer, service: ServiceClient, method: str, twin: str
 ) -> None:
     info = {
@@ -298,7 +298,7 @@ def test_a_run_of_a_state_has_the_shape_that_its_checkpoint_says(
 @both
 @LOADING
 @pytest.mark.covers("C36", "24.service.6")
-def test_a_run_of_a_state_is_made_in_one_request_where_the_server_can(
+def test_resumed_run_is_made_in_one_request_if_supported(
     faulty: FaultyServer, service: ServiceClient, method: str, twin: str
 ) -> None:
     service.create_lora_training_client("m").result()
@@ -334,7 +334,7 @@ def test_a_run_of_a_state_is_made_in_one_request_where_the_server_can(
     assert faulty.requests("optim_step")[0].json["seq_id"] == 1
 
 
-def test_an_optimizer_that_is_given_wins_over_the_checkpoints(
+def test_optimizer_that_is_given_wins_over_the_checkpoints(
     faulty: FaultyServer, service: ServiceClient
 ) -> None:
     faulty.script("client/config", Answer(404))
@@ -356,7 +356,7 @@ FAILURES = {
 @both
 @pytest.mark.covers("D04", "24.code.18")
 @pytest.mark.parametrize("failure", FAILURES)
-def test_a_state_that_cannot_be_loaded_leaves_no_run_behind(
+def test_state_that_cannot_be_loaded_leaves_no_run_behind(
     faulty: FaultyServer, service: ServiceClient, failure: str, twin: str
 ) -> None:
     """The run made for it is let go, and its number is not used again."""
@@ -415,7 +415,7 @@ def test_error_does_not_wait_for_unloading(faulty: FaultyServer, service: Servic
     ],
     ids=["not-lora", "no-rank", "nothing"],
 )
-def test_a_checkpoint_that_is_no_adapter_makes_no_run(
+def test_checkpoint_that_is_no_adapter_makes_no_run(
     faulty: FaultyServer,
     service: ServiceClient,
     info: dict[str, Any],
@@ -512,7 +512,7 @@ def uploading(faulty: FaultyServer) -> FaultyServer:
     return faulty
 
 
-def test_a_custom_loss_is_uploaded_and_used_by_its_name(
+def test_custom_loss_is_uploaded_and_used_by_its_name(
     uploading: FaultyServer, service: ServiceClient
 ) -> None:
     client = service.create_lora_training_client("m").result()
@@ -557,7 +557,7 @@ def test_custom_losses_are_numbered_and_each_is_made_once(
     ] == [0, 1]
 
 
-def test_a_custom_loss_that_could_not_be_uploaded_can_be_made_again(
+def test_custom_loss_that_could_not_be_uploaded_can_be_made_again(
     uploading: FaultyServer, service: ServiceClient
 ) -> None:
     uploading.script(
@@ -570,7 +570,7 @@ def test_a_custom_loss_that_could_not_be_uploaded_can_be_made_again(
     assert service.create_custom_loss(weighted, RANKS).result(10).loss_id == "loss-1"
 
 
-def test_a_custom_loss_that_cannot_be_traced_is_refused_at_once(
+def test_custom_loss_that_cannot_be_traced_is_refused_at_once(
     faulty: FaultyServer, service: ServiceClient
 ) -> None:
     def branching(logprobs: Any) -> Any:
@@ -583,7 +583,7 @@ def test_a_custom_loss_that_cannot_be_traced_is_refused_at_once(
     assert faulty.seen == []
 
 
-def test_a_custom_loss_of_another_session_is_refused(
+def test_custom_loss_of_another_session_is_refused(
     faulty: FaultyServer, service: ServiceClient
 ) -> None:
     handle = service.create_custom_loss(other, {"logprobs": 1}).result(10)
@@ -596,7 +596,7 @@ def test_a_custom_loss_of_another_session_is_refused(
     assert faulty.requests("forward_backward") == []
 
 
-def test_a_custom_loss_is_computed_here_where_the_server_takes_none(
+def test_custom_loss_is_computed_by_the_client_without_server_support(
     faulty: FaultyServer, service: ServiceClient
 ) -> None:
     client = service.create_lora_training_client("m").result()
@@ -616,7 +616,7 @@ def test_a_custom_loss_is_computed_here_where_the_server_takes_none(
     assert gradient == [1.0, 1.0, 0.0]  # of the negative log-likelihood by each log-probability
 
 
-def test_a_custom_loss_trains_a_model_as_a_plain_function_does(server_url: str) -> None:
+def test_custom_loss_trains_a_model_as_a_plain_function_does(server_url: str) -> None:
     """On our server, with numbers that matter."""
     data = make_data(types)
 
@@ -656,12 +656,12 @@ def test_clients_take_a_config_in_place_of_single_settings(server_url: str) -> N
 @pytest.mark.parametrize(
     "kind", [tinkex.ServiceClient, tinkex.RestClient, tinkex.AdminClient, tinkex.HttpClient]
 )
-def test_a_config_beside_single_settings_is_refused(kind: Any) -> None:
+def test_config_beside_single_settings_is_refused(kind: Any) -> None:
     with pytest.raises(ValueError, match="not both"):
         kind(config=tinkex.Config.resolve(base_url="local"), base_url="local")
 
 
-def test_a_service_says_which_session_it_has(faulty: FaultyServer) -> None:
+def test_service_exposes_its_session_id(faulty: FaultyServer) -> None:
     with ServiceClient(base_url=faulty.base_url) as service:
         assert service.session_id == ""
         service.get_server_capabilities()

@@ -73,7 +73,7 @@ def opened(faulty: FaultyServer, **options: Any) -> ServiceClient:
 
 
 @pytest.mark.covers("C29", "24.session.1")
-def test_a_session_says_who_opens_it(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_session_reports_its_client(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKER_TAGS", "one, two")
     metadata = {"team": "red"}
     with opened(
@@ -104,7 +104,7 @@ def test_a_session_says_who_opens_it(faulty: FaultyServer, monkeypatch: pytest.M
     ],
     ids=["nothing", "number", "page"],
 )
-def test_an_answer_that_is_no_session_is_an_error(
+def test_answer_that_is_no_session_is_an_error(
     faulty: FaultyServer, answer: Answer, word: str
 ) -> None:
     faulty.script("create_session", answer)
@@ -143,7 +143,7 @@ def test_messages_of_the_server_are_logged(
 
 
 @pytest.mark.covers("24.session.6")
-def test_a_slow_answer_within_the_timeout_opens_the_session(
+def test_slow_answer_within_the_timeout_opens_the_session(
     faulty: FaultyServer, configured: Callable[..., None]
 ) -> None:
     configured(timeout=20.0)
@@ -205,7 +205,7 @@ def test_failing_server_times_out(
 
 
 @pytest.mark.covers("C30")
-def test_the_times_of_heartbeats() -> None:
+def test_times_of_heartbeats() -> None:
     assert tinkex.client.session.HEARTBEAT_SECONDS == 10.0
     assert tinkex.client.session.HEARTBEAT_TIMEOUT == 10.0
     assert tinkex.client.session.SILENCE_SECONDS == 120.0
@@ -226,7 +226,7 @@ def test_heartbeats_come_at_their_time_and_name_their_session(
 
 @pytest.mark.covers("24.session.7")
 @pytest.mark.parametrize("status", [503, 429, 402])
-def test_a_heartbeat_has_ten_seconds_and_one_attempt_whatever_is_configured(
+def test_heartbeat_ignores_configured_timeout_and_retries(
     faulty: FaultyServer,
     configured: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
@@ -402,7 +402,7 @@ def test_limit_is_off_by_default() -> None:
 
 @pytest.mark.covers("D11")
 @pytest.mark.usefixtures("lively")
-def test_a_slow_heartbeat_delays_no_other(
+def test_slow_heartbeat_delays_no_other(
     faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tinkex.client.session.HEARTBEAT_TIMEOUT", 60)
@@ -429,7 +429,7 @@ def test_a_slow_heartbeat_delays_no_other(
 
 @pytest.mark.covers("C32")
 @pytest.mark.usefixtures("lively")
-def test_after_closing_there_is_no_further_heartbeat(faulty: FaultyServer) -> None:
+def test_closing_ends_heartbeats(faulty: FaultyServer) -> None:
     service = opened(faulty)
     wait_until(lambda: len(beats(faulty)) >= 2)
     service.close().result(5)
@@ -441,7 +441,7 @@ def test_after_closing_there_is_no_further_heartbeat(faulty: FaultyServer) -> No
 
 @pytest.mark.covers("24.code.12")
 @pytest.mark.usefixtures("lively")
-def test_a_session_is_found_again_by_its_copies_and_kept_alive_by_them(
+def test_session_is_found_again_by_its_copies_and_kept_alive_by_them(
     faulty: FaultyServer,
 ) -> None:
     """The client that opened it is gone without a word; one shadow beats for both copies, and does
@@ -461,7 +461,7 @@ def test_a_session_is_found_again_by_its_copies_and_kept_alive_by_them(
     wait_until(lambda: len(beats(faulty)) >= before + 2)
     assert {beat.json["session_id"] for beat in beats(faulty)} == {"s"}
     assert len(faulty.requests("create_session")) == 1
-    first.holder.start(first.holder.finish("success", None)).result(5)
+    first.holder.call(first.holder.finish, "success", None).result(5)
     assert faulty.requests("sessions/s/finish") == []
     assert pickle.loads(pickled).holder is not first.holder  # what is closed is not found again
     del first, second
@@ -488,7 +488,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tinkex.client.session.SHORTEST_REFRESH", 0.05)
 
 
-def test_the_configuration_is_fetched_before_the_session_is_made(faulty: FaultyServer) -> None:
+def test_configuration_is_fetched_before_the_session_is_made(faulty: FaultyServer) -> None:
     faulty.script(
         "client/dynamic_config", Answer(body={"sample_cancel_enabled": True, "unheard_of": 1})
     )
@@ -505,7 +505,7 @@ def test_the_configuration_is_fetched_before_the_session_is_made(faulty: FaultyS
 @pytest.mark.parametrize(
     "answer", [Answer(404), Answer(500), Answer(drop=True), Answer(body=b"nonsense")]
 )
-def test_a_server_without_a_changing_configuration_is_no_problem(
+def test_server_without_a_changing_configuration_is_no_problem(
     faulty: FaultyServer, answer: Answer
 ) -> None:
     faulty.script("client/dynamic_config", answer)
@@ -515,7 +515,7 @@ def test_a_server_without_a_changing_configuration_is_no_problem(
 
 
 @pytest.mark.usefixtures("eager")
-def test_the_configuration_is_refreshed_and_failures_keep_the_last(faulty: FaultyServer) -> None:
+def test_configuration_is_refreshed_and_failures_keep_the_last(faulty: FaultyServer) -> None:
     new = {"refresh_interval_sec": 0, "sample_cancel_enabled": True}
     failures = [Answer(500), Answer(drop=True), Answer(body=b"nonsense"), Answer(404)]
     faulty.script(
@@ -539,13 +539,13 @@ def test_the_configuration_is_refreshed_and_failures_keep_the_last(faulty: Fault
     assert all(later - earlier >= 0.045 for earlier, later in itertools.pairwise(times))
 
 
-def test_the_configuration_is_not_asked_for_more_often_than_every_ten_seconds() -> None:
+def test_configuration_is_not_asked_for_more_often_than_every_ten_seconds() -> None:
     assert tinkex.client.session.SHORTEST_REFRESH == 10.0
 
 
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("way", ["closed", "dropped"])
-def test_the_configuration_is_asked_for_no_longer_when_the_session_is(
+def test_configuration_is_asked_for_no_longer_when_the_session_is(
     faulty: FaultyServer, way: str
 ) -> None:
     faulty.script("client/dynamic_config", Answer(body={"refresh_interval_sec": 0}))

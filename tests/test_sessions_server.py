@@ -49,7 +49,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is done every few seconds is done every few hundredths."""
+    """Run periodic work every few hundredths of a second."""
     real = asyncio.sleep
     monkeypatch.setattr(
         "tinkex.server.state.asyncio.sleep", lambda seconds: real(min(seconds, 0.03))
@@ -85,7 +85,7 @@ def finish(wire: Wire, session: str, reason: str = "success", detail: str | None
 
 
 @pytest.mark.covers("S7")
-def test_a_session_names_its_runs_and_samplers(wire: Wire) -> None:
+def test_session_names_its_runs_and_samplers(wire: Wire) -> None:
     session = begin(wire, user_metadata={"a": "b", "n": 3}, display_name="Nightly")
     model = wire.model(session)
     again = {
@@ -107,7 +107,7 @@ def test_a_session_names_its_runs_and_samplers(wire: Wire) -> None:
     assert wire.send(f"sessions/{session}?access_scope=all", method="GET").status == 400
 
 
-def test_a_session_moves_with_its_checkpoints_into_a_project(wire: Wire) -> None:
+def test_session_moves_with_its_checkpoints_into_a_project(wire: Wire) -> None:
     session = begin(wire, project_id="old")
     model = wire.model(session)
     wire.run("save_weights", {"model_id": model, "path": "a", "seq_id": 1})
@@ -142,7 +142,7 @@ def test_sessions_are_listed_newest_first_a_page_at_a_time(serve: Serve) -> None
         assert wire.send(f"sessions?{query}", method="GET").status == 400, query
 
 
-def test_a_search_matches_everything_that_is_asked(serve: Serve) -> None:
+def test_search_matches_everything_that_is_asked(serve: Serve) -> None:
     wire = serve()
     one = begin(
         wire, display_name="Nightly eval", project_id="p", user_metadata={"team": "a", "seed": "1"}
@@ -177,7 +177,7 @@ def test_a_search_matches_everything_that_is_asked(serve: Serve) -> None:
     assert wire.send("sessions/search", {"limit": 0}).status == 400
 
 
-def test_a_found_session_is_summed_up(wire: Wire) -> None:
+def test_found_session_is_summed_up(wire: Wire) -> None:
     session = begin(wire, display_name="one", user_metadata={"k": "v"})
     model = wire.model(session)
     for number, name in enumerate(("a", "b"), 1):
@@ -198,9 +198,7 @@ def test_a_found_session_is_summed_up(wire: Wire) -> None:
     }
 
 
-def test_pages_of_a_search_leave_nothing_out_and_repeat_nothing(
-    serve: Serve, tmp_path: Path
-) -> None:
+def test_pages_of_a_search_neither_omit_nor_repeat_sessions(serve: Serve, tmp_path: Path) -> None:
     wire = serve()
     made = [begin(wire) for _ in range(7)]
     with closing(SqliteDatabase(tmp_path)) as facts:  # some of them in the same microsecond
@@ -246,7 +244,7 @@ def test_silent_session_is_freed_but_keeps_checkpoints(serve: Serve, clock: Cloc
 
 @pytest.mark.covers("S6")
 @pytest.mark.usefixtures("quick")
-def test_a_session_that_an_earlier_life_left_open_expires_too(tmp_path: Path, clock: Clock) -> None:
+def test_session_that_an_earlier_life_left_open_expires_too(tmp_path: Path, clock: Clock) -> None:
     with serving(FakeEngine(), tmp_path) as url:
         left, alive = begin(Wire(url)), begin(Wire(url))
     with serving(FakeEngine(), tmp_path, limits=Limits(session_seconds=60)) as url:
@@ -338,7 +336,7 @@ def test_trace_shows_the_timeline_of_a_session(wire: Wire) -> None:
     assert wire.send("sessions/nothing/trace_export", method="GET").status == 404
 
 
-def test_a_link_to_a_trace_cannot_be_made_up_or_used_later(
+def test_link_to_a_trace_cannot_be_made_up_or_used_later(
     wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = work(wire), wire.session()
@@ -348,7 +346,7 @@ def test_a_link_to_a_trace_cannot_be_made_up_or_used_later(
     assert fetch(url[:-1] + ("0" if url[-1] != "0" else "1")).status == 403
     assert fetch(url.replace("expires=", "expires=9")).status == 403
     assert fetch(url.split("?")[0]).status == 403
-    monkeypatch.setattr("tinkex.server.routes.session_records.LINK_SECONDS", -5)
+    monkeypatch.setattr("tinkex.server.routes.session_calls.LINK_SECONDS", -5)
     late = fetch(wire.get(f"sessions/{one}/trace_export")["url"])
     assert late.status == 403
     assert "expired" in late.json["detail"]
@@ -365,7 +363,7 @@ def test_link_to_a_trace_ends_with_its_key(tmp_path: Path) -> None:
         assert fetch(link).status == 403
 
 
-def test_a_program_with_its_own_backend_gets_the_trace_as_a_file(tmp_path: Path) -> None:
+def test_program_with_its_own_backend_gets_the_trace_as_a_file(tmp_path: Path) -> None:
     backend = tinkex.LocalBackend(engine=FakeEngine(), data_dir=tmp_path)
     with backend, tinkex.ServiceClient(base_url=backend.base_url) as service:
         service.create_lora_training_client("fake", rank=4).result()
@@ -376,14 +374,14 @@ def test_a_program_with_its_own_backend_gets_the_trace_as_a_file(tmp_path: Path)
             assert list(spans(json.load(file))) == ["create_model"]
 
 
-def test_a_timeline_has_a_limit(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timeline_has_a_limit(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tinkex.server.meter.SPANS_PER_SESSION", 3)
     wire = serve()
     url = wire.get(f"sessions/{work(wire)}/trace_export")["url"]
     assert list(spans(fetch(url).json)) == ["create_model", "forward_backward", "optim_step"]
 
 
-def test_search_is_bounded_and_blocks_nobody(
+def test_search_is_bounded_and_blocks_no_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
@@ -416,7 +414,7 @@ def test_search_is_bounded_and_blocks_nobody(
             monkeypatch.setattr(sqlite_connection, "SEARCH_INSTRUCTIONS", 1)
             status, answer = await server.send("sessions/search", {}, keys["ada"])
             assert status == 400
-            assert "the search was given up" in answer["detail"]
+            assert "the search was stopped" in answer["detail"]
             monkeypatch.undo()
             assert (await server.send("sessions/search", {}, keys["ada"]))[0] == 200
 

@@ -16,23 +16,19 @@ CEILINGS = {
     "flat-modules": 9,
     "cycles": 0,
     "large-classes": 0,
-    "large-files": 6,
+    "large-files": 2,
     "repeated-names": 0,
-    "repeated-runs": 6,
-    "way-functions": 82,
-    "way-modules": 30,
+    "repeated-runs": 5,
+    "way-functions": 60,
+    "way-modules": 18,
     "private-uses": 0,
     "clauses": 0,
     "wide-code": 0,
     "wide-prose": 0,
 }
 LARGE = {
-    "cli/checkpoint.py": "nine commands, each mostly a list of options",
     "errors.py": "one tree of errors, most of it documentation",
-    "telemetry/reporter.py": "one public class, most of it documentation",
     "types/record.py": "the base of all records: one mechanism",
-    "types/tensors.py": "one class",
-    "wire/protocol.py": "one table",
 }
 """Files above 500 lines, and why each is one."""
 CODE = 45_062

@@ -63,7 +63,7 @@ def test_program_reaches_its_stated_result(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_program_that_does_not_reach_its_result_fails() -> None:
+def test_program_that_does_not_reach_its_result_fails() -> None:
     program = (
         "from setting import conclude; conclude('at least 2', '1', reached=1 >= 2); "
         "print('went on')"

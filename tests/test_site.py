@@ -62,7 +62,7 @@ def test_no_list_of_the_navigation_is_longer_than_a_glance() -> None:
     assert len(lists) > 10
 
 
-def test_a_pattern_in_the_navigation_stands_for_pages_by_title(tmp_path: Path) -> None:
+def test_pattern_in_the_navigation_stands_for_pages_by_title(tmp_path: Path) -> None:
     for name, heading in (
         ("b.md", "# Apples\n"),
         ("a.md", "# `Zebras` at home\n"),
@@ -83,7 +83,7 @@ def test_a_pattern_in_the_navigation_stands_for_pages_by_title(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("page", sorted(site.pages()))
-def test_the_files_that_a_page_links_to_are_there(page: str) -> None:
+def test_files_linked_by_pages_exist(page: str) -> None:
     source = site.pages()[page]
     for link in re.findall(r"\]\(([^()\s]+)\)", prose(source.read_text(encoding="utf-8"))):
         target = link.partition("#")[0]
@@ -109,7 +109,7 @@ def test_links_are_made_for_the_place_that_a_page_has_on_the_site() -> None:
     assert inner == "[a](../contributing.md) [b](../reference/commands.md)"
 
 
-def test_a_page_has_its_heading_and_first_sentences_as_title_and_description() -> None:
+def test_page_has_its_heading_and_first_sentences_as_title_and_description() -> None:
     text = (
         "---\nlicense: mit\n---\n\n# The `one` page\n\n```sh\nrun\n```\n\n| a |\n|---|\n\n"
         "[Names][a.b] lead *here*, see\n[there](x.md#y). " + "More words. " * 20
@@ -204,7 +204,7 @@ HEADINGS = re.findall(
 
 
 @pytest.mark.parametrize("message", HEADINGS)
-def test_a_message_in_the_troubleshooting_page_is_one_that_the_sources_have(message: str) -> None:
+def test_messages_of_the_troubleshooting_page_exist_in_the_sources(message: str) -> None:
     assert is_in_the_sources(message)
 
 
@@ -215,7 +215,7 @@ def test_unknown_message_is_found() -> None:
     assert not is_in_the_sources("there is no loss …; loss_fn must be all of …")
 
 
-def test_the_losses_that_the_engine_has_are_in_the_guide() -> None:
+def test_losses_that_the_engine_has_are_in_the_guide() -> None:
     from tinkex.engine.losses.table import LOSSES
 
     page = (DOCS / "guides" / "training-loop.md").read_text(encoding="utf-8")
@@ -227,8 +227,8 @@ def test_the_losses_that_the_engine_has_are_in_the_guide() -> None:
             assert f"`{word}`" in row, (name, word)
 
 
-def test_the_families_that_the_engine_has_are_in_the_page_on_models() -> None:
-    from tinkex.engine.families.read_config import families
+def test_families_that_the_engine_has_are_in_the_page_on_models() -> None:
+    from tinkex.engine.families.family import families
 
     page = (DOCS / "models.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^\|[^|]*\| `(\w+)` \|", page, re.MULTILINE)) - {"model_type"} == set(
@@ -251,7 +251,7 @@ def has_builder() -> bool:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not has_builder(), reason="make docs has not been run")
-def test_the_site_is_built_without_a_warning() -> None:
+def test_site_is_built_without_a_warning() -> None:
     done = subprocess.run(
         [str(ROOT / ".venv-docs" / "bin" / "python"), str(ROOT / "tools" / "site.py")],
         capture_output=True,

@@ -88,7 +88,7 @@ def test_events_are_those_of_a_plain_reader(stream: bytes) -> None:
 
 @pytest.mark.covers("C24", "Q-25", "4.1/2")
 @given(streams, st.data())
-def test_cuts_change_nothing(stream: bytes, data: st.DataObject) -> None:
+def test_any_split_of_the_stream_gives_the_same_events(stream: bytes, data: st.DataObject) -> None:
     places = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
     chunks = [stream[a:b] for a, b in zip([0, *places], [*places, len(stream)], strict=True)]
     assert decoded(*chunks) == decoded(stream)
@@ -122,7 +122,7 @@ def test_cuts_do_not_move_the_limit(stream: bytes, limit: int) -> None:
 @pytest.mark.parametrize(
     "end", [b"\n\n", b"\r\r", b"\r\n\r\n", b"\n\r", b"\n\r\n", b"\r\n\n", b"\r\n\r"]
 )
-def test_a_block_ends_at_any_kind_of_blank_line_and_at_once(end: bytes) -> None:
+def test_block_ends_at_any_kind_of_blank_line_and_at_once(end: bytes) -> None:
     assert Decoder().feed(b"data: a" + end) == [ServerSentEvent(data="a")]
 
 
@@ -157,11 +157,11 @@ def test_one_space_is_stripped(line: bytes, data: str) -> None:
 @pytest.mark.parametrize(
     "block", [b": ping", b":", b"event: done", b"id: 4", b"other: x", b"", b"\n\n\n"]
 )
-def test_a_block_without_data_is_no_event_and_leaves_nothing_behind(block: bytes) -> None:
+def test_block_without_data_is_no_event_and_keeps_no_state(block: bytes) -> None:
     assert decoded(block + b"\n\ndata: a\n\n") == [ServerSentEvent(data="a")]
 
 
-def test_an_empty_data_line_makes_an_event() -> None:
+def test_empty_data_line_makes_an_event() -> None:
     assert decoded(b"data\n\n") == [ServerSentEvent(data="")]
 
 
@@ -200,7 +200,7 @@ def test_data_that_is_not_json_is_given_as_it_is(data: str, value: object) -> No
     assert ServerSentEvent(data=data).json() == value
 
 
-def test_an_event_is_fixed_and_can_be_compared() -> None:
+def test_event_is_fixed_and_can_be_compared() -> None:
     event = ServerSentEvent(event="a", data="b")
     with pytest.raises(AttributeError):
         event.data = "c"  # type: ignore[misc]
@@ -208,7 +208,7 @@ def test_an_event_is_fixed_and_can_be_compared() -> None:
     assert len({event, ServerSentEvent("a", "b")}) == 1
 
 
-def test_a_forgotten_last_blank_line_costs_no_event_but_a_cut_line_does() -> None:
+def test_forgotten_last_blank_line_costs_no_event_but_a_cut_line_does() -> None:
     assert decoded(b"data: a\n") == [ServerSentEvent(data="a")]
     assert decoded(b"data: a\r") == [ServerSentEvent(data="a")]
     assert decoded(b'data: {"token"') == []
@@ -232,7 +232,7 @@ def test_a_forgotten_last_blank_line_costs_no_event_but_a_cut_line_does() -> Non
     ids=["no line", "data", "empty data", "comment", "event", "id"],
 )
 @pytest.mark.parametrize("size", [1, 7, 10_000])
-def test_a_stream_cannot_fill_the_memory(hostile: bytes, size: int) -> None:
+def test_stream_cannot_fill_the_memory(hostile: bytes, size: int) -> None:
     decoder, stream = Decoder(100), b"data: good\n\n" + hostile * 4
     found = list[ServerSentEvent]()
 
@@ -248,7 +248,7 @@ def test_a_stream_cannot_fill_the_memory(hostile: bytes, size: int) -> None:
         decoder.feed(b"data: on\n\n")
 
 
-def test_the_usual_limit_is_sixteen_mebibytes() -> None:
+def test_usual_limit_is_sixteen_mebibytes() -> None:
     chunk = b"x" * 2**20
     decoder = Decoder()
     decoder.feed(b"data: ")
@@ -261,7 +261,7 @@ def test_the_usual_limit_is_sixteen_mebibytes() -> None:
         decoder.feed(b"x")
 
 
-def test_a_line_of_exactly_the_limit_passes_and_comments_may_go_on_for_ever() -> None:
+def test_line_of_exactly_the_limit_passes_and_comments_may_go_on_for_ever() -> None:
     assert decoded(b"data: " + b"x" * 94 + b"\n\n", limit=100) == [ServerSentEvent(data="x" * 94)]
     assert decoded(b": ping\n" * 1000 + b"data: a\n\n", limit=20) == [ServerSentEvent(data="a")]
 
@@ -280,7 +280,7 @@ async def test_events_come_as_soon_as_they_are_complete() -> None:
     assert [event.data async for event in stream] == ["b", "c"]
 
 
-async def test_a_reader_that_stops_early_closes_the_source() -> None:
+async def test_reader_that_stops_early_closes_the_source() -> None:
     closed = False
 
     async def source() -> AsyncIterator[bytes]:
@@ -297,7 +297,7 @@ async def test_a_reader_that_stops_early_closes_the_source() -> None:
     assert closed
 
 
-async def test_a_source_without_an_end_of_its_own_is_read_too() -> None:
+async def test_source_without_aclose_is_read() -> None:
     class Source:
         def __init__(self) -> None:
             self.left = [b"data: ", b"a\n\n"]
@@ -325,7 +325,7 @@ def cpu_seconds(stream: bytes, size: int) -> float:
     return min(taken)
 
 
-def test_a_megabyte_of_small_events_is_quick_and_a_long_line_is_not_read_over_and_over() -> None:
+def test_megabyte_of_small_events_is_quick_and_a_long_line_is_not_read_over_and_over() -> None:
     event = b'data: {"token": "hello", "token_id": 5, "index": 1}\n\n'
     assert cpu_seconds(event * (2**20 // len(event)), 4096) < 0.1
     assert cpu_seconds(b"data: " + b"x" * 2**24 + b"\n\n", 1024) < 1.0

@@ -9,7 +9,7 @@ import pytest
 
 from support import MODEL
 from tinkex import ModelInput, SamplingParams, ServiceClient
-from tinkex.client.futures.stream_text import StreamTexts
+from tinkex.client.futures.streams import StreamTexts
 from tinkex.types.sampling import SampleStreamChunk
 
 
@@ -30,7 +30,7 @@ def told(text: str | bytes, index: int = 0) -> list[SampleStreamChunk]:
 
 
 @pytest.mark.parametrize("order", ["forward", "backward", "shuffled"])
-def test_the_text_of_chunks_is_whole_characters_in_any_order(order: str) -> None:
+def test_text_of_chunks_is_whole_characters_in_any_order(order: str) -> None:
     texts = StreamTexts(Bytes)
     chunks = [texts.add(chunk) for chunk in told(TEXT)]
     seen = list(enumerate(chunks))
@@ -58,7 +58,7 @@ def test_samples_of_one_stream_are_kept_apart() -> None:
         assert "".join(chunk.text for chunk in mixed if chunk.index == index) == text
 
 
-def test_a_tokenizer_is_loaded_once_and_only_when_it_is_needed() -> None:
+def test_tokenizer_is_loaded_once_and_only_when_it_is_needed() -> None:
     loaded: list[int] = []
 
     def load() -> Bytes:
@@ -75,7 +75,7 @@ def test_a_tokenizer_is_loaded_once_and_only_when_it_is_needed() -> None:
     assert SampleStreamChunk(token="Hel").text == "Hel"
 
 
-def test_a_stream_gives_the_text_of_its_tokens(service: ServiceClient) -> None:
+def test_stream_gives_the_text_of_its_tokens(service: ServiceClient) -> None:
     sampler = service.create_sampling_client(base_model=MODEL).result()
     tokenizer = sampler.get_tokenizer()
     params = SamplingParams(max_tokens=40, seed=5, stop=[])  # random weights: bytes of all kinds

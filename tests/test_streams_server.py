@@ -247,7 +247,7 @@ def test_events_read_as_chunks(serve: Callable[..., Wire]) -> None:
     assert [chunk.is_done for chunk in chunks] == [False, False, True]
 
 
-def test_a_sample_of_no_tokens_only_ends(serve: Callable[..., Wire]) -> None:
+def test_sample_of_no_tokens_only_ends(serve: Callable[..., Wire]) -> None:
     wire = serve(FakeEngine())
     (end,) = read_all(wire, asking(sampler_of(wire), 0))
     assert end == {"index": 0, "finish_reason": "length", "total_tokens": 0, "event_type": "done"}
@@ -309,7 +309,7 @@ def test_only_streams_have_their_tokens_gathered(serve: Callable[..., Wire]) -> 
     assert [listener is None for listener in listeners] == [True, False]
 
 
-def test_a_number_is_not_used_up_by_a_stream(serve: Callable[..., Wire]) -> None:
+def test_number_is_not_used_up_by_a_stream(serve: Callable[..., Wire]) -> None:
     wire = serve(FakeEngine())
     sampler = sampler_of(wire)
     first = read_all(wire, asking(sampler, seq_id=4))
@@ -336,7 +336,7 @@ def test_invalid_arguments_are_refused_before_a_stream(serve: Callable[..., Wire
         assert heard.json["detail"].split(":")[-1] == reference.json["detail"].split(":")[-1]
 
 
-def test_a_prompt_beyond_the_window_is_an_error_in_the_stream(serve: Callable[..., Wire]) -> None:
+def test_prompt_beyond_the_window_is_an_error_in_the_stream(serve: Callable[..., Wire]) -> None:
     wire = serve(FakeEngine())
     body = asking(
         sampler_of(wire), prompt={"chunks": [{"tokens": [1] * 65, "type": "encoded_text"}]}
@@ -359,7 +359,7 @@ def test_a_prompt_beyond_the_window_is_an_error_in_the_stream(serve: Callable[..
     [(EngineError("ran out"), "user"), (RuntimeError("ran out"), "server")],
     ids=str,
 )
-def test_a_failure_on_the_way_comes_after_the_tokens_before_it(
+def test_failure_on_the_way_comes_after_the_tokens_before_it(
     serve: Callable[..., Wire], failure: Exception, category: str
 ) -> None:
     steps = iter(range(100))
@@ -375,7 +375,7 @@ def test_a_failure_on_the_way_comes_after_the_tokens_before_it(
     assert error["category"] == category
 
 
-def test_the_end_of_its_session_ends_a_stream(serve: Callable[..., Wire]) -> None:
+def test_end_of_its_session_ends_a_stream(serve: Callable[..., Wire]) -> None:
     engine = FakeEngine(step_delay=0.02)
     wire = serve(engine)
     session = wire.session()
@@ -393,7 +393,7 @@ def test_the_end_of_its_session_ends_a_stream(serve: Callable[..., Wire]) -> Non
 # ── going away, and waiting ───────────────────────────────────────────────────────────────────────
 
 
-def test_a_client_that_goes_away_frees_the_engine_at_once(serve: Callable[..., Wire]) -> None:
+def test_client_that_goes_away_frees_the_engine_at_once(serve: Callable[..., Wire]) -> None:
     engine = FakeEngine(step_delay=0.02)
     wire = serve(engine)
     sampler = sampler_of(wire)
@@ -408,7 +408,7 @@ def test_a_client_that_goes_away_frees_the_engine_at_once(serve: Callable[..., W
     assert not engine.sampling()
 
 
-def test_a_caller_inside_the_process_that_goes_away_frees_the_engine(tmp_path: Path) -> None:
+def test_caller_inside_the_process_that_goes_away_frees_the_engine(tmp_path: Path) -> None:
     engine = FakeEngine(step_delay=0.01)
 
     async def body(server: Inside) -> None:
@@ -453,7 +453,7 @@ def test_stream_closed_before_its_turn_never_starts(serve: Callable[..., Wire]) 
     assert ":stream:" not in started[0]
 
 
-def test_a_stream_with_nothing_to_say_says_that_it_waits(serve: Callable[..., Wire]) -> None:
+def test_idle_stream_sends_keepalive_comments(serve: Callable[..., Wire]) -> None:
     gate = threading.Event()
 
     def fail(method: str, subject: str) -> None:
@@ -470,7 +470,7 @@ def test_a_stream_with_nothing_to_say_says_that_it_waits(serve: Callable[..., Wi
     assert [event["event_type"] for event in events] == ["token", "token", "done"]
 
 
-def test_a_stream_does_not_hold_up_the_end_of_the_server(tmp_path: Path) -> None:
+def test_stream_does_not_hold_up_the_end_of_the_server(tmp_path: Path) -> None:
     engine = FakeEngine(step_delay=0.02)
     with serving(engine, tmp_path) as url:
         wire = Wire(url)

@@ -33,6 +33,7 @@ from tinkex.server.runs.journal import Committer, Journal
 from tinkex.server.runs.journals import UNPLACED
 from tinkex.server.server_limits import Limits
 from tinkex.server.state import State
+from tinkex.server.workers.fleet import Fleet
 
 POLL = Limits(poll_seconds=5)
 
@@ -85,7 +86,7 @@ class Life:
 @asynccontextmanager
 async def life(
     data_dir: Path,
-    engine: FakeEngine | Mapping[str, FakeEngine] | None = None,
+    engine: FakeEngine | Mapping[str, FakeEngine] | Fleet | None = None,
     limits: Limits = POLL,
 ) -> AsyncIterator[Life]:
     app = create_app(engine or FakeEngine(), data_dir, limits=limits)
@@ -98,13 +99,18 @@ async def life(
 
 
 def killed(data_dir: Path) -> Path:
-    """What is on disk at this moment, for another life to begin with."""
+    """Copy the data directory of this moment, for another life to begin with."""
     target = data_dir.with_name(f"{data_dir.name}-killed")
     record = commit_log.record_of(data_dir / DATABASE)
-    recorded = record.read_bytes()  # first: it must not be newer than the log
-    shutil.copytree(data_dir, target, ignore=shutil.ignore_patterns("*-shm"))
-    (target / record.name).write_bytes(recorded)
-    return target
+    while True:
+        recorded = record.read_bytes()  # first: it must not be newer than the log
+        try:
+            shutil.copytree(data_dir, target, ignore=shutil.ignore_patterns("*-shm"))
+        except shutil.Error:  # the server has deleted a file meanwhile: copy again
+            shutil.rmtree(target)
+            continue
+        (target / record.name).write_bytes(recorded)
+        return target
 
 
 def played(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -150,7 +156,7 @@ def save_json(model: str, number: int | None, name: str, **fields: Any) -> dict[
 
 
 @pytest.mark.covers("S44")
-def test_a_save_that_was_replaced_or_deleted_since_is_not_done_again(tmp_path: Path) -> None:
+def test_save_that_was_replaced_or_deleted_since_is_not_done_again(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with life(tmp_path / "a") as first:
             model = await first.model()
@@ -181,7 +187,7 @@ def test_a_save_that_was_replaced_or_deleted_since_is_not_done_again(tmp_path: P
 
 
 @pytest.mark.covers("S44")
-def test_a_server_that_stops_finishes_the_save_that_it_is_at(tmp_path: Path) -> None:
+def test_server_that_stops_finishes_the_save_that_it_is_at(tmp_path: Path) -> None:
     held = Held("save")
 
     async def scenario() -> None:
@@ -202,7 +208,7 @@ def test_a_server_that_stops_finishes_the_save_that_it_is_at(tmp_path: Path) -> 
 
 @pytest.mark.covers("S44")
 def test_stopping_server_begins_no_save(tmp_path: Path) -> None:
-    """What was promised is saved by the next life, as it was when it was asked for."""
+    """The next life saves what was promised, as of the time of the request."""
     held = Held("save")
 
     async def scenario() -> None:
@@ -381,7 +387,7 @@ def test_replayed_load_survives_a_deleted_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("S44")
-def test_an_unload_is_not_lost(tmp_path: Path) -> None:
+def test_unload_is_not_lost(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with life(tmp_path / "a", FakeEngine(delay=0.2)) as first:
             model = await first.model()
@@ -460,7 +466,7 @@ def test_samples_that_were_not_read_outlive_any_number_of_restarts(
             image = killed(tmp_path / "a")
         async with life(image) as second:
             assert await second.result(ids[0]) == expected[0]
-            await second.state.sample_journal.note_read()
+            await second.state.samples.note_read()
             image = killed(image)
         async with life(image) as third:
             assert [await third.result(request_id) for request_id in ids[1:]] == expected[1:]
@@ -518,7 +524,7 @@ def test_sample_without_a_session_stays_its_owners_after_a_restart(tmp_path: Pat
 
 
 @pytest.mark.covers("S44")
-def test_a_record_that_is_being_written_is_not_taken_for_a_torn_one(tmp_path: Path) -> None:
+def test_unfinished_record_is_not_taken_for_a_torn_record(tmp_path: Path) -> None:
     async def scenario() -> None:
         committer = Committer()
         earlier, journal = Journal(tmp_path, committer), Journal(tmp_path, committer)
@@ -542,7 +548,7 @@ def test_a_record_that_is_being_written_is_not_taken_for_a_torn_one(tmp_path: Pa
 
 
 @pytest.mark.covers("S44")
-def test_a_nameless_sampler_is_written_once_and_only_for_a_state(
+def test_nameless_sampler_is_written_once_and_only_for_a_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshot, "STATE_OPERATIONS", 4)
@@ -596,7 +602,7 @@ def test_a_nameless_sampler_is_written_once_and_only_for_a_state(
 
 
 @pytest.mark.covers("S44")
-def test_nameless_sampler_recreated_during_its_write_is_the_new_one(
+def test_nameless_sampler_recreated_during_its_write_wins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And whoever trains and samples meanwhile does not wait."""
@@ -692,7 +698,7 @@ def test_directories_of_acknowledged_files_are_flushed(
 
 
 @pytest.mark.covers("S44")
-def test_a_nameless_sampler_whose_number_is_used_again_after_a_crash_is_the_new_one(
+def test_nameless_sampler_with_reused_number_after_a_crash_wins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first was put on disk, the second was taken and not made; it must not be mistaken for
@@ -764,7 +770,7 @@ def test_leftovers_of_a_nameless_sampler_are_removed(tmp_path: Path) -> None:
     played(scenario)
 
 
-def test_a_result_that_made_room_while_a_state_was_written_is_not_kept_with_it(
+def test_result_that_made_room_while_a_state_was_written_is_not_kept_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For there is nothing left of it, and a run must not break of that."""
@@ -864,7 +870,7 @@ def test_no_key_and_no_access_token_is_put_on_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("S44")
-def test_a_server_that_stops_fails_nothing_and_leaves_a_state_behind(tmp_path: Path) -> None:
+def test_stopping_server_fails_no_work_and_saves_its_state(tmp_path: Path) -> None:
     async def scenario() -> None:
         engine = FakeEngine(step_delay=0.02)
         async with life(tmp_path / "a", engine) as first:
@@ -1024,7 +1030,7 @@ def test_load_is_answered_after_its_state_is_written(tmp_path: Path) -> None:
     played(scenario)
 
 
-def test_a_state_that_cannot_be_written_fails_no_step(
+def test_state_that_cannot_be_written_fails_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(snapshot, "STATE_OPERATIONS", 2)
@@ -1034,7 +1040,7 @@ def test_a_state_that_cannot_be_written_fails_no_step(
             model = await first.model()
             told = [await first.run("forward_backward", pass_json(model, 1))]
             told.append(await first.run("optim_step", step_json(model, 2)))
-            await until(lambda: "could not be put on disk; its journal stays" in caplog.text)
+            await until(lambda: "could not be written; its journal stays" in caplog.text)
             assert not list(first.state.journals.run_directory(model).glob("*-2*"))
             image = killed(tmp_path / "a")
         async with life(image) as second:
@@ -1043,7 +1049,7 @@ def test_a_state_that_cannot_be_written_fails_no_step(
     played(scenario)
 
 
-def test_run_unloaded_during_its_write_leaves_nothing(
+def test_run_unloaded_during_its_write_leaves_no_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(snapshot, "STATE_OPERATIONS", 2)
@@ -1067,7 +1073,7 @@ def test_run_unloaded_during_its_write_leaves_nothing(
             assert list((tmp_path / "a" / "runs").iterdir()) == []
 
     played(scenario)
-    assert "could not be put on disk" not in caplog.text
+    assert "could not be written" not in caplog.text
 
 
 def test_unrestorable_run_is_marked_corrupted(
@@ -1096,13 +1102,13 @@ def test_unrestorable_run_is_marked_corrupted(
             assert run["corrupted"] is False
             status, answer = await server.send("forward_backward", pass_json(model, 3))
             assert status == 410
-            assert "could not be taken up again" in answer["detail"]
+            assert "could not be restored" in answer["detail"]
             _, run = await server.send(f"training_runs/{model}", None, method="GET")
             assert run["corrupted"] is True
             assert model not in server.state.runs
 
     played(scenario)
-    assert "could not be taken up again" in caplog.text
+    assert "could not be restored" in caplog.text
 
 
 def test_run_with_a_damaged_journal_is_marked_and_its_files_are_kept(
@@ -1176,7 +1182,7 @@ def test_programs_with_an_embedded_server_share_a_data_directory(tmp_path: Path)
         each.unlock()
 
 
-def test_a_server_that_has_no_memory_for_a_run_does_not_call_it_corrupted(tmp_path: Path) -> None:
+def test_server_that_has_no_memory_for_a_run_does_not_call_it_corrupted(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with life(tmp_path / "a") as server:
             model = await server.model()

@@ -47,8 +47,14 @@ from tinkex.errors import (
 )
 from tinkex.telemetry import Provider, Reporter, capture_exceptions, event_queue
 from tinkex.types.record import literal_values, parse_literal
-from tinkex.types.sessions import TelemetryResponse, TelemetrySendRequest
-from tinkex.types.telemetry import EventType, Severity, as_severity, parse_event
+from tinkex.types.telemetry import (
+    EventType,
+    Severity,
+    TelemetryResponse,
+    TelemetrySendRequest,
+    as_severity,
+    parse_event,
+)
 from tinkex.wire.protocol import PROTOCOL_VERSION
 from tinkex.wire.redaction import (
     MOST_CHARACTERS,
@@ -165,7 +171,7 @@ CALL = {
 
 
 @pytest.mark.covers("1.4.3/1", "1.4.3/2", "C26")
-def test_the_logger_writes_a_line_per_event(caplog: pytest.LogCaptureFixture) -> None:
+def test_logger_writes_a_line_per_event(caplog: pytest.LogCaptureFixture) -> None:
     handler = telemetry.attach_logger()
     caplog.set_level(logging.DEBUG, "tinkex")
     events.emit(events.HTTP_START, {"system_time": 1.0}, CALL)
@@ -192,7 +198,7 @@ def test_the_logger_writes_a_line_per_event(caplog: pytest.LogCaptureFixture) ->
 
 
 @pytest.mark.covers("1.4.3/2")
-def test_the_logger_takes_other_events_a_level_and_an_id(caplog: pytest.LogCaptureFixture) -> None:
+def test_logger_takes_other_events_a_level_and_an_id(caplog: pytest.LogCaptureFixture) -> None:
     handler = telemetry.attach_logger("mine", [events.FUTURE_TIMEOUT], level="debug")
     other = telemetry.attach_logger(level=logging.WARNING)
     assert (handler, other == handler) == ("mine", False)
@@ -231,7 +237,7 @@ def config(base_url: str = HOSTED_URL) -> Config:
         *((text, False) for text in ("0", "false", "No", "off")),
     ],
 )
-def test_the_environment_switches_telemetry(
+def test_environment_switches_telemetry(
     value: str | None, on: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TINKER_TELEMETRY")
@@ -243,7 +249,7 @@ def test_the_environment_switches_telemetry(
 
 
 @pytest.mark.covers("1.4.4/2")
-def test_the_configuration_decides_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configuration_decides_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclasses.dataclass
     class Settings:
         telemetry: bool
@@ -270,7 +276,7 @@ def test_automatic_telemetry_needs_the_hosted_service(
 
 
 @pytest.mark.covers("1.4.4/1", "1.4.4/3", "1.5.1/1", "1.5.1/13", "1.5.1/14")
-def test_init_makes_a_reporter_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_returns_a_reporter_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     post = Post()
     with pytest.raises(ConfigurationError, match="missing required option: session_id"):
         telemetry.init(config=config(), send=post)
@@ -354,7 +360,7 @@ def test_sending_and_waiting_gives_the_answer_or_the_error(
     "1.5.1/11",
     "1.5.1/12",
 )
-def test_the_options_have_their_defaults() -> None:
+def test_options_have_their_defaults() -> None:
     defaults = {
         name: parameter.default
         for name, parameter in inspect.signature(Reporter).parameters.items()
@@ -398,7 +404,7 @@ def test_the_options_have_their_defaults() -> None:
     "1.5.5/5",
     "1.5.5/6",
 )
-def test_a_session_from_its_start_to_its_end_on_the_wire(
+def test_session_from_its_start_to_its_end_on_the_wire(
     faulty: FaultyServer, transport: Transport, make: Make
 ) -> None:
     reporter = make(telemetry.sender(transport), "session-1")
@@ -446,7 +452,7 @@ def test_a_session_from_its_start_to_its_end_on_the_wire(
 
 
 @pytest.mark.covers("1.5.2/1", "1.5.2/2", "1.5.2/3", "1.5.2/4", "1.5.2/5", "1.5.2/6", "1.5.2/7")
-def test_calls_on_no_reporter_or_a_dead_one_return_false(make: Make) -> None:
+def test_calls_without_live_reporter_return_false(make: Make) -> None:
     post = Post()
     dead = make(post)
     assert dead.stop()
@@ -469,7 +475,7 @@ def test_calls_on_no_reporter_or_a_dead_one_return_false(make: Make) -> None:
 
 
 @pytest.mark.covers("1.5.2/1", "1.5.5/7")
-def test_severities_are_taken_in_any_case_and_unknown_ones_are_info(make: Make) -> None:
+def test_severities_ignore_case_and_unknown_severities_are_info(make: Make) -> None:
     post = Post()
     reporter = make(post)
     given = ["debug", "Info", "WARNING", "error", "critical", "loud"]
@@ -488,7 +494,7 @@ def test_severities_are_taken_in_any_case_and_unknown_ones_are_info(make: Make) 
 
 
 @pytest.mark.covers("1.5.1/11", "1.5.2/1", "1.5.3/1", "1.5.3/2")
-def test_a_full_queue_drops_events_with_a_warning_and_numbers_go_on(
+def test_full_queue_drops_events_with_a_warning_and_numbers_go_on(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     post = Post()
@@ -505,7 +511,7 @@ def test_a_full_queue_drops_events_with_a_warning_and_numbers_go_on(
 
 
 @pytest.mark.covers("1.5.1/6", "1.5.3/3")
-def test_enough_events_are_sent_without_being_asked_for(make: Make) -> None:
+def test_full_batch_of_events_is_sent_without_a_flush(make: Make) -> None:
     post = Post()
     reporter = make(post, flush_threshold=5)
     for number in range(3):
@@ -589,7 +595,7 @@ def test_waiting_until_drained_has_a_limit(make: Make) -> None:
 
 
 @pytest.mark.covers("1.5.2/2", "Q-7")
-def test_an_exception_is_sent_soon(make: Make) -> None:
+def test_exception_is_sent_soon(make: Make) -> None:
     post = Post()
     reporter = make(post)
     assert reporter.log_exception(ValueError("x"), "critical")
@@ -600,7 +606,7 @@ def test_an_exception_is_sent_soon(make: Make) -> None:
 
 
 @pytest.mark.covers("1.5.2/3", "W08")
-def test_a_fatal_exception_ends_the_session_once_and_waits_for_nothing(
+def test_fatal_exception_ends_the_session_once_without_waiting(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "tinkex")
@@ -668,7 +674,7 @@ def test_delays_double_and_are_spread_by_up_to_a_tenth() -> None:
 
 @pytest.mark.covers("1.5.1/10", "1.5.4/1", "1.5.4/2", "1.5.4/3", "Q-8")
 @pytest.mark.parametrize("sync", [True, False])
-def test_a_batch_is_sent_again_until_it_arrives(
+def test_batch_is_sent_again_until_it_arrives(
     make: Make, sync: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     post = Post(failures=3)
@@ -689,7 +695,7 @@ def test_a_batch_is_sent_again_until_it_arrives(
 
 
 @pytest.mark.covers("1.5.1/9", "1.5.3/5", "1.5.4/1", "1.5.4/3")
-def test_a_batch_that_fails_for_good_is_lost_and_the_next_one_is_sent(
+def test_permanently_failed_batch_is_dropped_and_the_next_is_sent(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     post = Post(failures=3)
@@ -721,7 +727,7 @@ def test_any_failure_is_tried_again(
 
 @pytest.mark.covers("U27")
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 413, 422])
-def test_a_batch_that_is_refused_is_dropped_with_one_warning(
+def test_batch_that_is_refused_is_dropped_with_one_warning(
     status: int,
     faulty: FaultyServer,
     transport: Transport,
@@ -743,7 +749,7 @@ def test_a_batch_that_is_refused_is_dropped_with_one_warning(
 
 
 @pytest.mark.covers("1.5.1/8", "1.5.1/9")
-def test_an_attempt_that_takes_too_long_is_a_failure(
+def test_attempt_that_takes_too_long_is_a_failure(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     reporter = make(Post(delay=60), http_timeout=0.05, max_retries=1)
@@ -755,7 +761,7 @@ def test_an_attempt_that_takes_too_long_is_a_failure(
 
 
 @pytest.mark.covers("1.5.3/6", "C63", "W03")
-def test_events_of_its_own_session_are_reported_without_headers(make: Make) -> None:
+def test_events_of_the_reporters_session_have_no_headers(make: Make) -> None:
     post = Post()
     reporter = make(post, "mine")
     failed: dict[str, Any] = {**CALL, "session_id": "mine", "kind": "error", "stacktrace": None}
@@ -891,7 +897,7 @@ def test_data_is_written_as_json_has_it(given: Any, written: Any, make: Make) ->
     json.dumps(post.requests[0].model_dump(mode="json"), allow_nan=False)
 
 
-def test_the_name_of_an_operation_hides_no_message() -> None:
+def test_name_of_an_operation_hides_no_message() -> None:
     told = "get_api_key: cannot reach 127.0.0.1:9"
     assert Scrubber().text(told) == told
     assert Scrubber().text("api_key: abcdefgh") == "api_key: [REDACTED]"
@@ -924,9 +930,7 @@ def test_large_data_is_cut() -> None:
     assert traced.endswith("line 9999")
 
 
-def test_memory_is_bounded_while_nothing_can_be_sent(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_bounded_while_sending_fails(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     assert event_queue.MOST_QUEUE_CHARACTERS <= 8 * 2**20
     monkeypatch.setattr(event_queue, "MOST_QUEUE_CHARACTERS", 2**19)
     reporter = make(Post(delay=60), flush_threshold=10**9)
@@ -1059,7 +1063,7 @@ def test_user_errors_are_marked(error: BaseException, culprit: object, make: Mak
 
 
 @pytest.mark.covers("1.5.6/1")
-def test_the_first_hit_depth_first_is_the_culprit() -> None:
+def test_first_hit_depth_first_is_the_culprit() -> None:
     deep, shallow = Foreign("deep", status=404), Foreign("shallow", status=404)
     error = Foreign(cause=Foreign("middle", reason=deep), reason=shallow)
     assert telemetry.user_error(error) is deep
@@ -1093,7 +1097,7 @@ def test_user_error_is_reported_with_its_facts(make: Make) -> None:
 
 
 @pytest.mark.covers("1.5.5/6", "1.5.6/3")
-def test_an_unhandled_exception_has_its_own_trace(make: Make) -> None:
+def test_unhandled_exception_has_its_own_trace(make: Make) -> None:
     post = Post()
     reporter = make(post)
     try:
@@ -1103,9 +1107,7 @@ def test_an_unhandled_exception_has_its_own_trace(make: Make) -> None:
     assert reporter.flush(sync=True)
     event = post.of("UNHANDLED_EXCEPTION")[0]
     assert event["error_type"] == "ValueError"
-    assert (
-        'in test_an_unhandled_exception_has_its_own_trace\n    int("missing")' in event["traceback"]
-    )
+    assert 'in test_unhandled_exception_has_its_own_trace\n    int("missing")' in event["traceback"]
 
 
 # ── types ─────────────────────────────────────────────────────────────────────────────────────────
@@ -1156,7 +1158,7 @@ def test_events_and_batches_as_types() -> None:
 
 
 @pytest.mark.covers("1.6/1", "1.6/2")
-def test_a_block_passes_its_exception_on_and_reports_it(make: Make) -> None:
+def test_block_passes_its_exception_on_and_reports_it(make: Make) -> None:
     post = Post()
     reporter = make(post)
     error = ValueError("x")
@@ -1178,7 +1180,7 @@ def test_a_block_passes_its_exception_on_and_reports_it(make: Make) -> None:
 
 
 @pytest.mark.covers("1.6/1")
-def test_a_fatal_exception_ends_the_session(make: Make) -> None:
+def test_fatal_exception_ends_the_session(make: Make) -> None:
     post = Post()
     reporter = make(post)
     with pytest.raises(KeyError), capture_exceptions(reporter, fatal=True):
@@ -1270,7 +1272,7 @@ def test_ends_are_reported_and_cancellation_is_not(
 
 
 @pytest.mark.covers("1.6/1")
-def test_an_exception_that_passes_through_several_is_reported_once(make: Make) -> None:
+def test_exception_that_passes_through_several_is_reported_once(make: Make) -> None:
     post = Post()
     reporter, other = make(post), make(post, "other")
     inner, middle, outer = (
@@ -1291,7 +1293,7 @@ def test_an_exception_that_passes_through_several_is_reported_once(make: Make) -
 
 
 @pytest.mark.covers("1.7/1")
-def test_providers_have_no_reporter_unless_they_say_so(make: Make) -> None:
+def test_providers_have_no_reporter_by_default(make: Make) -> None:
     post = Post()
     reporter = make(post)
 
@@ -1330,7 +1332,7 @@ class Owner:
 
 
 @pytest.mark.covers("W16", "Q-5")
-def test_a_reporter_ends_when_its_session_is_dropped_and_does_not_hold_it(make: Make) -> None:
+def test_reporter_ends_when_its_session_is_dropped_and_does_not_hold_it(make: Make) -> None:
     post = Post()
     owner = Owner()
     gone = weakref.ref(owner)
@@ -1348,7 +1350,7 @@ def test_a_reporter_ends_when_its_session_is_dropped_and_does_not_hold_it(make: 
 
 
 @pytest.mark.covers("W16")
-def test_a_reporter_ends_when_its_session_was_closed(make: Make) -> None:
+def test_reporter_ends_when_its_session_was_closed(make: Make) -> None:
     post = Post()
     owner = Owner()
     reporter = make(post, owner=owner, flush_interval=0.05)
@@ -1358,7 +1360,7 @@ def test_a_reporter_ends_when_its_session_was_closed(make: Make) -> None:
     assert not reporter.is_alive
 
 
-def test_a_reporter_that_is_dropped_leaves_nothing_behind() -> None:
+def test_dropped_reporter_leaves_no_thread() -> None:
     post = Post()
     reporter = Reporter(post, "s", flush_interval=0.05)
     wait_until(lambda: post.names == ["SESSION_START"])
@@ -1368,7 +1370,7 @@ def test_a_reporter_that_is_dropped_leaves_nothing_behind() -> None:
     wait_until(lambda: not events.is_heard())
 
 
-def test_ending_has_a_limit_and_can_be_asked_for_often(make: Make) -> None:
+def test_closing_has_a_limit_and_can_be_repeated(make: Make) -> None:
     reporter = make(Post(delay=60))
 
     async def close() -> None:
@@ -1441,7 +1443,7 @@ def test_ending_program_sends_remaining_events(faulty: FaultyServer) -> None:
 
 @pytest.mark.covers("W08")
 @pytest.mark.parametrize("answer", [Answer(delay=30), Answer(500)], ids=["silent", "broken"])
-def test_a_program_ends_soon_although_telemetry_cannot_be_sent(
+def test_program_ends_soon_although_telemetry_cannot_be_sent(
     faulty: FaultyServer, answer: Answer
 ) -> None:
     faulty.script("telemetry", answer)
@@ -1457,7 +1459,7 @@ def test_a_program_ends_soon_although_telemetry_cannot_be_sent(
 
 
 @pytest.mark.covers("W08")
-def test_an_error_never_waits_for_telemetry(make: Make) -> None:
+def test_error_never_waits_for_telemetry(make: Make) -> None:
     reporter = make(Post(delay=60))
     began = time.monotonic()
     for _ in range(50):
@@ -1468,7 +1470,7 @@ def test_an_error_never_waits_for_telemetry(make: Make) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.covers("W15")
-def test_a_forked_child_starts_afresh(faulty: FaultyServer) -> None:
+def test_forked_child_starts_afresh(faulty: FaultyServer) -> None:
     program = PROGRAM + textwrap.dedent(
         """
         reporter.flush(sync=True)
@@ -1517,7 +1519,7 @@ def test_a_forked_child_starts_afresh(faulty: FaultyServer) -> None:
     assert len({uuid for _, uuid in processes}) == 2
 
 
-def test_a_finalizer_may_report_while_its_thread_reports(make: Make) -> None:
+def test_finalizer_may_report_while_its_thread_reports(make: Make) -> None:
     post = Post()
     reporter = make(post)
 
@@ -1741,7 +1743,7 @@ def test_harmless_text_stays() -> None:
         assert not is_secret_name(name)
 
 
-def test_the_secrets_of_a_configuration_are_known() -> None:
+def test_secrets_of_a_configuration_are_known() -> None:
     known = secrets_of(
         Config(
             base_url="https://example.com",
@@ -1775,7 +1777,7 @@ def test_the_secrets_of_a_configuration_are_known() -> None:
 @pytest.mark.parametrize(
     "piece", ["a", "://", "token", "api_key='", "'", "\\", "Basic ", "authorization:", "://a:", "="]
 )
-def test_no_text_takes_long(piece: str) -> None:
+def test_every_text_is_scrubbed_quickly(piece: str) -> None:
     began = time.process_time()
     Scrubber(["planted"]).text(piece * (200_000 // len(piece)), MOST_TRACEBACK)
     assert time.process_time() - began < 3

@@ -40,7 +40,7 @@ def hosted(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """What is done inside must not take longer."""
+    """Fail if the work inside takes longer."""
     began = time.monotonic()
     yield
     assert time.monotonic() - began < seconds
@@ -56,7 +56,7 @@ def kinds(server: FaultyServer) -> list[str]:
 
 
 @pytest.mark.covers("1.4.4/4", "1.7/2")
-def test_a_session_tells_its_beginning_and_its_end(hosted: FaultyServer) -> None:
+def test_session_tells_its_beginning_and_its_end(hosted: FaultyServer) -> None:
     with ServiceClient(api_key=KEY) as service:
         assert service.get_telemetry() is None  # there is no session yet
         service.get_server_capabilities()
@@ -195,7 +195,7 @@ def test_errors_and_closing_do_not_wait_for_telemetry(
     assert KEY not in caplog.text
 
 
-def test_a_long_session_keeps_its_connections_while_telemetry_fails(hosted: FaultyServer) -> None:
+def test_long_session_keeps_its_connections_while_telemetry_fails(hosted: FaultyServer) -> None:
     hosted.script("telemetry", Answer(500))
     with ServiceClient(api_key=KEY) as service:
         service.get_server_capabilities()
@@ -211,7 +211,7 @@ def test_a_long_session_keeps_its_connections_while_telemetry_fails(hosted: Faul
 
 
 @pytest.mark.covers("1.4.4/4")
-def test_telemetry_that_is_switched_off_sends_nothing(
+def test_disabled_telemetry_sends_nothing(
     hosted: FaultyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
@@ -237,7 +237,7 @@ def test_redirect_to_another_server_carries_no_secret(hosted: FaultyServer) -> N
     assert hosted.requests("telemetry") == []
 
 
-def test_a_dropped_client_says_the_end_too(hosted: FaultyServer) -> None:
+def test_dropped_client_reports_its_end(hosted: FaultyServer) -> None:
     service = ServiceClient(api_key=KEY)
     service.get_server_capabilities()
     reporter = service.get_telemetry()
@@ -273,7 +273,7 @@ def test_children_that_are_closed_or_dropped_leave_the_reporter_alone(hosted: Fa
     assert "still here" in names
 
 
-def test_a_session_that_cannot_be_opened_tells_nothing(hosted: FaultyServer) -> None:
+def test_session_that_cannot_be_opened_reveals_no_secret(hosted: FaultyServer) -> None:
     hosted.script("create_session", Answer(403, {"detail": "not you"}))
     with (
         ServiceClient(api_key=KEY) as service,
@@ -298,7 +298,7 @@ atexit.register(lambda: print(time.monotonic() - ended))
 @pytest.mark.parametrize(
     "answer", [Answer(body={"status": "accepted"}), Answer(delay=30)], ids=["heard", "hangs"]
 )
-def test_a_program_that_ends_says_the_end_and_does_not_wait_long(
+def test_ending_program_reports_its_end_and_exits_soon(
     hosted: FaultyServer, answer: Answer
 ) -> None:
     hosted.script("telemetry", answer)

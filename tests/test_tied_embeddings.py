@@ -11,7 +11,7 @@ import pytest
 from support import MODEL
 from tinkex import LocalBackend, RestClient
 from tinkex.cli import run
-from tinkex.cli.tied import is_tied, warn_of_tied
+from tinkex.cli.transfers import is_tied, warn_of_tied
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def url(model_dir: Path, tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("option", [None, "--no-train-unembed"])
-def test_a_run_may_leave_the_output_layer_alone(
+def test_run_may_leave_the_output_layer_alone(
     option: str | None, place: Path, url: str, capsys: pytest.CaptureFixture[str], model_dir: Path
 ) -> None:
     words = [
@@ -64,7 +64,7 @@ def test_a_run_may_leave_the_output_layer_alone(
 @pytest.mark.parametrize(
     ("tied", "words"), [(True, "ties to its embeddings"), (False, None), (None, "If the base")]
 )
-def test_the_warning_depends_on_the_base_model(
+def test_warning_depends_on_the_base_model(
     tied: bool | None, words: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = tmp_path / "base"
@@ -77,3 +77,21 @@ def test_the_warning_depends_on_the_base_model(
     assert warn_of_tied({"target_modules": ["q_proj"]}, str(base)) is None
     assert is_tied("tinkex/tiny") is True
     assert is_tied("no/such model") is None
+
+
+@pytest.mark.parametrize(
+    ("arch", "tied"),
+    [
+        ("smollm3", True),
+        ("gemma3_text", True),
+        ("llama", False),
+        ("qwen3", False),
+        ("gemma3", True),
+        ("unknown", None),
+    ],
+)
+def test_base_model_ties_as_its_family_does_by_default(
+    arch: str, tied: bool | None, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": arch}))
+    assert is_tied(str(tmp_path)) is tied

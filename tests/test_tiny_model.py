@@ -14,7 +14,7 @@ from tinkex.tokenizers import BUNDLED, load_tokenizer
 TINY = BUNDLED["tinkex/tiny"]
 
 
-def test_the_files_fit_into_twelve_mebibytes() -> None:
+def test_files_fit_into_twelve_mebibytes() -> None:
     sizes = {file.name: file.stat().st_size for file in TINY.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= sizes.keys()
     assert sum(sizes.values()) <= 12 * 2**20
@@ -66,7 +66,7 @@ def test_held_out_problems_are_no_training_problems() -> None:
     assert len(held_out | training) == 90 * 90
 
 
-def test_the_base_model_has_something_to_learn(tmp_path: Path) -> None:
+def test_base_model_has_something_to_learn(tmp_path: Path) -> None:
     """Greedy accuracy between 10 and 40 %, through the whole stack."""
     with (
         tinkex.LocalBackend(data_dir=tmp_path) as backend,

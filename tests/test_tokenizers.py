@@ -65,7 +65,7 @@ def test_both_clients_have_the_models_tokenizer(server_url: str, backend: str) -
                 assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_transformers_is_preferred_when_it_is_there(
+def test_transformers_is_preferred_if_installed(
     server_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import PreTrainedTokenizerBase
@@ -81,7 +81,7 @@ def test_transformers_is_preferred_when_it_is_there(
         load_tokenizer(MODEL)
 
 
-def test_the_two_libraries_agree(model_dir: Path) -> None:
+def test_two_libraries_agree(model_dir: Path) -> None:
     ours, theirs = (
         load_tokenizer(str(model_dir), backend=backend) for backend in reversed(BACKENDS)
     )
@@ -152,7 +152,7 @@ def test_missing_chat_template_is_a_clear_error(model_dir: Path) -> None:
         Tokenizer.from_directory(model_dir).apply_chat_template([{"role": "user", "content": "x"}])
 
 
-def test_a_template_in_the_configuration_is_found(chat_dir: Path) -> None:
+def test_template_in_the_configuration_is_found(chat_dir: Path) -> None:
     (chat_dir / "chat_template.jinja").unlink()
     config = json.loads((chat_dir / "tokenizer_config.json").read_text())
     config["chat_template"] = "{{ messages[0]['content'] }}!"
@@ -170,12 +170,12 @@ def test_unknown_name_gives_advice(home: Path, backend: str) -> None:
     assert "hint: " in str(caught.value)
 
 
-def test_an_unknown_backend_is_refused() -> None:
+def test_unknown_backend_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'spacy'.*'transformers' or 'tokenizers'"):
         load_tokenizer(MODEL, backend="spacy")
 
 
-def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+def test_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(tinkex.ConfigurationError, match=str(tmp_path)):
         load_tokenizer(str(tmp_path), backend="tokenizers")
 
@@ -256,13 +256,13 @@ def test_names_that_are_no_repositories_are_not_published(
     assert not home.exists()
 
 
-def test_a_model_without_a_tokenizer_is_not_published(home: Path, tmp_path: Path) -> None:
+def test_model_without_a_tokenizer_is_not_published(home: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert publish_tokenizer("org/name", tmp_path) is None
     assert not home.exists()
 
 
-def test_a_cache_that_cannot_be_written_is_only_a_warning(
+def test_cache_that_cannot_be_written_is_only_a_warning(
     home: Path, model_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     home.write_text("a file where a directory should be")
@@ -308,7 +308,7 @@ def test_two_processes_may_publish_at_once(home: Path, model_dir: Path) -> None:
     ],
     ids=str,
 )
-def test_the_cache_is_where_the_hub_library_looks(
+def test_cache_has_the_path_of_the_hub_library(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: str
 ) -> None:
     for name in ("HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME", "HUGGINGFACE_HUB_CACHE"):
@@ -327,10 +327,10 @@ def test_publishing_can_be_switched_off(
 
     engine = FakeEngine(base_models=[BaseModel("org/name", 64, 256, "fake", model_dir)])
     monkeypatch.setenv("TINKEX_HUB_CACHE", "0")
-    publish_tokenizers(engine)
+    publish_tokenizers(engine.models())
     assert not home.exists()
     monkeypatch.setenv("TINKEX_HUB_CACHE", "1")
-    publish_tokenizers(engine)
+    publish_tokenizers(engine.models())
     assert (home / "models--org--name").exists()
 
 
@@ -387,9 +387,7 @@ def info(tokenizer_id: Any) -> Any:
         (123, None, "123"),
     ],
 )
-def test_the_tokenizers_id_is_resolved_in_a_fixed_order(
-    name: Any, told: Any, expected: str
-) -> None:
+def test_tokenizers_id_is_resolved_in_a_fixed_order(name: Any, told: Any, expected: str) -> None:
     def say(client: object) -> Any:
         if isinstance(told, Exception):
             raise told
@@ -400,7 +398,7 @@ def test_the_tokenizers_id_is_resolved_in_a_fixed_order(
 
 
 @pytest.mark.covers("1.1.2/1")
-def test_a_training_client_is_asked_by_its_own_method_and_a_directory_is_itself(
+def test_training_client_is_asked_by_its_own_method_and_a_directory_is_itself(
     tmp_path: Path,
 ) -> None:
     client = SimpleNamespace(get_info=lambda: info("asked/it"))
@@ -410,7 +408,7 @@ def test_a_training_client_is_asked_by_its_own_method_and_a_directory_is_itself(
 
 
 @pytest.mark.covers("1.1.1/2", "1.1.3/1")
-def test_a_tokenizer_is_loaded_once_and_the_first_of_two_stays() -> None:
+def test_tokenizer_is_loaded_once_and_the_first_of_two_stays() -> None:
     loads: list[tuple[str, Any]] = []
     together = threading.Barrier(2, timeout=10)
 
@@ -430,7 +428,7 @@ def test_a_tokenizer_is_loaded_once_and_the_first_of_two_stays() -> None:
 
 
 @pytest.mark.covers("1.1.3/2")
-def test_a_failure_to_load_names_the_tokenizer_and_is_not_kept() -> None:
+def test_failure_to_load_names_the_tokenizer_and_is_not_kept() -> None:
     attempts = iter(
         [KeyError("first"), "no tokenizer", tinkex.ConfigurationError("passes through"), Letters()]
     )
@@ -541,7 +539,7 @@ def test_bad_input_is_refused_with_its_reason(call: Any, message: str) -> None:
 
 
 @pytest.mark.covers("1.1.6/1", "1.1.6/2", "1.1.6/3")
-def test_a_model_input_is_made_of_text() -> None:
+def test_model_input_is_made_of_text() -> None:
     load: dict[str, Any] = {"load_fun": lambda tokenizer_id, options: Letters()}
     makers: list[Any] = [types.ModelInput.from_text, types.ModelInput.from_text_or_raise]
     for make in makers:
@@ -593,7 +591,7 @@ def test_clients_help_with_tokenizers(server_url: str) -> None:
     assert seen == [MODEL, "a/b", "d", "unknown", "e", "f/g"]
 
 
-def test_a_client_asks_once_which_tokenizer_it_has() -> None:
+def test_client_requests_its_tokenizer_id_once() -> None:
     """Of an older server, which told nothing when the clients were made; what was refused is asked
     for again."""
     named: list[str] = []
@@ -786,7 +784,7 @@ def test_kimis_files_are_fetched_at_the_pinned_revision(
 
 
 @pytest.mark.slow
-def test_a_tokenizer_can_be_asked_for_by_many_threads_before_its_library_is_imported() -> None:
+def test_tokenizer_can_be_asked_for_by_many_threads_before_its_library_is_imported() -> None:
     program = (
         "from concurrent.futures import ThreadPoolExecutor as Pool\n"
         "from tinkex.tokenizers import load_tokenizer\n"

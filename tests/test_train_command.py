@@ -27,10 +27,9 @@ from safetensors.numpy import load_file
 
 from support import MODEL, serving
 from tinkex import LocalBackend, RestClient, ServiceClient, configure
+from tinkex.cli.charts import chart, plot
 from tinkex.cli.main import cli
 from tinkex.cli.options import server_url
-from tinkex.cli.plot import plot
-from tinkex.cli.svg import chart
 from tinkex.cli.train_report import Pruning
 from tinkex.client.futures.api_future import Future
 from tinkex.engine.api import BaseModel, EngineError
@@ -116,7 +115,7 @@ def learned(chat: ChatFormat, rendered: Any) -> str:
 # ── a run ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_run_leaves_its_metrics_its_options_its_checkpoints_and_a_plot(
+def test_run_leaves_its_metrics_its_options_its_checkpoints_and_a_plot(
     train: Callable[..., Result], data: Path, url: str
 ) -> None:
     result = train(
@@ -172,7 +171,7 @@ def test_progress_goes_to_stderr_and_the_summary_to_stdout(
     assert "into runs/my-sums-2" in again.stderr
 
 
-def test_the_key_is_not_written_down(train: Callable[..., Result], data: Path) -> None:
+def test_key_is_not_written_down(train: Callable[..., Result], data: Path) -> None:
     assert train(data, "--steps", 1, "--api-key", "tml-secret").exit_code == 0
     assert not any("tml-secret" in file.read_text() for file in Path("runs/sums").iterdir())
 
@@ -233,7 +232,7 @@ def test_line_refused_by_the_template_is_bad(train: Callable[..., Result], tmp_p
     assert not Path("runs").exists()
 
 
-def test_bytes_that_are_no_text_are_a_bad_line_and_a_byte_order_mark_is_none(
+def test_invalid_utf8_is_a_bad_line_and_byte_order_mark_is_ignored(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "bytes.jsonl"
@@ -245,7 +244,7 @@ def test_bytes_that_are_no_text_are_a_bad_line_and_a_byte_order_mark_is_none(
     assert [str(one) for one in bad] == ["line 2: it is not UTF-8: byte 13 is 0xff"]
 
 
-def test_a_file_in_another_encoding_is_called_that(
+def test_file_in_another_encoding_is_called_that(
     train: Callable[..., Result], tmp_path: Path
 ) -> None:
     file = tmp_path / "wide.jsonl"
@@ -271,7 +270,7 @@ def test_a_file_in_another_encoding_is_called_that(
         (["sums.jsonl", "--model", "some/other"], "some/other", 1),
     ],
 )
-def test_invalid_options_are_one_error(
+def test_invalid_options_give_one_error_line(
     train: Callable[..., Result], data: Path, arguments: list[str], words: str, code: int
 ) -> None:
     Path("empty.jsonl").write_text("\n\n")
@@ -328,7 +327,7 @@ def test_refused_training_leaves_no_run(
     assert runs() == before
 
 
-def test_the_longest_input_of_the_model_is_the_limit(
+def test_longest_input_of_the_model_is_the_limit(
     train: Callable[..., Result], tmp_path: Path
 ) -> None:
     file = write(
@@ -339,7 +338,7 @@ def test_the_longest_input_of_the_model_is_the_limit(
     assert "1 example longer than 512 tokens left out (line 1)" in result.stderr
 
 
-def test_a_file_of_its_own_can_be_evaluated_on(
+def test_evaluation_can_use_its_own_file(
     train: Callable[..., Result], data: Path, tmp_path: Path
 ) -> None:
     held_out = write(tmp_path / "held.jsonl", talk("x", "y"))
@@ -358,7 +357,7 @@ def test_a_file_of_its_own_can_be_evaluated_on(
 # ── what is learned ───────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_answers_of_a_chat_are_learned_with_the_end_of_their_turn(chat: ChatFormat) -> None:
+def test_answers_of_a_chat_are_learned_with_the_end_of_their_turn(chat: ChatFormat) -> None:
     messages = [
         {"role": "system", "content": "Be brief."},
         *talk("Hi?", "Yes.", "Why?", "So.")["messages"],
@@ -372,7 +371,7 @@ def test_the_answers_of_a_chat_are_learned_with_the_end_of_their_turn(chat: Chat
     assert everything.learned == everything.tokens.size - 1
 
 
-def test_an_answer_follows_the_very_tokens_that_prompt_for_it(chat: ChatFormat) -> None:
+def test_answer_follows_the_very_tokens_that_prompt_for_it(chat: ChatFormat) -> None:
     messages = talk("Hi?", "Yes.", "Why?", "So.")["messages"]
     (one,) = chat.conversation(messages)
     prompt = chat.prompt(messages[:3])
@@ -396,7 +395,7 @@ def _with_template(template: str | None) -> ChatFormat:
     return ChatFormat(Tokenizer(usual._tokenizer, usual._config, template))
 
 
-def test_a_template_that_rewrites_earlier_answers_gives_an_example_for_each() -> None:
+def test_template_that_rewrites_earlier_answers_gives_an_example_for_each() -> None:
     thoughts_once = (
         "{% for message in messages %}<|{{ message.role }}|>"
         "{% if message.role == 'assistant' and loop.last %}(thought){% endif %}{{ message.content "
@@ -412,7 +411,7 @@ def test_a_template_that_rewrites_earlier_answers_gives_an_example_for_each() ->
     assert chat.decode(examples[1].tokens) == "Hi?\nYes.\nWhy?\n(thought)So.\n"
 
 
-def test_without_a_template_a_chat_is_plain_text() -> None:
+def test_chat_without_a_template_is_plain_text() -> None:
     chat = _with_template(None)
     assert not chat.has_template
     messages = [{"role": "system", "content": "Be brief."}, *talk("Hi?", "Yes.")["messages"]]
@@ -447,7 +446,7 @@ def test_each_epoch_shuffles_all_examples() -> None:
         ("cosine", [0.5, 1, 1, 0.853553, 0.5, 0.146447]),
     ],
 )
-def test_the_learning_rate_rises_and_then_follows_its_schedule(
+def test_learning_rate_rises_and_then_follows_its_schedule(
     schedule: Any, rates: list[float]
 ) -> None:
     plan = Plan(examples=1, steps=6, learning_rate=1.0, schedule=schedule, warmup_steps=2)
@@ -496,7 +495,7 @@ class _Recorder:
         return self._future("save", SaveWeightsResponse(path=f"tinker://run/weights/{name}"))
 
 
-def test_the_next_batch_is_sent_before_the_result_of_the_last_is_read(
+def test_next_batch_is_sent_before_the_result_of_the_last_is_read(
     chat: ChatFormat, tmp_path: Path
 ) -> None:
     rows = [chat.pair("a", "b"), chat.pair("c", "d")]
@@ -533,7 +532,7 @@ def paths(folder: str) -> list[str]:
     ]
 
 
-def test_a_run_keeps_its_last_checkpoints_and_deletes_the_others(
+def test_run_keeps_its_last_checkpoints_and_deletes_the_others(
     train: Callable[..., Result], data: Path, url: str
 ) -> None:
     result = train(data, "--steps", 9, "--batch-size", 4, "--save-every", 2, "--output", "few")
@@ -554,7 +553,7 @@ def test_a_run_keeps_its_last_checkpoints_and_deletes_the_others(
     assert "'some' is neither a whole number (0 or more) nor 'all'" in wrong.stderr
 
 
-def test_the_best_checkpoint_is_kept_besides_the_last(
+def test_best_checkpoint_is_kept_besides_the_last(
     train: Callable[..., Result], data: Path, url: str
 ) -> None:
     evaluated = ("--eval-split", 0.2, "--eval-every", 2, "--learning-rate", 1e-9, "--keep", 1)
@@ -582,7 +581,7 @@ def test_the_best_checkpoint_is_kept_besides_the_last(
     assert json.loads(result.stdout)["best_path"] == paths("run")[0]
 
 
-def test_the_best_of_a_folder_is_by_its_loss_and_not_by_its_age(tmp_path: Path) -> None:
+def test_best_of_a_folder_is_by_its_loss_and_not_by_its_age(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", {}, {})
     for step, loss in enumerate([None, 2.0, math.nan, 1.0, 3.0, 4.0], 1):
         folder.add_checkpoint(step, f"tinker://r/weights/{step}", loss)
@@ -627,7 +626,7 @@ def test_run_that_kept_all_checkpoints_keeps_them_on_resume(
     assert kept("run")[-1] == 12
 
 
-def test_a_run_without_the_option_notes_how_many_it_keeps(
+def test_run_without_the_option_prints_how_many_it_keeps(
     train: Callable[..., Result], data: Path
 ) -> None:
     assert train(data, "--steps", 1, "--output", "run").exit_code == 0
@@ -838,7 +837,7 @@ def test_repeatedly_lost_run_fails(
     assert len([record for record in metrics("runs/sums") if "loss" in record]) == 12
 
 
-def test_a_second_interrupt_ends_the_run_at_once(
+def test_second_interrupt_ends_the_run_at_once(
     train: Callable[..., Result], data: Path, engine: FakeEngine
 ) -> None:
     def insist() -> None:
@@ -864,7 +863,7 @@ def test_resume_needs_the_same_options_and_examples(
     _at_step(engine, 2, _interrupt)
     assert train(data, *OPTIONS, "--output", "run").exit_code == 130
     assert (
-        "holds a run already: go on with it by `tinkex"
+        "already holds a run: continue it with `tinkex"
         in train(data, *OPTIONS, "--output", "run").stderr
     )
     other = train("--resume", "run", "--steps", 3)
@@ -888,7 +887,7 @@ def test_resume_needs_the_same_options_and_examples(
     assert "holds a finished run" in train("moved.jsonl", "--output", "run").stderr
 
 
-def test_the_weights_of_a_resumed_run_are_those_of_an_uninterrupted_one_to_the_bit(
+def test_weights_of_a_resumed_run_equal_an_uninterrupted_run_exactly(
     model_dir: Path, tmp_path: Path, data: Path
 ) -> None:
     store = tmp_path / "store"
@@ -976,7 +975,7 @@ def test_options_may_come_from_a_file_and_the_command_line_wins(
         ('resume = "x"', "there is no option 'resume'"),
     ],
 )
-def test_a_file_of_options_that_makes_no_sense_is_one_error(
+def test_malformed_options_file_gives_one_error_line(
     train: Callable[..., Result], data: Path, text: str, words: str
 ) -> None:
     Path("options.toml").write_text(text + "\n")
@@ -985,9 +984,7 @@ def test_a_file_of_options_that_makes_no_sense_is_one_error(
     assert words in result.stderr
 
 
-def test_with_nothing_configured_it_is_this_process(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_default_target_is_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert server_url(None, None) == "local"
     assert server_url("http://localhost:1", None) == "http://localhost:1"
     assert server_url(None, "tml-key") is None
@@ -1021,7 +1018,7 @@ def test_file_without_examples_gets_advice(
     assert "--skip-bad" not in result.stderr
 
 
-def test_a_server_elsewhere_needs_the_name_of_a_model(
+def test_server_elsewhere_needs_the_name_of_a_model(
     train: Callable[..., Result], data: Path, tmp_path: Path, engine: FakeEngine
 ) -> None:
     with serving(FakeEngine(engine.base_models), tmp_path / "server") as address:
@@ -1034,7 +1031,7 @@ def test_a_server_elsewhere_needs_the_name_of_a_model(
         assert f"--base-url {address}" in named.stdout
 
 
-def test_a_chart_of_nothing_and_of_one_point_is_still_a_picture() -> None:
+def test_chart_of_no_points_and_of_one_point_is_drawn() -> None:
     for points in ([], [(1.0, 2.0)]):
         assert ElementTree.fromstring(chart({"loss": points}, "a < b")).tag.endswith("svg")
 
@@ -1048,7 +1045,7 @@ def test_a_chart_of_nothing_and_of_one_point_is_still_a_picture() -> None:
         (0, 1000, [0, 200, 400, 600, 800, 1000]),
     ],
 )
-def test_chart_labels_steps_where_they_are(first: int, last: int, labels: list[int]) -> None:
+def test_chart_labels_steps_at_their_positions(first: int, last: int, labels: list[int]) -> None:
     points = [(float(step), 1.0 / (step + 1)) for step in range(first, last + 1)]
     drawn = ElementTree.fromstring(chart({"loss": points}, "title"))
     svg = "{http://www.w3.org/2000/svg}"
@@ -1107,9 +1104,7 @@ def test_lost_server_reports_the_last_checkpoint(
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_the_bundled_model_learns_and_a_real_interrupt_is_heeded(
-    data: Path, tmp_path: Path
-) -> None:
+def test_bundled_model_learns_and_a_real_interrupt_is_heeded(data: Path, tmp_path: Path) -> None:
     command = [str(Path(sys.executable).with_name("tinkex")), "train", str(data), "--steps", "200"]
     environment = {**os.environ, "TINKEX_DATA_DIR": str(tmp_path / "data"), "TINKEX_HUB_CACHE": "0"}
     process = subprocess.Popen(

@@ -37,7 +37,7 @@ DATA = [datum(1, 2, 3)]
 
 
 class Log:
-    """What reached the engine, in order; fails or waits where it is told to."""
+    """Calls that reached the engine, in order; fails or waits on request."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -65,9 +65,9 @@ def numbers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     arrived: list[int] = []
     original = Runs._admit
 
-    async def admit(runs: Runs, call: Any, run: str, seq_id: int, work: Any) -> Any:
+    async def admit(runs: Runs, call: Any, run: str, seq_id: int) -> Any:
         arrived.append(seq_id)
-        return await original(runs, call, run, seq_id, work)
+        return await original(runs, call, run, seq_id)
 
     monkeypatch.setattr(Runs, "_admit", admit)
     return arrived
@@ -213,7 +213,7 @@ def test_chunks_can_be_compressed(client: TrainingClient) -> None:
     assert client.forward(many(3), "cross_entropy").result(20).metrics == plain.metrics
 
 
-def test_the_gradient_of_chunks_is_the_gradient_of_the_whole(service: ServiceClient) -> None:
+def test_gradient_of_chunks_is_the_gradient_of_the_whole(service: ServiceClient) -> None:
     norms = []
     for length in (1024, 2):
         client = service.create_lora_training_client("fake", rank=4).result()
@@ -224,7 +224,7 @@ def test_the_gradient_of_chunks_is_the_gradient_of_the_whole(service: ServiceCli
 
 
 @pytest.mark.covers("C44", "C45", "C46")
-def test_a_forward_pass_computes_the_same_and_adds_no_gradient(service: ServiceClient) -> None:
+def test_forward_pass_computes_the_same_and_adds_no_gradient(service: ServiceClient) -> None:
     forward, plain = (
         service.create_lora_training_client("fake", rank=4).result() for _ in range(2)
     )
@@ -244,7 +244,7 @@ def test_a_forward_pass_computes_the_same_and_adds_no_gradient(service: ServiceC
 
 
 @pytest.mark.covers("C56", "D13")
-def test_a_failed_call_does_not_hold_up_the_next(
+def test_failed_call_does_not_hold_up_the_next(
     client: TrainingClient, log: Log, numbers: list[int]
 ) -> None:
     log.errors = {1: EngineError("not this one"), 2: RuntimeError("nor this one")}
@@ -263,7 +263,7 @@ def test_a_failed_call_does_not_hold_up_the_next(
 
 
 @pytest.mark.covers("W01")
-def test_a_failed_chunk_does_not_hold_up_the_next_call(client: TrainingClient, log: Log) -> None:
+def test_failed_chunk_does_not_hold_up_the_next_call(client: TrainingClient, log: Log) -> None:
     reset(client, fwdbwd_max_chunk_len=1)
     log.errors = {2: EngineError("the second of three")}
     bad, good = client.forward_backward(many(3), "cross_entropy"), client.optim_step(STEP)
@@ -273,7 +273,7 @@ def test_a_failed_chunk_does_not_hold_up_the_next_call(client: TrainingClient, l
 
 
 @pytest.mark.covers("W02")
-def test_a_call_cancelled_while_it_waits_leaves_no_gap(
+def test_call_cancelled_while_it_waits_leaves_no_gap(
     client: TrainingClient, log: Log, numbers: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first call's submission is slow; of the three behind it the middle one is given up."""
@@ -298,7 +298,7 @@ def test_a_call_cancelled_while_it_waits_leaves_no_gap(
 
 
 @pytest.mark.covers("W02")
-def test_a_call_cancelled_while_it_is_sent_still_arrives(
+def test_call_cancelled_while_it_is_sent_still_arrives(
     client: TrainingClient, log: Log, numbers: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sending, release = threading.Event(), threading.Event()
@@ -321,7 +321,7 @@ def test_a_call_cancelled_while_it_is_sent_still_arrives(
 
 
 @pytest.mark.covers("W02", "W26")
-def test_a_timed_out_wait_does_not_hold_up_the_next(client: TrainingClient, log: Log) -> None:
+def test_timed_out_wait_does_not_hold_up_the_next(client: TrainingClient, log: Log) -> None:
     log.gate.clear()
     first = client.forward_backward(DATA, "cross_entropy")
     with pytest.raises(TimeoutError):
@@ -348,9 +348,7 @@ REFUSED: dict[str, Callable[[TrainingClient], Any]] = {
 
 @pytest.mark.covers("C56", "W01")
 @pytest.mark.parametrize("call", UNSENDABLE | REFUSED)
-def test_a_call_that_cannot_be_sent_does_not_hold_up_the_next(
-    fake_service: Make, call: str
-) -> None:
+def test_call_that_cannot_be_sent_does_not_hold_up_the_next(fake_service: Make, call: str) -> None:
     service = fake_service(FakeEngine(), limits=Limits(gap_seconds=30))
     client = service.create_lora_training_client("fake", rank=4).result()
     bad = (UNSENDABLE | REFUSED)[call](client)
@@ -366,7 +364,7 @@ def test_unsendable_call_is_a_clear_error(client: TrainingClient, call: str) -> 
 
 
 @pytest.mark.covers("W01")
-def test_a_refused_chunk_does_not_hold_up_the_next_call(fake_service: Make) -> None:
+def test_refused_chunk_does_not_hold_up_the_next_call(fake_service: Make) -> None:
     """One of three chunks is too large for the server."""
     service = fake_service(FakeEngine(), limits=Limits(gap_seconds=30, body_bytes=3000))
     client = service.create_lora_training_client("fake", rank=4).result()
@@ -377,7 +375,7 @@ def test_a_refused_chunk_does_not_hold_up_the_next_call(fake_service: Make) -> N
     assert good.result(10).metrics is not None
 
 
-def test_an_oversize_body_is_refused_in_words(fake_service: Make) -> None:
+def test_oversize_body_is_refused_in_words(fake_service: Make) -> None:
     service = fake_service(FakeEngine(), limits=Limits(body_bytes=3000))
     client = service.create_lora_training_client("fake", rank=4).result()
     with pytest.raises(tinkex.APIStatusError, match=r"413.*3000"):
@@ -385,7 +383,7 @@ def test_an_oversize_body_is_refused_in_words(fake_service: Make) -> None:
 
 
 @pytest.mark.covers("24.code.17")
-def test_an_empty_batch_is_refused_at_once(client: TrainingClient, numbers: list[int]) -> None:
+def test_empty_batch_is_refused_at_once(client: TrainingClient, numbers: list[int]) -> None:
     for method in (client.forward, client.forward_backward):
         with pytest.raises(ValueError, match="data is empty"):
             method([], "cross_entropy")
@@ -403,7 +401,7 @@ def weighted(
 
 
 @pytest.mark.covers("C55", "24.custom.3")
-def test_a_custom_loss_trains_through_cross_entropy(service: ServiceClient, log: Log) -> None:
+def test_custom_loss_trains_through_cross_entropy(service: ServiceClient, log: Log) -> None:
     custom = service.create_lora_training_client("fake", rank=4).result()
     plain = service.create_lora_training_client("fake", rank=4).result()
     log.calls.clear()
@@ -421,7 +419,7 @@ def test_a_custom_loss_trains_through_cross_entropy(service: ServiceClient, log:
 
 
 @pytest.mark.covers("C55")
-def test_a_custom_loss_takes_its_turn(client: TrainingClient, log: Log) -> None:
+def test_custom_loss_takes_its_turn(client: TrainingClient, log: Log) -> None:
     before = client.optim_step(STEP)
     custom = client.forward_backward_custom(DATA, weighted)
     after = client.optim_step(STEP)
@@ -431,7 +429,7 @@ def test_a_custom_loss_takes_its_turn(client: TrainingClient, log: Log) -> None:
 
 
 @pytest.mark.covers("W06")
-def test_a_custom_loss_runs_off_the_network_thread(client: TrainingClient) -> None:
+def test_custom_loss_runs_off_the_network_thread(client: TrainingClient) -> None:
     names: list[str] = []
     told = threading.Event()
 
@@ -471,7 +469,7 @@ def failing(*_: Any) -> Any:
     ],
     ids=["constant", "float", "detached", "raises", "nothing", "vector", "not-a-number"],
 )
-def test_a_bad_custom_loss_is_reported_and_ends_the_training_of_its_client_only(
+def test_bad_custom_loss_is_reported_and_ends_the_training_of_its_client_only(
     service: ServiceClient, client: TrainingClient, loss: Any, error: type[Exception], words: str
 ) -> None:
     other = service.create_lora_training_client("fake", rank=4).result()
@@ -485,7 +483,7 @@ def test_a_bad_custom_loss_is_reported_and_ends_the_training_of_its_client_only(
     assert other.optim_step(STEP).result(20).metrics
 
 
-def test_a_custom_loss_needs_targets(client: TrainingClient, numbers: list[int]) -> None:
+def test_custom_loss_needs_targets(client: TrainingClient, numbers: list[int]) -> None:
     bare = types.Datum(types.ModelInput.from_ints([1, 2]), {"weights": [1.0, 1.0]})
     with pytest.raises(ValueError, match="datum 1 has none"):
         client.forward_backward_custom([DATA[0], bare], weighted)
@@ -497,7 +495,7 @@ def test_a_custom_loss_needs_targets(client: TrainingClient, numbers: list[int])
 # ── arguments ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_an_optimizer_step_needs_one_set_of_parameters(
+def test_optimizer_step_needs_one_set_of_parameters(
     client: TrainingClient, numbers: list[int]
 ) -> None:
     with pytest.raises(ValueError, match="not both"):
@@ -512,14 +510,14 @@ def test_an_optimizer_step_needs_one_set_of_parameters(
         client.optim_step(types.DimuonParams(learning_rate=0.1)).result(5)
 
 
-def test_a_run_needs_something_to_train(service: ServiceClient) -> None:
+def test_run_needs_something_to_train(service: ServiceClient) -> None:
     with pytest.raises(AssertionError, match="train_mlp"):
         service.create_lora_training_client(
             "fake", train_mlp=False, train_attn=False, train_unembed=False
         ).result()
 
 
-def test_a_wrong_model_name_lists_the_ones_there_are(service: ServiceClient) -> None:
+def test_wrong_model_name_lists_the_known_models(service: ServiceClient) -> None:
     with pytest.raises(tinkex.BadRequestError, match=r"'flake'.*: fake"):
         service.create_lora_training_client("flake").result()
     with pytest.raises(tinkex.BadRequestError, match=r"'flake'.*: fake"):
@@ -527,7 +525,7 @@ def test_a_wrong_model_name_lists_the_ones_there_are(service: ServiceClient) -> 
 
 
 @pytest.mark.covers("C37", "24.service.4")
-def test_a_sampler_needs_a_source(service: ServiceClient) -> None:
+def test_sampler_needs_a_source(service: ServiceClient) -> None:
     with pytest.raises(ValueError, match="model_path or base_model"):
         service.create_sampling_client().result()
     with pytest.raises(ValueError, match="tinker://"):
@@ -596,7 +594,7 @@ def test_many_samples_at_once(service: ServiceClient) -> None:
 
 
 @pytest.mark.covers("C50", "C51", "C52")
-def test_a_sampler_of_the_present_weights(service: ServiceClient, client: TrainingClient) -> None:
+def test_sampler_of_the_present_weights(service: ServiceClient, client: TrainingClient) -> None:
     before = client.save_weights_and_get_sampling_client().result()
     client.forward_backward([datum(*range(60))], "cross_entropy")
     client.optim_step(STEP)
@@ -651,7 +649,7 @@ def train(client: TrainingClient, steps: int = 2) -> list[float]:
 
 
 @pytest.mark.covers("C36", "C48")
-def test_a_run_resumes_where_it_was(
+def test_run_resumes_at_its_last_step(
     service: ServiceClient, client: TrainingClient, numbers: list[int]
 ) -> None:
     train(client)
@@ -688,7 +686,7 @@ def test_wrong_checkpoint_is_recognized(service: ServiceClient, client: Training
 
 
 @pytest.mark.covers("C38", "C40")
-def test_the_whole_surface_from_a_loop(service: ServiceClient) -> None:
+def test_whole_surface_from_a_loop(service: ServiceClient) -> None:
     async def run() -> None:
         capabilities = await service.get_server_capabilities_async()
         assert capabilities.supported_models[0].model_name == "fake"
@@ -799,7 +797,7 @@ def faulty() -> Iterator[FaultyServer]:
         yield server
 
 
-def test_a_lost_receipt_does_not_run_a_call_twice(
+def test_lost_receipt_does_not_run_a_call_twice(
     faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The answer to a submission is lost: the same bytes go out again under the same number."""

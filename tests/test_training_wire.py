@@ -147,7 +147,7 @@ def client(service: ServiceClient) -> TrainingClient:
     return service.create_lora_training_client("m", rank=4).result()
 
 
-def test_an_error_names_the_operation_that_was_called(
+def test_error_names_the_operation_that_was_called(
     faulty: FaultyServer, client: TrainingClient
 ) -> None:
     faulty.script("forward_backward", Answer(404, {"detail": "there is no model"}))
@@ -161,7 +161,7 @@ def test_an_error_names_the_operation_that_was_called(
         client.forward(DATA, "cross_entropy").result(10)
 
 
-def test_a_saved_sampler_has_no_type_as_in_the_official_client(
+def test_saved_sampler_has_no_type_as_in_the_official_client(
     server: Server, client: TrainingClient
 ) -> None:
     """The server's word is for its own kind of answer, of which the path is passed on."""
@@ -181,7 +181,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.covers("C42", "24.training.12")
-def test_the_numbers_of_a_whole_run(
+def test_numbers_of_a_whole_run(
     faulty: FaultyServer, server: Server, service: ServiceClient
 ) -> None:
     server.configure(fwdbwd_max_chunk_len=1)
@@ -201,7 +201,7 @@ def test_the_numbers_of_a_whole_run(
 
 
 @pytest.mark.covers("C43", "C64", "24.training.1", "1.19/7")
-def test_1025_examples_are_two_requests_whose_results_are_joined(
+def test_1025_examples_are_sent_in_two_requests_and_results_joined(
     faulty: FaultyServer, client: TrainingClient
 ) -> None:
     joined = client.forward_backward(examples(1025), "cross_entropy").result(10)
@@ -262,7 +262,7 @@ def test_only_requests_refused_by_the_server_use_a_number(
 @pytest.mark.parametrize(
     "answer", [{"request_id": "created"}, {"model_id": RUN}], ids=["future", "at-once"]
 )
-def test_a_run_is_bound_to_its_model_before_it_is_handed_out(
+def test_run_is_bound_to_its_model_before_it_is_handed_out(
     faulty: FaultyServer, service: ServiceClient, answer: dict[str, str]
 ) -> None:
     faulty.script("create_model", Answer(body=answer))
@@ -311,7 +311,7 @@ PASSES: list[Callable[..., Any]] = [
     ],
     ids=str,
 )
-def test_a_loss_or_setting_that_makes_no_sense_makes_no_request(
+def test_loss_or_setting_that_makes_no_sense_makes_no_request(
     faulty: FaultyServer,
     client: TrainingClient,
     method: Callable[..., Any],
@@ -348,7 +348,7 @@ def test_loss_settings_are_brought_to_one_form(
 
 @pytest.mark.covers("C47", "24.training.6", "C83", "1.15/5")
 @pytest.mark.parametrize("seconds", [0, -1, 1.5, "60", True], ids=repr)
-def test_a_time_to_live_that_is_none_makes_no_request(
+def test_invalid_time_to_live_makes_no_request(
     faulty: FaultyServer, client: TrainingClient, seconds: Any
 ) -> None:
     before = len(faulty.seen)
@@ -621,7 +621,7 @@ def test_cancelled_custom_loss_frees_its_turn(
 @pytest.mark.covers("W02", "C56")
 @pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("call", CALLS)
-def test_a_number_that_may_not_have_arrived_is_spent(
+def test_number_that_may_not_have_arrived_is_spent(
     faulty: FaultyServer, server: Server, call: str
 ) -> None:
     """The server is not heard of for as long as anybody has patience; then it is back."""
@@ -727,7 +727,7 @@ def test_partly_failed_call_is_a_clear_error(server: Server, service: ServiceCli
 
 
 @pytest.mark.covers("24.code.15", "C56", "4.1/14")
-def test_a_failed_chunk_ends_the_waiting_for_the_later_ones(
+def test_failed_chunk_ends_the_wait_for_later_chunks(
     faulty: FaultyServer, server: Server, service: ServiceClient
 ) -> None:
     client = cut(server, service)
@@ -748,7 +748,7 @@ def test_a_failed_chunk_ends_the_waiting_for_the_later_ones(
 # ── receipts ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_pass_can_be_submitted_now_and_waited_for_elsewhere(
+def test_pass_can_be_submitted_now_and_waited_for_elsewhere(
     server: Server, service: ServiceClient, faulty: FaultyServer
 ) -> None:
     client = cut(server, service)
@@ -791,7 +791,7 @@ def test_unawaitable_object_is_refused(
         client.receipts.retrieve("r", "optim_step", patience=3)
 
 
-def test_a_server_that_answers_at_once_gives_no_receipts(
+def test_server_that_answers_at_once_gives_no_receipts(
     faulty: FaultyServer, client: TrainingClient
 ) -> None:
     faulty.script("optim_step", Answer(body={"metrics": {"a": 1.0}}))
@@ -814,7 +814,7 @@ def test_closing_waits_for_a_retrieval(faulty: FaultyServer, server: Server) -> 
 
 
 @pytest.mark.covers("C48", "24.training.8")
-def test_a_saved_path_comes_from_its_name(faulty: FaultyServer, client: TrainingClient) -> None:
+def test_saved_path_comes_from_its_name(faulty: FaultyServer, client: TrainingClient) -> None:
     faulty.script(
         "save_weights",
         lambda seen: Answer(body={"path": f"tinker://{RUN}/weights/{seen.json['path']}"}),
@@ -836,7 +836,7 @@ def test_a_saved_path_comes_from_its_name(faulty: FaultyServer, client: Training
 
 
 @pytest.mark.covers("C49", "24.training.7")
-def test_loading_says_whether_the_optimizer_is_wanted(
+def test_loading_states_if_the_optimizer_is_wanted(
     faulty: FaultyServer, client: TrainingClient
 ) -> None:
     for call in (client.load_state, client.load_state_with_optimizer):
@@ -873,7 +873,7 @@ def test_saving_for_sampling_always_gives_the_typed_answer(
 
 
 @pytest.mark.covers("D03")
-def test_a_named_save_without_a_path_is_an_error(server: Server, client: TrainingClient) -> None:
+def test_named_save_without_a_path_is_an_error(server: Server, client: TrainingClient) -> None:
     server.results["save_weights_for_sampler"] = Answer(body={"sampling_session_id": "s:sample:1"})
     server.results["save_weights_external"] = Answer(body={"size_bytes": 1})
     for call in (client.save_weights_for_sampler, client.save_weights_external):
@@ -892,7 +892,7 @@ TWINS: dict[str, Sampled] = {
 
 @pytest.mark.covers("C51", "24.training.9")
 @pytest.mark.parametrize("twin", TWINS)
-def test_a_sampler_of_the_weights_from_whatever_the_server_names(
+def test_sampler_uses_the_weights_that_the_server_names(
     faulty: FaultyServer, server: Server, client: TrainingClient, twin: str
 ) -> None:
     path = f"tinker://{RUN}/sampler_weights/x"
@@ -920,7 +920,7 @@ def test_a_sampler_of_the_weights_from_whatever_the_server_names(
 
 @pytest.mark.covers("W05")
 @pytest.mark.usefixtures("hurried")
-def test_a_nameless_save_keeps_its_number_over_retries(
+def test_nameless_save_keeps_its_number_over_retries(
     faulty: FaultyServer, server: Server, client: TrainingClient
 ) -> None:
     server.results["save_weights_for_sampler"] = Answer(body={"sampling_session_id": "s:sample:1"})
@@ -962,7 +962,7 @@ def test_deprecation_warns_at_the_callers_line(client: TrainingClient, call: str
 
 
 @pytest.mark.parametrize("call", ["load_state_async", "load_state_with_optimizer_async"])
-def test_the_async_twins_warn_at_the_callers_line(client: TrainingClient, call: str) -> None:
+def test_async_twins_warn_at_the_callers_line(client: TrainingClient, call: str) -> None:
     async def run() -> None:
         await getattr(client, call)("tinker://x/weights/a")
 
@@ -971,7 +971,7 @@ def test_the_async_twins_warn_at_the_callers_line(client: TrainingClient, call: 
     assert caught[0].filename == __file__
 
 
-def test_an_input_of_losses_that_does_not_exist_is_refused(client: TrainingClient) -> None:
+def test_input_of_losses_that_does_not_exist_is_refused(client: TrainingClient) -> None:
     with pytest.raises(ValueError, match="loss_type_input must be 'logprobs'"):
         client.forward_backward_custom(DATA, summed, loss_type_input="logits")  # type: ignore[arg-type]
 
@@ -1047,7 +1047,7 @@ def test_optimizers_of_kinds_unknown_here_pass_through(
 @pytest.mark.covers(
     "1.13/1", "1.13/4", "1.13/5", "C55", "24.custom.1", "24.custom.2", "24.custom.3"
 )
-def test_a_sum_of_two_log_probabilities_trains_with_weights_of_minus_one(
+def test_sum_of_two_log_probabilities_trains_with_weights_of_minus_one(
     faulty: FaultyServer, server: Server, client: TrainingClient
 ) -> None:
     server.results["pass1"] = bulk(output([-1.0, -2.0]))
@@ -1076,9 +1076,7 @@ def test_a_sum_of_two_log_probabilities_trains_with_weights_of_minus_one(
 
 
 @pytest.mark.covers("24.custom.3")
-def test_the_users_own_metrics_win_even_over_the_loss(
-    server: Server, client: TrainingClient
-) -> None:
+def test_users_own_metrics_win_even_over_the_loss(server: Server, client: TrainingClient) -> None:
     def named(data: list[types.Datum], logprobs: list[torch.Tensor]) -> Any:
         return logprobs[0].sum(), {"loss:sum": torch.tensor(7.0), 5: 1}
 
@@ -1131,7 +1129,7 @@ def test_outputs_that_do_not_fit_the_data_are_not_trained_on(
     ],
     ids=["vector", "number", "no-metrics", "raises"],
 )
-def test_a_custom_loss_that_is_none_is_an_error_and_the_step_behind_it_fails_at_once(
+def test_invalid_custom_loss_is_an_error_and_fails_the_next_step(
     faulty: FaultyServer,
     server: Server,
     client: TrainingClient,
@@ -1197,7 +1195,7 @@ def test_pointers_to_images_go_out_as_json(faulty: FaultyServer, client: Trainin
 
 
 @pytest.mark.covers("W06")
-def test_the_networks_loop_is_free_while_a_custom_loss_computes(client: TrainingClient) -> None:
+def test_networks_loop_is_free_while_a_custom_loss_computes(client: TrainingClient) -> None:
     began, told = threading.Event(), threading.Event()
 
     def slow(data: list[types.Datum], logprobs: list[torch.Tensor]) -> Any:

@@ -24,7 +24,7 @@ MARKS = pytest.mark.parametrize(("mark", "kind"), [(NOT_GIVEN, NotGiven), (OMIT,
 
 @pytest.mark.covers("C18")
 @MARKS
-def test_a_mark_is_falsy_and_the_only_one_of_its_kind(mark: Any, kind: type[Any]) -> None:
+def test_mark_is_falsy_and_a_singleton(mark: Any, kind: type[Any]) -> None:
     assert not mark
     assert mark is not None
     assert isinstance(mark, kind)
@@ -48,7 +48,7 @@ def test_falsy_values_are_given(value: Any) -> None:
 
 @pytest.mark.covers("C18")
 @MARKS
-def test_a_default_stands_in_for_a_mark(mark: Any, kind: type[Any]) -> None:
+def test_default_stands_in_for_a_mark(mark: Any, kind: type[Any]) -> None:
     assert not is_given(mark)
     assert coalesce(mark, "default") == "default"
 
@@ -60,7 +60,7 @@ def test_entries_that_hold_a_mark_are_dropped_at_any_depth() -> None:
 
 
 @pytest.mark.covers("C18")
-def test_none_is_dropped_on_request_from_mappings_only() -> None:
+def test_none_is_dropped_on_request_only_from_mappings() -> None:
     data = {"none": None, "false": False, "zero": 0, "empty": "", "list": [None, {"none": None}]}
     assert transform(data) == data
     dropped = transform(data, drop_none=True)
@@ -73,7 +73,7 @@ def test_scalars_pass(value: Any) -> None:
     assert transform(value) is value
 
 
-def test_a_body_that_was_not_given_is_none() -> None:
+def test_missing_body_is_none() -> None:
     assert transform(NOT_GIVEN) is None
     assert transform(OMIT) is None
 
@@ -112,7 +112,7 @@ MOMENT = dt.datetime(2026, 3, 4, 5, 6, 7, tzinfo=dt.UTC)
 
 
 @pytest.mark.covers("C18", "D21")
-def test_times_become_text_wherever_they_are() -> None:
+def test_times_become_text_at_any_depth() -> None:
     made = transform(
         {
             "at": MOMENT,
@@ -174,7 +174,7 @@ class Plain(msgspec.Struct):
 
 
 class Model:
-    """What a pydantic model looks like from outside."""
+    """Stand-in for a pydantic model."""
 
     def model_dump(self) -> dict[str, Any]:
         return {"when": MOMENT, "nothing": None}
@@ -220,7 +220,7 @@ def test_messages_without_none_equal_the_wire(record: Any) -> None:
     assert transform(record) == to_builtins(record, keep_none=True)
 
 
-def test_a_null_that_must_be_sent_is_sent() -> None:
+def test_null_that_must_be_sent_is_sent() -> None:
     request = SetCheckpointTtlRequest(ttl_seconds=None)
     assert transform(request, drop_none=True) == {"ttl_seconds": None}
 

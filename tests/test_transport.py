@@ -28,7 +28,7 @@ from faulty import Answer, FaultyServer, faulty_server
 from support import wait_until
 from test_otel import StandIn
 from tinkex import events, types
-from tinkex.client.http import limits, link, retry, transport
+from tinkex.client.http import limits, retry, transport
 from tinkex.client.http.exchange import HttpRequest, Reply, StreamReply
 from tinkex.client.http.transport import Transport
 from tinkex.client.settings.config import Config, configure
@@ -116,7 +116,7 @@ def test_passing_faults_are_tried_again(
 
 
 @pytest.mark.covers("C15")
-def test_each_call_has_a_key_of_its_own(faulty: FaultyServer) -> None:
+def test_each_call_has_its_own_key(faulty: FaultyServer) -> None:
     faulty.script("create_session", OK)
     call(faulty.base_url)
     call(faulty.base_url)
@@ -198,7 +198,7 @@ def test_waits_grow_and_are_bounded() -> None:
     ids=str,
 )
 @pytest.mark.parametrize("status", [429, 503])
-def test_the_server_may_ask_for_time(
+def test_server_may_ask_for_time(
     faulty: FaultyServer,
     waits: list[float],
     headers: dict[str, str],
@@ -220,7 +220,7 @@ def kept_waits(monkeypatch: pytest.MonkeyPatch, waits: list[float]) -> list[floa
         def monotonic() -> float:
             return sum(waits)
 
-    monkeypatch.setattr(link, "time", Clock)
+    monkeypatch.setattr(retry, "time", Clock)
     return waits
 
 
@@ -233,14 +233,14 @@ def test_patience_ends(faulty: FaultyServer, kept_waits: list[float]) -> None:
 
 
 @pytest.mark.covers("W23")
-def test_a_conflict_has_two_seconds(faulty: FaultyServer, kept_waits: list[float]) -> None:
+def test_conflict_has_two_seconds(faulty: FaultyServer, kept_waits: list[float]) -> None:
     faulty.script("create_session", Answer(409, {"detail": "taken"}))
     with pytest.raises(tinkex.ConflictError, match="taken"):
         call(faulty.base_url)
     assert 1.0 < sum(kept_waits[:-1]) <= 2.0 < sum(kept_waits)
 
 
-def test_without_patience_there_is_one_attempt(faulty: FaultyServer) -> None:
+def test_zero_patience_makes_one_attempt(faulty: FaultyServer) -> None:
     faulty.script("create_session", Answer(503))
     with pytest.raises(tinkex.InternalServerError) as caught:
         call(faulty.base_url, patience=0)
@@ -249,7 +249,7 @@ def test_without_patience_there_is_one_attempt(faulty: FaultyServer) -> None:
 
 
 @pytest.mark.covers("W14")
-def test_a_slow_answer_times_out(faulty: FaultyServer) -> None:
+def test_slow_answer_times_out(faulty: FaultyServer) -> None:
     faulty.script("create_session", Answer(body={"session_id": "s"}, delay=60))
     with pytest.raises(tinkex.APITimeoutError, match=r"create_session.*within 0.2 s") as caught:
         call(faulty.base_url, timeout=0.2, patience=0)
@@ -257,7 +257,7 @@ def test_a_slow_answer_times_out(faulty: FaultyServer) -> None:
 
 
 @pytest.mark.covers("W03")
-def test_the_first_retry_is_logged_without_the_key(
+def test_first_retry_is_logged_without_the_key(
     faulty: FaultyServer, waits: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -285,7 +285,7 @@ def test_the_first_retry_is_logged_without_the_key(
         (503, "", 2),
     ],
 )
-def test_the_server_may_overrule(
+def test_server_may_overrule(
     faulty: FaultyServer, waits: list[float], status: int, told: str, requests: int
 ) -> None:
     refusal = Answer(status, {"detail": "no"}, headers={"X-Should-Retry": told})
@@ -299,9 +299,7 @@ def test_the_server_may_overrule(
 
 
 @pytest.mark.covers("C22", "24.code.5")
-def test_a_good_answer_may_be_one_to_ask_for_again(
-    faulty: FaultyServer, waits: list[float]
-) -> None:
+def test_successful_answer_may_ask_for_a_retry(faulty: FaultyServer, waits: list[float]) -> None:
     again = Answer(
         body={"session_id": "not yet"}, headers={"x-should-retry": "true", "retry-after": "3"}
     )
@@ -331,7 +329,7 @@ def test_one_retry_makes_two_requests(faulty: FaultyServer, waits: list[float]) 
 @pytest.mark.covers("D20", "24.code.6")
 @pytest.mark.parametrize("name", ["Retry-After", "retry-after", "RETRY-AFTER"])
 @pytest.mark.parametrize(("ahead", "honoured"), [(20, True), (3600, False), (-50, False)])
-def test_the_server_may_name_a_date(
+def test_server_may_name_a_date(
     faulty: FaultyServer,
     waits: list[float],
     name: str,
@@ -382,7 +380,7 @@ def test_retry_after_is_at_most_a_minute(
 
 
 @pytest.mark.covers("C22")
-def test_a_400_without_a_word_is_a_proxys_and_tried_again(
+def test_400_without_a_word_is_a_proxys_and_tried_again(
     faulty: FaultyServer, waits: list[float]
 ) -> None:
     faulty.script("create_session", Answer(400), Answer(400), OK)
@@ -397,7 +395,7 @@ def test_endless_rejections_are_a_clear_error(faulty: FaultyServer, waits: list[
     ) as caught:
         call(faulty.base_url)
     error = caught.value
-    assert error.attempts == len(faulty.requests("create_session")) == link.REJECTED_ATTEMPTS + 1
+    assert error.attempts == len(faulty.requests("create_session")) == retry.REJECTED_ATTEMPTS + 1
     assert f"after {error.attempts} attempts" in error.message
     assert (error.request.method, error.request.url) == (
         "POST",
@@ -445,7 +443,7 @@ def test_work_resumes_after_a_top_up(
     assert "in 60 minutes" in told[0]
 
 
-def test_an_account_that_is_never_topped_up_is_an_error(
+def test_account_that_is_never_topped_up_is_an_error(
     faulty: FaultyServer, billing: list[float]
 ) -> None:
     faulty.script("create_session", BROKE)
@@ -455,7 +453,7 @@ def test_an_account_that_is_never_topped_up_is_an_error(
     assert len(faulty.requests("create_session")) == 3600 / 25 + 1
 
 
-def test_heartbeats_and_those_who_know_better_do_not_pause(
+def test_heartbeats_and_calls_with_final_402_do_not_pause(
     faulty: FaultyServer, billing: list[float]
 ) -> None:
     faulty.script("session_heartbeat", BROKE, Answer(body={}))
@@ -486,7 +484,7 @@ def test_deprecations_warn(faulty: FaultyServer, caplog: pytest.LogCaptureFixtur
 # ── what is sent ──────────────────────────────────────────────────────────────────────────────────
 
 
-def test_no_key_is_sent_when_there_is_none(faulty: FaultyServer) -> None:
+def test_missing_key_sends_no_header(faulty: FaultyServer) -> None:
     faulty.script("create_session", OK)
     call(faulty.base_url)
     [seen] = faulty.requests("create_session")
@@ -498,7 +496,7 @@ def test_no_key_is_sent_when_there_is_none(faulty: FaultyServer) -> None:
 
 
 @pytest.mark.covers("W03")
-def test_the_key_travels_in_one_header(faulty: FaultyServer) -> None:
+def test_key_travels_in_one_header(faulty: FaultyServer) -> None:
     faulty.script("create_session", OK)
     call(faulty.base_url, key=SECRET)
     [seen] = faulty.requests("create_session")
@@ -553,7 +551,7 @@ def test_extra_headers_are_sent(faulty: FaultyServer) -> None:
     assert (seen.headers["cf-access-client-id"], seen.headers["x-one"]) == ("gate", "1")
 
 
-def test_ids_keep_their_colons_and_nothing_else(faulty: FaultyServer) -> None:
+def test_ids_keep_only_their_colons(faulty: FaultyServer) -> None:
     answer = {"sampler_id": "x", "base_model": "b"}
     faulty.script("samplers/s:sample:0", Answer(body=answer))
     call(faulty.base_url, protocol.GET_SAMPLER, None, path={"sampler_id": "s:sample:0"})
@@ -561,13 +559,13 @@ def test_ids_keep_their_colons_and_nothing_else(faulty: FaultyServer) -> None:
     call(faulty.base_url, protocol.GET_SAMPLER, None, path={"sampler_id": "../?a#"})
 
 
-def test_a_path_in_the_base_url_stays(faulty: FaultyServer) -> None:
+def test_path_in_the_base_url_stays(faulty: FaultyServer) -> None:
     faulty.script("/prefix/api/v1/create_session", OK)
     assert call(f"{faulty.base_url}/prefix").session_id == "s"
 
 
 def headers_of(faulty: FaultyServer, **settings: Any) -> dict[str, str]:
-    """What a request is sent with, under these settings."""
+    """Return the headers of a request under these settings."""
     given = settings.pop("headers", None)
 
     async def run() -> None:
@@ -581,7 +579,7 @@ def headers_of(faulty: FaultyServer, **settings: Any) -> dict[str, str]:
 
 
 @pytest.mark.covers("C08", "C14", "24.code.3")
-def test_requests_say_who_makes_them(faulty: FaultyServer) -> None:
+def test_requests_identify_the_client(faulty: FaultyServer) -> None:
     sent = headers_of(faulty)
     assert sent["x-stainless-package-version"] == protocol.PROTOCOL_VERSION == "0.38.0"
     assert sent["user-agent"] == f"tinkex/{tinkex.__version__} (python)"
@@ -629,7 +627,7 @@ def test_polls_and_samples_have_headers_of_their_own(faulty: FaultyServer) -> No
 
 
 @pytest.mark.covers("C14", "24.http.9")
-def test_gate_headers_are_there_when_configured(faulty: FaultyServer) -> None:
+def test_gate_headers_are_sent_if_configured(faulty: FaultyServer) -> None:
     gate = {"cf_access_client_id": "id", "cf_access_client_secret": "hush"}
     sent = headers_of(faulty, **gate)
     assert (sent["cf-access-client-id"], sent["cf-access-client-secret"]) == ("id", "hush")
@@ -638,7 +636,7 @@ def test_gate_headers_are_there_when_configured(faulty: FaultyServer) -> None:
 
 
 @pytest.mark.covers("C14")
-def test_the_later_header_wins_whatever_its_case(faulty: FaultyServer) -> None:
+def test_later_header_wins_in_any_case(faulty: FaultyServer) -> None:
     gate = {"cf_access_client_id": "id", "cf_access_client_secret": "hush"}
     default = {
         "USER-agent": "default",
@@ -710,7 +708,7 @@ def test_each_header_is_sent_once() -> None:
 
 
 @pytest.mark.covers("1.8/2", "C16")
-def test_the_trace_travels_with_every_kind_of_request(
+def test_trace_travels_with_every_kind_of_request(
     faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in = StandIn()
@@ -761,7 +759,7 @@ def heard() -> Iterator[list[tuple[str, dict[str, float], dict[str, Any]]]]:
 
 
 @pytest.mark.covers("1.4.2/1", "1.4.2/2", "C26", "24.http.7")
-def test_a_request_has_a_start_and_a_stop(
+def test_request_has_a_start_and_a_stop(
     faulty: FaultyServer, waits: list[float], heard: list[Any]
 ) -> None:
     faulty.script("create_session", Answer(503), Answer(503), OK)
@@ -809,7 +807,7 @@ def test_events_name_the_class_of_traffic(
 
 
 @pytest.mark.covers("C26", "D19")
-def test_the_result_of_a_poll_is_its_status(faulty: FaultyServer, heard: list[Any]) -> None:
+def test_result_of_a_poll_is_its_status(faulty: FaultyServer, heard: list[Any]) -> None:
     statuses = {200: "ok", 408: "ok", 404: "error", 500: "error", 302: "error"}
     faulty.script("retrieve_future", *(Answer(status) for status in statuses))
     archive = {"training_run_id": "r", "kind": "weights", "name": "n"}
@@ -876,7 +874,7 @@ def test_cancelled_request_ends(faulty: FaultyServer, heard: list[Any]) -> None:
 
 
 @pytest.mark.covers("1.4.3/1", "C26")
-def test_the_console_logger_shows_a_real_request(
+def test_console_logger_shows_a_real_request(
     faulty: FaultyServer, waits: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "tinkex")
@@ -927,7 +925,7 @@ class Carrier:
 
 
 @pytest.mark.covers("C12")
-def test_every_request_goes_through_the_client_that_was_brought() -> None:
+def test_every_request_uses_the_given_client() -> None:
     made: list[Carrier] = []
 
     def bring(config: Config) -> Carrier:
@@ -1073,7 +1071,7 @@ def test_every_attempt_is_dumped_also_of_streams(
 
 
 @pytest.mark.covers("C05")
-def test_a_token_or_a_commands_key_is_a_secret_too(faulty: FaultyServer) -> None:
+def test_token_or_a_commands_key_is_a_secret_too(faulty: FaultyServer) -> None:
     faulty.script(
         "create_session", Answer(401, {"detail": "odd: from-a-command", "echo": "from-a-command"})
     )
@@ -1158,7 +1156,7 @@ CATALOGUE = {
 
 @pytest.mark.covers("C27", "4.2/1")
 @pytest.mark.parametrize("name", CATALOGUE)
-def test_the_catalogue_of_endpoints(faulty: FaultyServer, name: str) -> None:
+def test_catalogue_of_endpoints(faulty: FaultyServer, name: str) -> None:
     method, path, traffic = CATALOGUE[name]
     op = protocol.BY_NAME[name]
     assert (op.method, op.path, op.traffic) == (method, path, traffic)
@@ -1174,7 +1172,7 @@ def test_the_catalogue_of_endpoints(faulty: FaultyServer, name: str) -> None:
 
 
 @pytest.mark.covers("C13")
-def test_the_query_of_a_call_wins_over_the_configured_one(faulty: FaultyServer) -> None:
+def test_query_of_a_call_wins_over_the_configured_one(faulty: FaultyServer) -> None:
     faulty.script("healthz", Answer(body={"status": "ok"}))
 
     async def run() -> None:
@@ -1219,7 +1217,7 @@ def test_answers_out_of_form_name_the_endpoint(
 
 
 @pytest.mark.covers("W17")
-def test_a_missing_field_is_named(faulty: FaultyServer) -> None:
+def test_missing_field_is_named(faulty: FaultyServer) -> None:
     faulty.script("create_session", Answer(body={"other": 1}))
     with pytest.raises(tinkex.APIResponseValidationError, match="session_id"):
         call(faulty.base_url)
@@ -1246,7 +1244,7 @@ def closed_port() -> int:
 
 @pytest.mark.covers("24.http.6", "W10")
 @pytest.mark.usefixtures("kept_waits")
-def test_an_unreachable_server_is_named_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_server_is_named_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first contact has a patience of its own, here shortened."""
     original = Config.resolve
     monkeypatch.setattr(
@@ -1272,7 +1270,7 @@ def _fields(config: Config) -> dict[str, Any]:
 
 
 @pytest.mark.covers("W10")
-def test_the_first_contact_is_not_awaited_for_minutes() -> None:
+def test_first_contact_is_not_awaited_for_minutes() -> None:
     assert Config(base_url="local").first_contact_patience <= 10
 
 
@@ -1294,7 +1292,7 @@ def test_session_opens_with_the_first_call(faulty: FaultyServer) -> None:
 
 
 @pytest.mark.covers("C10", "C33")
-def test_the_session_is_opened_once_for_many_callers(faulty: FaultyServer) -> None:
+def test_session_is_opened_once_for_many_callers(faulty: FaultyServer) -> None:
     import threading
 
     faulty.script("client/config", Answer(body={}, delay=0.05))
@@ -1315,7 +1313,7 @@ def test_the_session_is_opened_once_for_many_callers(faulty: FaultyServer) -> No
 @pytest.mark.parametrize(
     ("error", "reason"), [(ValueError("oops"), "errored"), (KeyboardInterrupt(), "interrupted")]
 )
-def test_the_session_says_how_it_ended(
+def test_session_reports_its_outcome(
     faulty: FaultyServer, error: BaseException, reason: str
 ) -> None:
     faulty.script("get_server_capabilities", Answer(body={"supported_models": []}))
@@ -1328,7 +1326,7 @@ def test_the_session_says_how_it_ended(
 
 
 @pytest.mark.parametrize("fault", [Answer(404), Answer(500, {"detail": "no"}), Answer(drop=True)])
-def test_a_session_that_cannot_be_finished_does_not_break_the_program(
+def test_session_that_cannot_be_finished_does_not_break_the_program(
     faulty: FaultyServer, fault: Answer, waits: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Delays, "after", lambda *_, **__: 6.0)
@@ -1360,12 +1358,12 @@ def test_messages_of_the_server_reach_the_log(
 
 
 @pytest.mark.covers("W16")
-def test_a_dropped_client_lets_its_connections_go(faulty: FaultyServer) -> None:
+def test_dropped_client_lets_its_connections_go(faulty: FaultyServer) -> None:
     faulty.script("create_session", OK)
     faulty.script("get_server_capabilities", Answer(body={"supported_models": []}))
     service = tinkex.ServiceClient(base_url=faulty.base_url)
     service.get_server_capabilities()
-    exchange: Any = service._session.transport.link._exchange
+    exchange: Any = service._session.transport._exchange
     del service
     wait_until(lambda: gc.collect() >= 0 and all(pool.closed for pool in exchange._pools.values()))
     assert exchange._pools

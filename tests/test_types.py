@@ -58,7 +58,7 @@ def test_nested_values_keep_their_shape() -> None:
         assert tensor.tolist() == [[1.0, 2.0], [3.0, 4.0]]
 
 
-def test_wrapping_a_fitting_array_copies_nothing() -> None:
+def test_wrapping_a_fitting_array_makes_no_copy() -> None:
     array = np.array([1.0, 2.0], dtype=np.float32)
     assert np.shares_memory(types.TensorData.from_numpy(array).to_numpy(), array)
 
@@ -78,12 +78,12 @@ def test_invalid_tensor_is_refused(bad: Any) -> None:
 
 
 @pytest.mark.parametrize("shape", [[3], [2, 2], [-2], [-1, -2], [2**40, 2**40]])
-def test_a_shape_that_does_not_fit_is_refused(shape: list[int]) -> None:
+def test_shape_that_does_not_fit_is_refused(shape: list[int]) -> None:
     with pytest.raises(ValueError, match="shape"):
         types.TensorData(data=[] if shape[0] > 2**20 else [1, 2], dtype="int64", shape=shape)
 
 
-def test_a_dtype_is_needed_and_must_be_known() -> None:
+def test_dtype_is_needed_and_must_be_known() -> None:
     with pytest.raises(TypeError, match="dtype"):
         types.TensorData(data=[1])
     with pytest.raises(ValueError, match=r"float64.*'int64' or 'float32'"):
@@ -136,12 +136,12 @@ def test_malformed_sparse_tensors_are_refused(changes: dict[str, Any]) -> None:
         sparse(**changes)
 
 
-def test_a_sparse_tensor_cannot_ask_for_more_memory_than_it_is_worth() -> None:
+def test_sparse_tensor_cannot_demand_excessive_memory() -> None:
     with pytest.raises(ValueError, match="sparse"):
         sparse(shape=[3, 2**50])
 
 
-def test_the_repr_of_a_tensor_is_short() -> None:
+def test_repr_of_a_tensor_is_short() -> None:
     shown = repr(types.TensorData.from_numpy(np.arange(10_000)))
     assert len(shown) < 120
     assert "int64" in shown
@@ -254,7 +254,7 @@ def test_media_cannot_be_read_as_tokens() -> None:
 
 
 @pytest.mark.covers("C90")
-def test_an_image_without_a_count_has_no_length() -> None:
+def test_image_without_a_count_has_no_length() -> None:
     with pytest.raises(ValueError, match=r"ImageChunk.*expected_tokens"):
         _ = image().length
     pointer = types.ImageAssetPointerChunk(format="png", location="there")
@@ -338,7 +338,7 @@ def test_inputs_of_a_datum_are_typed_by_their_names() -> None:
 
 
 @pytest.mark.parametrize("bad", [["a"], [[1], [1, 2]], object(), None])
-def test_a_bad_input_is_named(bad: Any) -> None:
+def test_bad_input_is_named(bad: Any) -> None:
     with pytest.raises(ValueError, match=r"loss_fn_inputs\['weights'\]"):
         types.Datum(types.ModelInput.from_ints([1]), {"weights": bad})
 
@@ -348,7 +348,7 @@ def test_fractional_target_tokens_are_refused() -> None:
         types.Datum(types.ModelInput.from_ints([1]), {"target_tokens": [1.5]})
 
 
-def test_a_datum_survives_the_wire() -> None:
+def test_datum_survives_the_wire() -> None:
     datum = types.Datum(
         types.ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3], "weights": [0.5, 1]}
     )
@@ -742,7 +742,7 @@ def test_sparse_torch_inputs_are_named() -> None:
     whole=st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
-def test_sparse_tensors_stand_for_the_dense_ones(
+def test_sparse_tensors_equal_their_dense_form(
     rows: int, cols: int, pad: int, seed: int, whole: bool
 ) -> None:
     generator = np.random.default_rng(seed)
@@ -758,7 +758,7 @@ def test_sparse_tensors_stand_for_the_dense_ones(
 
 
 @pytest.mark.parametrize("pad", ["0", None, True, 0.5])
-def test_a_pad_that_does_not_fit_is_refused(pad: Any) -> None:
+def test_pad_that_does_not_fit_is_refused(pad: Any) -> None:
     with pytest.raises(TypeError, match="pad_value"):
         sparse().to_numpy(pad)
     with pytest.raises(TypeError, match="pad_value"):
@@ -771,7 +771,7 @@ def test_a_pad_that_does_not_fit_is_refused(pad: Any) -> None:
 @pytest.mark.parametrize(
     "value", BULK + EXAMPLES, ids=[f"{n}-{type(v).__name__}" for n, v in enumerate(BULK + EXAMPLES)]
 )
-def test_copies_are_equal_and_deep_ones_share_nothing(value: Any) -> None:
+def test_copies_are_equal_and_deep_copies_share_no_data(value: Any) -> None:
     for same in (copy.copy(value), copy.deepcopy(value), pickle.loads(pickle.dumps(value))):
         assert type(same) is type(value)
         assert same == value
@@ -918,7 +918,7 @@ def test_adam_parameters_are_checked_on_request(fields: dict[str, Any]) -> None:
     assert params.validate() is params
 
 
-def test_a_step_takes_its_parameters_once() -> None:
+def test_step_takes_its_parameters_once() -> None:
     adam, dimuon = types.AdamParams(), types.DimuonParams(learning_rate=1.0)
     for fields in ({}, {"optim_params": adam, "adam_params": types.AdamParams(eps=1.0)}):
         with pytest.raises(ValueError, match="once"):
@@ -991,7 +991,7 @@ def test_stream_chunks_have_kinds() -> None:
 
 
 @pytest.mark.covers("C90")
-def test_a_custom_loss_adds_up() -> None:
+def test_custom_loss_adds_up() -> None:
     term = types.RegularizerOutput.from_computation("l2", 4.0, 0.5, grad_norm=0.0, custom={"a": 1})
     assert (term.contribution, term.grad_norm_weighted) == (2.0, 0.0)
     output = types.CustomLossOutput.build(1.5, {"kl": 0.1}, [term], base_grad_norm=3.0)
@@ -1020,7 +1020,7 @@ def test_regularizers_are_checked(fields: dict[str, Any]) -> None:
     ("metrics", "loss"),
     [({"loss": 1.0, "loss:sum": 2.0}, 1.0), ({"loss:sum": 2.0}, 2.0), ({}, None)],
 )
-def test_a_result_knows_its_loss(metrics: dict[str, float], loss: float | None) -> None:
+def test_result_knows_its_loss(metrics: dict[str, float], loss: float | None) -> None:
     assert types.ForwardBackwardOutput("x", [], metrics).loss == loss
 
 
@@ -1135,7 +1135,7 @@ def test_lora_config_is_read_unchanged() -> None:
 
 
 @pytest.mark.covers("C90")
-def test_a_reason_to_stop_that_is_not_known_is_none() -> None:
+def test_unknown_stop_reason_is_none() -> None:
     for told, reason in (("stop", "stop"), ("length", "length"), ("eos", None), (None, None)):
         assert (
             types.SampledSequence.from_wire({"tokens": [1], "stop_reason": told}).stop_reason
@@ -1232,7 +1232,7 @@ PART = st.text(
     run=PART, kind=st.sampled_from(["weights", "sampler_weights", "external_weights"]), name=PART
 )
 @settings(max_examples=40, deadline=None)
-def test_paths_are_taken_apart(run: str, kind: str, name: str) -> None:
+def test_paths_are_parsed(run: str, kind: str, name: str) -> None:
     path = f"tinker://{run}/{kind}/{name}"
     parsed = types.ParsedCheckpointTinkerPath.from_tinker_path(path)
     assert parsed.tinker_path == path

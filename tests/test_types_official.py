@@ -410,7 +410,7 @@ def passes(types: Any, np: Any, torch: Any) -> dict[str, Any]:
 
 
 def readings(types: Any, np: Any, torch: Any) -> dict[str, Any]:
-    """What the types say about themselves, as plain values."""
+    """Return descriptions of the types, as plain values."""
     Topk = types.SampledSequence.__dataclass_fields__["topk_logprobs_np"] and types.TopkLogprobs
     dense = torch.tensor([[3, 3, 3, 3, 1], [3, 3, 3, 3, 3], [3, 5, 3, 3, 3]])
     sparse = types.TensorData.from_torch_sparse(dense, pad_value=3)
@@ -680,7 +680,7 @@ def worker() -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture(scope="module")
 def official(worker: subprocess.Popen[str]) -> dict[str, Any]:
-    """What the official package makes of it all."""
+    """Return the official package's results for all cases."""
     assert worker.stdout is not None
     report: dict[str, Any] = json.loads(worker.stdout.readline())
     return report
@@ -764,7 +764,7 @@ def test_literals_are_the_same(official: dict[str, Any], name: str) -> None:
     assert [value for value in get_args(getattr(types, name)) if value not in own] == known
 
 
-def test_aliases_are_there(official: dict[str, Any]) -> None:
+def test_aliases_exist(official: dict[str, Any]) -> None:
     assert official["aliases"] == ALIASES
     assert not [name for name in ALIASES if name not in types.__all__]
 
@@ -1021,12 +1021,12 @@ def test_official_values_round_trip_at_length(
 
 @settings(QUICK)
 @given(recipe=recipes())
-def test_the_same_pass_is_the_same_bytes(ask: Ask, recipe: Any) -> None:
+def test_same_pass_is_the_same_bytes(ask: Ask, recipe: Any) -> None:
     check_protobuf(ask, recipe)
 
 
 @pytest.mark.slow
 @settings(max_examples=1500, deadline=None, suppress_health_check=SHARED)
 @given(recipe=recipes())
-def test_the_same_pass_is_the_same_bytes_at_length(ask: Ask, recipe: Any) -> None:
+def test_same_pass_is_the_same_bytes_at_length(ask: Ask, recipe: Any) -> None:
     check_protobuf(ask, recipe)

@@ -48,7 +48,7 @@ def fields_of(body: Any) -> list[tuple[str, bytes]]:
 
 
 @pytest.mark.covers("1.17.4/1", "C17")
-def test_the_bytes_of_a_form() -> None:
+def test_bytes_of_a_form() -> None:
     content_type, body = multipart(
         {"note": "hi"}, {"file": ("a.txt", b"hello\n", "text/plain", {"X-A": "1"})}, "BB"
     )
@@ -187,7 +187,7 @@ def test_text_that_names_a_file_here_is_that_file(
         (b"content", TypeError, "files must be a mapping"),
     ],
 )
-def test_files_that_cannot_be_sent_say_why(files: Any, error: type[Exception], words: str) -> None:
+def test_unsendable_files_give_the_reason(files: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=f"^Failed to prepare request: .*{words}"):
         multipart({}, files)
     with pytest.raises(error, match=f"^Failed to prepare request: .*{words}"):
@@ -272,7 +272,7 @@ def test_boundaries_must_be_boundaries(boundary: str) -> None:
         multipart({}, {}, boundary)
 
 
-def test_a_boundary_with_signs_is_quoted() -> None:
+def test_boundary_with_signs_is_quoted() -> None:
     content_type, body = multipart({"a": 1}, {}, "a:b c")
     assert content_type == 'multipart/form-data; boundary="a:b c"'
     assert parts_of(content_type, body)[0][0] == "a"
@@ -281,14 +281,14 @@ def test_a_boundary_with_signs_is_quoted() -> None:
 
 @pytest.mark.covers("1.17.4/1")
 @pytest.mark.parametrize("fields", ["text", 3, ["a"], b"bytes"])
-def test_the_fields_of_a_form_must_have_names(fields: Any) -> None:
+def test_fields_of_a_form_must_have_names(fields: Any) -> None:
     with pytest.raises(
         TypeError, match="Failed to prepare request: the fields of a form must be a mapping"
     ):
         multipart(fields, {})
 
 
-def test_a_field_that_a_form_cannot_hold_is_named() -> None:
+def test_field_that_a_form_cannot_hold_is_named() -> None:
     with pytest.raises(
         TypeError, match=re.escape("Failed to prepare request: the field 'a[b]' is a set")
     ):
@@ -299,7 +299,7 @@ def test_a_field_that_a_form_cannot_hold_is_named() -> None:
 
 @pytest.mark.covers("1.17.2/6", "1.17.5/1", "1.17.5/2", "C17")
 @pytest.mark.parametrize("files", [None, {}, [], NOT_GIVEN])
-def test_without_files_the_body_is_json(files: Any) -> None:
+def test_body_without_files_is_json(files: Any) -> None:
     assert body_for({"a": OMIT, "b": None, "c": [1, 2]}, files, {}) == (
         "application/json",
         b'{"b":null,"c":[1,2]}',
@@ -321,7 +321,7 @@ def test_text_and_bytes_are_sent_as_they_are() -> None:
 
 @pytest.mark.covers("1.17.5/1", "C17")
 @pytest.mark.parametrize("name", ["content-type", "Content-Type"])
-def test_a_form_is_sent_for_files_or_when_the_headers_say_so(name: str) -> None:
+def test_form_is_sent_for_files_or_form_headers(name: str) -> None:
     content_type, body = body_for({"a": 1}, {"f": b"x"}, {name: "application/json"})
     assert [part[0] for part in parts_of(content_type or "", body)] == ["a", "f"]
     content_type, body = body_for({"a": [1]}, None, {name: "Multipart/Form-Data; charset=utf-8"})
@@ -347,7 +347,7 @@ def test_text_cannot_be_a_form() -> None:
 
 
 @pytest.mark.covers("C17")
-def test_json_that_cannot_be_written_says_why() -> None:
+def test_unwritable_json_reports_the_reason() -> None:
     with pytest.raises(
         TypeError, match="Failed to prepare request: cannot put a object on the wire"
     ):

@@ -141,7 +141,7 @@ def test_usage_outlives_the_server(tmp_path: Path) -> None:
         ("starting_on=2026-07-13T00:00:00Z&ending_before=2026-07-27T01:00:00Z", "14"),
     ],
 )
-def test_a_span_that_cannot_be_accounted_for_is_refused_in_words(
+def test_span_that_cannot_be_accounted_for_is_refused_in_words(
     serve: Serve, query: str, words: str
 ) -> None:
     heard = serve().send(f"billing/usage/events?{query}", method="GET")
@@ -149,7 +149,7 @@ def test_a_span_that_cannot_be_accounted_for_is_refused_in_words(
     assert words in heard.json["detail"]
 
 
-def test_the_room_that_checkpoints_take_is_counted_and_shown(
+def test_room_that_checkpoints_take_is_counted_and_shown(
     serve: Serve, store: SqliteDatabase
 ) -> None:
     wire = serve()
@@ -227,7 +227,7 @@ def test_audit_log_records_changes_of_checkpoints(serve: Serve) -> None:
         assert wire.send(f"audit?{query}", method="GET").status == 400
 
 
-def test_the_operator_sees_everyone_and_others_see_themselves(
+def test_operator_sees_all_accounts_and_users_only_their_own(
     serve: Serve, store: SqliteDatabase
 ) -> None:
     number, key = create_key(store, "k", "ada")

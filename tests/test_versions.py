@@ -89,7 +89,7 @@ def run_loop(place: Path, url: str, module: str = "tinker") -> dict[str, Any]:
 
 
 def check(found: dict[str, Any]) -> None:
-    """What must be so with any client, whatever the numbers are."""
+    """Check the rules that hold for any client, with any numbers."""
     losses = found["losses"]
     assert losses[-1] < 0.8 * losses[0]
     assert losses == sorted(losses, reverse=True)
@@ -174,7 +174,7 @@ def alike(found: Any, wanted: Any) -> bool:
     "U41",
 )
 @pytest.mark.parametrize("version", MATRIX)
-def test_a_client_of_any_version_runs_the_loop(version: str, server_url: str, loop: Loop) -> None:
+def test_client_of_any_version_runs_the_loop(version: str, server_url: str, loop: Loop) -> None:
     found = loop(version, server_url)
     assert found["version"] == version
     check(found)
@@ -193,7 +193,7 @@ def brisk_url(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     from tinkex.server.server_limits import Limits
 
     engine = TorchEngine({MODEL: model_dir})
-    publish_tokenizers(engine)
+    publish_tokenizers(engine.models())
     limits = Limits(poll_seconds=0.05, announced_bytes=100)
     with serving(engine, tmp_path_factory.mktemp("brisk"), limits=limits) as url:
         yield url
@@ -210,7 +210,7 @@ def test_every_client_version_retries_on_request(version: str, brisk_url: str, l
 
 
 @pytest.mark.timeout(300)
-def test_our_search_equals_the_official_one(server_url: str, loop: Loop) -> None:
+def test_search_equals_the_official_search(server_url: str, loop: Loop) -> None:
     import tinkex
 
     found = run_loop(Path(tinkex.__file__).parents[1], server_url, "tinkex")
@@ -218,7 +218,7 @@ def test_our_search_equals_the_official_one(server_url: str, loop: Loop) -> None
     compare(found, loop(NEWEST, server_url))
 
 
-def test_a_client_that_cannot_be_fetched_is_missed_aloud(tmp_path: Path) -> None:
+def test_client_that_cannot_be_fetched_is_missed_aloud(tmp_path: Path) -> None:
     (tmp_path / "index").mkdir()
     options = ["--no-index", "--find-links", str(tmp_path / "index")]
     with pytest.raises(
@@ -229,7 +229,7 @@ def test_a_client_that_cannot_be_fetched_is_missed_aloud(tmp_path: Path) -> None
     assert list((tmp_path / "clients").iterdir()) == []
 
 
-def test_a_client_that_is_there_is_not_fetched(tmp_path: Path) -> None:
+def test_existing_client_is_not_downloaded(tmp_path: Path) -> None:
     (tmp_path / "0.15.0").mkdir()
     assert clients.fetch("0.15.0", tmp_path, ["--no-such-option"]) == tmp_path / "0.15.0"
 
@@ -280,7 +280,7 @@ def elixir_pass(model_id: str, seq_id: int, key: str = "forward_backward_input")
 
 
 @pytest.mark.covers("S1", "S2", "S5", "S7")
-def test_the_elixir_dialect_trains_saves_loads_and_samples(wire: Wire) -> None:
+def test_elixir_dialect_trains_saves_loads_and_samples(wire: Wire) -> None:
     session, model_id = elixir_model(wire)
     assert model_id == f"{session}:train:0"
     assert wire.post("session_heartbeat", {"session_id": session, "type": "session_heartbeat"})
@@ -360,7 +360,7 @@ def test_the_elixir_dialect_trains_saves_loads_and_samples(wire: Wire) -> None:
 @pytest.mark.parametrize(
     "kind", [{}, {"kind": None}, {"kind": "snapshot"}], ids=["absent", "null", "snapshot"]
 )
-def test_a_save_without_a_kind_is_a_snapshot(wire: Wire, kind: dict[str, Any]) -> None:
+def test_save_without_a_kind_is_a_snapshot(wire: Wire, kind: dict[str, Any]) -> None:
     _, model_id = elixir_model(wire)
     saving = {"model_id": model_id, "path": None, **kind}
 
@@ -407,7 +407,7 @@ def elixir_sample(**fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.covers("S5", "S37")
-def test_a_sample_without_a_sampling_session_names_its_model(wire: Wire) -> None:
+def test_sample_without_a_sampling_session_names_its_model(wire: Wire) -> None:
     receipt = wire.post(
         "asample", elixir_sample(base_model="fake", num_samples=2, prompt_logprobs=True)
     )
@@ -435,7 +435,7 @@ NULLS: dict[str, tuple[str, ...]] = {
 @pytest.mark.parametrize(
     ("path", "field"), [(path, field) for path, fields in NULLS.items() for field in fields]
 )
-def test_a_null_is_the_same_as_nothing(wire: Wire, path: str, field: str) -> None:
+def test_null_equals_an_absent_field(wire: Wire, path: str, field: str) -> None:
     session, model_id = elixir_model(wire)
     receipt = wire.post("forward_backward", pass_json(model_id, 1))
     bodies = {
@@ -491,7 +491,7 @@ OPTIONAL = sorted(
 
 @pytest.mark.covers("S1")
 @pytest.mark.parametrize(("name", "field"), OPTIONAL)
-def test_a_null_can_be_read_wherever_nothing_can(name: str, field: str) -> None:
+def test_null_is_read_like_an_absent_field(name: str, field: str) -> None:
     kind = next(kind for kind in REQUESTS if kind.__name__ == name)
     body = least(kind)
     if kind is types.OptimStepRequest:  # of its several ways to give them, one must be used

@@ -45,7 +45,7 @@ def test_only_the_retry_module_waits_after_a_failure() -> None:
     assert {place for place in found if place[0] != RETRY} == NO_RETRIES.keys()
 
 
-def test_a_sleep_is_found_by_any_of_its_names() -> None:
+def test_sleep_is_found_by_any_of_its_names() -> None:
     text = "async def f(self):\n await asyncio.sleep(1)\ndef g():\n time.sleep(2)\n"
     text += "async def h(self):\n await self._sleep(3)\n sleep(4)\n"
     assert list(sleeps(text)) == ["f", "g", "h", "h"]

@@ -146,7 +146,7 @@ def cut_into_ones(faulty: FaultyServer) -> None:
 
 
 class Counted:
-    """What reached a server of ours: every request, and which are still being answered."""
+    """Requests that reached our server, and those that are still being answered."""
 
     def __init__(self) -> None:
         self.paths: list[str] = []
@@ -192,7 +192,7 @@ def within(seconds: float) -> Iterator[None]:
 
 
 def run_program(code: str, *arguments: str, seconds: float = 60) -> str:
-    """What a program of its own prints."""
+    """Return the output of a separate program."""
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments],
         env=os.environ,
@@ -611,7 +611,7 @@ def test_w13_metrics_reducer_accepts_mixed_metrics(
     ],
     ids=["silent", "trickling"],
 )
-def test_w14_configured_timeouts_are_the_real_ones(
+def test_w14_configured_timeouts_are_used(
     faulty: FaultyServer, configured: Callable[..., None], late: Answer
 ) -> None:
     configured(timeout=1.0, max_retries=0)

@@ -86,7 +86,7 @@ def test_workers_do_not_wait_for_each_other(tmp_path: Path) -> None:
     played(scenario)
 
 
-def test_a_custom_loss_is_there_on_every_worker(tmp_path: Path) -> None:
+def test_custom_loss_exists_on_every_worker(tmp_path: Path) -> None:
     engines = pair()
     with serving(engines, tmp_path) as url:
         wire = Wire(url)
@@ -99,7 +99,7 @@ def test_a_custom_loss_is_there_on_every_worker(tmp_path: Path) -> None:
         wait_until(lambda: not any(engine._losses for engine in engines.values()))
 
 
-def test_a_busy_sampler_goes_to_another_worker_too() -> None:
+def test_busy_sampler_moves_to_another_worker() -> None:
     workers = Workers(pair())
     left, right = workers
     loaded = {left: None}
@@ -112,7 +112,7 @@ def test_a_busy_sampler_goes_to_another_worker_too() -> None:
     assert workers.for_sample("fake", loaded) is left
 
 
-def test_a_run_goes_where_its_base_model_is() -> None:
+def test_run_goes_to_a_worker_with_its_base_model() -> None:
     big = (BaseModel("big", context_length=8, vocab_size=256, arch="fake"),)
     workers = Workers({"small": FakeEngine(), "large": FakeEngine(base_models=big)})
     assert sorted(workers.models()) == ["big", "fake"]
@@ -122,7 +122,7 @@ def test_a_run_goes_where_its_base_model_is() -> None:
         workers.home("d", "huge")
 
 
-def test_a_run_that_was_not_made_is_at_home_nowhere(tmp_path: Path) -> None:
+def test_run_that_was_not_made_is_at_home_nowhere(tmp_path: Path) -> None:
     def refuse(method: str, subject: str) -> None:
         if method == "create":
             raise EngineError("no room", "server")
@@ -156,7 +156,7 @@ async def story(server: Life, model: str, *, rebuilt: Held | None = None) -> lis
     ids = [await server.submit(path, body) for path, body in asked]
     if rebuilt is not None:
         await until(rebuilt.begun.is_set)
-        rebuilding = asyncio.create_task(server.state.replay.rebuild(model))
+        rebuilding = server.state.replay.rebuild(model)
         await asyncio.sleep(0)
         late = asyncio.create_task(server.submit("forward_backward", pass_json(model, 16)))
         await asyncio.sleep(0.05)
@@ -175,7 +175,7 @@ async def story(server: Life, model: str, *, rebuilt: Held | None = None) -> lis
 
 @pytest.mark.parametrize("held_in", ["forward_backward", "optim_step", "save", "snapshot"])
 @pytest.mark.parametrize("operations", [3, 1000])
-def test_a_run_that_is_rebuilt_gives_the_same_results(
+def test_run_that_is_rebuilt_gives_the_same_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held_in: str, operations: int
 ) -> None:
     monkeypatch.setattr(snapshot, "STATE_OPERATIONS", operations)
@@ -212,7 +212,7 @@ def test_a_run_that_is_rebuilt_gives_the_same_results(
     assert not any("error" in result for result in found)
 
 
-def test_other_runs_go_on_while_one_is_rebuilt(
+def test_runs_proceed_while_another_run_is_rebuilt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
@@ -228,7 +228,7 @@ def test_other_runs_go_on_while_one_is_rebuilt(
                 await original(*given)
 
             monkeypatch.setattr(server.state.runs, "admit_again", admit_again)
-            rebuilding = asyncio.create_task(replay.rebuild(model))
+            rebuilding = replay.rebuild(model)
             waiting = asyncio.create_task(server.run("optim_step", step_json(model, 9)))
             for number in range(1, 4):
                 assert "metrics" in await server.run("forward_backward", pass_json(other, number))
@@ -251,7 +251,7 @@ def test_unrebuildable_run_fails_its_pending_calls(tmp_path: Path) -> None:
             begun = await server.submit("forward_backward", pass_json(model, 1))
             behind = await server.submit("forward_backward", pass_json(model, 2))
             await until(held.begun.is_set)
-            rebuilding = asyncio.create_task(server.state.replay.rebuild(model))
+            rebuilding = server.state.replay.rebuild(model)
             await asyncio.sleep(0.02)
             engine.base_models = ()
             held.gate.set()
@@ -264,7 +264,7 @@ def test_unrebuildable_run_fails_its_pending_calls(tmp_path: Path) -> None:
     played(scenario)
 
 
-def test_a_request_that_comes_again_during_a_replay_is_not_taken_twice(
+def test_request_that_comes_again_during_a_replay_is_not_taken_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
@@ -293,7 +293,7 @@ def test_a_request_that_comes_again_during_a_replay_is_not_taken_twice(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_run_is_rebuilt_on_another_worker_when_its_own_has_died(tmp_path: Path) -> None:
+def test_run_is_rebuilt_on_another_worker_when_its_own_has_died(tmp_path: Path) -> None:
     engines = pair()
 
     def die() -> None:

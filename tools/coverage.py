@@ -28,7 +28,7 @@ class MarkerError(Exception):
 
 
 def _is_mark(node: ast.AST, name: str) -> bool:
-    """Whether a node is pytest.mark.NAME, or mark.NAME."""
+    """Return True if a node is pytest.mark.NAME, or mark.NAME."""
     if not isinstance(node, ast.Attribute) or node.attr != name:
         return False
     owner = node.value
@@ -36,7 +36,7 @@ def _is_mark(node: ast.AST, name: str) -> bool:
 
 
 def _is_pytestmark(node: ast.Assign) -> bool:
-    """Whether an assignment marks all tests beside it."""
+    """Return True if an assignment marks all tests beside it."""
     return any(
         isinstance(target, ast.Name) and target.id == "pytestmark" for target in node.targets
     )
@@ -50,7 +50,7 @@ def _markers(nodes: Sequence[ast.AST]) -> Iterator[ast.Call]:
 
 
 def _runs(decorators: Sequence[ast.expr]) -> bool:
-    """Whether a test is run and may fail: one that is skipped or expected to fail shows nothing."""
+    """Return True if a test is run and may fail; a skipped or expected failure proves nothing."""
     bare = [node.func if isinstance(node, ast.Call) else node for node in decorators]
     return not any(_is_mark(node, name) for node in bare for name in ("skip", "xfail"))
 

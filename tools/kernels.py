@@ -39,7 +39,7 @@ VOCABULARY = 151936
 
 
 class Shape(NamedTuple):
-    """What kernels are compiled for: the sizes of a model."""
+    """Sizes of a model that kernels are compiled for."""
 
     name: str
     hidden: int

@@ -139,7 +139,7 @@ def body_of(function: Any) -> list[ast.stmt] | None:
 
 
 def does_nothing(body: Sequence[ast.stmt] | None) -> bool:
-    """Whether a body is only a place holder."""
+    """Return True if a body is only a placeholder."""
     if body is None:
         return False
     for statement in body:
@@ -224,7 +224,7 @@ def forwarded_to(owner: type[Any], name: str) -> Any:
 
 
 def attributes_of(kinds: Sequence[type[Any]]) -> list[str]:
-    """What instances of these classes carry: declared in the class, or set by its constructor."""
+    """Return the attributes of instances: declared in the class, or set by its constructor."""
     found: dict[str, None] = {}
     for kind in (kind for kind in kinds if kind is not object):
         found |= dict.fromkeys(inspect.get_annotations(kind))
@@ -440,7 +440,7 @@ def fixed(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def is_empty(default: str | None) -> bool:
-    """Whether a default is an empty collection of any kind."""
+    """Return True if a default is an empty collection of any kind."""
     return default in ("[]", "{}", "()", "frozenset()", "set()")
 
 
@@ -598,7 +598,7 @@ def sections(surface: Mapping[str, Any]) -> Iterator[tuple[str, list[Row]]]:
 
 
 def pydantic_note(surface: Mapping[str, Any]) -> str:
-    """What our types offer of what the official ones inherit from pydantic."""
+    """Return the methods of pydantic that our types offer."""
     own = importlib.import_module("tinkex.types")
     kinds = [
         getattr(own, path.removeprefix("types."))

@@ -4,7 +4,7 @@
     python bench/engine/attention.py --keys 128x64x8x3 64x64x4x2 --queries 128x64x8x3
 
 A tiling is written as tokens of a program x tokens of a step x warps x stages. The best ones belong
-into `FORWARD`, `KEYS` and `QUERIES` of `flash_tiles.py`. Rates count the products that a kernel
+into `FORWARD`, `KEYS` and `QUERIES` of `flash_gradients.py`. Rates count the products that a kernel
 has to make, each pair of tokens once.
 """
 
@@ -23,11 +23,11 @@ import torch
 from tinkex.engine.kernels.flash import forward, gradients, tables, tiles
 from tinkex.engine.kernels.flash_gradients import (
     Backward,
+    Tiling,
     keys_gradient,
     queries_gradient,
     row_numbers,
 )
-from tinkex.engine.kernels.flash_tiles import Tiling
 from tinkex.engine.model.attention import flash
 
 FORWARD = ["64x64x4x3", "128x64x8x3", "128x128x8x3", "64x64x4x2", "128x32x8x4"]

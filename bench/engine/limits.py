@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from shapes import SHAPES
 
+from tinkex.engine.native.c_passes import Native
 from tinkex.engine.native.library import load
-from tinkex.engine.native.weights import Native
 from tinkex.engine.torch.lora import Linear
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from tinkex.engine.families.read_config import read_config
+from tinkex.engine.families.family import read_config
 from tinkex.engine.torch.engine import TorchEngine
-from tinkex.engine.torch.model_files import assemble
+from tinkex.engine.torch.model_files import Parts
 
 SHAPES: dict[str, dict[str, Any]] = {
     "135m": {
@@ -89,7 +89,6 @@ def random_engine(shape: str, device: str, **options: Any) -> TorchEngine:
     engine = TorchEngine({"m": directory}, device=device, **options)
     base = engine._bases["m"]
     config = read_config(directory)
-    base.__dict__["model"] = assemble(
-        config, RandomTensors(device, base.dtype), base.dtype, base.device
-    )
+    tensors = RandomTensors(device, base.dtype)
+    base.__dict__["model"] = Parts(config, tensors, base.dtype, base.device).decoder()
     return engine

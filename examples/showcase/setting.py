@@ -20,7 +20,7 @@ import numpy as np
 from rich.console import Console
 
 import tinkex
-from tinkex.cli.plot import plot
+from tinkex.cli.charts import plot
 from tinkex.models import addition
 from tinkex.types import Datum, ModelInput, SampledSequence, SamplingParams
 

@@ -31,9 +31,6 @@ if TYPE_CHECKING:
         regularizers as regularizers,
         types as types,
     )
-    from tinkex.adapters.clients import (
-        TinkexPlatform as TinkexPlatform,
-    )
     from tinkex.adapters.memory import (
         MemoryPlatform as MemoryPlatform,
     )
@@ -42,6 +39,7 @@ if TYPE_CHECKING:
     )
     from tinkex.adapters.platforms import (
         SessionConfig as SessionConfig,
+        TinkexPlatform as TinkexPlatform,
         TrainingPlatform as TrainingPlatform,
     )
     from tinkex.client.futures.api_future import (
@@ -52,12 +50,6 @@ if TYPE_CHECKING:
     from tinkex.client.futures.await_many import (
         await_many as await_many,
         await_many_async as await_many_async,
-    )
-    from tinkex.client.futures.sampling_future import (
-        BackcompatSamplingClientFuture as BackcompatSamplingClientFuture,
-    )
-    from tinkex.client.futures.training_future import (
-        BackcompatTrainingClientFuture as BackcompatTrainingClientFuture,
     )
     from tinkex.client.http.http_client import (
         HttpClient as HttpClient,
@@ -71,8 +63,14 @@ if TYPE_CHECKING:
         PerDatumLossFn as PerDatumLossFn,
     )
     from tinkex.client.rest import AdminClient as AdminClient, RestClient as RestClient
-    from tinkex.client.sampling_client import SamplingClient as SamplingClient
+    from tinkex.client.sampling_client import (
+        BackcompatSamplingClientFuture as BackcompatSamplingClientFuture,
+        SamplingClient as SamplingClient,
+    )
     from tinkex.client.service import ServiceClient as ServiceClient
+    from tinkex.client.service_parts.training_starts import (
+        BackcompatTrainingClientFuture as BackcompatTrainingClientFuture,
+    )
     from tinkex.client.settings.config import Config as Config, configure as configure
     from tinkex.client.training_client import TrainingClient as TrainingClient
     from tinkex.errors import (

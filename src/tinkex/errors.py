@@ -129,11 +129,8 @@ class TinkerError(Exception):
             >>> RateLimitError("slow down").format()
             '[api_status (429)] slow down'
         """
-        return (
-            f"[{self.type} ({self.status})] {self.message}"
-            if self.status
-            else f"[{self.type}] {self.message}"
-        )
+        status = f" ({self.status})" if self.status else ""
+        return f"[{self.type}{status}] {self.message}"
 
     def __str__(self) -> str:
         return f"{self.message}\nhint: {self.hint}" if self.hint else self.message
@@ -317,11 +314,8 @@ class APIStatusError(APIError):
         self.status_code = (
             status_code or getattr(response, "status_code", None) or type(self).status_code
         )
-        self.category = (
-            RequestErrorCategory.parse(category)
-            if category
-            else category_of(self.status_code, body)
-        )
+        told = RequestErrorCategory.parse(category) if category else None
+        self.category = told or category_of(self.status_code, body)
         headers = getattr(response, "headers", None)
         asked = wait_asked(headers if isinstance(headers, Mapping) else {}, body)
         self.retry_after = asked if retry_after is None else retry_after
@@ -332,7 +326,7 @@ def _placed(place: tuple[Any, ...], *named: Any) -> tuple[Any, ...]:
     if place and isinstance(place[0], str):
         place = (*named[:-1], *place)
     if len(place) > len(named):
-        raise TypeError(f"there is no place for {place[len(named)]!r}")
+        raise TypeError(f"unexpected argument {place[len(named)]!r}")
     return (*place, *named[len(place) :])
 
 
@@ -385,12 +379,8 @@ class AuthenticationError(APIStatusError):
     """401: there is no key, or the server does not know it.
 
     Example:
-        >>> print(
-        ...     AuthenticationError(
-        ...         "the server does not know this key", hint="check TINKER_API_KEY"
-        ...     )
-        ... )
-        the server does not know this key
+        >>> print(AuthenticationError("the key is unknown", hint="check TINKER_API_KEY"))
+        the key is unknown
         hint: check TINKER_API_KEY
     """
 
@@ -442,10 +432,7 @@ class ConflictError(APIStatusError):
 
     Example:
         >>> error = ConflictError("the run is being saved")
-        >>> (
-        ...     is_retryable(error),
-        ...     error.is_retryable,
-        ... )  # it may pass by itself, but it is the caller's conflict
+        >>> is_retryable(error), error.is_retryable  # it may pass, but is the caller's conflict
         (True, False)
     """
 
@@ -567,17 +554,8 @@ class ExperimentalWarning(FutureWarning):
     """
 
 
-STATUS_ERRORS: dict[int, type[APIStatusError]] = {
-    400: BadRequestError,
-    401: AuthenticationError,
-    402: BillingError,
-    403: PermissionDeniedError,
-    404: NotFoundError,
-    409: ConflictError,
-    410: GoneError,
-    422: UnprocessableEntityError,
-    429: RateLimitError,
-}
+STATUS_ERRORS = {error.status_code: error for error in APIStatusError.__subclasses__()}
+"""The error class of each status; other statuses from 500 count as 500."""
 
 
 def error_for(status: int) -> type[APIStatusError]:

@@ -76,6 +76,7 @@ class Contents:
 
 _REQUEST = ("method", "path", "pool_type", "base_url")
 _POLL = ("request_id", "request_type", "iteration")
+_FAILED_POLL = Contents(("elapsed_time",), (*_POLL, "status", "category", "error_type"))
 _ATTEMPT = ("run_id", "attempt", "strategy")
 _TERM = ("regularizer_name", "weight")
 
@@ -85,16 +86,10 @@ CATALOGUE: Mapping[str, Contents] = {
     HTTP_EXCEPTION: Contents(("duration",), (*_REQUEST, "kind", "reason", "stacktrace")),
     QUEUE_STATE_CHANGE: Contents((), ("request_id", "queue_state", "queue_state_reason")),
     FUTURE_TIMEOUT: Contents(("elapsed_time",), _POLL),
-    FUTURE_API_ERROR: Contents(("elapsed_time",), (*_POLL, "status", "category", "error_type")),
-    FUTURE_CONNECTION_ERROR: Contents(
-        ("elapsed_time",), (*_POLL, "status", "category", "error_type")
-    ),
-    FUTURE_REQUEST_FAILED: Contents(
-        ("elapsed_time",), (*_POLL, "status", "category", "error_type")
-    ),
-    FUTURE_VALIDATION_ERROR: Contents(
-        ("elapsed_time",), (*_POLL, "status", "category", "error_type")
-    ),
+    FUTURE_API_ERROR: _FAILED_POLL,
+    FUTURE_CONNECTION_ERROR: _FAILED_POLL,
+    FUTURE_REQUEST_FAILED: _FAILED_POLL,
+    FUTURE_VALIDATION_ERROR: _FAILED_POLL,
     RETRY_START: Contents(("system_time",), ("attempt",)),
     RETRY_STOP: Contents(("duration",), ("attempt", "result")),
     RETRY_RETRY: Contents(("duration", "delay_ms"), ("attempt", "error")),
@@ -163,7 +158,7 @@ def attach(handler_id: str, names: Iterable[str] | None, handler: Handler) -> No
     Args:
         handler_id: A name for the handler, by which it is detached.
         names: The events to hear; None for all.
-        handler: Is called with name, measurements and metadata.
+        handler: Called with name, measurements and metadata.
 
     Raises:
         ValueError: The id is taken.
@@ -187,13 +182,13 @@ def attach(handler_id: str, names: Iterable[str] | None, handler: Handler) -> No
 
 
 def detach(handler_id: str) -> bool:
-    """Stop calling a handler; False when there is none of this id.
+    """Stop calling a handler; return False if there is none of this id.
 
     Args:
-        handler_id: What it was attached as.
+        handler_id: The id that it was attached with.
 
     Returns:
-        Whether there was one.
+        True if there was one.
 
     Example:
         >>> attach("printer", ["my.event"], print)
@@ -237,23 +232,23 @@ def is_heard(name: str | None = None) -> bool:
         name: An event.
 
     Returns:
-        Whether anybody does.
+        True if a handler listens.
 
     Example:
         >>> attach("printer", ["my.event"], print)
-        >>> is_heard("my.event"), detach("printer")
-        (True, True)
+        >>> is_heard("my.event"), is_heard("other.event"), detach("printer")
+        (True, False, True)
     """
     return bool(_attached) if name is None else any(known.hears(name) for known in _attached)
 
 
 def emit(name: str, measurements: Mapping[str, float], metadata: Mapping[str, Any]) -> None:
-    """Tell everybody who listens to this name; a handler that fails is detached, with a warning.
+    """Call the handlers of an event; one that fails is detached, with a warning.
 
     Args:
-        name: What happened.
+        name: The name of the event.
         measurements: Numbers that go with it.
-        metadata: What else is known.
+        metadata: Other facts.
 
     Example:
         >>> attach(

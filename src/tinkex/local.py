@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -23,7 +23,8 @@ from tinkex.client.settings.config import LOCAL
 from tinkex.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from tinkex.engine.api import Engine
+    from tinkex.engine.api import BaseModel, Engine
+    from tinkex.server.workers.fleet import Fleet
 
 DEFAULT_MODEL = "tinkex/tiny"
 DEFAULT_ENGINE = "torch"
@@ -148,16 +149,68 @@ def lazy_engine(models: Mapping[str, str | Path] | None = None) -> Engine:
     return LazyEngine(found, lambda: make_engine(found))
 
 
-def publish_tokenizers(engine: Engine) -> None:
+def make_fleet(
+    workers: str,
+    models: Mapping[str, str | Path] | None = None,
+    *,
+    data_dir: Path,
+    device: str = "cpu",
+    dtype: Dtype | None = None,
+    engine: str = DEFAULT_ENGINE,
+    cluster: Path | None = None,
+    shared: Literal["auto", "yes", "no"] = "auto",
+) -> Fleet | None:
+    """Make a fleet: engines in processes of their own, which `create_app` starts.
+
+    Args:
+        workers: `local:N` for N processes on this machine, `ray` or `ray:HOST:PORT` for actors of
+            Ray; `local` for none.
+        models: Directories or hub ids by model name; the bundled model by default.
+        data_dir: The server's data directory.
+        device: What computes.
+        dtype: Of the base weights.
+        engine: The kind of engine, by its name in the registry.
+        cluster: A file with the number of workers of each base model.
+        shared: Whether workers see the data directory: files need not travel then.
+
+    Returns:
+        The fleet, or None if the engine is to be in this process.
+
+    Raises:
+        ConfigurationError: The plan is not understood, or Ray is not there.
+
+    Example:
+        >>> make_fleet("local", data_dir=Path("tinkex-data")) is None
+        True
+    """
+    from tinkex.cluster.layout import WorkersOption, make_engines, plan_replicas, read_plan
+
+    option = WorkersOption.parse(workers)
+    if not option.count and cluster is None:
+        return None
+    plans = plan_replicas(
+        option,
+        models or {DEFAULT_MODEL: ""},
+        engine=engine,
+        device=device,
+        dtype=dtype,
+        cluster=[] if cluster is None else read_plan(cluster),
+    )
+    from tinkex.server.workers.fleet import Fleet
+
+    return Fleet(make_engines(option, plans, data_dir, shared))
+
+
+def publish_tokenizers(models: Iterable[BaseModel]) -> None:
     """Put the models' tokenizers into the hub's cache, unless TINKEX_HUB_CACHE is 0.
 
     Args:
-        engine: The engine.
+        models: The base models.
     """
     from tinkex.server.files.hub_cache import publish_tokenizer
 
     if os.environ.get("TINKEX_HUB_CACHE", "1") != "0":
-        for model in engine.models():
+        for model in models:
             if model.directory is not None:
                 publish_tokenizer(model.name, model.directory)
 
@@ -173,7 +226,7 @@ def unusable(data_dir: Path, error: Exception) -> ConfigurationError:
         The error, to be raised.
     """
     reason = getattr(error, "strerror", None) or str(error)
-    remedy = "make room or give leave to write there, or " if isinstance(error, OSError) else ""
+    remedy = "free some space or allow writing there, or " if isinstance(error, OSError) else ""
     return ConfigurationError(
         f"the data directory {data_dir} cannot be used: {reason}",
         hint=f"{remedy}set TINKEX_DATA_DIR to another directory",
@@ -186,7 +239,8 @@ class LocalBackend:
     Args:
         models: Directories (or hub ids) by model name; the bundled model by default.
         data_dir: Where checkpoints and facts are kept.
-        engine: An engine of your own, instead of models.
+        engine: An engine or a fleet of your own, instead of models.
+        workers: `local:N` puts engines into N processes of their own; see `make_fleet`.
         app_options: Further options of `tinkex.server.app.create_app`, e.g. `limits`.
 
     Example:
@@ -203,11 +257,13 @@ class LocalBackend:
         models: Mapping[str, str | Path] | None = None,
         *,
         data_dir: str | Path | None = None,
-        engine: Engine | None = None,
+        engine: Engine | Fleet | None = None,
+        workers: str = "local",
         **app_options: Any,
     ) -> None:
         self._models = models
         self._engine = engine
+        self._workers = workers
         self._options = app_options
         self.data_dir = Path(data_dir) if data_dir is not None else default_data_dir()
         self.base_url = f"{LOCAL}:{next(self._numbers)}"
@@ -232,16 +288,21 @@ class LocalBackend:
             return self._exchange
 
     def _build(self) -> Any:
-        engine = self._engine or lazy_engine(self._models)
-        publish_tokenizers(engine)
+        engine = (
+            self._engine
+            or make_fleet(self._workers, self._models, data_dir=self.data_dir)
+            or lazy_engine(self._models)
+        )
         from tinkex.server.app import create_app
         from tinkex.server.database.interface import DatabaseError
         from tinkex.server.files.data_dir import DataDirError
 
         try:
-            return create_app(engine, self.data_dir, embedded=True, **self._options)
+            app = create_app(engine, self.data_dir, embedded=True, **self._options)
         except (OSError, DataDirError, DatabaseError) as error:
             raise unusable(self.data_dir, error) from error
+        publish_tokenizers(app.state.server.workers.models().values())
+        return app
 
     async def aclose(self) -> None:
         """Like `close`, in any event loop."""

@@ -320,7 +320,7 @@ class Metrics:
             for other in (self._counters, self._gauges, self._histograms)
             if other is not kind
         ):
-            raise ValueError(f"the metric {name!r} exists already and is of another kind")
+            raise ValueError(f"the metric {name!r} already exists and is of another kind")
 
     def _on_stop(
         self, event: str, measurements: Mapping[str, float], metadata: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""OpenTelemetry, for who uses it: trace headers on requests, contexts read from headers, and spans
+"""OpenTelemetry, if it is used: trace headers on requests, contexts read from headers, and spans
 of client calls.
 
 Nothing of it is on by default. Headers are added when `Config.otel_propagate` (or

@@ -19,10 +19,11 @@ import numpy as np
 
 from tinkex.errors import ConfigurationError, TinkerError
 from tinkex.text.json_tokenizer import Tokenizer as Tokenizer
-from tinkex.text.kimi_model import (
+from tinkex.text.kimi import (
     KIMI as KIMI,
     KIMI_OPTIONS,
     KIMI_REVISION as KIMI_REVISION,
+    KimiTokenizer,
     kimi_tokenizer as kimi_tokenizer,
 )
 from tinkex.types.future_requests import RequestErrorCategory
@@ -179,7 +180,9 @@ def get_or_load_tokenizer(
         )
     if is_kimi:
         key = ("kimi", pinned, *sorted((name, str(value)) for name, value in kimi_options.items()))
-        return _cached(key, lambda: _load_kimi(pinned, kimi_options))
+        return _cached(
+            key, lambda: _loaded(KIMI, lambda: KimiTokenizer.load(revision=pinned, **kimi_options))
+        )
     return load_tokenizer(tokenizer_id, backend=backend, revision=revision)
 
 
@@ -194,30 +197,22 @@ def _load_own(load_fun: LoadFunction, tokenizer_id: str, revision: str | None) -
         ) from None
     except ValueError:  # a builtin that does not say
         pass
+    options = {} if revision is None else {"revision": revision}
+    loaded = _loaded(tokenizer_id, lambda: load_fun(tokenizer_id, options))
+    if not all(callable(getattr(loaded, name, None)) for name in ("encode", "decode")):
+        raise TokenizerError(f"load_fun gave no tokenizer for {tokenizer_id!r}, but {loaded!r}")
+    return loaded
+
+
+def _loaded(tokenizer_id: str, load: Callable[[], Any]) -> Any:
     try:
-        loaded = load_fun(tokenizer_id, {} if revision is None else {"revision": revision})
+        return load()
     except TinkerError:
         raise
     except Exception as error:
         raise TokenizerError(
             f"the tokenizer {tokenizer_id!r} could not be loaded: {error!r}"
         ) from error
-    if not callable(getattr(loaded, "encode", None)) or not callable(
-        getattr(loaded, "decode", None)
-    ):
-        raise TokenizerError(f"load_fun gave no tokenizer for {tokenizer_id!r}, but {loaded!r}")
-    return loaded
-
-
-def _load_kimi(revision: str | None, options: Mapping[str, Any]) -> Any:
-    from tinkex.text.kimi import KimiTokenizer
-
-    try:
-        return KimiTokenizer.load(revision=revision, **options)
-    except TinkerError:
-        raise
-    except Exception as error:
-        raise TokenizerError(f"the tokenizer {KIMI!r} could not be loaded: {error!r}") from error
 
 
 def encode(

@@ -56,7 +56,7 @@ def environment(home: Path) -> dict[str, str]:
 
 
 def outcomes(client: str, home: Path) -> dict[str, str]:
-    """What became of each of the cookbook's unit tests."""
+    """Outcome of each of the cookbook's unit tests."""
     report = home / f"{client}.xml"
     compat = ["-m", "tinkex.compat"] if client == "tinkex" else []
     pytest_ = [
@@ -106,7 +106,7 @@ def outcomes(client: str, home: Path) -> dict[str, str]:
 
 
 @pytest.mark.covers("U40")
-def test_the_cookbooks_own_tests_come_out_the_same(tmp_path: Path) -> None:
+def test_cookbooks_own_tests_come_out_the_same(tmp_path: Path) -> None:
     official, ours = (outcomes(client, tmp_path) for client in CLIENTS)
     print(Counter(official.values()), Counter(ours.values()))
     chance = {
@@ -227,7 +227,7 @@ def test_broken_off_run_resumes(loops: Loops, client: str, server: str) -> None:
 @pytest.mark.parametrize(
     ("client", "server"), [("official", "separate"), ("tinkex", "embedded"), ("tinkex", "separate")]
 )
-def test_the_figures_are_the_same_with_both_clients_and_both_servers(
+def test_figures_are_the_same_with_both_clients_and_both_servers(
     loops: Loops, client: str, server: str
 ) -> None:
     standard, found = loops("official", "embedded"), loops(client, server)

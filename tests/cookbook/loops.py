@@ -51,7 +51,7 @@ def embedded(client: str, directory: Path) -> Iterator[str]:
     from support import serving
 
     engine = make_engine(models)
-    publish_tokenizers(engine)
+    publish_tokenizers(engine.models())
     with serving(engine, directory / "data") as url:
         yield url
 
@@ -156,7 +156,7 @@ def exchange(a: int, b: int, off: int = 0) -> list[dict[str, str]]:
 
 
 def common(batch_size: int) -> Any:
-    """How conversations become data, in every loop."""
+    """Conversion of conversations to data, for every loop."""
     from tinker_cookbook.renderers import TrainOnWhat
     from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
 
@@ -386,7 +386,7 @@ async def evaluation(url: str, path: str) -> dict[str, list[float]]:
 
 
 def figures(log: Path, *names: str) -> dict[str, list[float]]:
-    """What the cookbook wrote down of a run, in order; each of the names must be there."""
+    """Return the cookbook's records of a run, in order; each of the names must be there."""
     lines = [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
     found = {name: [line[name] for line in lines if name in line] for name in names}
     absent = [name for name, values in found.items() if not values]
@@ -398,7 +398,7 @@ def figures(log: Path, *names: str) -> dict[str, list[float]]:
 
 
 def last_checkpoint(log: Path) -> dict[str, str]:
-    """Where the newest state and sampler weights of a run are."""
+    """Return the paths of a run's newest state and sampler weights."""
     line: dict[str, str] = json.loads((log / "checkpoints.jsonl").read_text().splitlines()[-1])
     return line
 

@@ -21,14 +21,14 @@ import torch
 from tinkex.engine.families.model_config import AttentionRule
 from tinkex.engine.model import attention, elementwise, matmul
 from tinkex.engine.model.attention import PackedAttention, attend, visible
-from tinkex.engine.sample import kv_pool, prefill, sampler, static_decoding
+from tinkex.engine.sample import passes, prefill, sampler, static_decoding
 from tinkex.engine.train import span_adapters, target_logprobs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from tinkex.engine.model.decoder import Decoder
-    from tinkex.engine.sample.kv_pool import Pool
+    from tinkex.engine.sample.passes import Pool
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -53,7 +53,7 @@ def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     from tinkex.engine.kernels import fused, gates, paged
 
     _mend_interpreter(monkeypatch)
-    for module in (elementwise, matmul, span_adapters, target_logprobs, kv_pool):
+    for module in (elementwise, matmul, span_adapters, target_logprobs, passes):
         monkeypatch.setattr(
             module, "kernels_for", lambda x: None if x.dtype == torch.float64 else fused
         )

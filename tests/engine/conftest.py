@@ -15,8 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.accelerator import accelerator
 from tinkex.engine.api import SampleJob
-from tinkex.engine.families.family import TINY, TINY_WINDOW
-from tinkex.engine.families.read_config import families
+from tinkex.engine.families.family import TINY, TINY_WINDOW, families
 from tinkex.engine.model import matmul_check
 from tinkex.engine.native.library import load
 from tinkex.engine.torch.engine import TorchEngine

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tinkex.engine.torch.engine import TorchEngine
-    from tinkex.engine.train.adapter import Adapter
+    from tinkex.engine.train.optim import Adapter
     from tinkex.types.inputs import Datum
 
 CLIPS = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0), "gspo": (0.8, 1.2)}

@@ -12,7 +12,7 @@ BENCH = Path(__file__).parents[2] / "bench" / "engine"
 SMALL = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 
 
-def test_an_engine_with_random_weights_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_with_random_weights_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCH))
     shapes, decode = importlib.import_module("shapes"), importlib.import_module("decode")
     monkeypatch.setitem(

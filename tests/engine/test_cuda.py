@@ -14,12 +14,10 @@ from safetensors.torch import load_file
 from engine.references import adapter_of, assert_near, randomise
 from engine.test_overlap import EVENTFUL, check, crowd_of, each_alone, limited, model_path, together
 from engine.test_stability import experience, gradient
-from tinkex.engine.api import PassJob, SampleJob, run_pass
+from tinkex.engine.api import Directory, PassJob, SampleJob, run_pass
 from tinkex.engine.model.decoder import BARE
-from tinkex.engine.places import Directory
 from tinkex.engine.sample.blocks import RESERVED
-from tinkex.engine.sample.kv_pool import Pool
-from tinkex.engine.sample.passes import Row
+from tinkex.engine.sample.passes import Pool, Row
 from tinkex.engine.sample.static_decoding import StaticDecoding
 from tinkex.engine.torch import device_copies
 from tinkex.engine.torch.engine import TorchEngine
@@ -82,7 +80,7 @@ def test_gradients_are_those_of_the_cpu(checkpoint: Checkpoint, data: Data, fami
     assert float((near[1] - exact[1]).norm() / exact[1].norm()) < 0.1
 
 
-def test_adapters_beside_each_other_are_as_alone(checkpoint: Checkpoint, data: Data) -> None:
+def test_adapters_in_one_batch_equal_separate_runs(checkpoint: Checkpoint, data: Data) -> None:
     engine = engine_of(checkpoint, "qwen3", "cuda", torch.bfloat16)
     engine.create("b", "m", LoraConfig(rank=8, seed=5))
     randomise(adapter_of(engine, "b"))

@@ -13,11 +13,9 @@ import torch
 from engine.test_custom_graphs import REF, function, graph, method
 from tinkex.engine.api import EngineError, PassDone, PassJob
 from tinkex.engine.losses import examples as loss_examples
-from tinkex.engine.losses.examples import STEP_WORK, Room
-from tinkex.engine.losses.graph_checks import GraphLimits
+from tinkex.engine.losses.examples import STEP_WORK, Piece, Room
 from tinkex.engine.losses.graph_compiler import compile_graph
-from tinkex.engine.losses.graph_loss import WITH_GRADIENT, CompiledLoss
-from tinkex.engine.losses.objective import Piece
+from tinkex.engine.losses.graph_loss import WITH_GRADIENT, CompiledLoss, GraphLimits
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.train.objectives import GraphLoss
 from tinkex.types.inputs import Datum, ModelInput
@@ -87,7 +85,7 @@ def outcome(engine: TorchEngine) -> Any:
     return done.result
 
 
-def test_the_work_of_a_datum_is_known_from_its_shapes() -> None:
+def test_work_of_a_datum_is_known_from_its_shapes() -> None:
     one, two = work_of(heavy(1)), work_of(heavy(2))
     assert two - one >= WITH_GRADIENT * SIDE**3
     spent = heavy(1)
@@ -97,7 +95,7 @@ def test_the_work_of_a_datum_is_known_from_its_shapes() -> None:
     assert before - allowance.work == one
 
 
-def test_the_data_of_a_heavy_loss_are_spread_over_steps(
+def test_data_of_a_heavy_loss_are_spread_over_steps(
     engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eight data of one token would fill an eighth of a step; another owner's pass ends between
@@ -135,7 +133,7 @@ def test_spreading_changes_no_result(
     assert results[0].metrics["loss:sum"] == pytest.approx(results[1].metrics["loss:sum"], rel=1e-5)
 
 
-def test_the_data_of_a_pass_share_its_work(engine: TorchEngine) -> None:
+def test_data_of_a_pass_share_its_work(engine: TorchEngine) -> None:
     work = work_of(heavy())
     limits = {"pass_work": 2 * work + work // 2, "pass_growth": 0}
     begin(engine, heavy(**limits), data(2))
@@ -147,7 +145,7 @@ def test_the_data_of_a_pass_share_its_work(engine: TorchEngine) -> None:
     assert str(refused).startswith("datum 2: ")
 
 
-def test_a_datum_may_use_half_of_a_pass() -> None:
+def test_datum_may_use_half_of_a_pass() -> None:
     work = work_of(heavy(), 8)  # as long as that of the rehearsal
     heavy(pass_work=2 * work, pass_growth=0)
     with pytest.raises(EngineError, match="more work than is allowed for this datum"):
@@ -171,7 +169,7 @@ class Ticking:
 
 
 @pytest.mark.parametrize("slow", ["forward", "backward"])
-def test_the_time_of_all_data_counts_with_their_gradients(
+def test_time_of_all_data_counts_with_their_gradients(
     engine: TorchEngine, monkeypatch: pytest.MonkeyPatch, slow: str
 ) -> None:
     clock = Ticking()
@@ -193,12 +191,12 @@ def test_the_time_of_all_data_counts_with_their_gradients(
     refused = outcome(engine)
     assert (
         str(refused)
-        == "datum 2: the custom loss takes too long for one pass, with its gradient; send less "
-        "data in one"
+        == "datum 2: the custom loss and its gradient take too long for one pass; send less data "
+        "in a pass"
     )
 
 
-def test_a_datum_that_is_computed_again_is_charged_once() -> None:
+def test_datum_that_is_computed_again_is_charged_once() -> None:
     """A pass that begins again after memory ran out."""
     work = work_of(heavy())
     objective = GraphLoss(heavy(pass_work=2 * work + work // 2, pass_growth=0))
@@ -207,7 +205,7 @@ def test_a_datum_that_is_computed_again_is_charged_once() -> None:
         objective.evaluate(Piece(torch.zeros(2), examples, [0, 1], backward=True))
 
 
-def test_a_loss_whose_values_decide_its_work_is_run_by_few_data_a_step() -> None:
+def test_loss_with_value_dependent_work_runs_in_small_steps() -> None:
     chosen = graph(function("operator.getitem", REF, {"ref": "mask"}))
     masked = [{**function("operator.gt", REF, 0.5), "name": "mask"}]
     chosen = graph(
@@ -221,7 +219,7 @@ def test_a_loss_whose_values_decide_its_work_is_run_by_few_data_a_step() -> None
     assert list(examples.work) == [STEP_WORK // 8] * 3
 
 
-def test_the_estimate_takes_little_time_however_many_lengths_there_are() -> None:
+def test_estimate_is_fast_for_many_lengths() -> None:
     looked: list[Any] = []
 
     class Counting(CompiledLoss):

@@ -19,12 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tinkex.client.losses.loss_graphs import create_request, trace
 from tinkex.engine.api import EngineError
-from tinkex.engine.losses.graph_checks import GraphLimits, Operation, leaves
 from tinkex.engine.losses.graph_compiler import compile_graph
-from tinkex.engine.losses.graph_loss import CompiledLoss
+from tinkex.engine.losses.graph_loss import CompiledLoss, GraphLimits, Operation, leaves
 from tinkex.engine.losses.graph_operations import DTYPES, FUNCTIONS, METHODS
-from tinkex.types.custom_losses import CreateCustomLossRequest
 from tinkex.types.record import from_json, to_json
+from tinkex.types.sessions import CreateCustomLossRequest
 from traced_losses import EXAMPLES, values
 
 
@@ -39,7 +38,7 @@ def rebuilt(name: str) -> CompiledLoss:
 @pytest.mark.parametrize("name", EXAMPLES)
 @settings(max_examples=15, deadline=None)
 @given(length=st.integers(1, 12).map(lambda half: 2 * half), seed=st.integers(0, 2**31))
-def test_a_rebuilt_loss_has_the_value_metrics_and_gradient_of_its_function(
+def test_rebuilt_loss_has_the_value_metrics_and_gradient_of_its_function(
     name: str, length: int, seed: int
 ) -> None:
     example = EXAMPLES[name]
@@ -66,7 +65,7 @@ def test_a_rebuilt_loss_has_the_value_metrics_and_gradient_of_its_function(
     )
 
 
-def test_the_gradient_is_that_of_finite_differences() -> None:
+def test_gradient_is_that_of_finite_differences() -> None:
     compiled = rebuilt("ppo")
     inputs = values(EXAMPLES["ppo"], 6, 3)
     others = {key: value for key, value in inputs.items() if key != "logprobs"}
@@ -637,7 +636,7 @@ class RealResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[RealResults]:
-    """Nothing reaches the system, and what is computed is noted."""
+    """Keep calls away from the system, and record the operations."""
 
     def reached(*args: Any) -> None:
         raise AssertionError("a graph reached the system")
@@ -649,7 +648,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[RealResults]:
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_a_hostile_graph_is_refused_quickly_and_nothing_is_computed(
+def test_hostile_graph_is_refused_quickly_without_computing(
     case: str, watched: RealResults
 ) -> None:
     hostile, message = HOSTILE[case]
@@ -839,7 +838,7 @@ def test_large_inputs_may_have_results_of_their_size() -> None:
         grown(torch.zeros(1000), {})
 
 
-def test_every_device_is_the_one_where_the_loss_is_computed() -> None:
+def test_tensors_stay_on_the_device_of_the_loss() -> None:
     moved = graph(
         method("to", REF, {"device": "cuda:3"}),
         method("to", A, "cuda"),
@@ -882,7 +881,7 @@ def test_inputs_are_checked_before_anything_is_computed() -> None:
         ([method("detach", REF), method("sum", A)], B, "does not depend on the log-probabilities"),
     ],
 )
-def test_a_loss_is_one_number_that_depends_on_the_log_probabilities(
+def test_loss_is_one_number_that_depends_on_the_log_probabilities(
     steps: Any, loss: Any, message: str
 ) -> None:
     named = [{**step, "name": name} for step, name in zip(steps, "ab", strict=False)]
@@ -891,7 +890,7 @@ def test_a_loss_is_one_number_that_depends_on_the_log_probabilities(
         compiled(torch.ones(3, requires_grad=True), {})
 
 
-def test_the_inputs_of_a_loss_are_never_changed() -> None:
+def test_inputs_of_a_loss_are_never_changed() -> None:
     for name, example in EXAMPLES.items():
         inputs = values(example, 6, 1)
         before = {key: value.clone() for key, value in inputs.items()}
@@ -969,7 +968,7 @@ def attempts() -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
 def test_every_operation_works_stays_within_its_bound_and_changes_nothing(
     table: dict[str, Operation],
 ) -> None:
-    """What a step gives is new or a view."""
+    """The result of a step is new or a view."""
     unused = []
     for name, operation in table.items():
         worked = 0

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from tinkex.engine.api import Engine, EngineError, SampleJob, run_pass
+from tinkex.engine.api import Directory, Engine, EngineError, SampleJob, run_pass
 from tinkex.engine.fake import FakeEngine
 from tinkex.engine.lazy import LazyEngine
-from tinkex.engine.places import Directory
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.optimizers import AdamParams

@@ -17,17 +17,16 @@ from transformers import AutoModelForCausalLM
 
 from engine.conftest import COMPARED, VOCAB, WINDOW
 from engine.references import adapter_of, assert_near, gradients, randomise
-from tinkex.engine.api import ADAMW, DIMUON, EngineError, run_pass
+from tinkex.engine.api import ADAMW, DIMUON, Directory, EngineError, run_pass
 from tinkex.engine.base_models import eos_tokens
-from tinkex.engine.families import read_config as read_config_module
+from tinkex.engine.families import family as family_module
+from tinkex.engine.families.family import families, parse_config, read_config
 from tinkex.engine.families.llama import Llama
 from tinkex.engine.families.model_config import AttentionRule, DecoderConfig, TensorNames
-from tinkex.engine.families.read_config import families, parse_config, read_config
 from tinkex.engine.model import attention, matmul_check
 from tinkex.engine.model.attention import PackedAttention, attend, causal, trusted, visible
 from tinkex.engine.model.decoder import BARE, Decoder, Lora, hidden_states
 from tinkex.engine.model.mlp import Adaptation
-from tinkex.engine.places import Directory
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.torch.model_files import load_decoder
 from tinkex.engine.train import target_logprobs
@@ -362,7 +361,7 @@ class Beside(Adaptation):
         )
 
 
-def test_experts_say_which_tokens_they_got(checkpoint: Checkpoint) -> None:
+def test_experts_report_their_tokens(checkpoint: Checkpoint) -> None:
     """So that adapters beside each other in a pass each change their own tokens."""
     engine = TorchEngine({"m": checkpoint("qwen3-moe")}, threads=1)
     loras = []
@@ -402,15 +401,15 @@ def test_masked_attention_equals_whole_sequences(rule: AttentionRule) -> None:
         (lambda: (None, 0.0), None),
         (
             lambda: ("kernel", 0.5),
-            "decoding goes without its attention kernel, which is off by 0.5 here",
+            "decoding runs without its attention kernel, whose error here is 0.5",
         ),
         (
             lambda: ("kernel", float("nan")),
-            "decoding goes without its attention kernel, which is off by nan here",
+            "decoding runs without its attention kernel, whose error here is nan",
         ),
         (
             lambda: 1 // 0,
-            "decoding goes without its attention kernel, and is slower: integer division",
+            "decoding runs without its attention kernel and is slower: integer division",
         ),
     ],
     ids=["right", "none", "wrong", "not a number", "broken"],
@@ -426,13 +425,13 @@ def test_kernel_is_trusted_if_it_equals_the_plain_way(
 @pytest.mark.parametrize(
     ("window", "length", "left"), [(None, 9, None), (8, 9, 8), (8, 8, None), (2**31, 9, None)]
 )
-def test_a_window_that_hides_nothing_is_none(
+def test_window_larger_than_the_sequence_is_none(
     window: int | None, length: int, left: int | None
 ) -> None:
     assert AttentionRule(scale=1.0, window=window).window_within(length) == left
 
 
-def test_memory_that_runs_out_says_nothing_about_a_kernel() -> None:
+def test_out_of_memory_error_does_not_blame_a_kernel() -> None:
     def measured() -> Any:
         raise torch.OutOfMemoryError
 
@@ -444,7 +443,7 @@ def test_other_architectures_are_refused_with_the_list(checkpoint: Checkpoint) -
     fields = json.loads((checkpoint("llama2") / "config.json").read_text())
     for arch in ("mixtral", "gemma3", "gpt2", None):
         with pytest.raises(
-            EngineError, match=f"{arch}.* is not supported; covered are {', '.join(families())}"
+            EngineError, match=f"{arch}.* is not supported; supported are {', '.join(families())}"
         ):
             parse_config({**fields, "model_type": arch})
     assert {
@@ -483,7 +482,7 @@ def test_names_of_tensors_are_the_familys_alone(
     checkpoint: Checkpoint, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the base model, of adapters, and of their files."""
-    monkeypatch.setattr(read_config_module, "families", lambda: {"renamed": Renamed()})
+    monkeypatch.setattr(family_module, "families", lambda: {"renamed": Renamed()})
     ours, theirs = Renamed.names, TensorNames()
     pairs = [
         (theirs.embed, ours.embed),
@@ -511,7 +510,7 @@ def test_names_of_tensors_are_the_familys_alone(
     monkeypatch.undo()
     assert torch.equal(packed_logits(model), packed_logits(load(checkpoint("llama"))))
 
-    monkeypatch.setattr(read_config_module, "families", lambda: {"renamed": Renamed()})
+    monkeypatch.setattr(family_module, "families", lambda: {"renamed": Renamed()})
     engine = TorchEngine({"m": tmp_path}, threads=1)
     engine.create("a", "m", LoraConfig(rank=4))
     run_pass(engine, "a", data(9, 4), "cross_entropy", {})
@@ -541,11 +540,11 @@ def test_names_of_tensors_are_the_familys_alone(
         ({"is_causal": False}, "attention to later tokens"),
         (
             {"num_key_value_heads": 3},
-            "num_attention_heads is 4, which num_key_value_heads, 3, does not divide",
+            "num_attention_heads is 4, and must be a multiple of num_key_value_heads, which is 3",
         ),
         (
             {"num_key_value_heads": 8},
-            "num_attention_heads is 4, which num_key_value_heads, 8, does not divide",
+            "num_attention_heads is 4, and must be a multiple of num_key_value_heads, which is 8",
         ),
         (
             {"num_attention_heads": [4, 4]},
@@ -553,7 +552,7 @@ def test_names_of_tensors_are_the_familys_alone(
         ),
         ({"vocab_size": None}, "vocab_size must be a positive whole number, and is None"),
         ({"vocab_size": float("inf")}, "vocab_size must be a positive whole number, and is inf"),
-        ({"head_dim": 5}, "heads of 5 channels"),
+        ({"head_dim": 5}, "head_dim is 5, and must be even"),
         ({"head_dim": -8}, "head_dim must be a positive"),
         (
             {"layer_types": ["chunked_attention"] * 2},
@@ -575,7 +574,7 @@ def test_names_of_tensors_are_the_familys_alone(
         ),
         (
             {"rope_scaling": {"type": "yarn", "factor": 4.0}},
-            "rope_scaling and rope_parameters say different things",
+            "rope_scaling and rope_parameters contradict each other",
         ),
         (
             {"rope_parameters": None, "rope_scaling": {"type": "yarn"}},
@@ -605,7 +604,7 @@ def test_names_of_tensors_are_the_familys_alone(
                 "model_type": "gemma3_text",
                 "rope_parameters": {"rope_type": "linear", "factor": 2.0},
             },
-            "rope_parameters of gemma3_text have to say which type of layer they are for",
+            "rope_parameters of gemma3_text must be given for each type of layer",
         ),
         (
             {"model_type": "smollm3", "no_rope_layer_interval": 0},
@@ -620,7 +619,10 @@ def test_names_of_tensors_are_the_familys_alone(
             {"model_type": "smollm3", "no_rope_layers": [1]},
             "no_rope_layers has 1 entries for 2 layers",
         ),
-        ({"model_type": "qwen3_moe", "num_experts": 4}, "num_experts_per_tok is 8, of 4 experts"),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 4},
+            "num_experts_per_tok is 8, and must be between 1 and the 4 experts",
+        ),
     ],
 )
 def test_configs_that_would_be_got_wrong_are_refused(
@@ -631,9 +633,7 @@ def test_configs_that_would_be_got_wrong_are_refused(
         parse_config({**fields, **changes})
 
 
-def test_a_config_of_another_kind_of_thing_is_refused(
-    checkpoint: Checkpoint, tmp_path: Path
-) -> None:
+def test_config_of_another_kind_of_thing_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
     fields = json.loads((checkpoint("llama2") / "config.json").read_text())
     wrong: dict[str, Any] = {
         "rope_parameters": [1],
@@ -656,7 +656,7 @@ def test_windows_of_families_that_have_no_switch_for_them(checkpoint: Checkpoint
         assert parse_config({**fields, "use_sliding_window": False}) == plain
 
 
-def test_the_length_that_rotations_were_trained_for_may_be_the_models_own(
+def test_length_that_rotations_were_trained_for_may_be_the_models_own(
     checkpoint: Checkpoint,
 ) -> None:
     fields = json.loads((checkpoint("llama3") / "config.json").read_text())
@@ -672,9 +672,7 @@ def test_the_length_that_rotations_were_trained_for_may_be_the_models_own(
     assert rope["original_max_position_embeddings"] == 20
 
 
-def test_a_head_that_is_not_the_embedding_is_used_whatever_the_config_says(
-    checkpoint: Checkpoint, tmp_path: Path
-) -> None:
+def test_separate_output_head_overrides_tied_config(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """As transformers does."""
     shutil.copytree(checkpoint("llama"), tmp_path, dirs_exist_ok=True)
     fields = json.loads((tmp_path / "config.json").read_text())

@@ -26,10 +26,9 @@ from engine.test_sampling_batches import (
     same,
     tokens_of,
 )
-from tinkex.engine.api import DrawnToken, EngineError, SampleJob
-from tinkex.engine.places import Directory
+from tinkex.engine.api import Directory, DrawnToken, EngineError, SampleJob
 from tinkex.engine.sample.blocks import BLOCK
-from tinkex.engine.sample.kv_pool import block_bytes
+from tinkex.engine.sample.passes import block_bytes
 from tinkex.engine.sample.sampler import Limits, Sampler
 from tinkex.engine.sample.static_decoding import StaticDecoding
 from tinkex.engine.torch.engine import TorchEngine
@@ -204,7 +203,7 @@ def test_prefixes_are_shared_within_a_cache_and_survive_a_move(way: str, make: M
 
 
 @pytest.mark.parametrize("way", ["native", "slabs"])
-def test_prompt_that_is_scored_is_read_by_one_version(way: str, make: Make) -> None:
+def test_scored_prompt_is_read_by_one_version(way: str, make: Make) -> None:
     engine = make(way=way, prefill_tokens=64)
     prompt = tokens_of(6, 300)
     expected = alone(engine, "v1", ask(prompt, 1, 1, prompt_logprobs=True), 1)

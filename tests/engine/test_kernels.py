@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from engine.references import adapter_of, randomise
 from tinkex.engine.api import PassJob, SampleJob, run_pass
-from tinkex.engine.model.elementwise import add_norm, gated, norm, turned_heads
+from tinkex.engine.model.elementwise import States, add_norm, gated, norm, turned_heads
 from tinkex.engine.sample import static_decoding
 from tinkex.engine.sample.blocks import BLOCK
 from tinkex.engine.sample.sampler import Limits, Sampler
@@ -72,8 +72,8 @@ def test_norms(accelerator: str, rows: int, width: int, dtype: torch.dtype, near
     )
 
     def ours(x: torch.Tensor, share: torch.Tensor) -> list[torch.Tensor]:
-        summed, _, normed = add_norm(x, None, share, weight, 0.1)
-        return [summed, normed]
+        states, normed = add_norm(States(x), share, weight, 0.1)
+        return [states.rounded, normed]
 
     def formula(x: torch.Tensor, share: torch.Tensor) -> list[torch.Tensor]:
         return [x + share, F.rms_norm(x + share, (width,), weight.double(), 0.1)]
@@ -139,7 +139,7 @@ def test_heads(
 
 
 @pytest.mark.parametrize("vocabulary", [96, 4097])
-def test_the_softmax_of_logits_and_its_gradient(accelerator: str, vocabulary: int) -> None:
+def test_softmax_of_logits_and_its_gradient(accelerator: str, vocabulary: int) -> None:
     logits = normal(accelerator, 6, vocabulary, dtype=torch.float32) * 4
     logits[1, :50] = -torch.inf
     rows, targets = (
@@ -159,7 +159,7 @@ def test_the_softmax_of_logits_and_its_gradient(accelerator: str, vocabulary: in
 
 
 @pytest.mark.parametrize("rank", [1, 8, 33, 64, 128])
-def test_the_share_of_an_adapter_is_added_as_plainly(accelerator: str, rank: int) -> None:
+def test_share_of_an_adapter_is_added_as_plainly(accelerator: str, rank: int) -> None:
     """To columns of something wider, by a part of something wider and a factor that lies either
     way."""
     kernels = pytest.importorskip("tinkex.engine.kernels.fused")
@@ -184,7 +184,7 @@ def test_the_share_of_an_adapter_is_added_as_plainly(accelerator: str, rank: int
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("groups", "channels"), [(1, 8), (2, 64), (3, 80), (8, 128)])
-def test_keys_and_values_are_stored_where_they_belong(
+def test_keys_and_values_are_stored_at_their_places(
     accelerator: str, dtype: torch.dtype, groups: int, channels: int
 ) -> None:
     """As parts of one projection, and where their channels do not lie side by side."""

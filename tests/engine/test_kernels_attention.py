@@ -44,7 +44,7 @@ def plain(lengths: Sequence[int], rule: AttentionRule, *qkv: torch.Tensor) -> to
 def attended(
     lengths: Sequence[int], rule: AttentionRule, qkv: Sequence[torch.Tensor], grad: torch.Tensor
 ) -> list[torch.Tensor]:
-    """What queries see, and the gradients."""
+    """Visible keys of the queries, and the gradients."""
     packed = PackedAttention([(1, length) for length in lengths], [rule], grad.device)
     out = packed(0, *qkv)
     assert "VarlenAttention" in type(out.grad_fn.next_functions[0][0]).__name__  # type: ignore[union-attr]
@@ -153,5 +153,5 @@ def test_heads_may_lie_within_one_projection(accelerator: str, window: int | Non
 
 @pytest.mark.parametrize("channels", [8, 96, 256])
 def test_heads_of_other_sizes_are_left_to_pytorch(accelerator: str, channels: int) -> None:
-    heads = (4, 2, channels, torch.bfloat16, torch.device(accelerator), False)
-    assert attention._packed_kernels(*heads) is None
+    heads = attention._Heads(4, 2, channels, torch.bfloat16, torch.device(accelerator), False)
+    assert attention._packed_kernels(heads) is None

@@ -15,7 +15,7 @@ INPUTS, WIDTH, SCALE = 96, 200, 0.5
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 @pytest.mark.parametrize("tokens", [132, 1700])  # a program has up to 512 of an adapter's
 @pytest.mark.parametrize("ranks", [(8,), (1, 32), (33, 64, 128)])
-def test_a_gate_adds_shares_on_its_way(
+def test_gate_adds_shares_on_its_way(
     accelerator: str, ranks: tuple[int, ...], tokens: int, activation: str
 ) -> None:
     generator = torch.Generator().manual_seed(0)

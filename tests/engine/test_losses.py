@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from engine.references import adapter_of, assert_near, gradients, randomise, reference_run
-from tinkex.engine.api import EngineError, run_pass
+from tinkex.engine.api import Directory, EngineError, run_pass
 from tinkex.engine.losses.table import LOSSES, SEQUENCE
-from tinkex.engine.places import Directory
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.training import LossFnType
 
@@ -83,9 +82,7 @@ def test_thresholds_per_token_equal_a_global_one(engine: TorchEngine, data: Data
 
 
 @pytest.mark.covers("S16")
-def test_the_ratio_of_a_sequence_is_the_mean_over_its_marks(
-    engine: TorchEngine, data: Data
-) -> None:
+def test_ratio_of_a_sequence_is_the_mean_over_its_marks(engine: TorchEngine, data: Data) -> None:
     batch = marked(data(9, 4, 9, 3))
     output = run_pass(
         engine, "a", batch, "gspo", {"clip_low_threshold": 0.0, "clip_high_threshold": 1e6}
@@ -101,7 +98,7 @@ def test_the_ratio_of_a_sequence_is_the_mean_over_its_marks(
 
 
 @pytest.mark.covers("S16")
-def test_a_clipped_sequence_has_no_gradient(engine: TorchEngine, data: Data) -> None:
+def test_clipped_sequence_has_no_gradient(engine: TorchEngine, data: Data) -> None:
     above = data(6, logprobs=np.full(6, -60, np.float32), advantages=np.ones(6, np.float32))
     run_pass(engine, "a", above, "gspo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1})
     grad = adapter_of(engine).grad
@@ -111,9 +108,7 @@ def test_a_clipped_sequence_has_no_gradient(engine: TorchEngine, data: Data) -> 
 
 @pytest.mark.covers("S16")
 @pytest.mark.parametrize("loss", ["ppo", "importance_sampling"])
-def test_a_ratio_beyond_all_bounds_is_none_where_it_is_not_seen(
-    engine: TorchEngine, data: Data, loss: str
-) -> None:
+def test_masked_infinite_ratio_has_no_effect(engine: TorchEngine, data: Data, loss: str) -> None:
     """Its exponential is infinite, and nothing times infinity is no number."""
     advantages = np.array([0, 1.5, 2], np.float32)
     (near,) = data(3, advantages=advantages)
@@ -132,7 +127,7 @@ def test_a_ratio_beyond_all_bounds_is_none_where_it_is_not_seen(
 
 
 @pytest.mark.covers("S16")
-def test_a_ratio_beyond_all_bounds_is_clipped(engine: TorchEngine, data: Data) -> None:
+def test_ratio_beyond_all_bounds_is_clipped(engine: TorchEngine, data: Data) -> None:
     above = data(6, logprobs=np.full(6, -3000, np.float32), advantages=np.full(6, 2, np.float32))
     output = run_pass(engine, "a", above, "ppo", {"clip_high_threshold": 1.5})
     assert output.metrics["loss:sum"] == -18
@@ -149,7 +144,7 @@ def test_clients_know_the_losses_of_the_table() -> None:
 
 
 @pytest.mark.parametrize("loss", sorted(name for name in LOSSES if LOSSES[name].function))
-def test_losses_are_differentiated_as_finite_differences_say(loss: str) -> None:
+def test_gradients_of_losses_equal_finite_differences(loss: str) -> None:
     random = torch.Generator().manual_seed(3)
 
     def uniform(low: float, high: float) -> torch.Tensor:
@@ -198,7 +193,7 @@ def test_dro_needs_its_beta(engine: TorchEngine, data: Data) -> None:
 
 
 @pytest.mark.covers("S16")
-def test_the_defaults_are_the_documented_ones() -> None:
+def test_defaults_are_the_documented_ones() -> None:
     assert LOSSES["ppo"].config == {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
     assert LOSSES["cispo"].config == {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}
 

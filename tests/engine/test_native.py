@@ -7,6 +7,7 @@ import ctypes
 import gc
 import logging
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -29,8 +30,7 @@ from tinkex.engine.api import SampleJob
 from tinkex.engine.model import matmul_check
 from tinkex.engine.model.decoder import Lora
 from tinkex.engine.native import bindings, c_passes, library, self_check
-from tinkex.engine.native.c_passes import NativeDecoding, NativeSteps
-from tinkex.engine.native.weights import Native, PackedLora, packed
+from tinkex.engine.native.c_passes import Native, NativeDecoding, NativeSteps, PackedLora, packed
 from tinkex.engine.sample.sampler import Limits, Runner, Sampler
 from tinkex.engine.sample.token_choice import choose
 from tinkex.engine.torch.engine import TorchEngine
@@ -54,6 +54,20 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path / "tinkex" / "native"
     library.load.cache_clear()
     matmul_check._choice.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def copier(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A command that copies the library of the real compiler, which takes seconds to build it."""
+    directory = tmp_path_factory.mktemp("built")
+    with library._cache() as kept:
+        built = shutil.copy(library.compiled(next(iter(library.compilers())), kept), directory)
+    return compiler_of(directory / "cc", copying(built))
+
+
+def copying(built: Path | str) -> str:
+    """The script of a compiler that gives a library built before."""
+    return f'while [ "$1" != -o ]; do shift; done; cp "{built}" "$2"'
 
 
 def compiler_of(path: Path, script: str) -> list[str]:
@@ -83,11 +97,11 @@ def test_library_is_compiled_once_and_cached(
     assert not stat.S_IMODE(cache.stat().st_mode) & 0o077
 
 
-def test_another_compiler_or_machine_makes_another(
+def test_cached_library_depends_on_compiler_and_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = library.compiled(compiler_of(tmp_path / "one", 'exec REAL "$@"'), tmp_path)
-    two = library.compiled(compiler_of(tmp_path / "two", 'exec REAL "$@"'), tmp_path)
+    one = library.compiled(compiler_of(tmp_path / "one", copying(library.SOURCE)), tmp_path)
+    two = library.compiled(compiler_of(tmp_path / "two", copying(library.SOURCE)), tmp_path)
     monkeypatch.setattr(library, "_machine", lambda: b"another")
     three = library.compiled([str(tmp_path / "two")], tmp_path)
     assert len({one, two, three}) == 3
@@ -110,7 +124,7 @@ def test_library_on_arm_fits_any_processor(
 @pytest.mark.parametrize(
     ("status", "expected"), [(0, ["/usr/bin/cc", "/opt/bin/clang"]), (2, ["/opt/bin/clang"])]
 )
-def test_a_mac_is_not_asked_to_install_a_compiler(
+def test_stub_compiler_of_a_mac_is_ignored(
     monkeypatch: pytest.MonkeyPatch, status: int, expected: list[str]
 ) -> None:
     places = {"cc": "/usr/bin/cc", "clang": "/opt/bin/clang"}
@@ -138,7 +152,7 @@ def test_a_mac_is_not_asked_to_install_a_compiler(
         ("exit 0", ""),  # it says it went well, and has made nothing
     ],
 )
-def test_without_a_compiler_that_works_pytorch_does_it(
+def test_pytorch_is_used_without_a_working_compiler(
     cache: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -177,13 +191,13 @@ def test_library_can_be_switched_off(cache: Path, monkeypatch: pytest.MonkeyPatc
     assert not cache.exists()
 
 
-def test_ones_own_compiler_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configured_compiler_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "mine --quick")
     assert next(iter(library.compilers())) == ["mine", "--quick"]
 
 
 @pytest.mark.parametrize("nonsense", ["'", "no-such-compiler-\udcff", "''", "false --quick"])
-def test_a_compiler_that_makes_no_sense_is_passed_over(
+def test_compiler_that_makes_no_sense_is_passed_over(
     cache: Path, monkeypatch: pytest.MonkeyPatch, nonsense: str
 ) -> None:
     monkeypatch.setenv("CC", nonsense)
@@ -231,7 +245,7 @@ def test_unwritable_cache_falls_back_to_pytorch(
     assert "sampling on the CPU uses PyTorch alone and is slower: " in caplog.text
 
 
-def test_without_a_home_nothing_is_left_where_the_program_runs(
+def test_missing_home_leaves_no_files_in_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # as it says then
@@ -243,7 +257,10 @@ def test_without_a_home_nothing_is_left_where_the_program_runs(
 
 
 @pytest.mark.parametrize("what", ["others may write", "it is a file"])
-def test_a_cache_that_is_not_ones_own_is_not_used(cache: Path, what: str) -> None:
+def test_cache_of_another_user_is_not_used(
+    cache: Path, copier: list[str], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr(library, "compilers", lambda: iter([copier]))
     if what == "others may write":
         cache.mkdir(parents=True)
         cache.chmod(0o777)
@@ -253,9 +270,12 @@ def test_a_cache_that_is_not_ones_own_is_not_used(cache: Path, what: str) -> Non
     assert not cache.exists() or not list(cache.iterdir())
 
 
-def test_damaged_library_is_compiled_again(cache: Path) -> None:
+def test_damaged_library_is_compiled_again(
+    cache: Path, copier: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "compilers", lambda: iter([copier]))
     cache.mkdir(parents=True, mode=0o700)
-    kept = library.compiled(next(iter(library.compilers())), cache)
+    kept = library.compiled(copier, cache)
     whole = kept.read_bytes()
     kept.write_bytes(whole[: len(whole) // 2])  # to load this would end the process
     assert library.load() is not None
@@ -263,7 +283,7 @@ def test_damaged_library_is_compiled_again(cache: Path) -> None:
     assert len(made.read_bytes()) == len(whole)  # on a Mac the name it was made under is in it
 
 
-def test_a_library_that_computes_nonsense_is_not_used(
+def test_library_that_computes_nonsense_is_not_used(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken = tmp_path / "step.c"
@@ -277,7 +297,7 @@ def test_a_library_that_computes_nonsense_is_not_used(
 
 
 @pytest.mark.covers("S36")
-def test_a_library_whose_rows_differ_is_not_used(
+def test_library_with_differing_rows_is_not_used(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken, right = tmp_path / "step.c", "multiply_add(value, w[v], kept[row][v])"
@@ -297,9 +317,10 @@ def test_a_library_whose_rows_differ_is_not_used(
     assert library.load() is None
 
 
-def test_a_library_is_checked_once_for_each_processor(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
+def test_library_is_checked_once_for_each_processor(
+    cache: Path, copier: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(library, "compilers", lambda: iter([copier]))
     checked: list[bindings.Library] = []
     monkeypatch.setattr(self_check, "rows_agree", lambda loaded: not checked.append(loaded))  # type: ignore[func-returns-value]
     for machine, expected in ((b"one", 1), (b"one", 1), (b"two", 2)):
@@ -331,7 +352,7 @@ def native_of(engine: TorchEngine, threads: int, linear: Linear | None = None) -
 
 @pytest.mark.parametrize("sizes", [[1], [16], [100], [40, 16, 3], [33, 33]])
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-def test_products_are_right_and_their_rows_depend_on_nothing_else(
+def test_products_are_right_and_rows_are_independent(
     engine: TorchEngine, sizes: list[int], bias: bool
 ) -> None:
     inputs = 77
@@ -415,7 +436,7 @@ def test_draws_follow_the_probabilities(engine: TorchEngine) -> None:
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_not_finite_are_not_taken_for_something(
+def test_logits_that_are_not_finite_give_no_finite_log_probability(
     engine: TorchEngine, value: float, temperature: float
 ) -> None:
     logits = random(2, 97)
@@ -433,9 +454,7 @@ def runner_of(engine: TorchEngine) -> Runner:
     return runner
 
 
-def test_dense_models_in_float32_go_this_way_and_others_do_not(
-    checkpoint: Checkpoint, sample: Sample
-) -> None:
+def test_only_dense_float32_models_use_the_c_step(checkpoint: Checkpoint, sample: Sample) -> None:
     ways = {}
     for family, dtype in (
         ("llama", torch.float32),
@@ -490,9 +509,7 @@ def test_drawn_and_read_positions_weigh_equally(checkpoint: Checkpoint, family: 
     np.testing.assert_allclose(plain, whole, atol=2e-5)
 
 
-def test_rows_see_their_own_sequence_in_whatever_order_they_come(
-    engine: TorchEngine, sample: Sample
-) -> None:
+def test_rows_see_their_own_sequence_in_any_order(engine: TorchEngine, sample: Sample) -> None:
     engine.load_sampler("bare", "small", None)
     sample(engine, [5, 6, 7], sampler="bare", max_tokens=2, stop=[])
     way = runner_of(engine)._decoding
@@ -635,7 +652,7 @@ def test_threads_that_were_called_to_other_cores_may_run_anywhere_afterwards() -
     assert placed == {len(everywhere)}
 
 
-def test_threads_race_for_nothing(tmp_path: Path) -> None:
+def test_threads_do_not_race(tmp_path: Path) -> None:
     """A compiler sees what has no order; results show it once in a long while, under load or on
     ARM."""
     program = tmp_path / "racing"
@@ -665,7 +682,7 @@ def test_threads_race_for_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.slow  # a fork of a process with threads is never quite safe
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
-def test_a_forked_child_has_threads_of_its_own(engine: TorchEngine) -> None:
+def test_forked_child_has_its_own_threads(engine: TorchEngine) -> None:
     linear = Linear("x", "mlp", random(40, 20), None, ["m"], [40])
     native, x = native_of(engine, 3, linear), random(5, 20)
     expected = native.product(x, linear).numpy().tobytes()
@@ -685,12 +702,12 @@ def test_a_forked_child_has_threads_of_its_own(engine: TorchEngine) -> None:
 
 
 @pytest.mark.slow
-def test_a_program_ends_while_a_thread_computes() -> None:
+def test_program_ends_while_a_thread_computes() -> None:
     program = """
 import threading, time, torch, types
 from tinkex.engine.torch.lora import Linear
 from tinkex.engine.native import library
-from tinkex.engine.native.weights import Native
+from tinkex.engine.native.c_passes import Native
 
 linear = Linear("x", "mlp", torch.ones(64, 64), None, ["m"], [64])
 native = Native(library.load(), types.SimpleNamespace(linears=lambda: [linear]), 4)
@@ -737,7 +754,7 @@ time.sleep(0.3)
         "its containers",
     ],
 )
-def test_a_containers_share_of_the_cores_is_respected(
+def test_containers_share_of_the_cores_is_respected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str, limits: dict[str, str]
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
@@ -763,7 +780,7 @@ def test_a_containers_share_of_the_cores_is_respected(
         assert usable_cores(tmp_path) == expected
 
 
-def test_without_control_groups_all_cores_count(
+def test_all_cores_count_without_control_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 4, 5}, raising=False)

@@ -133,9 +133,7 @@ def runs_here(processor: str) -> bool:
 
 @pytest.mark.skipif(not X86, reason="the setting is one of x86")
 @pytest.mark.parametrize("tuning", ["native", "haswell"])
-def test_a_compiler_that_may_split_multiply_adds_changes_no_row(
-    tmp_path: Path, tuning: str
-) -> None:
+def test_compiler_that_may_split_multiply_adds_changes_no_row(tmp_path: Path, tuning: str) -> None:
     compiler = next(iter(library.compilers()))
     command = [*compiler, *library.FLAGS, f"-march={tuning}", SPLITS]
     try:

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_a_block_has_its_own_number_of_threads() -> None:
+def test_block_has_its_own_number_of_threads() -> None:
     torch.set_num_threads(2)
     one, two = Threads(1), Threads(2)
     with one:
@@ -48,14 +48,14 @@ def test_a_block_has_its_own_number_of_threads() -> None:
     assert torch.get_num_threads() == 2
 
 
-def test_a_block_that_fails_leaves_the_number_as_it_was() -> None:
+def test_block_that_fails_leaves_the_number_as_it_was() -> None:
     torch.set_num_threads(2)
     with pytest.raises(ValueError, match="broken"), Threads(1):
         raise ValueError("broken")
     assert torch.get_num_threads() == 2
 
 
-def test_other_threads_keep_theirs_even_when_they_begin_meanwhile() -> None:
+def test_other_threads_keep_their_settings() -> None:
     torch.set_num_threads(2)
     inside, seen = threading.Event(), threading.Event()
 
@@ -120,7 +120,7 @@ def test_room_of_rows_that_have_ended_is_kept_and_empty(
     assert again.sequences[0].logprobs == first.sequences[0].logprobs
 
 
-def test_large_room_is_given_back(
+def test_large_slabs_are_released(
     engine: TorchEngine, sample: Sample, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slab_decoding, "KEPT_SLAB", 0)

@@ -13,8 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from engine.references import adapter_of, assert_near, randomise
-from tinkex.engine.api import EngineError, run_pass
-from tinkex.engine.places import Directory
+from tinkex.engine.api import Directory, EngineError, run_pass
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.train.optim import AdamState, DimuonState, make_state, orthogonalised
 from tinkex.types.optimizers import (
@@ -108,7 +107,7 @@ def test_dimuon_equals_its_float64_reference(muon: TorchEngine, data: Data) -> N
     assert adapter.state.step == len(STEPS)
 
 
-def test_a_direction_has_nearly_equal_singular_values_and_norm_one() -> None:
+def test_direction_has_nearly_equal_singular_values_and_norm_one() -> None:
     made = torch.randn(3, 8, 40, generator=torch.Generator().manual_seed(0))
     directions = orthogonalised(made)
     for before, after in zip(made, directions, strict=True):
@@ -123,7 +122,7 @@ def test_a_direction_has_nearly_equal_singular_values_and_norm_one() -> None:
         )
 
 
-def test_a_matrix_without_a_gradient_stays(checkpoint: Checkpoint, data: Data) -> None:
+def test_matrix_without_a_gradient_stays(checkpoint: Checkpoint, data: Data) -> None:
     engine = TorchEngine({"small": checkpoint("llama")}, threads=1)
     engine.create("a", "small", LoraConfig(rank=4), DIMUON)
     adapter = adapter_of(engine)
@@ -146,7 +145,7 @@ def test_dimuon_learns(muon: TorchEngine, data: Data) -> None:
     assert losses[-1] < 0.2 * losses[0]
 
 
-def test_steps_without_a_gradient_change_nothing(muon: TorchEngine) -> None:
+def test_steps_without_a_gradient_have_no_effect(muon: TorchEngine) -> None:
     state = adapter_of(muon).state
     assert muon.optim_step("a", STEP) == {"grad_norm:mean": 0.0, "learning_rate:mean": 0.01}
     assert adapter_of(muon).state is state
@@ -170,7 +169,7 @@ def test_steps_without_a_gradient_change_nothing(muon: TorchEngine) -> None:
         ),
     ],
 )
-def test_a_step_takes_the_parameters_of_the_run_s_optimizer(
+def test_step_takes_the_parameters_of_the_run_s_optimizer(
     muon: TorchEngine, data: Data, params: Any, message: str
 ) -> None:
     run_pass(muon, "a", data(5), "cross_entropy", {})
@@ -189,7 +188,7 @@ def test_a_step_takes_the_parameters_of_the_run_s_optimizer(
         OptimizerConfigBase(type="adamw", amsgrad=True),
     ],
 )
-def test_unknown_optimizers_are_refused_with_those_there_are(
+def test_unknown_optimizers_are_refused_with_the_known_optimizers(
     muon: TorchEngine, config: OptimizerConfigBase
 ) -> None:
     message = (
@@ -209,7 +208,7 @@ def train(engine: TorchEngine, name: str, data: Data, seeds: range) -> list[Any]
     return results
 
 
-def test_a_resumed_dimuon_run_continues_bit_equal(
+def test_resumed_dimuon_run_continues_bit_equal(
     muon: TorchEngine, data: Data, tmp_path: Path
 ) -> None:
     train(muon, "a", data, range(3))
@@ -229,7 +228,7 @@ def test_a_resumed_dimuon_run_continues_bit_equal(
 
 
 @pytest.mark.parametrize("saved", ["adamw", "dimuon"])
-def test_the_state_of_another_optimizer_is_refused_and_its_weights_are_not(
+def test_state_of_another_optimizer_is_refused_and_its_weights_are_not(
     muon: TorchEngine, data: Data, saved: str, tmp_path: Path
 ) -> None:
     kinds: dict[str, OptimizerConfigBase] = {"adamw": AdamOptimizerConfig(), "dimuon": DIMUON}
@@ -253,7 +252,7 @@ def test_the_state_of_another_optimizer_is_refused_and_its_weights_are_not(
 
 
 @pytest.mark.covers("S22")
-def test_a_clip_is_over_one_adapter_and_shows_in_its_step(engine: TorchEngine, data: Data) -> None:
+def test_clip_is_over_one_adapter_and_shows_in_its_step(engine: TorchEngine, data: Data) -> None:
     engine.create("b", "small", LoraConfig(rank=4, seed=3))
     for name, times in (("a", 1), ("b", 40)):
         for _ in range(times):

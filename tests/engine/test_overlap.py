@@ -28,10 +28,10 @@ from engine.test_steps import Memory
 from tinkex.engine.api import EngineError, PassJob, SampleJob, run_pass
 from tinkex.engine.sample import passes, slab_decoding
 from tinkex.engine.sample.blocks import BLOCK
-from tinkex.engine.sample.kv_pool import block_bytes
+from tinkex.engine.sample.passes import block_bytes
 from tinkex.engine.sample.sampler import Limits, Runner, Sampler
 from tinkex.engine.torch.engine import TorchEngine
-from tinkex.engine.train.training_pass import Results
+from tinkex.engine.train.device_step import Results
 from tinkex.server.workers.worker import Worker
 from tinkex.types.inputs import ModelInput
 from tinkex.types.optimizers import AdamParams
@@ -165,7 +165,7 @@ def each_alone(crowd: TorchEngine) -> list[SampleResponse]:
 
 @dataclass
 class Ran:
-    """What became of jobs that ran together."""
+    """Results of jobs that ran together."""
 
     results: dict[int, SampleResponse | Exception] = field(default_factory=dict)
     heard: dict[int, list[DrawnToken]] = field(default_factory=dict)
@@ -176,7 +176,7 @@ class Ran:
 
 @dataclass(frozen=True)
 class Plan:
-    """When a job starts, and what happens to it."""
+    """Start of a job, and its later events."""
 
     job: int
     start: int = 0
@@ -308,7 +308,7 @@ EVENTFUL[4], EVENTFUL[13], EVENTFUL[12] = (
 
 @pytest.mark.covers("S36")
 @pytest.mark.parametrize("blocks", [12, None])
-def test_job_beside_others_equals_the_job_alone(
+def test_job_in_a_batch_equals_the_job_alone(
     crowd: TorchEngine, expected: list[SampleResponse], blocks: int | None
 ) -> None:
     """With room for a fourth of them, and for all."""
@@ -368,7 +368,7 @@ def test_rows_run_ahead_of_reading(crowd: TorchEngine) -> None:
 
 
 @pytest.mark.parametrize("steps", range(1, 7))
-def test_a_job_that_is_cancelled_hears_nothing_more(
+def test_cancelled_job_gets_no_further_tokens(
     crowd: TorchEngine, expected: list[SampleResponse], steps: int
 ) -> None:
     """At any time, also when its next token has been drawn and not been read; its neighbour feels
@@ -450,7 +450,7 @@ class Ear:
 
 @pytest.mark.parametrize("cancelled", [False, True])
 def test_idle_sampler_holds_no_blocks(crowd: TorchEngine, cancelled: bool) -> None:
-    """What is unread names jobs, and those have weights."""
+    """Unread results name jobs, and those have weights."""
     engine, ear = limited(crowd), Ear()
     gone = weakref.ref(ear)
     engine.sample_start(
@@ -568,7 +568,7 @@ def trainer_of(checkpoint: Checkpoint, *, ahead: bool = True) -> TorchEngine:
 
 @dataclass(frozen=True)
 class Alone:
-    """What a pass gives when nothing is beside it."""
+    """Return the result of a pass that runs alone."""
 
     result: ForwardBackwardOutput | Exception
     grad: torch.Tensor | None
@@ -670,9 +670,7 @@ def test_overlapped_passes_are_equal_in_many_cases(
     try_passes(checkpoint, data, passes_alone(data), 60)
 
 
-def test_results_are_read_a_step_later_while_there_is_more_to_run(
-    checkpoint: Checkpoint, data: Data
-) -> None:
+def test_results_are_read_one_step_later_under_load(checkpoint: Checkpoint, data: Data) -> None:
     engine = trainer_of(checkpoint)
     for job, name in enumerate("ab"):
         engine.pass_start(PassJob(str(job), name, data(24), "cross_entropy", {}))
@@ -704,7 +702,7 @@ def test_unread_results_do_not_hold_a_dropped_adapter(checkpoint: Checkpoint, da
     assert [done.job for done in engine.pass_step()] == ["1"]
 
 
-def test_an_adapter_of_the_same_name_gets_nothing_of_a_dropped_one(
+def test_adapter_does_not_inherit_from_dropped_adapter_of_same_name(
     checkpoint: Checkpoint, data: Data
 ) -> None:
     engine = trainer_of(checkpoint)
@@ -739,7 +737,7 @@ def step_on(engine: TorchEngine, most: int = 60) -> dict[str, ForwardBackwardOut
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("length", [1, 4, 5])
-def test_a_short_datum_that_memory_has_no_room_for_fails_in_the_end(
+def test_short_datum_that_memory_has_no_room_for_fails_in_the_end(
     checkpoint: Checkpoint, data: Data, monkeypatch: pytest.MonkeyPatch, length: int, ahead: bool
 ) -> None:
     """Halving goes on to one token, and then it is over."""
@@ -779,7 +777,7 @@ def test_out_of_memory_counts_unread_tokens_once(
     torch.testing.assert_close(grad, alone, rtol=1e-4, atol=1e-5)
 
 
-def test_a_gradient_that_is_not_finite_is_refused_also_when_read_later(
+def test_gradient_that_is_not_finite_is_refused_also_when_read_later(
     checkpoint: Checkpoint, data: Data
 ) -> None:
     engine = trainer_of(checkpoint)
@@ -793,7 +791,7 @@ def test_a_gradient_that_is_not_finite_is_refused_also_when_read_later(
     assert adapter_of(engine, "b").grad is not None
 
 
-def test_a_gradient_that_cannot_be_added_fails_its_pass_alone(
+def test_gradient_that_cannot_be_added_fails_its_pass_alone(
     checkpoint: Checkpoint, data: Data
 ) -> None:
     """As when there is no memory for the sum; who asks learns of it, and the next one finds nothing
@@ -807,7 +805,7 @@ def test_a_gradient_that_cannot_be_added_fails_its_pass_alone(
     assert isinstance(results["2"], ForwardBackwardOutput)
 
 
-def test_a_result_that_cannot_be_made_leaves_no_gradient(
+def test_result_that_cannot_be_made_leaves_no_gradient(
     checkpoint: Checkpoint, data: Data, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any) -> Any:
@@ -820,7 +818,7 @@ def test_a_result_that_cannot_be_made_leaves_no_gradient(
     assert adapter_of(engine, "a").grad is None
 
 
-def test_the_server_applies_a_gradient_only_when_all_passes_before_have_been_read(
+def test_server_applies_a_gradient_only_when_all_passes_before_have_been_read(
     checkpoint: Checkpoint, data: Data
 ) -> None:
     """Passes and steps of three runs at once, as a server queues them: the weights are those of one

@@ -80,7 +80,7 @@ def test_c_products_refuse_unsupported_layouts() -> None:
 
 @has_c
 @pytest.mark.parametrize("shape", [(48, 40), (300, 1500)])
-def test_a_library_whose_rows_are_not_steady_is_left_for_c(
+def test_library_with_unsteady_rows_is_replaced_by_c(
     shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight, x = random(*shape), random(128, shape[1], seed=1)
@@ -100,7 +100,7 @@ def test_a_library_whose_rows_are_not_steady_is_left_for_c(
 
 
 @pytest.mark.skipif(matmul_check.onednn() is None, reason="PyTorch has no oneDNN here")
-def test_onednn_is_left_where_its_rows_are_not_steady(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_onednn_is_not_used_if_its_rows_are_unsteady(monkeypatch: pytest.MonkeyPatch) -> None:
     def operator(x_TD: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
         return unsteady(x_TD, weight.to_dense())
 
@@ -124,7 +124,7 @@ def test_large_weights_are_checked_with_fewer_rows(monkeypatch: pytest.MonkeyPat
         assert max(seen) == most
 
 
-def test_without_c_a_library_that_is_not_steady_is_named_once(
+def test_unsteady_library_without_c_is_reported_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(library, "load", lambda: None)
@@ -136,7 +136,7 @@ def test_without_c_a_library_that_is_not_steady_is_named_once(
     assert "tinkex doctor" in record.getMessage()
 
 
-def test_a_shape_is_checked_once_for_each_number_of_threads(
+def test_shape_is_checked_once_for_each_number_of_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     checked: list[tuple[object, ...]] = []
@@ -148,7 +148,7 @@ def test_a_shape_is_checked_once_for_each_number_of_threads(
     assert checked == [("pytorch", 48, 40)] * 4  # as it lies and turned, by one thread and by two
 
 
-def test_a_batch_whose_matrices_are_split_goes_by_one_thread(
+def test_batch_with_split_matrices_uses_one_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch.set_num_threads(3)

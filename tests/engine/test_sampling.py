@@ -11,9 +11,9 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM
 
 from tinkex.engine.api import DrawnToken, EngineError, SampleJob, run_pass
-from tinkex.engine.sample import prompt_scores, stop_rule
+from tinkex.engine.sample import jobs, prompt_scores
+from tinkex.engine.sample.passes import Source
 from tinkex.engine.sample.sampler import Limits, Sampler
-from tinkex.engine.sample.source import Source
 from tinkex.engine.sample.token_choice import choose, uniforms
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.types.chunks import EncodedTextChunk, ImageChunk
@@ -80,7 +80,9 @@ def test_logprobs_equal_the_trainers(trained: TorchEngine, sample: Sample) -> No
 
 @pytest.mark.covers("S36")
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.7, "top_k": 20}, {"top_p": 0.8}])
-def test_a_seed_decides(params: dict[str, Any], trained: TorchEngine, sample: Sample) -> None:
+def test_seed_determines_the_samples(
+    params: dict[str, Any], trained: TorchEngine, sample: Sample
+) -> None:
     def tokens(seed: int, count: int) -> list[list[int]]:
         result = sample(
             trained, PROMPT, seed=seed, num_samples=count, max_tokens=20, **FOREVER, **params
@@ -151,7 +153,7 @@ def test_uniforms() -> None:
         ({"temperature": 0.0}, [0, 1, 0, 0]),
     ],
 )
-def test_the_distribution(params: dict[str, Any], expected: list[float]) -> None:
+def test_distribution(params: dict[str, Any], expected: list[float]) -> None:
     count = 20000
     probabilities = torch.tensor([0.1, 0.4, 0.2, 0.3])
     logits = (probabilities.log() + 3.0).expand(count, -1)
@@ -218,9 +220,9 @@ def test_stop_strings_across_token_borders(
 
 
 @pytest.mark.covers("S34")
-def test_a_stop_string_of_several_bytes(tokenizer: Tokenizer) -> None:
+def test_stop_string_of_several_bytes(tokenizer: Tokenizer) -> None:
     source = Source(None, None, frozenset(), lambda: tokenizer)  # type: ignore[arg-type]
-    rule = stop_rule.StopRule(source, ["é"], rows=2)
+    rule = jobs.StopRule(source, ["é"], rows=2)
     first, second = (tokenizer.token_to_id(piece) for piece in ("Ã", "©"))
     assert rule(np.array([0, 1]), np.array([first, second])).tolist() == [False, False]
     assert rule(np.array([0, 1]), np.array([second, first])).tolist() == [True, False]
@@ -234,20 +236,20 @@ def test_stop_strings_are_found_in_a_window(tokenizer: Tokenizer) -> None:
         tokens = random.integers(3, 94, 60).tolist()
         start = int(random.integers(0, 50))
         stop = tokenizer.decode(tokens)[start : start + int(random.integers(1, 6))]
-        row, ended = stop_rule._Text(tokenizer), None
+        row, ended = jobs._Text(tokenizer), None
         for length, token in enumerate(tokens, 1):
             if stop in row.add(token, len(stop)):
                 ended = length
                 break
         whole = next(n for n in range(1, 61) if stop in tokenizer.decode(tokens[:n]))
         assert ended == whole
-        assert len(row._tokens) <= 3 * (len(stop) + stop_rule.MARGIN)
+        assert len(row._tokens) <= 3 * (len(stop) + jobs.MARGIN)
         found += whole > 20
     assert found > 10
 
 
 @pytest.mark.covers("S34")
-def test_stop_strings_are_found_where_bytes_are_decoded_together() -> None:
+def test_stop_strings_are_found_across_jointly_decoded_bytes() -> None:
     """As Llama 2, Mistral and Gemma have it: bytes side by side that are no text are none of them
     text."""
     pieces = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -280,13 +282,13 @@ def test_stop_strings_are_found_where_bytes_are_decoded_together() -> None:
             for part in [*parts, *stop.replace(" the", "|the").split("|"), "x"]
             for token in tokens(part)
         ]
-        rule = stop_rule.StopRule(source, [stop], rows=1)
+        rule = jobs.StopRule(source, [stop], rows=1)
         ended = next(
             (at for at, token in enumerate(row) if rule(np.array([0]), np.array([token]))[0]), None
         )
         assert ended == len(row) - 2, (parts, stop)
-        late += len(row) > 3 * (len(stop) + stop_rule.MARGIN)
-        assert len(rule._texts[0]._tokens) <= 2 * stop_rule.BYTES * (len(stop) + stop_rule.MARGIN)
+        late += len(row) > 3 * (len(stop) + jobs.MARGIN)
+        assert len(rule._texts[0]._tokens) <= 2 * jobs.BYTES * (len(stop) + jobs.MARGIN)
     assert late > 20
 
 
@@ -302,7 +304,7 @@ def test_stop_strings_are_found_after_text_that_is_broken(count: int) -> None:
     source = Source(None, None, frozenset(), lambda: tokenizer)  # type: ignore[arg-type]
     spelled = [1 + byte for byte in ("😎" * count).encode()]
     for before in range(1, 250, 3):
-        rule = stop_rule.StopRule(source, ["😎" * count], rows=1)
+        rule = jobs.StopRule(source, ["😎" * count], rows=1)
         row = [*([1 + 0xC3, vocab["x"]] * before)[:before], vocab["x"], *spelled]
         ended = next(
             (at for at, token in enumerate(row) if rule(np.array([0]), np.array([token]))[0]), None
@@ -311,11 +313,11 @@ def test_stop_strings_are_found_after_text_that_is_broken(count: int) -> None:
 
 
 def test_undecodable_bytes_are_dropped(tokenizer: Tokenizer) -> None:
-    row, half = stop_rule._Text(tokenizer), tokenizer.token_to_id("Ã")
+    row, half = jobs._Text(tokenizer), tokenizer.token_to_id("Ã")
     assert half is not None
     for _ in range(600):
         row.add(half, 3)
-        assert len(row._tokens) <= 2 * stop_rule.BYTES * (3 + stop_rule.MARGIN)
+        assert len(row._tokens) <= 2 * jobs.BYTES * (3 + jobs.MARGIN)
 
 
 def test_stop_strings_need_a_tokenizer(
@@ -592,7 +594,7 @@ def test_cancelling_and_failing(trained: TorchEngine) -> None:
     trained.drop_sampler("unknown")
 
 
-def test_a_job_that_has_begun_to_decode_can_be_cancelled(trained: TorchEngine) -> None:
+def test_job_that_has_begun_to_decode_can_be_cancelled(trained: TorchEngine) -> None:
     """As it happens when whoever reads a stream hangs up: the row leaves, the others and the engine
     go on."""
     request = SampleRequest(

@@ -20,7 +20,7 @@ from tinkex.engine.api import EngineError, SampleJob, run_pass
 from tinkex.engine.model.decoder import BARE, Lora
 from tinkex.engine.sample import prefill, slab_decoding, token_choice
 from tinkex.engine.sample.blocks import BLOCK, Blocks, namespace, prompt_keys
-from tinkex.engine.sample.kv_pool import block_bytes
+from tinkex.engine.sample.passes import block_bytes
 from tinkex.engine.sample.row_adapters import Bank
 from tinkex.engine.sample.sampler import Limits, Sampler
 from tinkex.engine.sample.static_decoding import StaticDecoding
@@ -142,7 +142,7 @@ MIXED: list[tuple[str, SampleRequest, int]] = [
 @pytest.mark.covers("S36")
 @pytest.mark.parametrize("way", ["native", "slabs"])
 @pytest.mark.parametrize("family", ["long-narrow", "long-wide"])
-def test_longer_neighbours_change_no_bit_where_many_heads_share_keys(
+def test_longer_neighbours_change_no_bit_with_shared_keys(
     family: str, way: Literal["native", "slabs"], checkpoint: Checkpoint
 ) -> None:
     """There, products sum up long sequences in another order than short ones."""
@@ -269,7 +269,7 @@ def test_families_decode_equally_in_every_form(family: str, checkpoint: Checkpoi
 
 
 def passes_of(engine: TorchEngine) -> list[int]:
-    """How many tokens each step of prefill ran, from now on."""
+    """Record the number of tokens of each prefill step from now on."""
     runner = next(iter(engine._sampler._runners.values()))
     sizes: list[int] = []
     original = runner._prefill.hidden
@@ -282,7 +282,7 @@ def passes_of(engine: TorchEngine) -> list[int]:
     return sizes
 
 
-def test_a_sampler_that_is_dropped_frees_its_cache_at_once(limits: Any) -> None:
+def test_sampler_that_is_dropped_frees_its_cache_at_once(limits: Any) -> None:
     engine = limits(way="slabs")
     alone(engine, "one", ask(tokens_of(1, 10)), 1)
     (runner,) = engine._sampler._runners.values()
@@ -327,7 +327,7 @@ def test_jobs_of_one_step_share_their_prefix(limits: Any) -> None:
     same(results["job0"], alone(limits(share_prefixes=False), "one", ask(tokens_of(2, 150)), 7))
 
 
-def test_long_prompts_do_not_stop_the_others(limits: Any) -> None:
+def test_long_prompts_do_not_block_short_prompts(limits: Any) -> None:
     engine = limits(prefill_tokens=64)
     heard: list[Any] = []
     engine.sample_start(SampleJob("short", "one", ask([1, 2, 3], tokens=30), 1, heard.append))
@@ -383,7 +383,7 @@ def test_rows_without_room_wait_or_are_preempted(way: str, limits: Any) -> None:
     assert runner._pool.blocks.free == 11
 
 
-def test_a_job_that_can_never_fit_is_refused(limits: Any) -> None:
+def test_job_that_can_never_fit_is_refused(limits: Any) -> None:
     engine = limits(cache_bytes=3 * block_bytes(limits()._bases["m"].model))
     with pytest.raises(
         EngineError, match=r"a prompt of 100 tokens and 100 more need 5 blocks of 64 .* has 3"
@@ -418,7 +418,7 @@ def test_broken_weights_fail_alone(way: str, limits: Any) -> None:
             same(expected, results[f"fine{round_}"])
 
 
-def test_a_pass_that_fails_takes_only_its_jobs(limits: Any) -> None:
+def test_pass_that_fails_takes_only_its_jobs(limits: Any) -> None:
     engine = limits()
     expected = alone(engine, "one", ask(tokens_of(1, 150), 1, 40), 1)
     engine = limits()
@@ -506,7 +506,7 @@ def test_rows_with_different_settings_are_chosen_together() -> None:
         assert torch.equal(logprob[0], logprobs[row])
 
 
-def test_owners_take_turns_where_there_is_no_room_for_all(checkpoint: Checkpoint) -> None:
+def test_owners_take_turns_if_not_all_fit(checkpoint: Checkpoint) -> None:
     """Twenty jobs of one owner do not keep another's single job waiting."""
     engine = TorchEngine({"m": checkpoint("llama")})
     engine._sampler = Sampler(Limits(max_rows=2))
@@ -528,7 +528,7 @@ def test_owners_take_turns_where_there_is_no_room_for_all(checkpoint: Checkpoint
     assert not engine._sampler._names
 
 
-def test_short_prompts_run_as_rows_and_long_ones_in_chunks(
+def test_short_prompts_run_as_rows_and_long_prompts_in_chunks(
     limits: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where decoding has fixed shapes. Adapters of the rows that are being decoded stay where they

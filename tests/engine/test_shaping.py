@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from engine.conftest import SMALL, Checkpoint, Sample
 from tinkex.engine.api import EngineError, SampleJob
 from tinkex.engine.sample.blocks import BLOCK
-from tinkex.engine.sample.kv_pool import block_bytes
 from tinkex.engine.sample.logit_changes import Shape, Shaped, Shaper
+from tinkex.engine.sample.passes import block_bytes
 from tinkex.engine.sample.sampler import Limits, Sampler
 from tinkex.engine.sample.token_choice import choose, uniforms
 from tinkex.engine.torch.engine import TorchEngine
@@ -182,7 +182,7 @@ def check(reference: Any, request: SampleRequest, seed: int, result: SampleRespo
 
 @WAYS
 @pytest.mark.parametrize("params", [*EACH, *TOGETHER])
-def test_every_token_is_the_references(
+def test_every_token_equals_the_reference(
     way: str, params: dict[str, Any], engine: TorchEngine, reference: Any
 ) -> None:
     limited(engine, way=way).sample_start(
@@ -294,7 +294,7 @@ def test_banned_sequences_are_never_drawn(way: str, engine: TorchEngine) -> None
         assert " 3 3 " in f" {text} "  # the beginning of a sequence may be drawn
 
 
-def test_a_banned_text_is_banned_within_and_at_the_start_of_a_word(
+def test_banned_text_is_banned_within_and_at_the_start_of_a_word(
     checkpoint: Checkpoint, sample: Sample
 ) -> None:
     engine = TorchEngine({"m": checkpoint("llama")}, threads=1)
@@ -324,7 +324,7 @@ def test_a_banned_text_is_banned_within_and_at_the_start_of_a_word(
     )
 
 
-def test_a_seed_decides(engine: TorchEngine) -> None:
+def test_seed_determines_the_samples(engine: TorchEngine) -> None:
     drawn = []
     for seed in (1, 1, 2):
         limited(engine).sample_start(SampleJob("one", "s", ask(2, 20, **TOGETHER[-1]), seed))
@@ -345,7 +345,7 @@ def test_a_seed_decides(engine: TorchEngine) -> None:
         ),
         (
             {"bad_words": [[token] for token in range(VOCAB)]},
-            f"bad_words leave none of the {VOCAB} tokens",
+            f"bad_words ban all {VOCAB} tokens",
         ),
     ],
 )

@@ -102,9 +102,7 @@ def make(checkpoint: Checkpoint) -> Any:
 
 @pytest.mark.covers("S20")
 @each
-def test_metrics_say_how_they_are_combined_and_the_loss_is_always_there(
-    case: Case, make: Any
-) -> None:
+def test_metrics_name_their_reduction_and_include_the_loss(case: Case, make: Any) -> None:
     metrics = run_pass(make(), "a", examples(case), case.loss, case.config).metrics
     assert "loss:sum" in metrics
     for name in metrics:
@@ -131,7 +129,7 @@ def gradient(engine: TorchEngine, name: str = "a") -> torch.Tensor:
 
 
 def meddle(engine: TorchEngine, turn: int) -> None:
-    """What other tenants do: passes of other losses, steps of other optimizers, failures."""
+    """Work of other tenants: passes of other losses, steps of other optimizers, failures."""
     if "b" not in engine._adapters:
         engine.create("b", "m", LoraConfig(rank=8, seed=5, train_unembed=False))
         engine.create("c", "m", LoraConfig(rank=2, seed=6), DimuonOptimizerConfig())
@@ -150,7 +148,7 @@ def meddle(engine: TorchEngine, turn: int) -> None:
 )
 @pytest.mark.usefixtures("every_library")
 @each
-def test_the_gradient_is_the_same_however_the_data_are_split(
+def test_gradient_is_the_same_however_the_data_are_split(
     case: Case, stride: int, make: Any
 ) -> None:
     data = examples(case)
@@ -263,7 +261,7 @@ def test_data_without_weight_are_no_ops(case: Case, make: Any) -> None:
 
 @pytest.mark.covers("S14")
 @each
-def test_a_failed_pass_leaves_no_trace(
+def test_failed_pass_leaves_no_trace(
     case: Case, make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = examples(case)
@@ -307,7 +305,7 @@ def test_a_failed_pass_leaves_no_trace(
 
 @pytest.mark.covers("S14")
 @pytest.mark.usefixtures("every_library")
-def test_rows_of_long_products_do_not_depend_on_how_many_they_are() -> None:
+def test_rows_of_long_products_do_not_depend_on_their_number() -> None:
     """Small models have sums so short that most libraries add them in the same order."""
     random = torch.Generator().manual_seed(3)
     weight, x, dy = (

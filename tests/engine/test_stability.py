@@ -12,10 +12,17 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from engine.references import adapter_of, assert_near, gradients, randomise
-from tinkex.engine.api import RECORDED_TOKENS, EngineError, Recalled, Recording, SampleJob, run_pass
+from tinkex.engine.api import (
+    RECORDED_TOKENS,
+    Directory,
+    EngineError,
+    Recalled,
+    Recording,
+    SampleJob,
+    run_pass,
+)
 from tinkex.engine.native.library import load
-from tinkex.engine.places import Directory
-from tinkex.engine.sample.kv_pool import block_bytes
+from tinkex.engine.sample.passes import block_bytes
 from tinkex.engine.sample.sampler import Limits, Sampler
 from tinkex.engine.sample.step_scheduler import Scheduler
 from tinkex.engine.torch.engine import TorchEngine

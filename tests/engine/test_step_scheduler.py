@@ -125,7 +125,7 @@ def test_owners_share_a_chunk() -> None:
     assert machine.step()[1] == {"a1": BLOCK, "b1": BLOCK}
 
 
-def test_a_prefix_is_run_once() -> None:
+def test_prefix_is_run_once() -> None:
     machine = Machine()
     machine.scheduler.start("one", job_of(2 * BLOCK + 3, keys="xy"), "a")
     finish(machine)
@@ -134,7 +134,7 @@ def test_a_prefix_is_run_once() -> None:
     assert second.reused == 2 * BLOCK
 
 
-def test_a_new_owner_gets_a_row_of_the_one_that_has_most() -> None:
+def test_new_owner_gets_a_row_from_the_largest_owner() -> None:
     machine = Machine()
     machine.scheduler.start("many", job_of(3, samples=6, limit=30), "a")
     for _ in range(3):
@@ -146,7 +146,7 @@ def test_a_new_owner_gets_a_row_of_the_one_that_has_most() -> None:
     assert sorted(finish(machine)) == ["many", "one"]
 
 
-def test_a_row_that_grows_takes_the_block_of_the_youngest() -> None:
+def test_row_that_grows_takes_the_block_of_the_youngest() -> None:
     machine = Machine(blocks=5)
     for name in ("first", "second"):
         machine.scheduler.start(name, job_of(BLOCK - 2, limit=20), "a")
@@ -157,7 +157,7 @@ def test_a_row_that_grows_takes_the_block_of_the_youngest() -> None:
     assert joined == ["first", "second", "second"]
 
 
-def test_without_memory_for_a_row_its_job_fails_alone() -> None:
+def test_job_without_memory_for_a_row_fails_alone() -> None:
     machine = Machine(is_full=True)
     machine.scheduler.start("one", job_of(3), "a")
     machine.step()
@@ -168,13 +168,13 @@ def test_without_memory_for_a_row_its_job_fails_alone() -> None:
     assert machine.pool.free == machine.pool.count
 
 
-def test_a_job_that_never_fits_is_refused() -> None:
+def test_job_that_never_fits_is_refused() -> None:
     machine = Machine(blocks=2)
     with pytest.raises(EngineError, match="need 3 blocks of 64 positions"):
         machine.scheduler.start("large", job_of(2 * BLOCK), "a")
 
 
-def test_a_large_job_is_admitted_after_some_patience() -> None:
+def test_large_job_is_admitted_after_some_patience() -> None:
     """One that finds no room among a stream of short jobs comes before them after a while."""
     machine = Machine(blocks=8)
     for step in range(2 * PATIENCE):
@@ -188,7 +188,7 @@ def test_a_large_job_is_admitted_after_some_patience() -> None:
     pytest.fail("the large job never ran")
 
 
-def test_a_cancelled_job_gives_everything_back() -> None:
+def test_cancelled_job_gives_everything_back() -> None:
     machine = Machine()
     machine.scheduler.start("runs", job_of(70, samples=3, limit=30), "a")
     machine.scheduler.start("waits", job_of(600), "b")

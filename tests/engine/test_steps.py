@@ -12,8 +12,8 @@ import torch
 from engine.references import CASES, adapter_of
 from engine.test_splits import examples
 from tinkex.engine.api import EngineError, PassJob, run_pass
-from tinkex.engine.fair_share import Shares
 from tinkex.engine.model import decoder
+from tinkex.engine.stepping import Shares
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.train import device_step, trainer
 from tinkex.types.optimizers import AdamParams
@@ -62,7 +62,7 @@ def assert_same(ours: ForwardBackwardOutput, theirs: ForwardBackwardOutput) -> N
 
 @pytest.mark.covers("S14", "S15")
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_passes_beside_each_other_give_the_bits_that_each_gives_alone(
+def test_passes_in_one_batch_give_the_same_bits_as_alone(
     checkpoint: Checkpoint, data: Data, family: str
 ) -> None:
     passes = {
@@ -128,7 +128,7 @@ def test_small_passes_share_a_step_under_the_budget(
         ("llama", torch.bfloat16),
     ],
 )
-def test_a_datum_beyond_the_budget_keeps_little_and_gives_the_same_bits(
+def test_datum_beyond_the_budget_keeps_little_and_gives_the_same_bits(
     checkpoint: Checkpoint,
     data: Data,
     monkeypatch: pytest.MonkeyPatch,
@@ -157,7 +157,7 @@ def test_a_datum_beyond_the_budget_keeps_little_and_gives_the_same_bits(
     assert results[1][2] < results[0][2] / 2
 
 
-def test_a_short_pass_does_not_wait_for_a_long_one(
+def test_short_pass_does_not_wait_for_a_long_one(
     shared: TorchEngine, data: Data, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = steps_of(shared, monkeypatch)
@@ -227,7 +227,7 @@ def test_passes_without_gradients_are_not_mixed_with_those_that_have_them(
     assert adapter_of(shared, "b").grad is not None
 
 
-def test_a_dropped_adapter_takes_its_passes_with_it(shared: TorchEngine, data: Data) -> None:
+def test_dropped_adapter_takes_its_passes_with_it(shared: TorchEngine, data: Data) -> None:
     shared.pass_start(PassJob("1", "a", data(9), "cross_entropy", {}))
     shared.drop("a")
     ended = together(shared, {"2": ("b", data(9))})
@@ -280,7 +280,7 @@ def test_out_of_memory_halves_a_step_and_counts_once(
     assert len(memory.refused) == refusals, "the smaller budget stays"
 
 
-def test_a_halved_budget_grows_again_after_many_steps(
+def test_halved_budget_grows_again_after_many_steps(
     shared: TorchEngine, data: Data, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trainer, "GROW_AFTER", 4)
@@ -300,7 +300,7 @@ def test_a_halved_budget_grows_again_after_many_steps(
     )
 
 
-def test_after_a_fault_of_ours_nothing_is_left_of_the_passes_it_hit(
+def test_internal_fault_leaves_no_trace_of_its_passes(
     shared: TorchEngine, data: Data, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as fault:
@@ -321,7 +321,7 @@ def test_internal_error_keeps_earlier_results(
     assert isinstance(ended["2"], ZeroDivisionError)
 
 
-def test_a_datum_that_memory_has_no_room_for_is_named(
+def test_datum_that_memory_has_no_room_for_is_named(
     shared: TorchEngine, data: Data, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Memory(monkeypatch, 20)
@@ -336,7 +336,7 @@ def test_a_datum_that_memory_has_no_room_for_is_named(
 
 
 def turns(shares: Shares, waiting: list[str], count: int, costs: dict[str, int]) -> str:
-    """Who gets a turn, one after another."""
+    """Return the order of turns."""
     taken = ""
     for _ in range(count):
         shares.note(waiting)

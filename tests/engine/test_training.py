@@ -17,10 +17,9 @@ from engine.references import (
     randomise,
     reference_run,
 )
-from tinkex.engine.api import EngineError, run_pass
+from tinkex.engine.api import Directory, EngineError, run_pass
 from tinkex.engine.losses.table import CUSTOM
 from tinkex.engine.model import attention, decoder
-from tinkex.engine.places import Directory
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.torch.lora import Layout
 from tinkex.engine.train import device_step, target_logprobs
@@ -155,7 +154,7 @@ def csr(dense: np.ndarray[Any, Any], dtype: Any) -> Any:
     )
 
 
-def test_absent_cells_of_sparse_targets_weigh_nothing(engine: TorchEngine) -> None:
+def test_absent_cells_of_sparse_targets_have_weight_zero(engine: TorchEngine) -> None:
     from tinkex.types.tensors import TensorData
 
     sparse = TensorData([5, 6, 7], "int64", [2, 2], [0, 2, 3], [0, 1, 0])
@@ -217,7 +216,7 @@ def test_accumulation_over_splits(checkpoint: Checkpoint, data: Data) -> None:
 
 
 @pytest.mark.covers("S14", "S18")
-def test_forward_alone_adds_nothing(engine: TorchEngine, data: Data) -> None:
+def test_forward_adds_no_gradient(engine: TorchEngine, data: Data) -> None:
     batch = data(5, 8)
     alone = run_pass(engine, "a", batch, "cross_entropy", {}, backward=False)
     assert adapter_of(engine).grad is None
@@ -254,7 +253,7 @@ def test_logits_are_never_all_held(
 
 
 @pytest.mark.covers("S14")
-def test_a_failed_pass_leaves_no_trace(
+def test_failed_pass_leaves_no_trace(
     engine: TorchEngine, data: Data, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine._trainer.budget = 8
@@ -279,7 +278,7 @@ def test_a_failed_pass_leaves_no_trace(
 
 
 @pytest.mark.covers("S14")
-def test_an_overflowing_loss_is_refused(engine: TorchEngine, data: Data) -> None:
+def test_overflowing_loss_is_refused(engine: TorchEngine, data: Data) -> None:
     bad = data(4, seed=1, logprobs=np.full(4, -1000, np.float32))
     with pytest.raises(EngineError, match="datum 2: the loss is not finite; nothing was added"):
         run_pass(engine, "a", [*data(6, 5), *bad], "importance_sampling", {})
@@ -481,7 +480,7 @@ def test_bad_ranks(engine: TorchEngine, rank: int) -> None:
 
 
 @pytest.mark.covers("S10")
-def test_an_adapter_must_train_something(engine: TorchEngine) -> None:
+def test_adapter_must_train_something(engine: TorchEngine) -> None:
     with pytest.raises(
         EngineError, match="at least one of train_attn, train_mlp and train_unembed"
     ):

@@ -195,5 +195,5 @@ def test_no_data(pending: TorchEngine) -> None:
     refused(pending, [], "cross_entropy", {}, "data is empty")
 
 
-def test_a_full_window_is_fine(engine: TorchEngine, data: Data) -> None:
+def test_full_window_is_fine(engine: TorchEngine, data: Data) -> None:
     run_pass(engine, "a", data(48), "cross_entropy", {})

@@ -134,7 +134,7 @@ def refused(client: Any, types: Any, data: list[Any], found: dict[str, Any]) -> 
 
 
 def policy_inputs(datum: Any) -> dict[str, Any]:
-    """What a policy loss wants to know, made up."""
+    """Made-up inputs of a policy loss."""
     import numpy as np
 
     targets = datum.loss_fn_inputs["target_tokens"].to_numpy()
@@ -207,7 +207,7 @@ def sampled(service: Any, types: Any, client: Any, found: dict[str, Any]) -> Non
 
 
 def looked_up(service: Any, client: Any, found: dict[str, Any]) -> None:
-    """What a server tells about itself and about what is kept there."""
+    """Return a server's answers about itself and its stored objects."""
     found["models"] = [one.model_name for one in service.get_server_capabilities().supported_models]
     rest = service.create_rest_client()
     model_id = client.get_info().model_id

@@ -36,7 +36,7 @@ _PLURALS = {"mouse": "mice", "deer": "deer", "fox": "foxes", "puppy": "puppies",
 
 @dataclass(frozen=True)
 class Mix:
-    """How much of each kind of document the text has, and how hard its bare sums are.
+    """Shares of each kind of document in the text, and the difficulty of its bare sums.
 
     Attributes:
         weights: Relative number of documents of each kind.

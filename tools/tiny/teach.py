@@ -28,7 +28,7 @@ from tinkex.models import addition
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the model is taught."""
+    """Settings of the training of the model."""
 
     rank: int = 32
     steps: int = 10

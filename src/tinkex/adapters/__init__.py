@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from tinkex._lazy import names_of
 
 if TYPE_CHECKING:
-    from tinkex.adapters.clients import TinkexPlatform as TinkexPlatform
     from tinkex.adapters.memory import MemoryPlatform as MemoryPlatform
     from tinkex.adapters.peft import PeftPlatform as PeftPlatform
     from tinkex.adapters.platforms import (
         SessionConfig as SessionConfig,
+        TinkexPlatform as TinkexPlatform,
         TrainingPlatform as TrainingPlatform,
     )
 

@@ -6,19 +6,14 @@ A small model in numpy that learns, with the same results every time.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from tinkex.adapters import drawing, numpy_losses
+from tinkex.adapters.computing import Batch, ComputedSession, ComputingPlatform, Next, log_softmax
 from tinkex.adapters.platforms import SessionConfig
-from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.optimizers import AdamParams
-from tinkex.types.sampled import SampleResponse
-from tinkex.types.sampling import SamplingParams
 from tinkex.types.tensors import Array
-from tinkex.types.training import ForwardBackwardOutput, OptimStepResponse
 
 SPREAD = 0.5
 """The spread of the logits of an untrained model."""
@@ -26,11 +21,10 @@ END = 1
 """The token that ends a text."""
 
 
-@dataclass(slots=True)
-class MemorySession:
+@dataclass(slots=True, kw_only=True)
+class MemorySession(ComputedSession):
     """The logits of the next token by the present one, and their moments in AdamW."""
 
-    base_model: str
     weights: Array
     number: int
     grad: Array | None = None
@@ -38,7 +32,7 @@ class MemorySession:
     steps: int = 0
 
 
-class MemoryPlatform:
+class MemoryPlatform(ComputingPlatform[MemorySession]):
     """A platform with a model that sees one token back, with exact gradients.
 
     Nothing is random.
@@ -77,31 +71,31 @@ class MemoryPlatform:
         self._sessions += 1
         if config.checkpoint is None:
             random = np.random.default_rng(zlib.crc32(config.base_model.encode()))
+            base_model = config.base_model
             weights = SPREAD * random.standard_normal((self._vocab, self._vocab))
-            return MemorySession(config.base_model, weights, self._sessions)
-        if config.checkpoint not in self._checkpoints:
+        elif config.checkpoint not in self._checkpoints:
             raise ValueError(f"there is no checkpoint {config.checkpoint!r}")
-        base_model, weights = self._checkpoints[config.checkpoint]
+        else:
+            base_model, weights = self._checkpoints[config.checkpoint]
         if base_model != config.base_model:
             raise ValueError(
                 f"checkpoint {config.checkpoint!r} is of {base_model!r}, not of "
                 f"{config.base_model!r}"
             )
-        return MemorySession(base_model, weights.copy(), self._sessions)
+        return MemorySession(
+            base_model=base_model,
+            vocab=self._vocab,
+            context=self._context,
+            eos=[END],
+            weights=weights.copy(),
+            number=self._sessions,
+        )
 
-    def forward_backward(
-        self,
-        session: MemorySession,
-        data: Sequence[Datum],
-        loss_fn: str,
-        loss_fn_config: Mapping[str, float | str] | None = None,
-    ) -> ForwardBackwardOutput:
-        """Compute the loss of data and add its gradient."""
-        batch = numpy_losses.read(data, loss_fn, loss_fn_config, self._vocab, self._context)
+    def _pass(self, session: MemorySession, batch: Batch) -> tuple[list[Array], list[Array]]:
         grad = np.zeros_like(session.weights)
         logprobs, values = [], []
         for example in batch.examples:
-            rows = drawing.log_softmax(session.weights[example.tokens])
+            rows = log_softmax(session.weights[example.tokens])
             targets = example.targets.reshape(len(rows), -1)
             found = np.take_along_axis(rows, targets, 1).reshape(example.targets.shape)
             value, slopes = batch.evaluate(example, found)
@@ -111,31 +105,27 @@ class MemoryPlatform:
             logprobs.append(found)
             values.append(value)
         session.grad = grad if session.grad is None else session.grad + grad
-        return numpy_losses.output(batch, logprobs, values)
+        return logprobs, values
 
-    def optim_step(self, session: MemorySession, params: AdamParams) -> OptimStepResponse:
-        """Apply the gradient with AdamW and clear it."""
-        params.validate()
-        norm = 0.0
-        if session.grad is not None:
-            grad = session.grad
-            norm = float(np.linalg.norm(grad))
-            if params.grad_clip_norm > 0 and norm > params.grad_clip_norm:
-                grad = grad * (params.grad_clip_norm / norm)
-            session.steps += 1
-            first, second = session.moments or (np.zeros_like(grad), np.zeros_like(grad))
-            first = params.beta1 * first + (1 - params.beta1) * grad
-            second = params.beta2 * second + (1 - params.beta2) * grad**2
-            mean, square = (
-                first / (1 - params.beta1**session.steps),
-                second / (1 - params.beta2**session.steps),
-            )
-            decayed = session.weights * (1 - params.learning_rate * params.weight_decay)
-            session.weights = decayed - params.learning_rate * mean / (np.sqrt(square) + params.eps)
-            session.moments, session.grad = (first, second), None
-        return OptimStepResponse(
-            metrics={"grad_norm:mean": norm, "learning_rate:mean": params.learning_rate}
+    def _step(self, session: MemorySession, params: AdamParams) -> float:
+        if session.grad is None:
+            return 0.0
+        grad = session.grad
+        norm = float(np.linalg.norm(grad))
+        if params.grad_clip_norm > 0 and norm > params.grad_clip_norm:
+            grad = grad * (params.grad_clip_norm / norm)
+        session.steps += 1
+        first, second = session.moments or (np.zeros_like(grad), np.zeros_like(grad))
+        first = params.beta1 * first + (1 - params.beta1) * grad
+        second = params.beta2 * second + (1 - params.beta2) * grad**2
+        mean, square = (
+            first / (1 - params.beta1**session.steps),
+            second / (1 - params.beta2**session.steps),
         )
+        decayed = session.weights * (1 - params.learning_rate * params.weight_decay)
+        session.weights = decayed - params.learning_rate * mean / (np.sqrt(square) + params.eps)
+        session.moments, session.grad = (first, second), None
+        return norm
 
     def save_checkpoint(self, session: MemorySession, name: str) -> str:
         """Keep the weights for the life of the platform."""
@@ -145,21 +135,6 @@ class MemoryPlatform:
         self._checkpoints[path] = (session.base_model, session.weights.copy())
         return path
 
-    def sample(
-        self,
-        session: MemorySession,
-        prompt: ModelInput,
-        num_samples: int = 1,
-        sampling_params: SamplingParams | None = None,
-    ) -> SampleResponse:
-        """Sample from the present weights."""
+    def _begin(self, session: MemorySession, tokens: list[int]) -> tuple[Array, Next]:
         weights = session.weights
-        return drawing.draw(
-            prompt,
-            num_samples,
-            sampling_params or SamplingParams(),
-            lambda tokens: (weights[tokens[-1]], lambda token: weights[token]),
-            vocab=self._vocab,
-            context=self._context,
-            eos=[END],
-        )
+        return weights[tokens[-1]], lambda token: weights[token]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tinkex.adapters import drawing, numpy_losses
+from tinkex.adapters.computing import Batch, ComputedSession, ComputingPlatform, Next
 from tinkex.adapters.platforms import SessionConfig
-from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.optimizers import AdamParams
-from tinkex.types.sampled import SampleResponse
-from tinkex.types.sampling import SamplingParams
 from tinkex.types.tensors import Array
-from tinkex.types.training import ForwardBackwardOutput, LoraConfig, OptimStepResponse
+from tinkex.types.training import LoraConfig
 
 if TYPE_CHECKING:
     import torch
@@ -36,21 +33,17 @@ MODULES = {
 }
 
 
-@dataclass(slots=True)
-class PeftSession:
+@dataclass(slots=True, kw_only=True)
+class PeftSession(ComputedSession):
     """A model with its adapter, and the optimizer of its factors."""
 
-    base_model: str
     model: Any
     factors: list[torch.Tensor]
     optimizer: torch.optim.AdamW
-    vocab: int
-    context: int
-    eos: frozenset[int]
     grads: list[torch.Tensor] | None = None
 
 
-class PeftPlatform:
+class PeftPlatform(ComputingPlatform[PeftSession]):
     """The platform over transformers and peft in this process; both must be installed.
 
     Its losses are cross_entropy, importance_sampling and ppo.
@@ -99,26 +92,18 @@ class PeftPlatform:
         factors = [parameter for parameter in model.parameters() if parameter.requires_grad]
         eos = base.generation_config.eos_token_id
         return PeftSession(
-            config.base_model,
-            model,
-            factors,
-            torch.optim.AdamW(factors, foreach=False),
-            base.config.vocab_size,
-            base.config.max_position_embeddings,
-            frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
+            base_model=config.base_model,
+            vocab=base.config.vocab_size,
+            context=base.config.max_position_embeddings,
+            eos=frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
+            model=model,
+            factors=factors,
+            optimizer=torch.optim.AdamW(factors, foreach=False),
         )
 
-    def forward_backward(
-        self,
-        session: PeftSession,
-        data: Sequence[Datum],
-        loss_fn: str,
-        loss_fn_config: Mapping[str, float | str] | None = None,
-    ) -> ForwardBackwardOutput:
-        """Compute the loss of data one by one, and add the gradient after the last."""
+    def _pass(self, session: PeftSession, batch: Batch) -> tuple[list[Array], list[Array]]:
         import torch
 
-        batch = numpy_losses.read(data, loss_fn, loss_fn_config, session.vocab, session.context)
         sums = [torch.zeros_like(factor) for factor in session.factors]
         logprobs, values = [], []
         for example in batch.examples:
@@ -139,32 +124,26 @@ class PeftPlatform:
         session.grads = (
             sums if pending is None else [a + b for a, b in zip(pending, sums, strict=True)]
         )
-        return numpy_losses.output(batch, logprobs, values)
+        return logprobs, values
 
-    def optim_step(self, session: PeftSession, params: AdamParams) -> OptimStepResponse:
-        """Apply the gradient with torch's AdamW and the params of this step, and clear it."""
+    def _step(self, session: PeftSession, params: AdamParams) -> float:
         import torch
 
-        params.validate()
-        norm = 0.0
-        if session.grads is not None:
-            norm = float(sum(grad.double().square().sum() for grad in session.grads)) ** 0.5
-            clip = params.grad_clip_norm
-            scale = clip / norm if 0 < clip < norm else 1.0
-            for factor, grad in zip(session.factors, session.grads, strict=True):
-                factor.grad = grad * scale
-            [group] = session.optimizer.param_groups
-            group.update(
-                lr=params.learning_rate, betas=(params.beta1, params.beta2), eps=params.eps
-            )
-            group["weight_decay"] = params.weight_decay
-            with torch.enable_grad():
-                session.optimizer.step()
-            session.optimizer.zero_grad()
-            session.grads = None
-        return OptimStepResponse(
-            metrics={"grad_norm:mean": norm, "learning_rate:mean": params.learning_rate}
-        )
+        if session.grads is None:
+            return 0.0
+        norm: float = float(sum(grad.double().square().sum() for grad in session.grads)) ** 0.5
+        clip = params.grad_clip_norm
+        scale = clip / norm if 0 < clip < norm else 1.0
+        for factor, grad in zip(session.factors, session.grads, strict=True):
+            factor.grad = grad * scale
+        [group] = session.optimizer.param_groups
+        group.update(lr=params.learning_rate, betas=(params.beta1, params.beta2), eps=params.eps)
+        group["weight_decay"] = params.weight_decay
+        with torch.enable_grad():
+            session.optimizer.step()
+        session.optimizer.zero_grad()
+        session.grads = None
+        return norm
 
     def save_checkpoint(self, session: PeftSession, name: str) -> str:
         """Write the adapter as peft does; return the directory."""
@@ -179,38 +158,20 @@ class PeftPlatform:
         config.write_text(json.dumps(fields, indent=2) + "\n")
         return str(directory)
 
-    def sample(
-        self,
-        session: PeftSession,
-        prompt: ModelInput,
-        num_samples: int = 1,
-        sampling_params: SamplingParams | None = None,
-    ) -> SampleResponse:
-        """Sample from the present weights."""
-        return drawing.draw(
-            prompt,
-            num_samples,
-            sampling_params or SamplingParams(),
-            lambda tokens: self._started(session, tokens),
-            vocab=session.vocab,
-            context=session.context,
-            eos=session.eos,
-        )
-
-    def _started(self, session: PeftSession, prompt: list[int]) -> tuple[Array, drawing.Next]:
+    def _begin(self, session: PeftSession, tokens: list[int]) -> tuple[Array, Next]:
         import torch
 
         cache: Any = None
 
-        def logits(tokens: list[int]) -> Array:
+        def logits(given: list[int]) -> Array:
             nonlocal cache
             with torch.inference_mode():
-                given = torch.tensor([tokens], device=self._device)
-                out = session.model(given, past_key_values=cache, use_cache=True)
+                batch = torch.tensor([given], device=self._device)
+                out = session.model(batch, past_key_values=cache, use_cache=True)
                 cache = out.past_key_values
                 return np.asarray(out.logits[0, -1].float().cpu().numpy())
 
-        return logits(prompt), lambda token: logits([token])
+        return logits(tokens), lambda token: logits([token])
 
 
 def _targets(model: Any, shape: LoraConfig) -> list[str]:
@@ -218,7 +179,7 @@ def _targets(model: Any, shape: LoraConfig) -> list[str]:
     present = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
     wanted = [name for flag, names in MODULES.items() if getattr(shape, flag) for name in names]
     if not (found := [name for name in wanted if name in present]):
-        raise ValueError("the adapter would touch no module of this model")
+        raise ValueError("the adapter's shape selects no module of this model")
     return found
 
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tinkex.cli.outcomes import Result
+    from tinkex.cli.output import Result
 
 
 def run(argv: Sequence[str] | None = None) -> Result:

@@ -11,9 +11,22 @@ from typing import Any
 
 import click
 
-from tinkex.cli.options import CommandGroup, Connection, connecting, formatted, wait
-from tinkex.cli.outcomes import CommandError, Outcome
-from tinkex.cli.output import Column, print_json, print_table, size, write_file
+from tinkex.cli.options import (
+    CommandGroup,
+    Connection,
+    in_one_line,
+    option,
+    reporting,
+    wait,
+)
+from tinkex.cli.output import (
+    Column,
+    Outcome,
+    counted,
+    print_table,
+    size,
+    write_file,
+)
 
 USAGE = (
     "bucket_start",
@@ -34,6 +47,13 @@ STORAGE = (
 )
 
 
+csv_option = option(
+    "--csv csv_path",
+    "Write the rows to this file as CSV; - is standard output.",
+    metavar="PATH",
+)
+
+
 @click.group(cls=CommandGroup)
 def billing() -> None:
     """Show usage and the storage of checkpoints."""
@@ -42,25 +62,18 @@ def billing() -> None:
 @billing.command()
 @click.argument("starting_on")
 @click.argument("ending_before")
-@click.option(
-    "--csv",
-    "csv_path",
-    metavar="PATH",
-    help="Write the rows to this file as CSV; - is standard output.",
-)
-@click.option(
+@csv_option
+@option(
     "--sessions-csv",
+    "Write the sessions to this file as CSV; - is standard output.",
     metavar="PATH",
-    help="Write the sessions to this file as CSV; - is standard output.",
 )
-@formatted
-@connecting
+@reporting
 def usage(
     starting_on: str,
     ending_before: str,
     csv_path: str | None,
     sessions_csv: str | None,
-    as_json: bool,
     connection: Connection,
 ) -> Outcome:
     """Show usage hour by hour.
@@ -70,12 +83,8 @@ def usage(
     """
     if (csv_path, sessions_csv) == ("-", "-"):
         raise click.UsageError("only one of --csv and --sessions-csv can be standard output")
-    with connection.admin() as admin:
-        try:
-            found = admin.get_billing_usage(starting_on, ending_before)
-        except ValueError as error:
-            raise CommandError(str(error), error) from None
-        answer = wait(found)
+    with connection.admin() as admin, in_one_line(ValueError):
+        answer = wait(admin.get_billing_usage(starting_on, ending_before))
     data = _plain(answer)
     rows = [_flat(event) for event in data["data"]]
     if csv_path is not None:
@@ -89,27 +98,22 @@ def usage(
             for name, known in data["sessions"].items()
         ]
         _write_csv(sessions_csv, sessions, ("session_id", "user_metadata"))
-    if as_json:
-        print_json(data)
-    elif "-" not in (csv_path, sessions_csv):
-        _print_rows(f"Usage ({_count(rows)})", rows, USAGE)
-        if data.get("cost_data_through"):
-            click.echo(f"Costs are complete until {data['cost_data_through']}", err=True)
-    return Outcome(data, answer)
+
+    def show() -> None:
+        if "-" not in (csv_path, sessions_csv):
+            _print_rows(f"Usage ({counted(len(rows), 'row')})", rows, USAGE)
+            if data.get("cost_data_through"):
+                click.echo(f"Costs are complete until {data['cost_data_through']}", err=True)
+
+    return Outcome(data, answer, show=show)
 
 
 @billing.command("checkpoint-storage")
-@click.option("--project-id", metavar="ID", help="Only this project.")
-@click.option(
-    "--csv",
-    "csv_path",
-    metavar="PATH",
-    help="Write the rows to this file as CSV; - is standard output.",
-)
-@formatted
-@connecting
+@option("--project-id", "Only this project.", metavar="ID")
+@csv_option
+@reporting
 def checkpoint_storage(
-    project_id: str | None, csv_path: str | None, as_json: bool, connection: Connection
+    project_id: str | None, csv_path: str | None, connection: Connection
 ) -> Outcome:
     """Show checkpoint storage by project and owner."""
     with connection.admin() as admin:
@@ -117,16 +121,13 @@ def checkpoint_storage(
     data = _plain(answer)
     if csv_path is not None:
         _write_csv(csv_path, data["data"])
-    if as_json:
-        print_json(data)
-    elif csv_path != "-":
-        rows = [{**item, "size_bytes": size(item["size_bytes"])} for item in data["data"]]
-        _print_rows(f"Checkpoint storage ({_count(rows)})", rows, STORAGE)
-    return Outcome(data, answer)
 
+    def show() -> None:
+        if csv_path != "-":
+            rows = [{**item, "size_bytes": size(item["size_bytes"])} for item in data["data"]]
+            _print_rows(f"Checkpoint storage ({counted(len(rows), 'row')})", rows, STORAGE)
 
-def _count(rows: Sequence[object]) -> str:
-    return f"{len(rows)} row{'' if len(rows) == 1 else 's'}"
+    return Outcome(data, answer, show=show)
 
 
 def _plain(answer: Any) -> dict[str, Any]:

@@ -6,18 +6,18 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import click
 
-from tinkex.cli.options import API_KEY_HELP, BASE_URL_HELP, switch, timeout_option
+from tinkex.cli.options import Connection, connecting, option, text_or_json
+from tinkex.cli.output import CommandError, counted, never_fail_to_write, plain_console
 from tinkex.cli.progress import waiting
-from tinkex.cli.sampling_options import shaping_of, shaping_options
-from tinkex.cli.servers import context_of, model_of, open_service, place_of, tokenizer_of
-from tinkex.cli.terminal import plain_console
+from tinkex.cli.sample_command import params_of, shaping_of, shaping_options, top_p_option
+from tinkex.cli.servers import context_of, model_of, place_of, tokenizer_of
 from tinkex.client.sampling_client import SamplingClient
 from tinkex.client.service import ServiceClient
 from tinkex.errors import TinkerError
@@ -49,27 +49,18 @@ class Answer:
     reason: str
 
 
-class CommandError(Exception):
-    """A chat command that is unknown or failed."""
-
-
 @dataclass
 class Chat:
     """A conversation with a model."""
 
     sampler: SamplingClient
     format: ChatFormat
-    temperature: float = 0.7
-    top_p: float = 1.0
-    max_tokens: int = MAX_TOKENS
-    seed: int | None = None
+    params: SamplingParams
     context: int | None = None
     """The context length of the model, if known."""
     system: str | None = None
     raw: bool = False
     """True if each message is plain text to continue, without chat format and history."""
-    shaping: Mapping[str, Any] = field(default_factory=dict)
-    """Penalties, biases and banned words, as fields of SamplingParams."""
     tell: Callable[[str], object] = lambda text: None
     messages: list[Message] = field(default_factory=list)
     _left_out: int = field(default=0, init=False)
@@ -80,7 +71,7 @@ class Chat:
             return [
                 int(token) for token in self.format.tokenizer.encode(self.messages[-1]["content"])
             ]
-        system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
+        system = self._system_message
         room = self.room
         for dropped in range(0, len(self.messages), 2):
             tokens: list[int] = self.format.prompt([*system, *self.messages[dropped:]]).tolist()
@@ -92,11 +83,20 @@ class Chat:
         return tokens
 
     @property
+    def _system_message(self) -> list[Message]:
+        return [{"role": "system", "content": self.system}] if self.system else []
+
+    @property
     def room(self) -> int | None:
         """The longest prompt that leaves room for an answer."""
-        return (
-            None if self.context is None else self.context - min(self.max_tokens, self.context // 4)
-        )
+        if self.context is None:
+            return None
+        return self.context - min(self.max_tokens, self.context // 4)
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest answer."""
+        return self.params.max_tokens or MAX_TOKENS
 
     def ask(self, text: str, show: Callable[[str], object]) -> Answer:
         """Send a message, show the answer as it arrives, and remember it, even if interrupted."""
@@ -119,25 +119,13 @@ class Chat:
                 f"the message is too long: {len(prompt)} tokens, but the model takes "
                 f"{self.context} in all"
             )
-        most = (
-            self.max_tokens
-            if self.context is None
-            else max(1, min(self.max_tokens, self.context - len(prompt)))
-        )
-        params = SamplingParams(
-            max_tokens=most,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            seed=self.seed,
-            stop=None if self.raw else self.format.stop,
-            **self.shaping,
-        )
-        text, said, tokens, reason = (
-            AnswerText(self.format, stop_texts=not self.raw),
-            "",
-            0,
-            "length",
-        )
+        most = self.max_tokens
+        if self.context is not None:
+            most = max(1, min(most, self.context - len(prompt)))
+        stop = None if self.raw else self.format.stop
+        params = self.params.model_copy(update={"max_tokens": most, "stop": stop})
+        text = AnswerText(self.format, stop_texts=not self.raw)
+        said, tokens, reason = "", 0, "length"
 
         def put(piece: str) -> None:
             nonlocal said
@@ -192,25 +180,29 @@ class Chat:
             return self._save(path) if name == "/save" else self._load(path)
         raise CommandError(f"there is no command {name}; /help lists them")
 
+    def obey(self, line: str) -> bool:
+        """Run a chat command and tell its text; return False to leave."""
+        told = self.command(line)
+        if told is not None:
+            self.tell(told)
+        return told is not None
+
     def _undo(self) -> str:
         if not self.messages:
             raise CommandError("there is nothing to take back")
         while self.messages and self.messages.pop()["role"] != "user":
             pass
-        return f"taken back; {_count(self.messages)} left"
+        return f"taken back; {counted(len(self.messages), 'message')} left"
 
     def _save(self, path: Path) -> str:
         if not self.messages:
             raise CommandError("there is nothing to save yet")
-        system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
+        messages = [*self._system_message, *self.messages]
         try:
-            path.write_text(
-                json.dumps({"messages": [*system, *self.messages]}, ensure_ascii=False) + "\n",
-                "utf-8",
-            )
+            path.write_text(json.dumps({"messages": messages}, ensure_ascii=False) + "\n", "utf-8")
         except OSError as error:
             raise CommandError(f"{path} cannot be written: {error.strerror or error}") from None
-        return f"saved {_count(self.messages)} to {path}"
+        return f"saved {counted(len(self.messages), 'message')} to {path}"
 
     def _load(self, path: Path) -> str:
         from tinkex.finetune import Example
@@ -228,68 +220,35 @@ class Chat:
             raise CommandError(f"{path} holds no conversation")
         self.system = loaded.pop(0)["content"] if loaded[0]["role"] == "system" else None
         self.messages = list(loaded)
-        return f"loaded {_count(self.messages)} from {path}"
-
-
-def _count(messages: list[Message]) -> str:
-    return f"{len(messages)} message{'' if len(messages) == 1 else 's'}"
+        return f"loaded {counted(len(self.messages), 'message')} from {path}"
 
 
 @click.command()
 @click.argument("model_or_path", required=False)
-@click.option("--system", help="System message.")
-@click.option(
+@option("--system", "System message.")
+@option(
     "--temperature",
+    "Sampling temperature; 0 takes the likeliest token.",
     default=0.7,
-    show_default=True,
     type=click.FloatRange(0),
-    help="Sampling temperature; 0 takes the likeliest token.",
 )
-@click.option(
-    "--top-p",
-    default=1.0,
-    show_default=True,
-    type=click.FloatRange(0, 1, min_open=True),
-    help="Sample from the likeliest tokens with this total probability.",
-)
+@top_p_option
 @shaping_options
-@click.option(
-    "--max-tokens",
-    default=MAX_TOKENS,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Longest answer, in tokens.",
+@option("--max-tokens", "Longest answer, in tokens.", default=MAX_TOKENS, least=1)
+@option("--seed", "Seed of the answers.", type=int)
+@option("--raw", "Continue each message as plain text: no chat format, no history.", is_flag=True)
+@connecting
+@text_or_json(
+    "Output format when standard input is not a terminal: text, or one JSON object per line."
 )
-@click.option("--seed", type=int, help="Seed of the answers.")
-@click.option(
-    "--raw", is_flag=True, help="Continue each message as plain text: no chat format, no history."
-)
-@click.option("--base-url", metavar="URL", help=BASE_URL_HELP)
-@click.option("--api-key", metavar="KEY", help=API_KEY_HELP)
-@timeout_option
-@click.option(
-    "--format",
-    "output_format",
-    default="text",
-    show_default=True,
-    type=click.Choice(["text", "json"]),
-    help="Output format when standard input is not a terminal: text, or one JSON object per line.",
-)
-@switch("--json", help="Same as --format json.")
 def chat(
     model_or_path: str | None,
     system: str | None,
-    temperature: float,
-    top_p: float,
-    max_tokens: int,
-    seed: int | None,
     raw: bool,
-    base_url: str | None,
-    api_key: str | None,
-    timeout: int | None,
+    connection: Connection,
     output_format: str,
     json: bool,
-    **shaping: Any,
+    **sampling: Any,
 ) -> None:
     """Talk to a base model or a checkpoint (tinker://RUN/sampler_weights/NAME).
 
@@ -306,27 +265,23 @@ def chat(
     is_terminal, as_json = sys.stdin.isatty(), json or output_format == "json"
     if is_terminal and as_json:
         raise click.UsageError("--json needs a standard input that is not a terminal")
-    chosen = shaping_of(shaping)
+    params = params_of(sampling, shaping_of(sampling))
     notes = plain_console(stderr=True)
 
     def tell(text: str) -> None:
         notes.print(text, style="dim" if notes.is_terminal else None, soft_wrap=True, markup=False)
 
-    _never_fail_to_write()
-    with open_service(base_url, api_key, timeout) as service:
+    never_fail_to_write()
+    with connection.service() as service:
         with waiting("starting …"):
             sampler, base_model = _open(service, model_or_path)
             talk = Chat(
                 sampler,
                 ChatFormat(tokenizer_of(get_tokenizer_id(base_model))),
-                temperature=temperature,
-                top_p=top_p,
-                max_tokens=max_tokens,
-                seed=seed,
+                params=params,
                 context=context_of(service, base_model),
                 system=system,
                 raw=raw,
-                shaping=chosen,
                 tell=tell,
             )
         if is_terminal:
@@ -338,18 +293,8 @@ def chat(
         else:
             try:
                 _answer_lines(talk, as_json=as_json)
-            except (
-                BrokenPipeError
-            ):  # whoever read the answers has enough; nothing is left to be flushed at the end
+            except BrokenPipeError:  # the reader has gone: leave nothing to flush at the end
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _never_fail_to_write() -> None:
-    """Replace characters that a terminal cannot print, and bytes that cannot be read."""
-    for stream in (sys.stdin, sys.stdout, sys.stderr):
-        reconfigure = getattr(stream, "reconfigure", None)
-        if reconfigure is not None:
-            reconfigure(errors="replace")
 
 
 def _open(service: ServiceClient, model_or_path: str | None) -> tuple[SamplingClient, str]:
@@ -394,10 +339,8 @@ def _converse(talk: Chat) -> None:
             continue
         try:
             if text.startswith("/"):
-                told = talk.command(text)
-                if told is None:
+                if not talk.obey(text):
                     return
-                talk.tell(told)
                 continue
             answer = talk.ask(text, _write)
             click.echo()
@@ -440,13 +383,8 @@ def _answer_lines(talk: Chat, *, as_json: bool) -> None:
         if not text.strip():
             continue
         if text.startswith("/"):
-            try:
-                told = talk.command(text)
-            except CommandError as error:
-                raise click.ClickException(str(error)) from None
-            if told is None:
+            if not talk.obey(text):
                 return
-            talk.tell(told)
             continue
         shown = (lambda piece: None) if as_json else _pass_on
         try:
@@ -456,11 +394,13 @@ def _answer_lines(talk: Chat, *, as_json: bool) -> None:
                 raise
             raise click.ClickException(str(error)) from None
         if as_json:
-            fields: dict[str, Any] = {"message": text, "answer": answer.text}
-            _pass_on(
-                json.dumps({**fields, "tokens": answer.tokens, "finish_reason": answer.reason})
-                + "\n"
-            )
+            fields = {
+                "message": text,
+                "answer": answer.text,
+                "tokens": answer.tokens,
+                "finish_reason": answer.reason,
+            }
+            _pass_on(json.dumps(fields) + "\n")
         else:
             _pass_on("\n")
         if answer.reason == "interrupted":

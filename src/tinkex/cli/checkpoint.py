@@ -6,9 +6,9 @@ import datetime as dt
 import json
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,24 +18,30 @@ from tinkex.cli.options import (
     Connection,
     connecting,
     explaining,
-    formatted,
+    in_one_line,
+    option,
+    paged,
     path_argument,
     refuse_before,
+    reporting,
     switch,
+    together,
     wait,
 )
-from tinkex.cli.outcomes import CommandError, Outcome
 from tinkex.cli.output import (
     Column,
+    CommandError,
+    Outcome,
     check_place,
     checkpoint_data,
+    counted,
     expiry,
     iso,
     lora,
     print_fields,
-    print_json,
     print_table,
     size,
+    wants_json,
     when,
     write_file,
     yes_no,
@@ -47,9 +53,6 @@ if TYPE_CHECKING:
     from tinkex.client.futures.api_future import APIFuture
     from tinkex.client.rest import RestClient
     from tinkex.types.checkpoints import Checkpoint
-    from tinkex.types.saves import WeightsInfoResponse
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 PAGE = 1000
 DELETIONS = 32
@@ -63,54 +66,35 @@ COLUMNS = (
     Column("Expires"),
     Column("Path", heads=True),
 )
+WEIGHTS_LABELS = {
+    "lora_rank": "Rank",
+    "train_unembed": "Trains unembed",
+    "train_mlp": "Trains MLP",
+    "train_attn": "Trains attention",
+}
+"""Labels of a checkpoint's facts that not every server tells."""
 
 
-def save_options(function: F) -> F:
-    """Add the options of saving."""
-    options: Sequence[Callable[[F], F]] = (
-        click.option("--base-model", metavar="NAME", help="The model to make an adapter for."),
-        click.option(
-            "--model-path",
-            metavar="PATH",
-            help="A training checkpoint (tinker://…) to start from, or a model's name.",
-        ),
-        click.option("--name", help="Name of the checkpoint.  [default: checkpoint-MODEL]"),
-        click.option(
-            "-o",
-            "--output",
-            metavar="FILE",
-            help="File for the result, as JSON (required).",
-        ),
-        click.option(
-            "--rank",
-            type=click.IntRange(1),
-            default=32,
-            show_default=True,
-            help="The adapter's rank.",
-        ),
-        click.option("--seed", type=int, help="Seed of the adapter's initial weights."),
-        click.option(
-            "--train-mlp/--no-train-mlp",
-            default=True,
-            show_default="on",
-            help="Adapt feed-forward layers.",
-        ),
-        click.option(
-            "--train-attn/--no-train-attn",
-            default=True,
-            show_default="on",
-            help="Adapt attention layers.",
-        ),
-        click.option(
-            "--train-unembed/--no-train-unembed",
-            default=True,
-            show_default="on",
-            help="Adapt the output layer.",
-        ),
-    )
-    for option in reversed(options):
-        function = option(function)
-    return function
+save_options = together(
+    option("--base-model", "The model to make an adapter for.", metavar="NAME"),
+    option(
+        "--model-path",
+        "A training checkpoint (tinker://…) to start from, or a model's name.",
+        metavar="PATH",
+    ),
+    option("--name", "Name of the checkpoint.  [default: checkpoint-MODEL]"),
+    option("-o --output", "File for the result, as JSON (required).", metavar="FILE"),
+    option("--rank", "The adapter's rank.", default=32, least=1),
+    option("--seed", "Seed of the adapter's initial weights.", type=int),
+    *(
+        option(f"--train-{part}/--no-train-{part}", told, default=True, show_default="on")
+        for part, told in (
+            ("mlp", "Adapt feed-forward layers."),
+            ("attn", "Adapt attention layers."),
+            ("unembed", "Adapt the output layer."),
+        )
+    ),
+)
 
 
 @click.group(cls=CommandGroup, invoke_without_command=True)
@@ -150,11 +134,7 @@ def save_checkpoint(
     model_path: str | None,
     name: str | None,
     output: str | None,
-    rank: int,
-    seed: int | None,
-    train_mlp: bool,
-    train_attn: bool,
-    train_unembed: bool,
+    **shape: Any,
 ) -> Outcome:
     """Make a run, save its weights and write their path to a file; on failure write nothing."""
     from tinkex.types.checkpoints import SCHEME
@@ -172,14 +152,7 @@ def save_checkpoint(
         if model_path and model_path.startswith(SCHEME):
             making = service.create_training_client_from_state(model_path, base_model)
         else:
-            making = service.create_lora_training_client(
-                model,
-                rank=rank,
-                seed=seed,
-                train_mlp=train_mlp,
-                train_attn=train_attn,
-                train_unembed=train_unembed,
-            )
+            making = service.create_lora_training_client(model, **shape)
         client = wait(making, seconds)
         response = wait(client.save_weights_for_sampler(chosen), seconds)
     data = {
@@ -202,20 +175,15 @@ def _slug(model: str) -> str:
 
 
 @checkpoint.command("list")
-@click.option("--run-id", metavar="RUN", help="List all checkpoints of this run only.")
-@click.option(
-    "--limit", type=int, default=20, show_default=True, help="Number to list; 0 means all."
-)
-@click.option("--offset", type=int, default=0, show_default=True, help="Number to skip.")
-@formatted
-@connecting
+@option("--run-id", "List all checkpoints of this run only.", metavar="RUN")
+@paged
+@reporting
 @click.pass_context
 def list_command(
     context: click.Context,
     run_id: str | None,
     limit: int,
     offset: int,
-    as_json: bool,
     connection: Connection,
 ) -> Outcome:
     """List checkpoints, the newest first."""
@@ -242,21 +210,16 @@ def list_command(
     }
     if run_id is not None:
         data["run_id"] = run_id
-    if as_json:
-        print_json(data)
-    else:
-        place = f" for {run_id}" if run_id is not None else ""
-        print_table(
-            f"Checkpoints{place} ({len(found)}/{total})", COLUMNS, [_row(item) for item in found]
-        )
-    return Outcome(data, found)
+    place = f" for {run_id}" if run_id is not None else ""
+    title = f"Checkpoints{place} ({len(found)}/{total})"
+    return Outcome(
+        data, found, show=lambda: print_table(title, COLUMNS, [_row(item) for item in found])
+    )
 
 
 def _of_run(rest: RestClient, run_id: str) -> list[Checkpoint]:
-    try:
+    with in_one_line(ValueError):
         return wait(rest.list_checkpoints(run_id)).checkpoints
-    except ValueError as error:
-        raise CommandError(str(error), error) from None
 
 
 def _row(item: Checkpoint) -> tuple[object, ...]:
@@ -273,9 +236,8 @@ def _row(item: Checkpoint) -> tuple[object, ...]:
 
 @checkpoint.command()
 @path_argument()
-@formatted
-@connecting
-def info(path: str, as_json: bool, connection: Connection) -> Outcome:
+@reporting
+def info(path: str, connection: Connection) -> Outcome:
     """Show the facts of a checkpoint."""
     from tinkex.types.checkpoints import ParsedCheckpointTinkerPath
 
@@ -288,10 +250,9 @@ def info(path: str, as_json: bool, connection: Connection) -> Outcome:
                 "them"
             )
         weights = wait(rest.get_weights_info_by_tinker_path(path))
-    data = checkpoint_data(found) | _weights_data(weights)
-    if as_json:
-        print_json(data)
-        return Outcome(data, (found, weights))
+    known = {
+        name: value for name in WEIGHTS_LABELS if (value := getattr(weights, name)) is not None
+    }
     fields: dict[str, object] = {
         "ID": found.checkpoint_id,
         "Run ID": found.training_run_id,
@@ -304,67 +265,40 @@ def info(path: str, as_json: bool, connection: Connection) -> Outcome:
         "Base model": weights.base_model,
         "LoRA": lora(weights.is_lora),
     }
-    labels = {
-        "lora_rank": "Rank",
-        "train_unembed": "Trains unembed",
-        "train_mlp": "Trains MLP",
-        "train_attn": "Trains attention",
-    }
-    for name, label in labels.items():
-        value = getattr(weights, name)
-        if value is not None:
-            fields[label] = value if name == "lora_rank" else yes_no(value)
-    print_fields(fields)
-    return Outcome(data, (found, weights))
-
-
-def _weights_data(weights: WeightsInfoResponse) -> dict[str, Any]:
-    data: dict[str, Any] = {"base_model": weights.base_model, "is_lora": weights.is_lora}
-    for name in ("lora_rank", "train_unembed", "train_mlp", "train_attn"):
-        if (value := getattr(weights, name)) is not None:
-            data[name] = value
-    return data
+    for name, value in known.items():
+        fields[WEIGHTS_LABELS[name]] = value if name == "lora_rank" else yes_no(value)
+    about = {"base_model": weights.base_model, "is_lora": weights.is_lora, **known}
+    return Outcome(
+        checkpoint_data(found) | about, (found, weights), show=lambda: print_fields(fields)
+    )
 
 
 # ── changing ──────────────────────────────────────────────────────────────────────────────────────
 
 
-@checkpoint.command()
-@path_argument()
-@formatted
-@connecting
-def publish(path: str, as_json: bool, connection: Connection) -> Outcome:
-    """Let everyone use a checkpoint."""
-    with connection.rest() as rest:
-        wait(rest.publish_checkpoint_from_tinker_path(path))
-    return _done({"action": "publish", "path": path}, f"Published {path}", as_json)
+def _sharing(action: str, told: str) -> click.Command:
+    @click.command(action, help=told)
+    @path_argument()
+    @reporting
+    def change(path: str, connection: Connection) -> Outcome:
+        with connection.rest() as rest:
+            wait(getattr(rest, f"{action}_checkpoint_from_tinker_path")(path))
+        data = {"action": action, "path": path}
+        return Outcome(data, show=f"{action.capitalize()}ed {path}")
+
+    return change
 
 
-@checkpoint.command()
-@path_argument()
-@formatted
-@connecting
-def unpublish(path: str, as_json: bool, connection: Connection) -> Outcome:
-    """Make a published checkpoint private again."""
-    with connection.rest() as rest:
-        wait(rest.unpublish_checkpoint_from_tinker_path(path))
-    return _done({"action": "unpublish", "path": path}, f"Unpublished {path}", as_json)
+checkpoint.add_command(_sharing("publish", "Let everyone use a checkpoint."))
+checkpoint.add_command(_sharing("unpublish", "Make a published checkpoint private again."))
 
 
 @checkpoint.command("set-ttl")
 @path_argument()
-@click.option(
-    "--ttl",
-    type=click.IntRange(1),
-    metavar="SECONDS",
-    help="Expire in this many seconds.",
-)
+@option("--ttl", "Expire in this many seconds.", metavar="SECONDS", least=1)
 @switch("--remove", help="Keep it forever.")
-@formatted
-@connecting
-def set_ttl(
-    path: str, ttl: int | None, remove: bool, as_json: bool, connection: Connection
-) -> Outcome:
+@reporting
+def set_ttl(path: str, ttl: int | None, remove: bool, connection: Connection) -> Outcome:
     """Set when a checkpoint expires.
 
     Give one of --ttl and --remove.
@@ -381,15 +315,7 @@ def set_ttl(
         "remove": remove,
     }
     line = f"Removed the expiry of {path}" if remove else f"Updated {path}: it expires in {ttl} s"
-    return _done(data, line, as_json)
-
-
-def _done(data: dict[str, Any], line: str, as_json: bool) -> Outcome:
-    if as_json:
-        print_json(data)
-    else:
-        click.echo(line)
-    return Outcome(data)
+    return Outcome(data, show=line)
 
 
 # ── deleting ──────────────────────────────────────────────────────────────────────────────────────
@@ -397,25 +323,21 @@ def _done(data: dict[str, Any], line: str, as_json: bool) -> Outcome:
 
 @checkpoint.command(short_help="Delete checkpoints for good.")
 @path_argument("paths", nargs=-1)
-@click.option("--run-id", metavar="RUN", help="Delete checkpoints of this run, in place of paths.")
-@click.option(
-    "--type",
-    "kind",
-    type=click.Choice(["training", "sampler", "external"]),
-    help="With --run-id: only this type.",
+@option("--run-id", "Delete checkpoints of this run, in place of paths.", metavar="RUN")
+@option(
+    "--type kind",
+    "With --run-id: only this type.",
+    choices=["training", "sampler", "external"],
 )
-@click.option(
+@option(
     "--before",
-    type=click.DateTime(),
+    "With --run-id: only those saved before (2026-11-16, or with a time; UTC).",
     metavar="DATE",
-    help="With --run-id: only those saved before (2026-11-16, or with a time; UTC).",
+    type=click.DateTime(),
 )
-@click.option(
-    "--after", type=click.DateTime(), metavar="DATE", help="With --run-id: only those saved after."
-)
+@option("--after", "With --run-id: only those saved after.", metavar="DATE", type=click.DateTime())
 @switch("--yes", "-y", help="Do not ask.")
-@formatted
-@connecting
+@reporting
 def delete(
     paths: tuple[str, ...],
     run_id: str | None,
@@ -423,7 +345,6 @@ def delete(
     before: dt.datetime | None,
     after: dt.datetime | None,
     yes: bool,
-    as_json: bool,
     connection: Connection,
 ) -> Outcome:
     """Delete checkpoints for good: the PATHS, or those of a run that the options select."""
@@ -443,30 +364,24 @@ def delete(
             ]
         if not yes and chosen and not _confirmed(chosen):
             click.echo("Aborted: nothing was deleted.", err=True)
-            cancelled = {
-                "command": "checkpoint delete",
-                "action": "cancelled",
-                "paths": chosen,
-                "deleted": 0,
-                "failed": 0,
-            }
-            if as_json:
-                print_json(cancelled)
-            return Outcome(cancelled)
-        failures = list(_delete(rest, chosen, as_json))
-    data = {
-        "command": "checkpoint delete",
-        "action": "delete",
-        "paths": chosen,
-        "deleted": len(chosen) - len(failures),
-        "failed": len(failures),
-        "failures": failures,
-    }
-    if as_json:
-        print_json(data)
-    elif not chosen:
-        click.echo("There is nothing to delete.")
-    return Outcome(data, exit_code=1 if failures else 0)
+            return Outcome(_deletion("cancelled", chosen, deleted=0, failed=0))
+        failures = list(_delete(rest, chosen, wants_json()))
+    data = _deletion(
+        "delete",
+        chosen,
+        deleted=len(chosen) - len(failures),
+        failed=len(failures),
+        failures=failures,
+    )
+    return Outcome(
+        data,
+        exit_code=1 if failures else 0,
+        show="" if chosen else "There is nothing to delete.",
+    )
+
+
+def _deletion(action: str, paths: Sequence[str], **counts: Any) -> dict[str, Any]:
+    return {"command": "checkpoint delete", "action": action, "paths": paths, **counts}
 
 
 def _fits(
@@ -481,10 +396,7 @@ def _fits(
 
 def _confirmed(paths: Sequence[str]) -> bool:
     """Ask on stderr, so that stdout holds only the result; no answer means no."""
-    click.echo(
-        f"{len(paths)} checkpoint{'' if len(paths) == 1 else 's'} will be deleted for good:",
-        err=True,
-    )
+    click.echo(f"{counted(len(paths), 'checkpoint')} will be deleted for good:", err=True)
     for path in paths:
         click.echo(f"  {path}", err=True)
     click.echo("Delete? [y/N] ", nl=False, err=True)

@@ -24,11 +24,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import tinkex
-from tinkex.cli.options import API_KEY_HELP, timeout_option
-from tinkex.cli.plot import plot
+from tinkex.cli.charts import plot
+from tinkex.cli.options import Connection, api_key_option, option, seconds_of, timeout_option
+from tinkex.cli.output import plain_console
 from tinkex.cli.progress import Display, waiting
-from tinkex.cli.servers import open_service
-from tinkex.cli.terminal import plain_console
+from tinkex.cli.servers import place_of
 from tinkex.client.settings.config import is_embedded
 from tinkex.local import default_data_dir
 from tinkex.models import addition
@@ -256,22 +256,16 @@ def progress(console: Console, title: str, total: int) -> Display:
 
 
 @click.command()
-@click.option(
+@option(
     "--base-url",
+    'Server to run against.  [default: TINKER_BASE_URL, else "local": inside this process]',
     metavar="URL",
-    help='Server to run against.  [default: TINKER_BASE_URL, else "local": inside this process]',
 )
-@click.option("--api-key", metavar="KEY", help=API_KEY_HELP)
+@api_key_option
 @timeout_option
-@click.option(
-    "--base-model", metavar="NAME", default="tinkex/tiny", show_default=True, help="Model to teach."
-)
-@click.option("--seed", default=0, show_default=True, help="Seed of the problems and the samples.")
-@click.option(
-    "--quick",
-    is_flag=True,
-    help="Run a few small steps only, as a quick check.",
-)
+@option("--base-model", "Model to teach.", metavar="NAME", default="tinkex/tiny")
+@option("--seed", "Seed of the problems and the samples.", default=0)
+@option("--quick", "Run a few small steps only, as a quick check.", is_flag=True)
 def demo(
     base_url: str | None,
     api_key: str | None,
@@ -292,18 +286,15 @@ def demo(
         )  # better a question mark than a traceback where there are no such signs
     console = plain_console()
     began = time.perf_counter()
-    with open_service(url, api_key, timeout) as service:
+    with Connection(api_key, url, seconds_of(timeout)).service() as service:
         with waiting(
             "starting the embedded backend …" if is_embedded(url) else f"connecting to {url} …"
         ):
             run = Demo(
                 service, base_model, QUICK if quick else Recipe(), console, random.Random(seed)
             )
-        place = "inside this process" if is_embedded(url) else f"at {url}"
-        title = (
-            f"[bold]tinkex {tinkex.__version__}[/]: {escape(f'{base_model} {place}')}, ready "
-            f"in {_since(began)}\n"
-        )
+        told = escape(f"{base_model} {place_of(service)}")
+        title = f"[bold]tinkex {tinkex.__version__}[/]: {told}, ready in {_since(began)}\n"
         console.print(title, soft_wrap=True)
         passed = _show(run, service, url, console)
         console.print(f"finished in {_since(began)}")
@@ -367,14 +358,11 @@ def _mark(text: str, a: int, b: int) -> str:
 def _summary(run: Demo, before: float, middle: float, after: float) -> Table:
     table = Table(title="summary", title_justify="left", show_header=False)
     table.add_row("accuracy: base model", f"{before:.1%}")
-    table.add_row(
-        "accuracy: after examples (supervised)",
-        f"{middle:.1%}  ({100 * (middle - before):+.1f} points)",
-    )
-    table.add_row(
-        "accuracy: after rewards (reinforcement)",
-        f"{after:.1%}  ({100 * (after - middle):+.1f} points)",
-    )
+    for title, last, now in (
+        ("accuracy: after examples (supervised)", before, middle),
+        ("accuracy: after rewards (reinforcement)", middle, after),
+    ):
+        table.add_row(title, f"{now:.1%}  ({100 * (now - last):+.1f} points)")
     table.add_row("training", f"{run.trained.tokens:,} tokens, {run.trained.rate:,.0f} tokens/s")
     table.add_row("sampling", f"{run.sampled.tokens:,} tokens, {run.sampled.rate:,.0f} tokens/s")
     return table

@@ -13,9 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tinkex.cli.options import Connection, checked_path, connecting, formatted, switch
-from tinkex.cli.outcomes import CommandError, Outcome
-from tinkex.cli.output import Column, print_fields, print_json, print_table
+from tinkex.cli.options import (
+    Connection,
+    checked_path,
+    option,
+    reporting,
+    switch,
+)
+from tinkex.cli.output import Column, CommandError, Outcome, print_fields, print_table
 from tinkex.cli.progress import waiting
 
 if TYPE_CHECKING:
@@ -91,7 +96,7 @@ def _read_header(file: Path) -> Iterator[tuple[str, Tensor]]:
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
             if length > LONGEST_HEADER:
-                raise ValueError("its header has no end")
+                raise ValueError("its header is too long")
             table: dict[str, Any] = json.loads(opened.read(length))
         end = file.stat().st_size - 8 - length
         for name, entry in table.items():
@@ -99,17 +104,11 @@ def _read_header(file: Path) -> Iterator[tuple[str, Tensor]]:
                 continue
             if entry["dtype"] not in DTYPES:
                 raise ValueError(f"{name} has the type {entry['dtype']}, which cannot be compared")
-            if not 0 <= entry["data_offsets"][0] <= entry["data_offsets"][1] <= end:
+            first, last = entry["data_offsets"]
+            if not 0 <= first <= last <= end:
                 raise ValueError(f"{name} lies outside the file")
-            yield (
-                name,
-                Tensor(
-                    file,
-                    entry["dtype"],
-                    tuple(entry["shape"]),
-                    8 + length + entry["data_offsets"][0],
-                ),
-            )
+            shape = tuple(entry["shape"])
+            yield name, Tensor(file, entry["dtype"], shape, 8 + length + first)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CommandError(f"{file} cannot be read: {error}", error) from None
 
@@ -202,20 +201,14 @@ def _pairs(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[st
         if match is None or match["side"] != "A":
             continue
         names = (name, f"{match['module']}.lora_{match['kind']}B{match['end']}")
-        if any(
-            len(side[factor].shape) != 2
-            for side in (first, second)
-            for factor in names
-            if factor in side
-        ):
+        factors = [side.get(factor) for side in (first, second) for factor in names]
+        shapes = [factor.shape for factor in factors if factor is not None]
+        if [len(shape) for shape in shapes] != [2, 2, 2, 2]:
             continue
-        if all(factor in side for side in (first, second) for factor in names):
-            (a, b), (other_a, other_b) = (
-                [side[factor].shape for factor in names] for side in (first, second)
-            )
-            fits = a[0] == b[1] and other_a[0] == other_b[1]
-            if fits and a[0] != other_a[0] and (b[0], a[1]) == (other_b[0], other_a[1]):
-                found[match["module"]] = names
+        a, b, other_a, other_b = shapes
+        fits = a[0] == b[1] and other_a[0] == other_b[1]
+        if fits and a[0] != other_a[0] and (b[0], a[1]) == (other_b[0], other_a[1]):
+            found[match["module"]] = names
     return found
 
 
@@ -262,24 +255,16 @@ def _largest(values: Sequence[float]) -> float:
 @click.command(short_help="Compare two checkpoints.")
 @click.argument("first", metavar="FIRST")
 @click.argument("second", metavar="SECOND")
-@click.option(
-    "--limit",
-    type=click.IntRange(0),
-    default=20,
-    show_default=True,
-    help="Number of tensors to list; 0 means all.",
-)
+@option("--limit", "Number of tensors to list; 0 means all.", default=20, least=0)
 @switch("--optimizer", help="Compare the optimizer states too.")
 @switch("--exit-code", help="Exit with 1 if they differ.")
-@formatted
-@connecting
+@reporting
 def diff(
     first: str,
     second: str,
     limit: int,
     optimizer: bool,
     exit_code: bool,
-    as_json: bool,
     connection: Connection,
 ) -> Outcome:
     """Compare two checkpoints: settings, tensors that only one has, and relative differences.
@@ -297,11 +282,11 @@ def diff(
         places = [fetched.get(place) or _local(place) for place in (first, second)]
         with waiting("comparing"):
             data = {"first": first, "second": second, **compare(*places, optimizer=optimizer)}
-    if as_json:
-        print_json(data)
-    else:
-        _print(data, limit)
-    return Outcome(data, exit_code=1 if exit_code and not data["same"] else 0)
+    return Outcome(
+        data,
+        exit_code=1 if exit_code and not data["same"] else 0,
+        show=lambda: _print(data, limit),
+    )
 
 
 def _fetch(connection: Connection, paths: Mapping[str, None], scratch: Path) -> dict[str, Path]:

@@ -16,24 +16,23 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import click
 
-from tinkex.cli.options import Connection, connecting, formatted, wait
-from tinkex.cli.outcomes import Outcome
-from tinkex.cli.output import Column, print_json, print_table, size
+from tinkex.cli.options import Connection, option, reporting, wait
+from tinkex.cli.output import Column, Outcome, counted, print_table, size
 from tinkex.cli.progress import waiting
 
 if TYPE_CHECKING:
     from tinkex.client.http.exchange import Reply
     from tinkex.client.http.transport import Transport
     from tinkex.client.settings.config import Config
-    from tinkex.errors import ConfigurationError
 
 Status: TypeAlias = Literal["ok", "warning", "error", "skipped"]
 
@@ -81,6 +80,11 @@ class Finding:
     detail: str
     fix: str = ""
 
+    @classmethod
+    def of(cls, name: str, good: bool, detail: str, fix: str, bad: Status = "warning") -> Finding:
+        """Return a finding that is ok, or `bad` with the advice to fix it."""
+        return cls(name, "ok", detail) if good else cls(name, bad, detail, fix)
+
 
 # ── this machine ──────────────────────────────────────────────────────────────────────────────────
 
@@ -88,10 +92,8 @@ class Finding:
 def check_python() -> Iterator[Finding]:
     """Check the interpreter."""
     detail = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    if sys.version_info[:2] < OLDEST_PYTHON:
-        yield Finding("python", "error", detail, "install Python 3.11 or newer")
-    else:
-        yield Finding("python", "ok", detail)
+    is_new = sys.version_info[:2] >= OLDEST_PYTHON
+    yield Finding.of("python", is_new, detail, "install Python 3.11 or newer", "error")
 
 
 def check_packages() -> Iterator[Finding]:
@@ -99,17 +101,11 @@ def check_packages() -> Iterator[Finding]:
     from tinkex.cli.versions import describe, installed, requirements
 
     needed = [name for name, extra in requirements() if extra is None]
-    missing = [name for name in needed if installed(name) is None]
-    if missing:
-        yield Finding(
-            "versions",
-            "error",
-            f"{describe()}; not installed: {', '.join(missing)}",
-            "pip install tinkex",
-        )
-    else:
-        found = ", ".join(f"{name} {installed(name)}" for name in needed)
-        yield Finding("versions", "ok", f"{describe()}; {found}" if found else describe())
+    missing = ", ".join(name for name in needed if installed(name) is None)
+    found = ", ".join(f"{name} {installed(name)}" for name in needed)
+    told = f"not installed: {missing}" if missing else found
+    detail = f"{describe()}; {told}" if told else describe()
+    yield Finding.of("versions", not missing, detail, "pip install tinkex", "error")
 
 
 def check_torch(needed: bool) -> Iterator[Finding]:
@@ -133,29 +129,20 @@ def check_torch(needed: bool) -> Iterator[Finding]:
         yield Finding("torch", status, error.message, hint)
         return
     except subprocess.TimeoutExpired:
-        yield Finding(
-            "torch",
-            status,
-            f"did not load within {TORCH_SECONDS:g} s",
-            "see whether the machine is busy",
-        )
+        late = f"did not load within {TORCH_SECONDS:g} s"
+        yield Finding("torch", status, late, "see whether the machine is busy")
         return
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         told = str(getattr(error, "stderr", None) or error).strip().splitlines()
-        yield Finding(
-            "torch",
-            status,
-            told[-1] if told else "does not load",
-            "pip install --force-reinstall torch",
-        )
+        reason = told[-1] if told else "does not load"
+        yield Finding("torch", status, reason, "pip install --force-reinstall torch")
         return
     yield Finding("torch", "ok", f"{found['version']}, {found['threads']} threads")
-    memory = (
-        f", {size(found['memory'][0])} of {size(found['memory'][1])} free"
-        if found["memory"]
-        else ""
-    )
-    yield Finding("device", "ok", found["device"] + memory)
+    device = found["device"]
+    if found["memory"]:
+        free, total = found["memory"]
+        device += f", {size(free)} of {size(total)} free"
+    yield Finding("device", "ok", device)
     yield _native(found["native"], found["products"])
 
 
@@ -180,12 +167,8 @@ def check_memory() -> Iterator[Finding]:
         yield Finding("memory", "skipped", "this system does not tell")
         return
     detail = f"{size(available)} of {size(total)} available"
-    if available < LITTLE_MEMORY:
-        yield Finding(
-            "memory", "warning", detail, "end other programs before training or serving here"
-        )
-    else:
-        yield Finding("memory", "ok", detail)
+    fix = "end other programs before training or serving here"
+    yield Finding.of("memory", available >= LITTLE_MEMORY, detail, fix)
 
 
 def memory() -> tuple[int | None, int | None]:
@@ -208,7 +191,6 @@ def check_disk(needed: bool) -> Iterator[Finding]:
 
     place = default_data_dir()
     status: Status = "error" if needed else "warning"
-    elsewhere = "set TINKEX_DATA_DIR to a directory that you may write to"
     try:
         free = _try_directory(place)
     except DataDirError:
@@ -218,19 +200,12 @@ def check_disk(needed: bool) -> Iterator[Finding]:
         )
         yield Finding("disk", status, f"{place} is in use by a tinkex server", fix)
     except OSError as error:
-        yield Finding(
-            "disk", status, f"{place} cannot be written: {error.strerror or error}", elsewhere
-        )
+        told = f"{place} cannot be written: {error.strerror or error}"
+        fix = "set TINKEX_DATA_DIR to a directory that you may write to"
+        yield Finding("disk", status, told, fix)
     else:
-        if free < LITTLE_DISK:
-            yield Finding(
-                "disk",
-                "warning",
-                f"{size(free)} free at {place}",
-                "make room, or set TINKEX_DATA_DIR",
-            )
-        else:
-            yield Finding("disk", "ok", f"{size(free)} free at {place}")
+        fix = "make room, or set TINKEX_DATA_DIR"
+        yield Finding.of("disk", free >= LITTLE_DISK, f"{size(free)} free at {place}", fix)
 
 
 def _try_directory(place: Path) -> int:
@@ -310,11 +285,8 @@ def check_server(config: Config) -> Iterator[Finding]:
         yield Finding("server", "ok", found)
         yield _clock(reply, began + (dt.datetime.now(dt.UTC) - began) / 2)
     except (AuthenticationError, PermissionDeniedError) as error:
-        refused = (
-            "refuses the key"
-            if config.api_key or config.credential_cmd
-            else "refuses requests without a key"
-        )
+        has_key = config.api_key or config.credential_cmd
+        refused = "refuses the key" if has_key else "refuses requests without a key"
         found = f"{config.base_url} answers, but {refused}: {error.message}"
         yield Finding("server", "error", found, "check TINKER_API_KEY, or run `tinkex auth login`")
     except (TinkerError, ValueError, AttributeError) as error:
@@ -352,16 +324,14 @@ def _clock(reply: Reply, now: dt.datetime) -> Finding:
 
 
 @click.command()
-@click.option(
+@option(
     "--port",
-    type=click.IntRange(1, 65535),
+    "The port that `tinkex serve` would listen on.",
     default=PORT,
-    show_default=True,
-    help="The port that `tinkex serve` would listen on.",
+    type=click.IntRange(1, 65535),
 )
-@formatted
-@connecting
-def doctor(port: int, as_json: bool, connection: Connection) -> Outcome:
+@reporting
+def doctor(port: int, connection: Connection) -> Outcome:
     """Check this machine, the key and the server; say what to fix.
 
     Checks Python, packages, torch and its device, memory, disk, the port, the key, the server and
@@ -371,15 +341,12 @@ def doctor(port: int, as_json: bool, connection: Connection) -> Outcome:
     from tinkex.client.settings.config import is_embedded
     from tinkex.errors import ConfigurationError
 
-    quick = Connection(
-        connection.api_key, connection.base_url, connection.timeout or SERVER_SECONDS
-    )
     config: Config | None = None
     trouble = None
     try:
-        config = quick.config()
-    except ConfigurationError as error:
-        trouble = _trouble(error)
+        config = replace(connection, timeout=connection.timeout or SERVER_SECONDS).config()
+    except ConfigurationError as error:  # the setting that prevents a connection
+        trouble = Finding("key", "error", error.message, error.hint or "")
     local = config is not None and is_embedded(config.base_url)
     checks: list[Callable[[], Iterator[Finding]]] = [
         check_python,
@@ -400,24 +367,15 @@ def doctor(port: int, as_json: bool, connection: Connection) -> Outcome:
         findings.append(trouble)
     broken = [finding for finding in findings if finding.status == "error"]
     data = {"ok": not broken, "checks": [asdict(finding) for finding in findings]}
-    if as_json:
-        print_json(data)
-    else:
-        rows = [(finding.status, finding.name, finding.detail, finding.fix) for finding in findings]
-        print_table(_summary(findings), COLUMNS, rows)
-    return Outcome(data, exit_code=1 if broken else 0)
-
-
-def _trouble(error: ConfigurationError) -> Finding:
-    """Return the setting that prevents a connection."""
-    return Finding("key", "error", error.message, error.hint or "")
+    rows = [(finding.status, finding.name, finding.detail, finding.fix) for finding in findings]
+    return Outcome(
+        data,
+        exit_code=1 if broken else 0,
+        show=lambda: print_table(_summary(findings), COLUMNS, rows),
+    )
 
 
 def _summary(findings: list[Finding]) -> str:
-    counts = {
-        kind: sum(finding.status == kind for finding in findings) for kind in ("error", "warning")
-    }
-    told = [
-        f"{number} {kind}{'' if number == 1 else 's'}" for kind, number in counts.items() if number
-    ]
+    counts = Counter(finding.status for finding in findings)
+    told = [counted(counts[kind], kind) for kind in ("error", "warning") if counts[kind]]
     return f"{len(findings)} checks: {', '.join(told) or 'all is well'}"

@@ -13,13 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tinkex.cli.options import CommandGroup, formatted
-from tinkex.cli.outcomes import CommandError, Outcome, reason_of
-from tinkex.cli.output import Column, iso, print_json, print_table, when
+from tinkex.cli.options import CommandGroup, formatted, option
+from tinkex.cli.output import (
+    Column,
+    CommandError,
+    Outcome,
+    iso,
+    print_table,
+    reason_of,
+    when,
+)
 
 if TYPE_CHECKING:
-    from tinkex.server.database.entities import Key
-    from tinkex.server.database.interface import Database
+    from tinkex.server.database.interface import Database, Key
 
 COLUMNS = (
     Column("ID", right=True),
@@ -30,10 +36,10 @@ COLUMNS = (
     Column("Status"),
 )
 
-data_dir_option = click.option(
+data_dir_option = option(
     "--data-dir",
+    "The server's data directory.  [default: TINKEX_DATA_DIR]",
     type=click.Path(path_type=Path),
-    help="The server's data directory.  [default: TINKEX_DATA_DIR]",
 )
 
 
@@ -47,16 +53,15 @@ def key() -> None:
 
 @key.command()
 @click.argument("name")
-@click.option(
+@option(
     "--owner",
+    "Owner of the key: sessions, runs and checkpoints made with it are seen by keys of the same "
+    "owner only.",
     default="local",
-    show_default=True,
-    help="Owner of the key: sessions, runs and checkpoints made with it are seen by keys of the "
-    "same owner only.",
 )
 @data_dir_option
 @formatted
-def create(name: str, owner: str, data_dir: Path | None, as_json: bool) -> Outcome:
+def create(name: str, owner: str, data_dir: Path | None) -> Outcome:
     """Make a key called NAME and print it.
 
     It is shown only once: the server keeps a hash of it.
@@ -68,27 +73,20 @@ def create(name: str, owner: str, data_dir: Path | None, as_json: bool) -> Outco
     with _database(data_dir, new=True) as database:
         number, made = create_key(database, name, owner)
     data = {"id": number, "owner": owner, "name": name, "key": made}
-    if as_json:
-        print_json(data)
-    else:
-        click.echo(made)
-    click.echo(f"key {number} ({name}) of {owner}; it will not be shown again", err=True)
-    return Outcome(data)
+    note = f"key {number} ({name}) of {owner}; it will not be shown again"
+    return Outcome(data, show=made, note=note)
 
 
 @key.command("list")
 @data_dir_option
 @formatted
-def list_command(data_dir: Path | None, as_json: bool) -> Outcome:
+def list_command(data_dir: Path | None) -> Outcome:
     """List all keys, also revoked ones."""
     with _database(data_dir) as database:
         known = database.keys.all()
     data = {"keys": [_key_data(item) for item in known]}
-    if as_json:
-        print_json(data)
-    else:
-        print_table(f"Keys ({len(known)})", COLUMNS, [_row(item) for item in known])
-    return Outcome(data)
+    rows = [_row(item) for item in known]
+    return Outcome(data, show=lambda: print_table(f"Keys ({len(known)})", COLUMNS, rows))
 
 
 def _key_data(item: Key) -> dict[str, Any]:
@@ -118,7 +116,7 @@ def _row(item: Key) -> tuple[object, ...]:
 @click.argument("number", metavar="ID", type=int)
 @data_dir_option
 @formatted
-def revoke(number: int, data_dir: Path | None, as_json: bool) -> Outcome:
+def revoke(number: int, data_dir: Path | None) -> Outcome:
     """Revoke the key with this ID.
 
     `tinkex key list` shows the IDs. Tokens made with the key end too.
@@ -129,11 +127,7 @@ def revoke(number: int, data_dir: Path | None, as_json: bool) -> Outcome:
         if not revoke_key(database, number):
             raise CommandError(f"there is no valid key {number}; `tinkex key list` shows them")
     data = {"command": "key revoke", "action": "revoke", "id": number}
-    if as_json:
-        print_json(data)
-    else:
-        click.echo(f"key {number} is revoked")
-    return Outcome(data)
+    return Outcome(data, show=f"key {number} is revoked")
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import sys
 from dataclasses import replace
@@ -12,9 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tinkex.cli.options import CommandGroup, Connection, connecting, formatted, wait
-from tinkex.cli.outcomes import CommandError, Outcome
-from tinkex.cli.output import print_fields, print_json
+from tinkex.cli.options import (
+    CommandGroup,
+    Connection,
+    in_one_line,
+    reporting,
+    wait,
+)
+from tinkex.cli.output import CommandError, Outcome, print_fields, write_file, yes_no
 
 if TYPE_CHECKING:
     from tinkex.types.account import ApiKeyResponse
@@ -42,7 +46,7 @@ def read_credentials(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(found, dict) or not isinstance(found.setdefault("keys", {}), dict):
-            raise ValueError("it is not what a login writes")
+            raise ValueError("it is not a credentials file")
     except FileNotFoundError:
         return {"version": VERSION, "keys": {}}
     except (OSError, ValueError) as error:
@@ -54,26 +58,15 @@ def read_credentials(path: Path) -> dict[str, Any]:
 
 def write_credentials(path: Path, book: dict[str, Any]) -> None:
     """Store keys atomically, readable by their owner alone."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with os.fdopen(
-            os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8"
-        ) as file:
-            json.dump(book, file)
-        os.replace(scratch, path)
-    except OSError as error:
-        scratch.unlink(missing_ok=True)
-        raise CommandError(f"{path} cannot be written: {error.strerror or error}", error) from None
+    write_file(path, json.dumps(book), private=True)
 
 
 # ── commands ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @auth.command()
-@formatted
-@connecting
-def login(as_json: bool, connection: Connection) -> Outcome:
+@reporting
+def login(connection: Connection) -> Outcome:
     """Check a key with the server and store it.
 
     The key is asked for, or read from standard input, or given with --api-key.
@@ -104,16 +97,16 @@ def login(as_json: bool, connection: Connection) -> Outcome:
     write_credentials(path, book)
     who = _owner(known)
     data = {"key_id": known.key_id, "name": known.name, "email": who, "file": str(path)}
-    if as_json:
-        print_json(data)
-    else:
+
+    def show() -> None:
         click.echo(f"Logged in as {who or known.name or known.key_id}; the key is kept in {path}")
         if url != HOSTED_URL:
             click.echo(
                 f"It is for {url} alone: set TINKER_BASE_URL, or give --base-url, to go there.",
                 err=True,
             )
-    return Outcome(data, known)
+
+    return Outcome(data, known, show=show)
 
 
 def _ask() -> str:
@@ -153,9 +146,8 @@ def _owner(known: ApiKeyResponse) -> str | None:
 
 
 @auth.command()
-@formatted
-@connecting
-def logout(as_json: bool, connection: Connection) -> Outcome:
+@reporting
+def logout(connection: Connection) -> Outcome:
     """Delete the stored key.
 
     A key that a login made is deleted on the server, too.
@@ -169,8 +161,8 @@ def logout(as_json: bool, connection: Connection) -> Outcome:
     book = read_credentials(path)
     entry = book["keys"].pop(str(book.pop("default", "")), None)
     if entry is None:
-        click.echo(f"There is no login: {path} has no key in use.", err=not as_json)
-        return Outcome({"removed": False, "file": str(path)})
+        data = {"removed": False, "file": str(path)}
+        return Outcome(data, note=f"There is no login: {path} has no key in use.")
     if isinstance(entry, dict) and entry.get("type") == "generated":
         try:
             with Connection(
@@ -184,19 +176,15 @@ def logout(as_json: bool, connection: Connection) -> Outcome:
     else:
         path.unlink(missing_ok=True)
     data = {"removed": True, "file": str(path)}
-    if as_json:
-        print_json(data)
-    else:
-        own = isinstance(entry, dict) and entry.get("base_url")
-        revoked = f"with `tinkex key revoke` on the machine of {own}" if own else f"at {KEYS_PAGE}"
-        click.echo(f"Removed the key from {path}. It is valid until it is revoked {revoked}")
-    return Outcome(data)
+    own = isinstance(entry, dict) and entry.get("base_url")
+    revoked = f"with `tinkex key revoke` on the machine of {own}" if own else f"at {KEYS_PAGE}"
+    line = f"Removed the key from {path}. It is valid until it is revoked {revoked}"
+    return Outcome(data, show=line)
 
 
 @auth.command()
-@formatted
-@connecting
-def status(as_json: bool, connection: Connection) -> Outcome:
+@reporting
+def status(connection: Connection) -> Outcome:
     """Show whether there is a key and whether the server accepts it.
 
     Exits with 1 if there is none, or if the server refuses it.
@@ -219,18 +207,17 @@ def status(as_json: bool, connection: Connection) -> Outcome:
         "accessible": problem is None,
         "error": None if problem is None else str(problem),
     }
-    if as_json:
-        print_json(data)
-    else:
-        print_fields(
-            {
-                "Credentials": f"Yes ({source})" if source else "No",
-                "Server accessible": "Yes" if problem is None else "No",
-            }
-        )
+    fields = {
+        "Credentials": f"Yes ({source})" if source else "No",
+        "Server accessible": yes_no(problem is None),
+    }
+
+    def show() -> None:
+        print_fields(fields)
         if problem is not None:
             click.echo(f"Error: {problem}", err=True)
-    return Outcome(data, exit_code=0 if problem is None else 1)
+
+    return Outcome(data, exit_code=0 if problem is None else 1, show=show)
 
 
 def credential_source(connection: Connection) -> str | None:
@@ -252,20 +239,11 @@ def credential_source(connection: Connection) -> str | None:
 
 
 @auth.command()
-@formatted
-@connecting
-def whoami(as_json: bool, connection: Connection) -> Outcome:
+@reporting
+def whoami(connection: Connection) -> Outcome:
     """Show the owner of the key, if the server tells."""
-    with replace(connection, is_for_accounts=True).rest() as rest:
-        try:
-            found = wait(rest.whoami())
-        except RuntimeError as error:
-            raise CommandError(str(error), error) from None
+    with replace(connection, is_for_accounts=True).rest() as rest, in_one_line(RuntimeError):
+        found = wait(rest.whoami())
     data = {"user_urn": found.user_urn, "org_urn": found.org_urn, "email": found.email}
-    if as_json:
-        print_json(data)
-    else:
-        print_fields(
-            {"Email": found.email or "N/A", "User": found.user_urn, "Organization": found.org_urn}
-        )
-    return Outcome(data, found)
+    fields = {"Email": found.email or "N/A", "User": found.user_urn, "Organization": found.org_urn}
+    return Outcome(data, found, show=lambda: print_fields(fields))

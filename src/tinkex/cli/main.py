@@ -18,8 +18,8 @@ import click
 from click.shell_completion import CompletionItem
 
 from tinkex.cli.commands import COMMANDS, COMPLETION_VARIABLE, Form
-from tinkex.cli.options import CommandGroup
-from tinkex.cli.outcomes import NO_ROOM, Invocation, Outcome, Result, invocation_of, reason_of
+from tinkex.cli.options import CommandGroup, format_option
+from tinkex.cli.output import NO_ROOM, Invocation, Outcome, Result, invocation_of, reason_of
 
 INTERRUPTED = 130
 RANGE = re.compile(r"is not a valid (integer|float) range(?=\.)")
@@ -64,13 +64,7 @@ def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> N
 
 
 @click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option(
-    "-f",
-    "--format",
-    "form",
-    type=click.Choice(["table", "json"], case_sensitive=False),
-    help="Output format; may also stand after the command.",
-)
+@format_option("Output format; may also stand after the command.")
 @click.option(
     "--version",
     is_flag=True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from tinkex.cli.outcomes import CommandError, invocation_of
+from tinkex.cli.output import CommandError, Outcome, invocation_of, reason_of, wants_json
 
 if TYPE_CHECKING:
     from tinkex.client.futures.api_future import APIFuture
+    from tinkex.client.http.http_client import HttpClient
     from tinkex.client.rest import AdminClient, RestClient
     from tinkex.client.service import ServiceClient
     from tinkex.client.session import Session
@@ -34,11 +35,43 @@ HINTS = {"pass api_key=…": "give --api-key", 'pass base_url="local"': "give --
 }
 
 
-BASE_URL_HELP = (
-    'Server: a URL, or "local" to compute inside this process.  '
-    "[default: TINKER_BASE_URL; the hosted service where there is an API key; else local]"
-)
-API_KEY_HELP = "API key of the server; local needs none.  [default: TINKER_API_KEY]"
+# ── declaring ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def option(
+    names: str,
+    told: str,
+    *,
+    least: int | None = None,
+    choices: Sequence[str] = (),
+    **attributes: Any,
+) -> Callable[[F], F]:
+    """Add an option; the help shows its default, if it has one.
+
+    Args:
+        names: The names, separated by spaces.
+        told: The help.
+        least: Makes the value a whole number that is not below this.
+        choices: The values to choose from.
+        attributes: Attributes of `click.option`.
+    """
+    if least is not None:
+        attributes["type"] = click.IntRange(least)
+    if choices:
+        attributes["type"] = click.Choice(choices)
+    attributes.setdefault("show_default", attributes.get("default") is not None)
+    return click.option(*names.split(), help=told, **attributes)
+
+
+def together(*options: Callable[[Any], Any]) -> Callable[[F], F]:
+    """Add several options, in this order."""
+
+    def add(function: F) -> F:
+        for one in reversed(options):
+            function = one(function)
+        return function
+
+    return add
 
 
 class NoSuchCommand(click.UsageError):
@@ -111,10 +144,8 @@ def checked_path(path: str) -> str:
     """Return a checkpoint's path; raise a one-line error for anything else."""
     from tinkex.types.checkpoints import ParsedCheckpointTinkerPath
 
-    try:
+    with in_one_line(ValueError):
         return ParsedCheckpointTinkerPath.from_tinker_path(path).tinker_path
-    except ValueError as error:
-        raise CommandError(str(error), error) from None
 
 
 def path_argument(name: str = "path", **attributes: Any) -> Callable[[F], F]:
@@ -147,26 +178,44 @@ def refuse_before(context: click.Context) -> bool:
 # ── format ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def formatted(function: F) -> F:
-    """Add --format and --json; the command is called with `as_json`."""
+def format_option(told: str) -> Callable[[F], F]:
+    """Add --format, of tables or JSON."""
+    choice = click.Choice(["table", "json"], case_sensitive=False)
+    return option("-f --format form", told, type=choice)
 
-    @click.option(
-        "-f",
-        "--format",
-        "form",
-        type=click.Choice(["table", "json"], case_sensitive=False),
-        help="How to print it.  [default: table]",
-    )
+
+def formatted(function: F) -> F:
+    """Add --format and --json, and print the outcome that the command returns."""
+
+    @format_option("How to print it.  [default: table]")
     @switch("--json", help="The same as --format json.")
     @click.pass_context
     @functools.wraps(function)
     def call(
         context: click.Context, /, *args: Any, form: str | None, json: bool, **named: Any
-    ) -> Any:
-        chosen = form or invocation_of(context).format
-        return function(*args, as_json=json or chosen == "json", **named)
+    ) -> Outcome:
+        invocation = invocation_of(context)
+        invocation.format = "json" if json else form or invocation.format
+        outcome: Outcome = function(*args, **named)
+        outcome.print(as_json=wants_json())
+        return outcome
 
     return call  # type: ignore[return-value]
+
+
+def text_or_json(told: str) -> Callable[[F], F]:
+    """Add --format and --json to a command without tables."""
+    return together(
+        option("--format output_format", told, default="text", choices=["text", "json"]),
+        switch("--json", help="Same as --format json."),
+    )
+
+
+paged = together(
+    option("--limit", "Number to list; 0 means all.", type=int, default=20),
+    option("--offset", "Number to skip.", type=int, default=0),
+)
+"""Adds --limit and --offset to a command that lists things."""
 
 
 # ── connection ────────────────────────────────────────────────────────────────────────────────────
@@ -237,34 +286,51 @@ class Connection:
         """Yield a client for stored things; it waits seconds, not minutes, for a server."""
         from tinkex.client.rest import RestClient
 
-        with self.session(patience=self._rest_patience()) as session:
+        patience = REST_PATIENCE if self.timeout is None else min(REST_PATIENCE, self.timeout)
+        with self.session(patience=patience) as session:
             yield RestClient(session)
+
+    @contextmanager
+    def http(self) -> Iterator[HttpClient]:
+        """Yield a client for any path of the server."""
+        from tinkex.client.http.http_client import HttpClient
+
+        with HttpClient(config=self.config()) as http:
+            yield http
 
     @contextmanager
     def admin(self) -> Iterator[AdminClient]:
         """Yield a client for administrators."""
         from tinkex.client.rest import AdminClient
 
-        with self.session(patience=self._rest_patience()) as session:
-            yield AdminClient(session)
+        with self.rest() as rest:
+            yield AdminClient(rest.holder)
 
-    @contextmanager
-    def service(self, **settings: Any) -> Iterator[ServiceClient]:
-        """Yield a client to train and sample with."""
+    def service(self, display_name: str | None = None, **settings: Any) -> ServiceClient:
+        """Return a client to train and sample with, which is closed by leaving its block."""
         from tinkex.client.service import ServiceClient
-        from tinkex.client.session import Session
 
-        with ServiceClient.sharing(Session(self.config(**settings))) as service:
-            yield service
-
-    def _rest_patience(self) -> float:
-        return REST_PATIENCE if self.timeout is None else min(REST_PATIENCE, self.timeout)
+        return ServiceClient(config=self.config(**settings), display_name=display_name)
 
 
-def timeout_option(function: F) -> F:
-    """Add --timeout."""
-    told = "Milliseconds to wait for an answer.  [default: 60000]"
-    return click.option("--timeout", metavar="MS", type=click.IntRange(1), help=told)(function)
+timeout_option = option(
+    "--timeout", "Milliseconds to wait for an answer.  [default: 60000]", metavar="MS", least=1
+)
+api_key_option = option(
+    "--api-key",
+    "API key of the server; local needs none.  [default: TINKER_API_KEY]",
+    metavar="KEY",
+)
+server_options = together(
+    option(
+        "--base-url",
+        'Server: a URL, or "local" to compute inside this process.  '
+        "[default: TINKER_BASE_URL; the hosted service where there is an API key; else local]",
+        metavar="URL",
+    ),
+    api_key_option,
+    timeout_option,
+)
 
 
 def seconds_of(timeout: int | None) -> float | None:
@@ -275,9 +341,7 @@ def seconds_of(timeout: int | None) -> float | None:
 def connecting(function: F) -> F:
     """Add --api-key, --base-url and --timeout; the command is called with a `connection`."""
 
-    @click.option("--base-url", metavar="URL", help=BASE_URL_HELP)
-    @click.option("--api-key", metavar="KEY", help=API_KEY_HELP)
-    @timeout_option
+    @server_options
     @functools.wraps(function)
     def call(
         *args: Any, base_url: str | None, api_key: str | None, timeout: int | None, **named: Any
@@ -287,6 +351,10 @@ def connecting(function: F) -> F:
         )
 
     return call  # type: ignore[return-value]
+
+
+reporting = together(formatted, connecting)
+"""Makes a command that reports on things of a server."""
 
 
 def wait(call: APIFuture[T], seconds: float | None = None) -> T:
@@ -309,6 +377,15 @@ def wait(call: APIFuture[T], seconds: float | None = None) -> T:
     except KeyboardInterrupt:
         future.cancel()
         raise
+
+
+@contextmanager
+def in_one_line(*expected: type[Exception]) -> Iterator[None]:
+    """Report expected errors in one line."""
+    try:
+        yield
+    except expected as error:
+        raise CommandError(reason_of(error), error) from None
 
 
 @contextmanager

@@ -1,4 +1,6 @@
-"""The output of commands: tables for people, tab-separated lines for pipes, JSON for programs.
+"""The results of commands, and their output.
+
+Output is tables for people, tab-separated lines for pipes, and JSON for programs.
 
 Sizes and times are rounded for people. JSON has them whole: bytes, and ISO 8601 times.
 """
@@ -13,22 +15,108 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from tinkex.cli.outcomes import CommandError
-
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from tinkex.types.checkpoints import Checkpoint, TrainingRun
 
 UNITS = ("B", "KB", "MB", "GB", "TB")
 NARROWEST_FOLD = 24
 """Smallest width of a folded column; with less room, rows become records."""
 GAP = 2
+
+
+# ── results ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The result of a command."""
+
+    exit_code: int
+    """0: done; 1: an error; 130: interrupted."""
+    command: str
+    """The command's full name, such as `checkpoint list`; empty if none was found."""
+    data: Any = None
+    """The data that `--json` prints, or None."""
+    response: Any = None
+    """The client's own response behind the data, such as a `SampleResponse`."""
+    error: BaseException | None = None
+    """The exception that was raised."""
+
+    @property
+    def ok(self) -> bool:
+        """True if the command succeeded."""
+        return self.exit_code == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The value of a command that returns more than its data."""
+
+    data: Any
+    response: Any = None
+    exit_code: int = 0
+    show: str | Callable[[], object] = ""
+    """The result for people: the text, or the function that prints it."""
+    note: str = ""
+    """A line for stderr, printed after the result in either format."""
+
+    def print(self, *, as_json: bool) -> None:
+        """Print the result, as JSON or for people."""
+        if as_json:
+            print_json(self.data)
+        elif callable(self.show):
+            self.show()
+        elif self.show:
+            click.echo(self.show)
+        if self.note:
+            click.echo(self.note, err=True)
+
+
+@dataclass(slots=True)
+class Invocation:
+    """The state of one run of the command line, kept in the context."""
+
+    command: str = ""
+    format: str | None = None
+    """The format that was given: `table`, `json` or none."""
+
+
+def invocation_of(context: click.Context) -> Invocation:
+    """Return the run of a context."""
+    return context.find_root().ensure_object(Invocation)
+
+
+def wants_json() -> bool:
+    """Return True if the present command prints JSON."""
+    return invocation_of(click.get_current_context()).format == "json"
+
+
+class CommandError(click.ClickException):
+    """A failure that is printed as one line; `cause` is the exception behind it."""
+
+    def __init__(self, message: str, cause: BaseException | None = None) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+"""Errors of writing that do not name the file."""
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the reason of an error; for one of the system, the file and the reason."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
 
 
 # ── values ────────────────────────────────────────────────────────────────────────────────────────
@@ -81,15 +169,16 @@ def _amount(seconds: float) -> str | None:
     if days > 30:
         return None
     if days > 7:
-        return _count(days // 7, "week")
+        return counted(days // 7, "week")
     if days >= 1:
-        return _count(days, "day")
+        return counted(days, "day")
     if seconds > 3_600:
-        return _count(int(seconds // 3_600), "hour")
-    return _count(int(seconds // 60), "minute") if seconds > 60 else ""
+        return counted(int(seconds // 3_600), "hour")
+    return counted(int(seconds // 60), "minute") if seconds > 60 else ""
 
 
-def _count(number: int, unit: str) -> str:
+def counted(number: int, unit: str) -> str:
+    """Return a number with its unit, in the plural unless it is one."""
     return f"{number} {unit}" if number == 1 else f"{number} {unit}s"
 
 
@@ -175,13 +264,31 @@ def print_json(data: Any, *, indent: int | None = 2) -> None:
     click.echo(json.dumps(data, indent=indent, ensure_ascii=False, default=str))
 
 
+def never_fail_to_write() -> None:
+    """Replace characters that a terminal cannot print, and bytes that cannot be read."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="replace")
+
+
+def plain_console(*, stderr: bool = False) -> Console:
+    """Return a console that prints text as it is.
+
+    Rich would colour numbers, and turn `:train:` in the id of a run into a picture.
+    """
+    from rich.console import Console
+
+    return Console(stderr=stderr, highlight=False, emoji=False)
+
+
 def is_terminal() -> bool:
     """Return True if a user sees the output."""
     return sys.stdout.isatty()
 
 
-def _is_styled() -> bool:
-    return not os.environ.get("NO_COLOR")
+def _bold(text: str) -> str:
+    return text if os.environ.get("NO_COLOR") else click.style(text, bold=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,8 +324,6 @@ def _print_on_terminal(columns: Sequence[Column], cells: Sequence[Sequence[str]]
     from rich.table import Table
     from rich.text import Text
 
-    from tinkex.cli.terminal import plain_console
-
     terminal = plain_console()
     widths = [
         max(len(column.title), *(len(row[index]) for row in cells))
@@ -236,16 +341,15 @@ def _print_on_terminal(columns: Sequence[Column], cells: Sequence[Sequence[str]]
         box=None,
         pad_edge=False,
         padding=(0, GAP, 0, 0),
-        header_style="bold" if _is_styled() else "",
+        header_style="" if os.environ.get("NO_COLOR") else "bold",
     )
     for column, width in zip(columns, least, strict=True):
-        justify: Literal["left", "right"] = "right" if column.right else "left"
         table.add_column(
             column.title,
             overflow="fold",
             no_wrap=not column.folds,
             min_width=width,
-            justify=justify,
+            justify="right" if column.right else "left",
         )
     for row in cells:
         table.add_row(*(Text(value) for value in row))
@@ -259,7 +363,7 @@ def _print_record(row: Sequence[tuple[Column, str]], width: int) -> None:
         click.echo()
         print_fields([(column.title, value) for column, value in row])
         return
-    click.echo(click.style(heading, bold=True) if _is_styled() else heading)
+    click.echo(_bold(heading))
     line = ""
     for column, value in row:
         if column.heads or column.repeats or not value:
@@ -290,10 +394,7 @@ def print_fields(fields: Mapping[str, object] | Sequence[tuple[str, object]]) ->
         lines = textwrap.wrap(value, room, break_long_words=False, break_on_hyphens=False)
         name = label.ljust(indent)
         if lines:
-            click.echo(
-                (click.style(name, bold=True) if _is_styled() else name)
-                + f"\n{' ' * indent}".join(lines)
-            )
+            click.echo(_bold(name) + f"\n{' ' * indent}".join(lines))
 
 
 def check_place(path: Path) -> None:
@@ -311,16 +412,22 @@ def check_place(path: Path) -> None:
         raise CommandError(f"{path} cannot be written: {os.strerror(reason)}")
 
 
-def write_file(path: Path, text: str) -> None:
-    """Write a file and its directories, atomically unless it is a device or a pipe."""
+def write_file(path: Path, text: str, *, private: bool = False) -> None:
+    """Write a file and its directories, atomically unless it is a device or a pipe.
+
+    A private one, and directories that are made for it, are for their owner alone.
+    """
     path = path.expanduser()
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    flags = os.O_WRONLY | os.O_CREAT | (os.O_EXCL if private else os.O_TRUNC)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700 if private else 0o777, parents=True, exist_ok=True)
         if path.exists() and not path.is_file() and not path.is_dir():
             path.write_text(text, encoding="utf-8")
             return
-        scratch.write_text(text, encoding="utf-8")
+        opened = os.open(scratch, flags, 0o600 if private else 0o666)
+        with os.fdopen(opened, "w", encoding="utf-8") as file:
+            file.write(text)
         os.replace(scratch, path)
     except OSError as error:
         with contextlib.suppress(OSError):

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 import click
 
-from tinkex.cli.output import size
+from tinkex.cli.output import plain_console, size
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, ProgressColumn
+    from rich.progress import Progress
 
     from tinkex.types.checkpoints import Cursor
 
@@ -108,16 +108,23 @@ class Display:
             click.echo(message, err=True)
 
 
-def _on_stderr(title: str, columns: Callable[[], Sequence[ProgressColumn]]) -> Display:
+def _on_stderr(title: str, *, of_bytes: bool) -> Display:
     """Return a display on stderr that is erased at the end; rich is imported on a terminal only."""
     if not sys.stderr.isatty():
         return Display()
-    from rich.progress import Progress
+    from rich import progress as rich
 
-    from tinkex.cli.terminal import plain_console
-
-    bar = Progress(*columns(), console=plain_console(stderr=True), transient=True)
-    return Display(bar, title)
+    name = rich.TextColumn("{task.description}", markup=False)
+    columns: tuple[rich.ProgressColumn, ...] = (
+        rich.SpinnerColumn(),
+        name,
+        rich.TimeElapsedColumn(),
+    )
+    if of_bytes:
+        bar = rich.BarColumn(bar_width=None)
+        columns = (name, bar, rich.DownloadColumn(), rich.TimeRemainingColumn())
+    console = plain_console(stderr=True)
+    return Display(rich.Progress(*columns, console=console, transient=True), title)
 
 
 class Transfer:
@@ -144,27 +151,13 @@ class Transfer:
 @contextmanager
 def transfer(title: str) -> Iterator[Transfer]:
     """Show the progress of a transfer; call the result with the bytes that came and all bytes."""
-
-    def columns() -> Sequence[ProgressColumn]:
-        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
-
-        title_column = TextColumn("{task.description}", markup=False)
-        return title_column, BarColumn(bar_width=None), DownloadColumn(), TimeRemainingColumn()
-
-    with _on_stderr(title, columns) as display:
+    with _on_stderr(title, of_bytes=True) as display:
         yield Transfer(title, display)
 
 
 def waiting(title: str) -> Display:
     """Show on a terminal that a call is waited for, and for how long."""
-
-    def columns() -> Sequence[ProgressColumn]:
-        from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
-
-        title_column = TextColumn("{task.description}", markup=False)
-        return SpinnerColumn(), title_column, TimeElapsedColumn()
-
-    return _on_stderr(title, columns)
+    return _on_stderr(title, of_bytes=False)
 
 
 def fetch_pages(

@@ -13,14 +13,15 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 
+from tinkex.cli.options import option, together
 from tinkex.client.settings.config import LOOPBACK
 from tinkex.engine.api import Engine, EngineError
 from tinkex.engine.registry import engine_names, find_engine
@@ -31,6 +32,7 @@ from tinkex.local import (
     Dtype,
     default_data_dir,
     make_engine,
+    make_fleet,
     publish_tokenizers,
     unusable,
 )
@@ -43,7 +45,9 @@ from tinkex.server.server_limits import Limits
 from tinkex.server.server_metrics import JsonFormatter, access
 from tinkex.server.tracing import Tracing, is_wanted
 
-F = TypeVar("F", bound=Callable[..., Any])
+if TYPE_CHECKING:
+    from tinkex.server.workers.fleet import Fleet
+
 SWITCH_SECONDS = 0.0005
 """Longest time the engine may hold the interpreter when the event loop wants it.
 
@@ -71,105 +75,115 @@ def _check_engine(ctx: click.Context, param: click.Parameter, value: str) -> str
     return value
 
 
-def limit_options(command: F) -> F:
-    """Add an option for each limit of the server."""
-    for limit in reversed(dataclasses.fields(Limits)):
-        whole = isinstance(limit.default, int)
-        command = click.option(
+LIMIT_NAMES = [limit.name for limit in dataclasses.fields(Limits)]
+limit_options = together(
+    *(
+        option(
             f"--{limit.name.replace('_', '-')}",
-            type=click.IntRange(1) if whole else click.FloatRange(0),
+            limit.metadata["help"],
+            type=click.IntRange(1) if isinstance(limit.default, int) else click.FloatRange(0),
             default=limit.default,
-            show_default=True,
-            help=limit.metadata["help"],
-        )(command)
-    return command
+        )
+        for limit in dataclasses.fields(Limits)
+    )
+)
+"""Adds an option for each limit of the server."""
 
 
 @click.command()
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option(
+@option("--host", "Address to listen on.", default="127.0.0.1")
+@option(
     "--port",
+    "Port to listen on; 0 picks a free one.",
     type=click.IntRange(0, 65535),
     default=8000,
-    show_default=True,
-    help="Port to listen on; 0 picks a free one.",
 )
-@click.option(
+@option(
     "--data-dir",
+    "Directory for checkpoints and state. [default: TINKEX_DATA_DIR]",
     type=click.Path(path_type=Path),
-    help="Directory for checkpoints and state. [default: TINKEX_DATA_DIR]",
 )
-@click.option(
-    "--model",
-    "models",
+@option(
+    "--model models",
+    "A model to serve: a bundled name, a hub id, or NAME=DIR. Repeatable.  [default: "
+    f"{DEFAULT_MODEL}]",
     multiple=True,
     metavar="NAME[=DIR]",
-    help="A model to serve: a bundled name, a hub id, or NAME=DIR. Repeatable.  [default: "
-    f"{DEFAULT_MODEL}]",
 )
-@click.option(
+@option(
     "--engine",
+    "The engine that trains and samples.",
     cls=EngineOption,
     callback=_check_engine,
     default=DEFAULT_ENGINE,
-    show_default=True,
-    help="The engine that trains and samples.",
 )
-@click.option(
+@option(
     "--device",
-    default="auto",
-    show_default=True,
-    help="Device of the engine: auto, cpu or cuda; auto takes a GPU if there is one. "
+    "Device of the engine: auto, cpu or cuda; auto takes a GPU if there is one. "
     "CUDA_VISIBLE_DEVICES picks among several.",
+    default="auto",
 )
-@click.option(
+@option(
     "--dtype",
-    type=click.Choice(get_args(Dtype)),
-    help="Type of the base weights.  [default: float32 on a CPU, bfloat16 on a GPU]",
+    "Type of the base weights.  [default: float32 on a CPU, bfloat16 on a GPU]",
+    choices=get_args(Dtype),
 )
-@click.option(
+@option(
+    "--workers",
+    "Where engines run: local (in this process), local:N (N processes), ray, or ray:HOST:PORT.",
+    default="local",
+    metavar="WHERE",
+)
+@option(
+    "--cluster",
+    "A TOML file with the trainers and samplers of each model; they run where --workers says.",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+)
+@option(
+    "--shared",
+    "Whether workers see the data directory; auto tries it. Otherwise files are sent.",
+    default="auto",
+    choices=["auto", "yes", "no"],
+)
+@option(
     "--api-key",
-    envvar="TINKEX_SERVER_API_KEY",
-    help="Key that clients must send, besides those of `tinkex key create` (better set "
+    "Key that clients must send, besides those of `tinkex key create` (better set "
     "TINKEX_SERVER_API_KEY).",
+    envvar="TINKEX_SERVER_API_KEY",
 )
-@click.option(
+@option(
     "--tokens/--no-tokens",
+    "Have clients exchange their key for tokens that are valid for an hour.",
     default=False,
-    show_default=True,
-    help="Have clients exchange their key for tokens that are valid for an hour.",
 )
-@click.option(
+@option(
     "--strict",
+    "Load weights as a run's first operation only, as the hosted service does.",
     is_flag=True,
-    help="Load weights as a run's first operation only, as the hosted service does.",
 )
-@click.option(
+@option(
     "--hub-cache/--no-hub-cache",
+    "Put the models' tokenizers into the Hugging Face cache, for clients on this machine.",
     default=True,
-    show_default=True,
-    help="Put the models' tokenizers into the Hugging Face cache, for clients on this machine.",
 )
-@click.option(
+@option(
     "--log-level",
+    "Log level; logs go to stderr.",
     type=click.Choice(["debug", "info", "warning", "error"], case_sensitive=False),
     default="warning",
-    show_default=True,
-    help="Log level; logs go to stderr.",
 )
-@click.option(
+@option(
     "--log-format",
-    type=click.Choice(["text", "json"]),
-    default="text",
-    show_default=True,
-    help="Log format; json has a line for each request as well, of polls and heartbeats with "
+    "Log format; json has a line for each request as well, of polls and heartbeats with "
     "--log-level debug.",
+    default="text",
+    choices=["text", "json"],
 )
-@click.option(
+@option(
     "--otel/--no-otel",
+    "Make an OpenTelemetry span of each request.  [default: when an OTEL_ variable is set and it "
+    "is installed]",
     default=None,
-    help="Make an OpenTelemetry span of each request.  [default: when an OTEL_ variable is set and "
-    "it is installed]",
 )
 @limit_options
 def serve(
@@ -180,14 +194,14 @@ def serve(
     engine: str,
     device: str,
     dtype: Dtype | None,
-    api_key: str | None,
-    tokens: bool,
-    strict: bool,
+    workers: str,
+    cluster: Path | None,
+    shared: Literal["auto", "yes", "no"],
     hub_cache: bool,
     log_level: str,
     log_format: str,
     otel: bool | None,
-    **limits: Any,
+    **access: Any,
 ) -> None:
     """Serve models on this machine to any Tinker client.
 
@@ -197,21 +211,29 @@ def serve(
     the tokenizer there first.
     """
     data_dir = data_dir or default_data_dir()
-    try:
-        is_open = not api_key and not _has_keys(data_dir)
-    except (OSError, DataDirError, DatabaseError) as error:
-        raise click.ClickException(str(unusable(data_dir, error))) from None
+    limits = Limits(**{name: access.pop(name) for name in LIMIT_NAMES})
+    with _using(data_dir):
+        is_open = not access["api_key"] and not _has_keys(data_dir)
     if host not in LOOPBACK and is_open:
         raise click.UsageError(
             f"listening on {host} would let anyone in: create a key with `tinkex key create`, set "
-            "TINKEX_SERVER_API_KEY, "
-            "or listen on 127.0.0.1"
+            "TINKEX_SERVER_API_KEY, or listen on 127.0.0.1"
         )
     _log(log_level, log_format)
     tracing = _tracing(otel)
     places = dict(_parse_model(model) for model in models)
     device = find_engine(engine).pick_device(device)
-    make = partial(make_engine, places, device, dtype, engine)
+    fleet = make_fleet(
+        workers,
+        places,
+        data_dir=data_dir,
+        device=device,
+        dtype=dtype,
+        engine=engine,
+        cluster=cluster,
+        shared=shared,
+    )
+    make = partial(make_engine, places, device, dtype, engine) if fleet is None else lambda: fleet
     try:
         listener = _listen(host, port)
     except OSError as error:
@@ -222,21 +244,20 @@ def serve(
     os.environ["TINKEX_HUB_CACHE"] = "1" if hub_cache else "0"
     # uvicorn stops cleanly, then passes the signal on
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    settings = {"limits": limits, "tracing": tracing, **access}
+    with (
+        _using(data_dir),
+        listener,
+        asyncio.Runner(loop_factory=_loop_factory()) as runner,
+    ):
+        runner.run(_serve(listener, data_dir, make, device, settings))
+
+
+@contextlib.contextmanager
+def _using(data_dir: Path) -> Iterator[None]:
+    """Report a data directory or an engine that cannot be used in one line."""
     try:
-        with listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(
-                _serve(
-                    listener,
-                    data_dir,
-                    make,
-                    device,
-                    api_key,
-                    tokens,
-                    strict,
-                    Limits(**limits),
-                    tracing,
-                )
-            )
+        yield
     except (OSError, DataDirError, DatabaseError) as error:
         raise click.ClickException(str(unusable(data_dir, error))) from None
     except EngineError as error:
@@ -301,31 +322,18 @@ def _parse_model(text: str) -> tuple[str, str]:
 async def _serve(
     listener: socket.socket,
     data_dir: Path,
-    make: Callable[[], Engine],
+    make: Callable[[], Engine | Fleet],
     device: str,
-    api_key: str | None,
-    tokens: bool,
-    strict: bool,
-    limits: Limits,
-    tracing: Tracing | None,
+    settings: Mapping[str, Any],
 ) -> None:
-    engine = make()
-    publish_tokenizers(engine)
     from tinkex.server.app import create_app
 
-    names = ", ".join(model.name for model in engine.models())
-    app = create_app(
-        engine,
-        data_dir,
-        limits=limits,
-        api_key=api_key,
-        tokens=tokens,
-        strict=strict,
-        tracing=tracing,
-    )
-    access = (
-        "key required" if await app.state.server.accounts.needs_key() else "open, no key needed"
-    )
+    app = create_app(make(), data_dir, **settings)
+    models = app.state.server.workers.models()
+    publish_tokenizers(models.values())
+    names = ", ".join(models)
+    needs_key = await app.state.server.accounts.needs_key()
+    access = "key required" if needs_key else "open, no key needed"
     ready = (
         f"tinkex serving at {_url(listener)}  models: {names}  device: {device}  data: "
         f"{data_dir}  ({access})"
@@ -363,10 +371,7 @@ async def run_app(app: Any, listener: socket.socket, on_ready: Callable[[], obje
             await app.state.server.leave()
             await super().shutdown(sockets)
             if getattr(self.lifespan, "shutdown_failed", False):
-                raise EngineError(
-                    "the server could not finish cleanly: see its log",
-                    "server",
-                )
+                raise EngineError("the server could not finish cleanly: see its log", "server")
 
     config = uvicorn.Config(
         app,

@@ -6,7 +6,6 @@ from typing import Any
 
 import click
 
-from tinkex.cli.options import Connection, seconds_of
 from tinkex.client.futures.api_future import start
 from tinkex.client.rest import RestClient
 from tinkex.client.service import ServiceClient
@@ -14,15 +13,7 @@ from tinkex.client.settings.config import is_embedded
 from tinkex.errors import TinkerError
 from tinkex.local import DEFAULT_MODEL
 from tinkex.tokenizers import BUNDLED, get_or_load_tokenizer
-from tinkex.types.sessions import GetServerCapabilitiesResponse
-
-
-def open_service(
-    base_url: str | None, api_key: str | None, timeout: int | None, display_name: str | None = None
-) -> ServiceClient:
-    """Return a client of a server; `timeout` is in milliseconds, like the option."""
-    connection = Connection(api_key, base_url, seconds_of(timeout))
-    return ServiceClient(config=connection.config(), display_name=display_name)
+from tinkex.types.server_facts import GetServerCapabilitiesResponse
 
 
 def place_of(service: ServiceClient) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from tinkex.cli.options import API_KEY_HELP, BASE_URL_HELP, switch, timeout_option
+from tinkex.cli.options import option, server_options, text_or_json
 from tinkex.cli.train_run import EPOCHS, KEPT, NOT_KEPT, Command
 from tinkex.finetune import RunFolder
 
@@ -53,16 +53,13 @@ def _read_config(
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise click.BadParameter(f"{path}: {reason}", context, parameter) from None
-    known = {
-        one.name: one for one in context.command.params if one.name not in ("config", "resume")
-    }
+    known = {one.name for one in context.command.params} - {"config", "resume"}
     if not isinstance(options, dict):
         raise click.BadParameter(f"{path} holds no table of options", context, parameter)
     given = {name.replace("-", "_"): value for name, value in options.items()}
-    given = {
-        ("output_format" if name == "format" else name): value for name, value in given.items()
-    }
-    if unknown := sorted(given.keys() - known.keys()):
+    if "format" in given:
+        given["output_format"] = given.pop("format")
+    if unknown := sorted(given.keys() - known):
         raise click.BadParameter(f"{path}: there is no option {unknown[0]!r}", context, parameter)
     if wrong := [name for name, value in given.items() if not isinstance(value, str | int | float)]:
         raise click.BadParameter(f"{path}: {wrong[0]} must be one value", context, parameter)
@@ -72,155 +69,95 @@ def _read_config(
 
 @click.command()
 @click.argument("data", required=False, type=click.Path(path_type=Path), metavar="DATA.jsonl")
-@click.option(
-    "--base-model",
-    "--model",
+@option(
+    "--base-model --model",
+    "Base model to fine-tune.  [default: tinkex/tiny with local, else required]",
     metavar="NAME",
-    help="Base model to fine-tune.  [default: tinkex/tiny with local, else required]",
 )
-@click.option("--base-url", metavar="URL", help=BASE_URL_HELP)
-@click.option("--api-key", metavar="KEY", help=API_KEY_HELP)
-@timeout_option
-@click.option(
-    "--rank",
-    default=32,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Rank of the LoRA adapter.",
-)
-@click.option(
+@server_options
+@option("--rank", "Rank of the LoRA adapter.", default=32, least=1)
+@option(
     "--train-unembed/--no-train-unembed",
+    "Adapt the output layer. Turn it off for models with tied embeddings whose adapter is to be "
+    "merged.",
     default=True,
     show_default="on",
-    help="Adapt the output layer. Turn it off for models with tied embeddings whose adapter is to "
-    "be merged.",
 )
-@click.option(
-    "--learning-rate",
-    default=3e-4,
-    show_default=True,
-    type=float,
-    help="Peak learning rate.",
-)
-@click.option(
+@option("--learning-rate", "Peak learning rate.", default=3e-4)
+@option(
     "--schedule",
+    "Learning rate after the warm-up: constant, or falling to zero.",
     default="linear",
-    show_default=True,
-    type=click.Choice(["constant", "linear", "cosine"]),
-    help="Learning rate after the warm-up: constant, or falling to zero.",
+    choices=["constant", "linear", "cosine"],
 )
-@click.option(
-    "--warmup-steps",
-    default=0,
-    show_default=True,
-    type=click.IntRange(0),
-    help="Steps of linear warm-up.",
-)
-@click.option(
-    "--epochs",
-    type=click.IntRange(1),
-    help=f"Passes over the examples.  [default: {EPOCHS}]",
-)
-@click.option("--steps", type=click.IntRange(1), help="Number of steps, in place of --epochs.")
-@click.option(
-    "--batch-size",
-    default=16,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Examples per step.",
-)
-@click.option(
+@option("--warmup-steps", "Steps of linear warm-up.", default=0, least=0)
+@option("--epochs", f"Passes over the examples.  [default: {EPOCHS}]", least=1)
+@option("--steps", "Number of steps, in place of --epochs.", least=1)
+@option("--batch-size", "Examples per step.", default=16, least=1)
+@option(
     "--max-length",
-    type=click.IntRange(2),
-    help="Longest example, in tokens.  [default: the model's context, if the server tells]",
+    "Longest example, in tokens.  [default: the model's context, if the server tells]",
+    least=2,
 )
-@click.option(
+@option(
     "--too-long",
+    "Longer examples: cut their end, skip them, or refuse to train.",
     default="cut",
-    show_default=True,
-    type=click.Choice(["cut", "skip", "refuse"]),
-    help="Longer examples: cut their end, skip them, or refuse to train.",
+    choices=["cut", "skip", "refuse"],
 )
-@click.option(
+@option(
     "--train-on",
+    "Tokens to learn: every answer, the last one, or all.",
     default="assistant",
-    show_default=True,
-    type=click.Choice(["assistant", "last", "all"]),
-    help="Tokens to learn: every answer, the last one, or all.",
+    choices=["assistant", "last", "all"],
 )
-@click.option(
+@option(
     "--pairs",
+    "A pair is plain text to continue, or a question and its answer.",
     default="text",
-    show_default=True,
-    type=click.Choice(["text", "chat"]),
-    help="A pair is plain text to continue, or a question and its answer.",
+    choices=["text", "chat"],
 )
-@click.option(
-    "--seed",
-    default=0,
-    show_default=True,
-    type=click.IntRange(0),
-    help="Seed of adapter, order and split.",
-)
-@click.option(
+@option("--seed", "Seed of adapter, order and split.", default=0, least=0)
+@option(
     "--eval-split",
+    "Fraction of examples to hold out.",
     type=click.FloatRange(0, 1, min_open=True, max_open=True),
-    help="Fraction of examples to hold out.",
 )
-@click.option(
-    "--eval-file", type=click.Path(path_type=Path), help="File of examples to evaluate on."
-)
-@click.option(
+@option("--eval-file", "File of examples to evaluate on.", type=click.Path(path_type=Path))
+@option(
     "--eval-every",
-    type=click.IntRange(1),
-    help="Steps between evaluations.  [default: an epoch; always at the end]",
+    "Steps between evaluations.  [default: an epoch; always at the end]",
+    least=1,
 )
-@click.option(
-    "--save-every",
-    default=50,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Steps between checkpoints.",
-)
-@click.option(
+@option("--save-every", "Steps between checkpoints.", default=50, least=1)
+@option(
     "--keep",
+    "Checkpoints to keep: the last N and the best by held-out loss; older ones of this run are "
+    f"deleted. 0 or all: every one.  [default: {KEPT}]",
     type=Keep(),
     metavar="N|all",
-    help="Checkpoints to keep: the last N and the best by held-out loss; older ones of this run "
-    "are deleted. "
-    "0 or all: every one.  "
-    f"[default: {KEPT}]",
 )
-@click.option("--name", help="Prefix of checkpoint names.  [default: the name of the file]")
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Directory for metrics.jsonl, config.json, run.json and loss.svg.  [default: runs/NAME, "
+@option("--name", "Prefix of checkpoint names.  [default: the name of the file]")
+@option(
+    "-o --output",
+    "Directory for metrics.jsonl, config.json, run.json and loss.svg.  [default: runs/NAME, "
     "numbered]",
+    type=click.Path(file_okay=False, path_type=Path),
 )
-@click.option(
+@option(
     "--config",
+    "TOML or JSON file of options, by their long names; the command line wins.",
     type=click.Path(path_type=Path),
     is_eager=True,
     callback=_read_config,
-    help="TOML or JSON file of options, by their long names; the command line wins.",
 )
-@click.option(
+@option(
     "--resume",
+    "Resume the run in this directory from its last checkpoint.",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Resume the run in this directory from its last checkpoint.",
 )
-@click.option("--skip-bad", is_flag=True, help="Skip bad lines, instead of training nothing.")
-@click.option(
-    "--format",
-    "output_format",
-    default="text",
-    show_default=True,
-    type=click.Choice(["text", "json"]),
-    help="Format of the summary on standard output.",
-)
-@switch("--json", help="Same as --format json.")
+@option("--skip-bad", "Skip bad lines, instead of training nothing.", is_flag=True)
+@text_or_json("Format of the summary on standard output.")
 @click.pass_context
 def train(context: click.Context, /, **options: Any) -> None:
     """Fine-tune a model on the examples in DATA.jsonl, one a line.
@@ -251,11 +188,8 @@ def train(context: click.Context, /, **options: Any) -> None:
     _choose_one(context, options)
     if options["resume"] is not None:
         _take_up(context, options)
-    if (
-        options["eval_every"] is not None
-        and options["eval_split"] is None
-        and options["eval_file"] is None
-    ):
+    is_evaluated = options["eval_split"] is not None or options["eval_file"] is not None
+    if options["eval_every"] is not None and not is_evaluated:
         raise click.UsageError(
             "--eval-every has no effect without --eval-split or --eval-file", context
         )

@@ -86,7 +86,7 @@ class Loader:
             raise click.ClickException(f"{told}: nothing was trained ({advice})")
         self._note(f"{told} and left out")
         if len(bad) == lines:
-            raise click.ClickException(f"{path} has no good line: nothing was trained")
+            raise click.ClickException(f"{path} has no valid line: nothing was trained")
 
     def early_material(
         self, service: ServiceClient, model: str, tokenizer_id: str, read: Sequence[list[Example]]

@@ -9,10 +9,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress as Bar, TextColumn
 
-from tinkex.cli.plot import plot
+from tinkex.cli.charts import chart, plot
+from tinkex.cli.output import plain_console
 from tinkex.cli.progress import Display
-from tinkex.cli.svg import chart
-from tinkex.cli.terminal import plain_console
 from tinkex.cli.train_data import counted
 from tinkex.errors import TinkerError
 from tinkex.finetune import Plan, Progress, RunFolder

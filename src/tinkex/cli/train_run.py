@@ -19,9 +19,10 @@ from typing import Any
 import click
 
 from tinkex._version import __version__
+from tinkex.cli.options import Connection, seconds_of
+from tinkex.cli.output import never_fail_to_write, plain_console
 from tinkex.cli.progress import waiting
-from tinkex.cli.servers import model_of, open_service, place_of
-from tinkex.cli.terminal import plain_console
+from tinkex.cli.servers import model_of, place_of
 from tinkex.cli.train_data import Loader, Material, counted
 from tinkex.cli.train_report import Pruning, StepDisplay, show_summary, summarize
 from tinkex.client.rest import RestClient
@@ -35,6 +36,8 @@ EPOCHS = 3
 KEPT = 3
 """Checkpoints that a run keeps, besides the best one."""
 FULL = "make room where the server keeps checkpoints (`tinkex checkpoint delete`), then "
+PLANNED = ("batch_size", "seed", "learning_rate", "schedule", "warmup_steps", "save_every")
+"""Options that are fields of the plan as they are."""
 RECOVERIES = 3
 """Times a lost run is restored without a new checkpoint in between."""
 NOT_KEPT = {"resume", "config", "api_key", "output_format", "output"}
@@ -47,7 +50,7 @@ class Command:
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.options = options
         self.json = options["output_format"] == "json"
-        _never_fail_to_write()
+        never_fail_to_write()
         self.notes = plain_console(stderr=True)
         given = re.sub(r"[^A-Za-z0-9._-]+", "-", options["name"] or options["data"].stem)
         self.name = given.lstrip(".-").rstrip("-")[:100] or "run"
@@ -119,11 +122,11 @@ class Command:
         """Return a new client of the server; the one before it is closed."""
         with contextlib.suppress(TinkerError):
             self._services.close()
-        service = open_service(
-            self.options["base_url"], self.options["api_key"], self.options["timeout"], self.name
+        connection = Connection(
+            self.options["api_key"], self.options["base_url"], seconds_of(self.options["timeout"])
         )
-        self._service = self._services.enter_context(service)
-        return service
+        self._service = self._services.enter_context(connection.service(self.name))
+        return self._service
 
     def _client(self, service: ServiceClient) -> TrainingClient:
         """Return a new run, or one restored from the last checkpoint."""
@@ -148,13 +151,8 @@ class Command:
         return Plan(
             examples=examples,
             steps=options["steps"] or (options["epochs"] or EPOCHS) * per_epoch,
-            batch_size=options["batch_size"],
-            seed=options["seed"],
-            learning_rate=options["learning_rate"],
-            schedule=options["schedule"],
-            warmup_steps=options["warmup_steps"],
             eval_every=options["eval_every"] or per_epoch,
-            save_every=options["save_every"],
+            **{name: options[name] for name in PLANNED},
         )
 
     # ── the folder ────────────────────────────────────────────────────────────────────────────────
@@ -214,7 +212,7 @@ class Command:
             if RunFolder.open(place).facts.get("sampler"):
                 raise click.ClickException(f"{place} holds a finished run: give another --output")
         again = f"tinkex train --resume {shlex.quote(str(place))}"
-        raise click.ClickException(f"{place} holds a run already: go on with it by `{again}`")
+        raise click.ClickException(f"{place} already holds a run: continue it with `{again}`")
 
     def _unwritable(self, place: Path, error: OSError) -> click.ClickException:
         return click.ClickException(f"{place} cannot be written to: {error.strerror or error}")
@@ -224,18 +222,14 @@ class Command:
         if folder.facts.get("digests") != facts["digests"]:
             raise click.ClickException(
                 f"{self.options['data']} (or the --eval-file) is not what the run in {folder.path} "
-                "was started with: "
-                "it can only resume with the same examples"
+                "was started with: it can only resume with the same examples"
             )
-        if changed := [
-            name
-            for name in ("examples", "tokens", "steps")
-            if folder.facts.get(name) != facts[name]
-        ]:
+        names = ("examples", "tokens", "steps")
+        if changed := [name for name in names if folder.facts.get(name) != facts[name]]:
             raise click.ClickException(
                 f"the run in {folder.path} was started with {folder.facts.get(changed[0])} "
-                f"{changed[0]}, and now there "
-                f"are {facts[changed[0]]}: the model's tokenizer or its longest input has changed"
+                f"{changed[0]}, and now there are {facts[changed[0]]}: "
+                "the model's tokenizer or its longest input has changed"
             )
         done = folder.checkpoint[0] if folder.checkpoint else 0
         self.note(f"going on with {folder.path} after step {done} of {facts['steps']}")
@@ -361,14 +355,6 @@ def _remove_empty(directories: Sequence[Path]) -> None:
     with contextlib.suppress(OSError):
         for directory in directories:
             directory.rmdir()
-
-
-def _never_fail_to_write() -> None:
-    """Print a question mark for characters that the terminal lacks."""
-    for stream in (sys.stdout, sys.stderr):
-        reconfigure = getattr(stream, "reconfigure", None)
-        if reconfigure is not None:
-            reconfigure(errors="replace")
 
 
 @contextlib.contextmanager

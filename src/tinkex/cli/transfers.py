@@ -6,26 +6,38 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import click
 
-from tinkex.cli.options import Connection, connecting, formatted, path_argument, switch, wait
-from tinkex.cli.outcomes import CommandError, Outcome, reason_of
-from tinkex.cli.output import print_json, size
+from tinkex.cli.options import (
+    Connection,
+    option,
+    path_argument,
+    reporting,
+    switch,
+    wait,
+)
+from tinkex.cli.output import CommandError, Outcome, reason_of, size, yes_no
 from tinkex.cli.progress import Meter, Transfer, transfer
-from tinkex.cli.tied import warn_of_files, warn_of_tied
 
 if TYPE_CHECKING:
     from tinkex.client.rest import RestClient
     from tinkex.hub.downloads import Downloaded
 
+T = TypeVar("T")
+
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 NOT_PEFT = {"optimizer.safetensors", "optimizer.pt", "checkpoint_complete"}
+OUTPUT_LAYERS = {"lm_head", "unembed_tokens"}
+ADVICE = (
+    "merging it into the weights changes the embeddings as well, and what the model says. Use it "
+    "unmerged, or train with --no-train-unembed."
+)
 TARS = {".tar": "w", ".tar.gz": "w:gz", ".tgz": "w:gz"}
 
 
@@ -39,16 +51,31 @@ def fetch(
     keep_archive: bool = False,
 ) -> Downloaded:
     """Download a checkpoint with a progress bar; resume an interrupted download."""
+    from tinkex.hub.downloads import DownloadError, download_async
+
+    try:
+        return _downloading(
+            path,
+            lambda meter: download_async(
+                rest, path, directory, force, meter, resume=resume, keep_archive=keep_archive
+            ),
+        )
+    except DownloadError as error:
+        if error.reason == "exists":
+            raise CommandError(f"{error.message}: --force replaces it", error) from None
+        raise
+
+
+def _downloading(path: str, begin: Callable[[Transfer], Coroutine[Any, Any, T]]) -> T:
+    """Wait for a download with a progress bar; an interrupted one first writes what it fetched."""
     from tinkex.client.futures.api_future import start
-    from tinkex.hub.downloads import STOP_SECONDS, DownloadError, download_async
+    from tinkex.hub.downloads import STOP_SECONDS
 
     ended = threading.Event()
 
-    async def work(meter: Meter) -> Downloaded:
+    async def work(meter: Transfer) -> T:
         try:
-            return await download_async(
-                rest, path, directory, force, meter, resume=resume, keep_archive=keep_archive
-            )
+            return await begin(meter)
         finally:
             ended.set()
 
@@ -56,28 +83,20 @@ def fetch(
         try:
             return wait(start(work(meter)))
         except KeyboardInterrupt:
-            ended.wait(STOP_SECONDS)  # until what was fetched is on disk
-            raise
-        except DownloadError as error:
-            if error.reason == "exists":
-                raise CommandError(f"{error.message}: --force replaces it", error) from None
+            ended.wait(STOP_SECONDS)
             raise
 
 
 @click.command()
 @path_argument()
-@click.option(
-    "-o",
-    "--output",
+@option(
+    "-o --output",
+    "Parent directory of the new one.  [default: here]",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Parent directory of the new one.  [default: here]",
 )
 @switch("--force", help="Replace an existing directory once the new one is complete.")
-@formatted
-@connecting
-def download(
-    path: str, output: Path | None, force: bool, as_json: bool, connection: Connection
-) -> Outcome:
+@reporting
+def download(path: str, output: Path | None, force: bool, connection: Connection) -> Outcome:
     """Fetch a checkpoint's files into a directory named after it.
 
     An interrupted download keeps what it fetched; the next one of the same checkpoint resumes it.
@@ -87,11 +106,7 @@ def download(
     data = {"path": path, "destination": str(done.destination)}
     if (warning := warn_of_files(done.destination)) is not None:
         data["warning"] = warning
-    if as_json:
-        print_json(data)
-    else:
-        click.echo(f"Downloaded to {done.destination}")
-    return Outcome(data, done)
+    return Outcome(data, done, show=f"Downloaded to {done.destination}")
 
 
 # ── for other libraries ───────────────────────────────────────────────────────────────────────────
@@ -99,28 +114,21 @@ def download(
 
 @click.command(short_help="Write an adapter for PEFT and transformers.")
 @path_argument()
-@click.option(
-    "-o",
-    "--output",
+@option(
+    "-o --output",
+    "A directory, or a file that ends in .tar, .tar.gz, .tgz or .zip.",
     required=True,
     type=click.Path(path_type=Path),
-    help="A directory, or a file that ends in .tar, .tar.gz, .tgz or .zip.",
 )
-@click.option(
+@option(
     "--base-model",
+    "Base model to name in the adapter: a hub id or a directory.",
     metavar="NAME",
-    help="Base model to name in the adapter: a hub id or a directory.",
 )
 @switch("--force", help="Replace an existing file or directory.")
-@formatted
-@connecting
+@reporting
 def export(
-    path: str,
-    output: Path,
-    base_model: str | None,
-    force: bool,
-    as_json: bool,
-    connection: Connection,
+    path: str, output: Path, base_model: str | None, force: bool, connection: Connection
 ) -> Outcome:
     """Write a checkpoint's adapter for PEFT and transformers: a directory, or an archive of one.
 
@@ -129,7 +137,7 @@ def export(
     output = output.expanduser().absolute()
     pack = _packer(output)
     if os.path.lexists(output) and not force:
-        raise CommandError(f"{output} is there already: --force replaces it")
+        raise CommandError(f"{output} already exists: --force replaces it")
     # Beside the output: so that the end is a rename, and an interrupted download is found again.
     scratch = output.with_name(f".{output.name}.export")
     with _scratch(scratch), connection.rest() as rest:
@@ -139,11 +147,8 @@ def export(
         warning = warn_of_files(fetched)
         with transfer(f"Writing {output.name}") as meter:
             _replace(pack(fetched, files, scratch / "made", meter), output)
-    written = (
-        sum((output / file).stat().st_size for file in files)
-        if output.is_dir()
-        else output.stat().st_size
-    )
+    places = [output / file for file in files] if output.is_dir() else [output]
+    written = sum(place.stat().st_size for place in places)
     data = {
         "path": path,
         "destination": str(output),
@@ -153,11 +158,7 @@ def export(
     }
     if warning is not None:
         data["warning"] = warning
-    if as_json:
-        print_json(data)
-    else:
-        click.echo(f"Exported to {output} ({', '.join(files)}; {size(written)})")
-    return Outcome(data)
+    return Outcome(data, show=f"Exported to {output} ({', '.join(files)}; {size(written)})")
 
 
 @contextmanager
@@ -285,94 +286,56 @@ def _replace(made: Path, output: Path) -> None:
 
 @click.command("push-hf")
 @path_argument()
-@click.option(
-    "-r",
-    "--repo",
+@option(
+    "-r --repo repo_id",
+    "The repository.  [default: one named after the model and the run]",
     metavar="ID",
-    help="The repository.  [default: one named after the model and the run]",
 )
 @switch("--public", help="Make a new repository public.")
-@click.option("--revision", metavar="BRANCH", help="The branch; created if missing.")
-@click.option("--commit-message", metavar="TEXT", help="Message of the upload.")
+@option("--revision", "The branch; created if missing.", metavar="BRANCH")
+@option("--commit-message", "Message of the upload.", metavar="TEXT")
 @switch("--create-pr", help="Open a pull request instead.")
-@click.option(
-    "--allow-pattern",
-    "allow",
+@option(
+    "--allow-pattern allow_patterns",
+    "Only files like this. Repeatable.",
     multiple=True,
     metavar="GLOB",
-    help="Only files like this. Repeatable.",
 )
-@click.option(
-    "--ignore-pattern",
-    "ignore",
+@option(
+    "--ignore-pattern ignore_patterns",
+    "Skip files like this. Repeatable.",
     multiple=True,
     metavar="GLOB",
-    help="Skip files like this. Repeatable.",
 )
-@click.option("--hf-token", metavar="TOKEN", help="The token for the hub (better set HF_TOKEN).")
-@click.option(
-    "--model-card/--no-model-card",
+@option("--hf-token", "The token for the hub (better set HF_TOKEN).", metavar="TOKEN")
+@option(
+    "--model-card/--no-model-card add_model_card",
+    "Write a README.md if there is none.",
     default=True,
-    show_default=True,
-    help="Write a README.md if there is none.",
 )
-@formatted
-@connecting
-def push_hf(
-    path: str,
-    repo: str | None,
-    public: bool,
-    revision: str | None,
-    commit_message: str | None,
-    create_pr: bool,
-    allow: tuple[str, ...],
-    ignore: tuple[str, ...],
-    hf_token: str | None,
-    model_card: bool,
-    as_json: bool,
-    connection: Connection,
-) -> Outcome:
+@reporting
+def push_hf(path: str, connection: Connection, **options: Any) -> Outcome:
     """Push a checkpoint's adapter to the Hugging Face hub.
 
     A push that was stopped or failed keeps its download for a week, and the next one resumes it.
     Files that the hub has already are not sent again.
     """
-    from tinkex.client.futures.api_future import start
-    from tinkex.hub.downloads import STOP_SECONDS
-    from tinkex.hub.pushes import Pushed, push_checkpoint_adapter_async
+    from tinkex.hub.pushes import push_checkpoint_adapter_async
 
-    ended = threading.Event()
-
-    async def work(meter: Transfer) -> Pushed:
-        try:
-            return await push_checkpoint_adapter_async(
+    for name in ("allow_patterns", "ignore_patterns"):
+        options[name] = list(options[name]) or None
+    with connection.rest() as rest:
+        pushed = _downloading(
+            path,
+            lambda meter: push_checkpoint_adapter_async(
                 rest,
                 path,
-                repo_id=repo,
-                revision=revision,
-                public=public,
-                commit_message=commit_message,
-                create_pr=create_pr,
-                allow_patterns=list(allow) or None,
-                ignore_patterns=list(ignore) or None,
-                hf_token=hf_token,
-                add_model_card=model_card,
+                **options,
                 progress=meter,
                 uploading=lambda: meter.end(f"Uploading {path}"),
                 cache_dir=push_cache(),
-            )
-        finally:
-            ended.set()
-
-    with (
-        connection.rest() as rest,
-        transfer(f"Downloading {path.rpartition('/')[2][:30]}") as meter,
-    ):
-        try:
-            pushed = wait(start(work(meter)))
-        except KeyboardInterrupt:
-            ended.wait(STOP_SECONDS)  # until what was fetched is on disk
-            raise
+            ),
+        )
     data = {
         "command": "checkpoint push-hf",
         "action": "push_hf",
@@ -385,13 +348,12 @@ def push_hf(
         warning := warn_of_tied(pushed.config, pushed.config["base_model_name_or_path"])
     ) is not None:
         data["warning"] = warning
-    if as_json:
-        print_json(data)
-    else:
-        click.echo(f"Uploaded {path} to {pushed.repo_id}")
-        click.echo(f"Revision: {pushed.revision}")
-        click.echo(f"Public: {'Yes' if pushed.public else 'No'}")
-    return Outcome(data, pushed)
+    lines = (
+        f"Uploaded {path} to {pushed.repo_id}",
+        f"Revision: {pushed.revision}",
+        f"Public: {yes_no(pushed.public)}",
+    )
+    return Outcome(data, pushed, show="\n".join(lines))
 
 
 def push_cache() -> Path:
@@ -406,18 +368,17 @@ def push_cache() -> Path:
 
 @click.command("import", short_help="Make a training checkpoint of a PEFT adapter.")
 @click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option(
+@option(
     "--base-model",
-    metavar="NAME[=DIR]",
-    help="Base model of the adapter, by the server's name: a bundled name, a hub id, or "
-    "NAME=DIR.  "
+    "Base model of the adapter, by the server's name: a bundled name, a hub id, or NAME=DIR.  "
     "[default: the one that the adapter names]",
+    metavar="NAME[=DIR]",
 )
-@click.option("--name", default="imported", show_default=True, help="Name of the checkpoint.")
-@click.option(
+@option("--name", "Name of the checkpoint.", default="imported")
+@option(
     "--data-dir",
+    "The server's data directory; the server may run meanwhile. [default: TINKEX_DATA_DIR]",
     type=click.Path(path_type=Path),
-    help="The server's data directory; the server may run meanwhile. [default: TINKEX_DATA_DIR]",
 )
 def import_(directory: Path, base_model: str | None, name: str, data_dir: Path | None) -> Outcome:
     """Make a training checkpoint of a PEFT adapter in DIRECTORY, and print its path.
@@ -457,3 +418,77 @@ def import_(directory: Path, base_model: str | None, name: str, data_dir: Path |
         raise CommandError(reason_of(error), error) from None
     click.echo(saved.tinker_path)
     return Outcome({"tinker_path": saved.tinker_path})
+
+
+# ── adapters of tied output layers ────────────────────────────────────────────────────────────────
+
+
+def warn_of_files(directory: Path) -> str | None:
+    """Warn as `warn_of_tied` does, if the files are an adapter's."""
+    settings = _object_in(directory / CONFIG)
+    if settings is None:
+        return None
+    return warn_of_tied(settings, str(settings.get("base_model_name_or_path") or ""))
+
+
+def warn_of_tied(settings: Mapping[str, Any], base_model: str) -> str | None:
+    """Warn if an adapter changes an output layer that is, or may be, tied; return the warning."""
+    targets = settings.get("target_modules")
+    if not isinstance(targets, list) or not OUTPUT_LAYERS & {
+        str(target).rpartition(".")[2] for target in targets
+    }:
+        return None
+    tied = is_tied(base_model)
+    if tied is False:
+        return None
+    told = "the adapter changes the output layer"
+    if tied:
+        told += f", which {base_model} ties to its embeddings: {ADVICE}"
+    else:
+        told += (
+            ". If the base model ties that to its embeddings (tie_word_embeddings in config.json), "
+            f"{ADVICE}"
+        )
+    click.echo(f"Warning: {told}", err=True)
+    return told
+
+
+def is_tied(base_model: str) -> bool | None:
+    """Return True if a base model ties its output layer to its embeddings, None if unknown."""
+    from tinkex.engine.families.family import families
+
+    found = _config(base_model)
+    if found is None:
+        return None
+    if (said := found.get("tie_word_embeddings")) is not None:
+        return bool(said)
+    arch = str(found.get("model_type"))
+    if arch in families():
+        return families()[arch].tied
+    return True if "gemma" in arch else None  # those with images, too
+
+
+def _config(base_model: str) -> dict[str, Any] | None:
+    """Return the configuration of a base model on this machine."""
+    if not base_model:
+        return None
+    from tinkex.tokenizers import BUNDLED
+
+    places = [BUNDLED.get(base_model, Path(base_model)) / "config.json"]
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(base_model, "config.json")
+        places += [Path(cached)] if isinstance(cached, str) else []
+    except (ImportError, ValueError):  # a name that no repository of the hub can have
+        pass
+    return next((found for place in places if (found := _object_in(place)) is not None), None)
+
+
+def _object_in(file: Path) -> dict[str, Any] | None:
+    """Return the JSON object of a file, or None."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None

@@ -11,8 +11,7 @@ import click
 
 from tinkex._version import __version__
 from tinkex.cli.options import formatted, switch
-from tinkex.cli.outcomes import Outcome
-from tinkex.cli.output import Column, print_json, print_table
+from tinkex.cli.output import Column, Outcome, print_table
 
 GIT_SECONDS = 5
 OF_TESTS = {"test", "lint", "docs"}
@@ -76,16 +75,16 @@ def installed(name: str) -> str | None:
 @click.command()
 @switch("--deps", help="List the packages it works with, and their installed versions.")
 @formatted
-def version(deps: bool, as_json: bool) -> Outcome:
+def version(deps: bool) -> Outcome:
     """Show the version."""
     data: dict[str, object] = {"version": __version__, "commit": commit()}
     if deps:
         data["dependencies"] = dependencies()
-    if as_json:
-        print_json(data)
-        return Outcome(data)
-    click.echo(describe())
-    if deps:
-        rows = [(name, found or "not installed") for name, found in dependencies().items()]
-        print_table("Packages", [Column("Package"), Column("Version")], rows)
-    return Outcome(data)
+
+    def show() -> None:
+        click.echo(describe())
+        if deps:
+            rows = [(name, found or "not installed") for name, found in dependencies().items()]
+            print_table("Packages", [Column("Package"), Column("Version")], rows)
+
+    return Outcome(data, show=show)

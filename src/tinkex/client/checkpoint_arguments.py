@@ -1,11 +1,12 @@
-"""Arguments about runs and checkpoints, checked before anything is sent."""
+"""Arguments that several clients take, checked before anything is sent."""
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 from tinkex.types.checkpoints import SCHEME, ParsedCheckpointTinkerPath
 
+T = TypeVar("T")
 AccessScope: TypeAlias = Literal["owned", "accessible"]
 
 
@@ -31,11 +32,16 @@ def checkpoint_parts(run_or_path: str, checkpoint_id: str | None = None) -> dict
 
 def scope_query(scope: str | None) -> dict[str, object]:
     """Return the query of an access scope; raise if there is no such scope."""
-    if scope is not None and scope not in get_args(AccessScope):
-        raise ValueError(
-            f"access_scope is {scope!r}; expected one of {', '.join(get_args(AccessScope))}"
-        )
+    if scope is not None:
+        checked_choice("access_scope", scope, AccessScope)
     return {"access_scope": scope}
+
+
+def checked_choice(name: str, value: T, choices: Any) -> T:
+    """Return a value; raise if it is none of those of a Literal type."""
+    if value not in get_args(choices):
+        raise ValueError(f"{name} is {value!r}; expected one of {', '.join(get_args(choices))}")
+    return value
 
 
 def checked_ttl(seconds: int | None) -> int | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from tinkex.client.futures.api_future import Future
-from tinkex.client.http.legacy_servers import Receipt
+from tinkex.client.futures.result_polling import Receipt
 from tinkex.client.outbox import Fetch, Outbox
 from tinkex.client.training_parts.call_arguments import (
     checked_config,
@@ -60,15 +61,7 @@ class Receipts:
     def forward_backward(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossFnConfig | None = None
     ) -> Future[list[UntypedAPIFuture]]:
-        """Submit a pass and return its receipts, one per chunk.
-
-        Args:
-            data: The examples.
-            loss_fn: The name of a loss.
-            loss_fn_config: Settings of that loss.
-
-        Returns:
-            A future of the receipts.
+        """Submit a pass and return its receipts, one per chunk; see `forward`.
 
         Example:
             >>> [receipt] = client.receipts.forward_backward(data, "cross_entropy").result()
@@ -98,11 +91,7 @@ class Receipts:
 
         async def turn(outbox: Outbox, place: int) -> Fetch[UntypedAPIFuture]:
             receipt = await outbox.send(protocol.OPTIM_STEP, request)
-
-            async def fetch() -> UntypedAPIFuture:
-                return _public(receipt)
-
-            return fetch
+            return functools.partial(_public, receipt)
 
         return self._outbox.put("optim_step", turn)
 
@@ -121,7 +110,7 @@ class Receipts:
             receipts = await outbox.send_pass(chunks, loss_fn, settings, forward_only)
 
             async def fetch() -> list[UntypedAPIFuture]:
-                return [_public(receipt) for receipt in receipts]
+                return [await _public(receipt) for receipt in receipts]
 
             return fetch
 
@@ -160,7 +149,7 @@ class Receipts:
         return self._retrieve(op, request_id, options)
 
 
-def _public(receipt: Receipt) -> UntypedAPIFuture:
+async def _public(receipt: Receipt) -> UntypedAPIFuture:
     """Return a receipt as programs see it.
 
     Raises:

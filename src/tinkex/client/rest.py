@@ -6,14 +6,11 @@ Neither opens a session. Every method starts at once and returns a future: `awai
 
 from __future__ import annotations
 
-from tinkex.client.class_parts import made_of
-from tinkex.client.rest_parts.rest_accounts import RestAccounts
+from tinkex.client.rest_parts.rest_accounts import RestAccounts, RestUsage
 from tinkex.client.rest_parts.rest_base import RestBase
 from tinkex.client.rest_parts.rest_checkpoints import RestCheckpoints
-from tinkex.client.rest_parts.rest_experimental import RestExperimental
-from tinkex.client.rest_parts.rest_runs import RestRuns
-from tinkex.client.rest_parts.rest_sessions import RestSessions
-from tinkex.client.rest_parts.rest_usage import RestUsage
+from tinkex.client.rest_parts.rest_runs import RestExperimental, RestRuns, RestSessions
+from tinkex.client.session_client import made_of
 
 
 @made_of(RestBase, RestRuns, RestCheckpoints, RestSessions, RestAccounts, RestExperimental)

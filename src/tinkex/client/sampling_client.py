@@ -7,40 +7,54 @@ import binascii
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, get_args
+import logging
+import warnings
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
-from tinkex.client.class_parts import made_of
 from tinkex.client.futures.api_future import AwaitableConcurrentFuture, Future
+from tinkex.client.futures.backcompat import (
+    ADVICE,
+    BackcompatClientFuture,
+    SampleFuture,
+    forwarding,
+)
 from tinkex.client.futures.queue_states import Observer
-from tinkex.client.futures.sample_future import SampleFuture
-from tinkex.client.futures.twins import value_twin
-from tinkex.client.http.retry import RetryConfig
-from tinkex.client.sampling_parts.sample_calls import SampleCalls
-from tinkex.client.sampling_parts.sample_stream_calls import SampleStreams
-from tinkex.client.sampling_parts.sampled_model import SampledModel, base_model_of
+from tinkex.client.futures.result_polling import failure_of
+from tinkex.client.futures.streams import SampleStream, StreamTexts, chunks_of
+from tinkex.client.futures.twins import twin, value_twin
+from tinkex.client.http.request_headers import name_requests
+from tinkex.client.http.retry import RetryConfig, persist
+from tinkex.client.sampling_parts.sample_calls import Notice, SampleCalls, base_model_of
 from tinkex.client.session import Session, shadow_of
-from tinkex.client.session_client import SessionClient
+from tinkex.client.session_client import SessionClient, made_of
 from tinkex.client.settings.config import Config
-from tinkex.errors import NotFoundError
+from tinkex.errors import (
+    APIConnectionError,
+    APIResponseValidationError,
+    APIStatusError,
+    NotFoundError,
+    TinkerError,
+)
 from tinkex.types.checkpoints import SCHEME
 from tinkex.types.inputs import ModelInput
 from tinkex.types.record import to_json
 from tinkex.types.sampled import SampleResponse
-from tinkex.types.sampling import (
-    CreateSamplingSessionRequest,
-    CreateSamplingSessionResponse,
-    SamplingParams,
-)
-from tinkex.types.saves import SamplingClientKind
+from tinkex.types.sampling import SampleRequest, SampleStreamChunk, SamplingParams
+from tinkex.types.sessions import CreateSamplingSessionRequest, CreateSamplingSessionResponse
 from tinkex.types.tensors import TensorData
-from tinkex.wire import protocol
+from tinkex.wire import protocol, sse
+
+logger = logging.getLogger("tinkex")
+
+NO_STREAMS = frozenset({404, 405, 501})
+"""Status codes of servers that cannot stream."""
 
 S = TypeVar("S", bound="SamplingClient")
 
 
-@made_of(SessionClient, SampleCalls, SampledModel, SampleStreams)
-class SamplingClient(SampleStreams):
+@made_of(SessionClient, SampleCalls)
+class SamplingClient(SampleCalls):
     """Samples from fixed weights; later training of the same run does not change them.
 
     In the examples `sampler` is one; `help(tinkex)` shows how the others, such as `prompt`, are
@@ -83,17 +97,16 @@ class SamplingClient(SampleStreams):
             >>> SamplingClient.create(service.holder, base_model="tinkex/tiny").result()
             SamplingClient('...:sample:0')
         """
-
-        async def opening() -> SamplingClient:
-            return await open_sampling_client(
-                holder,
-                base_model=base_model,
-                model_path=model_path,
-                sampling_session_id=sampling_session_id,
-                retry_config=retry_config,
-                record_stability_info=record_stability_info,
-            )
-
+        opening = functools.partial(
+            open_sampler,
+            holder,
+            SamplingClient,
+            base_model=base_model,
+            model_path=model_path,
+            sampling_session_id=sampling_session_id,
+            retry_config=retry_config,
+            record_stability_info=record_stability_info,
+        )
         return AwaitableConcurrentFuture(holder.create(opening))
 
     def sample(
@@ -151,7 +164,7 @@ class SamplingClient(SampleStreams):
             prompt,
             num_samples,
             sampling_params,
-            prompt_logprobs=include_prompt_logprobs,
+            include_prompt_logprobs,
             topk_prompt_logprobs=topk_prompt_logprobs,
             topk_sample_logprobs=topk_sample_logprobs,
             target_prompt_logprobs=target_prompt_logprobs,
@@ -192,7 +205,7 @@ class SamplingClient(SampleStreams):
             prompt,
             1,
             SamplingParams(max_tokens=1),
-            prompt_logprobs=True,
+            True,
             prompt_logprobs_last_n=prompt_logprobs_last_n,
         )
 
@@ -204,6 +217,101 @@ class SamplingClient(SampleStreams):
         return self._session.call(score, kind=SampleFuture)
 
     compute_logprobs_async = value_twin(compute_logprobs)
+
+    def sample_stream(
+        self,
+        prompt: ModelInput,
+        sampling_params: SamplingParams,
+        num_samples: int = 1,
+        *,
+        timeout: float | None = None,
+    ) -> SampleStream:
+        """Draw samples, and return each token when it is drawn.
+
+        Args:
+            prompt: The text to continue, as tokens.
+            sampling_params: Temperature, stop and the other settings.
+            num_samples: The number of samples; the `index` of a chunk tells its sample.
+            timeout: Seconds of silence after which the stream fails; the configured timeout by
+                default.
+
+        Returns:
+            A stream to iterate over with `for` or `async for`. Servers that cannot stream return
+            all tokens at the end.
+
+        Example:
+            >>> for chunk in sampler.sample_stream(
+            ...     prompt, SamplingParams(max_tokens=2, temperature=0)
+            ... ):
+            ...     print(chunk.text, end="", flush=True)
+            46
+        """
+        request = self._request(prompt, num_samples, sampling_params)
+        stream: SampleStream = SampleStream()
+        stream.begin(self._session.call(self._stream, stream, request, timeout))
+        return stream
+
+    sample_stream_async = twin(sample_stream, is_ours=True)
+
+    async def _stream(
+        self, stream: SampleStream, request: SampleRequest, timeout: float | None
+    ) -> None:
+        if self._streams:
+            size = request.prompt.estimated_bytes
+            numbered = request.model_copy(update={"seq_id": await self._number()})
+
+            async def read() -> None:
+                await self._session.gate.backoff.wait()
+                await self._read_stream(stream, numbered, timeout)
+
+            try:
+                await persist(read, self._repeating(size, Notice(self, None)))
+                return
+            except APIStatusError as error:
+                if error.status_code not in NO_STREAMS or "sampling session" in str(error.body):
+                    raise
+            self._streams = False
+            logger.info(
+                "%s does not stream: the tokens of a sample come all at once",
+                self._session.transport.place,
+            )
+        texts = self._texts()
+        for chunk in chunks_of(await self._sample(request, timeout)):
+            stream.put(texts.add(chunk))
+
+    def _texts(self) -> StreamTexts:
+        return StreamTexts(self.get_tokenizer)
+
+    async def _read_stream(
+        self, stream: SampleStream, request: SampleRequest, timeout: float | None
+    ) -> None:
+        transport, op = self._session.transport, protocol.STREAM_SAMPLE
+        open_samples, texts = request.num_samples, self._texts()
+        try:
+            async with transport.stream(op, request, timeout=timeout) as reply:
+                async for event in sse.events(reply.chunks):
+                    told = event.json()
+                    if not isinstance(told, dict):
+                        continue  # the closing event, or an unknown one
+                    if event.event == "error" or told.get("error") is not None:
+                        raise failure_of(transport, op, told, request.sampling_session_id or "")
+                    chunk = SampleStreamChunk.from_map(told)
+                    open_samples -= chunk.is_done
+                    stream.put(texts.add(chunk))
+        except APIConnectionError:
+            if open_samples > 0:
+                raise  # else only the closing event is missing
+        except (OverflowError, ValueError) as error:
+            if isinstance(error, TinkerError):
+                raise
+            raise APIResponseValidationError(
+                f"{op.title} at {transport.place}: an event is malformed: {error}"
+            ) from error
+        if open_samples > 0:
+            raise APIConnectionError(
+                f"{op.title} at {transport.place}: the stream ended before {open_samples} of its "
+                "samples did"
+            )
 
     def get_sampler_handle(self) -> str:
         """Return a text from which another process can make this client.
@@ -282,57 +390,26 @@ def _unpickled(
     return client
 
 
-def checked_kind(kind: SamplingClientKind) -> SamplingClientKind:
-    """Return the kind of a sampler; raise if there is no such kind."""
-    if kind not in get_args(SamplingClientKind):
-        raise ValueError(
-            f"kind is {kind!r}; expected one of {', '.join(get_args(SamplingClientKind))}"
-        )
-    return kind
-
-
-async def open_sampling_client(
-    session: Session,
-    *,
-    retry_config: RetryConfig | None = None,
-    record_stability_info: bool = False,
-    **source: str | None,
-) -> SamplingClient:
-    """Open a sampler of a base model, a checkpoint or an existing sampling session.
-
-    Args:
-        session: The session to sample in.
-        retry_config: How samples are retried.
-        record_stability_info: Ask the server to keep what `stable_reinforce` needs.
-        source: The weights to sample from; see `open_sampler`.
-
-    Returns:
-        The sampler.
-    """
-    make = functools.partial(
-        SamplingClient, retry_config=retry_config, record_stability_info=record_stability_info
-    )
-    return await open_sampler(session, make, **source)
-
-
 async def open_sampler(
     session: Session,
-    make: Callable[..., S],
+    kind: type[S],
     *,
     base_model: str | None = None,
     model_path: str | None = None,
     sampling_session_id: str | None = None,
     known_model: str | None = None,
+    **options: Any,
 ) -> S:
-    """Open a sampler.
+    """Open a sampler of a base model, a checkpoint or an existing sampling session.
 
     Args:
         session: The session to sample in.
-        make: Makes the client.
+        kind: The class of the client.
         base_model: The name of a base model.
         model_path: A `tinker://…/sampler_weights/…` path.
         sampling_session_id: An existing sampling session.
         known_model: The base model of the weights. It is not sent; without it the server is asked.
+        options: Further arguments of the client.
 
     Returns:
         The sampler.
@@ -359,4 +436,30 @@ async def open_sampler(
     if model is None:
         with contextlib.suppress(NotFoundError):  # older servers have no such endpoint
             model = await base_model_of(session, sampling_session_id)
-    return make(session, sampling_session_id=sampling_session_id, base_model=model)
+    return kind(session, sampling_session_id=sampling_session_id, base_model=model, **options)
+
+
+@name_requests
+@forwarding(SamplingClient)
+class BackcompatSamplingClientFuture(BackcompatClientFuture[SamplingClient], SamplingClient):
+    """The future of a SamplingClient: `await` it, or call `.result()`.
+
+    It can still be used as if it were the client, with a warning. A pickle of it is one of the
+    client.
+
+    Example:
+        >>> service.create_sampling_client(base_model="tinkex/tiny").result()
+        SamplingClient('...:sample:0')
+    """
+
+    def __reduce__(self) -> Any:
+        message = f"DEPRECATED: pickling a {type(self).__name__} will be removed: {ADVICE}"
+        warnings.warn(message, FutureWarning, stacklevel=2)
+        return self.result().__reduce__()
+
+
+def open_later(session: Session, **options: Any) -> BackcompatSamplingClientFuture:
+    """Begin to open a sampler; `options` are those of `open_sampler`."""
+    return BackcompatSamplingClientFuture(
+        session.create(functools.partial(open_sampler, session, SamplingClient, **options))
+    )

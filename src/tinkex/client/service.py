@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeAlias
 
-from tinkex.client.class_parts import made_of
 from tinkex.client.futures.api_future import (
     APIFuture,
     AwaitableConcurrentFuture,
@@ -16,19 +15,19 @@ from tinkex.client.futures.api_future import (
     outcome_of,
     start,
 )
-from tinkex.client.futures.sampling_future import BackcompatSamplingClientFuture, open_later
 from tinkex.client.futures.twins import deprecated, value_twin
 from tinkex.client.http.limits import BreakerState
 from tinkex.client.http.retry import RetryConfig
 from tinkex.client.losses import loss_graphs
 from tinkex.client.losses.loss_graphs import LossHandle, PerDatumLossFn
+from tinkex.client.sampling_client import BackcompatSamplingClientFuture, open_later
 from tinkex.client.service_parts.training_starts import TrainingStarts
 from tinkex.client.session import Session
-from tinkex.client.session_client import SessionClient
+from tinkex.client.session_client import SessionClient, made_of
 from tinkex.client.settings.config import Config
 from tinkex.types.checkpoints import CONSOLE
-from tinkex.types.custom_losses import CreateCustomLossResponse
-from tinkex.types.sessions import ClientSessionFinishReasonType, GetServerCapabilitiesResponse
+from tinkex.types.server_facts import GetServerCapabilitiesResponse
+from tinkex.types.sessions import ClientSessionFinishReasonType, CreateCustomLossResponse
 from tinkex.wire import protocol
 
 if TYPE_CHECKING:
@@ -166,7 +165,7 @@ class ServiceClient(TrainingStarts):
                 raise
             return replace(named, loss_id=created.loss_id)
 
-        return self._session.start(creating())
+        return self._session.call(creating)
 
     def create_sampling_client(
         self,
@@ -221,11 +220,8 @@ class ServiceClient(TrainingStarts):
 
         return RestClient(self._session)
 
-    async def _capabilities(self) -> GetServerCapabilitiesResponse:
-        answer: GetServerCapabilitiesResponse = await self._session.transport.call(
-            protocol.GET_SERVER_CAPABILITIES
-        )
-        return answer
+    def _capabilities(self) -> Future[GetServerCapabilitiesResponse]:
+        return self._session.call(self._session.transport.call, protocol.GET_SERVER_CAPABILITIES)
 
     @deprecated("call RestClient().get_server_capabilities()")
     def get_server_capabilities(self) -> GetServerCapabilitiesResponse:
@@ -237,12 +233,12 @@ class ServiceClient(TrainingStarts):
             >>> [model.model_name for model in service.get_server_capabilities().supported_models]
             ['tinkex/tiny']
         """
-        return self._session.start(self._capabilities()).result()
+        return self._capabilities().result()
 
     @deprecated("await RestClient().get_server_capabilities()")
     async def get_server_capabilities_async(self) -> GetServerCapabilitiesResponse:
         """Like `get_server_capabilities`."""
-        return await self._session.start(self._capabilities())
+        return await self._capabilities()
 
     def copy_weights(
         self, path: str, *, ttl_seconds: int | None = None, weights_access_token: str | None = None
@@ -256,7 +252,7 @@ class ServiceClient(TrainingStarts):
                 another account.
 
         Returns:
-            A future of the copy's path.
+            A future of the path of the copy.
 
         Raises:
             ValueError: This client has no project.

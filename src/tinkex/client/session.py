@@ -15,28 +15,24 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from tinkex import telemetry
 from tinkex.client.futures.api_future import Future, start
 from tinkex.client.futures.batch_polling import BatchPoller
 from tinkex.client.futures.loop_thread import runtime
 from tinkex.client.futures.queue_states import QueueStateLogger, QueueStateTracker
-from tinkex.client.futures.result_polling import QueueNotice, retrieve
-from tinkex.client.http.addresses import origin_of
-from tinkex.client.http.legacy_servers import Receipt
+from tinkex.client.futures.result_polling import retrieve
+from tinkex.client.http.exchange import origin_of
 from tinkex.client.http.limits import DispatchGate, shared_gate, shared_response_budget
-from tinkex.client.http.request_names import forget_caller
+from tinkex.client.http.request_headers import forget_caller
 from tinkex.client.http.transport import Transport
+from tinkex.client.outbox import Submissions
 from tinkex.client.settings.config import Config
-from tinkex.client.submissions import Submissions
 from tinkex.errors import GoneError, NotFoundError, TinkerError
-from tinkex.telemetry import Reporter
 from tinkex.types.future_requests import CancelFutureRequest
+from tinkex.types.server_facts import ClientConfigRequest, ClientDynamicConfigResponse
 from tinkex.types.sessions import (
-    ClientConfigRequest,
-    ClientDynamicConfigResponse,
     ClientSessionFinishReasonType,
     CreateSessionRequest,
     CreateSessionResponse,
@@ -46,6 +42,9 @@ from tinkex.types.sessions import (
 )
 from tinkex.wire import protocol
 from tinkex.wire.protocol import PROTOCOL_VERSION, Operation
+
+if TYPE_CHECKING:
+    from tinkex.telemetry import Reporter
 
 T = TypeVar("T")
 logger = logging.getLogger("tinkex")
@@ -75,14 +74,13 @@ class Session(Submissions):
     def __init__(
         self, config: Config, *, display_name: str | None = None, session_id: str = ""
     ) -> None:
-        self.config = config
         super().__init__(Transport(config))
+        self.config = config
         self.client_config_is_missing = False
         """True if the server is too old to give a client configuration."""
         self.dynamic_config = ClientDynamicConfigResponse()
         self.session_id = session_id
         self.is_shadow = bool(session_id)
-        self.closed = False
         self.model_seq_ids = itertools.count()
         self.sampling_session_seq_ids = itertools.count()
         self.custom_loss_seq_ids = itertools.count()
@@ -95,13 +93,11 @@ class Session(Submissions):
         self._is_open = False
         self._gate: DispatchGate | None = None
         self._cancels: asyncio.Semaphore | None = None
-        self.telemetry: Reporter | None = None
         # for the finalizer, which must not refer to the session
         self._reporters: list[Reporter] = []
         self.pollers: weakref.WeakSet[BatchPoller] = weakref.WeakSet()
         """The batched polls of this session's samplers; each is flushed before the connections are
         closed."""
-        self._pending: set[Future[Any]] = set()
         self._finishing: asyncio.Future[None] | None = None
         self._releasing: asyncio.Task[None] | None = None
         self._renewing = asyncio.Lock()
@@ -111,20 +107,13 @@ class Session(Submissions):
             self, _close_transport, self.transport, self._reporters, self.pollers
         ).atexit = False
 
-    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine once the session is open; it fails if opening fails."""
-        if self.closed:
-            coroutine.close()
-            raise RuntimeError("ServiceClient is closed")
-        return start(self._after_open(coroutine))
-
     def call(
         self,
         function: Callable[..., Coroutine[Any, Any, T]],
         *args: Any,
         kind: type[Future[T]] | None = None,
     ) -> Future[T]:
-        """Like `start`, but make the coroutine only when it runs."""
+        """Run a function's coroutine once the session is open; it fails if opening fails."""
         if self.closed:
             raise RuntimeError("ServiceClient is closed")
         return start(self._call(function, args), kind)
@@ -143,26 +132,7 @@ class Session(Submissions):
         try:
             return await function(*args)
         except Exception as error:
-            telemetry.log_exception(self.telemetry, error)
-            raise
-
-    async def _after_open(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        try:
-            await self.opened()
-        except BaseException:
-            coroutine.close()
-            raise
-        with self.reporting():
-            return await coroutine
-        raise AssertionError("unreachable")
-
-    @contextlib.contextmanager
-    def reporting(self) -> Iterator[None]:
-        """Report the failure of the call inside to telemetry; this does not wait."""
-        try:
-            yield
-        except Exception as error:
-            telemetry.log_exception(self.telemetry, error)
+            self.report(error)
             raise
 
     async def opened(self) -> None:
@@ -182,12 +152,14 @@ class Session(Submissions):
         await self._configure()
         if not self.is_shadow:
             await self._create()
-            self._report()
+            self._start_telemetry()
         runtime().task(_heartbeat(weakref.ref(self), self.session_id))
         runtime().task(_keep_informed(weakref.ref(self)))
         self._is_open = True
 
-    def _report(self) -> None:
+    def _start_telemetry(self) -> None:
+        from tinkex import telemetry  # not needed before a session is open
+
         send, wanted = telemetry.sender(self.transport), telemetry.goes_by_itself(self.config)
         self.telemetry = telemetry.init(
             self.session_id, self.config, send, enabled=wanted, owner=self
@@ -294,24 +266,10 @@ class Session(Submissions):
             metadata={"session_id": self.session_id, "model_id": name}, listener=listener
         )
         try:
-            return await self.result(await self.submit(op, request), notice=tracker.heard)
+            receipt = await self.submit(op, request)
+            return await retrieve(self.transport, receipt, notice=tracker.heard)
         finally:
             tracker.ended()
-
-    async def result(
-        self, receipt: Receipt, *, timeout: float | None = None, notice: QueueNotice | None = None
-    ) -> Any:
-        """Wait for the result of a receipt."""
-        if receipt.request_id is None:
-            return receipt.result
-        return await retrieve(
-            self.transport,
-            receipt.op,
-            receipt.request_id,
-            receipt.submitted,
-            timeout=timeout,
-            notice=notice,
-        )
 
     async def cancel_future(self, request_id: str) -> None:
         """Tell the server that a result is no longer needed; failures are ignored."""
@@ -326,15 +284,10 @@ class Session(Submissions):
                     protocol.CANCEL_FUTURE, request, timeout=30, patience=CANCEL_PATIENCE
                 )
 
-    def track(self, future: Future[Any]) -> None:
-        """Remember a call until it has ended, so that closing can wait for it."""
-        self._pending.add(future)
-        future.add_done_callback(self._pending.discard)
-
     async def _settle(self, reason: ClientSessionFinishReasonType) -> None:
         """Wait for open calls, or log how many are dropped if the session ends badly."""
         # a session that is not open executes nothing
-        pending = list(self._pending) if self._is_open else []
+        pending = list(self.pending) if self._is_open else []
         if pending and reason == "success":
             logger.info("closing: waiting for %d calls under way", len(pending))
             await asyncio.gather(*pending, return_exceptions=True)
@@ -394,14 +347,11 @@ def shadow_of(config: Config, session_id: str) -> Session:
 def _close_transport(
     transport: Transport, reporters: list[Reporter], pollers: weakref.WeakSet[BatchPoller]
 ) -> None:
-    runtime().release(_drop(transport, reporters, pollers))
+    async def close() -> None:
+        await _flush(pollers)
+        await _let_go(transport, reporters)
 
-
-async def _drop(
-    transport: Transport, reporters: list[Reporter], pollers: weakref.WeakSet[BatchPoller]
-) -> None:
-    await _flush(pollers)
-    await _let_go(transport, reporters)
+    runtime().release(close())
 
 
 async def _flush(pollers: weakref.WeakSet[BatchPoller]) -> None:

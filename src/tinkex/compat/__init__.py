@@ -80,12 +80,8 @@ class _Finder(MetaPathFinder, Loader):
         name = module.__name__
         if name in ("tinker", "tinker._version"):
             module.__dict__["__title__"] = "tinker"
-        offered = (
-            (*TOP, "auth", "types", "__title__", "__version__")
-            if name == "tinker"
-            else MODULES[name]
-        )
-        module.__dict__["__all__"] = sorted(offered)
+        own = {*TOP, "auth", "types", "__title__", "__version__"}
+        module.__dict__["__all__"] = sorted(own if name == "tinker" else MODULES[name])
 
     def find_distributions(
         self, context: DistributionFinder.Context | None = None

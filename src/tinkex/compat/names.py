@@ -8,63 +8,70 @@ programs use. There are no others.
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
+from tinkex._lazy import NAME, homes_of
+
+PACKAGE = Path(__file__).parents[1]
 CLIENTS = ("AdminClient", "RestClient", "SamplingClient", "ServiceClient", "TrainingClient")
 CLIENT_FUTURES = ("BackcompatSamplingClientFuture", "BackcompatTrainingClientFuture")
 LOSSES = ("LossHandle", "PerDatumLossFn")
-ERRORS = (
-    "APIConnectionError",
-    "APIError",
-    "APIResponseValidationError",
-    "APIStatusError",
-    "APITimeoutError",
-    "AuthenticationError",
-    "BadRequestError",
-    "BillingError",
-    "ConflictError",
-    "InternalServerError",
-    "NotFoundError",
-    "PermissionDeniedError",
-    "RateLimitError",
-    "RequestFailedError",
-    "TinkerError",
-    "UnprocessableEntityError",
-)
-TOP_TYPES = (
-    "AdamOptimizerConfig",
-    "AdamParams",
-    "Checkpoint",
-    "CheckpointType",
-    "Datum",
-    "DimuonOptimizerConfig",
-    "DimuonParams",
-    "DmelChunk",
-    "EncodedTextChunk",
-    "ForwardBackwardOutput",
-    "LoraConfig",
-    "ModelID",
-    "ModelInput",
-    "ModelInputChunk",
-    "OptimParams",
-    "OptimStepRequest",
-    "OptimStepResponse",
-    "ParsedCheckpointTinkerPath",
-    "PromptProvenanceSpan",
-    "SampleRequest",
-    "SampleResponse",
-    "SampledProvenanceSpan",
-    "SampledSequence",
-    "SamplingParams",
-    "StopReason",
-    "TensorData",
-    "TensorDtype",
-    "TrainingRun",
+OURS = {
+    "ApiKeyResponse",
+    "AssignSessionProjectRequest",
+    "AuditEventType",
+    "BaseLoss",
+    "CancelFutureRequest",
+    "CheckpointArchiveUrlResponse",
+    "CheckpointSearchCursor",
+    "CheckpointSearchRequest",
+    "CheckpointSearchResponse",
+    "ConfigurationError",
+    "CustomLossOutput",
+    "DropGradientsRequest",
+    "DropGradientsResponse",
+    "Empty",
+    "ExternalWeightsUploadFinishRequest",
+    "ExternalWeightsUploadFinishResponse",
+    "ExternalWeightsUploadFinishResult",
+    "ExternalWeightsUploadStartRequest",
+    "ExternalWeightsUploadStartResponse",
+    "ExternalWeightsUploadStartResult",
+    "FinishReason",
+    "FinishSessionRequest",
+    "GoneError",
+    "LossFnConfig",
+    "QueueState",
+    "RegularizerOutput",
+    "RegularizerSpec",
+    "SampleStreamChunk",
+    "SessionTraceExportResponse",
+    "SetCheckpointTtlRequest",
+    "UntypedAPIFuture",
+    "WeightsInfoRequest",
+    "check_precision_loss",
+    "dtype_of",
+    "literal_values",
+    "parse_literal",
+}
+"""The errors and types of tinkex that have no module of their own in `tinker`."""
+TOP_HOMES = {
+    name: home for name, home in homes_of(str(PACKAGE / "__init__.py")).items() if name not in OURS
+}
+ERRORS = tuple(
+    name
+    for name, home in TOP_HOMES.items()
+    if home == "tinkex.errors" and name != "ExperimentalWarning"
 )
 TOP = (
     *CLIENTS,
     *LOSSES,
     *ERRORS,
-    *TOP_TYPES,
+    *(
+        name
+        for name, home in TOP_HOMES.items()
+        if home.startswith("tinkex.types.") and name not in ("ImageAssetPointerChunk", "ImageChunk")
+    ),
     "APIFuture",
     *CLIENT_FUTURES,
     "ExperimentalWarning",
@@ -143,97 +150,9 @@ GROUPS = {
     ),
 }
 """The modules of `tinker.types` that hold several types, or one of another name."""
-ALONE = (
-    "AuditLogEntry",
-    "AuditLogResponse",
-    "AuthTokenResponse",
-    "CheckpointsListResponse",
-    "ClientConfigRequest",
-    "ClientConfigResponse",
-    "ClientDynamicConfigResponse",
-    "CopyWeightsRequest",
-    "CopyWeightsResponse",
-    "CreateCustomLossRequest",
-    "CreateCustomLossResponse",
-    "CreateModelRequest",
-    "CreateModelResponse",
-    "CreateSamplingSessionRequest",
-    "CreateSamplingSessionResponse",
-    "CreateSessionRequest",
-    "CreateSessionResponse",
-    "Cursor",
-    "Datum",
-    "DmelChunk",
-    "EncodedTextChunk",
-    "EventType",
-    "ExternalWeightsUrlsResponse",
-    "ForwardBackwardInput",
-    "ForwardBackwardOutput",
-    "ForwardBackwardRequest",
-    "ForwardRequest",
-    "FutureRetrieveRequest",
-    "FutureRetrieveResponse",
-    "FuturesRetrieveResponse",
-    "GenericEvent",
-    "GetInfoRequest",
-    "GetSamplerResponse",
-    "GetSessionResponse",
-    "HealthResponse",
-    "ImageAssetPointerChunk",
-    "ImageChunk",
-    "JoinSamplingSessionRequest",
-    "JoinSamplingSessionResponse",
-    "ListSessionsResponse",
-    "LoadWeightsRequest",
-    "LoadWeightsResponse",
-    "LoraConfig",
-    "LossFnInputs",
-    "LossFnOutput",
-    "LossFnType",
-    "ModelID",
-    "ModelInput",
-    "ModelInputChunk",
-    "OptimStepRequest",
-    "OptimStepResponse",
-    "PromptAltTokens",
-    "RequestErrorCategory",
-    "RequestFailedResponse",
-    "RequestID",
-    "SampleRequest",
-    "SampleResponse",
-    "SampledSequence",
-    "SamplingClientKind",
-    "SamplingParams",
-    "SaveWeightsExternalRequest",
-    "SaveWeightsForSamplerRequest",
-    "SaveWeightsRequest",
-    "SaveWeightsResponse",
-    "SessionEndEvent",
-    "SessionHeartbeatRequest",
-    "SessionHeartbeatResponse",
-    "SessionSearchCursor",
-    "SessionSearchRequest",
-    "SessionSearchResponse",
-    "SessionStartEvent",
-    "SessionSummary",
-    "Severity",
-    "StopReason",
-    "TelemetryBatch",
-    "TelemetryEvent",
-    "TelemetryResponse",
-    "TelemetrySendRequest",
-    "TensorData",
-    "TensorDtype",
-    "TopkLogprobs",
-    "TrainingRun",
-    "TrainingRunsResponse",
-    "TryAgainResponse",
-    "UnhandledExceptionEvent",
-    "UnloadModelRequest",
-    "UnloadModelResponse",
-    "WeightsInfoResponse",
-    "WhoamiResponse",
-)
+TYPES = NAME.findall((PACKAGE / "types" / "__init__.py").read_text())
+"""The names of `tinkex.types`, read from its source: importing it would take long."""
+ALONE = {*TYPES} - OURS - {name for names in GROUPS.values() for name in names}
 """The types that have a module of their own, with their name."""
 APART = (
     "CustomLossNodeOp",
@@ -256,68 +175,52 @@ def module_name(name: str) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
 
 
+def _in(module: str, *names: str) -> dict[str, str]:
+    """Return the places of names of one module, as `module:name`."""
+    return {name: f"{module}:{name}" for name in names}
+
+
 def _table() -> dict[str, dict[str, str]]:
-    """The place of each name of each module in tinkex, as `module:name`."""
+    """Return the place in tinkex of each name, by the module of `tinker` that has it."""
     groups = {**GROUPS, **{module_name(name): (name,) for name in ALONE}}
-    shared = "UntypedAPIFuture"
-    types = {
-        name: f"tinkex.types:{name}"
-        for names in groups.values()
-        for name in names
-        if name not in APART
-    }
-    futures = {
-        name: f"tinkex.client.futures.api_future:{name}"
-        for name in ("APIFuture", "AwaitableConcurrentFuture")
-    }
-    client_futures = {name: f"tinkex:{name}" for name in CLIENT_FUTURES}
-    backcompat = {
-        "BackcompatClientFuture": "tinkex.client.futures.backcompat:BackcompatClientFuture"
-    }
-    retries = {name: f"tinkex.client.http.retry:{name}" for name in ("RetryConfig", "RetryHandler")}
-    errors = {name: f"tinkex.errors:{name}" for name in ERRORS}
-    clients = {name: f"tinkex:{name}" for name in (*CLIENTS, *LOSSES)}
+    types = {name for names in groups.values() for name in names if name not in APART}
+    futures = _in("tinkex.client.futures.api_future", "APIFuture", "AwaitableConcurrentFuture")
+    retries = _in("tinkex.client.http.retry", "RetryConfig", "RetryHandler")
     version = {"__version__": "tinkex.wire.protocol:PROTOCOL_VERSION"}
-    responses = {"AsyncAPIResponse": "tinkex:APIResponse"}
+    shared = _in("tinkex.types", "UntypedAPIFuture")
+    public = {module_name(name): _in("tinkex", name) for name in (*CLIENTS, *CLIENT_FUTURES)}
+    for client in ("sampling_client", "service_client", "training_client"):
+        public[client] |= _in("tinkex.client.http.retry", "RetryConfig")
+    public["api_future"] = futures
+    public["backcompat_client_future"] = _in(
+        "tinkex.client.futures.backcompat", "BackcompatClientFuture"
+    )
+    public["custom_loss"] = _in("tinkex", *LOSSES)
     interfaces = "tinker.lib.public_interfaces"
-    own = {f"{module_name(name)}": {name: clients[name]} for name in CLIENTS}
     return {
-        "tinker": {name: f"tinkex:{name}" for name in (*TOP, "APIResponse")} | version | responses,
-        "tinker.auth": {
-            name: f"tinkex.auth:{name}"
-            for name in (
-                "get_tinker_token",
-                "raise_if_tinker_not_accessible",
-                "tinker_has_credentials",
-            )
+        "tinker": {
+            **_in("tinkex", *TOP, "APIResponse"),
+            **version,
+            "AsyncAPIResponse": "tinkex:APIResponse",
         },
-        "tinker._exceptions": errors,
-        "tinker._types": {"NOT_GIVEN": "tinkex:NOT_GIVEN"},
+        "tinker.auth": _in(
+            "tinkex.auth",
+            "get_tinker_token",
+            "raise_if_tinker_not_accessible",
+            "tinker_has_credentials",
+        ),
+        "tinker._exceptions": _in("tinkex.errors", *ERRORS),
+        "tinker._types": _in("tinkex", "NOT_GIVEN"),
         "tinker._version": version,
         "tinker.lib": {},
         "tinker.lib.retry_handler": retries,
-        interfaces: clients | futures | client_futures,
-        **{f"{interfaces}.{name}": held for name, held in own.items()},
-        f"{interfaces}.api_future": futures,
-        f"{interfaces}.backcompat_client_future": backcompat,
-        f"{interfaces}.backcompat_sampling_client_future": {
-            CLIENT_FUTURES[0]: client_futures[CLIENT_FUTURES[0]]
-        },
-        f"{interfaces}.backcompat_training_client_future": {
-            CLIENT_FUTURES[1]: client_futures[CLIENT_FUTURES[1]]
-        },
-        f"{interfaces}.custom_loss": {name: clients[name] for name in LOSSES},
-        f"{interfaces}.sampling_client": own["sampling_client"]
-        | {"RetryConfig": retries["RetryConfig"]},
-        f"{interfaces}.service_client": own["service_client"]
-        | {"RetryConfig": retries["RetryConfig"]},
-        f"{interfaces}.training_client": own["training_client"]
-        | {"RetryConfig": retries["RetryConfig"]},
-        "tinker.types": types | {shared: f"tinkex.types:{shared}"},
-        "tinker.types.shared": {shared: f"tinkex.types:{shared}"},
-        "tinker.types.shared.untyped_api_future": {shared: f"tinkex.types:{shared}"},
+        interfaces: futures | _in("tinkex", *CLIENTS, *LOSSES, *CLIENT_FUTURES),
+        **{f"{interfaces}.{module}": held for module, held in public.items()},
+        "tinker.types": _in("tinkex.types", *types) | shared,
+        "tinker.types.shared": shared,
+        "tinker.types.shared.untyped_api_future": shared,
         **{
-            f"tinker.types.{module}": {name: f"tinkex.types:{name}" for name in names}
+            f"tinker.types.{module}": _in("tinkex.types", *names)
             for module, names in groups.items()
         },
     }

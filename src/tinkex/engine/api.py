@@ -9,12 +9,11 @@ fake, a cluster or another server can take the engine's place.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, Literal, Protocol, TypeAlias, TypeVar
 
-from tinkex.engine.places import Writer
-from tinkex.types.custom_losses import CreateCustomLossRequest
 from tinkex.types.inputs import Datum
 from tinkex.types.optimizers import (
     AdamOptimizerConfig,
@@ -24,11 +23,44 @@ from tinkex.types.optimizers import (
 )
 from tinkex.types.sampled import SampleResponse, StopReason
 from tinkex.types.sampling import SampleRequest
+from tinkex.types.sessions import CreateCustomLossRequest
 from tinkex.types.tensors import Array
 from tinkex.types.training import ForwardBackwardOutput, LoraConfig
 
 if TYPE_CHECKING:
     from tinkex.text.json_tokenizer import Tokenizer
+
+
+class Place(Protocol):
+    """A place for the files of one object: a directory here, or storage elsewhere.
+
+    Its owner makes the files durable once they are written.
+    """
+
+    def file(self, name: str) -> AbstractContextManager[BinaryIO]:
+        """Open a new file of this name for writing."""
+
+
+class Writer(Protocol):
+    """The files of an object as it was when the writer was made."""
+
+    def write(self, place: Place) -> None:
+        """Write the files.
+
+        It may be called later and on another thread, while the engine goes on.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Directory(Place):
+    """A directory on this machine, which exists."""
+
+    path: Path
+
+    def file(self, name: str) -> AbstractContextManager[BinaryIO]:
+        """Open a new file of this name for writing."""
+        return (self.path / name).open("wb")
+
 
 Optimizer: TypeAlias = OptimizerConfigBase
 Item = TypeVar("Item")
@@ -47,6 +79,13 @@ class EngineError(Exception):
         self.category = category
 
 
+class EngineLost(EngineError):
+    """The process of an engine is gone; an operation under way may or may not have taken place."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why, "server")
+
+
 def find(table: Mapping[str, Item], kind: str, name: str) -> Item:
     """Return the thing of this kind and name, which a caller asks for."""
     if name not in table:
@@ -58,7 +97,7 @@ def check_optimizer(config: OptimizerConfigBase) -> None:
     """Refuse an optimizer, or a version or setting of one, that is not supported."""
     if not isinstance(config, AdamOptimizerConfig | DimuonOptimizerConfig):
         known = f"{ADAMW.to_wire()} and {DIMUON.to_wire()}"
-        raise EngineError(f"optimizer {config.to_wire()} is not supported; there are {known}")
+        raise EngineError(f"optimizer {config.to_wire()} is not supported; supported are {known}")
 
 
 def token_limit(request: SampleRequest, prompt: int, context: int) -> int:
@@ -83,7 +122,8 @@ def token_limit(request: SampleRequest, prompt: int, context: int) -> int:
     return asked
 
 
-def _no_tokenizer() -> Tokenizer:
+def no_tokenizer() -> Tokenizer:
+    """Raise the error for a base model without a tokenizer."""
     raise EngineError("this base model has no tokenizer on the server", "server")
 
 
@@ -104,7 +144,7 @@ class BaseModel:
     directory: Path | None = None
     eos_tokens: frozenset[int] = field(default_factory=frozenset)
     digest: str = ""
-    tokenizer: Callable[[], Tokenizer] = field(default=_no_tokenizer, compare=False, repr=False)
+    tokenizer: Callable[[], Tokenizer] = field(default=no_tokenizer, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,14 +170,7 @@ class Recording:
     @property
     def nbytes(self) -> int:
         """Its size in memory."""
-        arrays = (
-            self.tokens,
-            self.logprobs,
-            self.model_logprobs,
-            self.top_tokens,
-            self.top_logprobs,
-        )
-        return sum(array.nbytes for array in arrays)
+        return sum(getattr(self, each.name).nbytes for each in fields(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,11 +374,8 @@ def run_pass(
     recalled: Sequence[Recalled] | None = None,
 ) -> ForwardBackwardOutput:
     """Run a pass to its end, on an engine without other passes."""
-    engine.pass_start(
-        PassJob(
-            "the only one", adapter, data, loss_fn, config, backward=backward, recalled=recalled
-        )
-    )
+    given = (adapter, data, loss_fn, config)
+    engine.pass_start(PassJob("the only one", *given, backward=backward, recalled=recalled))
     while engine.passing():
         for done in engine.pass_step():
             if isinstance(done.result, Exception):

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tinkex.engine.api import BaseModel, EngineError
-from tinkex.engine.families.read_config import read_config
-from tinkex.engine.json_files import read_object
+from tinkex.engine.families.family import read_config
+from tinkex.engine.file_formats import read_object
 from tinkex.errors import ConfigurationError
 from tinkex.text.json_tokenizer import Tokenizer
 from tinkex.tokenizers import BUNDLED

@@ -15,24 +15,20 @@ from __future__ import annotations
 from tinkex.finetune.example_files import (
     BadLine as BadLine,
     Example as Example,
+    Fitted as Fitted,
     digest as digest,
+    fit as fit,
+    hold_out as hold_out,
     read_examples as read_examples,
+    render as render,
     without_answer as without_answer,
 )
 from tinkex.finetune.loop import (
     FineTune as FineTune,
+    Plan as Plan,
     Progress as Progress,
     is_full as is_full,
     is_lost as is_lost,
-)
-from tinkex.finetune.plan import (
-    Plan as Plan,
-)
-from tinkex.finetune.rendering import (
-    Fitted as Fitted,
-    fit as fit,
-    hold_out as hold_out,
-    render as render,
 )
 from tinkex.finetune.run_folder import (
     RunFolder as RunFolder,

@@ -31,7 +31,7 @@ class RunFolder:
         """
         place = Path(path)
         if (place / "config.json").exists():
-            raise FileExistsError(f"{place} holds a run already")
+            raise FileExistsError(f"{place} already holds a run")
         place.mkdir(parents=True, exist_ok=True)
         folder = cls(place, dict(config), {**facts, "checkpoints": []})
         _write(place / "config.json", folder.config)

@@ -54,7 +54,7 @@ def extract(archive: Path, directory: Path, limits: ArchiveLimits | None = None)
     with tarfile.open(archive, "r:*", tarinfo=_Member) as opened:
         for member, expected in zip(opened, members, strict=True):
             if (member.name, member.size) != (expected.name, expected.size):
-                raise UnsafeArchiveError("the archive has changed while it was unpacked")
+                raise UnsafeArchiveError("the archive changed while it was unpacked")
             path = directory.joinpath(*_parts(member.name))
             if member.isdir():
                 path.mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ def _checked(archive: tarfile.TarFile, size: int, limits: ArchiveLimits) -> list
         if not member.isdir():
             folded = tuple(part.casefold() for part in parts)
             if folded in seen:
-                raise UnsafeArchiveError(f"{member.name!r} is twice in the archive")
+                raise UnsafeArchiveError(f"{member.name!r} is in the archive twice")
             seen.add(folded)
         members.append(member)
         if len(members) > limits.files:

@@ -152,7 +152,7 @@ class _Download:
         self._target = target_of(tinker_path, Path(output_dir or ".").expanduser().resolve())
         if os.path.lexists(self._target) and not force:
             raise DownloadError(
-                f"{self._target} is there already",
+                f"{self._target} already exists",
                 "exists",
                 hint="force=True replaces it",
                 path=self._target,
@@ -246,7 +246,7 @@ class _Download:
             shutil.rmtree(old, ignore_errors=True)  # here, for what lies beside it may be kept
             return
         if os.path.lexists(self._target):  # it has come there meanwhile
-            raise DownloadError(f"{self._target} is there already", "exists", path=self._target)
+            raise DownloadError(f"{self._target} already exists", "exists", path=self._target)
         os.replace(files, self._target)
 
 
@@ -261,5 +261,6 @@ async def _undisturbed(function: Callable[..., object], *args: object) -> None:
 
 
 def _make(directory: Path) -> None:
-    shutil.rmtree(directory, ignore_errors=True) if directory.name == "files" else None
+    if directory.name == "files":
+        shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True, exist_ok=True)

@@ -70,7 +70,7 @@ async def fetch(
     Args:
         transport: Its connections are used; its credential is not sent.
         address: Returns the file's address; called again when one has expired.
-        path: Where to put the file.
+        path: The file to write.
         progress: Called with the bytes so far.
         ask_again: Leave a note beside the whole file, so that the next fetch asks whether the
             server has the same.
@@ -236,7 +236,8 @@ class _Part:
                 self.path.unlink()
                 self._note.unlink(missing_ok=True)
                 raise DownloadError(
-                    f"{self.path.name} arrived damaged: its checksum is another", "download_failed"
+                    f"{self.path.name} arrived damaged: its checksum does not match",
+                    "download_failed",
                 )
         if not ask_again:
             self._note.unlink(missing_ok=True)

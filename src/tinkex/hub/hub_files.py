@@ -86,10 +86,10 @@ def resolve_file(
         repo_id: The repository.
         revision: A branch, a tag, or better a commit.
         filename: The path in the repository.
-        cache_dir: Where files are kept, in a folder `hf`.
+        cache_dir: The directory of the cache; files are kept in its folder `hf`.
         endpoint: The hub's address; HF_ENDPOINT by default.
         token: Sent along; by default the one that `resolve_token` finds, if any.
-        http_timeout_ms: How long the hub may be silent.
+        http_timeout_ms: The longest silence of the hub, in milliseconds.
 
     Raises:
         HubError: There is no such file, the hub refuses, or a name leads out of the cache.
@@ -110,10 +110,10 @@ def resolve_file(
 
 def _check_name(kind: str, value: Any) -> None:
     if not isinstance(value, str) or not value:
-        raise HubError(f"{kind} must be a text that is not empty, got {value!r}")
+        raise HubError(f"{kind} must be a string that is not empty, got {value!r}")
     parts = re.split(r"[/\\]", value)
     if ".." in parts or "" in parts or "\0" in value or ":" in parts[0]:
-        raise HubError(f"{kind} {value!r} leads out of its place")
+        raise HubError(f"{kind} {value!r} would leave the cache directory")
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):

@@ -47,6 +47,30 @@ WORKPLACE = "tinkex-push-"
 KEPT_SECONDS = 7 * 86400.0
 """Time for which the files of a push that broke off are kept for the next one."""
 
+CARD_BODY = """\
+# {title}
+
+A LoRA adapter trained through the Tinker API.
+
+## Use
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+base = AutoModelForCausalLM.from_pretrained("{base}")
+model = PeftModel.from_pretrained(base, "{repo}")
+```
+
+## Source
+
+```
+{path}
+```
+
+## Details
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
@@ -68,7 +92,7 @@ def push_checkpoint_adapter(rest_client: RestClient, tinker_path: str, **options
         options: As `push_checkpoint_adapter_async` has them.
 
     Returns:
-        Where it is now.
+        The place of the adapter on the hub.
 
     Example:
         >>> push_checkpoint_adapter(rest, path, repo_id="me/adder", public=True)
@@ -104,8 +128,8 @@ async def push_checkpoint_adapter_async(
         repo_id: The repository; one named after the base model and the run by default.
         revision: The branch, made when it is not there; `main`, or the checkpoint's name in a
             repository made up here.
-        public: Whether a repository that is made can be seen by all.
-        commit_message: What to say of the upload.
+        public: Make a new repository public.
+        commit_message: The message of the upload.
         create_pr: Propose the upload instead.
         allow_patterns: Upload only files that match one of these; `*` stops at a slash, `**` does
             not.
@@ -113,15 +137,15 @@ async def push_checkpoint_adapter_async(
         hf_token: The token; see `tinkex.hub.hub_files.resolve_token`.
         add_model_card: Write a README.md where the checkpoint has none.
         endpoint: The hub's address; HF_ENDPOINT by default.
-        http_timeout_ms: How long the hub may be silent.
-        progress: Is told how far the download of the checkpoint is.
-        uploading: Is called when the checkpoint is here, and its upload begins.
+        http_timeout_ms: The longest silence of the hub, in milliseconds.
+        progress: Called with the bytes of the checkpoint so far and in all.
+        uploading: Called when the download has ended and the upload begins.
         cache_dir: Where to keep what was fetched when the push fails or is stopped: the next push
             of the checkpoint goes on from there, and one that succeeds removes it. By default
             nothing is kept.
 
     Returns:
-        Where it is now.
+        The place of the adapter on the hub.
 
     Raises:
         HubError: The path, the token or the files are not as they should be, or the repository is
@@ -139,7 +163,7 @@ async def push_checkpoint_adapter_async(
     except ValueError as error:
         raise HubError(str(error)) from None
     if re.search(r"\s", tinker_path):
-        raise HubError(f"{tinker_path!r} has blanks in it: no checkpoint has")
+        raise HubError(f"{tinker_path!r} contains spaces; a checkpoint's path has none")
     if (
         isinstance(http_timeout_ms, bool)
         or not isinstance(http_timeout_ms, int)
@@ -220,7 +244,7 @@ def _workplace(cache_dir: str | os.PathLike[str] | None, what: str) -> Iterator[
 def _prepare(directory: Path, info: WeightsInfoResponse) -> dict[str, Any]:
     """Check that an adapter is whole, and have it name its base model; return its configuration."""
     if not (directory / CONFIG).is_file():
-        raise HubError(f"the checkpoint has no {CONFIG}: it is no adapter")
+        raise HubError(f"the checkpoint has no {CONFIG}: it is not an adapter")
     if not any((directory / name).is_file() for name in WEIGHTS):
         raise HubError(f"the checkpoint has neither {WEIGHTS[0]} nor {WEIGHTS[1]}")
     try:
@@ -298,33 +322,10 @@ def model_card(repo_id: str, tinker_path: str, info: WeightsInfoResponse) -> str
         details.append(f"- Trained modules: {', '.join(trained) or 'none'}")
     front = ["---", *([f"base_model: {base}"] if base else []), "library_name: peft", "tags:"]
     front += [f"- {tag}" for tag in tags] + [f"tinker_path: {tinker_path}", "---"]
-    loading = [
-        "from peft import PeftModel",
-        "from transformers import AutoModelForCausalLM",
-        "",
-        f'base = AutoModelForCausalLM.from_pretrained("{base or "BASE_MODEL"}")',
-        f'model = PeftModel.from_pretrained(base, "{repo_id}")',
-    ]
-    body = [
-        f"# {repo_id.rpartition('/')[2]}",
-        "",
-        "A LoRA adapter trained through the Tinker API.",
-        "",
-        "## Use",
-        "",
-    ]
-    body += [
-        "```python",
-        *loading,
-        "```",
-        "",
-        "## Source",
-        "",
-        "```",
-        tinker_path,
-        "```",
-        "",
-        "## Details",
-        "",
-    ]
-    return "\n".join([*front, "", *body, *details, ""])
+    body = CARD_BODY.format(
+        title=repo_id.rpartition("/")[2],
+        base=base or "BASE_MODEL",
+        repo=repo_id,
+        path=tinker_path,
+    )
+    return "\n".join([*front, "", body, *details, ""])

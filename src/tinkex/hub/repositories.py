@@ -99,7 +99,7 @@ class Repositories:
         name = told.get("name") if isinstance(told, dict) else None
         name = name or ((told.get("user") or {}).get("name") if isinstance(told, dict) else None)
         if not name:
-            raise HubError("the hub does not say whose token this is")
+            raise HubError("the hub did not name the user of the token")
         return str(name)
 
     def push(self, upload: Upload) -> str:
@@ -184,10 +184,7 @@ class Repositories:
 
 def _names_addresses(logger: str) -> bool:
     """Return True for a logger of huggingface_hub, or of an HTTP client that it may use."""
-    return (
-        re.match(r"((httpx|httpcore|urllib3|requests)\d*|huggingface_hub)(\.|$)", logger)
-        is not None
-    )
+    return bool(re.match(r"((httpx|httpcore|urllib3|requests)\d*|huggingface_hub)(\.|$)", logger))
 
 
 def _status(error: BaseException) -> int | None:

@@ -9,11 +9,10 @@ only has to go on, `tinkex.resilient` is simpler.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +21,12 @@ from tinkex.client.futures.loop_thread import in_own_thread, runtime
 from tinkex.client.http.retry import Sleep, persist
 from tinkex.client.rest import RestClient
 from tinkex.client.service import ServiceClient
+from tinkex.client.session import Session
 from tinkex.client.training_client import TrainingClient
 from tinkex.errors import TinkerError
-from tinkex.recovery.attempts import Attempts
 from tinkex.recovery.policies import (
     METRIC_PREFIX,
+    Attempts,
     RecoveryError,
     RecoveryPolicy,
     metrics_metadata as metrics_metadata,
@@ -111,12 +111,9 @@ class Monitor:
             >>> monitor.stop_monitoring(client.model_id)
         """
         policy = self._policy_for(service)
-        if not policy.enabled:
-            raise RecoveryError("recovery is not enabled by its policy", "recovery_disabled")
         if self._executor is None:
             raise RecoveryError("recovery needs an executor, got None", "no_executor")
-        facts = dict(metadata) if isinstance(metadata, Mapping) else {}
-        watched = _Watched(service, self._rest_client_of(service), facts)
+        watched = _Watched(service, self._rest_client_of(service), _facts(metadata))
         with self._lock:
             self._runs[run_id] = watched
             if self._armed:
@@ -140,11 +137,7 @@ class Monitor:
             self._runs.pop(run_id, None)
 
     def _policy_for(self, service: ServiceClient) -> RecoveryPolicy:
-        return (
-            RecoveryPolicy.of(service.holder.config.recovery)
-            if self._policy is None
-            else self._policy
-        )
+        return _enabled(service.holder.config.recovery if self._policy is None else self._policy)
 
     async def _watch(self, interval: float) -> None:
         while True:
@@ -193,12 +186,16 @@ class Monitor:
 # ── the executor ──────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(slots=True, kw_only=True)
-class _Job(Attempts):
-    service: ServiceClient
-    last_checkpoint: Checkpoint | Mapping[str, Any] | str | None
-    run: TrainingRun | None
-    rest: RestClient
+def _enabled(given: RecoveryPolicy | Mapping[str, Any] | None) -> RecoveryPolicy:
+    """Return a policy; raise if it is not enabled."""
+    policy = RecoveryPolicy.of(given)
+    if not policy.enabled:
+        raise RecoveryError("recovery is not enabled by its policy", "recovery_disabled")
+    return policy
+
+
+def _facts(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+    return dict(metadata) if isinstance(metadata, Mapping) else {}
 
 
 class Executor:
@@ -260,62 +257,63 @@ class Executor:
             >>> recovered.result(timeout=60)
             TrainingClient('...:train:1')
         """
-        chosen = RecoveryPolicy.of(policy)
-        if not chosen.enabled:
-            raise RecoveryError("recovery is not enabled by its policy", "recovery_disabled")
-        facts = dict(metadata) if isinstance(metadata, Mapping) else {}
+        chosen = _enabled(policy)
+        attempts = Attempts(run_id, chosen, _facts(metadata))
         with self._lock:
             if run_id in self._pending:
                 raise RecoveryError(f"run {run_id} is already being recovered", "already_pending")
             self._pending.add(run_id)
-        job = _Job(
-            run_id,
-            chosen,
-            facts,
-            service=service,
-            last_checkpoint=last_checkpoint,
-            run=run,
-            rest=rest or rest_client_of(service),
-        )
-        runtime().call(lambda: runtime().task(self._run(job)))
+        looker = rest or rest_client_of(service)
 
-    async def _run(self, job: _Job) -> None:
+        async def attempt() -> tuple[str, TrainingClient]:
+            async with self._places:  # left between attempts, so that other runs go on
+                attempts.begin()
+                path = await select_checkpoint(chosen, run_id, looker, last_checkpoint, run)
+                return path, await restore(attempts, service, path)
+
+        runtime().call(lambda: runtime().task(self._run(attempts, attempt)))
+
+    async def _run(
+        self, attempts: Attempts, attempt: Callable[[], Awaitable[tuple[str, TrainingClient]]]
+    ) -> None:
+        policy, run_id = attempts.policy, attempts.run_id
         try:
-            attempt = functools.partial(self._attempt, job)
-            checkpoint, client = await persist(attempt, job.delay_after, self._sleep)
+            checkpoint, client = await persist(attempt, attempts.delay_after, self._sleep)
         except Exception as error:
-            job.tell(events.RECOVERY_EXHAUSTED, error=error)
-            self._forget(job)
-            await told(job.policy.on_failure, job.run_id, error)
+            attempts.tell(events.RECOVERY_EXHAUSTED, error=error)
+            self._forget(run_id)
+            await told(policy.on_failure, run_id, error)
         else:
-            job.tell(events.RECOVERY_COMPLETED, client=client, checkpoint=checkpoint)
-            self._forget(job)
-            old = job.metadata.get("training_client")
-            await told(job.policy.on_recovery, old, client, checkpoint)
+            attempts.tell(events.RECOVERY_COMPLETED, client=client, checkpoint=checkpoint)
+            self._forget(run_id)
+            old = attempts.metadata.get("training_client")
+            await told(policy.on_recovery, old, client, checkpoint)
 
-    async def _attempt(self, job: _Job) -> tuple[str, TrainingClient]:
-        async with self._places:  # left between attempts, so that other runs go on
-            job.begin()
-            return await self._restore(job)
-
-    def _forget(self, job: _Job) -> None:
+    def _forget(self, run_id: str) -> None:
         with self._lock:
-            self._pending.discard(job.run_id)
+            self._pending.discard(run_id)
 
-    async def _restore(self, job: _Job) -> tuple[str, TrainingClient]:
-        checkpoint = await select_checkpoint(
-            job.policy, job.run_id, job.rest, job.last_checkpoint, job.run
-        )
-        job.tell(events.RECOVERY_CHECKPOINT_SELECTED, checkpoint=checkpoint)
-        session = job.service.holder
-        if session.session_id and await session.is_lost():
-            await session.renew(session.session_id)
-        if job.policy.restore_optimizer:
-            client = await job.service.create_training_client_from_state_with_optimizer(checkpoint)
-        else:
-            client = await job.service.create_training_client_from_state(checkpoint)
-        job.tell(events.RECOVERY_CLIENT_CREATED, client=client, checkpoint=checkpoint)
-        return checkpoint, client
+
+async def reopened(session: Session) -> None:
+    """Open a session again if the server has lost it."""
+    known = session.session_id
+    if known and await session.is_lost():
+        await session.renew(known)
+
+
+async def restore(
+    attempts: Attempts, service: ServiceClient, checkpoint: str, **options: Any
+) -> TrainingClient:
+    """Make a run of a checkpoint, in a session that the server knows."""
+    attempts.tell(events.RECOVERY_CHECKPOINT_SELECTED, checkpoint=checkpoint)
+    await reopened(service.holder)
+    if attempts.policy.restore_optimizer:
+        make = service.create_training_client_from_state_with_optimizer
+    else:
+        make = service.create_training_client_from_state
+    client = await make(checkpoint, **options)
+    attempts.tell(events.RECOVERY_CLIENT_CREATED, client=client, checkpoint=checkpoint)
+    return client
 
 
 async def told(callback: Callable[..., object] | None, *facts: Any) -> None:

@@ -1,11 +1,12 @@
-"""The policy of recovery from lost runs, and the error when that fails."""
+"""The policy of recovery from lost runs, the attempts under it, and the error when they fail."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeAlias
 
+from tinkex import events
 from tinkex.client.settings.delays import Delays
 from tinkex.errors import TinkerError
 
@@ -113,11 +114,8 @@ class RecoveryPolicy:
     @property
     def strategy_name(self) -> str:
         """The name of the strategy."""
-        return (
-            self.checkpoint_strategy
-            if isinstance(self.checkpoint_strategy, str)
-            else self.checkpoint_strategy[0]
-        )
+        strategy = self.checkpoint_strategy
+        return strategy if isinstance(strategy, str) else strategy[0]
 
     def backoff(self, attempt: int) -> float:
         """Return the seconds to wait after an attempt.
@@ -133,6 +131,41 @@ class RecoveryPolicy:
             [5.0, 10.0, 60.0]
         """
         return Delays(self.backoff_ms / 1000, self.max_backoff_ms / 1000, low=1.0).after(attempt)
+
+
+@dataclass(slots=True)
+class Attempts:
+    """The attempts to recover one run, counted from 1."""
+
+    run_id: str
+    policy: RecoveryPolicy
+    metadata: dict[str, Any] = field(default_factory=dict)
+    final: tuple[type[Exception], ...] = ()
+    """Errors after which there is no other attempt."""
+    attempt: int = 0
+
+    def begin(self) -> None:
+        """Count an attempt, and report it."""
+        self.attempt += 1
+        self.tell(events.RECOVERY_STARTED)
+
+    def tell(self, name: str, **facts: Any) -> None:
+        """Emit an event about the present attempt."""
+        said = {
+            **self.metadata,
+            "run_id": self.run_id,
+            "attempt": self.attempt,
+            "strategy": self.policy.strategy_name,
+        }
+        events.emit(name, {"attempt": self.attempt}, {**said, **facts})
+
+    def delay_after(self, outcome: object) -> float | None:
+        """Return the wait before the next attempt; None if there is none."""
+        if not isinstance(outcome, Exception):
+            return None
+        self.tell(events.RECOVERY_FAILED, error=outcome)
+        is_last = isinstance(outcome, self.final) or self.attempt >= self.policy.max_attempts
+        return None if is_last else self.policy.backoff(self.attempt)
 
 
 def metrics_metadata(

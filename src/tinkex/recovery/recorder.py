@@ -62,6 +62,7 @@ class Recorder(Outbox):
 
     Args:
         outbox: The outbox of the first run.
+        rest: Asks the server about runs.
         keep: The number of saved states to keep.
         after_step: Called after each optimizer step, before any other call is made.
         on_loss: Called when the run is lost.
@@ -70,6 +71,7 @@ class Recorder(Outbox):
     def __init__(
         self,
         outbox: Outbox,
+        rest: RestClient,
         keep: int,
         after_step: weakref.WeakMethod[Callable[[], None]],
         on_loss: weakref.WeakMethod[Callable[[Exception], Coroutine[Any, Any, None]]],
@@ -77,7 +79,7 @@ class Recorder(Outbox):
         super().__init__(outbox.session, outbox.model_id, poison=outbox.poison)
         self._outbox, self._keep = outbox, keep
         self._after_step, self._on_loss = after_step, on_loss
-        self.rest = RestClient(outbox.session)
+        self.rest = rest
         self.lock = threading.RLock()
         self.log: list[Entry] = []
         self.states: list[str] = []

@@ -20,26 +20,34 @@ import functools
 import logging
 import secrets
 import weakref
-from collections.abc import Mapping
-from typing import Any, Self
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Self, TypeVar
 
 from tinkex import events
+from tinkex.client.checkpoint_arguments import checked_choice
 from tinkex.client.futures.api_future import Future, start
 from tinkex.client.futures.backcompat import BackcompatClientFuture
-from tinkex.client.futures.sampling_future import BackcompatSamplingClientFuture
+from tinkex.client.futures.streams import SampleStream
 from tinkex.client.http.retry import RetryConfig, persist
-from tinkex.client.sampling_client import SamplingClient, checked_kind
+from tinkex.client.rest import RestClient
+from tinkex.client.sampling_client import (
+    BackcompatSamplingClientFuture,
+    SamplingClient,
+    open_sampler,
+)
 from tinkex.client.service import ServiceClient
+from tinkex.client.session import Session
 from tinkex.client.training_client import TrainingClient
-from tinkex.errors import TinkerError
-from tinkex.recovery.attempts import Attempts
-from tinkex.recovery.monitor import told
-from tinkex.recovery.policies import RecoveryError, RecoveryPolicy
-from tinkex.recovery.recorder import Recorder
-from tinkex.recovery.resilient_sampling import open_resilient, reopened
+from tinkex.errors import RequestFailedError, TinkerError
+from tinkex.recovery.monitor import reopened, restore, told
+from tinkex.recovery.policies import Attempts, RecoveryError, RecoveryPolicy
+from tinkex.recovery.recorder import LOST, Recorder
+from tinkex.types.sampled import SampleResponse
+from tinkex.types.sampling import SampleRequest
 from tinkex.types.saves import SamplingClientKind, SaveWeightsRequest
 from tinkex.wire import protocol
 
+T = TypeVar("T")
 logger = logging.getLogger("tinkex")
 
 SAMPLER_TTL = 24 * 3600
@@ -91,11 +99,8 @@ def resilient(
     for option, value in (("every", every), ("keep", keep)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{option} must be a positive whole number, got {value!r}")
-    chosen = (
-        RecoveryPolicy(enabled=True, backoff_ms=1000)
-        if policy is None
-        else RecoveryPolicy.of(policy)
-    )
+    given = {"enabled": True, "backoff_ms": 1000} if policy is None else policy
+    chosen = RecoveryPolicy.of(given)
     if not chosen.enabled:
         raise ValueError("this policy is not enabled")
     if chosen.checkpoint_strategy != "latest" or not chosen.restore_optimizer:
@@ -136,6 +141,7 @@ class ResilientTrainingClient(TrainingClient):
         self._metadata: dict[str, str] | None = None
         self._outbox: Recorder = Recorder(
             client._outbox,
+            RestClient(client.holder),
             keep,
             weakref.WeakMethod(self._after_step),
             weakref.WeakMethod(self._recover),
@@ -254,13 +260,7 @@ class ResilientTrainingClient(TrainingClient):
         path = self.checkpoint
         if path is None:
             raise RecoveryError("no state was saved to recover from", "missing_checkpoint")
-        attempts.tell(events.RECOVERY_CHECKPOINT_SELECTED, checkpoint=path)
-        await reopened(self._session)
-        client = await self._service.create_training_client_from_state_with_optimizer(
-            path, user_metadata=self._metadata
-        )
-        attempts.tell(events.RECOVERY_CLIENT_CREATED, client=client, checkpoint=path)
-        return client
+        return await restore(attempts, self._service, path, user_metadata=self._metadata)
 
     # ── samplers ──────────────────────────────────────────────────────────────────────────────────
 
@@ -281,7 +281,7 @@ class ResilientTrainingClient(TrainingClient):
             record_stability_info: Ask the server to keep what `stable_reinforce` needs.
             kind: Only "snapshot": a sampler that follows the weights could not be opened again.
         """
-        if checked_kind(kind) != "snapshot":
+        if checked_choice("kind", kind, SamplingClientKind) != "snapshot":
             raise ValueError(
                 f"a resilient training client makes samplers of kind 'snapshot' only, not {kind!r}"
             )
@@ -311,3 +311,66 @@ class ResilientTrainingClient(TrainingClient):
 
     def __repr__(self) -> str:
         return f"ResilientTrainingClient({self.model_id!r}, every={self._every})"
+
+
+# ── samplers that are opened again ────────────────────────────────────────────────────────────────
+
+
+class ResilientSamplingClient(SamplingClient):
+    """A sampler of saved weights that is opened again when the server has lost it."""
+
+    _model_path: str
+    _reopening: asyncio.Lock
+
+    async def _sample(self, request: SampleRequest, *options: Any) -> SampleResponse:
+        draw = super()._sample
+        return await self._again(request, lambda asked: draw(asked, *options))
+
+    async def _stream(
+        self, stream: SampleStream, request: SampleRequest, timeout: float | None
+    ) -> None:
+        read = super()._stream
+        await self._again(request, lambda asked: read(stream, asked, timeout))
+
+    async def _again(
+        self, request: SampleRequest, call: Callable[[SampleRequest], Awaitable[T]]
+    ) -> T:
+        """Make a call, and once more if it failed because the sampler is gone."""
+        known = self.sampling_session_id
+        try:
+            return await call(request.model_copy(update={"sampling_session_id": known}))
+        except (*LOST, RequestFailedError) as error:
+            async with self._reopening:
+                if self.sampling_session_id == known:
+                    if isinstance(error, RequestFailedError) and not await self._session.is_lost():
+                        raise
+                    await self._reopen()
+            return await call(
+                request.model_copy(update={"sampling_session_id": self.sampling_session_id})
+            )
+
+    async def _reopen(self) -> None:
+        await reopened(self._session)
+        fresh = await open_sampler(self._session, SamplingClient, model_path=self._model_path)
+        self.sampling_session_id, self._poller = fresh.sampling_session_id, None
+
+
+async def open_resilient(
+    session: Session, model_path: str, retry_config: RetryConfig | None, record_stability_info: bool
+) -> ResilientSamplingClient:
+    """Open a sampler of saved weights, and the session if the server has lost that."""
+    opening = functools.partial(
+        open_sampler,
+        session,
+        ResilientSamplingClient,
+        model_path=model_path,
+        retry_config=retry_config,
+        record_stability_info=record_stability_info,
+    )
+    try:
+        client = await opening()
+    except LOST:
+        await reopened(session)
+        client = await opening()
+    client._model_path, client._reopening = model_path, asyncio.Lock()
+    return client

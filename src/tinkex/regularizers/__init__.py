@@ -27,9 +27,10 @@ if TYPE_CHECKING:
         Entropy as Entropy,
         KLDivergence as KLDivergence,
     )
-    from tinkex.regularizers.execution import execute_all as execute_all, execute_one as execute_one
-    from tinkex.regularizers.gradients import (
+    from tinkex.regularizers.execution import (
         compute_grad_norm as compute_grad_norm,
+        execute_all as execute_all,
+        execute_one as execute_one,
         grad_norm_for_regularizer as grad_norm_for_regularizer,
         total_grad_norm as total_grad_norm,
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tinkex.regularizers.gradients import parts
+from tinkex.regularizers.execution import parts
 from tinkex.regularizers.penalties import (
     FLOOR,
     Penalty,

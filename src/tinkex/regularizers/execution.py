@@ -1,4 +1,4 @@
-"""Execution of regularizers, in parallel or one after the other.
+"""Execution of regularizers, in parallel or one after the other, and norms of their gradients.
 
 A regularizer is called once in either mode, and its gradient is taken from that call.
 """
@@ -14,17 +14,17 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from tinkex import events
-from tinkex.regularizers.gradients import UNTRACED, norm_of, traced
 from tinkex.regularizers.specs import (
     Kind,
     Logprobs,
+    LossFn,
     RegularizerError,
     RegularizerSpec,
     execute,
@@ -166,7 +166,7 @@ def run_all(
         raise ValueError(f"max_concurrency must be at least 1, got {most!r}")
     if timeout is not None and not timeout > 0:
         raise ValueError(f"timeout must be a positive number of seconds or None, got {timeout!r}")
-    call = _Call(data, logprobs, timeout, execution.track_grad_norms)
+    call = _Call(data, logprobs, execution)
     if execution.parallel:
         return _side_by_side(specs, call, most or os.cpu_count() or 1)
     terms = []
@@ -183,18 +183,18 @@ class _Call:
 
     data: Sequence[Datum]
     logprobs: Logprobs
-    timeout: float | None
-    track: bool
+    execution: Execution
 
     def patience(self, spec: RegularizerSpec) -> float:
         """Return the seconds that a regularizer may take in a thread."""
-        if self.timeout is None:
+        timeout = self.execution.timeout
+        if timeout is None:
             return math.inf
-        return 2 * self.timeout + GRACE if spec.async_ else self.timeout
+        return 2 * timeout + GRACE if spec.async_ else timeout
 
     def outcome(self, spec: RegularizerSpec) -> Outcome:
         """Compute a regularizer; return its term or its failure."""
-        with torch.enable_grad() if self.track else contextlib.nullcontext():
+        with torch.enable_grad() if self.execution.track_grad_norms else contextlib.nullcontext():
             return self._outcome(spec)
 
     def _outcome(self, spec: RegularizerSpec) -> Outcome:
@@ -204,12 +204,12 @@ class _Call:
             return _failure("regularizer_failed", spec, error)
         if spec.async_:
             try:
-                answer = waited(answer, self.timeout)
+                answer = waited(answer, self.execution.timeout)
             except (Exception, asyncio.CancelledError) as error:
                 return _failure("regularizer_exit", spec, error)
         try:
             loss, metrics = value_of(answer, f"regularizer {spec.name!r}")
-            norm = self._norm(spec, loss) if self.track else None
+            norm = self._norm(spec, loss) if self.execution.track_grad_norms else None
             value = float(loss.detach())
             output = RegularizerOutput.from_computation(
                 spec.name, value, spec.weight, custom=metrics, grad_norm=norm
@@ -222,13 +222,7 @@ class _Call:
         if spec.async_:
             logger.warning(UNTRACED, spec.name)
             return 0.0
-        try:
-            return norm_of(loss, self.logprobs)
-        except RuntimeError as error:
-            logger.warning(
-                "the gradient norm of regularizer %r is reported as 0.0: %s", spec.name, error
-            )
-            return 0.0
+        return norm_or_none(loss, self.logprobs, f"regularizer {spec.name!r}") or 0.0
 
 
 def _failure(kind: Kind, spec: RegularizerSpec, error: BaseException) -> RegularizerError:
@@ -326,3 +320,159 @@ def _settled(spec: RegularizerSpec, outcome: Outcome, began: float) -> Term:
         numbers["grad_norm"] = output.grad_norm
     events.emit(events.REGULARIZER_STOP, numbers, {**facts, "async": spec.async_})
     return outcome
+
+
+# ── gradients ─────────────────────────────────────────────────────────────────────────────────────
+
+UNTRACED = (
+    "the gradient of the asynchronous regularizer %r is not traced: its norm is reported as 0.0"
+)
+
+
+def parts(logprobs: Logprobs) -> list[torch.Tensor]:
+    """Return the tensors as a list.
+
+    Example:
+        >>> len(parts([torch.zeros(2), torch.zeros(3)])), len(parts(torch.zeros(2)))
+        (2, 1)
+    """
+    return [logprobs] if isinstance(logprobs, torch.Tensor) else list(logprobs)
+
+
+def traced(logprobs: Logprobs) -> Logprobs:
+    """Return log-probabilities that can have a gradient: the same, or copies.
+
+    Example:
+        >>> traced(torch.zeros(2)).requires_grad
+        True
+    """
+    found = parts(logprobs)
+    if found and all(part.requires_grad for part in found):
+        return logprobs
+    return _copied(logprobs)
+
+
+def _copied(logprobs: Logprobs) -> Logprobs:
+    copies = [part.detach().clone().requires_grad_(True) for part in parts(logprobs)]
+    return copies[0] if isinstance(logprobs, torch.Tensor) else copies
+
+
+def norm_of(loss: torch.Tensor, logprobs: Logprobs) -> float:
+    """Return the norm of a loss's gradient; 0 if the loss is constant.
+
+    Example:
+        >>> logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+        >>> norm_of((3 * logprobs[0] + 4 * logprobs[1]), logprobs)
+        5.0
+    """
+    found = parts(logprobs)
+    if not loss.requires_grad or not found:
+        return 0.0
+    ones = torch.ones_like(loss)
+    grads = torch.autograd.grad(loss, found, ones, retain_graph=True, allow_unused=True)
+    return math.sqrt(sum(float(grad.double().square().sum()) for grad in grads if grad is not None))
+
+
+def norm_or_none(loss: torch.Tensor, logprobs: Logprobs, whose: str) -> float | None:
+    """Return the norm of a loss's gradient; log a warning if it cannot be computed.
+
+    Example:
+        >>> norm_or_none(torch.tensor(4.0), torch.tensor([-1.0]), "the base loss")
+        0.0
+    """
+    try:
+        return norm_of(loss, logprobs)
+    except RuntimeError as error:
+        logger.warning("the gradient norm of %s cannot be computed: %s", whose, error)
+        return None
+
+
+def compute_grad_norm(loss_fn: Callable[[Any], Any], logprobs: Logprobs) -> float:
+    """Return the norm of the gradient of a function of log-probabilities of any shape.
+
+    Args:
+        loss_fn: Takes the log-probabilities and returns one number as a tensor.
+        logprobs: Their log-probabilities: one tensor, or one for each datum.
+
+    Returns:
+        The norm.
+
+    Example:
+        >>> round(compute_grad_norm(torch.sum, torch.tensor([1.0, 2.0, 3.0])), 4)
+        1.7321
+    """
+    leaves = _copied(logprobs)
+    with torch.enable_grad():
+        loss = loss_fn(leaves)
+    return norm_of(loss, leaves) if isinstance(loss, torch.Tensor) else 0.0
+
+
+def grad_norm_for_regularizer(
+    spec: RegularizerSpec, data: Sequence[Datum], logprobs: Logprobs
+) -> float:
+    """Return the norm of a regularizer's gradient, not weighted.
+
+    If it fails or is asynchronous, log a warning and return 0.0.
+
+    Args:
+        spec: The regularizer.
+        data: The examples.
+        logprobs: Their log-probabilities: one tensor, or one for each datum.
+
+    Returns:
+        The norm.
+
+    Example:
+        >>> spec = RegularizerSpec(
+        ...     lambda data, logprobs: (logprobs.square().sum(), {}), weight=0.5, name="square"
+        ... )
+        >>> grad_norm_for_regularizer(spec, [], torch.tensor([-3.0, -4.0]))
+        10.0
+    """
+    if spec.async_:
+        logger.warning(UNTRACED, spec.name)
+        return 0.0
+
+    def loss(leaves: Any) -> torch.Tensor:
+        return value_of(execute(spec.fn, data, leaves, spec.opts), f"regularizer {spec.name!r}")[0]
+
+    return _or_zero(loss, logprobs, f"regularizer {spec.name!r}")
+
+
+def total_grad_norm(
+    base_fn: LossFn, specs: Sequence[RegularizerSpec], data: Sequence[Datum], logprobs: Logprobs
+) -> float:
+    """Like `grad_norm_for_regularizer`, of the whole loss: a base loss and weighted regularizers.
+
+    Example:
+        >>> spec = RegularizerSpec(
+        ...     lambda data, logprobs: (logprobs.square().sum(), {}), weight=0.5, name="square"
+        ... )
+        >>> total_grad_norm(
+        ...     lambda data, logprobs: (logprobs.sum() * 0, {}),
+        ...     [spec],
+        ...     [],
+        ...     torch.tensor([-3.0, -4.0]),
+        ... )
+        5.0
+    """
+
+    def loss(leaves: Any) -> torch.Tensor:
+        total = value_of(base_fn(data, leaves), "the base loss")[0]
+        for spec in specs:
+            answer = execute(spec.fn, data, leaves, spec.opts)
+            answer = waited(answer, None) if spec.async_ else answer
+            total = total + spec.weight * value_of(answer, f"regularizer {spec.name!r}")[0]
+        return total
+
+    return _or_zero(loss, logprobs, "the composed loss")
+
+
+def _or_zero(loss_fn: Callable[[Any], torch.Tensor], logprobs: Logprobs, whose: str) -> float:
+    try:
+        return compute_grad_norm(loss_fn, logprobs)
+    except Exception as error:
+        logger.warning(
+            "the gradient norm of %s cannot be computed and is reported as 0.0: %s", whose, error
+        )
+        return 0.0

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 import torch
 
-from tinkex.regularizers.gradients import parts
+from tinkex.regularizers.execution import parts
 from tinkex.regularizers.specs import Logprobs
 from tinkex.types.inputs import Datum
 from tinkex.types.tensors import TensorData
@@ -215,10 +215,9 @@ class L2(_Size):
 
     Large values are pulled most.
 
+    It has the attributes of `L1`, and two more.
+
     Attributes:
-        target: The values to penalise.
-        reduction: R, `sum` or `mean`.
-        lambda_: λ; `lambda` among `opts`.
         clip: The largest c; values beyond it have no gradient.
         center: A number, `mean` for the target's own mean, or None for zero.
 
@@ -258,10 +257,9 @@ class L2(_Size):
 class ElasticNet(_Size):
     """The penalty λ·(α·R(|t|) + (1 − α)·R(t²)).
 
+    It has the attributes of `L1`, and one more.
+
     Attributes:
-        target: The values to penalise.
-        reduction: R, `sum` or `mean`.
-        lambda_: λ; `lambda` among `opts`.
         l1_ratio: α, from 0 to 1.
 
     Example:
@@ -409,7 +407,7 @@ class GradientPenalty(Penalty):
 def _length(loss: torch.Tensor, points: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the norm of a gradient, differentiable."""
     if not isinstance(loss, torch.Tensor):
-        raise ValueError(f"loss_fn must give a tensor, it gave a {type(loss).__name__}")
+        raise ValueError(f"loss_fn must return a tensor, got a {type(loss).__name__}")
     grads: Sequence[torch.Tensor | None] = [None] * len(points)
     if loss.requires_grad:
         grads = torch.autograd.grad(loss.sum(), points, create_graph=True, allow_unused=True)

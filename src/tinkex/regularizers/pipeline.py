@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -12,8 +11,7 @@ from typing import Any
 import torch
 
 from tinkex import events
-from tinkex.regularizers.execution import TIMEOUT, Execution, run_all
-from tinkex.regularizers.gradients import norm_of, traced
+from tinkex.regularizers.execution import TIMEOUT, Execution, norm_or_none, run_all, traced
 from tinkex.regularizers.specs import (
     Logprobs,
     LossFn,
@@ -24,8 +22,6 @@ from tinkex.regularizers.specs import (
 )
 from tinkex.types.custom_losses import CustomLossOutput
 from tinkex.types.inputs import Datum
-
-logger = logging.getLogger("tinkex")
 
 
 def compute(
@@ -88,12 +84,14 @@ def compose(
         tracked = traced(logprobs) if track_grad_norms else logprobs
         with torch.enable_grad() if track_grad_norms else contextlib.nullcontext():
             total, custom = value_of(base_loss_fn(data, tracked), "the base loss")
-        norm = _norm_or_none(total, tracked) if track_grad_norms else None
+        norm = norm_or_none(total, tracked, "the base loss") if track_grad_norms else None
         base = float(total.detach())
         terms = run_all(specs, data, tracked, execution)
         with torch.enable_grad() if track_grad_norms else contextlib.nullcontext():
             total = sum((term.output.weight * term.loss for term in terms), total)
-        whole = _norm_or_zero(total, tracked) if track_grad_norms and terms else norm
+        whole = norm
+        if track_grad_norms and terms:
+            whole = norm_or_none(total, tracked, "the composed loss") or 0.0
         outputs = [term.output for term in terms]
         output = CustomLossOutput.build(
             base, custom, outputs, base_grad_norm=norm, total_grad_norm=whole
@@ -186,16 +184,3 @@ def _check(base_loss_fn: Any, specs: Sequence[Any]) -> None:
 def _failed(error: Exception) -> RegularizerError:
     said = str(error) or type(error).__name__
     return RegularizerError(f"the loss could not be composed: {said}", kind="pipeline_failed")
-
-
-def _norm_or_none(loss: torch.Tensor, logprobs: Logprobs) -> float | None:
-    try:
-        return norm_of(loss, logprobs)
-    except RuntimeError as error:
-        logger.warning("the gradient norm of the base loss cannot be computed: %s", error)
-        return None
-
-
-def _norm_or_zero(loss: torch.Tensor, logprobs: Logprobs) -> float:
-    norm = _norm_or_none(loss, logprobs)
-    return 0.0 if norm is None else norm

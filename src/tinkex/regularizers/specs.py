@@ -149,7 +149,7 @@ def waited(answer: Any, timeout: float | None) -> Any:
         return answer.result(timeout)
     if not inspect.isawaitable(answer):
         raise TypeError(
-            "an asynchronous regularizer must give an awaitable or a future, got "
+            "an asynchronous regularizer must return an awaitable or a future, got "
             f"{type(answer).__name__}"
         )
     return _in_own_loop(answer, timeout)

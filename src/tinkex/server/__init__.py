@@ -1,3 +1,4 @@
-"""The other side of the wire: an ASGI application over an Engine. It needs neither torch nor a
-network.
+"""The server: an ASGI application over an Engine.
+
+It needs neither torch nor a network.
 """

@@ -18,6 +18,7 @@ from tinkex.server.database.interface import Database
 from tinkex.server.database.sqlite import SqliteDatabase
 from tinkex.server.http_errors import Refusal, refused
 from tinkex.server.middleware import GuardedEndpoint
+from tinkex.server.routes.cluster_pages import CLUSTER
 from tinkex.server.routes.handler_table import collect
 from tinkex.server.routes.openai import OPENAI
 from tinkex.server.routes.operations import operation_group
@@ -25,10 +26,11 @@ from tinkex.server.routes.server_pages import PAGES
 from tinkex.server.server_limits import Limits
 from tinkex.server.state import State
 from tinkex.server.tracing import Tracing
+from tinkex.server.workers.fleet import Fleet
 
 
 def create_app(
-    engine: Engine | Mapping[str, Engine],
+    engine: Engine | Mapping[str, Engine] | Fleet,
     data_dir: Path,
     *,
     limits: Limits | None = None,
@@ -45,7 +47,7 @@ def create_app(
     Its lifespan starts and stops the worker.
 
     Args:
-        engine: One engine, or several by names that stay the same.
+        engine: One engine, several by names that stay the same, or a fleet of worker processes.
         data_dir: The directory of the database, keys and checkpoints.
         limits: The limits of the server.
         api_key: A key of the owner `local`, besides those made by `tinkex key create`.
@@ -71,7 +73,7 @@ def create_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        state.workers.start()
+        state.start_workers()
         state.replay.take_up_sessions()
         tasks = [asyncio.create_task(state.tend()), asyncio.create_task(state.meter.run())]
         try:
@@ -79,11 +81,13 @@ def create_app(
         finally:
             for task in tasks:
                 task.cancel()
+            if state.fleet is not None:
+                await state.fleet.stop()
             # the client of an embedded server ends with it, and would wait for another life in vain
             if not embedded:
                 await state.leave()
                 state.promises.are_closed = True
-            await state.workers.stop()
+            await state.stop_workers()
             state.journals.close()
             try:
                 await state.meter.flush()
@@ -92,7 +96,7 @@ def create_app(
                 state.database.close()
                 state.unlock()
 
-    groups = (operation_group(), PAGES, OPENAI, *groups)
+    groups = (operation_group(), PAGES, CLUSTER, OPENAI, *groups)
     guarded = [
         GuardedEndpoint(endpoint, group, state, tracing)
         for group in groups

@@ -1,4 +1,4 @@
-"""Usage: tokens and storage by the hour, an audit log, and a timeline for each session.
+"""Usage by the hour, an audit log, and a timeline for each session.
 
 Everything is noted in memory, once per operation and never per token, and written to the database
 every few seconds in one transaction. Amounts are counted; all prices are zero.
@@ -13,10 +13,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from tinkex.server.complaints import complain
-from tinkex.server.database.entities import AuditEntry, Span, UsageKind, Use
-from tinkex.server.database.interface import Database
-from tinkex.server.http_errors import Refusal
+from tinkex.server.database.interface import AuditEntry, Database, Span, UsageKind, Use
+from tinkex.server.http_errors import Refusal, complain
 
 HOUR = 3600
 FLUSH_SECONDS = 5.0
@@ -75,24 +73,19 @@ class Meter:
 
     def let_go(self, owner: str, size: int) -> None:
         """Stop counting bytes of a request as held."""
-        self.held[owner] -= size
-        if self.held[owner] <= 0:
-            del self.held[owner]
+        _subtract(self.held, owner, size)
 
     def was_read(self, owner: str, waiting: int) -> None:
         """Stop counting the bytes of a result as unread."""
-        self.unread[owner] -= waiting
-        if self.unread[owner] <= 0:
-            del self.unread[owner]
+        _subtract(self.unread, owner, waiting)
 
     def count(
         self, owner: str, session_id: str, base_model: str, kind: UsageKind, amount: float
     ) -> None:
         """Add to the usage of this hour."""
         if amount:
-            self._uses[int(time.time()) // HOUR * HOUR, owner, session_id, base_model, kind] += (
-                amount
-            )
+            hour = int(time.time()) // HOUR * HOUR
+            self._uses[hour, owner, session_id, base_model, kind] += amount
             self.totals[kind] += amount
 
     def audit(
@@ -108,9 +101,8 @@ class Meter:
         if operation in AUDITED:
             category, event = AUDITED[operation]
             said = json.dumps(dict(details or {}))
-            self._entries.append(
-                AuditEntry(time.time(), owner, category, event, model_id, tinker_path, said)
-            )
+            about = (category, event, model_id, tinker_path, said)
+            self._entries.append(AuditEntry(time.time(), owner, *about))
 
     def span(
         self, session_id: str, request_id: str, operation: str, began: float, error: str | None
@@ -161,19 +153,21 @@ class Meter:
                     await asyncio.to_thread(self._database.activity.forget_spans, old)
                     tidied = time.monotonic()
             except Exception as error:
-                complain("usage could not be written; it is tried again", error)
+                complain("writing the usage failed; it is tried again", error)
+
+
+def _subtract(counter: Counter[str], owner: str, size: int) -> None:
+    counter[owner] -= size
+    if counter[owner] <= 0:
+        del counter[owner]
 
 
 def check_held(held: int, size: int, limit: int) -> None:
-    """Refuse a request, to be sent again later, if its owner's requests take too much memory.
+    """Refuse a request while its owner's requests take too much memory.
 
     A single request may take more than the limit.
     """
     if held > limit and held > size:
-        raise Refusal(
-            429,
-            f"{held - size} bytes of other requests arrive or have not ended, and the limit "
-            "held_bytes of this server "
-            f"is {limit}; send this one again later",
-            headers={"Retry-After": "1"},
-        )
+        why = f"{held - size} bytes of your other requests are arriving or have not ended"
+        how = f"the limit held_bytes is {limit}; send this request again later"
+        raise Refusal(429, f"{why}; {how}", headers={"Retry-After": "1"})

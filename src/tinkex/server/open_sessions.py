@@ -1,4 +1,4 @@
-"""The sessions that are open, and when something last came for each."""
+"""The open sessions, and the time of the last request of each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tinkex.server.database.interface import SessionTable
 from tinkex.server.http_errors import Refusal
 
 EXPIRED = "expired"
-"""The reason for the end of a session from which nothing was heard."""
+"""The reason for the end of a session that was silent."""
 
 
 class Sessions:
@@ -19,16 +19,16 @@ class Sessions:
     def __init__(
         self, table: SessionTable, seconds: float, forget: Callable[[str], object]
     ) -> None:
-        """Know of no session yet.
+        """Start with no sessions.
 
         Args:
-            table: Where sessions are on record.
-            seconds: How long a session may be silent.
-            forget: Frees what a session that has ended holds in memory and on disk.
+            table: The record of sessions.
+            seconds: The longest time that a session may be silent.
+            forget: Frees the memory and the disk space of a session that has ended.
         """
         self._table, self._seconds, self._forget = table, seconds, forget
         self.last_seen: dict[str, float] = {}
-        """By the id of each open session, when something last came for it."""
+        """The time of the last request of each open session, by its id."""
 
     def __contains__(self, session_id: object) -> bool:
         return session_id in self.last_seen
@@ -40,16 +40,16 @@ class Sessions:
         return len(self.last_seen)
 
     def see(self, session_id: str) -> None:
-        """Note that something came for a session; it is open from now on."""
+        """Note a request of a session; the session is open from now on."""
         self.last_seen[session_id] = time.monotonic()
 
     def note(self, session_id: str) -> None:
-        """Note that something came for a session, if it is open."""
+        """Note a request of a session, if it is open."""
         if session_id in self.last_seen:
             self.see(session_id)
 
     async def require(self, session_id: str) -> None:
-        """Refuse what comes for a session that is not open; note that something came."""
+        """Note a request of a session; refuse it if the session is not open."""
         if session_id not in self.last_seen:
             known = await asyncio.to_thread(self._table.state, session_id)
             if known is None:
@@ -64,18 +64,18 @@ class Sessions:
         return f"nothing was heard for {self._seconds:g} s (session_seconds)"
 
     def end(self, session_id: str) -> None:
-        """Free what a session holds in memory; its runs and checkpoints stay on record."""
+        """Free the memory of a session; its runs and checkpoints stay on record."""
         self.last_seen.pop(session_id, None)
         self._forget(session_id)
 
     async def finish(self, session_id: str, reason: str, detail: str | None) -> None:
-        """End a session at its client's word; the first reason stays on record."""
+        """End a session for its client; the first reason stays on record."""
         self.last_seen.pop(session_id, None)  # from here on the record says whether it is open
         await asyncio.to_thread(self._table.finish, session_id, reason, detail)
         self.end(session_id)
 
     async def sweep(self) -> None:
-        """End the sessions that have been silent for too long, and record when others were seen."""
+        """End sessions that were silent too long; record the others' last requests."""
         now = time.monotonic()
         for session_id in [s for s, seen in self.last_seen.items() if seen < now - self._seconds]:
             # first, so that no reader of the record finds anything of it alive
@@ -85,6 +85,5 @@ class Sessions:
         seen = [(time.time() - (now - seen), session) for session, seen in self.last_seen.items()]
         silent_since = time.time() - self._seconds
         # those that an earlier life of the server left open end as well
-        await asyncio.to_thread(
-            self._table.note_heard, seen, silent_since, EXPIRED, self._silence()
-        )
+        end = (silent_since, EXPIRED, self._silence())
+        await asyncio.to_thread(self._table.note_heard, seen, *end)

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 from tinkex.server.database.interface import Database
 from tinkex.server.open_sessions import Sessions
-from tinkex.server.runs.journals import Journals
+from tinkex.server.runs.journals import Journals, Revivals
 from tinkex.server.runs.promises import Promises
-from tinkex.server.runs.revivals import Revivals
-from tinkex.server.samples.nameless import NamelessSamplers
+from tinkex.server.samples.sampler_weights import NamelessSamplers
 from tinkex.server.samples.sampling_records import SamplingRecords
 from tinkex.server.server_limits import Limits
 from tinkex.server.workers.pool import Workers

@@ -10,8 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from tinkex.wire import prometheus
-from tinkex.wire.prometheus import family, labels
+from tinkex.wire.prometheus import family, heading, histogram, labels
 from tinkex.wire.redaction import MOST_TRACEBACK, Scrubber
 
 BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
@@ -51,13 +50,9 @@ class Metrics:
         self._seconds[operation] += seconds
         level = logging.DEBUG if operation in FREQUENT and status in (200, 408) else logging.INFO
         if access.isEnabledFor(level):
-            fields = {
-                "operation": operation,
-                "method": method,
-                "status": status,
-                "ms": round(seconds * 1000, 3),
-            }
-            fields |= {"owner": owner, "request_id": request_id and scrubber.text(request_id)}
+            fields = {"operation": operation, "method": method, "status": status}
+            fields |= {"ms": round(seconds * 1000, 3), "owner": owner}
+            fields["request_id"] = request_id and scrubber.text(request_id)
             access.log(level, "%s %s", operation, status, extra={"fields": fields})
 
     def lines(self) -> Iterator[str]:
@@ -66,21 +61,20 @@ class Metrics:
             labels(operation=op, status=status): count
             for (op, status), count in self._requests.items()
         }
-        yield from family(
-            "tinkex_requests_total", "counter", "Requests by operation and status.", requests
-        )
-        name = "tinkex_request_seconds"
-        yield from prometheus.heading(
-            name, "histogram", "How long requests took; polls are held on purpose."
-        )
+        total = "Requests by operation and status."
+        yield from family("tinkex_requests_total", "counter", total, requests)
+        name, meaning = "tinkex_request_seconds", "Duration of requests; polls are held on purpose."
+        yield from heading(name, "histogram", meaning)
         for operation, counts in self._buckets.items():
-            yield from prometheus.histogram(
-                name, BUCKETS, counts, self._seconds[operation], operation=operation
-            )
+            seconds = self._seconds[operation]
+            yield from histogram(name, BUCKETS, counts, seconds, operation=operation)
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats log records as lines of JSON, without secrets; access records keep their fields."""
+    """A formatter of log records as lines of JSON, without secrets.
+
+    Access records keep their fields.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         """Return one line."""
@@ -92,7 +86,6 @@ class JsonFormatter(logging.Formatter):
             **getattr(record, "fields", {}),
         }
         if record.exc_info:
-            said["error"] = scrubber.text(
-                self.formatException(record.exc_info), MOST_TRACEBACK, end=True
-            )
+            trace = self.formatException(record.exc_info)
+            said["error"] = scrubber.text(trace, MOST_TRACEBACK, end=True)
         return json.dumps(said)

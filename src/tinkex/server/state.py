@@ -11,43 +11,48 @@ from pathlib import Path
 from tinkex.engine.api import Engine, EngineError
 from tinkex.server.access.accounts import Accounts
 from tinkex.server.access.searches import Searches
-from tinkex.server.complaints import complain
 from tinkex.server.database.interface import Database
 from tinkex.server.files.checkpoint_files import Checkpoints
 from tinkex.server.files.data_dir import Lock, discard, make_directory
 from tinkex.server.files.upload_files import sweep_uploads
+from tinkex.server.http_errors import complain
 from tinkex.server.meter import Meter
 from tinkex.server.open_sessions import Sessions
 from tinkex.server.parts import Parts
 from tinkex.server.routes.handler_table import HANDLERS
 from tinkex.server.runs.admission import CARRY_ON, Runs
-from tinkex.server.runs.journals import RECORDINGS, Journals
+from tinkex.server.runs.journals import RECORDINGS, Journals, Revivals
 from tinkex.server.runs.promises import Promises
 from tinkex.server.runs.replay import Replay
-from tinkex.server.runs.revivals import Revivals
 from tinkex.server.runs.snapshot import Snapshots
 from tinkex.server.runs.unloading import Unloading
-from tinkex.server.samples.loaded_weights import LoadedWeights
-from tinkex.server.samples.nameless import NamelessSamplers
-from tinkex.server.samples.sample_journal import SampleJournal
+from tinkex.server.samples.sample_admission import Samples
+from tinkex.server.samples.sampler_weights import LoadedWeights, NamelessSamplers
 from tinkex.server.samples.samplers import Samplers
 from tinkex.server.samples.sampling_records import SamplingRecords
 from tinkex.server.server_limits import Limits
 from tinkex.server.server_metrics import Metrics
+from tinkex.server.workers.fleet import Fleet
 from tinkex.server.workers.pool import Workers
+from tinkex.server.workers.worker import Worker
 
 logger = logging.getLogger("tinkex.server")
 
 LEAVE_SECONDS = 10.0
-"""The time that a server which stops may take to put its runs on disk."""
+"""The longest time that a stopping server takes to write its runs to disk."""
+SWEEP_SECONDS = 15.0
+"""The time between two cleanups."""
 
 
 class State:
-    """The parts of a running server, made by `create_app`; its lifespan starts and stops them."""
+    """The parts of a running server.
+
+    `create_app` makes them, and its lifespan starts and stops them.
+    """
 
     def __init__(
         self,
-        engines: Engine | Mapping[str, Engine],
+        engines: Engine | Mapping[str, Engine] | Fleet,
         data_dir: Path,
         limits: Limits,
         open_database: Callable[[Path], Database],
@@ -60,26 +65,29 @@ class State:
         """Make the parts.
 
         Args:
-            engines: What computes: one engine, or several by name.
-            data_dir: Where all files are.
-            limits: What is not to be exceeded.
+            engines: One engine, several by name, or a fleet.
+            data_dir: The directory of all files.
+            limits: The limits of the server.
             open_database: Opens the database of a data directory.
-            api_key: A key besides those on record.
-            tokens: Whether clients are to exchange their keys for tokens.
+            api_key: A key in addition to those on record.
+            tokens: Whether clients must exchange their keys for tokens.
             strict: Whether weights are loaded as a run's first operation only.
             embedded: Whether the only caller is this program.
         """
         self.data_dir = data_dir = data_dir.expanduser().resolve()
         self.limits, self.tokens, self.strict = limits, tokens, strict
-        self.workers = Workers(engines)
-        self._places = self._hidden_places()
-        """Directories that others do not learn, the innermost first."""
         make_directory(data_dir)
         self._lock = Lock(data_dir, shared=embedded)
         make_directory(data_dir / "checkpoints")
         self.upload_dir = data_dir / "uploads"
         self.database = open_database(data_dir)
         self.database.verify()
+        self.fleet = engines if isinstance(engines, Fleet) else None
+        if isinstance(engines, Fleet):
+            engines = engines.connect(self.database.activity.begin_life())
+        self.workers = Workers(engines)
+        self._places = self._hidden_places()
+        """Directories that others do not learn, the innermost first."""
         self.checkpoints = Checkpoints(self.database)
         self.accounts = Accounts(self.database, api_key, embedded=embedded)
         self.meter = Meter(self.database)
@@ -87,9 +95,8 @@ class State:
         self.promises = Promises(conceal=self.without_paths)
         self.journals = Journals(data_dir)
         self.revivals = Revivals(data_dir)
-        self.sessions = Sessions(
-            self.database.sessions, limits.session_seconds, self._forget_session
-        )
+        open_for = limits.session_seconds
+        self.sessions = Sessions(self.database.sessions, open_for, self._forget_session)
         self.recordings = SamplingRecords(
             data_dir / RECORDINGS,
             self.journals.of,
@@ -97,7 +104,7 @@ class State:
             disk_bytes=limits.recordings_disk_bytes,
             may_delete=lambda session: not self.revivals.has_sleeping_runs(session, self.runs),
         )
-        loaded = LoadedWeights(limits.samplers)
+        self.loaded = loaded = LoadedWeights(limits.samplers)
         parts = Parts(
             self.database,
             self.journals,
@@ -112,26 +119,52 @@ class State:
         self.snapshots = Snapshots(parts)
         self.runs = Runs(parts, self.snapshots, lambda call: HANDLERS[call.op](self, call))
         self.unloading = Unloading(parts, self.runs)
-        self.samplers = Samplers(parts, self.runs, loaded, self.without_paths)
-        self.sample_journal = SampleJournal(self.journals, self.promises)
+        self.samplers = Samplers(
+            parts, self.runs, loaded, self.checkpoints, self.meter, self.without_paths
+        )
+        self.samples = Samples(parts, self.samplers)
         self.replay = Replay(
             parts,
             self.checkpoints,
             self.snapshots,
             self.runs,
             self.unloading,
-            lambda call: HANDLERS[call.op](self, call),
+            self.samples,
         )
         self.arriving: set[Path] = set()
-        """Files of uploads that are just arriving."""
+        """Files of uploads that are arriving."""
         self.finishing: set[str] = set()
-        """Uploads that are just being made checkpoints of."""
+        """Uploads that are becoming checkpoints."""
         self.owners: dict[str, str] = {}
-        """Owners of sessions, as far as they have been asked for."""
+        """Owners of sessions that have been looked up."""
         self.searches = Searches()
         self.expanding = asyncio.Semaphore(1)
-        """Held while a compressed body grows large."""
+        """Held while a large compressed body is expanded."""
         self.is_draining = False
+
+    # ── workers ───────────────────────────────────────────────────────────────────────────────────
+
+    def start_workers(self) -> None:
+        """Start the workers, and watch over those that can be lost."""
+        self.workers.start()
+        if self.fleet is not None:
+            self.fleet.start(self.workers, self._lose_weights, self._make_again)
+
+    def _lose_weights(self, worker: Worker) -> None:
+        """Forget the weights that went with the process of a worker."""
+        self.loaded.lose(worker)
+        self.samplers.targets.lose(self.samplers.nameless.lose(worker))
+
+    def _make_again(self, run: str) -> None:
+        # a run that is being made for the first time is tried again by itself
+        if run in self.runs or self.revivals.task(run) is not None:
+            self.promises.keep(self.replay.rebuild(run))
+
+    async def stop_workers(self) -> None:
+        """End the workers, and the processes of their engines."""
+        await self.workers.stop()
+        if self.fleet is not None:
+            await asyncio.to_thread(self.fleet.close)
 
     # ── texts for others ──────────────────────────────────────────────────────────────────────────
 
@@ -141,7 +174,7 @@ class State:
         return sorted({str(place) for place in (self.data_dir, *places)}, key=len, reverse=True)
 
     def without_paths(self, text: str) -> str:
-        """Return a text for others, without the places of this server's files."""
+        """Return a text without the paths of this server's files, for clients."""
         for place in self._places:
             text = text.replace(f"{place}/", "").replace(place, "the data directory")
         return text
@@ -159,12 +192,14 @@ class State:
 
     def _forget_session(self, session_id: str) -> None:
         """Free what a session that has ended holds in all parts."""
-        self.runs.forget_session(session_id)
+        of_session = [run for run, live in self.runs.items() if live.run.session_id == session_id]
+        for run in of_session:
+            self.runs.forget(run)
         self.workers.forget_session(session_id)
         next(iter(self.workers)).run(self.database.runs.touch, self._take_asked())
         self.samplers.forget_session(session_id)
         self.promises.forget_session(session_id)
-        self.sample_journal.forget_session(session_id)
+        self.samples.forget_session(session_id)
         self.recordings.forget(session_id)
         self.journals.forget_session(session_id)
 
@@ -173,20 +208,20 @@ class State:
         return asked
 
     async def tend(self) -> None:
-        """Until cancelled: forget results whose time is over, and sessions that fell silent."""
+        """Forget expired results and silent sessions, until cancelled."""
         while True:
-            await asyncio.sleep(15)
+            await asyncio.sleep(SWEEP_SECONDS)
             try:
                 await self.sweep()
             except Exception as error:
-                complain("tidying up failed; it is tried again", error)
+                complain("a cleanup failed; it is tried again", error)
 
     async def sweep(self) -> None:
-        """Let go of everything whose time is over."""
+        """Delete everything that has expired."""
         self.promises.sweep()
         self.recordings.sweep()
         self.promises.sweep_logs(self.sessions)
-        await self.sample_journal.note_read()
+        await self.samples.note_read()
         await self.sessions.sweep()
         await asyncio.to_thread(self.database.runs.touch, self._take_asked())
         for directory in await asyncio.to_thread(self.database.checkpoints.remove_expired):
@@ -196,14 +231,14 @@ class State:
     # ── the end ───────────────────────────────────────────────────────────────────────────────────
 
     async def drain(self) -> None:
-        """Take nothing more in; wait for what is under way until it is done, or time is up."""
+        """Refuse new requests; wait until the open ones end, or the time is up."""
         self.is_draining = True
         deadline = time.monotonic() + self.limits.drain_seconds
         while sum(self.meter.open.values()) > self._held_up() and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
     def _held_up(self) -> int:
-        """Return how many operations wait for one that has not come, and is not let in any more."""
+        """Return the number of operations that wait for a request that is refused now."""
         return sum(
             not promise.done.is_set()
             for live in self.runs.values()
@@ -213,9 +248,9 @@ class State:
         )
 
     async def leave(self) -> None:
-        """Begin nothing more, and put the runs on disk as they stand: the next life starts sooner.
+        """Start nothing new, and write the runs to disk, so that the next start is faster.
 
-        What does not get done within a time is left to the journals, like all that was promised.
+        The journals keep the runs that are not written in time.
         """
         if self.promises.are_left:
             return
@@ -229,11 +264,9 @@ class State:
                     if live.commit is not None:
                         await live.commit
         except (TimeoutError, EngineError) as error:
-            logger.warning(
-                "not every run could be put on disk (%s); the next start takes them up from their "
-                "journals",
-                str(error) or "it took too long",
-            )
+            why = str(error) or "it took too long"
+            next_start = "the next start rebuilds them from their journals"
+            logger.warning("some runs were not written to disk (%s); %s", why, next_start)
 
     def unlock(self) -> None:
         """Let another server use the data directory."""

@@ -1,4 +1,6 @@
-"""OpenTelemetry on the server: a span for each request, in the trace that its headers name.
+"""OpenTelemetry on the server: a span for each request.
+
+Spans join the trace that the headers of a request name.
 
 The destination of spans is configured outside, as for any program: `opentelemetry-instrument tinkex
 serve` does it from the OTEL_ variables. Unless spans are wanted, OpenTelemetry is not imported.
@@ -16,12 +18,10 @@ from tinkex.wire.redaction import Scrubber
 
 
 def is_wanted(variables: Mapping[str, str]) -> bool:
-    """Return whether the environment asks for spans, by a variable that does not disable them."""
-    named = {
-        name: value.strip().lower() for name, value in variables.items() if name.startswith("OTEL_")
-    }
+    """Return whether the environment asks for spans and does not disable them."""
+    named = {name: value.strip().lower() for name, value in variables.items()}
     return (
-        bool(named)
+        any(name.startswith("OTEL_") for name in named)
         and named.get("OTEL_SDK_DISABLED") != "true"
         and named.get("OTEL_TRACES_EXPORTER") != "none"
     )
@@ -39,9 +39,8 @@ class Tracing:
 
     def __init__(self, tracer: Any = None) -> None:
         if not otel.is_available():
-            raise ConfigurationError(
-                "OpenTelemetry is not installed", hint='pip install "tinkex[otel]"'
-            )
+            how = 'pip install "tinkex[otel]"'
+            raise ConfigurationError("OpenTelemetry is not installed", hint=how)
         from opentelemetry import context, trace
 
         self._api, self._context = trace, context
@@ -52,7 +51,7 @@ class Tracing:
     def request(
         self, method: str, route: str, operation: str, headers: Mapping[str, str]
     ) -> Iterator[dict[str, Any]]:
-        """Make a span of a request; fill the dictionary with its owner, status and request_id."""
+        """Make a span; the dictionary takes its owner, status and request_id."""
         attached = otel.extract(headers)
         told: dict[str, Any] = {}
         try:

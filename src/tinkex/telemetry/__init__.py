@@ -13,13 +13,7 @@ Example:
 
 from __future__ import annotations
 
-from tinkex.telemetry.capture import (
-    Provider as Provider,
-    async_capture as async_capture,
-    capture_exceptions as capture_exceptions,
-    with_telemetry as with_telemetry,
-)
-from tinkex.telemetry.facts import (
+from tinkex.telemetry.event_queue import (
     duration_text as duration_text,
     user_error as user_error,
 )
@@ -36,6 +30,9 @@ from tinkex.telemetry.reporter import (
     Reporter as Reporter,
 )
 from tinkex.telemetry.reporters import (
+    Provider as Provider,
+    async_capture as async_capture,
+    capture_exceptions as capture_exceptions,
     flush as flush,
     init as init,
     log as log,
@@ -43,6 +40,7 @@ from tinkex.telemetry.reporters import (
     log_fatal_exception as log_fatal_exception,
     stop as stop,
     wait_until_drained as wait_until_drained,
+    with_telemetry as with_telemetry,
 )
 from tinkex.telemetry.sending import (
     Caller as Caller,

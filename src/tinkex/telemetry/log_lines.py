@@ -82,13 +82,13 @@ def attach_lines(
 
 
 def detach(handler_id: str) -> bool:
-    """Stop a logger; False when there is none of this id.
+    """Stop a logger; return False if there is none of this id.
 
     Args:
-        handler_id: What `attach_logger` gave.
+        handler_id: The id that `attach_logger` returned.
 
     Returns:
-        Whether there was one.
+        True if there was one.
 
     Example:
         >>> handler = attach_logger()

@@ -17,8 +17,8 @@ from typing import Any
 from tinkex import events as bus
 from tinkex.client.futures.loop_thread import runtime
 from tinkex.errors import ConfigurationError
-from tinkex.telemetry.event_queue import EventQueue
-from tinkex.telemetry.facts import (
+from tinkex.telemetry.event_queue import (
+    EventQueue,
     duration_text,
     exception_fields,
     facts_of,
@@ -66,21 +66,21 @@ class Reporter:
 
     Args:
         send: Posts one batch.
-        session_id: Whose events they are.
+        session_id: The session of the events.
         owner: The session; not kept alive. The reporter ends when it is dropped, or when its
             `closed` is true.
         secrets: Texts that must not be sent, apart from everything that looks like a secret.
         events: Names of the events of the bus that are sent, those of this session.
-        attach_events: Whether to listen to the bus from the start; `listen` does so later.
+        attach_events: Listen to the bus from the start; `listen` does so later.
         handler_id: The id on the bus; one is made up by default.
         flush_interval: Time between two flushes; 0 for none.
-        flush_threshold: How many waiting events cause a flush.
-        flush_timeout: How long a flush that waits does so at most.
-        http_timeout: How long one attempt to send a batch may take.
-        max_retries: How often a batch that could not be sent is sent again, before it is given up.
+        flush_threshold: The number of waiting events that causes a flush.
+        flush_timeout: The longest wait of a flush that waits.
+        http_timeout: The longest time of one attempt to send a batch.
+        max_retries: The number of retries before a batch is given up.
         retry_base_delay: Time before the first of these; it doubles each time.
-        max_queue_size: How many events may wait; more are dropped.
-        max_batch_size: How many are sent at once.
+        max_queue_size: The most events that wait; more are dropped.
+        max_batch_size: The most events of a batch.
 
     Example:
         >>> sent = []
@@ -120,15 +120,19 @@ class Reporter:
             )
         self.session_id = session_id
         self.handler_id = handler_id or f"tinkex-reporter-{next(_numbers)}"
-        self._send = send
         self._names = tuple(events)
         self._scrubber = Scrubber(secrets)
         self._flush_interval = flush_interval
         self._flush_threshold = flush_threshold
         self._flush_timeout = flush_timeout
-        self._http_timeout = http_timeout
-        self._max_retries = max_retries
-        self._retry_base_delay = retry_base_delay
+        self._deliver = functools.partial(
+            deliver,
+            send,
+            self._scrubber,
+            timeout=http_timeout,
+            retries=max_retries,
+            base_delay=retry_base_delay,
+        )
         self._max_batch_size = max_batch_size
         self._pid = os.getpid()
         self._runtime = runtime()
@@ -157,12 +161,12 @@ class Reporter:
         """Report an event; False when it is dropped.
 
         Args:
-            name: What happened.
-            data: What is known of it.
+            name: The name of the event.
+            data: The data of the event.
             severity: "DEBUG", "INFO", "WARNING", "ERROR" or "CRITICAL".
 
         Returns:
-            Whether it was taken.
+            True if the event was queued.
 
         Example:
             >>> async def post(batch: TelemetrySendRequest) -> None: ...
@@ -187,10 +191,10 @@ class Reporter:
 
         Args:
             error: The exception.
-            severity: How bad it is.
+            severity: The severity of the event.
 
         Returns:
-            Whether it was taken.
+            True if the event was queued.
 
         Example:
             >>> async def post(batch: TelemetrySendRequest) -> None: ...
@@ -202,14 +206,7 @@ class Reporter:
         return self.flush() and taken
 
     def log_fatal_exception(self, error: BaseException, severity: str = "error") -> bool:
-        """Report an exception that ends the program and the session, and send it at once.
-
-        Args:
-            error: The exception.
-            severity: How bad it is.
-
-        Returns:
-            Whether it was taken.
+        """Like `log_exception`, for one that ends the program: report the session's end as well.
 
         Example:
             >>> async def post(batch: TelemetrySendRequest) -> None: ...
@@ -279,7 +276,7 @@ class Reporter:
             wait_drained: Wait until nothing waits at all, including what is added meanwhile.
 
         Returns:
-            Whether the reporter still works and, where it was waited for, everything went in time.
+            True if the reporter still works and, after a wait, everything was sent in time.
 
         Example:
             >>> sent = []
@@ -305,7 +302,7 @@ class Reporter:
             timeout: Seconds to wait at most.
 
         Returns:
-            Whether everything was sent.
+            True if everything was sent.
 
         Example:
             >>> async def post(batch: TelemetrySendRequest) -> None: ...
@@ -322,7 +319,7 @@ class Reporter:
             timeout: Seconds to wait at most.
 
         Returns:
-            Whether this call ended it.
+            True if this call ended it.
 
         Example:
             >>> async def post(batch: TelemetrySendRequest) -> None: ...
@@ -435,14 +432,7 @@ class Reporter:
                 process_uuid=_process_uuid(os.getpid()),
             ).to_request()
             try:
-                await deliver(
-                    self._send,
-                    request,
-                    self._scrubber,
-                    timeout=self._http_timeout,
-                    retries=self._max_retries,
-                    base_delay=self._retry_base_delay,
-                )
+                await self._deliver(request)
             finally:
                 self._events.note_gone(len(batch))
 

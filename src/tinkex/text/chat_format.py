@@ -46,7 +46,7 @@ class ChatFormat:
     """Writes conversations for one tokenizer.
 
     Args:
-        tokenizer: What `get_tokenizer` of a client gives, or any object with `encode` and `decode`.
+        tokenizer: The tokenizer of a client, or any object with `encode` and `decode`.
 
     Example:
         >>> chat = ChatFormat(sampler.get_tokenizer())
@@ -56,8 +56,10 @@ class ChatFormat:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self._is_usual = hasattr(tokenizer, "apply_chat_template")
-        self.has_template = self._is_usual and bool(getattr(tokenizer, "chat_template", None))
+        is_usual = hasattr(tokenizer, "apply_chat_template")
+        self._encoding = {"add_special_tokens": False} if is_usual else {}
+        self._decoding = {"skip_special_tokens": True} if is_usual else {}
+        self.has_template = is_usual and bool(getattr(tokenizer, "chat_template", None))
         self._eos: int | None = getattr(tokenizer, "eos_token_id", None)
         self._eos_text: str = getattr(tokenizer, "eos_token", None) or ""
         # Templates write the begin token themselves.
@@ -68,20 +70,12 @@ class ChatFormat:
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, with nothing put around it."""
-        return list(
-            self.tokenizer.encode(text, add_special_tokens=False)
-            if self._is_usual
-            else self.tokenizer.encode(text)
-        )
+        return list(self.tokenizer.encode(text, **self._encoding))
 
     def decode(self, tokens: Sequence[int] | Array) -> str:
         """The text of tokens, without special ones."""
         ids = [int(token) for token in tokens]
-        return str(
-            self.tokenizer.decode(ids, skip_special_tokens=True)
-            if self._is_usual
-            else self.tokenizer.decode(ids)
-        )
+        return str(self.tokenizer.decode(ids, **self._decoding))
 
     def _text(self, messages: Sequence[Message], *, generate: bool = False) -> str:
         """Return a conversation as text, complete or ready for an answer.
@@ -146,7 +140,7 @@ class ChatFormat:
 
         Args:
             messages: The conversation.
-            train_on: What is learned: all answers, the last one, or every token.
+            train_on: The tokens to learn: all answers, the last one, or every token.
 
         Raises:
             ValueError: The template refuses it, or the assistant says nothing.
@@ -180,10 +174,8 @@ class ChatFormat:
 
     def _answer(self, messages: Sequence[Message], index: int) -> tuple[str, int]:
         """Return the text up to the end of an answer, and the position where the answer begins."""
-        whole, prompt = (
-            self._text(messages[: index + 1]),
-            self._text(messages[:index], generate=True),
-        )
+        whole = self._text(messages[: index + 1])
+        prompt = self._text(messages[:index], generate=True)
         if whole.startswith(prompt):
             return whole, len(prompt)
         # Some templates prompt for thoughts and leave them out afterwards.

@@ -60,14 +60,11 @@ class Tokenizer:
         file = directory / "tokenizer.json"
         if not file.is_file():
             raise ConfigurationError(f"{directory} holds no tokenizer.json")
-        config_file, template_file = (
-            directory / "tokenizer_config.json",
-            directory / "chat_template.jinja",
-        )
-        config = json.loads(config_file.read_text()) if config_file.is_file() else {}
-        template = (
-            template_file.read_text() if template_file.is_file() else config.get("chat_template")
-        )
+        written = directory / "tokenizer_config.json"
+        config = json.loads(written.read_text()) if written.is_file() else {}
+        template = config.get("chat_template")
+        if (separate := directory / "chat_template.jinja").is_file():
+            template = separate.read_text()
         return cls(tokenizers.Tokenizer.from_file(str(file)), config, template)
 
     def _id(self, token: str | None) -> int | None:
@@ -141,13 +138,7 @@ class Tokenizer:
         return self._id(token)
 
     def convert_ids_to_tokens(self, token_id: int) -> str | None:
-        """Return the text of a token, or None.
-
-        Args:
-            token_id: Its id.
-
-        Returns:
-            Its text, or None.
+        """Like `convert_tokens_to_ids`, in reverse: return the text of an id, or None.
 
         Example:
             >>> from tinkex.tokenizers import load_tokenizer

@@ -13,9 +13,21 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from tinkex.errors import ConfigurationError
-from tinkex.hub import hub_files
-from tinkex.text.kimi_model import KIMI, KIMI_REVISION
 
+KIMI = "moonshotai/Kimi-K2-Thinking"
+KIMI_REVISION = "612681931a8c906ddb349f8ad0f582cb552189cd"
+KIMI_OPTIONS = frozenset(
+    {
+        "tiktoken_model_path",
+        "tokenizer_config_path",
+        "cache_dir",
+        "endpoint",
+        "pat_str",
+        "special_token_matching",
+        "http_timeout_ms",
+    }
+)
+"""Options that matter only for Kimi's files; other tokenizers ignore them."""
 SPECIAL_TOKENS = 256
 Matching: TypeAlias = Literal["parity", "longest"]
 
@@ -39,6 +51,16 @@ PATTERN = "|".join(
 """Splits text before the ranks apply; the first alternative that fits is taken."""
 
 
+def kimi_tokenizer(tokenizer_id: Any) -> bool:
+    """Return True if a tokenizer is Kimi K2's, which needs tiktoken.
+
+    Example:
+        >>> kimi_tokenizer("moonshotai/Kimi-K2-Thinking"), kimi_tokenizer("Qwen/Qwen3-8B")
+        (True, False)
+    """
+    return bool(tokenizer_id == KIMI)
+
+
 def read_ranks(path: Path) -> dict[bytes, int]:
     """Read the ranks of a `tiktoken.model`: lines of base64, a blank and a number; skip others.
 
@@ -56,7 +78,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
             continue
     ranks.pop(b"", None)
     if not ranks:
-        raise ConfigurationError(f"{path} holds no ranks: it is no tiktoken file")
+        raise ConfigurationError(f"{path} holds no ranks: it is not a tiktoken file")
     return ranks
 
 
@@ -81,7 +103,7 @@ class KimiTokenizer:
     Args:
         ranks: The bytes of each token and its id.
         special_tokens: Tokens that are taken whole, and their ids.
-        pattern: How text is split first.
+        pattern: The pattern that splits text first.
         matching: Which special token is taken where one begins with another: tiktoken's own choice,
             or the longest.
 
@@ -128,25 +150,26 @@ class KimiTokenizer:
         tiktoken_model_path: str | os.PathLike[str] | None = None,
         tokenizer_config_path: str | os.PathLike[str] | None = None,
         revision: str | None = None,
-        cache_dir: str | os.PathLike[str] | None = None,
-        endpoint: str | None = None,
         pat_str: str | None = None,
         special_token_matching: Matching = "parity",
-        http_timeout_ms: int = hub_files.HTTP_TIMEOUT_MS,
+        **fetching: Any,
     ) -> KimiTokenizer:
-        """Read the files that are named, and fetch the others at the pinned revision."""
+        """Read the files that are named, and fetch the others at the pinned revision.
+
+        Args:
+            tiktoken_model_path: The file of ranks.
+            tokenizer_config_path: The file that names the special tokens.
+            revision: The revision of the repository.
+            pat_str: The pattern that splits text.
+            special_token_matching: See the class.
+            fetching: Options of `resolve_file`.
+        """
+        from tinkex.hub.hub_files import resolve_file
 
         def place(given: str | os.PathLike[str] | None, name: str) -> Path:
             if given is not None:
                 return Path(given).expanduser()
-            return hub_files.resolve_file(
-                KIMI,
-                revision or KIMI_REVISION,
-                name,
-                cache_dir=cache_dir,
-                endpoint=endpoint,
-                http_timeout_ms=http_timeout_ms,
-            )
+            return resolve_file(KIMI, revision or KIMI_REVISION, name, **fetching)
 
         ranks = read_ranks(place(tiktoken_model_path, "tiktoken.model"))
         config = json.loads(place(tokenizer_config_path, "tokenizer_config.json").read_text())
@@ -166,7 +189,7 @@ class KimiTokenizer:
             # how tiktoken says that a byte is no token; no Exception
             if type(error).__name__ != "PanicException":
                 raise
-            raise ValueError("the text has bytes that are no tokens") from error
+            raise ValueError("the text has bytes that the tokenizer cannot encode") from error
 
     def _encode(self, text: str, allow_special_tokens: bool) -> list[int]:
         if not allow_special_tokens:

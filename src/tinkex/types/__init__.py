@@ -23,11 +23,6 @@ from tinkex.types.account import (
     TrainingBillingEvent as TrainingBillingEvent,
     WhoamiResponse as WhoamiResponse,
 )
-from tinkex.types.checkpoint_search import (
-    CheckpointSearchCursor as CheckpointSearchCursor,
-    CheckpointSearchRequest as CheckpointSearchRequest,
-    CheckpointSearchResponse as CheckpointSearchResponse,
-)
 from tinkex.types.checkpoints import (
     Checkpoint as Checkpoint,
     CheckpointsListResponse as CheckpointsListResponse,
@@ -46,8 +41,6 @@ from tinkex.types.chunks import (
 )
 from tinkex.types.custom_losses import (
     BaseLoss as BaseLoss,
-    CreateCustomLossRequest as CreateCustomLossRequest,
-    CreateCustomLossResponse as CreateCustomLossResponse,
     CustomLossGraph as CustomLossGraph,
     CustomLossInput as CustomLossInput,
     CustomLossInputRank as CustomLossInputRank,
@@ -57,49 +50,26 @@ from tinkex.types.custom_losses import (
     RegularizerOutput as RegularizerOutput,
     RegularizerSpec as RegularizerSpec,
 )
-from tinkex.types.external_weights import (
-    ExternalWeightsUploadFinishRequest as ExternalWeightsUploadFinishRequest,
-    ExternalWeightsUploadFinishResponse as ExternalWeightsUploadFinishResponse,
-    ExternalWeightsUploadFinishResult as ExternalWeightsUploadFinishResult,
-    ExternalWeightsUploadStartRequest as ExternalWeightsUploadStartRequest,
-    ExternalWeightsUploadStartResponse as ExternalWeightsUploadStartResponse,
-    ExternalWeightsUploadStartResult as ExternalWeightsUploadStartResult,
-)
 from tinkex.types.future_requests import (
     CancelFutureRequest as CancelFutureRequest,
     FutureCompletion as FutureCompletion,
     FutureFailed as FutureFailed,
     FutureFinished as FutureFinished,
     FutureRetrieveRequest as FutureRetrieveRequest,
+    FutureRetrieveResponse as FutureRetrieveResponse,
     FuturesRetrieveRequest as FuturesRetrieveRequest,
     FuturesRetrieveResponse as FuturesRetrieveResponse,
-    JoinSamplingSessionRequest as JoinSamplingSessionRequest,
-    JoinSamplingSessionResponse as JoinSamplingSessionResponse,
+    QueueState as QueueState,
     RequestErrorCategory as RequestErrorCategory,
     RequestFailedResponse as RequestFailedResponse,
     SamplingSessionFuturesTarget as SamplingSessionFuturesTarget,
     TryAgainResponse as TryAgainResponse,
-)
-from tinkex.types.futures import (
-    FutureRetrieveResponse as FutureRetrieveResponse,
-    QueueState as QueueState,
 )
 from tinkex.types.inputs import (
     Datum as Datum,
     LossFnInputs as LossFnInputs,
     LossFnOutput as LossFnOutput,
     ModelInput as ModelInput,
-)
-from tinkex.types.model_requests import (
-    CreateModelRequest as CreateModelRequest,
-    CreateModelResponse as CreateModelResponse,
-    DropGradientsRequest as DropGradientsRequest,
-    DropGradientsResponse as DropGradientsResponse,
-    GetInfoRequest as GetInfoRequest,
-    GetInfoResponse as GetInfoResponse,
-    ModelData as ModelData,
-    UnloadModelRequest as UnloadModelRequest,
-    UnloadModelResponse as UnloadModelResponse,
 )
 from tinkex.types.optimizers import (
     AdamOptimizerConfig as AdamOptimizerConfig,
@@ -123,9 +93,6 @@ from tinkex.types.sampled import (
     TopkLogprobs as TopkLogprobs,
 )
 from tinkex.types.sampling import (
-    CreateSamplingSessionRequest as CreateSamplingSessionRequest,
-    CreateSamplingSessionResponse as CreateSamplingSessionResponse,
-    GetSamplerResponse as GetSamplerResponse,
     SampleRequest as SampleRequest,
     SampleStreamChunk as SampleStreamChunk,
     SamplingParams as SamplingParams,
@@ -134,6 +101,12 @@ from tinkex.types.saves import (
     CheckpointArchiveUrlResponse as CheckpointArchiveUrlResponse,
     CopyWeightsRequest as CopyWeightsRequest,
     CopyWeightsResponse as CopyWeightsResponse,
+    ExternalWeightsUploadFinishRequest as ExternalWeightsUploadFinishRequest,
+    ExternalWeightsUploadFinishResponse as ExternalWeightsUploadFinishResponse,
+    ExternalWeightsUploadFinishResult as ExternalWeightsUploadFinishResult,
+    ExternalWeightsUploadStartRequest as ExternalWeightsUploadStartRequest,
+    ExternalWeightsUploadStartResponse as ExternalWeightsUploadStartResponse,
+    ExternalWeightsUploadStartResult as ExternalWeightsUploadStartResult,
     ExternalWeightsUrlsResponse as ExternalWeightsUrlsResponse,
     LoadWeightsRequest as LoadWeightsRequest,
     LoadWeightsResponse as LoadWeightsResponse,
@@ -150,10 +123,13 @@ from tinkex.types.saves import (
     WeightsInfoRequest as WeightsInfoRequest,
     WeightsInfoResponse as WeightsInfoResponse,
 )
-from tinkex.types.session_search import (
+from tinkex.types.search_requests import (
     AccessibleSearchOwner as AccessibleSearchOwner,
     ActiveSessionStatusQuery as ActiveSessionStatusQuery,
     CancelledSessionStatusQuery as CancelledSessionStatusQuery,
+    CheckpointSearchCursor as CheckpointSearchCursor,
+    CheckpointSearchRequest as CheckpointSearchRequest,
+    CheckpointSearchResponse as CheckpointSearchResponse,
     ClientFinishedSessionStatusQuery as ClientFinishedSessionStatusQuery,
     ClientSessionFinished as ClientSessionFinished,
     ClientSessionFinishErrored as ClientSessionFinishErrored,
@@ -178,27 +154,43 @@ from tinkex.types.session_search import (
     SessionSummary as SessionSummary,
     UserSearchOwner as UserSearchOwner,
 )
-from tinkex.types.sessions import (
-    AssignSessionProjectRequest as AssignSessionProjectRequest,
+from tinkex.types.server_facts import (
     ClientConfigRequest as ClientConfigRequest,
     ClientConfigResponse as ClientConfigResponse,
     ClientDynamicConfigResponse as ClientDynamicConfigResponse,
+    GetServerCapabilitiesResponse as GetServerCapabilitiesResponse,
+    HealthResponse as HealthResponse,
+    SupportedModel as SupportedModel,
+)
+from tinkex.types.sessions import (
+    AssignSessionProjectRequest as AssignSessionProjectRequest,
     ClientSessionFinishReasonType as ClientSessionFinishReasonType,
+    CreateCustomLossRequest as CreateCustomLossRequest,
+    CreateCustomLossResponse as CreateCustomLossResponse,
+    CreateModelRequest as CreateModelRequest,
+    CreateModelResponse as CreateModelResponse,
+    CreateSamplingSessionRequest as CreateSamplingSessionRequest,
+    CreateSamplingSessionResponse as CreateSamplingSessionResponse,
     CreateSessionRequest as CreateSessionRequest,
     CreateSessionResponse as CreateSessionResponse,
+    DropGradientsRequest as DropGradientsRequest,
+    DropGradientsResponse as DropGradientsResponse,
     Empty as Empty,
     FinishReason as FinishReason,
     FinishSessionRequest as FinishSessionRequest,
-    GetServerCapabilitiesResponse as GetServerCapabilitiesResponse,
+    GetInfoRequest as GetInfoRequest,
+    GetInfoResponse as GetInfoResponse,
+    GetSamplerResponse as GetSamplerResponse,
     GetSessionResponse as GetSessionResponse,
-    HealthResponse as HealthResponse,
+    JoinSamplingSessionRequest as JoinSamplingSessionRequest,
+    JoinSamplingSessionResponse as JoinSamplingSessionResponse,
     ListSessionsResponse as ListSessionsResponse,
+    ModelData as ModelData,
     SessionHeartbeatRequest as SessionHeartbeatRequest,
     SessionHeartbeatResponse as SessionHeartbeatResponse,
     SessionTraceExportResponse as SessionTraceExportResponse,
-    SupportedModel as SupportedModel,
-    TelemetryResponse as TelemetryResponse,
-    TelemetrySendRequest as TelemetrySendRequest,
+    UnloadModelRequest as UnloadModelRequest,
+    UnloadModelResponse as UnloadModelResponse,
 )
 from tinkex.types.spans import (
     PromptProvenanceSpan as PromptProvenanceSpan,
@@ -213,6 +205,8 @@ from tinkex.types.telemetry import (
     Severity as Severity,
     TelemetryBatch as TelemetryBatch,
     TelemetryEvent as TelemetryEvent,
+    TelemetryResponse as TelemetryResponse,
+    TelemetrySendRequest as TelemetrySendRequest,
     UnhandledExceptionEvent as UnhandledExceptionEvent,
 )
 from tinkex.types.tensors import (

@@ -1,4 +1,4 @@
-"""Requests for results, and the answers of a poll."""
+"""Requests for results, the answers of a poll, and the states of queued work."""
 
 from __future__ import annotations
 
@@ -9,6 +9,14 @@ import msgspec
 
 from tinkex.types.forms import Variant
 from tinkex.types.record import Int64, Record, settle, whole
+from tinkex.types.saves import (
+    LoadWeightsResponse,
+    SaveWeightsExternalResponse,
+    SaveWeightsForSamplerResponse,
+    SaveWeightsResponse,
+)
+from tinkex.types.sessions import CreateModelResponse, UnloadModelResponse
+from tinkex.types.training import ForwardBackwardOutput, OptimStepResponse
 
 
 class FutureRetrieveRequest(Record, frozen=True, kw_only=True):
@@ -23,7 +31,28 @@ class FutureRetrieveRequest(Record, frozen=True, kw_only=True):
     allow_metadata_only: bool = False
 
 
-class RequestErrorCategory(StrEnum):
+class LenientEnum(StrEnum):
+    """Words of the wire with an `unknown` among them, for the words of later servers."""
+
+    @classmethod
+    def parse(cls, value: Any) -> Self:
+        """Return the member that a text names, ignoring case and outer blanks; unknown otherwise.
+
+        Args:
+            value: The text, if there is one.
+
+        Returns:
+            The member.
+
+        Example:
+            >>> RequestErrorCategory.parse("USER"), QueueState.parse(" Paused_Capacity ")
+            (<RequestErrorCategory.User: 'user'>, <QueueState.PAUSED_CAPACITY: 'paused_capacity'>)
+        """
+        name = value.strip().lower() if isinstance(value, str) else "unknown"
+        return cls(name if name in cls._value2member_map_ else "unknown")
+
+
+class RequestErrorCategory(LenientEnum):
     """Cause of a failed operation: the server, the user, or unknown.
 
     Example:
@@ -34,23 +63,6 @@ class RequestErrorCategory(StrEnum):
     Unknown = "unknown"
     Server = "server"
     User = "user"
-
-    @classmethod
-    def parse(cls, value: Any) -> Self:
-        """The category a text names, in any case; anything else is unknown.
-
-        Args:
-            value: The text, if there is one.
-
-        Returns:
-            The category.
-
-        Example:
-            >>> RequestErrorCategory.parse("USER")
-            <RequestErrorCategory.User: 'user'>
-        """
-        name = value.strip().lower() if isinstance(value, str) else ""
-        return cls(name) if name in cls._value2member_map_ else cls("unknown")
 
     @classmethod
     def _missing_(cls, value: object) -> Self | None:
@@ -207,31 +219,36 @@ class FuturesRetrieveResponse(Record, frozen=True, kw_only=True):
     cursor: int
 
 
-class JoinSamplingSessionRequest(Record, frozen=True, kw_only=True):
-    """Sample beside others from one sampling session.
+class QueueState(LenientEnum):
+    """Progress of queued work: active or paused, and why.
 
     Example:
-        >>> JoinSamplingSessionRequest(sampling_session_id="sampler-1").sampling_session_id
-        'sampler-1'
+        >>> QueueState("paused_capacity") is QueueState.PAUSED_CAPACITY
+        True
     """
 
-    sampling_session_id: str
-    type: Literal["join_sampling_session"] = "join_sampling_session"
+    ACTIVE = "active"
+    PAUSED_RATE_LIMIT = "paused_rate_limit"
+    PAUSED_CAPACITY = "paused_capacity"
+    UNKNOWN = "unknown"
 
 
-class JoinSamplingSessionResponse(Record, frozen=True, kw_only=True):
-    """Number of this client among those of the session.
+FutureRetrieveResponse: TypeAlias = (
+    TryAgainResponse
+    | ForwardBackwardOutput
+    | OptimStepResponse
+    | SaveWeightsResponse
+    | LoadWeightsResponse
+    | SaveWeightsForSamplerResponse
+    | SaveWeightsExternalResponse
+    | CreateModelResponse
+    | UnloadModelResponse
+    | RequestFailedResponse
+)
+"""Any result of an operation."""
 
-    Example:
-        >>> JoinSamplingSessionResponse(client_counter=2).client_counter
-        2
-    """
 
-    type: Literal["join_sampling_session"] = "join_sampling_session"
-    client_counter: int
-
-
-if TYPE_CHECKING:  # as above
+if TYPE_CHECKING:  # a union for readers; msgspec reads by the mark
     _Completion: TypeAlias = FutureCompletion
 else:
     _Completion = CompletionMark

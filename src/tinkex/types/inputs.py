@@ -34,6 +34,7 @@ class ModelInput(Fixed):
 
     __slots__ = ("chunks",)
     FIELDS = ("chunks",)
+    FORM = ("chunks", list, "a model input must be an object with a list of chunks")
 
     chunks: list[ModelInputChunk]
 
@@ -229,30 +230,8 @@ class ModelInput(Fixed):
         return {"chunks": [chunk.model_dump() for chunk in self.chunks]}
 
     @classmethod
-    def from_wire(cls, value: Any) -> Self:
-        """Read the JSON form.
-
-        Args:
-            value: Decoded JSON.
-
-        Returns:
-            The value.
-
-        Raises:
-            ValueError: A field is missing or malformed.
-
-        Example:
-            >>> ModelInput.from_wire(
-            ...     {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
-            ... ).to_ints()
-            [1, 2]
-        """
-        if not isinstance(value, Mapping) or not isinstance(value.get("chunks"), list):
-            raise ValueError("a model input must be an object with a list of chunks")
+    def _read(cls, value: Any) -> Self:
         return cls(chunks=value["chunks"])
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ModelInput) and self.chunks == other.chunks
 
     def __hash__(self) -> int:
         return hash(tuple(self.chunks))
@@ -307,11 +286,10 @@ class Datum(Wired):
         'int64'
     """
 
-    FIELDS: ClassVar[tuple[str, ...]] = (
+    FORM: ClassVar = (
         "model_input",
-        "loss_fn_inputs",
-        "model_input_spans",
-        "loss_fn_input_spans",
+        object,
+        "a datum must be an object with model_input and loss_fn_inputs",
     )
 
     model_input: ModelInput
@@ -336,7 +314,8 @@ class Datum(Wired):
             if not isinstance(name, str):
                 raise TypeError(f"loss_fn_inputs must map names to tensors, got the name {name!r}")
         tensors = {
-            name: _input_tensor(name, value) for name, value in (loss_fn_inputs or {}).items()
+            name: value if isinstance(value, TensorData) else _input_tensor(name, value)
+            for name, value in (loss_fn_inputs or {}).items()
         }
         put(self, "model_input", model_input)
         put(self, "loss_fn_inputs", tensors)
@@ -379,9 +358,10 @@ class Datum(Wired):
     @property
     def nbytes(self) -> int:
         """Size on the wire, as the protocol estimates it for cutting chunks."""
-        return self.model_input._size(per_token=4) + sum(
-            tensor.nbytes for tensor in self.loss_fn_inputs.values()
-        )
+        size = self.model_input._size(per_token=4)
+        for tensor in self.loss_fn_inputs.values():
+            size += tensor.values.nbytes + sum(array.nbytes for array in tensor.csr or ())
+        return size
 
     @property
     def estimated_bytes(self) -> int:
@@ -404,28 +384,7 @@ class Datum(Wired):
         return wire
 
     @classmethod
-    def from_wire(cls, value: Any) -> Self:
-        """Read the JSON form.
-
-        Args:
-            value: Decoded JSON.
-
-        Returns:
-            The value.
-
-        Raises:
-            ValueError: A field is missing or malformed.
-
-        Example:
-            >>> wire = {
-            ...     "model_input": {"chunks": [{"tokens": [1]}]},
-            ...     "loss_fn_inputs": {"target_tokens": [2]},
-            ... }
-            >>> Datum.from_wire(wire).loss_fn_inputs["target_tokens"].tolist()
-            [2]
-        """
-        if not isinstance(value, Mapping) or "model_input" not in value:
-            raise ValueError("a datum must be an object with model_input and loss_fn_inputs")
+    def _read(cls, value: Any) -> Self:
         inputs = value.get("loss_fn_inputs") or {}
         if not isinstance(inputs, Mapping):
             raise ValueError("loss_fn_inputs must be an object")
@@ -444,11 +403,6 @@ class Datum(Wired):
         except TypeError as error:
             raise ValueError(f"bad provenance: {error}") from None
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Datum):
-            return NotImplemented
-        return all(getattr(self, name) == getattr(other, name) for name in self.FIELDS)
-
     def __hash__(self) -> int:
         return hash((self.model_input, *self.loss_fn_inputs))
 
@@ -458,9 +412,6 @@ class Datum(Wired):
             f"Datum(model_input={self.model_input!r}, "
             f"loss_fn_inputs={self.loss_fn_inputs!r}{spans})"
         )
-
-    def __reduce__(self) -> Any:
-        return (type(self), tuple(getattr(self, name) for name in self.FIELDS))
 
 
 def _wired_tensor(name: str, value: Any) -> TensorData:

@@ -12,10 +12,11 @@ import base64
 import copy
 import datetime as dt
 import math
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Self, TypeAlias, TypeVar, get_args, get_origin
 
 import msgspec
+import numpy as np
 
 from tinkex.types.suggestions import RecordMeta, WiredMeta, suggestion
 
@@ -64,11 +65,68 @@ def parse_literal(kind: Any, value: Any) -> Any:
     )
 
 
-class Wired(metaclass=WiredMeta):
-    """A type with its own JSON form; its constructor takes the names in `FIELDS` as keywords."""
+class Message:
+    """The methods that records and wired types share."""
+
+    __slots__ = ()
+
+    def model_dump(self, **options: Any) -> dict[str, Any]:
+        """The fields as a dictionary."""
+        raise NotImplementedError
+
+    def model_dump_json(self, *, indent: int | None = None, **options: Any) -> str:
+        """The fields as a JSON string; options as for `model_dump`.
+
+        Example:
+            >>> SamplingParams(max_tokens=16).model_dump_json(include={"max_tokens", "top_k"})
+            '{"max_tokens":16,"top_k":-1}'
+        """
+        text = msgspec.json.encode(self.model_dump(**{**options, "mode": "json"}))
+        return (text if indent is None else msgspec.json.format(text, indent=indent)).decode()
+
+    @classmethod
+    def model_validate(cls, value: Any, **_: Any) -> Self:
+        """Build from a dictionary, or return an instance unchanged; `ValueError` names the field.
+
+        Example:
+            >>> EncodedTextChunk.model_validate({"tokens": [1, 2], "type": "encoded_text"}).length
+            2
+            >>> AdamParams.model_validate(
+            ...     {"learning_rate": 0.001, "weight_decay": 0.1}
+            ... ).weight_decay
+            0.1
+        """
+        return value if isinstance(value, cls) else from_builtins(cls, value)
+
+    @classmethod
+    def model_validate_json(cls, text: str | bytes, **_: Any) -> Self:
+        """Build from JSON text.
+
+        Example:
+            >>> SamplingParams.model_validate_json('{"max_tokens": 16}').max_tokens
+            16
+        """
+        return from_json(cls, text.encode() if isinstance(text, str) else text)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        return pydantic_schema(cls)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: Any, handler: Any) -> dict[str, Any]:
+        return {"type": "object", "title": cls.__name__}
+
+
+class Wired(Message, metaclass=WiredMeta):
+    """A type with its own JSON form; its constructor takes the names in `FIELDS` as keywords.
+
+    The names of a dataclass are those of its fields.
+    """
 
     __slots__ = ()
     FIELDS: ClassVar[tuple[str, ...]] = ()
+    FORM: ClassVar[tuple[str, type[Any], str] | None] = None
+    """A field that the JSON form must have, its type, and the error without it."""
 
     def to_wire(self) -> Any:
         """Return JSON-ready builtins, without what is absent."""
@@ -86,8 +144,33 @@ class Wired(metaclass=WiredMeta):
 
         Raises:
             ValueError: A field is missing or malformed; the message names it.
+
+        Example:
+            >>> EncodedTextChunk.from_wire({"type": "encoded_text", "tokens": [464, 2068]}).tokens
+            [464, 2068]
         """
+        if cls.FORM is not None:
+            field, kind, rule = cls.FORM
+            if (
+                not isinstance(value, Mapping)
+                or field not in value
+                or not isinstance(value[field], kind)
+            ):
+                raise ValueError(rule)
+        return cls._read(value)
+
+    @classmethod
+    def _read(cls, value: Any) -> Self:
+        """Build from the JSON form, which has the type that `FORM` asks for."""
         raise NotImplementedError
+
+    @classmethod
+    def _names(cls) -> tuple[str, ...]:
+        return cls.FIELDS or cls.__match_args__  # type: ignore[attr-defined]
+
+    def _state(self) -> tuple[Any, ...]:
+        """The values of the fields, from which the constructor makes an equal value."""
+        return tuple(getattr(self, name) for name in self._names())
 
     def _full(self) -> dict[str, Any]:
         """The fields for a dump: those that are absent too, where that is customary."""
@@ -97,7 +180,6 @@ class Wired(metaclass=WiredMeta):
     def model_dump(
         self,
         *,
-        mode: str = "python",
         include: Container[str] | None = None,
         exclude: Container[str] | None = None,
         exclude_none: bool = False,
@@ -112,54 +194,32 @@ class Wired(metaclass=WiredMeta):
         fields = self.to_wire() if exclude_none else self._full()
         return {name: value for name, value in fields.items() if _wanted(name, include, exclude)}
 
-    def model_dump_json(self, *, indent: int | None = None, **options: Any) -> str:
-        """The fields as a JSON string.
-
-        Example:
-            >>> ModelInput.from_ints([1, 2]).model_dump_json()
-            '{"chunks":[{"tokens":[1,2],"type":"encoded_text"}]}'
-        """
-        return _text(self.model_dump(**options), indent)
-
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """A copy, with some fields replaced.
+        """A copy, with some fields replaced; arrays are shared unless `deep`.
 
         Example:
             >>> EncodedTextChunk(tokens=[1, 2]).model_copy(update={"tokens": [3]}).tokens
             [3]
         """
         source = copy.deepcopy(self) if deep else self
-        return type(self)(
-            **{name: getattr(source, name) for name in self.FIELDS} | dict(update or {})
-        )
+        fields = dict(zip(self._names(), source._state(), strict=True))
+        return type(self)(**fields | dict(update or {}))
 
-    @classmethod
-    def model_validate(cls, value: Any, **_: Any) -> Self:
-        """Build from a dictionary, or return an instance unchanged; `ValueError` names the fault.
+    def __eq__(self, other: object) -> bool:  # and no hash: arrays have none
+        if not isinstance(other, type(self)):
+            return NotImplemented
+        return all(map(is_same, self._state(), other._state()))
 
-        Example:
-            >>> EncodedTextChunk.model_validate({"tokens": [1, 2], "type": "encoded_text"}).length
-            2
-        """
-        return from_builtins(cls, value)
+    def __reduce__(self) -> Any:
+        return (type(self), self._state())
 
-    @classmethod
-    def model_validate_json(cls, text: str | bytes, **_: Any) -> Self:
-        """Build from JSON text.
 
-        Example:
-            >>> EncodedTextChunk.model_validate_json('{"tokens": [1, 2]}').tokens
-            [1, 2]
-        """
-        return from_json(cls, text.encode() if isinstance(text, str) else text)
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
-        return pydantic_schema(cls)
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, schema: Any, handler: Any) -> dict[str, Any]:
-        return {"type": "object", "title": cls.__name__}
+def is_same(first: Any, second: Any) -> bool:
+    """Return True if two fields are equal: arrays by content, and NaN equals NaN."""
+    if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
+        both_real = first.dtype.kind == "f" and second.dtype.kind == "f"
+        return np.array_equal(first, second, equal_nan=both_real)
+    return type(first) is type(second) and bool(first == second)
 
 
 class Fixed(Wired):
@@ -332,7 +392,7 @@ def _finite(value: Any) -> Any:
     return value
 
 
-class Record(msgspec.Struct, metaclass=RecordMeta, frozen=True, kw_only=True):
+class Record(Message, msgspec.Struct, metaclass=RecordMeta, frozen=True, kw_only=True):
     """An immutable message.
 
     It refuses unknown keywords, and ignores unknown fields of a decoded message.
@@ -394,15 +454,6 @@ class Record(msgspec.Struct, metaclass=RecordMeta, frozen=True, kw_only=True):
             else _dump(value, exclude_none)
         )
 
-    def model_dump_json(self, *, indent: int | None = None, **options: Any) -> str:
-        """The fields as a JSON string; options as for `model_dump`.
-
-        Example:
-            >>> SamplingParams(max_tokens=16).model_dump_json(include={"max_tokens", "top_k"})
-            '{"max_tokens":16,"top_k":-1}'
-        """
-        return _text(self.model_dump(**{**options, "mode": "json"}), indent)
-
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """A copy, with some fields replaced.
 
@@ -417,44 +468,9 @@ class Record(msgspec.Struct, metaclass=RecordMeta, frozen=True, kw_only=True):
                 raise TypeError(suggestion(type(self).__name__, name, self.__struct_fields__))
         return msgspec.structs.replace(copy.deepcopy(self) if deep else self, **dict(update or {}))
 
-    @classmethod
-    def model_validate(cls, value: Any, **_: Any) -> Self:
-        """Build from a dictionary, or return an instance unchanged; `ValueError` names the field.
-
-        Example:
-            >>> AdamParams.model_validate(
-            ...     {"learning_rate": 0.001, "weight_decay": 0.1}
-            ... ).weight_decay
-            0.1
-        """
-        return value if isinstance(value, cls) else from_builtins(cls, value)
-
-    @classmethod
-    def model_validate_json(cls, text: str | bytes, **_: Any) -> Self:
-        """Build from JSON text.
-
-        Example:
-            >>> SamplingParams.model_validate_json('{"max_tokens": 16}').max_tokens
-            16
-        """
-        return from_json(cls, text.encode() if isinstance(text, str) else text)
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
-        return pydantic_schema(cls)
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, schema: Any, handler: Any) -> dict[str, Any]:
-        return {"type": "object", "title": cls.__name__}
-
 
 def _wanted(name: str, include: Container[str] | None, exclude: Container[str] | None) -> bool:
     return (include is None or name in include) and (exclude is None or name not in exclude)
-
-
-def _text(value: Any, indent: int | None) -> str:
-    text = msgspec.json.encode(value)
-    return (text if indent is None else msgspec.json.format(text, indent=indent)).decode()
 
 
 def _defaults(kind: type[Record]) -> dict[str, Any]:
@@ -471,6 +487,23 @@ def _defaults(kind: type[Record]) -> dict[str, Any]:
 def settle(record: Record, name: str, value: Any) -> None:
     """Replace a field while a record is being made; afterwards it never changes."""
     msgspec.structs.force_setattr(record, name, value)
+
+
+def settle_each(
+    record: Record,
+    read: Callable[[Any, str], Any],
+    names: Iterable[str],
+    optional: Iterable[str] = (),
+) -> None:
+    """Replace fields by what `read` makes of them; optional ones may be None."""
+    for name in names:
+        value = getattr(record, name)
+        if (found := read(value, name)) is not value:
+            settle(record, name, found)
+    for name in optional:
+        value = getattr(record, name)
+        if value is not None and (found := read(value, name)) is not value:
+            settle(record, name, found)
 
 
 def number(value: Any, name: str) -> float:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, Self, TypeAlias
 import numpy as np
 
 from tinkex.types.chunks import token_array
-from tinkex.types.record import Wired, number, parse_literal, whole
+from tinkex.types.record import Wired, is_same, number, parse_literal, put, whole
 from tinkex.types.tensors import Array, TensorData
 
 StopReason: TypeAlias = Literal["length", "stop"]
@@ -56,23 +56,37 @@ class TopkLogprobs:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TopkLogprobs):
             return NotImplemented
-        return _same(self.token_ids, other.token_ids) and _same(self.logprobs, other.logprobs)
+        return is_same(self.token_ids, other.token_ids) and is_same(self.logprobs, other.logprobs)
 
     def __hash__(self) -> int:
         return hash(self.token_ids.shape)
 
 
-def _same(first: Any, second: Any) -> bool:
-    """Equality of two fields, arrays by content; missing values are equal to missing values."""
-    if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
-        return np.array_equal(
-            first, second, equal_nan=first.dtype.kind == "f" and second.dtype.kind == "f"
+class _Sampled(Wired):
+    """A result with arrays, and with lists that were given instead or made of them when read."""
+
+    __slots__ = ()
+
+    def _listed(self, name: str) -> Any:
+        """Return a field as a list; one that is made of an array is kept."""
+        listed = getattr(self, f"_{name}_list")
+        if listed is None and (array := getattr(self, f"{name}_np")) is not None:
+            listed = array.tolist()
+            put(self, f"_{name}_list", listed)
+        return listed
+
+    def _state(self) -> tuple[Any, ...]:
+        """The fields, without lists that can be made again."""
+        return tuple(
+            None
+            if name.endswith("_list") and getattr(self, f"{name[1:-5]}_np") is not None
+            else getattr(self, name)
+            for name in self._names()
         )
-    return type(first) is type(second) and bool(first == second)
 
 
 @dataclasses.dataclass(eq=False, repr=False, frozen=True, slots=True)
-class SampledSequence(Wired):
+class SampledSequence(_Sampled):
     """One sample.
 
     `tokens` and `logprobs` read as lists; `tokens_np` and `logprobs_np` are the arrays behind them.
@@ -84,17 +98,7 @@ class SampledSequence(Wired):
         ([7, 2], [-0.5, -0.25], 'stop')
     """
 
-    FIELDS: ClassVar[tuple[str, ...]] = (
-        "stop_reason",
-        "sequence_id",
-        "tokens_np",
-        "logprobs_np",
-        "topk_logprobs_np",
-        "_tokens_list",
-        "_logprobs_list",
-        "_topk_logprobs_list",
-        "weights_versions_np",
-    )
+    FORM: ClassVar = ("tokens", list, "a sampled sequence must be an object with tokens")
 
     stop_reason: StopReason
     sequence_id: str = ""
@@ -123,25 +127,20 @@ class SampledSequence(Wired):
     @property
     def tokens(self) -> list[int]:
         """The sampled token ids, the stopping token included."""
-        if self._tokens_list is not None:
-            return self._tokens_list
-        tokens: list[int] = [] if self.tokens_np is None else self.tokens_np.tolist()
-        object.__setattr__(self, "_tokens_list", tokens)
-        return tokens
+        tokens: list[int] | None = self._listed("tokens")
+        return tokens or []
 
     @property
     def logprobs(self) -> list[float] | None:
         """The log-probability of each sampled token, temperature applied."""
-        if self._logprobs_list is None and self.logprobs_np is not None:
-            object.__setattr__(self, "_logprobs_list", self.logprobs_np.tolist())
-        return self._logprobs_list
+        listed: list[float] | None = self._listed("logprobs")
+        return listed
 
     @property
     def topk_logprobs(self) -> TopkList | None:
         """The likeliest tokens at each position, when asked for."""
-        if self._topk_logprobs_list is None and self.topk_logprobs_np is not None:
-            object.__setattr__(self, "_topk_logprobs_list", self.topk_logprobs_np.tolist())
-        return self._topk_logprobs_list
+        listed: TopkList | None = self._listed("topk_logprobs")
+        return listed
 
     @property
     def length(self) -> int:
@@ -180,24 +179,7 @@ class SampledSequence(Wired):
         return wire
 
     @classmethod
-    def from_wire(cls, value: Any) -> Self:
-        """Read the JSON form; a reason to stop that is not known here is None.
-
-        Args:
-            value: Decoded JSON.
-
-        Returns:
-            The value.
-
-        Raises:
-            ValueError: A field is missing or malformed.
-
-        Example:
-            >>> SampledSequence.from_wire({"tokens": [7, 2], "stop_reason": "length"}).tokens
-            [7, 2]
-        """
-        if not isinstance(value, Mapping) or not isinstance(value.get("tokens"), list):
-            raise ValueError("a sampled sequence must be an object with tokens")
+    def _read(cls, value: Any) -> Self:
         return cls(
             stop_reason=parse_literal(StopReason, value.get("stop_reason")),
             sequence_id=value.get("sequence_id") or "",
@@ -207,34 +189,8 @@ class SampledSequence(Wired):
             weights_versions_np=_versions(value.get("weights_versions"), len(value["tokens"])),
         )
 
-    def _state(self) -> tuple[Any, ...]:
-        """The fields, without lists that can be made again."""
-        return (
-            self.stop_reason,
-            self.sequence_id,
-            self.tokens_np,
-            self.logprobs_np,
-            self.topk_logprobs_np,
-            self._tokens_list if self.tokens_np is None and self._tokens_list else None,
-            self._logprobs_list if self.logprobs_np is None else None,
-            self._topk_logprobs_list if self.topk_logprobs_np is None else None,
-            self.weights_versions_np,
-        )
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, SampledSequence):
-            return NotImplemented
-        return all(
-            _same(mine, theirs) for mine, theirs in zip(self._state(), other._state(), strict=True)
-        )
-
-    __hash__ = None  # type: ignore[assignment]  # arrays have none
-
     def __repr__(self) -> str:
         return f"SampledSequence({self.length} tokens, stop_reason={self.stop_reason!r})"
-
-    def __reduce__(self) -> Any:
-        return (type(self), self._state())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -255,7 +211,7 @@ class PromptAltTokens:
 
 
 @dataclasses.dataclass(eq=False, repr=False, frozen=True, slots=True)
-class SampleResponse(Wired):
+class SampleResponse(_Sampled):
     """The samples of one request and whatever was asked about its prompt.
 
     Example:
@@ -265,16 +221,7 @@ class SampleResponse(Wired):
         ([[7, 2]], True)
     """
 
-    FIELDS: ClassVar[tuple[str, ...]] = (
-        "sequences",
-        "prompt_logprobs_np",
-        "topk_prompt_logprobs_np",
-        "target_prompt_logprobs",
-        "prompt_cache_hit_tokens",
-        "prompt_alt_tokens",
-        "_prompt_logprobs_list",
-        "_topk_prompt_logprobs_list",
-    )
+    FORM: ClassVar = ("sequences", list, "a sample result must be an object with sequences")
 
     sequences: list[SampledSequence]
     prompt_logprobs_np: Array | None = None
@@ -287,27 +234,21 @@ class SampleResponse(Wired):
     _topk_prompt_logprobs_list: TopkList | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "sequences", list(self.sequences))
+        put(self, "sequences", list(self.sequences))
 
     @property
     def prompt_logprobs(self) -> list[float | None] | None:
         """One value per prompt token; None where there is none, as for the first."""
         if self._prompt_logprobs_list is None and self.prompt_logprobs_np is not None:
-            object.__setattr__(
-                self,
-                "_prompt_logprobs_list",
-                [None if p != p else p for p in self.prompt_logprobs_np.tolist()],
-            )
+            listed = [None if p != p else p for p in self.prompt_logprobs_np.tolist()]
+            put(self, "_prompt_logprobs_list", listed)
         return self._prompt_logprobs_list
 
     @property
     def topk_prompt_logprobs(self) -> TopkList | None:
         """The likeliest tokens at each prompt position, when asked for."""
-        if self._topk_prompt_logprobs_list is None and self.topk_prompt_logprobs_np is not None:
-            object.__setattr__(
-                self, "_topk_prompt_logprobs_list", self.topk_prompt_logprobs_np.tolist()
-            )
-        return self._topk_prompt_logprobs_list
+        listed: TopkList | None = self._listed("topk_prompt_logprobs")
+        return listed
 
     def named(self, sequence_ids: Sequence[str]) -> SampleResponse:
         """The same answer with these ids for its first so many samples.
@@ -351,27 +292,7 @@ class SampleResponse(Wired):
         return wire
 
     @classmethod
-    def from_wire(cls, value: Any) -> Self:
-        """Read the JSON form.
-
-        Args:
-            value: Decoded JSON.
-
-        Returns:
-            The value.
-
-        Raises:
-            ValueError: A field is missing or malformed.
-
-        Example:
-            >>> answer = SampleResponse.from_wire(
-            ...     {"sequences": [], "prompt_logprobs": [None, -0.5]}
-            ... )
-            >>> answer.prompt_logprobs
-            [None, -0.5]
-        """
-        if not isinstance(value, Mapping) or not isinstance(value.get("sequences"), list):
-            raise ValueError("a sample result must be an object with sequences")
+    def _read(cls, value: Any) -> Self:
         return cls(
             [SampledSequence.from_wire(item) for item in value["sequences"]],
             prompt_logprobs_np=_floats(value.get("prompt_logprobs")),
@@ -381,33 +302,8 @@ class SampleResponse(Wired):
             _topk_prompt_logprobs_list=_topk(value.get("topk_prompt_logprobs")),
         )
 
-    def _state(self) -> tuple[Any, ...]:
-        """The fields, without lists that can be made again."""
-        return (
-            self.sequences,
-            self.prompt_logprobs_np,
-            self.topk_prompt_logprobs_np,
-            self.target_prompt_logprobs,
-            self.prompt_cache_hit_tokens,
-            self.prompt_alt_tokens,
-            self._prompt_logprobs_list if self.prompt_logprobs_np is None else None,
-            self._topk_prompt_logprobs_list if self.topk_prompt_logprobs_np is None else None,
-        )
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, SampleResponse):
-            return NotImplemented
-        return all(
-            _same(mine, theirs) for mine, theirs in zip(self._state(), other._state(), strict=True)
-        )
-
-    __hash__ = None  # type: ignore[assignment]  # arrays have none
-
     def __repr__(self) -> str:
         return f"SampleResponse({self.sequences!r})"
-
-    def __reduce__(self) -> Any:
-        return (type(self), self._state())
 
 
 def _floats(values: list[float | None] | None) -> Array | None:

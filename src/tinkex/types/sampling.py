@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from tinkex.types.inputs import ModelInput, read_input
-from tinkex.types.record import Int64, Record, from_builtins, settle, whole
+from tinkex.types.record import Int64, Record, from_builtins, settle, settle_each, whole
 from tinkex.types.sampling_params import SamplingParams as SamplingParams
 from tinkex.types.tensors import TensorData
+
+COUNTS = ("num_samples", "topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k")
 
 
 class SampleRequest(Record, frozen=True, kw_only=True):
@@ -43,19 +45,7 @@ class SampleRequest(Record, frozen=True, kw_only=True):
             settle(self, "prompt", read_input(self.prompt, "prompt"))
         if not isinstance(self.sampling_params, SamplingParams):
             settle(self, "sampling_params", from_builtins(SamplingParams, self.sampling_params))
-        for name in (
-            "num_samples",
-            "topk_prompt_logprobs",
-            "topk_sample_logprobs",
-            "prompt_alt_tokens_k",
-        ):
-            settle(self, name, whole(getattr(self, name), name))
-        if self.prompt_logprobs_last_n is not None:
-            settle(
-                self,
-                "prompt_logprobs_last_n",
-                whole(self.prompt_logprobs_last_n, "prompt_logprobs_last_n"),
-            )
+        settle_each(self, whole, COUNTS, optional=("prompt_logprobs_last_n",))
 
 
 class SampleStreamChunk(Record, frozen=True, kw_only=True, dict=True):
@@ -157,47 +147,3 @@ class SampleStreamChunk(Record, frozen=True, kw_only=True, dict=True):
     def is_done(self) -> bool:
         """True if the stream ends here, with or without an error."""
         return self.event_type != "token"
-
-
-class CreateSamplingSessionRequest(Record, frozen=True, kw_only=True):
-    """Bind a sampler to a base model or a saved checkpoint.
-
-    Example:
-        >>> path = "tinker://run-1/sampler_weights/final"
-        >>> CreateSamplingSessionRequest(
-        ...     session_id="session-1", sampling_session_seq_id=0, model_path=path
-        ... ).model_path
-        'tinker://run-1/sampler_weights/final'
-    """
-
-    session_id: str
-    sampling_session_seq_id: Int64
-    base_model: str | None = None
-    model_path: str | None = None
-    type: Literal["create_sampling_session"] = "create_sampling_session"
-
-
-class CreateSamplingSessionResponse(Record, frozen=True, kw_only=True):
-    """The id of a new sampler.
-
-    Example:
-        >>> CreateSamplingSessionResponse(sampling_session_id="sampler-1").sampling_session_id
-        'sampler-1'
-    """
-
-    sampling_session_id: str
-    type: Literal["create_sampling_session"] = "create_sampling_session"
-
-
-class GetSamplerResponse(Record, frozen=True, kw_only=True):
-    """Model and weights that a sampler draws from.
-
-    Example:
-        >>> sampler = GetSamplerResponse(sampler_id="sampler-1", base_model="Qwen/Qwen3-8B")
-        >>> sampler.model_path or sampler.base_model
-        'Qwen/Qwen3-8B'
-    """
-
-    sampler_id: str
-    base_model: str
-    model_path: str | None = None

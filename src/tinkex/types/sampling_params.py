@@ -6,10 +6,12 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from tinkex.types.record import Int64, Record, number, settle, whole
+from tinkex.types.record import Int64, Record, number, settle, settle_each, whole
 
 REPETITION = (0.01, 100.0)
 """The least and the largest repetition penalty."""
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+REALS = ("temperature", "top_p", "min_p", *PENALTIES)
 PENALTY = 2.0
 """The largest presence and frequency penalty, of either sign."""
 BIAS = 100.0
@@ -63,27 +65,13 @@ class SamplingParams(Record, frozen=True, kw_only=True):
     """Texts and sequences of tokens that are not drawn."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "temperature",
-            "top_p",
-            "min_p",
-            "repetition_penalty",
-            "presence_penalty",
-            "frequency_penalty",
-        ):
-            settle(self, name, number(getattr(self, name), name))
-        settle(self, "top_k", whole(self.top_k, "top_k"))
-        for name in ("max_tokens", "seed"):
-            if getattr(self, name) is not None:
-                settle(self, name, whole(getattr(self, name), name))
+        settle_each(self, number, REALS)
+        settle_each(self, whole, ("top_k",), optional=("max_tokens", "seed"))
         if self.stop is not None and not isinstance(self.stop, str):
             if len({isinstance(item, str) for item in self.stop}) > 1:
                 raise ValueError("stop must be all strings or all token ids")
-            settle(
-                self,
-                "stop",
-                [item if isinstance(item, str) else whole(item, "stop") for item in self.stop],
-            )
+            stop = [item if isinstance(item, str) else whole(item, "stop") for item in self.stop]
+            settle(self, "stop", stop)
         if self.max_tokens is not None and self.max_tokens < 0:
             raise ValueError("max_tokens must be >= 0")
         if not self.temperature >= 0 or self.temperature == float("inf"):
@@ -119,7 +107,7 @@ class SamplingParams(Record, frozen=True, kw_only=True):
                 f"repetition_penalty must be between {least} and {largest:g} (1 is off), got "
                 f"{self.repetition_penalty}"
             )
-        for name in ("presence_penalty", "frequency_penalty"):
+        for name in PENALTIES[1:]:
             if not -PENALTY <= getattr(self, name) <= PENALTY:
                 raise ValueError(
                     f"{name} must be between -2 and 2 (0 is off), got {getattr(self, name)}"

@@ -9,17 +9,23 @@ from typing import Any, TypeAlias
 from tinkex.types.record import whole
 
 
-def _check_span(span: Any) -> None:
-    name = type(span).__name__
-    for field in ("length", "offset"):
-        if whole(getattr(span, field), f"{name}.{field}") < 0:
-            raise ValueError(f"{name}.{field} must be >= 0, got {getattr(span, field)}")
-    if not isinstance(span.sequence_id, str) or not span.sequence_id:
-        raise ValueError(f"{name}.sequence_id must be a text, and not empty")
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Span:
+    sequence_id: str
+    offset: int = 0
+    length: int
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        for field in ("length", "offset"):
+            if whole(getattr(self, field), f"{name}.{field}") < 0:
+                raise ValueError(f"{name}.{field} must be >= 0, got {getattr(self, field)}")
+        if not isinstance(self.sequence_id, str) or not self.sequence_id:
+            raise ValueError(f"{name}.sequence_id must be a text, and not empty")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class PromptProvenanceSpan:
+class PromptProvenanceSpan(_Span):
     """A run of tokens that stood in the prompt of an earlier sampling request.
 
     Attributes:
@@ -32,22 +38,12 @@ class PromptProvenanceSpan:
         PromptProvenanceSpan(sequence_id='seq-1', offset=0, length=12)
     """
 
-    sequence_id: str
-    offset: int = 0
-    length: int
-
-    def __post_init__(self) -> None:
-        _check_span(self)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SampledProvenanceSpan:
+class SampledProvenanceSpan(_Span):
     """A run of tokens that an earlier sampling request drew.
 
-    Attributes:
-        sequence_id: The `SampledSequence.sequence_id` of the sample.
-        offset: Where the run starts in the sample.
-        length: How many tokens it takes.
+    The attributes are those of `PromptProvenanceSpan`; `offset` counts from the sample's start.
 
     Example:
         >>> SampledProvenanceSpan(
@@ -55,13 +51,6 @@ class SampledProvenanceSpan:
         ... )  # what follows the first four sampled tokens
         SampledProvenanceSpan(sequence_id='seq-1', offset=4, length=8)
     """
-
-    sequence_id: str
-    offset: int = 0
-    length: int
-
-    def __post_init__(self) -> None:
-        _check_span(self)
 
 
 ProvenanceSpan: TypeAlias = PromptProvenanceSpan | SampledProvenanceSpan

@@ -76,8 +76,8 @@ if TYPE_CHECKING:
     WiredMeta = type
 else:
 
-    class RecordMeta(type(msgspec.Struct)):
-        """The type of records, whose constructors suggest names for unknown arguments."""
+    class Suggesting(type):
+        """A type whose constructor suggests names for unknown arguments."""
 
         def __call__(cls, *args, **fields):
             """Construct an instance."""
@@ -89,21 +89,14 @@ else:
                     raise
                 raise TypeError(told) from None
 
-    class WiredMeta(type):
-        """The same for wired classes."""
+    class RecordMeta(Suggesting, type(msgspec.Struct)):
+        """The type of records."""
+
+    class WiredMeta(Suggesting):
+        """The type of wired classes."""
 
         @property
         def __signature__(cls):
             """The constructor's own signature; else the one of `__call__` would be shown."""
             own = inspect.signature(cls.__init__)
             return own.replace(parameters=list(own.parameters.values())[1:])
-
-        def __call__(cls, *args, **fields):
-            """Construct an instance."""
-            try:
-                return type.__call__(cls, *args, **fields)
-            except TypeError as error:
-                told = unknown_argument(cls, error, fields)
-                if told is None:
-                    raise
-                raise TypeError(told) from None

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import msgspec
 
 from tinkex.types.record import Record, from_builtins, literal_values, settle, to_builtins
-from tinkex.types.sessions import TelemetrySendRequest
 
 EventType: TypeAlias = Literal[
     "SESSION_START", "SESSION_END", "UNHANDLED_EXCEPTION", "GENERIC_EVENT"
@@ -31,7 +30,13 @@ def as_severity(value: object) -> Severity:
     return found
 
 
-class SessionStartEvent(Record, frozen=True, kw_only=True):
+class _Event(Record, frozen=True, kw_only=True):
+    event_id: str
+    event_session_index: int
+    timestamp: dt.datetime
+
+
+class SessionStartEvent(_Event, frozen=True, kw_only=True):
     """A session began.
 
     Example:
@@ -40,14 +45,11 @@ class SessionStartEvent(Record, frozen=True, kw_only=True):
         'SESSION_START'
     """
 
-    event_id: str
-    event_session_index: int
-    timestamp: dt.datetime
     severity: Severity = "INFO"
     event: EventType = "SESSION_START"
 
 
-class SessionEndEvent(Record, frozen=True, kw_only=True):
+class SessionEndEvent(_Event, frozen=True, kw_only=True):
     """A session ended; its duration is a text like `0:00:03.220668`.
 
     Example:
@@ -58,32 +60,21 @@ class SessionEndEvent(Record, frozen=True, kw_only=True):
         '0:01:30'
     """
 
-    event_id: str
-    event_session_index: int
-    timestamp: dt.datetime
     duration: str | None = None
     severity: Severity = "INFO"
     event: EventType = "SESSION_END"
 
 
-class UnhandledExceptionEvent(Record, frozen=True, kw_only=True):
+class UnhandledExceptionEvent(_Event, frozen=True, kw_only=True):
     """An exception that nobody caught.
 
     Example:
-        >>> common = {
-        ...     "event_id": "e-2",
-        ...     "event_session_index": 1,
-        ...     "timestamp": dt.datetime(2026, 1, 2, tzinfo=dt.UTC),
-        ... }
-        >>> UnhandledExceptionEvent(
-        ...     error_type="KeyError", error_message="'loss'", **common
-        ... ).severity
+        >>> told = {"event_id": "e-2", "event_session_index": 1}
+        >>> told["timestamp"] = dt.datetime(2026, 1, 2, tzinfo=dt.UTC)
+        >>> UnhandledExceptionEvent(error_type="KeyError", error_message="'loss'", **told).severity
         'ERROR'
     """
 
-    event_id: str
-    event_session_index: int
-    timestamp: dt.datetime
     error_type: str
     error_message: str
     traceback: str | None = None
@@ -91,22 +82,20 @@ class UnhandledExceptionEvent(Record, frozen=True, kw_only=True):
     event: EventType = "UNHANDLED_EXCEPTION"
 
 
-class GenericEvent(Record, frozen=True, kw_only=True):
+class GenericEvent(_Event, frozen=True, kw_only=True):
     """Anything else, under a name of its own.
 
     Example:
-        >>> common = {
-        ...     "event_id": "e-2",
-        ...     "event_session_index": 1,
-        ...     "timestamp": dt.datetime(2026, 1, 2, tzinfo=dt.UTC),
-        ... }
-        >>> GenericEvent(event_name="epoch_end", event_data={"loss": 0.31}, **common).event_data
+        >>> GenericEvent(
+        ...     event_id="e-2",
+        ...     event_session_index=1,
+        ...     timestamp=dt.datetime(2026, 1, 2, tzinfo=dt.UTC),
+        ...     event_name="epoch_end",
+        ...     event_data={"loss": 0.31},
+        ... ).event_data
         {'loss': 0.31}
     """
 
-    event_id: str
-    event_session_index: int
-    timestamp: dt.datetime
     event_name: str
     event_data: dict[str, Any] = msgspec.field(default_factory=dict)
     severity: Severity = "INFO"
@@ -147,12 +136,40 @@ def parse_event(value: Any) -> TelemetryEvent | None:
         ... )
         ('SessionStartEvent', None)
     """
-    if isinstance(
-        value, SessionStartEvent | SessionEndEvent | UnhandledExceptionEvent | GenericEvent
-    ):
-        return value
+    if isinstance(value, _Event):
+        return cast("TelemetryEvent", value)
     kind = EVENTS.get(str(value.get("event"))) if isinstance(value, dict) else None
     return None if kind is None else from_builtins(kind, value)
+
+
+class TelemetrySendRequest(Record, frozen=True, kw_only=True):
+    """A batch of client events.
+
+    Example:
+        >>> len(
+        ...     TelemetrySendRequest(
+        ...         events=[{"event": "SESSION_START"}], session_id="session-1"
+        ...     ).events
+        ... )
+        1
+    """
+
+    events: list[dict[str, Any]]
+    platform: str = ""
+    sdk_version: str = ""
+    session_id: str = ""
+    process_uuid: str = ""
+
+
+class TelemetryResponse(Record, frozen=True, kw_only=True):
+    """Events were taken.
+
+    Example:
+        >>> TelemetryResponse(status="accepted").status
+        'accepted'
+    """
+
+    status: Literal["accepted"]
 
 
 class TelemetryBatch(Record, frozen=True, kw_only=True):
@@ -181,11 +198,8 @@ class TelemetryBatch(Record, frozen=True, kw_only=True):
     process_uuid: str
 
     def __post_init__(self) -> None:
-        settle(
-            self,
-            "events",
-            [event for item in self.events if (event := parse_event(item)) is not None],
-        )
+        known = [event for item in self.events if (event := parse_event(item)) is not None]
+        settle(self, "events", known)
 
     @classmethod
     def from_list(cls, events: Iterable[Any], **metadata: str) -> TelemetryBatch:
@@ -199,13 +213,10 @@ class TelemetryBatch(Record, frozen=True, kw_only=True):
             The batch.
 
         Example:
-            >>> shared = {
-            ...     "platform": "Linux",
-            ...     "sdk_version": "0.38.0",
-            ...     "session_id": "session-1",
-            ...     "process_uuid": "p",
-            ... }
-            >>> TelemetryBatch.from_list([], **shared).metadata["session_id"]
+            >>> client = {"platform": "Linux", "sdk_version": "0.38.0", "process_uuid": "p"}
+            >>> TelemetryBatch.from_list([], session_id="session-1", **client).metadata[
+            ...     "session_id"
+            ... ]
             'session-1'
         """
         return cls(events=list(events), **metadata)
@@ -214,20 +225,11 @@ class TelemetryBatch(Record, frozen=True, kw_only=True):
         """The JSON forms of the events.
 
         Example:
-            >>> told = {
-            ...     "event_id": "e-1",
-            ...     "event_session_index": 0,
-            ...     "timestamp": "2026-01-02T00:00:00Z",
-            ... }
-            >>> shared = {
-            ...     "platform": "Linux",
-            ...     "sdk_version": "0.38.0",
-            ...     "session_id": "session-1",
-            ...     "process_uuid": "p",
-            ... }
-            >>> TelemetryBatch.from_list([{"event": "SESSION_START", **told}], **shared).to_list()[
-            ...     0
-            ... ]["timestamp"]
+            >>> now = dt.datetime(2026, 1, 2, tzinfo=dt.UTC)
+            >>> start = SessionStartEvent(event_id="e-1", event_session_index=0, timestamp=now)
+            >>> fields = ("platform", "sdk_version", "session_id", "process_uuid")
+            >>> batch = TelemetryBatch.from_list([start], **dict.fromkeys(fields, "any"))
+            >>> batch.to_list()[0]["timestamp"]
             '2026-01-02T00:00:00Z'
         """
         return [to_builtins(event) for event in self.events]
@@ -246,13 +248,10 @@ class TelemetryBatch(Record, frozen=True, kw_only=True):
         """The request that sends this batch.
 
         Example:
-            >>> shared = {
-            ...     "platform": "Linux",
-            ...     "sdk_version": "0.38.0",
-            ...     "session_id": "session-1",
-            ...     "process_uuid": "p",
-            ... }
-            >>> TelemetryBatch.from_list([], **shared).to_request().session_id
+            >>> client = {"platform": "Linux", "sdk_version": "0.38.0", "process_uuid": "p"}
+            >>> TelemetryBatch.from_list(
+            ...     [], session_id="session-1", **client
+            ... ).to_request().session_id
             'session-1'
         """
         return TelemetrySendRequest(events=self.to_list(), **self.metadata)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import struct
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from tinkex.types.record import Fixed, put
+from tinkex.types.record import Fixed, is_same, put
 
 if TYPE_CHECKING:
     import torch
@@ -133,14 +132,15 @@ class TensorData(Fixed):
         [1, 2]
     """
 
-    __slots__ = ("_col", "_crow", "_values", "dtype", "shape")
+    __slots__ = ("csr", "dtype", "shape", "values")
     FIELDS = ("data", "dtype", "shape", "sparse_crow_indices", "sparse_col_indices")
 
     dtype: TensorDtype
     shape: list[int] | None
-    _values: Array
-    _crow: Array | None
-    _col: Array | None
+    values: Array
+    """The stored values as a flat array, without a copy."""
+    csr: tuple[Array, Array] | None
+    """Row starts and columns as arrays, or None when dense."""
 
     def __init__(
         self,
@@ -158,28 +158,18 @@ class TensorData(Fixed):
             values = np.asarray([] if data is None else data, dtype=DTYPES[dtype]).reshape(-1)
         except OverflowError:
             raise ValueError(f"data must be numbers that {dtype} can hold") from None
-        put(self, "_values", values)
+        put(self, "values", values)
         put(self, "dtype", dtype)
         put(self, "shape", None if shape is None else [int(n) for n in shape])
-        put(
-            self,
-            "_crow",
-            None
-            if sparse_crow_indices is None
-            else np.asarray(sparse_crow_indices, dtype=np.int64),
-        )
-        put(
-            self,
-            "_col",
-            None if sparse_col_indices is None else np.asarray(sparse_col_indices, dtype=np.int64),
-        )
-        self._check()
-
-    def _check(self) -> None:
-        if (self._crow is None) != (self._col is None):
+        if (sparse_crow_indices is None) != (sparse_col_indices is None):
             raise ValueError(
                 "a sparse tensor needs both sparse_crow_indices and sparse_col_indices"
             )
+        csr = None
+        if sparse_crow_indices is not None:
+            rows, columns = (sparse_crow_indices, sparse_col_indices)
+            csr = (np.asarray(rows, dtype=np.int64), np.asarray(columns, dtype=np.int64))
+        put(self, "csr", csr)
         if self.shape is not None and len(self.shape) > MAX_DIMENSIONS:
             raise ValueError(
                 f"tensor shape has {len(self.shape)} dimensions; at most {MAX_DIMENSIONS} are "
@@ -187,13 +177,16 @@ class TensorData(Fixed):
             )
         if self.shape is not None and any(n < 0 for n in self.shape):
             raise ValueError(f"tensor shape {self.shape} has a negative dimension")
-        if self._crow is None or self._col is None:
+        if csr is not None:
+            self._check_sparse(*csr)
+        else:
             # beside a dimension of 0
             if self.shape is not None and any(n > MAX_LENGTH for n in self.shape):
                 raise ValueError(f"tensor shape {self.shape} has a dimension that is too large")
-            if self.shape is not None and math.prod(self.shape) != self._values.size:
-                raise ValueError(f"tensor has {self._values.size} values but shape {self.shape}")
-            return
+            if self.shape is not None and math.prod(self.shape) != values.size:
+                raise ValueError(f"tensor has {values.size} values but shape {self.shape}")
+
+    def _check_sparse(self, crow: Array, col: Array) -> None:
         if self.shape is None or len(self.shape) != 2:
             raise ValueError("a sparse tensor needs a two-dimensional shape")
         rows, cols = self.shape
@@ -201,12 +194,12 @@ class TensorData(Fixed):
             most = f"at most {MAX_CELLS} cells and {MAX_COLUMNS} columns"
             raise ValueError(f"a sparse tensor of shape {self.shape} is too large: {most}")
         well_formed = (
-            self._crow.ndim == self._col.ndim == 1
-            and self._crow.size == rows + 1
-            and self._crow[0] == 0
-            and self._crow[-1] == self._col.size == self._values.size
-            and bool(np.all(np.diff(self._crow) >= 0))
-            and (self._col.size == 0 or (int(self._col.min()) >= 0 and int(self._col.max()) < cols))
+            crow.ndim == col.ndim == 1
+            and crow.size == rows + 1
+            and crow[0] == 0
+            and crow[-1] == col.size == self.values.size
+            and bool(np.all(np.diff(crow) >= 0))
+            and (col.size == 0 or (int(col.min()) >= 0 and int(col.max()) < cols))
         )
         if not well_formed:
             raise ValueError(f"malformed CSR indices for a sparse tensor of shape {self.shape}")
@@ -214,39 +207,27 @@ class TensorData(Fixed):
     @property
     def data(self) -> list[Any]:
         """The values as a flat list (of the stored cells, if sparse)."""
-        return cast("list[Any]", self._values.tolist())
-
-    @property
-    def values(self) -> Array:
-        """The stored values as a flat array, without a copy."""
-        return self._values
+        return cast("list[Any]", self.values.tolist())
 
     @property
     def is_sparse(self) -> bool:
         """True if the tensor is stored as compressed sparse rows."""
-        return self._crow is not None
+        return self.csr is not None
 
     @property
     def sparse_crow_indices(self) -> list[int] | None:
         """Row starts of a sparse tensor."""
-        return None if self._crow is None else cast("list[int]", self._crow.tolist())
+        return None if self.csr is None else cast("list[int]", self.csr[0].tolist())
 
     @property
     def sparse_col_indices(self) -> list[int] | None:
         """Column indices of a sparse tensor."""
-        return None if self._col is None else cast("list[int]", self._col.tolist())
-
-    @property
-    def csr(self) -> tuple[Array, Array] | None:
-        """Row starts and columns as arrays, or None when dense."""
-        return None if self._crow is None or self._col is None else (self._crow, self._col)
+        return None if self.csr is None else cast("list[int]", self.csr[1].tolist())
 
     @property
     def nbytes(self) -> int:
         """Size of the payload on the wire, as the protocol estimates it."""
-        if self._crow is None or self._col is None:
-            return self._values.nbytes
-        return self._values.nbytes + self._crow.nbytes + self._col.nbytes
+        return self.values.nbytes + sum(array.nbytes for array in self.csr or ())
 
     @classmethod
     def from_numpy(cls, array: Array) -> Self:
@@ -270,11 +251,10 @@ class TensorData(Fixed):
     def _dense(cls, values: Array, dtype: TensorDtype, shape: list[int]) -> Self:
         """Wrap an array of the right dtype and size without checking it."""
         tensor = cls.__new__(cls)
-        put(tensor, "_values", values)
+        put(tensor, "values", values)
         put(tensor, "dtype", dtype)
         put(tensor, "shape", shape)
-        put(tensor, "_crow", None)
-        put(tensor, "_col", None)
+        put(tensor, "csr", None)
         return tensor
 
     @classmethod
@@ -392,11 +372,12 @@ class TensorData(Fixed):
             >>> float(output["logprobs"].to_numpy().mean())
             -0.375
         """
-        if self._crow is None or self._col is None or self.shape is None:
-            return self._values if self.shape is None else self._values.reshape(self.shape)
-        dense = np.full(self.shape, _pad(pad_value, self._values.dtype), dtype=self._values.dtype)
-        rows = np.repeat(np.arange(self.shape[0]), np.diff(self._crow))
-        dense[rows, self._col] = self._values
+        if self.csr is None or self.shape is None:
+            return self.values if self.shape is None else self.values.reshape(self.shape)
+        dense = np.full(self.shape, _pad(pad_value, self.values.dtype), dtype=self.values.dtype)
+        crow, col = self.csr
+        rows = np.repeat(np.arange(self.shape[0]), np.diff(crow))
+        dense[rows, col] = self.values
         return dense
 
     def to_torch(self, pad_value: float = 0) -> torch.Tensor:
@@ -418,13 +399,7 @@ class TensorData(Fixed):
         return torch.from_numpy(np.array(self.to_numpy(pad_value)))
 
     def tolist(self, pad_value: float = 0) -> list[Any]:
-        """The dense tensor as nested lists.
-
-        Args:
-            pad_value: What stands in cells that a sparse tensor does not list.
-
-        Returns:
-            The lists.
+        """Like `to_torch`, as nested lists.
 
         Example:
             >>> TensorData([1, 2, 3, 4], "int64", [2, 2]).tolist()
@@ -442,28 +417,13 @@ class TensorData(Fixed):
         wire: dict[str, Any] = {"data": self.data, "dtype": self.dtype}
         if self.shape is not None:
             wire["shape"] = self.shape
-        if self._crow is not None:
+        if self.csr is not None:
             wire["sparse_crow_indices"] = self.sparse_crow_indices
             wire["sparse_col_indices"] = self.sparse_col_indices
         return wire
 
     @classmethod
-    def from_wire(cls, value: Any) -> Self:
-        """Read the JSON form.
-
-        Args:
-            value: Decoded JSON.
-
-        Returns:
-            The value.
-
-        Raises:
-            ValueError: A field is missing or malformed.
-
-        Example:
-            >>> TensorData.from_wire({"data": [1, 2], "dtype": "int64", "shape": [2]}).tolist()
-            [1, 2]
-        """
+    def _read(cls, value: Any) -> Self:
         if not isinstance(value, dict):
             raise ValueError(
                 f"a tensor must be an object with data and dtype, got {type(value).__name__}"
@@ -475,74 +435,41 @@ class TensorData(Fixed):
             isinstance(shape, list) and all(type(n) is int for n in shape)
         ):
             raise ValueError("bad tensor: shape must be a list of whole numbers")
-        crow, col = value.get("sparse_crow_indices"), value.get("sparse_col_indices")
         try:
-            return cls(
-                data=_numbers(value.get("data", []), dtype, "data"),
-                dtype=dtype,
-                shape=shape,
-                sparse_crow_indices=None
-                if crow is None
-                else _numbers(crow, "int64", "sparse_crow_indices"),
-                sparse_col_indices=None
-                if col is None
-                else _numbers(col, "int64", "sparse_col_indices"),
-            )
+            data = _numbers(value.get("data", []), dtype, "data")
+            indices = {
+                name: _numbers(value[name], "int64", name)
+                for name in ("sparse_crow_indices", "sparse_col_indices")
+                if value.get(name) is not None
+            }
+            return cls(data, dtype, shape, **indices)
         except ValueError as error:
             raise ValueError(f"bad tensor: {error}") from None
 
     def _full(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.FIELDS}
 
-    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """A copy, with some fields replaced; the arrays are shared unless `deep`.
-
-        Args:
-            update: Fields to replace.
-            deep: Copy what is inside, too.
-
-        Returns:
-            The copy.
-
-        Example:
-            >>> TensorData([1, 2, 3, 4], "int64").model_copy(update={"shape": [2, 2]}).tolist()
-            [[1, 2], [3, 4]]
-        """
-        source = copy.deepcopy(self) if deep else self
-        fields = (source._values, source.dtype, source.shape, source._crow, source._col)
-        return type(self)(**dict(zip(self.FIELDS, fields, strict=True)) | dict(update or {}))
+    def _state(self) -> tuple[Any, ...]:
+        return (self.values, self.dtype, self.shape, *(self.csr or (None, None)))
 
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
         if not isinstance(other, TensorData):
             return NotImplemented
-        if (self.dtype, _shape_of(self), self.is_sparse) != (
-            other.dtype,
-            _shape_of(other),
-            other.is_sparse,
-        ):
-            return False
-        same = np.array_equal(self._values, other._values, equal_nan=self.dtype == "float32")
-        if self._crow is None or other._crow is None or self._col is None or other._col is None:
-            return same
-        return (
-            same
-            and np.array_equal(self._crow, other._crow)
-            and np.array_equal(self._col, other._col)
+        mine, theirs = (
+            (one.dtype, _shape_of(one), one.values, *(one.csr or ())) for one in (self, other)
         )
+        return len(mine) == len(theirs) and all(map(is_same, mine, theirs))
 
     def __hash__(self) -> int:
         return hash((self.dtype, self.is_sparse, *_shape_of(self)))
 
     def __repr__(self) -> str:
         shape = _shape_of(self)
-        preview = np.array2string(self._values[:6], separator=", ", threshold=6)
+        preview = np.array2string(self.values[:6], separator=", ", threshold=6)
         sparse = ", sparse" if self.is_sparse else ""
         return (
-            f"TensorData({preview}{'…' if self._values.size > 6 else ''}, {self.dtype}, "
+            f"TensorData({preview}{'…' if self.values.size > 6 else ''}, {self.dtype}, "
             f"shape={shape}{sparse})"
         )
-
-    def __reduce__(self) -> Any:
-        return (type(self), (self._values, self.dtype, self.shape, self._crow, self._col))

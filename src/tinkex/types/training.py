@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
 from tinkex.types.inputs import Datum, LossFnOutput
 from tinkex.types.optimizers import AdamParams, OptimParams, OptimParamsBase, optim_params
-from tinkex.types.record import Int64, Record, Wired, put, settle, whole
+from tinkex.types.record import Int64, Record, Wired, put, settle, settle_each, whole
 from tinkex.types.tensors import TensorData
 
 ModelID: TypeAlias = str
@@ -51,9 +51,7 @@ class LoraConfig(Record, frozen=True, kw_only=True):
     train_attn: bool = True
 
     def __post_init__(self) -> None:
-        settle(self, "rank", whole(self.rank, "rank"))
-        if self.seed is not None:
-            settle(self, "seed", whole(self.seed, "seed"))
+        settle_each(self, whole, ("rank",), optional=("seed",))
 
 
 class UntypedAPIFuture(Record, frozen=True, kw_only=True):
@@ -134,7 +132,7 @@ class ForwardRequest(Record, frozen=True):
     seq_id: Int64 | None = None
 
 
-@dataclasses.dataclass(init=False, repr=False, frozen=True, slots=True)
+@dataclasses.dataclass(init=False, eq=False, repr=False, frozen=True, slots=True)
 class ForwardBackwardOutput(Wired):
     """Tensors per datum, in the order of the data, and metrics named `name:reduction`.
 
@@ -150,7 +148,11 @@ class ForwardBackwardOutput(Wired):
         (0.375, [-0.5, -0.25])
     """
 
-    FIELDS: ClassVar[tuple[str, ...]] = ("loss_fn_output_type", "loss_fn_outputs", "metrics")
+    FORM: ClassVar = (
+        "loss_fn_outputs",
+        list,
+        "a forward_backward result must be an object with loss_fn_outputs",
+    )
 
     loss_fn_output_type: str
     loss_fn_outputs: list[LossFnOutput]
@@ -188,27 +190,7 @@ class ForwardBackwardOutput(Wired):
         }
 
     @classmethod
-    def from_wire(cls, value: Any) -> Self:
-        """Read the JSON form.
-
-        Args:
-            value: Decoded JSON.
-
-        Returns:
-            The value.
-
-        Raises:
-            ValueError: A field is missing or malformed.
-
-        Example:
-            >>> outputs = [{"logprobs": {"data": [-0.5], "dtype": "float32"}}]
-            >>> ForwardBackwardOutput.from_wire(
-            ...     {"loss_fn_outputs": outputs, "metrics": {"loss:sum": 0.5}}
-            ... ).loss
-            0.5
-        """
-        if not isinstance(value, Mapping) or not isinstance(value.get("loss_fn_outputs"), list):
-            raise ValueError("a forward_backward result must be an object with loss_fn_outputs")
+    def _read(cls, value: Any) -> Self:
         outputs = [
             {name: _read_tensor(tensor) for name, tensor in output.items()}
             for output in value["loss_fn_outputs"]
@@ -224,9 +206,6 @@ class ForwardBackwardOutput(Wired):
         return (
             f"ForwardBackwardOutput({len(self.loss_fn_outputs)} outputs, metrics={self.metrics!r})"
         )
-
-    def __reduce__(self) -> Any:
-        return (type(self), (self.loss_fn_output_type, self.loss_fn_outputs, self.metrics))
 
 
 FIRST_METRICS = ("loss:sum", "tokens:sum")

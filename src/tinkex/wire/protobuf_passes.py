@@ -1,7 +1,9 @@
-"""Requests and results of forward_backward in protobuf."""
+"""Tensors, and the requests and results of forward_backward, in protobuf."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -18,7 +20,7 @@ from tinkex.types.chunks import (
 )
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.spans import SPANS, PromptProvenanceSpan, ProvenanceSpans
-from tinkex.types.tensors import Array, TensorData
+from tinkex.types.tensors import Array, TensorData, TensorDtype
 from tinkex.types.training import (
     ForwardBackwardInput,
     ForwardBackwardOutput,
@@ -27,18 +29,8 @@ from tinkex.types.training import (
 )
 from tinkex.wire.pieces import Buffer, Pieces
 from tinkex.wire.protobuf_schema import NotInProtobuf, message, parse
-from tinkex.wire.protobuf_tensors import (
-    BFLOAT16,
-    FLOAT32,
-    INT32,
-    INT64,
-    get_tensor,
-    get_values,
-    packed,
-    put_tensor,
-    unpacked,
-)
 
+FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4
 MAX_DATUMS = 1 << 20
 """Most datums of one result; one without tensors costs only its reader memory."""
 
@@ -117,19 +109,20 @@ def _add_datum(parts: list[Buffer], datum: Datum) -> None:
         header = _delimited(1, size)
         inner += (_delimited(1, len(header) + size) + header + text, tokens)
     for name in sorted(datum.loss_fn_inputs, key=str.encode):
-        inner += _tensor_entry(name.encode(), datum.loss_fn_inputs[name])
+        tensor = datum.loss_fn_inputs[name]
+        inner += _tensor_entry(name.encode(), tensor.values, tensor.dtype, tensor.shape)
     parts.append(_delimited(3, sum(map(len, inner))))
     parts += inner
 
 
-def _tensor_entry(name: bytes, tensor: TensorData) -> tuple[Buffer, ...]:
+def _tensor_entry(
+    name: bytes, array: Array, dtype: TensorDtype, dimensions: list[int] | None
+) -> tuple[Buffer, ...]:
     """One entry of a datum's map of tensors."""
-    values = _view(tensor.values, tensor.dtype)
-    shape = b"".join(
-        map(_varint, tensor.shape if tensor.shape is not None else [tensor.values.size])
-    )
+    values = _view(array, dtype)
+    shape = b"".join(map(_varint, [array.size] if dimensions is None else dimensions))
     start = _delimited(1, len(values))
-    end = b"\x18" + _varint(FLOAT32 if tensor.dtype == "float32" else INT64)
+    end = b"\x18" + _varint(FLOAT32 if dtype == "float32" else INT64)
     if shape:
         end += _delimited(4, len(shape)) + shape
     head = (
@@ -277,7 +270,7 @@ def decode_forward_backward_output(body: bytes) -> ForwardBackwardOutput:
 
 
 def _get_batch(source: Any, name: str) -> list[TensorData]:
-    values = get_values(source.data, source.dtype, f"result field {name!r}")
+    values, dtype = _values(source.data, source.dtype, f"result field {name!r}")
     width = 2 if source.dtype == BFLOAT16 else 4 if source.dtype in (FLOAT32, INT32) else 8
     offsets = unpacked(source.offsets, "int64", f"offsets of result field {name!r}")
     bounds = (offsets // width).tolist()
@@ -288,10 +281,68 @@ def _get_batch(source: Any, name: str) -> list[TensorData]:
         or any(a > b for a, b in pairwise(bounds))
     ):
         raise ValueError(f"malformed protobuf: offsets of result field {name!r}")
-    dtype = "float32" if values.dtype == np.float32 else "int64"
     trailing = list(source.trailing_shape)
     row = int(np.prod(trailing, dtype=np.int64)) if trailing else 1
     return [
-        TensorData(values[a:b], dtype, [(b - a) // row if row else 0, *trailing])  # type: ignore[arg-type]
+        TensorData(values[a:b], dtype, [(b - a) // row if row else 0, *trailing])
         for a, b in pairwise(bounds)
     ]
+
+
+def packed(array: Array | Sequence[float | None], dtype: str) -> bytes:
+    """Return little-endian bytes of an array, or of a list in which None means NaN."""
+    plain = np.ascontiguousarray(array, dtype=dtype)
+    return plain.tobytes() if sys.byteorder == "little" else plain.astype(f"<{dtype}").tobytes()
+
+
+def unpacked(body: bytes, dtype: str, what: str) -> Array:
+    """Return the array of raw bytes, without a copy."""
+    size = np.dtype(dtype).itemsize
+    if len(body) % size:
+        raise ValueError(
+            f"malformed protobuf: {what} has {len(body)} bytes, not a multiple of {size}"
+        )
+    return np.frombuffer(body, dtype=np.dtype(dtype).newbyteorder("<"))
+
+
+def put_tensor(target: Any, tensor: TensorData) -> None:
+    """Write a tensor into a Tensor message."""
+    values = packed(tensor.values, tensor.dtype)
+    if (csr := tensor.csr) is not None:
+        target.sparse_csr.values = values
+        target.sparse_csr.crow_indices = packed(csr[0], "int64")
+        target.sparse_csr.col_indices = packed(csr[1], "int64")
+    else:
+        target.dense = values
+    target.dtype = FLOAT32 if tensor.dtype == "float32" else INT64
+    target.shape.extend(tensor.shape if tensor.shape is not None else [tensor.values.size])
+
+
+def _values(body: bytes, dtype: int, what: str) -> tuple[Array, TensorDtype]:
+    """Read raw values as int64 or float32, widening the two narrower kinds."""
+    match dtype:
+        case 1:
+            return unpacked(body, "float32", what), "float32"
+        case 2:
+            return unpacked(body, "int64", what), "int64"
+        case 3:
+            return unpacked(body, "int32", what).astype(np.int64), "int64"
+        case 4:
+            widened = unpacked(body, "uint16", what).astype(np.uint32) << 16
+            return widened.view(np.float32), "float32"
+    raise ValueError(f"malformed protobuf: {what} has no known dtype")
+
+
+def get_tensor(source: Any, what: str) -> TensorData:
+    """Read a Tensor message."""
+    encoding = source.WhichOneof("encoding")
+    if encoding is None:
+        raise ValueError(f"malformed protobuf: {what} has no values")
+    sparse = source.sparse_csr if encoding == "sparse_csr" else None
+    values, dtype = _values(source.dense if sparse is None else sparse.values, source.dtype, what)
+    crow = None if sparse is None else unpacked(sparse.crow_indices, "int64", what)
+    col = None if sparse is None else unpacked(sparse.col_indices, "int64", what)
+    try:
+        return TensorData(values, dtype, list(source.shape) or None, crow, col)
+    except ValueError as error:
+        raise ValueError(f"malformed protobuf: {what}: {error}") from None

@@ -15,8 +15,8 @@ from tinkex.types.sampled import (
     TopkLogprobs,
 )
 from tinkex.types.tensors import Array
+from tinkex.wire.protobuf_passes import get_tensor, packed, put_tensor, unpacked
 from tinkex.wire.protobuf_schema import message, parse
-from tinkex.wire.protobuf_tensors import get_tensor, packed, put_tensor, unpacked
 
 STOP, LENGTH = 0, 1
 

@@ -7,93 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal, TypeAlias
 
-from tinkex.types.account import (
-    ApiKeyResponse,
-    AuditLogResponse,
-    AuthTokenResponse,
-    BillingUsageResponse,
-    CurrentCheckpointStorageUsageResponse,
-)
-from tinkex.types.checkpoint_search import CheckpointSearchRequest, CheckpointSearchResponse
-from tinkex.types.checkpoints import CheckpointsListResponse, TrainingRun, TrainingRunsResponse
-from tinkex.types.custom_losses import CreateCustomLossRequest, CreateCustomLossResponse
-from tinkex.types.external_weights import (
-    ExternalWeightsUploadFinishRequest,
-    ExternalWeightsUploadFinishResponse,
-    ExternalWeightsUploadStartRequest,
-    ExternalWeightsUploadStartResponse,
-)
-from tinkex.types.future_requests import (
-    CancelFutureRequest,
-    FutureRetrieveRequest,
-    FuturesRetrieveRequest,
-    FuturesRetrieveResponse,
-    JoinSamplingSessionRequest,
-    JoinSamplingSessionResponse,
-)
-from tinkex.types.model_requests import (
-    CreateModelRequest,
-    CreateModelResponse,
-    DropGradientsRequest,
-    DropGradientsResponse,
-    GetInfoRequest,
-    GetInfoResponse,
-    UnloadModelRequest,
-    UnloadModelResponse,
-)
-from tinkex.types.sampled import SampleResponse
-from tinkex.types.sampling import (
-    CreateSamplingSessionRequest,
-    CreateSamplingSessionResponse,
-    GetSamplerResponse,
-    SampleRequest,
-    SampleStreamChunk,
-)
-from tinkex.types.saves import (
-    CheckpointArchiveUrlResponse,
-    CopyWeightsRequest,
-    CopyWeightsResponse,
-    ExternalWeightsUrlsResponse,
-    LoadWeightsRequest,
-    LoadWeightsResponse,
-    SaveWeightsExternalRequest,
-    SaveWeightsExternalResponseInternal,
-    SaveWeightsForSamplerRequest,
-    SaveWeightsForSamplerResponseInternal,
-    SaveWeightsRequest,
-    SaveWeightsResponse,
-    SetCheckpointTtlRequest,
-    WeightsInfoRequest,
-    WeightsInfoResponse,
-)
-from tinkex.types.session_search import SessionSearchRequest, SessionSearchResponse
-from tinkex.types.sessions import (
-    AssignSessionProjectRequest,
-    ClientConfigRequest,
-    ClientConfigResponse,
-    ClientDynamicConfigResponse,
-    CreateSessionRequest,
-    CreateSessionResponse,
-    Empty,
-    FinishSessionRequest,
-    GetServerCapabilitiesResponse,
-    GetSessionResponse,
-    HealthResponse,
-    ListSessionsResponse,
-    SessionHeartbeatRequest,
-    SessionHeartbeatResponse,
-    SessionTraceExportResponse,
-    TelemetryResponse,
-    TelemetrySendRequest,
-)
-from tinkex.types.training import (
-    ForwardBackwardOutput,
-    ForwardBackwardRequest,
-    ForwardRequest,
-    OptimStepRequest,
-    OptimStepResponse,
-    UntypedAPIFuture,
-)
+import tinkex.types as types
 
 PREFIX = "/api/v1"
 PROTOCOL_VERSION = "0.38.0"
@@ -183,7 +97,6 @@ def _future(
     name: str,
     request: type[Any],
     result: type[Any],
-    request_type: str,
     traffic: Traffic = "train",
     *,
     owned_by: Ownership,
@@ -193,10 +106,10 @@ def _future(
         "POST",
         name,
         request,
-        UntypedAPIFuture,
+        types.UntypedAPIFuture,
         result,
         traffic,
-        request_type,
+        request.__name__.removesuffix("Request"),
         owned_by=owned_by,
     )
 
@@ -221,298 +134,263 @@ def _get(name: str, path: str, response: type[Any], *, owned_by: Ownership) -> O
 
 CLIENT_CONFIG = _post(
     "client_config",
-    ClientConfigRequest,
-    ClientConfigResponse,
+    types.ClientConfigRequest,
+    types.ClientConfigResponse,
     "session",
     "client/config",
     owned_by=OPEN,
 )
 CLIENT_DYNAMIC_CONFIG = _post(
     "client_dynamic_config",
-    ClientConfigRequest,
-    ClientDynamicConfigResponse,
+    types.ClientConfigRequest,
+    types.ClientDynamicConfigResponse,
     "session",
     "client/dynamic_config",
     owned_by=OPEN,
 )
-AUTH_TOKEN = _post("auth_token", Empty, AuthTokenResponse, "session", "auth/token", owned_by=OPEN)
-GET_API_KEY = _get("get_api_key", "auth/apikey/me", ApiKeyResponse, owned_by=OPEN)
-DELETE_API_KEY = Operation("delete_api_key", "DELETE", "auth/apikey/me", None, Empty, owned_by=OPEN)
+AUTH_TOKEN = _post(
+    "auth_token", types.Empty, types.AuthTokenResponse, "session", "auth/token", owned_by=OPEN
+)
+GET_API_KEY = _get("get_api_key", "auth/apikey/me", types.ApiKeyResponse, owned_by=OPEN)
+DELETE_API_KEY = Operation(
+    "delete_api_key", "DELETE", "auth/apikey/me", None, types.Empty, owned_by=OPEN
+)
 CREATE_SESSION = _post(
-    "create_session", CreateSessionRequest, CreateSessionResponse, "session", owned_by=OPEN
+    "create_session",
+    types.CreateSessionRequest,
+    types.CreateSessionResponse,
+    "session",
+    owned_by=OPEN,
 )
 SESSION_HEARTBEAT = _post(
     "session_heartbeat",
-    SessionHeartbeatRequest,
-    SessionHeartbeatResponse,
+    types.SessionHeartbeatRequest,
+    types.SessionHeartbeatResponse,
     "session",
     owned_by="session_id",
 )
 FINISH_SESSION = _post(
     "finish_session",
-    FinishSessionRequest,
-    Empty,
+    types.FinishSessionRequest,
+    types.Empty,
     "session",
     "sessions/{session_id}/finish",
     owned_by="session_id",
 )
 CREATE_MODEL = _future(
-    "create_model", CreateModelRequest, CreateModelResponse, "CreateModel", owned_by="session_id"
+    "create_model", types.CreateModelRequest, types.CreateModelResponse, owned_by="session_id"
 )
 UNLOAD_MODEL = _future(
-    "unload_model", UnloadModelRequest, UnloadModelResponse, "UnloadModel", owned_by="model_id"
+    "unload_model", types.UnloadModelRequest, types.UnloadModelResponse, owned_by="model_id"
 )
 DROP_GRADIENTS = _future(
-    "drop_gradients",
-    DropGradientsRequest,
-    DropGradientsResponse,
-    "DropGradients",
-    owned_by="model_id",
+    "drop_gradients", types.DropGradientsRequest, types.DropGradientsResponse, owned_by="model_id"
 )
 """Ours alone: the hosted service has no such operation."""
 CREATE_CUSTOM_LOSS = _future(
     "create_custom_loss",
-    CreateCustomLossRequest,
-    CreateCustomLossResponse,
-    "CreateCustomLoss",
+    types.CreateCustomLossRequest,
+    types.CreateCustomLossResponse,
     owned_by="session_id",
 )
-GET_INFO = _post("get_info", GetInfoRequest, GetInfoResponse, owned_by="model_id")
+GET_INFO = _post("get_info", types.GetInfoRequest, types.GetInfoResponse, owned_by="model_id")
 FORWARD_BACKWARD = _future(
     "forward_backward",
-    ForwardBackwardRequest,
-    ForwardBackwardOutput,
-    "ForwardBackward",
+    types.ForwardBackwardRequest,
+    types.ForwardBackwardOutput,
     owned_by="model_id",
 )
-FORWARD = _future("forward", ForwardRequest, ForwardBackwardOutput, "Forward", owned_by="model_id")
+FORWARD = _future("forward", types.ForwardRequest, types.ForwardBackwardOutput, owned_by="model_id")
 OPTIM_STEP = _future(
-    "optim_step", OptimStepRequest, OptimStepResponse, "OptimStep", owned_by="model_id"
+    "optim_step", types.OptimStepRequest, types.OptimStepResponse, owned_by="model_id"
 )
 SAVE_WEIGHTS = _future(
-    "save_weights", SaveWeightsRequest, SaveWeightsResponse, "SaveWeights", owned_by="model_id"
+    "save_weights", types.SaveWeightsRequest, types.SaveWeightsResponse, owned_by="model_id"
 )
 SAVE_WEIGHTS_FOR_SAMPLER = _future(
     "save_weights_for_sampler",
-    SaveWeightsForSamplerRequest,
-    SaveWeightsForSamplerResponseInternal,
-    "SaveWeightsForSampler",
+    types.SaveWeightsForSamplerRequest,
+    types.SaveWeightsForSamplerResponseInternal,
     owned_by="model_id",
 )
 SAVE_WEIGHTS_EXTERNAL = _future(
     "save_weights_external",
-    SaveWeightsExternalRequest,
-    SaveWeightsExternalResponseInternal,
-    "SaveWeightsExternal",
+    types.SaveWeightsExternalRequest,
+    types.SaveWeightsExternalResponseInternal,
     owned_by="model_id",
 )
 LOAD_WEIGHTS = _future(
     "load_weights",
-    LoadWeightsRequest,
-    LoadWeightsResponse,
-    "LoadWeights",
+    types.LoadWeightsRequest,
+    types.LoadWeightsResponse,
     owned_by=("session_id", "model_id"),
 )
-WEIGHTS_INFO = _post("weights_info", WeightsInfoRequest, WeightsInfoResponse, owned_by=BY_HANDLER)
-COPY_WEIGHTS = _post("copy_weights", CopyWeightsRequest, CopyWeightsResponse, owned_by="session_id")
+WEIGHTS_INFO = _post(
+    "weights_info", types.WeightsInfoRequest, types.WeightsInfoResponse, owned_by=BY_HANDLER
+)
+COPY_WEIGHTS = _post(
+    "copy_weights", types.CopyWeightsRequest, types.CopyWeightsResponse, owned_by="session_id"
+)
 CREATE_SAMPLING_SESSION = _post(
     "create_sampling_session",
-    CreateSamplingSessionRequest,
-    CreateSamplingSessionResponse,
+    types.CreateSamplingSessionRequest,
+    types.CreateSamplingSessionResponse,
     "session",
     owned_by="session_id",
 )
 JOIN_SAMPLING_SESSION = _post(
     "join_sampling_session",
-    JoinSamplingSessionRequest,
-    JoinSamplingSessionResponse,
+    types.JoinSamplingSessionRequest,
+    types.JoinSamplingSessionResponse,
     "session",
     owned_by="sampling_session_id",
 )
 GET_SAMPLER = _get(
-    "get_sampler", "samplers/{sampler_id}", GetSamplerResponse, owned_by="sampler_id"
+    "get_sampler", "samplers/{sampler_id}", types.GetSamplerResponse, owned_by="sampler_id"
 )
 ASAMPLE = _future(
-    "asample", SampleRequest, SampleResponse, "Sample", "sample", owned_by="sampling_session_id"
+    "asample", types.SampleRequest, types.SampleResponse, "sample", owned_by="sampling_session_id"
 )
 STREAM_SAMPLE = _post(
-    "stream_sample", SampleRequest, SampleStreamChunk, "sample", owned_by="sampling_session_id"
+    "stream_sample",
+    types.SampleRequest,
+    types.SampleStreamChunk,
+    "sample",
+    owned_by="sampling_session_id",
 )
 RETRIEVE_FUTURE = _post(
-    "retrieve_future", FutureRetrieveRequest, Empty, "poll", owned_by="request_id"
+    "retrieve_future", types.FutureRetrieveRequest, types.Empty, "poll", owned_by="request_id"
 )
 RETRIEVE_FUTURES = _post(
     "retrieve_futures",
-    FuturesRetrieveRequest,
-    FuturesRetrieveResponse,
+    types.FuturesRetrieveRequest,
+    types.FuturesRetrieveResponse,
     "poll",
     owned_by="target.sampling_session_id",
 )
-CANCEL_FUTURE = _post("cancel_future", CancelFutureRequest, Empty, "sample", owned_by=BY_HANDLER)
+CANCEL_FUTURE = _post(
+    "cancel_future", types.CancelFutureRequest, types.Empty, "sample", owned_by=BY_HANDLER
+)
 
 RUN = "training_runs/{training_run_id}"
 CHECKPOINT = RUN + "/checkpoints/{kind}/{name}"
 """A checkpoint's id is two parts of a path, so that ids never need a slash of their own."""
 
 LIST_TRAINING_RUNS = _get(
-    "list_training_runs", "training_runs", TrainingRunsResponse, owned_by=OPEN
+    "list_training_runs", "training_runs", types.TrainingRunsResponse, owned_by=OPEN
 )
-GET_TRAINING_RUN = _get("get_training_run", RUN, TrainingRun, owned_by=BY_HANDLER)
+GET_TRAINING_RUN = _get("get_training_run", RUN, types.TrainingRun, owned_by=BY_HANDLER)
 LIST_CHECKPOINTS = _get(
-    "list_checkpoints", f"{RUN}/checkpoints", CheckpointsListResponse, owned_by=BY_HANDLER
+    "list_checkpoints", f"{RUN}/checkpoints", types.CheckpointsListResponse, owned_by=BY_HANDLER
 )
 LIST_USER_CHECKPOINTS = _get(
-    "list_user_checkpoints", "checkpoints", CheckpointsListResponse, owned_by=OPEN
+    "list_user_checkpoints", "checkpoints", types.CheckpointsListResponse, owned_by=OPEN
 )
 DELETE_CHECKPOINT = Operation(
-    "delete_checkpoint", "DELETE", CHECKPOINT, None, Empty, owned_by=BY_HANDLER
+    "delete_checkpoint", "DELETE", CHECKPOINT, None, types.Empty, owned_by=BY_HANDLER
 )
 PUBLISH_CHECKPOINT = Operation(
-    "publish_checkpoint", "POST", f"{CHECKPOINT}/publish", None, Empty, owned_by=BY_HANDLER
+    "publish_checkpoint", "POST", f"{CHECKPOINT}/publish", None, types.Empty, owned_by=BY_HANDLER
 )
 UNPUBLISH_CHECKPOINT = Operation(
-    "unpublish_checkpoint", "DELETE", f"{CHECKPOINT}/publish", None, Empty, owned_by=BY_HANDLER
+    "unpublish_checkpoint",
+    "DELETE",
+    f"{CHECKPOINT}/publish",
+    None,
+    types.Empty,
+    owned_by=BY_HANDLER,
 )
 SET_CHECKPOINT_TTL = Operation(
     "set_checkpoint_ttl",
     "PUT",
     f"{CHECKPOINT}/ttl",
-    SetCheckpointTtlRequest,
-    Empty,
+    types.SetCheckpointTtlRequest,
+    types.Empty,
     owned_by=BY_HANDLER,
 )
 GET_EXTERNAL_WEIGHTS_URLS = _get(
     "get_external_weights_urls",
     f"{CHECKPOINT}/external_weights_urls",
-    ExternalWeightsUrlsResponse,
+    types.ExternalWeightsUrlsResponse,
     owned_by=BY_HANDLER,
 )
 GET_CHECKPOINT_ARCHIVE = _get(
     "get_checkpoint_archive",
     f"{CHECKPOINT}/archive",
-    CheckpointArchiveUrlResponse,
+    types.CheckpointArchiveUrlResponse,
     owned_by=BY_HANDLER,
 )
-LIST_SESSIONS = _get("list_sessions", "sessions", ListSessionsResponse, owned_by=OPEN)
+LIST_SESSIONS = _get("list_sessions", "sessions", types.ListSessionsResponse, owned_by=OPEN)
 GET_SESSION = _get(
-    "get_session", "sessions/{session_id}", GetSessionResponse, owned_by="session_id"
+    "get_session", "sessions/{session_id}", types.GetSessionResponse, owned_by="session_id"
 )
 ASSIGN_SESSION_PROJECT = Operation(
     "assign_session_project",
     "PUT",
     "sessions/{session_id}/project",
-    AssignSessionProjectRequest,
-    Empty,
+    types.AssignSessionProjectRequest,
+    types.Empty,
     owned_by="session_id",
 )
 EXPORT_SESSION_TRACE = _get(
     "export_session_trace",
     "sessions/{session_id}/trace_export",
-    SessionTraceExportResponse,
+    types.SessionTraceExportResponse,
     owned_by="session_id",
 )
 EXTERNAL_WEIGHTS_UPLOAD_START = _post(
     "external_weights_upload_start",
-    ExternalWeightsUploadStartRequest,
-    ExternalWeightsUploadStartResponse,
+    types.ExternalWeightsUploadStartRequest,
+    types.ExternalWeightsUploadStartResponse,
     owned_by=OPEN,
 )
 EXTERNAL_WEIGHTS_UPLOAD_FINISH = _post(
     "external_weights_upload_finish",
-    ExternalWeightsUploadFinishRequest,
-    ExternalWeightsUploadFinishResponse,
+    types.ExternalWeightsUploadFinishRequest,
+    types.ExternalWeightsUploadFinishResponse,
     owned_by=BY_HANDLER,
 )
 SEARCH_CHECKPOINTS = _post(
     "search_checkpoints",
-    CheckpointSearchRequest,
-    CheckpointSearchResponse,
+    types.CheckpointSearchRequest,
+    types.CheckpointSearchResponse,
     path="checkpoints/search",
     owned_by=OPEN,
 )
 SEARCH_SESSIONS = _post(
     "search_sessions",
-    SessionSearchRequest,
-    SessionSearchResponse,
+    types.SessionSearchRequest,
+    types.SessionSearchResponse,
     path="sessions/search",
     owned_by="session_id",
 )
 GET_BILLING_USAGE = _get(
-    "get_billing_usage", "billing/usage/events", BillingUsageResponse, owned_by=OPEN
+    "get_billing_usage", "billing/usage/events", types.BillingUsageResponse, owned_by=OPEN
 )
 GET_CURRENT_CHECKPOINT_STORAGE_USAGE = _get(
     "get_current_checkpoint_storage_usage",
     "billing/usage/checkpoints/current",
-    CurrentCheckpointStorageUsageResponse,
+    types.CurrentCheckpointStorageUsageResponse,
     owned_by=OPEN,
 )
-GET_AUDIT_LOG = _get("get_audit_log", "audit", AuditLogResponse, owned_by=OPEN)
+GET_AUDIT_LOG = _get("get_audit_log", "audit", types.AuditLogResponse, owned_by=OPEN)
 GET_SERVER_CAPABILITIES = _get(
     "get_server_capabilities",
     "get_server_capabilities",
-    GetServerCapabilitiesResponse,
+    types.GetServerCapabilitiesResponse,
     owned_by=OPEN,
 )
-HEALTHZ = _get("healthz", "healthz", HealthResponse, owned_by=OPEN)
+HEALTHZ = _get("healthz", "healthz", types.HealthResponse, owned_by=OPEN)
 TELEMETRY = _post(
-    "telemetry", TelemetrySendRequest, TelemetryResponse, "telemetry", owned_by="session_id"
+    "telemetry",
+    types.TelemetrySendRequest,
+    types.TelemetryResponse,
+    "telemetry",
+    owned_by="session_id",
 )
 
-OPERATIONS: tuple[Operation, ...] = (
-    CLIENT_CONFIG,
-    CLIENT_DYNAMIC_CONFIG,
-    AUTH_TOKEN,
-    GET_API_KEY,
-    DELETE_API_KEY,
-    CREATE_SESSION,
-    SESSION_HEARTBEAT,
-    FINISH_SESSION,
-    CREATE_MODEL,
-    UNLOAD_MODEL,
-    DROP_GRADIENTS,
-    CREATE_CUSTOM_LOSS,
-    GET_INFO,
-    FORWARD_BACKWARD,
-    FORWARD,
-    OPTIM_STEP,
-    SAVE_WEIGHTS,
-    SAVE_WEIGHTS_FOR_SAMPLER,
-    SAVE_WEIGHTS_EXTERNAL,
-    LOAD_WEIGHTS,
-    WEIGHTS_INFO,
-    COPY_WEIGHTS,
-    CREATE_SAMPLING_SESSION,
-    JOIN_SAMPLING_SESSION,
-    GET_SAMPLER,
-    ASAMPLE,
-    STREAM_SAMPLE,
-    RETRIEVE_FUTURE,
-    RETRIEVE_FUTURES,
-    CANCEL_FUTURE,
-    LIST_TRAINING_RUNS,
-    GET_TRAINING_RUN,
-    LIST_CHECKPOINTS,
-    LIST_USER_CHECKPOINTS,
-    DELETE_CHECKPOINT,
-    PUBLISH_CHECKPOINT,
-    UNPUBLISH_CHECKPOINT,
-    SET_CHECKPOINT_TTL,
-    GET_EXTERNAL_WEIGHTS_URLS,
-    GET_CHECKPOINT_ARCHIVE,
-    LIST_SESSIONS,
-    GET_SESSION,
-    ASSIGN_SESSION_PROJECT,
-    EXPORT_SESSION_TRACE,
-    EXTERNAL_WEIGHTS_UPLOAD_START,
-    EXTERNAL_WEIGHTS_UPLOAD_FINISH,
-    SEARCH_CHECKPOINTS,
-    SEARCH_SESSIONS,
-    GET_BILLING_USAGE,
-    GET_CURRENT_CHECKPOINT_STORAGE_USAGE,
-    GET_AUDIT_LOG,
-    GET_SERVER_CAPABILITIES,
-    HEALTHZ,
-    TELEMETRY,
+OPERATIONS: tuple[Operation, ...] = tuple(
+    value for value in list(globals().values()) if isinstance(value, Operation)
 )
 
 BY_NAME: dict[str, Operation] = {op.name: op for op in OPERATIONS}

@@ -1,4 +1,7 @@
-"""BackcompatClientFuture: the future of a client, which can still be used as the client.
+"""Futures that programs may still use as they did before, with a warning.
+
+`SampleFuture` is the outcome of a sample, a concurrent future whose methods are deprecated.
+`BackcompatClientFuture` is the future of a client, which can still be used as the client.
 
 Methods that make clients used to wait for them. They return such a future now, so programs that
 were written before go on working, with a warning for each use. A subclass for one kind of client is
@@ -25,8 +28,11 @@ from tinkex.client.futures.api_future import (
 from tinkex.client.futures.loop_thread import give_up
 
 C = TypeVar("C")
+T = TypeVar("T")
 F = TypeVar("F")
 logger = logging.getLogger("tinkex")
+
+_Plain = concurrent.futures.Future
 
 ADVICE = "get the client first, with .result() or await"
 
@@ -152,7 +158,7 @@ def forwarding(client_class: type[Any]) -> Callable[[type[F]], type[F]]:
             if name.startswith("__"):
                 continue
             if isinstance(member, property):
-                setattr(future_class, name, _property(name))
+                setattr(future_class, name, _property(name, member.__doc__))
             elif inspect.isfunction(member) and not name.startswith("_"):
                 setattr(future_class, name, _forwarder(future_class.__name__, name, member))
         return future_class
@@ -160,13 +166,13 @@ def forwarding(client_class: type[Any]) -> Callable[[type[F]], type[F]]:
     return decorate
 
 
-def _property(name: str) -> property:
+def _property(name: str, doc: str | None) -> property:
     def read(self: Any) -> Any:
         if name.startswith("_"):
             raise AttributeError(name, name=name, obj=self)
         return _read(self, name, 3)
 
-    return property(read)
+    return property(read, doc=doc)
 
 
 def _read(future: BackcompatClientFuture[Any], name: str, level: int) -> Any:
@@ -201,3 +207,78 @@ def _forwarder(owner: str, name: str, method: Callable[..., Any]) -> Callable[..
     )
     made.__annotations__ = dict(method.__annotations__)
     return made
+
+
+class SampleFuture(Future[T]):
+    """The outcome of `sample` or `compute_logprobs`: a `concurrent.futures.Future` and an
+    `APIFuture`.
+
+    `await`, `.result()`, `.future()` and `concurrent.futures.wait` are the ways to use it. `done`,
+    `cancel` and the other methods of a concurrent future work, with a warning: they will be found
+    on `.future()` alone.
+
+    Example:
+        >>> future = sampler.sample(prompt, 1, SamplingParams(max_tokens=8))
+        >>> future.future().add_done_callback(lambda done: None)
+        >>> future.result()
+        SampleResponse([SampledSequence(...)])
+    """
+
+    _has_warned = False
+    _view: Future[T] | None = None
+
+    def _warn(self, name: str) -> None:
+        """Warn once for each object."""
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"DEPRECATED: {name}() will be removed from the futures of samples: await the "
+                "future, call .result(), "
+                f"or use .future().{name}()",
+                FutureWarning,
+                stacklevel=3,
+            )
+
+    def future(self) -> concurrent.futures.Future[T]:
+        """A plain concurrent future of the same outcome; cancelling it cancels the sample.
+
+        Example:
+            >>> sampler.sample(prompt, 1, SamplingParams(max_tokens=500)).future().cancel()
+            True
+        """
+        if self._view is None:
+            view = Future(self)
+            view._runtime = self._runtime
+            self.__dict__.setdefault("_view", view)  # another thread may have been first
+        assert self._view is not None
+        return self._view
+
+    def cancel(self) -> bool:
+        """Give the sample up. Deprecated: use `.future().cancel()`."""
+        self._warn("cancel")
+        return give_up(self)
+
+    def cancelled(self) -> bool:
+        """Return whether the sample was given up. Deprecated: use `.future().cancelled()`."""
+        self._warn("cancelled")
+        return _Plain.cancelled(self)
+
+    def running(self) -> bool:
+        """Return whether the sample is being drawn. Deprecated: use `.future().running()`."""
+        self._warn("running")
+        return _Plain.running(self)
+
+    def done(self) -> bool:
+        """Return whether there is an outcome. Deprecated: use `.future().done()`."""
+        self._warn("done")
+        return _Plain.done(self)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """The error, if the sample failed. Deprecated: use `.future().exception()`."""
+        self._warn("exception")
+        return super().exception(timeout)
+
+    def add_done_callback(self, fn: Callable[[concurrent.futures.Future[T]], object]) -> None:
+        """Have a function called at the end. Deprecated: use `.future().add_done_callback()`."""
+        self._warn("add_done_callback")
+        _Plain.add_done_callback(self, fn)

@@ -16,7 +16,8 @@ import itertools
 import logging
 import time
 import weakref
-from dataclasses import dataclass
+
+import msgspec
 
 from tinkex.client.futures.loop_thread import runtime
 from tinkex.client.futures.result_polling import HELD, POLL_TIMEOUT
@@ -55,8 +56,7 @@ NO_ENDPOINT = frozenset({404, 405, 501})
 EMPTY_POLL_DELAYS = Delays(first=0.05, most=1.0)
 
 
-@dataclass(slots=True)
-class _Waiter:
+class _Waiter(msgspec.Struct):
     future: asyncio.Future[Reply | None]
     since: float
 

@@ -75,19 +75,28 @@ def inbox_of(loop: asyncio.AbstractEventLoop) -> Inbox:
     return found
 
 
+class RuntimeFuture(concurrent.futures.Future[T]):
+    """A future whose outcome may come from a runtime."""
+
+    _runtime: Runtime | None = None
+
+
+F = TypeVar("F", bound=RuntimeFuture[Any])
+
+
 class Runtime:
     """An event loop in its own thread."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
         self.stopped = False
-        self._pid = os.getpid()
+        self.pid = os.getpid()
         self._inbox = Inbox()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._releases: set[asyncio.Task[None]] = set()
         self._closers: list[weakref.WeakMethod[Callable[[], Coroutine[Any, Any, None]]]] = []
-        self._thread = threading.Thread(target=self._run, name="tinkex", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="tinkex", daemon=True)
+        self.thread.start()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
@@ -95,10 +104,10 @@ class Runtime:
 
     def stop(self) -> None:
         """Cancel the work on the loop, wait for its cleanup, and end the thread."""
-        if os.getpid() != self._pid:
+        if os.getpid() != self.pid:
             return  # a forked child has no such thread
         asyncio.run_coroutine_threadsafe(self._wind_up(), self.loop)
-        self._thread.join(EXIT_SECONDS)
+        self.thread.join(EXIT_SECONDS)
 
     def at_stop(self, closer: weakref.WeakMethod[Callable[[], Coroutine[Any, Any, None]]]) -> None:
         """Close something before the loop stops, if it still exists then."""
@@ -139,23 +148,10 @@ class Runtime:
             await asyncio.wait(tasks, timeout=EXIT_SECONDS)
         self.loop.stop()
 
-    def check_wait(self, *, blocks: bool) -> None:
-        """Refuse to wait for this loop in a forked child, or to block it on its own thread."""
-        if os.getpid() != self._pid:
-            raise RuntimeError(
-                "this call was pending when the process was forked, and only the parent process "
-                "gets its result: wait "
-                "for it before the fork, or make the call again with a client made after it"
-            )
-        if blocks and self.is_current:
-            raise RuntimeError(
-                "result() would block tinkex's own event loop for ever: await the future instead"
-            )
-
     @property
     def is_current(self) -> bool:
         """Return True on this loop's thread."""
-        return threading.current_thread() is self._thread
+        return threading.current_thread() is self.thread
 
     def call(self, function: Callable[..., object], *args: object) -> None:
         """Run a function on the loop soon."""
@@ -168,13 +164,18 @@ class Runtime:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def feed(self, coroutine: Coroutine[Any, Any, T], future: concurrent.futures.Future[T]) -> None:
-        """Run a coroutine on the loop; `future` gets its outcome and can cancel it."""
+    def feed(self, coroutine: Coroutine[Any, Any, Any], future: F) -> F:
+        """Run a coroutine on the loop, and return the future that gets its outcome.
+
+        Cancelling the future cancels the coroutine.
+        """
+        future._runtime = self
         if self.stopped:
             coroutine.close()
             future.set_exception(RuntimeError("the program is ending: tinkex can do no more"))
-            return
-        self.call(self._start, coroutine, future)
+        else:
+            self.call(self._start, coroutine, future)
+        return future
 
     def _start(
         self, coroutine: Coroutine[Any, Any, T], future: concurrent.futures.Future[T]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, Protocol, TypeAlias
 
 from tinkex import events
-from tinkex.types.futures import QueueState
+from tinkex.types.future_requests import QueueState
 
 logger = logging.getLogger("tinkex")
 
@@ -106,7 +106,9 @@ class QueueStateLogger:
                 where it is empty.
             name: The id of the client; by default the one in the metadata, else "unknown".
         """
-        state = QueueState.parse(queue_state)
+        state = (
+            queue_state if isinstance(queue_state, QueueState) else QueueState.parse(queue_state)
+        )
         metadata = queue_state_reason if isinstance(queue_state_reason, Mapping) else {}
         reason = (
             metadata.get("queue_state_reason")

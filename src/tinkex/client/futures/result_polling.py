@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeAlias
 
 import msgspec
 
 from tinkex import events
 from tinkex.client.http.exchange import Reply
-from tinkex.client.http.link import DELAYS, Patience
 from tinkex.client.http.reply_errors import RejectedError
-from tinkex.client.http.retry import persist
+from tinkex.client.http.retry import DELAYS, Patience, persist
 from tinkex.client.http.transport import OFF_LOOP_BYTES, Transport
 from tinkex.client.settings.config import poll_delay
 from tinkex.client.settings.delays import LONGEST_RETRY_AFTER, Delays
@@ -48,44 +46,46 @@ EARLY_DELAYS = Delays(first=0.05, most=1.0)
 """Delays after polls that the server does not hold, which must not become a hot loop."""
 
 
-class QueueNotice(Protocol):
-    """Receives the queue's state and its reason from every answer that names them."""
+class Receipt(msgspec.Struct, frozen=True):
+    """The answer to a submission: the name of a future or, from some servers, the result."""
 
-    def __call__(
-        self, queue_state: str, queue_state_reason: str | None = None, /, *, request_id: str = ""
-    ) -> object:
-        """Take note."""
+    op: Operation
+    submitted: float
+    """The start of the submission, on the monotonic clock."""
+    request_id: str | None = None
+    sample_sequence_ids: list[str] | None = None
+    result: Any = None
 
 
-async def retrieve(
+QueueNotice: TypeAlias = Callable[..., object]
+"""Receives the queue's state, its reason, and `request_id`, from every answer that names them."""
+
+
+def retrieve(
     transport: Transport,
-    op: Operation,
-    request_id: str,
-    submitted: float,
+    receipt: Receipt,
     *,
     timeout: float | None = None,
     notice: QueueNotice | None = None,
-    metadata_only: bool = True,
-) -> Any:
+) -> Coroutine[Any, Any, Any]:
     """Poll until an operation has ended; return its result, or raise RequestFailedError.
 
     A poll that runs out is repeated without limit, or for `timeout` seconds. Faults are repeated
     within the transport's patience. At the timeout the last fault is raised, else APITimeoutError.
     """
-    poll = _Poll(transport, op, request_id, submitted, notice, time.monotonic())
-    if timeout is None:
-        return await poll.run(metadata_only)
-    try:
-        async with asyncio.timeout(timeout) as limit:
-            return await poll.run(metadata_only)
-    except TimeoutError:
-        if limit.expired():
-            raise poll.late() from None
-        raise  # of one exchange, which has its own limit
+    if receipt.request_id is None:
+        return _given(receipt.result)
+    poll = _Poll(
+        transport, receipt.op, receipt.request_id, receipt.submitted, notice, time.monotonic()
+    )
+    return poll.run() if timeout is None else poll.run_within(timeout)
 
 
-@dataclass(slots=True)
-class _Poll:
+async def _given(result: Any) -> Any:
+    return result
+
+
+class _Poll(msgspec.Struct):
     """One operation's polls, until there is an outcome."""
 
     transport: Transport
@@ -101,17 +101,27 @@ class _Poll:
     early: int = 0
     malformed: int = 0
     metadata_only: bool = True
+    """True until a size was announced."""
     last_failure: Exception | None = None
     asked: tuple[bool, codec.Body] | None = None
     """True if the last poll allowed an announcement, and its body: most are repeated."""
 
-    async def run(self, metadata_only: bool) -> Any:
+    async def run_within(self, seconds: float) -> Any:
+        """Poll until a result or the timeout."""
+        try:
+            async with asyncio.timeout(seconds) as limit:
+                return await self.run()
+        except TimeoutError:
+            if limit.expired():
+                raise self._late() from None
+            raise  # of one exchange, which has its own limit
+
+    async def run(self) -> Any:
         """Poll; a result whose size was announced is fetched under the budget for large results."""
-        self.metadata_only = metadata_only
         answer = await persist(self._ask, self._delay_after)
         if not isinstance(answer, _Announced):
             return answer
-        if not metadata_only:
+        if not self.metadata_only:
             raise self._told(
                 APIResponseValidationError(
                     f"{self.op.title} at {self.transport.place}: the size of the result of "
@@ -119,7 +129,8 @@ class _Poll:
                 )
             )
         async with self.transport.response_budget.taken(answer.size):
-            return await self.run(False)
+            self.metadata_only = False
+            return await self.run()
 
     def _delay_after(self, outcome: Any) -> float | None:
         """Return the wait before the next poll; None at the end."""
@@ -172,7 +183,7 @@ class _Poll:
         self.early += 1
         return EARLY_DELAYS.after(self.early)
 
-    def late(self) -> Exception:
+    def _late(self) -> Exception:
         """Return the error for a timeout: the last failure, if there was one."""
         waited = time.monotonic() - self.started
         error = self.last_failure or APITimeoutError(
@@ -235,7 +246,7 @@ class _Poll:
         return await self._read(reply)
 
     async def _read(self, reply: Reply) -> Any:
-        """Read a good answer."""
+        """Read a good answer; decode a large one in a thread."""
         if codec.PROTOBUF not in reply.content_type:
             # Only the small answers are JSON when protobuf was asked for; a look at the keys is
             # cheap either way.
@@ -253,7 +264,10 @@ class _Poll:
                 envelope = _mapping(reply.body)
             if "error" in envelope or status == "failed":
                 raise failure_of(self.transport, self.op, envelope, self.request_id)
-        return await decode_result(self.transport, self.op, reply)
+        assert self.op.result is not None
+        if len(reply.body) > OFF_LOOP_BYTES:
+            return await asyncio.to_thread(self.transport.decode, self.op, self.op.result, reply)
+        return self.transport.decode(self.op, self.op.result, reply)
 
     def _heed(self, envelope: Mapping[str, Any], paused: float | None = None) -> float | None:
         """Pass the queue's state on; return the seconds that the server asks to wait."""
@@ -279,16 +293,14 @@ _EVENTS: dict[type[TinkerError], str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Pending:
+class _Pending(msgspec.Struct, frozen=True):
     """An answer without a result."""
 
     delay: float | None
     """Seconds to wait before the next poll, if the server or the settings say so."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Announced:
+class _Announced(msgspec.Struct, frozen=True):
     """An answer that announces the size of a result, to be asked for again."""
 
     size: int
@@ -299,14 +311,6 @@ def read_result(transport: Transport, op: Operation, reply: Reply, request_id: s
     assert op.result is not None
     if codec.PROTOBUF not in reply.content_type and "error" in (envelope := _mapping(reply.body)):
         raise failure_of(transport, op, envelope, request_id)
-    return transport.decode(op, op.result, reply)
-
-
-async def decode_result(transport: Transport, op: Operation, reply: Reply) -> Any:
-    """Decode the result in an answer; a large one in a thread."""
-    assert op.result is not None
-    if len(reply.body) > OFF_LOOP_BYTES:
-        return await asyncio.to_thread(transport.decode, op, op.result, reply)
     return transport.decode(op, op.result, reply)
 
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 from urllib.parse import unquote
 
-from tinkex.client.http.exchange import Exchange, HttpRequest, Reply, StreamReply
+from tinkex.client.http.exchange import HttpRequest, Reply, StreamReply
 
 
 class AsgiExchange:
@@ -77,7 +77,7 @@ class AsgiExchange:
     @contextlib.asynccontextmanager
     async def _running(self, request: HttpRequest) -> AsyncIterator[_AsgiCall]:
         """Run the application on a request; on leaving the block, it sees a disconnect."""
-        if self._stop.is_set():
+        if self.is_closed:
             raise ConnectionError("the embedded backend is closed")
         call = _AsgiCall(request)
         call.task = asyncio.create_task(self._app(call.scope, call.receive, call.send))
@@ -89,6 +89,11 @@ class AsgiExchange:
             if not call.complete:
                 call.task.cancel()
 
+    @property
+    def is_closed(self) -> bool:
+        """Return True once it is being closed."""
+        return self._stop.is_set()
+
     async def close(self) -> None:
         """Run the application's shutdown."""
         self._stop.set()
@@ -97,21 +102,25 @@ class AsgiExchange:
 
 
 class LateExchange:
-    """An exchange that its first request opens."""
+    """An exchange that its first request opens, and the first one after it was closed."""
 
-    def __init__(self, opened: Callable[[], Awaitable[Exchange]]) -> None:
+    def __init__(self, opened: Callable[[], Awaitable[AsgiExchange]]) -> None:
         self._opened = opened
+        self._exchange: AsgiExchange | None = None
+
+    async def _open(self) -> AsgiExchange:
+        if self._exchange is None or self._exchange.is_closed:
+            self._exchange = await self._opened()
+        return self._exchange
 
     async def send(self, request: HttpRequest) -> Reply:
         """Send over the exchange, opened if need be."""
-        exchange = await self._opened()
-        return await exchange.send(request)
+        return await (await self._open()).send(request)
 
     @contextlib.asynccontextmanager
     async def stream(self, request: HttpRequest) -> AsyncIterator[StreamReply]:
         """Stream over the exchange, opened if need be."""
-        exchange = await self._opened()
-        async with exchange.stream(request) as reply:
+        async with (await self._open()).stream(request) as reply:
             yield reply
 
 

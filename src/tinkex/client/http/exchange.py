@@ -1,4 +1,4 @@
-"""Requests and answers as values, and the protocol of what carries them.
+"""Requests, answers and addresses as values, and the protocol of what carries them.
 
 An `Exchange` moves bytes: over sockets (`tinkex.client.http.http_exchange`), straight into an ASGI
 application (`tinkex.local`), or by an object that the settings bring.
@@ -8,18 +8,22 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 from typing import Protocol
+from urllib.parse import quote, urldefrag, urlencode, urljoin, urlsplit
 
 import msgspec
 
+from tinkex.client.settings.config import is_address, is_embedded
 from tinkex.client.settings.delays import LONGEST_RETRY_AFTER
 from tinkex.wire.pieces import Pieces
-from tinkex.wire.protocol import Traffic
+from tinkex.wire.protocol import PREFIX, Operation, Traffic
 from tinkex.wire.redacted_http import wait_asked
 
+REDIRECTS = frozenset({301, 302, 303, 307, 308})
+MOST_REDIRECTS = 5
 
-class HttpRequest(msgspec.Struct, frozen=True):
+
+class HttpRequest(msgspec.Struct, frozen=True, gc=False):
     """One request: what is sent, and over which connections."""
 
     method: str
@@ -37,7 +41,7 @@ class HttpRequest(msgspec.Struct, frozen=True):
         return None if self.body is None else bytes(self.body)
 
 
-class Reply(msgspec.Struct, frozen=True):
+class Reply(msgspec.Struct, frozen=True, gc=False):
     """An answer; the names of its headers are lower-case."""
 
     status: int
@@ -70,8 +74,7 @@ def bounded(seconds: float | None) -> float | None:
     return seconds if seconds is not None and 0 < seconds <= LONGEST_RETRY_AFTER else None
 
 
-@dataclass(frozen=True, slots=True)
-class StreamReply:
+class StreamReply(msgspec.Struct, frozen=True):
     """An answer that is still coming: its status and headers, and its bytes as they arrive."""
 
     status: int
@@ -91,3 +94,44 @@ class Exchange(Protocol):
 
     async def close(self) -> None:
         """Release what is held."""
+
+
+def target(
+    op: Operation, path: Mapping[str, str] | None = None, query: Mapping[str, object] | None = None
+) -> str:
+    """Return the path and query of a request; query values that are None are left out."""
+    url = f"{PREFIX}/{op.path}"
+    if path or "{" in url:
+        url = url.format_map({name: quote(value, safe=":") for name, value in (path or {}).items()})
+    if not query:
+        return url
+    pairs = [(name, str(value)) for name, value in query.items() if value is not None]
+    return f"{url}?{urlencode(pairs, quote_via=quote, safe='')}" if pairs else url
+
+
+def redirection(address: str, status: int, headers: Mapping[str, str]) -> str | None:
+    """Return the address that an answer redirects to; None without a usable one."""
+    if status not in REDIRECTS or "location" not in headers:
+        return None
+    try:
+        found = urldefrag(urljoin(address, headers["location"])).url
+    except ValueError:
+        return None
+    # A signed address must not change, except for characters that are not allowed in addresses.
+    found = quote(found, safe="!$%&'()*+,/:;=?@[]~")
+    return found if is_address(found) else None
+
+
+def origin(address: str) -> tuple[str, str, int | None]:
+    """Return the scheme, host and port of an address."""
+    parts = urlsplit(address)
+    port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+    return parts.scheme, parts.hostname or "", port
+
+
+def origin_of(base_url: str) -> str:
+    """Return a base URL without its path in one spelling, as a key of what its clients share."""
+    if is_embedded(base_url):
+        return base_url
+    scheme, host, port = origin(base_url)
+    return f"{scheme}://{host}:{port}"

@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import os
 import weakref
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from importlib import import_module
 from typing import TYPE_CHECKING
 
-from tinkex.client.http.exchange import HttpRequest, Reply, StreamReply
+from tinkex.client.http.exchange import Exchange, HttpRequest, Reply, StreamReply
+from tinkex.client.settings.config import Config, is_embedded
 from tinkex.client.settings.setting_forms import POOL_SIZES
 from tinkex.errors import APIResponseValidationError
 from tinkex.wire.pieces import Pieces
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     import aiohttp
     from aiohttp.client import _RequestContextManager
 
+EMBEDDED_FACTORY = "tinkex.local:open_exchange"
+"""Opens the exchange of an embedded base URL; imported when used."""
 CONNECT_SECONDS = 5.0
 LARGE_BODY = 1 << 16
 """Bodies from this size on are written in pieces, so that the loop can do other work in between."""
@@ -165,6 +169,23 @@ class HttpExchange:
             pool = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
             self._pools[traffic] = pool
         return pool
+
+
+def open_exchange(config: Config) -> Exchange:
+    """Return the exchange that the settings bring, or else the one for their base URL."""
+    brought: Exchange | None = config.make_http_client()
+    if brought is not None:
+        return brought
+    if is_embedded(config.base_url):
+        module, name = EMBEDDED_FACTORY.split(":")
+        factory: Callable[[str], Exchange] = getattr(import_module(module), name)
+        return factory(config.base_url)
+    return outside_exchange(config, config.base_url)
+
+
+def outside_exchange(config: Config, base_url: str = "") -> HttpExchange:
+    """Return an exchange over sockets with these settings; by default for whole addresses."""
+    return HttpExchange(base_url, config.proxy_url, config.proxy_authorization, config.pool_sizes)
 
 
 _exchanges: weakref.WeakSet[HttpExchange] = weakref.WeakSet()

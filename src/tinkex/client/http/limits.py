@@ -16,6 +16,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, TypeVar
 
+import msgspec
+
 from tinkex.errors import APIStatusError, BillingError, TinkerError
 
 T = TypeVar("T")
@@ -75,8 +77,7 @@ class ByteBudget:
                 turn.set_result(None)
 
 
-@dataclass
-class Backoff:
+class Backoff(msgspec.Struct):
     """A pause that several clients share; a later, shorter pause does not shorten it."""
 
     clock: Callable[[], float] = time.monotonic

@@ -1,20 +1,37 @@
-"""Retries: the one loop that waits after a failure, and the retries of samples."""
+"""Retries: the one loop that waits after a failure, of requests and of samples."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Container, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import msgspec
 
 from tinkex import events
+from tinkex.client.http.exchange import Reply
+from tinkex.client.http.limits import BillingPause, CircuitBreaker
+from tinkex.client.http.reply_errors import RejectedError
 from tinkex.client.settings.delays import Delays
-from tinkex.errors import APIConnectionError, APIStatusError, GoneError
+from tinkex.errors import (
+    APIConnectionError,
+    APIStatusError,
+    BillingError,
+    GoneError,
+    is_retryable,
+)
 
 T = TypeVar("T")
 logger = logging.getLogger("tinkex")
+
+DELAYS = Delays()
+CONFLICT_PATIENCE = 2.0
+REJECTED_ATTEMPTS = 16
+"""Limit of retries after a 400 with an empty body."""
 
 Sleep: TypeAlias = Callable[[float], Awaitable[object]]
 """Waits for so many seconds."""
@@ -46,6 +63,91 @@ async def persist(
             if (delay := delay_after(result)) is None:
                 return result
         await (sleep or asyncio.sleep)(delay)
+
+
+class Patience(msgspec.Struct, frozen=True, gc=False):
+    """The limits of a request's retries."""
+
+    seconds: float
+    """Time after which no further attempt begins; an account without credit is not counted."""
+    max_retries: int | None = None
+    final: Container[int] = ()
+    """Statuses that are raised at once."""
+
+    def of(self, status: int) -> float:
+        """Return the seconds for one kind of failure: a conflict passes soon or not at all."""
+        return min(CONFLICT_PATIENCE, self.seconds) if status == 409 else self.seconds
+
+
+class Attempts(msgspec.Struct):
+    """One request, sent until there is an answer or its patience is over."""
+
+    attempt: Callable[[int], Awaitable[Reply]]
+    """Makes one attempt; they are counted from 0."""
+    patience: Patience
+    billing: BillingPause
+    breaker: CircuitBreaker | None
+    since: float = msgspec.field(default_factory=lambda: time.monotonic())
+    """The time from which the patience is counted."""
+    failures: int = 0
+    retries: int = 0
+    """The number of the last attempt."""
+
+    def send(self) -> Awaitable[Reply]:
+        """Send once, through the operation's circuit breaker if there is one."""
+        self.retries = self.failures
+        if self.breaker is None:
+            return self.attempt(self.retries)
+        return self.breaker.call(functools.partial(self.attempt, self.retries))
+
+    def delay_after(self, outcome: Reply | Exception) -> float | None:
+        """Decide on the next attempt: exponential delays, the server's Retry-After, a time limit.
+
+        A good answer with `x-should-retry: true` is the answer when the limit is reached. An
+        account without credit is waited for much longer and is no failure.
+        """
+        if isinstance(outcome, Reply):
+            asks = "x-should-retry" in outcome.headers and outcome.should_retry
+            return self._next(outcome.retry_after) if asks else None
+        status = getattr(outcome, "status", None) or 0
+        if isinstance(outcome, BillingError):
+            is_final = 402 in self.patience.final or self.patience.seconds <= 0
+            delay = None if is_final else self.billing.delay_after(outcome)
+            self.since = time.monotonic() + (delay or 0.0)
+            return delay
+        if not isinstance(outcome, APIConnectionError | APIStatusError):
+            return None
+        delay = self._next(outcome.retry_after, status)
+        outcome.attempts = self.failures
+        rejected = isinstance(outcome, RejectedError) and self.failures > REJECTED_ATTEMPTS
+        hopeless = status in self.patience.final or not is_retryable(outcome)
+        if delay is None or rejected or hopeless:
+            self._wear_out(outcome)
+            return None
+        if self.failures == 1:
+            allowed = self.patience.of(status)
+            logger.warning("%s; trying again for up to %.0f s", outcome.message, allowed)
+        else:
+            logger.debug("%s; attempt %d", outcome.message, self.failures + 1)
+        return delay
+
+    def _next(self, asked: float | None, status: int = 0) -> float | None:
+        """Count a failure; return the delay after it, or None if the patience is over."""
+        self.failures += 1
+        delay = DELAYS.after(self.failures, asked)
+        patience = self.patience
+        if patience.max_retries is not None and self.failures > patience.max_retries:
+            return None
+        return delay if self._spent() + delay <= patience.of(status) else None
+
+    def _spent(self) -> float:
+        return time.monotonic() - self.since
+
+    def _wear_out(self, error: APIConnectionError | APIStatusError) -> None:
+        """Note in the last error of a series how long the series was."""
+        if self.failures > 1:
+            error.message += f" (after {self.failures} attempts in {self._spent():.1f} s)"
+            error.args = (error.message,)
 
 
 @dataclass(frozen=True)
@@ -169,9 +271,9 @@ class RetryHandler:
     ) -> None:
         self.config = config or RetryConfig()
         self.name = name
-        self._metadata = dict(metadata or {})
+        self.metadata = dict(metadata or {})
         self._limit = self.config.max_connections if limit is None else limit
-        self._clock = clock
+        self.clock = clock
         self._slots: asyncio.Semaphore | None = None
         self._running: dict[asyncio.Task[Any], float] = {}
         """The start of each running call, the oldest first."""
@@ -199,7 +301,8 @@ class RetryHandler:
             assert task is not None
             self._begin(task)
             try:
-                result = await self._persist(function, args, kwargs)
+                call = _Call(self, function, args, kwargs, self.clock())
+                result = await persist(call.attempt, call.delay_after)
             except asyncio.CancelledError:
                 # cancelled by the caller, perhaps besides us
                 if task not in self._stuck or task.uncancel() > 0:
@@ -209,70 +312,30 @@ class RetryHandler:
                     hint="RetryConfig(progress_timeout=…) sets how long to wait",
                 ) from None
             except Exception:
-                self._progress = self._clock()
+                self._progress = self.clock()
                 raise
             finally:
                 self._end(task)
-            self._progress = self._clock()
+            self._progress = self.clock()
             return result
         finally:
             self._slots.release()
 
-    def _persist(
-        self, function: Callable[..., Awaitable[T]], args: Any, kwargs: Any
-    ) -> Awaitable[T]:
-        failures, started, begun = 0, self._clock(), 0.0
-
-        def attempt() -> Awaitable[T]:
-            nonlocal begun
-            begun = self._clock()
-            if events.is_heard():
-                self._emit(events.RETRY_START, failures, {"system_time": time.time()})
-            return function(*args, **kwargs)
-
-        def delay_after(outcome: T | Exception) -> float | None:
-            nonlocal failures
-            if not isinstance(outcome, Exception):
-                if events.is_heard():
-                    self._emit(events.RETRY_STOP, failures, self._spent(begun), result="ok")
-                return None
-            spent = self._spent(begun)
-            if not self._may_go_on(failures, started, outcome):
-                self._emit(events.RETRY_FAILED, failures, spent, error=outcome)
-                return None
-            delay = max(self.config.delay(failures), getattr(outcome, "retry_after", None) or 0.0)
-            spent["delay_ms"] = delay * 1000
-            self._emit(events.RETRY_RETRY, failures, spent, error=outcome)
-            message = getattr(outcome, "message", outcome)
-            logger.warning("%s: %s; trying again in %.1f s", self.name, message, delay)
-            failures += 1
-            return delay
-
-        return persist(attempt, delay_after)
-
-    def _spent(self, begun: float) -> dict[str, float]:
-        return {"duration": (self._clock() - begun) * 1000}
-
-    def _may_go_on(self, attempt: int, started: float, error: Exception) -> bool:
+    def may_go_on(self, failures: int, started: float, error: Exception) -> bool:
         """Return True if another attempt follows the n-th failure, counted from 0."""
         config = self.config
         if not config.enable_retry_logic or (
-            config.max_retries is not None and attempt >= config.max_retries
+            config.max_retries is not None and failures >= config.max_retries
         ):
             return False
-        if self._clock() - max(started, self._progress) > config.progress_timeout:
+        if self.clock() - max(started, self._progress) > config.progress_timeout:
             return False
         return config.is_retryable(error)
-
-    def _emit(self, name: str, attempt: int, measurements: dict[str, float], **facts: Any) -> None:
-        events.emit(
-            name, measurements, {**self._metadata, "name": self.name, "attempt": attempt, **facts}
-        )
 
     # ── stuck calls ───────────────────────────────────────────────────────────────────────────────
 
     def _begin(self, task: asyncio.Task[Any]) -> None:
-        now = self._clock()
+        now = self.clock()
         if not self._running:
             self._progress = now
         self._running[task] = now
@@ -289,7 +352,7 @@ class RetryHandler:
 
     def _look(self) -> None:
         """Cancel the calls that are older than the timeout, if nothing has succeeded meanwhile."""
-        self._watch, now = None, self._clock()
+        self._watch, now = None, self.clock()
         for task, since in self._running.items():
             left = max(since, self._progress) + self.config.progress_timeout - now
             if left > 0:
@@ -298,3 +361,49 @@ class RetryHandler:
             if task not in self._stuck:
                 self._stuck.add(task)
                 task.cancel()
+
+
+class _Call(msgspec.Struct, Generic[T]):
+    """One call of a handler; a class, since closures of every sample in flight cost more."""
+
+    handler: RetryHandler
+    function: Callable[..., Awaitable[T]]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    started: float
+    begun: float = 0.0
+    """The start of the last attempt."""
+    failures: int = 0
+
+    def attempt(self) -> Awaitable[T]:
+        """Call the function once."""
+        self.begun = self.handler.clock()
+        if events.is_heard():
+            self._emit(events.RETRY_START, {"system_time": time.time()})
+        return self.function(*self.args, **self.kwargs)
+
+    def delay_after(self, outcome: T | Exception) -> float | None:
+        """Return the wait before the next attempt; None at the end."""
+        if not isinstance(outcome, Exception):
+            if events.is_heard():
+                self._emit(events.RETRY_STOP, self._spent(), result="ok")
+            return None
+        handler, spent = self.handler, self._spent()
+        if not handler.may_go_on(self.failures, self.started, outcome):
+            self._emit(events.RETRY_FAILED, spent, error=outcome)
+            return None
+        asked = getattr(outcome, "retry_after", None) or 0.0
+        delay = max(handler.config.delay(self.failures), asked)
+        self._emit(events.RETRY_RETRY, {**spent, "delay_ms": delay * 1000}, error=outcome)
+        message = getattr(outcome, "message", outcome)
+        logger.warning("%s: %s; trying again in %.1f s", handler.name, message, delay)
+        self.failures += 1
+        return delay
+
+    def _spent(self) -> dict[str, float]:
+        return {"duration": (self.handler.clock() - self.begun) * 1000}
+
+    def _emit(self, name: str, measurements: dict[str, float], **facts: Any) -> None:
+        handler = self.handler
+        named = {"name": handler.name, "attempt": self.failures, **facts}
+        events.emit(name, measurements, {**handler.metadata, **named})

@@ -18,26 +18,23 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, TypeAlias, get_args
 
 from tinkex.types.custom_losses import (
-    CreateCustomLossRequest,
     CustomLossGraph,
     CustomLossInput,
     CustomLossInputRank,
     CustomLossNode,
 )
+from tinkex.types.sessions import CreateCustomLossRequest
 
 if TYPE_CHECKING:
     import torch
 
+    from tinkex.client.losses.custom_passes import CustomLoss
     from tinkex.types.inputs import Datum
 
 PerDatumLossFn: TypeAlias = (
     "Callable[Concatenate[torch.Tensor, ...], tuple[torch.Tensor, Mapping[str, torch.Tensor]]]"
 )
 """A loss of one datum, from its log-probabilities and inputs to the loss and its metrics."""
-
-CallerLoss: TypeAlias = (
-    "Callable[[list[Datum], list[torch.Tensor]], tuple[torch.Tensor, dict[str, float]]]"
-)
 
 MAX_INPUTS = 16
 """The most parameters of a loss, `logprobs` included."""
@@ -124,9 +121,8 @@ def trace(
     except Exception as error:  # it runs the user's code: anything may come out
         raise ValueError(
             f"{where} cannot be traced: {error}. Its tensors have no values yet: use torch.where "
-            "instead of if, "
-            "x.shape[0] instead of len(x), whole tensors instead of loops, and torch or math "
-            "instead of other libraries"
+            "instead of if, x.shape[0] instead of len(x), whole tensors instead of loops, and "
+            "torch or math instead of other libraries"
         ) from error
     for node in graph.graph.nodes:
         _check_node(where, node)
@@ -155,8 +151,7 @@ def _inputs(
     if set(ranks) != set(names):
         raise ValueError(
             f"{where}: input_ranks must give a rank for each parameter ({', '.join(names)}) and "
-            "for nothing else, "
-            f"it has {', '.join(map(str, ranks)) or 'none'}"
+            f"for nothing else, it has {', '.join(map(str, ranks)) or 'none'}"
         )
     for name, rank in ranks.items():
         if isinstance(rank, bool) or rank not in get_args(CustomLossInputRank):
@@ -172,14 +167,12 @@ def _check_parameter(where: str, parameter: inspect.Parameter) -> None:
     if parameter.kind not in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
         raise ValueError(
             f"{where}: {parameter} must be a plain positional parameter; name each input instead "
-            "of "
-            "*args, **kwargs or keyword-only ones"
+            "of *args, **kwargs or keyword-only ones"
         )
     if parameter.default is not parameter.empty:
         raise ValueError(
             f"{where}: parameter {parameter.name!r} has a default, but every datum must hold each "
-            "input; "
-            "remove the default, or write a constant into the function"
+            "input; remove the default, or write a constant into the function"
         )
     if INPUT_NAME.fullmatch(parameter.name) is None:
         raise ValueError(
@@ -247,8 +240,7 @@ def _check_output(where: str, output: Any) -> None:
         if not isinstance(name, str) or METRIC_NAME.fullmatch(name) is None:
             raise ValueError(
                 f"{where}: metric {name!r} must be named custom/NAME:sum or custom/NAME:mean with "
-                "NAME in lowercase; "
-                "the ending says how the values of several data are combined"
+                "NAME in lowercase; the ending says how the values of several data are combined"
             )
         if not isinstance(value, torch.fx.Node):
             raise ValueError(
@@ -372,12 +364,11 @@ def check_inputs(handle: LossHandle, data: Sequence[Datum]) -> None:
             if rank != each.rank:
                 raise ValueError(
                     f"datum {index}: {name!r} has rank {rank}, but loss {handle.name!r} declares "
-                    f"{each.name!r} "
-                    f"with rank {each.rank} ({_SHAPES[each.rank]})"
+                    f"{each.name!r} with rank {each.rank} ({_SHAPES[each.rank]})"
                 )
 
 
-def per_datum(handle: LossHandle) -> CallerLoss:
+def per_datum(handle: LossHandle) -> CustomLoss:
     """Return a loss that the client computes, for servers that take no graphs.
 
     The losses of the data are summed. Their metrics are summed or averaged, by the ending of their

@@ -59,16 +59,11 @@ class RestBase:
         return self._session
 
     def get_telemetry(self) -> Reporter | None:
-        """Return the reporter of the session's events, or None.
-
-        It sends them to the hosted service.
+        """Return the session's reporter; None without a session, or if nothing is reported.
 
         Example:
-            >>> from tinkex import telemetry
-            >>> telemetry.log(
-            ...     rest.get_telemetry(), "evaluated", {"accuracy": 0.9}
-            ... )  # False: there is no reporter
-            False
+            >>> rest.get_telemetry() is None
+            True
         """
         return self._session.telemetry if self._session is not None else None
 

@@ -1,43 +1,49 @@
-"""SampleCalls: the base of SamplingClient, which submits samples and fetches them."""
+"""SampleCalls: the base of SamplingClient, with its model and the way to its samples."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tinkex.client.futures.api_future import unlisted
 from tinkex.client.futures.batch_polling import BatchPoller
 from tinkex.client.futures.loop_thread import runtime
 from tinkex.client.futures.queue_states import Observer, QueueStateLogger, QueueStateTracker
-from tinkex.client.futures.result_polling import QueueNotice, read_result
+from tinkex.client.futures.result_polling import QueueNotice, Receipt, read_result, retrieve
+from tinkex.client.futures.twins import deprecated
 from tinkex.client.http.exchange import Reply
-from tinkex.client.http.legacy_servers import Receipt, sequence_ids
 from tinkex.client.http.retry import RetryConfig, RetryHandler, persist
 from tinkex.client.http.transport import OFF_LOOP_BYTES
 from tinkex.client.session import Session
 from tinkex.client.session_client import SessionClient
 from tinkex.errors import APITimeoutError, GoneError, RateLimitError, TinkerError
-from tinkex.types.future_requests import JoinSamplingSessionRequest, JoinSamplingSessionResponse
+from tinkex.tokenizers import LoadFunction, get_or_load_tokenizer, get_tokenizer_id
 from tinkex.types.inputs import ModelInput
 from tinkex.types.sampled import SampleResponse
 from tinkex.types.sampling import SampleRequest, SamplingParams
+from tinkex.types.sessions import (
+    GetSamplerResponse,
+    JoinSamplingSessionRequest,
+    JoinSamplingSessionResponse,
+)
 from tinkex.types.tensors import TensorData
 from tinkex.wire import protocol
-
-if TYPE_CHECKING:
-    pass
 
 SEQ_BLOCK = 1_000_000_000
 BACKPRESSURE = {"X-Tinker-Sampling-Backpressure": "1"}
 """Header: the sender can handle status 429."""
+BACK_PRESSURE_STATUS = frozenset({429})
+"""The status of back-pressure, which the gate deals with."""
 
 
 class SampleCalls(SessionClient):
-    """One sampling session, and the way from a request to its samples."""
+    """One sampling session: its model, and the way from a request to its samples."""
 
     def __init__(
         self,
@@ -79,22 +85,16 @@ class SampleCalls(SessionClient):
         """The runner of the samples: it limits how many run at once, and retries them."""
         if self._handler is None:
             server = self._session.client_config
-            config, limit = (
-                self._retry_config or RetryConfig(),
-                server.sample_max_concurrent_requests,
-            )
+            config = self._retry_config or RetryConfig()
+            limit = server.sample_max_concurrent_requests
             if self._retry_config is not None:
                 limit = min(limit, config.max_connections)
             if server.sample_no_retries:
                 config = replace(config, enable_retry_logic=False)
             if not server.sample_enable_stuck_detection:
                 config = replace(config, enable_stuck_detection=False)
-            facts = {
-                "session_id": self._session.session_id,
-                "sampling_session_id": self.sampling_session_id,
-            }
             name = f"sampling from {self.sampling_session_id}"
-            self._handler = RetryHandler(config, name, limit=limit, metadata=facts)
+            self._handler = RetryHandler(config, name, limit=limit, metadata=self._facts())
         return self._handler
 
     def on_queue_state_change(
@@ -109,17 +109,16 @@ class SampleCalls(SessionClient):
         Example:
             >>> sampler.on_queue_state_change("paused_rate_limit", "too many samples at once")
         """
-        self._queue_states.on_queue_state_change(
-            queue_state, queue_state_reason, name=self.sampling_session_id
-        )
+        name = self.sampling_session_id
+        self._queue_states.on_queue_state_change(queue_state, queue_state_reason, name=name)
 
     def _request(
         self,
         prompt: ModelInput,
         num_samples: int,
         params: SamplingParams,
-        *,
         prompt_logprobs: bool = False,
+        *,
         target_prompt_logprobs: TensorData | None = None,
         prompt_alt_tokens_k: int = 0,
         prompt_logprobs_last_n: int | None = None,
@@ -179,18 +178,19 @@ class SampleCalls(SessionClient):
             return joined.client_counter
         return uuid.uuid4().int % SEQ_BLOCK + 1
 
-    async def _sample(
+    def _sample(
         self,
         request: SampleRequest,
         timeout: float | None = None,
         observer: Observer | None = None,
         headers: Mapping[str, str] | None = None,
-    ) -> SampleResponse:
+    ) -> Coroutine[Any, Any, SampleResponse]:
         """Submit and fetch with retries; each attempt has its own number."""
         notice = Notice(self, observer)
         attempts = self.retry_handler.execute(self._attempt, request, notice, headers)
-        if timeout is None:
-            return await attempts
+        return attempts if timeout is None else self._within(timeout, attempts)
+
+    async def _within(self, timeout: float, attempts: Awaitable[SampleResponse]) -> SampleResponse:
         try:
             async with asyncio.timeout(timeout):
                 return await attempts
@@ -201,12 +201,12 @@ class SampleCalls(SessionClient):
                 f"sampling at {self._session.transport.place}: no samples within {timeout:g} s"
             ) from None
 
-    def _tracker(self, observer: Observer | None) -> QueueStateTracker:
-        facts = {
+    def _facts(self) -> dict[str, Any]:
+        """Return the ids for events about this sampler."""
+        return {
             "session_id": self._session.session_id,
             "sampling_session_id": self.sampling_session_id,
         }
-        return QueueStateTracker([observer], facts, listener=self.on_queue_state_change)
 
     async def _attempt(
         self, request: SampleRequest, notice: QueueNotice, headers: Mapping[str, str] | None
@@ -225,7 +225,9 @@ class SampleCalls(SessionClient):
                 poller.end(submission)
         try:
             if poller is None or outcome is None or receipt.request_id is None:
-                response: SampleResponse = await self._session.result(receipt, notice=notice)
+                response: SampleResponse = await retrieve(
+                    self._session.transport, receipt, notice=notice
+                )
             else:
                 response = await self._collect(poller, outcome, receipt, receipt.request_id, notice)
         except asyncio.CancelledError:
@@ -249,7 +251,7 @@ class SampleCalls(SessionClient):
             if reply is None:
                 asked = time.monotonic()
                 try:
-                    response = await self._session.result(receipt, notice=notice)
+                    response = await retrieve(transport, receipt, notice=notice)
                 except TinkerError:
                     poller.fetched(request_id, time.monotonic() - asked)
                     raise
@@ -283,33 +285,40 @@ class SampleCalls(SessionClient):
     ) -> Awaitable[Receipt]:
         """Pass the gate and submit; the same request is sent again after back-pressure."""
         size = request.prompt.estimated_bytes
+        return persist(
+            functools.partial(self._submit_once, request, headers, size),
+            self._repeating(size, notice),
+        )
+
+    async def _submit_once(
+        self, request: SampleRequest, headers: Mapping[str, str] | None, size: int
+    ) -> Receipt:
         patience = None if self.retry_handler.config.enable_retry_logic else 0.0
         sent = BACKPRESSURE if headers is None else {**BACKPRESSURE, **headers}
-
-        async def submit() -> Receipt:
-            async with self._session.gate.passed(size):
-                try:
-                    return await self._session.submit(
-                        protocol.ASAMPLE, request, headers=sent, patience=patience, final={429}
-                    )
-                except GoneError as error:
-                    # the sampler is gone: another number does not help
-                    error.should_retry = False
-                    raise
-
-        return persist(submit, self._repeating(size, notice))
+        async with self._session.gate.passed(size):
+            try:
+                return await self._session.submit(
+                    protocol.ASAMPLE,
+                    request,
+                    headers=sent,
+                    patience=patience,
+                    final=BACK_PRESSURE_STATUS,
+                )
+            except GoneError as error:
+                # the sampler is gone: another number does not help
+                error.should_retry = False
+                raise
 
     def _repeating(self, size: int, notice: QueueNotice) -> Callable[[object], float | None]:
         """Return a policy that repeats after back-pressure; the gate keeps the pause."""
+        return functools.partial(self._delay_after, size, notice)
 
-        def delay_after(outcome: object) -> float | None:
-            if not isinstance(outcome, RateLimitError):
-                return None
-            tell_state(outcome.body, notice)
-            self._session.gate.refused(size, outcome.retry_after)
-            return 0.0 if self.retry_handler.config.enable_retry_logic else None
-
-        return delay_after
+    def _delay_after(self, size: int, notice: QueueNotice, outcome: object) -> float | None:
+        if not isinstance(outcome, RateLimitError):
+            return None
+        tell_state(outcome.body, notice)
+        self._session.gate.refused(size, outcome.retry_after)
+        return 0.0 if self.retry_handler.config.enable_retry_logic else None
 
     def _cancel(self, receipt: Receipt) -> None:
         """Tell the server that a sample is no longer needed, if it wants to know."""
@@ -317,6 +326,84 @@ class SampleCalls(SessionClient):
             return
         if not self._session.closed:
             runtime().task(self._session.cancel_future(receipt.request_id))
+
+    # ── the model ─────────────────────────────────────────────────────────────────────────────────
+
+    async def _model(self) -> str:
+        """Return the name of the base model; ask the server once if it is not known."""
+        async with self._asking:
+            if self._base_model is None:
+                self._base_model = await base_model_of(self._session, self.sampling_session_id)
+            return self._base_model
+
+    def get_base_model(self) -> str:
+        """Return the name of the base model of this sampler; this sends no request.
+
+        Example:
+            >>> sampler.get_base_model()
+            'tinkex/tiny'
+        """
+        if self._base_model is None:
+            return self._session.call(self._model).result()
+        return self._base_model
+
+    @deprecated("call SamplingClient.get_base_model(), which makes no request")
+    async def get_base_model_async(self) -> str:
+        """Deprecated: use `get_base_model`, which makes no request."""
+        if self._base_model is None:
+            return await self._session.call(self._model)
+        return self._base_model
+
+    def get_tokenizer(
+        self,
+        *,
+        backend: str | None = None,
+        sampler_fun: Callable[[Any], Any] | None = None,
+        load_fun: LoadFunction | None = None,
+    ) -> Any:
+        """Return the tokenizer of the base model.
+
+        See `tinkex.tokenizers.get_or_load_tokenizer`.
+
+        Args:
+            backend: "transformers" or "tokenizers"; the first that is installed by default.
+            sampler_fun: Returns an object with `base_model`, in place of the server.
+            load_fun: Loads the tokenizer, in place of the libraries.
+
+        Returns:
+            transformers' tokenizer where that is installed, else a `tinkex.tokenizers.Tokenizer`.
+
+        Example:
+            >>> tokenizer = sampler.get_tokenizer()
+            >>> tokenizer.decode(tokenizer.encode("12+34=", add_special_tokens=False))
+            '12+34='
+        """
+        base_model = self.get_base_model() if sampler_fun is None else sampler_fun(self).base_model
+        return get_or_load_tokenizer(
+            get_tokenizer_id(base_model), backend=backend, load_fun=load_fun
+        )
+
+    @unlisted
+    async def get_tokenizer_async(
+        self, *, backend: str | None = None, load_fun: LoadFunction | None = None
+    ) -> Any:
+        """Like `get_tokenizer`."""
+        return await asyncio.to_thread(self.get_tokenizer, backend=backend, load_fun=load_fun)
+
+
+async def base_model_of(session: Session, sampling_session_id: str) -> str:
+    """Ask the server for the base model of a sampling session."""
+    path = {"sampler_id": sampling_session_id}
+    sampler: GetSamplerResponse = await session.transport.call(protocol.GET_SAMPLER, path=path)
+    return sampler.base_model
+
+
+def sequence_ids(receipt: Receipt, request: SampleRequest) -> list[str]:
+    """Return the ids of samples; made from the request's if the server sends none."""
+    name = receipt.request_id or f"{request.sampling_session_id}:{request.seq_id}"
+    return receipt.sample_sequence_ids or [
+        f"{name}:{index}" for index in range(request.num_samples)
+    ]
 
 
 class Notice:
@@ -336,7 +423,8 @@ class Notice:
     ) -> object:
         """Take note of the queue's state."""
         if self._tracker is None:
-            self._tracker = self._client._tracker(self._observer)
+            listener, facts = self._client.on_queue_state_change, self._client._facts()
+            self._tracker = QueueStateTracker([self._observer], facts, listener=listener)
         return self._tracker.heard(queue_state, queue_state_reason, request_id=request_id)
 
 

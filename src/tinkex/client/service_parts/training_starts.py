@@ -6,14 +6,15 @@ import contextlib
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from tinkex.client.futures.backcompat import BackcompatClientFuture, forwarding
 from tinkex.client.futures.loop_thread import runtime
-from tinkex.client.futures.training_future import BackcompatTrainingClientFuture
 from tinkex.client.futures.twins import value_twin
+from tinkex.client.http.request_headers import name_requests
 from tinkex.client.session import Session
 from tinkex.client.session_client import SessionClient
-from tinkex.client.training_client import TrainingClient, info_of
+from tinkex.client.training_client import TrainingClient
+from tinkex.client.training_parts.training_passes import info_of
 from tinkex.errors import NotFoundError, TinkerError
-from tinkex.types.model_requests import CreateModelRequest, CreateModelResponse, UnloadModelRequest
 from tinkex.types.optimizers import AdamOptimizerConfig, OptimizerConfig
 from tinkex.types.saves import (
     LoadWeightsRequest,
@@ -21,8 +22,25 @@ from tinkex.types.saves import (
     WeightsInfoRequest,
     WeightsInfoResponse,
 )
+from tinkex.types.sessions import CreateModelRequest, CreateModelResponse, UnloadModelRequest
 from tinkex.types.training import LoraConfig
 from tinkex.wire import protocol
+
+
+@name_requests
+@forwarding(TrainingClient)
+class BackcompatTrainingClientFuture(BackcompatClientFuture[TrainingClient], TrainingClient):
+    """The future of a TrainingClient: `await` it, or call `.result()`.
+
+    It can still be used as if it were the client, with a warning.
+
+    Example:
+        >>> service.create_lora_training_client("tinkex/tiny").result()
+        TrainingClient('...:train:0')
+    """
+
+    def __copy__(self) -> BackcompatTrainingClientFuture:
+        return type(self)(self._future)
 
 
 class TrainingStarts(SessionClient):
@@ -73,34 +91,28 @@ class TrainingStarts(SessionClient):
                 train_attn=train_attn,
             )
         )
-        number = next(self._session.model_seq_ids)
-        return self._making(self._create_model, number, base_model, lora, user_metadata, optimizer)
+        return self._making(
+            self._create_model,
+            base_model=base_model,
+            lora_config=lora,
+            user_metadata=user_metadata,
+            optimizer_config=optimizer or AdamOptimizerConfig(),
+        )
 
     create_lora_training_client_async = value_twin(create_lora_training_client)
 
     def _making(
-        self, make: Callable[..., Coroutine[Any, Any, TrainingClient]], *args: Any
+        self, make: Callable[..., Coroutine[Any, Any, TrainingClient]], *args: Any, **fields: Any
     ) -> BackcompatTrainingClientFuture:
-        return BackcompatTrainingClientFuture(self._session.create(make, *args))
+        """Begin to make a run under the next number; `fields` are those of the request."""
+        number = next(self._session.model_seq_ids)
+        return BackcompatTrainingClientFuture(self._session.create(make, number, *args, fields))
 
     async def _create_model(
-        self,
-        number: int,
-        base_model: str,
-        lora: LoraConfig,
-        user_metadata: dict[str, str] | None,
-        optimizer: OptimizerConfig | None,
-        first_seq_id: int = 1,
+        self, number: int, fields: dict[str, Any], first_seq_id: int = 1
     ) -> TrainingClient:
         session = self._session
-        request = CreateModelRequest(
-            session_id=session.session_id,
-            model_seq_id=number,
-            base_model=base_model,
-            lora_config=lora,
-            optimizer_config=optimizer or AdamOptimizerConfig(),
-            user_metadata=user_metadata,
-        )
+        request = CreateModelRequest(session_id=session.session_id, model_seq_id=number, **fields)
         created: CreateModelResponse = await session.run(protocol.CREATE_MODEL, request)
         return await self._client_of(number, created.model_id, first_seq_id)
 
@@ -146,10 +158,11 @@ class TrainingStarts(SessionClient):
             >>> service.create_training_client_from_state(path).result()
             TrainingClient('...:train:1')
         """
-        return self._loading(
-            path=path,
-            optimizer=False,
+        return self._making(
+            self._from_state,
+            path,
             base_model=base_model,
+            optimizer=False,
             user_metadata=user_metadata,
             weights_access_token=weights_access_token,
             optimizer_config=optimizer,
@@ -164,31 +177,20 @@ class TrainingStarts(SessionClient):
         user_metadata: dict[str, str] | None = None,
         weights_access_token: str | None = None,
     ) -> BackcompatTrainingClientFuture:
-        """Start a training run from the weights and the optimizer state of a checkpoint.
+        """Like `create_training_client_from_state`, with the optimizer state of the checkpoint.
 
-        Args:
-            path: A `tinker://…/weights/…` path.
-            base_model: The name of the base model; that of the checkpoint by default.
-            user_metadata: Kept with the run.
-            weights_access_token: The key of the account that may read the checkpoint, if it is
-                another account.
-
-        Returns:
-            A future of the client of the new run.
-
-        Raises:
-            TinkerError: Raised by the future when there is no such checkpoint, or it holds no
-                optimizer state.
+        The future also fails with `TinkerError` if the checkpoint holds no optimizer state.
 
         Example:
             >>> path = client.save_state("step-100").result().path
             >>> service.create_training_client_from_state_with_optimizer(path).result()
             TrainingClient('...:train:1')
         """
-        return self._loading(
-            path=path,
-            optimizer=True,
+        return self._making(
+            self._from_state,
+            path,
             base_model=base_model,
+            optimizer=True,
             user_metadata=user_metadata,
             weights_access_token=weights_access_token,
         )
@@ -197,13 +199,12 @@ class TrainingStarts(SessionClient):
         create_training_client_from_state_with_optimizer
     )
 
-    def _loading(self, **fields: Any) -> BackcompatTrainingClientFuture:
-        return self._making(self._from_state, next(self._session.model_seq_ids), fields)
-
-    async def _from_state(self, number: int, fields: dict[str, Any]) -> TrainingClient:
+    async def _from_state(self, number: int, path: str, fields: dict[str, Any]) -> TrainingClient:
         """Make a run of a checkpoint in one request, which the oldest servers do not know."""
         session = self._session
-        request = LoadWeightsRequest(session_id=session.session_id, model_seq_id=number, **fields)
+        request = LoadWeightsRequest(
+            session_id=session.session_id, model_seq_id=number, path=path, **fields
+        )
         if session.client_config_is_missing:
             return await self._as_described(number, request)
         loaded: LoadWeightsResponse = await session.run(protocol.LOAD_WEIGHTS, request)
@@ -230,8 +231,13 @@ class TrainingStarts(SessionClient):
             )
         )
         chosen = request.optimizer_config or info.optimizer_config
-        base_model, metadata = request.base_model or info.base_model, request.user_metadata
-        client = await self._create_model(number, base_model, lora, metadata, chosen, 2)
+        fields = {
+            "base_model": request.base_model or info.base_model,
+            "lora_config": lora,
+            "user_metadata": request.user_metadata,
+            "optimizer_config": chosen or AdamOptimizerConfig(),
+        }
+        client = await self._create_model(number, fields, first_seq_id=2)
         load = LoadWeightsRequest(
             model_id=client.model_id,
             seq_id=1,

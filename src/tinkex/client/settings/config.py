@@ -29,6 +29,7 @@ from tinkex.client.settings.setting_forms import (
     proxy_form,
     proxy_headers_form,
     recovery_form,
+    require,
     sizes_form,
     texts_form,
     words_form,
@@ -154,12 +155,7 @@ def poll_delay(policy: PollBackoff | None, number: int) -> float:
         return 0.0
     if callable(policy):
         seconds = policy(number)
-        usable = (
-            isinstance(seconds, int | float)
-            and not isinstance(seconds, bool)
-            and 0 <= seconds < math.inf
-        )
-        return float(seconds) if usable else 0.0
+        return float(seconds) if is_number(seconds) and 0 <= seconds < math.inf else 0.0
     first, most = (FIRST_POLL_DELAY, MOST_POLL_DELAY) if isinstance(policy, str) else policy[1:]
     return Delays(first, most, low=1.0).after(number + 1)
 
@@ -255,41 +251,41 @@ class Config:
             object.__setattr__(self, name, value)
 
     def _check_kinds(self) -> None:
-        if not is_number(self.timeout) or not 0 < self.timeout < math.inf:
-            raise ConfigurationError(
-                f"timeout must be a positive integer or fraction of seconds, got {self.timeout!r}"
-            )
+        require(
+            is_number(self.timeout) and 0 < self.timeout < math.inf,
+            f"timeout must be a positive integer or fraction of seconds, got {self.timeout!r}",
+        )
         retries = 0 if self.max_retries is None else self.max_retries
-        if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
-            raise ConfigurationError(
-                f"max_retries must be a non-negative integer, got {self.max_retries!r}"
-            )
+        require(
+            isinstance(retries, int) and is_number(retries) and retries >= 0,
+            f"max_retries must be a non-negative integer, got {self.max_retries!r}",
+        )
         for name in ("patience", "first_contact_patience"):
             seconds = getattr(self, name)
-            if not is_number(seconds) or not seconds >= 0:
-                raise ConfigurationError(
-                    f"{name} must be a number of seconds, 0 or more, got {seconds!r}"
-                )
+            require(
+                is_number(seconds) and seconds >= 0,
+                f"{name} must be a number of seconds, 0 or more, got {seconds!r}",
+            )
         for name in ("telemetry", "otel_propagate", "circuit_breaker", "dump_headers"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigurationError(
-                    f"{name} must be True or False, got {getattr(self, name)!r}"
-                )
+            flag = getattr(self, name)
+            require(isinstance(flag, bool), f"{name} must be True or False, got {flag!r}")
         for name in ("project_id", "user_agent"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, str) or not value.strip()):
-                raise ConfigurationError(f"{name} must not be blank")
-        if self.log_level is not None and self.log_level not in LOG_LEVELS:
-            raise ConfigurationError(
-                f"log_level must be one of {', '.join(LOG_LEVELS)}, got {self.log_level!r}"
-            )
-        if self.user_metadata is not None and not isinstance(self.user_metadata, Mapping):
-            raise ConfigurationError(f"user_metadata must be a mapping, got {self.user_metadata!r}")
+            is_text = isinstance(value, str) and bool(value.strip())
+            require(value is None or is_text, f"{name} must not be blank")
+        require(
+            self.log_level is None or self.log_level in LOG_LEVELS,
+            f"log_level must be one of {', '.join(LOG_LEVELS)}, got {self.log_level!r}",
+        )
+        require(
+            self.user_metadata is None or isinstance(self.user_metadata, Mapping),
+            f"user_metadata must be a mapping, got {self.user_metadata!r}",
+        )
         named = isinstance(self.http_client, str) and all(self.http_client.partition(":"))
-        if self.http_client is not None and not named and not callable(self.http_client):
-            raise ConfigurationError(
-                _client_rule(f"{self.http_client!r} is neither callable nor 'module:callable'")
-            )
+        require(
+            self.http_client is None or named or callable(self.http_client),
+            _client_rule(f"{self.http_client!r} is neither callable nor 'module:callable'"),
+        )
 
     @classmethod
     def resolve(cls, **explicit: Any) -> Config:
@@ -379,12 +375,8 @@ class Config:
         if factory is None:
             return None
         client = factory(self)
-        if lacking := [
-            name for name in CLIENT_METHODS if not callable(getattr(client, name, None))
-        ]:
-            raise ConfigurationError(
-                _client_rule(f"{type(client).__name__} lacks {', '.join(lacking)}")
-            )
+        lacking = [name for name in CLIENT_METHODS if not callable(getattr(client, name, None))]
+        require(not lacking, _client_rule(f"{type(client).__name__} lacks {', '.join(lacking)}"))
         return client
 
     def __repr__(self) -> str:

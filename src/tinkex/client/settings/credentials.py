@@ -21,12 +21,13 @@ import subprocess
 import time
 import weakref
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tinkex.errors import AuthenticationError, ConfigurationError, TinkerError
 
+T = TypeVar("T")
 logger = logging.getLogger("tinkex")
 
 COMMAND_SECONDS = 60
@@ -77,19 +78,25 @@ async def run_command(command: str) -> str:
 
     The command runs in a thread, once for all who ask meanwhile.
     """
-    task = _running.get(command)
+    return await _shared(_running, command, lambda: _run(command))
+
+
+async def _shared(
+    running: dict[str, asyncio.Task[T]], name: str, work: Callable[[], Coroutine[Any, Any, T]]
+) -> T:
+    """Do some work, once for all who ask meanwhile."""
+
+    def ended(done: asyncio.Task[T]) -> None:
+        if running.get(name) is done:
+            del running[name]
+        if not done.cancelled():
+            done.exception()  # mark as seen: those who asked may be gone
+
+    task = running.get(name)
     if task is None or task.get_loop() is not asyncio.get_running_loop():
-        task = _running[command] = asyncio.create_task(_run(command))
-        task.add_done_callback(functools.partial(_ended, command))
+        task = running[name] = asyncio.create_task(work())
+        task.add_done_callback(ended)
     return await asyncio.shield(task)
-
-
-def _ended(command: str, task: asyncio.Task[str]) -> None:
-    """Forget a command that ended; read its error, which may have no reader left."""
-    if _running.get(command) is task:
-        del _running[command]
-    if not task.cancelled():
-        task.exception()
 
 
 async def _run(command: str) -> str:
@@ -124,7 +131,7 @@ def claims(token: str) -> dict[str, Any]:
         payload = token.split(".")[1]
         decoded = json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
     except (IndexError, RecursionError, ValueError, binascii.Error):
-        raise TinkerError("the server gave a token that cannot be read") from None
+        decoded = None
     if not isinstance(decoded, dict):
         raise TinkerError("the server gave a token that cannot be read")
     return decoded
@@ -185,7 +192,7 @@ class Token:
         self._expires = 0.0
         self._margin = RENEW_NOW
         self._given: deque[str] = deque(maxlen=REMEMBERED)
-        self._renewal: asyncio.Task[None] | None = None
+        self._renewal: dict[str, asyncio.Task[None]] = {}
         self._attempt: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._failures = 0
@@ -211,7 +218,7 @@ class Token:
         """
         if not self._value or self.left <= self._margin:
             try:
-                await self._renewed()
+                await _shared(self._renewal, "", self._renew)
             except AuthenticationError:
                 raise
             except TinkerError:
@@ -234,18 +241,6 @@ class Token:
         if self._timer is not None:
             self._timer.cancel()
 
-    async def _renewed(self) -> None:
-        """Exchange the credential, once for all who ask meanwhile."""
-        if self._renewal is None:
-            self._renewal = asyncio.create_task(self._renew())
-            self._renewal.add_done_callback(self._ended)
-        await asyncio.shield(self._renewal)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._renewal = None
-        if not task.cancelled():
-            task.exception()  # mark as seen: the requests that asked may be gone
-
     async def _renew(self) -> None:
         value = await self._exchange()
         said, now = claims(value), self._clock()
@@ -256,11 +251,9 @@ class Token:
                 hint="check this machine's clock",
             )
         # Both times are the server's: a clock that is wrong here does not matter.
-        life = (
-            expires - issued
-            if expires is not None and issued is not None and expires > issued
-            else None
-        )
+        life = None
+        if expires is not None and issued is not None and expires > issued:
+            life = expires - issued
         self._value, self._expires = value, now + ASSUMED_LIFE if expires is None else expires
         self._margin = RENEW_NOW if life is None else min(RENEW_NOW, life / 4)
         self._given.append(value)
@@ -284,7 +277,7 @@ class Token:
 
     async def _try_to_renew(self) -> None:
         try:
-            await self._renewed()
+            await _shared(self._renewal, "", self._renew)
         except TinkerError as error:
             self._failures += 1
             level = logging.WARNING if self._failures == 1 else logging.DEBUG

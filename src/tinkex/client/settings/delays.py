@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+
+import msgspec
 
 LONGEST_RETRY_AFTER = 60.0
 """Longer waits that a server asks for are ignored."""
 
 
-@dataclass(frozen=True, slots=True)
-class Delays:
+class Delays(msgspec.Struct, frozen=True):
     """Delays that double after each failure in a row, with jitter. Times are seconds.
 
     Example:

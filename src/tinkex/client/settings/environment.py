@@ -10,21 +10,17 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from tinkex.wire.redacted_http import REDACTED, redact_headers, redact_url
 
+Variables: TypeAlias = Mapping[str, str] | None
+"""A mapping to read in place of the environment."""
 TRUE = {"1", "true", "yes", "on"}
 FALSE = {"0", "false", "no", "off"}
 PARITY = {
-    "python": "python",
-    "Python": "python",
-    "PYTHON": "python",
-    "beam": "beam",
-    "BEAM": "beam",
-} | {
-    "elixir": "beam",
-    "ELIXIR": "beam",
+    **dict.fromkeys(("python", "Python", "PYTHON"), "python"),
+    **dict.fromkeys(("beam", "BEAM", "elixir", "ELIXIR"), "beam"),
 }
 
 LEVELS = {"debug": "debug", "info": "info", "warn": "warn", "warning": "warn", "error": "error"}
@@ -32,19 +28,19 @@ POOL_SIZE, POOL_COUNT = 50, 20
 """The connections of a pool, and the number of pools, if the environment names only one."""
 
 
-def text(name: str, environment: Mapping[str, str] | None = None) -> str | None:
+def text(name: str, environment: Variables = None) -> str | None:
     """Return a trimmed value; None if it is unset or blank."""
     value = (os.environ if environment is None else environment).get(name, "").strip()
     return value or None
 
 
-def flag(name: str, environment: Mapping[str, str] | None = None) -> bool | None:
+def flag(name: str, environment: Variables = None) -> bool | None:
     """Return a yes or no; None if it is unset or neither."""
     value = (text(name, environment) or "").lower()
     return True if value in TRUE else False if value in FALSE else None
 
 
-def words(name: str, environment: Mapping[str, str] | None = None) -> tuple[str, ...] | None:
+def words(name: str, environment: Variables = None) -> tuple[str, ...] | None:
     """Return a comma-separated list without blanks; None if it is empty."""
     parts = tuple(
         part.strip() for part in (text(name, environment) or "").split(",") if part.strip()
@@ -52,12 +48,17 @@ def words(name: str, environment: Mapping[str, str] | None = None) -> tuple[str,
     return parts or None
 
 
-def mapping(name: str, environment: Mapping[str, str] | None = None) -> dict[str, str] | None:
-    """Return a JSON object of text; None if it is unset or not one."""
+def _json(name: str, environment: Variables) -> Any:
+    """Return a JSON value; None if it is unset or malformed."""
     try:
-        value = json.loads(text(name, environment) or "null")
+        return json.loads(text(name, environment) or "null")
     except json.JSONDecodeError:
         return None
+
+
+def mapping(name: str, environment: Variables = None) -> dict[str, str] | None:
+    """Return a JSON object of text; None if it is unset or not one."""
+    value = _json(name, environment)
     if not isinstance(value, dict):
         return None
     return {
@@ -67,14 +68,9 @@ def mapping(name: str, environment: Mapping[str, str] | None = None) -> dict[str
     }
 
 
-def pairs(
-    name: str, environment: Mapping[str, str] | None = None
-) -> tuple[tuple[str, str], ...] | None:
+def pairs(name: str, environment: Variables = None) -> tuple[tuple[str, str], ...] | None:
     """Return a JSON array of [name, value] pairs, without other items."""
-    try:
-        value = json.loads(text(name, environment) or "null")
-    except json.JSONDecodeError:
-        return None
+    value = _json(name, environment)
     if not isinstance(value, list):
         return None
     return tuple(
@@ -84,43 +80,39 @@ def pairs(
     )
 
 
-def choice(
-    name: str, choices: Mapping[str, str], environment: Mapping[str, str] | None = None
-) -> str | None:
+def choice(name: str, choices: Mapping[str, str], environment: Variables = None) -> str | None:
     """Return one of several words; None if it is unset or another."""
     return choices.get(text(name, environment) or "")
 
 
-def positive(name: str, environment: Mapping[str, str] | None = None) -> int | None:
+def positive(name: str, environment: Variables = None) -> int | None:
     """Return a whole number above zero; None if it is unset or something else."""
     value = text(name, environment) or ""
     return int(value) if value.isascii() and value.isdigit() and int(value) > 0 else None
 
 
-def level(name: str, environment: Mapping[str, str] | None = None) -> str | None:
+def level(name: str, environment: Variables = None) -> str | None:
     """Return a level of logging: debug, info, warn or error; else None."""
     return LEVELS.get((text(name, environment) or "").lower())
 
 
-def poll_backoff(environment: Mapping[str, str] | None = None) -> str | None:
+def poll_backoff(environment: Variables = None) -> str | None:
     """Return "exponential" if polls of a failing server shall back off, else None."""
     name = "TINKEX_POLL_BACKOFF"
     chosen = flag(name, environment) or (text(name, environment) or "").lower() == "exponential"
     return "exponential" if chosen else None
 
 
-def pool_sizes(environment: Mapping[str, str] | None = None) -> dict[str, int] | None:
+def pool_sizes(environment: Variables = None) -> dict[str, int] | None:
     """Return the connections for sampling: TINKEX_POOL_SIZE times TINKEX_POOL_COUNT."""
-    size, count = (
-        positive("TINKEX_POOL_SIZE", environment),
-        positive("TINKEX_POOL_COUNT", environment),
-    )
+    size = positive("TINKEX_POOL_SIZE", environment)
+    count = positive("TINKEX_POOL_COUNT", environment)
     if size is None and count is None:
         return None
     return {"sample": (size or POOL_SIZE) * (count or POOL_COUNT)}
 
 
-def http_client(environment: Mapping[str, str] | None = None) -> str | None:
+def http_client(environment: Variables = None) -> str | None:
     """Return the name of a client factory, "module:callable", if its module exists."""
     name = text("TINKEX_HTTP_CLIENT", environment) or ""
     module, colon, member = name.partition(":")
@@ -131,24 +123,24 @@ def http_client(environment: Mapping[str, str] | None = None) -> str | None:
     return name if found else None
 
 
-def hf_token(environment: Mapping[str, str] | None = None) -> str | None:
+def hf_token(environment: Variables = None) -> str | None:
     """Return the token for Hugging Face: HF_TOKEN, else HUGGING_FACE_HUB_TOKEN."""
     return text("HF_TOKEN", environment) or text("HUGGING_FACE_HUB_TOKEN", environment)
 
 
-def hf_home(environment: Mapping[str, str] | None = None) -> Path:
+def hf_home(environment: Variables = None) -> Path:
     """Return the folder of Hugging Face: HF_HOME, else one in the user's cache."""
     cache = text("XDG_CACHE_HOME", environment) or "~/.cache"
     return Path(text("HF_HOME", environment) or f"{cache}/huggingface").expanduser()
 
 
-def hf_token_path(environment: Mapping[str, str] | None = None) -> Path:
+def hf_token_path(environment: Variables = None) -> Path:
     """Return the path of the file with the token of a login to Hugging Face."""
     named = text("HF_TOKEN_PATH", environment)
     return Path(named).expanduser() if named else hf_home(environment) / "token"
 
 
-def snapshot(environment: Mapping[str, str] | None = None) -> dict[str, object]:
+def snapshot(environment: Variables = None) -> dict[str, object]:
     """Return the settings of the environment, by names of Config's fields."""
     return {
         "api_key": text("TINKER_API_KEY", environment),

@@ -28,10 +28,16 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def require(holds: bool, message: str) -> None:
+    """Raise a ConfigurationError unless a condition holds."""
+    if not holds:
+        raise ConfigurationError(message)
+
+
 def words_form(name: str, value: Any) -> tuple[str, ...]:
     """Return a list of text as a tuple."""
-    if not isinstance(value, list | tuple) or not all(isinstance(word, str) for word in value):
-        raise ConfigurationError(f"{name} must be a list of text, got {value!r}")
+    is_list = isinstance(value, list | tuple) and all(isinstance(word, str) for word in value)
+    require(is_list, f"{name} must be a list of text, got {value!r}")
     return tuple(value)
 
 
@@ -68,47 +74,35 @@ def proxy_form(value: Any) -> str | None:
         port = parts.port
     except ValueError:
         raise ConfigurationError(PROXY_FORMS) from None
-    if parts.scheme and parts.scheme not in PROXY_PORTS:
-        raise ConfigurationError(
-            "proxy URL scheme must be http or https, as in http://user:pass@host:8080"
-        )
-    if not parts.scheme or not parts.hostname or port == 0:
-        raise ConfigurationError(PROXY_FORMS)
+    require(
+        not parts.scheme or parts.scheme in PROXY_PORTS,
+        "proxy URL scheme must be http or https, as in http://user:pass@host:8080",
+    )
+    require(bool(parts.scheme and parts.hostname and port != 0), PROXY_FORMS)
     place = parts.netloc if port else f"{parts.netloc.rstrip(':')}:{PROXY_PORTS[parts.scheme]}"
     return urlunsplit((parts.scheme, place, parts.path, "", ""))
 
 
 def _proxy_of_parts(scheme: Any, host: Any, port: Any, options: Any = None) -> str:
-    if (
-        scheme not in PROXY_PORTS
-        or not isinstance(host, str)
-        or not host
-        or quote(host, safe=":") != host
-    ):
-        raise ConfigurationError(
-            f"{PROXY_FORMS}; scheme must be http or https, host a name or an address"
-        )
+    is_host = isinstance(host, str) and host != "" and quote(host, safe=":") == host
+    require(
+        scheme in PROXY_PORTS and is_host,
+        f"{PROXY_FORMS}; scheme must be http or https, host a name or an address",
+    )
     port = PROXY_PORTS[scheme] if port is None else port
-    if isinstance(port, bool) or not isinstance(port, int) or not 1 <= port <= 65535:
-        raise ConfigurationError(f"{PROXY_FORMS}; port must be 1 to 65535")
-    if options:
-        raise ConfigurationError(
-            f"{PROXY_FORMS}; no options are known: headers go into proxy_headers"
-        )
+    is_port = isinstance(port, int) and is_number(port) and 1 <= port <= 65535
+    require(is_port, f"{PROXY_FORMS}; port must be 1 to 65535")
+    require(not options, f"{PROXY_FORMS}; no options are known: headers go into proxy_headers")
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def proxy_headers_form(value: Any) -> tuple[tuple[str, str], ...]:
     """Return the headers of a proxy as pairs of text."""
-    if not isinstance(value, list | tuple):
-        raise ConfigurationError("proxy_headers must be a list of (name, value) pairs")
+    rule = "proxy_headers must be a list of (name, value) pairs"
+    require(isinstance(value, list | tuple), rule)
     for pair in value:
-        if (
-            not isinstance(pair, list | tuple)
-            or len(pair) != 2
-            or not all(isinstance(part, str) for part in pair)
-        ):
-            raise ConfigurationError("proxy_headers must be a list of (name, value) pairs of text")
+        is_pair = isinstance(pair, list | tuple) and len(pair) == 2
+        require(is_pair and all(isinstance(part, str) for part in pair), f"{rule} of text")
     return tuple((name, text) for name, text in value)
 
 
@@ -116,10 +110,10 @@ def sizes_form(value: Any) -> dict[str, Any]:
     """Return a mapping of pool sizes; an empty one for None."""
     if value is None:
         return {}
-    if not isinstance(value, Mapping):
-        raise ConfigurationError(
-            f"pool_sizes must be a mapping of traffic to connections, got {value!r}"
-        )
+    require(
+        isinstance(value, Mapping),
+        f"pool_sizes must be a mapping of traffic to connections, got {value!r}",
+    )
     return dict(value)
 
 
@@ -127,14 +121,14 @@ def pool_sizes_form(value: Any) -> dict[str, int]:
     """Return the sizes of all pools: the given ones, else the default ones."""
     given = sizes_form(value)
     for name, size in given.items():
-        if name not in POOL_SIZES:
-            raise ConfigurationError(
-                f"pool_sizes has no class {name!r}; there are {', '.join(POOL_SIZES)}"
-            )
-        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-            raise ConfigurationError(
-                f"pool_sizes[{name!r}] must be a number of connections or 0, got {size!r}"
-            )
+        require(
+            name in POOL_SIZES,
+            f"pool_sizes has no class {name!r}; there are {', '.join(POOL_SIZES)}",
+        )
+        require(
+            isinstance(size, int) and is_number(size) and size >= 0,
+            f"pool_sizes[{name!r}] must be a number of connections or 0, got {size!r}",
+        )
     return POOL_SIZES | given
 
 
@@ -148,14 +142,13 @@ def texts_form(name: str, value: Any) -> dict[str, str]:
         ) from None
     texts = {}
     for key, item in items:
-        if not str(key).strip():
-            raise ConfigurationError(f"{name} has a blank key")
+        require(bool(str(key).strip()), f"{name} has a blank key")
         if item is None:
             continue
-        if not isinstance(item, str | int | float) or isinstance(item, bool):
-            raise ConfigurationError(
-                f"{name}[{key!r}] must be text or a number, got a {type(item).__name__}"
-            )
+        require(
+            isinstance(item, str) or is_number(item),
+            f"{name}[{key!r}] must be text or a number, got a {type(item).__name__}",
+        )
         texts[str(key).strip()] = str(item)
     return texts
 

@@ -1,22 +1,25 @@
-"""TrainingPasses: the methods of TrainingClient that compute losses and train."""
+"""TrainingPasses: the base of TrainingClient, with the methods that compute losses and train."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 import warnings
-from collections.abc import Awaitable, Coroutine, Sequence
-from typing import Any, Literal, TypeVar, Unpack
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack
 
 from tinkex.client.futures.api_future import Future, unlisted, users_level
+from tinkex.client.futures.queue_states import QueueStateLogger, QueueStateTracker
 from tinkex.client.futures.reductions import combine
+from tinkex.client.futures.result_polling import Receipt, retrieve
 from tinkex.client.futures.twins import twin
-from tinkex.client.http.legacy_servers import Receipt
-from tinkex.client.losses import caller_losses, loss_graphs
-from tinkex.client.losses.custom_passes import CustomPass
+from tinkex.client.losses import loss_graphs
+from tinkex.client.losses.custom_passes import CustomLoss, CustomPass
 from tinkex.client.losses.loss_graphs import LossHandle
-from tinkex.client.outbox import PARTIAL, Fetch, Outbox
+from tinkex.client.outbox import PARTIAL, Fetch, Outbox, Poison, Turn
 from tinkex.client.receipts import Receipts
+from tinkex.client.session_client import SessionClient
 from tinkex.client.training_parts.call_arguments import (
     CallOptions,
     check_options,
@@ -24,24 +27,120 @@ from tinkex.client.training_parts.call_arguments import (
     checked_data,
     step_request,
 )
-from tinkex.client.training_parts.training_run import TrainingRun
 from tinkex.errors import RequestFailedError
 from tinkex.types.custom_losses import RegularizerSpec
 from tinkex.types.inputs import Datum
-from tinkex.types.model_requests import DropGradientsRequest, DropGradientsResponse
 from tinkex.types.optimizers import AdamParams, OptimParams
+from tinkex.types.sessions import (
+    DropGradientsRequest,
+    DropGradientsResponse,
+    GetInfoRequest,
+    GetInfoResponse,
+    UnloadModelRequest,
+    UnloadModelResponse,
+)
 from tinkex.types.training import ForwardBackwardOutput, LossFnConfig, OptimStepResponse
 from tinkex.wire import protocol
 from tinkex.wire.protocol import Operation
 
+if TYPE_CHECKING:
+    from tinkex.client.session import Session
+
 T = TypeVar("T")
 
 
-class TrainingPasses(TrainingRun):
-    """Passes over data, optimizer steps and receipts."""
+class TrainingPasses(SessionClient):
+    """One training run: passes over data, optimizer steps and receipts."""
 
     _takes_foreign_losses = False
     """True if a `LossHandle` of another session may be used, with a second pass."""
+
+    def __init__(
+        self,
+        holder: Session,
+        model_seq_id: int,
+        model_id: str,
+        *,
+        info: GetInfoResponse | None = None,
+        first_seq_id: int = 1,
+    ) -> None:
+        self._session = holder
+        self.model_seq_id = model_seq_id
+        self.model_id = model_id
+        self._known_info = info
+        self._outbox = Outbox(holder, model_id, first_seq_id)
+        self._queue_states = QueueStateLogger("Training")
+        self._loaded_tokenizer: Any = None
+        self._asking = asyncio.Lock()
+
+    @property
+    def _base_model(self) -> str | None:
+        """The name of the base model, if it is known."""
+        return self._known_info.model_data.model_name if self._known_info is not None else None
+
+    def on_queue_state_change(
+        self, queue_state: Any, queue_state_reason: str | None = None
+    ) -> None:
+        """Log a pause of the server's queue that lasts 15 minutes, then once a minute.
+
+        The client calls it each time the server reports its queue, and with "active" at the end of
+        each request.
+
+        Args:
+            queue_state: "active", "paused_capacity" or "paused_rate_limit".
+            queue_state_reason: The server's reason, if it gives one.
+
+        Example:
+            >>> client.on_queue_state_change("paused_capacity", "all machines are taken")
+        """
+        self._queue_states.on_queue_state_change(
+            queue_state, queue_state_reason, name=self.model_id
+        )
+
+    async def _result(self, receipt: Receipt, options: CallOptions) -> Any:
+        """Wait for the result of a receipt, with the options of the call."""
+        facts = {"session_id": self._session.session_id, "model_id": self.model_id}
+        observer, listener = options.get("queue_state_observer"), self.on_queue_state_change
+        tracker = QueueStateTracker([observer], facts, listener=listener)
+        try:
+            return await retrieve(
+                self._session.transport,
+                receipt,
+                timeout=options.get("timeout"),
+                notice=tracker.heard,
+            )
+        finally:
+            tracker.ended()
+
+    def _put(
+        self,
+        op: Operation,
+        request: Any,
+        options: CallOptions,
+        convert: Callable[[Any], Any] | None = None,
+    ) -> Future[Any]:
+        """Queue an operation of one request."""
+        return self._outbox.put(op.name, self._turn(op, request, options, convert))
+
+    def _turn(
+        self,
+        op: Operation,
+        request: Any,
+        options: CallOptions,
+        convert: Callable[[Any], Any] | None = None,
+    ) -> Turn[Any]:
+        check_options(options)
+
+        async def turn(outbox: Outbox, place: int) -> Fetch[Any]:
+            receipt = await outbox.send(op, request)
+
+            async def fetch() -> Any:
+                result = await self._result(receipt, options)
+                return convert(result) if convert else result
+
+            return fetch
+
+        return turn
 
     def forward(
         self,
@@ -116,8 +215,8 @@ class TrainingPasses(TrainingRun):
 
     def _retrieve(self, op: Operation, request_id: str, options: CallOptions) -> Future[Any]:
         check_options(options)
-        future: Future[Any] = self._session.start(
-            self._result(Receipt(op, time.monotonic(), request_id), options)
+        future: Future[Any] = self._session.call(
+            self._result, Receipt(op, time.monotonic(), request_id), options
         )
         self._session.track(future)
         return future
@@ -133,12 +232,12 @@ class TrainingPasses(TrainingRun):
     ) -> Future[ForwardBackwardOutput]:
         items, settings = checked_data(data), checked_config(loss_fn, config)
         check_options(options)
-
-        def turn(outbox: Outbox, place: int) -> Awaitable[Fetch[ForwardBackwardOutput]]:
-            chunks = outbox.chunks(items)
-            return self._send_pass(outbox, chunks, loss_fn, settings, options, forward_only)
-
-        return self._outbox.put("forward" if forward_only else "forward_backward", turn)
+        return self._outbox.put(
+            "forward" if forward_only else "forward_backward",
+            lambda outbox, _: self._send_pass(
+                outbox, outbox.chunks(items), loss_fn, settings, options, forward_only
+            ),
+        )
 
     async def _send_pass(
         self,
@@ -169,7 +268,7 @@ class TrainingPasses(TrainingRun):
     def forward_backward_custom(
         self,
         data: Sequence[Datum],
-        loss_fn: caller_losses.CustomLoss | LossHandle,
+        loss_fn: CustomLoss | LossHandle,
         *,
         loss_type_input: Literal["logprobs"] | None = None,
         regularizers: Sequence[RegularizerSpec] = (),
@@ -267,9 +366,7 @@ class TrainingPasses(TrainingRun):
         ) -> Awaitable[Fetch[ForwardBackwardOutput]]:
             return self._send_pass(outbox, chunks, "cross_entropy", None, options, forward_only)
 
-        def spoil(cause: BaseException) -> None:
-            outbox.poison.spread(place, cause)
-
+        spoil = functools.partial(outbox.poison.spread, place)
         return await custom.run(outbox.chunks(custom.prepared), submit, spoil)
 
     def optim_step(
@@ -326,6 +423,38 @@ class TrainingPasses(TrainingRun):
 
     def _dropping(self) -> Future[DropGradientsResponse]:
         return self._put(protocol.DROP_GRADIENTS, DropGradientsRequest(model_id=self.model_id), {})
+
+    def unload_model(self) -> UnloadModelResponse:
+        """Let the server forget the live state of this run, on servers that offer it.
+
+        The run's checkpoints stay.
+
+        Example:
+            >>> client.unload_model()
+            UnloadModelResponse(model_id='...:train:0', ...)
+        """
+        return self._unloading().result()
+
+    @unlisted
+    async def unload_model_async(self) -> UnloadModelResponse:
+        """Like `unload_model`."""
+        return await self._unloading()
+
+    def _unloading(self) -> Future[UnloadModelResponse]:
+        async def turn(outbox: Outbox, place: int) -> Fetch[UnloadModelResponse]:
+            request = UnloadModelRequest(model_id=outbox.model_id)
+            receipt = await self._session.submit(protocol.UNLOAD_MODEL, request)
+            return functools.partial(retrieve, self._session.transport, receipt)
+
+        return self._outbox.put(protocol.UNLOAD_MODEL.name, turn, Poison.ALWAYS)
+
+
+async def info_of(session: Session, model_id: str) -> GetInfoResponse:
+    """Ask the server for the description of a run."""
+    info: GetInfoResponse = await session.transport.call(
+        protocol.GET_INFO, GetInfoRequest(model_id=model_id)
+    )
+    return info
 
 
 async def _in_order(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

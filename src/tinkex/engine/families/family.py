@@ -2,14 +2,21 @@
 
 Each family is one module of this package that names its `FAMILY`. It overrides the attributes and
 the methods in which it differs from the plain Llama line. Where a `config.json` leaves something
-out, the family's own default holds, as in transformers.
+out, the family's own default holds, as in transformers. `read_config` finds the family of a
+`config.json`, and refuses one that would be computed wrongly.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import math
+import pkgutil
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
+from tinkex.engine import families as package
 from tinkex.engine.api import EngineError
 from tinkex.engine.families.model_config import (
     FULL,
@@ -20,7 +27,60 @@ from tinkex.engine.families.model_config import (
     Fields,
     TensorNames,
 )
-from tinkex.engine.families.rope import read_rope
+from tinkex.engine.file_formats import read_object
+
+TRAINED = "original_max_position_embeddings"
+ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_NEEDS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", TRAINED),
+}
+
+
+def read_rope(fields: Fields, theta: float, parameters: Fields | None) -> Fields:
+    """Return rotary parameters, from the form before transformers 5 or the one after.
+
+    The older form is `rope_theta` and `rope_scaling` in `fields`, the newer one `parameters`.
+    """
+    scaling, given = _typed(fields.get("rope_scaling") or {}), _typed(parameters or {})
+    if scaling and given and not scaling.items() <= given.items():
+        raise EngineError(
+            "rope_scaling and rope_parameters contradict each other; remove the wrong one"
+        )
+    rope = {"rope_theta": fields.get("rope_theta") or theta, **scaling, **given}
+    kind = rope.get("rope_type", "default")
+    if kind not in ROPE_TYPES:
+        raise EngineError(
+            f"rope type {kind!r} is not supported; supported are {', '.join(ROPE_TYPES)}"
+        )
+    if (rope.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise EngineError("partial rotary embeddings are not supported")
+    if kind == "llama3":  # what stands outside comes first, as in transformers
+        rope[TRAINED] = (
+            fields.get(TRAINED) or rope.get(TRAINED) or fields.get("max_position_embeddings")
+        )
+    for name in ("rope_theta", *ROPE_NEEDS.get(kind, ())):
+        rope[name] = _positive(rope, name, kind)
+    return {**rope, "rope_type": kind}
+
+
+def _typed(rope: Fields) -> dict[str, Any]:
+    """Return rotary parameters whose type has its present name, `rope_type`."""
+    older = {"rope_type": rope["type"]} if "type" in rope else {}
+    return {**older, **{name: value for name, value in rope.items() if name != "type"}}
+
+
+def _positive(rope: Fields, name: str, kind: str) -> float:
+    try:
+        value = float(rope[name])
+    except (KeyError, TypeError, ValueError):
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise EngineError(
+            f"rope type {kind!r} needs {name}, a positive number, and has {rope.get(name)!r}"
+        )
+    return value
+
 
 TINY_WINDOW = 6
 TINY: Fields = {
@@ -159,7 +219,6 @@ class Family:
             activation=self.activation(fields),
             embed_scale=self.embed_scale(hidden),
             logit_cap=self.logit_cap(fields),
-            kinds=kinds,
             attention=tuple(
                 AttentionRule(scale, window if kind == SLIDING else None, cap) for kind in kinds
             ),
@@ -175,15 +234,15 @@ class Family:
         channels = read_size({"head_dim": channels}, "head_dim")
         if channels % 2:
             raise EngineError(
-                f"heads of {channels} channels are not supported: rotary embeddings turn them in "
-                "pairs"
+                f"head_dim is {channels}, and must be even: rotary embeddings rotate pairs of "
+                "channels"
             )
         groups = fields.get("num_key_value_heads") or heads
         groups = read_size({"num_key_value_heads": groups}, "num_key_value_heads")
         if heads % groups:
             raise EngineError(
-                f"num_attention_heads is {heads}, which num_key_value_heads, {groups}, does not "
-                "divide"
+                f"num_attention_heads is {heads}, and must be a multiple of num_key_value_heads, "
+                f"which is {groups}"
             )
         return channels, groups
 
@@ -194,7 +253,7 @@ class Family:
             self._check_kinds(listed, layers)
         window = self.window(fields)
         if window is not None and int(window) < 1:
-            raise EngineError(f"a sliding window of {window} tokens sees nothing")
+            raise EngineError(f"sliding_window is {window}, and must be at least 1")
         if window is None:
             kinds = self.layer_kinds(fields, layers)
         elif listed is None or self.is_uniform:
@@ -210,7 +269,7 @@ class Family:
     def _check_kinds(self, listed: Sequence[Any], layers: int) -> None:
         if unknown := [kind for kind in listed if kind not in self.kinds]:
             raise EngineError(
-                f"layers of type {unknown[0]!r} are not supported; covered are "
+                f"layers of type {unknown[0]!r} are not supported; supported are "
                 f"{', '.join(self.kinds)}"
             )
         if len(listed) != layers:
@@ -228,3 +287,65 @@ def read_size(fields: Fields, name: str) -> int:
     ):
         raise EngineError(f"{name} must be a positive whole number, and is {value!r}")
     return int(value)
+
+
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+
+
+@functools.cache
+def families() -> Mapping[str, Family]:
+    """Return every `FAMILY` that a module of this package names, by its `model_type`."""
+    found = {}
+    for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        family = getattr(importlib.import_module(module.name), "FAMILY", None)
+        if isinstance(family, Family):
+            found[family.name] = family
+    return dict(sorted(found.items()))
+
+
+def read_config(directory: Path) -> DecoderConfig:
+    """Read the `config.json` in a checkpoint directory.
+
+    Raises:
+        EngineError: There is none, or it is of a model that is not supported.
+    """
+    path = directory / "config.json"
+    try:
+        fields = read_object(path)
+    except FileNotFoundError:
+        raise EngineError(
+            f"{directory} has no config.json: not a Hugging Face checkpoint"
+        ) from None
+    try:
+        return parse_config(fields)
+    except KeyError as error:
+        raise EngineError(f"{path} has no {error}") from None
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise EngineError(f"{path} holds a value of a wrong type: {error}") from None
+
+
+def parse_config(fields: Fields) -> DecoderConfig:
+    """Return the configuration that the contents of a `config.json` stand for.
+
+    Raises:
+        EngineError: The model is not supported.
+    """
+    arch = fields.get("model_type")
+    covered = f"supported are {', '.join(families())}"
+    family = families().get(arch) if isinstance(arch, str) else None
+    if family is None:
+        raise EngineError(f"model_type {arch!r} is not supported; {covered}")
+    activation = family.activation(fields)
+    if activation not in ACTIVATIONS:
+        raise EngineError(
+            f"hidden_act {activation!r} is not supported; {covered}, with "
+            f"{' or '.join(ACTIVATIONS)}"
+        )
+    if fields.get("quantization_config"):
+        raise EngineError(f"quantized checkpoints are not supported; {covered}, in floating point")
+    if fields.get("use_bidirectional_attention") or fields.get("is_causal") is False:
+        raise EngineError(
+            f"attention to later tokens is not supported; {covered}, with causal attention"
+        )
+    family.check(fields)
+    return family.read(fields)

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import ClassVar
 
 from tinkex.engine.api import EngineError
+from tinkex.engine.families.family import read_rope
 from tinkex.engine.families.gemma2 import NAMES, TINY_GEMMA, Gemma2
 from tinkex.engine.families.model_config import FULL, SLIDING, Fields
-from tinkex.engine.families.rope import read_rope
 
 
 class Gemma3(Gemma2):
@@ -55,9 +55,7 @@ class Gemma3(Gemma2):
         """Return the rotary embeddings of layers that see all and of those that slide."""
         given = fields.get("rope_parameters") or {}
         if not all(isinstance(value, Mapping | None) for value in given.values()):
-            raise EngineError(
-                "rope_parameters of gemma3_text have to say which type of layer they are for"
-            )
+            raise EngineError("rope_parameters of gemma3_text must be given for each type of layer")
         everywhere = read_rope(fields, 1000000.0, given.get(FULL))
         # scaling is for the layers that see all
         local = {"rope_theta": fields.get("rope_local_base_freq")}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 Fields: TypeAlias = Mapping[str, Any]
@@ -76,6 +76,11 @@ class TensorNames:
     gate_up: tuple[str, str] = ("gate_proj", "up_proj")
     down: str = "down_proj"
     post_mlp_norm: str | None = None
+    expert_ranks: Mapping[str, int] = field(default_factory=dict)
+    """Patterns of the experts' names in peft, each with its multiple of an expert's rank.
+
+    In peft experts are modules or are fused; the patterns cover both.
+    """
 
     @property
     def groups(self) -> dict[str, tuple[str, ...]]:
@@ -93,7 +98,6 @@ class DecoderConfig:
 
     Attributes:
         centred_norms: True if files hold the weights of norms less one.
-        kinds: The kind of each layer.
         attention: The attention of each layer.
         ropes: The kinds of rotary embedding that the layers use.
         rotary: The index of each layer's rotary embedding; None if it does not mark positions.
@@ -117,7 +121,6 @@ class DecoderConfig:
     activation: str
     embed_scale: float
     logit_cap: float | None
-    kinds: tuple[str, ...]
     attention: tuple[AttentionRule, ...]
     ropes: tuple[Fields, ...]
     rotary: tuple[int | None, ...]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 from tinkex.engine.api import EngineError
@@ -28,6 +29,14 @@ class Qwen3Moe(Qwen3):
             "decoder_sparse_step": 2,
         },
     }
+    names = replace(
+        Qwen3.names,
+        expert_ranks={
+            r"mlp\.experts\.\d+\.(gate|up)_proj": 1,
+            r"mlp\.experts\.(\d+\.)?down_proj": 1,
+            r"mlp\.experts\.gate_up_proj": 2,
+        },
+    )
     is_uniform = True
     head_dim: ClassVar[int | None] = None
 
@@ -46,7 +55,9 @@ class Qwen3Moe(Qwen3):
             return None
         chosen = int(fields.get("num_experts_per_tok", 8))
         if not 1 <= chosen <= count:
-            raise EngineError(f"num_experts_per_tok is {chosen}, of {count} experts")
+            raise EngineError(
+                f"num_experts_per_tok is {chosen}, and must be between 1 and the {count} experts"
+            )
         return ExpertsConfig(
             layers=sparse,
             count=count,

@@ -8,29 +8,29 @@ Axes: T packed tokens, H query heads, G key/value heads, C channels, N tiles.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from tinkex.engine.kernels.flash_gradients import (
-    Backward,
-    keys_gradient,
-    queries_gradient,
-    row_numbers,
-)
-from tinkex.engine.kernels.flash_tiles import (
     FORWARD,
     LOG2_E,
+    Backward,
     Heads,
     Tiling,
     head_of,
+    keys_gradient,
     keys_tiling,
     last_keys,
     places_of,
+    queries_gradient,
     queries_tiling,
+    row_numbers,
     rows_of,
     run_of_keys,
     sees_keys,
@@ -38,9 +38,6 @@ from tinkex.engine.kernels.flash_tiles import (
     tile_of,
 )
 from tinkex.engine.torch.device_copies import to_device
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 LN_2 = 0.6931471805599453
 
@@ -50,9 +47,7 @@ def fits(channels: int) -> bool:
     return channels in (16, 32, 64, 128)
 
 
-def tiles(
-    lengths: Sequence[int], block: int, device: torch.device, *, of_keys: bool
-) -> torch.Tensor:
+def tiles(lengths: Sequence[int], block: int, device: torch.device, *, of_keys: bool) -> Tensor:
     """Return the tiles of packed sequences, int32 `[N, 3]`: sequence start and end, tile start.
 
     The longest sequences come first, and of each the tiles with most work, so that all programs end
@@ -76,9 +71,9 @@ def tiles(
 class Tables(NamedTuple):
     """The tiles of packed sequences, for each of the kernels."""
 
-    forward_N3: torch.Tensor
-    keys_N3: torch.Tensor
-    queries_N3: torch.Tensor
+    forward_N3: Tensor
+    keys_N3: Tensor
+    queries_N3: Tensor
 
 
 def tables(lengths: Sequence[int], channels: int, device: torch.device) -> Tables:
@@ -153,11 +148,11 @@ def _forward(
 
 def forward(
     qkv: Heads,
-    tiles_N3: torch.Tensor,
+    tiles_N3: Tensor,
     scale: float,
     window: int | None,
     tiling: Tiling = FORWARD,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Return the mixed values and the log-sum-exp of the scores `[H, T]`."""
     (tokens, heads, channels), shared = qkv[0].shape, qkv[0].shape[1] // qkv[1].shape[1]
     out_THC = qkv[0].new_empty(tokens, heads, channels)
@@ -179,13 +174,13 @@ class VarlenAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        q_THC: torch.Tensor,
-        k_TGC: torch.Tensor,
-        v_TGC: torch.Tensor,
+        q_THC: Tensor,
+        k_TGC: Tensor,
+        v_TGC: Tensor,
         scale: float,
         window: int | None,
         tables: Tables,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return the mixed values."""
         out_THC, lse_HT = forward((q_THC, k_TGC, v_TGC), tables.forward_N3, scale, window)
         ctx.save_for_backward(q_THC, k_TGC, v_TGC, out_THC, lse_HT)
@@ -193,26 +188,22 @@ class VarlenAttention(torch.autograd.Function):
         return out_THC
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         """Return the gradients by queries, keys and values."""
         q, k, v, out, lse = ctx.saved_tensors
-        return (
-            *gradients(grads[0], (q, k, v), out, lse, ctx.tables, ctx.scale, ctx.window),
-            None,
-            None,
-            None,
-        )
+        by_qkv = gradients(grads[0], (q, k, v), out, lse, ctx.tables, ctx.scale, ctx.window)
+        return *by_qkv, None, None, None
 
 
 def gradients(
-    dout_THC: torch.Tensor,
+    dout_THC: Tensor,
     qkv: Heads,
-    out_THC: torch.Tensor,
-    lse_HT: torch.Tensor,
+    out_THC: Tensor,
+    lse_HT: Tensor,
     tables: Tables,
     scale: float,
     window: int | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values."""
     channels = out_THC.shape[2]
     dout_THC = dout_THC.contiguous()

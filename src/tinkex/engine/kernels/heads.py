@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 
 @triton.jit
@@ -58,16 +59,19 @@ def _turned(
 
 @triton.jit
 def _turned_gradient(
-    grad,
-    x,
+    grads,
     out,
     turn,
-    NORM: tl.constexpr,
     HEADS: tl.constexpr,
     ROWS: tl.constexpr,
     HALF: tl.constexpr,
+    NORM: tl.constexpr,
 ):
-    """Write the gradient by `x`: rotated back, then through the norm."""
+    """Write the gradient by heads: rotated back, then through the norm.
+
+    `grads` has the gradient by their rotated norm, and the heads themselves.
+    """
+    grad, x = grads
     weight, cos, sin, eps = turn
     channel, at, inside = _places(HEADS, ROWS, HALF)
     c = tl.load(cos + channel).to(tl.float32)
@@ -95,12 +99,12 @@ def _heads_forward(
     q,
     k,
     turn,
-    NORM: tl.constexpr,
     H: tl.constexpr,
     G: tl.constexpr,
     H_ROWS: tl.constexpr,
     G_ROWS: tl.constexpr,
     HALF: tl.constexpr,
+    NORM: tl.constexpr,
 ):
     q_weight, k_weight, cos, sin, eps = turn
     row = tl.program_id(0).to(tl.int64)
@@ -133,10 +137,10 @@ def _heads_backward(
     c, s = cos + row * HALF, sin + row * HALF
     queries, keys = (q_weight, c, s, eps), (k_weight, c, s, eps)
     dq += row * H * size
-    _turned_gradient(dq, qkv + start, out + start, queries, NORM, H, H_ROWS, HALF)
+    _turned_gradient((dq, qkv + start), out + start, queries, H, H_ROWS, HALF, NORM)
     start += H * size
     dk += row * G * size
-    _turned_gradient(dk, qkv + start, out + start, keys, NORM, G, G_ROWS, HALF)
+    _turned_gradient((dk, qkv + start), out + start, keys, G, G_ROWS, HALF, NORM)
     at = tl.arange(0, G_ROWS * 2 * HALF)
     inside = at < G * size
     values = tl.load(dv + row * G * size + at, mask=inside)
@@ -144,13 +148,13 @@ def _heads_backward(
 
 
 def heads_forward(
-    qkv_TN: torch.Tensor,
+    qkv_TN: Tensor,
     sizes: tuple[int, int, int],
-    weights: tuple[torch.Tensor, torch.Tensor] | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    weights: tuple[Tensor, Tensor] | None,
+    cos: Tensor,
+    sin: Tensor,
     eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries and keys, normed and rotated, and a view of the values."""
     rows, channels = qkv_TN.shape[0], qkv_TN.shape[1] // sum(sizes)
     heads, groups, _ = sizes
@@ -164,15 +168,15 @@ def heads_forward(
 
 
 def heads_backward(
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    qkv_TN: torch.Tensor,
-    weights: tuple[torch.Tensor, torch.Tensor] | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    qkv_TN: Tensor,
+    weights: tuple[Tensor, Tensor] | None,
+    cos: Tensor,
+    sin: Tensor,
     eps: float,
-) -> torch.Tensor:
+) -> Tensor:
     """Return the gradient by the fused projection."""
     (rows, heads, channels), groups = dq.shape, dk.shape[1]
     out = torch.empty_like(qkv_TN)
@@ -202,15 +206,13 @@ def _store(
     keys,
     values,
     places,
-    k_row,
-    k_head,
-    v_row,
-    v_head,
+    strides,
     G: tl.constexpr,
     G_PADDED: tl.constexpr,
     C: tl.constexpr,
     C_PADDED: tl.constexpr,
 ):
+    k_row, k_head, v_row, v_head = strides
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, G_PADDED)[:, None]
     channel = tl.arange(0, C_PADDED)[None, :]
@@ -224,16 +226,14 @@ def _store(
     )
 
 
-def store(
-    kv_2NSGC: torch.Tensor, places_T: torch.Tensor, k_TGC: torch.Tensor, v_TGC: torch.Tensor
-) -> None:
+def store(kv_2NSGC: Tensor, places_T: Tensor, k_TGC: Tensor, v_TGC: Tensor) -> None:
     """Put keys and values of tokens at their places in the cache of a layer."""
     rows, groups, channels = k_TGC.shape
     if k_TGC.stride(2) != 1 or v_TGC.stride(2) != 1:
         k_TGC, v_TGC = k_TGC.contiguous(), v_TGC.contiguous()
     _store[(rows,)](
         *(k_TGC, v_TGC, kv_2NSGC[0], kv_2NSGC[1], places_T.contiguous()),
-        *(k_TGC.stride(0), k_TGC.stride(1), v_TGC.stride(0), v_TGC.stride(1)),
+        (*k_TGC.stride()[:2], *v_TGC.stride()[:2]),
         G=groups,
         G_PADDED=triton.next_power_of_2(groups),
         C=channels,

@@ -12,6 +12,7 @@ positions of a block.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 LEAST_ROWS = 16
 """The least rows of a product on tensor cores."""
@@ -75,14 +76,14 @@ def _decode(
 
 
 def paged_attention(
-    q_BHC: torch.Tensor,
-    kv_2NSGC: torch.Tensor,
-    tables_BN: torch.Tensor,
-    positions_B: torch.Tensor,
+    q_BHC: Tensor,
+    kv_2NSGC: Tensor,
+    tables_BN: Tensor,
+    positions_B: Tensor,
     scale: float,
     window: int | None,
     softcap: float | None,
-) -> torch.Tensor:
+) -> Tensor:
     """Return the attention `[B, H*C]` of each row's query to its position and all before it."""
     q_BHC = q_BHC.contiguous()
     rows, heads, channels = q_BHC.shape

@@ -1,1 +1,1 @@
-"""Losses: the table, losses sent as graphs, and `stable_reinforce`."""
+"""Losses: the table, the data that they read, and losses sent as graphs."""

@@ -1,14 +1,20 @@
-"""The data of a pass, and the checks that they must pass before anything is computed."""
+"""The data of a pass, their checks, and the interface between a loss and a pass.
+
+Axes: M targets of a piece, L values of a loss: one per target, or one per datum.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
+from torch import Tensor
 
-from tinkex.engine.api import EngineError
+from tinkex.engine.api import EngineError, Recalled
 from tinkex.engine.losses.table import CLIPS, TARGETS, Config, Loss
+from tinkex.engine.torch.device_copies import to_host
 from tinkex.types.chunks import EncodedTextChunk
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.tensors import Array, TensorData
@@ -23,16 +29,6 @@ STEP_WORK = 1 << 34
 
 
 @dataclass(frozen=True, slots=True)
-class Others:
-    """Tokens beside the targets that a loss reads, as many at each position."""
-
-    positions: Array
-    """Ascending."""
-    tokens: Array
-    """`[positions, tokens of each]`"""
-
-
-@dataclass(frozen=True, slots=True)
 class Examples:
     """Data that passed every check.
 
@@ -42,8 +38,8 @@ class Examples:
     tokens: list[Array]
     targets: list[Array]
     inputs: dict[str, list[Array]]
-    others: Sequence[Others] = ()
-    """The further tokens that the loss of each datum reads, if any."""
+    recalled: Sequence[Recalled] = ()
+    """The recording behind each datum, if the loss reads its tokens beside the targets."""
     work: Sequence[int] = ()
     """The work of the loss of each datum, if that is more than reading its targets."""
 
@@ -58,13 +54,13 @@ class Examples:
     def wanted(self, index: int) -> tuple[Array, Array]:
         """Return the tokens that a loss reads, and their number by position."""
         targets, size = self.targets[index], self.tokens[index].size
-        if not self.others:
+        if not self.recalled:
             return targets.reshape(-1), np.full(size, targets.size // size)
         counts, own = self._counts(index), self._own(index)
         tokens = np.empty(int(counts.sum()), targets.dtype)
         beside = np.ones(tokens.size, bool)
         beside[own] = False
-        tokens[own], tokens[beside] = targets, self.others[index].tokens.reshape(-1)
+        tokens[own], tokens[beside] = targets, self._beside(index).reshape(-1)
         return tokens, counts
 
     def starts(self) -> Array:
@@ -74,7 +70,7 @@ class Examples:
 
     def own(self, indices: Sequence[int]) -> Array | None:
         """Return the places of the targets' log-probabilities; None if all are of targets."""
-        if not self.others:
+        if not self.recalled:
             return None
         starts = np.cumsum([0, *(self._size(index) for index in indices[:-1])])
         return np.concatenate(
@@ -82,12 +78,16 @@ class Examples:
         )
 
     def _size(self, index: int) -> int:
-        return self.targets[index].size + (self.others[index].tokens.size if self.others else 0)
+        return self.targets[index].size + (self._beside(index).size if self.recalled else 0)
+
+    def _beside(self, index: int) -> Array:
+        """Return the tokens that a loss reads beside the targets of a datum."""
+        return self.recalled[index].recording.top_tokens
 
     def _counts(self, index: int) -> Array:
         """Return the number at each position: a target, and at some others."""
         counts = np.ones(self.tokens[index].size, np.int64)
-        counts[self.others[index].positions] += self.others[index].tokens.shape[1]
+        counts[self.recalled[index].positions] += self._beside(index).shape[1]
         return counts
 
     def _own(self, index: int) -> Array:
@@ -224,11 +224,8 @@ def _check_range(arrays: Sequence[Array], key: str, vocab: int) -> None:
     for index, array in enumerate(arrays):
         bad = array[(array < 0) | (array >= vocab)]
         if bad.size:
-            hint = (
-                "; to leave a position out, give it weight 0"
-                if key == TARGETS and bad[0] < 0
-                else ""
-            )
+            is_left_out = key == TARGETS and bad[0] < 0
+            hint = "; to leave a position out, give it weight 0" if is_left_out else ""
             raise EngineError(
                 f"datum {index}: {key!r} holds token {bad[0]}, outside the vocabulary of "
                 f"{vocab}{hint}"
@@ -246,3 +243,49 @@ def _check_thresholds(low: Sequence[Array], high: Sequence[Array]) -> None:
     for index, (lowest, highest) in enumerate(zip(low, high, strict=True)):
         if (lowest > highest).any():
             raise EngineError(f"datum {index}: {CLIPS[0]!r} is above {CLIPS[1]!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """The values of a loss on a piece, their gradient, and metrics of each datum."""
+
+    losses_L: Tensor
+    grad_M: Tensor | None
+    metrics: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+    def to_host(self) -> Evaluated:
+        """Return a copy that is complete once the device has reached it."""
+        grad_M = None if self.grad_M is None else to_host(self.grad_M)
+        return Evaluated(to_host(self.losses_L.detach()), grad_M, self.metrics)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some data of a pass, and the log-probabilities that their loss reads."""
+
+    logprobs_M: Tensor
+    examples: Examples
+    indices: Sequence[int]
+    backward: bool
+    """True if the gradient is needed."""
+
+
+class Objective(Protocol):
+    """A kind of loss with its settings, as a pass minimises it."""
+
+    @property
+    def elementwise(self) -> bool:
+        """True if its values are reported beside the log-probabilities."""
+        return False
+
+    def read(self, data: Sequence[Datum], room: Room) -> Examples:
+        """Check data before anything is computed."""
+        ...
+
+    def sizes(self, examples: Examples) -> Sequence[int]:
+        """Return the number of values of each datum: one for each target."""
+        return [targets.size for targets in examples.targets]
+
+    def evaluate(self, piece: Piece) -> Evaluated:
+        """Return the loss of a piece, and its gradient if that is needed."""
+        ...

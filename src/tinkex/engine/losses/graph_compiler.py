@@ -15,15 +15,19 @@ from typing import Any
 import torch
 
 from tinkex.engine.api import EngineError
-from tinkex.engine.losses.graph_checks import (
+from tinkex.engine.losses.graph_loss import (
+    HERE,
     Arguments,
+    CompiledLoss,
     GraphLimits,
     Keywords,
     Operation,
+    Ref,
     Refusal,
+    Step,
+    at_node,
     leaves,
 )
-from tinkex.engine.losses.graph_loss import HERE, CompiledLoss, Ref, Step, at_node
 from tinkex.engine.losses.graph_operations import (
     DTYPES,
     FLOATS,
@@ -34,7 +38,8 @@ from tinkex.engine.losses.graph_operations import (
     MEMORY_FORMATS,
     METHODS,
 )
-from tinkex.types.custom_losses import CreateCustomLossRequest, CustomLossNode
+from tinkex.types.custom_losses import CustomLossNode
+from tinkex.types.sessions import CreateCustomLossRequest
 
 MAX_INPUTS = 16
 INPUT_NAME = re.compile(r"[a-z_][a-z0-9_]{0,63}")

@@ -7,29 +7,147 @@ Arguments are checked and the size of every result is bounded before the step is
 from __future__ import annotations
 
 import math
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from tinkex.engine.api import EngineError
-from tinkex.engine.losses.graph_checks import (
-    Arguments,
-    GraphLimits,
-    Keywords,
-    Operation,
-    Refusal,
-    leaves,
-    replace,
-)
 from tinkex.types.custom_losses import CustomLossNode
 
+Arguments: TypeAlias = tuple[Any, ...]
+Keywords: TypeAlias = dict[str, Any]
 META = torch.device("meta")
 WITH_GRADIENT = 3
 """The factor by which its gradient multiplies the work of a step."""
+WORDS = re.compile(r"mean|sum|none|floor|constant|fro|linear|lower|higher|nearest|midpoint|tanh")
+
+
+@dataclass(frozen=True, slots=True)
+class GraphLimits:
+    """The most that a graph may cost.
+
+    Attributes:
+        nodes: Most steps.
+        values: Most values in its arguments, at any depth.
+        depth: Deepest nesting of an argument.
+        text: Longest text.
+        metrics: Most metrics.
+        pieces: Most tensors that one step may make, and most values in one list of an argument.
+        elements: Most numbers in one step's result ...
+        growth: ... or so many times those in the loss's inputs, if that is more.
+        total_elements: Most numbers in the results of all steps of one datum ...
+        total_growth: ... or so many times those in the loss's inputs, if that is more.
+        work: Most multiplications in one matrix product.
+        pass_work: Most multiplications for all data of a pass, with their gradients; a number that
+            is read or made counts as `number_work` of them ...
+        pass_growth: ... or so many times the numbers in the pass's inputs, if that is more. One
+            datum may use half of the former, or so many times its own.
+        number_work: How many multiplications a number counts as.
+        seconds: Longest computation of the loss for all data of a pass; it is stopped between two
+            steps ...
+        seconds_growth: ... or so many seconds for each number in the pass's inputs, if that is
+            more.
+    """
+
+    nodes: int = 1024
+    values: int = 1 << 14
+    depth: int = 8
+    text: int = 256
+    metrics: int = 64
+    pieces: int = 1024
+    elements: int = 1 << 24
+    growth: int = 4
+    total_elements: int = 1 << 26
+    total_growth: int = 64
+    work: int = 1 << 33
+    pass_work: int = 1 << 36
+    pass_growth: int = 1 << 22
+    number_work: int = 32
+    seconds: float = 10.0
+    seconds_growth: float = 1e-3
+
+
+class Refusal(Exception):
+    """The reason for which a step is refused; the name of the step is added later."""
+
+
+def _no_check(args: Arguments, kwargs: Keywords, limits: GraphLimits) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """An entry of the tables.
+
+    Attributes:
+        function: What is called.
+        check: Refuses arguments before the call; gives the multiplications of a matrix product.
+        texts: What its texts may be.
+        makes: Whether it makes a tensor from none, and must be told the device.
+        bound: Most numbers in a tensor of the result. None, or a bound of None, leaves that to the
+            meta device: it knows every operation, but takes longer than most of them.
+    """
+
+    function: Callable[..., Any]
+    check: Callable[[Arguments, Keywords, GraphLimits], int | None] = _no_check
+    texts: re.Pattern[str] = WORDS
+    makes: bool = False
+    bound: Callable[[Arguments, Keywords], int | None] | None = None
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Yield the values in an argument, containers taken apart."""
+    if isinstance(value, tuple | list):
+        for item in value:
+            yield from leaves(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from leaves(item)
+    elif isinstance(value, slice):
+        yield from leaves((value.start, value.stop, value.step))
+    else:
+        yield value
+
+
+def replace(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return an argument with its leaves changed."""
+    if isinstance(value, list):
+        return [replace(item, change) for item in value]
+    if isinstance(value, tuple):
+        return tuple(replace(item, change) for item in value)
+    if isinstance(value, dict):
+        return {key: replace(item, change) for key, item in value.items()}
+    if isinstance(value, slice):
+        return slice(*(replace(part, change) for part in (value.start, value.stop, value.step)))
+    return change(value)
+
+
+def _tensors(args: Arguments, kwargs: Keywords) -> list[Tensor]:
+    return [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+
+
+def broadcast_bound(args: Arguments, kwargs: Keywords) -> int:
+    """Return the size of the shape that the tensors make together."""
+    sizes: list[int] = []
+    for tensor in _tensors(args, kwargs):
+        shape = tensor.shape
+        sizes = [1] * (len(shape) - len(sizes)) + sizes
+        for place in range(1, len(shape) + 1):
+            sizes[-place] = (
+                max(sizes[-place], shape[-place]) if sizes[-place] != 1 else shape[-place]
+            )
+    return math.prod(sizes)
+
+
+def sum_bound(args: Arguments, kwargs: Keywords) -> int:
+    """Return the size of the tensors, for parts, other orders and other dtypes of them."""
+    return sum(tensor.numel() for tensor in _tensors(args, kwargs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +182,7 @@ def at_node(loss: str, node: CustomLossNode | Step) -> str:
 
 def count_numbers(value: Any) -> int:
     """Return the number of elements of all tensors in a value."""
-    return sum(leaf.numel() for leaf in leaves(value) if isinstance(leaf, torch.Tensor))
+    return sum(leaf.numel() for leaf in leaves(value) if isinstance(leaf, Tensor))
 
 
 @dataclass(slots=True)
@@ -76,7 +194,7 @@ class Allowance:
 
     @classmethod
     def of(cls, limits: GraphLimits, given: int) -> Allowance:
-        """Return the allowance for data whose inputs hold so many numbers."""
+        """Return the allowance for data whose inputs hold `given` numbers."""
         return cls(
             work=max(limits.pass_work, limits.pass_growth * given),
             seconds=max(limits.seconds, limits.seconds_growth * given),
@@ -87,8 +205,8 @@ class Allowance:
         self.seconds -= time.monotonic() - since
         if self.seconds < 0:
             raise EngineError(
-                "the custom loss takes too long for one pass, with its gradient; send less data in "
-                "one"
+                "the custom loss and its gradient take too long for one pass; send less data in a "
+                "pass"
             )
 
 
@@ -104,7 +222,7 @@ class Budget:
 
     @classmethod
     def of(cls, limits: GraphLimits, given: int, allowance: Allowance) -> Budget:
-        """Return the budget for inputs that hold so many numbers."""
+        """Return the budget for inputs that hold `given` numbers."""
         return cls(
             node=max(limits.elements, limits.growth * given),
             total=max(limits.total_elements, limits.total_growth * given),
@@ -114,7 +232,7 @@ class Budget:
         )
 
     def check(self, bound: int) -> None:
-        """Refuse a result that may hold so many numbers, before it is computed."""
+        """Refuse a result that may hold `bound` numbers, before it is computed."""
         if bound > self.node:
             raise Refusal(f"makes {bound} numbers; at most {self.node} are allowed for this datum")
         if bound > self.total:
@@ -125,13 +243,11 @@ class Budget:
     def charge(self, work: int) -> None:
         """Charge work before it is done."""
         if work > self.work:
-            raise Refusal(
-                "the loss needs more work than is allowed for this datum, with its gradient"
-            )
+            raise Refusal("the loss and its gradient need more work than is allowed for this datum")
         if work > self.allowance.work:
             raise Refusal(
                 "the data of this pass together need more work than is allowed; send less data in "
-                "one"
+                "a pass"
             )
         self.work -= work
         self.allowance.work -= work
@@ -161,10 +277,10 @@ class CompiledLoss:
 
     def __call__(
         self,
-        logprobs: torch.Tensor,
-        inputs: Mapping[str, torch.Tensor],
+        logprobs: Tensor,
+        inputs: Mapping[str, Tensor],
         allowance: Allowance | None = None,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of a datum, differentiable by `logprobs`, and its metrics.
 
         Args:
@@ -204,11 +320,11 @@ class CompiledLoss:
             for name, node in self._output[1].items()
         }
 
-    def _single(self, value: Any, what: str) -> torch.Tensor:
-        if not isinstance(value, torch.Tensor) or value.ndim != 0:
+    def _single(self, value: Any, what: str) -> Tensor:
+        if not isinstance(value, Tensor) or value.ndim != 0:
             found = (
                 f"shape {list(value.shape)}"
-                if isinstance(value, torch.Tensor)
+                if isinstance(value, Tensor)
                 else f"a {type(value).__name__}"
             )
             raise EngineError(
@@ -218,7 +334,7 @@ class CompiledLoss:
         return value
 
     def allowance(self, given: int) -> Allowance:
-        """Return the budget of a pass over inputs of so many numbers."""
+        """Return the budget of a pass over inputs of `given` numbers."""
         return Allowance.of(self._limits, given)
 
     def work(self, shapes: Mapping[str, Sequence[int]]) -> int | None:
@@ -305,7 +421,7 @@ class CompiledLoss:
 
 
 def _valueless(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
+    if isinstance(leaf, Tensor):
         return leaf.detach().to(META)
     return META if isinstance(leaf, torch.device) else leaf
 
@@ -315,6 +431,6 @@ def _admitted(value: Any) -> Any:
     for leaf in leaves(value):
         if isinstance(leaf, int) and not -(1 << 63) <= leaf < 1 << 63:
             raise Refusal("makes an integer that is too large")
-        if not isinstance(leaf, torch.Tensor | int | float | torch.dtype | torch.device):
+        if not isinstance(leaf, Tensor | int | float | torch.dtype | torch.device):
             raise Refusal(f"gives a {type(leaf).__name__}, which cannot be used")
     return value

@@ -12,20 +12,19 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tinkex.engine.families.model_config import AttentionRule
 from tinkex.engine.model.matmul_check import steady_batch
 from tinkex.engine.torch.device_copies import to_device
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 SHORT = 64
 """The longest sequences that plain products attend on a CPU; then the fused kernel is quicker."""
@@ -38,7 +37,7 @@ round to 16 bits on the way."""
 logger = logging.getLogger("tinkex.engine")
 
 
-def visible(queries: torch.Tensor, keys: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
+def visible(queries: Tensor, keys: Tensor, rule: AttentionRule) -> Tensor:
     """Return True where the query at a position sees the key at another.
 
     Positions `[..., Q]` and `[..., K]` give `[..., Q, K]`.
@@ -47,28 +46,28 @@ def visible(queries: torch.Tensor, keys: torch.Tensor, rule: AttentionRule) -> t
     return back >= 0 if rule.window is None else (back >= 0) & (back < rule.window)
 
 
-def soft_cap(x: torch.Tensor, bound: float | None) -> torch.Tensor:
+def soft_cap(x: Tensor, bound: float | None) -> Tensor:
     """Squash values into ±bound: bound * tanh(x / bound); x itself without a bound."""
     return x if bound is None else torch.tanh(x / bound) * bound
 
 
-def soft_cap_slope(capped: torch.Tensor, bound: float) -> torch.Tensor:
+def soft_cap_slope(capped: Tensor, bound: float) -> Tensor:
     """Return the derivative of `soft_cap`, from its result."""
     return 1 - (capped / bound).square()
 
 
-def widened(x: torch.Tensor) -> torch.Tensor:
+def widened(x: Tensor) -> Tensor:
     """Return x in float32 at least: near a bound, 16 bits cannot tell values apart."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def attend(
-    q_BQHC: torch.Tensor,
-    k_BKGC: torch.Tensor,
-    v_BKGC: torch.Tensor,
-    seen: torch.Tensor,
+    q_BQHC: Tensor,
+    k_BKGC: Tensor,
+    v_BKGC: Tensor,
+    seen: Tensor,
     rule: AttentionRule,
-) -> torch.Tensor:
+) -> Tensor:
     """Attend under a mask, `[Q, K]` or `[B, Q, K]`, in which every query sees a key.
 
     The result is `[B, Q, H*C]`.
@@ -95,9 +94,7 @@ def attend(
     return mixed.permute(0, 3, 1, 2, 4).reshape(count, queries, -1)
 
 
-def causal(
-    q_BLHC: torch.Tensor, k_BLGC: torch.Tensor, v_BLGC: torch.Tensor, rule: AttentionRule
-) -> torch.Tensor:
+def causal(q_BLHC: Tensor, k_BLGC: Tensor, v_BLGC: Tensor, rule: AttentionRule) -> Tensor:
     """Attend B sequences of one length causally; return `[B*L, H*C]`."""
     count, length, heads, channels = q_BLHC.shape
     groups = k_BLGC.shape[2]
@@ -114,16 +111,14 @@ def causal(
     split = (count, length, groups, heads // groups, channels)
     q = q_BLHC.reshape(split).permute(0, 2, 3, 1, 4).reshape(count * groups, -1, channels)
     k, v = (x.transpose(1, 2).reshape(count * groups, length, channels) for x in (k_BLGC, v_BLGC))
-    mixed: torch.Tensor = _ShortAttention.apply(  # type: ignore[no-untyped-call]
+    mixed: Tensor = _ShortAttention.apply(  # type: ignore[no-untyped-call]
         q, k, v, rule.scale
     )
     split = (count, groups, heads // groups, length, channels)
     return mixed.view(split).permute(0, 3, 1, 2, 4).reshape(count * length, -1)
 
 
-def _by_blocks(
-    q_BLHC: torch.Tensor, k_BLGC: torch.Tensor, v_BLGC: torch.Tensor, rule: AttentionRule
-) -> torch.Tensor:
+def _by_blocks(q_BLHC: Tensor, k_BLGC: Tensor, v_BLGC: Tensor, rule: AttentionRule) -> Tensor:
     """Attend block after block of queries, each against the keys that it can see."""
     length = q_BLHC.shape[1]
     positions = torch.arange(length, device=q_BLHC.device)
@@ -134,18 +129,12 @@ def _by_blocks(
     for start in range(0, length, BLOCK):
         rows = slice(start, min(start + BLOCK, length))
         keys = slice(0 if rule.window is None else max(0, start - rule.window + 1), rows.stop)
-        parts = (
-            q_BLHC[:, rows],
-            k_BLGC[:, keys],
-            v_BLGC[:, keys],
-            visible(positions[rows], positions[keys], rule),
-        )
+        seen = visible(positions[rows], positions[keys], rule)
+        parts = (q_BLHC[:, rows], k_BLGC[:, keys], v_BLGC[:, keys], seen, rule)
         if again:
-            mixed.append(
-                checkpoint(attend, *parts, rule, use_reentrant=False, preserve_rng_state=False)
-            )
+            mixed.append(checkpoint(attend, *parts, use_reentrant=False, preserve_rng_state=False))
         else:
-            mixed.append(attend(*parts, rule))
+            mixed.append(attend(*parts))
     return mixed[0] if len(mixed) == 1 else torch.cat(mixed, dim=1)
 
 
@@ -156,9 +145,7 @@ class _ShortAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, q_NRC: torch.Tensor, k_NLC: torch.Tensor, v_NLC: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+    def forward(ctx: Any, q_NRC: Tensor, k_NLC: Tensor, v_NLC: Tensor, scale: float) -> Tensor:
         length = k_NLC.shape[1]
         future = torch.full(
             (length, length), -torch.inf, dtype=q_NRC.dtype, device=q_NRC.device
@@ -172,19 +159,15 @@ class _ShortAttention(torch.autograd.Function):
         return mixed
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         q, k, v, probs = ctx.saved_tensors
         with steady_batch(q.shape[0]):
             d_probs = grads[0] @ v.transpose(1, 2)
             d_scores = torch.ops.aten._softmax_backward_data(d_probs, probs, -1, probs.dtype).mul_(
                 ctx.scale
             )
-            return (
-                d_scores @ k,
-                d_scores.transpose(1, 2) @ q,
-                probs.transpose(1, 2) @ grads[0],
-                None,
-            )
+            d_k, d_v = d_scores.transpose(1, 2) @ q, probs.transpose(1, 2) @ grads[0]
+            return d_scores @ k, d_k, d_v, None
 
 
 class PackedAttention:
@@ -202,7 +185,7 @@ class PackedAttention:
     ) -> None:
         self._runs, self._rules = runs, rules
         self._longest = max(length for _, length in runs)
-        self._bounds: torch.Tensor | None = None
+        self._bounds: Tensor | None = None
         self._tables: dict[int, Any] = {}
         """Tables by head size, the same for all layers."""
         if torch.device(device).type == "cuda":
@@ -210,9 +193,7 @@ class PackedAttention:
                 np.cumsum([0, *self._lengths()]), torch.device(device), torch.int32
             )
 
-    def __call__(
-        self, layer: int, q_THC: torch.Tensor, k_TGC: torch.Tensor, v_TGC: torch.Tensor
-    ) -> torch.Tensor:
+    def __call__(self, layer: int, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor) -> Tensor:
         """Attend by the layer's rule."""
         rule = self._rules[layer]
         if self._bounds is not None and takes_packed(q_THC, rule):
@@ -225,20 +206,21 @@ class PackedAttention:
 
     def _at_once(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        bounds: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bounds: Tensor,
         rule: AttentionRule,
-    ) -> torch.Tensor:
-        window = rule.window_within(self._longest)
-        kernels = _packed_kernels(*_heads(q, k), window is not None)
+    ) -> Tensor:
+        window, channels = rule.window_within(self._longest), q.shape[2]
+        kernels = _packed_kernels(
+            _Heads(q.shape[1], k.shape[1], channels, q.dtype, q.device, window is not None)
+        )
         if kernels is None:
             return flash(q, k, v, bounds, self._longest, rule.scale, window)[0].flatten(1)
-        channels = q.shape[2]
         if channels not in self._tables:
             self._tables[channels] = kernels.tables(self._lengths(), channels, q.device)
-        mixed: torch.Tensor = kernels.VarlenAttention.apply(
+        mixed: Tensor = kernels.VarlenAttention.apply(
             q, k, v, rule.scale, window, self._tables[channels]
         )
         return mixed.flatten(1)
@@ -247,21 +229,21 @@ class PackedAttention:
         return [length for count, length in self._runs for _ in range(count)]
 
 
-def takes_packed(q: torch.Tensor, rule: AttentionRule) -> bool:
+def takes_packed(q: Tensor, rule: AttentionRule) -> bool:
     """Return True if `flash` can be used."""
     return q.is_cuda and rule.softcap is None and q.dtype in (torch.bfloat16, torch.float16)
 
 
 def flash(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    bounds: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: Tensor,
     longest: int,
     scale: float,
     window: int | None,
-    keys: tuple[torch.Tensor, int] | None = None,
-) -> Sequence[torch.Tensor]:
+    keys: tuple[Tensor, int] | None = None,
+) -> Sequence[Tensor]:
     """Attend packed sequences by PyTorch's kernel.
 
     The results are the output, log-sum-exp, and the state that its own backward needs. `keys` are
@@ -269,7 +251,7 @@ def flash(
     together.
     """
     bounds_k, longest_k = keys or (bounds, longest)
-    parts: Sequence[torch.Tensor] = torch.ops.aten._flash_attention_forward(
+    parts: Sequence[Tensor] = torch.ops.aten._flash_attention_forward(
         *(q, k, v, bounds, bounds_k, longest, longest_k, 0.0, True, False),
         scale=scale,
         **_sides(window),
@@ -285,14 +267,19 @@ def _sides(window: int | None) -> dict[str, int | None]:
     }
 
 
-def _heads(q: torch.Tensor, k: torch.Tensor) -> tuple[int, int, int, torch.dtype, torch.device]:
-    return q.shape[1], k.shape[1], q.shape[2], q.dtype, q.device
+class _Heads(NamedTuple):
+    """Heads of packed sequences, for which kernels are checked."""
+
+    heads: int
+    groups: int
+    channels: int
+    dtype: torch.dtype
+    device: torch.device
+    windowed: bool
 
 
 @functools.cache
-def _packed_kernels(
-    heads: int, groups: int, channels: int, dtype: torch.dtype, device: torch.device, windowed: bool
-) -> Any:
+def _packed_kernels(heads: _Heads) -> Any:
     """Return our kernels for packed sequences.
 
     None if Triton is missing, or if they differ from PyTorch's on such heads.
@@ -301,9 +288,9 @@ def _packed_kernels(
     def measured() -> tuple[Any, float]:
         from tinkex.engine.kernels import flash
 
-        if not flash.fits(channels):
+        if not flash.fits(heads.channels):
             return None, 0.0
-        return flash, _kernel_error(flash, heads, groups, channels, dtype, device, windowed)
+        return flash, _kernel_error(flash, heads)
 
     return trusted("training", measured, KERNEL_ERROR)
 
@@ -318,32 +305,25 @@ def trusted(who: str, measured: Callable[[], tuple[Any, float]], most: float) ->
     except torch.OutOfMemoryError:  # says nothing about the kernel: there may be room the next time
         raise
     except Exception as reason:  # whatever it is, there is another way
-        logger.warning("%s goes without its attention kernel, and is slower: %s", who, reason)
+        logger.warning("%s runs without its attention kernel and is slower: %s", who, reason)
         return None
     if not error < most:
-        logger.warning("%s goes without its attention kernel, which is off by %s here", who, error)
+        logger.warning("%s runs without its attention kernel, whose error here is %s", who, error)
         return None
     return kernel
 
 
-def _kernel_error(
-    kernels: Any,
-    heads: int,
-    groups: int,
-    channels: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    windowed: bool,
-) -> float:
+def _kernel_error(kernels: Any, heads: _Heads) -> float:
     """Return the share by which our kernels differ from PyTorch's on some sequences."""
+    count, groups, channels, dtype, device, windowed = heads
     lengths, window, scale = [300, 1, 65, 128, 7], 50 if windowed else None, channels**-0.5
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         q, k, v, d_out = (
-            torch.empty(sum(lengths), count, channels, dtype=dtype, device=device).normal_(
+            torch.empty(sum(lengths), number, channels, dtype=dtype, device=device).normal_(
                 generator=generator
             )
-            for count in (heads, groups, groups, heads)
+            for number in (count, groups, groups, count)
         )
         bounds = to_device(np.cumsum([0, *lengths]), device, torch.int32)
         out, lse, *state = flash(q, k, v, bounds, max(lengths), scale, window)

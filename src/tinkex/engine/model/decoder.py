@@ -16,6 +16,7 @@ channels of a head, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,17 +24,18 @@ from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tinkex.engine.families.model_config import AttentionRule, DecoderConfig
+from tinkex.engine.families.family import TRAINED
+from tinkex.engine.families.model_config import AttentionRule, DecoderConfig, Fields
 from tinkex.engine.model.attention import soft_cap, widened
-from tinkex.engine.model.elementwise import add_norm, cut_off, norm, turned_heads
-from tinkex.engine.model.experts import Experts
-from tinkex.engine.model.mlp import Adaptation, Mlp
+from tinkex.engine.model.elementwise import States, add_norm, cut_off, norm, turned_heads
+from tinkex.engine.model.mlp import Adaptation, Experts, Mlp
 from tinkex.engine.torch.lora import Factors, Linear
 from tinkex.engine.train.span_adapters import Share, forward
 
-Attend: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Attention of one layer: (layer, q_THC, k_TGC, v_TGC) -> [T, H*C]."""
 
 
@@ -43,9 +45,7 @@ class Lora(Adaptation):
 
     factors: Mapping[str, Factors]
 
-    def linear(
-        self, x_TD: torch.Tensor, linear: Linear, rows_T: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def linear(self, x_TD: Tensor, linear: Linear, rows_T: Tensor | None = None) -> Tensor:
         """Return a linear layer's results with this adapter's share added to all of them."""
         factors = self.factors.get(linear.name)
         shares = [] if factors is None else [Share(0, x_TD.shape[0], factors, None)]
@@ -60,24 +60,21 @@ BARE = Lora({})
 class Layer:
     """The weights of one layer; families leave some norms out."""
 
-    input_norm_D: torch.Tensor
+    input_norm_D: Tensor
     qkv: Linear
     o: Linear
-    mlp_norm_D: torch.Tensor
+    mlp_norm_D: Tensor
     mlp: Mlp | Experts
-    q_norm_C: torch.Tensor | None = None
-    k_norm_C: torch.Tensor | None = None
-    post_attention_norm_D: torch.Tensor | None = None
-    post_mlp_norm_D: torch.Tensor | None = None
+    q_norm_C: Tensor | None = None
+    k_norm_C: Tensor | None = None
+    post_attention_norm_D: Tensor | None = None
+    post_mlp_norm_D: Tensor | None = None
 
     @property
-    def head_norms(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def head_norms(self) -> tuple[Tensor, Tensor] | None:
         """The norms of queries and keys, in families that have them."""
-        return (
-            None
-            if self.q_norm_C is None or self.k_norm_C is None
-            else (self.q_norm_C, self.k_norm_C)
-        )
+        q_norm_C, k_norm_C = self.q_norm_C, self.k_norm_C
+        return None if q_norm_C is None or k_norm_C is None else (q_norm_C, k_norm_C)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +82,11 @@ class Decoder:
     """A base model: frozen weights and the configuration that gives them meaning."""
 
     config: DecoderConfig
-    embed_VD: torch.Tensor
+    embed_VD: Tensor
     layers: Sequence[Layer]
-    norm_D: torch.Tensor
+    norm_D: Tensor
     head: Linear
-    frequencies: torch.Tensor
+    frequencies: Tensor
     """Of each kind of rotary embedding."""
 
     def linears(self) -> list[Linear]:
@@ -109,30 +106,25 @@ class Decoder:
         """The attention of each layer."""
         return self.config.attention
 
-    def logits(
-        self, hidden_TD: torch.Tensor, lora: Adaptation = BARE, rows_T: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return the logits of hidden states, within the model's bound.
-
-        `rows_T` is as for `Adaptation.linear`.
-        """
-        return cap_logits(lora.linear(hidden_TD, self.head, rows_T), self.config.logit_cap)
+    def logits(self, hidden_TD: Tensor, lora: Adaptation = BARE) -> Tensor:
+        """Return the logits of hidden states, within the model's bound."""
+        return cap_logits(lora.linear(hidden_TD, self.head), self.config.logit_cap)
 
 
-def cap_logits(logits_TV: torch.Tensor, bound: float | None) -> torch.Tensor:
+def cap_logits(logits_TV: Tensor, bound: float | None) -> Tensor:
     """Bound logits, if the model does, and then in float32 at least."""
     return logits_TV if bound is None else soft_cap(widened(logits_TV), bound)
 
 
 def hidden_states(
     model: Decoder,
-    tokens_T: torch.Tensor,
-    positions_T: torch.Tensor,
+    tokens_T: Tensor,
+    positions_T: Tensor,
     attend: Attend,
     lora: Adaptation = BARE,
     *,
     sparing: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Run the decoder on packed tokens.
 
     The result is the normalised hidden states `[T, D]` that the head reads. If `sparing`, only one
@@ -146,7 +138,7 @@ def hidden_states(
     turns = _turns(model, positions_T, x_TD.dtype)
     norms_D = [*(layer.input_norm_D for layer in model.layers[1:]), model.norm_D]
     normed_TD = norm(x_TD, model.layers[0].input_norm_D, eps)
-    rest_TD: torch.Tensor | None = None
+    rest_TD: Tensor | None = None
     for index, next_norm_D in enumerate(norms_D):
         kind = config.rotary[index]
         run = partial(
@@ -164,14 +156,14 @@ def hidden_states(
 def _layer(
     model: Decoder,
     index: int,
-    next_norm_D: torch.Tensor,
+    next_norm_D: Tensor,
     attend: Attend,
     lora: Adaptation,
-    turn: tuple[torch.Tensor, torch.Tensor] | None,
-    x_TD: torch.Tensor,
-    rest_TD: torch.Tensor | None,
-    normed_TD: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    turn: tuple[Tensor, Tensor] | None,
+    x_TD: Tensor,
+    rest_TD: Tensor | None,
+    normed_TD: Tensor,
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """Run a layer.
 
     The results are the state of each token, the part of it that rounding has cut off, and its norm,
@@ -182,20 +174,17 @@ def _layer(
     q, k, v = turned_heads(lora.linear(normed_TD, layer.qkv), sizes, layer.head_norms, turn, eps)
     mixed_TD = lora.linear(attend(index, q, k, v), layer.o)
     mixed_TD = _optional_norm(mixed_TD, layer.post_attention_norm_D, eps)
-    x_TD, rest_TD, normed_TD = add_norm(x_TD, rest_TD, mixed_TD, layer.mlp_norm_D, eps)
+    states, normed_TD = add_norm(States(x_TD, rest_TD), mixed_TD, layer.mlp_norm_D, eps)
     if isinstance(layer.mlp, Mlp):
         fed_TD = layer.mlp(normed_TD, lora)
     else:
-        fed_TD = layer.mlp(
-            normed_TD, lora, cut_off(x_TD, rest_TD, normed_TD, layer.mlp_norm_D, eps)
-        )
+        fed_TD = layer.mlp(normed_TD, lora, cut_off(states, normed_TD, layer.mlp_norm_D, eps))
     fed_TD = _optional_norm(fed_TD, layer.post_mlp_norm_D, eps)
-    return add_norm(x_TD, rest_TD, fed_TD, next_norm_D, eps)
+    states, normed_TD = add_norm(states, fed_TD, next_norm_D, eps)
+    return *states, normed_TD
 
 
-def _turns(
-    model: Decoder, positions_T: torch.Tensor, dtype: torch.dtype
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _turns(model: Decoder, positions_T: Tensor, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
     """Return cosines and sines `[T, 1, C/2]` of each kind of rotary embedding."""
     angles = [
         positions_T[:, None, None].to(torch.float32) * frequencies
@@ -204,5 +193,31 @@ def _turns(
     return [(torch.cos(angle).to(dtype), torch.sin(angle).to(dtype)) for angle in angles]
 
 
-def _optional_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+def _optional_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return x if weight is None else norm(x, weight, eps)
+
+
+def inverse_frequencies(config: DecoderConfig) -> Tensor:
+    """Return the angle per position of each pair of channels.
+
+    The shape is `[kinds of rotary embedding, C/2]`; scaling is applied.
+    """
+    return torch.stack([_frequencies(rope, config.head_dim) for rope in config.ropes])
+
+
+def _frequencies(rope: Fields, channels: int) -> Tensor:
+    exponents = torch.arange(0, channels, 2, dtype=torch.float32) / channels
+    frequencies = 1.0 / (float(rope["rope_theta"]) ** exponents)
+    if rope["rope_type"] == "linear":
+        return frequencies / float(rope["factor"])
+    return _llama3(frequencies, rope) if rope["rope_type"] == "llama3" else frequencies
+
+
+def _llama3(frequencies: Tensor, rope: Fields) -> Tensor:
+    """Divide slow rotations by `factor`, keep quick ones, and interpolate between."""
+    trained, low, high = (
+        float(rope[name]) for name in (TRAINED, "low_freq_factor", "high_freq_factor")
+    )
+    turns = trained * frequencies / (2 * math.pi)
+    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - keep) * frequencies / float(rope["factor"]) + keep * frequencies

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 logger = logging.getLogger("tinkex.engine")
 
@@ -29,7 +30,7 @@ def _load_kernels() -> Any:
     return fused
 
 
-def kernels_for(x: torch.Tensor) -> Any:
+def kernels_for(x: Tensor) -> Any:
     """Return the module of kernels for a tensor on an accelerator that has them."""
     return _load_kernels() if x.is_cuda else None
 
@@ -37,89 +38,78 @@ def kernels_for(x: torch.Tensor) -> Any:
 # ── norms ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return the RMS norm over the last axis, in the precision of its weight."""
     if not x.requires_grad:
         return _normed(x, weight, eps)
-    normed: torch.Tensor = _Norm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+    normed: Tensor = _Norm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
     return normed
 
 
-def add_norm(
-    x: torch.Tensor,
-    rest: torch.Tensor | None,
-    share: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+class States(NamedTuple):
+    """The states of tokens, and the part that rounding has cut off them, if any."""
+
+    rounded: Tensor
+    rest: Tensor | None = None
+
+
+def add_norm(states: States, share: Tensor, weight: Tensor, eps: float) -> tuple[States, Tensor]:
     """Add a share to the states of tokens.
 
-    The results are the sum, the part that rounding cuts off it, and the norm of the sum before
-    rounding. `rest` is the part that was cut off before.
+    The results are the sum, and the norm of the sum before rounding.
 
     In half precision a state is rounded at every sum, and every layer reads it: with the rests,
     sums are as good as in single precision, and half of the difference between trainer and sampler
     is gone. In single precision there are none.
     """
-    if not (x.requires_grad or share.requires_grad):
-        return _summed_normed(x, rest, share, weight, eps)
-    summed, left, normed = _AddNorm.apply(  # type: ignore[no-untyped-call]
-        x, rest, share, weight, eps
-    )
-    return summed, left, normed
+    if not (states.rounded.requires_grad or share.requires_grad):
+        return _summed_normed(states, share, weight, eps)
+    *summed, normed = _AddNorm.apply(*states, share, weight, eps)  # type: ignore[no-untyped-call]
+    return States(*summed), normed
 
 
 @torch.no_grad()
-def cut_off(
-    summed: torch.Tensor,
-    rest: torch.Tensor | None,
-    normed: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-) -> torch.Tensor | None:
+def cut_off(states: States, normed: Tensor, weight: Tensor, eps: float) -> Tensor | None:
     """Return the part that rounding has cut off the norm of `add_norm`, in float32.
 
     None if nothing was cut off.
     """
-    if rest is None:
+    if states.rest is None:
         return None
-    return F.rms_norm(summed.float() + rest, weight.shape, weight.float(), eps) - normed
+    wide = states.rounded.float() + states.rest
+    return F.rms_norm(wide, weight.shape, weight.float(), eps) - normed
 
 
-def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if (fused := kernels_for(x)) is not None and _fits(x):
-        out: torch.Tensor = fused.norm_forward(x, weight, eps)
+        out: Tensor = fused.norm_forward(x, weight, eps)
         return out
     return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
 
 
-def _fits(x: torch.Tensor) -> bool:
+def _fits(x: Tensor) -> bool:
     """Return True if the kernels take a tensor: contiguous rows, not too long."""
     return x.dim() == 2 and x.is_contiguous() and x.shape[1] <= 16384
 
 
 def _summed_normed(
-    x: torch.Tensor,
-    rest: torch.Tensor | None,
-    share: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    states: States, share: Tensor, weight: Tensor, eps: float
+) -> tuple[States, Tensor]:
+    x, rest = states
     if (fused := kernels_for(x)) is not None and _fits(x):
-        summed, left, normed = fused.add_norm_forward(x, rest, share, weight, eps)
-        return summed, left, normed
+        *added, normed = fused.add_norm_forward(x, rest, share, weight, eps)
+        return States(*added), normed
     if torch.finfo(x.dtype).bits >= 32:
         summed = x + share
-        return summed, None, _normed(summed, weight, eps)
+        return States(summed), _normed(summed, weight, eps)
     wide = x.float() + share if rest is None else x.float() + rest + share
     summed = wide.to(x.dtype)
     left = (wide - summed).to(x.dtype)
-    return summed, left, F.rms_norm(wide, weight.shape, weight.float(), eps).to(x.dtype)
+    normed = F.rms_norm(wide, weight.shape, weight.float(), eps).to(x.dtype)
+    return States(summed, left), normed
 
 
-def _norm_gradient(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float
-) -> torch.Tensor:
+def _norm_gradient(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return dx = r (g - x r^2 mean(g x)), with y = x r w, r = 1 / rms(x), g = dy w."""
     if x.dtype != weight.dtype:
         return _norm_gradient(dy.to(weight.dtype), x.to(weight.dtype), weight, eps).to(x.dtype)
@@ -133,13 +123,13 @@ def _norm_gradient(
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
         return _normed(x, weight, eps)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         if (fused := kernels_for(x)) is not None and _fits(x):
             return fused.norm_backward(None, grads[0], x, weight, ctx.eps), None, None
@@ -152,13 +142,13 @@ class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: torch.Tensor,
-        rest: torch.Tensor | None,
-        share: torch.Tensor,
-        weight: torch.Tensor,
+        x: Tensor,
+        rest: Tensor | None,
+        share: Tensor,
+        weight: Tensor,
         eps: float,
     ) -> Any:
-        summed, left, normed = _summed_normed(x, rest, share, weight, eps)
+        (summed, left), normed = _summed_normed(States(x, rest), share, weight, eps)
         ctx.save_for_backward(summed, weight)
         ctx.set_materialize_grads(False)
         if left is not None:
@@ -167,7 +157,7 @@ class _AddNorm(torch.autograd.Function):
         return summed, left, normed
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
         (summed, weight), (dsummed, _, dnormed) = ctx.saved_tensors, grads
         assert dnormed is not None
         if (fused := kernels_for(summed)) is not None and _fits(summed):
@@ -182,15 +172,15 @@ class _AddNorm(torch.autograd.Function):
 # ── rotations ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def rotate(x_THC: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate(x_THC: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply rotary embeddings: channel c turns together with channel c + C/2."""
     if not x_THC.requires_grad:
         return _rotated(x_THC, cos, sin)
-    rotated: torch.Tensor = _Rotate.apply(x_THC, cos, sin)  # type: ignore[no-untyped-call]
+    rotated: Tensor = _Rotate.apply(x_THC, cos, sin)  # type: ignore[no-untyped-call]
     return rotated
 
 
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     (first, second), (out_first, out_second) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
     torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)
@@ -202,12 +192,12 @@ class _Rotate(torch.autograd.Function):
     """A rotation; its gradient is the rotation back, in two passes over memory."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
         return _rotated(x, cos, sin)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         cos, sin = ctx.saved_tensors
         return _rotated(grads[0], cos, -sin), None, None
 
@@ -216,12 +206,12 @@ class _Rotate(torch.autograd.Function):
 
 
 def turned_heads(
-    qkv_TN: torch.Tensor,
+    qkv_TN: Tensor,
     sizes: tuple[int, int, int],
-    norms: tuple[torch.Tensor, torch.Tensor] | None,
-    turn: tuple[torch.Tensor, torch.Tensor] | None,
+    norms: tuple[Tensor, Tensor] | None,
+    turn: tuple[Tensor, Tensor] | None,
     eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys, values `[T, heads, C]` of their fused projection.
 
     `turn` has cosines and sines `[T, 1, C/2]`.
@@ -259,46 +249,37 @@ class _TurnedHeads(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        qkv: torch.Tensor,
+        qkv: Tensor,
         sizes: tuple[int, int, int],
-        norms: tuple[torch.Tensor, torch.Tensor] | None,
-        turn: tuple[torch.Tensor, torch.Tensor],
+        norms: tuple[Tensor, Tensor] | None,
+        turn: tuple[Tensor, Tensor],
         eps: float,
     ) -> Any:
         ctx.save_for_backward(qkv, *turn)
         ctx.norms, ctx.eps = norms, eps
-        fused = kernels_for(qkv)
-        assert fused is not None
-        return fused.heads_forward(qkv, sizes, norms, *turn, eps)
+        return kernels_for(qkv).heads_forward(qkv, sizes, norms, *turn, eps)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        qkv, cos, sin = ctx.saved_tensors
-        fused = kernels_for(qkv)
-        assert fused is not None
-        return (
-            fused.heads_backward(*grads, qkv, ctx.norms, cos, sin, ctx.eps),
-            None,
-            None,
-            None,
-            None,
-        )
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        qkv, *turn = ctx.saved_tensors
+        dqkv = kernels_for(qkv).heads_backward(*grads, qkv, ctx.norms, *turn, ctx.eps)
+        return dqkv, None, None, None, None
 
 
 # ── gates ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def gated(gate_up_TN: torch.Tensor, activation: str) -> torch.Tensor:
+def gated(gate_up_TN: Tensor, activation: str) -> Tensor:
     """Return activation(gate) * up, of the two halves of the fused projection."""
     if not gate_up_TN.requires_grad:
         return _gated(gate_up_TN, activation)
-    out: torch.Tensor = _Gated.apply(gate_up_TN, activation)  # type: ignore[no-untyped-call]
+    out: Tensor = _Gated.apply(gate_up_TN, activation)  # type: ignore[no-untyped-call]
     return out
 
 
-def _gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+def _gated(gate_up: Tensor, activation: str) -> Tensor:
     if (fused := kernels_for(gate_up)) is not None:
-        out: torch.Tensor = fused.gate_forward(gate_up, activation)
+        out: Tensor = fused.gate_forward(gate_up, activation)
         return out
     gate, up = gate_up.chunk(2, dim=-1)
     return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
@@ -308,13 +289,13 @@ class _Gated(torch.autograd.Function):
     """A gate that keeps only the fused projection, and writes its gradient in place."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    def forward(ctx: Any, gate_up: Tensor, activation: str) -> Tensor:
         ctx.save_for_backward(gate_up)
         ctx.activation = activation
         return _gated(gate_up, activation)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         (gate_up,) = ctx.saved_tensors
         if (fused := kernels_for(gate_up)) is not None:
             return fused.gate_backward(grads[0], gate_up, ctx.activation), None

@@ -9,23 +9,20 @@ Axes: T tokens, D inputs, N outputs, R rank.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from tinkex.engine.model import matmul_check
 from tinkex.engine.model.elementwise import kernels_for
 from tinkex.engine.native import c_matmul
-
-if TYPE_CHECKING:
-    from tinkex.engine.torch.lora import Linear
+from tinkex.engine.torch.lora import Linear
 
 MOST_FUSED = 128
 """The highest rank for which an accelerator adds an adapter's share by a kernel of its own."""
 
 
-def base_product(x_TD: torch.Tensor, linear: Linear) -> torch.Tensor:
+def base_product(x_TD: Tensor, linear: Linear) -> Tensor:
     """Return the results of a linear layer of the base model."""
     if linear.wide and _can_widen(x_TD):
         y_TN = torch.mm(x_TD, linear.weight_ND.t(), out_dtype=torch.float32)
@@ -33,9 +30,7 @@ def base_product(x_TD: torch.Tensor, linear: Linear) -> torch.Tensor:
     return weighed(x_TD, linear.weight_ND, linear.bias_N)
 
 
-def weighed(
-    x_TD: torch.Tensor, weight_ND: torch.Tensor, bias_N: torch.Tensor | None = None
-) -> torch.Tensor:
+def weighed(x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """Multiply with a weight of the base model.
 
     The library is chosen by the weight, never by the rows.
@@ -50,7 +45,7 @@ def weighed(
     return F.linear(x_TD, weight_ND, bias_N)
 
 
-def lowered(x_TD: torch.Tensor, low_RD: torch.Tensor) -> torch.Tensor:
+def lowered(x_TD: Tensor, low_RD: Tensor) -> Tensor:
     """Multiply with a small matrix, `x @ low.t()`.
 
     It is a factor of an adapter, or the router of experts.
@@ -60,9 +55,7 @@ def lowered(x_TD: torch.Tensor, low_RD: torch.Tensor) -> torch.Tensor:
     return F.linear(x_TD, low_RD)
 
 
-def add_small(
-    y_TN: torch.Tensor, low_TR: torch.Tensor, high_RN: torch.Tensor, scale: float
-) -> None:
+def add_small(y_TN: Tensor, low_TR: Tensor, high_RN: Tensor, scale: float) -> None:
     """Add the scaled product with a factor of an adapter, all of one precision."""
     if _is_checked(low_TR) and matmul_check.choice(high_RN.t(), is_small=True) == "c":
         c_matmul.add_product(y_TN, low_TR, high_RN, scale)
@@ -70,14 +63,12 @@ def add_small(
         y_TN.addmm_(low_TR, high_RN, alpha=scale)
 
 
-def _is_checked(x: torch.Tensor) -> bool:
+def _is_checked(x: Tensor) -> bool:
     """Return True if a library is chosen for products with this."""
     return x.is_cpu and x.dtype == torch.float32
 
 
-def add_product(
-    y_TN: torch.Tensor, low_TR: torch.Tensor, high_RN: torch.Tensor, scale: float
-) -> None:
+def add_product(y_TN: Tensor, low_TR: Tensor, high_RN: Tensor, scale: float) -> None:
     """Add the scaled product of two low-rank factors, which may be of less precision."""
     if (
         low_TR.shape[1] <= MOST_FUSED
@@ -91,18 +82,16 @@ def add_product(
         y_TN.add_(product(low_TR, high_RN), alpha=scale)
 
 
-def write_product(
-    y_TN: torch.Tensor, low_TR: torch.Tensor, high_RN: torch.Tensor, scale: float
-) -> None:
+def write_product(y_TN: Tensor, low_TR: Tensor, high_RN: Tensor, scale: float) -> None:
     """Overwrite a tensor with the scaled product of two low-rank factors."""
     torch.addmm(y_TN, low_TR, high_RN, beta=0, alpha=scale, out=y_TN)
 
 
-def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def product(left: Tensor, right: Tensor) -> Tensor:
     """Multiply without rounding sums to half precision, if the device can do that."""
     return torch.mm(left, right, out_dtype=torch.float32) if _can_widen(left) else left @ right
 
 
-def _can_widen(x: torch.Tensor) -> bool:
+def _can_widen(x: Tensor) -> bool:
     """Return True if factors in half precision can have a product in float32."""
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)

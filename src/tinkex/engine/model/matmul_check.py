@@ -14,18 +14,16 @@ from __future__ import annotations
 import functools
 import logging
 import platform
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from tinkex.engine.native import c_matmul, library as c
 from tinkex.engine.torch.openmp import Threads
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
 
 Name: TypeAlias = Literal["onednn", "pytorch", "c"]
 
@@ -47,7 +45,7 @@ BATCHES = ((3, 128, 64), (3, 1024, 64), (192, 64, 64))
 logger = logging.getLogger("tinkex.engine")
 
 
-def choice(weight_ND: torch.Tensor, *, is_small: bool = False, is_packed: bool = False) -> Name:
+def choice(weight_ND: Tensor, *, is_small: bool = False, is_packed: bool = False) -> Name:
     """Return the library for products with a matrix of this shape: `x @ weight.t()`.
 
     Factors of adapters count as small. With packed weights, oneDNN begins quickly.
@@ -115,9 +113,9 @@ def is_safe(outputs: int, inputs: int) -> bool:
 @functools.cache
 def _warn() -> None:
     logger.warning(
-        "products of matrices depend on how many rows they have, with the libraries of this "
-        "machine: requests that run together may change last bits of each other's results. A C "
-        "compiler mends that: see `tinkex doctor`"
+        "the libraries of this machine compute a row of a product differently beside other rows: "
+        "requests that run together may change the last bits of each other's results. Install a C "
+        "compiler to avoid that; see `tinkex doctor`"
     )
 
 
@@ -140,7 +138,7 @@ def is_steady(name: Name, outputs: int, inputs: int, *, turned: bool = False) ->
     return all(_rows_agree(multiply, x_TD) for multiply in _ways(name, weight_ND))
 
 
-def _ways(name: Name, weight_ND: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Tensor]]:
+def _ways(name: Name, weight_ND: Tensor) -> list[Callable[[Tensor], Tensor]]:
     """Return the calls of a library by which rows are multiplied with a matrix."""
     if name == "onednn" and (operator := onednn()) is not None:
         layouts = [weight_ND, torch.ops.mkldnn._reorder_linear_weight(weight_ND.contiguous())]
@@ -150,24 +148,22 @@ def _ways(name: Name, weight_ND: torch.Tensor) -> list[Callable[[torch.Tensor], 
     return [lambda x_TD: F.linear(x_TD, weight_ND), lambda x_TD: _added(x_TD, weight_ND)]
 
 
-def _by_onednn(
-    operator: Callable[..., torch.Tensor], weight: torch.Tensor, x_TD: torch.Tensor
-) -> torch.Tensor:
+def _by_onednn(operator: Callable[..., Tensor], weight: Tensor, x_TD: Tensor) -> Tensor:
     return operator(x_TD, weight, None, "none", [], "")
 
 
-def _added(x_TD: torch.Tensor, weight_ND: torch.Tensor) -> torch.Tensor:
+def _added(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
     return x_TD.new_ones(x_TD.shape[0], weight_ND.shape[0]).addmm_(x_TD, weight_ND.t(), alpha=0.7)
 
 
-def _rows_agree(multiply: Callable[[torch.Tensor], torch.Tensor], x_TD: torch.Tensor) -> bool:
+def _rows_agree(multiply: Callable[[Tensor], Tensor], x_TD: Tensor) -> bool:
     whole = multiply(x_TD)
     parts: Sequence[tuple[int, int]] = [part for part in PARTS if part[1] <= x_TD.shape[0]]
     return all(torch.equal(multiply(x_TD[start:stop]), whole[start:stop]) for start, stop in parts)
 
 
 @functools.cache
-def onednn() -> Callable[..., torch.Tensor] | None:
+def onednn() -> Callable[..., Tensor] | None:
     """Return oneDNN's product with a weight, plain or packed, if PyTorch has it.
 
     It is used on x86 only.
@@ -176,6 +172,6 @@ def onednn() -> Callable[..., torch.Tensor] | None:
         return None
     is_available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     if is_available and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        operator: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.default
+        operator: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
         return operator
     return None

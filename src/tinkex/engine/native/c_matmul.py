@@ -10,32 +10,27 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from tinkex.engine.native import bindings as c
+from tinkex.engine.native.bindings import Library, Team
 from tinkex.engine.native.library import load
-from tinkex.engine.native.team import Team
-
-if TYPE_CHECKING:
-    from tinkex.engine.native.bindings import Library
 
 _local = threading.local()
 
 
 def multiply(
-    x_TD: torch.Tensor, w_DN: torch.Tensor, bias_N: torch.Tensor | None = None, scale: float = 1.0
-) -> torch.Tensor:
+    x_TD: Tensor, w_DN: Tensor, bias_N: Tensor | None = None, scale: float = 1.0
+) -> Tensor:
     """Return a product with scaled weights and a bias."""
     y_TN = x_TD.new_empty(x_TD.shape[0], w_DN.shape[1])
     _run(y_TN, x_TD, w_DN, bias_N, scale, onto=False)
     return y_TN
 
 
-def add_product(
-    y_TN: torch.Tensor, x_TD: torch.Tensor, w_DN: torch.Tensor, scale: float = 1.0
-) -> None:
+def add_product(y_TN: Tensor, x_TD: Tensor, w_DN: Tensor, scale: float = 1.0) -> None:
     """Add a scaled product to `y_TN`."""
     if y_TN.stride(1) == 1 or y_TN.shape[1] == 1:
         _run(y_TN, x_TD, w_DN, None, scale, onto=True)
@@ -44,10 +39,10 @@ def add_product(
 
 
 def _run(
-    y_TN: torch.Tensor,
-    x_TD: torch.Tensor,
-    w_DN: torch.Tensor,
-    bias_N: torch.Tensor | None,
+    y_TN: Tensor,
+    x_TD: Tensor,
+    w_DN: Tensor,
+    bias_N: Tensor | None,
     scale: float,
     *,
     onto: bool,
@@ -90,10 +85,6 @@ def _run(
 def _team() -> Team:
     library = load()
     assert library is not None  # callers have checked
-    return _team_of(library)
-
-
-def _team_of(library: Library) -> Team:
     teams: dict[tuple[Library, int], Team] | None = getattr(_local, "teams", None)
     if teams is None:
         teams = _local.teams = {}

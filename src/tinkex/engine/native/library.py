@@ -18,16 +18,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tinkex.client.settings import environment
 from tinkex.engine.native import self_check
 from tinkex.engine.native.bindings import Library
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 SOURCE = Path(__file__).with_name("step.c")
 SWITCH = "TINKEX_NATIVE"

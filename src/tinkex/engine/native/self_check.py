@@ -9,19 +9,13 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 
 from tinkex.engine.native import bindings as c
-from tinkex.engine.native.bindings import PANEL, PARTS, Int
-from tinkex.engine.native.team import Team
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tinkex.engine.native.bindings import Factors, Library, Linear, Model
-    from tinkex.types.tensors import Array
+from tinkex.engine.native.bindings import PANEL, PARTS, Factors, Int, Library, Linear, Model, Team
+from tinkex.types.tensors import Array
 
 AGREE, DIFFER = "rows agree", "rows differ"
 LAYERS, HIDDEN, HEADS, GROUPS, CHANNELS, MLP, VOCAB, RANK = 2, 44, 4, 2, 24, 40, 70, 5

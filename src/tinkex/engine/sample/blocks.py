@@ -1,22 +1,19 @@
 """The holders of blocks of the cache, and the keys by which blocks of prompts are found again.
 
 A block has room for the keys and values of `BLOCK` positions of one sequence, in every layer (see
-`kv_pool`). The contents of a position depend on its tokens and weights alone, to the bit: a block
-that is found by its key is as good as one computed again. In-flight samplers are the exception: a
-session of theirs has its own namespace, in which blocks of older weights are found.
+`passes.Pool`). The contents of a position depend on its tokens and weights alone, to the bit: a
+block that is found by its key is as good as one computed again. In-flight samplers are the
+exception: a session of theirs has its own namespace, in which blocks of older weights are found.
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from tinkex.types.tensors import Array
+from tinkex.types.tensors import Array
 
 BLOCK = 64
 """Positions in a block. Lengths of keys are rounded up to it, so that the order of a row's sums
@@ -51,7 +48,7 @@ class Blocks:
         return len(self._unused) + len(self._idle)
 
     def take(self, number: int) -> list[int]:
-        """Hold so many blocks; the caller has checked that there are enough."""
+        """Hold this number of free blocks; the caller has checked that there are enough."""
         taken = []
         for _ in range(number):
             if not self._unused:

@@ -2,34 +2,62 @@
 
 Random numbers are counted (see `token_choice`): the token of a row depends on that row alone.
 
-Axes: B rows, V vocabulary.
+Recorded jobs get the likeliest tokens at each position, and their log-probabilities under the model
+as it is: at temperature 1, before top-k and top-p. They are gathered for all recorded rows of a
+step at once, on the device, and cost samples without a recording nothing.
+
+Axes: B rows, V vocabulary, R recorded rows, K likeliest tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from tinkex.engine.api import RECORDED_TOKENS
+from tinkex.engine.model.decoder import Decoder
+from tinkex.engine.native.c_passes import Native
+from tinkex.engine.sample.jobs import Sample
 from tinkex.engine.sample.logit_changes import Shaped, Shaper
-from tinkex.engine.sample.passes import put
-from tinkex.engine.sample.recordings import Scores
+from tinkex.engine.sample.passes import Row, put
+from tinkex.engine.sample.step_scheduler import Running
 from tinkex.engine.sample.token_choice import GREEDY_BELOW, choose, uniforms
-from tinkex.engine.torch.device_copies import mark, to_host
+from tinkex.engine.torch.device_copies import mark, to_device, to_host
+from tinkex.engine.train.target_logprobs import log_softmax
 from tinkex.types.sampled import TopkLogprobs
 from tinkex.types.sampling import SampleRequest
+from tinkex.types.tensors import Array
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
 
-    from tinkex.engine.model.decoder import Decoder
-    from tinkex.engine.native.weights import Native
-    from tinkex.engine.sample.jobs import Sample
-    from tinkex.engine.sample.passes import Row
-    from tinkex.engine.sample.room import Running
-    from tinkex.types.tensors import Array
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The recording of one step: likeliest tokens of some rows, and the drawn ones."""
+
+    tokens_RK: Tensor
+    logprobs_RK: Tensor
+    drawn_R: Tensor
+
+    @classmethod
+    def of(cls, logits_BV: Tensor, tokens_B: Tensor, rows: Sequence[int]) -> Scores:
+        """Score rows; the results arrive when the device has computed them."""
+        rows_R = to_device(np.asarray(rows), logits_BV.device)
+        logprobs_RV = log_softmax(logits_BV[rows_R])
+        logprobs_RK, tokens_RK = logprobs_RV.topk(
+            min(RECORDED_TOKENS, logprobs_RV.shape[1]), dim=-1
+        )
+        drawn_R = logprobs_RV.gather(1, tokens_B.to(logits_BV.device)[rows_R][:, None])[:, 0]
+        return cls(to_host(tokens_RK), to_host(logprobs_RK), to_host(drawn_R))
+
+    def rows(self, rows: slice, kept: Array) -> tuple[Array, Array, Array]:
+        """Return the scores of some rows that are kept."""
+        tokens, logprobs, drawn = (
+            x.numpy()[rows][kept] for x in (self.tokens_RK, self.logprobs_RK, self.drawn_R)
+        )
+        return tokens, logprobs, drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +68,11 @@ class Drawn:
     """With the row that each had then."""
     jobs: Sequence[tuple[Running, list[int], int | None]]
     """Each job's samples, and the version of in-flight weights that drew them."""
-    topk: Sequence[tuple[torch.Tensor, torch.Tensor] | None]
+    topk: Sequence[tuple[Tensor, Tensor] | None]
     """The likeliest tokens, for jobs that ask for them."""
     scores: Mapping[int, tuple[Scores, slice]]
     """The scores of recorded jobs by their place in `jobs`, and which rows of them."""
-    both_2B: torch.Tensor
+    both_2B: Tensor
     """Tokens and log-probabilities."""
     done: torch.cuda.Event | None
 
@@ -95,11 +123,11 @@ class Drawn:
 class _Logprobs:
     """Log-probabilities of all tokens, of every sample of a step or of some."""
 
-    logprobs_BV: torch.Tensor
+    logprobs_BV: Tensor
     rows: Mapping[int, int] | None = None
     """The row of each sample, if only some have one."""
 
-    def likeliest(self, at_b: Sequence[int], k: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def likeliest(self, at_b: Sequence[int], k: int) -> tuple[Tensor, Tensor] | None:
         """Return tokens and log-probabilities of the k likeliest tokens of some samples."""
         if not k:
             return None
@@ -116,8 +144,8 @@ class Drawer:
         self._shaper = Shaper(model.embed_VD.device, model.config.vocab)
 
     def draw(
-        self, logits_BV: torch.Tensor, pairs: Sequence[tuple[Running, Sample]]
-    ) -> tuple[Drawn, torch.Tensor]:
+        self, logits_BV: Tensor, pairs: Sequence[tuple[Running, Sample]]
+    ) -> tuple[Drawn, Tensor]:
         """Choose a token for every sample; return them also as they are on the device."""
         tokens_B, chosen_B, known = self._choose(logits_BV, pairs)
         rows_of: dict[Running, list[int]] = {}
@@ -142,8 +170,8 @@ class Drawer:
             self._shaper.forget(id(sample))
 
     def _choose(
-        self, logits_BV: torch.Tensor, pairs: Sequence[tuple[Running, Sample]]
-    ) -> tuple[torch.Tensor, torch.Tensor, _Logprobs]:
+        self, logits_BV: Tensor, pairs: Sequence[tuple[Running, Sample]]
+    ) -> tuple[Tensor, Tensor, _Logprobs]:
         """Return a token for every sample, its log-probability, and those of all tokens if needed.
 
         C draws where its request truncates and lists nothing, so a sample's way depends on its own
@@ -169,8 +197,8 @@ class Drawer:
         return torch.from_numpy(drawn_B), torch.from_numpy(chosen_B), known
 
     def _chosen(
-        self, logits_BV: torch.Tensor, numbers_B: Array, pairs: Sequence[tuple[Running, Sample]]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, logits_BV: Tensor, numbers_B: Array, pairs: Sequence[tuple[Running, Sample]]
+    ) -> tuple[Tensor, Tensor]:
         """Choose as `choose` does; where a request changes logits, by the changed ones."""
         params_B = [running.job.request.sampling_params for running, _ in pairs]
         tokens_B, logprobs_BV = choose(logits_BV, numbers_B, params_B)
@@ -211,7 +239,7 @@ def _is_plain(request: SampleRequest) -> bool:
 
 
 def _scores(
-    logits_BV: torch.Tensor, tokens_B: torch.Tensor, jobs: Mapping[Running, list[int]]
+    logits_BV: Tensor, tokens_B: Tensor, jobs: Mapping[Running, list[int]]
 ) -> dict[int, tuple[Scores, slice]]:
     """Record a step for all jobs that ask for it, at once."""
     places: dict[int, slice] = {}

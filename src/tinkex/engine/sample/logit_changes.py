@@ -12,23 +12,22 @@ sequence.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tinkex.engine.api import EngineError
 from tinkex.engine.sample.token_choice import choose
 from tinkex.engine.torch.device_copies import to_device
+from tinkex.types.sampling import SamplingParams
+from tinkex.types.tensors import Array
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from tokenizers import Tokenizer
-
-    from tinkex.types.sampling import SamplingParams
-    from tinkex.types.tensors import Array
 
 ROWS_BUDGET = 1 << 24
 """Logits changed at a time."""
@@ -81,7 +80,7 @@ class Shape:
                         f"{name} holds token {token}, outside the vocabulary of {vocab}"
                     )
         if len({word[-1] for word in words}) >= vocab:
-            raise EngineError(f"bad_words leave none of the {vocab} tokens to be drawn; name fewer")
+            raise EngineError(f"bad_words ban all {vocab} tokens; give fewer")
         banned = {word[0] for word in words if len(word) == 1}
         longer = [word for word in words if len(word) > 1]
         befores_WL = np.full(
@@ -148,11 +147,11 @@ class Shaper:
 
     def choose(
         self,
-        logits_BV: torch.Tensor,
+        logits_BV: Tensor,
         numbers_B: Array,
         params_B: Sequence[SamplingParams],
         rows: Sequence[Shaped],
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return a token for each row, by its changed logits."""
         step = max(1, ROWS_BUDGET // self._vocab)
         if len(rows) > step:
@@ -181,8 +180,8 @@ class Shaper:
             self._plan = None
 
     def _changed(
-        self, logits_BV: torch.Tensor, rows: Sequence[Shaped], slots: Array, lengths: Array
-    ) -> torch.Tensor:
+        self, logits_BV: Tensor, rows: Sequence[Shaped], slots: Array, lengths: Array
+    ) -> Tensor:
         shapes = [row.shape for row in rows]
         if self._plan is None or not self._plan.fits(shapes):
             self._plan = _Plan(shapes, self._vocab, self._device)
@@ -229,8 +228,8 @@ class Shaper:
 class _Told(NamedTuple):
     """The tokens of samples `[B, T]`, and their lengths `[B, 1]`."""
 
-    tokens_BT: torch.Tensor
-    lengths_B1: torch.Tensor
+    tokens_BT: Tensor
+    lengths_B1: Tensor
 
 
 class _Plan:
@@ -239,12 +238,12 @@ class _Plan:
     def __init__(self, shapes: Sequence[Shape], vocab: int, device: torch.device) -> None:
         self._shapes = list(shapes)
 
-        def flat(tokens: Sequence[Array]) -> torch.Tensor:
+        def flat(tokens: Sequence[Array]) -> Tensor:
             return to_device(
                 np.concatenate([row * vocab + ids for row, ids in enumerate(tokens)]), device
             )
 
-        def column(values: Sequence[float]) -> torch.Tensor:
+        def column(values: Sequence[float]) -> Tensor:
             return to_device(values, device, torch.float32)[:, None]
 
         self._banned = flat([shape.banned for shape in shapes])
@@ -269,7 +268,7 @@ class _Plan:
             a is b for a, b in zip(shapes, self._shapes, strict=True)
         )
 
-    def changed(self, logits_BV: torch.Tensor, told: _Told | None) -> torch.Tensor:
+    def changed(self, logits_BV: Tensor, told: _Told | None) -> Tensor:
         """Return the changed logits, in float32 at least."""
         changed_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32), copy=True)
         flat = changed_BV.view(-1)
@@ -295,13 +294,13 @@ class _Plan:
             )
         return changed_BV
 
-    def _count(self, like_BV: torch.Tensor, told: _Told) -> torch.Tensor:
+    def _count(self, like_BV: Tensor, told: _Told) -> Tensor:
         """Count each token, by sums of ones, whose order does not matter."""
         places_T = torch.arange(told.tokens_BT.shape[1], device=like_BV.device)
         said_BT = (places_T < told.lengths_B1).to(like_BV.dtype)
         return torch.zeros_like(like_BV).scatter_add_(1, told.tokens_BT, said_BT)
 
-    def _ban_sequences(self, flat: torch.Tensor, told: _Told) -> None:
+    def _ban_sequences(self, flat: Tensor, told: _Told) -> None:
         """Ban the last tokens of sequences whose other tokens were drawn just before."""
         size = self._befores_WL.shape[1]
         places_BL = told.lengths_B1 - size + torch.arange(size, device=flat.device)

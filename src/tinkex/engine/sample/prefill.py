@@ -7,27 +7,22 @@ keys of a pass, H query heads, G key/value heads, C channels of a head.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from tinkex.engine.families.model_config import AttentionRule
 from tinkex.engine.model.attention import attend, flash, takes_packed, visible
-from tinkex.engine.model.decoder import hidden_states
+from tinkex.engine.model.decoder import Decoder, Lora, hidden_states
 from tinkex.engine.model.matmul_check import steady_batch
 from tinkex.engine.sample.blocks import BLOCK, NOTHING, SCRATCH
-from tinkex.engine.sample.passes import Piece, put, weigh
+from tinkex.engine.sample.passes import Piece, Pool, put, weigh
 from tinkex.engine.sample.row_adapters import Products, RowAdapters, padded
 from tinkex.engine.torch.device_copies import to_device
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tinkex.engine.families.model_config import AttentionRule
-    from tinkex.engine.model.decoder import Decoder, Lora
-    from tinkex.engine.sample.kv_pool import Pool
-    from tinkex.types.tensors import Array
+from tinkex.types.tensors import Array
 
 CUDA_TILE = 512
 """Queries attended at once on a GPU whose kernel cannot take whole prompts. A CPU takes a block of
@@ -40,7 +35,7 @@ class Prefill:
     def __init__(self, model: Decoder, pool: Pool, products: Products) -> None:
         self._model, self._pool, self._products = model, pool, products
 
-    def hidden(self, pieces: Sequence[Piece]) -> torch.Tensor:
+    def hidden(self, pieces: Sequence[Piece]) -> Tensor:
         """Return the hidden states as `Prompts` says."""
         count = sum(piece.stop - piece.start for piece in pieces)
         total = padded(count)
@@ -67,15 +62,15 @@ class Prefill:
 class _Tiles:
     """Tiles of queries of several prompts that end at the same position and attend in one call."""
 
-    rows_UQ: torch.Tensor
+    rows_UQ: Tensor
     """Rows of the pass; those of a tile with fewer are repeated."""
-    positions_UQ: torch.Tensor
-    tables_UN: torch.Tensor
-    taken: torch.Tensor
+    positions_UQ: Tensor
+    tables_UN: Tensor
+    taken: Tensor
     """The U*Q results that are no repetitions."""
-    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+    masks: dict[int | None, Tensor] = field(default_factory=dict)
 
-    def bias(self, rule: AttentionRule, dtype: torch.dtype) -> torch.Tensor:
+    def bias(self, rule: AttentionRule, dtype: torch.dtype) -> Tensor:
         """Return 0 where a query sees a key, else -inf: `[U, Q, S]`, made once for each window."""
         if rule.window not in self.masks:
             seen = self.seen(rule)
@@ -84,7 +79,7 @@ class _Tiles:
             )
         return self.masks[rule.window]
 
-    def seen(self, rule: AttentionRule) -> torch.Tensor:
+    def seen(self, rule: AttentionRule) -> Tensor:
         """Return which keys a query sees, `[U, Q, S]`."""
         keys_S = torch.arange(self.tables_UN.shape[1] * BLOCK, device=self.rows_UQ.device)
         return visible(self.positions_UQ, keys_S, rule)
@@ -97,15 +92,15 @@ class _Whole:
     The padding of the pass is one more sequence, which is discarded.
     """
 
-    places_K: torch.Tensor
-    bounds_q: torch.Tensor
-    bounds_k: torch.Tensor
+    places_K: Tensor
+    bounds_q: Tensor
+    bounds_k: Tensor
     longest_q: int
     longest_k: int
 
     @classmethod
     def of(cls, pieces: Sequence[Piece], total: int, device: torch.device) -> _Whole:
-        """Make it for a pass of so many tokens."""
+        """Make it for a pass of `total` tokens."""
         queries = [piece.stop - piece.start for piece in pieces]
         places = [_places(piece.blocks, np.arange(piece.stop)) for piece in pieces]
         if rest := total - sum(queries):
@@ -127,7 +122,7 @@ class PrefillAttention:
     """
 
     def __init__(
-        self, model: Decoder, pool: Pool, pieces: Sequence[Piece], places_T: torch.Tensor
+        self, model: Decoder, pool: Pool, pieces: Sequence[Piece], places_T: Tensor
     ) -> None:
         self._rules, self._pool, self._places_T = model.attention, pool, places_T
         self._pieces = pieces
@@ -145,9 +140,7 @@ class PrefillAttention:
     def _whole(self) -> _Whole:
         return _Whole.of(self._pieces, self._places_T.shape[0], self._places_T.device)
 
-    def __call__(
-        self, layer: int, q_THC: torch.Tensor, k_TGC: torch.Tensor, v_TGC: torch.Tensor
-    ) -> torch.Tensor:
+    def __call__(self, layer: int, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor) -> Tensor:
         """Keep the keys and values, then attend."""
         self._pool.write(layer, self._places_T, k_TGC, v_TGC)
         rule = self._rules[layer]
@@ -165,7 +158,7 @@ class PrefillAttention:
             mixed_TN[tiles.rows_UQ.view(-1)[tiles.taken]] = mixed[tiles.taken]
         return mixed_TN
 
-    def _at_once(self, layer: int, q_THC: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
+    def _at_once(self, layer: int, q_THC: Tensor, rule: AttentionRule) -> Tensor:
         whole = self._whole
         k_KGC, v_KGC = self._pool.gather(layer, whole.places_K)
         keys = (whole.bounds_k, whole.longest_k)
@@ -181,12 +174,12 @@ def _places(blocks: Sequence[int], positions: Array) -> Array:
 
 
 def _by_products(
-    q_UQHC: torch.Tensor,
-    k_USGC: torch.Tensor,
-    v_USGC: torch.Tensor,
+    q_UQHC: Tensor,
+    k_USGC: Tensor,
+    v_USGC: Tensor,
     tiles: _Tiles,
     rule: AttentionRule,
-) -> torch.Tensor:
+) -> Tensor:
     """Attend with the same arithmetic for every query, whatever their number.
 
     The heads of a group are rows of one product.
@@ -228,7 +221,7 @@ def _units(pieces: Sequence[Piece], tile: int) -> dict[int, list[tuple[Piece, in
 
 
 def _tiles(
-    end: int, tile: int, units: Sequence[tuple[Piece, int, int, int]], like: torch.Tensor
+    end: int, tile: int, units: Sequence[tuple[Piece, int, int, int]], like: Tensor
 ) -> _Tiles:
     starts, stops = (
         np.array(edges)[:, None] for edges in zip(*(unit[2:] for unit in units), strict=True)

@@ -7,11 +7,12 @@ Axes: T positions of a prompt, V vocabulary, K likeliest tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tinkex.engine.api import EngineError
 from tinkex.engine.sample.token_choice import choose, uniforms
@@ -25,9 +26,6 @@ from tinkex.types.sampled import (
 )
 from tinkex.types.sampling import SampleRequest
 from tinkex.types.tensors import Array, TensorData
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ALTERNATIVES = 1 << 32
 """Alternative tokens of prompts draw from streams beyond those of any sample."""
@@ -50,7 +48,8 @@ class PromptScores:
 
     @cached_property
     def _topk(self) -> TopkLogprobs:
-        return _empty_topk(self._prompt.size, self._k)
+        shape = (self._prompt.size, self._k)
+        return TopkLogprobs(np.zeros(shape, np.int32), np.full(shape, EMPTY_CELL, np.float32))
 
     @cached_property
     def _alt(self) -> list[Array]:
@@ -74,7 +73,7 @@ class PromptScores:
         for first in range(max(rows.start, start), stop, step):
             yield range(first, min(first + step, stop))
 
-    def add(self, rows: range, logits_TV: torch.Tensor) -> None:
+    def add(self, rows: range, logits_TV: Tensor) -> None:
         """Take the logits of these positions; they score the token after each."""
         logprobs_TV = log_softmax(logits_TV)
         after = slice(rows.start + 1, rows.stop + 1)
@@ -82,13 +81,14 @@ class PromptScores:
             targets = torch.from_numpy(self._prompt[after].astype(np.int64)).to(logits_TV.device)
             self.logprobs_P[after] = logprobs_TV.gather(1, targets[:, None])[:, 0].cpu().numpy()
         if self._k:
-            _put_topk(self._topk, after, logprobs_TV, self._k)
+            values, ids = (x.cpu().numpy() for x in logprobs_TV.topk(self._k, dim=-1))
+            self._topk.token_ids[after], self._topk.logprobs[after] = ids, values
         if self._targets is not None:
             self._targets.add(rows, logprobs_TV)
         if self._alternatives:
             self._draw(rows, logits_TV)
 
-    def _draw(self, rows: range, logits_TV: torch.Tensor) -> None:
+    def _draw(self, rows: range, logits_TV: Tensor) -> None:
         positions = np.arange(rows.start + 1, rows.stop + 1, dtype=np.uint64)
         span = slice(rows.start, rows.stop)
         for column in range(self._alternatives):
@@ -100,10 +100,11 @@ class PromptScores:
             self._alt[1][span, column] = logprobs.gather(1, tokens[:, None])[:, 0].cpu().numpy()
 
     def response(self, sequences: list[SampledSequence], reused: int) -> SampleResponse:
-        """Return the result; so many tokens of the prompt were found in the cache."""
+        """Return the result; `reused` tokens of the prompt were found in the cache."""
         if self._wanted:
             self.logprobs_P[: self._first] = np.nan
-            _clear(self._topk, self._first)
+            self._topk.token_ids[: self._first] = 0
+            self._topk.logprobs[: self._first] = EMPTY_CELL
         return SampleResponse(
             sequences,
             prompt_logprobs_np=self.logprobs_P if self._wanted else None,
@@ -139,7 +140,7 @@ class _Targets:
         counts = np.diff(request.csr[0]) if request.csr else np.full(shape[0], shape[1])
         return cls(request, np.repeat(np.arange(shape[0]), counts), tokens)
 
-    def add(self, rows: range, logprobs_TV: torch.Tensor) -> None:
+    def add(self, rows: range, logprobs_TV: Tensor) -> None:
         here = np.flatnonzero(
             (self._rows >= rows.start) & (self._rows < rows.stop) & (self._tokens >= 0)
         )
@@ -151,18 +152,3 @@ class _Targets:
     def tensor(self) -> TensorData:
         crow, col = self._request.csr or (None, None)
         return TensorData(self._logprobs, "float32", self._request.shape, crow, col)
-
-
-def _empty_topk(length: int, k: int) -> TopkLogprobs:
-    return TopkLogprobs(
-        np.zeros((length, k), np.int32), np.full((length, k), EMPTY_CELL, np.float32)
-    )
-
-
-def _put_topk(table: TopkLogprobs, where: slice, logprobs_TV: torch.Tensor, k: int) -> None:
-    values, ids = logprobs_TV.topk(k, dim=-1)
-    table.token_ids[where], table.logprobs[where] = ids.cpu().numpy(), values.cpu().numpy()
-
-
-def _clear(table: TopkLogprobs, length: int) -> None:
-    table.token_ids[:length], table.logprobs[:length] = 0, EMPTY_CELL

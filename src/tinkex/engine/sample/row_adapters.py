@@ -12,27 +12,24 @@ Axes: T rows of a pass, D inputs, N outputs, R rank (times the projections that 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from tinkex.engine.model import matmul_check
+from tinkex.engine.model.decoder import Decoder, Lora
 from tinkex.engine.model.matmul import add_product, add_small, base_product, lowered
 from tinkex.engine.model.mlp import Adaptation
+from tinkex.engine.native.c_passes import Native
 from tinkex.engine.torch.device_copies import to_device
+from tinkex.engine.torch.lora import Factors, Linear
 from tinkex.engine.torch.openmp import Threads
 from tinkex.engine.train.span_adapters import ROWS
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from tinkex.engine.model.decoder import Decoder, Lora
-    from tinkex.engine.native.weights import Native
-    from tinkex.engine.torch.lora import Factors, Linear
 
 
 def padded(rows: int) -> int:
@@ -59,9 +56,9 @@ class Products:
         self._threads = (
             Threads(torch.get_num_threads()) if like.device.type == "cpu" else nullcontext()
         )
-        self._packed: dict[str, torch.Tensor] = {}
+        self._packed: dict[str, Tensor] = {}
 
-    def __call__(self, x_TD: torch.Tensor, linear: Linear) -> torch.Tensor:
+    def __call__(self, x_TD: Tensor, linear: Linear) -> Tensor:
         """Return the output of a linear layer of the base model."""
         if self._native is not None:
             return self._native.product(x_TD, linear)
@@ -96,12 +93,12 @@ class Span:
 class Spread:
     """Rows of spans, each span padded by repeating its last row: their sources and targets."""
 
-    source: torch.Tensor
-    result: torch.Tensor
-    target: torch.Tensor
+    source: Tensor
+    result: Tensor
+    target: Tensor
 
     @classmethod
-    def of(cls, bounds: Sequence[tuple[int, int]], like: torch.Tensor) -> Spread:
+    def of(cls, bounds: Sequence[tuple[int, int]], like: Tensor) -> Spread:
         """Make it for spans with these bounds, one after the other."""
         source: list[int] = []
         result: list[int] = []
@@ -135,9 +132,7 @@ class RowAdapters(Adaptation):
         spans[-1] = Span(spans[-1].lora, spans[-1].start, rows)
         return cls(products, [span for span in spans if span.lora.factors])
 
-    def linear(
-        self, x_TD: torch.Tensor, linear: Linear, rows_T: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def linear(self, x_TD: Tensor, linear: Linear, rows_T: Tensor | None = None) -> Tensor:
         """Return a linear layer's output, with each adapter's share added to its rows."""
         y_TN = self._products(x_TD, linear)
         bounds = (
@@ -159,9 +154,7 @@ class RowAdapters(Adaptation):
         y_TN[spread.target] = y[spread.result]
         return y_TN
 
-    def _add(
-        self, x: torch.Tensor, y: torch.Tensor, linear: Linear, bounds: Sequence[tuple[int, int]]
-    ) -> None:
+    def _add(self, x: Tensor, y: Tensor, linear: Linear, bounds: Sequence[tuple[int, int]]) -> None:
         for span, (start, stop) in zip(self._spans, bounds, strict=True):
             factors = span.lora.factors.get(linear.name)
             if factors is None or start == stop:
@@ -173,14 +166,14 @@ class RowAdapters(Adaptation):
                 _add_share(x[start:stop], y[start:stop], linear, factors)
 
 
-def _within(spans: Sequence[Span], rows_T: torch.Tensor) -> list[tuple[int, int]]:
+def _within(spans: Sequence[Span], rows_T: Tensor) -> list[tuple[int, int]]:
     """Return the begins and ends of spans among some rows of the pass."""
     edges = rows_T.new_tensor([edge for span in spans for edge in (span.start, span.stop)])
     places = torch.searchsorted(rows_T, edges).tolist()
     return list(zip(places[::2], places[1::2], strict=True))
 
 
-def _add_share(x: torch.Tensor, y: torch.Tensor, linear: Linear, factors: Factors) -> None:
+def _add_share(x: Tensor, y: Tensor, linear: Linear, factors: Factors) -> None:
     low = lowered(x, factors.a_RD)
     if len(linear.sizes) == 1:
         _add_product(y, low, factors.b_NR[0].t(), factors.scale)
@@ -192,9 +185,7 @@ def _add_share(x: torch.Tensor, y: torch.Tensor, linear: Linear, factors: Factor
         add_small(part, low_part, b_NR.t(), factors.scale)
 
 
-def _add_product(
-    y_TN: torch.Tensor, low_TR: torch.Tensor, high_RN: torch.Tensor, scale: float
-) -> None:
+def _add_product(y_TN: Tensor, low_TR: Tensor, high_RN: Tensor, scale: float) -> None:
     """Add a product, by a library for few rows and by our kernel for logits of more precision."""
     if y_TN.dtype == low_TR.dtype:
         add_small(y_TN, low_TR, high_RN, scale)
@@ -218,8 +209,8 @@ class Bank:
     def __init__(self, model: Decoder, ranks: int) -> None:
         like = model.embed_VD
         self.ranks = ranks
-        self._a: dict[str, torch.Tensor] = {}
-        self._b: dict[str, torch.Tensor] = {}
+        self._a: dict[str, Tensor] = {}
+        self._b: dict[str, Tensor] = {}
         for linear in model.linears():
             outputs, inputs = linear.weight_ND.shape
             wide = ranks * len(linear.sizes)
@@ -251,7 +242,7 @@ class Bank:
             self._put(number, lora, self._windows(start, lora))
         return True
 
-    def share(self, numbers_T: torch.Tensor) -> BankShare:
+    def share(self, numbers_T: Tensor) -> BankShare:
         """Return the adaptation of a pass whose rows belong to the adapters of these numbers."""
         return BankShare(self._a, self._b, (numbers_T[:, None] == self._owner_R).to(self._dtype))
 
@@ -298,8 +289,8 @@ class _Place:
     start: int
     stop: int
     kind: list[tuple[str, int]]
-    a: list[torch.Tensor]
-    b: list[torch.Tensor]
+    a: list[Tensor]
+    b: list[Tensor]
 
 
 def _kind(lora: Lora) -> list[tuple[str, int]]:
@@ -311,14 +302,12 @@ def _kind(lora: Lora) -> list[tuple[str, int]]:
 class BankShare(Adaptation):
     """The share of a bank in the rows of one pass."""
 
-    a: Mapping[str, torch.Tensor]
-    b: Mapping[str, torch.Tensor]
-    mask_TR: torch.Tensor | None
+    a: Mapping[str, Tensor]
+    b: Mapping[str, Tensor]
+    mask_TR: Tensor | None
     """1 for each row's own ranks; None if all are."""
 
-    def linear(
-        self, x_TD: torch.Tensor, linear: Linear, rows_T: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def linear(self, x_TD: Tensor, linear: Linear, rows_T: Tensor | None = None) -> Tensor:
         """Return a linear layer's output with the share of each row's adapter added."""
         y_TN = base_product(x_TD, linear)
         low_TR = lowered(x_TD, self.a[linear.name])

@@ -17,33 +17,41 @@ Axes: B rows, T tokens of a pass, D hidden, V vocabulary.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from tinkex.engine.api import EngineError, SampleDone
-from tinkex.engine.native.c_passes import NativeDecoding, NativePrefill, NativeSteps
-from tinkex.engine.native.weights import find as find_native
+from tinkex.engine.model.decoder import Decoder, Lora
+from tinkex.engine.native.c_passes import (
+    Native,
+    NativeDecoding,
+    NativePrefill,
+    NativeSteps,
+    find as find_native,
+)
 from tinkex.engine.sample.blocks import BLOCK, blocks_for
 from tinkex.engine.sample.draw import Drawer, Drawn
 from tinkex.engine.sample.jobs import NOT_FINITE, Job, Sample
-from tinkex.engine.sample.kv_pool import Pool, block_bytes
-from tinkex.engine.sample.passes import Decoding, Piece, Prompts, Row, put
+from tinkex.engine.sample.passes import (
+    Decoding,
+    Piece,
+    Pool,
+    Prompts,
+    Row,
+    Source,
+    block_bytes,
+    put,
+)
 from tinkex.engine.sample.prefill import Prefill
 from tinkex.engine.sample.row_adapters import Products, RowAdapters, padded
 from tinkex.engine.sample.slab_decoding import SlabDecoding
-from tinkex.engine.sample.source import Source
 from tinkex.engine.sample.static_decoding import ShortPrompts, StaticDecoding
-from tinkex.engine.sample.step_scheduler import Scheduler
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tinkex.engine.model.decoder import Decoder, Lora
-    from tinkex.engine.native.weights import Native
-    from tinkex.engine.sample.room import Running
+from tinkex.engine.sample.step_scheduler import Running, Scheduler
 
 FIRST_TOKENS = 64
 """Samples that draw their first token at once."""
@@ -269,14 +277,14 @@ class Runner:
             lora_B = [running.job.source.lora for running in complete]
             self._begin(complete, self._logits(hidden_TD[put(ends, hidden_TD)], lora_B))
 
-    def _logits(self, hidden_BD: torch.Tensor, lora_B: Sequence[Lora]) -> torch.Tensor:
+    def _logits(self, hidden_BD: Tensor, lora_B: Sequence[Lora]) -> Tensor:
         rows = hidden_BD.shape[0]
         total = padded(rows)
         return self._model.logits(
             F.pad(hidden_BD, (0, 0, 0, total - rows)), RowAdapters.of(self._products, lora_B, total)
         )[:rows]
 
-    def _begin(self, runnings: Sequence[Running], logits_BV: torch.Tensor) -> None:
+    def _begin(self, runnings: Sequence[Running], logits_BV: Tensor) -> None:
         """Draw the first tokens of samples whose prompts have been run."""
         finite_B = torch.isfinite(logits_BV).all(-1).cpu().numpy()
         pairs: list[tuple[Running, Sample]] = []

@@ -5,41 +5,36 @@ Axes: T tokens of a pass, B rows, S positions, G key/value heads, C channels of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from tinkex.engine.families.model_config import AttentionRule
 from tinkex.engine.model.attention import visible
-from tinkex.engine.model.decoder import hidden_states
+from tinkex.engine.model.decoder import Decoder, hidden_states
 from tinkex.engine.model.matmul_check import are_batches_steady
-from tinkex.engine.sample.kv_pool import Pool, zeros
-from tinkex.engine.sample.passes import Decoding, Row, put, weigh
+from tinkex.engine.sample.passes import Decoding, Pool, Row, put, weigh, zeros
 from tinkex.engine.sample.row_adapters import Products, RowAdapters, padded
 from tinkex.engine.torch.openmp import Threads
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tinkex.engine.families.model_config import AttentionRule
-    from tinkex.engine.model.decoder import Decoder
 
 SMALLEST_SLAB = 128
 FIRST_SLOTS = 32
 """Slots of a new slab. Only used ones take memory, and adding more means a copy."""
 KEPT_SLAB = 512 << 20
-"""An empty slab of up to so many bytes is kept: the first use of memory is slow."""
+"""The largest empty slab that is kept, in bytes: the first use of memory is slow."""
 LONG_ATTENTION = 1 << 18
-"""From so many numbers in a layer's keys on, a CPU attends with all threads."""
+"""The least numbers in a layer's keys for which a CPU attends with all threads."""
 
 
 @dataclass(eq=False, slots=True)
 class _Slab:
     """Keys and values of rows of similar length, `[L, 2, slots, G, S, C]`; used slots are first."""
 
-    kv: torch.Tensor
+    kv: Tensor
     rows: list[Row]
 
 
@@ -85,7 +80,7 @@ class SlabDecoding(Decoding):
                 self._move(row)
         return sorted(rows, key=lambda row: (row.weights, row.place))
 
-    def logits(self, rows: Sequence[Row]) -> torch.Tensor:
+    def logits(self, rows: Sequence[Row]) -> Tensor:
         """Decode one token of each row."""
         total, embed = padded(len(rows)), self._model.embed_VD
         tokens, positions = np.zeros(total, np.int64), np.zeros(total, np.int64)
@@ -104,7 +99,7 @@ class SlabDecoding(Decoding):
                 row.length += 1
             return self._model.logits(hidden_TD, lora)[: len(rows)]
 
-    def _slot(self, row: Row, length: int) -> torch.Tensor:
+    def _slot(self, row: Row, length: int) -> Tensor:
         """Return room for a row of at least this length: `[L, 2, G, S, C]`."""
         size = _slab_size(length)
         layers, _, _, _, groups, channels = self._pool.shape
@@ -159,9 +154,7 @@ class _SlabAttention:
             len(self._parts) == 1 and isinstance(self._parts[0].rows, slice) and total == len(rows)
         )
 
-    def __call__(
-        self, layer: int, q_THC: torch.Tensor, k_TGC: torch.Tensor, v_TGC: torch.Tensor
-    ) -> torch.Tensor:
+    def __call__(self, layer: int, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor) -> Tensor:
         """Keep the keys and values, then attend, slab by slab."""
         rule = self._rules[layer]
         if self._plain:
@@ -192,16 +185,16 @@ class _SlabPart:
         heads = np.arange(len(order) * groups)
         self._places = torch.from_numpy(heads * size + positions.repeat(groups))
         self._positions_B1 = torch.from_numpy(positions)[:, None]
-        self._biases: dict[int | None, torch.Tensor] = {}
+        self._biases: dict[int | None, Tensor] = {}
 
     def attend(
         self,
         layer: int,
-        q_BHC: torch.Tensor,
-        k_BGC: torch.Tensor,
-        v_BGC: torch.Tensor,
+        q_BHC: Tensor,
+        k_BGC: Tensor,
+        v_BGC: Tensor,
         rule: AttentionRule,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Query heads of a group read its keys where they lie."""
         count, groups, channels = k_BGC.shape
         keys, values = (part.view(-1, channels) for part in self._slab.kv[layer])
@@ -215,9 +208,7 @@ class _SlabPart:
                 count, -1
             )
 
-    def _bias(
-        self, rule: AttentionRule, groups: int, queries: int, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def _bias(self, rule: AttentionRule, groups: int, queries: int, dtype: torch.dtype) -> Tensor:
         if rule.window not in self._biases:
             seen_B1S = visible(self._positions_B1, torch.arange(self._slab.kv.shape[4]), rule)
             bias = torch.zeros(seen_B1S.shape, dtype=dtype).masked_fill_(~seen_B1S, -torch.inf)

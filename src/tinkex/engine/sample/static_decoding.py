@@ -7,26 +7,27 @@ row, H query heads, G key/value heads, C channels of a head, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
+from tinkex.engine.families.model_config import AttentionRule
 from tinkex.engine.model.attention import attend, trusted, visible
 from tinkex.engine.model.decoder import BARE, Decoder, Lora, hidden_states
 from tinkex.engine.model.mlp import Adaptation
 from tinkex.engine.sample.blocks import BLOCK, NOTHING, RESERVED, SCRATCH
-from tinkex.engine.sample.kv_pool import Pool
-from tinkex.engine.sample.passes import Decoding, Piece, Prompts, Row, put
+from tinkex.engine.sample.passes import Decoding, Piece, Pool, Prompts, Row, put
 from tinkex.engine.sample.row_adapters import Bank, widest
 from tinkex.engine.torch.device_copies import mark
-
-if TYPE_CHECKING:
-    from tinkex.engine.families.model_config import AttentionRule
 
 PROMPT_ROWS = (16, 64, 256)
 """Numbers of tokens of prompts that are run as rows; more are run in chunks."""
 LEAST_RANKS = 32
+COLUMNS = 5
+"""The numbers of a row before its blocks."""
 KERNEL_WIDTH = 16
 KERNEL_ERROR = 0.03
 """The largest distance of results for standard normal keys and values, in bfloat16."""
@@ -73,7 +74,7 @@ class StaticDecoding(Decoding):
         """Return rows as they are."""
         return rows
 
-    def logits(self, rows: Sequence[Row]) -> torch.Tensor:
+    def logits(self, rows: Sequence[Row]) -> Tensor:
         """Decode one token of each row."""
         self._decoded = {row.weights: row.lora for row in rows}
         logits_BV = self._run(rows, _rounded(len(rows)))[1]
@@ -81,18 +82,19 @@ class StaticDecoding(Decoding):
             row.length += 1
         return logits_BV
 
-    def hidden(self, rows: Sequence[Row]) -> torch.Tensor:
+    def hidden(self, rows: Sequence[Row]) -> Tensor:
         """Return the head's input for positions of prompts: rows that may share blocks."""
         size = next(size for size in PROMPT_ROWS if size >= len(rows))
         return self._run(rows, size)[0]
 
-    def _run(self, rows: Sequence[Row], size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _run(self, rows: Sequence[Row], size: int) -> tuple[Tensor, Tensor]:
         adapters = self._place(rows)
         width = self._width(max(len(row.blocks) for row in rows))
         shape = self._shapes.get((size, width, adapters))
         if shape is None:
             bank = _banked(self._bank, adapters)
-            shape = _Shape(self._model, self._pool, bank, self._kernel, self._drawn, size, width)
+            numbers = (size, COLUMNS + width)
+            shape = _Shape(self._model, self._pool, bank, self._kernel, self._drawn, numbers)
             self._shapes[size, width, adapters] = shape
             shape.fill(rows)
             if self._memory is not None:
@@ -102,7 +104,7 @@ class StaticDecoding(Decoding):
         hidden_BD, logits_BV = shape.run()
         return hidden_BD[: len(rows)], logits_BV[: len(rows)]
 
-    def keep(self, tokens_B: torch.Tensor) -> None:
+    def keep(self, tokens_B: Tensor) -> None:
         """Keep the tokens on the device."""
         self._drawn[: tokens_B.shape[0]] = tokens_B
 
@@ -137,7 +139,7 @@ class StaticDecoding(Decoding):
         return 1 if len(own) == len(adapters) == 1 else 2
 
 
-Banked: TypeAlias = Callable[[torch.Tensor], Adaptation]
+Banked: TypeAlias = Callable[[Tensor], Adaptation]
 """The adaptation of rows that belong to the adapters of these numbers."""
 
 
@@ -152,40 +154,31 @@ def _banked(bank: Bank, adapters: int) -> Banked:
 class _Host:
     """Inputs of a pass, from where the device copies them."""
 
-    values: torch.Tensor
+    values: Tensor
     copied: torch.cuda.Event | None = None
     """The end of the last copy."""
 
 
+@dataclass(eq=False)
 class _Shape:
     """A pass over fixed numbers of rows and blocks: its inputs and its graph."""
 
-    def __init__(
-        self,
-        model: Decoder,
-        pool: Pool,
-        bank: Banked,
-        kernel: Kernel | None,
-        drawn: torch.Tensor,
-        rows: int,
-        width: int,
-    ) -> None:
-        self._model, self._pool, self._bank, self._kernel, self._drawn = (
-            model,
-            pool,
-            bank,
-            kernel,
-            drawn,
-        )
-        pinned = pool.kv.device.type == "cuda"
+    _model: Decoder
+    _pool: Pool
+    _bank: Banked
+    _kernel: Kernel | None
+    _drawn: Tensor
+    _size: tuple[int, int]
+    """Rows and numbers of a row."""
+    _graph: torch.cuda.CUDAGraph | None = None
+    _outputs: tuple[Tensor, Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        device = self._pool.kv.device
+        made = partial(torch.zeros, *self._size, dtype=torch.int64)
         # two, in turn: the device may still have to copy the other
-        self._hosts = [
-            _Host(torch.zeros(rows, 5 + width, dtype=torch.int64, pin_memory=pinned))
-            for _ in range(2)
-        ]
-        self._inputs = torch.zeros(rows, 5 + width, dtype=torch.int64, device=pool.kv.device)
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._outputs: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._hosts = [_Host(made(pin_memory=device.type == "cuda")) for _ in range(2)]
+        self._inputs = made(device=device)
 
     def fill(self, rows: Sequence[Row]) -> None:
         """Put tokens, positions, places, adapters and tables into the inputs of the pass."""
@@ -198,14 +191,8 @@ class _Shape:
         host[:, 2], host[:, 4] = SCRATCH * BLOCK, -1
         for at, row in enumerate(rows):
             place = row.blocks[row.length // BLOCK] * BLOCK + row.length % BLOCK
-            host[at, : 5 + len(row.blocks)] = (
-                row.token,
-                row.length,
-                place,
-                row.weights,
-                row.drawn,
-                *row.blocks,
-            )
+            numbers = (row.token, row.length, place, row.weights, row.drawn)
+            host[at, : COLUMNS + len(row.blocks)] = (*numbers, *row.blocks)
         self._inputs.copy_(self._hosts[0].values, non_blocking=True)
         self._hosts[0].copied = mark(self._inputs.device)
 
@@ -222,24 +209,19 @@ class _Shape:
         with torch.cuda.graph(self._graph, pool=memory, capture_error_mode="thread_local"):
             self._outputs = self._pass()
 
-    def run(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self) -> tuple[Tensor, Tensor]:
         """Return the head's input and its logits `[B, V]`; the next run may overwrite them."""
         if self._graph is None or self._outputs is None:
             return self._pass()
         self._graph.replay()
         return self._outputs
 
-    def _pass(self) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens_B, positions_B, places_B, weights_B, drawn_B = self._inputs[:, :5].unbind(1)
+    def _pass(self) -> tuple[Tensor, Tensor]:
+        tokens_B, positions_B, places_B, weights_B, drawn_B = self._inputs[:, :COLUMNS].unbind(1)
         tokens_B = torch.where(drawn_B < 0, tokens_B, self._drawn[drawn_B.clamp_min(0)])
-        attention = _BlockAttention(
-            self._model.attention,
-            self._pool,
-            self._kernel,
-            self._inputs[:, 5:],
-            positions_B,
-            places_B,
-        )
+        tables_BN = self._inputs[:, COLUMNS:].contiguous()
+        rows = (tables_BN, positions_B.contiguous(), places_B.contiguous())
+        attention = _BlockAttention(self._model.attention, self._pool, self._kernel, *rows)
         lora = self._bank(weights_B)
         hidden_BD = hidden_states(self._model, tokens_B, positions_B, attention, lora)
         return hidden_BD, self._model.logits(hidden_BD, lora)
@@ -255,7 +237,7 @@ class ShortPrompts:
     def __init__(self, prefill: Prompts, decoding: StaticDecoding) -> None:
         self._prefill, self._decoding = prefill, decoding
 
-    def hidden(self, pieces: Sequence[Piece]) -> torch.Tensor:
+    def hidden(self, pieces: Sequence[Piece]) -> Tensor:
         """Return the hidden states as `Prompts` says."""
         if sum(piece.stop - piece.start for piece in pieces) > PROMPT_ROWS[-1]:
             return self._prefill.hidden(pieces)
@@ -269,26 +251,19 @@ class ShortPrompts:
         return self._decoding.hidden(rows)
 
 
+@dataclass(frozen=True, slots=True)
 class _BlockAttention:
     """Attention of one new position of each row to the blocks of its table."""
 
-    def __init__(
-        self,
-        rules: Sequence[AttentionRule],
-        pool: Pool,
-        kernel: Kernel | None,
-        tables_BN: torch.Tensor,
-        positions_B: torch.Tensor,
-        places_B: torch.Tensor,
-    ) -> None:
-        self._rules, self._pool, self._kernel = rules, pool, kernel
-        self._tables_BN, self._places_B = tables_BN.contiguous(), places_B.contiguous()
-        self._positions_B = positions_B.contiguous()
-        self._masks: dict[int | None, torch.Tensor] = {}
+    _rules: Sequence[AttentionRule]
+    _pool: Pool
+    _kernel: Kernel | None
+    _tables_BN: Tensor
+    _positions_B: Tensor
+    _places_B: Tensor
+    _masks: dict[int | None, Tensor] = field(default_factory=dict)
 
-    def __call__(
-        self, layer: int, q_BHC: torch.Tensor, k_BGC: torch.Tensor, v_BGC: torch.Tensor
-    ) -> torch.Tensor:
+    def __call__(self, layer: int, q_BHC: Tensor, k_BGC: Tensor, v_BGC: Tensor) -> Tensor:
         """Keep the keys and values, then attend."""
         self._pool.write(layer, self._places_B, k_BGC, v_BGC)
         rule = self._rules[layer]
@@ -299,7 +274,7 @@ class _BlockAttention:
             q_BHC, kv_2NSGC, self._tables_BN, self._positions_B, rule.scale, rule.window, softcap
         )
 
-    def _gathered(self, layer: int, q_BHC: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
+    def _gathered(self, layer: int, q_BHC: Tensor, rule: AttentionRule) -> Tensor:
         """Attend to a copy of the blocks: the heads of a group are queries of one sequence."""
         k_BSGC, v_BSGC = self._pool.read(layer, self._tables_BN)
         count, _, groups, channels = k_BSGC.shape
@@ -308,7 +283,7 @@ class _BlockAttention:
         mixed = attend(q_BRGC, k_BSGC, v_BSGC, seen, rule)
         return mixed.view(count, -1, groups, channels).transpose(1, 2).reshape(count, -1)
 
-    def _seen(self, rule: AttentionRule) -> torch.Tensor:
+    def _seen(self, rule: AttentionRule) -> Tensor:
         if rule.window not in self._masks:
             keys_S = torch.arange(self._tables_BN.shape[1] * BLOCK, device=self._tables_BN.device)
             self._masks[rule.window] = visible(self._positions_B[:, None], keys_S, rule)
@@ -316,8 +291,8 @@ class _BlockAttention:
 
 
 Kernel: TypeAlias = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float, int | None, float | None],
-    torch.Tensor,
+    [Tensor, Tensor, Tensor, Tensor, float, int | None, float | None],
+    Tensor,
 ]
 """Attention from blocks, as `paged.paged_attention` does it."""
 

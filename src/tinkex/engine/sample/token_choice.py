@@ -9,20 +9,17 @@ Axes: B rows, V vocabulary.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from tinkex.engine.torch.device_copies import to_device
 from tinkex.engine.train.target_logprobs import log_softmax
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tinkex.types.sampling import SamplingParams
-    from tinkex.types.tensors import Array
+from tinkex.types.sampling import SamplingParams
+from tinkex.types.tensors import Array
 
 GREEDY_BELOW = 1e-30
 """Temperatures below this count as 0: the quotient would overflow float32."""
@@ -52,8 +49,8 @@ def _mix(x: Array) -> Array:
 
 
 def choose(
-    logits_BV: torch.Tensor, uniforms_B: Array, params_B: Sequence[SamplingParams]
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits_BV: Tensor, uniforms_B: Array, params_B: Sequence[SamplingParams]
+) -> tuple[Tensor, Tensor]:
     """Return a token for each row, and the log-probabilities `[B, V]`: scaled, not truncated."""
     temperatures = np.array([params.temperature for params in params_B])
     greedy = temperatures < GREEDY_BELOW
@@ -93,13 +90,13 @@ def _alike(params_B: Sequence[SamplingParams], greedy: Array) -> list[tuple[list
     return [(rows, top_k) for top_k, rows in kinds.items()]
 
 
-def _likely(probs_BV: torch.Tensor, min_p_B1: torch.Tensor) -> torch.Tensor:
+def _likely(probs_BV: Tensor, min_p_B1: Tensor) -> Tensor:
     """Return probabilities, with 0 for those below this share of the largest."""
     least_B1 = (probs_BV.amax(-1, keepdim=True) * min_p_B1).to(probs_BV.dtype)
     return probs_BV.masked_fill(probs_BV < least_B1, 0)
 
 
-def _scaled(logits_BV: torch.Tensor, temperatures: Array) -> torch.Tensor:
+def _scaled(logits_BV: Tensor, temperatures: Array) -> Tensor:
     """Return logits over temperatures.
 
     Subtracting 0 and dividing by 1 change no bit, so rows do not affect each other.
@@ -111,7 +108,7 @@ def _scaled(logits_BV: torch.Tensor, temperatures: Array) -> torch.Tensor:
     return logits_BV / column if (temperatures != 1).any() else logits_BV
 
 
-def _invert(weights_BV: torch.Tensor, numbers_B1: torch.Tensor) -> torch.Tensor:
+def _invert(weights_BV: Tensor, numbers_B1: Tensor) -> Tensor:
     """Return the first index where the cumulated weight exceeds the number's share of the sum."""
     size = weights_BV.shape[1]
     if size <= SPAN:
@@ -131,9 +128,7 @@ def _invert(weights_BV: torch.Tensor, numbers_B1: torch.Tensor) -> torch.Tensor:
     return (span_B1 * SPAN + at_B1)[:, 0]
 
 
-def _first_above(
-    weights_BN: torch.Tensor, cumulated_BN: torch.Tensor, wanted_B1: torch.Tensor
-) -> torch.Tensor:
+def _first_above(weights_BN: Tensor, cumulated_BN: Tensor, wanted_B1: Tensor) -> Tensor:
     """Return the place where the cumulated weight first exceeds what is wanted.
 
     If rounding prevents that, it is the place of the largest weight.
@@ -143,9 +138,7 @@ def _first_above(
     return torch.where(at_B1 < weights_BN.shape[1], at_B1, largest_B1)
 
 
-def _draw_truncated(
-    probs_BV: torch.Tensor, numbers_B1: torch.Tensor, top_k: int, top_p_B1: torch.Tensor
-) -> torch.Tensor:
+def _draw_truncated(probs_BV: Tensor, numbers_B1: Tensor, top_k: int, top_p_B1: Tensor) -> Tensor:
     """Draw among the top_k likeliest, then among the fewest of those whose share reaches top_p."""
     if 0 < top_k < probs_BV.shape[-1]:
         values, order = probs_BV.topk(top_k, dim=-1)

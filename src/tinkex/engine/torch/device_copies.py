@@ -7,14 +7,12 @@ when a copy to the host is complete.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tinkex.types.tensors import Array
+from tinkex.types.tensors import Array
 
 STAGING = 1 << 22
 """The numbers that go to the host at a time while the device works on."""
@@ -28,13 +26,13 @@ def to_device(
     | Sequence[Sequence[float]],
     device: torch.device,
     dtype: torch.dtype = torch.int64,
-) -> torch.Tensor:
+) -> Tensor:
     """Copy numbers of the host to the device."""
     return torch.as_tensor(values, dtype=dtype).to(device, non_blocking=True)
 
 
-def to_host(x: torch.Tensor) -> torch.Tensor:
-    """Return a copy that is complete once the device has come so far."""
+def to_host(x: Tensor) -> Tensor:
+    """Return a copy that is complete once the device has reached it."""
     return x.to("cpu", non_blocking=True)
 
 
@@ -47,7 +45,7 @@ def mark(device: torch.device) -> torch.cuda.Event | None:
     return event
 
 
-def to_host_beside(x: torch.Tensor, ready: torch.cuda.Event | None) -> torch.Tensor:
+def to_host_beside(x: Tensor, ready: torch.cuda.Event | None) -> Tensor:
     """Copy a flat tensor to the host, on a thread that is not the engine's.
 
     The device goes on meanwhile. `ready` is a mark that was made with the tensor, which is not read

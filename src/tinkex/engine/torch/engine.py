@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,33 +20,29 @@ from tinkex.engine.api import (
     PassJob,
     SampleDone,
     SampleJob,
+    Writer,
     find,
 )
 from tinkex.engine.base_models import describe, resolve
+from tinkex.engine.file_formats import read_lora_config
 from tinkex.engine.losses.graph_compiler import compile_graph
 from tinkex.engine.losses.graph_loss import CompiledLoss
 from tinkex.engine.model.decoder import BARE, Decoder, Lora
-from tinkex.engine.peft_files import read_lora_config
-from tinkex.engine.places import Writer
 from tinkex.engine.sample.jobs import Job
+from tinkex.engine.sample.passes import Source
 from tinkex.engine.sample.sampler import Sampler
-from tinkex.engine.sample.source import Source
 from tinkex.engine.torch.lora import Layout, module_groups
 from tinkex.engine.torch.model_files import AdapterWriter, load_adapter, load_decoder, load_factors
 from tinkex.engine.torch.openmp import calm_openmp, usable_cores
-from tinkex.engine.train.adapter import Adapter
 from tinkex.engine.train.objectives import find_objective
+from tinkex.engine.train.optim import Adapter
 from tinkex.engine.train.trainer import Trainer
+from tinkex.types.optimizers import OptimParams
+from tinkex.types.sessions import CreateCustomLossRequest
+from tinkex.types.training import LoraConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
     from tokenizers import Tokenizer
-
-    from tinkex.types.custom_losses import CreateCustomLossRequest
-    from tinkex.types.optimizers import OptimParams
-    from tinkex.types.training import LoraConfig
 
 STEP_TOKENS = {"cpu": 1024, "cuda": 8192}
 """The tokens of a step of training: about a second's work, since sampling waits for it."""
@@ -74,8 +72,8 @@ class _Base:
     def tokenizer(self) -> Tokenizer:
         if not (self.directory / "tokenizer.json").exists():
             raise EngineError(
-                f"stop strings need a tokenizer, and {self.name} has no tokenizer.json; stop at "
-                "token ids"
+                f"stop strings need a tokenizer, and {self.name} has no tokenizer.json; give token "
+                "ids in `stop`"
             )
         found: Tokenizer = self.about.tokenizer().backend_tokenizer
         return found
@@ -101,7 +99,6 @@ class TorchEngine(Engine):
         dtype: torch.dtype | None = None,
         threads: int | None = None,
         micro_batch_tokens: int | None = None,
-        eager: bool = False,
     ) -> None:
         calm_openmp()
         torch.set_num_threads(threads or min(torch.get_num_threads(), usable_cores()))
@@ -121,9 +118,6 @@ class TorchEngine(Engine):
         self._targets: dict[str, str] = {}
         """The sampler whose weights each in-flight target has."""
         self._sampler = Sampler()
-        if eager:
-            for base in self._bases.values():
-                _ = base.model
 
     def models(self) -> Sequence[BaseModel]:
         """Return the base models on offer."""
@@ -230,8 +224,7 @@ class TorchEngine(Engine):
     def sample_start(self, work: SampleJob) -> None:
         """Validate and admit a sampling job; it advances with each `sample_step`."""
         target = work.sampler if work.sampler in self._targets else None
-        source = self._source(work.sampler)
-        job = Job(source, work.request, work.seed, work.listener, target, work.cache)
+        job = Job(self._source(work.sampler), work, target)
         self._sampler.start(work.job, job, work.owner)
 
     def sample_step(self) -> Sequence[SampleDone]:

@@ -16,18 +16,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from tinkex.engine.api import EngineError
-from tinkex.engine.peft_files import ALPHA, MAX_RANK
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from tinkex.types.training import LoraConfig
+from tinkex.engine.file_formats import ALPHA, MAX_RANK
+from tinkex.types.training import LoraConfig
 
 DEFAULT_SEED = 0
 
@@ -42,24 +39,26 @@ class Linear:
         wide: True if results are not rounded to half precision where the device can leave that out.
             Logits are the largest numbers there are, and rounding one moves a probability by
             percents; and rounded states of a mixture send tokens to other experts.
+        rank_patterns: Of experts: their names in peft, as `TensorNames.expert_ranks` has them.
     """
 
     name: str
     group: str
-    weight_ND: torch.Tensor
-    bias_N: torch.Tensor | None
+    weight_ND: Tensor
+    bias_N: Tensor | None
     modules: Sequence[str]
     sizes: list[int]
     sharers: int = 1
     wide: bool = False
+    rank_patterns: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
     """The factors of one linear layer: A stacked over its modules, one B for each."""
 
-    a_RD: torch.Tensor
-    b_NR: Sequence[torch.Tensor]
+    a_RD: Tensor
+    b_NR: Sequence[Tensor]
     scale: float
 
 
@@ -107,11 +106,11 @@ class Layout:
         """The checkpoint names of the modules that are trained."""
         return [module for linear in self.linears for module in linear.modules]
 
-    def factors(self, flat: torch.Tensor) -> dict[str, Factors]:
+    def factors(self, flat: Tensor) -> dict[str, Factors]:
         """Return views of a flat buffer, by the name of the linear layer."""
         views, start = {}, 0
 
-        def take(rows: int, columns: int) -> torch.Tensor:
+        def take(rows: int, columns: int) -> Tensor:
             nonlocal start
             view = flat[start : start + rows * columns].view(rows, columns)
             start += rows * columns
@@ -125,7 +124,7 @@ class Layout:
             )
         return views
 
-    def tensors(self, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield (`<module>.lora_A` or `<module>.lora_B`, view) for every factor."""
         views = self.factors(flat)
         for linear in self.linears:
@@ -135,7 +134,7 @@ class Layout:
                 yield f"{module}.lora_A", a
                 yield f"{module}.lora_B", b
 
-    def initial(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def initial(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return fresh weights: A uniform in ±1/sqrt(in), as peft draws it, B zero.
 
         Each module has a stream of its own, which depends on the seed and its name alone.

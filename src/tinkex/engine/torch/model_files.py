@@ -6,41 +6,37 @@ Checkpoints have Hugging Face's layout, adapters PEFT's, with the optimizer's st
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
-from tinkex.engine.api import EngineError
+from tinkex.engine.api import EngineError, Place, Writer
+from tinkex.engine.families.family import read_config
 from tinkex.engine.families.model_config import DecoderConfig, ExpertsConfig
-from tinkex.engine.families.read_config import read_config
-from tinkex.engine.json_files import read_object
-from tinkex.engine.model.attention import widened
-from tinkex.engine.model.decoder import Decoder, Layer
-from tinkex.engine.model.experts import Experts
-from tinkex.engine.model.mlp import Mlp
-from tinkex.engine.model.rotary import inverse_frequencies
-from tinkex.engine.peft_files import (
+from tinkex.engine.file_formats import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     ALPHA,
     OPTIMIZER,
     PREFIX,
     read_lora_config,
+    read_object,
+    write_tensors,
 )
-from tinkex.engine.places import Place, Writer
-from tinkex.engine.tensor_files import write_tensors
+from tinkex.engine.model.attention import widened
+from tinkex.engine.model.decoder import Decoder, Layer, inverse_frequencies
+from tinkex.engine.model.mlp import Experts, Mlp
 from tinkex.engine.torch.device_copies import mark, to_host_beside
 from tinkex.engine.torch.lora import Layout, Linear
 from tinkex.engine.train.optim import State, make_state
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from tinkex.types.tensors import Array
+from tinkex.types.tensors import Array
 
 
 class _Tensors:
@@ -76,14 +72,14 @@ class _Tensors:
                 f"{self._directory} lacks the shards of {len(lost)} tensors, such as {min(lost)}"
             )
 
-    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor, which must have this shape."""
         if name not in self._where:
             raise EngineError(
                 f"{self._directory} has no tensor {name}, which its config.json needs"
             )
         self._unread.discard(name)
-        tensor: torch.Tensor = self._where[name].get_tensor(name)
+        tensor: Tensor = self._where[name].get_tensor(name)
         if tuple(tensor.shape) != shape:
             raise EngineError(
                 f"{self._directory}: {name} has shape {list(tensor.shape)}, expected {list(shape)}"
@@ -115,7 +111,7 @@ def load_decoder(directory: Path, dtype: torch.dtype, device: torch.device) -> D
         if config.tied and tensors.differ(head, embed):
             # as transformers 5 has it: a head of its own is there to be used
             config = replace(config, tied=False)
-        decoder = assemble(config, tensors, dtype, device)
+        decoder = Parts(config, tensors, dtype, device).decoder()
         tensors.finish([head] if config.tied else [])
     return decoder
 
@@ -123,30 +119,12 @@ def load_decoder(directory: Path, dtype: torch.dtype, device: torch.device) -> D
 class Tensors(Protocol):
     """A source of a model's weights."""
 
-    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor, which must have this shape."""
 
 
-def assemble(
-    config: DecoderConfig, tensors: Tensors, dtype: torch.dtype, device: torch.device
-) -> Decoder:
-    """Put a decoder together from its tensors."""
-    source, names = _Source(config, tensors, dtype, device), config.names
-    layers = [source.layer(index) for index in range(config.layers)]
-    embed = source.get(f"{names.embed}.weight", config.vocab, config.hidden)
-    head = embed if config.tied else source.get(f"{names.head}.weight", config.vocab, config.hidden)
-    return Decoder(
-        config=config,
-        embed_VD=embed,
-        layers=layers,
-        norm_D=source.norm(names.norm, config.hidden),
-        head=Linear(names.head, "unembed", head, None, [names.head], [config.vocab], wide=True),
-        frequencies=inverse_frequencies(config).to(device),
-    )
-
-
 @dataclass(frozen=True, slots=True)
-class _Source:
+class Parts:
     """The parts of a decoder, read from a checkpoint's tensors."""
 
     config: DecoderConfig
@@ -154,10 +132,28 @@ class _Source:
     dtype: torch.dtype
     device: torch.device
 
-    def get(self, name: str, *shape: int) -> torch.Tensor:
+    def decoder(self) -> Decoder:
+        """Put the decoder together."""
+        config, names = self.config, self.config.names
+        layers = [self.layer(index) for index in range(config.layers)]
+        embed = self.get(f"{names.embed}.weight", config.vocab, config.hidden)
+        head = (
+            embed if config.tied else self.get(f"{names.head}.weight", config.vocab, config.hidden)
+        )
+        return Decoder(
+            config=config,
+            embed_VD=embed,
+            layers=layers,
+            norm_D=self.norm(names.norm, config.hidden),
+            head=Linear(names.head, "unembed", head, None, [names.head], [config.vocab], wide=True),
+            frequencies=inverse_frequencies(config).to(self.device),
+        )
+
+    def get(self, name: str, *shape: int) -> Tensor:
+        """Return a tensor on the device, in the model's precision."""
         return self.tensors.read(name, shape).to(device=self.device, dtype=self.dtype)
 
-    def norm(self, module: str, size: int) -> torch.Tensor:
+    def norm(self, module: str, size: int) -> Tensor:
         """Return the weight of a norm.
 
         A weight that files hold less one would lose bits in 16 of them: it stays in float32.
@@ -167,7 +163,7 @@ class _Source:
         wide = torch.promote_types(self.dtype, torch.float32)
         return self.tensors.read(f"{module}.weight", (size,)).to(device=self.device, dtype=wide) + 1
 
-    def optional_norm(self, prefix: str, module: str | None, size: int) -> torch.Tensor | None:
+    def optional_norm(self, prefix: str, module: str | None, size: int) -> Tensor | None:
         """Return the weight of a norm that only some families name."""
         return None if module is None else self.norm(prefix + module, size)
 
@@ -197,6 +193,7 @@ class _Source:
         return Linear(prefix + name, group, torch.cat(parts), bias_N, modules, sizes, wide=wide)
 
     def layer(self, index: int) -> Layer:
+        """Return a layer."""
         config, names, channels = self.config, self.config.names, self.config.head_dim
         hidden, query, key = config.hidden, config.heads * channels, config.kv_heads * channels
         prefix = names.layer.format(index)
@@ -218,6 +215,7 @@ class _Source:
         )
 
     def feed_forward(self, index: int, prefix: str) -> Mlp | Experts:
+        """Return the mlp of a layer, or its experts."""
         config, names = self.config, self.config.names
         hidden, size = config.hidden, config.mlp
         if config.experts is not None and index in config.experts.layers:
@@ -236,6 +234,13 @@ class _Source:
             about.count, 2 * size, hidden, dtype=self.dtype, device=self.device
         )
         down_END = torch.empty(about.count, hidden, size, dtype=self.dtype, device=self.device)
+        linear = partial(
+            Linear,
+            group="mlp",
+            bias_N=None,
+            sharers=about.count,
+            rank_patterns=names.expert_ranks,
+        )
 
         def expert(number: int) -> Mlp:
             own = prefix + names.expert.format(number)
@@ -245,12 +250,8 @@ class _Source:
             gate_up_ND[size:] = self.tensors.read(f"{up}.weight", (size, hidden))
             down_ND[:] = self.tensors.read(f"{down}.weight", (hidden, size))
             return Mlp(
-                Linear(
-                    own + "gate_up", "mlp", gate_up_ND, None, [gate, up], [size, size], about.count
-                ),
-                Linear(
-                    own + "down", "mlp", down_ND, None, [down], [hidden], about.count, wide=True
-                ),
+                linear(own + "gate_up", weight_ND=gate_up_ND, modules=[gate, up], sizes=[size] * 2),
+                linear(own + "down", weight_ND=down_ND, modules=[down], sizes=[hidden], wide=True),
                 self.config.activation,
             )
 
@@ -272,13 +273,13 @@ class AdapterWriter(Writer):
 
     base_model: str
     layout: Layout
-    weights: torch.Tensor
+    weights: Tensor
     state: State | None
     ready: torch.cuda.Event | None
 
     @classmethod
     def of(
-        cls, base_model: str, layout: Layout, weights: torch.Tensor, state: State | None = None
+        cls, base_model: str, layout: Layout, weights: Tensor, state: State | None = None
     ) -> AdapterWriter:
         """Return a writer of weights that the device may still be computing."""
         return cls(base_model, layout, weights, state, mark(weights.device))
@@ -296,7 +297,7 @@ class AdapterWriter(Writer):
             with place.file(OPTIMIZER) as file:
                 write_tensors(file, self._named(moments), about)
 
-    def _named(self, flats: Mapping[str, torch.Tensor]) -> dict[str, Array]:
+    def _named(self, flats: Mapping[str, Tensor]) -> dict[str, Array]:
         """Return the tensors of flat buffers on the host, by name."""
         named = {
             name: view.numpy()
@@ -316,7 +317,11 @@ def _peft_config(base_model: str, layout: Layout) -> dict[str, Any]:
         "lora_dropout": 0.0,
         "bias": "none",
         "target_modules": sorted({module.rsplit(".", 1)[-1] for module in layout.modules}),
-        "rank_pattern": _rank_pattern(layout),
+        "rank_pattern": {
+            pattern: times * layout.rank(linear)
+            for linear in layout.linears
+            for pattern, times in linear.rank_patterns.items()
+        },
         "modules_to_save": None,
         "fan_in_fan_out": False,
         "init_lora_weights": True,
@@ -324,20 +329,6 @@ def _peft_config(base_model: str, layout: Layout) -> dict[str, Any]:
         "use_rslora": False,
         "inference_mode": True,
     }
-
-
-def _rank_pattern(layout: Layout) -> dict[str, int]:
-    """Return the rank of experts, where it is not the adapter's.
-
-    In peft experts are modules or are fused; the patterns cover both.
-    """
-    ranks = {layout.rank(linear) for linear in layout.linears if linear.sharers > 1}
-    patterns = {}
-    for rank in ranks:
-        patterns[r"mlp\.experts\.\d+\.(gate|up)_proj"] = rank
-        patterns[r"mlp\.experts\.(\d+\.)?down_proj"] = rank
-        patterns[r"mlp\.experts\.gate_up_proj"] = 2 * rank
-    return patterns
 
 
 def load_adapter(directory: Path, layout: Layout, like: State, *, optimizer: bool) -> State:
@@ -350,7 +341,7 @@ def load_adapter(directory: Path, layout: Layout, like: State, *, optimizer: boo
     return make_state(type(like), weights, moments, int(about["step"]))
 
 
-def load_factors(directory: Path, layout: Layout, like: torch.Tensor) -> torch.Tensor:
+def load_factors(directory: Path, layout: Layout, like: Tensor) -> Tensor:
     """Read the weights of a saved adapter for a layout; they have to fit."""
     saved = read_lora_config(directory, layout.groups)
     for name in ("rank", "train_attn", "train_mlp", "train_unembed"):
@@ -366,10 +357,10 @@ def load_factors(directory: Path, layout: Layout, like: torch.Tensor) -> torch.T
 def _read_flat(
     path: Path,
     layout: Layout,
-    like: torch.Tensor,
+    like: Tensor,
     prefixes: list[str],
     optimizer: str | None = None,
-) -> tuple[list[torch.Tensor], dict[str, str]]:
+) -> tuple[list[Tensor], dict[str, str]]:
     """Read flat buffers, one per prefix, from a file with exactly these tensors."""
     if not path.exists():
         raise EngineError(f"{path.parent} has no {path.name}")
@@ -389,7 +380,9 @@ def _read_flat(
                     "load the weights alone, or create the run with the other optimizer"
                 )
             if differing := views.keys() ^ set(opened.keys()):
-                raise EngineError(f"{path} does not fit: {min(differing)} is on one side only")
+                raise EngineError(
+                    f"{path} does not fit: only one of file and run has tensor {min(differing)}"
+                )
             for name, view in views.items():
                 tensor = opened.get_tensor(name)
                 if tensor.shape != view.shape:
@@ -405,5 +398,5 @@ def _read_flat(
     return [flat.to(like.device) for flat in flats], metadata
 
 
-def _views(layout: Layout, flat: torch.Tensor, prefix: str) -> Iterable[tuple[str, torch.Tensor]]:
+def _views(layout: Layout, flat: Tensor, prefix: str) -> Iterable[tuple[str, Tensor]]:
     return ((f"{prefix}{name}.weight", view) for name, view in layout.tensors(flat))

@@ -13,11 +13,9 @@ import functools
 import os
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from typing import Any
 
 _settled = threading.Lock()
 _idle = threading.Event()

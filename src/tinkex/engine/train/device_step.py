@@ -1,32 +1,155 @@
-"""A step of training on the device: pieces of several passes, packed side by side.
+"""Passes under way, and a step of training on the device: pieces of passes side by side.
 
-Axes: T packed tokens of a step, M targets (one or several per token).
+Axes: T packed tokens of a step, M targets (one or several per token), L values of a loss (one per
+target, or one per datum), N data.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tinkex.engine.api import EngineError
-from tinkex.engine.losses.objective import Piece
+from tinkex.engine.losses.examples import Evaluated, Examples, Objective, Piece
 from tinkex.engine.model.attention import PackedAttention
 from tinkex.engine.model.decoder import hidden_states
 from tinkex.engine.torch.device_copies import mark, to_device, to_host
+from tinkex.engine.torch.lora import Linear
+from tinkex.engine.train.optim import Adapter
 from tinkex.engine.train.span_adapters import ROWS, Span, SpanAdapters
 from tinkex.engine.train.target_logprobs import Wanted, chunks, target_logprobs
-from tinkex.engine.train.training_pass import Pass, check_finite
-from tinkex.types.tensors import Array
+from tinkex.types.inputs import LossFnOutput
+from tinkex.types.tensors import Array, TensorData
+from tinkex.types.training import ForwardBackwardOutput
 
-if TYPE_CHECKING:
-    from tinkex.engine.losses.objective import Evaluated
-    from tinkex.engine.torch.lora import Linear
+
+@dataclass(eq=False)
+class Pass:
+    """A pass under way."""
+
+    job: str
+    owner: str
+    name: str
+    """The adapter's name, by which passes of one adapter keep their order."""
+    adapter: Adapter
+    examples: Examples
+    objective: Objective
+    backward: bool
+    pieces: deque[list[int]] = field(default_factory=deque)
+    left: int = 0
+    """The number of pieces that have not been run."""
+    results: Results = field(init=False)
+    scratch: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.results = Results.of(self.examples, self.objective)
+
+    def begin(self, budget: int) -> None:
+        """Cut into pieces, and drop earlier results."""
+        self.pieces = deque(cut(self.examples, budget))
+        self.left = len(self.pieces)
+        self.results = Results.of(self.examples, self.objective)
+        self.scratch = None
+
+    def size(self, piece: list[int]) -> int:
+        """Return the number of tokens of a piece."""
+        return sum(self.examples.tokens[index].size for index in piece)
+
+    def weight(self, piece: list[int], budget: int) -> int:
+        """Return the tokens of a piece, and the work of its loss as tokens."""
+        return sum(self.examples.weight(index, budget) for index in piece)
+
+    def finish(self, largest: float) -> ForwardBackwardOutput:
+        """Add the complete gradient, whose largest number is given, to the adapter's."""
+        if self.scratch is not None and not math.isfinite(largest):
+            raise EngineError("the gradient is not finite; nothing was added")
+        # this may still fail, and must not after the gradient is added
+        output = self.results.output(self.examples, self.objective)
+        if self.scratch is not None:
+            self.adapter.gather(self.scratch, largest, self.job)
+        return output
+
+
+def cut(examples: Examples, budget: int) -> Iterator[list[int]]:
+    """Yield pieces of at most `budget` tokens, or of one datum, as indices.
+
+    The shortest data come first.
+    """
+    piece: list[int] = []
+    total = 0
+    for index in sorted(range(len(examples.tokens)), key=lambda i: examples.tokens[i].size):
+        size = examples.weight(index, budget)
+        if piece and total + size > budget:
+            yield piece
+            piece, total = [], 0
+        piece.append(index)
+        total += size
+    yield piece
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """Log-probabilities of all targets and values of the loss, in the order of the data."""
+
+    starts: Array
+    logprobs_M: Array
+    loss_starts: Array
+    losses_L: Array
+    metrics_N: dict[str, Array]
+
+    @classmethod
+    def of(cls, examples: Examples, objective: Objective) -> Results:
+        """Return room for the results of these examples."""
+        starts = np.cumsum([0, *(t.size for t in examples.targets)])
+        loss_starts = np.cumsum([0, *objective.sizes(examples)])
+        return cls(starts, np.zeros(starts[-1]), loss_starts, np.zeros(loss_starts[-1]), {})
+
+    def put(self, indices: list[int], logprobs_M: torch.Tensor, evaluated: Evaluated) -> None:
+        """Store the results of a piece; refuse losses that overflowed."""
+        losses_L = evaluated.losses_L.double().numpy()
+        check_finite("loss", losses_L, self.loss_starts, indices)
+        self.losses_L[_places(self.loss_starts, indices)] = losses_L
+        self.logprobs_M[_places(self.starts, indices)] = logprobs_M.double().numpy()
+        for name, values in evaluated.metrics.items():
+            self.metrics_N.setdefault(name, np.zeros(self.starts.size - 1))[indices] = values
+
+    def output(self, examples: Examples, objective: Objective) -> ForwardBackwardOutput:
+        """Return one record per datum, and the sums."""
+        columns = {"logprobs": self.logprobs_M} | (
+            {"elementwise_loss": self.losses_L} if objective.elementwise else {}
+        )
+        singles = {name: column.astype(np.float32) for name, column in columns.items()}
+        outputs: list[LossFnOutput] = []
+        for index, targets in enumerate(examples.targets):
+            span = slice(self.starts[index], self.starts[index + 1])
+            views = {name: column[span] for name, column in singles.items()}  # no copy per datum
+            outputs.append(
+                {name: TensorData(view, "float32", targets.shape) for name, view in views.items()}
+            )
+        tokens = sum(t.size for t in examples.tokens)
+        metrics = {"loss:sum": float(self.losses_L.sum()), "tokens:sum": float(tokens)}
+        for name, values_N in self.metrics_N.items():
+            metrics[name] = float(values_N.mean() if name.endswith(":mean") else values_N.sum())
+        return ForwardBackwardOutput("ArrayRecord", outputs, metrics)
+
+
+def _places(starts: Array, indices: list[int]) -> Array:
+    return np.concatenate([np.arange(starts[i], starts[i + 1]) for i in indices])
+
+
+def check_finite(what: str, values: Array, starts: Array, indices: list[int]) -> None:
+    """Refuse values that overflowed, such as a ratio to a log-probability of -1000."""
+    bad = np.flatnonzero(~np.isfinite(values))
+    if bad.size:
+        index = int(np.searchsorted(starts, _places(starts, indices)[bad[0]], side="right")) - 1
+        raise EngineError(f"datum {index}: the {what} is not finite; nothing was added")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +158,8 @@ class Launched:
 
     chosen: Sequence[tuple[Pass, list[int]]]
     losses: Sequence[Evaluated | EngineError]
-    logprobs: Sequence[torch.Tensor]
-    largest: Mapping[str, torch.Tensor]
+    logprobs: Sequence[Tensor]
+    largest: Mapping[str, Tensor]
     """The largest number in the gradient, by job, of each pass whose last step this was."""
     done: torch.cuda.Event | None
 
@@ -102,7 +225,7 @@ def _span(work: Pass, rows: tuple[int, int]) -> Span:
     return Span(*rows, work.adapter.factors(), work.adapter.layout.factors(work.scratch))
 
 
-def _evaluate(work: Pass, piece: list[int], logprobs_M: torch.Tensor) -> Evaluated | EngineError:
+def _evaluate(work: Pass, piece: list[int], logprobs_M: Tensor) -> Evaluated | EngineError:
     """Return the loss of a piece and its gradient by the log-probabilities, or its error."""
     try:
         return work.objective.evaluate(Piece(logprobs_M, work.examples, piece, work.backward))
@@ -110,21 +233,19 @@ def _evaluate(work: Pass, piece: list[int], logprobs_M: torch.Tensor) -> Evaluat
         return error
 
 
-def _gradient(loss: Evaluated | EngineError, logprobs_M: torch.Tensor) -> torch.Tensor:
+def _gradient(loss: Evaluated | EngineError, logprobs_M: Tensor) -> Tensor:
     if isinstance(loss, EngineError) or loss.grad_M is None:
         return torch.zeros_like(logprobs_M)
     return loss.grad_M
 
 
-def _put(
-    work: Pass, piece: list[int], logprobs_M: torch.Tensor, loss: Evaluated
-) -> EngineError | None:
+def _put(work: Pass, piece: list[int], logprobs_M: Tensor, loss: Evaluated) -> EngineError | None:
     """Store the results of a piece, or return the error if they are not finite."""
     try:
         own = work.examples.own(piece)
         work.results.put(piece, logprobs_M if own is None else logprobs_M[own], loss)
         if loss.grad_M is not None:
-            starts = work.examples.starts() if work.examples.others else work.results.starts
+            starts = work.examples.starts() if work.examples.recalled else work.results.starts
             check_finite("gradient of the loss", loss.grad_M.numpy(), starts, piece)
     except EngineError as error:
         return error
@@ -135,14 +256,12 @@ def _put(
 class Packed:
     """The pieces of a step on the device."""
 
-    tokens_T: torch.Tensor
-    positions_T: torch.Tensor
+    tokens_T: Tensor
+    positions_T: Tensor
     runs: list[tuple[int, int]]
     rows: Array
     """The token of each target, ascending."""
-    rows_M: torch.Tensor
-    """The same on the device."""
-    targets_M: torch.Tensor
+    targets_M: Tensor
     spans: list[tuple[int, int]]
     """The tokens of each piece, padded."""
     sizes: list[int]
@@ -155,13 +274,12 @@ class Packed:
 
     def wanted(self, head: Linear, spans: Sequence[Span]) -> Wanted:
         """Return the targets, in chunks whose logits fit the budget."""
+        rows_M = to_device(self.rows, self.device)
         distinct = bool((np.diff(self.rows) > 0).all())
-        return Wanted(
-            self.rows_M, self.targets_M, chunks(head, self.rows, spans, self.device), distinct
-        )
+        return Wanted(rows_M, self.targets_M, chunks(head, self.rows, spans, self.device), distinct)
 
     @classmethod
-    def of(cls, chosen: Sequence[tuple[Pass, list[int]]], like: torch.Tensor) -> Packed:
+    def of(cls, chosen: Sequence[tuple[Pass, list[int]]], like: Tensor) -> Packed:
         """Concatenate pieces; each is padded with a sequence of its own that nothing reads."""
         tokens: list[Array] = []
         rows: list[Array] = []
@@ -175,10 +293,8 @@ class Packed:
             examples = work.examples
             sequences = [examples.tokens[index] for index in piece]
             wanted = [examples.wanted(index) for index in piece]
-            flat, per_token = (
-                [tokens for tokens, _ in wanted],
-                np.concatenate([counts for _, counts in wanted]),
-            )
+            flat = [tokens for tokens, _ in wanted]
+            per_token = np.concatenate([counts for _, counts in wanted])
             if padding := -per_token.size % ROWS:
                 sequences.append(np.zeros(padding, dtype=np.int64))
             here = [sequence.size for sequence in sequences]
@@ -191,17 +307,9 @@ class Packed:
             sizes.append(sum(t.size for t in flat))
             start += sum(here)
 
-        def put(array: Array) -> torch.Tensor:
-            return to_device(array, like.device)
-
-        positions, flat_rows = np.concatenate([np.arange(n) for n in lengths]), np.concatenate(rows)
-        return cls(
-            put(np.concatenate(tokens)),
-            put(positions),
-            runs,
-            flat_rows,
-            put(flat_rows),
-            put(np.concatenate(targets)),
-            spans,
-            sizes,
+        positions = [np.arange(length) for length in lengths]
+        tokens_T, positions_T, targets_M = (
+            to_device(np.concatenate(arrays), like.device)
+            for arrays in (tokens, positions, targets)
         )
+        return cls(tokens_T, positions_T, runs, np.concatenate(rows), targets_M, spans, sizes)

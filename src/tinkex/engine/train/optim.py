@@ -1,4 +1,4 @@
-"""Optimizers on one flat buffer per adapter: pure functions to the next state.
+"""Adapters in training, and optimizers on the flat buffer of each: functions to the next state.
 
 AdamW is torch's. Dimuon is Muon on the two matrices of each LoRA pair; `docs/guides/optimizers.md`
 says what of it is documented and what is our choice.
@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
 import torch
+from torch import Tensor
 
-from tinkex.engine.api import EngineError, check_optimizer
-from tinkex.engine.torch.lora import Layout
+from tinkex.engine.api import ADAMW, EngineError, check_optimizer
+from tinkex.engine.model.decoder import Decoder
+from tinkex.engine.torch.lora import Factors, Layout
 from tinkex.types.optimizers import (
     AdamParams,
     DimuonOptimizerConfig,
@@ -25,6 +27,7 @@ from tinkex.types.optimizers import (
     OptimizerConfigBase,
     OptimParams,
 )
+from tinkex.types.training import LoraConfig
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """The coefficients of Muon's iteration: five rounds bring singular values from 0.01 to between 0.7
@@ -40,9 +43,9 @@ class AdamState:
     PARAMS: ClassVar = AdamParams
     MOMENTS: ClassVar = ("exp_avg", "exp_avg_sq")
 
-    weights: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
+    weights: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
     step: int = 0
 
 
@@ -57,8 +60,8 @@ class DimuonState:
     PARAMS: ClassVar = DimuonParams
     MOMENTS: ClassVar = ("momentum",)
 
-    weights: torch.Tensor
-    momentum: torch.Tensor
+    weights: Tensor
+    momentum: Tensor
     step: int = 0
 
 
@@ -77,7 +80,7 @@ State: TypeAlias = AdamState | DimuonState
 
 
 def make_state(
-    kind: type[State], weights: torch.Tensor, moments: Sequence[torch.Tensor] = (), step: int = 0
+    kind: type[State], weights: Tensor, moments: Sequence[Tensor] = (), step: int = 0
 ) -> State:
     """Return a state of these weights and moments; without moments, one before the first step."""
     make: Callable[..., State] = kind
@@ -98,8 +101,7 @@ def check(params: OptimParams, kind: type[State]) -> None:
     if not isinstance(params, kind.PARAMS):
         raise EngineError(
             f"this run's optimizer is {kind.KIND}: a step takes {kind.PARAMS.__name__}, not "
-            f"{_described(params)}; "
-            "the optimizer is chosen when a run is created"
+            f"{_described(params)}; the optimizer is chosen when a run is created"
         )
     if isinstance(params, AdamParams):
         _check_adam(params)
@@ -133,9 +135,7 @@ def _check_dimuon(params: DimuonParams) -> None:
         raise EngineError(f"beta1 must be in [0, 1), got {params.beta1}")
 
 
-def step(
-    state: State, grad: torch.Tensor, params: OptimParams, layout: Layout
-) -> tuple[State, float]:
+def step(state: State, grad: Tensor, params: OptimParams, layout: Layout) -> tuple[State, float]:
     """Make one step of a run's optimizer.
 
     The result is the next state, and the norm of the gradient before clipping. A gradient so large
@@ -160,7 +160,7 @@ def step(
     return after, norm
 
 
-def adamw(state: AdamState, grad: torch.Tensor, params: AdamParams) -> AdamState:
+def adamw(state: AdamState, grad: Tensor, params: AdamParams) -> AdamState:
     """AdamW with bias correction by the adapter's own steps; decay is decoupled."""
     number = state.step + 1
     exp_avg = state.exp_avg.lerp(grad, 1 - params.beta1)
@@ -172,9 +172,7 @@ def adamw(state: AdamState, grad: torch.Tensor, params: AdamParams) -> AdamState
     return AdamState(weights, exp_avg, exp_avg_sq, number)
 
 
-def dimuon(
-    state: DimuonState, grad: torch.Tensor, params: DimuonParams, layout: Layout
-) -> DimuonState:
+def dimuon(state: DimuonState, grad: Tensor, params: DimuonParams, layout: Layout) -> DimuonState:
     """Move each A and each B by its orthogonalised momentum.
 
     The norm of a move is the learning rate times the root of the rank.
@@ -188,20 +186,20 @@ def dimuon(
     return DimuonState(weights, momentum, state.step + 1)
 
 
-def _by_shape(layout: Layout, flat: torch.Tensor) -> Iterable[list[torch.Tensor]]:
+def _by_shape(layout: Layout, flat: Tensor) -> Iterable[list[Tensor]]:
     """Group the matrices of a flat buffer by shape, the shorter side first."""
-    groups: defaultdict[tuple[int, ...], list[torch.Tensor]] = defaultdict(list)
+    groups: defaultdict[tuple[int, ...], list[Tensor]] = defaultdict(list)
     for matrix in _matrices(layout, flat):
         groups[tuple(matrix.shape)].append(matrix)
     return groups.values()
 
 
-def _matrices(layout: Layout, flat: torch.Tensor) -> Iterator[torch.Tensor]:
+def _matrices(layout: Layout, flat: Tensor) -> Iterator[Tensor]:
     for _, view in layout.tensors(flat):
         yield view if view.shape[0] <= view.shape[1] else view.t()
 
 
-def orthogonalised(moments_BRD: torch.Tensor) -> torch.Tensor:
+def orthogonalised(moments_BRD: Tensor) -> Tensor:
     """Return matrices of norm 1 with nearly equal singular values.
 
     The singular vectors are those of the given matrices. Newton-Schulz: each round multiplies by a
@@ -222,5 +220,65 @@ def orthogonalised(moments_BRD: torch.Tensor) -> torch.Tensor:
         gram_BRR = round_BRR @ gram_BRR @ round_BRR
     out_BRD = factor_BRR @ wide_BRD
     norms_B11 = torch.linalg.matrix_norm(out_BRD, keepdim=True)
-    directions_BRD: torch.Tensor = out_BRD / norms_B11.where(norms_B11 > 0, 1.0)
+    directions_BRD: Tensor = out_BRD / norms_B11.where(norms_B11 > 0, 1.0)
     return directions_BRD.to(moments_BRD.dtype)
+
+
+class Adapter:
+    """Weights and optimizer state, and the gradient gathered since the last step."""
+
+    def __init__(
+        self,
+        base_model: str,
+        model: Decoder,
+        lora: LoraConfig,
+        optimizer: OptimizerConfigBase = ADAMW,
+    ) -> None:
+        kind = state_type(optimizer)
+        self.base_model = base_model
+        self.model = model
+        self.layout = Layout(model.linears(), lora)
+        dtype = torch.promote_types(model.embed_VD.dtype, torch.float32)
+        self.state = make_state(kind, self.layout.initial(dtype, model.embed_VD.device))
+        self.grad: Tensor | None = None
+        self.largest: tuple[float, str] = (0.0, "")
+        """The largest number in the gathered gradients, and the pass that it is from."""
+        self._cast: tuple[Tensor, dict[str, Factors]] | None = None
+
+    def factors(self) -> dict[str, Factors]:
+        """Return the present weights, as the linear layers take them."""
+        weights = self.state.weights
+        if self._cast is None or self._cast[0] is not weights:
+            self._cast = weights, self.layout.factors(weights.to(self.model.embed_VD.dtype))
+        return self._cast[1]
+
+    def step(self, params: OptimParams) -> dict[str, float]:
+        """Apply the gathered gradient, if there is one."""
+        check(params, type(self.state))
+        norm = 0.0
+        if self.grad is not None:
+            try:
+                self.state, norm = step(self.state, self.grad, params, self.layout)
+            except Overflow as error:
+                raise EngineError(self._stuck(error.norm)) from None
+            self.drop_gradients()
+        return {"grad_norm:mean": norm, "learning_rate:mean": float(params.learning_rate)}
+
+    def gather(self, gradient: Tensor, largest: float, job: str) -> None:
+        """Add the gradient of a pass."""
+        self.grad = gradient if self.grad is None else self.grad + gradient
+        self.largest = max(self.largest, (largest, job))
+
+    def drop_gradients(self) -> None:
+        """Clear the gradient."""
+        self.grad, self.largest = None, (0.0, "")
+
+    def _stuck(self, norm: float) -> str:
+        """Explain why the step cannot be made; the gradient stays."""
+        largest, job = self.largest
+        clip = "clip the gradient (grad_clip_norm=1.0), " if math.isfinite(norm) else ""
+        return (
+            f"the step overflows: the gradient's norm is {norm:.3g}, and its largest number, "
+            f"{largest:.3g}, is from request {job}. Nothing was changed, and the next step has "
+            f"the same gradient: {clip}drop it (drop_gradients) or load a saved state (load_state)"
+        )

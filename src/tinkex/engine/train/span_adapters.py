@@ -11,11 +11,13 @@ stacked A).
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from tinkex.engine.model.elementwise import kernels_for
 from tinkex.engine.model.matmul import (
@@ -27,14 +29,10 @@ from tinkex.engine.model.matmul import (
     weighed,
     write_product,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from tinkex.engine.torch.lora import Factors, Linear
+from tinkex.engine.torch.lora import Factors, Linear
 
 ROWS = 4
-"""Spans are padded to a multiple of so many tokens."""
+"""The tokens of a span are padded to a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,24 +60,22 @@ class SpanAdapters:
 
     def __init__(self, spans: Sequence[Span], device: torch.device) -> None:
         self.spans = spans
-        self.anchor: torch.Tensor | None = None
+        self.anchor: Tensor | None = None
         """An empty tensor by which autograd records layers whose input needs no gradient."""
         if any(span.into is not None for span in spans):
             self.anchor = torch.zeros(0, device=device, requires_grad=True)
 
-    def linear(
-        self, x_TD: torch.Tensor, linear: Linear, rows_T: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def linear(self, x_TD: Tensor, linear: Linear, rows_T: Tensor | None = None) -> Tensor:
         """Return a linear layer's results with each adapter's share on its own tokens."""
         shares = self.shares(linear) if rows_T is None else self._shares_of(linear, rows_T)
         if self.anchor is None:
             return forward(x_TD, linear, shares)[0]
-        y_TN: torch.Tensor = _MixedLinear.apply(  # type: ignore[no-untyped-call]
+        y_TN: Tensor = _MixedLinear.apply(  # type: ignore[no-untyped-call]
             x_TD, self.anchor, linear, shares
         )
         return y_TN
 
-    def gated(self, x_TD: torch.Tensor, linear: Linear, activation: str) -> torch.Tensor | None:
+    def gated(self, x_TD: Tensor, linear: Linear, activation: str) -> Tensor | None:
         """Return a gated projection whose shares are added within its gate.
 
         None if there is no kernel for that.
@@ -94,44 +90,36 @@ class SpanAdapters:
             return None
         if x_TD.dtype != torch.bfloat16 or kernels_for(x_TD) is None:
             return None
-        out_TF: torch.Tensor = _MixedGate.apply(  # type: ignore[no-untyped-call]
+        out_TF: Tensor = _MixedGate.apply(  # type: ignore[no-untyped-call]
             x_TD, self.anchor, linear, shares, activation
         )
         return out_TF
 
     def shares(self, linear: Linear, start: int = 0, stop: int | None = None) -> list[Share]:
         """Return the shares in a linear layer, of tokens from `start` to `stop`."""
-        found = []
-        for span in self.spans:
-            first, last = (
-                max(span.start, start),
-                span.stop if stop is None else min(span.stop, stop),
-            )
-            if first < last and linear.name in span.factors:
-                into = None if span.into is None else span.into[linear.name]
-                found.append(Share(first - start, last - start, span.factors[linear.name], into))
-        return found
+        bounds = [
+            (max(span.start, start) - start, min(span.stop, stop or span.stop) - start)
+            for span in self.spans
+        ]
+        return self._shares_within(linear, bounds)
 
-    def _shares_of(self, linear: Linear, rows_T: torch.Tensor) -> list[Share]:
+    def _shares_of(self, linear: Linear, rows_T: Tensor) -> list[Share]:
         bounds = torch.tensor(
             [(span.start, span.stop) for span in self.spans], device=rows_T.device
         )
-        places = torch.searchsorted(rows_T, bounds).tolist()
+        return self._shares_within(linear, torch.searchsorted(rows_T, bounds).tolist())
+
+    def _shares_within(self, linear: Linear, bounds: Sequence[Sequence[int]]) -> list[Share]:
+        """Return the shares of spans that have these bounds among the tokens."""
+        name = linear.name
         return [
-            Share(
-                start,
-                stop,
-                span.factors[linear.name],
-                None if span.into is None else span.into[linear.name],
-            )
-            for span, (start, stop) in zip(self.spans, places, strict=True)
-            if start < stop and linear.name in span.factors
+            Share(start, stop, span.factors[name], None if span.into is None else span.into[name])
+            for span, (start, stop) in zip(self.spans, bounds, strict=True)
+            if start < stop and name in span.factors
         ]
 
 
-def forward(
-    x_TD: torch.Tensor, linear: Linear, shares: Sequence[Share]
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def forward(x_TD: Tensor, linear: Linear, shares: Sequence[Share]) -> tuple[Tensor, list[Tensor]]:
     """Return the product with every share added, and each share's x A^T."""
     lows = [lowered(x_TD[share.start : share.stop], share.factors.a_RD) for share in shares]
     onto = _go_first(shares, x_TD) and linear.bias_N is None and not linear.wide
@@ -150,7 +138,7 @@ def forward(
     return y_TN.addmm_(x_TD, linear.weight_ND.t()) if onto else y_TN, lows
 
 
-def _go_first(shares: Sequence[Share], x_TD: torch.Tensor) -> bool:
+def _go_first(shares: Sequence[Share], x_TD: Tensor) -> bool:
     """Return True if shares are written first, and the base product is added to them.
 
     On an accelerator the product reads them while it is made, which is quicker than to go over it
@@ -163,14 +151,14 @@ def _go_first(shares: Sequence[Share], x_TD: torch.Tensor) -> bool:
 
 
 def backward(
-    dy_TN: torch.Tensor,
-    x_TD: torch.Tensor,
-    lows: Sequence[torch.Tensor],
+    dy_TN: Tensor,
+    x_TD: Tensor,
+    lows: Sequence[Tensor],
     linear: Linear,
     shares: Sequence[Share],
     *,
     wants_input: bool,
-) -> torch.Tensor | None:
+) -> Tensor | None:
     """Add the gradients of each share's A and B to its buffer.
 
     The result is the gradient of x, if it is wanted.
@@ -198,11 +186,11 @@ def backward(
     return dx_TD.addmm_(dy_TN, linear.weight_ND) if onto and dx_TD is not None else dx_TD
 
 
-def _parts(y_TN: torch.Tensor, linear: Linear) -> Sequence[torch.Tensor]:
+def _parts(y_TN: Tensor, linear: Linear) -> Sequence[Tensor]:
     return [y_TN] if len(linear.sizes) == 1 else torch.split(y_TN, linear.sizes, dim=1)
 
 
-def _each(low_TR: torch.Tensor, linear: Linear) -> Sequence[torch.Tensor]:
+def _each(low_TR: Tensor, linear: Linear) -> Sequence[Tensor]:
     return low_TR.chunk(len(linear.sizes), dim=1)
 
 
@@ -214,15 +202,15 @@ class _MixedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, anchor: torch.Tensor, linear: Linear, shares: Sequence[Share]
-    ) -> torch.Tensor:
+        ctx: Any, x: Tensor, anchor: Tensor, linear: Linear, shares: Sequence[Share]
+    ) -> Tensor:
         y_TN, lows = forward(x, linear, shares)
         ctx.save_for_backward(x, *lows)
         ctx.linear, ctx.shares = linear, shares
         return y_TN
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         x_TD, *lows = ctx.saved_tensors
         dy_TN = grads[0].to(x_TD.dtype)
         dx = backward(
@@ -240,12 +228,12 @@ class _MixedGate(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: torch.Tensor,
-        anchor: torch.Tensor,
+        x: Tensor,
+        anchor: Tensor,
         linear: Linear,
         shares: Sequence[Share],
         activation: str,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         y_TN = F.linear(x, linear.weight_ND, linear.bias_N)
         lows = [F.linear(x[share.start : share.stop], share.factors.a_RD) for share in shares]
         out_TF = y_TN.new_empty(y_TN.shape[0], y_TN.shape[1] // 2)
@@ -257,7 +245,7 @@ class _MixedGate(torch.autograd.Function):
         return out_TF
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         x_TD, y_TN, *lows = ctx.saved_tensors
         dy_TN, grad_TF = torch.empty_like(y_TN), grads[0].contiguous()
         for share, low_TR in zip(ctx.shares, lows, strict=True):
@@ -270,12 +258,12 @@ class _MixedGate(torch.autograd.Function):
 
 
 def _fuse_gate(
-    y_TN: torch.Tensor,
-    low_TR: torch.Tensor,
+    y_TN: Tensor,
+    low_TR: Tensor,
     share: Share,
     activation: str,
-    out: torch.Tensor,
-    grad_TF: torch.Tensor | None = None,
+    out: Tensor,
+    grad_TF: Tensor | None = None,
 ) -> None:
     gate_FR, up_FR = share.factors.b_NR
     kernels_for(y_TN).shared_gate(

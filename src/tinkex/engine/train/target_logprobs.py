@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tinkex.engine.model.attention import soft_cap_slope
-from tinkex.engine.model.decoder import cap_logits
+from tinkex.engine.model.decoder import Decoder, cap_logits
 from tinkex.engine.model.elementwise import kernels_for
 from tinkex.engine.model.matmul import lowered
+from tinkex.engine.torch.lora import Linear
 from tinkex.engine.train.span_adapters import (
     ROWS,
     Span,
@@ -24,10 +26,6 @@ from tinkex.engine.train.span_adapters import (
     forward as mixed_forward,
 )
 from tinkex.types.tensors import Array
-
-if TYPE_CHECKING:
-    from tinkex.engine.model.decoder import Decoder
-    from tinkex.engine.torch.lora import Linear
 
 LOGITS_BUDGET = 1 << 24
 """The most logits that are computed at once on a CPU."""
@@ -49,8 +47,8 @@ ROOMIER = 16
 class Wanted:
     """The targets whose log-probabilities are wanted."""
 
-    rows_M: torch.Tensor
-    targets_M: torch.Tensor
+    rows_M: Tensor
+    targets_M: Tensor
     chunks: Sequence[tuple[slice, slice]]
     """Slices of tokens whose logits are computed at once, with their slices of targets."""
     distinct: bool
@@ -58,16 +56,16 @@ class Wanted:
 
 
 def target_logprobs(
-    model: Decoder, hidden_TD: torch.Tensor, wanted: Wanted, adapters: SpanAdapters, *, keep: bool
-) -> torch.Tensor:
+    model: Decoder, hidden_TD: Tensor, wanted: Wanted, adapters: SpanAdapters, *, keep: bool
+) -> Tensor:
     """Return log-probabilities of targets; `keep` allows to keep few logits for backward."""
-    logprobs_M: torch.Tensor = _TargetLogprobs.apply(  # type: ignore[no-untyped-call]
+    logprobs_M: Tensor = _TargetLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden_TD, adapters.anchor, model.head, wanted, adapters, model.config.logit_cap, keep
     )
     return logprobs_M
 
 
-def _may_keep(logits: int, like: torch.Tensor) -> bool:
+def _may_keep(logits: int, like: Tensor) -> bool:
     """Return True if so many logits may be kept."""
     if not like.is_cuda:
         return logits <= KEPT_LOGITS
@@ -114,14 +112,14 @@ class _TargetLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden_TD: torch.Tensor,
-        anchor: torch.Tensor | None,
+        hidden_TD: Tensor,
+        anchor: Tensor | None,
         head: Linear,
         wanted: Wanted,
         adapters: SpanAdapters,
         cap: float | None,
         keep: bool,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         keep = (
             keep
             and anchor is not None
@@ -141,7 +139,7 @@ class _TargetLogprobs(torch.autograd.Function):
         return torch.cat(out)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         (hidden_TD,), wanted = ctx.saved_tensors, ctx.wanted
         dhidden_TD = torch.empty_like(hidden_TD)
         for chunk, (rows, span) in enumerate(wanted.chunks):
@@ -175,28 +173,28 @@ class _TargetLogprobs(torch.autograd.Function):
 class Scored:
     """Logits of some tokens, and the logarithms of the sums of their exponentials."""
 
-    logits_TV: torch.Tensor
-    sums_T1: torch.Tensor
+    logits_TV: Tensor
+    sums_T1: Tensor
 
     @classmethod
-    def of(cls, logits_TV: torch.Tensor) -> Scored:
+    def of(cls, logits_TV: Tensor) -> Scored:
         """Sum in float32 at least."""
         fused = kernels_for(logits_TV)
         return cls(logits_TV, _log_sum(logits_TV) if fused is None else fused.log_sums(logits_TV))
 
-    def at(self, rows_M: torch.Tensor, targets_M: torch.Tensor) -> torch.Tensor:
+    def at(self, rows_M: Tensor, targets_M: Tensor) -> Tensor:
         """Return the log-probabilities of targets."""
         return self.logits_TV[rows_M, targets_M].to(self.sums_T1.dtype) - self.sums_T1[rows_M, 0]
 
     def gradient(
         self,
-        rows_M: torch.Tensor,
-        targets_M: torch.Tensor,
-        grad_M: torch.Tensor,
+        rows_M: Tensor,
+        targets_M: Tensor,
+        grad_M: Tensor,
         dtype: torch.dtype,
         *,
         distinct: bool,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return the gradient of the logits, which may be overwritten.
 
         At a target it is the target's own, less softmax times the sum over the row. Where softmax
@@ -223,22 +221,22 @@ class Scored:
         dlogits_TV = self._softmax_gradient(row_grad_T1, dtype)
         return dlogits_TV.index_put_((rows_M, targets_M), theirs_M.to(dtype))
 
-    def _softmax_gradient(self, row_grad_T1: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def _softmax_gradient(self, row_grad_T1: Tensor, dtype: torch.dtype) -> Tensor:
         if (fused := kernels_for(self.logits_TV)) is not None:
-            gradient: torch.Tensor = fused.softmax_gradient(
+            gradient: Tensor = fused.softmax_gradient(
                 self.logits_TV, self.sums_T1, row_grad_T1, dtype
             )
             return gradient
         return (-torch.exp(self.logits_TV.float() - self.sums_T1) * row_grad_T1).to(dtype)
 
 
-def _log_sum(logits_TV: torch.Tensor) -> torch.Tensor:
+def _log_sum(logits_TV: Tensor) -> Tensor:
     return torch.logsumexp(
         logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32)), -1, keepdim=True
     )
 
 
-def log_softmax(logits_TV: torch.Tensor) -> torch.Tensor:
+def log_softmax(logits_TV: Tensor) -> Tensor:
     """Return log-softmax in float32 at least."""
     return torch.log_softmax(
         logits_TV, dim=-1, dtype=torch.promote_types(logits_TV.dtype, torch.float32)

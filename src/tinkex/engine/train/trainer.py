@@ -14,22 +14,16 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from tinkex.engine.api import EngineError, PassDone, PassJob
-from tinkex.engine.fair_share import Shares
-from tinkex.engine.losses.examples import Room
-from tinkex.engine.train.device_step import Launched, launch
-from tinkex.engine.train.training_pass import Pass
+from tinkex.engine.losses.examples import Objective, Room
+from tinkex.engine.stepping import Shares
+from tinkex.engine.train.device_step import Launched, Pass, launch
+from tinkex.engine.train.optim import Adapter
 from tinkex.types.training import ForwardBackwardOutput
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from tinkex.engine.losses.objective import Objective
-    from tinkex.engine.train.adapter import Adapter
 
 logger = logging.getLogger("tinkex.engine")
 
@@ -224,7 +218,9 @@ class Trainer:
         tokens = sum(work.size(piece) for work, piece in chosen)
         self.budget, self._since_halved = max(1, min(self.budget, tokens) // 2), 0
         logger.warning(
-            "memory ran out at %d tokens in a step; from now on it takes %d", tokens, self.budget
+            "memory ran out at %d tokens in a step; steps take at most %d tokens now",
+            tokens,
+            self.budget,
         )
         for work in works.values():
             work.begin(self.budget)

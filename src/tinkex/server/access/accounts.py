@@ -23,8 +23,7 @@ from starlette.datastructures import Headers
 from tinkex.client.settings.config import LOOPBACK
 from tinkex.server.access.endpoints import Access
 from tinkex.server.access.keys import has_keys, hash_of
-from tinkex.server.database.entities import LOCAL_OWNER, user_urn
-from tinkex.server.database.interface import Database
+from tinkex.server.database.interface import LOCAL_OWNER, Database, user_urn
 from tinkex.server.files.data_dir import signing_secret
 from tinkex.server.http_errors import Refusal
 

@@ -63,7 +63,7 @@ class Doors:
             if not self._warned:
                 self._warned = True
                 logger.warning(
-                    "there are too many connections, the last from %s; more are refused", address
+                    "too many connections are open, the last from %s; refusing more", address
                 )
             if self._reserved >= RESERVE:
                 return None

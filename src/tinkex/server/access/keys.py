@@ -7,8 +7,7 @@ import json
 import secrets
 import time
 
-from tinkex.server.database.entities import LOCAL_OWNER, AuditEntry
-from tinkex.server.database.interface import Database
+from tinkex.server.database.interface import LOCAL_OWNER, AuditEntry, Database
 from tinkex.server.files.data_dir import is_keyed, mark_keyed
 
 PREFIX = "tml-"

@@ -39,7 +39,7 @@ class Searches:
             return await loop.run_in_executor(self._threads, search, request, owner)
         except TimeoutError as error:
             raise Refusal(
-                400, f"the search was given up: {error}; ask for less, such as one project"
+                400, f"the search was stopped: {error}; search for less, such as one project"
             ) from None
         finally:
             self.owners.discard(owner)

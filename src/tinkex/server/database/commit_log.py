@@ -22,7 +22,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from tinkex.server.files.data_dir import DataDirError
+from tinkex.server.database.row_digests import damaged
 from tinkex.types.tensors import Array
 
 HEADER, FRAME = struct.Struct(">8I"), struct.Struct(">6I")
@@ -51,13 +51,12 @@ class _Log:
         magic, _, self._page, _, *_, one, two = HEADER.unpack(header)
         self._order, self._file, self.salts = ">u4" if magic & 1 else "<u4", file, header[16:24]
         self.sums: Sums = (one, two)
-        known = (
-            magic & ~1 == MAGIC and 512 <= self._page <= 65536 and not self._page & (self._page - 1)
-        )
+        is_page = 512 <= self._page <= 65536 and not self._page & (self._page - 1)
+        known = magic & ~1 == MAGIC and is_page
         self.is_valid = known and self._after((0, 0), header[:24]) == self.sums
 
     def commits(self, frames: int = 0, sums: Sums | None = None) -> Iterator[tuple[int, Sums]]:
-        """Yield the valid commits after a number of frames: the frames and sums up to each."""
+        """Yield the frames and sums up to each valid commit after a number of frames."""
         found = self.sums if sums is None else sums
         self._file.seek(HEADER.size + frames * (FRAME.size + self._page))
         while True:
@@ -83,7 +82,7 @@ class _Log:
 
 @functools.lru_cache(maxsize=8)
 def _weights(words: int) -> tuple[Array, Array, tuple[Sums, Sums]]:
-    """Return what each word, and each sum before them, adds to the two sums after them.
+    """Return the share of each word and earlier sum in the next two sums.
 
     A pair (x, y) makes of the sums (s, t): s + t + x, and t + y + that.
     """
@@ -115,26 +114,19 @@ def check(database: Path) -> None:
                 return
             found = _Log(file, header)
             flushed = _recorded(record_of(database), found.salts)
-            valid = (
-                max((frames for frames, _ in found.commits()), default=0)
-                if found.is_valid and flushed
-                else 0
-            )
+            commits = found.commits() if found.is_valid and flushed else ()
+            valid = max((frames for frames, _ in commits), default=0)
             if found.is_valid and valid >= flushed:
                 return
         if header == before:
-            what = (
-                f"{valid} of {flushed} frames are valid"
-                if found.is_valid
-                else "its header has a wrong checksum"
-            )
-            raise DataDirError(
-                f"{log.name} is damaged ({what}); restore the directory from a backup"
-            )
+            what = "its header has a wrong checksum"
+            if found.is_valid:
+                what = f"{valid} of {flushed} frames are valid"
+            raise damaged(log.name, what)
 
 
 def _recorded(path: Path, salts: bytes) -> int:
-    """Return how many frames were flushed of the log with these salts, as far as that is known."""
+    """Return the known number of flushed frames of the log with these salts."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -161,7 +153,7 @@ class RecordingLock:
         self._db, self._noted = db, db.total_changes
 
     def skip(self) -> None:
-        """Leave the changes so far to the next record, as they were not flushed. Under the lock."""
+        """Leave unflushed changes to the next record. Call it under the lock."""
         if self._db is not None:
             self._noted = self._db.total_changes
 

@@ -1,4 +1,4 @@
-"""The database of a data directory, as the rest of the server sees it.
+"""The database of a data directory as the server sees it, and its records.
 
 `sqlite.py` implements it. All calls may block: the event loop makes them in a thread, except for
 `SamplerTable.known`. Another database is another class with these attributes, handed to
@@ -8,27 +8,186 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
-from tinkex.server.database.entities import (
-    LOCAL_OWNER,
-    AuditEntry,
-    FoundSession,
-    Key,
-    Run,
-    RunRecord,
-    Sampler,
-    Save,
-    SavedCheckpoint,
-    SessionRecord,
-    Span,
-    StoredBytes,
-    Use,
-    Used,
-)
-from tinkex.types.checkpoint_search import CheckpointSearchRequest
-from tinkex.types.session_search import SessionSearchRequest
+from tinkex.types.search_requests import CheckpointSearchRequest, SessionSearchRequest
+from tinkex.types.training import LoraConfig
+
+LOCAL_OWNER = "local"
+"""The owner of what is made on an open server, or with the key that a server was started with."""
+NO_PROJECT = "default"
+"""The project of sessions that were given none."""
+CLIENT_REASONS = ("success", "errored", "interrupted")
+"""The reasons that clients give for the end of a session."""
+
+UsageKind: TypeAlias = Literal["training", "prefill", "sample", "checkpoint", "storage"]
+Use: TypeAlias = tuple[int, str, str, str, UsageKind]
+"""The hour, the owner, the session, the base model, and the kind of use."""
+
+
+def user_urn(owner: str) -> str:
+    """Return an owner as clients see it."""
+    return f"tml:user:{owner}"
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRecord:
+    """A session with its training runs and samplers."""
+
+    display_name: str | None
+    user_metadata: dict[str, Any]
+    run_ids: list[str]
+    sampler_ids: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class FoundSession:
+    """A session that a search found."""
+
+    session_id: str
+    microsecond: int
+    """The time when it was made, as exactly as a cursor can say."""
+    owner: str
+    project_id: str | None
+    reason: str | None
+    detail: str | None
+    display_name: str | None
+    user_metadata: dict[str, Any]
+    checkpoints: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A training run."""
+
+    model_id: str
+    session_id: str
+    base_model: str
+    lora: LoraConfig
+    optimizer: dict[str, Any]
+    user_metadata: dict[str, Any] = field(default_factory=dict)
+    owner: str = LOCAL_OWNER
+    base_digest: str = ""
+    """The digest of the base model's weights; empty when not known."""
+    home: str = ""
+    """The name of the worker that the run is at home on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """Something to sample from: a base model, a checkpoint, or a nameless snapshot."""
+
+    sampler_id: str
+    session_id: str
+    base_model: str
+    model_path: str | None
+    is_snapshot: bool = False
+    owner: str = LOCAL_OWNER
+    model_id: str | None = None
+    """The run that a nameless snapshot was taken of."""
+    version: int | None = None
+    """The version that an in-flight sampler was made with, the oldest it may have."""
+
+
+class Save(NamedTuple):
+    """The answer to a save; its checkpoint may have been replaced or deleted."""
+
+    tinker_path: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SavedCheckpoint:
+    """A checkpoint on disk."""
+
+    tinker_path: str
+    model_id: str
+    directory: Path
+    created: float
+    base_model: str
+    lora: LoraConfig
+    optimizer: dict[str, Any]
+    size_bytes: int
+    expires: float | None = None
+    user_metadata: dict[str, str] = field(default_factory=dict)
+    owner: str = LOCAL_OWNER
+    public: bool = False
+    project_id: str | None = None
+    base_digest: str = ""
+
+    def is_shown_to(self, owner: str) -> bool:
+        """Return whether an owner may read it: their own, or a published one."""
+        return self.public or self.owner == owner
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """A run, its last request, and its last checkpoints that the reader may see."""
+
+    run: Run
+    last_request: float
+    corrupted: bool
+    last_training: SavedCheckpoint | None
+    last_sampler: SavedCheckpoint | None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBytes:
+    """The room that the checkpoints of an owner take in a project."""
+
+    project: str | None
+    owner: str
+    count: int
+    size: int
+
+
+class Key(NamedTuple):
+    """A key on record; the key itself is not."""
+
+    id: int
+    owner: str
+    name: str
+    created: float
+    last_used: float | None
+    revoked: float | None
+
+
+class Used(NamedTuple):
+    """An amount that was used in an hour."""
+
+    bucket: int
+    owner: str
+    session_id: str
+    base_model: str
+    kind: UsageKind
+    amount: float
+    project_id: str | None
+
+
+class AuditEntry(NamedTuple):
+    """An entry of the audit log; `details` is JSON."""
+
+    at: float
+    owner: str
+    category: str
+    event: str
+    model_id: str | None
+    tinker_path: str | None
+    details: str
+
+
+class Span(NamedTuple):
+    """An operation of a session's timeline."""
+
+    session_id: str
+    request_id: str
+    operation: str
+    began: float
+    ended: float
+    error: str | None
 
 
 class DatabaseError(Exception):
@@ -56,7 +215,7 @@ class SessionTable(Protocol):
     def note_heard(
         self, heard: Sequence[tuple[float, str]], silent_since: float, reason: str, detail: str
     ) -> None:
-        """Record when sessions were last heard, and end those that are silent since a time.
+        """Record the last requests of sessions, and end those silent since a time.
 
         A power loss may take this back.
         """
@@ -65,7 +224,7 @@ class SessionTable(Protocol):
         """Move a session and its checkpoints into a project; return whether it exists."""
 
     def owner_of(self, session_id: str, model_id: str) -> tuple[str, str] | None:
-        """Return the id and the owner of the session or else the run; None if there is neither."""
+        """Return the id and owner of the session, or else of the run, or None."""
 
     def ids(self, owner: str, limit: int, offset: int) -> list[str]:
         """Return a page of an owner's sessions, newest first."""
@@ -96,7 +255,7 @@ class RunTable(Protocol):
     def page(
         self, owner: str, *, accessible: bool, project_id: str | None, limit: int, offset: int
     ) -> tuple[list[RunRecord], int]:
-        """Return a page of the runs that an owner has, or may see, newest first; and the count."""
+        """Return a page of an owner's or the visible runs, newest first, and the count."""
 
     def record(self, model_id: str, owner: str, *, accessible: bool) -> RunRecord | None:
         """Return a run that an owner has, or may see."""
@@ -109,10 +268,10 @@ class SamplerTable(Protocol):
         """Record a sampler; the same one again changes nothing."""
 
     def add_inflight(self, sampler: Sampler, number: int) -> None:
-        """Record an in-flight sampler, and the version that the request of this number made."""
+        """Record an in-flight sampler, and the version made by a numbered request."""
 
     def inflight_versions(self, model_id: str, number: int) -> tuple[int, int]:
-        """Return the version that belongs to a request, and the newest of its run; 0 if none."""
+        """Return the version of a request, and the newest of its run; 0 if none."""
 
     def newest_version(self, model_id: str) -> int:
         """Return the newest version of a run's in-flight target; 0 if it has none."""
@@ -124,7 +283,7 @@ class SamplerTable(Protocol):
         """Return a sampler of this or an earlier life of the server."""
 
     def join(self, sampler_id: str) -> int:
-        """Return the number of one more client of a sampler: 1, 2, …; no number occurs twice."""
+        """Return the number of a new client of a sampler: 1, 2, …, each only once."""
 
 
 class CheckpointTable(Protocol):
@@ -134,7 +293,7 @@ class CheckpointTable(Protocol):
         """Record a checkpoint, and that a request for it was met."""
 
     def save(self, request_id: str) -> Save | None:
-        """Return the answer to a request for saving, if it was met in any life of the server."""
+        """Return the answer to a save that was done before, also before a restart."""
 
     def get(self, tinker_path: str) -> SavedCheckpoint | None:
         """Return a checkpoint by its path, unless it has expired."""
@@ -148,7 +307,7 @@ class CheckpointTable(Protocol):
         """
 
     def samplers(self, owner: str, base_models: Sequence[str], limit: int) -> list[SavedCheckpoint]:
-        """Return an owner's checkpoints to sample from, on these base models; newest first."""
+        """Return an owner's sampler checkpoints of these base models, newest first."""
 
     def search(
         self, request: CheckpointSearchRequest, owner: str
@@ -168,7 +327,7 @@ class CheckpointTable(Protocol):
         """Let an owner's checkpoint expire at a time, or never; return whether it exists."""
 
     def remove(self, path: str, owner: str) -> Path | None:
-        """Remove an owner's checkpoint; return the directory, whose files can be deleted now."""
+        """Remove an owner's checkpoint; return its directory, which can be deleted."""
 
     def remove_expired(self) -> list[Path]:
         """Remove the expired checkpoints; return their directories."""
@@ -209,7 +368,10 @@ class KeyTable(Protocol):
 
 
 class ActivityTable(Protocol):
-    """Usage by the hour, the audit log, and the timelines of sessions."""
+    """Usage by the hour, the audit log, the timelines of sessions, and the server's lives."""
+
+    def begin_life(self) -> int:
+        """Count a start of the server; return its number, which is above all earlier ones."""
 
     def add(
         self, uses: Mapping[Use, float], spans: Sequence[Span], entries: Sequence[AuditEntry]
@@ -230,7 +392,7 @@ class ActivityTable(Protocol):
     def audit(
         self, start: float, end: float, owner: str | None, category: str | None
     ) -> list[AuditEntry]:
-        """Return the audit log between two times, of an owner or of all, of a category or all."""
+        """Return the audit log between two times; None means all owners or categories."""
 
     def spans(self, session_id: str) -> list[Span]:
         """Return the timeline of a session."""

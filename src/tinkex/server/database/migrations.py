@@ -9,19 +9,18 @@ MIGRATIONS = (
     );
     CREATE TABLE runs (
         model_id TEXT PRIMARY KEY, session_id TEXT NOT NULL, base_model TEXT NOT NULL,
-        lora TEXT NOT NULL,
-        optimizer TEXT NOT NULL, user_metadata TEXT NOT NULL, created REAL NOT NULL
+        lora TEXT NOT NULL, optimizer TEXT NOT NULL, user_metadata TEXT NOT NULL,
+        created REAL NOT NULL
     );
     CREATE TABLE samplers (
         sampler_id TEXT PRIMARY KEY, session_id TEXT NOT NULL, base_model TEXT NOT NULL,
-        model_path TEXT,
-        is_snapshot INTEGER NOT NULL, created REAL NOT NULL
+        model_path TEXT, is_snapshot INTEGER NOT NULL, created REAL NOT NULL
     );
     CREATE TABLE checkpoints (
         tinker_path TEXT PRIMARY KEY, model_id TEXT NOT NULL, directory TEXT NOT NULL,
         base_model TEXT NOT NULL, lora TEXT NOT NULL, optimizer TEXT NOT NULL,
-        size_bytes INTEGER NOT NULL, created REAL NOT NULL,
-        expires REAL, user_metadata TEXT NOT NULL
+        size_bytes INTEGER NOT NULL, created REAL NOT NULL, expires REAL,
+        user_metadata TEXT NOT NULL
     );
     CREATE INDEX checkpoints_of_run ON checkpoints (model_id);
     """,
@@ -46,8 +45,7 @@ MIGRATIONS = (
     """
     CREATE TABLE keys (
         id INTEGER PRIMARY KEY AUTOINCREMENT, hash BLOB NOT NULL UNIQUE, owner TEXT NOT NULL,
-        name TEXT NOT NULL,
-        created REAL NOT NULL, last_used REAL, revoked REAL
+        name TEXT NOT NULL, created REAL NOT NULL, last_used REAL, revoked REAL
     );
     CREATE TABLE usage (
         bucket INTEGER NOT NULL, owner TEXT NOT NULL, session_id TEXT NOT NULL,
@@ -56,14 +54,12 @@ MIGRATIONS = (
     ) WITHOUT ROWID;
     CREATE TABLE audit (
         at REAL NOT NULL, owner TEXT NOT NULL, category TEXT NOT NULL, event TEXT NOT NULL,
-        model_id TEXT,
-        tinker_path TEXT, details TEXT NOT NULL
+        model_id TEXT, tinker_path TEXT, details TEXT NOT NULL
     );
     CREATE INDEX audit_by_day ON audit (at);
     CREATE TABLE spans (
         session_id TEXT NOT NULL, request_id TEXT NOT NULL, operation TEXT NOT NULL,
-        began REAL NOT NULL,
-        ended REAL NOT NULL, error TEXT
+        began REAL NOT NULL, ended REAL NOT NULL, error TEXT
     );
     CREATE INDEX spans_of_session ON spans (session_id, began);
     CREATE INDEX runs_of_session ON runs (session_id);
@@ -90,4 +86,5 @@ MIGRATIONS = (
     ) WITHOUT ROWID
     """,
     "ALTER TABLE runs ADD COLUMN home TEXT NOT NULL DEFAULT ''",
+    "CREATE TABLE lives (life INTEGER PRIMARY KEY AUTOINCREMENT, began REAL NOT NULL)",
 )

@@ -70,10 +70,8 @@ def keep(db: sqlite3.Connection) -> None:
             ("changed", f"UPDATE OF {', '.join(table.columns)}", put),
             ("deleted", "DELETE", drop),
         ):
-            db.execute(
-                f"CREATE TEMP TRIGGER {table.name}_{name} AFTER {event} ON main.{table.name} BEGIN "
-                f"{work}; END"
-            )
+            trigger = f"{table.name}_{name} AFTER {event} ON main.{table.name}"
+            db.execute(f"CREATE TEMP TRIGGER {trigger} BEGIN {work}; END")
 
 
 def register(db: sqlite3.Connection) -> None:
@@ -95,24 +93,22 @@ def verify(db: sqlite3.Connection, name: str) -> None:
     try:
         found = db.execute("PRAGMA integrity_check(1)").fetchone()[0]
         if found != "ok":
-            raise _damaged(name, found)
+            raise damaged(name, found)
         for table in _tables(db):
-            sound = (
-                f"SELECT count(*) FROM {table.name} t JOIN {TABLE} d ON d.of_table = "
-                f"'{table.name}' "
-                f"AND d.of_row = {table.key('t')} AND d.digest = {table.digest('t')}"
-            )
-            there = f"SELECT count(*) FROM {table.name}"
-            known = f"SELECT count(*) FROM {TABLE} WHERE of_table = '{table.name}'"
-            counts = [db.execute(query).fetchone()[0] for query in (sound, there, known)]
+            own = f"d.of_table = '{table.name}'"
+            same = f"{own} AND d.of_row = {table.key('t')} AND d.digest = {table.digest('t')}"
+            sound, known = f"{table.name} t JOIN {TABLE} d ON {same}", f"{TABLE} d WHERE {own}"
+            places = (sound, table.name, known)
+            counts = [db.execute(f"SELECT count(*) FROM {of}").fetchone()[0] for of in places]
             if len(set(counts)) > 1:
-                raise _damaged(name, f"rows of {table.name} do not have their digests")
+                raise damaged(name, f"rows of {table.name} do not have their digests")
         others = ", ".join(f"'{table.name}'" for table in _tables(db))
         if db.execute(f"SELECT 1 FROM {TABLE} WHERE of_table NOT IN ({others})").fetchone():
-            raise _damaged(name, "there are digests of unknown rows")
+            raise damaged(name, "there are digests of unknown rows")
     except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
-        raise _damaged(name, str(error)) from None
+        raise damaged(name, str(error)) from None
 
 
-def _damaged(name: str, why: str) -> DataDirError:
+def damaged(name: str, why: str) -> DataDirError:
+    """Return the error for a damaged file of the database."""
     return DataDirError(f"{name} is damaged ({why}); restore the directory from a backup")

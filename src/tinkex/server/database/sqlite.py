@@ -1,4 +1,7 @@
-"""The database in SQLite: one file of the data directory. Tensors are files beside it."""
+"""The database in SQLite: one file of the data directory.
+
+Tensors are files beside it.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,8 @@ from tinkex.server.database.interface import (
     SessionTable,
 )
 from tinkex.server.database.sqlite_activity import SqliteActivity, SqliteKeys
-from tinkex.server.database.sqlite_checkpoints import SqliteCheckpoints
 from tinkex.server.database.sqlite_connection import Connection
-from tinkex.server.database.sqlite_runs import SqliteRuns, SqliteSamplers
+from tinkex.server.database.sqlite_runs import SqliteCheckpoints, SqliteRuns, SqliteSamplers
 from tinkex.server.database.sqlite_sessions import SqliteSessions
 
 DATABASE = "tinkex.sqlite3"

@@ -7,9 +7,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tinkex.server.database.entities import AuditEntry, Key, Span, Use, Used
-from tinkex.server.database.sqlite_connection import Connection
+from tinkex.server.database.interface import AuditEntry, Key, Span, Use, Used
+from tinkex.server.database.sqlite_connection import Table
 
+AUDIT = "at, owner, category, event, model_id, tinker_path, details"
 ADD_USE = """
     INSERT INTO usage VALUES (?, ?, ?, ?, ?, ?)
     ON CONFLICT (bucket, owner, session_id, base_model, kind)
@@ -17,11 +18,8 @@ ADD_USE = """
 """
 
 
-class SqliteKeys:
+class SqliteKeys(Table):
     """API keys, by their hashes."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
 
     def add(self, digest: bytes, owner: str, name: str) -> int:
         """Record a key; return its number."""
@@ -58,11 +56,13 @@ class SqliteKeys:
         return str(self._connection.rows("SELECT name FROM keys WHERE id = ?", number)[0]["name"])
 
 
-class SqliteActivity:
+class SqliteActivity(Table):
     """Usage by the hour, the audit log, and the timelines of sessions."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def begin_life(self) -> int:
+        """Count a start of the server; return its number, which is above all earlier ones."""
+        sql = "INSERT INTO lives (began) VALUES (?) RETURNING life"
+        return int(self._connection.rows(sql, time.time())[0]["life"])
 
     def add(
         self, uses: Mapping[Use, float], spans: Sequence[Span], entries: Sequence[AuditEntry]
@@ -71,11 +71,7 @@ class SqliteActivity:
         self._connection.change(
             (ADD_USE, [(*use, amount) for use, amount in uses.items()]),
             ("INSERT INTO spans VALUES (?, ?, ?, ?, ?, ?)", spans),
-            (
-                "INSERT INTO audit (at, owner, category, event, model_id, tinker_path, details) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?)",
-                entries,
-            ),
+            (f"INSERT INTO audit ({AUDIT}) VALUES (?, ?, ?, ?, ?, ?, ?)", entries),
             flush=bool(entries),
         )
 
@@ -92,18 +88,17 @@ class SqliteActivity:
             """,
             {"start": start, "end": end, "owner": owner},
         )
-        metadata = {row["session_id"]: row["user_metadata"] for row in rows}
-        return [Used(*tuple(row)[:-1]) for row in rows], {
-            session: json.loads(text) for session, text in metadata.items() if text is not None
-        }
+        texts = {row["session_id"]: row["user_metadata"] for row in rows}
+        metadata = {session: json.loads(text) for session, text in texts.items() if text}
+        return [Used(*tuple(row)[:-1]) for row in rows], metadata
 
     def audit(
         self, start: float, end: float, owner: str | None, category: str | None
     ) -> list[AuditEntry]:
-        """Return the audit log between two times, of an owner or of all, of a category or all."""
+        """Return the audit log between two times; None means all owners or categories."""
         rows = self._connection.read(
-            """
-            SELECT at, owner, category, event, model_id, tinker_path, details FROM audit
+            f"""
+            SELECT {AUDIT} FROM audit
             WHERE at >= :start AND at < :end AND (:owner IS NULL OR owner = :owner)
                 AND (:category IS NULL OR category = :category) ORDER BY at
             """,

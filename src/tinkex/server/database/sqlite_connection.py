@@ -1,18 +1,26 @@
-"""Connections to the database: one that writes, behind a lock, and some that only read."""
+"""Connections to the database: one writes, behind a lock, the others read."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from tinkex.server.database import commit_log, row_digests
 from tinkex.server.database.interface import DatabaseError
 from tinkex.server.database.migrations import MIGRATIONS
 from tinkex.server.files.data_dir import DataDirError
+from tinkex.types.training import LoraConfig
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 
 DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
 """Errors at the start that only a damaged database gives; the last one is a schema that a migration
@@ -23,6 +31,14 @@ SEARCH_SECONDS = 5.0
 """Seconds that a search may take."""
 SEARCH_INSTRUCTIONS = 10_000
 """After so many instructions of SQLite a search looks at the clock."""
+DECODERS: Mapping[str, Callable[[Any], Any]] = {
+    "lora": LoraConfig.model_validate_json,
+    "optimizer": json.loads,
+    "user_metadata": json.loads,
+    "is_snapshot": bool,
+    "public": bool,
+}
+"""The columns that are not as their fields."""
 
 
 class Connection:
@@ -60,9 +76,7 @@ class Connection:
             code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
             if code not in DAMAGED:  # a full disk, for example
                 raise DatabaseError(str(error)) from error
-            raise DataDirError(
-                f"{self._name} is damaged ({error}); restore the directory from a backup"
-            ) from None
+            raise row_digests.damaged(self._name, str(error)) from None
 
     def _migrate(self) -> None:
         self.db.execute("BEGIN IMMEDIATE")  # two processes may open a new directory at once
@@ -115,9 +129,10 @@ class Connection:
 
     def insert(self, table: str, row: Mapping[str, Any], *, replace: bool = False) -> None:
         """Add one row."""
-        self.rows(insertion(table, row, replace=replace), *row.values())
+        query, [values] = addition(table, row, replace=replace)
+        self.rows(query, *values)
 
-    def change(self, *statements: tuple[str, Sequence[Sequence[Any]]], flush: bool = True) -> None:
+    def change(self, *statements: Statement, flush: bool = True) -> None:
         """Run statements, each once for each of its rows of values; all of them or none.
 
         With `flush=False` a power loss may take the change back, as one piece.
@@ -154,6 +169,14 @@ class Connection:
         """Run a query that may be long, beside everything else."""
         with self._reader() as db:
             return db.execute(query, values).fetchall()
+
+    def page(
+        self, table: str, where: str, name: str, values: Mapping[str, Any]
+    ) -> tuple[list[sqlite3.Row], int]:
+        """Return a page of a table, newest first and then by name, and the count."""
+        order = f"ORDER BY created DESC, {name} LIMIT :limit OFFSET :offset"
+        rows = self.read(f"SELECT * FROM {table} WHERE {where} {order}", values)
+        return rows, self.read(f"SELECT count(*) FROM {table} WHERE {where}", values)[0][0]
 
     def search(self, query: str, values: Sequence[Any]) -> list[sqlite3.Row]:
         """Run a query that is given up after a time.
@@ -203,7 +226,49 @@ def _translated() -> Iterator[None]:
         raise DatabaseError(str(error)) from error
 
 
-def insertion(table: str, row: Mapping[str, Any], *, replace: bool = False) -> str:
-    """Return the statement that adds a row with these columns."""
+class Table:
+    """The rows of one kind."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+
+Statement: TypeAlias = tuple[str, Sequence[Sequence[Any]]]
+"""A statement, and the rows of values that it is run with."""
+Condition: TypeAlias = tuple[str, Sequence[Any]]
+"""An SQL expression, and the values of its marks."""
+
+
+def addition(table: str, row: Mapping[str, Any], *, replace: bool = False) -> Statement:
+    """Return the statement that adds a row."""
     columns, marks = ", ".join(row), ", ".join("?" * len(row))
-    return f"INSERT {'OR REPLACE ' if replace else ''}INTO {table} ({columns}) VALUES ({marks})"
+    verb = "INSERT OR REPLACE" if replace else "INSERT"
+    return f"{verb} INTO {table} ({columns}) VALUES ({marks})", [tuple(row.values())]
+
+
+def joined(conditions: Sequence[Condition], word: str = "AND") -> tuple[str, list[Any]]:
+    """Return one condition of several."""
+    values = [value for _, values in conditions for value in values]
+    return f" {word} ".join(sql for sql, _ in conditions), values
+
+
+def row_of(record: DataclassInstance, **others: Any) -> dict[str, Any]:
+    """Return the columns of a record, with JSON in place of structures, and others."""
+    return {field.name: _encoded(getattr(record, field.name)) for field in fields(record)} | others
+
+
+def _encoded(value: Any) -> Any:
+    if isinstance(value, LoraConfig):
+        return value.model_dump_json()
+    return json.dumps(value) if isinstance(value, dict) else value
+
+
+def record_of(kind: type[T], row: sqlite3.Row, **others: Any) -> T:
+    """Return the record of a row; `others` are fields that are not as their column."""
+    names = [field.name for field in fields(kind)]
+    found = {name: DECODERS.get(name, _same)(row[name]) for name in names}
+    return kind(**found | others)
+
+
+def _same(value: Any) -> Any:
+    return value

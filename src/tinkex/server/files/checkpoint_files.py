@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole or not there, and each mistake in naming one gets its own message."""
+"""Checkpoints on disk: each is complete, or does not exist."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tinkex.engine.api import EngineError
-from tinkex.engine.places import Directory, Writer
-from tinkex.server.database.entities import Run, Save, SavedCheckpoint
-from tinkex.server.database.interface import Database
+from tinkex.engine.api import Directory, EngineError, Writer
+from tinkex.server.database.interface import Database, Run, Save, SavedCheckpoint
 from tinkex.server.files.data_dir import discard, is_full_disk, sync_above
 from tinkex.server.files.seals import contents, write_whole
+from tinkex.server.http_errors import FULL_DISK
 from tinkex.server.workers.worker import OffThread
 from tinkex.types.checkpoints import KINDS, SCHEME, ParsedCheckpointTinkerPath
 
@@ -34,20 +33,23 @@ def check_name(name: str) -> None:
         raise EngineError(f"checkpoint name {name!r} is not allowed: {NAME_RULE}")
 
 
+def no_checkpoint(path: str) -> str:
+    """Return the message for a checkpoint that the caller cannot find."""
+    return f"there is no checkpoint {path}; it was never saved, or has been deleted or expired"
+
+
 def expiry(ttl_seconds: int | None) -> float | None:
     """Return the time at which a time to live ends; refuse one that is out of range."""
     if ttl_seconds is None:
         return None
     if not MIN_TTL <= ttl_seconds <= MAX_TTL:
-        raise EngineError(
-            f"ttl_seconds must lie between {MIN_TTL} and {MAX_TTL}, got {ttl_seconds}"
-        )
+        raise EngineError(f"ttl_seconds must be between {MIN_TTL} and {MAX_TTL}, got {ttl_seconds}")
     return time.time() + ttl_seconds
 
 
 @dataclass(frozen=True, slots=True)
 class SaveSpec:
-    """A checkpoint that is to be made."""
+    """A checkpoint to make."""
 
     kind: str
     name: str
@@ -76,7 +78,7 @@ class Checkpoints:
         answer: Callable[[Save], Any],
         finish: Callable[[Path], None] | None = None,
     ) -> OffThread:
-        """Save a run; `finish` may change the files before they are in place. On the worker.
+        """Save a run, on the worker; `finish` may change the files first.
 
         A request that was met in an earlier life is not met again: what it saved may have been
         replaced or deleted since.
@@ -88,11 +90,7 @@ class Checkpoints:
                 finish(directory.path)
 
         def begin() -> Save | Path:
-            done = (
-                None
-                if spec.request_id is None
-                else self._database.checkpoints.save(spec.request_id)
-            )
+            done = spec.request_id and self._database.checkpoints.save(spec.request_id)
             return done or self._write(run, spec, write)
 
         def end(written: Save | Path) -> Any:
@@ -104,8 +102,18 @@ class Checkpoints:
         return OffThread(begin, end)
 
     def put(self, run: Run, spec: SaveSpec, write: Callable[[Directory], None]) -> SavedCheckpoint:
-        """Make a checkpoint, whole or not at all: write it elsewhere, flush, rename, record."""
+        """Make a checkpoint: write it elsewhere, flush, rename and record it."""
         return self._place(run, spec, self._write(run, spec, write))
+
+    def put_once(
+        self, run: Run, spec: SaveSpec, write: Callable[[Directory], None]
+    ) -> SavedCheckpoint:
+        """Make a checkpoint and its run, or return what an equal request has made."""
+        path = f"{SCHEME}{run.model_id}/{spec.kind}/{spec.name}"
+        saved = self._database.checkpoints.get(path) or self.put(run, spec, write)
+        if self._database.runs.get(run.model_id) is None:
+            self._database.runs.add(run)
+        return saved
 
     def _free_path(self, run: Run, spec: SaveSpec) -> str:
         """Return the path of a checkpoint that may be made."""
@@ -128,10 +136,8 @@ class Checkpoints:
         except Exception as error:
             if not is_full_disk(error):
                 raise
-            # one line of it: who saves can make room, and a traceback tells nothing more
-            raise EngineError(
-                f"{path} was not saved: the server's disk is full", "server"
-            ) from error
+            # without a traceback: the user can make room
+            raise EngineError(f"{path} was not saved: {FULL_DISK}", "server") from error
         return scratch
 
     def _place(self, run: Run, spec: SaveSpec, scratch: Path) -> SavedCheckpoint:
@@ -175,7 +181,10 @@ class Checkpoints:
         return self._root / run.replace(":", "_")
 
     def clear_leftovers(self, run: str) -> None:
-        """Delete what a killed server left of a run's checkpoints: files that are not on record."""
+        """Delete the files of a run's checkpoints that are not on record.
+
+        A killed server leaves such files.
+        """
         kept = self._database.checkpoints.directories(run)
         for directory in self._directory(run).glob("*/*"):
             if directory not in kept:
@@ -193,7 +202,7 @@ class Checkpoints:
     ) -> SavedCheckpoint:
         """Return a checkpoint of the kind (and the base model) that an operation needs.
 
-        Each mistake has its own message. A checkpoint that its reader may not see is not there.
+        Each mistake has its own message. A checkpoint that the reader may not see does not exist.
         """
         try:
             parsed = ParsedCheckpointTinkerPath.from_tinker_path(path)
@@ -206,13 +215,9 @@ class Checkpoints:
             )
         saved = self.readable(path, reader)
         if saved is None:
-            raise EngineError(
-                f"there is no checkpoint {path}; it was never saved, or has been deleted or expired"
-            )
+            raise EngineError(no_checkpoint(path))
         if parsed.checkpoint_type == "external" and not (saved.directory / WEIGHTS).exists():
-            raise EngineError(
-                f"{path} is encrypted for its recipients, so that this server cannot read it"
-            )
+            raise EngineError(f"{path} is encrypted: this server cannot read it")
         if base_model is not None and saved.base_model != base_model:
             raise EngineError(
                 f"checkpoint {path} is of base model {saved.base_model!r}, this is {base_model!r}"
@@ -222,7 +227,7 @@ class Checkpoints:
 
 @contextlib.contextmanager
 def reading(directory: Path, name: str) -> Iterator[None]:
-    """Say so when files were deleted while they were read."""
+    """Report that files were deleted while they were read."""
     try:
         yield
     except (FileNotFoundError, EngineError):

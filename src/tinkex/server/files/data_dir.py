@@ -1,4 +1,4 @@
-"""The data directory as a whole: its lock, its signing key, and files that are set aside."""
+"""The data directory: its lock, its signing key, and files set aside."""
 
 from __future__ import annotations
 
@@ -17,25 +17,24 @@ logger = logging.getLogger("tinkex.server")
 LOCK_FILE = "lock"
 SECRET_FILE = "signing.key"
 SECRET_BYTES = 32
+REPLACE = (
+    "restore both files from a backup, or delete signing.key: the server makes a new one, and "
+    "tokens signed with the old one end"
+)
 SECRET_DIGEST = "signing.key.sha256"
 """The file with the digest of the secret: one that is damaged would end every token without a word.
 """
 KEYED_FILE = "keyed"
 """Exists once a key has been made: from then on the server never opens without one."""
 SET_ASIDE = "set-aside"
-"""The folder for files that the server can neither use nor delete in good conscience."""
+"""The folder for files that the server cannot use and should not delete."""
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Return whether an error says that the disk is full; safetensors and SQLite have errors of
-    their own for that.
-    """
-    told = str(error)
-    return (
-        getattr(error, "errno", None) == errno.ENOSPC
-        or f"(os error {errno.ENOSPC})" in told
-        or "database or disk is full" in told
-    )
+    """Return whether an error, of any library, says that the disk is full."""
+    text = str(error)
+    has_number = getattr(error, "errno", None) == errno.ENOSPC
+    return has_number or f"(os error {errno.ENOSPC})" in text or "database or disk is full" in text
 
 
 class DataDirError(RuntimeError):
@@ -60,9 +59,9 @@ class Lock:
             self.close()
             if error.errno not in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
                 raise
-            raise DataDirError(
-                "another tinkex server uses it; connect to that server, or use another directory"
-            ) from None
+            why = "another tinkex server uses it"
+            how = "connect to that server, or use another directory"
+            raise DataDirError(f"{why}; {how}") from None
 
     def close(self) -> None:
         """Let another server use the directory."""
@@ -88,7 +87,7 @@ else:
 
 
 def write_durably(path: Path, data: bytes, *, mode: int = 0o600) -> None:
-    """Create a file with its contents on disk; keep the file that another process made first."""
+    """Create a file durably; keep a file that another process made first."""
     scratch = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     handle = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
@@ -100,7 +99,7 @@ def write_durably(path: Path, data: bytes, *, mode: int = 0o600) -> None:
             os.link(scratch, path)
     finally:
         scratch.unlink()
-    sync_directory(path.parent)
+    sync_path(path.parent)
 
 
 def signing_secret(data_dir: Path) -> bytes:
@@ -117,10 +116,7 @@ def signing_secret(data_dir: Path) -> bytes:
     found = path.read_bytes()
     if len(found) != SECRET_BYTES or not any(found):
         wrong = "only zeros" if found and not any(found) else f"{len(found)} bytes"
-        raise DataDirError(
-            f"{path} holds {wrong} instead of a secret of {SECRET_BYTES} bytes; put the file back "
-            "from a backup, or delete it: a new one is made, and tokens signed with the old one end"
-        )
+        raise DataDirError(f"{path} holds {wrong}, expected {SECRET_BYTES} random bytes; {REPLACE}")
     computed = hashlib.sha256(found).hexdigest().encode()
     if not digest.exists():
         write_durably(digest, computed)
@@ -129,21 +125,15 @@ def signing_secret(data_dir: Path) -> bytes:
     except FileNotFoundError:  # another process makes the secret now, and removed its digest
         is_known = True
     if not is_known:
-        raise DataDirError(
-            f"{path} does not have the digest in {digest.name}: one of them is damaged; put both "
-            "back "
-            f"from a backup, or delete {path.name}: a new one is made, and tokens signed with the "
-            "old one end"
-        )
+        raise DataDirError(f"{path} or {digest.name} is damaged: they do not match; {REPLACE}")
     return found
 
 
 def mark_keyed(data_dir: Path) -> None:
     """Note durably that keys exist, before the first one is made."""
-    if not (data_dir / KEYED_FILE).exists():
-        write_durably(
-            data_dir / KEYED_FILE, b"Delete this file to let the server open without keys.\n"
-        )
+    if not is_keyed(data_dir):
+        text = b"Delete this file to let the server open without keys.\n"
+        write_durably(data_dir / KEYED_FILE, text)
 
 
 def is_keyed(data_dir: Path) -> bool:
@@ -152,22 +142,20 @@ def is_keyed(data_dir: Path) -> bool:
 
 
 def set_aside(data_dir: Path, directory: Path, why: str) -> Path | None:
-    """Move a directory where nothing deletes it, and log the reason; return its new place."""
+    """Move a directory out of use, and log the reason; return its new path."""
     place = data_dir / SET_ASIDE
     target = place / f"{directory.name}-{time.time_ns()}"
     try:
         place.mkdir(exist_ok=True)
-        sync_directory(data_dir)
+        sync_path(data_dir)
         directory.rename(target)
     except FileNotFoundError:
         return None
     except OSError as error:
-        logger.error(
-            "%s %s; it cannot be set aside and stays where it is: %s", directory, why, error
-        )
+        logger.error("%s %s; it stays there, as moving it failed: %s", directory, why, error)
         return None
-    sync_directory(place)
-    sync_directory(directory.parent)
+    sync_path(place)
+    sync_path(directory.parent)
     logger.error("%s %s; it was set aside as %s", directory, why, target)
     return target
 
@@ -187,17 +175,17 @@ def make_directory(path: Path) -> None:
     missing = [place for place in (path, *path.parents) if not place.is_dir()]
     path.mkdir(parents=True, exist_ok=True)
     for place in missing:
-        sync_directory(place.parent)
+        sync_path(place.parent)
 
 
 def sync_above(path: Path, levels: int) -> None:
-    """Make the name of a file durable, and those of the directories above it, so many in all."""
+    """Flush the names of a file and of directories above it, so many in all."""
     for directory in path.parents[:levels]:
-        sync_directory(directory)
+        sync_path(directory)
 
 
-def sync_directory(path: Path) -> None:
-    """Make renames and new names in a directory durable."""
+def sync_path(path: Path) -> None:
+    """Flush a file, or the names in a directory, to the disk."""
     if os.name == "posix":
         handle = os.open(path, os.O_RDONLY)
         try:

@@ -1,8 +1,8 @@
-"""Puts the tokenizers of local models where `AutoTokenizer.from_pretrained(name)` looks without a
-network.
+"""Copy the tokenizers of local models into the Hugging Face cache.
 
-The Hugging Face cache keeps a repository as `models--ORG--NAME/{refs/main, snapshots/REVISION/…}`.
-What is already cached under a name is left alone, unless an earlier run of ours put it there.
+`AutoTokenizer.from_pretrained(name)` then finds them without a network. The cache keeps a
+repository as `models--ORG--NAME/{refs/main, snapshots/REVISION/…}`. A repository that was
+downloaded is left alone.
 """
 
 from __future__ import annotations
@@ -32,24 +32,19 @@ REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def cache_root() -> Path:
-    """The hub's cache directory, found as its own library finds it."""
+    """Return the hub's cache directory, by the rules of its library."""
     if path := os.environ.get("HF_HUB_CACHE"):
         return Path(path).expanduser()
-    home = (
-        os.environ.get("HF_HOME")
-        or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
-    )
+    caches = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"))
+    home = os.environ.get("HF_HOME") or caches / "huggingface"
     return Path(home).expanduser() / "hub"
 
 
 def publish_tokenizer(name: str, directory: Path) -> Path | None:
-    """Copy a model's tokenizer files into the cache under its name; None when there was nothing to
-    do.
-    """
+    """Copy a model's tokenizer into the cache; return None if nothing was done."""
     files = [directory / file for file in FILES if (directory / file).is_file()]
-    if not REPOSITORY.fullmatch(name) or not any(
-        file.name.startswith("tokenizer") for file in files
-    ):
+    has_tokenizer = any(file.name.startswith("tokenizer") for file in files)
+    if not has_tokenizer or not REPOSITORY.fullmatch(name):
         return None
     repository = cache_root() / ("models--" + name.replace("/", "--"))
     if repository.exists() and not (repository / MARK).exists():
@@ -68,13 +63,13 @@ def publish_tokenizer(name: str, directory: Path) -> Path | None:
         if all(line in ours for line in _lines(refs / "main")):
             _write(refs / "main", revision)
     except OSError as error:
-        logger.warning("the tokenizer of %s could not be put into the hub cache: %s", name, error)
+        logger.warning("copying the tokenizer of %s to the hub cache failed: %s", name, error)
         return None
     return snapshot
 
 
 def _fill(snapshot: Path, files: list[Path]) -> None:
-    """Make the snapshot directory at once, so that no reader sees half of it."""
+    """Create the snapshot directory at once, so that it is never seen half filled."""
     snapshot.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=snapshot.parent) as scratch:
         staged = Path(scratch) / "files"
@@ -84,7 +79,7 @@ def _fill(snapshot: Path, files: list[Path]) -> None:
         try:
             staged.rename(snapshot)
         except OSError:
-            if not snapshot.exists():  # someone else was quicker: fine
+            if not snapshot.exists():  # another process may have created it
                 raise
 
 

@@ -1,8 +1,8 @@
-"""Adapters from elsewhere: PEFT files become a training checkpoint that computes the same function.
+"""Import PEFT adapters as training checkpoints with the same result.
 
-Our factors are scaled by 32 / rank; another scale goes into B. A module that the adapter leaves
-alone, but whose group we train as a whole, gets a fresh pair: B is zero, so that it adds nothing,
-and A is not, so that it can learn.
+Factors here are scaled by 32 / rank; another scale is multiplied into B. If an adapter leaves out a
+module of a group that is trained as a whole, the module gets a new pair: B is zero, so that it adds
+nothing, and A is random, so that it can learn.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from tinkex.engine.api import EngineError
-from tinkex.engine.families.read_config import families
-from tinkex.engine.json_files import parse_object
-from tinkex.engine.peft_files import (
+from tinkex.engine.api import EngineError, Place
+from tinkex.engine.families.family import families
+from tinkex.engine.file_formats import (
     ADAPTER_CONFIG as CONFIG,
     ADAPTER_WEIGHTS as WEIGHTS,
     ALPHA,
     MAX_RANK,
+    PIECE,
     PREFIX,
+    parse_object,
+    read_object,
+    write_tensors,
 )
-from tinkex.engine.places import Place
-from tinkex.engine.tensor_files import PIECE, write_tensors
-from tinkex.server.database.entities import LOCAL_OWNER, Run, SavedCheckpoint
-from tinkex.server.database.interface import Database
+from tinkex.server.database.interface import LOCAL_OWNER, Database, Run, SavedCheckpoint
 from tinkex.server.files.checkpoint_files import Checkpoints, SaveSpec
 from tinkex.types.tensors import Array
 from tinkex.types.training import LoraConfig
@@ -74,20 +74,20 @@ IDLE = {
     "revision",
     "task_type",
 }
-"""Settings that change nothing in what is computed; any that is neither this nor read may."""
+"""Settings that do not change the result. Any other that is not read here may change it."""
 Progress: TypeAlias = Callable[[int, int], object]
 FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """An adapter that is to be imported."""
+    """An adapter to import."""
 
     directory: Path
     rank: int
     scale: float
     targets: list[str] | None
-    """Names (or ends of names) of the modules it was made for; None when its files alone tell."""
+    """Names of its modules, or the ends of names; None if only its tensors name them."""
     base_model: str | None
 
 
@@ -104,48 +104,45 @@ def import_adapter(
     """Make a training checkpoint of a PEFT adapter, under a run of its own.
 
     Args:
-        database: The data directory's, whether or not a server runs on it.
-        directory: Where `adapter_config.json` and `adapter_model.safetensors` are.
-        base_model: The name that the server has for the base model; the adapter's own by default.
-        base_directory: The base model's files, whose shapes the adapter must fit.
-        name: The checkpoint's name.
-        owner: Whose it will be.
-        progress: Is told how many bytes have been read and written, and how many there are to be.
+        database: The database of the data directory; a server may be running on it.
+        directory: The directory of `adapter_config.json` and `adapter_model.safetensors`.
+        base_model: The server's name of the base model; by default the name in the adapter.
+        base_directory: The files of the base model, whose shapes the adapter must fit.
+        name: The name of the checkpoint.
+        owner: The owner of the checkpoint.
+        progress: Called with the bytes that are done, and the bytes of the whole import.
 
     Raises:
-        EngineError: It is not an adapter that can be trained on here; nothing has changed.
+        EngineError: The adapter cannot be imported; nothing has changed.
     """
     base_model = base_model or read_source(directory).base_model
     if base_model is None:
-        raise EngineError(f"{directory / CONFIG} names no base model: say which one it is for")
+        raise EngineError(f"{directory / CONFIG} names no base model: give its name")
     adapter = read_adapter(directory, base_directory, progress)
     lora, run_id = adapter.shape(), str(uuid.uuid4())
     run = Run(f"{run_id}:train:0", run_id, base_model, lora, {"type": "adamw"}, {}, owner)
     write = adapter.writer(base_model, lora)
-    saved = Checkpoints(database).put(run, SaveSpec("weights", name), write)
-    database.runs.add(run)
-    return saved
+    return Checkpoints(database).put_once(run, SaveSpec("weights", name), write)
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter that was read: it fits its base model, and holds numbers only."""
+    """An adapter that fits its base model, and has no NaN or infinity."""
 
     source: Source
     factors: Mapping[str, tuple[Array, Array]]
-    """A and B by module, B scaled for us."""
+    """A and B of each module, B with the scale of this server."""
     shapes: Mapping[str, tuple[int, int]]
     told: _Told
 
     def shape(self) -> LoraConfig:
-        """The least that holds it."""
+        """Return the smallest configuration that includes all its modules."""
         groups = {KNOWN[_last(module)] for module in self.factors}
-        return LoraConfig(
-            rank=self.source.rank, **{f"train_{group}": group in groups for group in GROUPS}
-        )
+        trained = {f"train_{group}": group in groups for group in GROUPS}
+        return LoraConfig(rank=self.source.rank, **trained)
 
     def writer(self, base_model: str, lora: LoraConfig) -> Callable[[Place], None]:
-        """Write it in our form; modules of the shape that it leaves alone get fresh factors."""
+        """Return a function that writes it; modules that it leaves out get new factors."""
         trained = [module for module in self.shapes if _trains(lora, module)]
 
         def write(target: Place) -> None:
@@ -161,19 +158,16 @@ def read_adapter(
     """Read PEFT files.
 
     Raises:
-        EngineError: They are no adapter that can be trained on here.
+        EngineError: They cannot be trained here.
     """
     source, shapes, told = read_source(directory), module_shapes(base_directory), _Told(progress)
     return Adapter(source, _read_factors(source, shapes, told), shapes, told)
 
 
 def most_bytes(base_directory: Path, lora: LoraConfig) -> int:
-    """The most that the weights of an adapter of a shape can take as a file."""
-    sizes = [
-        sum(sizes)
-        for module, sizes in module_shapes(base_directory).items()
-        if _trains(lora, module)
-    ]
+    """Return the largest size of an adapter's weights file."""
+    shapes = module_shapes(base_directory)
+    sizes = [sum(shape) for module, shape in shapes.items() if _trains(lora, module)]
     return sum(8 * lora.rank * size + 1024 for size in sizes) + (1 << 20)
 
 
@@ -182,33 +176,20 @@ def _trains(lora: LoraConfig, module: str) -> bool:
 
 
 def read_source(directory: Path) -> Source:
-    """Return an adapter's settings; refuse those that change the function."""
+    """Return an adapter's settings; refuse those that change the result."""
     path = directory / CONFIG
     try:
-        fields = json.loads(path.read_text())
+        fields = read_object(path)
     except (FileNotFoundError, NotADirectoryError):
         raise EngineError(f"{directory} has no {CONFIG}: not a PEFT adapter") from None
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # a number of 5,000 digits is a ValueError as well
-        raise EngineError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise EngineError(f"{path} is not a PEFT configuration: expected an object")
     for name, value in fields.items():
         if name in PLAIN and value is not None and value not in PLAIN[name]:
-            raise EngineError(
-                f"{path}: {name} is {value!r}; only {PLAIN[name][0]!r} can be imported"
-            )
+            raise EngineError(f"{path}: {name} is {value!r}; it must be {PLAIN[name][0]!r}")
         if value and name not in PLAIN and name not in READ | IDLE:
-            raise EngineError(
-                f"{path}: {name} is {value!r}; adapters that have it cannot be imported"
-            )
+            raise EngineError(f"{path}: {name} is {value!r}, which cannot be imported")
     rank, alpha = fields.get("r"), fields.get("lora_alpha")
     if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= MAX_RANK:
-        raise EngineError(
-            f"{path}: r must be a whole number between 1 and {MAX_RANK}, got {rank!r}"
-        )
+        raise EngineError(f"{path}: r must be a whole number from 1 to {MAX_RANK}, got {rank!r}")
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < MOST_ALPHA:
         raise EngineError(f"{path}: lora_alpha must be a positive number, got {alpha!r}")
     scale = alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
@@ -223,12 +204,9 @@ def read_source(directory: Path) -> Source:
 
 
 def module_shapes(directory: Path) -> dict[str, tuple[int, int]]:
-    """(outputs, inputs) of the modules of a base model that adapters can be for, from the heads of
-    its files.
-    """
+    """Return the outputs and inputs of each module that adapters can change."""
     shapes: dict[str, tuple[int, int]] = {}
-    paths = sorted(directory.glob("model*.safetensors"))
-    for path in paths:
+    for path in sorted(directory.glob("model*.safetensors")):
         for name, about in _header(path).items():
             module = name.removesuffix(".weight")
             if name == "model.embed_tokens.weight":
@@ -257,7 +235,7 @@ def _last(module: str) -> str:
 
 
 class _Told:
-    """The progress of an import, in bytes read of the file and written of the checkpoint."""
+    """The progress of an import, in bytes read and written."""
 
     def __init__(self, progress: Progress | None) -> None:
         self._progress = progress
@@ -268,7 +246,7 @@ class _Told:
         self._read, self._write = read or self._read, write or self._write
 
     def add(self, count: int) -> None:
-        """So many bytes more."""
+        """Add bytes that were read or written."""
         self._done += count
         if self._progress is not None:
             self._progress(self._done, self._read + self._write)
@@ -277,83 +255,60 @@ class _Told:
 def _read_factors(
     source: Source, shapes: Mapping[str, tuple[int, int]], told: _Told
 ) -> dict[str, tuple[Array, Array]]:
-    """(A, B) by module, B scaled for us; every tensor of the file must be one of them, of the right
-    shape.
-    """
+    """Return A and B of each module, B scaled for us; refuse tensors that do not fit."""
     path = source.directory / WEIGHTS
     tensors = _read_tensors(path, told)
     sides: dict[str, dict[str, Array]] = {}
     for key, tensor in sorted(tensors.items()):
-        module, _, side = key.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
-        if _last(module) == "unembed_tokens":  # what the hosted service calls it
+        name = key.removeprefix(PREFIX).removesuffix(".weight")
+        module, _, side = name.rpartition(".")
+        if _last(module) == "unembed_tokens":  # the name in the hosted service's files
             module = "lm_head"
-        if _last(key.removesuffix(".weight").removesuffix(".base_layer")) in (
-            "embed_tokens",
-            "lm_head",
-        ):
-            raise EngineError(
-                f"{path}: {key} is the base model's own, which stays as it is here; "
-                "save the adapter with save_embedding_layers=False"
-            )
-        if (
-            not key.startswith(PREFIX)
-            or not key.endswith(".weight")
-            or side not in ("lora_A", "lora_B")
-        ):
-            raise EngineError(
-                f"{path}: {key} is not a LoRA factor; other kinds of adapters cannot be imported"
-            )
+        if _last(name.removesuffix(".base_layer")) in ("embed_tokens", "lm_head"):
+            why = f"{key} belongs to the base model, which cannot be changed here"
+            raise EngineError(f"{path}: {why}: save it with save_embedding_layers=False")
+        if key != f"{PREFIX}{name}.weight" or side not in ("lora_A", "lora_B"):
+            raise EngineError(f"{path}: {key} is not a LoRA factor, which is all that is imported")
         if module not in shapes:
-            known = ", ".join(KNOWN)
-            raise EngineError(
-                f"{path}: {key} is of a module that cannot be trained here; those that can are "
-                f"{known}"
-            )
+            why = f"{key} changes a module that cannot be trained here"
+            raise EngineError(f"{path}: {why}; those that can are {', '.join(KNOWN)}")
         outputs, inputs = shapes[module]
         expected = (source.rank, inputs) if side == "lora_A" else (outputs, source.rank)
         if tensor.shape != expected:
-            raise EngineError(
-                f"{path}: {key} has shape {list(tensor.shape)}, the base model wants "
-                f"{list(expected)}"
-            )
+            found = f"has shape {list(tensor.shape)}, the base model wants {list(expected)}"
+            raise EngineError(f"{path}: {key} {found}")
         if not np.isfinite(tensor).all():
             raise EngineError(f"{path}: {key} holds NaN or infinity")
         sides.setdefault(module, {})[side] = tensor
     lost = [module for module, pair in sides.items() if len(pair) != 2]
-    lost += [
-        module for module in shapes if module not in sides and _is_target(module, source.targets)
-    ]
+    lost += [name for name in shapes if name not in sides and _is_target(name, source.targets)]
     if lost or not sides:
         raise EngineError(f"{path} lacks factors of {min(lost, default='any module')}")
     factor = source.scale / (ALPHA / source.rank)
-    return {
-        module: (pair["lora_A"], _scaled(pair["lora_B"], factor)) for module, pair in sides.items()
-    }
+    pairs = ((module, pair["lora_A"], pair["lora_B"]) for module, pair in sides.items())
+    return {module: (a, _scaled(b, factor)) for module, a, b in pairs}
 
 
 def _is_target(module: str, targets: list[str] | None) -> bool:
-    """Return True if an adapter targets a module, by PEFT's rule: full name or its end."""
+    """Return whether a module is a target, by full name or its end, as in PEFT."""
     return any(module == target or module.endswith(f".{target}") for target in targets or ())
 
 
 def _scaled(b: Array, factor: float) -> Array:
     scaled: Array = (b.astype(np.float64) * factor).astype(np.float32)
     if not np.isfinite(scaled).all():
-        raise EngineError(f"factors grow beyond what a float holds when scaled by {factor:g}")
+        raise EngineError(f"the factors scaled by {factor:g} are too large for float32")
     return scaled
 
 
 def _read_tensors(path: Path, told: _Told) -> dict[str, Array]:
-    """All tensors of a file as float32."""
+    """Return all tensors of a file as float32."""
     from safetensors import SafetensorError, deserialize
 
     if not path.exists():
         if pickles := sorted(file.name for file in path.parent.glob("*.bin")):
-            raise EngineError(
-                f"{path.parent} has its weights in {pickles[0]}, a pickle, which can run any code "
-                "when it is read: "
-                "save it again as safetensors where you trust it"
-            )
+            why = f"{path.parent} has its weights in {pickles[0]}, a pickle, which can run any code"
+            raise EngineError(f"{why}: save it as safetensors where you trust it")
         raise EngineError(f"{path.parent} has no {WEIGHTS}")
     told.expect(read=path.stat().st_size, write=path.stat().st_size)
     try:
@@ -363,9 +318,8 @@ def _read_tensors(path: Path, told: _Told) -> dict[str, Array]:
     tensors = {}
     for name, about in found:
         if about["dtype"] not in FLOATS:
-            raise EngineError(
-                f"{path}: {name} is {about['dtype']}; expected one of {', '.join(FLOATS)}"
-            )
+            known = ", ".join(FLOATS)
+            raise EngineError(f"{path}: {name} has type {about['dtype']}; expected one of {known}")
         raw = np.frombuffer(about["data"], FLOATS[about["dtype"]])
         if about["dtype"] == "BF16":  # the upper half of a float
             raw = (raw.astype("<u4") << 16).view("<f4")
@@ -374,7 +328,7 @@ def _read_tensors(path: Path, told: _Told) -> dict[str, Array]:
 
 
 def _read(path: Path, told: _Told) -> bytes:
-    """A whole file, of which there is one copy in memory, for as long as the caller wants it."""
+    """Return the contents of a file; only one copy is in memory."""
     whole = io.BytesIO()
     with path.open("rb") as file:
         while piece := file.read(PIECE):
@@ -415,8 +369,9 @@ def _write(
 
 
 def _fresh(module: str, rank: int, outputs: int, inputs: int) -> tuple[Array, Array]:
-    """Factors that add nothing yet: A uniform in ±1/sqrt(in), the same for a name each time, and B
-    zero.
+    """Return factors that add nothing: A is uniform in ±1/sqrt(inputs), B is zero.
+
+    A module of the same name always gets the same factors.
     """
     seed = int.from_bytes(hashlib.sha256(module.encode()).digest()[:8], "little")
     bound = 1 / math.sqrt(inputs)

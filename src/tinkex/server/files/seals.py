@@ -1,17 +1,16 @@
-"""Digests of saved files (checkpoints, states, samplers), which are checked on load."""
+"""Digests of checkpoints, states and samplers, checked on load."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
-from tinkex.engine.api import EngineError
-from tinkex.engine.places import Directory
+from tinkex.engine.api import Directory, EngineError
+from tinkex.server.files.data_dir import sync_path
 
 SEAL = ".digests.json"
 """The file of a directory that holds the digests of the others."""
@@ -28,7 +27,19 @@ def seal(directory: Path) -> None:
     digests = {path.name: _digest_of(path) for path in files}
     path = directory / SEAL
     path.write_text(json.dumps(digests, indent=2) + "\n", encoding="utf-8")
-    sync([*files, path, directory])
+    for written in (*files, path, directory):
+        sync_path(written)
+
+
+def digest_of_seal(directory: Path) -> str:
+    """Return a short digest of all sealed files of a directory."""
+    about = (directory / SEAL).stat()
+    return _seal_digest(directory / SEAL, about.st_mtime_ns, about.st_ino)
+
+
+@lru_cache(4096)
+def _seal_digest(path: Path, modified: int, inode: int) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def check(directory: Path) -> None:
@@ -66,23 +77,13 @@ def _damaged(directory: Path, name: str, why: str) -> EngineError:
 
 @lru_cache(maxsize=4096)
 def _known_digest(path: Path, changed: int, inode: int) -> str:
-    """Return a file's digest; its time of change and inode tell whether it is the same file."""
+    """Return a file's digest, cached while its change time and inode stay."""
     return _digest_of(path)
 
 
 def _digest_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def sync(paths: Iterable[Path]) -> None:
-    """Flush files and directories to the disk."""
-    for path in paths if os.name == "posix" else ():
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def write_whole(write: Callable[[Directory], None], scratch: Path) -> None:

@@ -1,4 +1,4 @@
-"""Uploads on disk: what was asked for, and the files that have come."""
+"""Uploads on disk: their requests, and the files that have arrived."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tinkex.server.files.data_dir import make_directory, write_durably
-from tinkex.types.external_weights import ExternalWeightsUploadStartRequest
 from tinkex.types.record import from_json, to_json
+from tinkex.types.saves import ExternalWeightsUploadStartRequest
 
 ID = re.compile("[0-9a-f]{32}")
 ABOUT = "upload.json"
 COMING = ".coming"
-"""The end of the name of a file that has not come whole."""
+"""The end of the name of a file that is still arriving."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,28 +28,28 @@ class Upload:
     owner: str
     expires: float
     sizes: dict[str, int]
-    """The files, and how large each may be."""
+    """The names of the files, and the largest size of each."""
     request: ExternalWeightsUploadStartRequest
 
     def write(self) -> None:
-        """Put it on record."""
+        """Write its record."""
         make_directory(self.directory)
         about = {"owner": self.owner, "expires": self.expires, "sizes": self.sizes}
         text = {**about, "request": json.loads(to_json(self.request))}
         write_durably(self.directory / ABOUT, json.dumps(text).encode())
 
     def missing(self) -> list[str]:
-        """The files that have not come."""
+        """Return the files that have not arrived."""
         return [name for name in self.sizes if not (self.directory / name).exists()]
 
     def clear(self) -> None:
-        """Delete the files that have come."""
+        """Delete the files that have arrived."""
         for name in self.sizes:
             (self.directory / name).unlink(missing_ok=True)
 
 
 def find_upload(root: Path, upload_id: str) -> Upload | None:
-    """An upload that has begun and has not expired."""
+    """Return an upload that has begun and has not expired."""
     if not ID.fullmatch(upload_id):
         return None
     directory = root / upload_id
@@ -66,10 +66,8 @@ def find_upload(root: Path, upload_id: str) -> Upload | None:
 def unfinished(root: Path, owner: str) -> int:
     """Return the number of an owner's open uploads."""
     found = [find_upload(root, path.name) for path in root.glob("*")]
-    return sum(
-        one is not None and one.owner == owner and not (one.directory / "done").exists()
-        for one in found
-    )
+    own = [one for one in found if one is not None and one.owner == owner]
+    return sum(not (one.directory / "done").exists() for one in own)
 
 
 def sweep_uploads(root: Path) -> None:

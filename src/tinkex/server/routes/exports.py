@@ -1,29 +1,22 @@
-"""Export checkpoints, and serve their files and archives at signed addresses.
+"""Serve the files and archives of checkpoints at signed addresses, also in pieces.
 
-An address is signed with a secret of the data directory and needs no key, so that any program can
-fetch the files, also in pieces. The signature covers the checkpoint, its time of creation, the
-reader, the key that asked, and the time of expiry. All of that is checked again when the address is
-used.
+An address has terms of its own: the checkpoint, by its time of creation, and the reader.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
-import datetime as dt
 import functools
 import hashlib
-import hmac
-import importlib
 import re
 import tarfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from email.utils import format_datetime
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
-from urllib.parse import quote
+from typing import BinaryIO, TypeAlias
 
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response, StreamingResponse
@@ -31,95 +24,28 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 from tinkex.engine.api import EngineError
 from tinkex.server.access.accounts import Accounts
 from tinkex.server.calls import Call
-from tinkex.server.database.entities import Save as Saved, SavedCheckpoint
-from tinkex.server.files.checkpoint_files import SaveSpec
+from tinkex.server.database.interface import SavedCheckpoint
 from tinkex.server.files.seals import check, contents
 from tinkex.server.http_errors import Refusal
-from tinkex.server.routes.handler_table import handler, run_operation
+from tinkex.server.routes.handler_table import handler
+from tinkex.server.routes.queries import moment
 from tinkex.server.routes.records import checkpoint_path, nothing_at
-from tinkex.server.runs.work import LiveRun, Save
+from tinkex.server.routes.signed_addresses import SignedAddress
 from tinkex.server.state import State
-from tinkex.server.workers.worker import OffThread
-from tinkex.types.checkpoints import SCHEME
-from tinkex.types.saves import (
-    ExternalWeightsUrlsResponse,
-    SaveWeightsExternalRequest,
-    SaveWeightsExternalResponseInternal,
-)
+from tinkex.types.saves import ExternalWeightsUrlsResponse
 from tinkex.wire.protocol import PREFIX
 
+DOWNLOAD = SignedAddress(
+    "download",
+    f"{PREFIX}/downloads/{{training_run_id}}/{{kind}}/{{name}}/{{file}}",
+    "ask for a new one",
+)
 LIFETIME = 15 * 60
-MOST_RECIPIENTS = 10
 ARCHIVE = "archive.tar"
-SECRET = "signing.key"
-IN_PROCESS = "http://local"
-"""The base of addresses of an embedded server, which its clients take for their own."""
 CHUNK = 1 << 20
 
 
-# ── exporting ─────────────────────────────────────────────────────────────────────────────────────
-
-
-@run_operation
-async def save_weights_external(state: State, call: Call) -> Save:
-    """Save weights as files to fetch, encrypted when there are recipients."""
-    request: SaveWeightsExternalRequest = call.request
-
-    def answer(saved: Saved) -> SaveWeightsExternalResponseInternal:
-        return SaveWeightsExternalResponseInternal(
-            path=saved.tinker_path, size_bytes=saved.size_bytes, type="save_weights_external"
-        )
-
-    def work(live: LiveRun) -> OffThread:
-        recipients = request.age_encryption_recipients
-        finish = encryption(recipients) if recipients else None
-        request_id = f"{request.model_id}:{call.number}"
-        spec = SaveSpec(
-            "external_weights", request.path, request.ttl_seconds, request_id=request_id
-        )
-        write = live.worker.engine.writer(request.model_id, optimizer=False)
-        return state.checkpoints.save(live.run, spec, write, answer, finish)
-
-    return Save(work)
-
-
-def encryption(recipients: Sequence[str]) -> Callable[[Path], None]:
-    """Return a function that encrypts every file of a directory; refuse bad recipients first."""
-    if len(recipients) > MOST_RECIPIENTS:
-        raise EngineError(
-            f"age_encryption_recipients: at most {MOST_RECIPIENTS} are possible, got "
-            f"{len(recipients)}"
-        )
-    try:
-        pyrage: Any = importlib.import_module("pyrage")
-    except ImportError:
-        raise EngineError(
-            "age_encryption_recipients: this server cannot encrypt, because pyrage is not "
-            "installed there "
-            "(pip install pyrage); nothing was exported"
-        ) from None
-    keys = [_recipient(pyrage, text) for text in recipients]
-
-    def encrypt(directory: Path) -> None:
-        for path in list(directory.iterdir()):
-            pyrage.encrypt_file(str(path), str(path.with_name(f"{path.name}.age")), keys)
-            path.unlink()
-
-    return encrypt
-
-
-def _recipient(pyrage: Any, text: str) -> Any:
-    kind = pyrage.ssh if text.startswith("ssh-") else pyrage.x25519
-    try:
-        return kind.Recipient.from_str(text)
-    except pyrage.RecipientError as error:
-        raise EngineError(
-            f"age_encryption_recipients: {text!r} is no recipient (age1… or ssh-… public keys "
-            f"are): {error}"
-        ) from None
-
-
-# ── signing ───────────────────────────────────────────────────────────────────────────────────────
+# ── addresses ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @handler
@@ -127,24 +53,22 @@ async def get_external_weights_urls(state: State, call: Call) -> ExternalWeights
     """Return signed addresses of the files of an export."""
     saved = await _readable(state, call)
     if call.path["kind"] != "external_weights":
-        raise Refusal(400, f"{saved.tinker_path} is no export: save_weights_external makes one")
+        raise Refusal(400, f"{saved.tinker_path} is no export: use save_weights_external")
     expires = _expiry(saved)
     try:
-        names = await asyncio.to_thread(lambda: [file.name for file in contents(saved.directory)])
+        files = await asyncio.to_thread(contents, saved.directory)
     except FileNotFoundError:  # deleted meanwhile
         raise nothing_at(saved.tinker_path) from None
-    urls = {name: _address(state, call, saved, name, expires) for name in names}
-    return ExternalWeightsUrlsResponse(
-        urls=urls, expires=dt.datetime.fromtimestamp(expires, dt.UTC)
-    )
+    urls = {file.name: _address(state, call, saved, file.name, expires) for file in files}
+    return ExternalWeightsUrlsResponse(urls=urls, expires=moment(expires))
 
 
 @handler
 async def get_checkpoint_archive(state: State, call: Call) -> Response:
-    """Redirect to the signed address of a checkpoint's archive; older clients ask for it."""
+    """Redirect to the signed address of an archive, for older clients."""
     saved = await _readable(state, call)
     expires = _expiry(saved)
-    until = format_datetime(dt.datetime.fromtimestamp(expires, dt.UTC), usegmt=True)
+    until = format_datetime(moment(expires), usegmt=True)
     return RedirectResponse(_address(state, call, saved, ARCHIVE, expires), 302, {"Expires": until})
 
 
@@ -161,30 +85,9 @@ def _expiry(saved: SavedCheckpoint) -> int:
     return int(until if saved.expires is None else min(until, saved.expires))
 
 
-TERMS = ("expires", "saved", "reader", "key")
-"""The parts of an address beside the file: its expiry, checkpoint, reader and key."""
-
-
-DOWNLOAD = f"{PREFIX}/downloads/{{training_run_id}}/{{kind}}/{{name}}/{{file}}"
-
-
 def _address(state: State, call: Call, saved: SavedCheckpoint, file: str, expires: int) -> str:
-    parts = [call.path[part] for part in ("training_run_id", "kind", "name")] + [file]
-    terms = [str(expires), _identity(saved), _mark(state.accounts, call.owner), str(call.key_id)]
-    signed = [
-        *zip(TERMS, terms, strict=True),
-        ("signature", _signature(state.accounts, parts, terms)),
-    ]
-    query = "&".join(f"{name}={quote(value, safe='')}" for name, value in signed)
-    place = "/".join(quote(part, safe=":") for part in parts)
-    return f"{call.base_url or IN_PROCESS}{PREFIX}/downloads/{place}?{query}"
-
-
-def _signature(accounts: Accounts, parts: Sequence[str], terms: Sequence[str]) -> str:
-    """Return the signature of an address; the server's own key is part of those given to it."""
-    key = terms[TERMS.index("key")]
-    own_key = 0 if key == "0" else 1
-    return accounts.sign("\n".join(["download", *parts, *terms]), own_key).hex()
+    terms = {"saved": _identity(saved), "reader": _mark(state.accounts, call.owner)}
+    return DOWNLOAD.make(state.accounts, call, call.path | {"file": file}, expires, **terms)
 
 
 def _identity(saved: SavedCheckpoint) -> str:
@@ -193,7 +96,7 @@ def _identity(saved: SavedCheckpoint) -> str:
 
 
 def _mark(accounts: Accounts, reader: str) -> str:
-    """Return an id of a reader that does not name them, as addresses are shown to others."""
+    """Return an id of a reader that does not reveal the name."""
     return accounts.sign(f"reader {reader}", 1).hex()[:32]
 
 
@@ -203,29 +106,15 @@ def _mark(accounts: Accounts, reader: str) -> str:
 async def download(state: State, call: Call) -> Response:
     """Send a file, or a part of it, to the caller with a signed address."""
     assert call.http is not None
-    run, kind, name, file = (
-        call.path[part] for part in ("training_run_id", "kind", "name", "file")
-    )
-    terms, given = [call.query.get(term, "") for term in TERMS], call.query.get("signature", "")
-    expected = _signature(state.accounts, [run, kind, name, file], terms)
-    if not hmac.compare_digest(given.encode(), expected.encode()):
-        raise Refusal(
-            403,
-            "this address is not signed by this server: ask for a new one, and use it unchanged",
-        )
-    expires, identity, reader, key_id = terms
-    if int(expires) <= time.time():
-        raise Refusal(403, "this address has expired: ask for a new one")
-    await state.accounts.check_key(int(key_id))
-    path = f"{SCHEME}{run}/{kind}/{name}"
+    terms = await DOWNLOAD.check(state.accounts, call, "saved", "reader")
+    path = checkpoint_path(call)
     saved = await asyncio.to_thread(state.database.checkpoints.get, path)
-    if saved is None or not (saved.public or _mark(state.accounts, saved.owner) == reader):
+    owner = "" if saved is None else _mark(state.accounts, saved.owner)
+    if saved is None or not (saved.public or owner == terms["reader"]):
         raise nothing_at(path)
-    if _identity(saved) != identity:
-        raise Refusal(
-            404, f"{path} has been saved again since this address was made: ask for a new one"
-        )
-    pieces = await asyncio.to_thread(_pieces, saved, file)
+    if _identity(saved) != terms["saved"]:
+        raise Refusal(404, f"{path} was saved again after this address was made: ask for a new one")
+    pieces = await asyncio.to_thread(_pieces, saved, call.path["file"])
     try:
         digest = await asyncio.to_thread(_digest, pieces)
         files = await asyncio.to_thread(_opened, pieces)
@@ -300,7 +189,7 @@ Files: TypeAlias = Mapping[Path, BinaryIO]
 
 
 def _opened(pieces: tuple[Piece, ...]) -> Files:
-    """Open the files to be sent, so that they can be sent even if they are deleted meanwhile."""
+    """Open the files of pieces; they can be sent even if they are deleted."""
     return {piece.path: piece.path.open("rb") for piece in pieces if piece.path is not None}
 
 
@@ -325,9 +214,8 @@ def _respond(request: Request, pieces: tuple[Piece, ...], files: Files, digest: 
             start, stop = wanted
             if start >= stop:
                 _close(files)
-                return Response(
-                    status_code=416, headers={**headers, "Content-Range": f"bytes */{size}"}
-                )
+                headers["Content-Range"] = f"bytes */{size}"
+                return Response(status_code=416, headers=headers)
             status, headers["Content-Range"] = 206, f"bytes {start}-{stop - 1}/{size}"
     headers["Content-Length"] = str(stop - start)
     if request.method == "HEAD":
@@ -337,7 +225,7 @@ def _respond(request: Request, pieces: tuple[Piece, ...], files: Files, digest: 
 
 
 def _range(header: str, size: int) -> tuple[int, int] | None:
-    """Return the span of a Range header, empty if there is no such span; None for everything."""
+    """Return the span of a Range header, perhaps empty; None for everything."""
     match = re.fullmatch(r"\s*bytes\s*=\s*(\d{0,18})-(\d{0,18})\s*", header)
     # a server may answer several ranges with everything
     if match is None or not any(match.groups()):

@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from starlette.responses import Response
 
-from tinkex.server.access.ownership import is_own
 from tinkex.server.calls import Call
 from tinkex.server.http_errors import Refusal
+from tinkex.server.middleware import is_own
+from tinkex.server.routes.cluster_pages import waiting_reason
 from tinkex.server.routes.handler_table import handler
-from tinkex.server.runs.encoded_results import encode, encoding, is_heavy
 from tinkex.server.runs.journals import DIRECT
-from tinkex.server.runs.promises import Log, Promise, Target
+from tinkex.server.runs.promises import Promise, encode, encoding, is_heavy
+from tinkex.server.runs.result_log import Log
 from tinkex.server.runs.unloading import UNLOAD
 from tinkex.server.state import State
 from tinkex.server.workers.sample_jobs import CANCELLED
@@ -44,8 +45,6 @@ OVERSIZE = 8
 """A result that is alone may be so many times what a batch may hold."""
 MANY = 200
 """More results than this are encoded in a thread, however small they are."""
-CLONE = 1_000_000_000
-"""Each client of a sampling session numbers its requests in a block of its own."""
 
 Carried: TypeAlias = tuple[Promise, codec.Body, bool]
 """A result, its bytes, and whether they go along."""
@@ -63,9 +62,15 @@ async def retrieve_future(state: State, call: Call) -> Response | codec.Body:
     )
     try:
         async with state.promises.holding(state.limits.poll_seconds):
-            await promise.done.wait()
+            while not promise.done.is_set():  # a failure may have been taken back
+                await promise.done.wait()
     except TimeoutError:
+        if (reason := await waiting_reason(state, wanted.request_id)) is not None:
+            paused = {"queue_state": "paused_capacity", "queue_state_reason": reason}
+            return _json(paused, 408)
         return _json({"queue_state": "active"}, 408)
+    if promise.is_lost:
+        await state.promises.keep_failures([promise])
     as_protobuf = codec.PROTOBUF in call.headers.get("accept", "")
     promise.touch()
     body = await encoding(promise, as_protobuf=as_protobuf)
@@ -77,7 +82,7 @@ async def retrieve_future(state: State, call: Call) -> Response | codec.Body:
     return _json({"status": "complete_metadata", "response_payload_size": promise.size})
 
 
-def _json(fields: dict[str, object], status: int = 200) -> Response:
+def _json(fields: Mapping[str, object], status: int = 200) -> Response:
     return Response(to_json(fields), status_code=status, media_type=codec.JSON)
 
 
@@ -120,11 +125,6 @@ async def _revive(state: State, request_id: str) -> None:
 # ── many results ──────────────────────────────────────────────────────────────────────────────────
 
 
-def target_of(sampler_id: str, seq_id: int | None) -> Target:
-    """Return the client whose log a sample is noted in."""
-    return sampler_id, (seq_id or 0) // CLONE
-
-
 @handler
 async def retrieve_futures(state: State, call: Call) -> FuturesRetrieveResponse | codec.Body:
     """Say which samples of a client have ended; bring their results along if that is asked for."""
@@ -138,12 +138,13 @@ async def retrieve_futures(state: State, call: Call) -> FuturesRetrieveResponse 
     if log.is_closed:
         raise Refusal(410, f"the session of {request.target.sampling_session_id!r} has ended")
     ended = log.after(cursor)
+    await state.promises.keep_failures(ended)
     if request.inline_bytes is None:
         return await _list(ended, cursor)
     return await _carry(ended, cursor, min(request.inline_bytes, state.limits.inline_bytes))
 
 
-async def _log(state: State, request: FuturesRetrieveRequest) -> Log:
+async def _log(state: State, request: FuturesRetrieveRequest) -> Log[Promise]:
     """Return the log that a poll is for, without what the client says it knows."""
     target = (request.target.sampling_session_id, request.target.cloned_sampler_id)
     if state.promises.log(target) is None:
@@ -158,7 +159,7 @@ async def _log(state: State, request: FuturesRetrieveRequest) -> Log:
     if request.prev_cursor > log.cursor:
         raise Refusal(
             410,
-            f"cursor {request.prev_cursor} is of an earlier life of this server; ask for each "
+            f"cursor {request.prev_cursor} is from before a restart of this server; poll for each "
             "request by its id",
         )
     state.sessions.note(log.session_id)
@@ -166,7 +167,7 @@ async def _log(state: State, request: FuturesRetrieveRequest) -> Log:
     for request_id in request.retrieved_request_ids:
         promise = state.promises.get(request_id)
         if promise is not None and promise.target == target and promise.done.is_set():
-            state.promises.free(promise)
+            state.promises.forget(promise)
     return log
 
 

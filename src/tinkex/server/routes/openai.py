@@ -1,33 +1,110 @@
-"""Endpoints for OpenAI's clients: `/oai/api/v1/models`."""
+"""Endpoints for OpenAI's clients: `/oai/api/v1/models`.
+
+The name of a model is a base model, a path, or both as `<base>;<path>`.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
+from tinkex.engine.api import BaseModel, EngineError
 from tinkex.server.access.endpoints import Endpoint, Group
 from tinkex.server.calls import Call
+from tinkex.server.database.interface import SavedCheckpoint
 from tinkex.server.http_errors import DETAIL_CHARACTERS, Refusal
-from tinkex.server.routes.model_names import NamedModel, resolve
+from tinkex.server.routes.queries import whole_number
 from tinkex.server.state import State
+from tinkex.types.checkpoints import SCHEME
 from tinkex.wire.protocol import BY_HANDLER, OPEN
 
 PREFIX = "/oai/api/v1"
 MODELS, MODEL = "/models", "/models/{model:path}"
 DEFAULT_LIMIT, MOST = 200, 1000
 OWNED_BY = "tinkex"
+LONGEST = 1000
+"""Most characters of a name."""
+
+
+# ── names ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class NamedModel:
+    """The model that a name stands for."""
+
+    id: str
+    base: BaseModel
+    checkpoint: SavedCheckpoint | None = None
+
+    @property
+    def model_path(self) -> str | None:
+        """The path of the checkpoint, if there is one."""
+        return None if self.checkpoint is None else self.checkpoint.tinker_path
+
+
+async def resolve(state: State, name: str, owner: str) -> NamedModel:
+    """Return the model that a name stands for, of those that its caller may see.
+
+    Raises:
+        Refusal: 404 if there is no such model; 400 if the name is malformed, its checkpoint is of
+            another kind, or its base is not the one that the checkpoint was trained on.
+    """
+    if len(name) > LONGEST:
+        raise _malformed(f"model must have at most {LONGEST} characters, got {len(name)}")
+    base, separator, path = name.partition(";")
+    if not separator and base.startswith(SCHEME):
+        base, path = "", base
+    if separator and not (base and path):
+        form = f"<base model>;{SCHEME}<run>/sampler_weights/<name>"
+        raise _malformed(f"model must be a base model, a path or {form}, got {name!r}")
+    if not path:
+        return NamedModel(name, _base(state, base, name))
+    find = partial(state.checkpoints.find, path, "sampler_weights", reader=owner)
+    try:
+        saved = await asyncio.to_thread(find)
+    except EngineError as error:
+        refuse = _unknown if str(error).startswith("there is no") else _malformed
+        raise refuse(str(error)) from None
+    trained_on = _base(state, saved.base_model, name)
+    if base and _base(state, base, name) != trained_on:
+        why = f"checkpoint {path} was trained on {trained_on.name!r}, not on {base!r}"
+        raise _malformed(f"{why}: leave the base model out")
+    return NamedModel(name, trained_on, saved)
+
+
+def _base(state: State, base: str, name: str) -> BaseModel:
+    """Return a base model by its name; a variant such as `:peft:32768` is ignored."""
+    models = state.workers.models()
+    found = models.get(base) or models.get(base.partition(":")[0])
+    if found is None:
+        known = ", ".join(sorted(models))
+        raise _unknown(f"there is no model {name!r}; the base models here are {known}")
+    return found
+
+
+def _unknown(why: str) -> Refusal:
+    return Refusal(404, why, fields={"code": "model_not_found"})
+
+
+def _malformed(why: str) -> Refusal:
+    return Refusal(400, why, fields={"code": "invalid_model"})
+
+
+# ── endpoints ─────────────────────────────────────────────────────────────────────────────────────
 
 
 async def models(state: State, call: Call) -> Response:
     """List base models, and the caller's checkpoints to sample from."""
-    limit = _limit(call.query.get("limit"))
+    limit = whole_number(call, "limit", DEFAULT_LIMIT, least=1, most=MOST)
     bases = state.workers.models()
     found = [NamedModel(name, model) for name, model in bases.items()][:limit]
-    saved = await asyncio.to_thread(
-        state.database.checkpoints.samplers, call.owner, [*bases], limit - len(found)
-    )
+    find, most = state.database.checkpoints.samplers, limit - len(found)
+    saved = await asyncio.to_thread(find, call.owner, [*bases], most)
     found += [NamedModel(one.tinker_path, bases[one.base_model], one) for one in saved]
     return JSONResponse({"object": "list", "data": [_object(state, model) for model in found]})
 
@@ -40,25 +117,12 @@ async def model(state: State, call: Call) -> Response:
 def _refused(refusal: Refusal) -> Response:
     """Return an error in the form that OpenAI's clients read."""
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
-    kind = kinds.get(
-        refusal.status, "invalid_request_error" if refusal.status < 500 else "server_error"
-    )
+    other = "invalid_request_error" if refusal.status < 500 else "server_error"
+    kind = kinds.get(refusal.status, other)
     code = refusal.fields.get("code")
-    error = {
-        "message": refusal.detail[:DETAIL_CHARACTERS],
-        "type": kind,
-        "param": "model" if code else None,
-        "code": code,
-    }
+    param, message = "model" if code else None, refusal.detail[:DETAIL_CHARACTERS]
+    error = {"message": message, "type": kind, "param": param, "code": code}
     return JSONResponse({"error": error}, status_code=refusal.status, headers=refusal.headers)
-
-
-def _limit(given: str | None) -> int:
-    if given is None:
-        return DEFAULT_LIMIT
-    if not given.isascii() or not given.isdigit() or len(given) > 9 or not 1 <= int(given) <= MOST:
-        raise Refusal(400, f"limit must be between 1 and {MOST}, got {given[:20]!r}")
-    return int(given)
 
 
 def _object(state: State, model: NamedModel) -> dict[str, Any]:

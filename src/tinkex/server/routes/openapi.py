@@ -1,4 +1,4 @@
-"""Describe the server as an OpenAPI 3.1 document, made of the operations and the messages.
+"""Describe the server as an OpenAPI 3.1 document.
 
 Paths, bodies and answers follow from `tinkex.wire.protocol`, schemas from the types. Written by
 hand are only the types that read their own JSON, and the parameters of queries.
@@ -10,19 +10,23 @@ import functools
 import inspect
 import re
 from collections.abc import Iterable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 import msgspec
 
 from tinkex._version import __version__
 from tinkex.server.routes import openai
-from tinkex.server.routes.uploads import PATH as UPLOAD_PATH
+from tinkex.server.routes.exports import DOWNLOAD
+from tinkex.server.routes.session_calls import TRACE
+from tinkex.server.routes.uploads import UPLOAD
+from tinkex.types.account import AuditEventType
 from tinkex.types.chunks import DmelChunk, ImageAssetPointerChunk, ImageChunk
 from tinkex.types.forms import Variant
 from tinkex.types.future_requests import RequestFailedResponse
 from tinkex.types.record import Record
 from tinkex.types.sampling import SampleStreamChunk
-from tinkex.types.sessions import Empty, SupportedModel
+from tinkex.types.server_facts import SupportedModel
+from tinkex.types.sessions import Empty
 from tinkex.wire import codec
 from tinkex.wire.protocol import (
     ASAMPLE,
@@ -38,8 +42,12 @@ from tinkex.wire.protocol import (
 
 Schema: TypeAlias = dict[str, Any]
 
+ABOUT = "A server of the Tinker training API."
+CLUSTER_PATH = f"{PREFIX}/cluster"
+DRAIN_PATH = f"{CLUSTER_PATH}/drain"
 PATH = "/openapi.json"
 """The path of the document, which needs no key."""
+BYTES = "application/octet-stream"
 COMPONENTS = "#/components/schemas/"
 TOKEN = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
 COUNT = {"type": "integer", "minimum": 0}
@@ -61,25 +69,15 @@ def _optional(schema: Schema) -> Schema:
     return {"anyOf": [schema, {"type": "null"}]}
 
 
-_SPAN = _object(
-    "sequence_id length", sequence_id={"type": "string", "minLength": 1}, offset=COUNT, length=COUNT
-)
+_NAME = {"type": "string", "minLength": 1}
+_SPAN = _object("sequence_id length", sequence_id=_NAME, offset=COUNT, length=COUNT)
+_CHUNKS = [_ref(f"{name}Chunk") for name in ("EncodedText", "Image", "ImageAssetPointer", "Dmel")]
 _NUMBERS = _optional(_list(_optional({"type": "number"})))
 _TABLE = _optional(_list(_optional(_list(_list({"type": "number"})))))
 
 WIRED: dict[str, Schema] = {
     "EncodedTextChunk": _object("tokens", tokens=_list(TOKEN), type={"const": "encoded_text"}),
-    "ModelInput": _object(
-        "chunks",
-        chunks=_list(
-            {
-                "anyOf": [
-                    _ref(f"{name}Chunk")
-                    for name in ("EncodedText", "Image", "ImageAssetPointer", "Dmel")
-                ]
-            }
-        ),
-    ),
+    "ModelInput": _object("chunks", chunks=_list({"anyOf": _CHUNKS})),
     "TensorData": _object(
         "data dtype",
         data=_list({"type": "number"}),
@@ -121,15 +119,12 @@ WIRED: dict[str, Schema] = {
 }
 """Types that read and write their own JSON, by name."""
 
+_PARAMS = _optional({"anyOf": [_ref("AdamParams"), {"type": "object"}]})
 READ_BY_HAND: dict[tuple[str, str], Schema] = {
     ("ForwardBackwardInput", "data"): _list(_ref("Datum")),
     ("GetServerCapabilitiesResponse", "supported_models"): _list(_ref("SupportedModel")),
-    ("OptimStepRequest", "optim_params"): _optional(
-        {"anyOf": [_ref("AdamParams"), {"type": "object"}]}
-    ),
-    ("OptimStepRequest", "optimizer_params"): _optional(
-        {"anyOf": [_ref("AdamParams"), {"type": "object"}]}
-    ),
+    ("OptimStepRequest", "optim_params"): _PARAMS,
+    ("OptimStepRequest", "optimizer_params"): _PARAMS,
 }
 """Fields whose annotation says less than what is accepted, because a record reads them itself."""
 
@@ -149,28 +144,23 @@ QUERIES: dict[str, dict[str, tuple[Schema, bool]]] = {
     "get_current_checkpoint_storage_usage": {"project_id": _TEXT},
     "get_audit_log": {
         "day": ({"type": "string", "format": "date"}, False),
-        "event_type": (
-            {"enum": ["all", "checkpoints", "projects", "teams", "organizations"]},
-            False,
-        ),
+        "event_type": ({"enum": [*get_args(AuditEventType)]}, False),
     },
 }
 """Parameters of queries by operation and name: the schema, and whether one is required."""
 
 REASONS = {
-    400: "What was sent is not what this operation takes; `detail` names the field.",
-    401: "There is no key, or it is not known here; or the token is not valid, as WWW-Authenticate "
-    "then says.",
-    403: "The server is open, and to this machine only; or the access token of a checkpoint is not "
-    "known here.",
-    404: "What is named is not there, or belongs to somebody else.",
-    408: "There is no result yet: ask again.",
-    410: "What is named was there and is over.",
-    413: "The body is larger than this server takes.",
-    429: "Too much is under way: wait as long as Retry-After says.",
-    500: "A fault of the server, which has logged it.",
-    503: "The server is shutting down, or cannot write to its disk: ask again later. Or its engine "
-    "has died.",
+    400: "The request is not valid; `detail` names the field.",
+    401: "The key is missing or not known, or the token is not valid, as WWW-Authenticate says.",
+    403: "The server is open to its own machine only, or an access token is not known here.",
+    404: "The object does not exist, or belongs to another account.",
+    408: "There is no result yet: poll again.",
+    409: "The state of the server does not allow it; `detail` says what to do first.",
+    410: "The object has ended or expired.",
+    413: "The body is larger than this server allows.",
+    429: "Too many requests are open: wait as long as Retry-After says.",
+    500: "The server failed, and logged the error.",
+    503: "The server is stopping, its disk is full, or its engine has died: ask again later.",
 }
 NAMES_A_THING = {
     "session_id",
@@ -193,11 +183,7 @@ def describe(served: frozenset[str]) -> Schema:
         paths.setdefault(f"{PREFIX}/{op.path}", {})[op.method.lower()] = _operation(op, operations)
     return {
         "openapi": "3.1.0",
-        "info": {
-            "title": "tinkex",
-            "version": __version__,
-            "description": "A server of the Tinker training API.",
-        },
+        "info": {"title": "tinkex", "version": __version__, "description": ABOUT},
         "paths": paths | _others(),
         "components": {
             "schemas": _schemas(operations),
@@ -212,11 +198,8 @@ def describe(served: frozenset[str]) -> Schema:
 
 
 def _operation(op: Operation, operations: Iterable[Operation]) -> Schema:
-    described: Schema = {
-        "operationId": op.name,
-        "tags": [op.traffic],
-        "responses": _responses(op, operations),
-    }
+    described: Schema = {"operationId": op.name, "tags": [op.traffic]}
+    described["responses"] = _responses(op, operations)
     if op.result is not None:
         described["x-result"] = _ref(op.result.__name__)
     parameters = _path_parameters(op.path) + [
@@ -224,17 +207,15 @@ def _operation(op: Operation, operations: Iterable[Operation]) -> Schema:
         for name, (schema, required) in QUERIES.get(op.name, {}).items()
     ]
     if op.request is not None:
-        parameters.append(
-            _parameter("header", "Content-Encoding", {"enum": ["identity", "zstd"]}, False)
-        )
+        encodings = {"enum": ["identity", "zstd"]}
+        parameters.append(_parameter("header", "Content-Encoding", encodings, False))
         described["requestBody"] = {"required": True, "content": _contents(op.request)}
     return described | ({"parameters": parameters} if parameters else {})
 
 
 def _path_parameters(path: str) -> list[Schema]:
-    return [
-        _parameter("path", name, {"type": "string"}, True) for name in re.findall(r"{(\w+)}", path)
-    ]
+    names = re.findall(r"{(\w+)}", path)
+    return [_parameter("path", name, {"type": "string"}, True) for name in names]
 
 
 def _parameter(place: str, name: str, schema: Schema, required: bool) -> Schema:
@@ -244,48 +225,36 @@ def _parameter(place: str, name: str, schema: Schema, required: bool) -> Schema:
 def _contents(kind: type[Any]) -> Schema:
     contents: Schema = {codec.JSON: {"schema": _ref(kind.__name__)}}
     if codec.has_protobuf(kind):
-        contents[codec.PROTOBUF] = {
-            "schema": {"contentMediaType": codec.PROTOBUF, "title": kind.__name__}
-        }
+        contents |= _binary(codec.PROTOBUF, title=kind.__name__)
     return contents
 
 
+def _binary(media: str, **more: str) -> Schema:
+    return {media: {"schema": {"contentMediaType": media, **more}}}
+
+
 def _responses(op: Operation, operations: Iterable[Operation]) -> Schema:
-    answer: Schema = {
-        "description": "Done."
-        if op.result is None
-        else "Taken: the result can be asked for by its id."
-    }
-    answer["content"] = _contents(op.response)
+    said = "Done." if op.result is None else "Accepted: poll for the result with its id."
+    contents = _contents(op.response)
     if op is RETRIEVE_FUTURE:
         kinds = {other.result for other in operations if other.result is not None}
         names = sorted(kind.__name__ for kind in kinds | {RequestFailedResponse})
         told = _object("status", status={"const": "complete_metadata"}, response_payload_size=COUNT)
-        answer["description"] = (
-            "The result, or why there is none; or how large it is, if that was asked for."
-        )
-        answer["content"] = {
-            codec.JSON: {"schema": {"anyOf": [*map(_ref, names), told]}},
-            codec.PROTOBUF: {"schema": {"contentMediaType": codec.PROTOBUF}},
-        }
+        said = "The result, or the error instead of it; or its size, if that was asked for."
+        contents = {codec.JSON: {"schema": {"anyOf": [*map(_ref, names), told]}}}
+        contents |= _binary(codec.PROTOBUF)
     elif op is RETRIEVE_FUTURES:
-        answer["content"][codec.BATCH] = {"schema": {"contentMediaType": codec.BATCH}}
+        contents |= _binary(codec.BATCH)
     elif op is STREAM_SAMPLE:
-        answer["content"] = {codec.EVENT_STREAM: {"schema": _ref(SampleStreamChunk.__name__)}}
-    done = (
-        {"302": {"description": "Where the archive is."}}
-        if op is GET_CHECKPOINT_ARCHIVE
-        else {"200": answer}
-    )
+        contents = {codec.EVENT_STREAM: {"schema": _ref(SampleStreamChunk.__name__)}}
+    done: Schema = {"200": {"description": said, "content": contents}}
+    if op is GET_CHECKPOINT_ARCHIVE:
+        done = {"302": {"description": "The address of the archive."}}
     return done | _refusals(_statuses(op))
 
 
 def _statuses(op: Operation) -> list[int]:
-    fields = (
-        set()
-        if op.request is None
-        else {field.name for field in msgspec.structs.fields(op.request)}
-    )
+    fields = {field.name for field in msgspec.structs.fields(op.request)} if op.request else set()
     found = {401, 403, 500}
     if fields or QUERIES.get(op.name) or "{" in op.path:
         found.add(400)
@@ -309,85 +278,64 @@ def _refusals(statuses: Iterable[int]) -> dict[str, Schema]:
 
 
 def _refusal(status: int) -> Schema:
-    schema = (
-        _object("queue_state", queue_state={"type": "string"}) if status == 408 else _ref("Error")
-    )
+    schema = _ref("Error")
+    if status == 408:
+        schema = _object("queue_state", queue_state={"type": "string"})
     return {"description": REASONS[status], "content": {codec.JSON: {"schema": schema}}}
 
 
 def _others() -> dict[str, Schema]:
-    """Endpoints that are not operations."""
-    link = [
-        _parameter("query", name, {"type": "string"}, True) for name in ("expires", "signature")
-    ]
-    download = f"{PREFIX}/downloads/{{training_run_id}}/{{kind}}/{{name}}/{{file}}"
+    """Describe the endpoints that are not operations."""
+    text = {"type": "string"}
+    signed = [_parameter("query", name, text, True) for name in ("expires", "signature")]
+    limit = [_parameter("query", "limit", COUNT, False)]
+    models = openai.PREFIX + openai.MODELS
+    model = (openai.PREFIX + openai.MODEL).replace(":path", "")
     found = {
-        "/": ("front", codec.JSON, [], ()),
-        PATH: ("openapi", codec.JSON, [], ()),
-        "/metrics": ("metrics", "text/plain", [], (401, 403)),
-        "/traces/{session_id}.json": ("trace", codec.JSON, link, (403,)),
-        openai.PREFIX + openai.MODELS: (
-            "openai_models",
-            codec.JSON,
-            [_parameter("query", "limit", COUNT, False)],
-            (400, 401, 403),
-        ),
-        (openai.PREFIX + openai.MODEL).replace(":path", ""): (
-            "openai_model",
-            codec.JSON,
-            [],
-            (400, 401, 403, 404),
-        ),
-        download: ("download", "application/octet-stream", link, (403, 404)),
+        path: {method: _other(path, name, media, parameters, statuses)}
+        for method, path, name, media, parameters, statuses in (
+            ("get", "/", "front", codec.JSON, [], ()),
+            ("get", PATH, "openapi", codec.JSON, [], ()),
+            ("get", "/metrics", "metrics", "text/plain", [], (401, 403)),
+            ("get", "/readyz", "ready", codec.JSON, [], (503,)),
+            ("get", CLUSTER_PATH, "cluster", codec.JSON, [], (401, 403)),
+            ("post", DRAIN_PATH, "drain", codec.JSON, [], (400, 401, 403, 404, 409)),
+            ("get", TRACE.path, "trace", codec.JSON, signed, (403,)),
+            ("get", models, "openai_models", codec.JSON, limit, (400, 401, 403)),
+            ("get", model, "openai_model", codec.JSON, [], (400, 401, 403, 404)),
+            ("get", DOWNLOAD.path, "download", BYTES, signed, (403, 404)),
+            ("put", UPLOAD.path, "upload", codec.JSON, signed, (403, 400, 408, 413, 503)),
+        )
     }
-    upload = _read(UPLOAD_PATH, "upload", codec.JSON, link, (403,))
-    upload["requestBody"] = {
-        "required": True,
-        "content": {"application/octet-stream": {"schema": {}}},
-    }
-    upload["responses"] |= _refusals((400, 408, 413, 503))
-    return {path: {"get": _read(path, *facts)} for path, facts in found.items()} | {
-        UPLOAD_PATH: {"put": upload}
-    }
+    body = {"required": True, "content": {BYTES: {"schema": {}}}}
+    found[UPLOAD.path]["put"]["requestBody"] = body
+    node = _object("node", node=text)
+    body = {"required": True, "content": {codec.JSON: {"schema": node}}}
+    found[DRAIN_PATH]["post"]["requestBody"] = body
+    return found
 
 
-def _read(
-    path: str, name: str, content_type: str, link: list[Schema], statuses: Iterable[int]
+def _other(
+    path: str, name: str, media: str, parameters: list[Schema], statuses: Iterable[int]
 ) -> Schema:
-    answer = {"200": {"description": "Here it is.", "content": {content_type: {"schema": {}}}}}
+    answer = {"200": {"description": "Done.", "content": {media: {"schema": {}}}}}
+    parameters = _path_parameters(path) + parameters
     responses = answer | _refusals(statuses)
-    return {
-        "operationId": name,
-        "parameters": _path_parameters(path) + link,
-        "responses": responses,
-    }
+    return {"operationId": name, "parameters": parameters, "responses": responses}
 
 
 # ── schemas ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def _schemas(operations: Iterable[Operation]) -> dict[str, Schema]:
-    kinds = {
-        kind
-        for op in operations
-        for kind in (op.request, op.response, op.result)
-        if kind is not None
-    }
-    kinds |= {
-        Empty,
-        RequestFailedResponse,
-        SupportedModel,
-        ImageChunk,
-        ImageAssetPointerChunk,
-        DmelChunk,
-    }
+    kinds = {kind for op in operations for kind in (op.request, op.response, op.result)} - {None}
+    kinds |= {Empty, RequestFailedResponse, SupportedModel}
+    kinds |= {ImageChunk, ImageAssetPointerChunk, DmelChunk}
     kinds |= {kind for mark in Variant.__subclasses__() for kind in mark.__subclasses__()}
-    records = sorted(
-        (kind for kind in kinds if issubclass(kind, Record)), key=lambda kind: kind.__name__
-    )
-    _, made = msgspec.json.schema_components(
-        records, schema_hook=_hook, ref_template=f"{COMPONENTS}{{name}}"
-    )
+    records = [kind for kind in kinds if kind and issubclass(kind, Record)]
+    records.sort(key=lambda kind: kind.__name__)
+    template = f"{COMPONENTS}{{name}}"
+    _, made = msgspec.json.schema_components(records, schema_hook=_hook, ref_template=template)
     for schema in made.values():
         if "description" in schema:
             schema["description"] = inspect.cleandoc(schema["description"])

@@ -1,4 +1,4 @@
-"""List runs and checkpoints; publish, copy and delete checkpoints, and set their time to live.
+"""List and search runs and checkpoints; change, copy and delete checkpoints.
 
 To others than its owner, an object does not exist, unless it was published. Everyone can read what
 was published; only its owner can change it.
@@ -7,29 +7,30 @@ was published; only its owner can change it.
 from __future__ import annotations
 
 import asyncio
-import datetime as dt
-import json
 import os
 import shutil
 import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
-from tinkex.engine.places import Directory
+from tinkex.engine.api import Directory
 from tinkex.server.calls import Call
-from tinkex.server.database.entities import Run, RunRecord, SavedCheckpoint
+from tinkex.server.database.interface import Run, RunRecord, SavedCheckpoint
 from tinkex.server.files.checkpoint_files import (
     NAME,
     NAME_RULE,
     SaveSpec,
     expiry,
+    no_checkpoint,
 )
 from tinkex.server.files.data_dir import discard
 from tinkex.server.files.seals import check, contents
 from tinkex.server.http_errors import Refusal
 from tinkex.server.routes.handler_table import handler
+from tinkex.server.routes.queries import SCOPES, choice, is_sought, moment, texts, whole_number
 from tinkex.server.state import State
 from tinkex.types.checkpoints import (
     KINDS,
@@ -42,8 +43,15 @@ from tinkex.types.checkpoints import (
     TrainingRunsResponse,
 )
 from tinkex.types.saves import CopyWeightsRequest, CopyWeightsResponse, SetCheckpointTtlRequest
+from tinkex.types.search_requests import (
+    CheckpointSearchCursor,
+    CheckpointSearchRequest,
+    CheckpointSearchResponse,
+)
 from tinkex.types.sessions import Empty
 from tinkex.wire.protocol import PREFIX, RUN
+
+T = TypeVar("T")
 
 PAGE, CHECKPOINT_PAGE, LARGEST_PAGE = 20, 100, 1000
 ID_RULE = (
@@ -58,16 +66,10 @@ ID_RULE = (
 @handler
 async def list_training_runs(state: State, call: Call) -> TrainingRunsResponse:
     """List a page of the caller's runs, or of all runs that the caller may see."""
-    limit, offset = _number(call, "limit", PAGE), _number(call, "offset", 0)
-    limit = min(limit, LARGEST_PAGE)
-
+    limit, offset = _page(call, PAGE)
+    page = partial(state.database.runs.page, project_id=call.query.get("project_id"))
     found, total = await asyncio.to_thread(
-        state.database.runs.page,
-        call.owner,
-        accessible=_is_accessible(call),
-        project_id=call.query.get("project_id"),
-        limit=limit,
-        offset=offset,
+        page, call.owner, accessible=_is_accessible(call), limit=limit, offset=offset
     )
     return TrainingRunsResponse(
         training_runs=[_training_run(state, record, call.owner) for record in found],
@@ -78,9 +80,8 @@ async def list_training_runs(state: State, call: Call) -> TrainingRunsResponse:
 @handler
 async def get_training_run(state: State, call: Call) -> TrainingRun:
     """Describe one run."""
-    return _training_run(
-        state, await _run_of(state, call, accessible=_is_accessible(call)), call.owner
-    )
+    record = await _run_of(state, call, accessible=_is_accessible(call))
+    return _training_run(state, record, call.owner)
 
 
 @handler
@@ -98,13 +99,10 @@ async def list_user_checkpoints(state: State, call: Call) -> CheckpointsListResp
 
 async def _checkpoints(state: State, call: Call, model_id: str | None) -> CheckpointsListResponse:
     whole = model_id is not None and "limit" not in call.query
-    limit, offset = _number(call, "limit", CHECKPOINT_PAGE), _number(call, "offset", 0)
-    limit = -1 if whole else min(limit, LARGEST_PAGE)
-
-    page = state.database.checkpoints.page
-    found, total = await asyncio.to_thread(
-        page, call.owner, model_id=model_id, limit=limit, offset=offset
-    )
+    limit, offset = _page(call, CHECKPOINT_PAGE)
+    limit = -1 if whole else limit
+    page = partial(state.database.checkpoints.page, call.owner, model_id=model_id)
+    found, total = await asyncio.to_thread(page, limit=limit, offset=offset)
     return CheckpointsListResponse(
         checkpoints=[checkpoint_record(saved) for saved in found],
         cursor=Cursor(offset=offset, limit=len(found) if whole else limit, total_count=total),
@@ -113,33 +111,30 @@ async def _checkpoints(state: State, call: Call, model_id: str | None) -> Checkp
 
 async def _run_of(state: State, call: Call, *, accessible: bool) -> RunRecord:
     model_id = call.path["training_run_id"]
-
-    record = await asyncio.to_thread(
-        state.database.runs.record, model_id, call.owner, accessible=accessible
-    )
+    find = state.database.runs.record
+    record = await asyncio.to_thread(find, model_id, call.owner, accessible=accessible)
     if record is None:
         raise Refusal(404, f"there is no training run {model_id!r}")
     return record
 
 
-def _number(call: Call, name: str, default: int) -> int:
-    text = call.query.get(name)
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdigit()) or len(text) > 15:
-        raise Refusal(400, f"{name} must be a whole number from 0 on, got {text!r}")
-    return int(text)
+def _page(call: Call, size: int) -> tuple[int, int]:
+    """Return the limit, at most LARGEST_PAGE, and the offset of a list."""
+    limit = whole_number(call, "limit", size)
+    return min(limit, LARGEST_PAGE), whole_number(call, "offset", 0)
 
 
 def _is_accessible(call: Call) -> bool:
-    scope = call.query.get("access_scope", "owned")
-    if scope not in ("owned", "accessible"):
-        raise Refusal(400, f"access_scope must be owned or accessible, got {scope!r}")
-    return scope == "accessible"
+    return choice(call, "access_scope", SCOPES) == "accessible"
 
 
 def _training_run(state: State, record: RunRecord, reader: str) -> TrainingRun:
     run = record.run
+    asked = state.runs.asked.get(run.model_id, 0.0)
+    training, sampler = (
+        checkpoint_record(saved) if saved else None
+        for saved in (record.last_training, record.last_sampler)
+    )
     return TrainingRun(
         training_run_id=run.model_id,
         base_model=run.base_model,
@@ -147,13 +142,9 @@ def _training_run(state: State, record: RunRecord, reader: str) -> TrainingRun:
         is_lora=True,
         corrupted=record.corrupted,
         lora_rank=run.lora.rank,
-        last_request_time=_moment(
-            max(record.last_request, state.runs.asked.get(run.model_id, 0.0))
-        ),
-        last_checkpoint=checkpoint_record(record.last_training) if record.last_training else None,
-        last_sampler_checkpoint=checkpoint_record(record.last_sampler)
-        if record.last_sampler
-        else None,
+        last_request_time=moment(max(record.last_request, asked)),
+        last_checkpoint=training,
+        last_sampler_checkpoint=sampler,
         user_metadata=(texts(run.user_metadata) or None) if run.owner == reader else None,
         loaded=state.runs.is_loaded(run.model_id),
     )
@@ -161,37 +152,55 @@ def _training_run(state: State, record: RunRecord, reader: str) -> TrainingRun:
 
 def checkpoint_record(saved: SavedCheckpoint) -> Checkpoint:
     """Return a checkpoint as lists show it."""
-    parsed = ParsedCheckpointTinkerPath.from_tinker_path(saved.tinker_path)
+    parsed = parsed_path(saved.tinker_path)
     return Checkpoint(
         checkpoint_id=parsed.checkpoint_id,
         checkpoint_type=parsed.checkpoint_type,
-        time=_moment(saved.created),
+        time=moment(saved.created),
         tinker_path=saved.tinker_path,
         size_bytes=saved.size_bytes,
         public=saved.public,
         user_metadata=saved.user_metadata or None,
-        expires_at=None if saved.expires is None else _moment(saved.expires),
+        expires_at=None if saved.expires is None else moment(saved.expires),
         base_model=saved.base_model,
     )
 
 
-def _moment(seconds: float) -> dt.datetime:
-    return dt.datetime.fromtimestamp(seconds, dt.UTC)
+# ── searches ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def texts(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Return metadata as lists show it: other values than texts become JSON."""
-    return {
-        name: value if isinstance(value, str) else json.dumps(value)
-        for name, value in metadata.items()
-    }
+@handler
+async def search_checkpoints(state: State, call: Call) -> CheckpointSearchResponse:
+    """Return a page of the caller's own checkpoints; other owners' are never shown."""
+    request: CheckpointSearchRequest = call.request
+    if request.project_ids is not None:
+        await _check_projects(state, request.project_ids, call.owner)
+    if not is_sought(call.owner, request.owner):
+        return CheckpointSearchResponse(checkpoints=[])
+    found = await asyncio.to_thread(state.database.checkpoints.search, request, call.owner)
+    page, cursor = found[: request.limit], None
+    if len(found) > request.limit:
+        last, microsecond = page[-1]
+        cursor = CheckpointSearchCursor(
+            last_created_at=moment(microseconds=microsecond), last_checkpoint_uuid=last.tinker_path
+        )
+    records = [checkpoint_record(saved) for saved, _ in page]
+    return CheckpointSearchResponse(checkpoints=records, next_cursor=cursor)
+
+
+async def _check_projects(state: State, projects: list[str], owner: str) -> None:
+    """Refuse projects that an owner cannot list."""
+    unknown = state.database.checkpoints.unknown_projects
+    if missing := await asyncio.to_thread(unknown, projects, owner):
+        why = f"there is no project {missing[0]!r} that you can list"
+        raise Refusal(404, f"{why}: leave it out of project_ids")
 
 
 # ── changes ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def checkpoint_path(call: Call) -> str:
-    """Return the path of the checkpoint in a request's address; refuse a malformed one."""
+    """Return the path of the checkpoint in an address; refuse a malformed one."""
     run, kind, name = (call.path[part] for part in ("training_run_id", "kind", "name"))
     if kind not in KINDS:
         raise Refusal(400, f"{kind!r} is not a kind of checkpoint: {ID_RULE}")
@@ -200,20 +209,32 @@ def checkpoint_path(call: Call) -> str:
     return f"{SCHEME}{run}/{kind}/{name}"
 
 
+def parsed_path(path: str) -> ParsedCheckpointTinkerPath:
+    """Return the parts of a checkpoint's path; refuse a malformed one."""
+    try:
+        return ParsedCheckpointTinkerPath.from_tinker_path(path)
+    except ValueError as error:
+        raise Refusal(400, str(error)) from None
+
+
 def nothing_at(path: str) -> Refusal:
     """Return the answer for a checkpoint that does not exist, or belongs to another."""
-    return Refusal(
-        404, f"there is no checkpoint {path}; it was never saved, or has been deleted or expired"
-    )
+    return Refusal(404, no_checkpoint(path))
+
+
+async def _changed(call: Call, change: Callable[..., T], *values: object) -> T:
+    """Change a checkpoint of the caller; refuse one that does not exist."""
+    path = checkpoint_path(call)
+    if not (found := await asyncio.to_thread(change, path, call.owner, *values)):
+        raise nothing_at(path)
+    return found
 
 
 @handler
 async def delete_checkpoint(state: State, call: Call) -> Empty:
     """Delete a checkpoint: record and files. Samplers that have it in memory keep it."""
-    path = checkpoint_path(call)
-    directory = await asyncio.to_thread(state.database.checkpoints.remove, path, call.owner)
-    if directory is None:
-        raise nothing_at(path)
+    directory = await _changed(call, state.database.checkpoints.remove)
+    assert directory is not None
     await asyncio.to_thread(discard, directory)
     return Empty()
 
@@ -221,19 +242,14 @@ async def delete_checkpoint(state: State, call: Call) -> Empty:
 @handler
 async def publish_checkpoint(state: State, call: Call) -> Empty:
     """Let everyone read a checkpoint; doing it again changes nothing."""
-    return await _publish(state, call, True)
+    await _changed(call, state.database.checkpoints.set_public, True)
+    return Empty()
 
 
 @handler
 async def unpublish_checkpoint(state: State, call: Call) -> Empty:
     """Make a checkpoint private; doing it again changes nothing."""
-    return await _publish(state, call, False)
-
-
-async def _publish(state: State, call: Call, public: bool) -> Empty:
-    path = checkpoint_path(call)
-    if not await asyncio.to_thread(state.database.checkpoints.set_public, path, call.owner, public):
-        raise nothing_at(path)
+    await _changed(call, state.database.checkpoints.set_public, False)
     return Empty()
 
 
@@ -241,11 +257,8 @@ async def _publish(state: State, call: Call, public: bool) -> Empty:
 async def set_checkpoint_ttl(state: State, call: Call) -> Empty:
     """Let a checkpoint expire after a time from now, or never."""
     request: SetCheckpointTtlRequest = call.request
-    path = checkpoint_path(call)
-    if not await asyncio.to_thread(
-        state.database.checkpoints.set_expiry, path, call.owner, expiry(request.ttl_seconds)
-    ):
-        raise nothing_at(path)
+    expires = expiry(request.ttl_seconds)
+    await _changed(call, state.database.checkpoints.set_expiry, expires)
     return Empty()
 
 
@@ -256,29 +269,20 @@ _copying = threading.Lock()
 
 @handler
 async def copy_weights(state: State, call: Call) -> CopyWeightsResponse:
-    """Copy a checkpoint into a project, as a new run; a repeated request gives the same copy."""
+    """Copy a checkpoint into a project, as a new run; a repeat gives the same."""
     request: CopyWeightsRequest = call.request
     if not request.destination_project_id:
         raise Refusal(400, "copy_weights needs a destination_project_id")
     if request.session_id is not None or request.model_seq_id is not None:
-        raise Refusal(
-            400,
-            "copy_weights makes a run of its own here: session_id and model_seq_id have no place "
-            "in it",
-        )
-    try:
-        ParsedCheckpointTinkerPath.from_tinker_path(request.source_path)
-    except ValueError as error:
-        raise Refusal(400, str(error)) from None
+        why = "copy_weights makes a run of its own"
+        raise Refusal(400, f"{why}: leave session_id and model_seq_id out")
+    parsed_path(request.source_path)
     key = call.headers.get("x-idempotency-key")
-    copy_id = (
-        uuid.uuid4()
-        if key is None
-        else uuid.uuid5(uuid.NAMESPACE_URL, f"{call.owner} {key} {call.digest.hex()}")
-    )
-    reader = await state.accounts.reader(
-        call.owner, call.headers.get("x-tinker-weights-access-token")
-    )
+    copy_id = uuid.uuid4()
+    if key is not None:
+        copy_id = uuid.uuid5(uuid.NAMESPACE_URL, f"{call.owner} {key} {call.digest.hex()}")
+    token = call.headers.get("x-tinker-weights-access-token")
+    reader = await state.accounts.reader(call.owner, token)
     saved = await asyncio.to_thread(_copy, state, request, call.owner, reader, str(copy_id))
     if saved is None:
         raise nothing_at(request.source_path)
@@ -291,26 +295,11 @@ def _copy(
     source = state.checkpoints.readable(request.source_path, reader)
     if source is None:
         return None
-    kind, name = ParsedCheckpointTinkerPath.from_tinker_path(
-        source.tinker_path
-    ).checkpoint_id.split("/")
-    run = Run(
-        f"{copy_id}:train:0",
-        copy_id,
-        source.base_model,
-        source.lora,
-        source.optimizer,
-        source.user_metadata,
-        owner,
-        source.base_digest,
-    )
-    spec = SaveSpec(
-        kind,
-        name,
-        request.ttl_seconds,
-        source.user_metadata,
-        project_id=request.destination_project_id,
-    )
+    kind, name = parsed_path(source.tinker_path).checkpoint_id.split("/")
+    trained = (source.base_model, source.lora, source.optimizer, source.user_metadata)
+    run = Run(f"{copy_id}:train:0", copy_id, *trained, owner, source.base_digest)
+    project = request.destination_project_id
+    spec = SaveSpec(kind, name, request.ttl_seconds, source.user_metadata, project_id=project)
 
     def write(directory: Directory) -> None:
         check(source.directory)
@@ -318,18 +307,14 @@ def _copy(
             _link(file, directory.path / file.name)
 
     with _copying:
-        made = state.database.checkpoints.get(f"{SCHEME}{run.model_id}/{kind}/{name}")
         try:
-            made = made or state.checkpoints.put(run, spec, write)
+            return state.checkpoints.put_once(run, spec, write)
         except FileNotFoundError:  # the source was deleted meanwhile
             return None
-        if state.database.runs.get(run.model_id) is None:
-            state.database.runs.add(run)
-    return made
 
 
 def _link(source: Path, target: Path) -> None:
-    """Link a file: files of checkpoints never change. Copy it where links are not possible."""
+    """Link a file of a checkpoint, as it never changes; else copy it."""
     try:
         os.link(source, target)
     except FileNotFoundError:

@@ -1,33 +1,52 @@
-"""Open samplers and draw samples."""
+"""Open samplers and draw samples.
+
+A stream sends samples as they are drawn: a server-sent event for each token. It is not a future:
+nothing is kept, and a client that disconnects ends its sample. Tokens are sent as numbers; the
+client's tokenizer knows how to join the pieces of a character.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import logging
+import math
 import secrets
-import uuid
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
-from tinkex.engine.api import EngineError, Listener, token_limit
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tinkex.engine.api import DrawnToken, EngineError, Listener
 from tinkex.server.calls import Call
-from tinkex.server.database.entities import Sampler
-from tinkex.server.http_errors import Refusal
-from tinkex.server.routes.future_calls import target_of
+from tinkex.server.database.interface import Sampler
+from tinkex.server.http_errors import Refusal, internal
 from tinkex.server.routes.handler_table import handler
-from tinkex.server.routes.sample_streams import SampleStream
-from tinkex.server.runs.journals import DIRECT
-from tinkex.server.runs.metering import metered, streaming, watch
-from tinkex.server.runs.promises import Promise
-from tinkex.server.samples.loaded_weights import WeightSource
+from tinkex.server.routes.operations import watch
 from tinkex.server.state import State
-from tinkex.types.future_requests import JoinSamplingSessionRequest, JoinSamplingSessionResponse
+from tinkex.types.record import to_json
 from tinkex.types.sampled import SampleResponse
-from tinkex.types.sampling import (
+from tinkex.types.sampling import SampleRequest
+from tinkex.types.sessions import (
     CreateSamplingSessionRequest,
     CreateSamplingSessionResponse,
     GetSamplerResponse,
-    SampleRequest,
+    JoinSamplingSessionRequest,
+    JoinSamplingSessionResponse,
 )
 from tinkex.types.training import UntypedAPIFuture
+from tinkex.wire import codec
+
+logger = logging.getLogger("tinkex.server")
+
+WAITING = b": waiting\n\n"
+END = b"data: [DONE]\n\n"
+"""The end of every stream, also after a failure; a stream without it was cut short."""
+
+Draw: TypeAlias = Callable[[Listener], Awaitable[SampleResponse]]
 
 
 @handler
@@ -35,7 +54,7 @@ async def create_sampling_session(state: State, call: Call) -> CreateSamplingSes
     """Bind a sampler to a base model or a checkpoint."""
     request: CreateSamplingSessionRequest = call.request
     await state.sessions.require(request.session_id)
-    base_model = await _source(state, call.owner, request.base_model, request.model_path)
+    base_model = await state.samplers.base_of(call.owner, request.base_model, request.model_path)
     sampler_id = f"{request.session_id}:sample:{request.sampling_session_seq_id}"
     sampler = Sampler(
         sampler_id, request.session_id, base_model, request.model_path, owner=call.owner
@@ -55,21 +74,6 @@ async def create_sampling_session(state: State, call: Call) -> CreateSamplingSes
     return CreateSamplingSessionResponse(sampling_session_id=sampler_id)
 
 
-async def _source(state: State, owner: str, base_model: str | None, model_path: str | None) -> str:
-    """Return the base model under what is to be sampled from; refuse what is not there."""
-    try:
-        if model_path is not None:
-            saved = await asyncio.to_thread(
-                state.checkpoints.find, model_path, "sampler_weights", reader=owner
-            )
-            base_model = saved.base_model
-        if base_model is None:
-            raise EngineError("sampling needs a base_model or a model_path")
-        return state.workers.base_model(base_model).name
-    except EngineError as error:
-        raise Refusal(400, str(error)) from None
-
-
 @handler
 async def get_sampler(state: State, call: Call) -> GetSamplerResponse:
     """Describe a sampler."""
@@ -84,53 +88,7 @@ async def get_sampler(state: State, call: Call) -> GetSamplerResponse:
 @handler
 async def asample(state: State, call: Call) -> UntypedAPIFuture:
     """Draw samples; a repeated number gives the original receipt, and draws nothing."""
-    request: SampleRequest = call.request
-    taken = None if call.recorded is None else call.recorded.request_id
-    sampler = await _sampler_of(state, request, call.owner, taken)
-    _check_window(state, sampler, request)
-    number = secrets.token_hex(8) if request.seq_id is None else request.seq_id
-    request_id = taken or f"{sampler.sampler_id}:{number}"
-    target = target_of(sampler.sampler_id, request.seq_id)
-    known = state.promises.get(request_id)
-    if known is not None and known.digest != call.digest:
-        request_id = state.promises.refuse_reused(
-            request_id, sampler.session_id, call.digest, call.owner, target
-        )
-    elif known is not None:
-        if known.recorded is not None:
-            await asyncio.shield(known.recorded)
-    elif not state.promises.is_gone(request_id):  # a late repetition draws nothing either
-        source = await state.samplers.find(sampler)
-        # the same request may have come twice while weights were sought
-        if state.promises.get(request_id) is None:
-            cancel = functools.partial(source.worker.samples.cancel, request_id)
-            promise = state.promises.add(
-                request_id, call.digest, sampler.session_id, target, cancel, call.owner
-            )
-            await _take(state, call, promise, sampler, source)
-    return UntypedAPIFuture(
-        request_id=request_id,
-        sample_sequence_ids=[f"{request_id}:{index}" for index in range(request.num_samples)],
-    )
-
-
-async def _take(
-    state: State, call: Call, promise: Promise, sampler: Sampler, source: WeightSource
-) -> None:
-    """Put a sample on disk, and draw it."""
-    request: SampleRequest = call.request
-    if request.record_stability_info and sampler.session_id not in state.sessions:
-        # it could not be trained on
-        request = request.model_copy(update={"record_stability_info": None})
-
-    async def draw(seed: int) -> SampleResponse:
-        drawing = state.samplers.draw(promise.request_id, source, request, seed, owner=call.owner)
-        return await metered(state, call.owner, sampler, request, drawing)
-
-    def on_taken() -> None:
-        watch(state, call.op, call, promise.request_id)
-
-    await state.sample_journal.take(promise, call, draw, on_taken)
+    return await state.samples.admit(call, functools.partial(watch, state, call.op, call))
 
 
 @handler
@@ -139,65 +97,34 @@ async def stream_sample(state: State, call: Call) -> SampleStream:
     kept under it.
     """
     request: SampleRequest = call.request
-    sampler = await _sampler_of(state, request, call.owner)
-    _check_window(state, sampler, request)
+    sampler = await state.samplers.named(request, call.owner)
     source = await state.samplers.find(sampler)
     request = request.model_copy(update={"record_stability_info": None})  # its samples have no ids
     job = f"{sampler.sampler_id}:stream:{secrets.token_hex(8)}"
 
     async def start(listener: Listener) -> SampleResponse:
-        drawing = state.samplers.draw(job, source, request, listener=listener, owner=call.owner)
-        with streaming(state, call.owner, sampler):
-            return await metered(state, call.owner, sampler, request, drawing)
+        with _streaming(state, call.owner, sampler):
+            return await state.samplers.draw(
+                job, sampler, source, request, listener=listener, owner=call.owner
+            )
 
-    return SampleStream(
-        start, lambda: source.worker.samples.cancel(job), state.limits.quiet_seconds
-    )
-
-
-async def _sampler_of(
-    state: State, request: SampleRequest, owner: str, taken: str | None = None
-) -> Sampler:
-    """Return the sampler that a request names, or one for the weights that it names instead.
-
-    `taken` is the id that the request was acknowledged under, if it was taken before.
-    """
-    if not 1 <= request.num_samples <= state.limits.samples:
-        most = state.limits.samples
-        raise Refusal(
-            400,
-            f"num_samples must lie between 1 and {most} (the limit samples), got "
-            f"{request.num_samples}",
-        )
-    if request.sampling_session_id is None:
-        if request.base_model is None and request.model_path is None:
-            raise Refusal(400, "a sample needs a sampling_session_id, a base_model or a model_path")
-        base_model = await _source(state, owner, request.base_model, request.model_path)
-        name = taken.rpartition(":")[0] if taken else f"{DIRECT}:{uuid.uuid4()}"
-        return Sampler(name, DIRECT, base_model, request.model_path, owner=owner)
-    sampler = state.database.samplers.known(request.sampling_session_id)
-    if sampler is None:
-        sampler = await asyncio.to_thread(state.database.samplers.get, request.sampling_session_id)
-    if sampler is None:
-        raise Refusal(404, f"there is no sampling session {request.sampling_session_id!r}")
-    state.sessions.note(sampler.session_id)
-    return sampler
+    return SampleStream(start, lambda: state.samplers.cancel(job), state.limits.quiet_seconds)
 
 
-def _check_window(state: State, sampler: Sampler, request: SampleRequest) -> None:
-    """Refuse what does not fit the model's window at once: programs look for this in the answer to
-    their request.
-    """
-    window = state.workers.windows.get(sampler.base_model)
-    if window is not None:
-        try:
-            size = request.prompt.length
-        except ValueError:  # an image of unknown length: the engine says whether it sees images
-            return
-        try:
-            token_limit(request, size, window)
-        except EngineError as error:
-            raise Refusal(400, str(error)) from None
+@contextlib.contextmanager
+def _streaming(state: State, owner: str, sampler: Sampler) -> Iterator[None]:
+    """Note the time of a sample that has no promise."""
+    name, began, error = "stream_sample", time.time(), None
+    state.meter.open[owner, name] += 1
+    try:
+        yield
+    except BaseException as problem:
+        error = str(problem) or type(problem).__name__
+        raise
+    finally:
+        state.meter.open[owner, name] -= 1
+        request_id = f"{sampler.sampler_id}:{name}:{began}"
+        state.meter.span(sampler.session_id, request_id, name, began, error)
 
 
 @handler
@@ -208,3 +135,137 @@ async def join_sampling_session(state: State, call: Call) -> JoinSamplingSession
         raise Refusal(404, f"there is no sampling session {request.sampling_session_id!r}")
     number = await asyncio.to_thread(state.database.samplers.join, request.sampling_session_id)
     return JoinSamplingSessionResponse(client_counter=number)
+
+
+# ── streams ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def event(fields: dict[str, Any], name: str = "") -> bytes:
+    """Return one server-sent event."""
+    return (f"event: {name}\n".encode() if name else b"") + b"data: " + to_json(fields) + b"\n\n"
+
+
+class SampleStream(Response):
+    """The answer to a request for a stream; `draw` starts the sample, `cancel` drops it.
+
+    Events wait here for a slow client; there are at most as many as the request asked for tokens.
+    """
+
+    def __init__(self, draw: Draw, cancel: Callable[[], object], quiet_seconds: float) -> None:
+        # A proxy must not buffer events.
+        headers = {
+            "Cache-Control": "no-cache",
+            "X-Accel-Buffering": "no",
+            "Content-Type": codec.EVENT_STREAM,
+        }
+        super().__init__(None, headers=headers)
+        del self.headers["content-length"]
+        self._draw, self._cancel, self._quiet_seconds = draw, cancel, quiet_seconds
+        self._events: list[bytes] = []
+        self._lengths: dict[int, int] = {}
+        self._ended: set[int] = set()
+        self._news = asyncio.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send events until the sample has ended or the client has disconnected."""
+        drawing = asyncio.ensure_future(self._draw(self._hear))
+        drawing.add_done_callback(lambda _: self._news.set())
+        gone, writing = (
+            asyncio.ensure_future(_disconnect(receive)),
+            asyncio.ensure_future(self._write(drawing, send)),
+        )
+        try:
+            await asyncio.wait({gone, writing}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not drawing.done():
+                self._cancel()
+                drawing.add_done_callback(_retrieve)
+            gone.cancel()
+            writing.cancel()
+        await asyncio.wait({writing})
+        if not writing.cancelled():
+            with contextlib.suppress(OSError):  # the connection is broken
+                writing.result()
+
+    def _hear(self, drawn: Sequence[DrawnToken]) -> None:
+        for token in drawn:
+            self._lengths[token.index] = self._lengths.get(token.index, 0) + 1
+            logprob = token.logprob if math.isfinite(token.logprob) else None
+            fields = {
+                "token_id": token.token,
+                "token": None,
+                "logprob": logprob,
+                "index": token.index,
+            }
+            if token.version is not None:
+                fields["weights_version"] = token.version
+            self._events.append(event(fields | {"event_type": "token"}))
+            if token.stop_reason is not None:
+                self._end(token.index, token.stop_reason, self._lengths[token.index], token.reused)
+        self._news.set()
+
+    def _end(self, index: int, reason: str, total: int, reused: int) -> None:
+        self._ended.add(index)
+        fields = {
+            "index": index,
+            "finish_reason": reason,
+            "total_tokens": total,
+            "event_type": "done",
+        }
+        if reused:
+            fields["prompt_cache_hit_tokens"] = reused
+        self._events.append(event(fields))
+
+    async def _write(self, drawing: asyncio.Future[SampleResponse], send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        while not drawing.done():
+            try:
+                async with asyncio.timeout(self._quiet_seconds):
+                    await self._news.wait()
+            except TimeoutError:
+                self._events.append(WAITING)
+            self._news.clear()
+            if not drawing.done():
+                await _send(send, self._take())
+        self._conclude(drawing)
+        await _send(send, self._take() + END, more=False)
+
+    def _take(self) -> bytes:
+        """Return the new events; tokens of several steps may go out together."""
+        events, self._events = self._events, []
+        return b"".join(events)
+
+    def _conclude(self, drawing: asyncio.Future[SampleResponse]) -> None:
+        try:
+            result = drawing.result()
+        except EngineError as error:
+            self._fail(str(error), error.category)
+        except Exception as error:
+            logger.exception("a stream of samples failed")
+            self._fail(internal(error), "server")
+        else:
+            for index, sequence in enumerate(result.sequences):
+                if index not in self._ended:  # a sample without tokens has had no event
+                    self._end(
+                        index, sequence.stop_reason, sequence.length, result.prompt_cache_hit_tokens
+                    )
+
+    def _fail(self, message: str, category: str) -> None:
+        self._events.append(
+            event({"error": message, "category": category, "event_type": "error"}, "error")
+        )
+
+
+async def _send(send: Send, data: bytes, *, more: bool = True) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _retrieve(drawing: asyncio.Future[Any]) -> None:
+    """Take the failure of a sample whose client has gone, or asyncio would log it."""
+    if not drawing.cancelled():
+        drawing.exception()

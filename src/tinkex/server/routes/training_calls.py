@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 
-from tinkex.engine.api import EngineError, PassJob, Recalled
+from tinkex.engine.api import EngineError, EngineLost, PassJob, Recalled
 from tinkex.engine.losses.table import CUSTOM, STABLE_REINFORCE
 from tinkex.server.calls import Call
-from tinkex.server.database.entities import Run
+from tinkex.server.database.interface import Run
 from tinkex.server.http_errors import Refusal
 from tinkex.server.routes.handler_table import handler, run_operation
 from tinkex.server.runs.admission import CARRY_ON
@@ -17,8 +18,11 @@ from tinkex.server.runs.work import Creation, Discard, LiveRun, Pass, Refused, S
 from tinkex.server.samples.provenance import recall
 from tinkex.server.state import State
 from tinkex.server.workers.worker import Worker
-from tinkex.types.custom_losses import CreateCustomLossRequest, CreateCustomLossResponse
-from tinkex.types.model_requests import (
+from tinkex.types.optimizers import AdamParams, OptimizerConfigBase, OptimParamsBase
+from tinkex.types.saves import LoadWeightsRequest
+from tinkex.types.sessions import (
+    CreateCustomLossRequest,
+    CreateCustomLossResponse,
     CreateModelRequest,
     CreateModelResponse,
     DropGradientsRequest,
@@ -27,8 +31,6 @@ from tinkex.types.model_requests import (
     GetInfoResponse,
     ModelData,
 )
-from tinkex.types.optimizers import AdamParams, OptimizerConfigBase, OptimParamsBase
-from tinkex.types.saves import LoadWeightsRequest
 from tinkex.types.training import (
     ForwardBackwardRequest,
     ForwardRequest,
@@ -52,7 +54,7 @@ async def create_model(state: State, call: Call) -> Creation:
     await state.sessions.require(request.session_id)
     run = f"{request.session_id}:train:{request.model_seq_id}"
     lora = request.lora_config or LoraConfig(rank=DEFAULT_RANK)
-    if call.recorded is None:
+    if not call.is_replayed:
         # a name that is not there is refused at once, as for samplers
         state.workers.base_model(request.base_model)
 
@@ -68,12 +70,12 @@ async def create_model(state: State, call: Call) -> Creation:
     def fits(known: Run) -> bool:
         return (known.base_model, known.lora) == (request.base_model, lora)
 
-    return Creation(run, request.session_id, f"{run}:0", make, fits)
+    return Creation(run, request.session_id, f"{run}:0", make, fits, request.base_model)
 
 
 async def home_of(state: State, call: Call, run: str, base_model: str) -> Worker:
     """Return the worker for a run that is made: that of its record, if it was made before."""
-    known = None if call.recorded is None else await asyncio.to_thread(state.database.runs.get, run)
+    known = await asyncio.to_thread(state.database.runs.get, run) if call.is_replayed else None
     return state.workers.home(run, base_model, None if known is None else known.home)
 
 
@@ -91,7 +93,7 @@ def new_run(
     assert request.session_id is not None
     base = state.workers.base_model(base_model)
     known = state.database.runs.get(name)
-    if known is not None and call.recorded is None:  # it was unloaded
+    if known is not None and not call.is_replayed:  # it was unloaded
         raise EngineError(f"model {name!r} is no longer loaded; {CARRY_ON}")
     worker.engine.create(name, base_model, lora, optimizer)
     run = Run(
@@ -120,36 +122,35 @@ async def forward_backward(state: State, call: Call) -> Work:
     admitted: Callable[[int], object] | None = None
     loss_id = config.get("loss_id") if body.loss_fn == CUSTOM else None
     if isinstance(loss_id, str):
+        if LOSS in loss_id and not loss_id.startswith(f"{_session_of(run)}{LOSS}"):
+            return Refused(
+                f"the custom loss {loss_id!r} belongs to another session; create it in this one"
+            )
         await state.revivals.revived(loss_id)
     if body.loss_fn == STABLE_REINFORCE:
         session_id, records = _session_of(run), state.recordings
-        is_replayed = call.recorded is not None
         try:
-            recalled, names = await recall(records, session_id, body.data, is_replayed=is_replayed)
+            recalled, names = await recall(
+                records, session_id, body.data, is_replayed=call.is_replayed
+            )
         except EngineError as error:
-            if is_replayed or error.category != "user":
+            if call.is_replayed or error.category != "user":
                 raise
             return Refused(str(error))
         admitted = functools.partial(records.hold, session_id, run, names=names)
         state.promises.keep(asyncio.ensure_future(records.note_use(session_id, names)))
 
-    def start(live: LiveRun, job: str) -> None:
-        if loss_id is not None:
-            require_own_loss(run, loss_id)
-        live.worker.engine.pass_start(
-            PassJob(
-                job,
-                run,
-                body.data,
-                body.loss_fn,
-                config,
-                backward=not request.forward_only,
-                owner=call.owner,
-                recalled=recalled,
-            )
-        )
-
-    return Pass(start, not request.forward_only, admitted)
+    job = PassJob(
+        "",
+        run,
+        body.data,
+        body.loss_fn,
+        config,
+        backward=not request.forward_only,
+        owner=call.owner,
+        recalled=recalled,
+    )
+    return Pass(job, admitted)
 
 
 def _session_of(run: str) -> str:
@@ -205,25 +206,16 @@ async def create_custom_loss(state: State, call: Call) -> Creation:
 
     async def make() -> CreateCustomLossResponse:
         for worker in state.workers:  # the runs of a session may be anywhere
-            await worker.run(worker.engine.create_loss, loss_id, request)
+            with contextlib.suppress(EngineLost):  # a worker gets it with its new process
+                await worker.run(worker.engine.create_loss, loss_id, request)
+            state.workers.losses[loss_id] = request
             if session_id not in state.sessions:
+                state.workers.losses.pop(loss_id, None)
                 worker.run(worker.engine.drop_losses, loss_id)
                 raise EngineError("the session has ended")
         return CreateCustomLossResponse(loss_id=loss_id)
 
     return Creation(loss_id, session_id, loss_id, make)
-
-
-def require_own_loss(run: str, loss_id: float | str) -> None:
-    """Refuse a custom loss of another session."""
-    if (
-        isinstance(loss_id, str)
-        and LOSS in loss_id
-        and not loss_id.startswith(f"{_session_of(run)}{LOSS}")
-    ):
-        raise EngineError(
-            f"the custom loss {loss_id!r} belongs to another session; create it in this one"
-        )
 
 
 @handler

@@ -1,11 +1,9 @@
-"""Take uploads of external weights at signed addresses, and make checkpoints of them."""
+"""Receive external weights at signed addresses; make checkpoints of them."""
 
 from __future__ import annotations
 
 import asyncio
-import datetime as dt
 import errno
-import hmac
 import os
 import secrets
 import time
@@ -16,20 +14,24 @@ from typing import BinaryIO
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinkex.engine.api import EngineError
-from tinkex.engine.peft_files import ADAPTER_CONFIG as CONFIG, ADAPTER_WEIGHTS as WEIGHTS, MAX_RANK
+from tinkex.engine.api import Directory, EngineError
+from tinkex.engine.file_formats import (
+    ADAPTER_CONFIG as CONFIG,
+    ADAPTER_WEIGHTS as WEIGHTS,
+    MAX_RANK,
+)
 from tinkex.server.calls import Call
-from tinkex.server.database.entities import Run
+from tinkex.server.database.interface import Run
 from tinkex.server.files.checkpoint_files import SaveSpec
-from tinkex.server.files.data_dir import sync_directory
-from tinkex.server.files.imports import GROUPS, most_bytes, read_adapter
+from tinkex.server.files.data_dir import sync_path
+from tinkex.server.files.imports import GROUPS, Adapter, most_bytes, read_adapter
 from tinkex.server.files.upload_files import COMING, Upload, find_upload, unfinished
-from tinkex.server.http_errors import Refusal
-from tinkex.server.routes.exports import IN_PROCESS
+from tinkex.server.http_errors import FULL_DISK, Refusal
 from tinkex.server.routes.handler_table import handler
+from tinkex.server.routes.queries import moment
+from tinkex.server.routes.signed_addresses import SignedAddress
 from tinkex.server.state import State
-from tinkex.types.checkpoints import SCHEME
-from tinkex.types.external_weights import (
+from tinkex.types.saves import (
     ExternalWeightsUploadFinishRequest,
     ExternalWeightsUploadFinishResponse,
     ExternalWeightsUploadStartRequest,
@@ -37,7 +39,7 @@ from tinkex.types.external_weights import (
 )
 from tinkex.wire.protocol import PREFIX
 
-PATH = f"{PREFIX}/uploads/{{upload_id}}/{{file}}"
+UPLOAD = SignedAddress("upload", f"{PREFIX}/uploads/{{upload_id}}/{{file}}", "start another upload")
 LIFETIME = 6 * 3600
 """Seconds until an upload must be finished."""
 MOST_UNFINISHED = 8
@@ -46,7 +48,7 @@ CONFIG_BYTES = 64 << 10
 IDLE_SECONDS = 60.0
 """Seconds without data until an upload is given up."""
 PIECE = 1 << 20
-NAME = "uploaded"
+NAME, ADAMW = "uploaded", {"type": "adamw"}
 
 
 # ── beginning ─────────────────────────────────────────────────────────────────────────────────────
@@ -59,42 +61,34 @@ async def external_weights_upload_start(
     """Begin an upload: give a signed address for each file."""
     request: ExternalWeightsUploadStartRequest = call.request
     upload = await asyncio.to_thread(_begin, state, request, call.owner)
-    base = f"{call.base_url or IN_PROCESS}{PREFIX}/uploads/{upload.id}"
-    expires = str(int(upload.expires))
+    expires = int(upload.expires)
     urls = {
-        name: f"{base}/{name}?expires={expires}&key={call.key_id}"
-        f"&signature={_signature(state, upload.id, name, expires, str(call.key_id))}"
+        name: UPLOAD.make(state.accounts, call, {"upload_id": upload.id, "file": name}, expires)
         for name in upload.sizes
     }
-    until = dt.datetime.fromtimestamp(int(upload.expires), dt.UTC)
+    until = moment(expires)
     return ExternalWeightsUploadStartResponse(upload_id=upload.id, urls=urls, expires=until)
 
 
 def _begin(state: State, request: ExternalWeightsUploadStartRequest, owner: str) -> Upload:
     lora, project = request.lora_config, request.destination_project_id
     if project is not None and not 1 <= len(project) <= 200:
-        raise Refusal(
-            400, f"destination_project_id must have 1 to 200 characters, got {len(project)}"
-        )
+        raise Refusal(400, f"destination_project_id must have 1 to 200 characters: {project!r}")
     if not 1 <= lora.rank <= MAX_RANK:
         raise Refusal(400, f"lora_config.rank must be between 1 and {MAX_RANK}, got {lora.rank}")
     if not any(getattr(lora, f"train_{group}") for group in GROUPS):
-        raise Refusal(
-            400, "lora_config changes no layers: set train_attn, train_mlp or train_unembed"
-        )
+        raise Refusal(400, "lora_config has no layers: set train_attn, train_mlp or train_unembed")
     try:
         weights = most_bytes(_files_of(state, request.base_model), lora)
     except EngineError as error:
         raise Refusal(400, str(error)) from None
     if unfinished(state.upload_dir, owner) >= MOST_UNFINISHED:
-        raise Refusal(
-            400, f"{MOST_UNFINISHED} uploads have begun, which is the limit; finish them, or wait"
-        )
+        why = f"{MOST_UNFINISHED} uploads have begun, which is the limit"
+        raise Refusal(400, f"{why}: finish one, or wait")
     name = secrets.token_hex(16)
     sizes = {CONFIG: CONFIG_BYTES, WEIGHTS: weights}
-    upload = Upload(
-        name, state.upload_dir / name, owner, float(int(time.time() + LIFETIME)), sizes, request
-    )
+    expires = float(int(time.time() + LIFETIME))
+    upload = Upload(name, state.upload_dir / name, owner, expires, sizes, request)
     upload.write()
     return upload
 
@@ -106,11 +100,6 @@ def _files_of(state: State, base_model: str) -> Path:
     return directory
 
 
-def _signature(state: State, upload_id: str, file: str, expires: str, key: str) -> str:
-    own_key = 0 if key == "0" else 1  # the server's own key is part of the signatures given to it
-    return state.accounts.sign("\n".join(["upload", upload_id, file, expires, key]), own_key).hex()
-
-
 # ── files ─────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -119,29 +108,19 @@ async def upload(state: State, call: Call) -> Response:
     request = call.http
     assert request is not None
     upload_id, file = call.path["upload_id"], call.path["file"]
-    expires, key, given = (call.query.get(part, "") for part in ("expires", "key", "signature"))
-    if not hmac.compare_digest(
-        given.encode(), _signature(state, upload_id, file, expires, key).encode()
-    ):
-        raise Refusal(
-            403,
-            "this address is not signed by this server: use it unchanged, or start another upload",
-        )
-    await state.accounts.check_key(int(key))
+    await UPLOAD.check(state.accounts, call)
     found = await asyncio.to_thread(find_upload, state.upload_dir, upload_id)
     if found is None or file not in found.sizes:
         raise Refusal(403, "this address has expired: start another upload")
     most = found.sizes[file]
     if request.headers.get("content-encoding", "identity") != "identity":
-        raise Refusal(415, "files are taken as they are: leave Content-Encoding out")
+        raise Refusal(415, "compressed files are not supported: leave Content-Encoding out")
     length = request.headers.get("content-length", "0")
     if not (length.isascii() and length.isdigit()) or len(length) > 18 or int(length) > most:
-        raise Refusal(
-            413, f"{file} may have at most {most} bytes for this base model and lora_config"
-        )
+        raise Refusal(413, f"{file} must have at most {most} bytes, as lora_config says")
     target = found.directory / file
     if target in state.arriving or upload_id in state.finishing:
-        raise Refusal(409, f"{file} is just coming, or the upload is being finished: wait for that")
+        raise Refusal(409, f"{file} is arriving, or the upload is being finished: wait for that")
     state.arriving.add(target)
     try:
         await _receive(request, target, most)
@@ -162,12 +141,11 @@ async def _receive(request: Request, target: Path, most: int) -> None:
                 except StopAsyncIteration:
                     break
                 except TimeoutError:
-                    raise Refusal(
-                        408, f"nothing came for {IDLE_SECONDS:g} s: send the file again"
-                    ) from None
+                    why = f"no data came for {IDLE_SECONDS:g} s: send the file again"
+                    raise Refusal(408, why) from None
                 size += len(chunk)
                 if size > most:
-                    raise Refusal(413, f"{target.name} may have at most {most} bytes; it has more")
+                    raise Refusal(413, f"{target.name} must have at most {most} bytes")
                 held += chunk
                 if len(held) >= PIECE:
                     await asyncio.to_thread(file.write, bytes(held))
@@ -175,11 +153,11 @@ async def _receive(request: Request, target: Path, most: int) -> None:
             await asyncio.to_thread(file.write, bytes(held))
             await asyncio.to_thread(_flush, file)
         await asyncio.to_thread(os.replace, scratch, target)
-        await asyncio.to_thread(sync_directory, target.parent)
+        await asyncio.to_thread(sync_path, target.parent)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        raise Refusal(503, f"{target.name} was not taken: the server's disk is full") from None
+        raise Refusal(503, f"{target.name} was not stored: {FULL_DISK}") from None
     finally:
         await asyncio.to_thread(scratch.unlink, missing_ok=True)
 
@@ -200,22 +178,17 @@ async def external_weights_upload_finish(
     request: ExternalWeightsUploadFinishRequest = call.request
     upload = await asyncio.to_thread(find_upload, state.upload_dir, request.upload_id)
     if upload is None or upload.owner != call.owner:
-        raise Refusal(
-            404,
-            f"there is no upload {request.upload_id[:64]!r}; it was never begun, or has expired",
-        )
+        given = request.upload_id[:64]
+        raise Refusal(404, f"there is no upload {given!r}; it never began, or has expired")
     if upload.id in state.finishing:
-        raise Refusal(409, f"upload {upload.id} is being finished already")
+        raise Refusal(409, f"upload {upload.id} is being finished already: wait for that")
     state.finishing.add(upload.id)
     try:
         path = await asyncio.to_thread(_finish, state, upload)
     except EngineError as error:
         # The caller cannot see the server's files.
-        told = (
-            str(error)
-            .replace(f"{upload.directory}{os.sep}", "")
-            .replace(str(upload.directory), "the upload")
-        )
+        told = str(error).replace(f"{upload.directory}{os.sep}", "")
+        told = told.replace(str(upload.directory), "the upload")
         raise Refusal(400 if error.category == "user" else 500, told) from None
     finally:
         state.finishing.discard(upload.id)
@@ -225,39 +198,31 @@ async def external_weights_upload_finish(
 def _finish(state: State, upload: Upload) -> str:
     request, session = upload.request, str(uuid.UUID(upload.id))
     base, lora = state.workers.base_model(request.base_model), request.lora_config
-    run = Run(
-        f"{session}:train:0",
-        session,
-        base.name,
-        lora,
-        {"type": "adamw"},
-        {},
-        upload.owner,
-        base.digest,
-    )
-    path = f"{SCHEME}{run.model_id}/external_weights/{NAME}"
-    if state.database.checkpoints.get(path) is None:
-        if missing := upload.missing():
-            raise EngineError(
-                f"{', '.join(missing)} has not been uploaded: PUT it to its address first"
-            )
-        adapter = read_adapter(upload.directory, _files_of(state, request.base_model))
-        if adapter.source.rank != lora.rank:
-            raise EngineError(
-                f"{CONFIG}: r is {adapter.source.rank}, but the upload's lora_config has rank "
-                f"{lora.rank}"
-            )
-        found = adapter.shape()
-        for group in GROUPS:
-            if getattr(found, f"train_{group}") and not getattr(lora, f"train_{group}"):
-                raise EngineError(
-                    f"{WEIGHTS} changes {group} layers, but the upload's lora_config does not "
-                    "train them"
-                )
-        spec = SaveSpec("external_weights", NAME, project_id=request.destination_project_id)
-        state.checkpoints.put(run, spec, adapter.writer(base.name, lora))
-    if state.database.runs.get(run.model_id) is None:
-        state.database.runs.add(run)
+    run_id, base_model = f"{session}:train:0", base.name
+    run = Run(run_id, session, base_model, lora, ADAMW, {}, upload.owner, base.digest)
+
+    def write(place: Directory) -> None:
+        _adapter(upload, _files_of(state, request.base_model)).writer(base.name, lora)(place)
+
+    spec = SaveSpec("external_weights", NAME, project_id=request.destination_project_id)
+    saved = state.checkpoints.put_once(run, spec, write)
     (upload.directory / "done").touch()
     upload.clear()
-    return path
+    return saved.tinker_path
+
+
+def _adapter(upload: Upload, base_directory: Path) -> Adapter:
+    """Read the files of an upload; refuse those that are not what was announced."""
+    if missing := upload.missing():
+        names = " and ".join(missing)
+        raise EngineError(f"{names} has not been uploaded: send it with PUT to its address")
+    adapter, lora = read_adapter(upload.directory, base_directory), upload.request.lora_config
+    if adapter.source.rank != lora.rank:
+        rank = f"r is {adapter.source.rank}, but lora_config has rank {lora.rank}"
+        raise EngineError(f"{CONFIG}: {rank}; start an upload with the same rank")
+    found = adapter.shape()
+    for group in GROUPS:
+        if getattr(found, f"train_{group}") and not getattr(lora, f"train_{group}"):
+            why = f"{WEIGHTS} changes {group} layers, but lora_config does not train them"
+            raise EngineError(f"{why}: start an upload with train_{group}=True")
+    return adapter

@@ -1,28 +1,35 @@
-"""Save weights, load them, and describe checkpoints."""
+"""Save weights, export them, load them, and describe checkpoints."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tinkex.engine.api import EngineError
 from tinkex.server.calls import Call, digest_of
-from tinkex.server.database.entities import Run, Save as Saved
+from tinkex.server.database.interface import Run, Save as Saved
 from tinkex.server.files.checkpoint_files import SaveSpec, reading
 from tinkex.server.files.seals import check
 from tinkex.server.http_errors import Refusal
 from tinkex.server.routes.handler_table import handler, run_operation
+from tinkex.server.routes.records import nothing_at, parsed_path
 from tinkex.server.routes.training_calls import home_of, new_run
 from tinkex.server.runs.work import Creation, LiveRun, Load, Save
-from tinkex.server.samples import inflight
+from tinkex.server.samples.samplers import check_inflight
 from tinkex.server.state import State
 from tinkex.server.workers.worker import OffThread, Worker
-from tinkex.types.checkpoints import ParsedCheckpointTinkerPath
 from tinkex.types.optimizers import OptimizerConfigBase
 from tinkex.types.record import to_json
 from tinkex.types.saves import (
     LoadWeightsRequest,
     LoadWeightsResponse,
+    SaveWeightsExternalRequest,
+    SaveWeightsExternalResponseInternal,
     SaveWeightsForSamplerRequest,
     SaveWeightsForSamplerResponseInternal,
     SaveWeightsRequest,
@@ -33,60 +40,74 @@ from tinkex.types.saves import (
 from tinkex.types.training import LoraConfig
 from tinkex.wire.codec import JSON
 
+RECIPIENTS, MOST_RECIPIENTS = "age_encryption_recipients", 10
 
-def _request_id(call: Call) -> str:
-    return f"{call.request.model_id}:{call.number}"
+
+def _save(
+    state: State,
+    call: Call,
+    live: LiveRun,
+    spec: SaveSpec,
+    answer: Callable[[Saved], Any],
+    *,
+    optimizer: bool = False,
+    finish: Callable[[Path], None] | None = None,
+) -> OffThread:
+    """Save the files of a run; a repeated request finds its own work done."""
+    write = live.worker.engine.writer(live.run.model_id, optimizer=optimizer)
+    spec = replace(spec, request_id=f"{live.run.model_id}:{call.number}")
+    return state.checkpoints.save(live.run, spec, write, answer, finish)
 
 
 @run_operation
 async def save_weights(state: State, call: Call) -> Save:
     """Save weights and optimizer state."""
     request: SaveWeightsRequest = call.request
+    spec = SaveSpec(
+        "weights",
+        request.path or f"step-{request.seq_id}",
+        request.ttl_seconds,
+        request.user_metadata or {},
+        request.overwrite,
+    )
 
     def answer(saved: Saved) -> SaveWeightsResponse:
         return SaveWeightsResponse(path=saved.tinker_path, type="save_weights")
 
-    def work(live: LiveRun) -> OffThread:
-        spec = SaveSpec(
-            "weights",
-            request.path or f"step-{request.seq_id}",
-            request.ttl_seconds,
-            request.user_metadata or {},
-            request.overwrite,
-            request_id=_request_id(call),
+    return Save(lambda live: _save(state, call, live, spec, answer, optimizer=True))
+
+
+@run_operation
+async def save_weights_external(state: State, call: Call) -> Save:
+    """Save weights as files to fetch, encrypted when there are recipients."""
+    request: SaveWeightsExternalRequest = call.request
+    spec = SaveSpec("external_weights", request.path, request.ttl_seconds)
+
+    def answer(saved: Saved) -> SaveWeightsExternalResponseInternal:
+        return SaveWeightsExternalResponseInternal(
+            path=saved.tinker_path, size_bytes=saved.size_bytes, type="save_weights_external"
         )
-        write = live.worker.engine.writer(request.model_id, optimizer=True)
-        return state.checkpoints.save(live.run, spec, write, answer)
+
+    def work(live: LiveRun) -> OffThread:
+        recipients = request.age_encryption_recipients
+        finish = encryption(recipients) if recipients else None
+        return _save(state, call, live, spec, answer, finish=finish)
 
     return Save(work)
 
 
 @run_operation
 async def save_weights_for_sampler(state: State, call: Call) -> Save:
-    """Save weights to sample from: under a name, or as a nameless sampler of the session."""
+    """Save weights to sample from, under a name or as a nameless sampler."""
     request: SaveWeightsForSamplerRequest = call.request
     # The official client counts sampling_session_seq_id up when it retries: it does not make
     # another request of it.
-    call.digest = digest_of(
-        "", to_json(request.model_copy(update={"sampling_session_seq_id": None}))
-    )
-
-    def answer(saved: Saved) -> SaveWeightsForSamplerResponseInternal:
-        return SaveWeightsForSamplerResponseInternal(
-            path=saved.tinker_path, type="save_weights_for_sampler"
-        )
-
-    def save_files(live: LiveRun) -> OffThread:
-        spec = SaveSpec(
-            "sampler_weights",
-            request.path or "",
-            request.ttl_seconds,
-            request.user_metadata or {},
-            request_id=_request_id(call),
-        )
-        write = live.worker.engine.writer(request.model_id, optimizer=False)
-        return state.checkpoints.save(live.run, spec, write, answer)
-
+    same = to_json(request.model_copy(update={"sampling_session_seq_id": None}))
+    call.digest = digest_of("", same)
+    metadata = request.user_metadata or {}
+    spec = SaveSpec("sampler_weights", request.path or "", request.ttl_seconds, metadata)
+    answer: Callable[..., SaveWeightsForSamplerResponseInternal]
+    answer = partial(SaveWeightsForSamplerResponseInternal, type="save_weights_for_sampler")
     version: int | None = None
 
     def save_in_memory(live: LiveRun) -> SaveWeightsForSamplerResponseInternal:
@@ -97,14 +118,14 @@ async def save_weights_for_sampler(state: State, call: Call) -> Save:
             version = state.samplers.targets.save(live, sampler_id, call.number)
         else:
             state.samplers.save(live, sampler_id, call.number)
-        return SaveWeightsForSamplerResponseInternal(
-            sampling_session_id=sampler_id, type="save_weights_for_sampler"
-        )
+        return answer(sampling_session_id=sampler_id)
 
     def work(live: LiveRun) -> SaveWeightsForSamplerResponseInternal | OffThread:
         if request.kind == "inflight":
-            inflight.check(request)
-        return save_files(live) if request.path is not None else save_in_memory(live)
+            check_inflight(request)
+        if request.path is None:
+            return save_in_memory(live)
+        return _save(state, call, live, spec, lambda saved: answer(path=saved.tinker_path))
 
     def after(
         live: LiveRun, saved: SaveWeightsForSamplerResponseInternal
@@ -126,11 +147,40 @@ def _nameless_id(state: State, run: Run, request: SaveWeightsForSamplerRequest) 
     sampler_id = f"{run.session_id}:sample:{request.sampling_session_seq_id}"
     known = state.database.samplers.get(sampler_id)
     if known is not None and known.model_id != run.model_id:
-        raise EngineError(
-            f"sampling session {sampler_id!r} was opened before, not for this run; use another "
-            "number"
-        )
+        why = "was opened before, not for this run"
+        raise EngineError(f"sampling session {sampler_id!r} {why}: use another number")
     return sampler_id
+
+
+def encryption(recipients: Sequence[str]) -> Callable[[Path], None]:
+    """Return a function that encrypts a directory; refuse bad recipients."""
+    if len(recipients) > MOST_RECIPIENTS:
+        raise EngineError(
+            f"{RECIPIENTS}: at most {MOST_RECIPIENTS} are possible, got {len(recipients)}"
+        )
+    try:
+        pyrage: Any = importlib.import_module("pyrage")
+    except ImportError:
+        why = "this server cannot encrypt, because pyrage is not installed there"
+        how = "install it there (pip install pyrage), or leave the recipients out"
+        raise EngineError(f"{RECIPIENTS}: {why}; {how}") from None
+    keys = [_recipient(pyrage, text) for text in recipients]
+
+    def encrypt(directory: Path) -> None:
+        for path in list(directory.iterdir()):
+            pyrage.encrypt_file(str(path), str(path.with_name(f"{path.name}.age")), keys)
+            path.unlink()
+
+    return encrypt
+
+
+def _recipient(pyrage: Any, text: str) -> Any:
+    kind = pyrage.ssh if text.startswith("ssh-") else pyrage.x25519
+    try:
+        return kind.Recipient.from_str(text)
+    except pyrage.RecipientError as error:
+        why = f"{text!r} is no public key; give one that begins with age1 or ssh-"
+        raise EngineError(f"{RECIPIENTS}: {why} ({error})") from None
 
 
 @run_operation
@@ -158,9 +208,8 @@ async def load_weights(state: State, call: Call) -> Load | Creation:
             check(loaded)
             engine.load(run, loaded, optimizer=True)
         else:
-            saved = state.checkpoints.find(
-                request.path, "weights", live.run.base_model, reader=reader
-            )
+            base_model = live.run.base_model
+            saved = state.checkpoints.find(request.path, "weights", base_model, reader=reader)
             with reading(saved.directory, request.path):
                 check(saved.directory)
                 state.workers.check_base(saved.base_model, saved.base_digest, request.path)
@@ -171,8 +220,8 @@ async def load_weights(state: State, call: Call) -> Load | Creation:
 
 
 def _loaded_before(state: State, call: Call, run: str, number: int) -> Path | None:
-    """Return what a load gave in an earlier life: the checkpoint may be another by now, or gone."""
-    return None if call.recorded is None else state.snapshots.loaded_before(run, number)
+    """Return the files of a load before a restart; its checkpoint may be gone."""
+    return state.snapshots.loaded_before(run, number) if call.is_replayed else None
 
 
 async def _create_by_loading(
@@ -214,20 +263,17 @@ async def _create_by_loading(
         state.runs.enter(await worker.run(work, worker))
         return LoadWeightsResponse(path=request.path, model_id=run, type="load_weights")
 
-    return Creation(run, request.session_id, f"{run}:0", make)
+    return Creation(run, request.session_id, f"{run}:0", make, base_model=request.base_model)
 
 
 @handler
 async def weights_info(state: State, call: Call) -> WeightsInfoResponse:
     """Describe a checkpoint."""
     request: WeightsInfoRequest = call.request
-    try:
-        ParsedCheckpointTinkerPath.from_tinker_path(request.tinker_path)
-    except ValueError as error:
-        raise Refusal(400, str(error)) from None
+    parsed_path(request.tinker_path)
     saved = await asyncio.to_thread(state.checkpoints.readable, request.tinker_path, call.owner)
     if saved is None:
-        raise Refusal(404, f"there is no checkpoint {request.tinker_path}")
+        raise nothing_at(request.tinker_path)
     return WeightsInfoResponse(
         base_model=saved.base_model,
         is_lora=True,

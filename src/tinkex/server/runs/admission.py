@@ -11,15 +11,16 @@ import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-from tinkex.engine.api import EngineError
-from tinkex.server.calls import Call
-from tinkex.server.database.entities import LOCAL_OWNER
+from tinkex.engine.api import EngineError, EngineLost
+from tinkex.server.calls import GIVEN_UP, UNKNOWN, Call, refused_call
+from tinkex.server.database.interface import LOCAL_OWNER
 from tinkex.server.http_errors import Refusal
 from tinkex.server.parts import Parts
-from tinkex.server.runs.call_records import GIVEN_UP, UNKNOWN, refused_call
-from tinkex.server.runs.promises import Promise
+from tinkex.server.runs.journal import Entry
+from tinkex.server.runs.promises import Promise, fail_again
 from tinkex.server.runs.snapshot import Snapshots
 from tinkex.server.runs.work import (
     Creation,
@@ -34,7 +35,7 @@ from tinkex.server.runs.work import (
     Unload,
     Work,
 )
-from tinkex.server.workers.worker import Postponed, Worker
+from tinkex.server.workers.worker import Postponed
 from tinkex.types.training import UntypedAPIFuture
 
 logger = logging.getLogger("tinkex.server")
@@ -77,7 +78,7 @@ class Runs(Mapping[str, LiveRun]):
     async def live(self, run: str) -> LiveRun:
         """Return a run that something is asked of; one of an earlier life is taken up again."""
         live = self._live.get(run)
-        if live is None or live.is_rebuilding:
+        if live is None or (live.is_rebuilding and not live.is_parked):
             await self._revivals.revived(run)
             live = self._live.get(run)
         if live is not None:
@@ -89,17 +90,26 @@ class Runs(Mapping[str, LiveRun]):
         raise Refusal(
             410,
             f"model {run!r} is no longer loaded (it was unloaded, its session has ended, or it "
-            f"could not be taken up again after a restart); {CARRY_ON}",
+            f"could not be restored after a restart); {CARRY_ON}",
         )
 
-    async def worker_of(self, run: str) -> Worker:
-        """Return the worker that a run is at home on, loaded or not."""
-        if (live := self._live.get(run)) is not None:
-            return live.worker
-        known = await asyncio.to_thread(self._database.runs.get, run)
-        if known is None:
-            raise Refusal(404, f"there is no model {run!r}")
-        return self._workers.home(run, known.base_model, known.home)
+    async def replayed(self, run: str, is_found: Callable[[], bool]) -> None:
+        """Wait until a run that is made again gives something, or all of its journal is done."""
+        waited: asyncio.Task[None] | None = None
+        while not is_found():
+            await self._revivals.revived(run)
+            task = self._revivals.task(run)
+            if task is None or task is waited:
+                return
+            if not task.done():  # the run is made again once more
+                continue
+            waited, live = task, self._live.get(run)
+            while live is not None and live.again and not is_found():
+                await asyncio.wait(live.again, return_when=asyncio.FIRST_COMPLETED)
+            for promise in list(live.recent.values()) if live is not None else ():
+                if is_found() or self._revivals.task(run) is not task:
+                    break
+                await promise.done.wait()
 
     def is_loaded(self, run: str) -> bool:
         """Return whether a run takes requests: at once, or after it is taken up again."""
@@ -121,16 +131,24 @@ class Runs(Mapping[str, LiveRun]):
             added = promise
 
             def begin() -> None:
-                self._promises.follow(added, self._made(creation))
+                self._promises.follow(added, self._made(call, creation))
 
             await self._promises.take(promise, self._journals.of_run(name), 0, call, begin)
         elif promise.recorded is not None:
             await asyncio.shield(promise.recorded)
         return UntypedAPIFuture(request_id=request_id, model_id=name)
 
-    async def _made(self, creation: Creation) -> Any:
+    async def _made(self, call: Call, creation: Creation) -> Any:
+        """Make what is asked for; on another worker if the first one is lost meanwhile."""
         try:
-            return await creation.make()
+            while True:
+                try:
+                    return await creation.make()
+                except EngineLost:
+                    self._workers.leave(creation.name)
+                    await self._workers.available(creation.base_model)
+                    call.is_replayed = True
+                    creation = await self._prepare(call)
         finally:
             if creation.name not in self._live:
                 self._workers.leave(creation.name)
@@ -138,10 +156,9 @@ class Runs(Mapping[str, LiveRun]):
     async def create_again(self, call: Call) -> None:
         """Make a run or a custom loss that a journal has, and wait for it."""
         creation: Creation = await self._prepare(call)
-        promise = self._promises.get(creation.request_id) or self._promises.add(
-            creation.request_id, call.digest, creation.session_id
-        )
-        await self._promises.fulfil(promise, self._made(creation))
+        journal = self._journals.of_run(creation.name)
+        promise = self._promises.repeat(creation.request_id, call, creation.session_id, journal, 0)
+        await self._promises.fulfil(promise, self._made(call, creation))
 
     def _fail(self, request_id: str, session_id: str, call: Call, run: str) -> UntypedAPIFuture:
         """Return the receipt of a failure: the number was used before, for another request."""
@@ -150,7 +167,7 @@ class Runs(Mapping[str, LiveRun]):
 
     def enter(self, live: LiveRun) -> None:
         """Take a run in whose adapter has been made."""
-        run = live.run.model_id
+        run = live.name
         if live.run.session_id not in self._sessions:
             live.worker.drop_run(run)
             raise EngineError("the session has ended")
@@ -163,25 +180,23 @@ class Runs(Mapping[str, LiveRun]):
 
     async def admit(self, call: Call) -> UntypedAPIFuture:
         """Take a request: a repeated number gives the original receipt."""
-        request = call.request
-        if getattr(request, "model_id", None) is None:
+        run = getattr(call.request, "model_id", None)
+        if run is None:
             return await self._create(call)
-        await self.live(request.model_id)
-        work: Work = await self._prepare(call)
-        if isinstance(work, Refused):
-            call = refused_call(call.digest, work.why, call.owner)
-        return await self._admit(call, request.model_id, request.seq_id, work)
+        return await self._admit(call, run, call.request.seq_id)
 
     async def consume_seq_id(
         self, run: str, seq_id: int | None, digest: bytes, why: str, owner: str = LOCAL_OWNER
     ) -> UntypedAPIFuture:
         """Let a refused request use its number up: later requests must not wait for it."""
-        return await self._admit(refused_call(digest, why, owner), run, seq_id, Refused(why))
+        return await self._admit(refused_call(digest, why, owner), run, seq_id)
 
-    async def _admit(
-        self, call: Call, run: str, seq_id: int | None, work: Work
-    ) -> UntypedAPIFuture:
-        live = await self.live(run)
+    async def _admit(self, call: Call, run: str, seq_id: int | None) -> UntypedAPIFuture:
+        await self.live(run)
+        work: Work = _refused(call) or await self._prepare(call)
+        if isinstance(work, Refused):
+            call = refused_call(call.digest, work.why, call.owner)
+        live = await self.live(run)  # it may have ended meanwhile
         number = call.number = self.free(live) if seq_id is None else seq_id
         if number < 1:
             raise Refusal(400, f"seq_id must be at least 1, got {number}")
@@ -216,15 +231,19 @@ class Runs(Mapping[str, LiveRun]):
             raise
         return receipt
 
-    async def admit_again(self, live: LiveRun, call: Call) -> None:
-        """Put a request that a journal has into its run's lane."""
-        run, number = live.run.model_id, call.number
+    async def admit_again(self, live: LiveRun, call: Call, failed: Entry | None = None) -> None:
+        """Put a request that a journal has into its run's lane; one that failed fails again."""
+        run, number = live.name, call.number
         assert number is not None
-        work: Work = await self._prepare(call) if call.op else Refused(call.body.decode())
-        request_id = f"{run}:{number}"
-        promise = self._promises.get(request_id) or self._promises.add(
-            request_id, call.digest, live.run.session_id
+        refused = _refused(call) if failed is None else Refused("")
+        # first, for it may change the digest
+        work: Work = refused or await self._prepare(call)
+        journal = self._journals.of_run(run)
+        promise = self._promises.repeat(
+            f"{run}:{number}", call, live.run.session_id, journal, number
         )
+        if failed is not None:
+            fail_again(promise, failed)
         if isinstance(work, Pass) and work.admitted is not None:
             work.admitted(number)
         live.lane.hold(number, call.size)
@@ -233,13 +252,13 @@ class Runs(Mapping[str, LiveRun]):
     def free(self, live: LiveRun) -> int:
         """Return the next number for a request without one; some may be on their way to disk."""
         number = live.lane.free
-        while self._promises.get(f"{live.run.model_id}:{number}") is not None:
+        while self._promises.get(f"{live.name}:{number}") is not None:
             number += 1
         return number
 
     def offer(self, live: LiveRun, item: LaneItem) -> None:
         """Begin with an operation that is on disk when all numbers before it have come."""
-        if self._live.get(live.run.model_id) is not live:
+        if self._live.get(live.name) is not live:
             if not live.is_rebuilding:  # else it is read in the journal
                 item.promise.fail("the session has ended")
             return
@@ -257,7 +276,7 @@ class Runs(Mapping[str, LiveRun]):
             self.gaps.watch(live, missing)
 
     def _begin(self, live: LiveRun, item: LaneItem) -> None:
-        run, worker = live.run.model_id, live.worker
+        run, worker = live.name, live.worker
         carry_out = functools.partial(self._carry_out, live, item)
         match item.work:
             case Pass():
@@ -266,7 +285,10 @@ class Runs(Mapping[str, LiveRun]):
                 running = worker.run_save(run, carry_out)
             case _:
                 running = worker.run_for(run, carry_out)
-        self._promises.follow(item.promise, self._finish(live, item.work, running))
+        following = self._promises.follow(item.promise, self._finish(live, item.work, running))
+        if live.is_rebuilding:
+            live.again.add(following)
+            following.add_done_callback(live.again.discard)
 
     def _carry_out(self, live: LiveRun, item: LaneItem) -> Any:
         """Carry an operation out, and make a snapshot where one is due; on the worker."""
@@ -275,13 +297,13 @@ class Runs(Mapping[str, LiveRun]):
         work = item.work
         if isinstance(work, Unload):
             return work.do(live)
-        if isinstance(work, Pass) and work.adds_gradient:
-            live.is_between_steps = False
         live.done = item.seq_id
         live.since_snapshot += 1
         if isinstance(work, Pass):
-            return work.start(live, item.promise.request_id)
+            live.is_between_steps &= not work.job.backward
+            return live.worker.engine.pass_start(replace(work.job, job=item.promise.request_id))
         if isinstance(work, Refused):
+            item.promise.place = None  # its journal says why
             raise EngineError(work.why)
         result = work.do(live)
         if isinstance(work, Step | Discard | Load):
@@ -306,7 +328,7 @@ class Runs(Mapping[str, LiveRun]):
 
     def put(self, live: LiveRun) -> None:
         """Have a run that is being rebuilt."""
-        self._live[live.run.model_id] = live
+        self._live[live.name] = live
 
     def remove(self, run: str) -> None:
         """Forget a run that its worker has dropped."""
@@ -322,10 +344,10 @@ class Runs(Mapping[str, LiveRun]):
         if live is not None:
             live.worker.drop_run(run)
 
-    def forget_session(self, session_id: str) -> None:
-        """Drop the runs of a session."""
-        for run in [name for name, live in self.items() if live.run.session_id == session_id]:
-            self.forget(run)
+
+def _refused(call: Call) -> Refused | None:
+    """Return the work of a call that was refused: the reason is left of it."""
+    return None if call.op else Refused(call.body.decode())
 
 
 def _fail_as_passed(live: LiveRun, promise: Promise) -> None:
@@ -349,7 +371,7 @@ class Gaps:
             raise Refusal(
                 429,
                 f"{live.lane.held_bytes} bytes of requests of this run wait for request number "
-                f"{live.lane.next}, which has not come; the limit gap_bytes is {limit}",
+                f"{live.lane.next}, which has not arrived; the limit gap_bytes is {limit}",
                 headers={"Retry-After": "1"},
             )
 
@@ -379,12 +401,12 @@ class Gaps:
     async def _give_up_durably(self, live: LiveRun, missing: int) -> None:
         """Record that a number is given up before it is: another life must not carry it out."""
         try:
-            await self._journals.of_run(live.run.model_id).append(missing, {"op": GIVEN_UP})
+            await self._journals.of_run(live.name).append(missing, {"op": GIVEN_UP})
         except OSError:
             logger.exception(
-                "that request %d of %s was given up cannot be put on disk",
+                "request %d of %s was given up, but writing that to disk failed",
                 missing,
-                live.run.model_id,
+                live.name,
             )
         self.give_up(live, missing)
 

@@ -208,7 +208,9 @@ class Journal:
         self._file: Segment | None = None
         self._last: int | None = None
         self._size = 0
-        self._is_closed = False
+        self.is_closed = False
+        self.failing: asyncio.Future[None] | None = None
+        """The record of a failure that is on its way to the disk."""
         self.highest: dict[Path, int] = {}
         """The highest number in each segment: what can be dropped when everything up to a number
         can."""
@@ -231,7 +233,7 @@ class Journal:
             await asyncio.to_thread(encode, entry) if len(body) > OFF_LOOP_BYTES else encode(entry)
         )
         # between the request for it and now; its directory is gone, and must not come back
-        if self._is_closed:
+        if self.is_closed:
             raise OSError(f"{self.directory} is closed: its run or session has ended")
         if self._file is None or self._size > SEGMENT_BYTES:
             self.rotate()
@@ -300,7 +302,7 @@ class Journal:
 
     def close(self) -> None:
         """Let go of the file; nothing more can be added."""
-        self._is_closed = True
+        self.is_closed = True
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -11,21 +11,21 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Container
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from tinkex.engine.api import EngineError
-from tinkex.server.calls import Call
-from tinkex.server.complaints import FULL_DISK, complain
+from tinkex.server.calls import FAILED, Call, facts_of, number_named
 from tinkex.server.files.data_dir import is_full_disk
-from tinkex.server.http_errors import Refusal
-from tinkex.server.runs.call_records import facts_of
-from tinkex.server.runs.journal import Journal
-from tinkex.server.workers.worker import Postponed
+from tinkex.server.http_errors import Refusal, complain, internal
+from tinkex.server.runs.journal import Entry, Journal
+from tinkex.server.runs.result_log import Log, came_out_otherwise, first_cursor
+from tinkex.server.workers.worker import EngineDied, Postponed
 from tinkex.types.future_requests import RequestErrorCategory, RequestFailedResponse
+from tinkex.types.sampled import SampleResponse
+from tinkex.types.training import ForwardBackwardOutput
 from tinkex.wire import codec
-from tinkex.wire.redaction import Scrubber
 
 logger = logging.getLogger("tinkex.server")
 
@@ -38,7 +38,8 @@ KEEP_UNREAD = 24 * 3600.0
 KEEP_GONE = 100_000
 """The number of expired ids that are remembered."""
 
-_scrubber = Scrubber()
+OFF_LOOP_VALUES = 8_000
+"""Results of more numbers than this are encoded in a thread."""
 
 
 Target: TypeAlias = tuple[str, int]
@@ -67,6 +68,12 @@ class Promise:
     """The encoded result, when it has been announced and not fetched yet."""
     recorded: asyncio.Future[None] | None = None
     """Done when the request is on disk: not before that is it acknowledged."""
+    place: tuple[Journal, int] | None = None
+    """The journal of its request, and the number there, if a failure would not be found in it."""
+    is_lost: bool = False
+    """True if the work was lost with its engine: it may be carried out again until that is told."""
+    telling: asyncio.Future[Any] | None = None
+    """Done when the loss is on disk: not before that is it told."""
     number: int = 0
     """Its place in the log."""
     is_sent: bool = False
@@ -85,6 +92,14 @@ class Promise:
             self.cancel = None
             if self.on_settled is not None:
                 self.on_settled(self)
+
+    def take_back(self) -> bool:
+        """Take back a failure that was not told, if it is one: the work is carried out again."""
+        if not self.is_lost or self.telling is not None:
+            return False
+        self.done.clear()
+        self.result, self.on_settled, self.is_lost = None, None, False
+        return True
 
     def touch(self) -> None:
         """Note that the result has been read."""
@@ -110,70 +125,6 @@ class Promise:
         self.settle(RequestFailedResponse(error=message, category=category))
 
 
-def first_cursor() -> int:
-    """Return the first number of a new log, which is above those of all earlier logs.
-
-    No log ends more samples than there are microseconds.
-    """
-    return time.time_ns() // 1000
-
-
-class Log:
-    """The samples of one client that have ended and that it has not acknowledged, by number.
-
-    Numbers go up from one log to the next, so that a cursor of an earlier one, closed with its
-    session or in an earlier life of the server, never hides anything.
-    """
-
-    def __init__(self, session_id: str, first: int) -> None:
-        self.session_id = session_id
-        self.cursor = self._first = first
-        self.polled = time.monotonic()
-        self.is_closed = False
-        self._ended: dict[int, Promise] = {}
-        self._news = asyncio.Event()
-
-    def __len__(self) -> int:
-        return len(self._ended)
-
-    @property
-    def is_untouched(self) -> bool:
-        """Return whether nothing was ever noted."""
-        return self.cursor == self._first
-
-    def add(self, promise: Promise) -> None:
-        """Note the end of a sample."""
-        self.cursor += 1
-        promise.number = self.cursor
-        self._ended[promise.number] = promise
-        self._news.set()
-
-    def remove(self, promise: Promise) -> None:
-        """Forget a sample whose result is forgotten."""
-        self._ended.pop(promise.number, None)
-
-    def until(self, cursor: int) -> list[Promise]:
-        """Return the samples that were noted up to a number."""
-        return [promise for number, promise in self._ended.items() if number <= cursor]
-
-    def after(self, cursor: int) -> list[Promise]:
-        """Return the samples that were noted after a number."""
-        return [promise for number, promise in self._ended.items() if number > cursor]
-
-    async def wait(self, cursor: int) -> None:
-        """Wait until something comes after a number, or the log is closed."""
-        self.polled = time.monotonic()
-        while not self.is_closed and not self.after(cursor):
-            self._news.clear()
-            await self._news.wait()
-
-    def close(self) -> None:
-        """End all waiting."""
-        self.is_closed = True
-        self._ended.clear()
-        self._news.set()
-
-
 class Promises:
     """All promises of a server."""
 
@@ -185,11 +136,15 @@ class Promises:
         self._conceal = conceal
         """Removes secrets from the text of a failure."""
         self._promises: dict[str, Promise] = {}
-        self._logs: dict[Target, Log] = {}
+        self._logs: dict[Target, Log[Promise]] = {}
         self._gone: dict[str, None] = {}
         self._tasks: set[asyncio.Future[Any]] = set()
         self._clock = clock
         self._held: set[asyncio.Timeout] = set()
+        self.compares = True
+        """True if an engine gives the same bits again, so that other ones are a fault."""
+        self.differences = 0
+        """The number of results that came out otherwise when they were made again."""
         self.are_left = False
         """True if the server stops: the next start does what has not begun, and polls end."""
         self.are_closed = False
@@ -221,9 +176,20 @@ class Promises:
         self._promises[request_id] = promise
         return promise
 
-    def follow(self, promise: Promise, work: Awaitable[Any]) -> None:
-        """Settle a promise with what some work gives, whenever it does."""
-        self.keep(asyncio.ensure_future(self.fulfil(promise, work)))
+    def repeat(
+        self, request_id: str, call: Call, session_id: str, journal: Journal, number: int
+    ) -> Promise:
+        """Return the promise of a call that is carried out again from a journal."""
+        promise = self.get(request_id) or self.add(request_id, call.digest, session_id)
+        promise.place = journal, number
+        promise.take_back()
+        return promise
+
+    def follow(self, promise: Promise, work: Awaitable[Any]) -> asyncio.Future[None]:
+        """Settle a promise with what some work gives, whenever it does; return that."""
+        following = asyncio.ensure_future(self.fulfil(promise, work))
+        self.keep(following)
+        return following
 
     @contextlib.asynccontextmanager
     async def holding(self, seconds: float) -> AsyncIterator[None]:
@@ -276,19 +242,19 @@ class Promises:
             await journal.append(number, facts_of(call, promise.request_id), call.body)
             if call.op:  # it is on disk, and thousands may wait for their turn
                 call.body = b""
+            promise.place = journal, number
             begin()
 
         task = promise.recorded = asyncio.ensure_future(taking())
         self.keep(task)
         try:
             await asyncio.shield(task)
-        except OSError as error:
-            self.take_back(promise)
-            raise Refusal(
-                503, f"the request cannot be put on disk, so it was not taken: {error}"
-            ) from None
-        except Exception:  # a fault of ours: who asks again must not wait for what is never done
-            self.take_back(promise)
+        except Exception as error:
+            # it was never acknowledged, and who asks again must not wait for what is never done
+            self._promises.pop(promise.request_id, None)
+            if isinstance(error, OSError):
+                why = f"the request was not accepted, as it cannot be written to disk: {error}"
+                raise Refusal(503, why) from None
             raise
 
     def refuse_reused(
@@ -302,9 +268,8 @@ class Promises:
         """Return the id of a failure for a request whose number belongs to another request."""
         failed_id = f"{request_id}:{digest.hex()[:12]}"
         if failed_id not in self._promises:
-            number = request_id.rpartition(":")[2]
             promise = self.add(failed_id, digest, session_id, target, owner=owner)
-            promise.fail(f"request number {number} was used before, for another request")
+            promise.fail(f"{number_named(request_id)} was used before, for another request")
         return failed_id
 
     async def all_recorded(self, session_id: str) -> None:
@@ -312,12 +277,8 @@ class Promises:
         coming = [p.recorded for p in self._promises.values() if p.session_id == session_id]
         await asyncio.gather(*filter(None, coming), return_exceptions=True)
 
-    def take_back(self, promise: Promise) -> None:
-        """Forget a promise that was never acknowledged."""
-        self._promises.pop(promise.request_id, None)
-
     def sweep(self) -> None:
-        """Forget the results whose time is over."""
+        """Forget the results whose time is over, and those beyond the room for them."""
         now = self._clock()
         for promise in list(self._promises.values()):
             if not promise.done.is_set():
@@ -325,20 +286,17 @@ class Promises:
             if now - promise.finished > KEEP_UNREAD or (
                 promise.read and now - promise.read > KEEP_READ
             ):
-                self._forget(promise)
-        self._sweep_read(now)
+                self.forget(promise)
         for request_id in list(self._gone)[:-KEEP_GONE]:
             del self._gone[request_id]
-
-    def _sweep_read(self, now: float) -> None:
-        """Forget the results that were read longest ago, beyond so many bytes."""
-        # Those read lately may have to be sent again, or be on their way to the disk.
+        # Those read longest ago go, beyond so many bytes. Those read lately may have to be sent
+        # again, or be on their way to the disk.
         read = [p for p in self._promises.values() if p.read and now - p.read > 2 * JUST_READ]
         kept = 0
         for promise in sorted(read, key=lambda promise: promise.read, reverse=True):
             kept += promise.size
             if kept > KEEP_READ_BYTES:
-                self._forget(promise)
+                self.forget(promise)
                 # a run may hold on to the promise until its next state
                 promise.result = promise.kept = None
 
@@ -350,13 +308,10 @@ class Promises:
             self._logs.pop(target).close()
         for promise in [p for p in self._promises.values() if p.session_id == session_id]:
             promise.fail("the session has ended", RequestErrorCategory.User)
-            self._forget(promise)
+            self.forget(promise)
 
-    def free(self, promise: Promise) -> None:
-        """Forget a result that its reader says it has."""
-        self._forget(promise)
-
-    def _forget(self, promise: Promise) -> None:
+    def forget(self, promise: Promise) -> None:
+        """Forget a result."""
         del self._promises[promise.request_id]
         promise.let_go()
         self._gone[promise.request_id] = None
@@ -365,7 +320,7 @@ class Promises:
 
     # ── logs ──────────────────────────────────────────────────────────────────────────────────────
 
-    def log(self, target: Target) -> Log | None:
+    def log(self, target: Target) -> Log[Promise] | None:
         """Return the log of a client that has polled for it, or None."""
         return self._logs.get(target)
 
@@ -382,11 +337,11 @@ class Promises:
         for promise in sorted(ended, key=lambda promise: promise.finished):
             log.add(promise)
 
-    def acknowledge(self, log: Log, cursor: int) -> None:
+    def acknowledge(self, log: Log[Promise], cursor: int) -> None:
         """Record that a client knows all results up to a number; drop those that were sent."""
         for promise in log.until(cursor):
             if promise.is_sent:
-                self._forget(promise)
+                self.forget(promise)
             else:
                 log.remove(promise)
                 promise.touch()
@@ -406,22 +361,139 @@ class Promises:
     async def fulfil(self, promise: Promise, work: Awaitable[Any]) -> None:
         """Wait for some work, and settle a promise with what it gives."""
         try:
-            promise.settle(await work)
+            result = await work
         except Postponed:
             return
         except EngineError as error:
             if not self.are_closed:
-                promise.fail(self._conceal(str(error)), RequestErrorCategory(error.category))
+                await self._fail(promise, error, str(error), error.category)
         except Exception as error:
             if is_full_disk(error):
                 complain("an operation failed", error, about=promise.request_id)
             else:
                 logger.exception("%s failed", promise.request_id)
-            promise.fail(self._conceal(internal(error)), RequestErrorCategory.Server)
+            await self._fail(promise, error, internal(error), "server")
+        else:
+            earlier = promise.place and promise.place[0].failing
+            if earlier and not earlier.done():
+                await asyncio.wait([earlier])  # its result depends on what failed
+            if promise.done.is_set() and self.compares:
+                self.differences += came_out_otherwise(promise.request_id, promise.result, result)
+            promise.settle(result)
+
+    async def _fail(self, promise: Promise, error: Exception, why: str, category: str) -> None:
+        """Fail a promise: for good, unless its work was lost or is a sample, which changes nothing.
+
+        What failed for good is on disk before any result after it is known.
+        """
+        if promise.done.is_set():
+            return
+        failure = RequestFailedResponse(
+            error=self._conceal(why), category=RequestErrorCategory(category)
+        )
+        if promise.place is not None and (
+            isinstance(error, EngineDied) or promise.target is not None
+        ):
+            promise.is_lost = category == "server"
+        elif promise.place is not None:
+            recording = asyncio.ensure_future(_record_failure(promise, failure))
+            promise.recorded = promise.place[0].failing = recording
+            try:
+                await asyncio.shield(recording)
+            except OSError as full:
+                complain("a failure could not be put on disk", full, about=promise.request_id)
+        promise.settle(failure)
+
+    async def keep_failures(self, promises: Iterable[Promise]) -> None:
+        """Put on disk which work was lost, before that is told: it stays undone from now on.
+
+        Raises:
+            Refusal: It cannot be put on disk, so it must not be told yet.
+        """
+        lost = [promise for promise in promises if promise.is_lost]
+        for promise in lost:
+            if promise.telling is None:
+                promise.telling = promise.recorded = asyncio.ensure_future(
+                    _record_failure(promise, promise.result)
+                )
+        told = [asyncio.shield(promise.telling) for promise in lost if promise.telling is not None]
+        failures = await asyncio.gather(*told, return_exceptions=True)
+        for promise, failure in zip(lost, failures, strict=True):
+            promise.is_lost, promise.telling = failure is not None, None
+        if any(failures):
+            why = "the result cannot be put on disk; ask again"
+            raise Refusal(503, why, headers={"Retry-After": "1"})
 
 
-def internal(error: Exception) -> str:
-    """Return the text for clients after a fault of the server, without secrets."""
-    if is_full_disk(error):
-        return f"{FULL_DISK}; ask again when there is room"
-    return f"internal error: {type(error).__name__}: {_scrubber.text(str(error))}"
+def fail_again(promise: Promise, failed: Entry) -> None:
+    """Fail a promise as its journal says that it failed."""
+    promise.place = None  # it is on disk
+    promise.digest = bytes.fromhex(failed.facts["digest"])
+    promise.fail(failed.body.decode(), RequestErrorCategory(failed.facts["category"]))
+
+
+async def _record_failure(promise: Promise, failure: RequestFailedResponse) -> None:
+    assert promise.place is not None
+    journal, number = promise.place
+    if not journal.is_closed:  # else nothing is carried out again
+        facts = {"op": FAILED, "id": promise.request_id, "category": failure.category.value}
+        facts["digest"] = promise.digest.hex()
+        await journal.append(number, facts, failure.error.encode())
+
+
+# ── results as bytes ──────────────────────────────────────────────────────────────────────────────
+
+
+def size_of(result: object) -> int:
+    """Estimate the bytes that a result takes in memory; small ones count as 0."""
+    if isinstance(result, ForwardBackwardOutput):
+        return sum(
+            tensor.values.nbytes for output in result.loss_fn_outputs for tensor in output.values()
+        )
+    if not isinstance(result, SampleResponse):
+        return 0
+    tables = [result.topk_prompt_logprobs_np, *(one.topk_logprobs_np for one in result.sequences)]
+    size = sum(
+        table.token_ids.nbytes + table.logprobs.nbytes for table in tables if table is not None
+    )
+    return (
+        size
+        + 8 * sum(one.length for one in result.sequences)
+        + getattr(result.prompt_logprobs_np, "nbytes", 0)
+    )
+
+
+async def encoding(promise: Promise, *, as_protobuf: bool) -> codec.Body:
+    """Return the bytes of a promise's result, in the form that its reader accepts."""
+    if is_heavy(promise):
+        return await asyncio.to_thread(encode, promise, as_protobuf=as_protobuf)
+    return encode(promise, as_protobuf=as_protobuf)
+
+
+def is_heavy(promise: Promise) -> bool:
+    """Estimate whether a result takes long to encode."""
+    result = promise.result
+    if promise.kept is not None:
+        return False
+    if isinstance(result, ForwardBackwardOutput):
+        return size_of(result) > 4 * OFF_LOOP_VALUES
+    return isinstance(result, SampleResponse) and (
+        bool(result.target_prompt_logprobs or result.prompt_alt_tokens)
+        or size_of(result) > 8 * OFF_LOOP_VALUES
+    )
+
+
+def encode(promise: Promise, *, as_protobuf: bool) -> codec.Body:
+    """Return the bytes of a result; one that cannot be encoded becomes a failure."""
+    wants_protobuf = as_protobuf and codec.has_protobuf(type(promise.result))
+    if promise.kept is not None and (promise.kept.content_type == codec.PROTOBUF) == wants_protobuf:
+        return promise.kept
+    try:
+        return codec.encode(promise.result, as_protobuf=as_protobuf)
+    except ValueError as error:  # in band: a client would repeat a poll that gets a 500 forever
+        logger.exception("the result of %s cannot be encoded", promise.request_id)
+        promise.result = RequestFailedResponse(
+            error=f"internal error: the result cannot be sent: {error}",
+            category=RequestErrorCategory.Server,
+        )
+        return codec.encode(promise.result, as_protobuf=False)

@@ -17,16 +17,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tinkex.engine.api import EngineError
-from tinkex.engine.places import Writer
-from tinkex.server.complaints import complain
-from tinkex.server.database.entities import Run
-from tinkex.server.files.data_dir import is_full_disk, sync_directory
+from tinkex.engine.api import EngineError, Writer
+from tinkex.server.database.interface import Run
+from tinkex.server.files.data_dir import is_full_disk, sync_path
 from tinkex.server.files.seals import check, write_whole
+from tinkex.server.http_errors import complain
 from tinkex.server.parts import Parts
-from tinkex.server.runs.encoded_results import encode
 from tinkex.server.runs.journal import Entry, encode as encode_entry, read_records
-from tinkex.server.runs.promises import JUST_READ, Promise
+from tinkex.server.runs.promises import JUST_READ, Promise, encode
 from tinkex.server.runs.work import LiveRun
 from tinkex.server.workers.worker import Worker
 from tinkex.types.future_requests import RequestFailedResponse
@@ -37,6 +35,7 @@ from tinkex.wire.protocol import BY_NAME
 UNFINISHED = "unfinished-"
 """The first part of a snapshot's name while its files are written."""
 RESULTS = "results.log"
+COMPLAINT = "the state of a run could not be written; its journal stays"
 STATE_OPERATIONS = 32
 """After so many operations of a run, or …"""
 STATE_SECONDS = 30.0
@@ -63,10 +62,13 @@ class Snapshots:
     def freeze_when_due(self, live: LiveRun, number: int) -> None:
         """Make a snapshot after an optimizer step, if it is time and none is being written."""
         if self._is_overdue(live) and not self._journals.writing.locked():
-            self._freeze(live, number)
+            try:
+                self._freeze(live, number)
+            except Exception as error:  # the step was made, and must not be called a failure
+                complain(COMPLAINT, error, about=live.name)
 
     def _is_overdue(self, live: LiveRun) -> bool:
-        held = self._journals.of_run(live.run.model_id).held_bytes
+        held = self._journals.of_run(live.name).held_bytes
         if held >= self._journal_bytes // 2 and live.snapshot_rest != math.inf:
             return True
         waited = time.monotonic() - live.snapshot_time
@@ -76,7 +78,7 @@ class Snapshots:
 
     def _freeze(self, live: LiveRun, number: int) -> None:
         """Begin a snapshot of the present state; its files are written in the background."""
-        writer = live.worker.engine.writer(live.run.model_id, optimizer=True)
+        writer = live.worker.engine.writer(live.name, optimizer=True)
         live.since_snapshot, live.snapshot_rest = 0, math.inf  # until it is written
         live.new_snapshot = (number, writer)
 
@@ -88,9 +90,9 @@ class Snapshots:
     def write(self, live: LiveRun, number: int) -> None:
         """Make a snapshot and write its files at once, as what was loaded may soon be deleted."""
         began = time.monotonic()
-        writer = live.worker.engine.writer(live.run.model_id, optimizer=True)
+        writer = live.worker.engine.writer(live.name, optimizer=True)
         try:
-            _write_files(self._journals.run_directory(live.run.model_id), number, writer)
+            _write_files(self._journals.run_directory(live.name), number, writer)
         except Exception as error:
             if not is_full_disk(error):
                 raise
@@ -117,7 +119,7 @@ class Snapshots:
 
     async def _commit(self, live: LiveRun, number: int, writer: Writer | None) -> None:
         """Put the snapshot in force, with all that must outlive the journal it replaces."""
-        directory = self._journals.run_directory(live.run.model_id)
+        directory = self._journals.run_directory(live.name)
         written = directory / f"state-{number}.new"
         journal = self._journals.of(directory)
         try:
@@ -143,17 +145,13 @@ class Snapshots:
             if live.snapshot_rest == math.inf:
                 _rest(live, 0)
             if directory.exists():  # else the run was let go meanwhile: there is nothing to keep
-                complain(
-                    "the state of a run could not be put on disk; its journal stays",
-                    error,
-                    about=live.run.model_id,
-                )
+                complain(COMPLAINT, error, about=live.name)
             return
         for key in covered.keys() - wanted.keys():
             live.recent.pop(key, None)
         await asyncio.to_thread(_drop_before, directory, number)
         journal.drop_until(number)
-        self._recordings.release(live.run.model_id, number)
+        self._recordings.release(live.name, number)
 
     async def _put_samplers(self, live: LiveRun, number: int) -> None:
         """Put the nameless samplers on disk that the journal will not have any more."""
@@ -225,7 +223,7 @@ def _write_files(directory: Path, number: int, writer: Writer) -> None:
 
 def _put_in_force(written: Path, final: Path) -> None:
     written.rename(final)
-    sync_directory(final.parent)
+    sync_path(final.parent)
 
 
 def _drop_before(directory: Path, number: int) -> None:
@@ -256,4 +254,4 @@ def write_results(path: Path, promises: Sequence[Promise]) -> None:
             file.write(encode_entry(Entry(number, facts, body.data)))
         file.flush()
         os.fsync(file.fileno())
-    sync_directory(path.parent)
+    sync_path(path.parent)

@@ -8,8 +8,7 @@ import functools
 import logging
 from pathlib import Path
 
-from tinkex.engine.api import EngineError
-from tinkex.engine.places import Writer
+from tinkex.engine.api import EngineError, Writer
 from tinkex.server.calls import Call
 from tinkex.server.files.seals import write_whole
 from tinkex.server.http_errors import Refusal
@@ -17,7 +16,7 @@ from tinkex.server.parts import Parts
 from tinkex.server.runs.admission import Runs
 from tinkex.server.runs.work import LaneItem, LiveRun, Unload
 from tinkex.server.workers.worker import OffThread
-from tinkex.types.model_requests import UnloadModelResponse
+from tinkex.types.sessions import UnloadModelResponse
 from tinkex.types.training import UntypedAPIFuture
 
 logger = logging.getLogger("tinkex.server")
@@ -63,16 +62,16 @@ class Unloading:
 
     def begin(self, live: LiveRun, call: Call, number: int) -> None:
         """Unload a run when everything before a number is done; the request is on disk."""
-        request_id = f"{live.run.model_id}{UNLOAD}"
-        promise = self._promises.get(request_id) or self._promises.add(
-            request_id, call.digest, live.run.session_id
+        run = live.name
+        promise = self._promises.repeat(
+            f"{run}{UNLOAD}", call, live.run.session_id, self._journals.of_run(run), number
         )
         live.last = number
         self._runs.gaps.stop(live)  # it is set to a shorter time
         self._runs.offer(live, LaneItem(promise, number, Unload(self._drop, self._forget_unloaded)))
 
     def _forget_unloaded(self, live: LiveRun, _: None) -> UnloadModelResponse:
-        run = live.run.model_id
+        run = live.name
         self._runs.remove(run)
         self._recordings.release(run, live.last or 0)
         self._journals.forget(self._journals.run_directory(run))
@@ -92,14 +91,14 @@ class Unloading:
                     write_whole(writer.write, scratch)
                 except Exception:
                     logger.exception(
-                        "the sampler %s could not be put on disk; a restart will lose it", sampler
+                        "the sampler %s could not be written; a restart will lose it", sampler
                     )
 
         def drop(_: None) -> None:
             for sampler, (_write, scratch) in begun.items():
                 if scratch.is_dir():
                     self._nameless.place(sampler, scratch)
-            live.worker.engine.drop(live.run.model_id)
+            live.worker.engine.drop(live.name)
 
         return OffThread(write, drop)
 

@@ -1,6 +1,6 @@
-"""Runs that are loaded, and the kinds of work that they are asked for.
+"""Runs that are loaded, the kinds of work that they are asked for, and its order.
 
-All functions here but `after` are called on the thread of the run's worker.
+All functions of kinds of work but `after` are called on the thread of the run's worker.
 """
 
 from __future__ import annotations
@@ -9,13 +9,78 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Generic, TypeAlias, TypeVar
 
-from tinkex.engine.places import Writer
-from tinkex.server.database.entities import Run
-from tinkex.server.runs.lane import Lane
+from tinkex.engine.api import PassJob, Writer
+from tinkex.server.database.interface import Run
 from tinkex.server.runs.promises import Promise
 from tinkex.server.workers.worker import Worker
+
+T = TypeVar("T")
+
+
+class Lane(Generic[T]):
+    """The operations of one run, released in the order of their numbers.
+
+    Example:
+        >>> lane = Lane[str]()
+        >>> lane.offer(2, "b"), lane.offer(1, "a")
+        ([], ['a', 'b'])
+    """
+
+    def __init__(self, first: int = 1) -> None:
+        self.next = first
+        self._waiting: dict[int, T] = {}
+        self._held: dict[int, int] = {}
+        self.held_bytes = 0
+        """Bytes of the operations that wait for a missing number, or are on their way to do so."""
+
+    def offer(self, number: int, item: T) -> list[T]:
+        """Take an operation in; returns those whose turn has come. A number that has passed is
+        refused.
+        """
+        if number < self.next or number in self._waiting:
+            raise ValueError(f"request number {number} has been used; the next one is {self.next}")
+        self._waiting[number] = item
+        return self._release()
+
+    def _release(self) -> list[T]:
+        released = []
+        while self.next in self._waiting:
+            released.append(self._waiting.pop(self.next))
+            self.let_go(self.next)
+            self.next += 1
+        return released
+
+    def hold(self, number: int, size: int) -> None:
+        """Count the bytes of an operation that is about to be offered, until its turn has come."""
+        self._held[number] = size
+        self.held_bytes += size
+
+    def let_go(self, number: int) -> None:
+        """Count an operation's bytes no more."""
+        self.held_bytes -= self._held.pop(number, 0)
+
+    @property
+    def free(self) -> int:
+        """The first number that nothing has been offered under."""
+        return max(self._waiting, default=self.next - 1) + 1
+
+    @property
+    def missing(self) -> int | None:
+        """The number that holds others up, if any are held up."""
+        return self.next if self._waiting else None
+
+    def give_up(self) -> list[T]:
+        """Stop waiting for the missing numbers; returns the operations that waited, which must now
+        fail.
+        """
+        abandoned = [self._waiting[number] for number in sorted(self._waiting)]
+        for number in self._waiting:
+            self.let_go(number)
+        self.next = self.free
+        self._waiting.clear()
+        return abandoned
 
 
 @dataclass(slots=True)
@@ -52,54 +117,58 @@ class LiveRun:
     """True if no gradient is pending: only then does a snapshot stand for all that was done."""
     is_rebuilding: bool = False
     """True while its journal is replayed: requests wait for that."""
+    is_parked: bool = False
+    """True while it waits for a worker: its requests are taken, and carried out later."""
+    again: set[asyncio.Future[None]] = field(default_factory=set)
+    """The operations of its journal that are being carried out again."""
+
+    @property
+    def name(self) -> str:
+        """The run's id."""
+        return self.run.model_id
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
     """A pass over data; it shares the engine's steps with those of other runs."""
 
-    start: Callable[[LiveRun, str], object]
-    """Starts the pass on the engine, under the name given."""
-    adds_gradient: bool
+    job: PassJob
+    """The pass; it gets its name when it is started."""
     admitted: Callable[[int], object] | None = None
     """Called with the pass's number before it is put on disk, on the event loop."""
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+@dataclass(frozen=True)
+class _Doing:
+    """Work that is a call on the worker."""
+
+    do: Callable[[LiveRun], Any]
+
+
+class Step(_Doing):
     """An optimizer step; no gradient is left after it."""
 
-    do: Callable[[LiveRun], Any]
 
-
-@dataclass(frozen=True, slots=True)
-class Discard:
+class Discard(_Doing):
     """The loss of the gradient that was gathered."""
 
-    do: Callable[[LiveRun], Any]
 
-
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(_Doing):
     """A change to saved weights; a snapshot is made at once, for they may be deleted afterwards."""
 
-    do: Callable[[LiveRun], Any]
 
-
-@dataclass(frozen=True, slots=True)
-class Save:
+@dataclass(frozen=True)
+class Save(_Doing):
     """A save; it waits for what its run was asked for before, other saves excepted."""
 
-    do: Callable[[LiveRun], Any]
     after: Callable[[LiveRun, Any], Any] | None = None
     """Takes the result on the event loop, and returns the operation's."""
 
 
-@dataclass(frozen=True, slots=True)
-class Unload:
+@dataclass(frozen=True)
+class Unload(_Doing):
     """The end of a run; it comes even if a number before it never does."""
 
-    do: Callable[[LiveRun], Any]
     after: Callable[[LiveRun, Any], Any]
 
 
@@ -124,6 +193,8 @@ class Creation:
     make: Callable[[], Awaitable[Any]]
     fits: Callable[[Run], bool] = lambda run: True
     """Return whether a run that exists is the one that is asked for."""
+    base_model: str | None = None
+    """The base model whose workers can make it; None for any."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,7 +133,7 @@ class SamplingRecords:
             known = await self._load(session, request_id)
             if not all(map(_same, known, recordings)):
                 raise EngineError(
-                    "the sample was drawn before, and came out otherwise now; ask for it again",
+                    "the sample was drawn before, and is different now; ask for it again",
                     "server",
                 )
             return
@@ -168,7 +168,7 @@ class SamplingRecords:
             place = await self._journal(session.directory).append(int(now * 1e9), facts, body)
         except OSError as error:
             raise EngineError(
-                f"the recording of a sample cannot be put on disk: {error}", "server"
+                f"the recording of a sample cannot be written: {error}", "server"
             ) from None
         session.sizes[place.segment] = max(session.sizes[place.segment], place.offset + place.size)
         session.until[place.segment] = max(session.until[place.segment], now + TRAINABLE_SECONDS)
@@ -221,14 +221,14 @@ class SamplingRecords:
             found[name] = Remembered(kept.prompt, kept.lengths[index], recording)
         return found
 
-    def hold(self, session_id: str, model_id: str, number: int, names: Collection[str]) -> None:
+    def hold(self, session_id: str, run: str, number: int, names: Collection[str]) -> None:
         """Keep what a pass of a run needs until the run's state on disk covers it, and restart the
         day of each.
         """
         session, now = self._sessions.get(session_id), time.time()
         if session is None:  # it has ended
             return
-        pinned = session.pins.setdefault((model_id, number), set())
+        pinned = session.pins.setdefault((run, number), set())
         for name in names:
             request_id, _, index = name.rpartition(":")
             kept = session.kept.get(request_id)
@@ -245,14 +245,15 @@ class SamplingRecords:
             try:
                 await self._append(session, now, {"op": USED, "ids": sorted(names), "at": now})
             except EngineError as error:
-                logger.warning("the use of %d samples is not on record: %s", len(names), error)
+                logger.warning("the use of %d samples could not be written: %s", len(names), error)
 
-    def release(self, model_id: str, number: int) -> None:
+    def release(self, run: str, number: int) -> None:
         """Let go of what the passes of a run up to a number needed."""
-        session = self._sessions.get(model_id.rpartition(":train:")[0])
-        for run, used in list(session.pins) if session is not None else ():
-            if session is not None and run == model_id and used <= number:
-                del session.pins[run, used]
+        session = self._sessions.get(run.rpartition(":train:")[0])
+        pins = session.pins if session is not None else {}
+        for pinned, used in list(pins):
+            if pinned == run and used <= number:
+                del pins[pinned, used]
 
     # ── what goes ─────────────────────────────────────────────────────────────────────────────────
 
@@ -301,7 +302,7 @@ class SamplingRecords:
                 raise EngineError(
                     f"there is no room for a recording of {size} bytes: the limit "
                     "recordings_disk_bytes is "
-                    f"{self._disk_bytes}, and passes that are under way need what is there",
+                    f"{self._disk_bytes}, and running passes need the others",
                     "server",
                 )
 

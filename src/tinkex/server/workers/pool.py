@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Literal
@@ -9,6 +10,7 @@ from typing import Literal
 from tinkex.engine.api import BaseModel, Engine, EngineError
 from tinkex.server.http_errors import Refusal
 from tinkex.server.workers.worker import Worker
+from tinkex.types.sessions import CreateCustomLossRequest
 
 SPREAD = 16
 """A sampler goes to one more worker when its own have so many more samples than the idlest."""
@@ -30,6 +32,9 @@ class Workers:
         self._workers = {name: Worker(engine, name) for name, engine in named.items()}
         self.windows = {model.name: model.context_length for model in self.models().values()}
         """The number of tokens that each base model takes."""
+        self._restored = asyncio.Event()
+        self.losses: dict[str, CreateCustomLossRequest] = {}
+        """The custom losses that every worker has."""
         self.longest_window = max(self.windows.values(), default=0)
 
     def __iter__(self) -> Iterator[Worker]:
@@ -93,7 +98,7 @@ class Workers:
         A run stays on the worker that it is on, or that was recorded for it, as long as that is
         there. Otherwise the worker with the fewest runs gets it.
         """
-        offering = self.of_model(base_model)
+        offering = [one for one in self.of_model(base_model) if one.role != "sampler"]
         found = next((worker for worker in offering if run in worker.runs), None) or next(
             (worker for worker in offering if worker.name == recorded), None
         )
@@ -102,6 +107,23 @@ class Workers:
             found = min(alive, key=lambda worker: len(worker.runs))
         found.runs.add(run)
         return found
+
+    async def available(self, base_model: str | None) -> None:
+        """Wait until a worker is there that offers a base model, or any worker without one."""
+        while all(worker.is_lost for worker in (self.of_model(base_model) if base_model else self)):
+            self._restored.clear()
+            await self._restored.wait()
+
+    def note_restored(self) -> None:
+        """Let what waits for a worker go on."""
+        self._restored.set()
+
+    def waiting_for(self, base_model: str) -> str | None:
+        """Return the reason why work on a base model waits, if no worker is there for it."""
+        lost = [worker for worker in self.of_model(base_model) if worker.is_lost]
+        if len(lost) < len(self.of_model(base_model)):
+            return None
+        return f"waiting for a worker: {lost[0].failure}"
 
     def leave(self, run: str) -> None:
         """Count a run on no worker any more."""
@@ -114,6 +136,7 @@ class Workers:
         if len(offering) == 1:
             return offering[0]
         alive = [worker for worker in offering if worker.failure is None] or offering
+        alive = [worker for worker in alive if worker.role != "trainer"] or alive
         idlest = min(alive, key=lambda worker: worker.samples.open)
         having = [worker for worker in alive if worker in loaded]
         best = min(having, key=lambda worker: worker.samples.open, default=idlest)
@@ -121,15 +144,17 @@ class Workers:
 
     def forget_session(self, session_id: str) -> None:
         """Drop the custom losses and the samples of a session."""
+        for loss_id in [name for name in self.losses if name.startswith(f"{session_id}:")]:
+            del self.losses[loss_id]
         for worker in self:
             worker.run(worker.engine.drop_losses, f"{session_id}:")
             worker.samples.cancel_all(f"{session_id}:")
 
     def refuse_if_dead(self) -> None:
         """Take nothing in that cannot be carried out; asking again helps only after a restart."""
-        if all(worker.failure is not None for worker in self):
+        if all(worker.failure is not None and not worker.is_lost for worker in self):
             raise Refusal(503, str(next(iter(self)).failure), headers={"X-Should-Retry": "false"})
 
     def steps(self) -> Counter[str]:
         """Return the number of steps that the engines have made, by kind."""
-        return sum((worker.steps for worker in self), Counter())
+        return sum((worker.stepper.steps for worker in self), Counter())

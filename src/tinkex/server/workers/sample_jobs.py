@@ -116,14 +116,8 @@ class SampleJobs:
         finally:
             self._post(settle, future, why)
 
-    def step(self) -> None:
-        """Advance all jobs by a step."""
-        try:
-            ended = self._engine.sample_step()
-        except Exception as error:
-            logger.exception("a sampling step failed; the samples under way are lost")
-            self.fail(error)
-            return
+    def end(self, ended: Sequence[SampleDone]) -> None:
+        """Tell how jobs ended."""
         outcomes = [
             (self._jobs.pop(done.job), _outcome(done)) for done in ended if done.job in self._jobs
         ]

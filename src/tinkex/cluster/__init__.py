@@ -1,0 +1,1 @@
+"""Engines in other processes, on this machine or on others."""
