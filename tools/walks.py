@@ -1,4 +1,4 @@
-"""The walks of docs/architecture.md: functions that a call passes, seen in a running program.
+"""The walks of docs/architecture.md: the functions that a call passes in a running program.
 
 `python tools/walks.py forward_backward` prints every function of the package that one
 `forward_backward` enters, in the order of their first calls; `sample` and `restart` likewise.
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import subprocess
 import sys
 import tempfile
 import threading
@@ -91,14 +90,8 @@ def trace(walk: str) -> list[str]:
     return made
 
 
-def seen(walk: str) -> list[str]:
-    """Trace a walk in a process of its own: threads that run already would not be seen."""
-    command = [sys.executable, __file__, walk]
-    traced = subprocess.run(command, capture_output=True, text=True, check=True)
-    return traced.stdout.split()
-
-
 def main() -> None:
+    """Print a walk."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("walk", choices=["forward_backward", "sample", "restart"])
     print("\n".join(trace(parser.parse_args().walk)))
