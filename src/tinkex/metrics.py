@@ -397,11 +397,7 @@ def configure(
 
 
 def increment(name: str, delta: float = 1) -> None:
-    """Add to a counter of the process.
-
-    Args:
-        name: The counter.
-        delta: The number to add.
+    """Like `Metrics.increment`, of the process.
 
     Example:
         >>> reset()
@@ -413,11 +409,7 @@ def increment(name: str, delta: float = 1) -> None:
 
 
 def set_gauge(name: str, value: float) -> None:
-    """Set a gauge of the process.
-
-    Args:
-        name: The gauge.
-        value: Its new value.
+    """Like `Metrics.set_gauge`, of the process.
 
     Example:
         >>> set_gauge("learning_rate", 1e-4)
@@ -428,11 +420,7 @@ def set_gauge(name: str, value: float) -> None:
 
 
 def record_histogram(name: str, value: Any) -> None:
-    """Add a sample to a histogram of the process.
-
-    Args:
-        name: The histogram.
-        value: The sample, in milliseconds.
+    """Like `Metrics.record_histogram`, of the process.
 
     Example:
         >>> reset()

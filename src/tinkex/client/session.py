@@ -49,8 +49,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 logger = logging.getLogger("tinkex")
 
-HEARTBEAT_SECONDS = 10.0
-HEARTBEAT_TIMEOUT = 10.0
+HEARTBEAT_SECONDS, HEARTBEAT_TIMEOUT = 10.0, 10.0
 SILENCE_SECONDS = 120.0
 """Seconds of failing heartbeats after which each failure is logged."""
 SHORTEST_REFRESH = 10.0

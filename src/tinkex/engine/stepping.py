@@ -15,8 +15,6 @@ from tinkex.engine.fair_share import Shares
 logger = logging.getLogger("tinkex.server")
 
 Kind: TypeAlias = Literal["training", "sampling"]
-TRAINING: Kind = "training"
-SAMPLING: Kind = "sampling"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +26,8 @@ class Failed:
 
 
 Ended: TypeAlias = PassDone | SampleDone | Failed
+TRAINING: Kind = "training"
+SAMPLING: Kind = "sampling"
 
 
 class Advancing(Protocol):

@@ -120,17 +120,6 @@ class TryAgainResponse(Record, frozen=True, kw_only=True):
         settle(self, "type", "try_again")
 
 
-class CancelFutureRequest(Record, frozen=True, kw_only=True):
-    """Give a submitted operation up.
-
-    Example:
-        >>> CancelFutureRequest(request_id="request-1").request_id
-        'request-1'
-    """
-
-    request_id: str
-
-
 class SamplingSessionFuturesTarget(Record, frozen=True, kw_only=True):
     """Sampler whose results a batched poll waits for.
 
@@ -159,6 +148,17 @@ class FuturesRetrieveRequest(Record, frozen=True, kw_only=True):
     retrieved_request_ids: list[str] = msgspec.field(default_factory=list)
     inline_bytes: Int64 | None = None
     """Most bytes of results that the answer may carry; needs a server with `batched_results`."""
+
+
+class CancelFutureRequest(Record, frozen=True, kw_only=True):
+    """Give a submitted operation up.
+
+    Example:
+        >>> CancelFutureRequest(request_id="request-1").request_id
+        'request-1'
+    """
+
+    request_id: str
 
 
 class CompletionMark(Variant):
