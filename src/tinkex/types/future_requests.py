@@ -31,6 +31,17 @@ class FutureRetrieveRequest(Record, frozen=True, kw_only=True):
     allow_metadata_only: bool = False
 
 
+class CancelFutureRequest(Record, frozen=True, kw_only=True):
+    """Give a submitted operation up.
+
+    Example:
+        >>> CancelFutureRequest(request_id="request-1").request_id
+        'request-1'
+    """
+
+    request_id: str
+
+
 class LenientEnum(StrEnum):
     """Words of the wire with an `unknown` among them, for the words of later servers."""
 
@@ -148,17 +159,6 @@ class FuturesRetrieveRequest(Record, frozen=True, kw_only=True):
     retrieved_request_ids: list[str] = msgspec.field(default_factory=list)
     inline_bytes: Int64 | None = None
     """Most bytes of results that the answer may carry; needs a server with `batched_results`."""
-
-
-class CancelFutureRequest(Record, frozen=True, kw_only=True):
-    """Give a submitted operation up.
-
-    Example:
-        >>> CancelFutureRequest(request_id="request-1").request_id
-        'request-1'
-    """
-
-    request_id: str
 
 
 class CompletionMark(Variant):

@@ -435,8 +435,8 @@ class CheckpointSearchResponse(Record, frozen=True, kw_only=True):
     Example:
         >>> saved = client.save_state("step-100").result()
         >>> page = rest.search_checkpoints(CheckpointSearchRequest(limit=1)).result()
-        >>> page.checkpoints[0].base_model, page.next_cursor is None
-        ('tinkex/tiny', True)
+        >>> page.checkpoints[0].tinker_path == saved.path
+        True
     """
 
     checkpoints: list[Checkpoint]
