@@ -32,7 +32,7 @@ BASE_MODELS = [
 """The base model of the fake engine, with a tokenizer as those of other engines have."""
 
 
-# ── what servers answer ────────────────────────────────────────────────────────────────────────────
+# ── what servers answer ───────────────────────────────────────────────────────────────────────────
 
 
 MINIMAL_ANSWERS: dict[str, str] = {
@@ -98,7 +98,7 @@ MINIMAL_RESULTS: dict[str, str] = {
 }
 
 
-# ── what clients send ──────────────────────────────────────────────────────────────────────────────
+# ── what clients send ─────────────────────────────────────────────────────────────────────────────
 
 
 def requests(wire: Wire) -> dict[str, Any]:
@@ -362,7 +362,7 @@ def foreign(name: str, own: dict[str, str], its: dict[str, str]) -> list[Any]:
     return bodies.get(name, [None])
 
 
-# ── calls of RestClient and AdminClient ────────────────────────────────────────────────────────────
+# ── calls of RestClient and AdminClient ───────────────────────────────────────────────────────────
 
 
 RUN = "sess-1:train:0"
