@@ -74,6 +74,7 @@ MODULES = [
     "types.inputs",
     "types.record",
     "types.sampling",
+    "types.server_facts",
     "types.sessions",
     "types.telemetry",
     "types.tensors",

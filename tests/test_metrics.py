@@ -13,7 +13,7 @@ import pytest
 
 from tinkex import NotFoundError, RestClient, ServiceClient, events, metrics
 from tinkex.metrics import Histogram, HistogramSummary, Metrics, Snapshot
-from tinkex.types.sessions import TelemetrySendRequest
+from tinkex.types.telemetry import TelemetrySendRequest
 from tinkex.wire import protocol
 
 

@@ -47,8 +47,14 @@ from tinkex.errors import (
 )
 from tinkex.telemetry import Provider, Reporter, capture_exceptions, event_queue
 from tinkex.types.record import literal_values, parse_literal
-from tinkex.types.sessions import TelemetryResponse, TelemetrySendRequest
-from tinkex.types.telemetry import EventType, Severity, as_severity, parse_event
+from tinkex.types.telemetry import (
+    EventType,
+    Severity,
+    TelemetryResponse,
+    TelemetrySendRequest,
+    as_severity,
+    parse_event,
+)
 from tinkex.wire.protocol import PROTOCOL_VERSION
 from tinkex.wire.redaction import (
     MOST_CHARACTERS,

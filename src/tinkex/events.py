@@ -236,8 +236,8 @@ def is_heard(name: str | None = None) -> bool:
 
     Example:
         >>> attach("printer", ["my.event"], print)
-        >>> is_heard("my.event"), detach("printer")
-        (True, True)
+        >>> is_heard("my.event"), is_heard("other.event"), detach("printer")
+        (True, False, True)
     """
     return bool(_attached) if name is None else any(known.hears(name) for known in _attached)
 

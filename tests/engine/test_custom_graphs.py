@@ -22,8 +22,8 @@ from tinkex.engine.api import EngineError
 from tinkex.engine.losses.graph_compiler import compile_graph
 from tinkex.engine.losses.graph_loss import CompiledLoss, GraphLimits, Operation, leaves
 from tinkex.engine.losses.graph_operations import DTYPES, FUNCTIONS, METHODS
-from tinkex.types.custom_losses import CreateCustomLossRequest
 from tinkex.types.record import from_json, to_json
+from tinkex.types.sessions import CreateCustomLossRequest
 from traced_losses import EXAMPLES, values
 
 

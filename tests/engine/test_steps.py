@@ -12,8 +12,8 @@ import torch
 from engine.references import CASES, adapter_of
 from engine.test_splits import examples
 from tinkex.engine.api import EngineError, PassJob, run_pass
-from tinkex.engine.fair_share import Shares
 from tinkex.engine.model import decoder
+from tinkex.engine.stepping import Shares
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.train import device_step, trainer
 from tinkex.types.optimizers import AdamParams

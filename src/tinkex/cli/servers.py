@@ -13,7 +13,7 @@ from tinkex.client.settings.config import is_embedded
 from tinkex.errors import TinkerError
 from tinkex.local import DEFAULT_MODEL
 from tinkex.tokenizers import BUNDLED, get_or_load_tokenizer
-from tinkex.types.sessions import GetServerCapabilitiesResponse
+from tinkex.types.server_facts import GetServerCapabilitiesResponse
 
 
 def place_of(service: ServiceClient) -> str:

@@ -40,13 +40,8 @@ from tinkex.types.checkpoints import SCHEME
 from tinkex.types.inputs import ModelInput
 from tinkex.types.record import to_json
 from tinkex.types.sampled import SampleResponse
-from tinkex.types.sampling import (
-    CreateSamplingSessionRequest,
-    CreateSamplingSessionResponse,
-    SampleRequest,
-    SampleStreamChunk,
-    SamplingParams,
-)
+from tinkex.types.sampling import SampleRequest, SampleStreamChunk, SamplingParams
+from tinkex.types.sessions import CreateSamplingSessionRequest, CreateSamplingSessionResponse
 from tinkex.types.tensors import TensorData
 from tinkex.wire import protocol, sse
 

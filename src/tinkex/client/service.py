@@ -26,8 +26,8 @@ from tinkex.client.session import Session
 from tinkex.client.session_client import SessionClient, made_of
 from tinkex.client.settings.config import Config
 from tinkex.types.checkpoints import CONSOLE
-from tinkex.types.custom_losses import CreateCustomLossResponse
-from tinkex.types.sessions import ClientSessionFinishReasonType, GetServerCapabilitiesResponse
+from tinkex.types.server_facts import GetServerCapabilitiesResponse
+from tinkex.types.sessions import ClientSessionFinishReasonType, CreateCustomLossResponse
 from tinkex.wire import protocol
 
 if TYPE_CHECKING:

@@ -31,9 +31,8 @@ from tinkex.client.outbox import Submissions
 from tinkex.client.settings.config import Config
 from tinkex.errors import GoneError, NotFoundError, TinkerError
 from tinkex.types.future_requests import CancelFutureRequest
+from tinkex.types.server_facts import ClientConfigRequest, ClientDynamicConfigResponse
 from tinkex.types.sessions import (
-    ClientConfigRequest,
-    ClientDynamicConfigResponse,
     ClientSessionFinishReasonType,
     CreateSessionRequest,
     CreateSessionResponse,

@@ -27,7 +27,6 @@ from tinkex.client.training_parts.training_passes import TrainingPasses, info_of
 from tinkex.errors import APIResponseValidationError
 from tinkex.tokenizers import LoadFunction, get_or_load_tokenizer, tokenizer_id_of
 from tinkex.types.checkpoints import CONSOLE
-from tinkex.types.model_requests import GetInfoResponse
 from tinkex.types.saves import (
     LoadWeightsRequest,
     LoadWeightsResponse,
@@ -40,6 +39,7 @@ from tinkex.types.saves import (
     SaveWeightsRequest,
     SaveWeightsResponse,
 )
+from tinkex.types.sessions import GetInfoResponse
 from tinkex.wire import protocol
 
 FROM_STATE = "ServiceClient.create_training_client_from_state() makes a new run of a checkpoint"
@@ -439,19 +439,10 @@ class TrainingClient(TrainingPasses):
     def load_state_with_optimizer(
         self, path: str, weights_access_token: str | None = None, **options: Unpack[CallOptions]
     ) -> Future[LoadWeightsResponse]:
-        """Replace weights and optimizer state of this run by those of a checkpoint.
+        """Like `load_state`, with the optimizer state of the checkpoint as well.
 
         Deprecated: `ServiceClient.create_training_client_from_state_with_optimizer` makes a new run
         of a checkpoint, which works on every server.
-
-        Args:
-            path: A `tinker://…/weights/…` path.
-            weights_access_token: The key of the account that may read the checkpoint, if it is
-                another account.
-            options: How to wait for the result; see `CallOptions`.
-
-        Returns:
-            A future of the answer; its `path` is the checkpoint's.
 
         Example:
             >>> path = client.save_state("step-100").result().path

@@ -28,8 +28,8 @@ from tinkex.engine.api import (
     Writer,
 )
 from tinkex.engine.stepping import Advancing, Ended, Kind
-from tinkex.types.custom_losses import CreateCustomLossRequest
 from tinkex.types.optimizers import OptimParams
+from tinkex.types.sessions import CreateCustomLossRequest
 from tinkex.types.training import LoraConfig
 
 

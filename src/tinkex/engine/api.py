@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal, Protocol, TypeAlias, TypeVar
 
-from tinkex.types.custom_losses import CreateCustomLossRequest
 from tinkex.types.inputs import Datum
 from tinkex.types.optimizers import (
     AdamOptimizerConfig,
@@ -24,6 +23,7 @@ from tinkex.types.optimizers import (
 )
 from tinkex.types.sampled import SampleResponse, StopReason
 from tinkex.types.sampling import SampleRequest
+from tinkex.types.sessions import CreateCustomLossRequest
 from tinkex.types.tensors import Array
 from tinkex.types.training import ForwardBackwardOutput, LoraConfig
 

@@ -39,7 +39,6 @@ from tinkex.engine.base_models import describe, locate_models
 from tinkex.engine.losses.table import CUSTOM, STABLE_REINFORCE, find_loss
 from tinkex.engine.registry import EngineKind
 from tinkex.errors import ConfigurationError
-from tinkex.types.custom_losses import CreateCustomLossRequest
 from tinkex.types.inputs import Datum
 from tinkex.types.optimizers import AdamParams, OptimParams
 from tinkex.types.sampled import (
@@ -49,6 +48,7 @@ from tinkex.types.sampled import (
     StopReason,
     TopkLogprobs,
 )
+from tinkex.types.sessions import CreateCustomLossRequest
 from tinkex.types.tensors import Array, TensorData
 from tinkex.types.training import ForwardBackwardOutput, LoraConfig
 
@@ -153,7 +153,7 @@ class FakeEngine(Engine):
 
     def pass_start(self, work: PassJob) -> None:
         """Admit a pass; recordings move its weights, so that different ones show."""
-        self._adapter(work.adapter)
+        find(self._adapters, "adapter", work.adapter)
         find_loss(work.loss_fn)
         if work.loss_fn == CUSTOM and work.config.get("loss_id") not in self._losses:
             raise EngineError(f"there is no custom loss {work.config.get('loss_id')!r}")
@@ -182,7 +182,7 @@ class FakeEngine(Engine):
 
     def _run(self, work: _Pass) -> ForwardBackwardOutput:
         """Make up log-probabilities; the gradient counts targets modulo eight."""
-        target = self._adapter(work.adapter)
+        target = find(self._adapters, "adapter", work.adapter)
         grad, total, outputs = np.zeros(SIZE), 0.0, []
         for tokens, targets, weights in work.arrays:
             logprobs = _logprobs(target.weights, tokens, targets)
@@ -209,12 +209,12 @@ class FakeEngine(Engine):
     def drop_gradients(self, adapter: str) -> None:
         """Forget the gradient."""
         self._enter("drop_gradients", adapter)
-        self._adapter(adapter).grad = None
+        find(self._adapters, "adapter", adapter).grad = None
 
     def optim_step(self, adapter: str, params: OptimParams) -> dict[str, float]:
         """Move against the gradient."""
         self._enter("optim_step", adapter)
-        target = self._adapter(adapter)
+        target = find(self._adapters, "adapter", adapter)
         given = "adamw" if isinstance(params, AdamParams) else params.type
         if given != target.optimizer.type:
             raise EngineError(
@@ -230,7 +230,7 @@ class FakeEngine(Engine):
 
     def writer(self, adapter: str, *, optimizer: bool) -> Writer:
         """Return the writer of the weights as a small file."""
-        saved = self._adapter(adapter)
+        saved = find(self._adapters, "adapter", adapter)
         fields = {
             "base_model": saved.base_model,
             "rank": saved.lora.rank,
@@ -243,7 +243,7 @@ class FakeEngine(Engine):
     def load(self, adapter: str, directory: Path, *, optimizer: bool) -> None:
         """Read the file of a writer."""
         self._enter("load", adapter)
-        target, fields = self._adapter(adapter), _read(directory)
+        target, fields = find(self._adapters, "adapter", adapter), _read(directory)
         if fields["rank"] != target.lora.rank:
             raise EngineError(
                 f"the saved adapter has rank {fields['rank']}, this one has {target.lora.rank}"
@@ -256,7 +256,7 @@ class FakeEngine(Engine):
     def snapshot(self, adapter: str, sampler: str) -> None:
         """Freeze an adapter's present weights as a sampler."""
         self._enter("snapshot", adapter)
-        self._samplers[sampler] = self._adapter(adapter).weights
+        self._samplers[sampler] = find(self._adapters, "adapter", adapter).weights
 
     def sampler_writer(self, sampler: str) -> Writer:
         """Return the writer of a snapshot's weights as a small file."""
@@ -343,9 +343,6 @@ class FakeEngine(Engine):
         names = [model.name for model in self.base_models]
         if name not in names:
             raise EngineError(f"there is no base model {name!r}; there are {', '.join(names)}")
-
-    def _adapter(self, name: str) -> _Adapter:
-        return find(self._adapters, "adapter", name)
 
 
 def _hash(*values: Array | int) -> Array:

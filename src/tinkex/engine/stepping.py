@@ -5,18 +5,60 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
 from tinkex.engine.api import Engine, PassDone, SampleDone
-from tinkex.engine.fair_share import Shares
 
 logger = logging.getLogger("tinkex.server")
 
 Kind: TypeAlias = Literal["training", "sampling"]
 TRAINING: Kind = "training"
 SAMPLING: Kind = "sampling"
+
+
+class Shares:
+    """The shares that several parties have had of a common resource.
+
+    A party that comes, or comes back after a rest, begins level with the one that has had least: it
+    has no claim on turns that it did not use.
+
+    Example:
+        >>> shares = Shares()
+        >>> shares.note(["a", "b"])
+        >>> shares.charge("a", 10)
+        >>> shares.first(["a", "b"])
+        'b'
+    """
+
+    def __init__(self) -> None:
+        self._had: dict[str, float] = {}
+        self._least = 0.0
+
+    def note(self, waiting: Collection[str]) -> None:
+        """Set the parties that wait for a turn now.
+
+        A party that does not wait, and is level with the others, is forgotten.
+        """
+        for party in waiting:
+            self._had.setdefault(party, self._least)
+        self._least = min((self._had[party] for party in waiting), default=self._least)
+        self._had = {
+            party: had for party, had in self._had.items() if had > self._least or party in waiting
+        }
+
+    def first(self, parties: Iterable[str]) -> str:
+        """Return the party that has had least; the earlier one of two that are level."""
+        return min(parties, key=self._had.__getitem__)
+
+    def had(self, party: str) -> float:
+        """Return the share that a waiting party has had."""
+        return self._had[party]
+
+    def charge(self, party: str, cost: float) -> None:
+        """Add a turn to the share of a waiting party."""
+        self._had[party] += cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +98,11 @@ class Stepper(Advancing):
 
     def has_work(self) -> bool:
         """Return True if a step would do something."""
-        return self._engine.passing() or self._engine.sampling()
+        return bool(self._kinds())
 
     def advance(self) -> Sequence[Ended]:
         """Make a step of training or of sampling, whichever has had less time."""
-        kinds: list[Kind] = []
-        if self._engine.passing():
-            kinds.append(TRAINING)
-        if self._engine.sampling():
-            kinds.append(SAMPLING)
-        if not kinds:
+        if not (kinds := self._kinds()):
             return ()
         self._shares.note(kinds)
         kind: Kind = TRAINING if self._shares.first(kinds) == TRAINING else SAMPLING
@@ -74,6 +111,14 @@ class Stepper(Advancing):
         self._shares.charge(kind, time.perf_counter() - began)
         self.steps[kind] += 1
         return ended
+
+    def _kinds(self) -> list[Kind]:
+        kinds: list[Kind] = []
+        if self._engine.passing():
+            kinds.append(TRAINING)
+        if self._engine.sampling():
+            kinds.append(SAMPLING)
+        return kinds
 
     def step(self, kind: Kind) -> Sequence[Ended]:
         """Make a step of one kind."""

@@ -442,18 +442,7 @@ def grad_norm_for_regularizer(
 def total_grad_norm(
     base_fn: LossFn, specs: Sequence[RegularizerSpec], data: Sequence[Datum], logprobs: Logprobs
 ) -> float:
-    """Return the norm of the gradient of the composed loss.
-
-    If it cannot be computed, log a warning and return 0.0.
-
-    Args:
-        base_fn: The base loss.
-        specs: The regularizers.
-        data: The examples.
-        logprobs: Their log-probabilities: one tensor, or one for each datum.
-
-    Returns:
-        The norm.
+    """Like `grad_norm_for_regularizer`, of the whole loss: a base loss and weighted regularizers.
 
     Example:
         >>> spec = RegularizerSpec(

@@ -32,17 +32,7 @@ def events() -> list[str]:
 
 
 def attach_logger(handler_id: str | None = None, level: str | int = "info") -> str:
-    """Log each such event to "tinkex"; return the id that `detach` takes.
-
-    Args:
-        handler_id: A name for the logger; a new one by default.
-        level: The level of the lines.
-
-    Returns:
-        The id.
-
-    Raises:
-        ValueError: There is no such level, or the id is taken.
+    """Like `tinkex.telemetry.attach_logger`, for the events of losses and regularizers.
 
     Example:
         >>> handler = attach_logger(level="debug")  # a line for every loss and every term

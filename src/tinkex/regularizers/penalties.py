@@ -215,10 +215,9 @@ class L2(_Size):
 
     Large values are pulled most.
 
+    It has the attributes of `L1`, and two more.
+
     Attributes:
-        target: The values to penalise.
-        reduction: R, `sum` or `mean`.
-        lambda_: λ; `lambda` among `opts`.
         clip: The largest c; values beyond it have no gradient.
         center: A number, `mean` for the target's own mean, or None for zero.
 
@@ -258,10 +257,9 @@ class L2(_Size):
 class ElasticNet(_Size):
     """The penalty λ·(α·R(|t|) + (1 − α)·R(t²)).
 
+    It has the attributes of `L1`, and one more.
+
     Attributes:
-        target: The values to penalise.
-        reduction: R, `sum` or `mean`.
-        lambda_: λ; `lambda` among `opts`.
         l1_ratio: α, from 0 to 1.
 
     Example:

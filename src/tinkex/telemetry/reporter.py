@@ -206,14 +206,7 @@ class Reporter:
         return self.flush() and taken
 
     def log_fatal_exception(self, error: BaseException, severity: str = "error") -> bool:
-        """Report an exception that ends the program and the session, and send it at once.
-
-        Args:
-            error: The exception.
-            severity: The severity of the event.
-
-        Returns:
-            True if the event was queued.
+        """Like `log_exception`, for one that ends the program: report the session's end as well.
 
         Example:
             >>> async def post(batch: TelemetrySendRequest) -> None: ...

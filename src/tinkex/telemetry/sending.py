@@ -17,7 +17,7 @@ from tinkex.client.settings import environment
 from tinkex.client.settings.config import HOSTED_URL, Config
 from tinkex.client.settings.delays import Delays
 from tinkex.errors import APIStatusError, TinkerError, is_retryable
-from tinkex.types.sessions import TelemetryResponse, TelemetrySendRequest
+from tinkex.types.telemetry import TelemetryResponse, TelemetrySendRequest
 from tinkex.wire.protocol import TELEMETRY, Operation
 from tinkex.wire.redaction import Scrubber
 

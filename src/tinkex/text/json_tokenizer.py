@@ -138,13 +138,7 @@ class Tokenizer:
         return self._id(token)
 
     def convert_ids_to_tokens(self, token_id: int) -> str | None:
-        """Return the text of a token, or None.
-
-        Args:
-            token_id: Its id.
-
-        Returns:
-            Its text, or None.
+        """Like `convert_tokens_to_ids`, in reverse: return the text of an id, or None.
 
         Example:
             >>> from tinkex.tokenizers import load_tokenizer

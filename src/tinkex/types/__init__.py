@@ -41,8 +41,6 @@ from tinkex.types.chunks import (
 )
 from tinkex.types.custom_losses import (
     BaseLoss as BaseLoss,
-    CreateCustomLossRequest as CreateCustomLossRequest,
-    CreateCustomLossResponse as CreateCustomLossResponse,
     CustomLossGraph as CustomLossGraph,
     CustomLossInput as CustomLossInput,
     CustomLossInputRank as CustomLossInputRank,
@@ -61,8 +59,6 @@ from tinkex.types.future_requests import (
     FutureRetrieveResponse as FutureRetrieveResponse,
     FuturesRetrieveRequest as FuturesRetrieveRequest,
     FuturesRetrieveResponse as FuturesRetrieveResponse,
-    JoinSamplingSessionRequest as JoinSamplingSessionRequest,
-    JoinSamplingSessionResponse as JoinSamplingSessionResponse,
     QueueState as QueueState,
     RequestErrorCategory as RequestErrorCategory,
     RequestFailedResponse as RequestFailedResponse,
@@ -74,17 +70,6 @@ from tinkex.types.inputs import (
     LossFnInputs as LossFnInputs,
     LossFnOutput as LossFnOutput,
     ModelInput as ModelInput,
-)
-from tinkex.types.model_requests import (
-    CreateModelRequest as CreateModelRequest,
-    CreateModelResponse as CreateModelResponse,
-    DropGradientsRequest as DropGradientsRequest,
-    DropGradientsResponse as DropGradientsResponse,
-    GetInfoRequest as GetInfoRequest,
-    GetInfoResponse as GetInfoResponse,
-    ModelData as ModelData,
-    UnloadModelRequest as UnloadModelRequest,
-    UnloadModelResponse as UnloadModelResponse,
 )
 from tinkex.types.optimizers import (
     AdamOptimizerConfig as AdamOptimizerConfig,
@@ -108,9 +93,6 @@ from tinkex.types.sampled import (
     TopkLogprobs as TopkLogprobs,
 )
 from tinkex.types.sampling import (
-    CreateSamplingSessionRequest as CreateSamplingSessionRequest,
-    CreateSamplingSessionResponse as CreateSamplingSessionResponse,
-    GetSamplerResponse as GetSamplerResponse,
     SampleRequest as SampleRequest,
     SampleStreamChunk as SampleStreamChunk,
     SamplingParams as SamplingParams,
@@ -172,27 +154,43 @@ from tinkex.types.search_requests import (
     SessionSummary as SessionSummary,
     UserSearchOwner as UserSearchOwner,
 )
-from tinkex.types.sessions import (
-    AssignSessionProjectRequest as AssignSessionProjectRequest,
+from tinkex.types.server_facts import (
     ClientConfigRequest as ClientConfigRequest,
     ClientConfigResponse as ClientConfigResponse,
     ClientDynamicConfigResponse as ClientDynamicConfigResponse,
+    GetServerCapabilitiesResponse as GetServerCapabilitiesResponse,
+    HealthResponse as HealthResponse,
+    SupportedModel as SupportedModel,
+)
+from tinkex.types.sessions import (
+    AssignSessionProjectRequest as AssignSessionProjectRequest,
     ClientSessionFinishReasonType as ClientSessionFinishReasonType,
+    CreateCustomLossRequest as CreateCustomLossRequest,
+    CreateCustomLossResponse as CreateCustomLossResponse,
+    CreateModelRequest as CreateModelRequest,
+    CreateModelResponse as CreateModelResponse,
+    CreateSamplingSessionRequest as CreateSamplingSessionRequest,
+    CreateSamplingSessionResponse as CreateSamplingSessionResponse,
     CreateSessionRequest as CreateSessionRequest,
     CreateSessionResponse as CreateSessionResponse,
+    DropGradientsRequest as DropGradientsRequest,
+    DropGradientsResponse as DropGradientsResponse,
     Empty as Empty,
     FinishReason as FinishReason,
     FinishSessionRequest as FinishSessionRequest,
-    GetServerCapabilitiesResponse as GetServerCapabilitiesResponse,
+    GetInfoRequest as GetInfoRequest,
+    GetInfoResponse as GetInfoResponse,
+    GetSamplerResponse as GetSamplerResponse,
     GetSessionResponse as GetSessionResponse,
-    HealthResponse as HealthResponse,
+    JoinSamplingSessionRequest as JoinSamplingSessionRequest,
+    JoinSamplingSessionResponse as JoinSamplingSessionResponse,
     ListSessionsResponse as ListSessionsResponse,
+    ModelData as ModelData,
     SessionHeartbeatRequest as SessionHeartbeatRequest,
     SessionHeartbeatResponse as SessionHeartbeatResponse,
     SessionTraceExportResponse as SessionTraceExportResponse,
-    SupportedModel as SupportedModel,
-    TelemetryResponse as TelemetryResponse,
-    TelemetrySendRequest as TelemetrySendRequest,
+    UnloadModelRequest as UnloadModelRequest,
+    UnloadModelResponse as UnloadModelResponse,
 )
 from tinkex.types.spans import (
     PromptProvenanceSpan as PromptProvenanceSpan,
@@ -207,6 +205,8 @@ from tinkex.types.telemetry import (
     Severity as Severity,
     TelemetryBatch as TelemetryBatch,
     TelemetryEvent as TelemetryEvent,
+    TelemetryResponse as TelemetryResponse,
+    TelemetrySendRequest as TelemetrySendRequest,
     UnhandledExceptionEvent as UnhandledExceptionEvent,
 )
 from tinkex.types.tensors import (

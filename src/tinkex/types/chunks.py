@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias, cast
 
 import numpy as np
 
@@ -45,27 +45,26 @@ class EncodedTextChunk(Fixed):
         ([464, 2068, 7586], 3)
     """
 
-    __slots__ = ("tokens_np",)
+    __slots__ = ("length", "tokens_np")
     FIELDS = ("tokens",)
     FORM = ("tokens", object, "a text chunk must be an object with tokens")
     type: ClassVar[Literal["encoded_text"]] = "encoded_text"
 
     tokens_np: Array
+    length: int
+    """Number of tokens in the chunk."""
 
     def __init__(self, *, tokens: Any, type: str = "encoded_text") -> None:
         if type != "encoded_text":
             raise ValueError(f"EncodedTextChunk.type must be 'encoded_text', got {type!r}")
-        put(self, "tokens_np", token_array(tokens))
+        array = token_array(tokens)
+        put(self, "tokens_np", array)
+        put(self, "length", array.size)
 
     @property
     def tokens(self) -> list[int]:
         """The token ids as a list."""
         return cast("list[int]", self.tokens_np.tolist())
-
-    @property
-    def length(self) -> int:
-        """Number of tokens in the chunk."""
-        return int(self.tokens_np.size)
 
     def to_wire(self) -> dict[str, Any]:
         """JSON form.
@@ -101,6 +100,7 @@ def text_chunk(tokens: Array) -> EncodedTextChunk:
     """
     chunk = EncodedTextChunk.__new__(EncodedTextChunk)
     put(chunk, "tokens_np", tokens)
+    put(chunk, "length", tokens.size)
     return chunk
 
 
@@ -140,7 +140,19 @@ class _Blob(Record, frozen=True, kw_only=True):
         }
 
 
-class ImageChunk(_Blob, frozen=True, kw_only=True):
+class _Image(_Blob, frozen=True, kw_only=True):
+    if TYPE_CHECKING:  # each kind of image has the field at its own place on the wire
+        expected_tokens: Int64 | None
+
+    @property
+    def length(self) -> int:
+        """Number of tokens the image takes; needs `expected_tokens`."""
+        if self.expected_tokens is None:
+            raise ValueError(f"{type(self).__name__}.length needs expected_tokens")
+        return self.expected_tokens
+
+
+class ImageChunk(_Image, frozen=True, kw_only=True):
     """An encoded image.
 
     Example:
@@ -156,13 +168,8 @@ class ImageChunk(_Blob, frozen=True, kw_only=True):
     expected_tokens: Int64 | None = None
     type: Literal["image"] = "image"
 
-    @property
-    def length(self) -> int:
-        """Number of tokens the image takes; needs `expected_tokens`."""
-        return _expected(self.expected_tokens, "ImageChunk")
 
-
-class ImageAssetPointerChunk(_Blob, frozen=True, kw_only=True):
+class ImageAssetPointerChunk(_Image, frozen=True, kw_only=True):
     """An image stored elsewhere.
 
     Example:
@@ -177,11 +184,6 @@ class ImageAssetPointerChunk(_Blob, frozen=True, kw_only=True):
     location: str
     expected_tokens: Int64 | None = None
     type: Literal["image_asset_pointer"] = "image_asset_pointer"
-
-    @property
-    def length(self) -> int:
-        """Number of tokens the image takes; needs `expected_tokens`."""
-        return _expected(self.expected_tokens, "ImageAssetPointerChunk")
 
 
 class DmelChunk(_Blob, frozen=True, kw_only=True):
@@ -202,12 +204,6 @@ class DmelChunk(_Blob, frozen=True, kw_only=True):
     def length(self) -> int:
         """The container's first dimension."""
         return _container_rows(self.dmel)
-
-
-def _expected(tokens: int | None, name: str) -> int:
-    if tokens is None:
-        raise ValueError(f"{name}.length needs expected_tokens")
-    return tokens
 
 
 def _container_rows(blob: bytes) -> int:

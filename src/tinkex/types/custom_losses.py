@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, TypeAlias
 
 import msgspec
 
-from tinkex.types.record import Int64, Record, check_depth
+from tinkex.types.record import Record, check_depth
 
 CustomLossInputRank: TypeAlias = Literal[0, 1, 2]
 """Dimensions of an input: 0 a scalar, 1 a value per token, 2 a value per candidate of a token."""
@@ -69,42 +69,6 @@ class CustomLossGraph(Record, frozen=True, kw_only=True):
 
     nodes: list[CustomLossNode]
     format: Literal[1] = 1
-
-
-class CreateCustomLossRequest(Record, frozen=True, kw_only=True):
-    """Store a loss on the server; its first input is `logprobs`.
-
-    Example:
-        >>> fields = {
-        ...     "session_id": "s-1",
-        ...     "custom_loss_seq_id": 0,
-        ...     "name": "nll",
-        ...     "graph": CustomLossGraph(nodes=[]),
-        ... }
-        >>> CreateCustomLossRequest(
-        ...     inputs=[CustomLossInput(name="logprobs", rank=1)], **fields
-        ... ).inputs[0].name
-        'logprobs'
-    """
-
-    session_id: str
-    custom_loss_seq_id: Int64
-    name: str
-    inputs: list[CustomLossInput]
-    graph: CustomLossGraph
-    type: Literal["create_custom_loss"] = "create_custom_loss"
-
-
-class CreateCustomLossResponse(Record, frozen=True, kw_only=True):
-    """The id under which passes of the same session may use a loss.
-
-    Example:
-        >>> CreateCustomLossResponse(loss_id="loss-1").loss_id
-        'loss-1'
-    """
-
-    loss_id: str
-    type: Literal["create_custom_loss"] = "create_custom_loss"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

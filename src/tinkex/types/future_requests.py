@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 import msgspec
 
 from tinkex.types.forms import Variant
-from tinkex.types.model_requests import CreateModelResponse, UnloadModelResponse
 from tinkex.types.record import Int64, Record, settle, whole
 from tinkex.types.saves import (
     LoadWeightsResponse,
@@ -16,6 +15,7 @@ from tinkex.types.saves import (
     SaveWeightsForSamplerResponse,
     SaveWeightsResponse,
 )
+from tinkex.types.sessions import CreateModelResponse, UnloadModelResponse
 from tinkex.types.training import ForwardBackwardOutput, OptimStepResponse
 
 
@@ -217,30 +217,6 @@ class FuturesRetrieveResponse(Record, frozen=True, kw_only=True):
 
     completions: list[_Completion]
     cursor: int
-
-
-class JoinSamplingSessionRequest(Record, frozen=True, kw_only=True):
-    """Sample beside others from one sampling session.
-
-    Example:
-        >>> JoinSamplingSessionRequest(sampling_session_id="sampler-1").sampling_session_id
-        'sampler-1'
-    """
-
-    sampling_session_id: str
-    type: Literal["join_sampling_session"] = "join_sampling_session"
-
-
-class JoinSamplingSessionResponse(Record, frozen=True, kw_only=True):
-    """Number of this client among those of the session.
-
-    Example:
-        >>> JoinSamplingSessionResponse(client_counter=2).client_counter
-        2
-    """
-
-    type: Literal["join_sampling_session"] = "join_sampling_session"
-    client_counter: int
 
 
 class QueueState(LenientEnum):

@@ -314,7 +314,8 @@ class Datum(Wired):
             if not isinstance(name, str):
                 raise TypeError(f"loss_fn_inputs must map names to tensors, got the name {name!r}")
         tensors = {
-            name: _input_tensor(name, value) for name, value in (loss_fn_inputs or {}).items()
+            name: value if isinstance(value, TensorData) else _input_tensor(name, value)
+            for name, value in (loss_fn_inputs or {}).items()
         }
         put(self, "model_input", model_input)
         put(self, "loss_fn_inputs", tensors)
@@ -357,9 +358,10 @@ class Datum(Wired):
     @property
     def nbytes(self) -> int:
         """Size on the wire, as the protocol estimates it for cutting chunks."""
-        return self.model_input._size(per_token=4) + sum(
-            tensor.nbytes for tensor in self.loss_fn_inputs.values()
-        )
+        size = self.model_input._size(per_token=4)
+        for tensor in self.loss_fn_inputs.values():
+            size += tensor.values.nbytes + sum(array.nbytes for array in tensor.csr or ())
+        return size
 
     @property
     def estimated_bytes(self) -> int:

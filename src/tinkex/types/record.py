@@ -180,7 +180,6 @@ class Wired(Message, metaclass=WiredMeta):
     def model_dump(
         self,
         *,
-        mode: str = "python",
         include: Container[str] | None = None,
         exclude: Container[str] | None = None,
         exclude_none: bool = False,

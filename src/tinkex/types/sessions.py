@@ -1,74 +1,18 @@
-"""Sessions, capabilities and health of a server."""
+"""Sessions, and what is opened in them: training runs, samplers and custom losses."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 
-from tinkex.types.record import Record, check_depth, settle
+from tinkex.types.custom_losses import CustomLossGraph, CustomLossInput
+from tinkex.types.optimizers import AdamOptimizerConfig, OptimizerConfigBase
+from tinkex.types.record import Int64, Record, check_depth, settle
+from tinkex.types.training import LoraConfig, ModelID
 
 ClientSessionFinishReasonType: TypeAlias = Literal["success", "errored", "interrupted"]
 """Outcome of a session, in one word."""
-
-
-class ClientConfigRequest(Record, frozen=True, kw_only=True):
-    """Ask how to behave.
-
-    Example:
-        >>> ClientConfigRequest(sdk_version="0.38.0").sdk_version
-        '0.38.0'
-    """
-
-    sdk_version: str
-
-
-class ClientConfigResponse(Record, frozen=True, kw_only=True):
-    """Settings that the server gives its clients.
-
-    Example:
-        >>> ClientConfigResponse(fwdbwd_max_chunk_len=256).fwdbwd_max_chunk_len
-        256
-    """
-
-    pjwt_auth_enabled: bool = False
-    credential_default_source: str = "api_key"
-    sample_dispatch_bytes_semaphore_size: int = 10_485_760
-    inflight_response_bytes_semaphore_size: int = 52_428_800
-    parallel_fwdbwd_chunks: bool = True
-    proto_compress_fwdbwd: bool = False
-    fwdbwd_max_chunk_len: int = 1024
-    fwdbwd_max_chunk_bytes_count: int = 5_000_000
-    fwdbwd_dispatch_bytes_semaphore_size: int = 50_000_000
-    billing_exception_max_pause_duration_sec: int = 3600
-    sample_no_retries: bool = False
-    sample_enable_stuck_detection: bool = True
-    sample_max_concurrent_requests: int = 2000
-    use_pyqwest_transport: bool = True
-    sample_use_retrieve_futures: bool = False
-    custom_loss_server_side: bool = False
-    sample_join_sampling_session: bool = False
-    batched_results: bool = False
-    """True on tinkex servers, where a batched poll can carry the results; others ignore it."""
-    proto_write_fwdbwd: bool = False
-    """Asks clients before 0.25 to send passes as protobuf; later clients always do."""
-    fwd_via_fwdbwd: bool = False
-    """Of the same clients: a pass without a gradient goes the same way."""
-    create_model_via_load_weights: bool = False
-    """Read by clients before 0.38, which resume with one `load_weights` only when it is true."""
-
-
-class ClientDynamicConfigResponse(Record, frozen=True, kw_only=True):
-    """Configuration that may change while a client runs.
-
-    Example:
-        >>> ClientDynamicConfigResponse().refresh_interval_sec
-        300
-    """
-
-    refresh_interval_sec: int = 300
-    sample_cancel_enabled: bool = False
-    sample_cancel_max_batch_size: int = 64
 
 
 class CreateSessionRequest(Record, frozen=True, kw_only=True):
@@ -166,106 +110,6 @@ class Empty(Record, frozen=True, kw_only=True):
     """
 
 
-class SupportedModel(Record, frozen=True, kw_only=True):
-    """A base model the server offers.
-
-    Example:
-        >>> model = SupportedModel(
-        ...     model_name="Qwen/Qwen3-8B", max_context_length=32_768, trainable=True
-        ... )
-        >>> model.max_context_length
-        32768
-    """
-
-    model_name: str | None = None
-    max_context_length: int | None = None
-    trainable: bool | None = None
-    sampleable: bool | None = None
-
-
-if TYPE_CHECKING:
-    Models: TypeAlias = list[SupportedModel]
-else:
-    # Some servers list names; those are read by hand.
-    Models = list[Any]
-
-
-class GetServerCapabilitiesResponse(Record, frozen=True, kw_only=True):
-    """Models and features of a server; a model may be listed by its name alone.
-
-    Example:
-        >>> offer = GetServerCapabilitiesResponse.model_validate(
-        ...     {"supported_models": ["tinkex/tiny"]}
-        ... )
-        >>> "tinkex/tiny" in offer.model_names()  # offer = rest.get_server_capabilities().result()
-        True
-    """
-
-    supported_models: Models
-
-    def __post_init__(self) -> None:
-        listed = [model for model in self.supported_models if model is not None]
-        models = [
-            SupportedModel(model_name=model) if isinstance(model, str) else model
-            for model in listed
-        ]
-        settle(self, "supported_models", [SupportedModel.model_validate(model) for model in models])
-
-    def model_names(self) -> list[str | None]:
-        """The names of the models, in their order; None for one that has no name.
-
-        Example:
-            >>> models = [
-            ...     SupportedModel(model_name="tinkex/tiny"),
-            ...     SupportedModel(model_name="Qwen/Qwen3-8B"),
-            ... ]
-            >>> GetServerCapabilitiesResponse(supported_models=models).model_names()
-            ['tinkex/tiny', 'Qwen/Qwen3-8B']
-        """
-        return [model.model_name for model in self.supported_models]
-
-
-class HealthResponse(Record, frozen=True, kw_only=True):
-    """The server is up.
-
-    Example:
-        >>> HealthResponse(status="ok").status
-        'ok'
-    """
-
-    status: str
-
-
-class TelemetrySendRequest(Record, frozen=True, kw_only=True):
-    """A batch of client events.
-
-    Example:
-        >>> len(
-        ...     TelemetrySendRequest(
-        ...         events=[{"event": "SESSION_START"}], session_id="session-1"
-        ...     ).events
-        ... )
-        1
-    """
-
-    events: list[dict[str, Any]]
-    platform: str = ""
-    sdk_version: str = ""
-    session_id: str = ""
-    process_uuid: str = ""
-
-
-class TelemetryResponse(Record, frozen=True, kw_only=True):
-    """Events were taken.
-
-    Example:
-        >>> TelemetryResponse(status="accepted").status
-        'accepted'
-    """
-
-    status: Literal["accepted"]
-
-
 class GetSessionResponse(Record, frozen=True, kw_only=True):
     """Runs and samplers of a session.
 
@@ -317,3 +161,241 @@ class SessionTraceExportResponse(Record, frozen=True, kw_only=True):
     status: Literal["pending", "ready", "failed"]
     url: str | None = None
     error: str | None = None
+
+
+class CreateModelRequest(Record, frozen=True, kw_only=True):
+    """Start a training run.
+
+    Example:
+        >>> model = {"base_model": "Qwen/Qwen3-8B", "lora_config": LoraConfig(rank=32)}
+        >>> CreateModelRequest(session_id="session-1", model_seq_id=0, **model).lora_config.rank
+        32
+    """
+
+    session_id: str
+    model_seq_id: Int64
+    base_model: str
+    lora_config: LoraConfig | None = None
+    optimizer_config: OptimizerConfigBase = msgspec.field(default_factory=AdamOptimizerConfig)
+    user_metadata: dict[str, Any] | None = None
+    type: Literal["create_model"] = "create_model"
+
+    def __post_init__(self) -> None:
+        check_depth(self.user_metadata, "user_metadata")
+
+
+class CreateModelResponse(Record, frozen=True, kw_only=True):
+    """The id of a new training run.
+
+    Example:
+        >>> CreateModelResponse(model_id="run-1").model_id
+        'run-1'
+    """
+
+    model_id: ModelID
+    type: Literal["create_model"] = "create_model"
+
+
+class UnloadModelRequest(Record, frozen=True, kw_only=True):
+    """Free what a training run holds on the server.
+
+    Example:
+        >>> UnloadModelRequest(model_id="run-1").model_id
+        'run-1'
+    """
+
+    model_id: ModelID
+    type: Literal["unload_model"] = "unload_model"
+
+
+class UnloadModelResponse(Record, frozen=True, kw_only=True):
+    """The training run that was freed.
+
+    Example:
+        >>> UnloadModelResponse(model_id="run-1").model_id
+        'run-1'
+    """
+
+    model_id: ModelID
+    type: Literal["unload_model"] | None = None
+
+
+class DropGradientsRequest(Record, frozen=True, kw_only=True):
+    """Drop the gradient that a training run has gathered since its last step.
+
+    Example:
+        >>> DropGradientsRequest(model_id="run-1", seq_id=7).seq_id
+        7
+    """
+
+    model_id: ModelID
+    seq_id: Int64 | None = None
+    type: Literal["drop_gradients"] = "drop_gradients"
+
+
+class DropGradientsResponse(Record, frozen=True, kw_only=True):
+    """The training run whose gradient was dropped.
+
+    Example:
+        >>> DropGradientsResponse(model_id="run-1").model_id
+        'run-1'
+    """
+
+    model_id: ModelID
+    type: Literal["drop_gradients"] | None = None
+
+
+class ModelData(Record, frozen=True, kw_only=True):
+    """Description of a model.
+
+    A variant after a colon in the tokenizer's name is cut off.
+
+    Example:
+        >>> ModelData(model_name="Qwen/Qwen3-8B", tokenizer_id="Qwen/Qwen3-8B:chat").tokenizer_id
+        'Qwen/Qwen3-8B'
+    """
+
+    arch: str | None = None
+    model_name: str | None = None
+    tokenizer_id: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokenizer_id is not None:
+            settle(self, "tokenizer_id", self.tokenizer_id.partition(":")[0])
+
+
+class GetInfoRequest(Record, frozen=True, kw_only=True):
+    """Ask about a training run.
+
+    Example:
+        >>> GetInfoRequest(model_id="run-1").model_id
+        'run-1'
+    """
+
+    model_id: ModelID
+    type: Literal["get_info"] = "get_info"
+
+
+class GetInfoResponse(Record, frozen=True, kw_only=True):
+    """Description of a training run.
+
+    Example:
+        >>> data = ModelData(model_name="Qwen/Qwen3-8B")
+        >>> info = GetInfoResponse(
+        ...     model_data=data, model_id="run-1", is_lora=True, lora_rank=32
+        ... )  # training.get_info()
+        >>> info.model_data.model_name, info.lora_rank
+        ('Qwen/Qwen3-8B', 32)
+    """
+
+    model_data: ModelData
+    model_id: ModelID
+    optimizer_config: OptimizerConfigBase = msgspec.field(default_factory=AdamOptimizerConfig)
+    is_lora: bool | None = None
+    lora_rank: int | None = None
+    model_name: str | None = None
+    type: Literal["get_info"] | None = None
+
+
+class CreateSamplingSessionRequest(Record, frozen=True, kw_only=True):
+    """Bind a sampler to a base model or a saved checkpoint.
+
+    Example:
+        >>> path = "tinker://run-1/sampler_weights/final"
+        >>> CreateSamplingSessionRequest(
+        ...     session_id="session-1", sampling_session_seq_id=0, model_path=path
+        ... ).model_path
+        'tinker://run-1/sampler_weights/final'
+    """
+
+    session_id: str
+    sampling_session_seq_id: Int64
+    base_model: str | None = None
+    model_path: str | None = None
+    type: Literal["create_sampling_session"] = "create_sampling_session"
+
+
+class CreateSamplingSessionResponse(Record, frozen=True, kw_only=True):
+    """The id of a new sampler.
+
+    Example:
+        >>> CreateSamplingSessionResponse(sampling_session_id="sampler-1").sampling_session_id
+        'sampler-1'
+    """
+
+    sampling_session_id: str
+    type: Literal["create_sampling_session"] = "create_sampling_session"
+
+
+class GetSamplerResponse(Record, frozen=True, kw_only=True):
+    """Model and weights that a sampler draws from.
+
+    Example:
+        >>> sampler = GetSamplerResponse(sampler_id="sampler-1", base_model="Qwen/Qwen3-8B")
+        >>> sampler.model_path or sampler.base_model
+        'Qwen/Qwen3-8B'
+    """
+
+    sampler_id: str
+    base_model: str
+    model_path: str | None = None
+
+
+class JoinSamplingSessionRequest(Record, frozen=True, kw_only=True):
+    """Sample beside others from one sampling session.
+
+    Example:
+        >>> JoinSamplingSessionRequest(sampling_session_id="sampler-1").sampling_session_id
+        'sampler-1'
+    """
+
+    sampling_session_id: str
+    type: Literal["join_sampling_session"] = "join_sampling_session"
+
+
+class JoinSamplingSessionResponse(Record, frozen=True, kw_only=True):
+    """Number of this client among those of the session.
+
+    Example:
+        >>> JoinSamplingSessionResponse(client_counter=2).client_counter
+        2
+    """
+
+    type: Literal["join_sampling_session"] = "join_sampling_session"
+    client_counter: int
+
+
+class CreateCustomLossRequest(Record, frozen=True, kw_only=True):
+    """Store a loss on the server; its first input is `logprobs`.
+
+    Example:
+        >>> fields = {
+        ...     "session_id": "s-1",
+        ...     "custom_loss_seq_id": 0,
+        ...     "name": "nll",
+        ...     "graph": CustomLossGraph(nodes=[]),
+        ... }
+        >>> CreateCustomLossRequest(
+        ...     inputs=[CustomLossInput(name="logprobs", rank=1)], **fields
+        ... ).inputs[0].name
+        'logprobs'
+    """
+
+    session_id: str
+    custom_loss_seq_id: Int64
+    name: str
+    inputs: list[CustomLossInput]
+    graph: CustomLossGraph
+    type: Literal["create_custom_loss"] = "create_custom_loss"
+
+
+class CreateCustomLossResponse(Record, frozen=True, kw_only=True):
+    """The id under which passes of the same session may use a loss.
+
+    Example:
+        >>> CreateCustomLossResponse(loss_id="loss-1").loss_id
+        'loss-1'
+    """
+
+    loss_id: str
+    type: Literal["create_custom_loss"] = "create_custom_loss"

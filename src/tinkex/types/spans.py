@@ -43,10 +43,7 @@ class PromptProvenanceSpan(_Span):
 class SampledProvenanceSpan(_Span):
     """A run of tokens that an earlier sampling request drew.
 
-    Attributes:
-        sequence_id: The `SampledSequence.sequence_id` of the sample.
-        offset: Where the run starts in the sample.
-        length: How many tokens it takes.
+    The attributes are those of `PromptProvenanceSpan`; `offset` counts from the sample's start.
 
     Example:
         >>> SampledProvenanceSpan(

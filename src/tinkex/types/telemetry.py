@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 import msgspec
 
 from tinkex.types.record import Record, from_builtins, literal_values, settle, to_builtins
-from tinkex.types.sessions import TelemetrySendRequest
 
 EventType: TypeAlias = Literal[
     "SESSION_START", "SESSION_END", "UNHANDLED_EXCEPTION", "GENERIC_EVENT"
@@ -70,14 +69,9 @@ class UnhandledExceptionEvent(_Event, frozen=True, kw_only=True):
     """An exception that nobody caught.
 
     Example:
-        >>> common = {
-        ...     "event_id": "e-2",
-        ...     "event_session_index": 1,
-        ...     "timestamp": dt.datetime(2026, 1, 2, tzinfo=dt.UTC),
-        ... }
-        >>> UnhandledExceptionEvent(
-        ...     error_type="KeyError", error_message="'loss'", **common
-        ... ).severity
+        >>> told = {"event_id": "e-2", "event_session_index": 1}
+        >>> told["timestamp"] = dt.datetime(2026, 1, 2, tzinfo=dt.UTC)
+        >>> UnhandledExceptionEvent(error_type="KeyError", error_message="'loss'", **told).severity
         'ERROR'
     """
 
@@ -92,12 +86,13 @@ class GenericEvent(_Event, frozen=True, kw_only=True):
     """Anything else, under a name of its own.
 
     Example:
-        >>> common = {
-        ...     "event_id": "e-2",
-        ...     "event_session_index": 1,
-        ...     "timestamp": dt.datetime(2026, 1, 2, tzinfo=dt.UTC),
-        ... }
-        >>> GenericEvent(event_name="epoch_end", event_data={"loss": 0.31}, **common).event_data
+        >>> GenericEvent(
+        ...     event_id="e-2",
+        ...     event_session_index=1,
+        ...     timestamp=dt.datetime(2026, 1, 2, tzinfo=dt.UTC),
+        ...     event_name="epoch_end",
+        ...     event_data={"loss": 0.31},
+        ... ).event_data
         {'loss': 0.31}
     """
 
@@ -147,6 +142,36 @@ def parse_event(value: Any) -> TelemetryEvent | None:
     return None if kind is None else from_builtins(kind, value)
 
 
+class TelemetrySendRequest(Record, frozen=True, kw_only=True):
+    """A batch of client events.
+
+    Example:
+        >>> len(
+        ...     TelemetrySendRequest(
+        ...         events=[{"event": "SESSION_START"}], session_id="session-1"
+        ...     ).events
+        ... )
+        1
+    """
+
+    events: list[dict[str, Any]]
+    platform: str = ""
+    sdk_version: str = ""
+    session_id: str = ""
+    process_uuid: str = ""
+
+
+class TelemetryResponse(Record, frozen=True, kw_only=True):
+    """Events were taken.
+
+    Example:
+        >>> TelemetryResponse(status="accepted").status
+        'accepted'
+    """
+
+    status: Literal["accepted"]
+
+
 class TelemetryBatch(Record, frozen=True, kw_only=True):
     """Events of one session; those of unknown types are dropped when a batch is read.
 
@@ -188,13 +213,10 @@ class TelemetryBatch(Record, frozen=True, kw_only=True):
             The batch.
 
         Example:
-            >>> shared = {
-            ...     "platform": "Linux",
-            ...     "sdk_version": "0.38.0",
-            ...     "session_id": "session-1",
-            ...     "process_uuid": "p",
-            ... }
-            >>> TelemetryBatch.from_list([], **shared).metadata["session_id"]
+            >>> client = {"platform": "Linux", "sdk_version": "0.38.0", "process_uuid": "p"}
+            >>> TelemetryBatch.from_list([], session_id="session-1", **client).metadata[
+            ...     "session_id"
+            ... ]
             'session-1'
         """
         return cls(events=list(events), **metadata)
@@ -203,20 +225,11 @@ class TelemetryBatch(Record, frozen=True, kw_only=True):
         """The JSON forms of the events.
 
         Example:
-            >>> told = {
-            ...     "event_id": "e-1",
-            ...     "event_session_index": 0,
-            ...     "timestamp": "2026-01-02T00:00:00Z",
-            ... }
-            >>> shared = {
-            ...     "platform": "Linux",
-            ...     "sdk_version": "0.38.0",
-            ...     "session_id": "session-1",
-            ...     "process_uuid": "p",
-            ... }
-            >>> TelemetryBatch.from_list([{"event": "SESSION_START", **told}], **shared).to_list()[
-            ...     0
-            ... ]["timestamp"]
+            >>> now = dt.datetime(2026, 1, 2, tzinfo=dt.UTC)
+            >>> start = SessionStartEvent(event_id="e-1", event_session_index=0, timestamp=now)
+            >>> fields = ("platform", "sdk_version", "session_id", "process_uuid")
+            >>> batch = TelemetryBatch.from_list([start], **dict.fromkeys(fields, "any"))
+            >>> batch.to_list()[0]["timestamp"]
             '2026-01-02T00:00:00Z'
         """
         return [to_builtins(event) for event in self.events]
@@ -235,13 +248,10 @@ class TelemetryBatch(Record, frozen=True, kw_only=True):
         """The request that sends this batch.
 
         Example:
-            >>> shared = {
-            ...     "platform": "Linux",
-            ...     "sdk_version": "0.38.0",
-            ...     "session_id": "session-1",
-            ...     "process_uuid": "p",
-            ... }
-            >>> TelemetryBatch.from_list([], **shared).to_request().session_id
+            >>> client = {"platform": "Linux", "sdk_version": "0.38.0", "process_uuid": "p"}
+            >>> TelemetryBatch.from_list(
+            ...     [], session_id="session-1", **client
+            ... ).to_request().session_id
             'session-1'
         """
         return TelemetrySendRequest(events=self.to_list(), **self.metadata)

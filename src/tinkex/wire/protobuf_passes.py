@@ -109,19 +109,20 @@ def _add_datum(parts: list[Buffer], datum: Datum) -> None:
         header = _delimited(1, size)
         inner += (_delimited(1, len(header) + size) + header + text, tokens)
     for name in sorted(datum.loss_fn_inputs, key=str.encode):
-        inner += _tensor_entry(name.encode(), datum.loss_fn_inputs[name])
+        tensor = datum.loss_fn_inputs[name]
+        inner += _tensor_entry(name.encode(), tensor.values, tensor.dtype, tensor.shape)
     parts.append(_delimited(3, sum(map(len, inner))))
     parts += inner
 
 
-def _tensor_entry(name: bytes, tensor: TensorData) -> tuple[Buffer, ...]:
+def _tensor_entry(
+    name: bytes, array: Array, dtype: TensorDtype, dimensions: list[int] | None
+) -> tuple[Buffer, ...]:
     """One entry of a datum's map of tensors."""
-    values = _view(tensor.values, tensor.dtype)
-    shape = b"".join(
-        map(_varint, tensor.shape if tensor.shape is not None else [tensor.values.size])
-    )
+    values = _view(array, dtype)
+    shape = b"".join(map(_varint, [array.size] if dimensions is None else dimensions))
     start = _delimited(1, len(values))
-    end = b"\x18" + _varint(FLOAT32 if tensor.dtype == "float32" else INT64)
+    end = b"\x18" + _varint(FLOAT32 if dtype == "float32" else INT64)
     if shape:
         end += _delimited(4, len(shape)) + shape
     head = (

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Generator
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar
 
-from tinkex.client.futures.loop_thread import Inbox, Runtime, give_up, inbox_of, runtime
+from tinkex.client.futures.loop_thread import Inbox, RuntimeFuture, give_up, inbox_of, runtime
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -57,16 +57,7 @@ class APIFuture(ABC, Generic[T]):
 
     @abstractmethod
     async def result_async(self, timeout: float | None = None) -> T:
-        """Await the outcome.
-
-        Args:
-            timeout: Seconds to wait at most; for ever by default.
-
-        Returns:
-            What the call gives.
-
-        Raises:
-            TimeoutError: There is no outcome yet.
+        """Like `result`, to be awaited.
 
         Example:
             >>> import asyncio
@@ -108,7 +99,7 @@ class APIFuture(ABC, Generic[T]):
         return await self
 
 
-class Future(APIFuture[T], concurrent.futures.Future[T]):
+class Future(APIFuture[T], RuntimeFuture[T]):
     """The outcome of a call that has begun, and a `concurrent.futures.Future` itself.
 
     `await` it in any event loop, or call `.result(timeout)` in any thread. A timeout, or a
@@ -124,7 +115,6 @@ class Future(APIFuture[T], concurrent.futures.Future[T]):
     def __init__(self, future: concurrent.futures.Future[T] | None = None) -> None:
         """Make a future to resolve by hand, or one that follows another and cancels it."""
         super().__init__()
-        self._runtime: Runtime | None = None
         if future is not None:
             self._runtime = getattr(future, "_runtime", None)
             # The plain methods, since those of a SampleFuture warn.
@@ -220,16 +210,7 @@ class Future(APIFuture[T], concurrent.futures.Future[T]):
         return _Plain.result(self, 0)
 
     async def result_async(self, timeout: float | None = None) -> T:
-        """Await the outcome; `TimeoutError` after `timeout` seconds leaves the work running.
-
-        Args:
-            timeout: Seconds to wait at most; for ever by default.
-
-        Returns:
-            What the call gives.
-
-        Raises:
-            TimeoutError: There is no outcome yet; the work goes on.
+        """Like `result`, to be awaited.
 
         Example:
             >>> import asyncio
@@ -286,17 +267,7 @@ class AwaitableConcurrentFuture(APIFuture[T]):
         self._own: Future[T] = future if isinstance(future, Future) else Future(future)
 
     def result(self, timeout: float | None = None) -> T:
-        """Block until the outcome is there; `TimeoutError` after `timeout` seconds leaves the work
-        running.
-
-        Args:
-            timeout: Seconds to wait at most; for ever by default.
-
-        Returns:
-            What the call gives.
-
-        Raises:
-            TimeoutError: There is no outcome yet; the work goes on.
+        """Like `APIFuture.result`.
 
         Example:
             >>> rest.get_training_run(client.model_id).result(timeout=60).base_model
@@ -305,16 +276,7 @@ class AwaitableConcurrentFuture(APIFuture[T]):
         return self._own.result(timeout)
 
     async def result_async(self, timeout: float | None = None) -> T:
-        """Await the outcome; `TimeoutError` after `timeout` seconds leaves the work running.
-
-        Args:
-            timeout: Seconds to wait at most; for ever by default.
-
-        Returns:
-            What the call gives.
-
-        Raises:
-            TimeoutError: There is no outcome yet; the work goes on.
+        """Like `APIFuture.result_async`.
 
         Example:
             >>> import asyncio
@@ -432,7 +394,4 @@ def unlisted(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Corouti
 
 def start(coroutine: Coroutine[Any, Any, T], kind: type[Future[T]] | None = None) -> Future[T]:
     """Run a coroutine on the runtime; the future is its outcome."""
-    future: Future[T] = Future() if kind is None else kind()
-    future._runtime = runtime()
-    future._runtime.feed(coroutine, future)
-    return future
+    return runtime().feed(coroutine, Future() if kind is None else kind())

@@ -159,15 +159,7 @@ class HttpClient:
         return self._start("POST", path, body, options)
 
     def put(self, path: str, body: Any = None, **options: Unpack[RequestOptions]) -> Future[Any]:
-        """Replace; `body` is anything with a JSON form.
-
-        Args:
-            path: The path below the base URL, e.g. `/api/v1/healthz`.
-            body: Anything with a JSON form; files make it a form.
-            options: As `RequestOptions` has them: headers, query, timeout and so on.
-
-        Returns:
-            A future of the decoded answer; of an `APIResponse` where that is asked for.
+        """Like `post`, to replace what is at a path.
 
         Example:
             >>> checkpoint = f"training_runs/{client.model_id}/checkpoints/weights/step-100"
@@ -178,14 +170,7 @@ class HttpClient:
         return self._start("PUT", path, body, options)
 
     def delete(self, path: str, **options: Unpack[RequestOptions]) -> Future[Any]:
-        """Delete what is at a path.
-
-        Args:
-            path: The path below the base URL, e.g. `/api/v1/healthz`.
-            options: As `RequestOptions` has them: headers, query, timeout and so on.
-
-        Returns:
-            A future of the decoded answer; of an `APIResponse` where that is asked for.
+        """Like `get`, to delete what is at a path.
 
         Example:
             >>> saved = client.save_state("step-100").result()

@@ -18,12 +18,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, TypeAlias, get_args
 
 from tinkex.types.custom_losses import (
-    CreateCustomLossRequest,
     CustomLossGraph,
     CustomLossInput,
     CustomLossInputRank,
     CustomLossNode,
 )
+from tinkex.types.sessions import CreateCustomLossRequest
 
 if TYPE_CHECKING:
     import torch

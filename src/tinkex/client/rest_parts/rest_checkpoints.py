@@ -228,16 +228,7 @@ class RestCheckpoints(RestBase):
     delete_checkpoint_async = value_twin(delete_checkpoint)
 
     def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
-        """Delete a checkpoint for good.
-
-        Args:
-            tinker_path: The checkpoint's path, `tinker://RUN/KIND/NAME`.
-
-        Returns:
-            A future that is done when the checkpoint is deleted.
-
-        Raises:
-            ValueError: The path is malformed.
+        """Like `delete_checkpoint`, by the path `tinker://RUN/KIND/NAME`.
 
         Example:
             >>> path = client.save_state("step-100").result().path
@@ -272,16 +263,7 @@ class RestCheckpoints(RestBase):
     publish_checkpoint_async = value_twin(publish_checkpoint)
 
     def publish_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
-        """Let everyone use a checkpoint.
-
-        Args:
-            tinker_path: The checkpoint's path, `tinker://RUN/KIND/NAME`.
-
-        Returns:
-            A future that is done when the checkpoint is public.
-
-        Raises:
-            ValueError: The path is malformed.
+        """Like `publish_checkpoint`, by the path `tinker://RUN/KIND/NAME`.
 
         Example:
             >>> rest.publish_checkpoint_from_tinker_path(path).result()
@@ -295,21 +277,11 @@ class RestCheckpoints(RestBase):
     def unpublish_checkpoint(
         self, training_run_id: ModelID, checkpoint_id: str | None = None
     ) -> APIFuture[None]:
-        """Make a published checkpoint private again.
-
-        Args:
-            training_run_id: The run, or the whole `tinker://` path of a checkpoint.
-            checkpoint_id: `<kind>/<name>`, when the first argument is a run.
-
-        Returns:
-            A future that is done when the checkpoint is private.
-
-        Raises:
-            ValueError: The checkpoint is malformed.
+        """Like `publish_checkpoint`, in reverse: make a published checkpoint private again.
 
         Example:
-            >>> saved = client.save_state("step-100").result()
-            >>> rest.unpublish_checkpoint(client.model_id, "weights/step-100").result()
+            >>> rest.publish_checkpoint(path).result()
+            >>> rest.unpublish_checkpoint(path).result()
         """
         path = checkpoint_parts(training_run_id, checkpoint_id)
         return self._call(protocol.UNPUBLISH_CHECKPOINT, path=path)
@@ -317,16 +289,7 @@ class RestCheckpoints(RestBase):
     unpublish_checkpoint_async = value_twin(unpublish_checkpoint)
 
     def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
-        """Make a published checkpoint private again.
-
-        Args:
-            tinker_path: The checkpoint's path, `tinker://RUN/KIND/NAME`.
-
-        Returns:
-            A future that is done when the checkpoint is private.
-
-        Raises:
-            ValueError: The path is malformed.
+        """Like `unpublish_checkpoint`, by the path `tinker://RUN/KIND/NAME`.
 
         Example:
             >>> rest.unpublish_checkpoint_from_tinker_path(path).result()

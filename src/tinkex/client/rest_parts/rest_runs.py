@@ -24,8 +24,6 @@ from tinkex.client.outbox import read_receipt
 from tinkex.client.rest_parts.rest_base import RestBase
 from tinkex.errors import APIResponseValidationError, ExperimentalWarning
 from tinkex.types.checkpoints import TrainingRun, TrainingRunsResponse
-from tinkex.types.model_requests import UnloadModelRequest, UnloadModelResponse
-from tinkex.types.sampling import GetSamplerResponse
 from tinkex.types.saves import (
     ExternalWeightsUploadFinishRequest,
     ExternalWeightsUploadFinishResult,
@@ -33,15 +31,18 @@ from tinkex.types.saves import (
     ExternalWeightsUploadStartResult,
 )
 from tinkex.types.search_requests import SessionSearchRequest, SessionSearchResponse
+from tinkex.types.server_facts import GetServerCapabilitiesResponse
 from tinkex.types.sessions import (
     AssignSessionProjectRequest,
     ClientSessionFinishReasonType,
     FinishReason,
     FinishSessionRequest,
-    GetServerCapabilitiesResponse,
+    GetSamplerResponse,
     GetSessionResponse,
     ListSessionsResponse,
     SessionTraceExportResponse,
+    UnloadModelRequest,
+    UnloadModelResponse,
 )
 from tinkex.types.training import ModelID
 from tinkex.wire import codec, protocol

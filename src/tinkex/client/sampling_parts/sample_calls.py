@@ -24,10 +24,14 @@ from tinkex.client.session import Session
 from tinkex.client.session_client import SessionClient
 from tinkex.errors import APITimeoutError, GoneError, RateLimitError, TinkerError
 from tinkex.tokenizers import LoadFunction, get_or_load_tokenizer, get_tokenizer_id
-from tinkex.types.future_requests import JoinSamplingSessionRequest, JoinSamplingSessionResponse
 from tinkex.types.inputs import ModelInput
 from tinkex.types.sampled import SampleResponse
-from tinkex.types.sampling import GetSamplerResponse, SampleRequest, SamplingParams
+from tinkex.types.sampling import SampleRequest, SamplingParams
+from tinkex.types.sessions import (
+    GetSamplerResponse,
+    JoinSamplingSessionRequest,
+    JoinSamplingSessionResponse,
+)
 from tinkex.types.tensors import TensorData
 from tinkex.wire import protocol
 

@@ -15,7 +15,6 @@ from tinkex.client.session_client import SessionClient
 from tinkex.client.training_client import TrainingClient
 from tinkex.client.training_parts.training_passes import info_of
 from tinkex.errors import NotFoundError, TinkerError
-from tinkex.types.model_requests import CreateModelRequest, CreateModelResponse, UnloadModelRequest
 from tinkex.types.optimizers import AdamOptimizerConfig, OptimizerConfig
 from tinkex.types.saves import (
     LoadWeightsRequest,
@@ -23,6 +22,7 @@ from tinkex.types.saves import (
     WeightsInfoRequest,
     WeightsInfoResponse,
 )
+from tinkex.types.sessions import CreateModelRequest, CreateModelResponse, UnloadModelRequest
 from tinkex.types.training import LoraConfig
 from tinkex.wire import protocol
 
@@ -177,21 +177,9 @@ class TrainingStarts(SessionClient):
         user_metadata: dict[str, str] | None = None,
         weights_access_token: str | None = None,
     ) -> BackcompatTrainingClientFuture:
-        """Start a training run from the weights and the optimizer state of a checkpoint.
+        """Like `create_training_client_from_state`, with the optimizer state of the checkpoint.
 
-        Args:
-            path: A `tinker://…/weights/…` path.
-            base_model: The name of the base model; that of the checkpoint by default.
-            user_metadata: Kept with the run.
-            weights_access_token: The key of the account that may read the checkpoint, if it is
-                another account.
-
-        Returns:
-            A future of the client of the new run.
-
-        Raises:
-            TinkerError: Raised by the future when there is no such checkpoint, or it holds no
-                optimizer state.
+        The future also fails with `TinkerError` if the checkpoint holds no optimizer state.
 
         Example:
             >>> path = client.save_state("step-100").result().path

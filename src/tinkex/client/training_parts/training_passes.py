@@ -30,7 +30,8 @@ from tinkex.client.training_parts.call_arguments import (
 from tinkex.errors import RequestFailedError
 from tinkex.types.custom_losses import RegularizerSpec
 from tinkex.types.inputs import Datum
-from tinkex.types.model_requests import (
+from tinkex.types.optimizers import AdamParams, OptimParams
+from tinkex.types.sessions import (
     DropGradientsRequest,
     DropGradientsResponse,
     GetInfoRequest,
@@ -38,7 +39,6 @@ from tinkex.types.model_requests import (
     UnloadModelRequest,
     UnloadModelResponse,
 )
-from tinkex.types.optimizers import AdamParams, OptimParams
 from tinkex.types.training import ForwardBackwardOutput, LossFnConfig, OptimStepResponse
 from tinkex.wire import protocol
 from tinkex.wire.protocol import Operation
@@ -232,12 +232,12 @@ class TrainingPasses(SessionClient):
     ) -> Future[ForwardBackwardOutput]:
         items, settings = checked_data(data), checked_config(loss_fn, config)
         check_options(options)
-
-        def turn(outbox: Outbox, place: int) -> Awaitable[Fetch[ForwardBackwardOutput]]:
-            chunks = outbox.chunks(items)
-            return self._send_pass(outbox, chunks, loss_fn, settings, options, forward_only)
-
-        return self._outbox.put("forward" if forward_only else "forward_backward", turn)
+        return self._outbox.put(
+            "forward" if forward_only else "forward_backward",
+            lambda outbox, _: self._send_pass(
+                outbox, outbox.chunks(items), loss_fn, settings, options, forward_only
+            ),
+        )
 
     async def _send_pass(
         self,

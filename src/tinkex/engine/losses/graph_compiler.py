@@ -38,7 +38,8 @@ from tinkex.engine.losses.graph_operations import (
     MEMORY_FORMATS,
     METHODS,
 )
-from tinkex.types.custom_losses import CreateCustomLossRequest, CustomLossNode
+from tinkex.types.custom_losses import CustomLossNode
+from tinkex.types.sessions import CreateCustomLossRequest
 
 MAX_INPUTS = 16
 INPUT_NAME = re.compile(r"[a-z_][a-z0-9_]{0,63}")

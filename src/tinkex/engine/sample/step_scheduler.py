@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from tinkex.engine.api import EngineError
-from tinkex.engine.fair_share import Shares
 from tinkex.engine.sample.blocks import BLOCK, Blocks, blocks_for
+from tinkex.engine.stepping import Shares
 
 if TYPE_CHECKING:
     from tinkex.engine.sample.jobs import Job, Sample

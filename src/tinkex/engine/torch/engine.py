@@ -37,8 +37,8 @@ from tinkex.engine.torch.openmp import calm_openmp, usable_cores
 from tinkex.engine.train.objectives import find_objective
 from tinkex.engine.train.optim import Adapter
 from tinkex.engine.train.trainer import Trainer
-from tinkex.types.custom_losses import CreateCustomLossRequest
 from tinkex.types.optimizers import OptimParams
+from tinkex.types.sessions import CreateCustomLossRequest
 from tinkex.types.training import LoraConfig
 
 if TYPE_CHECKING:

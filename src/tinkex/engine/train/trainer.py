@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from tinkex.engine.api import EngineError, PassDone, PassJob
-from tinkex.engine.fair_share import Shares
 from tinkex.engine.losses.examples import Objective, Room
+from tinkex.engine.stepping import Shares
 from tinkex.engine.train.device_step import Launched, Pass, launch
 from tinkex.engine.train.optim import Adapter
 from tinkex.types.training import ForwardBackwardOutput

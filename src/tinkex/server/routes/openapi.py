@@ -25,7 +25,8 @@ from tinkex.types.forms import Variant
 from tinkex.types.future_requests import RequestFailedResponse
 from tinkex.types.record import Record
 from tinkex.types.sampling import SampleStreamChunk
-from tinkex.types.sessions import Empty, SupportedModel
+from tinkex.types.server_facts import SupportedModel
+from tinkex.types.sessions import Empty
 from tinkex.wire import codec
 from tinkex.wire.protocol import (
     ASAMPLE,

@@ -27,14 +27,15 @@ from tinkex.server.http_errors import Refusal, internal
 from tinkex.server.routes.handler_table import handler
 from tinkex.server.routes.operations import watch
 from tinkex.server.state import State
-from tinkex.types.future_requests import JoinSamplingSessionRequest, JoinSamplingSessionResponse
 from tinkex.types.record import to_json
 from tinkex.types.sampled import SampleResponse
-from tinkex.types.sampling import (
+from tinkex.types.sampling import SampleRequest
+from tinkex.types.sessions import (
     CreateSamplingSessionRequest,
     CreateSamplingSessionResponse,
     GetSamplerResponse,
-    SampleRequest,
+    JoinSamplingSessionRequest,
+    JoinSamplingSessionResponse,
 )
 from tinkex.types.training import UntypedAPIFuture
 from tinkex.wire import codec

@@ -22,16 +22,15 @@ from tinkex.server.routes.session_calls import TRACE, trace
 from tinkex.server.routes.uploads import UPLOAD, upload
 from tinkex.server.state import State
 from tinkex.types.record import to_json
-from tinkex.types.sessions import (
+from tinkex.types.server_facts import (
     ClientConfigRequest,
     ClientConfigResponse,
     ClientDynamicConfigResponse,
     GetServerCapabilitiesResponse,
     HealthResponse,
     SupportedModel,
-    TelemetryResponse,
-    TelemetrySendRequest,
 )
+from tinkex.types.telemetry import TelemetryResponse, TelemetrySendRequest
 from tinkex.wire import codec
 from tinkex.wire.prometheus import CONTENT_TYPE, family, labels
 from tinkex.wire.protocol import BY_HANDLER, OPEN, PREFIX

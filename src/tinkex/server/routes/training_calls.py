@@ -18,8 +18,11 @@ from tinkex.server.runs.work import Creation, Discard, LiveRun, Pass, Refused, S
 from tinkex.server.samples.provenance import recall
 from tinkex.server.state import State
 from tinkex.server.workers.worker import Worker
-from tinkex.types.custom_losses import CreateCustomLossRequest, CreateCustomLossResponse
-from tinkex.types.model_requests import (
+from tinkex.types.optimizers import AdamParams, OptimizerConfigBase, OptimParamsBase
+from tinkex.types.saves import LoadWeightsRequest
+from tinkex.types.sessions import (
+    CreateCustomLossRequest,
+    CreateCustomLossResponse,
     CreateModelRequest,
     CreateModelResponse,
     DropGradientsRequest,
@@ -28,8 +31,6 @@ from tinkex.types.model_requests import (
     GetInfoResponse,
     ModelData,
 )
-from tinkex.types.optimizers import AdamParams, OptimizerConfigBase, OptimParamsBase
-from tinkex.types.saves import LoadWeightsRequest
 from tinkex.types.training import (
     ForwardBackwardRequest,
     ForwardRequest,

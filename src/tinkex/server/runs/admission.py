@@ -35,7 +35,7 @@ from tinkex.server.runs.work import (
     Unload,
     Work,
 )
-from tinkex.server.workers.run_order import Postponed
+from tinkex.server.workers.worker import Postponed
 from tinkex.types.training import UntypedAPIFuture
 
 logger = logging.getLogger("tinkex.server")
@@ -191,13 +191,9 @@ class Runs(Mapping[str, LiveRun]):
         """Let a refused request use its number up: later requests must not wait for it."""
         return await self._admit(refused_call(digest, why, owner), run, seq_id)
 
-    async def _work_of(self, call: Call) -> Work:
-        """Return the kind of work that a call asks for; of a refused one the reason is left."""
-        return await self._prepare(call) if call.op else Refused(call.body.decode())
-
     async def _admit(self, call: Call, run: str, seq_id: int | None) -> UntypedAPIFuture:
         await self.live(run)
-        work = await self._work_of(call)
+        work: Work = _refused(call) or await self._prepare(call)
         if isinstance(work, Refused):
             call = refused_call(call.digest, work.why, call.owner)
         live = await self.live(run)  # it may have ended meanwhile
@@ -239,8 +235,9 @@ class Runs(Mapping[str, LiveRun]):
         """Put a request that a journal has into its run's lane; one that failed fails again."""
         run, number = live.name, call.number
         assert number is not None
+        refused = _refused(call) if failed is None else Refused("")
         # first, for it may change the digest
-        work: Work = Refused("") if failed is not None else await self._work_of(call)
+        work: Work = refused or await self._prepare(call)
         journal = self._journals.of_run(run)
         promise = self._promises.repeat(
             f"{run}:{number}", call, live.run.session_id, journal, number
@@ -346,6 +343,11 @@ class Runs(Mapping[str, LiveRun]):
         self.remove(run)
         if live is not None:
             live.worker.drop_run(run)
+
+
+def _refused(call: Call) -> Refused | None:
+    """Return the work of a call that was refused: the reason is left of it."""
+    return None if call.op else Refused(call.body.decode())
 
 
 def _fail_as_passed(live: LiveRun, promise: Promise) -> None:

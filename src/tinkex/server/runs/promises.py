@@ -21,7 +21,7 @@ from tinkex.server.files.data_dir import is_full_disk
 from tinkex.server.http_errors import Refusal, complain, internal
 from tinkex.server.runs.journal import Entry, Journal
 from tinkex.server.runs.result_log import Log, came_out_otherwise, first_cursor
-from tinkex.server.workers.run_order import EngineDied, Postponed
+from tinkex.server.workers.worker import EngineDied, Postponed
 from tinkex.types.future_requests import RequestErrorCategory, RequestFailedResponse
 from tinkex.types.sampled import SampleResponse
 from tinkex.types.training import ForwardBackwardOutput

@@ -31,7 +31,7 @@ from tinkex.server.runs.unloading import UNLOAD, Unloading
 from tinkex.server.runs.work import Lane, LaneItem, LiveRun
 from tinkex.server.samples.sample_admission import Samples
 from tinkex.types.future_requests import RequestErrorCategory
-from tinkex.types.model_requests import CreateModelResponse
+from tinkex.types.sessions import CreateModelResponse
 
 logger = logging.getLogger("tinkex.server")
 

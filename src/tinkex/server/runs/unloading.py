@@ -16,7 +16,7 @@ from tinkex.server.parts import Parts
 from tinkex.server.runs.admission import Runs
 from tinkex.server.runs.work import LaneItem, LiveRun, Unload
 from tinkex.server.workers.worker import OffThread
-from tinkex.types.model_requests import UnloadModelResponse
+from tinkex.types.sessions import UnloadModelResponse
 from tinkex.types.training import UntypedAPIFuture
 
 logger = logging.getLogger("tinkex.server")

@@ -32,9 +32,8 @@ from tinkex.server.runs.admission import Runs
 from tinkex.server.runs.journals import DIRECT
 from tinkex.server.runs.work import LiveRun
 from tinkex.server.samples.sampler_weights import LoadedWeights, WeightSource
-from tinkex.server.workers.run_order import EngineDied
 from tinkex.server.workers.sample_jobs import CANCELLED, Sampled
-from tinkex.server.workers.worker import Worker
+from tinkex.server.workers.worker import EngineDied, Worker
 from tinkex.types.sampled import SampleResponse
 from tinkex.types.sampling import SampleRequest
 from tinkex.types.saves import SaveWeightsForSamplerRequest

@@ -10,7 +10,7 @@ from typing import Literal
 from tinkex.engine.api import BaseModel, Engine, EngineError
 from tinkex.server.http_errors import Refusal
 from tinkex.server.workers.worker import Worker
-from tinkex.types.custom_losses import CreateCustomLossRequest
+from tinkex.types.sessions import CreateCustomLossRequest
 
 SPREAD = 16
 """A sampler goes to one more worker when its own have so many more samples than the idlest."""
