@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import msgspec
 
-from tinkex.client.futures.api_future import Future, start
+from tinkex.client.futures.api_future import Future
 from tinkex.client.futures.loop_thread import runtime
 from tinkex.client.futures.result_polling import Receipt, failure_of
 from tinkex.client.http.exchange import Reply
@@ -304,7 +304,7 @@ class Outbox:
         if self.session.closed:
             raise RuntimeError("ServiceClient is closed")
         place = self.poison.place() if place is None else place
-        future = start(self._take_turn(turn, place))
+        future: Future[T] = runtime().feed(self._take_turn(turn, place), Future())
         self.session.track(future)
         if spoils:
             future.add_done_callback(lambda done: self._spoil(place, done.cancelled()))

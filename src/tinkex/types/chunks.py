@@ -45,27 +45,26 @@ class EncodedTextChunk(Fixed):
         ([464, 2068, 7586], 3)
     """
 
-    __slots__ = ("tokens_np",)
+    __slots__ = ("length", "tokens_np")
     FIELDS = ("tokens",)
     FORM = ("tokens", object, "a text chunk must be an object with tokens")
     type: ClassVar[Literal["encoded_text"]] = "encoded_text"
 
     tokens_np: Array
+    length: int
+    """Number of tokens in the chunk."""
 
     def __init__(self, *, tokens: Any, type: str = "encoded_text") -> None:
         if type != "encoded_text":
             raise ValueError(f"EncodedTextChunk.type must be 'encoded_text', got {type!r}")
-        put(self, "tokens_np", token_array(tokens))
+        array = token_array(tokens)
+        put(self, "tokens_np", array)
+        put(self, "length", array.size)
 
     @property
     def tokens(self) -> list[int]:
         """The token ids as a list."""
         return cast("list[int]", self.tokens_np.tolist())
-
-    @property
-    def length(self) -> int:
-        """Number of tokens in the chunk."""
-        return int(self.tokens_np.size)
 
     def to_wire(self) -> dict[str, Any]:
         """JSON form.
@@ -101,6 +100,7 @@ def text_chunk(tokens: Array) -> EncodedTextChunk:
     """
     chunk = EncodedTextChunk.__new__(EncodedTextChunk)
     put(chunk, "tokens_np", tokens)
+    put(chunk, "length", tokens.size)
     return chunk
 
 

@@ -175,7 +175,7 @@ class ModelInput(Fixed):
         for chunk in self.chunks:
             match chunk:
                 case EncodedTextChunk():
-                    size += per_token * int(chunk.tokens_np.size)
+                    size += per_token * chunk.length
                 case ImageChunk():
                     size += len(chunk.data)
                 case DmelChunk():
@@ -358,9 +358,10 @@ class Datum(Wired):
     @property
     def nbytes(self) -> int:
         """Size on the wire, as the protocol estimates it for cutting chunks."""
-        return self.model_input._size(per_token=4) + sum(
-            tensor.nbytes for tensor in self.loss_fn_inputs.values()
-        )
+        size = self.model_input._size(per_token=4)
+        for tensor in self.loss_fn_inputs.values():
+            size += tensor.values.nbytes + sum(array.nbytes for array in tensor.csr or ())
+        return size
 
     @property
     def estimated_bytes(self) -> int:

@@ -132,13 +132,15 @@ class TensorData(Fixed):
         [1, 2]
     """
 
-    __slots__ = ("_csr", "_values", "dtype", "shape")
+    __slots__ = ("csr", "dtype", "shape", "values")
     FIELDS = ("data", "dtype", "shape", "sparse_crow_indices", "sparse_col_indices")
 
     dtype: TensorDtype
     shape: list[int] | None
-    _values: Array
-    _csr: tuple[Array, Array] | None
+    values: Array
+    """The stored values as a flat array, without a copy."""
+    csr: tuple[Array, Array] | None
+    """Row starts and columns as arrays, or None when dense."""
 
     def __init__(
         self,
@@ -156,7 +158,7 @@ class TensorData(Fixed):
             values = np.asarray([] if data is None else data, dtype=DTYPES[dtype]).reshape(-1)
         except OverflowError:
             raise ValueError(f"data must be numbers that {dtype} can hold") from None
-        put(self, "_values", values)
+        put(self, "values", values)
         put(self, "dtype", dtype)
         put(self, "shape", None if shape is None else [int(n) for n in shape])
         if (sparse_crow_indices is None) != (sparse_col_indices is None):
@@ -167,7 +169,7 @@ class TensorData(Fixed):
         if sparse_crow_indices is not None:
             rows, columns = (sparse_crow_indices, sparse_col_indices)
             csr = (np.asarray(rows, dtype=np.int64), np.asarray(columns, dtype=np.int64))
-        put(self, "_csr", csr)
+        put(self, "csr", csr)
         if self.shape is not None and len(self.shape) > MAX_DIMENSIONS:
             raise ValueError(
                 f"tensor shape has {len(self.shape)} dimensions; at most {MAX_DIMENSIONS} are "
@@ -195,7 +197,7 @@ class TensorData(Fixed):
             crow.ndim == col.ndim == 1
             and crow.size == rows + 1
             and crow[0] == 0
-            and crow[-1] == col.size == self._values.size
+            and crow[-1] == col.size == self.values.size
             and bool(np.all(np.diff(crow) >= 0))
             and (col.size == 0 or (int(col.min()) >= 0 and int(col.max()) < cols))
         )
@@ -205,37 +207,27 @@ class TensorData(Fixed):
     @property
     def data(self) -> list[Any]:
         """The values as a flat list (of the stored cells, if sparse)."""
-        return cast("list[Any]", self._values.tolist())
-
-    @property
-    def values(self) -> Array:
-        """The stored values as a flat array, without a copy."""
-        return self._values
+        return cast("list[Any]", self.values.tolist())
 
     @property
     def is_sparse(self) -> bool:
         """True if the tensor is stored as compressed sparse rows."""
-        return self._csr is not None
+        return self.csr is not None
 
     @property
     def sparse_crow_indices(self) -> list[int] | None:
         """Row starts of a sparse tensor."""
-        return None if self._csr is None else cast("list[int]", self._csr[0].tolist())
+        return None if self.csr is None else cast("list[int]", self.csr[0].tolist())
 
     @property
     def sparse_col_indices(self) -> list[int] | None:
         """Column indices of a sparse tensor."""
-        return None if self._csr is None else cast("list[int]", self._csr[1].tolist())
-
-    @property
-    def csr(self) -> tuple[Array, Array] | None:
-        """Row starts and columns as arrays, or None when dense."""
-        return self._csr
+        return None if self.csr is None else cast("list[int]", self.csr[1].tolist())
 
     @property
     def nbytes(self) -> int:
         """Size of the payload on the wire, as the protocol estimates it."""
-        return self._values.nbytes + sum(array.nbytes for array in self._csr or ())
+        return self.values.nbytes + sum(array.nbytes for array in self.csr or ())
 
     @classmethod
     def from_numpy(cls, array: Array) -> Self:
@@ -259,10 +251,10 @@ class TensorData(Fixed):
     def _dense(cls, values: Array, dtype: TensorDtype, shape: list[int]) -> Self:
         """Wrap an array of the right dtype and size without checking it."""
         tensor = cls.__new__(cls)
-        put(tensor, "_values", values)
+        put(tensor, "values", values)
         put(tensor, "dtype", dtype)
         put(tensor, "shape", shape)
-        put(tensor, "_csr", None)
+        put(tensor, "csr", None)
         return tensor
 
     @classmethod
@@ -380,12 +372,12 @@ class TensorData(Fixed):
             >>> float(output["logprobs"].to_numpy().mean())
             -0.375
         """
-        if self._csr is None or self.shape is None:
-            return self._values if self.shape is None else self._values.reshape(self.shape)
-        dense = np.full(self.shape, _pad(pad_value, self._values.dtype), dtype=self._values.dtype)
-        crow, col = self._csr
+        if self.csr is None or self.shape is None:
+            return self.values if self.shape is None else self.values.reshape(self.shape)
+        dense = np.full(self.shape, _pad(pad_value, self.values.dtype), dtype=self.values.dtype)
+        crow, col = self.csr
         rows = np.repeat(np.arange(self.shape[0]), np.diff(crow))
-        dense[rows, col] = self._values
+        dense[rows, col] = self.values
         return dense
 
     def to_torch(self, pad_value: float = 0) -> torch.Tensor:
@@ -425,7 +417,7 @@ class TensorData(Fixed):
         wire: dict[str, Any] = {"data": self.data, "dtype": self.dtype}
         if self.shape is not None:
             wire["shape"] = self.shape
-        if self._csr is not None:
+        if self.csr is not None:
             wire["sparse_crow_indices"] = self.sparse_crow_indices
             wire["sparse_col_indices"] = self.sparse_col_indices
         return wire
@@ -458,7 +450,7 @@ class TensorData(Fixed):
         return {name: getattr(self, name) for name in self.FIELDS}
 
     def _state(self) -> tuple[Any, ...]:
-        return (self._values, self.dtype, self.shape, *(self._csr or (None, None)))
+        return (self.values, self.dtype, self.shape, *(self.csr or (None, None)))
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -466,7 +458,7 @@ class TensorData(Fixed):
         if not isinstance(other, TensorData):
             return NotImplemented
         mine, theirs = (
-            (one.dtype, _shape_of(one), one._values, *(one._csr or ())) for one in (self, other)
+            (one.dtype, _shape_of(one), one.values, *(one.csr or ())) for one in (self, other)
         )
         return len(mine) == len(theirs) and all(map(is_same, mine, theirs))
 
@@ -475,9 +467,9 @@ class TensorData(Fixed):
 
     def __repr__(self) -> str:
         shape = _shape_of(self)
-        preview = np.array2string(self._values[:6], separator=", ", threshold=6)
+        preview = np.array2string(self.values[:6], separator=", ", threshold=6)
         sparse = ", sparse" if self.is_sparse else ""
         return (
-            f"TensorData({preview}{'…' if self._values.size > 6 else ''}, {self.dtype}, "
+            f"TensorData({preview}{'…' if self.values.size > 6 else ''}, {self.dtype}, "
             f"shape={shape}{sparse})"
         )

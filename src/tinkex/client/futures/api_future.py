@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Generator
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar
 
-from tinkex.client.futures.loop_thread import Inbox, Runtime, give_up, inbox_of, runtime
+from tinkex.client.futures.loop_thread import Inbox, RuntimeFuture, give_up, inbox_of, runtime
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -99,7 +99,7 @@ class APIFuture(ABC, Generic[T]):
         return await self
 
 
-class Future(APIFuture[T], concurrent.futures.Future[T]):
+class Future(APIFuture[T], RuntimeFuture[T]):
     """The outcome of a call that has begun, and a `concurrent.futures.Future` itself.
 
     `await` it in any event loop, or call `.result(timeout)` in any thread. A timeout, or a
@@ -115,7 +115,6 @@ class Future(APIFuture[T], concurrent.futures.Future[T]):
     def __init__(self, future: concurrent.futures.Future[T] | None = None) -> None:
         """Make a future to resolve by hand, or one that follows another and cancels it."""
         super().__init__()
-        self._runtime: Runtime | None = None
         if future is not None:
             self._runtime = getattr(future, "_runtime", None)
             # The plain methods, since those of a SampleFuture warn.
@@ -380,7 +379,4 @@ def unlisted(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Corouti
 
 def start(coroutine: Coroutine[Any, Any, T], kind: type[Future[T]] | None = None) -> Future[T]:
     """Run a coroutine on the runtime; the future is its outcome."""
-    future: Future[T] = Future() if kind is None else kind()
-    future._runtime = runtime()
-    future._runtime.feed(coroutine, future)
-    return future
+    return runtime().feed(coroutine, Future() if kind is None else kind())

@@ -75,6 +75,15 @@ def inbox_of(loop: asyncio.AbstractEventLoop) -> Inbox:
     return found
 
 
+class RuntimeFuture(concurrent.futures.Future[T]):
+    """A future whose outcome may come from a runtime."""
+
+    _runtime: Runtime | None = None
+
+
+F = TypeVar("F", bound=RuntimeFuture[Any])
+
+
 class Runtime:
     """An event loop in its own thread."""
 
@@ -155,13 +164,18 @@ class Runtime:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def feed(self, coroutine: Coroutine[Any, Any, T], future: concurrent.futures.Future[T]) -> None:
-        """Run a coroutine on the loop; `future` gets its outcome and can cancel it."""
+    def feed(self, coroutine: Coroutine[Any, Any, Any], future: F) -> F:
+        """Run a coroutine on the loop, and return the future that gets its outcome.
+
+        Cancelling the future cancels the coroutine.
+        """
+        future._runtime = self
         if self.stopped:
             coroutine.close()
             future.set_exception(RuntimeError("the program is ending: tinkex can do no more"))
-            return
-        self.call(self._start, coroutine, future)
+        else:
+            self.call(self._start, coroutine, future)
+        return future
 
     def _start(
         self, coroutine: Coroutine[Any, Any, T], future: concurrent.futures.Future[T]
