@@ -20,7 +20,8 @@ from urllib.parse import urlsplit
 import pytest
 
 import tinkex
-from support import Heard, Keyed, Wire, pass_json, sample_json, serving, step_json
+from operation_examples import foreign
+from support import Heard, Keyed, Wire, sample_json, serving, step_json
 from tinkex.client.rest import RestClient
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.access import accounts
@@ -375,59 +376,6 @@ def things(wire: Wire) -> dict[str, str]:
         "drawn": drawn,
         "request": f"{model}:1",
     }
-
-
-def foreign(name: str, own: dict[str, str], its: dict[str, str]) -> list[Any]:
-    """Bodies that name another owner's things; one without a body is given as None."""
-    model, session, sampler = its["model"], its["session"], its["sampler"]
-    passed = pass_json(model, 9)
-    old = {"model_id": model, "seq_id": 9, "forward_input": passed["forward_backward_input"]}
-    bodies: dict[str, list[Any]] = {
-        "session_heartbeat": [{"session_id": session}],
-        "finish_session": [{"reason": {"type": "success"}}],
-        "create_model": [{"session_id": session, "model_seq_id": 5, "base_model": "fake"}],
-        "unload_model": [{"model_id": model}],
-        "get_info": [{"model_id": model}],
-        "forward_backward": [passed],
-        "forward": [old],
-        "optim_step": [step_json(model, 9)],
-        "drop_gradients": [{"model_id": model, "seq_id": 9}],
-        "save_weights": [{"model_id": model, "path": "z", "seq_id": 9}],
-        "save_weights_for_sampler": [{"model_id": model, "path": "z", "seq_id": 9}],
-        "save_weights_external": [{"model_id": model, "path": "z", "seq_id": 9}],
-        "create_custom_loss": [
-            {
-                "session_id": session,
-                "custom_loss_seq_id": 0,
-                "name": "x",
-                "inputs": [],
-                "graph": {"nodes": []},
-            }
-        ],
-        "load_weights": [
-            {"model_id": model, "path": own["saved"], "seq_id": 9, "optimizer": True},
-            {"session_id": session, "model_seq_id": 6, "path": own["saved"], "optimizer": True},
-        ],
-        "weights_info": [{"tinker_path": its["saved"]}],
-        "create_sampling_session": [
-            {"session_id": session, "sampling_session_seq_id": 7, "base_model": "fake"}
-        ],
-        "join_sampling_session": [{"sampling_session_id": sampler}],
-        "asample": [sample_json(sampler)],
-        "stream_sample": [sample_json(sampler)],
-        "retrieve_future": [{"request_id": its["request"]}, {"request_id": its["drawn"]}],
-        "retrieve_futures": [
-            {"target": {"type": "sampling_session", "sampling_session_id": sampler}, "timeout": 0}
-        ],
-        "cancel_future": [{"request_id": its["drawn"]}],
-        "assign_session_project": [{"project_id": "mine"}],
-        "set_checkpoint_ttl": [{"ttl_seconds": 7200}],
-        "copy_weights": [{"source_path": its["saved"], "destination_project_id": "mine"}],
-        "search_sessions": [{"session_id": session}],
-        "telemetry": [{"session_id": session, "events": [], "platform": "x", "sdk_version": "x"}],
-        "external_weights_upload_finish": [{"upload_id": "0" * 32}],
-    }
-    return bodies.get(name, [None])
 
 
 NAMING = [op for op in OPERATIONS if op.owned_by is not protocol.OPEN]

@@ -18,9 +18,10 @@ from tinkex.engine.api import EngineError
 from tinkex.engine.base_models import read_tokenizer
 from tinkex.engine.fake import FAKE, FakeEngine
 from tinkex.engine.lazy import LazyEngine
-from tinkex.engine.registry import engine_names, find_engine
+from tinkex.engine.registry import BUILT_IN, engine_names, find_engine
 from tinkex.local import make_engine
 
+NAMES = sorted({*BUILT_IN, "abacus", "lost", "wrong"})
 PACKAGE = """
 from tinkex.engine.api import BaseModel
 from tinkex.engine.fake import FakeEngine
@@ -79,15 +80,15 @@ def test_engines_of_other_packages_are_named(
     package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(package)
-    assert engine_names() == ["abacus", "fake", "lost", "torch", "wrong"]
+    assert engine_names() == NAMES
     assert find_engine("abacus").pick_device("auto") == "left"
-    assert "[abacus|fake|lost|torch|wrong]" in CliRunner().invoke(serve, ["--help"]).output
+    assert f"[{'|'.join(NAMES)}]" in CliRunner().invoke(serve, ["--help"]).output
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("other", "there is no engine 'other'; there are abacus, fake, lost, torch, wrong"),
+        ("other", f"there is no engine 'other'; there are {', '.join(NAMES)}"),
         ("wrong", "engine 'wrong' is not usable: abacus:make is a function, not an EngineKind"),
         ("lost", "engine 'lost' cannot be imported from abacus.lost:ENGINE: No module named"),
     ],

@@ -26,8 +26,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
+from operation_examples import BASE_MODELS, GOOD
 from schemas import DEEP, DEEP_OBJECT, TEXTS, Json, Place, breaks, broken, values, written
-from support import Wire, pass_json, sample_json, serving, sqlite, step_json
+from support import Wire, pass_json, serving, sqlite, step_json
 from tinkex.engine.api import ADAMW, BaseModel, EngineError, PassJob, SampleJob
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.app import create_app
@@ -132,7 +133,9 @@ class Subject:
     an answer."""
 
     data_dir: Path
-    engine: FakeEngine = dataclasses.field(default_factory=CheckedEngine)
+    engine: FakeEngine = dataclasses.field(
+        default_factory=functools.partial(CheckedEngine, BASE_MODELS)
+    )
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     names: dict[str, Any] = dataclasses.field(default_factory=dict)
     count: int = 0
@@ -344,128 +347,6 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
 
 # ── what is sent ──────────────────────────────────────────────────────────────────────────────────
 
-PASS = pass_json(
-    "@model", None, weights={"data": [1.0, 0.5, 0.0], "dtype": "float32", "shape": [3]}
-)
-GOOD: dict[str, Json] = {
-    "client_config": {"sdk_version": "0.36.0"},
-    "client_dynamic_config": {"sdk_version": "0.36.0"},
-    "auth_token": {},
-    "create_session": {
-        "tags": ["a"],
-        "user_metadata": {"a": "b"},
-        "sdk_version": "0.36.0",
-        "display_name": "x",
-    },
-    "session_heartbeat": {"session_id": "@session"},
-    "finish_session": {"reason": {"type": "success"}, "detail": "x"},
-    "create_model": {
-        "session_id": "@session",
-        "model_seq_id": "@number",
-        "base_model": "fake",
-        "lora_config": {"rank": 4, "seed": 1, "train_mlp": True},
-        "optimizer_config": {"type": "adamw"},
-        "user_metadata": {"a": 1},
-    },
-    "unload_model": {"model_id": "@model"},
-    "create_custom_loss": {
-        "session_id": "@session",
-        "custom_loss_seq_id": "@number",
-        "name": "a",
-        "inputs": [{"name": "logprobs", "rank": 1}],
-        "graph": {
-            "nodes": [{"op": "placeholder", "name": "logprobs", "target": "logprobs", "args": [1]}],
-            "format": 1,
-        },
-    },
-    "get_info": {"model_id": "@model"},
-    "forward_backward": {**PASS, "forward_only": False},
-    "forward": {
-        "model_id": "@model",
-        "seq_id": None,
-        "forward_input": PASS["forward_backward_input"],
-    },
-    "drop_gradients": {"model_id": "@model", "seq_id": None},
-    "optim_step": {
-        "model_id": "@model",
-        "seq_id": None,
-        "adam_params": {"learning_rate": 0.1, "beta1": 0.9},
-    },
-    "save_weights": {
-        "model_id": "@model",
-        "path": "@fresh",
-        "ttl_seconds": 4000,
-        "overwrite": False,
-        "user_metadata": {"a": "b"},
-    },
-    "save_weights_for_sampler": {"model_id": "@model", "path": "@fresh", "ttl_seconds": 4000},
-    "save_weights_external": {"model_id": "@model", "path": "@fresh", "ttl_seconds": 4000},
-    "load_weights": {"model_id": "@model", "path": "@weights", "optimizer": True},
-    "weights_info": {"tinker_path": "@weights"},
-    "copy_weights": {"source_path": "@weights", "destination_project_id": "p", "ttl_seconds": 4000},
-    "create_sampling_session": {
-        "session_id": "@session",
-        "sampling_session_seq_id": "@number",
-        "model_path": "@samplable",
-    },
-    "join_sampling_session": {"sampling_session_id": "@sampler"},
-    "asample": {
-        **sample_json("@sampler", None, prompt_logprobs=True, topk_prompt_logprobs=1),
-        "sampling_params": {
-            "max_tokens": 2,
-            "seed": 1,
-            "temperature": 0.5,
-            "top_k": 3,
-            "top_p": 0.5,
-            "stop": ["a"],
-        },
-    },
-    "stream_sample": sample_json("@sampler", None),
-    "retrieve_future": {"request_id": "@request", "allow_metadata_only": True},
-    "retrieve_futures": {
-        "target": {
-            "type": "sampling_session",
-            "sampling_session_id": "@sampler",
-            "cloned_sampler_id": 0,
-        },
-        "prev_cursor": 0,
-        "timeout": 0.01,
-        "retrieved_request_ids": ["@request"],
-        "inline_bytes": 1000,
-    },
-    "cancel_future": {"request_id": "@request"},
-    "set_checkpoint_ttl": {"ttl_seconds": 4000},
-    "assign_session_project": {"project_id": "p"},
-    "search_sessions": {
-        "session_id": "@session",
-        "project_ids": ["default"],
-        "user_metadata": {"a": "b"},
-        "owner": {"type": "user", "owner_urns": ["tml:user:local"]},
-        "statuses": [{"type": "client_finished", "reasons": ["success"]}],
-        "limit": 3,
-        "cursor": {"last_created_at": "2026-07-13T00:00:00Z", "last_session_id": "x"},
-    },
-    "external_weights_upload_start": {
-        "base_model": "fake",
-        "lora_config": {"rank": 4},
-        "destination_project_id": "p",
-    },
-    "external_weights_upload_finish": {"upload_id": "0" * 32},
-    "search_checkpoints": {
-        "project_ids": ["default"],
-        "user_metadata": {"a": "b"},
-        "checkpoint_type": "sampler",
-        "owner": {"type": "user", "owner_urns": ["tml:user:local"]},
-        "base_models": ["fake"],
-        "limit": 3,
-        "cursor": {"last_created_at": "2026-07-13T00:00:00Z", "last_checkpoint_uuid": "x"},
-    },
-    "telemetry": {
-        "events": [{"event": "GENERIC_EVENT"}],
-        "platform": "x",
-        "session_id": "@session",
-    },
-}
 SAME_AS: dict[str, tuple[str, ...]] = {
     "seq_id": ("request number",),
     "model_seq_id": ("model",),

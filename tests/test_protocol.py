@@ -4,12 +4,13 @@ protocol names."""
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from starlette.routing import Route
 
-from support import Wire, pass_json, sample_json, serving, step_json
+from operation_examples import BASE_MODELS, MINIMAL_ANSWERS, MINIMAL_RESULTS, requests
+from support import Wire, serving
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.app import create_app
 from tinkex.server.routes.handler_table import collect
@@ -34,7 +35,7 @@ each_with_body = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module")
 def wire(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wire]:
-    with serving(FakeEngine(), tmp_path_factory.mktemp("server")) as url:
+    with serving(FakeEngine(BASE_MODELS), tmp_path_factory.mktemp("server")) as url:
         yield Wire(url)
 
 
@@ -80,11 +81,19 @@ def test_server_has_exactly_the_known_routes(tmp_path: Path) -> None:
     }
     expected |= {
         (path, "GET", "HEAD")
-        for path in ("/", "/metrics", "/openapi.json", "/traces/{session_id}.json")
+        for path in (
+            "/",
+            "/metrics",
+            "/openapi.json",
+            "/readyz",
+            "/traces/{session_id}.json",
+            f"{PREFIX}/cluster",
+        )
     }
     expected |= {
         (path, "GET", "HEAD") for path in ("/oai/api/v1/models", "/oai/api/v1/models/{model:path}")
     }
+    expected |= {(f"{PREFIX}/cluster/drain", "POST")}
     assert {frozenset(route) for route in routes} == {frozenset(route) for route in expected}
 
 
@@ -105,69 +114,6 @@ def test_every_handler_has_an_operation() -> None:
     assert {op.name for op in OPERATIONS} >= CLIENT_ONLY
 
 
-MINIMAL_ANSWERS: dict[str, str] = {
-    "client_config": "{}",
-    "client_dynamic_config": "{}",
-    "create_session": '{"session_id":"sess-1"}',
-    "session_heartbeat": "{}",
-    "finish_session": "{}",
-    "create_model": '{"request_id":"r0"}',
-    "get_info": '{"model_data":{"model_name":"Qwen/Qwen3-8B"},"model_id":"sess-1:train:0"}',
-    "weights_info": '{"base_model":"Qwen/Qwen3-8B","is_lora":true,"lora_rank":32}',
-    "create_sampling_session": '{"sampling_session_id":"sess-1:sample:1"}',
-    "get_sampler": '{"sampler_id":"sess-1:sample:0","base_model":"Qwen/Qwen3-8B"}',
-    "asample": '{"request_id":"q0","sample_sequence_ids":["q0:0"]}',
-    "stream_sample": '{"token_id":5}',
-    "get_server_capabilities": '{"supported_models":[{"model_name":"Qwen/Qwen3-8B"}]}',
-    "healthz": '{"status":"ok"}',
-    "telemetry": '{"status":"accepted"}',
-    "retrieve_future": "{}",
-    "auth_token": '{"jwt":"eyJ.e30.sig"}',
-    "get_api_key": '{"key_id":5}',
-    "delete_api_key": "{}",
-    "copy_weights": '{"tinker_path":"tinker://new/weights/x"}',
-    "join_sampling_session": '{"client_counter":7}',
-    "retrieve_futures": '{"completions":[],"cursor":0}',
-    "cancel_future": "{}",
-    "list_training_runs": '{"training_runs":[],"cursor":{"offset":0,"limit":20,"total_count":0}}',
-    "get_training_run": '{"training_run_id":"run-1","base_model":"Q","model_owner":"o",'
-    '"is_lora":true,'
-    '"last_request_time":"2026-01-01T00:00:00Z"}',
-    "list_checkpoints": '{"checkpoints":[]}',
-    "list_user_checkpoints": '{"checkpoints":[{"checkpoint_id":"weights/0001",'
-    '"checkpoint_type":"training",'
-    '"time":"2026-01-01T00:00:00Z","tinker_path":"tinker://run-1/weights/0001"}]}',
-    "delete_checkpoint": "{}",
-    "publish_checkpoint": "{}",
-    "unpublish_checkpoint": "{}",
-    "set_checkpoint_ttl": "{}",
-    "get_external_weights_urls": '{"urls":{"a.json":"https://x"},"expires":"2099-01-01T00:00:00Z"}',
-    "get_checkpoint_archive": '{"url":"https://x","expires":"2099-01-01T00:00:00Z"}',
-    "list_sessions": '{"sessions":["sess-1"]}',
-    "get_session": '{"training_run_ids":[],"sampler_ids":[]}',
-    "assign_session_project": "{}",
-    "export_session_trace": '{"status":"pending"}',
-    "search_sessions": '{"sessions":[]}',
-    "search_checkpoints": '{"checkpoints":[]}',
-    "external_weights_upload_start": '{"upload_id":"u","urls":{},"expires":"2099-01-01T00:00:00Z"}',
-    "external_weights_upload_finish": '{"tinker_path":"tinker://r/external_weights/x"}',
-    "get_billing_usage": '{"data":[]}',
-    "get_current_checkpoint_storage_usage": '{"data":[]}',
-    "get_audit_log": '{"entries":[]}',
-}
-MINIMAL_RESULTS: dict[str, str] = {
-    "create_model": '{"model_id":"sess-1:train:0"}',
-    "unload_model": '{"model_id":"sess-1:train:0"}',
-    "drop_gradients": '{"model_id":"sess-1:train:0"}',
-    "create_custom_loss": '{"loss_id":"loss-abc"}',
-    "optim_step": "{}",
-    "save_weights": '{"path":"tinker://sess-1:train:0/weights/s1"}',
-    "save_weights_for_sampler": '{"path":"tinker://sess-1:train:0/sampler_weights/w1"}',
-    "save_weights_external": '{"path":"tinker://sess-1:train:0/external_weights/e1"}',
-    "load_weights": "{}",
-}
-
-
 @each
 def test_minimal_and_extended_answers_are_accepted(op: Operation) -> None:
     text = MINIMAL_ANSWERS.get(op.name, '{"request_id":"r1"}')
@@ -179,90 +125,6 @@ def test_minimal_and_extended_answers_are_accepted(op: Operation) -> None:
         codec.decode(op.result, MINIMAL_RESULTS[op.name].encode())
     elif op.result is not None:
         assert codec.has_protobuf(op.result)
-
-
-def requests(wire: Wire) -> dict[str, Any]:
-    """A minimal request for each operation of a session that is well under way."""
-    session = wire.session()
-    model = wire.model(session)
-    wire.run("save_weights", {"model_id": model, "path": "a", "seq_id": 1})
-    wire.run("save_weights_for_sampler", {"model_id": model, "path": "a", "seq_id": 2})
-    body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "fake"}
-    sampler = wire.post("create_sampling_session", body)["sampling_session_id"]
-    saved = f"tinker://{model}/weights/a"
-    forward = pass_json(model, 4)
-    forward["forward_input"] = forward.pop("forward_backward_input")
-    return {
-        "client_config": {"sdk_version": "0.36.0"},
-        "client_dynamic_config": {"sdk_version": "0.36.0"},
-        "create_session": {
-            "tags": [],
-            "user_metadata": {},
-            "sdk_version": "0.36.0",
-            "type": "create_session",
-        },
-        "session_heartbeat": {"session_id": session, "type": "session_heartbeat"},
-        "create_model": {"session_id": session, "model_seq_id": 1, "base_model": "fake"},
-        "get_info": {"model_id": model},
-        "forward_backward": pass_json(model, 3),
-        "forward": forward,
-        "optim_step": step_json(model, 5),
-        "create_custom_loss": {
-            "session_id": session,
-            "custom_loss_seq_id": 0,
-            "name": "loss",
-            "inputs": [{"name": "logprobs", "rank": 1}],
-            "graph": {"nodes": [{"op": "placeholder", "name": "logprobs", "target": "logprobs"}]},
-        },
-        "save_weights": {"model_id": model, "path": "b", "seq_id": 6},
-        "save_weights_for_sampler": {"model_id": model, "sampling_session_seq_id": 1, "seq_id": 7},
-        "load_weights": {"model_id": model, "path": saved, "optimizer": True, "seq_id": 8},
-        "weights_info": {"tinker_path": saved},
-        "create_sampling_session": {
-            "session_id": session,
-            "sampling_session_seq_id": 2,
-            "model_path": f"tinker://{model}/sampler_weights/a",
-        },
-        "get_sampler": sampler,
-        "asample": sample_json(sampler),
-        "stream_sample": sample_json(sampler),
-        "join_sampling_session": {"sampling_session_id": sampler},
-        "retrieve_futures": {
-            "target": {"type": "sampling_session", "sampling_session_id": sampler},
-            "timeout": 0,
-        },
-        "cancel_future": {"request_id": f"{sampler}:0"},
-        "retrieve_future": {"request_id": f"{model}:1"},
-        "save_weights_external": {"model_id": model, "path": "a", "seq_id": 9},
-        "copy_weights": {"source_path": saved, "destination_project_id": "p"},
-        "list_training_runs": None,
-        "get_training_run": model,
-        "list_checkpoints": model,
-        "list_user_checkpoints": None,
-        "publish_checkpoint": None,
-        "unpublish_checkpoint": None,
-        "set_checkpoint_ttl": {"ttl_seconds": 7200},
-        "get_external_weights_urls": None,
-        "get_checkpoint_archive": None,
-        "delete_checkpoint": None,
-        "get_server_capabilities": None,
-        "healthz": None,
-        "telemetry": {"events": [{"event": "SESSION_START"}], "session_id": session},
-        "auth_token": {},
-        "get_api_key": None,
-        "get_session": None,
-        "list_sessions": None,
-        "search_sessions": {"user_metadata": {}, "owner": {"type": "own"}, "limit": 50},
-        "search_checkpoints": {"user_metadata": {}, "owner": {"type": "own"}, "limit": 50},
-        "assign_session_project": {"project_id": "p1"},
-        "export_session_trace": None,
-        "get_billing_usage": None,
-        "get_current_checkpoint_storage_usage": None,
-        "get_audit_log": None,
-        "drop_gradients": {"model_id": model, "seq_id": None},
-        "unload_model": {"model_id": model},
-        "finish_session": {"reason": {"type": "success"}, "detail": None},
-    }
 
 
 QUERIES = {

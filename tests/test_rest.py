@@ -18,7 +18,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,21 @@ import pytest
 
 import tinkex
 from faulty import Answer, FaultyServer, Seen, faulty_server
+from operation_examples import (
+    ADDRESS,
+    ADMIN_CASES,
+    CASES,
+    CHECKPOINT,
+    NEW_YEAR,
+    PATH,
+    RUN,
+    SEARCH,
+    SPAN,
+    SPAN_QUERY,
+    TRAINING_RUN,
+    WITHOUT_TWIN,
+    Case,
+)
 from support import serving
 from tinkex import AdminClient, RestClient, types
 from tinkex.client.futures.api_future import AwaitableConcurrentFuture
@@ -34,24 +48,6 @@ from tinkex.engine.fake import FakeEngine
 from tinkex.wire.protocol import OPERATIONS
 
 KEY = "tml-very-secret"
-RUN = "sess-1:train:0"
-PATH = f"tinker://{RUN}/weights/0001"
-EXPORT = f"tinker://{RUN}/external_weights/e1"
-NEW_YEAR = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
-CHECKPOINT = {
-    "checkpoint_id": "weights/0001",
-    "checkpoint_type": "training",
-    "time": "2026-01-01T00:00:00Z",
-    "tinker_path": PATH,
-}
-TRAINING_RUN = {
-    "training_run_id": RUN,
-    "base_model": "Q",
-    "model_owner": "o",
-    "is_lora": True,
-    "last_request_time": "2026-01-01T00:00:00Z",
-}
-PAGE = {"offset": 0, "limit": 20, "total_count": 0}
 
 
 @pytest.fixture(scope="module")
@@ -88,294 +84,6 @@ def admin(faulty: FaultyServer) -> Iterator[AdminClient]:
 # ── every method: what is sent and what it gives ──────────────────────────────────────────────────
 
 
-@dataclass(frozen=True)
-class Case:
-    """A call, the request it makes, an answer, and what it gives."""
-
-    name: str
-    args: tuple[Any, ...]
-    request: str
-    """Method, path and query."""
-    answer: Any = b""
-    gives: Any = None
-    body: Any = None
-    keywords: dict[str, Any] = field(default_factory=dict)
-    admin: bool = False
-    warns: type[Warning] | None = None
-
-
-RUNS = types.TrainingRunsResponse(
-    training_runs=[], cursor=types.Cursor(offset=0, limit=20, total_count=0)
-)
-A_RUN = types.TrainingRun(
-    training_run_id=RUN, base_model="Q", model_owner="o", is_lora=True, last_request_time=NEW_YEAR
-)
-A_CHECKPOINT = types.Checkpoint(
-    checkpoint_id="weights/0001", checkpoint_type="training", time=NEW_YEAR, tinker_path=PATH
-)
-ADDRESS = f"training_runs/{RUN}/checkpoints/weights/0001"
-SESSION = types.GetSessionResponse(training_run_ids=[], sampler_ids=[])
-SEARCH = types.SessionSearchRequest(
-    display_name="x",
-    owner=types.AccessibleSearchOwner(),
-    statuses=[types.ActiveSessionStatusQuery()],
-)
-SPAN = ("2026-07-13T00:00:00Z", dt.datetime(2026, 7, 14, tzinfo=dt.UTC))
-SPAN_QUERY = "starting_on=2026-07-13T00%3A00%3A00Z&ending_before=2026-07-14T00%3A00%3A00Z"
-
-ADMIN_CASES = [
-    Case(
-        "get_audit_log",
-        (),
-        "GET audit?event_type=all",
-        {"entries": []},
-        types.AuditLogResponse(entries=[]),
-    ),
-    Case(
-        "get_audit_log",
-        ("teams", dt.date(2026, 1, 1)),
-        "GET audit?event_type=teams&day=2026-01-01",
-        {"entries": [{"timestamp": "2026-01-01T00:00:00", "event": "e", "more": 1}]},
-        types.AuditLogResponse(entries=[types.AuditLogEntry(timestamp=NEW_YEAR, event="e")]),
-    ),
-    Case(
-        "get_audit_log",
-        ("all", dt.datetime(2026, 1, 1, 23)),
-        "GET audit?event_type=all&day=2026-01-01",
-        {"entries": []},
-        types.AuditLogResponse(entries=[]),
-    ),
-    Case(
-        "get_billing_usage",
-        SPAN,
-        f"GET billing/usage/events?{SPAN_QUERY}",
-        {"data": []},
-        types.BillingUsageResponse(data=[]),
-    ),
-    Case(
-        "get_billing_usage",
-        (dt.datetime(2026, 7, 13), "2026-07-14"),
-        f"GET billing/usage/events?{SPAN_QUERY}",
-        {"data": []},
-        types.BillingUsageResponse(data=[]),
-    ),
-    Case(
-        "get_current_checkpoint_storage_usage",
-        (),
-        "GET billing/usage/checkpoints/current",
-        {"data": []},
-        types.CurrentCheckpointStorageUsageResponse(data=[]),
-    ),
-    Case(
-        "get_current_checkpoint_storage_usage",
-        ("p&1",),
-        "GET billing/usage/checkpoints/current?project_id=p%261",
-        {"data": [{"checkpoint_count": 1, "size_bytes": 2, "size_gigabytes": 3}]},
-        types.CurrentCheckpointStorageUsageResponse(
-            data=[
-                types.CurrentCheckpointStorageUsageItem(
-                    checkpoint_count=1, size_bytes=2, size_gigabytes=3
-                )
-            ]
-        ),
-    ),
-]
-CASES = [
-    Case(
-        "get_training_run",
-        (RUN,),
-        f"GET training_runs/{RUN}?access_scope=owned",
-        TRAINING_RUN,
-        A_RUN,
-    ),
-    Case(
-        "unload_model",
-        (RUN,),
-        "POST unload_model",
-        {"model_id": RUN},
-        types.UnloadModelResponse(model_id=RUN),
-        {"model_id": RUN, "type": "unload_model"},
-    ),
-    Case("get_training_run", ("a/b ?", None), "GET training_runs/a%2Fb%20%3F", TRAINING_RUN, A_RUN),
-    Case(
-        "get_training_run_by_tinker_path",
-        (PATH, "accessible"),
-        f"GET training_runs/{RUN}?access_scope=accessible",
-        TRAINING_RUN | {"last_checkpoint": CHECKPOINT, "lora_rank": 8},
-        A_RUN.model_copy(update={"last_checkpoint": A_CHECKPOINT, "lora_rank": 8}),
-    ),
-    Case(
-        "list_training_runs",
-        (),
-        "GET training_runs?limit=20&offset=0&access_scope=owned",
-        {"training_runs": [], "cursor": PAGE},
-        RUNS,
-    ),
-    Case(
-        "list_training_runs",
-        (5, 10, "accessible", "p"),
-        "GET training_runs?limit=5&offset=10&access_scope=accessible&project_id=p",
-        {"training_runs": [], "cursor": PAGE},
-        RUNS,
-    ),
-    Case(
-        "get_weights_info_by_tinker_path",
-        ("anything",),
-        "POST weights_info",
-        {"base_model": "Q", "is_lora": True, "lora_rank": 32},
-        types.WeightsInfoResponse(base_model="Q", is_lora=True, lora_rank=32),
-        {"tinker_path": "anything"},
-    ),
-    Case(
-        "list_checkpoints",
-        (RUN,),
-        f"GET training_runs/{RUN}/checkpoints",
-        {"checkpoints": []},
-        types.CheckpointsListResponse(checkpoints=[]),
-    ),
-    Case(
-        "list_user_checkpoints",
-        (),
-        "GET checkpoints?limit=100&offset=0",
-        {"checkpoints": [CHECKPOINT], "cursor": PAGE},
-        types.CheckpointsListResponse(checkpoints=[A_CHECKPOINT], cursor=RUNS.cursor),
-    ),
-    Case(
-        "get_external_weights_urls",
-        (EXPORT,),
-        f"GET training_runs/{RUN}/checkpoints/external_weights/e1/external_weights_urls",
-        {"urls": {"a.json": "https://x"}, "expires": "2026-01-01T00:00:00Z"},
-        types.ExternalWeightsUrlsResponse(urls={"a.json": "https://x"}, expires=NEW_YEAR),
-    ),
-    Case(
-        "get_checkpoint_archive_url",
-        (RUN, "weights/0001"),
-        f"GET {ADDRESS}/archive",
-        {"url": "https://x", "expires": "2026-01-01T00:00:00Z"},
-        types.CheckpointArchiveUrlResponse(url="https://x", expires=NEW_YEAR),
-    ),
-    Case(
-        "get_checkpoint_archive_url_from_tinker_path",
-        (PATH,),
-        f"GET {ADDRESS}/archive",
-        {"url": "https://x", "expires": "2026-01-01T00:00:00Z"},
-        types.CheckpointArchiveUrlResponse(url="https://x", expires=NEW_YEAR),
-    ),
-    Case("delete_checkpoint", (RUN, "weights/0001"), f"DELETE {ADDRESS}"),
-    Case("delete_checkpoint", (PATH,), f"DELETE {ADDRESS}"),
-    Case(
-        "delete_checkpoint_from_tinker_path", (PATH,), f"DELETE {ADDRESS}", b"gone, as you wished"
-    ),
-    Case("publish_checkpoint", (RUN, "weights/0001"), f"POST {ADDRESS}/publish"),
-    Case(
-        "publish_checkpoint_from_tinker_path", (PATH,), f"POST {ADDRESS}/publish", {"status": "ok"}
-    ),
-    Case("unpublish_checkpoint", (RUN, "weights/0001"), f"DELETE {ADDRESS}/publish"),
-    Case("unpublish_checkpoint_from_tinker_path", (PATH,), f"DELETE {ADDRESS}/publish"),
-    Case(
-        "set_checkpoint_ttl_from_tinker_path",
-        (PATH, 7200),
-        f"PUT {ADDRESS}/ttl",
-        body={"ttl_seconds": 7200},
-    ),
-    Case(
-        "set_checkpoint_ttl_from_tinker_path",
-        (PATH, None),
-        f"PUT {ADDRESS}/ttl",
-        body={"ttl_seconds": None},
-    ),
-    Case(
-        "copy_weights",
-        ("tinker://a/weights/b", "proj-1"),
-        "POST copy_weights",
-        {"tinker_path": "tinker://new/weights/x"},
-        "tinker://new/weights/x",
-        {"destination_project_id": "proj-1", "source_path": "tinker://a/weights/b"},
-    ),
-    Case(
-        "copy_weights",
-        ("anything", "proj-1"),
-        "POST copy_weights",
-        {"tinker_path": "tinker://new/weights/x"},
-        "tinker://new/weights/x",
-        {"destination_project_id": "proj-1", "source_path": "anything", "ttl_seconds": 3600},
-        {"ttl_seconds": 3600, "weights_access_token": "tml-other"},
-    ),
-    Case(
-        "get_session",
-        ("sess-1",),
-        "GET sessions/sess-1?access_scope=owned",
-        {"training_run_ids": [], "sampler_ids": []},
-        SESSION,
-    ),
-    Case(
-        "list_sessions",
-        (),
-        "GET sessions?limit=20&offset=0&access_scope=owned",
-        {"sessions": ["sess-1"]},
-        types.ListSessionsResponse(sessions=["sess-1"]),
-    ),
-    Case(
-        "list_sessions",
-        (1, 2, None),
-        "GET sessions?limit=1&offset=2",
-        {"sessions": []},
-        types.ListSessionsResponse(sessions=[]),
-    ),
-    Case(
-        "assign_session_project",
-        ("sess-1", "p1"),
-        "PUT sessions/sess-1/project",
-        body={"project_id": "p1"},
-    ),
-    Case(
-        "finish_session",
-        ("sess-1", "errored", "it broke"),
-        "POST sessions/sess-1/finish",
-        body={"reason": {"type": "errored"}, "detail": "it broke"},
-    ),
-    Case(
-        "export_session_trace",
-        ("sess-1",),
-        "GET sessions/sess-1/trace_export",
-        {"status": "ready", "url": "https://x"},
-        "https://x",
-    ),
-    Case(
-        "search_sessions",
-        (SEARCH,),
-        "POST sessions/search",
-        {"sessions": []},
-        types.SessionSearchResponse(sessions=[]),
-        {
-            "user_metadata": {},
-            "display_name": "x",
-            "owner": {"type": "accessible"},
-            "statuses": [{"type": "active"}],
-            "limit": 50,
-        },
-        warns=tinkex.ExperimentalWarning,
-    ),
-    Case(
-        "get_server_capabilities",
-        (),
-        "GET get_server_capabilities",
-        {"supported_models": [{"model_name": "m"}]},
-        types.GetServerCapabilitiesResponse(
-            supported_models=[types.SupportedModel(model_name="m")]
-        ),
-    ),
-    Case(
-        "get_sampler",
-        ("sess-1:sample:0",),
-        "GET samplers/sess-1:sample:0",
-        {"sampler_id": "sess-1:sample:0", "base_model": "Q"},
-        types.GetSamplerResponse(sampler_id="sess-1:sample:0", base_model="Q"),
-    ),
-    *(replace(case, warns=FutureWarning) for case in ADMIN_CASES),
-    *(replace(case, admin=True) for case in ADMIN_CASES),
-]
-
 each = pytest.mark.parametrize(
     "case", CASES, ids=[f"{case.name}-{'admin-' * case.admin}{n}" for n, case in enumerate(CASES)]
 )
@@ -399,14 +107,6 @@ def check(case: Case, seen: Seen, name: str) -> None:
     else:
         assert seen.headers["content-type"] == "application/json"
         assert seen.headers["x-idempotency-key"]
-
-
-WITHOUT_TWIN = {
-    "get_server_capabilities",
-    "get_weights_info_by_tinker_path",
-    "search_sessions",
-    "unload_model",
-}
 
 
 @pytest.mark.covers("1.15/5", "C79", "24.rest.1", "24.rest.6", "24.rest.8", "W25", "U14", "U15")

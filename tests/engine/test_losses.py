@@ -12,7 +12,7 @@ from engine.references import adapter_of, assert_near, gradients, randomise, ref
 from tinkex.engine.api import Directory, EngineError, run_pass
 from tinkex.engine.losses.table import LOSSES, SEQUENCE
 from tinkex.types.inputs import Datum, ModelInput
-from tinkex.types.training import LossFnType
+from tinkex.types.training import OWN_LOSSES, LossFnType
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -140,7 +140,7 @@ def test_ratio_beyond_all_bounds_is_clipped(engine: TorchEngine, data: Data) -> 
 
 
 def test_clients_know_the_losses_of_the_table() -> None:
-    assert get_args(LossFnType) == tuple(LOSSES)
+    assert (*get_args(LossFnType), *OWN_LOSSES) == tuple(LOSSES)
 
 
 @pytest.mark.parametrize("loss", sorted(name for name in LOSSES if LOSSES[name].function))
@@ -161,7 +161,8 @@ def test_gradients_of_losses_equal_finite_differences(loss: str) -> None:
         SEQUENCE: torch.arange(3).repeat_interleave(4),
     }
 
-    function = LOSSES[loss].function
+    function, defaults = LOSSES[loss].function, LOSSES[loss].config
+    settings = {name: 0.3 if value is None else value for name, value in defaults.items()}
     assert function is not None
 
     def value(logprobs: torch.Tensor) -> torch.Tensor:
@@ -169,8 +170,8 @@ def test_gradients_of_losses_equal_finite_differences(loss: str) -> None:
         if loss in ("cispo", "gspo"):
             frozen = point.clone()
             swapped = inputs | {"logprobs": inputs["logprobs"] + (logprobs.detach() - frozen)}
-            return function(logprobs, swapped, {"beta": 0.3})
-        return function(logprobs, inputs, {"beta": 0.3})
+            return function(logprobs, swapped, settings)
+        return function(logprobs, inputs, settings)
 
     # its tokens have the value of the sequence's ratio, which moves with none of them
     if loss == "gspo":

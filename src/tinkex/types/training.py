@@ -31,6 +31,9 @@ LossFnType: TypeAlias = Literal[
 ]
 """The losses that the protocol names; a server need not have all of them."""
 
+OWN_LOSSES: tuple[str, ...] = ()
+"""The losses that tinkex alone names."""
+
 
 LossFnConfig: TypeAlias = Mapping[str, float | str]
 """The settings of a loss, by name."""

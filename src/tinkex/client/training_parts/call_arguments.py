@@ -11,9 +11,9 @@ import numpy as np
 from tinkex.client.futures.queue_states import Observer
 from tinkex.types.inputs import Datum
 from tinkex.types.optimizers import AdamParams, DimuonParams, OptimParams, OptimParamsBase
-from tinkex.types.training import LossFnConfig, LossFnType, OptimStepRequest
+from tinkex.types.training import OWN_LOSSES, LossFnConfig, LossFnType, OptimStepRequest
 
-LOSS_FNS: tuple[str, ...] = get_args(LossFnType)
+LOSS_FNS: tuple[str, ...] = (*get_args(LossFnType), *OWN_LOSSES)
 TEXTS = frozenset({"loss_id"})
 """Settings of losses that stay text, even if the text is a number."""
 

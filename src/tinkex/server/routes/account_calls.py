@@ -88,7 +88,8 @@ async def get_billing_usage(state: State, call: Call) -> BillingUsageResponse:
         raise Refusal(400, "ending_before must be later than starting_on")
     if end - start > LONGEST:
         days = (end - start).days
-        raise Refusal(400, f"the usage of {days} days is too much: ask for {LONGEST.days} or fewer")
+        why = f"starting_on and ending_before are {days} days apart"
+        raise Refusal(400, f"{why}: ask for {LONGEST.days} or fewer")
     await state.meter.flush()
     span, find = (int(start.timestamp()), int(end.timestamp())), state.database.activity.used
     used, metadata = await asyncio.to_thread(find, *span, _only(call.owner))
