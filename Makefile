@@ -6,7 +6,10 @@ BIN    := $(VENV)/bin
 TRITON := triton==3.7.1
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 
-.PHONY: demo test slow kernels crash versions examples cookbook lint format coverage docs dist-check clean help
+# Ray in an environment of its own, which sees the other one.
+RAY_TESTS := PYTHONPATH=src:tests RAY_AUTH_MODE=disabled $(VENV)-ray/bin/python -m pytest -q -m "not slow"
+
+.PHONY: demo test slow kernels crash cluster crash-cluster versions examples cookbook lint format coverage docs dist-check clean help
 
 help:
 	@echo "make demo        watch a small model learn to add, on this machine"
@@ -14,6 +17,8 @@ help:
 	@echo "make slow        run the slow tests"
 	@echo "make kernels     run the GPU's kernels without a GPU, by Triton's interpreter, and compile them for some"
 	@echo "make crash       kill the server again and again while it works, and cut its power"
+	@echo "make cluster     test a fleet on a small cluster of Ray; kill its workers, a raylet and heads"
+	@echo "make crash-cluster  the same with 200 kills of workers, 8 of raylets and 20 of heads"
 	@echo "make versions    run the loop with eleven versions of the official client"
 	@echo "make cookbook    run the tests and loops of two tinker-cookbooks with the official client and with tinkex"
 	@echo "make examples    run all examples, each of which proves what it shows"
@@ -43,6 +48,18 @@ endif
 
 crash: $(VENV)/.test
 	$(BIN)/python -m pytest -q tests/test_crashes.py tests/test_power_loss.py $(ARGS)
+
+ifeq ($(shell uname -s),Linux)
+cluster: $(VENV)/.test $(VENV)-ray/.ray
+	$(RAY_TESTS) tests/test_ray_cluster.py $(ARGS)
+	TINKEX_TEST_WORKERS=ray $(RAY_TESTS) tests/test_fleet.py -k "same_bits or token or gpu or interrupts or say_why" $(ARGS)
+
+crash-cluster: $(VENV)/.test $(VENV)-ray/.ray
+	CLUSTER_KILLS=200 CLUSTER_RAYLETS=8 CLUSTER_HEADS=20 $(RAY_TESTS) -s tests/test_ray_cluster.py $(ARGS)
+else
+cluster crash-cluster:
+	@echo "the tests of a cluster run on Linux"
+endif
 
 versions: $(VENV)/.test
 	$(BIN)/python tools/clients.py
@@ -98,6 +115,13 @@ $(VENV)-triton/.triton: Makefile | $(BIN)/python
 	$(BIN)/python -m pip --disable-pip-version-check install -qq --upgrade --target $(VENV)-triton $(TRITON)
 	@touch $@
 
+$(VENV)-ray/.ray: pyproject.toml constraints.txt | $(VENV)/.test
+	@echo "setting up (once): Ray, into $(VENV)-ray …"
+	$(PYTHON) -m venv $(VENV)-ray
+	$(VENV)-ray/bin/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt ray
+	$(VENV)-ray/bin/python -c "import site; open(site.getsitepackages()[0] + '/tinkex-tests.pth', 'w').write('import site; site.addsitedir(\"$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')\")\n')"
+	@touch $@
+
 $(VENV)-docs/.docs: pyproject.toml constraints.txt
 	@echo "setting up (once): installing tinkex and what builds its documentation into $(VENV)-docs …"
 	$(PYTHON) -m venv $(VENV)-docs
@@ -105,4 +129,4 @@ $(VENV)-docs/.docs: pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-docs $(VENV)-triton .venv-clients .venv-cookbook-* dist build site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-ray $(VENV)-docs $(VENV)-triton .venv-clients .venv-cookbook-* dist build site .mypy_cache .ruff_cache .pytest_cache .hypothesis

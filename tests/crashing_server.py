@@ -132,10 +132,17 @@ def main() -> None:
     from tinkex.server.app import create_app
     from tinkex.server.runs import snapshot
     from tinkex.server.server_limits import Limits
+    from tinkex.server.workers.fleet import Fleet
 
     snapshot.STATE_OPERATIONS, snapshot.STATE_REST = 5, 0
-    engine: Engine
-    if len(sys.argv) > 5:
+    engine: Engine | Fleet
+    if where := os.environ.get("TINKEX_TEST_FLEET"):
+        from tinkex.cluster.layout import ReplicaPlan, WorkersOption, make_engines
+        from tinkex.cluster.link import Recipe
+
+        plans = [ReplicaPlan(name, Recipe("fleet_engines:slow")) for name in "ab"]
+        engine = Fleet(make_engines(WorkersOption.parse(where), plans, data_dir))
+    elif len(sys.argv) > 5:
         from tinkex.engine.torch.engine import TorchEngine
 
         engine = TorchEngine({"test/small": Path(sys.argv[5])})
