@@ -7,7 +7,7 @@ TRITON := triton==3.7.1
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 
 # Ray in an environment of its own, which sees the other one.
-RAY_TESTS := PYTHONPATH=src:tests RAY_AUTH_MODE=disabled $(VENV)-ray/bin/python -m pytest -q -m "not slow"
+RAY_TESTS := PYTHONPATH=src:tests RAY_AUTH_MODE=token RAY_AUTH_TOKEN=of-the-tests $(VENV)-ray/bin/python -m pytest -q -m "not slow"
 
 .PHONY: demo test slow kernels crash cluster crash-cluster versions examples cookbook lint format coverage docs dist-check clean help
 

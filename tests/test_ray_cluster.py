@@ -119,7 +119,6 @@ def test_killed_head_takes_its_workers_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TINKEX_TEST_FLEET", f"ray:{cluster.address}")
-    monkeypatch.setenv("RAY_AUTH_MODE", os.environ.get("RAY_AUTH_MODE", "disabled"))
     rng, kills, number = random.Random(SEED), 0, 0
     while kills < HEADS:
         data_dir, number = tmp_path / str(number), number + 1
