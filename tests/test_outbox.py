@@ -11,7 +11,7 @@ from tinkex.client.futures.api_future import Future
 from tinkex.client.futures.loop_thread import runtime
 from tinkex.client.outbox import Fetch, Outbox, Turn
 from tinkex.types.optimizers import AdamParams
-from tinkex.types.server_facts import ClientConfigResponse
+from tinkex.types.sessions import ClientConfigResponse
 from tinkex.types.training import OptimStepRequest
 from tinkex.wire import protocol
 

@@ -15,7 +15,7 @@ import statistics
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from tinkex import events
 from tinkex.types.record import Record
@@ -40,6 +40,9 @@ _HELP = {
 
 _numbers = itertools.count(1)
 
+Statistic: TypeAlias = float | None
+"""A number of a histogram; None while the histogram is empty."""
+
 
 class HistogramSummary(Record, frozen=True, kw_only=True):
     """The summary of a histogram; all but the count are None while it is empty.
@@ -55,12 +58,12 @@ class HistogramSummary(Record, frozen=True, kw_only=True):
     """
 
     count: int = 0
-    mean: float | None = None
-    min: float | None = None
-    max: float | None = None
-    p50: float | None = None
-    p95: float | None = None
-    p99: float | None = None
+    mean: Statistic = None
+    min: Statistic = None
+    max: Statistic = None
+    p50: Statistic = None
+    p95: Statistic = None
+    p99: Statistic = None
 
 
 class Snapshot(Record, frozen=True, kw_only=True):
@@ -397,11 +400,7 @@ def configure(
 
 
 def increment(name: str, delta: float = 1) -> None:
-    """Add to a counter of the process.
-
-    Args:
-        name: The counter.
-        delta: The number to add.
+    """Like `Metrics.increment`, of the process.
 
     Example:
         >>> reset()
@@ -413,11 +412,7 @@ def increment(name: str, delta: float = 1) -> None:
 
 
 def set_gauge(name: str, value: float) -> None:
-    """Set a gauge of the process.
-
-    Args:
-        name: The gauge.
-        value: Its new value.
+    """Like `Metrics.set_gauge`, of the process.
 
     Example:
         >>> set_gauge("learning_rate", 1e-4)
@@ -428,11 +423,7 @@ def set_gauge(name: str, value: float) -> None:
 
 
 def record_histogram(name: str, value: Any) -> None:
-    """Add a sample to a histogram of the process.
-
-    Args:
-        name: The histogram.
-        value: The sample, in milliseconds.
+    """Like `Metrics.record_histogram`, of the process.
 
     Example:
         >>> reset()

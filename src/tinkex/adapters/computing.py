@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
+from tinkex.adapters.platforms import Sampling
 from tinkex.types.chunks import EncodedTextChunk
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.optimizers import AdamParams
@@ -271,8 +272,12 @@ class ComputedSession:
 C = TypeVar("C", bound=ComputedSession)
 
 
-class ComputingPlatform(Generic[C]):
-    """The calls of a platform that computes in this process."""
+class ComputingPlatform(Sampling[C]):
+    """The calls of a platform that computes in this process.
+
+    Samples are drawn one after the other; with a seed, sample i is always the same. Stops are token
+    ids, by default the end-of-text tokens.
+    """
 
     def forward_backward(
         self,
@@ -308,25 +313,15 @@ class ComputingPlatform(Generic[C]):
         """Apply the gradient, if there is one; return its norm."""
         raise NotImplementedError
 
-    def sample(
-        self,
-        session: C,
-        prompt: ModelInput,
-        num_samples: int = 1,
-        sampling_params: SamplingParams | None = None,
+    def _sample(
+        self, session: C, prompt: ModelInput, count: int, params: SamplingParams
     ) -> SampleResponse:
-        """Sample from the present weights, one sample after the other.
-
-        With a seed, sample i is always the same. Stops are token ids, by default the end-of-text
-        tokens.
-        """
-        params = sampling_params or SamplingParams()
-        tokens, limit = _checked(session, prompt, num_samples, params)
+        tokens, limit = _checked(session, prompt, count, params)
         stops = _stops_of(session, params)
         return SampleResponse(
             [
                 _sample(i, limit, params, lambda: self._begin(session, tokens), stops)
-                for i in range(num_samples)
+                for i in range(count)
             ]
         )
 

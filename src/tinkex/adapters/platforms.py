@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, runtime_checkable
 
 from tinkex.types.inputs import Datum, ModelInput
 from tinkex.types.optimizers import AdamParams
@@ -190,7 +190,26 @@ class TinkexSession:
     sampler: SamplingClient | None = None
 
 
-class TinkexPlatform:
+class Sampling(Generic[S]):
+    """The sampling of a platform; it fills in the usual settings."""
+
+    def sample(
+        self,
+        session: S,
+        prompt: ModelInput,
+        num_samples: int = 1,
+        sampling_params: SamplingParams | None = None,
+    ) -> SampleResponse:
+        """Sample from the present weights."""
+        return self._sample(session, prompt, num_samples, sampling_params or SamplingParams())
+
+    def _sample(
+        self, session: S, prompt: ModelInput, count: int, params: SamplingParams
+    ) -> SampleResponse:
+        raise NotImplementedError
+
+
+class TinkexPlatform(Sampling[TinkexSession]):
     """The platform over a `ServiceClient`, which its owner closes.
 
     Example:
@@ -241,18 +260,9 @@ class TinkexPlatform:
         """Save a training state; return its `tinker://` path."""
         return session.client.save_state(name).result().path
 
-    def sample(
-        self,
-        session: TinkexSession,
-        prompt: ModelInput,
-        num_samples: int = 1,
-        sampling_params: SamplingParams | None = None,
+    def _sample(
+        self, session: TinkexSession, prompt: ModelInput, count: int, params: SamplingParams
     ) -> SampleResponse:
-        """Sample from the present weights."""
         if session.sampler is None:
             session.sampler = session.client.save_weights_and_get_sampling_client().result()
-        return session.sampler.sample(
-            prompt=prompt,
-            num_samples=num_samples,
-            sampling_params=sampling_params or SamplingParams(),
-        ).result()
+        return session.sampler.sample(prompt, count, params).result()

@@ -56,13 +56,13 @@ class Chat:
     sampler: SamplingClient
     format: ChatFormat
     params: SamplingParams
+    messages: list[Message] = field(default_factory=list)
     context: int | None = None
     """The context length of the model, if known."""
     system: str | None = None
     raw: bool = False
     """True if each message is plain text to continue, without chat format and history."""
     tell: Callable[[str], object] = lambda text: None
-    messages: list[Message] = field(default_factory=list)
     _left_out: int = field(default=0, init=False)
 
     def prompt(self) -> list[int]:

@@ -8,12 +8,13 @@ Everything goes through the public client, so the same command runs against any 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import click
@@ -199,48 +200,51 @@ class Demo:
         self.trained.tokens += sum(datum.model_input.length for datum in data)
         return value
 
+    def lessons(
+        self, title: str, steps: int, count: int
+    ) -> Iterator[tuple[list[tuple[int, int]], Callable[..., None]]]:
+        """Yield the problems of each step, and a function that shows the progress."""
+        with progress(self.console, title, steps) as bar:
+            for step in range(1, steps + 1):
+                yield self.random.sample(self.problems, count), functools.partial(bar.show, step)
+
     def supervise(self) -> list[float]:
         """Learn from right answers; return the loss per problem at each step."""
-        recipe, losses = self.recipe, []
-        steps = recipe.supervised_steps
-        with progress(self.console, "learning from examples", steps) as bar:
-            for step in range(1, steps + 1):
-                problems = self.random.sample(self.problems, recipe.examples_per_step)
-                loss = self.step(
-                    [self.example(a, b) for a, b in problems],
-                    "cross_entropy",
-                    recipe.supervised_rate,
-                )
-                losses.append(loss / len(problems))
-                bar.show(step, text=f"loss {losses[-1]:.3f}")
+        recipe, losses = self.recipe, list[float]()
+        lessons = self.lessons(
+            "learning from examples", recipe.supervised_steps, recipe.examples_per_step
+        )
+        for problems, show in lessons:
+            data = [self.example(a, b) for a, b in problems]
+            loss = self.step(data, "cross_entropy", recipe.supervised_rate)
+            losses.append(loss / len(problems))
+            show(text=f"loss {losses[-1]:.3f}")
         return losses
 
     def reinforce(self) -> list[float]:
         """Learn from rewards alone; return the mean reward at each step."""
-        recipe, rewards = self.recipe, []
-        steps = recipe.reward_steps
-        with progress(self.console, "learning from rewards ", steps) as bar:
-            for step in range(1, steps + 1):
-                problems = self.random.sample(self.problems, recipe.prompts_per_step)
-                sampler = self.client.save_weights_and_get_sampling_client().result()
-                groups = self.ask(sampler, problems, recipe.samples_per_prompt, 1.0)
-                data: list[Datum] = []
-                scores = []
-                for problem, group in zip(problems, groups, strict=True):
-                    score = np.array(
-                        [addition.reward(self.text(sample), *problem) for sample in group]
-                    )
-                    scores.append(score.mean())
-                    if score.std() > 0:  # a group that agrees has nothing to teach
-                        advantages = score - score.mean()
-                        data += [
-                            self.experience(problem, *pair)
-                            for pair in zip(group, advantages, strict=True)
-                        ]
-                rewards.append(float(np.mean(scores)))
-                if data:
-                    self.step(data, "importance_sampling", recipe.reward_rate)
-                bar.show(step, text=f"reward {rewards[-1]:.3f}")
+        recipe, rewards = self.recipe, list[float]()
+        lessons = self.lessons(
+            "learning from rewards ", recipe.reward_steps, recipe.prompts_per_step
+        )
+        for problems, show in lessons:
+            sampler = self.client.save_weights_and_get_sampling_client().result()
+            groups = self.ask(sampler, problems, recipe.samples_per_prompt, 1.0)
+            data: list[Datum] = []
+            scores = []
+            for problem, group in zip(problems, groups, strict=True):
+                score = np.array([addition.reward(self.text(sample), *problem) for sample in group])
+                scores.append(score.mean())
+                if score.std() > 0:  # a group that agrees has nothing to teach
+                    advantages = score - score.mean()
+                    data += [
+                        self.experience(problem, *pair)
+                        for pair in zip(group, advantages, strict=True)
+                    ]
+            rewards.append(float(np.mean(scores)))
+            if data:
+                self.step(data, "importance_sampling", recipe.reward_rate)
+            show(text=f"reward {rewards[-1]:.3f}")
         return rewards
 
 

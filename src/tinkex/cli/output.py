@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
     from tinkex.types.checkpoints import Checkpoint, TrainingRun
 
-UNITS = ("B", "KB", "MB", "GB", "TB")
 NARROWEST_FOLD = 24
 """Smallest width of a folded column; with less room, rows become records."""
 GAP = 2
+UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
 # ── results ───────────────────────────────────────────────────────────────────────────────────────

@@ -81,6 +81,16 @@ scope_option = option(
 )
 
 
+def looks_up(group: click.Group, id_name: str) -> Callable[[Callable[..., Any]], click.Command]:
+    """Return a decorator for a group's command `info`, which shows the thing of an id."""
+
+    def decorate(show: Callable[..., Any]) -> click.Command:
+        command = click.argument(id_name)(scope_option(reporting(show)))
+        return group.command("info")(command)
+
+    return decorate
+
+
 @click.group(cls=CommandGroup, invoke_without_command=True)
 @sample_options
 @connecting
@@ -129,10 +139,7 @@ def list_runs(
     return Outcome(data, runs, show=show)
 
 
-@run.command("info")
-@click.argument("run_id")
-@scope_option
-@reporting
+@looks_up(run, "run_id")
 def show_run(run_id: str, access_scope: Any, connection: Connection) -> Outcome:
     """Show a training run."""
     with connection.rest() as rest, in_one_line(ValueError):
@@ -204,10 +211,7 @@ def list_sessions(limit: int, offset: int, access_scope: Any, connection: Connec
     )
 
 
-@session.command("info")
-@click.argument("session_id")
-@scope_option
-@reporting
+@looks_up(session, "session_id")
 def show_session(session_id: str, access_scope: Any, connection: Connection) -> Outcome:
     """Show the training runs and samplers of a session."""
     with connection.rest() as rest, in_one_line(ValueError):

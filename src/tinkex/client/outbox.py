@@ -37,7 +37,7 @@ from tinkex.client.http.transport import Transport
 from tinkex.errors import APIConnectionError, APIStatusError, TinkerError
 from tinkex.types.inputs import Datum
 from tinkex.types.record import to_builtins
-from tinkex.types.server_facts import ClientConfigResponse
+from tinkex.types.sessions import ClientConfigResponse
 from tinkex.types.training import (
     ForwardBackwardInput,
     ForwardBackwardRequest,

@@ -31,8 +31,9 @@ from tinkex.client.outbox import Submissions
 from tinkex.client.settings.config import Config
 from tinkex.errors import GoneError, NotFoundError, TinkerError
 from tinkex.types.future_requests import CancelFutureRequest
-from tinkex.types.server_facts import ClientConfigRequest, ClientDynamicConfigResponse
 from tinkex.types.sessions import (
+    ClientConfigRequest,
+    ClientDynamicConfigResponse,
     ClientSessionFinishReasonType,
     CreateSessionRequest,
     CreateSessionResponse,
@@ -49,8 +50,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 logger = logging.getLogger("tinkex")
 
-HEARTBEAT_SECONDS = 10.0
-HEARTBEAT_TIMEOUT = 10.0
+HEARTBEAT_SECONDS, HEARTBEAT_TIMEOUT = 10.0, 10.0
 SILENCE_SECONDS = 120.0
 """Seconds of failing heartbeats after which each failure is logged."""
 SHORTEST_REFRESH = 10.0

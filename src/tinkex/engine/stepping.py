@@ -14,8 +14,6 @@ from tinkex.engine.api import Engine, PassDone, SampleDone
 logger = logging.getLogger("tinkex.server")
 
 Kind: TypeAlias = Literal["training", "sampling"]
-TRAINING: Kind = "training"
-SAMPLING: Kind = "sampling"
 
 
 class Shares:
@@ -70,6 +68,8 @@ class Failed:
 
 
 Ended: TypeAlias = PassDone | SampleDone | Failed
+TRAINING: Kind = "training"
+SAMPLING: Kind = "sampling"
 
 
 class Advancing(Protocol):

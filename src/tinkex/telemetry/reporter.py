@@ -187,14 +187,7 @@ class Reporter:
             return False
 
     def log_exception(self, error: BaseException, severity: str = "error") -> bool:
-        """Report an exception and send it soon; mark the user's own mistakes.
-
-        Args:
-            error: The exception.
-            severity: The severity of the event.
-
-        Returns:
-            True if the event was queued.
+        """Like `log`, for an exception: send it soon, and mark the user's own mistakes.
 
         Example:
             >>> async def post(batch: TelemetrySendRequest) -> None: ...
@@ -206,14 +199,7 @@ class Reporter:
         return self.flush() and taken
 
     def log_fatal_exception(self, error: BaseException, severity: str = "error") -> bool:
-        """Like `log_exception`, for one that ends the program: report the session's end as well.
-
-        Example:
-            >>> async def post(batch: TelemetrySendRequest) -> None: ...
-            >>> reporter = Reporter(post, "session-1")
-            >>> reporter.log_fatal_exception(RuntimeError("out of data")), reporter.stop()
-            (True, True)
-        """
+        """Like `log_exception`, for one that ends the program: report the session's end as well."""
         taken = self._describe(error, severity)
         self._say_end()
         if not self.flush():

@@ -155,15 +155,15 @@ from tinkex.types.search_requests import (
     UserSearchOwner as UserSearchOwner,
 )
 from tinkex.types.server_facts import (
-    ClientConfigRequest as ClientConfigRequest,
-    ClientConfigResponse as ClientConfigResponse,
-    ClientDynamicConfigResponse as ClientDynamicConfigResponse,
     GetServerCapabilitiesResponse as GetServerCapabilitiesResponse,
     HealthResponse as HealthResponse,
     SupportedModel as SupportedModel,
 )
 from tinkex.types.sessions import (
     AssignSessionProjectRequest as AssignSessionProjectRequest,
+    ClientConfigRequest as ClientConfigRequest,
+    ClientConfigResponse as ClientConfigResponse,
+    ClientDynamicConfigResponse as ClientDynamicConfigResponse,
     ClientSessionFinishReasonType as ClientSessionFinishReasonType,
     CreateCustomLossRequest as CreateCustomLossRequest,
     CreateCustomLossResponse as CreateCustomLossResponse,

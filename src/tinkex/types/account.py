@@ -11,15 +11,18 @@ from tinkex.types.forms import Stamped, Variant
 from tinkex.types.record import Record
 
 
-class AuthTokenResponse(Record, frozen=True, kw_only=True):
-    """A short-lived token in exchange for a key.
+class WhoamiResponse(Record, frozen=True, kw_only=True):
+    """Whom the key in use belongs to.
 
     Example:
-        >>> AuthTokenResponse(jwt="eyJhbGciOi").jwt
-        'eyJhbGciOi'
+        >>> who = WhoamiResponse(user_urn="user:1", org_urn="org:1", email="ann@example.org")
+        >>> who.email  # as `rest.whoami().result()` gives it
+        'ann@example.org'
     """
 
-    jwt: str
+    user_urn: str
+    org_urn: str
+    email: str | None = None
 
 
 class ApiKeyResponse(Record, frozen=True, kw_only=True):
@@ -36,18 +39,15 @@ class ApiKeyResponse(Record, frozen=True, kw_only=True):
     details: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
-class WhoamiResponse(Record, frozen=True, kw_only=True):
-    """Whom the key in use belongs to.
+class AuthTokenResponse(Record, frozen=True, kw_only=True):
+    """A short-lived token in exchange for a key.
 
     Example:
-        >>> who = WhoamiResponse(user_urn="user:1", org_urn="org:1", email="ann@example.org")
-        >>> who.email  # as `rest.whoami().result()` gives it
-        'ann@example.org'
+        >>> AuthTokenResponse(jwt="eyJhbGciOi").jwt
+        'eyJhbGciOi'
     """
 
-    user_urn: str
-    org_urn: str
-    email: str | None = None
+    jwt: str
 
 
 # ── audit ─────────────────────────────────────────────────────────────────────────────────────────

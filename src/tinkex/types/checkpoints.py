@@ -154,17 +154,10 @@ class CheckpointsListResponse(Record, frozen=True, kw_only=True):
     """A page of checkpoints.
 
     Example:
-        >>> fields = {
-        ...     "checkpoint_id": "weights/a",
-        ...     "checkpoint_type": "training",
-        ...     "time": "2026-01-02T00:00:00Z",
-        ... }
-        >>> saved = Checkpoint.model_validate({**fields, "tinker_path": "tinker://run-1/weights/a"})
-        >>> page = CheckpointsListResponse(
-        ...     checkpoints=[saved]
-        ... )  # rest.list_checkpoints("run-1").result()
-        >>> [checkpoint.tinker_path for checkpoint in page.checkpoints]
-        ['tinker://run-1/weights/a']
+        >>> saved = client.save_state("step-100").result()
+        >>> page = rest.list_checkpoints(client.model_id).result()
+        >>> [checkpoint.checkpoint_id for checkpoint in page.checkpoints]
+        ['weights/step-100']
     """
 
     checkpoints: list[Checkpoint]

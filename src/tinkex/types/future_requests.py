@@ -31,6 +31,17 @@ class FutureRetrieveRequest(Record, frozen=True, kw_only=True):
     allow_metadata_only: bool = False
 
 
+class CancelFutureRequest(Record, frozen=True, kw_only=True):
+    """Give a submitted operation up.
+
+    Example:
+        >>> CancelFutureRequest(request_id="request-1").request_id
+        'request-1'
+    """
+
+    request_id: str
+
+
 class LenientEnum(StrEnum):
     """Words of the wire with an `unknown` among them, for the words of later servers."""
 
@@ -118,17 +129,6 @@ class TryAgainResponse(Record, frozen=True, kw_only=True):
         if self.retry_after_ms is not None and whole(self.retry_after_ms, "retry_after_ms") < 0:
             raise ValueError(f"retry_after_ms must be 0 or more, got {self.retry_after_ms}")
         settle(self, "type", "try_again")
-
-
-class CancelFutureRequest(Record, frozen=True, kw_only=True):
-    """Give a submitted operation up.
-
-    Example:
-        >>> CancelFutureRequest(request_id="request-1").request_id
-        'request-1'
-    """
-
-    request_id: str
 
 
 class SamplingSessionFuturesTarget(Record, frozen=True, kw_only=True):

@@ -20,7 +20,12 @@ SamplingClientKind: TypeAlias = Literal["snapshot", "inflight"]
 """Weights of a sampling client: those it began with, or the run's newest in-flight save."""
 
 
-class SaveWeightsRequest(Record, frozen=True, kw_only=True):
+class _Save(Record, frozen=True, kw_only=True):
+    model_id: str
+    path: str | None = None
+
+
+class SaveWeightsRequest(_Save, frozen=True, kw_only=True):
     """Save weights and optimizer state, to resume from.
 
     Example:
@@ -28,8 +33,6 @@ class SaveWeightsRequest(Record, frozen=True, kw_only=True):
         False
     """
 
-    model_id: str
-    path: str | None = None
     seq_id: Int64 | None = None
     ttl_seconds: Int64 | None = None
     overwrite: bool = False
@@ -37,19 +40,8 @@ class SaveWeightsRequest(Record, frozen=True, kw_only=True):
     type: Literal["save_weights"] = "save_weights"
 
 
-class SaveWeightsResponse(Record, frozen=True, kw_only=True):
-    """Path of a saved training checkpoint.
-
-    Example:
-        >>> saved = SaveWeightsResponse(
-        ...     path="tinker://run-1/weights/step-100"
-        ... )  # save_state("step-100").result()
-        >>> saved.path
-        'tinker://run-1/weights/step-100'
-    """
-
+class _Saved(Record, frozen=True, kw_only=True):
     path: str
-    type: Literal["save_weights"] | None = None
 
     def get_console_url(self) -> str:
         """The checkpoint's page in the hosted service's console.
@@ -62,7 +54,21 @@ class SaveWeightsResponse(Record, frozen=True, kw_only=True):
         return console_url(self.path)
 
 
-class SaveWeightsForSamplerRequest(Record, frozen=True, kw_only=True):
+class SaveWeightsResponse(_Saved, frozen=True, kw_only=True):
+    """Path of a saved training checkpoint.
+
+    Example:
+        >>> saved = SaveWeightsResponse(
+        ...     path="tinker://run-1/weights/step-100"
+        ... )  # save_state("step-100").result()
+        >>> saved.path
+        'tinker://run-1/weights/step-100'
+    """
+
+    type: Literal["save_weights"] | None = None
+
+
+class SaveWeightsForSamplerRequest(_Save, frozen=True, kw_only=True):
     """Save weights to sample from: under a name, or nameless straight into a sampler.
 
     Example:
@@ -70,8 +76,6 @@ class SaveWeightsForSamplerRequest(Record, frozen=True, kw_only=True):
         'final'
     """
 
-    model_id: str
-    path: str | None = None
     sampling_session_seq_id: Int64 | None = None
     seq_id: Int64 | None = None
     ttl_seconds: Int64 | None = None
@@ -80,7 +84,7 @@ class SaveWeightsForSamplerRequest(Record, frozen=True, kw_only=True):
     type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
 
 
-class SaveWeightsForSamplerResponse(Record, frozen=True, kw_only=True):
+class SaveWeightsForSamplerResponse(_Saved, frozen=True, kw_only=True):
     """Path of a saved sampler checkpoint.
 
     Like the official client, calls leave `type` None.
@@ -91,18 +95,7 @@ class SaveWeightsForSamplerResponse(Record, frozen=True, kw_only=True):
         'tinker://run-1/sampler_weights/final'
     """
 
-    path: str
     type: Literal["save_weights_for_sampler"] | None = None
-
-    def get_console_url(self) -> str:
-        """The checkpoint's page in the hosted service's console.
-
-        Example:
-            >>> saved = SaveWeightsForSamplerResponse(path="tinker://run-1/sampler_weights/final")
-            >>> saved.get_console_url().rpartition("/checkpoints/")[2]
-            'run-1/sampler_weights%2Ffinal'
-        """
-        return console_url(self.path)
 
     def get_playground_url(self) -> str:
         """Return the address of the hosted console's page where one can chat with the checkpoint.
@@ -187,9 +180,8 @@ class WeightsInfoResponse(Record, frozen=True, kw_only=True):
     """Description of a checkpoint's weights.
 
     Example:
-        >>> info = WeightsInfoResponse(base_model="Qwen/Qwen3-8B", is_lora=True, lora_rank=32)
-        >>> info.base_model, info.lora_rank
-        ('Qwen/Qwen3-8B', 32)
+        >>> rest.get_weights_info_by_tinker_path(path).result().base_model
+        'tinkex/tiny'
     """
 
     base_model: str

@@ -433,19 +433,10 @@ class CheckpointSearchResponse(Record, frozen=True, kw_only=True):
     """A page of checkpoints.
 
     Example:
-        >>> fields = {
-        ...     "checkpoint_id": "weights/a",
-        ...     "checkpoint_type": "training",
-        ...     "time": "2026-01-02T00:00:00Z",
-        ... }
-        >>> found = {
-        ...     **fields,
-        ...     "tinker_path": "tinker://run-1/weights/a",
-        ...     "base_model": "tinkex/tiny",
-        ... }
-        >>> page = CheckpointSearchResponse.model_validate({"checkpoints": [found]})
-        >>> page.checkpoints[0].base_model, page.next_cursor is None
-        ('tinkex/tiny', True)
+        >>> saved = client.save_state("step-100").result()
+        >>> page = rest.search_checkpoints(CheckpointSearchRequest(limit=1)).result()
+        >>> page.checkpoints[0].tinker_path == saved.path
+        True
     """
 
     checkpoints: list[Checkpoint]

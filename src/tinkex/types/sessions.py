@@ -1,4 +1,4 @@
-"""Sessions, and what is opened in them: training runs, samplers and custom losses."""
+"""Sessions, their settings, and what is opened in them: runs, samplers and custom losses."""
 
 from __future__ import annotations
 
@@ -13,6 +13,65 @@ from tinkex.types.training import LoraConfig, ModelID
 
 ClientSessionFinishReasonType: TypeAlias = Literal["success", "errored", "interrupted"]
 """Outcome of a session, in one word."""
+
+
+class ClientConfigRequest(Record, frozen=True, kw_only=True):
+    """Ask how to behave.
+
+    Example:
+        >>> ClientConfigRequest(sdk_version="0.38.0").sdk_version
+        '0.38.0'
+    """
+
+    sdk_version: str
+
+
+class ClientConfigResponse(Record, frozen=True, kw_only=True):
+    """Settings that the server gives its clients.
+
+    Example:
+        >>> ClientConfigResponse(fwdbwd_max_chunk_len=256).fwdbwd_max_chunk_len
+        256
+    """
+
+    pjwt_auth_enabled: bool = False
+    credential_default_source: str = "api_key"
+    sample_dispatch_bytes_semaphore_size: int = 10_485_760
+    inflight_response_bytes_semaphore_size: int = 52_428_800
+    parallel_fwdbwd_chunks: bool = True
+    proto_compress_fwdbwd: bool = False
+    fwdbwd_max_chunk_len: int = 1024
+    fwdbwd_max_chunk_bytes_count: int = 5_000_000
+    fwdbwd_dispatch_bytes_semaphore_size: int = 50_000_000
+    billing_exception_max_pause_duration_sec: int = 3600
+    sample_no_retries: bool = False
+    sample_enable_stuck_detection: bool = True
+    sample_max_concurrent_requests: int = 2000
+    use_pyqwest_transport: bool = True
+    sample_use_retrieve_futures: bool = False
+    custom_loss_server_side: bool = False
+    sample_join_sampling_session: bool = False
+    batched_results: bool = False
+    """True on tinkex servers, where a batched poll can carry the results; others ignore it."""
+    proto_write_fwdbwd: bool = False
+    """Asks clients before 0.25 to send passes as protobuf; later clients always do."""
+    fwd_via_fwdbwd: bool = False
+    """Of the same clients: a pass without a gradient goes the same way."""
+    create_model_via_load_weights: bool = False
+    """Read by clients before 0.38, which resume with one `load_weights` only when it is true."""
+
+
+class ClientDynamicConfigResponse(Record, frozen=True, kw_only=True):
+    """Configuration that may change while a client runs.
+
+    Example:
+        >>> ClientDynamicConfigResponse().refresh_interval_sec
+        300
+    """
+
+    refresh_interval_sec: int = 300
+    sample_cancel_enabled: bool = False
+    sample_cancel_max_batch_size: int = 64
 
 
 class CreateSessionRequest(Record, frozen=True, kw_only=True):
@@ -297,74 +356,6 @@ class GetInfoResponse(Record, frozen=True, kw_only=True):
     type: Literal["get_info"] | None = None
 
 
-class CreateSamplingSessionRequest(Record, frozen=True, kw_only=True):
-    """Bind a sampler to a base model or a saved checkpoint.
-
-    Example:
-        >>> path = "tinker://run-1/sampler_weights/final"
-        >>> CreateSamplingSessionRequest(
-        ...     session_id="session-1", sampling_session_seq_id=0, model_path=path
-        ... ).model_path
-        'tinker://run-1/sampler_weights/final'
-    """
-
-    session_id: str
-    sampling_session_seq_id: Int64
-    base_model: str | None = None
-    model_path: str | None = None
-    type: Literal["create_sampling_session"] = "create_sampling_session"
-
-
-class CreateSamplingSessionResponse(Record, frozen=True, kw_only=True):
-    """The id of a new sampler.
-
-    Example:
-        >>> CreateSamplingSessionResponse(sampling_session_id="sampler-1").sampling_session_id
-        'sampler-1'
-    """
-
-    sampling_session_id: str
-    type: Literal["create_sampling_session"] = "create_sampling_session"
-
-
-class GetSamplerResponse(Record, frozen=True, kw_only=True):
-    """Model and weights that a sampler draws from.
-
-    Example:
-        >>> sampler = GetSamplerResponse(sampler_id="sampler-1", base_model="Qwen/Qwen3-8B")
-        >>> sampler.model_path or sampler.base_model
-        'Qwen/Qwen3-8B'
-    """
-
-    sampler_id: str
-    base_model: str
-    model_path: str | None = None
-
-
-class JoinSamplingSessionRequest(Record, frozen=True, kw_only=True):
-    """Sample beside others from one sampling session.
-
-    Example:
-        >>> JoinSamplingSessionRequest(sampling_session_id="sampler-1").sampling_session_id
-        'sampler-1'
-    """
-
-    sampling_session_id: str
-    type: Literal["join_sampling_session"] = "join_sampling_session"
-
-
-class JoinSamplingSessionResponse(Record, frozen=True, kw_only=True):
-    """Number of this client among those of the session.
-
-    Example:
-        >>> JoinSamplingSessionResponse(client_counter=2).client_counter
-        2
-    """
-
-    type: Literal["join_sampling_session"] = "join_sampling_session"
-    client_counter: int
-
-
 class CreateCustomLossRequest(Record, frozen=True, kw_only=True):
     """Store a loss on the server; its first input is `logprobs`.
 
@@ -399,3 +390,70 @@ class CreateCustomLossResponse(Record, frozen=True, kw_only=True):
 
     loss_id: str
     type: Literal["create_custom_loss"] = "create_custom_loss"
+
+
+class CreateSamplingSessionRequest(Record, frozen=True, kw_only=True):
+    """Bind a sampler to a base model or a saved checkpoint.
+
+    Example:
+        >>> path = "tinker://run-1/sampler_weights/final"
+        >>> CreateSamplingSessionRequest(
+        ...     session_id="session-1", sampling_session_seq_id=0, model_path=path
+        ... ).model_path
+        'tinker://run-1/sampler_weights/final'
+    """
+
+    session_id: str
+    sampling_session_seq_id: Int64
+    base_model: str | None = None
+    model_path: str | None = None
+    type: Literal["create_sampling_session"] = "create_sampling_session"
+
+
+class CreateSamplingSessionResponse(Record, frozen=True, kw_only=True):
+    """The id of a new sampler.
+
+    Example:
+        >>> CreateSamplingSessionResponse(sampling_session_id="sampler-1").sampling_session_id
+        'sampler-1'
+    """
+
+    sampling_session_id: str
+    type: Literal["create_sampling_session"] = "create_sampling_session"
+
+
+class JoinSamplingSessionRequest(Record, frozen=True, kw_only=True):
+    """Sample beside others from one sampling session.
+
+    Example:
+        >>> JoinSamplingSessionRequest(sampling_session_id="sampler-1").sampling_session_id
+        'sampler-1'
+    """
+
+    sampling_session_id: str
+    type: Literal["join_sampling_session"] = "join_sampling_session"
+
+
+class JoinSamplingSessionResponse(Record, frozen=True, kw_only=True):
+    """Number of this client among those of the session.
+
+    Example:
+        >>> JoinSamplingSessionResponse(client_counter=2).client_counter
+        2
+    """
+
+    type: Literal["join_sampling_session"] = "join_sampling_session"
+    client_counter: int
+
+
+class GetSamplerResponse(Record, frozen=True, kw_only=True):
+    """Model and weights that a sampler draws from.
+
+    Example:
+        >>> rest.get_sampler(sampler.sampling_session_id).result().base_model
+        'tinkex/tiny'
+    """
+
+    sampler_id: str
+    base_model: str
+    model_path: str | None = None

@@ -176,18 +176,10 @@ class TelemetryBatch(Record, frozen=True, kw_only=True):
     """Events of one session; those of unknown types are dropped when a batch is read.
 
     Example:
-        >>> told = {
-        ...     "event_id": "e-1",
-        ...     "event_session_index": 0,
-        ...     "timestamp": "2026-01-02T00:00:00Z",
-        ... }
-        >>> shared = {
-        ...     "platform": "Linux",
-        ...     "sdk_version": "0.38.0",
-        ...     "session_id": "session-1",
-        ...     "process_uuid": "p",
-        ... }
-        >>> TelemetryBatch(events=[{"event": "SESSION_START", **told}], **shared).size
+        >>> now = dt.datetime(2026, 1, 2, tzinfo=dt.UTC)
+        >>> start = SessionStartEvent(event_id="e-1", event_session_index=0, timestamp=now)
+        >>> fields = ("platform", "sdk_version", "session_id", "process_uuid")
+        >>> TelemetryBatch.from_list([start], **dict.fromkeys(fields, "any")).size
         1
     """
 

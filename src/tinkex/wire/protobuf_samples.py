@@ -33,11 +33,8 @@ def encode_sample(response: SampleResponse) -> bytes:
             target.tokens = packed(tokens, "int32")
         if logprobs is not None:
             target.logprobs = packed(logprobs, "float32")
-        _put_topk(
-            target,
-            "topk_sampled_logprobs",
-            sequence.topk_logprobs_np or _table(sequence.topk_logprobs),
-        )
+        topk = sequence.topk_logprobs_np
+        _put_topk(target, "topk_sampled_logprobs", topk, sequence.topk_logprobs)
         if sequence.weights_versions_np is not None:
             _put_versions(target, sequence.weights_versions_np)
     scores = (
@@ -47,11 +44,8 @@ def encode_sample(response: SampleResponse) -> bytes:
     )
     if scores is not None:
         wire.prompt_logprobs = packed(scores, "float32")
-    _put_topk(
-        wire,
-        "topk_prompt_logprobs",
-        response.topk_prompt_logprobs_np or _table(response.topk_prompt_logprobs),
-    )
+    topk = response.topk_prompt_logprobs_np
+    _put_topk(wire, "topk_prompt_logprobs", topk, response.topk_prompt_logprobs)
     if response.target_prompt_logprobs is not None:
         put_tensor(wire.target_prompt_logprobs, response.target_prompt_logprobs)
     if response.prompt_alt_tokens is not None:
@@ -96,7 +90,9 @@ def _get_versions(source: Any, tokens: int) -> Array | None:
     return np.repeat(np.array([span.version for span in source.weights_spans], np.int64), counts)
 
 
-def _put_topk(target: Any, field: str, topk: TopkLogprobs | None) -> None:
+def _put_topk(target: Any, field: str, topk: TopkLogprobs | None, rows: TopkList | None) -> None:
+    """Write a table, or pairs per position where there is no table."""
+    topk = topk or _table(rows)
     if topk is None:
         return
     table = getattr(target, field)

@@ -267,26 +267,11 @@ class AwaitableConcurrentFuture(APIFuture[T]):
         self._own: Future[T] = future if isinstance(future, Future) else Future(future)
 
     def result(self, timeout: float | None = None) -> T:
-        """Like `APIFuture.result`.
-
-        Example:
-            >>> rest.get_training_run(client.model_id).result(timeout=60).base_model
-            'tinkex/tiny'
-        """
+        """Like `APIFuture.result`."""
         return self._own.result(timeout)
 
     async def result_async(self, timeout: float | None = None) -> T:
-        """Like `APIFuture.result_async`.
-
-        Example:
-            >>> import asyncio
-            >>> async def main() -> str:
-            ...     return (
-            ...         await rest.get_training_run(client.model_id).result_async(timeout=60)
-            ...     ).base_model
-            >>> asyncio.run(main())
-            'tinkex/tiny'
-        """
+        """Like `APIFuture.result_async`."""
         return await self._own.result_async(timeout)
 
     def future(self) -> concurrent.futures.Future[T]:

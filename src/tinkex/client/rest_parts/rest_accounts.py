@@ -22,8 +22,7 @@ from tinkex.types.account import (
     WhoamiResponse,
 )
 from tinkex.types.record import to_builtins
-from tinkex.types.server_facts import ClientConfigRequest, ClientConfigResponse
-from tinkex.types.sessions import Empty
+from tinkex.types.sessions import ClientConfigRequest, ClientConfigResponse, Empty
 from tinkex.wire import protocol
 from tinkex.wire.protocol import PROTOCOL_VERSION
 

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -80,8 +81,7 @@ class Products:
             return multiply(x_TD, weight, linear.bias_N, "none", [], "")
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """The rows `[start, stop)` of a pass that belong to one adapter."""
 
     lora: Lora

@@ -13,10 +13,10 @@ from tinkex.server.files.data_dir import make_directory, write_durably
 from tinkex.types.record import from_json, to_json
 from tinkex.types.saves import ExternalWeightsUploadStartRequest
 
-ID = re.compile("[0-9a-f]{32}")
 ABOUT = "upload.json"
 COMING = ".coming"
 """The end of the name of a file that is still arriving."""
+ID = re.compile("[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,9 @@ from tinkex.types.checkpoints import SCHEME
 from tinkex.wire.protocol import BY_HANDLER, OPEN
 
 PREFIX = "/oai/api/v1"
+OWNED_BY = "tinkex"
 MODELS, MODEL = "/models", "/models/{model:path}"
 DEFAULT_LIMIT, MOST = 200, 1000
-OWNED_BY = "tinkex"
 LONGEST = 1000
 """Most characters of a name."""
 

@@ -22,13 +22,11 @@ from tinkex.server.routes.session_calls import TRACE, trace
 from tinkex.server.routes.uploads import UPLOAD, upload
 from tinkex.server.state import State
 from tinkex.types.record import to_json
-from tinkex.types.server_facts import (
+from tinkex.types.server_facts import GetServerCapabilitiesResponse, HealthResponse, SupportedModel
+from tinkex.types.sessions import (
     ClientConfigRequest,
     ClientConfigResponse,
     ClientDynamicConfigResponse,
-    GetServerCapabilitiesResponse,
-    HealthResponse,
-    SupportedModel,
 )
 from tinkex.types.telemetry import TelemetryResponse, TelemetrySendRequest
 from tinkex.wire import codec
@@ -128,7 +126,8 @@ async def front(state: State, call: Call) -> Response:
 
 async def description(state: State, call: Call) -> Response:
     """Describe the operations that are served."""
-    return Response(to_json(openapi.describe(frozenset(HANDLERS))), media_type=codec.JSON)
+    document = openapi.describe(frozenset(HANDLERS), state.mounted)
+    return Response(to_json(document), media_type=codec.JSON)
 
 
 async def metrics(state: State, call: Call) -> Response:

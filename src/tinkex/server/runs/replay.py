@@ -121,30 +121,35 @@ class Replay:
                 promise.fail("the run could not be rebuilt", RequestErrorCategory.Server)
 
     async def _revive(self, name: str) -> None:
-        directory = self._journals.run_directory(name)
-        if await asyncio.to_thread(directory.is_dir):
-            try:
-                await self._revive_on_a_worker(name)
-            except Exception as error:
-                logger.exception("%s could not be restored", name)
-                self._runs.forget(name)
-                # A server that stops, or has no memory left, says nothing about the run: the next
-                # life tries again.
-                if not (isinstance(error, EngineError) and error.category == "server"):
-                    await asyncio.to_thread(self._database.runs.mark_corrupted, name)
-                    self._journals.set_aside(directory, "cannot be restored")
-            return
-        directory = self._journals.samples_directory(name)
-        if await asyncio.to_thread(directory.is_dir):
-            try:
-                await self._revive_samples(name)
-            except DamagedJournalError as error:
-                logger.error("%s", error)
-                self._journals.set_aside(
-                    directory, "is damaged: samples that nobody had read are lost"
-                )
-            except Exception:
-                logger.exception("the samples of %s could not be restored", name)
+        run = self._journals.run_directory(name)
+        samples = self._journals.samples_directory(name)
+        if await asyncio.to_thread(run.is_dir):
+            await self._restore_run(name, run)
+        elif await asyncio.to_thread(samples.is_dir):
+            await self._restore_samples(name, samples)
+
+    async def _restore_run(self, name: str, directory: Path) -> None:
+        """Take a run up again, or set its journal aside."""
+        try:
+            await self._revive_on_a_worker(name)
+        except Exception as error:
+            logger.exception("%s could not be restored", name)
+            self._runs.forget(name)
+            # A server that stops, or has no memory left, says nothing about the run: the next
+            # life tries again.
+            if not (isinstance(error, EngineError) and error.category == "server"):
+                await asyncio.to_thread(self._database.runs.mark_corrupted, name)
+                self._journals.set_aside(directory, "cannot be restored")
+
+    async def _restore_samples(self, name: str, directory: Path) -> None:
+        """Take the samples of a session up again, or set their journal aside."""
+        try:
+            await self._revive_samples(name)
+        except DamagedJournalError as error:
+            logger.error("%s", error)
+            self._journals.set_aside(directory, "is damaged: samples that nobody had read are lost")
+        except Exception:
+            logger.exception("the samples of %s could not be restored", name)
 
     async def _revive_on_a_worker(self, name: str) -> None:
         """Take a run up again; once more if its worker is lost meanwhile."""
