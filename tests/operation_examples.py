@@ -3,7 +3,8 @@
 A new operation has a row in each of these tables that applies to it:
 
 - `MINIMAL_ANSWERS`, and `MINIMAL_RESULTS` if it answers with a future: the least it may answer.
-- `requests`: a request that a server answers well.
+- `requests`: a request that a server answers well, and in `GIVES` the answer if it is always the
+  same.
 - `GOOD`, if it has a body: one with many fields, which is broken in every place.
 - `foreign`, if it names objects with an owner: requests that name another owner's.
 - `CASES` or `ADMIN_CASES`, if RestClient or AdminClient calls it: what is sent, and what it gives.
@@ -184,6 +185,9 @@ def requests(wire: Wire) -> dict[str, Any]:
         "finish_session": {"reason": {"type": "success"}, "detail": None},
     }
 
+
+GIVES: dict[str, Any] = {"healthz": {"status": "ok"}}
+"""The answers to some of the `requests`."""
 
 PASS = pass_json(
     "@model", None, weights={"data": [1.0, 0.5, 0.0], "dtype": "float32", "shape": [3]}

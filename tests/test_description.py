@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 from support import serving
 from tinkex.engine.fake import FakeEngine
+from tinkex.server.access.endpoints import Endpoint, Group
 from tinkex.server.app import create_app
 from tinkex.server.routes.openapi import PATH, WIRED, describe
 from tinkex.types.inputs import Datum, ModelInput
@@ -28,8 +29,10 @@ TYPES = {"string", "integer", "number", "boolean", "null", "array", "object"}
 
 
 @pytest.fixture(scope="module")
-def document() -> dict[str, Any]:
-    return describe(SERVED)
+def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    state = create_app(FakeEngine(), tmp_path_factory.mktemp("described")).state.server
+    state.database.close()
+    return describe(SERVED, state.mounted)
 
 
 def parts(value: Any, here: str = "#") -> Iterator[tuple[str, Any]]:
@@ -66,6 +69,27 @@ def test_exactly_the_served_routes_are_described(tmp_path: Path, document: dict[
 
 def test_server_that_lacks_an_operation_does_not_describe_it() -> None:
     assert f"{PREFIX}/telemetry" not in describe(SERVED - {"telemetry"})["paths"]
+
+
+class Question(Record, frozen=True):
+    model_id: str
+
+
+async def answer(state: Any, call: Any) -> None: ...
+
+
+def test_mounted_endpoint_is_described(tmp_path: Path) -> None:
+    endpoint = Endpoint("ask", "POST", "/{kind}/ask", answer, Question, owned_by="model_id")
+    app = create_app(FakeEngine(), tmp_path, groups=[Group("/mounted", [endpoint])])
+    app.state.server.database.close()
+    document = describe(SERVED, app.state.server.mounted)
+    described = document["paths"]["/mounted/{kind}/ask"]["post"]
+    assert described["operationId"] == "ask"
+    assert [one["name"] for one in described["parameters"]] == ["kind"]
+    assert [*described["responses"]] == ["200", "400", "401", "403", "404", "413"]
+    schema = described["requestBody"]["content"][codec.JSON]["schema"]
+    assert schema == {"$ref": "#/components/schemas/Question"}
+    assert document["components"]["schemas"]["Question"]["required"] == ["model_id"]
 
 
 def test_description_needs_no_key(tmp_path: Path, document: dict[str, Any]) -> None:

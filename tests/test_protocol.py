@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from starlette.routing import Route
 
-from operation_examples import BASE_MODELS, MINIMAL_ANSWERS, MINIMAL_RESULTS, requests
+from operation_examples import BASE_MODELS, GIVES, MINIMAL_ANSWERS, MINIMAL_RESULTS, requests
 from support import Wire, serving
 from tinkex.engine.fake import FakeEngine
 from tinkex.server.app import create_app
@@ -158,6 +158,7 @@ def test_server_answers_every_operation_in_its_form(wire: Wire) -> None:
             assert heard.headers["content-type"] == codec.EVENT_STREAM
             continue
         assert heard.headers["content-type"].startswith("application/json"), op.name
+        assert name not in GIVES or heard.json == GIVES[name], name
         answer = from_json(op.response, heard.body)
         if op.result is not None:
             outcome = wire.result(answer.request_id)

@@ -190,7 +190,9 @@ def describe_call(function: Any, owner: Any = None) -> dict[str, Any]:
     found = {
         "parameters": parameters,
         "returns": re.sub(FUTURES, "Future", awaited[1] if awaited else returns),
-        "async": inspect.iscoroutinefunction(called) or awaited is not None,
+        "async": any(map(inspect.iscoroutinefunction, (function, called)))
+        or hasattr(function, "_is_coroutine")  # the mark before Python 3.12
+        or awaited is not None,
         "stub": not isinstance(function, type) and does_nothing(body),
     }
     kinds = [parameter["kind"] for parameter in parameters]

@@ -444,6 +444,8 @@ def total_grad_norm(
 ) -> float:
     """Like `grad_norm_for_regularizer`, of the whole loss: a base loss and weighted regularizers.
 
+    Asynchronous regularizers are waited for.
+
     Example:
         >>> spec = RegularizerSpec(
         ...     lambda data, logprobs: (logprobs.square().sum(), {}), weight=0.5, name="square"

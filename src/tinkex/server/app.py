@@ -96,7 +96,9 @@ def create_app(
                 state.database.close()
                 state.unlock()
 
-    groups = (operation_group(), PAGES, CLUSTER, OPENAI, *groups)
+    mounted = (CLUSTER, OPENAI, *groups)
+    state.mounted = tuple((group.prefix, one) for group in mounted for one in group.endpoints)
+    groups = (operation_group(), PAGES, *mounted)
     guarded = [
         GuardedEndpoint(endpoint, group, state, tracing)
         for group in groups

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tinkex.engine.api import Engine, EngineError
 from tinkex.server.access.accounts import Accounts
+from tinkex.server.access.endpoints import Endpoint
 from tinkex.server.access.searches import Searches
 from tinkex.server.database.interface import Database
 from tinkex.server.files.checkpoint_files import Checkpoints
@@ -76,6 +77,8 @@ class State:
         """
         self.data_dir = data_dir = data_dir.expanduser().resolve()
         self.limits, self.tokens, self.strict = limits, tokens, strict
+        self.mounted: tuple[tuple[str, Endpoint], ...] = ()
+        """The endpoints of mounted groups, each after the prefix of its group."""
         make_directory(data_dir)
         self._lock = Lock(data_dir, shared=embedded)
         make_directory(data_dir / "checkpoints")

@@ -172,8 +172,9 @@ class FutureFinished(Record, CompletionMark, frozen=True, kw_only=True):
     """An operation whose result is there.
 
     Example:
-        >>> FutureFinished(request_id="request-1").state
-        'finished'
+        >>> done = FutureFinished(request_id="request-1", content_type="application/json")
+        >>> done.state, done.content_type
+        ('finished', 'application/json')
     """
 
     state: Literal["finished"] = "finished"
@@ -188,8 +189,10 @@ class FutureFailed(Record, CompletionMark, frozen=True, kw_only=True):
     """An operation that failed.
 
     Example:
-        >>> FutureFailed(request_id="request-1").state
-        'failed'
+        >>> told = {"completions": [{"state": "failed", "request_id": "request-1"}], "cursor": 13}
+        >>> for ended in FuturesRetrieveResponse.model_validate(told).completions:
+        ...     print(ended.request_id, ended.state)
+        request-1 failed
     """
 
     state: Literal["failed"] = "failed"

@@ -1,7 +1,8 @@
 """Describe the server as an OpenAPI 3.1 document.
 
-Paths, bodies and answers follow from `tinkex.wire.protocol`, schemas from the types. Written by
-hand are only the types that read their own JSON, and the parameters of queries.
+Paths, bodies and answers follow from `tinkex.wire.protocol` and the mounted groups, schemas from
+the types. Written by hand are only the types that read their own JSON, the parameters of queries,
+and more about some pages.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, TypeAlias, get_args
 import msgspec
 
 from tinkex._version import __version__
+from tinkex.server.access.endpoints import Access, Endpoint
 from tinkex.server.routes import openai
 from tinkex.server.routes.exports import DOWNLOAD
 from tinkex.server.routes.session_calls import TRACE
@@ -41,6 +43,8 @@ from tinkex.wire.protocol import (
 )
 
 Schema: TypeAlias = dict[str, Any]
+Mounted: TypeAlias = tuple[str, Endpoint]
+"""An endpoint, after the prefix of its group."""
 
 ABOUT = "A server of the Tinker training API."
 CLUSTER_PATH = f"{PREFIX}/cluster"
@@ -175,8 +179,8 @@ MAY_BE_OVER = {"session_id", "model_id", "request_id", "target"}
 
 
 @functools.cache
-def describe(served: frozenset[str]) -> Schema:
-    """Return the document of a server that has these operations."""
+def describe(served: frozenset[str], mounted: tuple[Mounted, ...] = ()) -> Schema:
+    """Return the document of a server that has these operations and mounted endpoints."""
     operations = [op for op in OPERATIONS if op.name in served]
     paths: dict[str, Schema] = {}
     for op in operations:
@@ -184,9 +188,9 @@ def describe(served: frozenset[str]) -> Schema:
     return {
         "openapi": "3.1.0",
         "info": {"title": "tinkex", "version": __version__, "description": ABOUT},
-        "paths": paths | _others(),
+        "paths": paths | _others(mounted),
         "components": {
-            "schemas": _schemas(operations),
+            "schemas": _schemas(operations, mounted),
             "responses": {str(status): _refusal(status) for status in REASONS},
             "securitySchemes": {"key": {"type": "apiKey", "in": "header", "name": "X-API-Key"}},
         },
@@ -284,7 +288,7 @@ def _refusal(status: int) -> Schema:
     return {"description": REASONS[status], "content": {codec.JSON: {"schema": schema}}}
 
 
-def _others() -> dict[str, Schema]:
+def _others(mounted: Iterable[Mounted]) -> dict[str, Schema]:
     """Describe the endpoints that are not operations."""
     text = {"type": "string"}
     signed = [_parameter("query", name, text, True) for name in ("expires", "signature")]
@@ -309,10 +313,25 @@ def _others() -> dict[str, Schema]:
     }
     body = {"required": True, "content": {BYTES: {"schema": {}}}}
     found[UPLOAD.path]["put"]["requestBody"] = body
-    node = _object("node", node=text)
-    body = {"required": True, "content": {codec.JSON: {"schema": node}}}
-    found[DRAIN_PATH]["post"]["requestBody"] = body
+    for prefix, endpoint in mounted:
+        path = (prefix + endpoint.path).replace(":path", "")
+        methods, method = found.setdefault(path, {}), endpoint.method.lower()
+        if method not in methods:
+            methods[method] = _other(path, endpoint.name, "*/*", [], _statuses_of(path, endpoint))
+        if (kind := endpoint.request) is not None:
+            content = _contents(kind) if issubclass(kind, Record) else {BYTES: {"schema": {}}}
+            methods[method]["requestBody"] = {"required": True, "content": content}
     return found
+
+
+def _statuses_of(path: str, endpoint: Endpoint) -> list[int]:
+    """Return the refusals that the middleware makes for an endpoint."""
+    found = set() if endpoint.access is Access.PUBLIC else {401, 403}
+    if endpoint.request is not None:
+        found |= {400, 413}
+    if endpoint.owned_fields or "{" in path:
+        found.add(404)
+    return sorted(found)
 
 
 def _other(
@@ -327,8 +346,9 @@ def _other(
 # ── schemas ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def _schemas(operations: Iterable[Operation]) -> dict[str, Schema]:
+def _schemas(operations: Iterable[Operation], mounted: Iterable[Mounted]) -> dict[str, Schema]:
     kinds = {kind for op in operations for kind in (op.request, op.response, op.result)} - {None}
+    kinds |= {endpoint.request for _, endpoint in mounted} - {None}
     kinds |= {Empty, RequestFailedResponse, SupportedModel}
     kinds |= {ImageChunk, ImageAssetPointerChunk, DmelChunk}
     kinds |= {kind for mark in Variant.__subclasses__() for kind in mark.__subclasses__()}

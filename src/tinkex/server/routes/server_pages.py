@@ -126,7 +126,8 @@ async def front(state: State, call: Call) -> Response:
 
 async def description(state: State, call: Call) -> Response:
     """Describe the operations that are served."""
-    return Response(to_json(openapi.describe(frozenset(HANDLERS))), media_type=codec.JSON)
+    document = openapi.describe(frozenset(HANDLERS), state.mounted)
+    return Response(to_json(document), media_type=codec.JSON)
 
 
 async def metrics(state: State, call: Call) -> Response:
