@@ -1,4 +1,4 @@
-"""A fleet on a cluster of Ray with several raylets: `make cluster`, and longer `make crash-cluster`.
+"""A fleet on a small cluster of Ray: `make cluster`, and the longer `make crash-cluster`.
 
 CLUSTER_KILLS, CLUSTER_RAYLETS and CLUSTER_HEADS say how many deaths there are.
 """

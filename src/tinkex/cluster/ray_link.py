@@ -295,6 +295,8 @@ class RayLink:
                 if not self._is_closed:
                     self._on_lost(_reason(error))
                 return
+            except SystemExit:  # this process leaves the cluster
+                return
             except Exception as error:
                 if not self._is_closed:
                     self._on_lost(f"the link has failed: {error}")
