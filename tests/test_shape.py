@@ -18,7 +18,7 @@ CEILINGS = {
     "large-classes": 0,
     "large-files": 2,
     "repeated-names": 0,
-    "repeated-runs": 5,
+    "repeated-runs": 4,
     "way-functions": 57,
     "way-modules": 18,
     "private-uses": 0,
@@ -31,7 +31,7 @@ LARGE = {
     "types/record.py": "the base of all records: one mechanism",
 }
 """Files above 500 lines, and why each is one."""
-CODE = 45_062
+CODE = 44_700
 """Lines of code of the package, at 100 columns, without docstrings, comments and blank lines."""
 
 
