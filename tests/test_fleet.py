@@ -7,6 +7,8 @@ import http.client
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -691,3 +693,17 @@ def test_worker_that_finds_no_gpu_is_named(tmp_path: Path) -> None:
     )
     with pytest.raises(EngineError, match="worker 'a' needs 1 GPU, and the cluster has 0"):
         fleet.connect(1)
+
+
+@pytest.mark.covers("K1")
+def test_help_of_serve_imports_neither_ray_nor_links() -> None:
+    code = (
+        "import sys, tinkex.__main__\n"
+        "from click.testing import CliRunner\n"
+        "from tinkex.cli.main import cli\n"
+        "assert '--workers' in CliRunner().invoke(cli, ['serve', '--help']).output\n"
+        "print([name for name in sys.modules if name.split('.')[0] in ('ray', 'torch')\n"
+        "       or name.startswith('tinkex.cluster')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -4,8 +4,8 @@ that show each.
 C capabilities, D defects of the older client that are not to be repeated, 24 the edge cases of its
 acceptance list, W weaknesses of the official client, S rules of a server, Q surprises of the older
 client's extras, 1 what surrounds the core (section/row of its list), 4 what was asked for beyond
-it, 1.16 the command line, U what changed with version 0.38 of the official client. Where the design
-decided otherwise than the older clients, the words here are what was decided.
+it, 1.16 the command line, U what changed with version 0.38 of the official client, K the fleet.
+Where the design decided otherwise than the older clients, the words here are what was decided.
 """
 
 from __future__ import annotations
@@ -782,6 +782,23 @@ U57 an OpenAI-compatible model may be a base model with a sampler path
 """
 """What changed with version 0.38 of the official client, for client and server."""
 
+FLEET = """\
+K1 one engine in the server's process behaves as before, and Ray is not imported
+K2 both clients' loops over other processes: the same bits as in one process
+K3 two runs at home on two workers train at the same time
+K4 a checkpoint of one worker samples the same on another
+K5 kills of workers, machines and heads: nothing acknowledged is lost or doubled
+K6 runs of a worker that is lost for good move; without a worker requests wait, and say why
+K7 a process of an older epoch changes nothing
+K8 a slow or dead worker delays no other
+K9 the cost of the link
+K10 the head's memory is flat; files travel in pieces
+K11 each mistake in the set-up has a message that names it
+K12 a cluster that others can reach needs a token
+K13 metrics, status, readiness and logs name the worker
+"""
+"""The statements about workers in other processes."""
+
 REQUIREMENTS = _rows(
     CAPABILITIES,
     DEFECTS,
@@ -793,11 +810,12 @@ REQUIREMENTS = _rows(
     BEYOND,
     COMMAND_LINE,
     SDK_038,
+    FLEET,
 )
 
 
 def group_of(number: str) -> str:
-    """The group a number belongs to: C, D, 24, W, S, Q, 1 and 4 for the extras, U, 1.16 for the
+    """The group a number belongs to: C, D, 24, W, S, Q, 1 and 4 for the extras, U, K, 1.16 for the
     command line.
     """
     if number.startswith("1.16."):
