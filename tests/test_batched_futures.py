@@ -232,7 +232,7 @@ def test_unknown_samplers_and_unknown_cursors_are_refused(wire: Wire) -> None:
     sampler = sampler_of(wire)
     heard = wire.send("retrieve_futures", asked(sampler, 7))
     assert heard.status == 410
-    assert "earlier life" in heard.json["detail"]
+    assert "before a restart of this server" in heard.json["detail"]
     assert wire.send("retrieve_futures", {"target": {"type": "other"}}).status == 400
 
 

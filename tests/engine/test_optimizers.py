@@ -192,7 +192,7 @@ def test_unknown_optimizers_are_refused_with_the_known_optimizers(
     muon: TorchEngine, config: OptimizerConfigBase
 ) -> None:
     message = (
-        r"is not supported; there are \{'type': 'adamw'\} and \{'type': 'dimuon', 'version': 1\}"
+        r"is not supported; supported are \{'type': 'adamw'\} and \{'type': 'dimuon', 'version': 1\}"
     )
     with pytest.raises(EngineError, match=message):
         muon.create("b", "small", LoraConfig(rank=4), config)
