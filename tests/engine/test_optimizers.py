@@ -191,8 +191,10 @@ def test_step_takes_the_parameters_of_the_run_s_optimizer(
 def test_unknown_optimizers_are_refused_with_the_known_optimizers(
     muon: TorchEngine, config: OptimizerConfigBase
 ) -> None:
-    message = r"is not supported; supported are \{'type': 'adamw'\} and "
-            r"\{'type': 'dimuon', 'version': 1\}"
+    message = (
+        r"is not supported; supported are \{'type': 'adamw'\} and "
+        r"\{'type': 'dimuon', 'version': 1\}"
+    )
     with pytest.raises(EngineError, match=message):
         muon.create("b", "small", LoraConfig(rank=4), config)
     with pytest.raises(EngineError, match="there is no adapter 'b'"):
