@@ -304,10 +304,11 @@ class Outbox:
         if self.session.closed:
             raise RuntimeError("ServiceClient is closed")
         place = self.poison.place() if place is None else place
-        future: Future[T] = runtime().feed(self._take_turn(turn, place), Future())
-        self.session.track(future)
-        if spoils:
+        future: Future[T] = Future()
+        if spoils:  # before the cancel reaches the call, whose turn the next call then takes
             future.add_done_callback(lambda done: self._spoil(place, done.cancelled()))
+        runtime().feed(self._take_turn(turn, place), future)
+        self.session.track(future)
         return future
 
     def _spoil(self, place: int, is_cancelled: bool) -> None:
