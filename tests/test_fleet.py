@@ -24,7 +24,7 @@ from support import Wire, pass_json, sample_json, serving, step_json, wait_until
 from test_survival import Life, life, played, until
 from tinkex import LocalBackend, ServiceClient
 from tinkex.cluster.layout import ReplicaPlan, WorkersOption, make_engines, read_plan
-from tinkex.cluster.link import CHUNK, Call, Recipe, StaleEpochError
+from tinkex.cluster.link import CHUNK, Call, LogLine, News, Recipe, StaleEpochError
 from tinkex.cluster.process import Role, WorkerProcess
 from tinkex.cluster.processes import ProcessLink, StartProcess
 from tinkex.cluster.remote import RemoteEngine
@@ -390,6 +390,28 @@ def test_process_that_was_given_up_changes_nothing_when_it_wakes(
     monkeypatch.undo()
     for link in zombies:
         link.close()
+
+
+@pytest.mark.covers("K7")
+def test_news_of_a_process_that_was_given_up_are_ignored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    listeners: list[Any] = []
+
+    def launch(on_news: Any, on_lost: Any) -> Any:
+        listeners.append(on_news)
+        return StartProcess(SLOW)(on_news, on_lost)
+
+    process = WorkerProcess("a", launch)
+    process.connect(1)
+    process.give_up("it has not answered")
+    process.connect(2)
+    listeners[0](News(steps={"training": 1}, logs=[LogLine("tinkex.server", 40, "of a zombie")]))
+    assert not process.news
+    assert "of a zombie" not in caplog.text
+    listeners[1](News(logs=[LogLine("tinkex.server", 40, "of the new one")]))
+    assert "[a] of the new one" in caplog.text
+    process.close()
 
 
 @pytest.mark.covers("K8")

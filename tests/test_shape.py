@@ -31,7 +31,7 @@ LARGE = {
     "types/record.py": "the base of all records: one mechanism",
 }
 """Files above 500 lines, and why each is one."""
-CODE = 44_700
+CODE = 44_704
 """Lines of code of the package, at 100 columns, without docstrings, comments and blank lines."""
 
 

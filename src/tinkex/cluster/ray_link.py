@@ -157,7 +157,6 @@ class StartActor:
         recipe: The engine.
         gpus: The number of its GPUs.
         cpus: The number of processors that it is counted for.
-        node: The id of the node that it must not be on, if there is one.
     """
 
     name: str

@@ -96,6 +96,11 @@ class RemoteEngine(Engine):
         """The name of the worker."""
         return self.process.name
 
+    @property
+    def repeats(self) -> bool:
+        """True if the same calls give the same bits."""
+        return self.process.info is not None and self.process.info.repeats
+
     def connect(self, epoch: int) -> None:
         """Start the process, without any adapter, and have it belong to this epoch."""
         self.stepper.passes.clear()

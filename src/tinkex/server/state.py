@@ -96,6 +96,9 @@ class State:
         self.meter = Meter(self.database)
         self.metrics = Metrics()
         self.promises = Promises(conceal=self.without_paths)
+        self.promises.compares = all(
+            getattr(worker.engine, "repeats", True) for worker in self.workers
+        )
         self.journals = Journals(data_dir)
         self.revivals = Revivals(data_dir)
         open_for = limits.session_seconds

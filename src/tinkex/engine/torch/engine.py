@@ -103,6 +103,7 @@ class TorchEngine(Engine):
         calm_openmp()
         torch.set_num_threads(threads or min(torch.get_num_threads(), usable_cores()))
         where = torch.device(device)
+        self.repeats = where.type == "cpu"  # on a GPU, last bits depend on the batch
         dtype = dtype or (torch.float32 if where.type == "cpu" else torch.bfloat16)
         self._bases = {
             name: _Base(name, resolve(source), dtype, where) for name, source in models.items()

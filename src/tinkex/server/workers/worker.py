@@ -393,7 +393,7 @@ class Worker:
         return False
 
     def _lose(self, error: EngineLost) -> None:
-        """Postpone the work of all runs, and fail everything else, until `restore`."""
+        """Postpone the work of all runs, and fail everything else, until the engine is back."""
         if self.is_lost:
             return
         self.failure = error
